@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train the tiny AutoencoderKLQwenImage: 64x64 pixels to 8x8 latents of 16 channels.
+
+- The latents carry noise while the decoder learns, so that pictures survive the rest of the noise that a
+  stochastic sampler leaves in them.
+- The causal 3D convolutions see one frame, so only their last temporal tap does anything; they are trained as
+  the 2D convolutions they then are, and the other taps are set to 0.
+- `latents_mean` and `latents_std` are measured and go to the config, where the pipeline reads them.
+"""
+
+import logging
+import time
+
+import numpy as np
+import torch
+from diffusers import AutoencoderKLQwenImage
+from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageCausalConv3d
+from torch.nn import functional as F
+
+from verl_digen.reward.shapes.scene import all_scenes, draw
+
+logger = logging.getLogger(__name__)
+
+PICTURE_PX = 64
+
+CONFIG = {
+    "base_dim": 8,
+    "z_dim": 16,
+    "dim_mult": [1, 2, 4, 4],
+    "num_res_blocks": 1,
+    "temperal_downsample": [False, False, False],
+    "latents_mean": [0.0] * 16,
+    "latents_std": [1.0] * 16,
+}
+
+PEAK_LR = 2e-3
+
+OBJECT_WEIGHT = 4.0
+"""Weight of the error at and near a shape; elsewhere it is 1."""
+
+KL_WEIGHT = 1e-4
+"""Per latent dimension, against an absolute error per pixel channel."""
+
+
+def _forward_2d(conv: QwenImageCausalConv3d, x: torch.Tensor) -> torch.Tensor:
+    pad = conv._padding[0]
+    return F.conv2d(x[:, :, 0], conv.weight[:, :, -1], conv.bias, padding=pad).unsqueeze(2)
+
+
+class OneFrame:
+    """Within this context the causal convolutions of `vae` run in 2D: the same for one frame, but faster."""
+
+    def __init__(self, vae: AutoencoderKLQwenImage):
+        self.convs = [m for m in vae.modules() if isinstance(m, QwenImageCausalConv3d)]
+
+    def __enter__(self) -> None:
+        for conv in self.convs:
+            conv.forward = lambda x, cache_x=None, conv=conv: _forward_2d(conv, x)
+
+    def __exit__(self, *error: object) -> None:
+        for conv in self.convs:
+            del conv.forward
+
+
+def to_tensor(pictures: np.ndarray) -> torch.Tensor:
+    """uint8 [B, H, W, 3] -> fp32 [B, 3, 1, H, W] in -1..1."""
+    return torch.from_numpy(pictures).permute(0, 3, 1, 2).unsqueeze(2).float() / 127.5 - 1
+
+
+def train_autoencoder(num_steps: int, batch_size: int, seed: int) -> AutoencoderKLQwenImage:
+    """An autoencoder trained from scratch, its latent statistics in its config."""
+    torch.manual_seed(seed)
+    rng = np.random.default_rng(seed)
+    scenes = all_scenes()
+    vae = AutoencoderKLQwenImage(**CONFIG)
+    with torch.no_grad():
+        for module in vae.modules():
+            if isinstance(module, QwenImageCausalConv3d):
+                module.weight[:, :, :-1] = 0
+                module.weight[:, :, -1] *= 3**0.5  # the default scale counts the taps that are 0 now
+        vae.quant_conv.bias[CONFIG["z_dim"] :] = -4.0  # little noise to begin with
+    optimizer = torch.optim.AdamW(vae.parameters(), lr=PEAK_LR, betas=(0.9, 0.99), weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK_LR, total_steps=num_steps, pct_start=0.1)
+    start_s = time.monotonic()
+    with OneFrame(vae):
+        for step in range(num_steps):
+            chosen = rng.integers(len(scenes), size=batch_size)
+            x = to_tensor(np.stack([draw(scenes[i], PICTURE_PX, rng) for i in chosen]))
+            mean, log_var = vae.quant_conv(vae.encoder(x)).chunk(2, dim=1)
+            log_var = log_var.clamp(-10, 2)
+            z = mean + torch.randn_like(mean) * torch.exp(0.5 * log_var)
+            error = (vae.decoder(vae.post_quant_conv(z)) - x) * _importance(x)
+            kl = 0.5 * (mean.square() + log_var.exp() - 1 - log_var).mean()
+            kl_weight = KL_WEIGHT * min(1.0, step / (0.3 * num_steps))
+            loss = error.abs().mean() + error.square().mean() + kl_weight * kl
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            if step % 50 == 0 or step == num_steps - 1:
+                logger.info(
+                    "autoencoder step %d: absolute error %.4f, kl %.2f, latent std %.2f noise %.2f, %.0f s",
+                    step,
+                    error.abs().mean().item(),
+                    kl.item(),
+                    mean.std().item(),
+                    torch.exp(0.5 * log_var).mean().item(),
+                    time.monotonic() - start_s,
+                )
+        vae.eval().requires_grad_(False)
+        latents = encode(vae, np.stack([draw(scene, PICTURE_PX, rng) for scene in scenes]))
+    vae.register_to_config(
+        latents_mean=latents.mean((0, 2, 3, 4)).tolist(), latents_std=latents.std((0, 2, 3, 4)).tolist()
+    )
+    return vae
+
+
+def _importance(x: torch.Tensor) -> torch.Tensor:
+    """[B, 1, 1, H, W] weight of each pixel's error: the shapes are few pixels, and are what matters."""
+    is_shape = (x - x[..., :1, :1]).abs().amax(dim=1, keepdim=True) > 0.1
+    # The shape's surroundings too, or its corners would grow round.
+    near = F.max_pool2d(is_shape[:, :, 0].float(), 5, stride=1, padding=2).unsqueeze(2)
+    return 1 + (OBJECT_WEIGHT - 1) * near
+
+
+@torch.no_grad()
+def encode(vae: AutoencoderKLQwenImage, pictures: np.ndarray) -> torch.Tensor:
+    """uint8 [B, H, W, 3] -> raw (not normalised) latents, fp32 [B, C, 1, H/8, W/8]."""
+    batches = to_tensor(pictures).split(64)
+    return torch.cat([vae.quant_conv(vae.encoder(x)).chunk(2, dim=1)[0] for x in batches])

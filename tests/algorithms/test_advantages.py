@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+import itertools
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from verl_digen.algorithms.advantages import (
+    SCALES,
+    advantage_scale,
+    combine_advantages,
+    combine_rewards,
+    group_advantages,
+    zero_spread_groups,
+)
+
+ORACLES = Path(__file__).parents[1] / "fixtures" / "oracles"
+EVERY_RULE = list(itertools.product(SCALES, (0, 1), (0.0, 1e-8, 1e-4)))
+
+
+def reference_std(values, ddof):
+    mean = sum(values) / len(values)
+    if len(values) == 1:
+        return 0.0
+    return (sum((value - mean) ** 2 for value in values) / (len(values) - ddof)) ** 0.5
+
+
+def reference_advantages(rewards, groups, scale, ddof, eps):
+    members = {group: [r for r, g in zip(rewards, groups, strict=True) if g == group] for group in groups}
+    group_stds = {group: reference_std(values, ddof) for group, values in members.items()}
+    advantages = []
+    for reward, group in zip(rewards, groups, strict=True):
+        centred = reward - sum(members[group]) / len(members[group])
+        divisor = {
+            "batch": reference_std(rewards, ddof) + eps,
+            "group": group_stds[group] + eps,
+            "max_group": max(group_stds.values()) + eps,
+            "none": 1.0,
+        }[scale]
+        advantages.append(centred / divisor if len(set(members[group])) > 1 else 0.0)
+    return advantages
+
+
+def assert_invariants(rewards, groups, scale, ddof, eps):
+    advantages = group_advantages(rewards, groups, scale=scale, ddof=ddof, eps=eps)
+    assert advantages.shape == rewards.shape
+    assert advantages.dtype == torch.float32
+    assert advantages.isfinite().all()
+    for group in set(groups):
+        of_group = [i for i, g in enumerate(groups) if g == group]
+        assert advantages[of_group].double().sum().abs() < 1e-5
+        if group in zero_spread_groups(rewards, groups):
+            assert torch.equal(advantages[of_group], torch.zeros(len(of_group)))
+
+
+@pytest.mark.parametrize("scale", ["batch", "group"])
+def test_advantages_agree_with_flow_grpo(scale):
+    oracle = json.loads((ORACLES / "advantages.json").read_text())
+    rewards = torch.tensor(oracle["rewards"], dtype=torch.float64)
+    got = group_advantages(rewards, oracle["prompts"], scale=scale, ddof=oracle["ddof"], eps=oracle["eps"])
+    torch.testing.assert_close(got, torch.tensor(oracle[scale]), atol=1e-6, rtol=1e-6)
+    assert zero_spread_groups(rewards, oracle["prompts"]) == ("same",)
+
+
+@pytest.mark.parametrize(("scale", "ddof", "eps"), EVERY_RULE)
+def test_advantages_agree_with_the_reference_and_keep_the_invariants_in_a_sweep(scale, ddof, eps):
+    rng = random.Random(0)
+    for _ in range(10):
+        groups = [f"g{rng.randrange(4)}" for _ in range(rng.randrange(1, 14))]
+        rewards = [rng.choice([0.0, 0.7, 1.0, rng.random()]) for _ in groups]
+        expected = reference_advantages(rewards, groups, scale, ddof, eps)
+        rewards = torch.tensor(rewards, dtype=torch.float64)
+        got = group_advantages(rewards, groups, scale=scale, ddof=ddof, eps=eps)
+        torch.testing.assert_close(got, torch.tensor(expected), atol=1e-5, rtol=1e-5)
+        assert_invariants(rewards, groups, scale, ddof, eps)
+
+
+def test_the_defaults_are_batch_scale_with_population_std_and_eps_1e_4():
+    rewards, groups = torch.tensor([1.0, 0.0, 3.0, 0.0]), ["a", "a", "b", "b"]
+    torch.testing.assert_close(
+        group_advantages(rewards, groups), torch.tensor([0.5, -0.5, 1.5, -1.5]) / (1.5**0.5 + 1e-4)
+    )
+
+
+@pytest.mark.parametrize(("scale", "ddof", "eps"), EVERY_RULE)
+def test_a_group_of_one_has_advantage_0_and_never_nan(scale, ddof, eps):
+    rewards = torch.tensor([0.3, 0.1, 0.9])
+    assert group_advantages(rewards[:1], ["a"], scale=scale, ddof=ddof, eps=eps).tolist() == [0.0]
+    assert group_advantages(rewards, ["a", "b", "b"], scale=scale, ddof=ddof, eps=eps)[0] == 0
+    assert zero_spread_groups(rewards, ["a", "b", "b"]) == ("a",)
+
+
+def test_equal_fp32_rewards_get_exactly_0_at_the_smallest_eps():
+    rewards = torch.full((7,), 0.7)
+    assert torch.equal(group_advantages(rewards, ["a"] * 7, scale="group", eps=1e-8), torch.zeros(7))
+
+
+def test_groups_need_not_stand_together():
+    rewards, order = torch.rand(12, generator=torch.Generator().manual_seed(0)), list(range(12))
+    groups = [index // 4 for index in order]
+    random.Random(0).shuffle(order)
+    shuffled = group_advantages(rewards[order], [groups[i] for i in order], scale="group")
+    torch.testing.assert_close(shuffled, group_advantages(rewards, groups, scale="group")[order])
+
+
+@pytest.mark.parametrize("scale", ["batch", "max_group", "none"])
+def test_a_common_scale_can_be_applied_afterwards(scale):
+    rewards, groups = torch.tensor([0.1, 0.5, 0.4, 0.8, 0.2, 0.2]), list("aabbcc")
+    divisor = advantage_scale(rewards, groups, scale=scale)
+    assert divisor.unique().numel() == 1
+    later = group_advantages(rewards, groups, scale="none") / divisor[0]
+    torch.testing.assert_close(later.float(), group_advantages(rewards, groups, scale=scale))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_reward_that_is_not_finite_is_an_error_that_names_its_index(bad):
+    rewards = torch.tensor([0.0, 1.0, bad, 0.5])
+    with pytest.raises(ValueError, match=r"reward must be finite, got .* at index 2"):
+        group_advantages(rewards, list("aabb"))
+    with pytest.raises(ValueError, match=r"reward 'ocr' must be finite, got .* at index 2"):
+        combine_rewards({"ocr": rewards}, {"ocr": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (dict(scale="std"), "unknown advantage scale 'std'; known scales: batch, group, max_group, none"),
+        (dict(ddof=2), "ddof must be 0 .* or 1"),
+        (dict(eps=-1.0), "eps must be >= 0"),
+        (dict(groups=["a"]), "got 2 rewards and 1 ids"),
+        (dict(rewards=torch.zeros(2, 1)), r"shape \[B\]"),
+        (dict(rewards=torch.zeros(0), groups=[]), "B >= 1"),
+    ],
+)
+def test_wrong_arguments_are_errors_that_say_what_is_wrong(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        group_advantages(**dict(rewards=torch.tensor([0.0, 1.0]), groups=["a", "a"]) | overrides)
+
+
+def test_rewards_combine_by_weight():
+    rewards = {"ocr": torch.tensor([1.0, 0.0]), "pick": torch.tensor([0.2, 0.4])}
+    torch.testing.assert_close(combine_rewards(rewards, {"pick": 0.5, "ocr": 2.0}), torch.tensor([2.1, 0.2]))
+
+
+def test_combined_advantages_do_not_depend_on_a_rewards_spread():
+    ocr, pick = torch.tensor([1.0, 0.0, 0.5, 0.5]), torch.tensor([0.2, 0.4, 0.1, 0.9])
+    weights = {"ocr": 1.0, "pick": 3.0}
+
+    def combined(factor):
+        return combine_advantages({"ocr": ocr, "pick": factor * pick}, weights, list("aabb"), eps=0.0)
+
+    expected = group_advantages(ocr, list("aabb"), eps=0.0) + 3 * group_advantages(
+        pick, list("aabb"), eps=0.0
+    )
+    torch.testing.assert_close(combined(1.0), expected)
+    torch.testing.assert_close(combined(100.0), expected)
+
+
+@pytest.mark.parametrize("combine", [combine_rewards, lambda r, w: combine_advantages(r, w, ["a", "a"])])
+def test_several_rewards_must_agree_on_names_and_lengths(combine):
+    score = torch.tensor([0.0, 1.0])
+    with pytest.raises(ValueError, match=r"every reward needs a weight, got \['a'\] and weights for \['b'\]"):
+        combine({"a": score}, {"b": 1.0})
+    with pytest.raises(ValueError, match="every reward must score every sample"):
+        combine({"a": score, "b": score[:1]}, {"a": 1.0, "b": 1.0})

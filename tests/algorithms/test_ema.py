@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+import pytest
+import torch
+
+from verl_digen.algorithms.ema import ema_decay, ema_update_
+
+
+def test_the_decay_grows_from_a_tenth_to_its_maximum():
+    decays = [ema_decay(k, 0.9) for k in range(200)]
+    assert decays[:2] == [0.1, 2 / 11]
+    assert decays == sorted(decays)
+    assert (decays[79], decays[80], decays[-1]) == (80 / 89, 0.9, 0.9)
+
+
+def test_the_update_is_the_weighted_mean_in_place():
+    ema, weight = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 0.0], requires_grad=True)
+    ema_update_([ema], [weight], 0.75)
+    torch.testing.assert_close(ema, torch.tensor([1.5, 1.5]))
+    assert not ema.requires_grad
+
+
+def test_fp32_averages_of_low_precision_weights_stay_fp32():
+    ema, weight = torch.zeros(3), torch.full((3,), 1.0, dtype=torch.bfloat16)
+    ema_update_([ema], [weight], 0.999)
+    torch.testing.assert_close(ema, torch.full((3,), 0.001))
+
+
+def test_decay_1_freezes_and_decay_0_copies():
+    ema, weight = torch.tensor([1.0]), torch.tensor([5.0])
+    ema_update_([ema], [weight], 1.0)
+    assert ema == 1
+    ema_update_([ema], [weight], 0.0)
+    assert ema == 5
+
+
+def test_wrong_arguments_are_errors():
+    with pytest.raises(ValueError, match="k must be >= 0"):
+        ema_decay(-1, 0.9)
+    with pytest.raises(ValueError, match="max_decay must lie in"):
+        ema_decay(0, 1.5)
+    with pytest.raises(ValueError, match="zip"):
+        ema_update_([torch.zeros(1)], [], 0.9)

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from verl_digen.algorithms import losses
+from verl_digen.algorithms.kl import KINDS, kl_loss
+from verl_digen.algorithms.losses import LossConfig, LossOutput, policy_loss, register_loss
+
+ORACLES = Path(__file__).parents[1] / "fixtures" / "oracles"
+POLICY_INPUTS = ("log_prob", "old_log_prob", "advantage")
+
+
+def some_inputs(num_rows=12, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    old = -0.2 + 0.1 * torch.randn(num_rows, generator=generator)
+    return {
+        "log_prob": old + 1e-3 * torch.randn(num_rows, generator=generator),
+        "old_log_prob": old,
+        "advantage": 2 * torch.randn(num_rows, generator=generator),
+        "mean": torch.randn(num_rows, 3, 4, generator=generator),
+        "ref_mean": torch.randn(num_rows, 3, 4, generator=generator),
+        "velocity": torch.randn(num_rows, 3, 4, generator=generator),
+        "ref_velocity": torch.randn(num_rows, 3, 4, generator=generator),
+        "std": 0.1 + torch.rand(num_rows, generator=generator),
+        "dt": -0.01 - 0.1 * torch.rand(num_rows, generator=generator),
+    }
+
+
+def reference_row(log_prob, old, advantage, config):
+    """PPO's clip of one row, in fp64: loss, d loss / d log_prob."""
+    low, high = config.ratio_range
+    advantage = max(-config.advantage_clip, min(config.advantage_clip, advantage))
+    ratio = math.exp(log_prob - old)
+    free, clipped = -advantage * ratio, -advantage * max(low, min(high, ratio))
+    return max(free, clipped), free if free >= clipped else 0.0
+
+
+def gradient(output: LossOutput, tensor):
+    return torch.autograd.grad(output.loss, tensor, retain_graph=True)[0]
+
+
+def test_loss_kl_and_gradient_agree_with_flow_grpo():
+    oracle = {
+        name: torch.from_numpy(np.asarray(v)) for name, v in np.load(ORACLES / "loss_flow_grpo.npz").items()
+    }
+    expected = {name.removeprefix("ppo_cr1e-4_b0.04_"): value for name, value in oracle.items()}
+    log_prob = oracle["log_prob_new"].requires_grad_()
+    inputs = {"log_prob": log_prob, "old_log_prob": oracle["log_prob_old"], "advantage": oracle["advantages"]}
+    policy = policy_loss("flow_grpo", inputs, LossConfig(clip_range=1e-4, advantage_clip=5.0))
+    sqrt_dt, s = oracle["sqrt_dt"].flatten(), oracle["std_dev_t"].flatten()
+    kl = kl_loss(
+        "flow_grpo",
+        {"mean": oracle["mean"], "ref_mean": oracle["mean_ref"], "std": s * sqrt_dt, "dt": -sqrt_dt.square()},
+    )
+    exact = dict(rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(policy.loss, expected["policy_loss"].squeeze(), **exact)
+    torch.testing.assert_close(kl.loss, expected["kl_loss"].squeeze(), **exact)
+    torch.testing.assert_close(policy.loss + 0.04 * kl.loss, expected["loss"].squeeze(), **exact)
+    torch.testing.assert_close(gradient(policy, log_prob), expected["dloss_dlogprob"], rtol=1e-6, atol=1e-8)
+    deviations = expected["ratio"] - 1
+    torch.testing.assert_close(policy.metrics["ratio_deviation_max"], deviations.max(), atol=2e-7, rtol=0)
+    torch.testing.assert_close(policy.metrics["ratio_deviation_min"], deviations.min(), atol=2e-7, rtol=0)
+    torch.testing.assert_close(policy.metrics["ratio_deviation"], deviations.mean(), atol=2e-7, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["flow_grpo", "dance_grpo"])
+@pytest.mark.parametrize(
+    "config", [LossConfig(), LossConfig(clip_range=1e-3, clip_range_high=4e-3, advantage_clip=1.0)], ids=str
+)
+def test_rows_agree_with_the_fp64_reference_in_loss_and_gradient(name, config):
+    inputs = some_inputs(40)
+    log_prob = inputs["log_prob"].requires_grad_()
+    output = policy_loss(name, inputs, config)
+    rows = [
+        reference_row(*row, config)
+        for row in zip(*(inputs[key].tolist() for key in POLICY_INPUTS), strict=True)
+    ]
+    assert output.loss.item() == pytest.approx(sum(row[0] for row in rows) / 40, rel=1e-6)
+    expected = torch.tensor([row[1] / 40 for row in rows])
+    torch.testing.assert_close(gradient(output, log_prob), expected, rtol=1e-5, atol=1e-8)
+    assert 0 < (expected == 0).sum() < 40
+
+
+@pytest.mark.parametrize("name", ["flow_grpo", "dance_grpo"])
+def test_the_first_update_has_ratio_1_and_the_full_policy_gradient(name):
+    inputs = some_inputs()
+    inputs["old_log_prob"] = inputs["log_prob"].clone()
+    log_prob = inputs["log_prob"].requires_grad_()
+    output = policy_loss(name, inputs, LossConfig(advantage_clip=math.inf))
+    torch.testing.assert_close(gradient(output, log_prob), -inputs["advantage"] / 12)
+    assert {name: metric.item() for name, metric in output.metrics.items()} == {
+        "ratio_deviation": 0.0,
+        "ratio_deviation_min": 0.0,
+        "ratio_deviation_max": 0.0,
+        "clip_fraction": 0.0,
+        "approx_kl": 0.0,
+    }
+
+
+def every_loss(inputs):
+    for name in losses.loss_names():
+        yield policy_loss(name, inputs, LossConfig(clip_range=1e-3))
+    for kind in KINDS:
+        yield kl_loss(kind, inputs)
+
+
+def test_losses_gradients_and_metrics_of_fragments_add_up_to_the_batch():
+    leaves = ("log_prob", "mean", "velocity")
+    batch = {name: tensor.requires_grad_(name in leaves) for name, tensor in some_inputs(12).items()}
+    batch["mask"] = torch.ones(12)
+    batch["mask"][[3, 7]] = 0
+    fragments = [
+        {name: tensor[rows] for name, tensor in batch.items()} | {"num_rows": torch.tensor(10)}
+        for rows in (slice(0, 5), slice(5, 6), slice(6, 12))
+    ]
+    for whole, *shares in zip(every_loss(batch), *map(every_loss, fragments), strict=True):
+        total = sum(share.loss for share in shares)
+        torch.testing.assert_close(total, whole.loss, rtol=1e-5, atol=1e-7)
+        for leaf in (batch[name] for name in leaves):
+            expected, got = (
+                torch.autograd.grad(loss, leaf, retain_graph=True, allow_unused=True)[0]
+                for loss in (whole.loss, total)
+            )
+            if expected is not None:
+                torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-8)
+        for name, value in whole.metrics.items():
+            combine = {"_min": min, "_max": max}.get(name[-4:], sum)
+            combined = combine([share.metrics[name] for share in shares])
+            torch.testing.assert_close(combined, value, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("garbage", [0.0, math.nan, math.inf, 1e30])
+def test_padding_rows_add_nothing_whatever_their_columns_hold(garbage):
+    inputs = some_inputs(6)
+    padded = {name: torch.cat([t, torch.zeros_like(t[:2])]) for name, t in inputs.items()}
+    for name, tensor in padded.items():
+        if tensor.dim() == 1:
+            tensor[6:] = garbage
+        padded[name] = tensor.requires_grad_()
+    padded["mask"] = torch.tensor([True] * 6 + [False] * 2)
+    for plain, output in zip(every_loss(inputs), every_loss(padded), strict=True):
+        torch.testing.assert_close(output.loss, plain.loss)
+        torch.testing.assert_close(output.metrics, plain.metrics)
+        for gradient in torch.autograd.grad(
+            output.loss, [t for t in padded.values() if t.requires_grad], allow_unused=True
+        ):
+            assert gradient is None or (gradient.isfinite().all() and not gradient[6:].any())
+
+
+def test_a_tile_of_padding_alone_has_loss_0():
+    for output in every_loss(some_inputs(3) | {"mask": torch.zeros(3)}):
+        assert output.loss == 0
+
+
+@pytest.mark.parametrize("name", ["flow_grpo", "dance_grpo"])
+def test_the_loss_is_positively_homogeneous_in_the_advantage(name):
+    inputs, config = some_inputs(30), LossConfig(clip_range=1e-4, advantage_clip=math.inf)
+    log_prob = inputs["log_prob"].requires_grad_()
+    one = policy_loss(name, inputs, config)
+    many = policy_loss(name, inputs | {"advantage": 37.5 * inputs["advantage"]}, config)
+    torch.testing.assert_close(many.loss, 37.5 * one.loss)
+    torch.testing.assert_close(gradient(many, log_prob), 37.5 * gradient(one, log_prob))
+
+
+def test_clip_range_high_clips_above_and_clip_range_below():
+    log_ratio = torch.tensor([0.15, 0.25, -0.05, -0.15]).requires_grad_()
+    inputs = {"log_prob": log_ratio, "old_log_prob": torch.zeros(4)}
+    config = LossConfig(clip_range=0.1, clip_range_high=0.2)
+    up = policy_loss("flow_grpo", inputs | {"advantage": torch.ones(4)}, config)
+    down = policy_loss("flow_grpo", inputs | {"advantage": -torch.ones(4)}, config)
+    assert (gradient(up, log_ratio) != 0).tolist() == [True, False, True, True]
+    assert (gradient(down, log_ratio) != 0).tolist() == [True, True, True, False]
+    assert up.metrics["clip_fraction"] == 0.5
+
+
+def test_low_precision_inputs_are_reduced_in_fp32():
+    inputs = some_inputs()
+    half = {name: tensor.bfloat16() for name, tensor in inputs.items()}
+    full = {name: tensor.float() for name, tensor in half.items()}
+    for low, high in zip(every_loss(half), every_loss(full), strict=True):
+        assert low.loss.dtype == torch.float32
+        assert torch.equal(low.loss, high.loss)
+
+
+def test_metrics_carry_no_graph():
+    inputs = some_inputs()
+    for name in ("log_prob", "mean", "velocity"):
+        inputs[name].requires_grad_()
+    for output in every_loss(inputs):
+        assert not any(metric.requires_grad for metric in output.metrics.values())
+
+
+def test_kl_kinds_are_what_their_formulas_say():
+    inputs = some_inputs(4)
+    double = {name: tensor.double() for name, tensor in inputs.items()}
+    of_means = (double["mean"] - double["ref_mean"]).square().flatten(1).mean(1)
+    s = double["std"] / (-double["dt"]).sqrt()
+    expected = {
+        "flow_grpo": (of_means / (2 * s**2)).mean(),
+        "exact": (of_means / (2 * double["std"] ** 2)).mean(),
+        "velocity": (double["velocity"] - double["ref_velocity"]).square().mean(),
+    }
+    assert set(expected) == set(KINDS)
+    for kind, value in expected.items():
+        torch.testing.assert_close(kl_loss(kind, inputs).loss, value.float(), rtol=1e-6, atol=0)
+        assert (
+            kl_loss(kind, inputs | {"ref_mean": inputs["mean"], "ref_velocity": inputs["velocity"]}).loss == 0
+        )
+
+
+def test_kl_exact_is_the_kl_of_the_gaussians_per_latent_dim():
+    inputs = some_inputs(1)
+    policy, reference = (
+        torch.distributions.Normal(inputs[name], inputs["std"][:, None, None])
+        for name in ("mean", "ref_mean")
+    )
+    expected = torch.distributions.kl_divergence(policy, reference).mean()
+    torch.testing.assert_close(kl_loss("exact", inputs).loss, expected)
+
+
+def test_a_missing_input_is_an_error_naming_what_is_there():
+    inputs = some_inputs()
+    with pytest.raises(
+        ValueError, match=r"policy loss 'flow_grpo' needs old_log_prob; its inputs hold log_prob, mask"
+    ):
+        policy_loss(
+            "flow_grpo", {k: inputs["log_prob"] for k in ("log_prob", "mask", "advantage")}, LossConfig()
+        )
+    with pytest.raises(ValueError, match=r"KL kind 'exact' needs std, ref_mean; its inputs hold mean$"):
+        kl_loss("exact", {"mean": inputs["mean"]})
+
+
+@pytest.mark.parametrize("name", ["log_prob", "advantage", "mask", "std"])
+def test_a_column_of_another_shape_is_an_error(name):
+    inputs = some_inputs() | {"mask": torch.ones(12)}
+    for shape in ((12, 1), (11,), ()):
+        with pytest.raises(ValueError, match="of shape"):
+            list(every_loss(inputs | {name: torch.ones(shape)}))
+
+
+def test_an_unknown_name_is_an_error_listing_the_known_ones():
+    with pytest.raises(ValueError, match=r"unknown policy loss 'ppo'; known losses: .*dance_grpo, flow_grpo"):
+        policy_loss("ppo", {}, LossConfig())
+    with pytest.raises(ValueError, match="unknown KL kind 'k3'; known kinds: flow_grpo, exact, velocity"):
+        kl_loss("k3", {})
+    assert set(losses.loss_inputs("flow_grpo")) == set(POLICY_INPUTS)
+
+
+def test_a_registered_loss_is_found_checked_and_called(monkeypatch):
+    monkeypatch.setattr(losses, "_LOSSES", dict(losses._LOSSES))
+
+    @register_loss("reinforce", columns=("log_prob", "advantage"))
+    def reinforce(rows, config):
+        return LossOutput(rows.mean(-rows["advantage"] * rows["log_prob"]), {})
+
+    inputs = {"log_prob": torch.tensor([1.0, 2.0]), "advantage": torch.tensor([3.0, 4.0])}
+    assert policy_loss("reinforce", inputs, LossConfig()).loss == -5.5
+    assert "reinforce" in losses.loss_names()
+    with pytest.raises(ValueError, match="needs advantage"):
+        policy_loss("reinforce", {"log_prob": torch.ones(2)}, LossConfig())
+    with pytest.raises(ValueError, match="'flow_grpo' exists already"):
+        register_loss("flow_grpo", columns=("log_prob",))(reinforce)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (dict(clip_range=0.0), r"digen.loss.clip_range must lie in \(0, 1\), got 0.0"),
+        (dict(clip_range=1.0), r"digen.loss.clip_range must lie in \(0, 1\)"),
+        (dict(clip_range=math.nan), r"digen.loss.clip_range must lie in \(0, 1\)"),
+        (dict(clip_range_high=-1e-4), "digen.loss.clip_range_high must be > 0"),
+        (dict(advantage_clip=0.0), "digen.loss.advantage_clip must be > 0"),
+    ],
+)
+def test_a_bad_config_value_is_an_error_that_names_the_key(values, message):
+    with pytest.raises(ValueError, match=message):
+        LossConfig(**values)

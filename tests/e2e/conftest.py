@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs of verl's own main entry, as a user types it: real Ray, TransferQueue, FSDP2 on gloo, about 40 s each."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CHECKPOINT = ROOT / "examples" / "tiny_qwen_image" / "checkpoint"
+PROMPTS = ROOT / "examples" / "tiny_qwen_image" / "prompts"
+
+SMALL = (
+    f"actor_rollout_ref.model.path={CHECKPOINT}",
+    f"data.train_files={PROMPTS / 'train.jsonl'}",
+    f"data.val_files={PROMPTS / 'val.jsonl'}",
+    "data.train_batch_size=4",
+    "data.val_max_samples=4",
+    "actor_rollout_ref.rollout.n=4",
+    "digen.reward.functions={shapes: 1.0}",
+    "digen.sampling.height_px=64",
+    "digen.sampling.width_px=64",
+    "digen.sampling.num_steps=6",
+    "digen.sampling.val_num_steps=6",
+    "digen.num_logged_images=4",
+    "trainer.test_freq=-1",
+    "trainer.val_before_train=false",
+    "trainer.logger=[]",
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run."""
+
+    exit_code: int
+    output: str
+    run_dir: Path
+
+    @property
+    def metrics(self) -> list[dict[str, float]]:
+        """One entry per step."""
+        return [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def run_main(run_dir: Path, *overrides: str, recipe: str = "digen_flowgrpo", timeout_s: float = 240) -> Run:
+    """`python -m verl.trainer.main_ppo recipe=... overrides`, a small run unless overrides say otherwise."""
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", f"recipe={recipe}", *SMALL]
+    command += [f"trainer.default_local_dir={run_dir}", f"hydra.run.dir={run_dir}/hydra", *overrides]
+    done = subprocess.run(
+        command,
+        cwd=run_dir.parent,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    return Run(done.returncode, done.stdout, run_dir)
+
+
+@pytest.fixture(scope="session")
+def three_steps(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run of 3 steps with a checkpoint at the end and validations, shared by the tests that only look."""
+    run_dir = tmp_path_factory.mktemp("e2e") / "three"
+    return run_main(
+        run_dir,
+        "trainer.total_training_steps=3",
+        "trainer.save_freq=3",
+        "trainer.test_freq=3",
+        "trainer.val_before_train=true",
+        "trainer.logger=[tensorboard]",
+        "digen.check_ratio=true",
+    )

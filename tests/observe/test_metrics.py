@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from verl_digen.observe.images import CAPTION_PX, CELL_PX, Shown, save_before_after, save_grid, save_image
+from verl_digen.observe.metrics import perf_metrics, reward_metrics, staleness_metrics, union_s
+from verl_digen.observe.metrics_file import MetricsFile
+from verl_digen.observe.progress import duration, progress_line
+
+
+def tag(reward, start=0.0, version=4, **parts):
+    return {
+        "reward": reward,
+        "parts": parts,
+        "min_global_steps": version,
+        "generate_start_s": start,
+        "generate_end_s": start + 2,
+        "score_start_s": start + 2,
+        "score_end_s": start + 2.5,
+    }
+
+
+def test_union_counts_overlapping_time_once():
+    assert union_s([]) == 0
+    assert union_s([(5, 6), (0, 2), (1, 3), (1.5, 2)]) == 4
+
+
+def test_reward_metrics_report_parts_alone_and_count_groups_without_spread():
+    metrics = reward_metrics([tag(1.0, a=2.0), tag(0.0, a=4.0), tag(0.5), tag(0.5)], ["g1", "g1", "g2", "g2"])
+    assert metrics["reward/mean"] == 0.5 and metrics["reward/a"] == 3.0
+    assert metrics["reward/zero_spread_groups"] == 1
+    assert metrics["reward/std"] == pytest.approx(np.std([1, 0, 0.5, 0.5]))
+
+
+def test_overhead_is_what_no_generation_scoring_or_training_covers():
+    metrics = perf_metrics([tag(0, 0.0), tag(0, 1.0)], step_s=6.0, train_s=2.0, sync_s=0.1, num_devices=2)
+    assert metrics["perf/generate_s"] == 3.0
+    assert metrics["perf/overhead_s"] == pytest.approx(6.0 - 3.5 - 2.0)
+    assert metrics["perf/images_per_s_per_device"] == pytest.approx(2 / 6 / 2)
+
+
+def test_strict_mode_has_age_zero():
+    assert staleness_metrics([tag(0, version=4)], trained_version=4)["rollout/version_age_max_versions"] == 0
+    assert staleness_metrics([tag(0, version=2)], trained_version=4)["rollout/version_age_max_versions"] == 2
+
+
+def test_a_resumed_run_continues_the_metrics_file_without_repeating_steps(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    first = MetricsFile(path)
+    first.keep_until(0)
+    for step in (1, 2, 3):
+        first.append(step, {"reward/mean": step / 10, "note": "text stays out", "array": np.float32(1)})
+    resumed = MetricsFile(path)
+    resumed.keep_until(2)
+    resumed.append(3, {"reward/mean": 0.9})
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert rows[2]["reward/mean"] == 0.9 and "note" not in rows[0]
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0s"), (59.6, "1m00s"), (125, "2m05s"), (11220, "3h07m")])
+def test_durations_read_naturally(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_the_progress_line_shows_step_reward_throughput_and_time_left():
+    metrics = reward_metrics([tag(0.5)], ["g"]) | perf_metrics([tag(0.5)], step_s=3, train_s=1, sync_s=0, num_devices=1)
+    line = progress_line(metrics, step=3, num_steps=10, remaining_s=70)
+    assert line.startswith("step 3/10 | reward 0.500") and line.endswith("eta 1m10s") and "0.3 images/s" in line
+
+
+def test_grids_show_every_picture_at_its_place(tmp_path):
+    shown = []
+    for index, colour in enumerate([(255, 0, 0), (0, 255, 0)]):
+        pixels = torch.tensor(colour, dtype=torch.uint8).expand(16, 16, 3)
+        save_image(pixels.expand(3, 16, 16, 3) if index else pixels, tmp_path / f"{index}.png")
+        shown.append(Shown(tmp_path / f"{index}.png", f"prompt {index}", 0.5))
+    save_grid(shown, tmp_path / "grid.png", "title")
+    with Image.open(tmp_path / "grid.png") as grid:
+        assert grid.size == (2 * CELL_PX, 24 + CELL_PX + CAPTION_PX)
+        assert grid.getpixel((CELL_PX // 2, 24 + CELL_PX // 2)) == (255, 0, 0)
+        assert grid.getpixel((CELL_PX + CELL_PX // 2, 24 + CELL_PX // 2)) == (0, 255, 0)
+    save_before_after(shown, shown[::-1], tmp_path / "both.png", ("before", "after"))
+    with Image.open(tmp_path / "both.png") as both:
+        below = 24 + CELL_PX + CAPTION_PX + 24 + CELL_PX // 2
+        assert both.getpixel((CELL_PX // 2, 24 + CELL_PX // 2)) == (255, 0, 0)
+        assert both.getpixel((CELL_PX // 2, below)) == (0, 255, 0)

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+import asyncio
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from verl_digen.algorithms.window import Window
+from verl_digen.rollout.batcher import RequestBatcher
+from verl_digen.types import Generation, Geometry, SampleRequest, Sampling, Trajectory
+
+SAMPLING = Sampling(Geometry(64, 64), num_steps=4, guidance_scale=1.0, law="flow", noise_level=0.7)
+
+
+def request(uid: str, index: int, sampling: Sampling = SAMPLING) -> SampleRequest:
+    return SampleRequest(uid, index, "a prompt", " ", Window((), ()), sampling)
+
+
+def answer(asked: SampleRequest) -> Generation:
+    empty = torch.empty(0)
+    path = Trajectory(asked.uid, asked.sample_index, empty, empty, empty, empty, empty, empty, 0, 0, 0)
+    return Generation(path, empty)
+
+
+class Recorder:
+    """Executes batches on command: each batch waits for `release`."""
+
+    def __init__(self, hold: bool = False):
+        self.batches: list[list[SampleRequest]] = []
+        self.running = asyncio.Event()
+        self.release = asyncio.Event()
+        if not hold:
+            self.release.set()
+
+    async def __call__(self, requests):
+        self.batches.append(list(requests))
+        self.running.set()
+        await self.release.wait()
+        return [answer(asked) for asked in requests]
+
+
+def test_every_request_gets_its_own_answer_whatever_the_arrival_order():
+    async def run(seed: int) -> list[list[tuple[str, int]]]:
+        record = Recorder()
+        batcher = RequestBatcher(record, max_batch_size=4, wait_s=0.01)
+        requests = [request(f"p{group}", index) for group in range(3) for index in range(3)]
+        random.Random(seed).shuffle(requests)
+        answers = await asyncio.gather(*[batcher.submit(asked) for asked in requests])
+        for asked, got in zip(requests, answers, strict=True):
+            assert (got.trajectory.uid, got.trajectory.sample_index) == (asked.uid, asked.sample_index)
+        return [[(asked.uid, asked.sample_index) for asked in batch] for batch in record.batches]
+
+    formed = [asyncio.run(run(seed)) for seed in range(5)]
+    assert all(batches == formed[0] for batches in formed), "the same requests always form the same batches"
+    assert [len(batch) for batch in formed[0]] == [4, 4, 1]
+
+
+def test_a_batch_holds_only_requests_with_equal_sampling():
+    async def run() -> None:
+        record = Recorder()
+        batcher = RequestBatcher(record, max_batch_size=8, wait_s=0.01)
+        other = replace(SAMPLING, num_steps=9)
+        await asyncio.gather(*[batcher.submit(request("p", index, other if index % 2 else SAMPLING)) for index in range(6)])
+        assert [len({asked.sampling for asked in batch}) for batch in record.batches] == [1, 1]
+
+    asyncio.run(run())
+
+
+def test_exclusive_work_never_runs_inside_a_batch():
+    async def run() -> None:
+        record = Recorder(hold=True)
+        batcher = RequestBatcher(record, max_batch_size=1, wait_s=0.0)
+        generation = asyncio.create_task(batcher.submit(request("p", 0)))
+        await record.running.wait()
+        order: list[str] = []
+
+        async def update() -> None:
+            async with batcher.exclusive():
+                order.append("updated")
+
+        updating = asyncio.create_task(update())
+        await asyncio.sleep(0)
+        assert order == []
+        generation.add_done_callback(lambda _: order.insert(0, "generated"))
+        record.release.set()
+        await generation
+        await updating
+        assert order == ["generated", "updated"]
+
+    asyncio.run(run())
+
+
+def test_a_paused_batcher_keeps_requests_until_it_resumes():
+    async def run() -> None:
+        record = Recorder()
+        batcher = RequestBatcher(record, max_batch_size=2, wait_s=0.0)
+        batcher.pause()
+        waiting = [asyncio.create_task(batcher.submit(request("p", index))) for index in range(2)]
+        done, _ = await asyncio.wait(waiting, timeout=0.05)
+        assert not done and not record.batches
+        batcher.resume()
+        await asyncio.gather(*waiting)
+        assert len(record.batches) == 1
+
+    asyncio.run(run())
+
+
+def test_a_failing_batch_fails_its_own_requests_and_the_next_batch_runs():
+    async def run() -> None:
+        calls = 0
+
+        async def execute(requests):
+            nonlocal calls
+            calls += 1
+            if calls == 1:
+                raise ValueError("out of memory")
+            return [answer(asked) for asked in requests]
+
+        batcher = RequestBatcher(execute, max_batch_size=2, wait_s=0.0)
+        first = await asyncio.gather(*[batcher.submit(request("a", index)) for index in range(2)], return_exceptions=True)
+        assert all(isinstance(outcome, ValueError) for outcome in first)
+        assert (await batcher.submit(request("b", 0))).trajectory.uid == "b"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_request_is_lost_under_random_pauses_and_updates(seed: int):
+    async def run() -> None:
+        rng = random.Random(seed)
+        record = Recorder()
+        batcher = RequestBatcher(record, max_batch_size=3, wait_s=0.001)
+
+        async def disturb() -> None:
+            for _ in range(20):
+                await asyncio.sleep(rng.random() * 0.003)
+                batcher.pause()
+                async with batcher.exclusive():
+                    await asyncio.sleep(rng.random() * 0.002)
+                batcher.resume()
+
+        async def ask(index: int) -> Generation:
+            await asyncio.sleep(rng.random() * 0.05)
+            return await batcher.submit(request("p", index))
+
+        answers, _ = await asyncio.gather(asyncio.gather(*[ask(index) for index in range(40)]), disturb())
+        assert [got.trajectory.sample_index for got in answers] == list(range(40))
+
+    asyncio.run(asyncio.wait_for(run(), timeout=20))

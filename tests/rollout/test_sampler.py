@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The denoising loop: against diffusers' pipeline without noise, and against its own replay with it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import QwenImagePipeline
+from torch import Tensor, nn
+
+from verl_digen.algorithms.noise import INITIAL_LATENTS, noise, sample_seed
+from verl_digen.algorithms.window import Window
+from verl_digen.models import load_model
+from verl_digen.models.base import DiffusionModel, PromptEncoder
+from verl_digen.rollout.sampler import Sampler, SamplingStopped, score_rows
+from verl_digen.types import Condition, Geometry, Rows, SampleRequest, Sampling, Trajectory
+
+CPU = torch.device("cpu")
+SQUARE = Geometry(height_px=64, width_px=64)
+WIDE = Geometry(height_px=48, width_px=80)
+PROMPTS = ("a red circle", "two small blue squares left of a red circle on a green background")
+NEGATIVE = " "
+NUM_STEPS = 6
+RUN_SEED = 7
+ODE = Window(sde_steps=(), train_steps=())
+ALL = Window(sde_steps=(0, 1, 2, 3, 4), train_steps=(0, 1, 2, 3, 4))
+WINDOWS = (ALL, Window((1, 2), (1, 2)), Window((0, 1, 2, 3, 4), (0, 3, 4)), Window((4,), (4,)))
+
+
+@pytest.fixture(scope="module")
+def model(tiny_qwen_image: Path) -> DiffusionModel:
+    return load_model(tiny_qwen_image)
+
+
+@pytest.fixture(scope="module")
+def transformer(model: DiffusionModel) -> nn.Module:
+    return model.load_transformer(torch.float32).requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def encode(model: DiffusionModel) -> PromptEncoder:
+    return model.load_encoder(torch.float32, CPU)
+
+
+def sampling(
+    guidance_scale: float, geometry: Geometry = SQUARE, law: str = "flow", **changes: bool
+) -> Sampling:
+    return Sampling(
+        geometry=geometry,
+        num_steps=NUM_STEPS,
+        guidance_scale=guidance_scale,
+        law=law,
+        noise_level=0.7,
+        **changes,
+    )
+
+
+def request(
+    how: Sampling, *, uid: str, index: int = 0, prompt: str = PROMPTS[0], window: Window = ODE
+) -> SampleRequest:
+    return SampleRequest(
+        uid=uid, sample_index=index, prompt=prompt, negative_prompt=NEGATIVE, window=window, sampling=how
+    )
+
+
+def mixed_requests(how: Sampling) -> list[SampleRequest]:
+    """Eight samples of four groups, one window each, prompts of two lengths."""
+    return [
+        request(how, uid=f"g{group}", index=index, prompt=PROMPTS[group % 2], window=window)
+        for group, window in enumerate(WINDOWS)
+        for index in range(2)
+    ]
+
+
+def run(
+    model: DiffusionModel,
+    transformer: nn.Module,
+    encode: PromptEncoder,
+    requests: Sequence[SampleRequest],
+    dtype: torch.dtype = torch.float32,
+) -> tuple[list[Trajectory], Tensor]:
+    sampler = Sampler(model, transformer, run_seed=RUN_SEED, device=CPU, latents_dtype=dtype)
+    negatives = (
+        encode([r.negative_prompt for r in requests]) if requests[0].sampling.guidance_scale > 1 else None
+    )
+    return sampler.sample(requests, encode([r.prompt for r in requests]), negatives, version=3)
+
+
+def rows_of(
+    trajectories: Sequence[Trajectory], conditions: Sequence[Condition], negatives: Sequence[Condition] | None
+) -> Rows:
+    """All trained steps of all trajectories, in an order that mixes them."""
+    pairs = [(n, k) for n, path in enumerate(trajectories) for k in range(len(path.positions))]
+    random.Random(0).shuffle(pairs)
+
+    def gather(column: str) -> Tensor:
+        return torch.stack([getattr(trajectories[n], column)[k] for n, k in pairs])
+
+    def latents(offset: int) -> Tensor:
+        return torch.stack([trajectories[n].latents[trajectories[n].positions[k] + offset] for n, k in pairs])
+
+    return Rows(
+        latents=latents(0),
+        next_latents=latents(1),
+        sigmas=gather("sigmas"),
+        next_sigmas=gather("next_sigmas"),
+        sigma_max=torch.stack([trajectories[n].sigma_max for n, _ in pairs]),
+        conditions=[conditions[n] for n, _ in pairs],
+        negative_conditions=None if negatives is None else [negatives[n] for n, _ in pairs],
+        log_probs=gather("log_probs"),
+        advantages=torch.ones(len(pairs)),
+        mask=torch.ones(len(pairs)),
+    )
+
+
+def close(actual: Tensor, expected: Tensor, atol: float = 1e-5) -> None:
+    torch.testing.assert_close(actual, expected, atol=atol, rtol=0)
+
+
+# -- without noise: the pipeline --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("geometry", [SQUARE, WIDE])
+@pytest.mark.parametrize("guidance_scale", [1.0, 4.0])
+def test_without_sde_steps_it_is_the_diffusers_pipeline(
+    model: DiffusionModel,
+    transformer: nn.Module,
+    encode: PromptEncoder,
+    tiny_qwen_image: Path,
+    geometry: Geometry,
+    guidance_scale: float,
+) -> None:
+    how = sampling(guidance_scale, geometry)
+    trajectories, latents = run(
+        model,
+        transformer,
+        encode,
+        [request(how, uid=f"p{n}", prompt=prompt) for n, prompt in enumerate(PROMPTS)],
+    )
+    initial = torch.stack(
+        [
+            noise(RUN_SEED, f"p{n}", 0, INITIAL_LATENTS, model.latent_shape(geometry))
+            for n in range(len(PROMPTS))
+        ]
+    )
+    pipeline = QwenImagePipeline.from_pretrained(tiny_qwen_image)
+    pipeline.set_progress_bar_config(disable=True)
+
+    def expected(output_type: str) -> Tensor:
+        images = pipeline(
+            list(PROMPTS),
+            negative_prompt=[NEGATIVE] * 2 if guidance_scale > 1 else None,
+            true_cfg_scale=guidance_scale,
+            height=geometry.height_px,
+            width=geometry.width_px,
+            num_inference_steps=NUM_STEPS,
+            latents=initial,
+            output_type=output_type,
+        ).images
+        return torch.as_tensor(images)
+
+    close(latents, expected("latent"))
+    pixels = model.load_decoder(torch.float32, CPU)(latents, geometry)
+    assert (
+        pixels.float() - expected("np") * 255
+    ).abs().max() < 0.5 + 0.01  # rounding to 8 bits, and 4e-5 of error
+    assert [path.latents.shape[0] for path in trajectories] == [0, 0]
+
+
+# -- with noise: the replay -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("law", ["flow", "flow_clipped", "dance", "cps"])
+@pytest.mark.parametrize("guidance_scale", [1.0, 4.0])
+def test_replay_gives_the_recorded_log_probs(
+    model: DiffusionModel, transformer: nn.Module, encode: PromptEncoder, guidance_scale: float, law: str
+) -> None:
+    how = sampling(guidance_scale, law=law)
+    requests = mixed_requests(how)
+    trajectories, _ = run(model, transformer, encode, requests)
+    negatives = encode([NEGATIVE] * len(requests)) if guidance_scale > 1 else None
+    rows = rows_of(trajectories, encode([r.prompt for r in requests]), negatives)
+    assert len(rows) == 2 * sum(len(window.train_steps) for window in WINDOWS)
+    step, velocity = score_rows(model, transformer, rows, law, how.noise_level, guidance_scale, SQUARE)
+    close(step.log_prob, rows.log_probs)
+    assert velocity.shape == rows.latents.shape
+    assert (rows.log_probs != 0).all()
+    other_prompts = replace(rows, conditions=encode([NEGATIVE] * len(rows)))
+    wrong, _ = score_rows(model, transformer, other_prompts, law, how.noise_level, guidance_scale, SQUARE)
+    assert (wrong.log_prob - rows.log_probs).abs().max() > 1e-3  # and a wrong replay does not
+
+
+def test_replay_in_tiles_is_replay_at_once(
+    model: DiffusionModel, transformer: nn.Module, encode: PromptEncoder
+) -> None:
+    how = sampling(4.0)
+    requests = mixed_requests(how)
+    trajectories, _ = run(model, transformer, encode, requests)
+    rows = rows_of(trajectories, encode([r.prompt for r in requests]), encode([NEGATIVE] * len(requests)))
+    tiles = [rows[start : start + 3] for start in range(0, len(rows), 3)]
+    scored = [score_rows(model, transformer, tile, "flow", 0.7, 4.0, SQUARE)[0].log_prob for tile in tiles]
+    close(torch.cat(scored), rows.log_probs)
+
+
+def test_replay_is_differentiable(model: DiffusionModel, encode: PromptEncoder) -> None:
+    how = sampling(4.0)
+    trained = model.load_transformer(torch.float32)
+    trajectories, _ = run(model, trained, encode, [request(how, uid="g", window=WINDOWS[1])])
+    rows = rows_of(trajectories, encode(PROMPTS[:1]), encode([NEGATIVE]))
+    step, _ = score_rows(model, trained, rows, "flow", 0.7, 4.0, SQUARE)
+    step.log_prob.sum().backward()
+    gradients = [parameter.grad for parameter in trained.parameters() if parameter.grad is not None]
+    assert sum(gradient.abs().sum() for gradient in gradients) > 0
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+def test_rounding_to_storage_dtype_comes_before_the_log_prob(
+    model: DiffusionModel, transformer: nn.Module, encode: PromptEncoder
+) -> None:
+    how = sampling(4.0)
+    requests = mixed_requests(how)
+    trajectories, latents = run(model, transformer, encode, requests, dtype=torch.bfloat16)
+    assert latents.dtype == torch.bfloat16
+    assert {path.latents.dtype for path in trajectories} == {torch.bfloat16}
+    rows = rows_of(trajectories, encode([r.prompt for r in requests]), encode([NEGATIVE] * len(requests)))
+    close(score_rows(model, transformer, rows, "flow", 0.7, 4.0, SQUARE)[0].log_prob, rows.log_probs)
+
+
+# -- what a sample depends on -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+@pytest.mark.parametrize("guidance_scale", [1.0, 4.0])
+def test_batches_and_order_of_requests_change_nothing(
+    model: DiffusionModel,
+    transformer: nn.Module,
+    encode: PromptEncoder,
+    batch_size: int,
+    guidance_scale: float,
+) -> None:
+    requests = mixed_requests(sampling(guidance_scale))
+    expected, expected_latents = run(model, transformer, encode, requests)
+    order = list(range(len(requests)))
+    random.Random(batch_size).shuffle(order)
+    for start in range(0, len(order), batch_size):
+        chosen = order[start : start + batch_size]
+        trajectories, latents = run(model, transformer, encode, [requests[n] for n in chosen])
+        close(latents, expected_latents[chosen])
+        for n, path in zip(chosen, trajectories, strict=True):
+            assert (path.uid, path.sample_index, path.seed) == (
+                requests[n].uid,
+                requests[n].sample_index,
+                expected[n].seed,
+            )
+            for name, column in path.columns().items():
+                close(column, expected[n].columns()[name])
+
+
+def test_samples_of_a_group_differ_and_shared_noise_starts_them_alike(
+    model: DiffusionModel, transformer: nn.Module, encode: PromptEncoder
+) -> None:
+    for shared in (False, True):
+        how = sampling(1.0, shared_initial_noise=shared)
+        pair = [request(how, uid="g", index=index, window=ALL) for index in (0, 1)]
+        (first, second), latents = run(model, transformer, encode, pair)
+        assert (latents[0] - latents[1]).abs().mean() > 0.1
+        assert torch.equal(first.latents[0], second.latents[0]) == shared
+        assert first.seed == sample_seed(RUN_SEED, "g", 0)
+        assert second.seed == sample_seed(RUN_SEED, "g", 0 if shared else 1)
+
+
+# -- the record -------------------------------------------------------------------------------------------
+
+
+def test_a_trajectory_holds_its_windows_latents_and_no_more(
+    model: DiffusionModel, transformer: nn.Module, encode: PromptEncoder
+) -> None:
+    how = sampling(1.0)
+    full, gaps = Window((0, 1, 2, 3, 4), (0, 1, 2, 3, 4)), Window((0, 1, 2, 3, 4), (0, 3, 4))
+    (whole,), _ = run(model, transformer, encode, [request(how, uid="g", window=full)])
+    (part,), _ = run(model, transformer, encode, [request(how, uid="g", window=gaps)])
+    sigmas = model.sigmas(NUM_STEPS, SQUARE)
+    assert whole.latents.shape == (6, 16, 16)
+    assert whole.positions.tolist() == [0, 1, 2, 3, 4]
+    close(whole.latents[0], noise(RUN_SEED, "g", 0, INITIAL_LATENTS, (16, 16)), 0)
+    close(part.latents, whole.latents[[0, 1, 3, 4, 5]], 0)  # x at steps 0, 1, 3, 4, 5
+    assert part.positions.tolist() == [0, 2, 3]
+    assert part.positions.dtype == torch.int64
+    close(part.sigmas, sigmas[[0, 3, 4]], 0)
+    close(part.next_sigmas, sigmas[[1, 4, 5]], 0)
+    close(part.log_probs, whole.log_probs[[0, 3, 4]], 0)
+    assert part.sigma_max == sigmas[1]
+    assert (part.version, part.last_version) == (3, 3)
+    assert not part.log_probs.requires_grad
+
+
+# -- stopping and misuse ----------------------------------------------------------------------------------
+
+
+def test_it_can_be_stopped_between_steps(
+    model: DiffusionModel, transformer: nn.Module, encode: PromptEncoder
+) -> None:
+    answers = iter([False, False, True])
+    sampler = Sampler(model, transformer, run_seed=RUN_SEED, device=CPU, latents_dtype=torch.float32)
+    with pytest.raises(SamplingStopped, match="before denoise step 2 of 6"):
+        sampler.sample(
+            [request(sampling(1.0), uid="g")],
+            encode(PROMPTS[:1]),
+            None,
+            version=0,
+            should_stop=lambda: next(answers),
+        )
+
+
+def test_requests_that_do_not_belong_together_are_refused(
+    model: DiffusionModel, transformer: nn.Module, encode: PromptEncoder
+) -> None:
+    sampler = Sampler(model, transformer, run_seed=RUN_SEED, device=CPU, latents_dtype=torch.float32)
+    one = request(sampling(1.0), uid="g")
+    with pytest.raises(RuntimeError, match="must share their sampling"):
+        sampler.sample([one, replace(one, sampling=sampling(4.0))], encode(PROMPTS), None, version=0)
+    with pytest.raises(RuntimeError, match="must end before the last of 6 denoise steps, got step 5"):
+        sampler.sample([replace(one, window=Window((5,), (5,)))], encode(PROMPTS[:1]), None, version=0)
+    with pytest.raises(RuntimeError, match="2 requests need as many conditions, got 1"):
+        sampler.sample([one, one], encode(PROMPTS[:1]), None, version=0)

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+import pytest
+from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
+
+from verl_digen.trainer.checkpoint import DriverState, load_driver_state, publish, replace_text, save_driver_state
+
+
+def test_the_driver_state_survives_a_round_trip(tmp_path):
+    save_driver_state(tmp_path / "global_step_3", DriverState(num_prompts_drawn=24), {"position": 24})
+    assert load_driver_state(tmp_path / "global_step_3") == DriverState(num_prompts_drawn=24)
+
+
+def test_verl_finds_the_published_checkpoint(tmp_path):
+    for step in (3, 6):
+        (tmp_path / f"global_step_{step}").mkdir()
+        publish(tmp_path, step)
+    assert find_latest_ckpt_path(str(tmp_path)) == str(tmp_path / "global_step_6")
+
+
+def test_a_full_disk_leaves_the_old_pointer(tmp_path, monkeypatch):
+    publish(tmp_path, 3)
+
+    def no_space(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", no_space)
+    with pytest.raises(OSError, match="No space"):
+        replace_text(tmp_path / "latest_checkpointed_iteration.txt", "6")
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "3"
+
+
+def test_a_checkpoint_of_another_trainer_is_refused_with_the_remedy(tmp_path):
+    with pytest.raises(ValueError, match=r"trainer.resume_mode=disable"):
+        load_driver_state(tmp_path)

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from torch import nn
+
+from verl_digen.weights.receiver import WeightReceiver
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+
+
+def update(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor + 1 for name, tensor in module.state_dict().items()}
+
+
+def test_a_complete_update_in_buckets_replaces_every_tensor():
+    module = network()
+    new = update(module)
+    receiver = WeightReceiver(module, None)
+    for name, tensor in new.items():
+        receiver.stage({name: tensor})
+    receiver.commit(len(new))
+    assert all(torch.equal(tensor, new[name]) for name, tensor in module.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda new: new.pop("1.bias"), "1 tensors are missing from the update: 1.bias"),
+        (lambda new: new.update(extra=torch.ones(1)), "unknown to the replica: extra"),
+        (lambda new: new.update({"0.bias": torch.ones(9)}), r"0.bias \(9,\) != \(4,\)"),
+    ],
+)
+def test_a_wrong_update_is_an_error_that_names_the_tensor_and_changes_nothing(spoil, message):
+    module = network()
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    new = update(module)
+    spoil(new)
+    receiver = WeightReceiver(module, None)
+    receiver.stage(new)
+    with pytest.raises(RuntimeError, match=message):
+        receiver.commit(len(new))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
+    good = update(module)
+    receiver.stage(good)
+    receiver.commit(len(good))
+
+
+def test_a_lost_bucket_is_an_error():
+    module = network()
+    receiver = WeightReceiver(module, None)
+    new = update(module)
+    receiver.stage(dict(list(new.items())[:2]))
+    with pytest.raises(RuntimeError, match="4 tensors were sent but 2 arrived"):
+        receiver.commit(len(new))
+
+
+def test_an_adapter_update_changes_the_adapter_alone_and_a_full_one_is_refused():
+    config = LoraConfig(r=2, target_modules=["0"], init_lora_weights=False)
+    receiver = WeightReceiver(network(), config)
+    base = receiver.module.get_parameter("base_model.model.0.base_layer.weight").clone()
+    sender = get_peft_model(network(), config)
+    adapter = {name: torch.randn_like(tensor) for name, tensor in get_peft_model_state_dict(sender).items()}
+    receiver.stage(adapter)
+    receiver.commit(len(adapter))
+    loaded = get_peft_model_state_dict(receiver.module)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in adapter.items())
+    assert torch.equal(base, receiver.module.get_parameter("base_model.model.0.base_layer.weight"))
+    full = update(network())
+    receiver.stage(full)
+    with pytest.raises(RuntimeError, match="are missing from the update"):
+        receiver.commit(len(full))

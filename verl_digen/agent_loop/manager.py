@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Agent loop workers: run a group's samples concurrently, have each scored, publish the group whole or not at all.
+
+Status of a prompt key in TransferQueue, read by the trainer's replay buffer: pending -> running -> finished |
+failure. A failed group has no rows (one failed sample fails its group) and its reason is the tag `error`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+import transfer_queue as tq
+from tensordict import TensorDict
+from verl import DataProto
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
+from verl.utils.tensordict_utils import list_of_dict_to_tensordict
+
+import verl_digen.agent_loop.single_turn  # noqa: F401 - registers the agent loop in this process
+from verl_digen.config import digen_config
+from verl_digen.observe.images import image_path, is_logged, save_image
+from verl_digen.pipeline.conditions import put_condition
+from verl_digen.types import Generation, SampleScore
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ScoredSample:
+    """One sample, generated and scored, before its group is published."""
+
+    generation: Generation
+    score: SampleScore
+    tag: dict[str, Any]
+    """Small facts for the driver: reward, parts, weight versions, time intervals."""
+
+
+class DiffusionAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
+    """verl's worker, with groups published whole and pixels kept out of TransferQueue."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.digen = digen_config(self.config)
+        self._run_dir = Path(self.config.trainer.default_local_dir)
+
+    async def _run_prompt(
+        self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool = False
+    ) -> None:
+        """Generate and score a whole group, then publish it; on any failure publish the reason instead."""
+        uid, validate = prompt["uid"], trajectory["validate"]
+        partition = "val" if validate else "train"
+        num_samples = self.rollout_config.val_kwargs.n if validate else self.rollout_config.n
+        await tq.async_kv_put(key=uid, partition_id=partition, tag={"status": "running"})
+        params = {**sampling_params, "validate": validate}
+        samples = [
+            asyncio.create_task(self._run_agent_loop(params, trajectory, trace=trace, session_id=index, **prompt))
+            for index in range(num_samples)
+        ]
+        outcomes = await asyncio.gather(*samples, return_exceptions=True)
+        failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        if not failures:
+            try:
+                await self._publish(uid, partition, outcomes)
+            except Exception as error:  # the prompt must reach a final status, or the trainer waits for ever
+                failures = [error]
+        if failures:
+            logger.error("group %s failed: %d of %d samples", uid, len(failures), num_samples, exc_info=failures[0])
+        tag = {"status": "failure", "error": _describe(failures[0])} if failures else {"status": "finished"}
+        await tq.async_kv_put(key=uid, partition_id=partition, tag=tag)
+
+    async def _agent_loop_postprocess(self, output: Any, validate: bool, **row: Any) -> ScoredSample:
+        """Score one generation; called by verl's `_run_agent_loop` with what the agent loop returned."""
+        generation: Generation = output
+        sample_index = generation.trajectory.sample_index
+        score_start_s = time.time()
+        score = await self._score(generation, row)
+        tag = {
+            "status": "success",
+            "seq_len": 1,
+            "global_steps": row["global_steps"],
+            "min_global_steps": generation.trajectory.version,
+            "max_global_steps": generation.trajectory.last_version,
+            "reward": score.reward,
+            "parts": dict(score.parts),
+            "prompt": row["raw_prompt"],
+            "data_source": row["data_source"],
+            "seed": generation.trajectory.seed,
+            "generate_start_s": generation.extra_fields["generate_start_s"],
+            "generate_end_s": generation.extra_fields["generate_end_s"],
+            "score_start_s": score_start_s,
+            "score_end_s": time.time(),
+        }
+        if validate and sample_index == 0 and is_logged(row["index"], self.digen.num_logged_images):
+            path = image_path(self._run_dir, row["global_steps"], row["uid"])
+            await asyncio.to_thread(save_image, generation.pixels, path)
+        return ScoredSample(generation=generation, score=score, tag=tag)
+
+    async def _score(self, generation: Generation, row: dict[str, Any]) -> SampleScore:
+        """Have a reward worker score the sample. Pixels travel to it and nowhere else."""
+        columns = {name: row[name] for name in ("raw_prompt", "data_source", "reward_model", "extra_info")}
+        data = DataProto(
+            batch=TensorDict({"responses": generation.pixels.unsqueeze(0)}, batch_size=1),
+            non_tensor_batch={name: np.array([value], dtype=object) for name, value in columns.items()},
+        )
+        result = await random.choice(self.reward_loop_worker_handles).compute_score.remote(data)
+        return SampleScore(reward=result["reward_score"], parts=result["reward_extra_info"])
+
+    async def _publish(self, uid: str, partition: str, samples: list[Any]) -> None:
+        """Put the group's rows, and its prompt's conditions once."""
+        keys = [f"{uid}_{sample.generation.trajectory.sample_index}_0" for sample in samples]
+        tags = [sample.tag for sample in samples]
+        if partition == "val":  # nothing to train: the tags say it all
+            await tq.async_kv_batch_put(keys=keys, partition_id=partition, tags=tags)
+            return
+        versions = {sample.tag["min_global_steps"] for sample in samples}
+        versions |= {sample.tag["max_global_steps"] for sample in samples}
+        if len(versions) != 1:
+            raise RuntimeError(f"group {uid} was generated under weight versions {sorted(versions)}; it must be one")
+        first = samples[0].generation
+        assert first.condition is not None, "the group's first sample asked for its condition"
+        await put_condition(uid, first.condition, first.negative_condition)
+        rows = [
+            {
+                **sample.generation.trajectory.columns(),
+                "uid": uid,
+                "rm_scores": torch.tensor([sample.score.reward], dtype=torch.float32),
+            }
+            for sample in samples
+        ]
+        await tq.async_kv_batch_put(
+            keys=keys, partition_id=partition, fields=list_of_dict_to_tensordict(rows), tags=tags
+        )
+
+
+class DiffusionAgentLoopManager(AgentLoopManagerTQ):
+    """verl's manager with `DiffusionAgentLoopWorker`s (`rollout.agent.agent_loop_manager_class`)."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.agent_loop_workers_class = ray.remote(DiffusionAgentLoopWorker)
+
+
+def _describe(error: BaseException) -> str:
+    """One line for a tag: the innermost message, without the remote traceback Ray adds."""
+    cause = getattr(error, "cause", None) if isinstance(error, ray.exceptions.RayTaskError) else None
+    return f"{type(cause or error).__name__}: {cause or error}".splitlines()[0]

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What to ask a replica for, from the config and a prompt: pure."""
+
+from __future__ import annotations
+
+from verl_digen.algorithms.window import Window, draw_window
+from verl_digen.config import DigenConfig
+from verl_digen.types import Geometry, SampleRequest, Sampling
+
+DETERMINISTIC = Window(sde_steps=(), train_steps=())
+"""Validation: the ODE, nothing recorded."""
+
+
+def make_request(
+    digen: DigenConfig,
+    *,
+    uid: str,
+    sample_index: int,
+    prompt: str,
+    negative_prompt: str | None,
+    step: int,
+    validate: bool,
+) -> SampleRequest:
+    """One sample's request.
+
+    Args:
+        uid: the group. The window is a function of it and the run seed, so a group shares one.
+        negative_prompt: the prompt's own, or None for the config's.
+        step: optimizer step the sample is for; moves a MixGRPO window.
+        validate: True for a deterministic validation sample.
+    """
+    config = digen.sampling
+    num_steps = config.val_num_steps if validate else config.num_steps
+    window = (
+        DETERMINISTIC
+        if validate
+        else draw_window(digen.window, run_seed=digen.seed, uid=uid, num_steps=num_steps, step=step)
+    )
+    return SampleRequest(
+        uid=uid,
+        sample_index=sample_index,
+        prompt=prompt,
+        negative_prompt=config.negative_prompt if negative_prompt is None else negative_prompt,
+        window=window,
+        sampling=Sampling(
+            geometry=Geometry(config.height_px, config.width_px, config.num_frames),
+            num_steps=num_steps,
+            guidance_scale=config.val_guidance_scale if validate else config.guidance_scale,
+            law=digen.sde.law,
+            noise_level=digen.sde.noise_level,
+            shared_initial_noise=config.shared_initial_noise,
+        ),
+        wants_condition=sample_index == 0 and not validate,
+    )

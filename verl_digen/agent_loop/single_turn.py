@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The agent loop of a diffusion model: one prompt, one generation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, DictConfigWrap, register
+
+from verl_digen.agent_loop.requests import make_request
+from verl_digen.agent_loop.server_manager import DiffusionServerClient
+from verl_digen.config import digen_config
+from verl_digen.types import Generation
+
+NAME = "diffusion_single_turn"
+"""`actor_rollout_ref.rollout.agent.default_agent_loop`."""
+
+
+@register(NAME)
+class DiffusionSingleTurnAgentLoop(AgentLoopBase):
+    """Does not call `AgentLoopBase.__init__`, which builds a chat-token builder from a chat tokenizer."""
+
+    def __init__(self, trainer_config: DictConfigWrap, server_manager: DiffusionServerClient, **unused: Any):
+        self.digen = digen_config(trainer_config.config)
+        self.server_manager = server_manager
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> Generation:  # type: ignore[override]
+        """Generate the sample `row["session_id"]` of the group `row["uid"]`."""
+        request = make_request(
+            self.digen,
+            uid=row["uid"],
+            sample_index=row["session_id"],
+            prompt=row["raw_prompt"],
+            negative_prompt=row["negative_prompt"],
+            step=row["global_steps"],
+            validate=sampling_params["validate"],
+        )
+        return await self.server_manager.generate_sample(request)

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rewards of groups -> advantages: (reward - mean of the group) / scale.
+
+* A sample counts once, however many of its timesteps are trained.
+* Computed in fp64, since an eps of 1e-8 would blow fp32 rounding up to whole advantages; returned as fp32.
+* Not clamped here: the loss does that (`LossConfig.advantage_clip`).
+
+Invariants
+* A group's advantages sum to 0, and are exactly 0 where its rewards are all equal, for every scale and eps.
+* A single sample has spread 0 by definition, also with ddof 1, where its variance would be 0 / 0.
+* No NaN comes out, and none is let in.
+"""
+
+from collections.abc import Hashable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+SCALES = ("batch", "group", "max_group", "none")
+
+
+def group_advantages(
+    rewards: Tensor,
+    groups: Sequence[Hashable],
+    *,
+    scale: str = "batch",
+    ddof: int = 0,
+    eps: float = 1e-4,
+) -> Tensor:
+    """Advantages of B samples, [B] fp32 on the rewards' device.
+
+    Flow-GRPO is the defaults; DanceGRPO scale "group", ddof 1, eps 1e-8; GenRL scale "max_group".
+
+    Args:
+        rewards: [B] finite, of any float dtype.
+        groups: B ids; samples with equal ids form a group, wherever they stand.
+        scale, ddof, eps: see `advantage_scale`.
+
+    Raises:
+        ValueError: a NaN or infinite reward, named by its index; a wrong shape; unknown scale, ddof or eps.
+    """
+    values, members = _grouped(rewards, groups)
+    divisor = advantage_scale(rewards, groups, scale=scale, ddof=ddof, eps=eps)
+    advantages = torch.zeros_like(values)
+    for samples in members.values():
+        if _has_spread(values[samples]):
+            advantages[samples] = (values[samples] - values[samples].mean()) / divisor[samples]
+    return advantages.to(rewards.device, torch.float32)
+
+
+def advantage_scale(
+    rewards: Tensor,
+    groups: Sequence[Hashable],
+    *,
+    scale: str = "batch",
+    ddof: int = 0,
+    eps: float = 1e-4,
+) -> Tensor:
+    """What each sample's centred reward is divided by, [B] fp64 on the CPU.
+
+    `batch`: std of all rewards + eps. `group`: std of the sample's group + eps. `max_group`: the largest
+    group std + eps. `none`: 1. All entries are equal but under `group`; where they are, advantages of scale
+    "none" can be trained on and the gradient divided later, when all rewards are known.
+
+    Args:
+        ddof: 0 for the population std, 1 for the sample std.
+        eps: added to the std, >= 0.
+
+    Raises:
+        ValueError: as `group_advantages`.
+    """
+    values, members = _grouped(rewards, groups)
+    if scale not in SCALES:
+        raise ValueError(f"unknown advantage scale {scale!r}; known scales: {', '.join(SCALES)}")
+    if ddof not in (0, 1):
+        raise ValueError(f"ddof must be 0 (population std) or 1 (sample std), got {ddof}")
+    if not eps >= 0:
+        raise ValueError(f"eps must be >= 0, got {eps}")
+    if scale == "none":
+        return torch.ones_like(values)
+    if scale == "batch":
+        return torch.full_like(values, _std(values, ddof) + eps)
+    divisor = torch.empty_like(values)
+    for samples in members.values():
+        divisor[samples] = _std(values[samples], ddof) + eps
+    return divisor if scale == "group" else torch.full_like(values, divisor.max().item())
+
+
+def combine_rewards(rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
+    """Weighted sum of several rewards: name -> [B] and name -> weight, to [B] fp32 on the rewards' device.
+
+    Raises:
+        ValueError: names or lengths that disagree; a NaN or infinite reward, named by its index.
+    """
+    scores = _checked_scores(rewards, weights)
+    total = torch.stack([weights[name] * values for name, values in scores.items()]).sum(dim=0)
+    return total.to(next(iter(rewards.values())).device, torch.float32)
+
+
+def combine_advantages(
+    rewards: Mapping[str, Tensor],
+    weights: Mapping[str, float],
+    groups: Sequence[Hashable],
+    *,
+    scale: str = "batch",
+    ddof: int = 0,
+    eps: float = 1e-4,
+) -> Tensor:
+    """Weighted sum of each reward's own advantages, [B] fp32 (GDPO): a reward's weight is free of its spread.
+
+    Arguments and errors as in `combine_rewards` and `group_advantages`.
+    """
+    scores = _checked_scores(rewards, weights)
+    advantages = {
+        name: group_advantages(values, groups, scale=scale, ddof=ddof, eps=eps)
+        for name, values in scores.items()
+    }
+    return combine_rewards(advantages, weights).to(next(iter(rewards.values())).device)
+
+
+def zero_spread_groups(rewards: Tensor, groups: Sequence[Hashable]) -> tuple[Hashable, ...]:
+    """The groups that carry no gradient, their rewards being all equal (or one), in order of appearance."""
+    values, members = _grouped(rewards, groups)
+    return tuple(group for group, samples in members.items() if not _has_spread(values[samples]))
+
+
+def _grouped(rewards: Tensor, groups: Sequence[Hashable]) -> tuple[Tensor, dict[Hashable, list[int]]]:
+    """The rewards, [B] fp64 on the CPU, and the indices of each group's samples."""
+    values = _finite(rewards, "reward")
+    if len(values) != len(groups):
+        raise ValueError(f"every reward needs a group id, got {len(values)} rewards and {len(groups)} ids")
+    members: dict[Hashable, list[int]] = {}
+    for index, group in enumerate(groups):
+        members.setdefault(group, []).append(index)
+    return values, members
+
+
+def _checked_scores(rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> dict[str, Tensor]:
+    """name -> [B] fp64 on the CPU."""
+    if not rewards or set(rewards) != set(weights):
+        raise ValueError(
+            f"every reward needs a weight, got {sorted(rewards)} and weights for {sorted(weights)}"
+        )
+    scores = {name: _finite(values, f"reward {name!r}") for name, values in rewards.items()}
+    lengths = {name: len(values) for name, values in scores.items()}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"every reward must score every sample, got numbers of scores {lengths}")
+    return scores
+
+
+def _finite(rewards: Tensor, what: str) -> Tensor:
+    if rewards.dim() != 1 or len(rewards) == 0:
+        raise ValueError(f"{what} must have shape [B] with B >= 1, got {list(rewards.shape)}")
+    values = rewards.detach().cpu().double()
+    bad = (~values.isfinite()).nonzero().flatten().tolist()
+    if bad:
+        raise ValueError(
+            f"{what} must be finite, got {values[bad[0]].item()} at index {bad[0]} "
+            f"({len(bad)} of {len(values)} are not finite); a scorer that fails should raise"
+        )
+    return values
+
+
+def _has_spread(values: Tensor) -> bool:
+    return bool(values.min() < values.max())
+
+
+def _std(values: Tensor, ddof: int) -> float:
+    return values.std(correction=ddof).item() if _has_spread(values) else 0.0

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Noise as a pure function of (run seed, uid, sample_index, step): who generates a sample does not change it.
+
+* The first three make the sample's seed, which is recorded with its trajectory and all a worker needs.
+* Drawn in fp32 on the CPU, on every platform. Nothing local to a worker (rank, slot, position) enters.
+* torch's CPU generator keeps only the low 32 bits of a seed, so among n draws about n²/2³³ unrelated pairs
+  coincide. Within a group (say 16 samples, 10 steps) the chance of one is 3e-6; elsewhere it does no harm.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from verl_digen.algorithms.seeds import keyed_seed
+
+INITIAL_LATENTS = -1
+"""The `step` of the initial latents."""
+
+
+def sample_seed(run_seed: int, uid: str, sample_index: int) -> int:
+    """The seed of one sample, in [0, 2**63)."""
+    return keyed_seed("sample", int(run_seed), str(uid), int(sample_index))
+
+
+def step_noise(seed: int, step: int, shape: Sequence[int]) -> Tensor:
+    """Standard normal noise of the sample with `seed`, of `shape`, fp32 on the CPU.
+
+    It depends on the whole shape: a smaller latent's noise is no part of a larger one's.
+
+    Args:
+        step: denoise step >= 0, or `INITIAL_LATENTS`; any other is a ValueError.
+    """
+    if step < INITIAL_LATENTS:
+        raise ValueError(f"step must be >= 0, or {INITIAL_LATENTS} for the initial latents, got {step}")
+    generator = torch.Generator("cpu").manual_seed(keyed_seed("noise", int(seed), int(step)))
+    return torch.randn(tuple(shape), generator=generator, dtype=torch.float32, device="cpu")
+
+
+def noise(run_seed: int, uid: str, sample_index: int, step: int, shape: Sequence[int]) -> Tensor:
+    """`step_noise` of sample `sample_index` of group `uid`."""
+    return step_noise(sample_seed(run_seed, uid, sample_index), step, shape)

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which denoise steps of a group are stochastic, and which of those are trained.
+
+* One window per group, a function of (run seed, uid) and, where the range moves, of the optimizer step:
+  samples that took different windows could not be compared.
+* Steps are numbered 0 .. T-1, from noise to image.
+
+Invariants
+* Trained steps are stochastic; both are ascending, and neither includes the last step.
+* At least one step is trained.
+"""
+
+import random
+from dataclasses import dataclass
+
+from verl_digen.algorithms.seeds import keyed_seed
+
+KINDS = ("all", "consecutive", "fraction")
+
+
+@dataclass(frozen=True)
+class Window:
+    """The window of one group."""
+
+    sde_steps: tuple[int, ...]
+    """Steps that take noise, ascending; all others take the ODE step."""
+    train_steps: tuple[int, ...]
+    """Steps whose log-probs are trained, ascending; a subset of `sde_steps`."""
+
+
+@dataclass(frozen=True)
+class WindowConfig:
+    """`digen.window`: how windows are drawn."""
+
+    kind: str = "all"
+    """all: every step but the last is stochastic and trained (Flow-GRPO).
+    consecutive: `size` steps in a row within `range` are, others are ODE steps (Flow-GRPO-Fast, MixGRPO).
+    fraction: every step but the last is stochastic, a random `fraction` of them is trained (DanceGRPO)."""
+    size: int = 2
+    """consecutive: steps in the window. 2 or 3 in Flow-GRPO-Fast, 4 in MixGRPO."""
+    range: tuple[int, int] | None = None
+    """consecutive: (lo, hi), the window lies within steps lo .. hi-1. null: the first half, (0, T // 2)."""
+    shift_every: int | None = None
+    """consecutive: optimizer steps after which `range` moves on by one denoise step; past the schedule's end
+    it starts over (MixGRPO, with size = hi - lo). null: it stays."""
+    fraction: float = 0.6
+    """fraction: share of the stochastic steps that is trained, at least one step. 0.6 in DanceGRPO."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"digen.window.kind must be one of {', '.join(KINDS)}, got {self.kind!r}")
+        if self.size < 1:
+            raise ValueError(f"digen.window.size must be >= 1 step, got {self.size}")
+        if self.shift_every is not None and self.shift_every < 1:
+            raise ValueError(
+                f"digen.window.shift_every must be >= 1 optimizer step or null, got {self.shift_every}"
+            )
+        if not 0 < self.fraction <= 1:
+            raise ValueError(f"digen.window.fraction must lie in (0, 1], got {self.fraction}")
+        if self.range is not None:
+            if len(self.range) != 2 or not 0 <= self.range[0] < self.range[1]:
+                raise ValueError(
+                    f"digen.window.range must be [lo, hi] in steps, 0 <= lo < hi, got {list(self.range)}"
+                )
+            self._check_room(*self.range)
+
+    def validate_for(self, num_steps: int) -> None:
+        """ValueError unless all windows in a schedule of `num_steps` denoise steps end before its last."""
+        if num_steps < 2:
+            raise ValueError(
+                f"digen.window needs >= 2 denoise steps, since the last is never trained, got {num_steps}"
+            )
+        if self.kind != "consecutive":
+            return
+        lo, hi = self.range_for(num_steps)
+        self._check_room(lo, hi)
+        if hi > num_steps - 1:
+            raise ValueError(
+                f"digen.window.range must end at {num_steps - 1} or before with {num_steps} denoise steps, "
+                f"since the last is never trained, got [{lo}, {hi}]; lower its end or sample more steps"
+            )
+
+    def range_for(self, num_steps: int) -> tuple[int, int]:
+        """(lo, hi) before it moves, in a schedule of `num_steps`: `range`, or the first half."""
+        if self.range is None:
+            return 0, num_steps // 2
+        lo, hi = self.range
+        return lo, hi
+
+    def _check_room(self, lo: int, hi: int) -> None:
+        if self.kind == "consecutive" and hi - lo < self.size:
+            raise ValueError(
+                f"digen.window.size must be <= the {hi - lo} steps of digen.window.range [{lo}, {hi}], "
+                f"got {self.size}; lower the size or widen the range"
+            )
+
+
+def draw_window(config: WindowConfig, *, run_seed: int, uid: str, num_steps: int, step: int) -> Window:
+    """The window of group `uid`.
+
+    Args:
+        num_steps: T, denoise steps of the schedule.
+        step: optimizer steps committed so far; read only where `shift_every` moves the range.
+
+    Raises:
+        ValueError: no such window in a schedule of `num_steps` (see `WindowConfig.validate_for`).
+
+    Example:
+        draw_window(WindowConfig(), run_seed=0, uid="g7", num_steps=4, step=0)
+        # Window(sde_steps=(0, 1, 2), train_steps=(0, 1, 2))
+    """
+    config.validate_for(num_steps)
+    rng = random.Random(keyed_seed("window", int(run_seed), str(uid)))
+    candidates = range(num_steps - 1)
+    if config.kind == "consecutive":
+        lo, hi = config.range_for(num_steps)
+        if config.shift_every is not None:
+            num_places = len(candidates) - hi + 1
+            moved = step // config.shift_every % num_places
+            lo, hi = lo + moved, hi + moved
+        start = rng.randint(lo, hi - config.size)
+        steps = tuple(range(start, start + config.size))
+        return Window(sde_steps=steps, train_steps=steps)
+    if config.kind == "fraction":
+        num_trained = max(1, round(config.fraction * len(candidates)))
+        return Window(tuple(candidates), tuple(sorted(rng.sample(candidates, num_trained))))
+    return Window(tuple(candidates), tuple(candidates))

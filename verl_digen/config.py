@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every knob under `digen:`, as validated dataclasses.
+
+- Recipes hold choices, this file holds the schema: `digen:` of a composed config is checked by name and type by
+  OmegaConf, then turned into `DigenConfig`, whose `__post_init__` methods check values.
+- Rules that span verl's own keys and ours are in `verl_digen.preflight`.
+- An error names the key as typed, the rule, the value and the remedy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from verl_digen.algorithms.advantages import SCALES
+from verl_digen.algorithms.kl import KINDS as KL_KINDS
+from verl_digen.algorithms.losses import LossConfig, loss_names
+from verl_digen.algorithms.sde import LAWS
+from verl_digen.algorithms.window import WindowConfig
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+OLD_LOG_PROBS = ("auto", "recompute", "rollout")
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def require(holds: bool, rule: str, value: object, remedy: str) -> None:
+    """Raise ValueError `rule, got value; remedy` unless `holds`. `rule` starts with the key as typed."""
+    if not holds:
+        raise ValueError(f"{rule}, got {value!r}; {remedy}")
+
+
+def require_one_of(key: str, value: str, known: tuple[str, ...]) -> None:
+    """Raise ValueError listing `known` unless `value` is one of them."""
+    require(value in known, f"{key} must be one of {', '.join(known)}", value, "choose one of these")
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How training samples are generated, and validation ones where a `val_` field differs."""
+
+    height_px: int = 512
+    """Picture height; a multiple of what the architecture needs (16 for Qwen-Image)."""
+    width_px: int = 512
+    """Picture width."""
+    num_frames: int = 1
+    """Frames of a video; 1 is an image."""
+    num_steps: int = 10
+    """T in training. flow_grpo trains with 10."""
+    guidance_scale: float = 1.0
+    """True classifier-free guidance in training; 1.0 is off (one branch, half the cost)."""
+    negative_prompt: str = " "
+    """Negative prompt of every sample whose data row names none; used with guidance only."""
+    shared_initial_noise: bool = False
+    """All samples of a group start from the same noise (DanceGRPO's choice)."""
+    val_num_steps: int = 40
+    """T in validation, which is deterministic (ODE). flow_grpo evaluates with 40."""
+    val_guidance_scale: float = 1.0
+    """True classifier-free guidance in validation."""
+
+    def __post_init__(self) -> None:
+        for name in ("height_px", "width_px", "num_frames"):
+            value = getattr(self, name)
+            require(value >= 1, f"digen.sampling.{name} must be >= 1", value, "give the size in pixels or frames")
+        for name in ("num_steps", "val_num_steps"):
+            value = getattr(self, name)
+            require(value >= 2, f"digen.sampling.{name} must be >= 2", value, "10 is usual in training, 40 in validation")
+        for name in ("guidance_scale", "val_guidance_scale"):
+            value = getattr(self, name)
+            require(value >= 1.0, f"digen.sampling.{name} must be >= 1", value, "1.0 turns guidance off")
+
+
+@dataclass(frozen=True)
+class SdeConfig:
+    """The stochastic sampler (see formulas in `verl_digen.algorithms.sde`)."""
+
+    law: str = "flow"
+    """flow | flow_clipped | dance | cps."""
+    noise_level: float = 0.7
+    """eta. flow: 0.7 (SD3.5), 0.9 (FLUX.1), 1.2 (Qwen-Image); dance: 0.3; cps: 0.8."""
+
+    def __post_init__(self) -> None:
+        require_one_of("digen.sde.law", self.law, tuple(LAWS))
+        require(
+            self.noise_level > 0,
+            "digen.sde.noise_level must be > 0, because a step without noise has no density to train on",
+            self.noise_level,
+            "use 0.7 with law=flow; validation is deterministic by itself",
+        )
+        require(
+            self.law != "cps" or self.noise_level <= 1,
+            "digen.sde.noise_level must be <= 1 with digen.sde.law=cps, where 1 replaces all noise",
+            self.noise_level,
+            "use 0.8",
+        )
+
+
+@dataclass(frozen=True)
+class AdvantageConfig:
+    """Rewards of a group -> advantages."""
+
+    scale: str = "batch"
+    """What the centred reward is divided by: std of the batch (flow_grpo), the group, the largest group, or none."""
+    ddof: int = 0
+    """Degrees of freedom of that std: 0 (flow_grpo), 1 (DanceGRPO)."""
+    eps: float = 1e-4
+    """Added to the std. 1e-4 (flow_grpo), 1e-8 (DanceGRPO)."""
+
+    def __post_init__(self) -> None:
+        require_one_of("digen.advantage.scale", self.scale, SCALES)
+        require(self.ddof in (0, 1), "digen.advantage.ddof must be 0 or 1", self.ddof, "flow_grpo uses 0")
+        require(self.eps > 0, "digen.advantage.eps must be > 0", self.eps, "flow_grpo uses 1e-4")
+
+
+@dataclass(frozen=True)
+class KlConfig:
+    """KL to the reference policy (LoRA switched off, or a frozen copy of the start weights)."""
+
+    coef: float = 0.0
+    """beta; 0 runs no reference forward at all."""
+    kind: str = "flow_grpo"
+    """flow_grpo | exact | velocity, see `verl_digen.algorithms.kl`."""
+
+    def __post_init__(self) -> None:
+        require_one_of("digen.kl.kind", self.kind, tuple(KL_KINDS))
+        require(self.coef >= 0, "digen.kl.coef must be >= 0", self.coef, "0 turns the KL term off")
+
+
+@dataclass(frozen=True)
+class EmaConfig:
+    """Exponential moving average of the trained weights, kept by the engine and saved with its checkpoints."""
+
+    enable: bool = False
+    max_decay: float = 0.9
+    """Decay is min((1+k)/(10+k), max_decay) after k updates (flow_grpo)."""
+    every_steps: int = 8
+    """Optimizer steps between two updates."""
+    validate: bool = False
+    """Validate with the averaged weights in place of the current ones."""
+
+    def __post_init__(self) -> None:
+        require(0 < self.max_decay < 1, "digen.ema.max_decay must be between 0 and 1", self.max_decay, "flow_grpo: 0.9")
+        require(self.every_steps >= 1, "digen.ema.every_steps must be >= 1", self.every_steps, "flow_grpo uses 8")
+        require(
+            self.enable or not self.validate,
+            "digen.ema.validate=true needs digen.ema.enable=true",
+            self.validate,
+            "set digen.ema.enable=true, or digen.ema.validate=false",
+        )
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """Which reward functions score a sample. verl's `reward.custom_reward_function` is added as `custom`."""
+
+    functions: dict[str, float] = field(default_factory=dict)
+    """Name -> weight; the reward is the weighted sum. Names: see `verl_digen.reward.functions`, or "pkg.module:function"."""
+    custom_weight: float = 1.0
+    """Weight of `reward.custom_reward_function`, if there is one."""
+    max_retries: int = 2
+    """How often a reward function that raised is called again before its sample fails."""
+    timeout_s: float = 300.0
+    """A call that takes longer counts as failed."""
+
+    def __post_init__(self) -> None:
+        require(self.max_retries >= 0, "digen.reward.max_retries must be >= 0", self.max_retries, "2 is the default")
+        require(self.timeout_s > 0, "digen.reward.timeout_s must be > 0 seconds", self.timeout_s, "300 is the default")
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """What verl's `actor_rollout_ref.rollout` lacks for diffusion replicas."""
+
+    max_batch_size: int = 8
+    """Samples a `diffusers` replica denoises in one batch (memory decides)."""
+    batch_wait_s: float = 0.05
+    """How long a replica waits for more requests, after the last one, before it starts a batch that is not full."""
+    embed_cache_size: int = 1024
+    """Prompts whose embeddings a replica keeps."""
+    latents_dtype: str = "float32"
+    """Storage dtype of trajectories; latents are rounded to it before the log-prob is taken."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch_size", "embed_cache_size"):
+            value = getattr(self, name)
+            require(value >= 1, f"digen.rollout.{name} must be >= 1", value, "give a number of samples")
+        require(self.batch_wait_s >= 0, "digen.rollout.batch_wait_s must be >= 0 s", self.batch_wait_s, "0.05 is usual")
+        require_one_of("digen.rollout.latents_dtype", self.latents_dtype, DTYPES)
+
+
+@dataclass(frozen=True)
+class DigenConfig:
+    """Everything under `digen:`."""
+
+    seed: int = 42
+    """Run seed: noise, windows and prompt order are functions of it."""
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    sde: SdeConfig = field(default_factory=SdeConfig)
+    window: WindowConfig = field(default_factory=WindowConfig)
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    loss_name: str = "flow_grpo"
+    """Policy loss, see `verl_digen.algorithms.losses`."""
+    loss: LossConfig = field(default_factory=LossConfig)
+    kl: KlConfig = field(default_factory=KlConfig)
+    ema: EmaConfig = field(default_factory=EmaConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    old_log_probs: str = "auto"
+    """Denominator of the ratio: auto = the update's own first pass (ratio exactly 1) where one optimizer step takes
+    the whole batch, else recompute; recompute = a forward with the engine before the update; rollout = as recorded."""
+    rows_per_tile: int = 8
+    """Rows ((sample, timestep) pairs) of one forward/backward on one rank."""
+    check_ratio: bool = False
+    """Also compare the engine's log-probs with those recorded at generation: `actor/rollout_ratio_*` metrics."""
+    max_refills_per_step: int = 0
+    """Groups that may be refilled in one step because a sample failed; 0 means as many as the batch has prompts."""
+    num_logged_images: int = 16
+    """Validation prompts shown in the picture grids."""
+
+    def __post_init__(self) -> None:
+        require_one_of("digen.loss_name", self.loss_name, loss_names())
+        require_one_of("digen.old_log_probs", self.old_log_probs, OLD_LOG_PROBS)
+        require(self.rows_per_tile >= 1, "digen.rows_per_tile must be >= 1", self.rows_per_tile, "memory decides")
+        require(
+            self.max_refills_per_step >= 0,
+            "digen.max_refills_per_step must be >= 0",
+            self.max_refills_per_step,
+            "0 means as many as the batch has prompts",
+        )
+        require(
+            self.num_logged_images >= 0, "digen.num_logged_images must be >= 0", self.num_logged_images, "0 logs none"
+        )
+        self.window.validate_for(self.sampling.num_steps)
+
+
+def digen_schema() -> DictConfig:
+    """`DigenConfig` as a config that can be merged into: typed, and closed to unknown keys."""
+    from omegaconf import DictConfig, OmegaConf
+
+    def open_for_values(node: DictConfig) -> None:
+        OmegaConf.set_readonly(node, False)  # frozen dataclasses make read-only nodes
+        for key in node:
+            child = node._get_node(key)
+            if isinstance(child, DictConfig) and not child._is_none():
+                open_for_values(child)
+
+    schema = OmegaConf.structured(DigenConfig)
+    open_for_values(schema)
+    return schema
+
+
+def digen_config(config: DictConfig) -> DigenConfig:
+    """The validated `digen:` section of verl's composed config.
+
+    Raises:
+        ValueError: an unknown key, a value of the wrong type, or a broken rule.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    section: Any = OmegaConf.select(config, "digen")
+    require(
+        section is not None,
+        "a config for verl-digen needs a `digen:` section",
+        None,
+        "name one of its recipes, e.g. recipe=digen_flowgrpo",
+    )
+    try:
+        merged = OmegaConf.merge(digen_schema(), section)
+        result = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        raise ValueError(f"digen.{error.full_key or ''}: {error.msg or error}".splitlines()[0]) from error
+    assert isinstance(result, DigenConfig)
+    return result

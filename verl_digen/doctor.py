@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Say whether a run could start on this machine, and what is missing: for a first look, and for bug reports.
+
+Exit code 0 if a run could start, else 1.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import platform
+import sys
+import warnings
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, entry_points, requires, version
+from importlib.resources import files
+from typing import Any
+
+from packaging.requirements import Requirement
+
+NAME = "doctor"
+
+PACKAGES = (
+    *("verl-digen", "verl", "torch", "ray", "TransferQueue", "diffusers", "transformers", "peft"),
+    *("tensordict", "accelerate", "hydra-core", "omegaconf", "vllm", "vllm-omni"),
+)
+"""Whose versions belong in a bug report; those that are not installed are left out."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why a run could not start."""
+
+    what: str
+    remedy: str
+
+
+@dataclass
+class Report:
+    """All that is found out."""
+
+    versions: dict[str, str] = field(default_factory=dict)
+    platform: str = "none"
+    platform_reason: str = "verl could not be imported"
+    devices: list[str] = field(default_factory=list)
+    plugin_loaded: bool = False
+    registered: dict[str, list[str]] = field(default_factory=dict)
+    """Kind of thing -> its names, sorted."""
+    problems: list[Problem] = field(default_factory=list)
+
+    def add_problem(self, what: str, remedy: str) -> None:
+        """File a problem once."""
+        problem = Problem(what, remedy)
+        if problem not in self.problems:
+            self.problems.append(problem)
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+
+
+def run(args: Namespace) -> int:
+    report = examine()
+    print(json.dumps(asdict(report), indent=2) if args.json else to_text(report))
+    return 1 if report.problems else 0
+
+
+def examine() -> Report:
+    """Look at this machine and installation. Imports verl, which takes seconds."""
+    report = Report()
+    report.versions = _versions()
+    _check_requirements(report)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # verl warns of every engine it has no library for
+        try:
+            importlib.import_module("verl")
+        except Exception as error:
+            remedy = "pip install 'verl>=0.9.1,<0.10'"
+            report.add_problem(f"verl cannot be imported ({type(error).__name__}: {error})", remedy)
+            return report
+        _check_plugin(report)
+        _check_platform(report)
+        _check_registries(report)
+    return report
+
+
+def to_text(report: Report) -> str:
+    """The report for people."""
+    lines = ["versions"]
+    lines += [f"  {name:<14} {number}" for name, number in report.versions.items()]
+    lines += ["", f"platform: {report.platform} ({report.platform_reason})"]
+    lines += [f"  {device}" for device in report.devices]
+    lines += ["", f"plugin: {'loaded' if report.plugin_loaded else 'not loaded'}", "", "registered"]
+    lines += [f"  {kind:<14} {', '.join(names) or '-'}" for kind, names in report.registered.items()]
+    lines.append("")
+    if not report.problems:
+        lines.append("A run could start.")
+    for problem in report.problems:
+        lines += [f"PROBLEM  {problem.what}", f"  remedy {problem.remedy}"]
+    return "\n".join(lines)
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "system": platform.platform()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _check_requirements(report: Report) -> None:
+    """What verl-digen's own metadata asks for, extras left out, is installed in a version that fits."""
+    for line in requires("verl-digen") or []:
+        requirement = Requirement(line)
+        if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        remedy = f"pip install '{requirement.name}{requirement.specifier}'"
+        try:
+            found = version(requirement.name)
+        except PackageNotFoundError:
+            report.add_problem(f"{requirement.name} is not installed", remedy)
+            continue
+        if not requirement.specifier.contains(found, prereleases=True):
+            report.add_problem(f"{requirement.name} {found} is not {requirement.specifier}", remedy)
+
+
+def _check_plugin(report: Report) -> None:
+    plugin = sys.modules.get("verl_digen.plugin")
+    report.plugin_loaded = plugin is not None
+    if plugin is not None:
+        for failure in plugin.FAILURES:
+            report.add_problem(f"plugin: {failure}", "repair what the error names, or install verl-digen again")
+        return
+    policy = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto")
+    if not [entry for entry in entry_points(group="verl.plugins") if entry.name == "digen"]:
+        report.add_problem("verl does not know the plugin: its entry point is not installed", "pip install verl-digen")
+    else:
+        report.add_problem(
+            f"verl was told not to load the plugin (VERL_USE_EXTERNAL_PLUGINS={policy})",
+            "unset VERL_USE_EXTERNAL_PLUGINS, or add `digen` to its list",
+        )
+
+
+def _check_platform(report: Report) -> None:
+    import torch
+    from verl.plugin.platform import get_platform
+
+    from verl_digen.platforms.cpu import torch_facts, torch_has_accelerator_support
+
+    facts = torch_facts()
+    asked = os.environ.get("VERL_PLATFORM", "")
+    try:
+        chosen = get_platform()
+    except ValueError as error:
+        report.add_problem(str(error), "unset VERL_PLATFORM, or give one of the registered names")
+        return
+    report.platform = chosen.device_name
+    if asked:
+        report.platform_reason = f"VERL_PLATFORM={asked}"
+    elif not torch_has_accelerator_support(facts):
+        report.platform_reason = f"torch {torch.__version__} is a CPU build"
+    else:
+        support = ", ".join(f"{name}={value}" for name, value in asdict(facts).items() if value)
+        report.platform_reason = f"torch supports {support}"
+    if chosen.device_name == "cpu":
+        _, memory_bytes = chosen.device_module.mem_get_info()
+        report.devices = [f"cpu: {os.cpu_count()} cores, {memory_bytes / 2**30:.0f} GiB memory"]
+    elif chosen.is_available():
+        indices = range(chosen.device_count())
+        report.devices = [f"{chosen.device_name}:{i} {chosen.device_module.get_device_name(i)}" for i in indices]
+    else:
+        report.add_problem(
+            f"platform {chosen.device_name} was chosen, but this machine shows no such device",
+            "check the driver (nvidia-smi); on a machine without GPU set VERL_PLATFORM=cpu; a head node without GPU "
+            "whose Ray cluster has some is in order",
+        )
+
+
+def _check_registries(report: Report) -> None:
+    kinds: dict[str, Callable[[], Any]] = {
+        "recipes": _recipes,
+        "trainers": _trainers,
+        "engines": _engines,
+        "replicas": _replicas,
+        "architectures": _architectures,
+        "rewards": _rewards,
+        "losses": _losses,
+    }
+    for kind, names in kinds.items():
+        try:
+            report.registered[kind] = sorted(names())
+        except Exception as error:
+            report.registered[kind] = []
+            report.add_problem(f"{kind} cannot be listed ({type(error).__name__}: {error})", _remedy(error))
+            continue
+        if not report.registered[kind]:
+            report.add_problem(f"no {kind} registered", "install verl-digen again")
+    plugin = sys.modules.get("verl_digen.plugin")
+    for failure in plugin.FAILURES if plugin else []:  # those that show when verl's modules are imported
+        report.add_problem(f"plugin: {failure}", "repair what the error names, or install verl-digen again")
+
+
+def _remedy(error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return f"pip install {error.name.partition('.')[0]}"
+    return "repair what the error names"
+
+
+def _recipes() -> list[str]:
+    names = [file.name for file in files("verl_digen.recipes").iterdir()]
+    return [name.removesuffix(".yaml") for name in names if name.endswith(".yaml")]
+
+
+def _trainers() -> list[str]:
+    importlib.import_module("verl.trainer.ppo.v1")
+    registry = importlib.import_module("verl.trainer.ppo.v1.trainer_base").TRAINER_REGISTRY
+    return [name for name, trainer in registry.items() if trainer.__module__.startswith("verl_digen.")]
+
+
+def _engines() -> list[str]:
+    from verl.workers.engine import EngineRegistry
+
+    return [
+        f"{model_type}/{backend}/{device}"
+        for model_type, backends in EngineRegistry._engines.items()
+        for backend, devices in backends.items()
+        for device, engine in devices.items()
+        if engine.__module__.startswith("verl_digen.")
+    ]
+
+
+def _replicas() -> list[str]:
+    from verl.workers.rollout.replica import RolloutReplicaRegistry
+
+    from verl_digen.plugin import REPLICAS
+
+    return [name for name in REPLICAS if name in RolloutReplicaRegistry._registry]
+
+
+def _architectures() -> list[str]:
+    from verl_digen.models import ARCHITECTURES
+
+    return list(ARCHITECTURES)
+
+
+def _rewards() -> list[str]:
+    from verl_digen.reward.functions import BUILT_IN
+
+    return list(BUILT_IN)
+
+
+def _losses() -> list[str]:
+    from verl_digen.algorithms.losses import loss_names
+
+    return list(loss_names())

@@ -1,0 +1,347 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of a diffusers transformer: all or nothing on disk, bitwise on resume.
+
+Files are verl's, per rank: model, optimizer, extra (schedule, RNG); `digen_state_*` adds the EMA and the
+counters. With "hf_model" in `checkpoint.save_contents` also what other tools load, written by rank 0 and
+gathered tensor by tensor:
+
+    transformer/     full weights in the diffusers format
+    lora_adapter/    with LoRA instead: the adapter, in peft's format (`lora_adapter_path` reads it back) and
+                     as `pytorch_lora_weights.safetensors` for diffusers' `pipeline.load_lora_weights`
+
+A save writes into `NAME.partial-TOKEN` beside its folder and renames when every rank is done. So a full disk
+or a kill leaves the last good checkpoint as it was; leftovers of a killed save go with the next one.
+
+Invariants (tests/engine/test_checkpoint.py): n updates, save, load, n updates equal 2n updates bitwise; a
+save that fails on any rank raises on every rank and leaves no folder behind.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import shutil
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY, LORA_WEIGHT_NAME_SAFE
+from diffusers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFETENSORS_WEIGHTS_NAME
+from peft import PeftModel
+from peft.utils import SAFETENSORS_WEIGHTS_NAME as ADAPTER_WEIGHTS_NAME
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager, FSDPConfig
+from verl.utils.fsdp_utils import fsdp_version
+
+from verl_digen.engine.export import ADAPTER, PEFT_PREFIX, adapter_weights, full_weights
+from verl_digen.engine.shadow import ShadowWeights
+
+logger = logging.getLogger(__name__)
+
+MAX_FILE_BYTES = 5 << 30
+"""Largest safetensors file of an export; the diffusers library's own limit is 10 GB."""
+
+WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)
+"""What a full disk raises: torch's zip writer a RuntimeError, safetensors its own."""
+
+
+@dataclass
+class UpdateState:
+    """What an engine carries from update to update beside weights and optimizer. Written by the engine
+    alone."""
+
+    num_updates: int = 0
+    """Optimizer steps that changed the weights."""
+    num_skipped: int = 0
+    """Optimizer steps that did not, because the gradient was not finite."""
+    ema: ShadowWeights | None = None
+
+
+class DiffusersCheckpointManager(FSDPCheckpointManager):
+    """verl's manager, with another way to save, and `update_state` saved and loaded too."""
+
+    def __init__(self, *args: Any, update_state: UpdateState, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.update_state = update_state
+
+    # -- save ---------------------------------------------------------------------------------------------
+    def save_checkpoint(  # verl's signature
+        self,
+        local_path: str | None,
+        hdfs_path: str | None = None,
+        global_step: int = 0,
+        max_ckpt_to_keep: int | None = None,
+    ) -> None:
+        """Write this rank's part of a checkpoint; it appears under `local_path` when all ranks are done.
+
+        Raises:
+            RuntimeError: a rank could not write; nothing appears, and older checkpoints are untouched.
+        """
+        if local_path is None:
+            return
+        self.previous_global_step = global_step
+        if self.rank == 0:
+            self.ensure_checkpoint_capacity(max_ckpt_to_keep)  # type: ignore[arg-type]
+        with _all_or_nothing(Path(local_path).absolute()) as folder:
+            self._save_shards(folder)
+            if self.rank == 0:
+                self._save_description(folder)
+            if self.should_save_hf_model:
+                self._save_export(folder)
+        if self.rank == 0:
+            self.register_checkpoint(local_path, max_ckpt_to_keep)  # type: ignore[arg-type]
+            logger.info("saved checkpoint %s", local_path)
+
+    def _save_shards(self, folder: Path) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch names sharded state dicts as experimental, each time
+            if self.should_save_model:
+                _save(self._model_state(), folder / self._file("model"))
+            if self.should_save_optimizer:
+                _save(self.optimizer.state_dict(), folder / self._file("optim"))
+            if self.should_save_extra:
+                schedule = None if self.lr_scheduler is None else self.lr_scheduler.state_dict()
+                _save(
+                    {"lr_scheduler": schedule, "rng": self.get_rng_state()},
+                    folder / self._file("extra_state"),
+                )
+                _save(_to_dict(self.update_state), folder / self._file("digen_state"))
+
+    def _model_state(self) -> dict[str, Tensor]:
+        state = self.model.state_dict()
+        if self.should_save_lora_only and self._has_lora():
+            return {name: value for name, value in state.items() if "lora_" in name}
+        return state
+
+    def _save_description(self, folder: Path) -> None:
+        """What verl's own tools read to learn how the shards were cut."""
+        config = FSDPConfig(FSDP_version=fsdp_version(self.model), world_size=self.world_size)
+        (folder / "fsdp_config.json").write_text(json.dumps(asdict(config), indent=4))
+        self._save_lora_train_meta(str(folder), self.model)
+
+    def _save_export(self, folder: Path) -> None:
+        """All ranks gather, rank 0 writes."""
+        writes = self.rank == 0
+        if isinstance(self.model, PeftModel):
+            tensors = {name: value.cpu() for name, value in adapter_weights(self.model) if writes}
+            if writes:
+                save_adapter(self.model, tensors, folder / "lora_adapter")
+            return
+        save_transformer(
+            self.model, full_weights(self.model, merge_lora=False), folder / "transformer", writes=writes
+        )
+
+    # -- load ---------------------------------------------------------------------------------------------
+    def load_checkpoint(
+        self, local_path: str | None, hdfs_path: str | None = None, del_local_after_load: bool = False
+    ) -> None:
+        """Load this rank's part.
+
+        Raises:
+            ValueError: it was saved by another number of ranks, or is no checkpoint.
+        """
+        if local_path is None:
+            return
+        folder = Path(local_path)
+        if self.should_load_model and not (folder / self._file("model")).is_file():
+            found = sorted(file.name for file in folder.glob("model_world_size_*_rank_0.pt"))
+            raise ValueError(
+                f"trainer.resume_from_path needs a checkpoint saved by {self.world_size} trainer ranks, {local_path} holds "
+                f"{', '.join(found) or 'none'}; resume with as many ranks, or start from its `transformer` export"
+            )
+        super().load_checkpoint(local_path, hdfs_path, del_local_after_load)  # type: ignore[arg-type]
+        state = folder / self._file("digen_state")
+        if self.should_load_extra and state.is_file():
+            _from_dict(self.update_state, torch.load(state, weights_only=True), self.model)
+        elif self.update_state.ema is not None:
+            self.update_state.ema = ShadowWeights(self.model, _device(self.update_state.ema))
+
+    def _file(self, kind: str) -> str:
+        return f"{kind}_world_size_{self.world_size}_rank_{self.rank}.pt"
+
+
+def _to_dict(state: UpdateState) -> dict[str, Any]:
+    ema = None if state.ema is None else state.ema.state_dict()
+    return {"num_updates": state.num_updates, "num_skipped": state.num_skipped, "ema": ema}
+
+
+def _from_dict(state: UpdateState, saved: dict[str, Any], module: nn.Module) -> None:
+    state.num_updates, state.num_skipped = saved["num_updates"], saved["num_skipped"]
+    if state.ema is None:
+        return
+    if saved["ema"] is None:
+        logger.warning("the checkpoint has no averaged weights; the average starts from the loaded ones")
+        state.ema = ShadowWeights(module, _device(state.ema))
+    else:
+        state.ema.load_state_dict(saved["ema"])
+
+
+def _device(shadow: ShadowWeights) -> torch.device:
+    return next(iter(shadow.shards.values())).device
+
+
+# -- writing ----------------------------------------------------------------------------------------------
+@contextmanager
+def _all_or_nothing(folder: Path) -> Iterator[Path]:
+    """A folder to write to, renamed to `folder` if no rank raised one of `WRITE_ERRORS`, removed if one did.
+
+    Ranks may or may not share a file system: on each, the rank whose mkdir succeeded cleans up and renames.
+    """
+    token = [secrets.token_hex(4)]
+    dist.broadcast_object_list(token, src=0)
+    partial = folder.with_name(f"{folder.name}.partial-{token[0]}")
+    error: BaseException | None = None
+    is_owner = False
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            partial.mkdir()
+            is_owner = True
+        except FileExistsError:
+            pass
+        if is_owner:
+            for leftover in folder.parent.glob(f"{folder.name}.partial-*"):
+                if leftover != partial:
+                    shutil.rmtree(leftover, ignore_errors=True)
+    except OSError as raised:
+        error = raised
+    _raise_everywhere(folder, error)
+    try:
+        yield partial
+    except WRITE_ERRORS as raised:
+        error = raised
+    try:
+        _raise_everywhere(folder, error)
+        if is_owner:
+            _replace(partial, folder)
+    except BaseException:
+        if is_owner:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+    dist.barrier()
+
+
+def _raise_everywhere(folder: Path, error: BaseException | None) -> None:
+    errors: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, None if error is None else f"{type(error).__name__}: {error}")
+    failed = {rank: text for rank, text in enumerate(errors) if text is not None}
+    if failed:
+        rank, text = next(iter(failed.items()))
+        raise RuntimeError(
+            f"the checkpoint {folder} could not be written ({len(failed)} of {len(errors)} ranks failed, rank {rank}: "
+            f"{text}); make room on the disk or set trainer.default_local_dir to another one. Older checkpoints are intact"
+        ) from error
+
+
+def _replace(partial: Path, folder: Path) -> None:
+    """Put `partial` in the place of `folder`, which may exist from an earlier save of the same step."""
+    if not folder.exists():
+        partial.rename(folder)
+        return
+    old = folder.with_name(f"{partial.name}-old")
+    folder.rename(old)
+    partial.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _save(value: Any, path: Path) -> None:
+    """torch.save, on the disk when it returns: a file system may report that it is full no earlier."""
+    with open(path, "wb") as file:
+        torch.save(value, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def save_adapter(module: PeftModel, tensors: dict[str, Tensor], folder: Path) -> None:
+    """Write gathered adapter tensors for peft and for diffusers' pipelines."""
+    folder.mkdir()
+    config = module.peft_config[ADAPTER]
+    save_file(tensors, folder / ADAPTER_WEIGHTS_NAME, metadata={"format": "pt"})
+    is_inference, config.inference_mode = (
+        config.inference_mode,
+        True,
+    )  # as peft's own save_pretrained leaves it
+    config.save_pretrained(str(folder))
+    config.inference_mode = is_inference
+    described = {
+        f"transformer.{key}": sorted(value) if isinstance(value, set) else value
+        for key, value in config.to_dict().items()
+    }
+    save_file(
+        {f"transformer.{name.removeprefix(PEFT_PREFIX)}": value for name, value in tensors.items()},
+        folder / LORA_WEIGHT_NAME_SAFE,
+        metadata={"format": "pt", LORA_ADAPTER_METADATA_KEY: json.dumps(described, indent=2, sort_keys=True)},
+    )
+
+
+def save_transformer(
+    module: Any,
+    tensors: Iterable[tuple[str, Tensor]],
+    folder: Path,
+    *,
+    writes: bool,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """Write streamed tensors as a diffusers folder; at most one file's worth is held.
+
+    Args:
+        writes: False consumes the tensors only. A rank that cannot write goes on consuming, for the others'
+            sake.
+    """
+    error: BaseException | None = None
+
+    def attempt(action: Callable[[], Any]) -> None:
+        nonlocal error
+        if error is None and writes:
+            try:
+                action()
+            except WRITE_ERRORS as raised:
+                error = raised
+
+    files: list[list[str]] = []
+    pending: dict[str, Tensor] = {}
+    num_bytes = total_bytes = 0
+
+    def flush() -> None:
+        save_file(pending, folder / f"{len(files)}.safetensors", metadata={"format": "pt"})
+        files.append(list(pending))
+
+    attempt(folder.mkdir)
+    for name, value in tensors:
+        if not writes:
+            continue
+        if pending and num_bytes + value.nbytes > max_file_bytes:
+            attempt(flush)
+            pending, num_bytes = {}, 0
+        pending[name] = value.cpu().contiguous()
+        num_bytes += value.nbytes
+        total_bytes += value.nbytes
+    attempt(flush)
+    attempt(lambda: _name_files(folder, files, total_bytes))
+    attempt(lambda: module.save_config(folder))
+    if error is not None:
+        raise error
+
+
+def _name_files(folder: Path, files: list[list[str]], total_bytes: int) -> None:
+    """Give numbered files the names diffusers looks for, which tell their count, and write the index."""
+    if len(files) == 1:
+        (folder / "0.safetensors").rename(folder / SAFETENSORS_WEIGHTS_NAME)
+        return
+    stem, suffix = SAFETENSORS_WEIGHTS_NAME.rsplit(".", 1)
+    weight_map = {}
+    for number, names in enumerate(files):
+        file = f"{stem}-{number + 1:05d}-of-{len(files):05d}.{suffix}"
+        (folder / f"{number}.safetensors").rename(folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True))

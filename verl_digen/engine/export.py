@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sharded weights -> full tensors under the names the diffusers checkpoint uses, one at a time.
+
+- Gathering a tensor is a collective: every rank must consume the whole iterator, in step.
+- A yielded tensor is a copy; it stays right when the weights move on.
+- Nothing of the module is changed: LoRA is merged into the copy, in fp32, rounded once.
+
+Invariants (tests/engine/test_export.py): names and shapes are the checkpoint's; an untrained model exports
+the checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from peft import PeftModel, get_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from verl.utils.device import get_device_id
+
+NamedTensors = Iterator[tuple[str, Tensor]]
+
+PEFT_PREFIX = "base_model.model."
+"""What `PeftModel` puts before every name."""
+BASE_LAYER = ".base_layer."
+"""Where a wrapped layer keeps its own weights."""
+ADAPTER = "default"
+"""peft's name for the one adapter there is."""
+
+
+@torch.no_grad()
+def full_weights(module: nn.Module, *, merge_lora: bool, dtype: torch.dtype | None = None) -> NamedTensors:
+    """All weights of the transformer, without adapter tensors.
+
+    Args:
+        module: with or without peft's and FSDP2's wrapping.
+        merge_lora: add the adapter's share; False yields the base weights as loaded.
+        dtype: of yielded floating tensors; None keeps each parameter's own.
+
+    Raises:
+        ValueError: an adapter that cannot be merged.
+    """
+    adapters = _mergeable(module) if merge_lora else {}
+    for name, value in module.state_dict().items():
+        if _is_adapter(name):
+            continue
+        full = _gather(value)
+        if name in adapters:
+            layer = adapters[name]
+            down = _gather(layer.lora_A[ADAPTER].weight.detach()).float()
+            up = _gather(layer.lora_B[ADAPTER].weight.detach()).float()
+            full = (full.float() + layer.scaling[ADAPTER] * (up @ down)).to(dtype or full.dtype)
+        yield plain_name(name), _cast(full, dtype)
+
+
+@torch.no_grad()
+def adapter_weights(module: PeftModel, dtype: torch.dtype | None = None) -> NamedTensors:
+    """The adapter's tensors under peft's canonical names, "base_model.model.LAYER.lora_A.weight"."""
+    # save_embedding_layers: "auto" asks the Hugging Face hub about the base model
+    state = get_peft_model_state_dict(module, state_dict=module.state_dict(), save_embedding_layers=False)
+    for name, value in state.items():
+        yield name, _cast(_gather(value), dtype)
+
+
+def adapter_config(module: nn.Module) -> dict[str, Any] | None:
+    """The adapter's peft config as verl hands it to a rollout, or None without one."""
+    return module.peft_config[ADAPTER].to_dict() if isinstance(module, PeftModel) else None
+
+
+def plain_name(name: str) -> str:
+    """A state-dict name of the wrapped module -> the checkpoint's."""
+    return name.removeprefix(PEFT_PREFIX).replace(BASE_LAYER, ".")
+
+
+def _is_adapter(name: str) -> bool:
+    return any(part.startswith("lora_") for part in name.split("."))
+
+
+def _mergeable(module: nn.Module) -> dict[str, LoraLayer]:
+    """Name of each wrapped weight -> its layer."""
+    layers = {}
+    for name, layer in module.named_modules():
+        if not isinstance(layer, LoraLayer):
+            continue
+        if not isinstance(layer.get_base_layer(), nn.Linear) or layer.lora_variant:
+            raise ValueError(
+                f"actor_rollout_ref.model.lora.merge=true needs plain LoRA on linear layers, got {type(layer).__name__} "
+                f"around {plain_name(name)}; set it to false, or leave this module out of target_modules"
+            )
+        layers[f"{name}{BASE_LAYER}weight"] = layer
+    return layers
+
+
+def _gather(value: Tensor) -> Tensor:
+    """The full tensor, in memory of its own, on the device that computes."""
+    if not isinstance(value, DTensor):
+        return value.detach().clone()
+    full = value.detach().to(get_device_id()).full_tensor()
+    return full.clone() if value.device_mesh.size() == 1 else full  # a mesh of one hands out the shard itself
+
+
+def _cast(value: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return value.to(dtype) if dtype is not None and value.is_floating_point() else value

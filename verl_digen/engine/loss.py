@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scored rows -> loss: the policy loss by name, the KL term, and the log-probs the ratio is taken against.
+
+Which old log-probs, by `digen.old_log_probs`:
+
+| value | one optimizer step takes the batch | several do (mini-batches, epochs) |
+| --- | --- | --- |
+| auto | this forward's own, detached: the ratio is exactly 1, and nothing is computed twice | as recompute |
+| recompute | a forward before the update | a forward before the update |
+| rollout | recorded at generation | recorded at generation |
+
+Invariant: losses of tiles add up to the loss of the logical batch, because every mean divides by its
+`num_rows`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verl_digen.algorithms.kl import kl_loss
+from verl_digen.algorithms.losses import LossOutput, loss_names, policy_loss
+from verl_digen.algorithms.rows import Rows as LossRows
+from verl_digen.algorithms.sde import SdeStep
+from verl_digen.config import DigenConfig, require_one_of
+from verl_digen.types import Rows
+
+
+def needs_recompute(old_log_probs: str, num_updates: int) -> bool:
+    """True if `digen.old_log_probs` asks for a forward before an update that takes `num_updates` optimizer
+    steps."""
+    return old_log_probs == "recompute" or (old_log_probs == "auto" and num_updates > 1)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The reference policy on N rows; of the two, what the KL kind compares."""
+
+    mean: Tensor
+    """[N, ...] fp32 mean of x'."""
+    velocity: Tensor
+    """[N, ...] fp32."""
+
+    def to(self, device: torch.device | str) -> Reference:
+        """The same on `device`."""
+        return Reference(self.mean.to(device), self.velocity.to(device))
+
+
+class DiffusionLoss:
+    """The loss function verl's training worker hands to the engine.
+
+    Raises:
+        ValueError: `digen.loss_name` is not known, or needs inputs rows do not have.
+    """
+
+    def __init__(self, digen: DigenConfig):
+        require_one_of("digen.loss_name", digen.loss_name, loss_names())
+        self.digen = digen
+
+    def __call__(
+        self,
+        step: SdeStep,
+        velocity: Tensor,
+        reference: Reference | None,
+        rows: Rows,
+        old_log_probs: Tensor | None,
+        num_rows: float,
+    ) -> LossOutput:
+        """The share of these rows in the logical batch's loss.
+
+        Args:
+            step, velocity: the rows scored with the current weights, differentiable.
+            reference: the same rows under the reference, if the KL term is on.
+            rows: on the device of `velocity`, except for sigmas, which may stay on the host.
+            old_log_probs: [N] fp32; None takes this forward's own.
+            num_rows: unmasked rows of the logical batch, over all ranks.
+        """
+        device = velocity.device
+        shared: dict[str, Tensor] = {"mask": rows.mask, "num_rows": torch.tensor(num_rows, device=device)}
+        old = step.log_prob.detach() if old_log_probs is None else old_log_probs
+        inputs = shared | {
+            "log_prob": step.log_prob,
+            "old_log_prob": old,
+            "advantage": rows.advantages,
+        }
+        policy = policy_loss(self.digen.loss_name, inputs, self.digen.loss)
+        loss, metrics = policy.loss, {"policy_loss": policy.loss.detach(), **policy.metrics}
+        if reference is not None:
+            kl = kl_loss(
+                self.digen.kl.kind,  # type: ignore[arg-type]
+                shared
+                | {
+                    "mean": step.mean,
+                    "ref_mean": reference.mean,
+                    "velocity": velocity,
+                    "ref_velocity": reference.velocity,
+                    "std": step.std,
+                    "dt": (rows.next_sigmas - rows.sigmas).to(device),
+                },
+            )
+            loss = loss + self.digen.kl.coef * kl.loss
+            metrics |= kl.metrics
+        if self.digen.check_ratio:
+            metrics |= rollout_gap(shared | {"log_prob": step.log_prob.detach(), "recorded": rows.log_probs})
+        return LossOutput(loss, metrics)
+
+
+def rollout_gap(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """How far the engine's log-probs are from those `recorded` at generation; 0 if both compute alike."""
+    rows = LossRows.check("digen.check_ratio", inputs, columns=("log_prob", "recorded"))
+    gap = rows["log_prob"] - rows["recorded"]
+    return {
+        "rollout_log_prob_gap": rows.mean(gap.abs()),
+        "rollout_log_prob_gap_max": rows.max(gap.abs()),
+        "rollout_ratio": rows.mean(gap.exp()),
+        "rollout_ratio_deviation_max": rows.max(gap.expm1().abs()),
+    }
+
+
+def combine_metrics(metrics: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Metrics of tiles -> of the batch: `_max` and `_min` by max and min, others (shares of a mean) by
+    sum."""
+    gathered: dict[str, list[Tensor]] = {}
+    for one in metrics:
+        for name, value in one.items():
+            gathered.setdefault(name, []).append(value)
+    return {name: _combine(name, torch.stack(values)) for name, values in gathered.items()}
+
+
+def _combine(name: str, values: Tensor) -> Tensor:
+    if name.endswith("_max"):
+        return values.amax()
+    if name.endswith("_min"):
+        return values.amin()
+    return values.sum()

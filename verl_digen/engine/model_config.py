@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`actor_rollout_ref.model` for a diffusion model; takes the place of verl's `HFModelConfig`.
+
+- verl builds it from the composed config in every process that needs the model: trainer ranks, replicas,
+  agent loop. So it reads JSON files at most, and carries the `digen:` section to the engine and the replicas.
+- Fields that diffusion has no use for exist because verl's code reads them; they say so.
+
+Invariant: after construction `lora_rank` and `lora_alpha` are the only source of LoRA's size, whichever of
+verl's two spellings (`lora_rank`, `lora.rank`) or an adapter's own config it came from.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import MISSING, DictConfig, OmegaConf
+from verl.base_config import BaseConfig
+from verl.utils.fs import copy_to_local
+from verl.utils.import_utils import import_external_libs
+from verl.workers.config import MtpConfig
+
+from verl_digen.config import DigenConfig, digen_config, require
+from verl_digen.models import load_model, read_architecture
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+MODEL_TYPE = "diffusion_model"
+"""What our engine is filed under in verl's `EngineRegistry`."""
+
+LORA_KEYS = frozenset({"rank", "alpha", "merge"})
+"""What `actor_rollout_ref.model.lora` may hold."""
+
+ADAPTER_CONFIG_NAME = "adapter_config.json"
+"""peft's name for an adapter's config file."""
+
+
+@dataclass
+class DiffusionModelConfig(BaseConfig):
+    """One diffusers checkpoint, and what is trained of it. Every field is a key of
+    `actor_rollout_ref.model`."""
+
+    _mutable_fields = {  # noqa: RUF012 - verl's way to declare them
+        "local_path",
+        "tokenizer_path",
+        "hf_config",
+        "model_type",
+        "digen",
+        "mtp",
+        "lora",
+        "lora_rank",
+        "lora_alpha",
+        "lora_adapter_path",
+    }
+
+    path: str = MISSING
+    """Folder (or hdfs:// address) of a checkpoint in the diffusers format, with `model_index.json`."""
+    local_path: str | None = None
+    """Where `path` lies on this machine; filled in."""
+    use_shm: bool = False
+    """Copy the checkpoint to shared memory before it is read."""
+    external_lib: Any = None
+    """Module(s) to import first, e.g. one that files a policy loss."""
+    trust_remote_code: bool = False
+    """Read by verl; diffusers transformers need none."""
+    digen: DigenConfig = None  # type: ignore[assignment]
+    """The `digen:` section of the config (`digen: ${digen}`), as a mapping; converted and validated here."""
+
+    enable_gradient_checkpointing: bool = True
+    """Recompute each block's activations in backward: about a third more compute, far less memory."""
+    enable_activation_offload: bool = False
+    """Keep activations in host memory between forward and backward."""
+
+    lora_rank: int = 0
+    """LoRA rank; 0 trains all weights."""
+    lora_alpha: int = 64
+    """LoRA scale is lora_alpha / lora_rank. flow_grpo: rank 32, alpha 64."""
+    lora: dict[str, Any] = field(default_factory=dict)
+    """verl's other spelling (`rank`, `alpha`), and `merge`: true sends merged weights to the replicas,
+    false (default) the adapter alone."""
+    target_modules: Any = None
+    """Module-name suffixes LoRA wraps, or one regex; null takes the architecture's own list."""
+    exclude_modules: Any = None
+    """Modules LoRA leaves alone, as for `target_modules`."""
+    target_parameters: list[str] | None = None
+    """Parameters LoRA adapts directly; they cannot be merged or sent to a replica."""
+    lora_adapter_path: str | None = None
+    """peft folder of an adapter to go on training; its rank and alpha count. The KL reference is the base
+    model."""
+
+    # -- read by verl, without meaning here ---------------------------------------------------------------
+    model_type: str = MODEL_TYPE
+    hf_config: Any = None
+    """A stand-in with `model_type`, the transformer's class name."""
+    tokenizer_path: str | None = None
+    tokenizer: Any = None
+    processor: Any = None
+    use_remove_padding: bool = False
+    use_fused_kernels: bool = False
+    mtp: MtpConfig = field(default_factory=MtpConfig)
+
+    def __post_init__(self) -> None:
+        import_external_libs(self.external_lib)
+        self.digen = _to_digen(self.digen)
+        for key in ("use_remove_padding", "use_fused_kernels"):
+            _require(
+                not self[key],
+                f"{key} must be false: rows of a diffusion batch have one size",
+                self[key],
+                "drop it",
+            )
+        self.local_path = copy_to_local(self.path, use_shm=self.use_shm)
+        self.hf_config = SimpleNamespace(model_type=read_architecture(self.local_path))
+        if self.tokenizer_path is None:
+            self.tokenizer_path = self.path
+        self._settle_lora()
+
+    def _settle_lora(self) -> None:
+        """Bring verl's spellings and a given adapter down to `lora_rank` and `lora_alpha`."""
+        self.lora = dict(self.lora)
+        unknown = sorted(self.lora.keys() - LORA_KEYS)
+        _require(
+            not unknown,
+            f"lora must hold no keys but {', '.join(sorted(LORA_KEYS))}",
+            unknown,
+            "drop the others",
+        )
+        self.lora = {"rank": 0, "alpha": self.lora_alpha, "merge": False} | self.lora
+        rank, nested = self.lora_rank, self.lora["rank"]
+        for key, value in (("lora_rank", rank), ("lora.rank", nested)):
+            _require(
+                isinstance(value, int) and value >= 0,
+                f"{key} must be an integer >= 0",
+                value,
+                "0 turns LoRA off",
+            )
+        _require(
+            not (rank and nested) or rank == nested,
+            "lora_rank and lora.rank must not contradict each other",
+            (rank, nested),
+            "set one of them",
+        )
+        if nested:
+            self.lora_rank, self.lora_alpha = nested, self.lora["alpha"]
+        if self.lora_adapter_path is not None:
+            self._adopt_adapter(self.lora_adapter_path)
+        _require(self.lora_alpha > 0, "lora_alpha must be > 0", self.lora_alpha, "twice the rank is usual")
+        _require(
+            self.target_modules is None
+            or isinstance(self.target_modules, str)
+            or _are_names(self.target_modules),
+            "target_modules must be null, a regex, or a list of module-name suffixes",
+            self.target_modules,
+            "null takes the architecture's own list",
+        )
+
+    def _adopt_adapter(self, adapter_path: str) -> None:
+        self.lora_adapter_path = copy_to_local(adapter_path, use_shm=self.use_shm)
+        file = Path(self.lora_adapter_path) / ADAPTER_CONFIG_NAME
+        _require(
+            file.is_file(),
+            f"lora_adapter_path must be a peft folder with {ADAPTER_CONFIG_NAME}",
+            adapter_path,
+            "give the folder `lora_adapter` of a checkpoint",
+        )
+        saved = json.loads(file.read_text())
+        _require(
+            self.lora_rank in (0, saved["r"]),
+            f"lora_rank must be that of lora_adapter_path, {saved['r']}, or 0",
+            self.lora_rank,
+            "drop lora_rank",
+        )
+        self.lora_rank, self.lora_alpha = saved["r"], saved["lora_alpha"]
+
+    @property
+    def merges_lora(self) -> bool:
+        """True if replicas get LoRA merged into full weights."""
+        return bool(self.lora["merge"])
+
+    def lora_config(self) -> LoraConfig:
+        """The adapter to train, for peft. Call with `lora_rank` > 0 only."""
+        from peft import (
+            LoraConfig,
+            PeftConfig,
+        )  # 2 s of imports that the agent loop's processes can do without
+
+        if self.lora_adapter_path is not None:
+            config = PeftConfig.from_pretrained(self.lora_adapter_path)
+            assert isinstance(config, LoraConfig)
+            config.inference_mode = False
+            return config
+        targets = self.target_modules
+        if targets is None and self.target_parameters is None:
+            assert self.local_path is not None
+            targets = list(load_model(self.local_path).lora_targets)
+        return LoraConfig(
+            r=self.lora_rank,
+            lora_alpha=self.lora_alpha,
+            target_modules=targets if targets is None or isinstance(targets, str) else list(targets),
+            exclude_modules=self.exclude_modules,
+            target_parameters=self.target_parameters,
+            bias="none",
+        )
+
+    def adapter_config(self) -> LoraConfig | None:
+        """The adapter a replica must hold, because weight updates carry nothing else; None if they are
+        full weights."""
+        return self.lora_config() if self.lora_rank > 0 and not self.merges_lora else None
+
+    def get_processor(self) -> None:
+        """verl saves a text model's processor with its checkpoints; a diffusers checkpoint keeps its own."""
+        return None
+
+
+def _to_digen(section: Any) -> DigenConfig:
+    if isinstance(section, DigenConfig):
+        return section
+    if isinstance(
+        section, DictConfig
+    ):  # interpolations are resolved where the section lies, before it is moved
+        section = OmegaConf.to_container(section, resolve=True)
+    if isinstance(section, Mapping):
+        section = dict(section)
+    return digen_config(OmegaConf.create({"digen": section}))
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(name, str) for name in value)
+
+
+def _require(holds: bool, rule: str, value: object, remedy: str) -> None:
+    require(holds, f"actor_rollout_ref.model.{rule}", value, remedy)

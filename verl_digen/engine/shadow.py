@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A second copy of the trainable weights, kept as each rank's own shards: the EMA, or the frozen KL
+reference.
+
+- No collective: shards are copied, averaged and exchanged where they lie.
+- `swapped_in` puts the copy in place of the weights and back again. FSDP2 keeps gathered parameters of its
+  root (and of every block without `reshard_after_forward`) beyond a forward, so both ways start by
+  resharding: a forward must gather anew to see other weights.
+
+Invariant: after `swapped_in` the weights are bitwise what they were, also if the body raised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+
+def reshard(module: nn.Module) -> None:
+    """Let every FSDP2 unit of `module` drop its gathered parameters."""
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
+
+
+def local_shards(module: nn.Module) -> dict[str, Tensor]:
+    """This rank's shard of each trainable parameter, by name: the live storage, detached."""
+    reshard(module)
+    shards = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            value = parameter.detach()
+            shards[name] = value.to_local() if isinstance(value, DTensor) else value
+    return shards
+
+
+class ShadowWeights:
+    """A copy of the trainable shards of `module` as they are now.
+
+    Args:
+        device: where the copy is kept; None keeps each shard's own.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device | str | None = None):
+        self.shards = {
+            name: shard.to(device=device or shard.device, copy=True)
+            for name, shard in local_shards(module).items()
+        }
+
+    @contextmanager
+    def swapped_in(self, module: nn.Module) -> Iterator[None]:
+        """Within the context `module` has the copy's weights; nothing may train it meanwhile."""
+        kept = {name: shard.clone() for name, shard in local_shards(module).items()}
+        _write(module, self.shards)
+        try:
+            yield
+        finally:
+            _write(module, kept)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The shards, by parameter name."""
+        return self.shards
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over saved shards.
+
+        Raises:
+            RuntimeError: they are of other parameters.
+        """
+        if state.keys() != self.shards.keys():
+            raise RuntimeError(
+                f"the saved average holds {len(state)} parameters, this run trains {len(self.shards)} others; "
+                "resume with the same LoRA settings"
+            )
+        for name, shard in self.shards.items():
+            shard.copy_(state[name])
+
+
+@torch.no_grad()
+def _write(module: nn.Module, shards: Mapping[str, Tensor]) -> None:
+    for name, shard in local_shards(module).items():
+        shard.copy_(shards[name])

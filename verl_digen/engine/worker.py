@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's actor-rollout worker, training diffusion samples.
+
+    update_actor(samples of this rank)
+      conditions fetched by uid -> split into mini-batches -> per epoch and mini-batch: one optimizer step
+      the learning rate moves once per call
+
+Weight updates, checkpoints, rollout handles and dispatch are verl's.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_name
+from verl.utils.profiler import DistProfiler
+from verl.workers.engine_workers import ActorRolloutRefWorker
+
+from verl_digen.engine.engine import DiffusersFSDPEngine
+from verl_digen.engine.loss import DiffusionLoss, needs_recompute
+from verl_digen.pipeline.conditions import fetch_conditions
+
+logger = logging.getLogger(__name__)
+
+
+def ensure_process_group() -> None:
+    """On a CPU start the process group before verl does, which would name gloo twice and fail."""
+    if get_device_name() == "cpu" and not dist.is_initialized():
+        dist.init_process_group(
+            backend="gloo",
+            rank=int(os.environ["RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+            init_method=os.environ.get("DIST_INIT_METHOD"),
+        )
+
+
+def share_cpu_cores() -> None:
+    """On a CPU give each rank its share of the cores; all of them for each would make every rank slow."""
+    if get_device_name() == "cpu":
+        ranks_here = int(os.environ.get("RAY_LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_here))
+
+
+class DiffusionWorker(ActorRolloutRefWorker):
+    """See the module."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Build the engine and the rollout handle."""
+        ensure_process_group()
+        share_cpu_cores()
+        super().init_model()
+        if self._is_actor:
+            self.actor.set_loss_fn(DiffusionLoss(self.engine.digen))
+
+    @property
+    def engine(self) -> DiffusersFSDPEngine:
+        """The training engine of this rank."""
+        assert self.actor is not None
+        engine = self.actor.engine
+        assert isinstance(engine, DiffusersFSDPEngine)
+        return engine
+
+    @property
+    def mini_batch_size(self) -> int:
+        """Samples of one optimizer step on this rank: ppo_mini_batch_size * rollout.n / ranks, rounded up."""
+        num_samples = self.config.actor.ppo_mini_batch_size * self.config.rollout.n
+        return -(-num_samples // self.engine.get_data_parallel_size())
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
+    @DistProfiler.annotate(color="blue", role="actor_compute_log_prob")
+    def compute_log_prob(self, data: TensorDict) -> TensorDict:
+        """`log_probs` [B, K] of the recorded steps under the current weights.
+
+        Args:
+            data: see `verl_digen.engine.rows.read_samples`, without conditions, which are fetched by uid.
+        """
+        return self.actor.infer_batch(_with_conditions(data)).cpu()
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
+    @DistProfiler.annotate(color="red", role="actor_update", scheduled=True)
+    def update_actor(self, data: TensorDict) -> TensorDict:
+        """Train on this rank's samples, every rank on as many. Returns `metrics`, name -> float, the same on
+        all ranks.
+
+        Old log-probs that `digen.old_log_probs` asks for and the batch has no column for are computed here.
+        """
+        data = _with_conditions(data)
+        mini_batches = [
+            tu.index_select_tensor_dict(data, indices)
+            for indices in torch.arange(len(data)).split(self.mini_batch_size)
+        ]
+        num_updates = len(mini_batches) * self.config.actor.ppo_epochs
+        with self.engine.train_mode():
+            if needs_recompute(self.engine.digen.old_log_probs, num_updates) and "old_log_probs" not in data:
+                for mini_batch in mini_batches:
+                    scored = self.engine.infer_batch(mini_batch)
+                    mini_batch["old_log_probs"] = scored["model_output"]["log_probs"]
+            outputs = []
+            for number in range(num_updates):
+                mini_batch = mini_batches[number % len(mini_batches)]
+                tu.assign_non_tensor(
+                    mini_batch, update_lr_scheduler=number == num_updates - 1, disable_auto_offload=True
+                )
+                outputs.append(tu.get(self.actor.train_batch(mini_batch), "metrics"))
+                self.actor.profiler.step()
+        return tu.get_tensordict(tensor_dict={}, non_tensor_dict={"metrics": combine_updates(outputs)})
+
+
+def combine_updates(outputs: list[dict[str, Any]]) -> dict[str, float]:
+    """Metrics of a call's optimizer steps -> of the call: `_max` and `_min` by max and min, counts `num_*` by
+    sum, others by mean.
+
+    Args:
+        outputs: as verl's training worker returns them: a number, or the list of every rank's, which are
+            equal.
+    """
+    series: dict[str, list[float]] = {}
+    for output in outputs:
+        for name, value in output.items():
+            series.setdefault(name, []).append(value[0] if isinstance(value, list) else value)
+    return {name: _combine(name, values) for name, values in series.items()}
+
+
+def _combine(name: str, values: list[float]) -> float:
+    if name.endswith("_max"):
+        return max(values)
+    if name.endswith("_min"):
+        return min(values)
+    return sum(values) if name.startswith("num_") else sum(values) / len(values)
+
+
+def _with_conditions(data: TensorDict) -> TensorDict:
+    return tu.assign_non_tensor(data, conditions=fetch_conditions(list(tu.get(data, "uid"))))

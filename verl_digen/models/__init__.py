@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Model files, one per architecture, found by the transformer's class name in a checkpoint's `model_index.json`."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from verl_digen.models.base import DiffusionModel
+
+ARCHITECTURES: dict[str, str] = {
+    "QwenImageTransformer2DModel": "verl_digen.models.qwen_image:QwenImage",
+}
+"""Transformer class name -> "module:class" of the model file. A new model adds one line here."""
+
+
+def read_architecture(path: str | Path) -> str:
+    """The transformer's class name of the diffusers checkpoint in folder `path`.
+
+    Raises:
+        ValueError: no such folder, or not a diffusers checkpoint.
+    """
+    index = Path(path) / "model_index.json"
+    if not index.is_file():
+        raise ValueError(
+            f"actor_rollout_ref.model.path must be a folder with a diffusers model_index.json, got {str(path)!r}; "
+            "check the path, or download the checkpoint first (huggingface-cli download REPO --local-dir DIR)"
+        )
+    entry = json.loads(index.read_text()).get("transformer")
+    if entry is None:
+        raise ValueError(
+            f"actor_rollout_ref.model.path must hold a pipeline with a transformer, but {index} lists none; "
+            "U-Net pipelines are not supported"
+        )
+    return entry[1]
+
+
+def load_model(path: str | Path) -> DiffusionModel:
+    """The model object for the checkpoint in `path`; loads no weights.
+
+    Raises:
+        ValueError: missing checkpoint or an architecture without a model file; lists the known ones.
+    """
+    architecture = read_architecture(path)
+    if architecture not in ARCHITECTURES:
+        raise ValueError(
+            f"actor_rollout_ref.model.path={str(path)!r} holds a {architecture}, which has no model file; "
+            f"known architectures: {', '.join(sorted(ARCHITECTURES))}"
+        )
+    module, _, name = ARCHITECTURES[architecture].partition(":")
+    return getattr(importlib.import_module(module), name)(path)

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what the user typed as `actor_rollout_ref.model.path` to a folder on this machine.
+
+A folder is taken as it is, an hdfs:// address is copied by verl, and anything of the form ORG/NAME that is no folder is
+a repository of the Hugging Face hub: its files come from the hub's cache, and are downloaded into it once per node.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+NEEDED_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+"""What a diffusers-format pipeline is read from; leaves out pictures, other formats and other weights."""
+
+
+def locate(path: str, *, use_shm: bool = False) -> Path:
+    """The local folder of the checkpoint at `path`, downloaded if need be.
+
+    Raises:
+        ValueError: neither a folder nor a repository that the hub or its cache has.
+    """
+    if not _is_on_hub(path):
+        from verl.utils.fs import copy_to_local  # verl is not needed to read a local checkpoint
+
+        return Path(copy_to_local(path, use_shm=use_shm))
+    from huggingface_hub import snapshot_download
+
+    return Path(_from_hub(path, lambda: snapshot_download(path, allow_patterns=NEEDED_FILES)))
+
+
+def locate_index(path: str) -> Path:
+    """The folder that holds `model_index.json`, without fetching any weights. Errors as `locate`."""
+    if not _is_on_hub(path):
+        return Path(path).expanduser()
+    from huggingface_hub import hf_hub_download
+
+    return Path(_from_hub(path, lambda: hf_hub_download(path, "model_index.json"))).parent
+
+
+def _is_on_hub(path: str) -> bool:
+    return HUB_ID.fullmatch(path) is not None and not Path(path).exists()
+
+
+def _from_hub(path: str, fetch: Callable[[], str]) -> str:
+    try:
+        return fetch()
+    except Exception as error:  # the hub's client raises many kinds; each is told in one line
+        raise ValueError(
+            f"actor_rollout_ref.model.path must be a folder with a diffusers checkpoint or a repository of the hub, got "
+            f"{path!r}, which is no folder here and could not be fetched ({type(error).__name__}); check the name, the "
+            "network and the access token (HF_TOKEN), or download it first and give the folder"
+        ) from error

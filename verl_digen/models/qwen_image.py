@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Qwen-Image: text to image, as diffusers' `QwenImagePipeline` runs it.
+
+- One frame. A token is a 2x2 patch of latent positions, so packed latents are [tokens, 4 * latent channels]
+  and both sides of a picture are multiples of 16 px (with the published VAE).
+- The pipeline's own classes do whatever they can do alone: prompt template and encoding, time shift,
+  unpacking. Its `__call__` is the source of the few lines written here again, each named.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from diffusers.image_processor import VaeImageProcessor
+from diffusers.models.autoencoders.autoencoder_kl_qwenimage import AutoencoderKLQwenImage
+from diffusers.pipelines.qwenimage.pipeline_qwenimage import QwenImagePipeline, calculate_shift
+from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from verl_digen.models.base import Decoder, DiffusionModel, PromptEncoder
+from verl_digen.types import Condition, Geometry
+
+MAX_TEXT_TOKENS = 1024
+"""Longest prompt in tokens, template not counted; the pipeline's upper limit (it cuts at 512 unless told)."""
+PATCH = 2
+"""Latent positions per token and side."""
+TIMESTEPS_PER_SIGMA = 1000
+"""The pipeline's timestep is sigma times this."""
+
+
+class QwenImage(DiffusionModel):
+    architecture = "QwenImageTransformer2DModel"
+    lora_targets: ClassVar[tuple[str, ...]] = (
+        *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
+        *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
+        *("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2"),
+    )
+    """All projections of both streams, as flow_grpo trains Qwen-Image."""
+
+    def __init__(self, path: str | Path):
+        super().__init__(path)
+        pipeline = self._read_config("model_index.json")["_class_name"]
+        if pipeline != "QwenImagePipeline":
+            raise ValueError(
+                f"actor_rollout_ref.model.path must hold a QwenImagePipeline (text to image), got {pipeline} "
+                f"in {str(self.path)!r}; choose a text-to-image checkpoint such as Qwen/Qwen-Image"
+            )
+        transformer = self._read_config("transformer/config.json")
+        if transformer["guidance_embeds"]:
+            raise ValueError(
+                "actor_rollout_ref.model.path must hold a transformer with guidance_embeds=false, got true "
+                f"in {str(self.path)!r}; choose a checkpoint that is not guidance-distilled"
+            )
+        self._num_channels: int = transformer["in_channels"]
+        vae = self._read_config("vae/config.json")
+        self._vae_scale = 2 ** len(vae["temperal_downsample"])  # sic
+        self._schedule = self._read_config("scheduler/scheduler_config.json")
+
+    def _read_config(self, name: str) -> dict[str, Any]:
+        return json.loads((self.path / name).read_text())
+
+    # -- loading ------------------------------------------------------------------------------------------
+    def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
+        """Conditions are {"embeds": [L, D]} in `dtype`, L the prompt's own number of tokens.
+
+        Prompts are encoded one at a time, so that an embedding does not depend on which others were asked for
+        with it (low-precision kernels differ with the batch's shape).
+        """
+        pipeline = QwenImagePipeline.from_pretrained(
+            self.path, transformer=None, vae=None, scheduler=None, dtype=dtype
+        )
+        # Only the language model's last hidden state is read: free what would see pictures and predict words.
+        pipeline.text_encoder.model.visual = None
+        pipeline.text_encoder.lm_head = nn.Identity()
+        pipeline.text_encoder.eval().to(device)
+
+        # Not inference_mode: the embeddings enter autograd in training.
+        @torch.no_grad()
+        def encode(prompts: Sequence[str]) -> list[Condition]:
+            embeds = {}
+            for prompt in dict.fromkeys(prompts):
+                embeds[prompt], _ = pipeline.encode_prompt(
+                    prompt, device=device, max_sequence_length=MAX_TEXT_TOKENS
+                )
+            return [{"embeds": embeds[prompt][0]} for prompt in prompts]
+
+        return encode
+
+    def load_decoder(self, dtype: torch.dtype, device: torch.device) -> Decoder:
+        vae = AutoencoderKLQwenImage.from_pretrained(self.path / "vae", dtype=dtype)
+        assert isinstance(vae, AutoencoderKLQwenImage)
+        vae.eval().to(device)  # pyright: ignore[reportArgumentType]: diffusers decorates it as a callable object
+        per_channel = (1, -1, 1, 1, 1)
+        mean = torch.tensor(vae.config["latents_mean"]).view(per_channel).to(device, dtype)
+        inverse_std = 1.0 / torch.tensor(vae.config["latents_std"]).view(per_channel).to(device, dtype)
+        processor = VaeImageProcessor(vae_scale_factor=self._px_per_token)
+
+        @torch.no_grad()
+        def decode(latents: Tensor, geometry: Geometry) -> Tensor:
+            # The end of QwenImagePipeline.__call__, up to and including its rounding to 8 bits.
+            unpacked = QwenImagePipeline._unpack_latents(
+                latents, geometry.height_px, geometry.width_px, self._vae_scale
+            )
+            denormalised = unpacked.to(device, dtype) / inverse_std + mean
+            image = processor.postprocess(vae.decode(denormalised, return_dict=False)[0][:, :, 0], "pt")
+            assert isinstance(image, Tensor)
+            return (image.permute(0, 2, 3, 1).float() * 255).round().to(torch.uint8).cpu()
+
+        return decode
+
+    # -- the shape of the problem -------------------------------------------------------------------------
+    @property
+    def _px_per_token(self) -> int:
+        return self._vae_scale * PATCH
+
+    def _token_grid(self, geometry: Geometry) -> tuple[int, int]:
+        """(rows, columns) of tokens."""
+        return geometry.height_px // self._px_per_token, geometry.width_px // self._px_per_token
+
+    def latent_shape(self, geometry: Geometry) -> tuple[int, ...]:
+        if geometry.num_frames != 1:
+            raise ValueError(
+                "digen.sampling.num_frames must be 1 for Qwen-Image, which makes pictures, "
+                f"got {geometry.num_frames}; set it to 1"
+            )
+        for key in ("height_px", "width_px"):
+            value = getattr(geometry, key)
+            nearest = max(1, round(value / self._px_per_token)) * self._px_per_token
+            if value != nearest:
+                raise ValueError(
+                    f"digen.sampling.{key} must be a multiple of {self._px_per_token} for this Qwen-Image "
+                    f"checkpoint, got {value}; the nearest is {nearest}"
+                )
+        rows, columns = self._token_grid(geometry)
+        return rows * columns, self._num_channels
+
+    def sigmas(self, num_steps: int, geometry: Geometry) -> Tensor:
+        # "5. Prepare timesteps" of QwenImagePipeline.__call__.
+        scheduler = FlowMatchEulerDiscreteScheduler.from_config(self._schedule)
+        assert isinstance(scheduler, FlowMatchEulerDiscreteScheduler)
+        mu = calculate_shift(
+            self.latent_shape(geometry)[0],
+            scheduler.config["base_image_seq_len"],
+            scheduler.config["max_image_seq_len"],
+            scheduler.config["base_shift"],
+            scheduler.config["max_shift"],
+        )
+        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / num_steps, num_steps), mu=mu)  # pyright: ignore
+        return torch.as_tensor(scheduler.sigmas)
+
+    # -- the network --------------------------------------------------------------------------------------
+    def collate(self, conditions: Sequence[Condition]) -> Condition:
+        """{"embeds": [N, L, D]}, plus "mask": [N, L] bool if lengths differ (attention is faster without)."""
+        embeds = [condition["embeds"] for condition in conditions]
+        padded = pad_sequence(embeds, batch_first=True)
+        lengths = torch.tensor([len(embed) for embed in embeds])
+        if (lengths == padded.shape[1]).all():
+            return {"embeds": padded}
+        mask = torch.arange(padded.shape[1]) < lengths[:, None]
+        return {"embeds": padded, "mask": mask.to(padded.device)}
+
+    def predict(
+        self,
+        transformer: nn.Module,
+        latents: Tensor,
+        sigmas: Tensor,
+        condition: Condition,
+        geometry: Geometry,
+    ) -> Tensor:
+        # "6. Denoising loop" of QwenImagePipeline.__call__; there too the timestep is rounded to the
+        # network's dtype, then divided.
+        dtype = self.input_dtype(transformer)
+        timesteps = (sigmas * TIMESTEPS_PER_SIGMA).to(latents.device, dtype) / TIMESTEPS_PER_SIGMA
+        rows, columns = self._token_grid(geometry)
+        return transformer(
+            hidden_states=latents.to(dtype),
+            timestep=timesteps,
+            encoder_hidden_states=condition["embeds"].to(dtype),
+            encoder_hidden_states_mask=condition.get("mask"),
+            img_shapes=[[(1, rows, columns)]] * len(latents),
+            return_dict=False,
+        )[0]
+
+    def guide(self, positive: Tensor, negative: Tensor, scale: float) -> Tensor:
+        """v_neg + scale (v_pos - v_neg), each token rescaled to the norm of v_pos."""
+        combined = negative + scale * (positive - negative)
+        return combined * (positive.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True))

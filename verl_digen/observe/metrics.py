@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics of one step, from the facts that samples carry as tags: pure.
+
+| name | unit | meaning |
+| --- | --- | --- |
+| `reward/mean`, `_std`, `_min`, `_max` | reward | over the samples of the logical batch |
+| `reward/NAME` | reward | mean of one reward function, or of one of its details |
+| `reward/zero_spread_groups` | groups | groups whose samples all scored the same: they carry no gradient |
+| `rollout/version_age_max_versions` | versions | optimizer steps between the generating and the trained version; 0 in strict mode |
+| `perf/images_per_s`, `perf/images_per_s_per_device` | 1/s | samples of the step over its whole time; over all devices |
+| `perf/step_s` | s | the whole step, checkpoint excluded |
+| `perf/generate_s`, `perf/score_s`, `perf/train_s` | s | time in which at least one sample was being generated, scored; time in the engine |
+| `perf/sync_s` | s | weights to the replicas |
+| `perf/overhead_s` | s | the step less generating, scoring and training: what the system itself costs |
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean, pstdev
+from typing import Any
+
+Tag = Mapping[str, Any]
+"""What the agent loop knows of one sample, see `verl_digen.agent_loop.manager`."""
+
+
+def union_s(intervals: Iterable[tuple[float, float]]) -> float:
+    """Seconds covered by at least one of the (start, end) intervals."""
+    covered, reached = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        covered += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return covered
+
+
+def reward_metrics(tags: Sequence[Tag], groups: Sequence[str]) -> dict[str, float]:
+    """`reward/*` of a batch; `groups` holds each sample's uid."""
+    rewards = [tag["reward"] for tag in tags]
+    by_group: dict[str, set[float]] = defaultdict(set)
+    parts: dict[str, list[float]] = defaultdict(list)
+    for tag, group in zip(tags, groups, strict=True):
+        by_group[group].add(tag["reward"])
+        for name, value in tag["parts"].items():
+            parts[name].append(value)
+    return {
+        "reward/mean": fmean(rewards),
+        "reward/std": pstdev(rewards),
+        "reward/min": min(rewards),
+        "reward/max": max(rewards),
+        "reward/zero_spread_groups": float(sum(len(values) == 1 for values in by_group.values())),
+        **{f"reward/{name}": fmean(values) for name, values in parts.items()},
+    }
+
+
+def staleness_metrics(tags: Sequence[Tag], trained_version: int) -> dict[str, float]:
+    """How far the samples' versions lie behind the version they train."""
+    ages = [trained_version - tag["min_global_steps"] for tag in tags]
+    return {"rollout/version_age_max_versions": float(max(ages)), "rollout/version_age_mean_versions": fmean(ages)}
+
+
+def perf_metrics(
+    tags: Sequence[Tag], *, step_s: float, train_s: float, sync_s: float, num_devices: int
+) -> dict[str, float]:
+    """`perf/*` of a step.
+
+    Args:
+        step_s: wall time of the step, checkpoint excluded.
+        train_s: wall time in the engine's update.
+        sync_s: wall time of the weight update.
+        num_devices: devices of all pools.
+    """
+    generating = [(tag["generate_start_s"], tag["generate_end_s"]) for tag in tags]
+    scoring = [(tag["score_start_s"], tag["score_end_s"]) for tag in tags]
+    images_per_s = len(tags) / step_s
+    return {
+        "perf/step_s": step_s,
+        "perf/generate_s": union_s(generating),
+        "perf/score_s": union_s(scoring),
+        "perf/train_s": train_s,
+        "perf/sync_s": sync_s,
+        "perf/overhead_s": step_s - union_s(generating + scoring) - train_s,
+        "perf/images_per_s": images_per_s,
+        "perf/images_per_s_per_device": images_per_s / num_devices,
+    }

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompt conditions in TransferQueue: one row per prompt, not one per sample.
+
+- Partition `digen_conditions`, key = the group's uid, columns `positive.NAME` and, with guidance, `negative.NAME`.
+- Written by the agent loop when a group is published, read by every trainer rank that has rows of the group,
+  cleared by the trainer when the step ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tensordict import TensorDict
+from torch import Tensor
+
+from verl_digen.types import Condition
+
+CONDITION_PARTITION = "digen_conditions"
+
+ConditionPair = tuple[Condition, Condition | None]
+"""(positive, negative or None without guidance) of one prompt."""
+
+
+def to_columns(positive: Condition, negative: Condition | None) -> dict[str, Tensor]:
+    """Flat column names for one prompt's conditions."""
+    columns = {f"positive.{name}": tensor for name, tensor in positive.items()}
+    if negative is not None:
+        columns |= {f"negative.{name}": tensor for name, tensor in negative.items()}
+    return columns
+
+
+def from_columns(columns: dict[str, Tensor]) -> ConditionPair:
+    """Inverse of `to_columns`."""
+    branches: dict[str, Condition] = {"positive": {}, "negative": {}}
+    for column, tensor in columns.items():
+        branch, _, name = column.partition(".")
+        branches[branch][name] = tensor
+    return branches["positive"], branches["negative"] or None
+
+
+async def put_condition(uid: str, positive: Condition, negative: Condition | None) -> None:
+    """Store one prompt's conditions."""
+    import transfer_queue as tq  # starts a client process-wide; kept out of module import
+
+    columns = to_columns(positive, negative)
+    row = TensorDict({name: tensor.unsqueeze(0) for name, tensor in columns.items()}, batch_size=1)
+    await tq.async_kv_batch_put(keys=[uid], partition_id=CONDITION_PARTITION, fields=row, tags=[{}])
+
+
+def fetch_conditions(uids: Sequence[str]) -> dict[str, ConditionPair]:
+    """The conditions of each distinct uid, one row fetched per prompt.
+
+    Raises:
+        RuntimeError: a uid without conditions: its group was published incompletely.
+    """
+    import transfer_queue as tq
+
+    distinct = list(dict.fromkeys(uids))
+    rows = tq.kv_batch_get(keys=distinct, partition_id=CONDITION_PARTITION)
+    if len(rows) != len(distinct):
+        raise RuntimeError(f"{len(distinct)} prompts are being trained but {len(rows)} have conditions in TransferQueue")
+    columns = {str(name): list(rows.get(name).unbind()) for name in rows.keys()}  # noqa: SIM118 - a TensorDict
+    return {
+        uid: from_columns({name: tensors[index] for name, tensors in columns.items()})
+        for index, uid in enumerate(distinct)
+    }

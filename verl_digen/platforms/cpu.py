@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's platform `cpu`: training and generation without any accelerator.
+
+- Chosen by itself only where PyTorch cannot drive an accelerator at all. A head node without a GPU has a PyTorch that
+  can, so a cluster is never taken for a CPU machine because of the node the driver runs on.
+- `VERL_PLATFORM=cpu` in the environment chooses it anywhere.
+- Ray sees it as GPUs (logical ones, `ray_kwargs.ray_init.num_gpus`), because verl's placement counts nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+import torch
+from verl.plugin.platform import PlatformBase, PlatformRegistry
+
+from verl_digen.platforms import cpu_device
+
+BACKEND_PACKAGES = (
+    "torch_npu",
+    "torch_musa",
+    "torch_mlu",
+    "torch_gcu",
+    "torch_xla",
+    "torch_neuronx",
+    "habana_frameworks",
+    "intel_extension_for_pytorch",
+)
+"""Packages that teach a CPU build of PyTorch an accelerator, beside those that say so by an entry point of PyTorch's."""
+
+
+@dataclass(frozen=True)
+class TorchFacts:
+    """What decides whether this PyTorch can drive an accelerator; nothing of it depends on the devices present."""
+
+    cuda: str | None
+    """CUDA version PyTorch was built with (also MACA and others that imitate CUDA)."""
+    hip: str | None
+    """ROCm version."""
+    xpu: str | None
+    """Intel GPU runtime version."""
+    backends: tuple[str, ...]
+    """Installed packages that add an accelerator to PyTorch."""
+
+
+def torch_facts() -> TorchFacts:
+    """The facts of the PyTorch of this process."""
+    added = [entry_point.name for entry_point in entry_points(group="torch.backends")]
+    added += [name for name in BACKEND_PACKAGES if find_spec(name) is not None]
+    return TorchFacts(torch.version.cuda, torch.version.hip, torch.version.xpu, tuple(sorted(set(added))))
+
+
+def torch_has_accelerator_support(facts: TorchFacts) -> bool:
+    """True unless this is a CPU build of PyTorch and no package adds an accelerator to it."""
+    return any((facts.cuda, facts.hip, facts.xpu, facts.backends))
+
+
+class CpuPlatform(PlatformBase):
+    """The CPU as a device of verl's."""
+
+    @property
+    def device_name(self) -> str:
+        return "cpu"
+
+    @property
+    def vendor_name(self) -> str:
+        return "cpu"
+
+    @property
+    def device_module(self) -> ModuleType:
+        return cpu_device
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_platform_available(self, use_smi_check: bool = False) -> bool:
+        """Whether verl should choose this platform by itself.
+
+        verl asks platforms in the order of registration and takes the first that says yes, so those of plugins that
+        were loaded after this one are asked here.
+        """
+        if torch_has_accelerator_support(torch_facts()):
+            return False
+        names = PlatformRegistry.registered_names()
+        later = names[names.index("cpu") + 1 :] if "cpu" in names else ()
+        platforms = [PlatformRegistry.get(name) for name in later]
+        return not any(platform and platform().is_platform_available(use_smi_check) for platform in platforms)
+
+    def current_device(self) -> Any:
+        """A device, not an index as elsewhere: a CPU build of PyTorch refuses `tensor.to(0)`."""
+        return torch.device("cpu")
+
+    def device_count(self) -> int:
+        return 1
+
+    def set_device(self, device_index: Any) -> None:
+        """There is one device."""
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        """CPU operations are done when they return."""
+
+    def manual_seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def manual_seed_all(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def set_allocator_settings(self, settings: str) -> None:
+        """The CPU allocator has none."""
+
+    def empty_cache(self) -> None:
+        """The CPU allocator keeps no cache."""
+
+    def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
+        return None, None
+
+    def communication_backend_name(self) -> str:
+        return "gloo"
+
+    def visible_devices_envvar(self) -> str:
+        return "CUDA_VISIBLE_DEVICES"  # Ray's name for the logical GPUs of a worker
+
+    def ray_resource_name(self) -> str:
+        return "GPU"
+
+    def ray_noset_envvars(self) -> list[str]:
+        return ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"]
+
+    def is_ipc_supported(self) -> bool:
+        return False
+
+    @contextmanager
+    def nvtx_range(self, msg: str) -> Iterator[None]:
+        yield
+
+    def profiler_start(self) -> None:
+        """There is no device profiler."""
+
+    def profiler_stop(self) -> None:
+        """There is no device profiler."""
+
+    def cudart(self) -> None:
+        return None

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `verl.plugins` entry point, and the only module of the package that does something when it is imported.
+
+verl imports it inside `import verl`, in the driver and in every Ray process, so it imports nothing heavy: it files
+callbacks that fill verl's registries when verl imports the modules that own them.
+
+| when this is imported | this is registered | needed in |
+| --- | --- | --- |
+| now | platform `cpu` | every process |
+| `hydra` | `recipe=NAME` on verl's main | driver |
+| `verl.trainer.ppo.v1` | trainers | task runner |
+| `verl.workers.engine` | training engine | trainer ranks |
+| `verl.workers.rollout.replica` | replicas | task runner |
+| `verl.workers.rollout.base` | their weight senders | trainer ranks |
+
+verl hides the error of a plugin that fails. So a failure here is printed to stderr and kept in `FAILURES`, verl goes
+on, and `verl_digen.preflight` refuses to start a run of ours.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from verl_digen.hooks import after_import
+
+FAILURES: list[str] = []
+"""What could not be registered in this process, one sentence each."""
+
+
+def _register_platform() -> None:
+    from verl.plugin.platform import PlatformRegistry
+
+    from verl_digen.platforms.cpu import CpuPlatform
+
+    if "cpu" not in PlatformRegistry.registered_names():  # one that verl or another plugin brings goes first
+        PlatformRegistry.register(platform="cpu")(CpuPlatform)
+
+
+def _register_recipes() -> None:
+    from verl_digen.recipe_source import register
+
+    register()
+
+
+def _register_trainers() -> None:
+    importlib.import_module("verl_digen.trainer.register")
+
+
+def _register_engine() -> None:
+    importlib.import_module("verl_digen.engine.register")
+
+
+def _load_diffusers_replica() -> type[Any]:
+    from verl_digen.rollout.replica import DiffusersReplica
+
+    return DiffusersReplica
+
+
+REPLICAS: dict[str, tuple[Callable[[], type[Any]], str]] = {
+    "diffusers": (_load_diffusers_replica, "verl_digen.rollout.adapter.DiffusersServerAdapter"),
+}
+"""`actor_rollout_ref.rollout.name` -> loader of the replica's class, and name of its weight sender's class."""
+
+
+def _register_replicas() -> None:
+    from verl.workers.rollout.replica import RolloutReplicaRegistry
+
+    for name, (load, _) in REPLICAS.items():
+        RolloutReplicaRegistry.register(name, load)
+
+
+def _register_weight_senders() -> None:
+    from verl.workers.rollout.base import _ROLLOUT_REGISTRY
+
+    for name, (_, sender) in REPLICAS.items():
+        _ROLLOUT_REGISTRY[(name, "async")] = sender
+
+
+def _reporting_failure(noun: str, register: Callable[[], None]) -> Callable[[], None]:
+    """`register`, except that what it raises is printed and filed under `noun`: verl must work without us."""
+
+    def run() -> None:
+        try:
+            register()
+        except Exception as error:
+            FAILURES.append(f"its {noun} could not be registered ({type(error).__name__}: {error})")
+            print(
+                f"verl-digen: {FAILURES[-1]}; its recipes cannot run. `digen doctor` says what is missing; "
+                "VERL_USE_EXTERNAL_PLUGINS=none starts verl without plugins.",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    return run
+
+
+_reporting_failure("platform", _register_platform)()
+after_import("hydra", _reporting_failure("recipes", _register_recipes))
+after_import("verl.trainer.ppo.v1", _reporting_failure("trainers", _register_trainers))
+after_import("verl.workers.engine", _reporting_failure("engine", _register_engine))
+after_import("verl.workers.rollout.replica", _reporting_failure("replicas", _register_replicas))
+after_import("verl.workers.rollout.base", _reporting_failure("weight senders", _register_weight_senders))

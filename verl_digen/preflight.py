@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of the whole composed config before Ray starts; recipes install them as a Hydra callback.
+
+- Rules about one field under `digen:` are in `verl_digen.config`; here are those that span keys, files and registries.
+- A rule is a function of the composed config in `RULES`. It raises ValueError with the key as typed, the rule, the
+  value and the remedy; all rules are run, so that one start shows everything there is to repair.
+- Nothing is checked under `--cfg`, which shows a config whether it could run or not.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hydra.experimental.callback import Callback
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from verl_digen import plugin
+from verl_digen.config import digen_config, require, require_one_of
+
+UNUSED_KEYS: dict[str, tuple[Any, str]] = {
+    "actor_rollout_ref.actor.use_kl_loss": (False, "digen.kl.coef is the weight of the KL term"),
+    "algorithm.use_kl_in_reward": (False, "digen.kl.coef is the weight of the KL term"),
+    "actor_rollout_ref.actor.use_dynamic_bsz": (False, "digen.rows_per_tile is the size of a forward"),
+    "trainer.use_v1": (True, "the legacy trainer has no hook for diffusion"),
+}
+"""Keys of verl's that do nothing for diffusion unless they have this value, and what to use in their place."""
+
+
+class Preflight(Callback):
+    """Hydra callback: one paragraph on stderr and exit code 2 for a config that cannot run."""
+
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Before the run's output folder is made."""
+        _check_or_exit(config)
+
+    def on_job_start(self, config: DictConfig, *, task_function: Any = None, **kwargs: Any) -> None:
+        """Before each job of a multirun."""
+        if config.hydra.mode == RunMode.MULTIRUN:
+            _check_or_exit(config)
+
+
+def _check_or_exit(config: DictConfig) -> None:
+    # Hydra turns an Exception of a callback into a warning and goes on; SystemExit passes.
+    try:
+        check(config)
+    except ValueError as error:
+        print(f"verl-digen: this config cannot run.\n{error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except Exception:
+        traceback.print_exc()
+        raise SystemExit(1) from None
+
+
+def check(config: DictConfig) -> None:
+    """Run all rules.
+
+    Raises:
+        ValueError: the messages of all rules that are broken, one line each.
+    """
+    problems = []
+    for rule in RULES:
+        try:
+            rule(config)
+        except OmegaConfBaseException as error:  # a value that is missing, or an interpolation that leads nowhere
+            problems.append(f"{error.full_key or rule.__name__}: {str(error).splitlines()[0]}")
+        except ValueError as error:
+            problems.append(str(error))
+    if problems:
+        raise ValueError("\n".join(dict.fromkeys(problems)))
+
+
+def check_plugin(config: DictConfig) -> None:
+    """Everything we add to verl is registered in this process."""
+    if plugin.FAILURES:
+        raise ValueError(
+            f"verl-digen is not installed as it should be: {'; '.join(plugin.FAILURES)}; "
+            "run `digen doctor`, which says what is missing and how to get it"
+        )
+
+
+def check_digen(config: DictConfig) -> None:
+    """The `digen:` section by itself."""
+    digen_config(config)
+
+
+def check_device(config: DictConfig) -> None:
+    """`trainer.device` is the platform verl chose, and a CPU machine has as many logical GPUs as verl will ask for."""
+    from verl.plugin.platform import get_platform
+
+    platform = get_platform().device_name
+    require(
+        config.trainer.device != "cpu" or platform == "cpu",
+        f"trainer.device must be {platform}, the platform verl found",
+        config.trainer.device,
+        "to train on the CPU, set VERL_PLATFORM=cpu in the environment",
+    )
+    if platform == "cpu":
+        num_gpus = OmegaConf.select(config, "ray_kwargs.ray_init.num_gpus")
+        rollout = config.actor_rollout_ref.rollout
+        needed = _num_ranks(config) + rollout.nnodes * rollout.n_gpus_per_node
+        require(
+            num_gpus is not None and num_gpus >= needed,
+            f"ray_kwargs.ray_init.num_gpus must be >= {needed}, the ranks of the run, on a machine without accelerators",
+            num_gpus,
+            "raise it (these GPUs are logical), or lower trainer.n_gpus_per_node",
+        )
+
+
+def check_unused(config: DictConfig) -> None:
+    """Keys that would do nothing are left alone."""
+    for key, (value, remedy) in UNUSED_KEYS.items():
+        given = OmegaConf.select(config, key)
+        require(given == value, f"{key} must be {str(value).lower()} for diffusion models", given, remedy)
+
+
+def check_strategy(config: DictConfig) -> None:
+    strategy = config.actor_rollout_ref.actor.strategy
+    require(
+        strategy == "fsdp2",
+        "actor_rollout_ref.actor.strategy must be fsdp2 for diffusion models",
+        strategy,
+        "set it to fsdp2",
+    )
+
+
+def check_batches(config: DictConfig) -> None:
+    """Prompts, groups and samples divide as verl divides them."""
+    num_prompts, group_size = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
+    mini_batch, num_ranks = config.actor_rollout_ref.actor.ppo_mini_batch_size, _num_ranks(config)
+    require(
+        group_size >= 2,
+        "actor_rollout_ref.rollout.n must be >= 2, because an advantage compares the samples of one prompt",
+        group_size,
+        "flow_grpo uses 24",
+    )
+    require(
+        num_prompts * group_size % num_ranks == 0,
+        "data.train_batch_size x actor_rollout_ref.rollout.n must be a multiple of the trainer's ranks "
+        f"(trainer.nnodes x trainer.n_gpus_per_node = {num_ranks})",
+        num_prompts * group_size,
+        "change one of these four",
+    )
+    require(
+        0 < mini_batch <= num_prompts and num_prompts % mini_batch == 0,
+        f"actor_rollout_ref.actor.ppo_mini_batch_size must divide data.train_batch_size={num_prompts}",
+        mini_batch,
+        "leave it alone for one optimizer step per batch",
+    )
+
+
+def check_rollout(config: DictConfig) -> None:
+    """The replica exists, and replicas fit the devices."""
+    rollout = config.actor_rollout_ref.rollout
+    require_one_of("actor_rollout_ref.rollout.name", rollout.name, tuple(plugin.REPLICAS))
+    size = rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size
+    require(
+        rollout.name != "diffusers" or size == 1,
+        "actor_rollout_ref.rollout.tensor_model_parallel_size (times data and pipeline sizes) must be 1 for "
+        "actor_rollout_ref.rollout.name=diffusers",
+        size,
+        "set it to 1; more devices make more replicas",
+    )
+    pools = {"trainer": _num_ranks(config), "actor_rollout_ref.rollout": rollout.nnodes * rollout.n_gpus_per_node}
+    for pool, num_devices in pools.items():
+        require(
+            num_devices % size == 0,
+            f"{pool}.nnodes x {pool}.n_gpus_per_node must be a multiple of a replica's devices ({size})",
+            num_devices,
+            "change it, or actor_rollout_ref.rollout.tensor_model_parallel_size",
+        )
+
+
+def check_model(config: DictConfig) -> None:
+    """The checkpoint is there, its architecture is known and can make pictures of the size asked for."""
+    model = config.actor_rollout_ref.model
+    if OmegaConf.is_missing(model, "path"):
+        raise ValueError(
+            "actor_rollout_ref.model.path must be the folder of a checkpoint in the diffusers format, got nothing; "
+            "set actor_rollout_ref.model.path=DIR"
+        )
+    if "://" in model.path:  # on a remote file system: every process fetches its own
+        return
+    from verl_digen.models import load_model
+    from verl_digen.types import Geometry
+
+    sampling = digen_config(config).sampling
+    geometry = Geometry(sampling.height_px, sampling.width_px, sampling.num_frames)
+    load_model(Path(model.path).expanduser()).latent_shape(geometry)
+
+
+def check_prompts(config: DictConfig) -> None:
+    """Prompt files can be read, and there are enough prompts for one step."""
+    from verl_digen.data.prompts import read_prompts
+
+    for name in ("train_files", "val_files"):
+        files = config.data[name]
+        if files is None:
+            raise ValueError(f"data.{name} must name a file of prompts, got nothing; set data.{name}=FILE")
+        files = OmegaConf.to_container(files) if OmegaConf.is_list(files) else files
+        num_prompts = len(read_prompts(files, key=f"data.{name}"))
+        if name == "train_files":
+            if config.data.train_max_samples > 0:
+                num_prompts = min(num_prompts, config.data.train_max_samples)
+            require(
+                num_prompts >= config.data.train_batch_size,
+                f"data.train_files must hold data.train_batch_size={config.data.train_batch_size} prompts or more",
+                num_prompts,
+                "add prompts, or lower data.train_batch_size",
+            )
+
+
+def check_loss(config: DictConfig) -> None:
+    """The policy loss is registered, by us or by a module the user names."""
+    from verl.utils.import_utils import import_external_libs
+
+    from verl_digen.algorithms.losses import loss_names
+
+    import_external_libs(config.actor_rollout_ref.model.external_lib)  # a user's loss is filed by being imported
+    require_one_of("digen.loss_name", digen_config(config).loss_name, loss_names())
+
+
+def check_rewards(config: DictConfig) -> None:
+    """There is a reward, and every function named can be found."""
+    from verl_digen.reward.functions import resolve
+
+    functions = digen_config(config).reward.functions
+    custom = config.reward.custom_reward_function.path
+    require(
+        bool(functions) or custom is not None,
+        "digen.reward.functions must name a reward function and its weight",
+        dict(functions),
+        "set e.g. digen.reward.functions.jpeg_compressibility=1.0, or reward.custom_reward_function.path",
+    )
+    for name in functions:
+        resolve(name)
+    require(
+        custom is None or "://" in custom or Path(custom).is_file(),
+        "reward.custom_reward_function.path must be an existing file",
+        custom,
+        "check the path",
+    )
+
+
+RULES: tuple[Callable[[DictConfig], None], ...] = (
+    check_plugin,
+    check_digen,
+    check_device,
+    check_unused,
+    check_strategy,
+    check_batches,
+    check_rollout,
+    check_model,
+    check_prompts,
+    check_loss,
+    check_rewards,
+)
+"""In the order in which their messages are shown."""
+
+
+def _num_ranks(config: DictConfig) -> int:
+    """Trainer ranks: one per device of the trainer's pool."""
+    return config.trainer.nnodes * config.trainer.n_gpus_per_node
+

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How Hydra finds our recipes: `recipe=NAME` and `recipe=[a,b]` on verl's own, unmodified main.
+
+Two config sources join the search path of an application whose primary config folder is verl's, and of no other:
+
+- `RecipeSlot`, in front, serves verl's `ppo_trainer` with one more entry at the end of its defaults list, `recipe: null`.
+  It has to be the last one: a recipe then overrides values and picks (`override /model@...`) of all entries before it.
+- `RecipeSource`, behind, holds group `recipe/` (the flat files of `verl_digen/recipes/`) and the groups in its subfolders.
+
+Two recipes are served and not merely read:
+
+- `digen_schema`: the fields and defaults of `verl_digen.config.DigenConfig`, at `digen:`. A field can be overridden
+  without `+`; an unknown one, or a value of the wrong type, is an error of Hydra's.
+- `digen_machine`: on a machine whose verl platform is `cpu` it is `digen_cpu`, elsewhere the (empty) file of that name.
+
+Invariant: without a recipe the composed config equals verl's, byte for byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.object_type import ObjectType
+from hydra.core.plugins import Plugins
+from hydra.plugins.config_source import ConfigResult, ConfigSource
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import DictConfig, OmegaConf, flag_override
+
+VERL_CONFIGS = "pkg://verl.trainer.config"
+RECIPES = "pkg://verl_digen.recipes"
+PRIMARY = "ppo_trainer.yaml"
+"""The primary config of `verl.trainer.main_ppo`."""
+GROUP = "recipe"
+
+
+class RecipeSlot(ConfigSource):
+    """verl's `ppo_trainer`, with room for a recipe."""
+
+    def __init__(self, provider: str, path: str) -> None:
+        super().__init__(provider, path)
+        self._verl = ImportlibResourcesConfigSource(provider, VERL_CONFIGS)
+
+    @staticmethod
+    def scheme() -> str:
+        return "digen-slot"
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        result = self._verl.load_config(config_path)
+        with flag_override(result.config, ["struct", "readonly"], False):
+            # Not `optional recipe`, which would let a misspelt name pass.
+            result.config["defaults"].append({GROUP: None})
+        return result
+
+    def is_config(self, config_path: str) -> bool:
+        return self._normalize_file_name(config_path) == PRIMARY
+
+    def is_group(self, config_path: str) -> bool:
+        return False
+
+    def available(self) -> bool:
+        return True
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        return []
+
+
+class RecipeSource(ConfigSource):
+    """The files in `verl_digen/recipes/`: flat ones as group `recipe/`, those in a subfolder as that group."""
+
+    def __init__(self, provider: str, path: str) -> None:
+        super().__init__(provider, path)
+        self._files = ImportlibResourcesConfigSource(provider, RECIPES)
+        self._served: dict[str, Callable[[], ConfigResult]] = {
+            f"{GROUP}/digen_schema.yaml": self._load_schema,
+            f"{GROUP}/digen_machine.yaml": self._load_machine,
+        }
+
+    @staticmethod
+    def scheme() -> str:
+        return "digen"
+
+    def __repr__(self) -> str:
+        """Hydra prints this below "Config search path:" when a config is missing; in a list its name is all it says."""
+        return f"{super().__repr__()}, recipes: {', '.join(self.list(GROUP, ObjectType.CONFIG))}"
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        served = self._served.get(self._normalize_file_name(config_path))
+        return served() if served else self._files.load_config(_file_of(config_path))
+
+    def is_config(self, config_path: str) -> bool:
+        name = self._normalize_file_name(config_path)
+        return name in self._served or ("/" in name and self._files.is_config(_file_of(name)))
+
+    def is_group(self, config_path: str) -> bool:
+        return config_path == GROUP or (config_path != "" and self._files.is_group(config_path))
+
+    def available(self) -> bool:
+        return self._files.available()
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        if config_path != GROUP:
+            return self._files.list(config_path, results_filter)
+        return self._files.list("", ObjectType.CONFIG) if results_filter != ObjectType.GROUP else []
+
+    def _load_schema(self) -> ConfigResult:
+        from verl_digen.config import DigenConfig  # imports torch: only where one of our recipes is composed
+
+        schema = OmegaConf.structured(DigenConfig)
+        _open_for_recipes(schema)
+        return ConfigResult(
+            provider=self.provider, path=self.full_path(), config=schema, header={"package": "digen"}
+        )
+
+    def _load_machine(self) -> ConfigResult:
+        from verl.plugin.platform import get_platform
+
+        return self._files.load_config("digen_cpu" if get_platform().device_name == "cpu" else "digen_machine")
+
+
+class RecipeSearchPath(SearchPathPlugin):
+    """Adds the two sources to the search path of verl's own applications."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        if any(entry.provider == "main" and _is_verl(entry.path) for entry in search_path.get_path()):
+            search_path.prepend("verl-digen", f"{RecipeSlot.scheme()}://ppo_trainer")
+            search_path.append("verl-digen", f"{RecipeSource.scheme()}://recipes")
+
+
+def register() -> None:
+    """Tell Hydra, in this process."""
+    for plugin in (RecipeSlot, RecipeSource, RecipeSearchPath):
+        Plugins.instance().register(plugin)
+
+
+def _is_verl(path: str | None) -> bool:
+    """Whether a search path entry is verl's config folder, as a package or as a folder."""
+    if path is None or "://" in path.removeprefix("file://"):
+        return path == VERL_CONFIGS
+    import verl  # not above: Hydra may have been imported before verl, and verl is importing us right now
+
+    return Path(path.removeprefix("file://")).resolve() == Path(verl.__file__).parent / "trainer" / "config"
+
+
+def _file_of(config_path: str) -> str:
+    return config_path.removeprefix(f"{GROUP}/")
+
+
+def _open_for_recipes(node: Any) -> None:
+    """Undo, in a schema made of frozen dataclasses, what keeps recipes and users from changing it.
+
+    Frozen dataclasses become read-only nodes. Plain dicts take new keys (`digen.reward.functions.NAME=1.0`) without a
+    `+`; dataclasses do not.
+    """
+    if not isinstance(node, DictConfig):
+        return
+    OmegaConf.set_readonly(node, None)
+    if OmegaConf.get_type(node) is dict:
+        OmegaConf.set_struct(node, False)
+    for child in node.values():
+        _open_for_recipes(child)

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""JPEG compressibility (Black et al. 2023, DDPO; rule as in flow_grpo): minus the kilobytes at quality 95, over 500."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+QUALITY = 95
+KILOBYTES_PER_UNIT = 500.0
+
+
+def compute_score(
+    data_source: str, solution_image: NDArray[np.uint8], ground_truth: Any, extra_info: dict[str, Any] | None = None
+) -> float:
+    """-kB/500 of the picture as JPEG, the mean over frames for a video. Always negative; nearer 0 compresses better."""
+    frames = solution_image if solution_image.ndim == 4 else solution_image[None]
+    return -float(np.mean([_kilobytes(frame) for frame in frames])) / KILOBYTES_PER_UNIT
+
+
+def _kilobytes(frame: NDArray[np.uint8]) -> float:
+    buffer = io.BytesIO()
+    Image.fromarray(frame).save(buffer, format="JPEG", quality=QUALITY)
+    return len(buffer.getvalue()) / 1000

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's reward loop with pictures: manager of workers, worker, and the reward manager that scores one sample."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+from omegaconf import DictConfig
+from verl import DataProto
+from verl.experimental.reward_loop.reward_loop import RewardLoopManager, RewardLoopWorker
+from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
+from verl.trainer.ppo.reward import get_custom_reward_fn, resolve_reward_manager_cls
+
+from verl_digen.config import DigenConfig, digen_config
+from verl_digen.reward.functions import resolve
+from verl_digen.reward.scoring import Scorer, WeightedReward
+
+CUSTOM = "custom"
+"""Name under which `reward.custom_reward_function` is logged."""
+
+
+def make_scorer(digen: DigenConfig, custom: Any) -> Scorer:
+    """The weighted reward functions of a run; `custom` is the user's function or None."""
+    rewards = [WeightedReward(name, resolve(name), weight) for name, weight in digen.reward.functions.items()]
+    if custom is not None:
+        rewards.append(WeightedReward(CUSTOM, custom, digen.reward.custom_weight))
+    return Scorer(tuple(rewards), digen.reward.max_retries, digen.reward.timeout_s)
+
+
+class DiffusionRewardManager(RewardManagerBase):
+    """Scores one sample with the run's reward functions; the constructor's signature is verl's."""
+
+    def __init__(self, config: DictConfig, tokenizer: Any = None, compute_score: Any = None, **unused: Any):
+        super().__init__(config, tokenizer, compute_score)
+        self._scorer = make_scorer(digen_config(config), compute_score)
+
+    async def run_single(self, data: DataProto) -> dict[str, Any]:
+        """Score the one sample of `data`: `responses` is uint8 pixels [1, (F,) H, W, 3].
+
+        Returns:
+            verl's mapping with `reward_score` (float) and `reward_extra_info` (each function's value, its details).
+        """
+        row = {name: values[0] for name, values in data.non_tensor_batch.items()}
+        assert data.batch is not None
+        score = await self._scorer.score(
+            data_source=row["data_source"],
+            solution_image=data.batch["responses"][0].numpy(),
+            ground_truth=row["reward_model"]["ground_truth"],
+            extra_info={**row["extra_info"], "prompt": row["raw_prompt"]},
+        )
+        return {"reward_score": score.reward, "reward_extra_info": dict(score.parts)}
+
+
+class DiffusionRewardLoopWorker(RewardLoopWorker):
+    """verl's worker without the text tokenizers."""
+
+    def _init_reward_fn(self) -> None:
+        manager_cls = resolve_reward_manager_cls(self.config)
+        self.reward_manager = manager_cls(self.config, None, get_custom_reward_fn(self.config))  # type: ignore[arg-type]
+
+    async def compute_score(self, data: DataProto) -> dict[str, Any]:
+        """Score one sample."""
+        return await self.reward_manager.run_single(data)
+
+
+class DiffusionRewardLoopManager(RewardLoopManager):
+    """verl's manager with `DiffusionRewardLoopWorker`s."""
+
+    def _init_reward_loop_workers(self) -> None:
+        self.reward_loop_workers_class = ray.remote(DiffusionRewardLoopWorker)
+        super()._init_reward_loop_workers()

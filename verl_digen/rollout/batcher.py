@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests in, batches out: collects concurrent requests and runs them together, one batch at a time.
+
+- A batch holds requests with equal `sampling` (size, steps, guidance), the oldest request's first, ordered by
+  (uid, sample_index) so that the same requests always form the same batch.
+- A batch starts when it is full, or when no request has arrived for `wait_s`.
+- Whoever holds `exclusive()` runs between batches, never inside one: weight updates use it, so that a trajectory
+  has one version and nothing in flight is thrown away.
+
+Bound: `pending` is bounded by the callers, each of which waits for its own answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+
+from verl_digen.types import Generation, SampleRequest
+
+Execute = Callable[[Sequence[SampleRequest]], Awaitable[list[Generation]]]
+"""Generates one batch; answers in the order of the requests."""
+
+
+class RequestBatcher:
+    """Args:
+    execute: runs one batch.
+    max_batch_size: requests of one batch.
+    wait_s: how long an incomplete batch waits for one more request.
+    """
+
+    def __init__(self, execute: Execute, *, max_batch_size: int, wait_s: float):
+        self._execute = execute
+        self._max_batch_size = max_batch_size
+        self._wait_s = wait_s
+        self._pending: list[tuple[SampleRequest, asyncio.Future[Generation]]] = []
+        self._arrived = asyncio.Event()
+        self._open = asyncio.Event()
+        self._open.set()
+        self._running = asyncio.Lock()
+        self._worker: asyncio.Task[None] | None = None
+
+    async def submit(self, request: SampleRequest) -> Generation:
+        """Generate one sample; returns when its batch is done, raises what its batch raised."""
+        if self._worker is None:
+            self._worker = asyncio.create_task(self._run())
+        answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+        self._pending.append((request, answer))
+        self._arrived.set()
+        return await answer
+
+    def pause(self) -> None:
+        """Start no further batch until `resume`; requests wait."""
+        self._open.clear()
+
+    def resume(self) -> None:
+        """Allow batches again."""
+        self._open.set()
+
+    @asynccontextmanager
+    async def exclusive(self) -> AsyncIterator[None]:
+        """Hold the time between two batches: the running one ends first, the next one starts after."""
+        async with self._running:
+            yield
+
+    async def _run(self) -> None:
+        while True:
+            await self._until_ready()
+            async with self._running:
+                if not self._open.is_set():  # paused while we waited for the lock
+                    continue
+                batch = self._take()
+                try:
+                    answers = await self._execute([request for request, _ in batch])
+                except Exception as error:  # every caller of the batch is told
+                    for _, answer in batch:
+                        if not answer.done():
+                            answer.set_exception(error)
+                    continue
+                for (_, answer), generation in zip(batch, answers, strict=True):
+                    if not answer.done():
+                        answer.set_result(generation)
+
+    async def _until_ready(self) -> None:
+        """Return when batches may run and there is a full one, or one that has waited long enough."""
+        while True:
+            await self._open.wait()
+            while not self._pending:
+                self._arrived.clear()
+                await self._arrived.wait()
+            while len(self._pending) < self._max_batch_size:
+                self._arrived.clear()
+                try:
+                    await asyncio.wait_for(self._arrived.wait(), self._wait_s)
+                except asyncio.TimeoutError:
+                    break
+            if self._open.is_set():
+                return
+
+    def _take(self) -> list[tuple[SampleRequest, asyncio.Future[Generation]]]:
+        sampling = self._pending[0][0].sampling
+        fitting = [entry for entry in self._pending if entry[0].sampling == sampling]
+        fitting.sort(key=lambda entry: (entry[0].uid, entry[0].sample_index))
+        batch = fitting[: self._max_batch_size]
+        taken = {id(entry) for entry in batch}
+        self._pending = [entry for entry in self._pending if id(entry) not in taken]
+        return batch

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`actor_rollout_ref.rollout.name=diffusers`: one server actor per replica, on the device of its first worker."""
+
+from __future__ import annotations
+
+import os
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from verl.plugin.platform import get_platform
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.rollout.replica import RolloutReplica
+
+from verl_digen.rollout.server import DiffusersServer
+
+
+def server_name(replica_rank: int) -> str:
+    """The Ray actor name under which trainer ranks find the server they send weights to."""
+    return f"digen_diffusers_server_{replica_rank}"
+
+
+class DiffusersReplica(RolloutReplica):
+    """A replica that denoises with the diffusers transformer and the project's sampler.
+
+    One process on one device: `actor_rollout_ref.rollout.tensor_model_parallel_size` must be 1.
+    """
+
+    async def launch_servers(self) -> None:
+        """Start the server on the node and device of the replica's worker, and wait until its model is loaded."""
+        if self.world_size != 1:
+            raise ValueError(
+                "actor_rollout_ref.rollout.tensor_model_parallel_size (times data and pipeline sizes) must be 1 for "
+                f"rollout.name=diffusers, got {self.world_size}; more replicas use more devices"
+            )
+        platform = get_platform()
+        resource = platform.ray_resource_name()
+        node_id, device = await self.workers[0].__ray_call__.remote(
+            lambda worker: (
+                ray.get_runtime_context().get_node_id(),
+                ray.get_runtime_context().get_accelerator_ids()[resource][0],
+            )
+        )
+        server = (
+            ray.remote(DiffusersServer)
+            .options(
+                name=server_name(self.replica_rank),
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node_id, soft=False),
+                runtime_env={"env_vars": {name: "1" for name in platform.ray_noset_envvars()}},
+                max_concurrency=self.max_concurrency,
+                num_cpus=0,
+            )
+            .remote(
+                config=self.config,
+                model_config=omega_conf_to_dataclass(self.model_config),
+                visible_devices=device,
+                num_threads=(os.cpu_count() or 1) if platform.device_name == "cpu" else 0,
+            )
+        )
+        await server.ready.remote()
+        self.servers = [server]
+        self._server_handle = server
+        self._server_address = server_name(self.replica_rank)

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one denoising loop, and the replay of its steps.
+
+- Everyone who generates (a replica, the trainer that assists) runs `Sampler.sample`; everyone who needs
+  log-probs of recorded steps runs `score_rows`. Both ask `DiffusionModel.velocity` and `sde_step`.
+- A step costs one forward for the whole batch, both guidance branches in it. Which rows are stochastic at a
+  step is each row's own window; to the others the step is the ODE's.
+- x is rounded to `latents_dtype` when it is made (the initial noise too), and only the rounded x is used
+  further: by the log-prob, the next forward, the record and the replay.
+
+Invariants (tests/rollout/test_sampler.py)
+- A sample is a function of its request, the weights and the run seed: who else is in its batch, and in which
+  order, changes it by float error only.
+- `score_rows` on what `sample` recorded, under the same weights, gives the recorded log-probs.
+- Without stochastic steps the result is that of the model's own diffusers pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from verl_digen.algorithms.noise import INITIAL_LATENTS, sample_seed, step_noise
+from verl_digen.algorithms.sde import SdeStep, sde_step
+from verl_digen.algorithms.window import Window
+from verl_digen.models.base import DiffusionModel
+from verl_digen.types import Condition, Geometry, Rows, SampleRequest, Sampling, Trajectory
+
+
+class SamplingStopped(Exception):
+    """`should_stop` held before the last step; nothing of the batch is kept."""
+
+
+class Sampler:
+    """Denoises batches of requests with one transformer.
+
+    Args:
+        transformer: on `device`, in whatever wrapper (FSDP2, peft); the sampler does not change its mode.
+        run_seed: `digen.seed`.
+        latents_dtype: what latents are kept in between steps and in the record.
+    """
+
+    def __init__(
+        self,
+        model: DiffusionModel,
+        transformer: nn.Module,
+        *,
+        run_seed: int,
+        device: torch.device | str,
+        latents_dtype: torch.dtype,
+    ):
+        self.model = model
+        self.transformer = transformer
+        self.run_seed = run_seed
+        self.device = torch.device(device)
+        self.latents_dtype = latents_dtype
+
+    @torch.no_grad()
+    def sample(
+        self,
+        requests: Sequence[SampleRequest],
+        conditions: Sequence[Condition],
+        negative_conditions: Sequence[Condition] | None,
+        *,
+        version: int,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> tuple[list[Trajectory], Tensor]:
+        """Denoise B requests that share their `Sampling`; windows and uids may differ.
+
+        Args:
+            conditions, negative_conditions: B entries each, on `device`; negative ones only with guidance.
+            version: weight version of the transformer, which must not change until this returns.
+            should_stop: asked before every step. Under FSDP all ranks must answer alike.
+
+        Returns:
+            B trajectories on the CPU, and the final latents [B, ...] on `device` in `latents_dtype`.
+
+        Raises:
+            RuntimeError: requests that do not belong together, or a window that reaches the last step.
+            SamplingStopped: `should_stop` held.
+        """
+        sampling = _check_batch(requests, conditions, negative_conditions)
+        shape = self.model.latent_shape(sampling.geometry)
+        sigmas = self.model.sigmas(sampling.num_steps, sampling.geometry)
+        seeds = [sample_seed(self.run_seed, request.uid, request.sample_index) for request in requests]
+        initial_seeds = seeds
+        if sampling.shared_initial_noise:  # a group's is that of its sample 0
+            initial_seeds = [sample_seed(self.run_seed, request.uid, 0) for request in requests]
+
+        latents = torch.stack([step_noise(seed, INITIAL_LATENTS, shape) for seed in initial_seeds])
+        latents = latents.to(self.device, self.latents_dtype)
+        recorded = {step for request in requests for step in trained_latents(request.window)}
+        path: dict[int, Tensor] = {}
+        log_probs: list[Tensor] = []
+        for step in range(sampling.num_steps):
+            if should_stop is not None and should_stop():
+                raise SamplingStopped(f"stopped before denoise step {step} of {sampling.num_steps}")
+            if step in recorded:
+                path[step] = latents
+            sigma, next_sigma = sigmas[step].expand(len(requests)), sigmas[step + 1].expand(len(requests))
+            velocity = self.model.velocity(
+                self.transformer,
+                latents,
+                sigma,
+                conditions,
+                negative_conditions,
+                sampling.guidance_scale,
+                sampling.geometry,
+            )
+            # Drawn while an accelerator is still busy with the forward.
+            is_sde = [step in request.window.sde_steps for request in requests]
+            noise = [
+                step_noise(seed, step, shape) if sde else torch.zeros(shape)
+                for seed, sde in zip(seeds, is_sde, strict=True)
+            ]
+            taken = sde_step(
+                velocity,
+                latents,
+                sigma,
+                next_sigma,
+                law=sampling.law,
+                noise_level=torch.tensor(is_sde, dtype=torch.float64) * sampling.noise_level,
+                sigma_max=sigmas[1],
+                noise=torch.stack(noise).to(self.device),
+                storage_dtype=self.latents_dtype,
+            )
+            latents = taken.next_sample
+            log_probs.append(taken.log_prob)
+
+        log_probs_TB = torch.stack(log_probs).cpu()
+        trajectories = []
+        for row, (request, seed) in enumerate(zip(requests, initial_seeds, strict=True)):
+            own_path = {at: path[at][row] for at in trained_latents(request.window)}
+            trajectories.append(
+                Trajectory(
+                    uid=request.uid,
+                    sample_index=request.sample_index,
+                    seed=seed,
+                    version=version,
+                    last_version=version,
+                    **_record(request.window, own_path, sigmas, log_probs_TB[:, row], empty=latents[:0]),
+                )
+            )
+        return trajectories, latents
+
+
+def trained_latents(window: Window) -> list[int]:
+    """The steps whose latents training needs, ascending: where each trained step starts and where it ends."""
+    return sorted({step for start in window.train_steps for step in (start, start + 1)})
+
+
+def _record(
+    window: Window, path: dict[int, Tensor], sigmas: Tensor, log_probs_T: Tensor, *, empty: Tensor
+) -> dict[str, Tensor]:
+    """The tensors of one sample's trajectory, on the CPU. path: latents at the `trained_latents`, by step."""
+    trained = torch.tensor(window.train_steps, dtype=torch.int64)
+    steps = list(path)
+    return {
+        "latents": (torch.stack(list(path.values())) if path else empty).cpu(),
+        "positions": torch.tensor([steps.index(start) for start in window.train_steps], dtype=torch.int64),
+        "sigmas": sigmas[trained],
+        "next_sigmas": sigmas[trained + 1],
+        "sigma_max": sigmas[1].clone(),
+        "log_probs": log_probs_T[trained],
+    }
+
+
+def score_rows(
+    model: DiffusionModel,
+    transformer: nn.Module,
+    rows: Rows,
+    law: str,
+    noise_level: float,
+    guidance_scale: float,
+    geometry: Geometry,
+) -> tuple[SdeStep, Tensor]:
+    """Replay N recorded steps, differentiably -> (steps under `transformer`, guided velocity [N, ...] fp32).
+
+    `law` to `geometry` are those the rows were sampled with. Rows of different steps and prompts share the
+    forward.
+    """
+    velocity = model.velocity(
+        transformer,
+        rows.latents,
+        rows.sigmas,
+        rows.conditions,
+        rows.negative_conditions,
+        guidance_scale,
+        geometry,
+    )
+    step = sde_step(
+        velocity,
+        rows.latents,
+        rows.sigmas,
+        rows.next_sigmas,
+        law=law,
+        noise_level=noise_level,
+        sigma_max=rows.sigma_max,
+        next_sample=rows.next_latents,
+    )
+    return step, velocity
+
+
+def _check_batch(
+    requests: Sequence[SampleRequest],
+    conditions: Sequence[Condition],
+    negative_conditions: Sequence[Condition] | None,
+) -> Sampling:
+    """What the requests share; RuntimeError if they do not belong in one batch."""
+    sampling = requests[0].sampling
+    for request in requests:
+        if request.sampling != sampling:
+            raise RuntimeError(
+                f"requests of one batch must share their sampling, got {sampling} and {request.sampling}; "
+                "batch them apart"
+            )
+        last = max((*request.window.sde_steps, *request.window.train_steps), default=-1)
+        if last >= sampling.num_steps - 1:
+            raise RuntimeError(
+                f"the window of group {request.uid} must end before the last of {sampling.num_steps} denoise "
+                f"steps, got step {last}; draw it for this schedule"
+            )
+    for given in (conditions, negative_conditions):
+        if given is not None and len(given) != len(requests):
+            raise RuntimeError(f"{len(requests)} requests need as many conditions, got {len(given)}")
+    return sampling

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server actor of a `diffusers` replica: holds the whole pipeline and answers generation requests.
+
+The method names are those verl calls on a rollout server. Weights change only between batches
+(`RequestBatcher.exclusive`), all at once, after names and shapes were compared with what is loaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from verl.plugin.platform import get_platform
+from verl.utils.torch_dtypes import PrecisionType
+
+from verl_digen.models import load_model
+from verl_digen.rollout.batcher import RequestBatcher
+from verl_digen.rollout.sampler import Sampler
+from verl_digen.types import Condition, Generation, SampleRequest
+from verl_digen.weights.receiver import WeightReceiver
+
+logger = logging.getLogger(__name__)
+
+
+class DiffusersServer:
+    """Args:
+    config: verl's rollout config. model_config: `DiffusionModelConfig`.
+    visible_devices: value for the platform's visible-devices variable.
+    num_threads: CPU threads of this process; 0 leaves torch's default.
+    """
+
+    def __init__(self, config: Any, model_config: Any, visible_devices: str, num_threads: int):
+        platform = get_platform()
+        os.environ[platform.visible_devices_envvar()] = visible_devices
+        if num_threads:
+            torch.set_num_threads(num_threads)
+        self._device = torch.device(platform.device_name)
+        digen = model_config.digen
+        dtype = PrecisionType.to_dtype(config.dtype)
+        self._model = load_model(model_config.local_path)
+        self._transformer = self._model.load_transformer(dtype).to(self._device)
+        self._weights = WeightReceiver(self._transformer, model_config.adapter_config())
+        self._encode = self._model.load_encoder(dtype, self._device)
+        self._decode = self._model.load_decoder(dtype, self._device)
+        self._conditions: OrderedDict[str, Condition] = OrderedDict()
+        self._cache_size = digen.rollout.embed_cache_size
+        self._sampler = Sampler(
+            self._model,
+            self._weights.module,
+            run_seed=digen.seed,
+            device=self._device,
+            latents_dtype=PrecisionType.to_dtype(digen.rollout.latents_dtype),
+        )
+        self._batcher = RequestBatcher(
+            self._generate_batch,
+            max_batch_size=digen.rollout.max_batch_size,
+            wait_s=digen.rollout.batch_wait_s,
+        )
+        # one thread: the device does one thing at a time, and the event loop stays responsive
+        self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="denoise")
+        self._version = 0
+
+    # -- generation ---------------------------------------------------------------------------------------
+    async def generate(
+        self,
+        request_id: str,
+        prompt_ids: list[int],
+        sampling_params: dict[str, Any],
+        image_data: list[Any] | None = None,
+        video_data: list[Any] | None = None,
+    ) -> Generation:
+        """Generate one sample. The request is `sampling_params["request"]`; the signature is verl's."""
+        return await self._batcher.submit(sampling_params["request"])
+
+    async def _generate_batch(self, requests: Sequence[SampleRequest]) -> list[Generation]:
+        return await asyncio.get_running_loop().run_in_executor(self._compute, self._generate, requests)
+
+    def _generate(self, requests: Sequence[SampleRequest]) -> list[Generation]:
+        started_s = time.time()
+        sampling = requests[0].sampling
+        is_guided = sampling.guidance_scale > 1.0
+        texts = [request.prompt for request in requests]
+        if is_guided:
+            texts += [request.negative_prompt for request in requests]
+        known = self._embed(texts)
+        positive = [known[request.prompt] for request in requests]
+        negative = [known[request.negative_prompt] for request in requests] if is_guided else None
+        trajectories, latents = self._sampler.sample(requests, positive, negative, version=self._version)
+        pixels = self._decode(latents, sampling.geometry)
+        interval = {"global_steps": self._version, "generate_start_s": started_s, "generate_end_s": time.time()}
+        return [
+            Generation(
+                trajectory=replace(trajectory, last_version=self._version),
+                pixels=pixels[index],
+                condition=_to_cpu(positive[index]) if request.wants_condition else None,
+                negative_condition=_to_cpu(negative[index]) if request.wants_condition and negative else None,
+                extra_fields=dict(interval),
+            )
+            for index, (request, trajectory) in enumerate(zip(requests, trajectories, strict=True))
+        ]
+
+    def _embed(self, texts: Sequence[str]) -> dict[str, Condition]:
+        """Conditions of the distinct `texts`: each prompt is encoded once and kept while the cache has room."""
+        distinct = list(dict.fromkeys(texts))
+        missing = [text for text in distinct if text not in self._conditions]
+        if missing:
+            self._conditions.update(zip(missing, self._encode(missing), strict=True))
+        known = {}
+        for text in distinct:
+            self._conditions.move_to_end(text)
+            known[text] = self._conditions[text]
+        while len(self._conditions) > self._cache_size:
+            self._conditions.popitem(last=False)
+        return known
+
+    # -- weights ------------------------------------------------------------------------------------------
+    async def receive_weights(self, named_tensors: dict[str, Tensor]) -> None:
+        """Keep one bucket of the next version aside; nothing changes yet."""
+        self._weights.stage(named_tensors)
+
+    async def commit_weights(self, version: int, num_tensors: int) -> None:
+        """Make the staged tensors the current weights, between two batches.
+
+        Raises:
+            RuntimeError: a tensor is missing, unknown or of another shape; the old weights keep serving.
+        """
+        async with self._batcher.exclusive():
+            self._weights.commit(num_tensors)
+            self._version = version
+
+    # -- what verl calls around a step --------------------------------------------------------------------
+    async def sleep(self) -> None:
+        """Give the device memory back after the running batch; requests wait until `wake_up`."""
+        self._batcher.pause()
+        async with self._batcher.exclusive():
+            if self._device.type != "cpu":
+                self._weights.module.to("cpu")
+                get_platform().empty_cache()
+
+    async def wake_up(self) -> None:
+        """Take the device memory back and serve."""
+        async with self._batcher.exclusive():
+            self._weights.module.to(self._device)
+        self._batcher.resume()
+
+    async def abort_all_requests(self, reject_request: bool = False) -> None:
+        """Stop starting batches. Work in flight is finished, not discarded."""
+        self._batcher.pause()
+
+    async def resume_generation(self) -> None:
+        """Start batches again."""
+        self._batcher.resume()
+
+    async def clear_kv_cache(self) -> None:
+        """Diffusion has no KV cache."""
+
+    async def release_kv_cache(self) -> None:
+        """Diffusion has no KV cache."""
+
+    async def resume_kv_cache(self) -> None:
+        """Diffusion has no KV cache."""
+
+    async def start_profile(self, **kwargs: Any) -> None:
+        """Profiling of replicas goes through verl's profiler of the trainer ranks."""
+
+    async def stop_profile(self) -> None:
+        """See `start_profile`."""
+
+    async def ready(self) -> bool:
+        """True once the constructor is done."""
+        return True
+
+
+def _to_cpu(condition: Condition) -> Condition:
+    return {name: tensor.cpu() for name, tensor in condition.items()}

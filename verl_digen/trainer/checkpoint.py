@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The driver's part of a checkpoint: data loader, counters, and the pointer to the newest complete one.
+
+    RUN_DIR/global_step_N/actor/...        written by the engine, see `verl_digen.engine.checkpoint`
+    RUN_DIR/global_step_N/data.pt          data loader state
+    RUN_DIR/global_step_N/digen.json       counters of the driver
+    RUN_DIR/latest_checkpointed_iteration.txt   the pointer, replaced last and at once
+
+Invariant (tests/trainer/test_checkpoint.py): whatever fails before the pointer is replaced, the pointer names a
+complete checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+POINTER = "latest_checkpointed_iteration.txt"
+"""The name verl's `find_latest_ckpt_path` reads."""
+
+
+@dataclass(frozen=True)
+class DriverState:
+    """Counters that continue over a resume."""
+
+    num_prompts_drawn: int
+    """Prompts taken from the data loader so far; numbers the groups, so that resumed runs draw the same noise."""
+
+
+def save_driver_state(step_dir: Path, state: DriverState, dataloader_state: dict[str, Any]) -> None:
+    """Write the driver's files into `step_dir`."""
+    step_dir.mkdir(parents=True, exist_ok=True)
+    torch.save(dataloader_state, step_dir / "data.pt")
+    replace_text(step_dir / "digen.json", json.dumps(asdict(state)))
+
+
+def load_driver_state(step_dir: Path) -> DriverState:
+    """Read back what `save_driver_state` wrote.
+
+    Raises:
+        ValueError: the checkpoint was not written by verl-digen.
+    """
+    path = step_dir / "digen.json"
+    if not path.is_file():
+        raise ValueError(
+            f"trainer.resume_from_path must be a checkpoint of verl-digen, but {str(step_dir)!r} has no digen.json; "
+            "start a new run with trainer.resume_mode=disable"
+        )
+    return DriverState(**json.loads(path.read_text()))
+
+
+def publish(run_dir: Path, step: int) -> None:
+    """Make `global_step_{step}` the checkpoint that a resume takes."""
+    replace_text(run_dir / POINTER, str(step))
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a small file so that a reader sees the old or the new content, also after a crash or on a full disk."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`RayFlowGRPOTrainer`: for pipelines that construct verl's `RayPPOTrainer` themselves and swap in a subclass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transfer_queue as tq
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+from verl_digen.agent_loop.manager import DiffusionAgentLoopManager
+from verl_digen.trainer.sync import FlowGRPOTrainerSync
+
+
+class RayFlowGRPOTrainer(RayPPOTrainer):
+    """Keeps `RayPPOTrainer(config, ...)`, `init_workers()` and `fit()`, and delegates to the v1 trainer.
+
+    The config decides on workers, pools, datasets and tokenizers as it does under `verl.trainer.main_ppo`; the other
+    constructor arguments of `RayPPOTrainer` are accepted and not used.
+    """
+
+    def __init__(self, config: Any, *unused_args: Any, **unused_kwargs: Any):
+        # no super().__init__(): the legacy trainer's own setup is what this class replaces
+        self.config = config
+        config.transfer_queue.enable = True
+        tq.init(config.transfer_queue)
+        self._trainer = FlowGRPOTrainerSync(config=config)
+
+    def init_workers(self) -> None:
+        """Start trainer ranks, replicas and reward workers."""
+        self._trainer.init()
+
+    def fit(self) -> None:
+        """Train to the end, then close TransferQueue."""
+        try:
+            manager = DiffusionAgentLoopManager.create(
+                config=self.config,
+                llm_client=self._trainer.get_llm_client(),
+                teacher_client=None,
+                reward_loop_worker_handles=self._trainer.get_reward_handles(),
+            )
+            self._trainer.fit(manager)
+        finally:
+            tq.close()

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's synchronous replay buffer for whole groups (`trainer.v1.sampler.custom_sampler`)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import transfer_queue as tq
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+
+POLL_INTERVAL_S = 0.02
+"""How often the driver looks for finished groups; verl's 2 s would dominate a short step."""
+
+
+class GroupReplayBuffer(ReplayBuffer):
+    """Waits for the groups of a logical batch; a failed group is replaced by a fresh prompt and its reason kept."""
+
+    def __init__(self, **kwargs: Any):
+        super().__init__(
+            **kwargs, poll_interval=POLL_INTERVAL_S, gen_batch_size=1, sync_refill_failed_groups=True
+        )
+        self.last_error = ""
+        """Why the group that failed last did."""
+
+    def _evict_terminal_groups(
+        self, global_steps: int, partition_id: str, eviction_reasons: tuple[set[str], set[str], set[str], Counter]
+    ) -> tuple[set[str], int, int, dict]:
+        failed = eviction_reasons[2]
+        if failed:
+            self.last_error = failure_reason(partition_id, max(failed))
+        return super()._evict_terminal_groups(global_steps, partition_id, eviction_reasons)
+
+
+def failure_reason(partition_id: str, uid: str) -> str:
+    """What the agent loop wrote on a failed group."""
+    return tq.kv_list(partition_id)[partition_id][uid]["error"]

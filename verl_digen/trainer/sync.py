@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The colocated, synchronous trainer: verl's v1 loop with the token-level parts replaced.
+
+    fit (verl) -> step (verl) -> _step_once (verl):
+
+    submit P prompts ----> agent loop workers ----> replicas, reward workers      [P*G requests in flight]
+         |                                               |
+    GroupReplayBuffer.sample  <---- finished groups -----+   waits; replaces failed groups, bounded
+         |
+    _balance_batch            one fixed order of the samples, whatever order they finished in
+    _compute_advantage        from the rewards in the tags; writes one number per sample
+    _update_actor             the engine trains on the rows; one optimizer step per logical batch
+         |
+    on_step_end (verl)        version v+1 to every replica
+
+| who waits | for whom | bound |
+| --- | --- | --- |
+| driver | agent loop workers (groups) | P groups, at most `digen.max_refills_per_step` replacements |
+| agent loop worker | replica, then reward worker | its own samples |
+| replica | nobody: batches what is there | callers wait, so P*G |
+
+Invariants: weight version = committed optimizer steps; in one step every sample has version `global_steps - 1`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+import transfer_queue as tq
+from omegaconf import open_dict
+from tensordict import TensorDict
+from verl.trainer.ppo.v1.trainer_base import register_trainer
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl.utils import tensordict_utils as tu
+from verl.utils.debug import marked_timer
+from verl.utils.metric import reduce_metrics
+from verl.utils.py_functional import rename_dict
+
+from verl_digen.agent_loop.server_manager import AsyncDiffusionServerManager
+from verl_digen.algorithms.advantages import group_advantages
+from verl_digen.config import digen_config
+from verl_digen.engine.worker import DiffusionWorker
+from verl_digen.errors import RunStopped
+from verl_digen.observe.metrics import perf_metrics, reward_metrics, staleness_metrics
+from verl_digen.observe.metrics_file import MetricsFile
+from verl_digen.observe.progress import progress_line
+from verl_digen.pipeline.conditions import CONDITION_PARTITION
+from verl_digen.reward.manager import DiffusionRewardLoopManager
+from verl_digen.trainer.checkpoint import DriverState, load_driver_state, publish, save_driver_state
+from verl_digen.trainer.replay_buffer import failure_reason
+from verl_digen.trainer.validation import draw_pictures, validation_metrics, validation_uid
+from verl_digen.types import TRAJECTORY_COLUMNS
+
+logger = logging.getLogger(__name__)
+logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
+
+NAME = "digen_flowgrpo"
+"""`trainer.v1.trainer_mode`."""
+
+
+@register_trainer(NAME)
+class FlowGRPOTrainerSync(PPOTrainerSync):
+    """Colocated synchronous FlowGRPO (and relatives) on diffusion models."""
+
+    # verl's base class branches on this name and reads trainer.v1[name]; ours behaves as "sync" does
+    trainer_mode = property(lambda self: "sync", lambda self, value: None)  # type: ignore[assignment]
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        self.digen = digen_config(config)
+        self.run_dir = Path(config.trainer.default_local_dir)
+        self._num_prompts_drawn = 0
+        self._num_refills = 0
+        self._pictures: Any = None
+        self._started_s = time.time()
+        self._first_step: int | None = None
+        os.environ.setdefault("TENSORBOARD_DIR", str(self.run_dir / "tensorboard"))
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        self._metrics_file = MetricsFile(self.run_dir / "metrics.jsonl")
+
+    # -- setting up ---------------------------------------------------------------------------------------
+    def _init_resource_pool_mgr(self) -> None:
+        super()._init_resource_pool_mgr()
+        for role in self.role_worker_mapping:
+            self.role_worker_mapping[role] = ray.remote(DiffusionWorker)
+
+    def _setup(self) -> None:
+        # verl builds its reward workers inside _setup from a module global: let it build none, then build ours
+        reward = self.config.reward
+        num_reward_workers = reward.num_workers
+        with open_dict(self.config):
+            reward.num_workers = 0
+            super()._setup()
+            reward.num_workers = num_reward_workers
+        self.reward_loop_manager = DiffusionRewardLoopManager(self.config)
+        self.llm_server_manager = AsyncDiffusionServerManager.adopt(self.llm_server_manager)
+
+    # -- prompts ------------------------------------------------------------------------------------------
+    def _fetch_one_gen_batch(self) -> TensorDict:
+        """Number the prompts, so that noise and windows are the same in every run and after every resume."""
+        batch = super()._fetch_one_gen_batch()
+        uids = [f"p{self._num_prompts_drawn + index:08d}" for index in range(len(batch))]
+        self._num_prompts_drawn += len(batch)
+        tu.assign_non_tensor_stack(batch, "uid", uids)
+        return batch
+
+    def prepare_step(self) -> dict:
+        self._num_refills = 0
+        return super().prepare_step()
+
+    def _add_prompts_to_generate(self, num_prompts: int) -> int:
+        """Replace failed groups, up to the bound."""
+        self._num_refills += num_prompts
+        limit = self.digen.max_refills_per_step or self.config.data.train_batch_size
+        if self._num_refills > limit:
+            raise RunStopped(
+                f"step {self.global_steps}: {self._num_refills} groups failed, more than the {limit} that "
+                f"digen.max_refills_per_step allows; the last failure was: {self.replay_buffer.last_error}"
+            )
+        logger.warning("replacing %d failed groups: %s", num_prompts, self.replay_buffer.last_error)
+        return super()._add_prompts_to_generate(num_prompts)
+
+    # -- one step -----------------------------------------------------------------------------------------
+    def _balance_batch(self, batch: Any, metrics: dict, **unused: Any) -> Any:
+        """Put the samples in one order, by group and index; verl deals them to the ranks in equal parts."""
+        order = sorted(range(len(batch.keys)), key=lambda position: _sort_key(batch.keys[position]))
+        batch.keys = [batch.keys[position] for position in order]
+        batch.tags = [batch.tags[position] for position in order]
+        return batch
+
+    def _compute_old_log_prob(self, batch: Any, metrics: dict) -> Any:
+        """Nothing: the workers compute old log-probs, where the update's own first pass cannot serve as such."""
+        return batch
+
+    def _compute_advantage(self, batch: Any, metrics: dict) -> Any:
+        rewards = torch.tensor([tag["reward"] for tag in batch.tags], dtype=torch.float32)
+        config = self.digen.advantage
+        advantages = group_advantages(
+            rewards, _groups(batch), scale=config.scale, ddof=config.ddof, eps=config.eps
+        )
+        tq.kv_batch_put(
+            keys=batch.keys,
+            partition_id=batch.partition_id,
+            fields=TensorDict({"advantages": advantages.unsqueeze(1)}, batch_size=len(batch.keys)),
+        )
+        metrics["advantage/abs_mean"] = advantages.abs().mean().item()
+        metrics["advantage/abs_max"] = advantages.abs().max().item()
+        return batch
+
+    def _update_actor(self, batch: Any, metrics: dict) -> Any:
+        batch.fields = [*TRAJECTORY_COLUMNS, "uid", "advantages"]
+        output = self.actor_rollout_wg.update_actor(batch)
+        metrics.update(reduce_metrics(rename_dict(output["metrics"], "actor/")))
+        tq.kv_clear(keys=list(dict.fromkeys(_groups(batch))), partition_id=CONDITION_PARTITION)
+        return batch
+
+    # -- what the user sees -------------------------------------------------------------------------------
+    def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, global_steps: int, epoch: int) -> None:
+        saving_s = timing_raw.get("save_checkpoint", 0.0)
+        metrics.update(reward_metrics(batch.tags, _groups(batch)))
+        metrics.update(staleness_metrics(batch.tags, trained_version=global_steps - 1))
+        metrics.update(
+            perf_metrics(
+                batch.tags,
+                step_s=timing_raw["step"] - saving_s,
+                train_s=timing_raw["update_actor"],
+                sync_s=timing_raw["update_weights"],
+                num_devices=self._get_n_gpus_for_throughput(),
+            )
+        )
+        metrics["perf/save_s"] = saving_s
+        metrics["rollout/refilled_groups"] = float(self._num_refills)
+        metrics["training/global_step"] = global_steps
+        metrics["training/epoch"] = epoch
+        self._metrics_file.append(global_steps, metrics)
+        logger.info(
+            progress_line(
+                metrics,
+                step=global_steps,
+                num_steps=self.total_training_steps,
+                remaining_s=self._remaining_s(global_steps),
+            )
+        )
+
+    def _remaining_s(self, step: int) -> float:
+        """Time to the end at the pace since the first step of this process, validations included."""
+        if self._first_step is None:
+            self._first_step = step
+            self._started_s = time.time() - self.timing_raw["step"]
+        done = step - self._first_step + 1
+        return (time.time() - self._started_s) / done * (self.total_training_steps - step)
+
+    def _validate(self) -> dict[str, float]:
+        tags: dict[str, Any] = {}
+        num_samples = 0
+        for rows in self.val_dataloader:
+            uids = [validation_uid(index) for index in rows["index"]]
+            num_samples += len(uids) * self.config.actor_rollout_ref.rollout.val_kwargs.n
+            batch = tu.get_tensordict(rows)
+            tu.assign_non_tensor_stack(batch, "uid", uids)
+            tu.assign_non_tensor_data(batch, "global_steps", self.global_steps)
+            tu.assign_non_tensor_data(batch, "validate", True)
+            status = {"is_prompt": True, "status": "pending", "global_steps": self.global_steps}
+            tq.kv_batch_put(keys=uids, partition_id="val", tags=[dict(status) for _ in uids])
+            self.agent_loop_manager.generate_sequences(batch)
+            reasons = self._wait_for_validation(uids, tags)
+            for reason in reasons:
+                logger.warning("a validation prompt failed: %s", reason)
+            if len(reasons) == len(uids):
+                raise RunStopped(f"validation at step {self.global_steps}: every prompt failed; the last: {reasons[-1]}")
+        if self._pictures is not None:
+            ray.get(self._pictures)
+        self._pictures = draw_pictures(self.run_dir, self.global_steps, tags, self.digen.num_logged_images)
+        metrics = validation_metrics(tags, num_samples)
+        if self._first_step is None:  # before the first step; later ones are part of their step's metrics
+            self._metrics_file.append(self.global_steps, metrics)
+        logger.info(
+            "validation after %d steps: reward %.4f over %d pictures", self.global_steps, metrics["val/reward"], len(tags)
+        )
+        if self.global_steps >= self.total_training_steps and self._pictures is not None:
+            ray.get(self._pictures)
+        return metrics
+
+    def _wait_for_validation(self, uids: list[str], tags: dict[str, Any]) -> list[str]:
+        """Wait for the prompts, move their samples' tags into `tags`, clear them; returns why some failed."""
+        while True:
+            statuses = tq.kv_list("val")["val"]
+            if all(statuses[uid]["status"] in ("finished", "failure") for uid in uids):
+                break
+            time.sleep(self.replay_buffer.poll_interval)
+        reasons = [failure_reason("val", uid) for uid in uids if statuses[uid]["status"] == "failure"]
+        samples = {key: tag for key, tag in statuses.items() if "reward" in tag}
+        tags.update(samples)
+        tq.kv_clear(keys=[*uids, *samples], partition_id="val")
+        return reasons
+
+    def _log_rollout_data(self, batch: Any, timing_raw: dict, rollout_data_dir: str) -> None:
+        """`trainer.rollout_data_dir`: prompts, rewards and seeds of a step as JSONL."""
+        with marked_timer("dump_rollout_generations", timing_raw):
+            self._dump_generations(
+                inputs=[tag["prompt"] for tag in batch.tags],
+                outputs=[f"seed {tag['seed']}" for tag in batch.tags],
+                gts=[None] * len(batch.tags),
+                scores=[tag["reward"] for tag in batch.tags],
+                reward_extra_infos_dict={"key": list(batch.keys)},
+                dump_path=rollout_data_dir,
+            )
+
+    # -- checkpoint and resume ----------------------------------------------------------------------------
+    def _save_checkpoint(self) -> None:
+        """verl's checkpoint, with the pointer replaced only when everything is on disk."""
+        step_dir = self.run_dir / f"global_step_{self.global_steps}"
+        try:
+            self.actor_rollout_wg.save_checkpoint(
+                str(step_dir / "actor"),
+                None,
+                self.global_steps,
+                max_ckpt_to_keep=self.config.trainer.max_actor_ckpt_to_keep,
+            )
+            save_driver_state(step_dir, DriverState(self._num_prompts_drawn), self.train_dataloader.state_dict())
+            publish(self.run_dir, self.global_steps)
+        except (OSError, RuntimeError) as error:
+            raise RunStopped(
+                f"the checkpoint of step {self.global_steps} could not be written under trainer.default_local_dir="
+                f"{str(self.run_dir)!r} ({error}); the previous checkpoint is intact: free some space and start again "
+                "with trainer.resume_mode=auto"
+            ) from error
+        self.checkpoint_callback.on_save(
+            trainer=self, global_step=self.global_steps, checkpoint_dir=str(step_dir), async_save=False
+        )
+
+    def _load_checkpoint(self) -> None:
+        super()._load_checkpoint()
+        self._metrics_file.keep_until(self.global_steps)
+        if self.global_steps > 0:
+            step_dir = self.run_dir / f"global_step_{self.global_steps}"
+            if self.config.trainer.resume_mode == "resume_path":
+                step_dir = Path(self.config.trainer.resume_from_path)
+            self._num_prompts_drawn = load_driver_state(step_dir).num_prompts_drawn
+            logger.info("resumed from %s after %d steps", step_dir, self.global_steps)
+
+
+def _groups(batch: Any) -> list[str]:
+    """Each sample's group id, from its key `{uid}_{sample_index}_0`."""
+    return [key.split("_")[0] for key in batch.keys]
+
+
+def _sort_key(key: str) -> tuple[str, int]:
+    uid, sample_index, _ = key.split("_")
+    return uid, int(sample_index)
+
+

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Validation: every validation prompt, deterministically, under the same noise each time, so that runs compare.
+
+Rewards and picture paths come back as tags; the grids are drawn by a task of their own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from verl_digen.observe.images import Shown, image_path, save_before_after, save_grid, step_dir
+from verl_digen.observe.metrics import reward_metrics
+from verl_digen.trainer.checkpoint import replace_text
+
+Tag = Mapping[str, Any]
+
+
+def validation_uid(index: int) -> str:
+    """The group id, and so the noise, of the validation prompt at `index`: the same at every validation."""
+    return f"val-{index:05d}"
+
+
+def validation_metrics(tags: Mapping[str, Tag], num_samples: int) -> dict[str, float]:
+    """`val/*` of one validation. `tags`: sample key -> tag; `num_samples`: how many were asked for."""
+    keys = sorted(tags)
+    rewards = reward_metrics([tags[key] for key in keys], [key.split("_")[0] for key in keys])
+    metrics = {name.replace("reward/", "val/reward_", 1): value for name, value in rewards.items()}
+    metrics["val/reward"] = metrics.pop("val/reward_mean")
+    metrics["val/failed_samples"] = float(num_samples - len(keys))
+    by_source: dict[str, list[float]] = {}
+    for tag in tags.values():
+        by_source.setdefault(tag["data_source"], []).append(tag["reward"])
+    if len(by_source) > 1:
+        metrics |= {f"val/{source}/reward": sum(values) / len(values) for source, values in by_source.items()}
+    return metrics
+
+
+def draw_pictures(run_dir: Path, step: int, tags: Mapping[str, Tag], num_logged: int) -> Any:
+    """Start drawing the grid of this validation and the before/after picture; returns a Ray reference to wait for."""
+    shown = []
+    for index in range(num_logged):
+        uid = validation_uid(index)
+        tag = tags.get(f"{uid}_0_0")
+        if tag is not None:
+            shown.append({"uid": uid, "prompt": tag["prompt"], "reward": tag["reward"]})
+    if not shown:
+        return None
+    return ray.remote(num_cpus=0)(_draw).remote(run_dir, step, shown)
+
+
+def _draw(run_dir: Path, step: int, shown: Sequence[dict[str, Any]]) -> None:
+    replace_text(step_dir(run_dir, step).with_suffix(".json"), json.dumps(list(shown)))
+    save_grid(_load(run_dir, step), step_dir(run_dir, step).with_suffix(".png"), f"validation after {step} steps")
+    steps = sorted(int(path.stem.removeprefix("step_")) for path in (run_dir / "images").glob("step_*.json"))
+    first, last = steps[0], steps[-1]
+    if first != last:
+        save_before_after(
+            _load(run_dir, first),
+            _load(run_dir, last),
+            run_dir / "images" / "before_after.png",
+            (f"before: after {first} steps", f"after {last} steps"),
+        )
+
+
+def _load(run_dir: Path, step: int) -> list[Shown]:
+    entries = json.loads(step_dir(run_dir, step).with_suffix(".json").read_text())
+    return [Shown(image_path(run_dir, step, entry["uid"]), entry["prompt"], entry["reward"]) for entry in entries]

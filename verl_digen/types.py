@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every noun that crosses an arrow of the data path, as a frozen dataclass.
+
+Notation, used in names and docstrings everywhere: `P` prompts of a logical batch, `G` samples of a group,
+`B` = P*G samples, `T` denoising steps, `K` trained steps of one sample, `S` recorded latents of one sample,
+`N` rows ((sample, trained step) pairs), `L` text tokens, `D` text width. Latents have the shape the
+transformer reads ("packed"), written `...`; a sigma of 1 is noise and 0 is the picture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl_digen.algorithms.window import Window
+
+Condition = dict[str, Tensor]
+"""What the transformer reads of ONE prompt, by name, without a batch dimension, e.g. {"embeds": [L, D]}."""
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Size of what is generated. An image has one frame."""
+
+    height_px: int
+    width_px: int
+    num_frames: int = 1
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a request is denoised; requests are batched together only if theirs are equal."""
+
+    geometry: Geometry
+    num_steps: int
+    """T."""
+    guidance_scale: float
+    """True classifier-free guidance w: v = v_neg + w (v_pos - v_neg); 1.0 runs the positive branch alone."""
+    law: str
+    """SDE law, see `verl_digen.algorithms.sde`."""
+    noise_level: float
+    """eta of the SDE steps."""
+    shared_initial_noise: bool = False
+    """True: all samples of a group start from the same noise."""
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """One sample to generate. Written by the agent loop, read by a replica."""
+
+    uid: str
+    sample_index: int
+    prompt: str
+    negative_prompt: str
+    window: Window
+    """Which steps are stochastic and which are recorded for training; the same for a whole group."""
+    sampling: Sampling
+    wants_condition: bool = False
+    """True for one sample of a group: its answer carries the prompt's conditions (they travel once per prompt)."""
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One sample's recorded denoising path, in what training needs of it. Written by a replica, read by the engine.
+
+    Example: with trained steps (2, 3) of T = 10, `latents` holds x at steps 2, 3, 4 (S = 3), `positions` = [0, 1]:
+    row k goes from `latents[positions[k]]` to `latents[positions[k] + 1]`.
+    """
+
+    uid: str
+    sample_index: int
+    latents: Tensor
+    """[S, ...] in the dtype they were sampled in; S = K+1 when the trained steps are consecutive."""
+    positions: Tensor
+    """[K] int64: where in `latents` each trained step starts."""
+    sigmas: Tensor
+    """[K] fp32."""
+    next_sigmas: Tensor
+    """[K] fp32."""
+    sigma_max: Tensor
+    """[] fp32: the schedule's second sigma, which the SDE uses in place of 1."""
+    log_probs: Tensor
+    """[K] fp32: log-density of each trained step under the behaviour policy (`version`)."""
+    seed: int
+    """The seed its initial noise was drawn with."""
+    version: int
+    """Weight version that generated the first step."""
+    last_version: int
+    """Weight version that generated the last step; differs from `version` only by a bug."""
+
+    def columns(self) -> dict[str, Tensor]:
+        """The tensor columns of this sample's row in TransferQueue."""
+        return {
+            "latents": self.latents,
+            "positions": self.positions,
+            "sigmas": self.sigmas,
+            "next_sigmas": self.next_sigmas,
+            "sigma_max": self.sigma_max.reshape(1),
+            "log_probs": self.log_probs,
+        }
+
+
+TRAJECTORY_COLUMNS = ("latents", "positions", "sigmas", "next_sigmas", "sigma_max", "log_probs")
+"""Names of `Trajectory.columns()`."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A replica's answer to one request."""
+
+    trajectory: Trajectory
+    pixels: Tensor
+    """uint8 [H, W, 3] for an image, [F, H, W, 3] for a video."""
+    condition: Condition | None = None
+    """The prompt's condition, if the request asked for it."""
+    negative_condition: Condition | None = None
+    """The negative prompt's condition, if the request asked for it and guidance is on."""
+    extra_fields: dict[str, Any] = field(default_factory=dict)
+    """verl's own: its server client adds `global_steps` marks here."""
+
+
+@dataclass(frozen=True)
+class SampleScore:
+    """What the reward side answers for one sample."""
+
+    reward: float
+    """Weighted sum over the reward functions."""
+    parts: Mapping[str, float]
+    """Each reward function's own value, and the numeric details it returned as `name/detail`."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """N rows of one tile, ready for a forward. Made by the engine from trajectories; never leaves its rank."""
+
+    latents: Tensor
+    """[N, ...]."""
+    next_latents: Tensor
+    """[N, ...]."""
+    sigmas: Tensor
+    """[N] fp32."""
+    next_sigmas: Tensor
+    """[N] fp32."""
+    sigma_max: Tensor
+    """[N] fp32."""
+    conditions: list[Condition]
+    """N entries; rows of one prompt share the object."""
+    negative_conditions: list[Condition] | None
+    """N entries, or None without guidance."""
+    log_probs: Tensor
+    """[N] fp32, recorded at generation."""
+    advantages: Tensor
+    """[N] fp32."""
+    mask: Tensor
+    """[N] fp32: 1 for a row that trains, 0 for padding."""
+
+    def __len__(self) -> int:
+        return self.latents.shape[0]
+
+    def __getitem__(self, tile: slice) -> Rows:
+        sliced = {name: value[tile] for name, value in vars(self).items() if value is not None}
+        return replace(self, **sliced)
+
+    def to(self, device: torch.device) -> Rows:
+        """The same rows on `device`; conditions keep being shared between rows of one prompt."""
+        moved: dict[int, Condition] = {}
+
+        def move(condition: Condition) -> Condition:
+            if id(condition) not in moved:
+                moved[id(condition)] = {name: tensor.to(device) for name, tensor in condition.items()}
+            return moved[id(condition)]
+
+        def convert(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return value.to(device)
+            return None if value is None else [move(condition) for condition in value]
+
+        return Rows(**{name: convert(value) for name, value in vars(self).items()})

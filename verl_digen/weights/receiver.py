@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The receiving end of a weight update: stage everything, compare with what is loaded, then switch at once.
+
+Invariant (tests/weights): after an update that misses, adds or reshapes a tensor the old weights are untouched.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+MAX_NAMES_SHOWN = 5
+"""Tensor names an error lists before it says how many more there are."""
+
+
+class WeightReceiver:
+    """Takes named tensors for one transformer.
+
+    Args:
+        transformer: the loaded network.
+        adapter_config: peft `LoraConfig` if updates carry a LoRA adapter alone, else None (full or merged weights).
+    """
+
+    def __init__(self, transformer: nn.Module, adapter_config: object | None):
+        self.module: nn.Module = transformer
+        if adapter_config is not None:
+            from peft import get_peft_model
+
+            self.module = get_peft_model(transformer, adapter_config)  # type: ignore[arg-type]
+        self._shapes = {name: tensor.shape for name, tensor in self._current().items()}
+        self._staged: dict[str, Tensor] = {}
+
+    def stage(self, named_tensors: dict[str, Tensor]) -> None:
+        """Keep a bucket aside, on the CPU."""
+        self._staged.update(named_tensors)
+
+    def commit(self, num_tensors: int) -> None:
+        """Copy the staged tensors into the network.
+
+        Args:
+            num_tensors: how many the sender sent.
+
+        Raises:
+            RuntimeError: what was sent is not what is loaded; names the tensors. Nothing was changed.
+        """
+        staged, self._staged = self._staged, {}
+        if len(staged) != num_tensors:
+            raise RuntimeError(f"{num_tensors} tensors were sent but {len(staged)} arrived; the update is dropped")
+        _raise_for("are missing from the update", sorted(self._shapes.keys() - staged.keys()))
+        _raise_for("are unknown to the replica", sorted(staged.keys() - self._shapes.keys()))
+        _raise_for(
+            "have another shape than what is loaded",
+            [
+                f"{name} {tuple(tensor.shape)} != {tuple(self._shapes[name])}"
+                for name, tensor in sorted(staged.items())
+                if tensor.shape != self._shapes[name]
+            ],
+        )
+        current = self._current()  # looked up anew: moving the module between devices replaces its tensors
+        with torch.no_grad():
+            for name, tensor in staged.items():
+                current[name].copy_(tensor)
+
+    def _current(self) -> dict[str, Tensor]:
+        from peft import PeftModel, get_peft_model_state_dict
+
+        if isinstance(self.module, PeftModel):
+            return get_peft_model_state_dict(self.module)
+        return dict(self.module.state_dict())
+
+
+def _raise_for(problem: str, names: list[str]) -> None:
+    if names:
+        more = f" and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
+        raise RuntimeError(
+            f"{len(names)} tensors {problem}: {', '.join(names[:MAX_NAMES_SHOWN])}{more}; the old weights keep serving"
+        )
