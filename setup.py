@@ -6,12 +6,16 @@ installed. Both the `package_dir` mapping below and the relative links inside `v
 mapping an install from a zip file lacks them, without the links a run from inside a checkout does.
 """
 
+from pathlib import Path
+
 from setuptools import find_packages, setup
 
 setup(
     name="verl-digen",
     version="0.1.0",
     description="Reinforcement learning on diffusion models, as a plugin of verl",
+    long_description=Path("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.10,<3.13",  # verl's own range
@@ -48,7 +52,6 @@ setup(
         "transformers",
     ],
     extras_require={
-        "vllm-omni": ["vllm==0.28.0", "vllm-omni==0.28.0"],
         "dev": ["pre-commit", "pyright[nodejs]", "pytest", "ruff", "setuptools>=77"],
     },
     entry_points={

@@ -16,7 +16,11 @@ class Command(Protocol):
     """What a subcommand's module has. It imports heavy things inside `run`, so that the others start fast."""
 
     __doc__: str | None
-    NAME: str
+
+    @property
+    def NAME(self) -> str:
+        """The word after `digen`."""
+        ...
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Declare options and arguments."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl_digen.algorithms.advantages import SCALES
 from verl_digen.algorithms.kl import KINDS as KL_KINDS
-from verl_digen.algorithms.losses import LossConfig, loss_names
+from verl_digen.algorithms.losses import LossConfig
 from verl_digen.algorithms.sde import LAWS
 from verl_digen.algorithms.window import WindowConfig
 
@@ -65,7 +65,9 @@ class SamplingConfig:
             require(value >= 1, f"digen.sampling.{name} must be >= 1", value, "give the size in pixels or frames")
         for name in ("num_steps", "val_num_steps"):
             value = getattr(self, name)
-            require(value >= 2, f"digen.sampling.{name} must be >= 2", value, "10 is usual in training, 40 in validation")
+            require(
+                value >= 2, f"digen.sampling.{name} must be >= 2", value, "10 is usual in training, 40 in validation"
+            )
         for name in ("guidance_scale", "val_guidance_scale"):
             value = getattr(self, name)
             require(value >= 1.0, f"digen.sampling.{name} must be >= 1", value, "1.0 turns guidance off")
@@ -155,7 +157,7 @@ class RewardConfig:
     """Which reward functions score a sample. verl's `reward.custom_reward_function` is added as `custom`."""
 
     functions: dict[str, float] = field(default_factory=dict)
-    """Name -> weight; the reward is the weighted sum. Names: see `verl_digen.reward.functions`, or "pkg.module:function"."""
+    """Name -> weight; the reward is the weighted sum. A name of `verl_digen.reward.functions`, or "module:function"."""
     custom_weight: float = 1.0
     """Weight of `reward.custom_reward_function`, if there is one."""
     max_retries: int = 2
@@ -219,7 +221,6 @@ class DigenConfig:
     """Validation prompts shown in the picture grids."""
 
     def __post_init__(self) -> None:
-        require_one_of("digen.loss_name", self.loss_name, loss_names())
         require_one_of("digen.old_log_probs", self.old_log_probs, OLD_LOG_PROBS)
         require(self.rows_per_tile >= 1, "digen.rows_per_tile must be >= 1", self.rows_per_tile, "memory decides")
         require(
@@ -267,7 +268,9 @@ def digen_config(config: DictConfig) -> DigenConfig:
         "name one of its recipes, e.g. recipe=digen_flowgrpo",
     )
     try:
-        merged = OmegaConf.merge(digen_schema(), section)
+        # as plain data: a key added with `+` would pass in a section that is typed already
+        values = OmegaConf.to_container(section, resolve=True)
+        merged = OmegaConf.merge(digen_schema(), values)
         result = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         raise ValueError(f"digen.{error.full_key or ''}: {error.msg or error}".splitlines()[0]) from error

@@ -15,13 +15,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from ray.exceptions import RayTaskError
 
 from verl_digen import plugin
 from verl_digen.config import digen_config, require, require_one_of
+from verl_digen.errors import RunStopped
 
 UNUSED_KEYS: dict[str, tuple[Any, str]] = {
     "actor_rollout_ref.actor.use_kl_loss": (False, "digen.kl.coef is the weight of the KL term"),
@@ -43,6 +46,14 @@ class Preflight(Callback):
         """Before each job of a multirun."""
         if config.hydra.mode == RunMode.MULTIRUN:
             _check_or_exit(config)
+
+    def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
+        """After the run: a `RunStopped` of whatever process is one paragraph, not a traceback of Ray's."""
+        if job_return.status == JobStatus.FAILED and isinstance(job_return._return_value, RunStopped):
+            error = job_return._return_value
+            reason = error.cause if isinstance(error, RayTaskError) else error
+            print(f"verl-digen: the run stopped: {reason}", file=sys.stderr, flush=True)
+            raise SystemExit(1)
 
 
 def _check_or_exit(config: DictConfig) -> None:
@@ -106,7 +117,7 @@ def check_device(config: DictConfig) -> None:
         needed = _num_ranks(config) + rollout.nnodes * rollout.n_gpus_per_node
         require(
             num_gpus is not None and num_gpus >= needed,
-            f"ray_kwargs.ray_init.num_gpus must be >= {needed}, the ranks of the run, on a machine without accelerators",
+            f"ray_kwargs.ray_init.num_gpus must be >= {needed}, the devices of the run, where there is no accelerator",
             num_gpus,
             "raise it (these GPUs are logical), or lower trainer.n_gpus_per_node",
         )
@@ -181,17 +192,22 @@ def check_model(config: DictConfig) -> None:
     model = config.actor_rollout_ref.model
     if OmegaConf.is_missing(model, "path"):
         raise ValueError(
-            "actor_rollout_ref.model.path must be the folder of a checkpoint in the diffusers format, got nothing; "
-            "set actor_rollout_ref.model.path=DIR"
+            "actor_rollout_ref.model.path must be a checkpoint in the diffusers format, a folder or a repository of "
+            "the hub, got nothing; set actor_rollout_ref.model.path=..."
         )
-    if "://" in model.path:  # on a remote file system: every process fetches its own
+    if "://" in model.path:  # on a remote file system: verl fetches it once the run has started
         return
-    from verl_digen.models import load_model
+    from verl_digen.models import ARCHITECTURES, load_model, read_architecture
+    from verl_digen.models.locate import locate_index
     from verl_digen.types import Geometry
 
-    sampling = digen_config(config).sampling
-    geometry = Geometry(sampling.height_px, sampling.width_px, sampling.num_frames)
-    load_model(Path(model.path).expanduser()).latent_shape(geometry)
+    folder = locate_index(model.path)
+    architecture = read_architecture(folder)
+    require_one_of("the architecture of actor_rollout_ref.model.path", architecture, tuple(sorted(ARCHITECTURES)))
+    if Path(model.path).expanduser().is_dir():  # of a repository, only the index is here by now
+        sampling = digen_config(config).sampling
+        geometry = Geometry(sampling.height_px, sampling.width_px, sampling.num_frames)
+        load_model(folder).latent_shape(geometry)
 
 
 def check_prompts(config: DictConfig) -> None:
@@ -199,10 +215,10 @@ def check_prompts(config: DictConfig) -> None:
     from verl_digen.data.prompts import read_prompts
 
     for name in ("train_files", "val_files"):
-        files = config.data[name]
-        if files is None:
+        given = config.data[name]
+        if given is None:
             raise ValueError(f"data.{name} must name a file of prompts, got nothing; set data.{name}=FILE")
-        files = OmegaConf.to_container(files) if OmegaConf.is_list(files) else files
+        files: Any = OmegaConf.to_container(given) if OmegaConf.is_list(given) else given
         num_prompts = len(read_prompts(files, key=f"data.{name}"))
         if name == "train_files":
             if config.data.train_max_samples > 0:
@@ -266,4 +282,3 @@ RULES: tuple[Callable[[DictConfig], None], ...] = (
 def _num_ranks(config: DictConfig) -> int:
     """Trainer ranks: one per device of the trainer's pool."""
     return config.trainer.nnodes * config.trainer.n_gpus_per_node
-

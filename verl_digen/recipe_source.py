@@ -3,9 +3,10 @@
 
 Two config sources join the search path of an application whose primary config folder is verl's, and of no other:
 
-- `RecipeSlot`, in front, serves verl's `ppo_trainer` with one more entry at the end of its defaults list, `recipe: null`.
-  It has to be the last one: a recipe then overrides values and picks (`override /model@...`) of all entries before it.
-- `RecipeSource`, behind, holds group `recipe/` (the flat files of `verl_digen/recipes/`) and the groups in its subfolders.
+- `RecipeSlot`, in front, serves verl's `ppo_trainer` with one more entry at the end of its defaults list,
+  `recipe: null`. As the last one, a recipe overrides values and picks (`override /model@...`) of all entries before it.
+- `RecipeSource`, behind, holds group `recipe/` (the flat files of `verl_digen/recipes/`) and the groups in its
+  subfolders.
 
 Two recipes are served and not merely read:
 
@@ -20,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
 from hydra.core.config_search_path import ConfigSearchPath
@@ -28,7 +28,7 @@ from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import DictConfig, OmegaConf, flag_override
+from omegaconf import OmegaConf, flag_override
 
 VERL_CONFIGS = "pkg://verl.trainer.config"
 RECIPES = "pkg://verl_digen.recipes"
@@ -107,13 +107,11 @@ class RecipeSource(ConfigSource):
         return self._files.list("", ObjectType.CONFIG) if results_filter != ObjectType.GROUP else []
 
     def _load_schema(self) -> ConfigResult:
-        from verl_digen.config import DigenConfig  # imports torch: only where one of our recipes is composed
+        from verl_digen.config import digen_schema  # imports torch: only where one of our recipes is composed
 
-        schema = OmegaConf.structured(DigenConfig)
-        _open_for_recipes(schema)
-        return ConfigResult(
-            provider=self.provider, path=self.full_path(), config=schema, header={"package": "digen"}
-        )
+        schema = digen_schema()
+        OmegaConf.set_struct(schema.reward.functions, False)  # its keys are the user's, and need no `+`
+        return ConfigResult(self.provider, self.full_path(), schema, header={"package": "digen"})
 
     def _load_machine(self) -> ConfigResult:
         from verl.plugin.platform import get_platform
@@ -147,18 +145,3 @@ def _is_verl(path: str | None) -> bool:
 
 def _file_of(config_path: str) -> str:
     return config_path.removeprefix(f"{GROUP}/")
-
-
-def _open_for_recipes(node: Any) -> None:
-    """Undo, in a schema made of frozen dataclasses, what keeps recipes and users from changing it.
-
-    Frozen dataclasses become read-only nodes. Plain dicts take new keys (`digen.reward.functions.NAME=1.0`) without a
-    `+`; dataclasses do not.
-    """
-    if not isinstance(node, DictConfig):
-        return
-    OmegaConf.set_readonly(node, None)
-    if OmegaConf.get_type(node) is dict:
-        OmegaConf.set_struct(node, False)
-    for child in node.values():
-        _open_for_recipes(child)

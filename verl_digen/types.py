@@ -166,7 +166,10 @@ class Rows:
         return replace(self, **sliced)
 
     def to(self, device: torch.device) -> Rows:
-        """The same rows on `device`; conditions keep being shared between rows of one prompt."""
+        """The same rows on `device`; conditions keep being shared between rows of one prompt.
+
+        Sigmas stay on the host, where the SDE kernel reads them: a device would have to wait for each.
+        """
         moved: dict[int, Condition] = {}
 
         def move(condition: Condition) -> Condition:
@@ -174,9 +177,13 @@ class Rows:
                 moved[id(condition)] = {name: tensor.to(device) for name, tensor in condition.items()}
             return moved[id(condition)]
 
-        def convert(value: Any) -> Any:
+        def convert(name: str, value: Any) -> Any:
             if isinstance(value, Tensor):
-                return value.to(device)
+                return value if name in SCHEDULE_COLUMNS else value.to(device)
             return None if value is None else [move(condition) for condition in value]
 
-        return Rows(**{name: convert(value) for name, value in vars(self).items()})
+        return Rows(**{name: convert(name, value) for name, value in vars(self).items()})
+
+
+SCHEDULE_COLUMNS = ("sigmas", "next_sigmas", "sigma_max")
+"""Fields of `Rows` that stay on the host."""

@@ -5,7 +5,8 @@
   stochastic sampler leaves in them.
 - The causal 3D convolutions see one frame, so only their last temporal tap does anything; they are trained as
   the 2D convolutions they then are, and the other taps are set to 0.
-- `latents_mean` and `latents_std` are measured and go to the config, where the pipeline reads them.
+- In the end the latents are whitened, which makes them much easier to learn; `latents_mean` and `latents_std`
+  go to the config, where the pipeline reads them.
 """
 
 import logging
@@ -35,10 +36,13 @@ CONFIG = {
 
 PEAK_LR = 2e-3
 
+CROP_SHARE = 0.7
+"""Share of the steps that train on crops around a shape, which are a quarter of the work; then whole pictures."""
+
 OBJECT_WEIGHT = 4.0
 """Weight of the error at and near a shape; elsewhere it is 1."""
 
-KL_WEIGHT = 1e-4
+KL_WEIGHT = 3e-4
 """Per latent dimension, against an absolute error per pixel channel."""
 
 
@@ -85,20 +89,25 @@ def train_autoencoder(num_steps: int, batch_size: int, seed: int) -> Autoencoder
     with OneFrame(vae):
         for step in range(num_steps):
             chosen = rng.integers(len(scenes), size=batch_size)
-            x = to_tensor(np.stack([draw(scenes[i], PICTURE_PX, rng) for i in chosen]))
+            pictures = [draw(scenes[i], PICTURE_PX, rng) for i in chosen]
+            if step < CROP_SHARE * num_steps:
+                pictures = [_crop(picture, rng) for picture in pictures]
+            else:
+                pictures = pictures[: batch_size // 2]
+            x = to_tensor(np.stack(pictures))
             mean, log_var = vae.quant_conv(vae.encoder(x)).chunk(2, dim=1)
             log_var = log_var.clamp(-10, 2)
             z = mean + torch.randn_like(mean) * torch.exp(0.5 * log_var)
             error = (vae.decoder(vae.post_quant_conv(z)) - x) * _importance(x)
             kl = 0.5 * (mean.square() + log_var.exp() - 1 - log_var).mean()
-            kl_weight = KL_WEIGHT * min(1.0, step / (0.3 * num_steps))
+            kl_weight = KL_WEIGHT * min(1.0, step / (0.2 * num_steps))
             loss = error.abs().mean() + error.square().mean() + kl_weight * kl
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
             optimizer.step()
             schedule.step()
-            if step % 50 == 0 or step == num_steps - 1:
+            if step % 100 == 0 or step == num_steps - 1:
                 logger.info(
                     "autoencoder step %d: absolute error %.4f, kl %.2f, latent std %.2f noise %.2f, %.0f s",
                     step,
@@ -109,16 +118,45 @@ def train_autoencoder(num_steps: int, batch_size: int, seed: int) -> Autoencoder
                     time.monotonic() - start_s,
                 )
         vae.eval().requires_grad_(False)
-        latents = encode(vae, np.stack([draw(scene, PICTURE_PX, rng) for scene in scenes]))
-    vae.register_to_config(
-        latents_mean=latents.mean((0, 2, 3, 4)).tolist(), latents_std=latents.std((0, 2, 3, 4)).tolist()
-    )
+        _whiten(vae, np.stack([draw(scene, PICTURE_PX, rng) for scene in scenes]))
     return vae
+
+
+@torch.no_grad()
+def _whiten(vae: AutoencoderKLQwenImage, pictures: np.ndarray) -> None:
+    """Turn and scale the latent channels, by the two 1x1 convolutions, so that signal + noise is white.
+
+    Noise is what the latents carried in training. Without this the background's brightness is most of the
+    latents' variance, and what tells the shapes apart drowns until the last few denoising steps. Channels with
+    less signal than noise, which the decoder hardly sees, stay small, so `latents_std` is 1 for all.
+    """
+    moments = torch.cat([vae.quant_conv(vae.encoder(x)) for x in to_tensor(pictures).split(64)])
+    channels = moments.shape[1] // 2
+    latents, log_var = moments.transpose(0, 1).reshape(2, channels, -1)
+    noise = torch.diag(log_var.exp().mean(1))
+    variance, axes = torch.linalg.eigh(torch.cov(latents) + noise)
+    whiten, restore = axes.T / variance.sqrt()[:, None], axes * variance.sqrt()
+    weight, bias = vae.quant_conv.weight[:, :, 0, 0, 0], vae.quant_conv.bias
+    weight[:channels], bias[:channels] = whiten @ weight[:channels], whiten @ bias[:channels]
+    # The log-variance does not turn with the channels; from here on it is the mean noise of each new channel.
+    weight[channels:], bias[channels:] = 0.0, torch.diag(whiten @ noise @ whiten.T).log()
+    weight = vae.post_quant_conv.weight[:, :, 0, 0, 0]
+    weight.copy_(weight @ restore)
+    vae.register_to_config(latents_mean=(whiten @ latents.mean(1)).tolist(), latents_std=[1.0] * channels)
+
+
+def _crop(picture: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """A quarter of the picture, somewhere around a pixel of a shape."""
+    size = PICTURE_PX // 2
+    shape_pixels = np.argwhere((picture != picture[0, 0]).any(-1))
+    y, x = shape_pixels[rng.integers(len(shape_pixels))] - rng.integers(size // 4, 3 * size // 4, size=2)
+    y, x = np.clip((y, x), 0, PICTURE_PX - size)
+    return picture[y : y + size, x : x + size]
 
 
 def _importance(x: torch.Tensor) -> torch.Tensor:
     """[B, 1, 1, H, W] weight of each pixel's error: the shapes are few pixels, and are what matters."""
-    is_shape = (x - x[..., :1, :1]).abs().amax(dim=1, keepdim=True) > 0.1
+    is_shape = (x - x[..., :1, -1:]).abs().amax(dim=1, keepdim=True) > 0.1
     # The shape's surroundings too, or its corners would grow round.
     near = F.max_pool2d(is_shape[:, :, 0].float(), 5, stride=1, padding=2).unsqueeze(2)
     return 1 + (OBJECT_WEIGHT - 1) * near

@@ -4,8 +4,9 @@
     python examples/tiny_qwen_image/pretrain.py --output examples/tiny_qwen_image
 
 writes `checkpoint/` (what `diffusers.QwenImagePipeline.from_pretrained` reads), `prompts/{train,val}.jsonl`
-and `sheet.png` (what the checkpoint draws for the validation prompts). Stages: tokenizer, autoencoder, latents
-of the drawn world, denoiser and text encoder together. README.md says what comes out and how long it takes.
+and `sheet.png` (what the checkpoint draws for the validation prompts). Stages: tokenizer, autoencoder,
+latents of the drawn world, denoiser and text encoder together. README.md says what comes out and how long it
+takes.
 """
 
 import argparse
@@ -83,9 +84,7 @@ def look(pipeline: QwenImagePipeline, prompts: list[str], seed: int) -> tuple[fl
 def main() -> None:
     """Run all stages and write the folders."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--output", type=Path, required=True, help="folder for checkpoint/, prompts/ and sheet.png"
-    )
+    parser.add_argument("--output", type=Path, required=True, help="folder to write into")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")

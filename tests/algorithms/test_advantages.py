@@ -151,9 +151,7 @@ def test_combined_advantages_do_not_depend_on_a_rewards_spread():
     def combined(factor):
         return combine_advantages({"ocr": ocr, "pick": factor * pick}, weights, list("aabb"), eps=0.0)
 
-    expected = group_advantages(ocr, list("aabb"), eps=0.0) + 3 * group_advantages(
-        pick, list("aabb"), eps=0.0
-    )
+    expected = group_advantages(ocr, list("aabb"), eps=0.0) + 3 * group_advantages(pick, list("aabb"), eps=0.0)
     torch.testing.assert_close(combined(1.0), expected)
     torch.testing.assert_close(combined(100.0), expected)
 

@@ -44,9 +44,7 @@ def gradient(output: LossOutput, tensor):
 
 
 def test_loss_kl_and_gradient_agree_with_flow_grpo():
-    oracle = {
-        name: torch.from_numpy(np.asarray(v)) for name, v in np.load(ORACLES / "loss_flow_grpo.npz").items()
-    }
+    oracle = {name: torch.from_numpy(np.asarray(v)) for name, v in np.load(ORACLES / "loss_flow_grpo.npz").items()}
     expected = {name.removeprefix("ppo_cr1e-4_b0.04_"): value for name, value in oracle.items()}
     log_prob = oracle["log_prob_new"].requires_grad_()
     inputs = {"log_prob": log_prob, "old_log_prob": oracle["log_prob_old"], "advantage": oracle["advantages"]}
@@ -75,10 +73,7 @@ def test_rows_agree_with_the_fp64_reference_in_loss_and_gradient(name, config):
     inputs = some_inputs(40)
     log_prob = inputs["log_prob"].requires_grad_()
     output = policy_loss(name, inputs, config)
-    rows = [
-        reference_row(*row, config)
-        for row in zip(*(inputs[key].tolist() for key in POLICY_INPUTS), strict=True)
-    ]
+    rows = [reference_row(*row, config) for row in zip(*(inputs[key].tolist() for key in POLICY_INPUTS), strict=True)]
     assert output.loss.item() == pytest.approx(sum(row[0] for row in rows) / 40, rel=1e-6)
     expected = torch.tensor([row[1] / 40 for row in rows])
     torch.testing.assert_close(gradient(output, log_prob), expected, rtol=1e-5, atol=1e-8)
@@ -122,8 +117,7 @@ def test_losses_gradients_and_metrics_of_fragments_add_up_to_the_batch():
         torch.testing.assert_close(total, whole.loss, rtol=1e-5, atol=1e-7)
         for leaf in (batch[name] for name in leaves):
             expected, got = (
-                torch.autograd.grad(loss, leaf, retain_graph=True, allow_unused=True)[0]
-                for loss in (whole.loss, total)
+                torch.autograd.grad(loss, leaf, retain_graph=True, allow_unused=True)[0] for loss in (whole.loss, total)
             )
             if expected is not None:
                 torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-8)
@@ -207,16 +201,13 @@ def test_kl_kinds_are_what_their_formulas_say():
     assert set(expected) == set(KINDS)
     for kind, value in expected.items():
         torch.testing.assert_close(kl_loss(kind, inputs).loss, value.float(), rtol=1e-6, atol=0)
-        assert (
-            kl_loss(kind, inputs | {"ref_mean": inputs["mean"], "ref_velocity": inputs["velocity"]}).loss == 0
-        )
+        assert kl_loss(kind, inputs | {"ref_mean": inputs["mean"], "ref_velocity": inputs["velocity"]}).loss == 0
 
 
 def test_kl_exact_is_the_kl_of_the_gaussians_per_latent_dim():
     inputs = some_inputs(1)
     policy, reference = (
-        torch.distributions.Normal(inputs[name], inputs["std"][:, None, None])
-        for name in ("mean", "ref_mean")
+        torch.distributions.Normal(inputs[name], inputs["std"][:, None, None]) for name in ("mean", "ref_mean")
     )
     expected = torch.distributions.kl_divergence(policy, reference).mean()
     torch.testing.assert_close(kl_loss("exact", inputs).loss, expected)
@@ -224,12 +215,8 @@ def test_kl_exact_is_the_kl_of_the_gaussians_per_latent_dim():
 
 def test_a_missing_input_is_an_error_naming_what_is_there():
     inputs = some_inputs()
-    with pytest.raises(
-        ValueError, match=r"policy loss 'flow_grpo' needs old_log_prob; its inputs hold log_prob, mask"
-    ):
-        policy_loss(
-            "flow_grpo", {k: inputs["log_prob"] for k in ("log_prob", "mask", "advantage")}, LossConfig()
-        )
+    with pytest.raises(ValueError, match=r"policy loss 'flow_grpo' needs old_log_prob; its inputs hold log_prob, mask"):
+        policy_loss("flow_grpo", {k: inputs["log_prob"] for k in ("log_prob", "mask", "advantage")}, LossConfig())
     with pytest.raises(ValueError, match=r"KL kind 'exact' needs std, ref_mean; its inputs hold mean$"):
         kl_loss("exact", {"mean": inputs["mean"]})
 

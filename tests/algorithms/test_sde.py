@@ -37,9 +37,7 @@ def reference_step(v, x, sigma, sigma_next, law, eta, sigma_max, noise):
     if law == "cps":
         log_prob = -((x_next - mean) ** 2).mean()
     else:
-        log_prob = (
-            -((x_next - mean) ** 2) / (2 * std**2) - math.log(std) - 0.5 * math.log(2 * math.pi)
-        ).mean()
+        log_prob = (-((x_next - mean) ** 2) / (2 * std**2) - math.log(std) - 0.5 * math.log(2 * math.pi)).mean()
     return x_next, log_prob.item(), mean, std
 
 
@@ -54,12 +52,8 @@ def rows(shape=(4, 6), num_rows=5, seed=0, dtype=torch.float32):
 
 def take(law, *, noise_level=None, **overrides):
     v, x, noise, sigma, sigma_next, sigma_max = rows()
-    arguments = dict(
-        velocity=v, sample=x, sigma=sigma, sigma_next=sigma_next, sigma_max=sigma_max, noise=noise
-    )
-    return sde_step(
-        law=law, noise_level=ETA.get(law) if noise_level is None else noise_level, **arguments | overrides
-    )
+    arguments = dict(velocity=v, sample=x, sigma=sigma, sigma_next=sigma_next, sigma_max=sigma_max, noise=noise)
+    return sde_step(law=law, noise_level=ETA.get(law) if noise_level is None else noise_level, **arguments | overrides)
 
 
 @pytest.mark.parametrize("law", LAWS)
@@ -115,9 +109,7 @@ def test_law_flow_agrees_with_flow_grpo():
 
 
 def test_law_dance_agrees_with_dance_grpo():
-    oracle = {
-        name: torch.from_numpy(np.asarray(v)) for name, v in np.load(ORACLES / "sde_dance_0.3.npz").items()
-    }
+    oracle = {name: torch.from_numpy(np.asarray(v)) for name, v in np.load(ORACLES / "sde_dance_0.3.npz").items()}
     sigmas = oracle["sigmas"]
     for i in range(len(sigmas) - 1):
         step = sde_step(

@@ -36,9 +36,7 @@ def test_windows_keep_the_invariants_in_a_sweep(config):
         assert_invariants(window, num_steps)
         assert window == draw(config, run_seed=run_seed, uid=f"g{uid}", num_steps=num_steps, step=step)
         if config.shift_every is None:
-            assert window == draw(
-                config, run_seed=run_seed, uid=f"g{uid}", num_steps=num_steps, step=step + 1
-            )
+            assert window == draw(config, run_seed=run_seed, uid=f"g{uid}", num_steps=num_steps, step=step + 1)
 
 
 def test_kind_all_trains_every_step_but_the_last():
@@ -52,9 +50,7 @@ def test_kind_consecutive_draws_every_start_within_its_range():
 
 
 def test_kind_consecutive_stays_in_the_first_half_unless_told_otherwise():
-    drawn = {
-        step for i in range(100) for step in draw(WindowConfig(kind="consecutive"), uid=f"g{i}").sde_steps
-    }
+    drawn = {step for i in range(100) for step in draw(WindowConfig(kind="consecutive"), uid=f"g{i}").sde_steps}
     assert drawn == {0, 1, 2, 3, 4}
 
 

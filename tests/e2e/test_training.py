@@ -10,10 +10,10 @@ from tests.e2e.conftest import Run, run_main
 
 pytestmark = pytest.mark.e2e
 
-BROKEN_REWARD = '''
+BROKEN_REWARD = """
 def compute_score(data_source, solution_image, ground_truth, extra_info=None):
     raise ConnectionError("the scorer is down")
-'''
+"""
 
 
 def assert_succeeded(run: Run) -> None:
@@ -47,7 +47,12 @@ def test_on_the_first_pass_the_ratio_is_one_and_replay_gives_the_recorded_log_pr
 
 
 def test_a_resumed_run_continues_as_if_it_had_not_stopped(tmp_path):
-    common = ("trainer.total_training_steps=6", "trainer.save_freq=3", "digen.ema.enable=true", "digen.ema.every_steps=2")
+    common = (
+        "trainer.total_training_steps=6",
+        "trainer.save_freq=3",
+        "digen.ema.enable=true",
+        "digen.ema.every_steps=2",
+    )
     whole = run_main(tmp_path / "whole", *common)
     assert_succeeded(whole)
     halves = tmp_path / "halves"

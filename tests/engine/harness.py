@@ -10,9 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import verl_digen.plugin  # noqa: F401 - files the cpu platform before verl asks which one there is
-
-import torch  # isort: skip
+import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from tensordict import TensorDict
@@ -27,6 +25,7 @@ from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.export import plain_name
 from verl_digen.engine.loss import DiffusionLoss
 from verl_digen.engine.model_config import DiffusionModelConfig
+from verl_digen.engine.shadow import local_shards
 from verl_digen.models import load_model
 from verl_digen.rollout.sampler import Sampler
 from verl_digen.types import Geometry, SampleRequest, Sampling
@@ -107,9 +106,7 @@ def make_batch(
     for name in trajectories[0].columns():
         values = [trajectory.columns()[name] for trajectory in trajectories]
         is_ragged = len({value.shape for value in values}) > 1
-        columns[name] = (
-            torch.nested.as_nested_tensor(values, layout=torch.jagged) if is_ragged else torch.stack(values)
-        )
+        columns[name] = torch.nested.as_nested_tensor(values, layout=torch.jagged) if is_ragged else torch.stack(values)
     columns["advantages"] = torch.randn(len(uids), generator=generator)
     columns["uid"] = uids
     return tu.get_tensordict(columns, {"conditions": conditions})
@@ -154,6 +151,11 @@ def weights(engine: DiffusersFSDPEngine, **options: Any) -> dict[str, Tensor]:
     return dict(engine.get_per_tensor_param(**options)[0])
 
 
+def local_weights(engine: DiffusersFSDPEngine) -> dict[str, Tensor]:
+    """This rank's trainable shards, copied, by checkpoint name."""
+    return {plain_name(name): shard.clone() for name, shard in local_shards(engine.module).items()}
+
+
 def full(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
@@ -171,11 +173,29 @@ def perturb(engine: DiffusersFSDPEngine, scale: float = 0.02, seed: int = 1) -> 
 
 
 def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], rtol: float) -> None:
-    """Equal names, and per tensor a difference of at most `rtol` times the largest expected norm of its kind."""
+    """Equal names, and per tensor a difference of norm at most `rtol` times its own norm.
+
+    A bias that softmax cancels has a gradient of nothing but rounding; below 1e-5 of the largest it counts as zero.
+    """
+    assert found.keys() == expected.keys()
+    largest = max(value.double().norm().item() for value in expected.values())
+    for name, value in expected.items():
+        difference = (found[name].double() - value.double()).norm().item()
+        assert difference <= rtol * max(value.double().norm().item(), 1e-5 * largest), (name, difference, largest)
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Bitwise."""
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        difference = (found[name].double() - value.double()).norm()
-        assert difference <= rtol * max(value.double().norm().item(), 1e-6), (name, difference, value.norm())
+        assert torch.equal(found[name], value), name
+
+
+class RefusesToBeWritten:
+    """What a full disk does to a save."""
+
+    def __reduce__(self) -> Any:
+        raise OSError(28, "No space left on device")
 
 
 # -- ranks ------------------------------------------------------------------------------------------------

@@ -61,17 +61,13 @@ def close(actual: Tensor, expected: Tensor, atol: float = 1e-5) -> None:
 # -- loading ----------------------------------------------------------------------------------------------
 
 
-def test_the_model_is_found_by_architecture_and_reads_no_weights(
-    tiny_qwen_image: Path, tmp_path: Path
-) -> None:
+def test_the_model_is_found_by_architecture_and_reads_no_weights(tiny_qwen_image: Path, tmp_path: Path) -> None:
     configs = shutil.copytree(tiny_qwen_image, tmp_path / "m", ignore=shutil.ignore_patterns("*.safetensors"))
     assert load_model(configs).latent_shape(SQUARE) == (16, 16)
 
 
 def test_a_missing_folder_is_an_error_that_names_the_key() -> None:
-    with pytest.raises(
-        ValueError, match=r"actor_rollout_ref\.model\.path must be a folder .* got '/nowhere'"
-    ):
+    with pytest.raises(ValueError, match=r"actor_rollout_ref\.model\.path must be a folder .* got '/nowhere'"):
         load_model("/nowhere")
 
 
@@ -126,20 +122,14 @@ def test_streamed_weights_fill_a_meta_transformer(
 
 
 def test_weights_come_in_the_dtype_asked_for(model: QwenImage) -> None:
-    assert {parameter.dtype for parameter in model.load_transformer(torch.bfloat16).parameters()} == {
-        torch.bfloat16
-    }
+    assert {parameter.dtype for parameter in model.load_transformer(torch.bfloat16).parameters()} == {torch.bfloat16}
     meta = model.load_transformer(torch.bfloat16, meta=True)
     assert {parameter.dtype for parameter in meta.parameters()} == {torch.bfloat16}
     assert {tensor.dtype for _, tensor in model.iter_weights(torch.bfloat16)} == {torch.bfloat16}
 
 
-def test_an_incomplete_download_is_an_error_that_names_the_file(
-    tiny_qwen_image: Path, tmp_path: Path
-) -> None:
-    copy = shutil.copytree(
-        tiny_qwen_image, tmp_path / "m", ignore=shutil.ignore_patterns("diffusion*.safetensors")
-    )
+def test_an_incomplete_download_is_an_error_that_names_the_file(tiny_qwen_image: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(tiny_qwen_image, tmp_path / "m", ignore=shutil.ignore_patterns("diffusion*.safetensors"))
     with pytest.raises(ValueError, match=r"lacks diffusion_pytorch_model\.safetensors"):
         next(load_model(copy).iter_weights(torch.float32))
 
@@ -193,9 +183,7 @@ def test_prompts_of_one_length_have_no_mask(model: QwenImage, conditions: list[C
         (Geometry(64, 64, 5), r"digen\.sampling\.num_frames must be 1 for Qwen-Image.* got 5"),
     ],
 )
-def test_an_impossible_size_is_an_error_that_names_the_key(
-    model: QwenImage, geometry: Geometry, message: str
-) -> None:
+def test_an_impossible_size_is_an_error_that_names_the_key(model: QwenImage, geometry: Geometry, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         model.latent_shape(geometry)
 
@@ -244,9 +232,7 @@ def test_pictures_are_the_pipelines_rounded_to_8_bits(model: QwenImage, pipeline
         callback_on_step_end=lambda pipe, step, timestep, tensors: {"latents": latents},
     ).images
     for ours, theirs in zip(pixels, pictures, strict=True):
-        assert (
-            ours == torch.frombuffer(bytearray(theirs.tobytes()), dtype=torch.uint8).view(48, 80, 3)
-        ).all()
+        assert (ours == torch.frombuffer(bytearray(theirs.tobytes()), dtype=torch.uint8).view(48, 80, 3)).all()
 
 
 # -- the network ------------------------------------------------------------------------------------------
@@ -259,9 +245,7 @@ def test_the_tiny_network_notices_what_it_is_given(
     x = draw(2, 16, 16)
 
     def velocity(sigma: float, condition: Condition, latents: Tensor) -> Tensor:
-        return model.velocity(
-            transformer, latents, torch.full((2,), sigma), [condition] * 2, None, 1.0, SQUARE
-        )
+        return model.velocity(transformer, latents, torch.full((2,), sigma), [condition] * 2, None, 1.0, SQUARE)
 
     base = velocity(0.5, conditions[0], x)
     assert (velocity(0.4, conditions[0], x) - base).abs().mean() > 0.05
@@ -295,9 +279,7 @@ def test_rows_at_different_sigmas_and_prompts_equal_one_at_a_time(
     close(together, torch.cat(alone))
 
 
-def test_padding_changes_nothing(
-    model: QwenImage, transformer: nn.Module, conditions: list[Condition]
-) -> None:
+def test_padding_changes_nothing(model: QwenImage, transformer: nn.Module, conditions: list[Condition]) -> None:
     """Neither how much there is of it nor what stands in it."""
     x, sigmas = draw(1, 16, 16), torch.tensor([0.6])
     plain = model.predict(transformer, x, sigmas, model.collate(conditions[:1]), SQUARE)
@@ -369,6 +351,4 @@ def test_lora_wraps_every_target_and_starts_as_the_base(
     velocity.sum().backward()
     unused = {name for name, p in adapted.named_parameters() if p.requires_grad and p.grad is None}
     # The last block's text output is not read; everything else learns.
-    assert all(
-        ".1." in name and any(part in name for part in ("txt_mlp", "to_add_out", "add_q")) for name in unused
-    )
+    assert all(".1." in name and any(part in name for part in ("txt_mlp", "to_add_out", "add_q")) for name in unused)

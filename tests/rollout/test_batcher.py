@@ -61,7 +61,9 @@ def test_a_batch_holds_only_requests_with_equal_sampling():
         record = Recorder()
         batcher = RequestBatcher(record, max_batch_size=8, wait_s=0.01)
         other = replace(SAMPLING, num_steps=9)
-        await asyncio.gather(*[batcher.submit(request("p", index, other if index % 2 else SAMPLING)) for index in range(6)])
+        await asyncio.gather(
+            *[batcher.submit(request("p", index, other if index % 2 else SAMPLING)) for index in range(6)]
+        )
         assert [len({asked.sampling for asked in batch}) for batch in record.batches] == [1, 1]
 
     asyncio.run(run())
@@ -118,7 +120,9 @@ def test_a_failing_batch_fails_its_own_requests_and_the_next_batch_runs():
             return [answer(asked) for asked in requests]
 
         batcher = RequestBatcher(execute, max_batch_size=2, wait_s=0.0)
-        first = await asyncio.gather(*[batcher.submit(request("a", index)) for index in range(2)], return_exceptions=True)
+        first = await asyncio.gather(
+            *[batcher.submit(request("a", index)) for index in range(2)], return_exceptions=True
+        )
         assert all(isinstance(outcome, ValueError) for outcome in first)
         assert (await batcher.submit(request("b", 0))).trajectory.uid == "b"
 

@@ -47,9 +47,7 @@ def encode(model: DiffusionModel) -> PromptEncoder:
     return model.load_encoder(torch.float32, CPU)
 
 
-def sampling(
-    guidance_scale: float, geometry: Geometry = SQUARE, law: str = "flow", **changes: bool
-) -> Sampling:
+def sampling(guidance_scale: float, geometry: Geometry = SQUARE, law: str = "flow", **changes: bool) -> Sampling:
     return Sampling(
         geometry=geometry,
         num_steps=NUM_STEPS,
@@ -85,9 +83,7 @@ def run(
     dtype: torch.dtype = torch.float32,
 ) -> tuple[list[Trajectory], Tensor]:
     sampler = Sampler(model, transformer, run_seed=RUN_SEED, device=CPU, latents_dtype=dtype)
-    negatives = (
-        encode([r.negative_prompt for r in requests]) if requests[0].sampling.guidance_scale > 1 else None
-    )
+    negatives = encode([r.negative_prompt for r in requests]) if requests[0].sampling.guidance_scale > 1 else None
     return sampler.sample(requests, encode([r.prompt for r in requests]), negatives, version=3)
 
 
@@ -143,10 +139,7 @@ def test_without_sde_steps_it_is_the_diffusers_pipeline(
         [request(how, uid=f"p{n}", prompt=prompt) for n, prompt in enumerate(PROMPTS)],
     )
     initial = torch.stack(
-        [
-            noise(RUN_SEED, f"p{n}", 0, INITIAL_LATENTS, model.latent_shape(geometry))
-            for n in range(len(PROMPTS))
-        ]
+        [noise(RUN_SEED, f"p{n}", 0, INITIAL_LATENTS, model.latent_shape(geometry)) for n in range(len(PROMPTS))]
     )
     pipeline = QwenImagePipeline.from_pretrained(tiny_qwen_image)
     pipeline.set_progress_bar_config(disable=True)
@@ -166,9 +159,7 @@ def test_without_sde_steps_it_is_the_diffusers_pipeline(
 
     close(latents, expected("latent"))
     pixels = model.load_decoder(torch.float32, CPU)(latents, geometry)
-    assert (
-        pixels.float() - expected("np") * 255
-    ).abs().max() < 0.5 + 0.01  # rounding to 8 bits, and 4e-5 of error
+    assert (pixels.float() - expected("np") * 255).abs().max() < 0.5 + 0.01  # rounding to 8 bits, and 4e-5 of error
     assert [path.latents.shape[0] for path in trajectories] == [0, 0]
 
 
@@ -302,9 +293,7 @@ def test_a_trajectory_holds_its_windows_latents_and_no_more(
 # -- stopping and misuse ----------------------------------------------------------------------------------
 
 
-def test_it_can_be_stopped_between_steps(
-    model: DiffusionModel, transformer: nn.Module, encode: PromptEncoder
-) -> None:
+def test_it_can_be_stopped_between_steps(model: DiffusionModel, transformer: nn.Module, encode: PromptEncoder) -> None:
     answers = iter([False, False, True])
     sampler = Sampler(model, transformer, run_seed=RUN_SEED, device=CPU, latents_dtype=torch.float32)
     with pytest.raises(SamplingStopped, match="before denoise step 2 of 6"):

@@ -19,7 +19,8 @@ GUIDED = Sampling(Geometry(64, 64), num_steps=4, guidance_scale=3.0, law="flow",
 
 def make_server(path, max_batch_size=4, embed_cache_size=16):
     digen = DigenConfig(
-        seed=7, rollout=RolloutConfig(max_batch_size=max_batch_size, batch_wait_s=0.01, embed_cache_size=embed_cache_size)
+        seed=7,
+        rollout=RolloutConfig(max_batch_size=max_batch_size, batch_wait_s=0.01, embed_cache_size=embed_cache_size),
     )
     return DiffusersServer(
         SimpleNamespace(dtype="float32"),
@@ -39,9 +40,7 @@ def make_requests(sampling=SAMPLING):
 
 def generate(server, requests):
     async def run():
-        return await asyncio.gather(
-            *[server.generate("id", [], {"request": asked}, None, None) for asked in requests]
-        )
+        return await asyncio.gather(*[server.generate("id", [], {"request": asked}, None, None) for asked in requests])
 
     return asyncio.run(run())
 

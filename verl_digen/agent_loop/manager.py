@@ -19,6 +19,7 @@ import numpy as np
 import ray
 import torch
 import transfer_queue as tq
+from ray.exceptions import RayTaskError
 from tensordict import TensorDict
 from verl import DataProto
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
@@ -43,7 +44,11 @@ class ScoredSample:
     """Small facts for the driver: reward, parts, weight versions, time intervals."""
 
 
-class DiffusionAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
+# verl decorates its worker as a Ray actor; the plain class is behind it
+PlainAgentLoopWorker: Any = AgentLoopWorkerTQ.__ray_actor_class__  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
     """verl's worker, with groups published whole and pixels kept out of TransferQueue."""
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -150,5 +155,5 @@ class DiffusionAgentLoopManager(AgentLoopManagerTQ):
 
 def _describe(error: BaseException) -> str:
     """One line for a tag: the innermost message, without the remote traceback Ray adds."""
-    cause = getattr(error, "cause", None) if isinstance(error, ray.exceptions.RayTaskError) else None
+    cause = error.cause if isinstance(error, RayTaskError) else None
     return f"{type(cause or error).__name__}: {cause or error}".splitlines()[0]

@@ -112,8 +112,7 @@ def combine_advantages(
     """
     scores = _checked_scores(rewards, weights)
     advantages = {
-        name: group_advantages(values, groups, scale=scale, ddof=ddof, eps=eps)
-        for name, values in scores.items()
+        name: group_advantages(values, groups, scale=scale, ddof=ddof, eps=eps) for name, values in scores.items()
     }
     return combine_rewards(advantages, weights).to(next(iter(rewards.values())).device)
 
@@ -138,9 +137,7 @@ def _grouped(rewards: Tensor, groups: Sequence[Hashable]) -> tuple[Tensor, dict[
 def _checked_scores(rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> dict[str, Tensor]:
     """name -> [B] fp64 on the CPU."""
     if not rewards or set(rewards) != set(weights):
-        raise ValueError(
-            f"every reward needs a weight, got {sorted(rewards)} and weights for {sorted(weights)}"
-        )
+        raise ValueError(f"every reward needs a weight, got {sorted(rewards)} and weights for {sorted(weights)}")
     scores = {name: _finite(values, f"reward {name!r}") for name, values in rewards.items()}
     lengths = {name: len(values) for name, values in scores.items()}
     if len(set(lengths.values())) > 1:

@@ -50,18 +50,14 @@ class LossConfig:
 
     def __post_init__(self) -> None:
         if not 0 < self.clip_range < 1:
-            raise ValueError(
-                f"digen.loss.clip_range must lie in (0, 1), got {self.clip_range}; 1e-5 to 1e-3 are usual"
-            )
+            raise ValueError(f"digen.loss.clip_range must lie in (0, 1), got {self.clip_range}; 1e-5 to 1e-3 are usual")
         if self.clip_range_high is not None and not 0 < self.clip_range_high < math.inf:
             raise ValueError(
                 f"digen.loss.clip_range_high must be > 0 and finite, got {self.clip_range_high}; "
                 "null takes digen.loss.clip_range"
             )
         if not self.advantage_clip > 0:
-            raise ValueError(
-                f"digen.loss.advantage_clip must be > 0, got {self.advantage_clip}; .inf never clamps"
-            )
+            raise ValueError(f"digen.loss.advantage_clip must be > 0, got {self.advantage_clip}; .inf never clamps")
 
     @property
     def ratio_range(self) -> tuple[float, float]:
@@ -83,9 +79,7 @@ class _Loss:
 _LOSSES: dict[str, _Loss] = {}
 
 
-def register_loss(
-    *names: str, columns: Sequence[str] = (), latents: Sequence[str] = ()
-) -> Callable[[LossFn], LossFn]:
+def register_loss(*names: str, columns: Sequence[str] = (), latents: Sequence[str] = ()) -> Callable[[LossFn], LossFn]:
     """File a loss under `names`, with the `columns` [N] and `latents` [N, ...] it needs, at least one.
 
     Raises:

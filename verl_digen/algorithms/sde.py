@@ -90,9 +90,7 @@ def sde_step(
     if law not in LAWS:
         raise ValueError(f"unknown SDE law {law!r}; known laws: {', '.join(LAWS)}")
     if (noise is None) == (next_sample is None):
-        raise ValueError(
-            "sde_step needs either noise (to take a step) or next_sample (to score a recorded one)"
-        )
+        raise ValueError("sde_step needs either noise (to take a step) or next_sample (to score a recorded one)")
     outcome = next_sample if noise is None else noise
     assert outcome is not None
     if not velocity.shape == sample.shape == outcome.shape:
@@ -139,9 +137,7 @@ def _checked_schedule(
     ):
         row: Tensor = torch.as_tensor(value, dtype=torch.float32, device="cpu").detach().double()
         if row.shape != (num_rows,) and not (may_be_scalar and row.dim() == 0):
-            raise ValueError(
-                f"{name} must have shape [{num_rows}], one per row of sample, got {list(row.shape)}"
-            )
+            raise ValueError(f"{name} must have shape [{num_rows}], one per row of sample, got {list(row.shape)}")
         rows.append(row.expand(num_rows))
     start, end, eta, second = rows
     if not ((start <= 1 + SIGMA_ONE_TOLERANCE) & (start > end) & (end >= 0)).all():

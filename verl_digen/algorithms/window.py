@@ -52,24 +52,18 @@ class WindowConfig:
         if self.size < 1:
             raise ValueError(f"digen.window.size must be >= 1 step, got {self.size}")
         if self.shift_every is not None and self.shift_every < 1:
-            raise ValueError(
-                f"digen.window.shift_every must be >= 1 optimizer step or null, got {self.shift_every}"
-            )
+            raise ValueError(f"digen.window.shift_every must be >= 1 optimizer step or null, got {self.shift_every}")
         if not 0 < self.fraction <= 1:
             raise ValueError(f"digen.window.fraction must lie in (0, 1], got {self.fraction}")
         if self.range is not None:
             if len(self.range) != 2 or not 0 <= self.range[0] < self.range[1]:
-                raise ValueError(
-                    f"digen.window.range must be [lo, hi] in steps, 0 <= lo < hi, got {list(self.range)}"
-                )
+                raise ValueError(f"digen.window.range must be [lo, hi] in steps, 0 <= lo < hi, got {list(self.range)}")
             self._check_room(*self.range)
 
     def validate_for(self, num_steps: int) -> None:
         """ValueError unless all windows in a schedule of `num_steps` denoise steps end before its last."""
         if num_steps < 2:
-            raise ValueError(
-                f"digen.window needs >= 2 denoise steps, since the last is never trained, got {num_steps}"
-            )
+            raise ValueError(f"digen.window needs >= 2 denoise steps, since the last is never trained, got {num_steps}")
         if self.kind != "consecutive":
             return
         lo, hi = self.range_for(num_steps)

@@ -50,8 +50,10 @@ def _read_file(path: Path, key: str) -> list[Prompt]:
     if path.suffix not in SUFFIXES:
         raise ValueError(f"{key} must name files ending in one of {', '.join(SUFFIXES)}, got {str(path)!r}; convert it")
     if not path.is_file():
-        raise ValueError(f"{key} must name an existing file, got {str(path)!r}; check the path (it is relative to the "
-                         f"working directory {Path.cwd()})")
+        raise ValueError(
+            f"{key} must name an existing file, got {str(path)!r}; check the path (it is relative to the "
+            f"working directory {Path.cwd()})"
+        )
     prompts = [_to_prompt(row, path, number, key) for number, row in _rows(path, key)]
     if not prompts:
         raise ValueError(f"{key} must name files with at least one prompt, but {str(path)!r} is empty; add prompts")
@@ -66,7 +68,9 @@ def _rows(path: Path, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
         try:
             table = pyarrow.parquet.read_table(path)
         except Exception as error:
-            raise ValueError(f"{key}: {str(path)!r} is not a readable parquet file ({error}); write it again") from error
+            raise ValueError(
+                f"{key}: {str(path)!r} is not a readable parquet file ({error}); write it again"
+            ) from error
         yield from enumerate(table.to_pylist(), start=1)
         return
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
@@ -78,21 +82,28 @@ def _rows(path: Path, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{key}: line {number} of {str(path)!r} is not JSON ({error}); one object per line") from error
+            raise ValueError(
+                f"{key}: line {number} of {str(path)!r} is not JSON ({error}); one object per line"
+            ) from error
         if not isinstance(row, dict):
-            raise ValueError(f"{key}: line {number} of {str(path)!r} must be a JSON object, got {row!r}; "
-                             'write {"prompt": "..."}')
+            raise ValueError(
+                f'{key}: line {number} of {str(path)!r} must be a JSON object, got {row!r}; write {{"prompt": "..."}}'
+            )
         yield number, row
 
 
 def _to_prompt(row: dict[str, Any], path: Path, number: int, key: str) -> Prompt:
     if "prompt" not in row:
-        raise ValueError(f"{key}: row {number} of {str(path)!r} must have a column 'prompt', got columns "
-                         f"{sorted(row)}; rename the column that holds the text")
+        raise ValueError(
+            f"{key}: row {number} of {str(path)!r} must have a column 'prompt', got columns "
+            f"{sorted(row)}; rename the column that holds the text"
+        )
     text = _text(row["prompt"])
     if not text:
-        raise ValueError(f"{key}: the prompt in row {number} of {str(path)!r} must be a non-empty string or a chat with "
-                         f"a user message, got {row['prompt']!r}; fill it in or remove the row")
+        raise ValueError(
+            f"{key}: the prompt in row {number} of {str(path)!r} must be a non-empty string or a chat with "
+            f"a user message, got {row['prompt']!r}; fill it in or remove the row"
+        )
     reward_model = row.get("reward_model") or {}
     return Prompt(
         text=text,

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of a diffusers transformer: all or nothing on disk, bitwise on resume.
 
-Files are verl's, per rank: model, optimizer, extra (schedule, RNG); `digen_state_*` adds the EMA and the
-counters. With "hf_model" in `checkpoint.save_contents` also what other tools load, written by rank 0 and
-gathered tensor by tensor:
+Files are verl's, per rank: model, optimizer, extra (schedule, RNG); `digen_state_*` adds the EMA and counters.
+With "hf_model" in `actor_rollout_ref.actor.checkpoint.save_contents` also what other tools load, gathered tensor
+by tensor and written by rank 0:
 
     transformer/     full weights in the diffusers format
     lora_adapter/    with LoRA instead: the adapter, in peft's format (`lora_adapter_path` reads it back) and
@@ -33,7 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY, LORA_WEIGHT_NAME_SAFE
-from diffusers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFETENSORS_WEIGHTS_NAME
+from diffusers.utils.constants import SAFE_WEIGHTS_INDEX_NAME, SAFETENSORS_WEIGHTS_NAME
 from peft import PeftModel
 from peft.utils import SAFETENSORS_WEIGHTS_NAME as ADAPTER_WEIGHTS_NAME
 from safetensors import SafetensorError
@@ -56,8 +56,7 @@ WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)
 
 @dataclass
 class UpdateState:
-    """What an engine carries from update to update beside weights and optimizer. Written by the engine
-    alone."""
+    """What an engine carries from update to update beside weights and optimizer; only the engine writes it."""
 
     num_updates: int = 0
     """Optimizer steps that changed the weights."""
@@ -91,12 +90,11 @@ class DiffusersCheckpointManager(FSDPCheckpointManager):
         self.previous_global_step = global_step
         if self.rank == 0:
             self.ensure_checkpoint_capacity(max_ckpt_to_keep)  # type: ignore[arg-type]
-        with _all_or_nothing(Path(local_path).absolute()) as folder:
-            self._save_shards(folder)
-            if self.rank == 0:
-                self._save_description(folder)
+        target = Path(local_path).absolute()
+        with _all_or_nothing(target) as folder:
+            _on_all_ranks(target, lambda: self._save_shards(folder))
             if self.should_save_hf_model:
-                self._save_export(folder)
+                _on_all_ranks(target, lambda: self._save_export(folder))
         if self.rank == 0:
             self.register_checkpoint(local_path, max_ckpt_to_keep)  # type: ignore[arg-type]
             logger.info("saved checkpoint %s", local_path)
@@ -115,6 +113,8 @@ class DiffusersCheckpointManager(FSDPCheckpointManager):
                     folder / self._file("extra_state"),
                 )
                 _save(_to_dict(self.update_state), folder / self._file("digen_state"))
+        if self.rank == 0:
+            self._save_description(folder)
 
     def _model_state(self) -> dict[str, Tensor]:
         state = self.model.state_dict()
@@ -136,9 +136,7 @@ class DiffusersCheckpointManager(FSDPCheckpointManager):
             if writes:
                 save_adapter(self.model, tensors, folder / "lora_adapter")
             return
-        save_transformer(
-            self.model, full_weights(self.model, merge_lora=False), folder / "transformer", writes=writes
-        )
+        save_transformer(self.model, full_weights(self.model, merge_lora=False), folder / "transformer", writes=writes)
 
     # -- load ---------------------------------------------------------------------------------------------
     def load_checkpoint(
@@ -155,8 +153,8 @@ class DiffusersCheckpointManager(FSDPCheckpointManager):
         if self.should_load_model and not (folder / self._file("model")).is_file():
             found = sorted(file.name for file in folder.glob("model_world_size_*_rank_0.pt"))
             raise ValueError(
-                f"trainer.resume_from_path needs a checkpoint saved by {self.world_size} trainer ranks, {local_path} holds "
-                f"{', '.join(found) or 'none'}; resume with as many ranks, or start from its `transformer` export"
+                f"a run on {self.world_size} trainer ranks resumes from a checkpoint of as many, but {local_path} "
+                f"has {', '.join(found) or 'none'}; change trainer.nnodes x trainer.n_gpus_per_node, or start a new run"
             )
         super().load_checkpoint(local_path, hdfs_path, del_local_after_load)  # type: ignore[arg-type]
         state = folder / self._file("digen_state")
@@ -192,53 +190,58 @@ def _device(shadow: ShadowWeights) -> torch.device:
 # -- writing ----------------------------------------------------------------------------------------------
 @contextmanager
 def _all_or_nothing(folder: Path) -> Iterator[Path]:
-    """A folder to write to, renamed to `folder` if no rank raised one of `WRITE_ERRORS`, removed if one did.
+    """A folder to write to, renamed to `folder` at the end, or removed if the body raised on any rank.
 
-    Ranks may or may not share a file system: on each, the rank whose mkdir succeeded cleans up and renames.
+    The body writes through `_on_all_ranks`, so that it raises on all ranks or none. Ranks may or may not share a file
+    system: on each, the rank whose mkdir succeeded cleans up and renames.
     """
     token = [secrets.token_hex(4)]
     dist.broadcast_object_list(token, src=0)
     partial = folder.with_name(f"{folder.name}.partial-{token[0]}")
-    error: BaseException | None = None
     is_owner = False
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
+
+    def make_folder() -> None:
+        nonlocal is_owner
+        partial.parent.mkdir(parents=True, exist_ok=True)
         try:
             partial.mkdir()
-            is_owner = True
         except FileExistsError:
-            pass
-        if is_owner:
-            for leftover in folder.parent.glob(f"{folder.name}.partial-*"):
-                if leftover != partial:
-                    shutil.rmtree(leftover, ignore_errors=True)
-    except OSError as raised:
-        error = raised
-    _raise_everywhere(folder, error)
-    try:
-        yield partial
-    except WRITE_ERRORS as raised:
-        error = raised
-    try:
-        _raise_everywhere(folder, error)
+            return
+        is_owner = True
+        for leftover in partial.parent.glob(f"{folder.name}.partial-*"):
+            if leftover != partial:
+                shutil.rmtree(leftover, ignore_errors=True)
+
+    def put_in_place() -> None:
         if is_owner:
             _replace(partial, folder)
+
+    try:
+        _on_all_ranks(folder, make_folder)
+        yield partial
+        _on_all_ranks(folder, put_in_place)
     except BaseException:
         if is_owner:
             shutil.rmtree(partial, ignore_errors=True)
         raise
-    dist.barrier()
 
 
-def _raise_everywhere(folder: Path, error: BaseException | None) -> None:
+def _on_all_ranks(folder: Path, write: Callable[[], None]) -> None:
+    """Run `write`; RuntimeError on every rank if it raised one of `WRITE_ERRORS` on any."""
+    error: BaseException | None = None
+    try:
+        write()
+    except WRITE_ERRORS as raised:
+        error = raised
     errors: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(errors, None if error is None else f"{type(error).__name__}: {error}")
     failed = {rank: text for rank, text in enumerate(errors) if text is not None}
     if failed:
         rank, text = next(iter(failed.items()))
         raise RuntimeError(
-            f"the checkpoint {folder} could not be written ({len(failed)} of {len(errors)} ranks failed, rank {rank}: "
-            f"{text}); make room on the disk or set trainer.default_local_dir to another one. Older checkpoints are intact"
+            f"the checkpoint {folder} could not be written, {len(failed)} of {len(errors)} ranks failed (rank {rank}: "
+            f"{text}); make room on the disk, or let trainer.default_local_dir name another one; "
+            "older checkpoints are untouched"
         ) from error
 
 
@@ -294,8 +297,7 @@ def save_transformer(
     """Write streamed tensors as a diffusers folder; at most one file's worth is held.
 
     Args:
-        writes: False consumes the tensors only. A rank that cannot write goes on consuming, for the others'
-            sake.
+        writes: False consumes the tensors only. A rank that cannot write goes on consuming, for the others.
     """
     error: BaseException | None = None
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's FSDP2 engine for a diffusers transformer.
 
-What is ours: how the module is built, what a micro-batch is (a tile of rows), the KL reference, the EMA, the
-export. What is verl's: sharding, mixed precision, optimizer, schedule, offload, clipping, the checkpoint's
-file names.
+What is ours: how the module is built, what a micro-batch is (a tile of rows), KL reference, EMA, export.
+What is verl's: sharding, mixed precision, optimizer, schedule, offload, clipping, file names of checkpoints.
 
     forward_backward_batch(data)
       samples -> rows -> tiles, as many on every rank
@@ -28,7 +27,6 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -82,9 +80,6 @@ def check_engine_config(config: FSDPEngineConfig) -> None:
     )
 
 
-# strategy "fsdp" is filed too, because `check_engine_config` names the key; verl would say "Unknown backend:
-# fsdp"
-@EngineRegistry.register(model_type=MODEL_TYPE, backend=["fsdp", "fsdp2"], device=["cuda", "npu", "cpu"])
 class DiffusersFSDPEngine(FSDPEngine):
     """See the module. Constructor and methods are verl's.
 
@@ -104,15 +99,15 @@ class DiffusersFSDPEngine(FSDPEngine):
     ):
         check_engine_config(engine_config)
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)  # pyright: ignore
-        assert model_config.local_path is not None
         self.digen = model_config.digen
         self.model = load_model(model_config.local_path)
         self.state = UpdateState()
         self.reference: ShadowWeights | None = None
-        """The start weights of a full fine-tune with a KL term; LoRA's reference is the adapter switched
-        off."""
+        """The start weights, for the KL term of a full fine-tune; LoRA's reference is the adapter switched off."""
         self.wire_dtype: torch.dtype | None = None
         """dtype of exported floating tensors; None keeps each parameter's own."""
+        self.exports_average = False
+        """Whether exports are of the EMA by default, for validation with averaged weights."""
 
     # -- build --------------------------------------------------------------------------------------------
     def initialize(self) -> None:
@@ -134,8 +129,7 @@ class DiffusersFSDPEngine(FSDPEngine):
         )
 
     def _build_module(self) -> nn.Module:
-        """The transformer: real on rank 0, which verl's `fsdp2_load_full_state_dict` broadcasts from; meta
-        elsewhere."""
+        """The transformer; real on rank 0, from which verl's `fsdp2_load_full_state_dict` broadcasts, else meta."""
         dtype = PrecisionType.to_dtype(self.engine_config.model_dtype)
         module = self.model.load_transformer(dtype, meta=self.rank != 0)
         if self.model_config.enable_gradient_checkpointing:
@@ -143,8 +137,11 @@ class DiffusersFSDPEngine(FSDPEngine):
         return module
 
     def _build_lora_module(self, module: nn.Module) -> nn.Module:
-        """Wrap with peft. verl's own asks a transformers model for input gradients and rounds adapters to
-        the base's dtype; adapters stay fp32 here, because an update of 3e-4 is lost on bf16 weights."""
+        """Wrap with peft.
+
+        verl's own asks for a transformers model, and rounds the adapter to the base's dtype. The adapter stays fp32
+        here: an update of 3e-4 is lost on bf16 weights.
+        """
         config = self.model_config.lora_config()
         if self.model_config.lora_adapter_path is not None and self.rank == 0:
             return PeftModel.from_pretrained(
@@ -159,8 +156,7 @@ class DiffusersFSDPEngine(FSDPEngine):
     def _build_fsdp_module(self, module: nn.Module) -> nn.Module:
         if not (self.engine_config.forward_only and get_device_name() == "cpu"):
             return super()._build_fsdp_module(module)
-        # verl offloads a forward-only engine through pinned memory, which a machine without accelerator has
-        # not
+        # verl offloads a forward-only engine through pinned memory, which needs an accelerator
         self.engine_config.forward_only = False
         try:
             return super()._build_fsdp_module(module)
@@ -171,8 +167,7 @@ class DiffusersFSDPEngine(FSDPEngine):
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool = False
     ) -> dict[str, Any]:
-        """Run all rows of `data` (see `read_samples`); leaves the gradient of the logical batch unless
-        `forward_only`.
+        """Run all rows of `data` (see `read_samples`) and leave the logical batch's gradient, unless `forward_only`.
 
         Args:
             loss_function: a `DiffusionLoss`; not read when `forward_only`.
@@ -180,19 +175,17 @@ class DiffusersFSDPEngine(FSDPEngine):
         Returns:
             verl's shape: `loss`, one per tile, whose sum averaged over ranks is the batch's loss; `metrics`,
             floats that are the same on all ranks; `model_output`, with `log_probs` [B, K] (jagged if K
-            differs) when `forward_only`.
+            differs; 0 for padding samples) when `forward_only`.
         """
         samples = read_samples(data)
         if forward_only:
             return {"model_output": {"log_probs": self._log_probs(samples)}, "loss": [], "metrics": {}}
         assert isinstance(loss_function, DiffusionLoss)
-        samples = samples.real()
+        samples = samples.take(samples.trained)
         rows = make_rows(samples)
         tiles, num_rows = self._plan_tiles(rows, self._old_log_probs(samples, rows))
         if num_rows == 0:
-            raise RuntimeError(
-                "a training batch needs at least one sample with loss_mask 1; skip the update instead"
-            )
+            raise RuntimeError("a training batch needs at least one sample with loss_mask 1; skip the update instead")
         references: Sequence[Reference | None] = [None] * len(tiles)
         if self.reference is not None:
             references = self._score_reference(tiles)
@@ -234,15 +227,15 @@ class DiffusersFSDPEngine(FSDPEngine):
         return split_tiles(rows, old_log_probs, self.digen.rows_per_tile, int(count)), int(num_rows)
 
     def _old_log_probs(self, samples: Samples, rows: Rows) -> Tensor | None:
-        """[N] what the ratio is taken against, or None for the forward's own (see
-        `verl_digen.engine.loss`)."""
+        """[N] what the ratio is taken against, or None for the forward's own; see `verl_digen.engine.loss`."""
         if self.digen.old_log_probs == "rollout":
             return rows.log_probs
         if samples.old_log_probs is not None:
             return torch.cat(list(samples.old_log_probs))
         if self.digen.old_log_probs == "recompute":
             raise RuntimeError(
-                "digen.old_log_probs=recompute needs the column old_log_probs in the batch; compute it before the update"
+                "digen.old_log_probs=recompute needs the column old_log_probs in the batch; "
+                "compute it before the update"
             )
         return None
 
@@ -259,9 +252,7 @@ class DiffusersFSDPEngine(FSDPEngine):
         )
 
     def _to_device(self, rows: Rows) -> Rows:
-        """Rows on the device, but for the schedule, which the SDE reads on the host."""
-        moved = rows.to(torch.device(get_device_id()))
-        return replace(moved, sigmas=rows.sigmas, next_sigmas=rows.next_sigmas, sigma_max=rows.sigma_max)
+        return rows.to(torch.device(get_device_id()))
 
     @torch.no_grad()
     def _score_reference(self, tiles: Sequence[Tile]) -> list[Reference]:
@@ -272,13 +263,16 @@ class DiffusersFSDPEngine(FSDPEngine):
 
     @torch.no_grad()
     def _log_probs(self, samples: Samples) -> Tensor:
-        rows = make_rows(samples)
+        """In the tiles that training would use, so that both give the same numbers."""
+        trained = samples.take(samples.trained)
+        rows = make_rows(trained)
         tiles, _ = self._plan_tiles(rows, None)
         scored = [self._score(self._to_device(tile.rows))[0].log_prob.cpu() for tile in tiles]
-        per_sample = torch.cat(scored)[: len(rows)].split(samples.num_steps)
+        found = dict(zip(samples.trained, torch.cat(scored)[: len(rows)].split(trained.num_steps), strict=True))
+        per_sample = [found.get(index, torch.zeros(count)) for index, count in enumerate(samples.num_steps)]
         if len(set(samples.num_steps)) == 1:
             return torch.stack(per_sample)
-        return torch.nested.as_nested_tensor(list(per_sample), layout=torch.jagged)
+        return torch.nested.as_nested_tensor(per_sample, layout=torch.jagged)
 
     def _reduce(self, metrics: dict[str, Tensor]) -> dict[str, float]:
         """Combine metrics of all ranks, by the rule of `combine_metrics`."""
@@ -289,9 +283,11 @@ class DiffusersFSDPEngine(FSDPEngine):
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
-        """Forwards without the adapter. peft's own context also toggles `requires_grad`; where FSDP2 holds
-        gathered parameters it would do so on the wrong tensor, and the adapter would silently stop
-        training."""
+        """Forwards without the adapter.
+
+        peft's own context also switches `requires_grad`. With `reshard_after_forward=false` it finds the shards on
+        the way in and the gathered parameters on the way out, and the adapter never trains again.
+        """
         layers = [layer for layer in self.module.modules() if isinstance(layer, BaseTunerLayer)]
         for layer in layers:
             layer._disable_adapters = True
@@ -303,22 +299,20 @@ class DiffusersFSDPEngine(FSDPEngine):
 
     # -- update -------------------------------------------------------------------------------------------
     def train_batch(self, data: TensorDict, loss_function: Callable[..., Any]) -> dict[str, Any]:
-        """Zero the gradient, `forward_backward_batch`, `optimizer_step`: one optimizer step on all of
-        `data`."""
+        """One optimizer step on all of `data`: zero the gradient, `forward_backward_batch`, `optimizer_step`."""
         skipped = self.state.num_skipped
         outputs = super().train_batch(data, loss_function)
         outputs["metrics"]["num_skipped_updates"] = float(self.state.num_skipped - skipped)
         return outputs
 
     def optimizer_step(self) -> float:
-        """Clip, step, update the EMA; returns the norm of the gradient before clipping. Not finite:
-        nothing changes."""
+        """Clip, step, update the EMA; nothing of it if the gradient is not finite. Returns its norm before clipping."""
         grad_norm = super().optimizer_step()
         if not math.isfinite(grad_norm):
             self.state.num_skipped += 1
             logger.warning(
-                "optimizer step skipped, its gradient norm is %s (%d skipped so far); lower the learning rate or "
-                "actor_rollout_ref.actor.optim.clip_grad if this goes on",
+                "optimizer step skipped: its gradient norm is %s (%d skipped so far); "
+                "if this goes on, lower actor_rollout_ref.actor.optim.lr",
                 grad_norm,
                 self.state.num_skipped,
             )
@@ -334,19 +328,17 @@ class DiffusersFSDPEngine(FSDPEngine):
     def get_per_tensor_param(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, layered_summon: bool = False, base_sync_done: bool = True, *, ema: bool = False, **kwargs: Any
     ) -> tuple[NamedTensors, dict[str, Any] | None]:
-        """What a replica needs: (name, full tensor) pairs in `wire_dtype`, to be consumed by all ranks in
-        step.
+        """What a replica needs: (name, full tensor) in `wire_dtype`, to be consumed by all ranks in step.
 
-        Full weights, or with LoRA the merged ones (`model.lora.merge=true`), come under the checkpoint's
-        names without a peft config; an adapter alone under peft's names with its config. verl's other
-        arguments are not read.
+        Full weights, or with LoRA the merged ones (`model.lora.merge=true`), come under the checkpoint's names and
+        without a peft config; an adapter alone under peft's names and with its config.
 
         Args:
             base_sync_done: False yields the base weights where updates carry the adapter alone.
-            ema: the averaged weights in place of the current ones; nothing may train until all is consumed.
+            ema: the averaged weights, also without `exports_average`; nothing may train until all is consumed.
         """
         exported, config = self._export(base_sync_done)
-        return (self._averaged(exported) if ema else exported), config
+        return (self._averaged(exported) if ema or self.exports_average else exported), config
 
     def _export(self, base_sync_done: bool) -> tuple[NamedTensors, dict[str, Any] | None]:
         if not self._is_lora or self.model_config.merges_lora:
@@ -371,3 +363,10 @@ class DiffusersFSDPEngine(FSDPEngine):
 def _as_reference(scored: tuple[SdeStep, Tensor]) -> Reference:
     step, velocity = scored
     return Reference(step.mean, velocity)
+
+
+# Not a decorator: verl's erases the class's type. "fsdp" is filed too, because `check_engine_config` names the key,
+# where verl would say "Unknown backend: fsdp".
+EngineRegistry.register(model_type=MODEL_TYPE, backend=["fsdp", "fsdp2"], device=["cuda", "npu", "cpu"])(
+    DiffusersFSDPEngine
+)

@@ -5,8 +5,7 @@
 - A yielded tensor is a copy; it stays right when the weights move on.
 - Nothing of the module is changed: LoRA is merged into the copy, in fp32, rounded once.
 
-Invariants (tests/engine/test_export.py): names and shapes are the checkpoint's; an untrained model exports
-the checkpoint.
+Invariants (tests/engine/test_export.py): names and shapes are the checkpoint's; untrained, so are the values.
 """
 
 from __future__ import annotations
@@ -50,8 +49,10 @@ def full_weights(module: nn.Module, *, merge_lora: bool, dtype: torch.dtype | No
         full = _gather(value)
         if name in adapters:
             layer = adapters[name]
-            down = _gather(layer.lora_A[ADAPTER].weight.detach()).float()
-            up = _gather(layer.lora_B[ADAPTER].weight.detach()).float()
+            down, up = (
+                _gather(part.get_submodule(ADAPTER).get_parameter("weight")).float()
+                for part in (layer.lora_A, layer.lora_B)
+            )
             full = (full.float() + layer.scaling[ADAPTER] * (up @ down)).to(dtype or full.dtype)
         yield plain_name(name), _cast(full, dtype)
 
@@ -87,8 +88,9 @@ def _mergeable(module: nn.Module) -> dict[str, LoraLayer]:
             continue
         if not isinstance(layer.get_base_layer(), nn.Linear) or layer.lora_variant:
             raise ValueError(
-                f"actor_rollout_ref.model.lora.merge=true needs plain LoRA on linear layers, got {type(layer).__name__} "
-                f"around {plain_name(name)}; set it to false, or leave this module out of target_modules"
+                "actor_rollout_ref.model.lora.merge=true needs plain LoRA on linear layers, got "
+                f"{type(layer).__name__} around {plain_name(name)}; set it to false, or leave this module out of "
+                "target_modules"
             )
         layers[f"{name}{BASE_LAYER}weight"] = layer
     return layers
@@ -98,8 +100,12 @@ def _gather(value: Tensor) -> Tensor:
     """The full tensor, in memory of its own, on the device that computes."""
     if not isinstance(value, DTensor):
         return value.detach().clone()
-    full = value.detach().to(get_device_id()).full_tensor()
-    return full.clone() if value.device_mesh.size() == 1 else full  # a mesh of one hands out the shard itself
+    on_device = value.detach().to(get_device_id())
+    assert isinstance(on_device, DTensor)
+    full = on_device.full_tensor()
+    # where one rank holds the whole tensor, that is its shard itself
+    is_shard = full.untyped_storage().data_ptr() == on_device.to_local().untyped_storage().data_ptr()
+    return full.clone() if is_shard else full
 
 
 def _cast(value: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -9,8 +9,7 @@ Which old log-probs, by `digen.old_log_probs`:
 | recompute | a forward before the update | a forward before the update |
 | rollout | recorded at generation | recorded at generation |
 
-Invariant: losses of tiles add up to the loss of the logical batch, because every mean divides by its
-`num_rows`.
+Invariant: losses of tiles add up to that of the logical batch, because every mean divides by its `num_rows`.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ from verl_digen.types import Rows
 
 
 def needs_recompute(old_log_probs: str, num_updates: int) -> bool:
-    """True if `digen.old_log_probs` asks for a forward before an update that takes `num_updates` optimizer
-    steps."""
+    """True if `digen.old_log_probs` asks for a forward before an update of `num_updates` optimizer steps."""
     return old_log_probs == "recompute" or (old_log_probs == "auto" and num_updates > 1)
 
 
@@ -121,8 +119,7 @@ def rollout_gap(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def combine_metrics(metrics: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Metrics of tiles -> of the batch: `_max` and `_min` by max and min, others (shares of a mean) by
-    sum."""
+    """Metrics of tiles -> of the batch: `_max` and `_min` by max and min, others (shares of a mean) by sum."""
     gathered: dict[str, list[Tensor]] = {}
     for one in metrics:
         for name, value in one.items():

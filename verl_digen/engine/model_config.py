@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`actor_rollout_ref.model` for a diffusion model; takes the place of verl's `HFModelConfig`.
 
-- verl builds it from the composed config in every process that needs the model: trainer ranks, replicas,
-  agent loop. So it reads JSON files at most, and carries the `digen:` section to the engine and the replicas.
+- verl builds it in every process that needs the model: trainer ranks, replicas, agent loop. So building it reads
+  JSON files at most; only reading `local_path` fetches weights.
+- It carries the `digen:` section to the engine and the replicas.
 - Fields that diffusion has no use for exist because verl's code reads them; they say so.
 
 Invariant: after construction `lora_rank` and `lora_alpha` are the only source of LoRA's size, whichever of
@@ -12,6 +13,7 @@ verl's two spellings (`lora_rank`, `lora.rank`) or an adapter's own config it ca
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +28,7 @@ from verl.workers.config import MtpConfig
 
 from verl_digen.config import DigenConfig, digen_config, require
 from verl_digen.models import load_model, read_architecture
+from verl_digen.models.locate import locate, locate_index
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -46,7 +49,6 @@ class DiffusionModelConfig(BaseConfig):
     `actor_rollout_ref.model`."""
 
     _mutable_fields = {  # noqa: RUF012 - verl's way to declare them
-        "local_path",
         "tokenizer_path",
         "hf_config",
         "model_type",
@@ -59,9 +61,7 @@ class DiffusionModelConfig(BaseConfig):
     }
 
     path: str = MISSING
-    """Folder (or hdfs:// address) of a checkpoint in the diffusers format, with `model_index.json`."""
-    local_path: str | None = None
-    """Where `path` lies on this machine; filled in."""
+    """Checkpoint in the diffusers format: a folder with `model_index.json`, a repository of the hub, or hdfs://."""
     use_shm: bool = False
     """Copy the checkpoint to shared memory before it is read."""
     external_lib: Any = None
@@ -90,8 +90,7 @@ class DiffusionModelConfig(BaseConfig):
     target_parameters: list[str] | None = None
     """Parameters LoRA adapts directly; they cannot be merged or sent to a replica."""
     lora_adapter_path: str | None = None
-    """peft folder of an adapter to go on training; its rank and alpha count. The KL reference is the base
-    model."""
+    """peft folder of an adapter to go on training; its rank and alpha count. The KL reference is the bare model."""
 
     # -- read by verl, without meaning here ---------------------------------------------------------------
     model_type: str = MODEL_TYPE
@@ -114,8 +113,8 @@ class DiffusionModelConfig(BaseConfig):
                 self[key],
                 "drop it",
             )
-        self.local_path = copy_to_local(self.path, use_shm=self.use_shm)
-        self.hf_config = SimpleNamespace(model_type=read_architecture(self.local_path))
+        index = self.local_path if "://" in self.path else locate_index(os.path.expanduser(self.path))
+        self.hf_config = SimpleNamespace(model_type=read_architecture(index))
         if self.tokenizer_path is None:
             self.tokenizer_path = self.path
         self._settle_lora()
@@ -151,16 +150,14 @@ class DiffusionModelConfig(BaseConfig):
             self._adopt_adapter(self.lora_adapter_path)
         _require(self.lora_alpha > 0, "lora_alpha must be > 0", self.lora_alpha, "twice the rank is usual")
         _require(
-            self.target_modules is None
-            or isinstance(self.target_modules, str)
-            or _are_names(self.target_modules),
+            self.target_modules is None or isinstance(self.target_modules, str) or _are_names(self.target_modules),
             "target_modules must be null, a regex, or a list of module-name suffixes",
             self.target_modules,
             "null takes the architecture's own list",
         )
 
     def _adopt_adapter(self, adapter_path: str) -> None:
-        self.lora_adapter_path = copy_to_local(adapter_path, use_shm=self.use_shm)
+        self.lora_adapter_path = copy_to_local(os.path.expanduser(adapter_path), use_shm=self.use_shm)
         file = Path(self.lora_adapter_path) / ADAPTER_CONFIG_NAME
         _require(
             file.is_file(),
@@ -176,6 +173,11 @@ class DiffusionModelConfig(BaseConfig):
             "drop lora_rank",
         )
         self.lora_rank, self.lora_alpha = saved["r"], saved["lora_alpha"]
+
+    @property
+    def local_path(self) -> str:
+        """The checkpoint's folder on this machine; reading it the first time may fetch the checkpoint."""
+        return str(locate(os.path.expanduser(self.path), use_shm=self.use_shm))
 
     @property
     def merges_lora(self) -> bool:
@@ -196,7 +198,6 @@ class DiffusionModelConfig(BaseConfig):
             return config
         targets = self.target_modules
         if targets is None and self.target_parameters is None:
-            assert self.local_path is not None
             targets = list(load_model(self.local_path).lora_targets)
         return LoraConfig(
             r=self.lora_rank,
@@ -208,8 +209,7 @@ class DiffusionModelConfig(BaseConfig):
         )
 
     def adapter_config(self) -> LoraConfig | None:
-        """The adapter a replica must hold, because weight updates carry nothing else; None if they are
-        full weights."""
+        """The adapter a replica must hold because weight updates carry nothing else; None if they are full weights."""
         return self.lora_config() if self.lora_rank > 0 and not self.merges_lora else None
 
     def get_processor(self) -> None:
@@ -220,9 +220,7 @@ class DiffusionModelConfig(BaseConfig):
 def _to_digen(section: Any) -> DigenConfig:
     if isinstance(section, DigenConfig):
         return section
-    if isinstance(
-        section, DictConfig
-    ):  # interpolations are resolved where the section lies, before it is moved
+    if isinstance(section, DictConfig):  # interpolations are resolved where the section lies, before it is moved
         section = OmegaConf.to_container(section, resolve=True)
     if isinstance(section, Mapping):
         section = dict(section)

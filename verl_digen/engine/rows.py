@@ -3,8 +3,8 @@
 
 - A row is one (sample, trained step) pair. Rows lie sample after sample, each sample's steps in order; so a
   tile mostly holds rows of one prompt, whose text needs no padding.
-- A tile is what one forward/backward takes: `rows_per_tile` rows, the last one what is left. Every rank must
-  run the same number of forwards (FSDP's collectives); a rank that has fewer tiles appends tiles of one
+- A tile is what one forward/backward takes: `rows_per_tile` rows, the last one what is left.
+- Every rank must run as many forwards as the others (FSDP's collectives); one with fewer tiles adds tiles of one
   masked row.
 
 Invariants (tests/engine/test_rows.py)
@@ -22,16 +22,13 @@ from tensordict import TensorDict
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
 
+from verl_digen.pipeline.conditions import ConditionPair
 from verl_digen.types import TRAJECTORY_COLUMNS, Condition, Rows
-
-ConditionPair = tuple[Condition, Condition | None]
-"""(positive, negative or None without guidance) of one prompt."""
 
 
 @dataclass(frozen=True)
 class Samples:
-    """What a rank trains in one call: B samples, their number of trained steps K may differ. Lists have B
-    entries."""
+    """What a rank trains in one call: B samples, whose numbers of trained steps K may differ."""
 
     columns: Mapping[str, Sequence[Tensor]]
     """`TRAJECTORY_COLUMNS`, each sample's tensor without a batch dimension."""
@@ -52,10 +49,14 @@ class Samples:
         """K of each sample."""
         return [len(positions) for positions in self.columns["positions"]]
 
-    def real(self) -> Samples:
-        """Only the samples that train; the first one if none does, because a rank cannot sit a forward
-        out."""
-        keep = self.is_real.nonzero().flatten().tolist() or [0]
+    @property
+    def trained(self) -> list[int]:
+        """Indices of the real samples; of the first one if none is real, because a rank cannot sit a forward out."""
+        return self.is_real.nonzero().flatten().tolist() or [0]
+
+    def take(self, indices: Sequence[int]) -> Samples:
+        """These samples alone."""
+        keep = list(indices)
         return Samples(
             {name: [column[index] for index in keep] for name, column in self.columns.items()},
             [self.conditions[index] for index in keep],
@@ -66,13 +67,11 @@ class Samples:
 
 
 def read_samples(data: TensorDict) -> Samples:
-    """The border with verl: one entry per sample, tensor columns dense or jagged (TransferQueue's are
-    jagged).
+    """The border with verl: one entry per sample, tensor columns dense or jagged (TransferQueue's are jagged).
 
     Args:
-        data: `TRAJECTORY_COLUMNS`; `uid` per sample; `conditions`, uid -> `ConditionPair`. Optional:
-            `advantages` [B] or [B, 1]; `loss_mask` [B] or [B, 1], 0 for padding samples; `old_log_probs` [B,
-            K].
+        data: `TRAJECTORY_COLUMNS`; `uid` per sample; `conditions`, uid -> `ConditionPair`.
+            Optional: `advantages` [B] or [B, 1]; `loss_mask` likewise, 0 for padding samples; `old_log_probs` [B, K].
 
     Raises:
         RuntimeError: a column is missing, or a uid has no conditions.
@@ -80,23 +79,19 @@ def read_samples(data: TensorDict) -> Samples:
     missing = [name for name in (*TRAJECTORY_COLUMNS, "uid", "conditions") if name not in data]
     if missing:
         raise RuntimeError(
-            f"a training batch needs {', '.join(TRAJECTORY_COLUMNS)}, uid and conditions, but lacks {', '.join(missing)}; "
-            "select these columns when the batch is sent to the trainer"
+            f"a training batch needs {', '.join(TRAJECTORY_COLUMNS)}, uid and conditions, but lacks "
+            f"{', '.join(missing)}; select these columns when the batch is sent to the trainer"
         )
     uids, conditions = list(tu.get(data, "uid")), tu.get(data, "conditions")
     unknown = sorted({uid for uid in uids if uid not in conditions})
     if unknown:
-        raise RuntimeError(
-            f"groups {', '.join(unknown)} have no conditions; their prompts were published incompletely"
-        )
+        raise RuntimeError(f"groups {', '.join(unknown)} have no conditions; their prompts were published incompletely")
     return Samples(
         columns={name: list(data[name].unbind()) for name in TRAJECTORY_COLUMNS},
         conditions=[conditions[uid] for uid in uids],
         advantages=_per_sample(data, "advantages", len(uids), absent=0.0),
         is_real=_per_sample(data, "loss_mask", len(uids), absent=1.0) > 0,
-        old_log_probs=[row.float() for row in data["old_log_probs"].unbind()]
-        if "old_log_probs" in data
-        else None,
+        old_log_probs=[row.float() for row in data["old_log_probs"].unbind()] if "old_log_probs" in data else None,
     )
 
 
@@ -125,9 +120,7 @@ def make_rows(samples: Samples) -> Rows:
 
     negatives = [negative for _, negative in samples.conditions if negative is not None]
     if negatives and len(negatives) != len(samples):
-        raise RuntimeError(
-            "some prompts of a batch have negative conditions and some have none; sample all alike"
-        )
+        raise RuntimeError("some prompts of a batch have negative conditions and some have none; sample all alike")
     return Rows(
         latents=torch.cat(starts),
         next_latents=torch.cat(ends),
@@ -157,8 +150,7 @@ def num_tiles(num_rows: int, rows_per_tile: int) -> int:
 
 
 def split_tiles(rows: Rows, old_log_probs: Tensor | None, rows_per_tile: int, count: int) -> list[Tile]:
-    """`rows` and their old log-probs [N] as `count` tiles; those beyond what the rows need hold one masked
-    row."""
+    """`rows` and their old log-probs [N] as `count` tiles; those beyond what rows need hold one masked row."""
 
     def cut(part: slice) -> Tile:
         return Tile(rows[part], None if old_log_probs is None else old_log_probs[part])

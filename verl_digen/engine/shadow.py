@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A second copy of the trainable weights, kept as each rank's own shards: the EMA, or the frozen KL
-reference.
+"""A second copy of the trainable weights, kept as each rank's own shards: the EMA, or the frozen KL reference.
 
 - No collective: shards are copied, averaged and exchanged where they lie.
-- `swapped_in` puts the copy in place of the weights and back again. FSDP2 keeps gathered parameters of its
-  root (and of every block without `reshard_after_forward`) beyond a forward, so both ways start by
-  resharding: a forward must gather anew to see other weights.
+- `swapped_in` puts the copy in place of the weights and back again. With `reshard_after_forward=false` FSDP2 keeps
+  gathered parameters beyond a forward; so both ways start by resharding, and the next forward gathers anew.
 
 Invariant: after `swapped_in` the weights are bitwise what they were, also if the body raised.
 """
@@ -48,8 +46,7 @@ class ShadowWeights:
 
     def __init__(self, module: nn.Module, device: torch.device | str | None = None):
         self.shards = {
-            name: shard.to(device=device or shard.device, copy=True)
-            for name, shard in local_shards(module).items()
+            name: shard.to(device=device or shard.device, copy=True) for name, shard in local_shards(module).items()
         }
 
     @contextmanager
@@ -74,8 +71,8 @@ class ShadowWeights:
         """
         if state.keys() != self.shards.keys():
             raise RuntimeError(
-                f"the saved average holds {len(state)} parameters, this run trains {len(self.shards)} others; "
-                "resume with the same LoRA settings"
+                f"the saved average holds {len(state)} parameters, but this run trains {len(self.shards)}, and not "
+                "the same; resume with the same LoRA settings"
             )
         for name, shard in self.shards.items():
             shard.copy_(state[name])

@@ -21,7 +21,8 @@ from verl.single_controller.base.decorator import Dispatch, make_nd_compute_data
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
 from verl.utils.profiler import DistProfiler
-from verl.workers.engine_workers import ActorRolloutRefWorker
+from verl.utils.torch_dtypes import PrecisionType
+from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.loss import DiffusionLoss, needs_recompute
@@ -51,20 +52,31 @@ def share_cpu_cores() -> None:
 class DiffusionWorker(ActorRolloutRefWorker):
     """See the module."""
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # pyright: ignore[reportAttributeAccessIssue] - a dynamic enum
     def init_model(self) -> None:
         """Build the engine and the rollout handle."""
         ensure_process_group()
         share_cpu_cores()
         super().init_model()
         if self._is_actor:
-            self.actor.set_loss_fn(DiffusionLoss(self.engine.digen))
+            self.trainer.set_loss_fn(DiffusionLoss(self.engine.digen))
+            self.engine.wire_dtype = PrecisionType.to_dtype(self.config.rollout.dtype)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # pyright: ignore[reportAttributeAccessIssue]
+    def export_average(self, enabled: bool) -> None:
+        """Whether `update_weights` sends the EMA in place of the current weights, from now on."""
+        self.engine.exports_average = enabled
+
+    @property
+    def trainer(self) -> TrainingWorker:
+        """verl's worker around the engine; only in a worker with the actor's role."""
+        assert self.actor is not None
+        return self.actor
 
     @property
     def engine(self) -> DiffusersFSDPEngine:
         """The training engine of this rank."""
-        assert self.actor is not None
-        engine = self.actor.engine
+        engine = self.trainer.engine
         assert isinstance(engine, DiffusersFSDPEngine)
         return engine
 
@@ -82,17 +94,27 @@ class DiffusionWorker(ActorRolloutRefWorker):
         Args:
             data: see `verl_digen.engine.rows.read_samples`, without conditions, which are fetched by uid.
         """
-        return self.actor.infer_batch(_with_conditions(data)).cpu()
+        return self.trainer.infer_batch(_with_conditions(data)).cpu()
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     @DistProfiler.annotate(color="red", role="actor_update", scheduled=True)
     def update_actor(self, data: TensorDict) -> TensorDict:
-        """Train on this rank's samples, every rank on as many. Returns `metrics`, name -> float, the same on
-        all ranks.
+        """Train on this rank's samples, every rank on as many. Returns `metrics`, see `update`.
 
-        Old log-probs that `digen.old_log_probs` asks for and the batch has no column for are computed here.
+        Args:
+            data: see `verl_digen.engine.rows.read_samples`, without conditions, which are fetched by uid.
         """
-        data = _with_conditions(data)
+        metrics = self.update(_with_conditions(data))
+        return tu.get_tensordict(tensor_dict={}, non_tensor_dict={"metrics": metrics})
+
+    def update(self, data: TensorDict) -> dict[str, float]:
+        """`ppo_epochs` times over the mini-batches of `data`, in order, one optimizer step each.
+
+        Old log-probs that `digen.old_log_probs` asks for and `data` has no column for are computed first.
+
+        Returns:
+            Metrics, the same on all ranks; see `combine_updates`.
+        """
         mini_batches = [
             tu.index_select_tensor_dict(data, indices)
             for indices in torch.arange(len(data)).split(self.mini_batch_size)
@@ -101,26 +123,23 @@ class DiffusionWorker(ActorRolloutRefWorker):
         with self.engine.train_mode():
             if needs_recompute(self.engine.digen.old_log_probs, num_updates) and "old_log_probs" not in data:
                 for mini_batch in mini_batches:
-                    scored = self.engine.infer_batch(mini_batch)
-                    mini_batch["old_log_probs"] = scored["model_output"]["log_probs"]
+                    mini_batch["old_log_probs"] = self.engine.infer_batch(mini_batch)["model_output"]["log_probs"]
             outputs = []
             for number in range(num_updates):
                 mini_batch = mini_batches[number % len(mini_batches)]
                 tu.assign_non_tensor(
                     mini_batch, update_lr_scheduler=number == num_updates - 1, disable_auto_offload=True
                 )
-                outputs.append(tu.get(self.actor.train_batch(mini_batch), "metrics"))
-                self.actor.profiler.step()
-        return tu.get_tensordict(tensor_dict={}, non_tensor_dict={"metrics": combine_updates(outputs)})
+                outputs.append(tu.get(self.trainer.train_batch(mini_batch), "metrics"))
+                self.trainer.profiler.step()
+        return combine_updates(outputs)
 
 
 def combine_updates(outputs: list[dict[str, Any]]) -> dict[str, float]:
-    """Metrics of a call's optimizer steps -> of the call: `_max` and `_min` by max and min, counts `num_*` by
-    sum, others by mean.
+    """Metrics of optimizer steps -> of the call: `_max` and `_min` by max and min, `num_*` by sum, others by mean.
 
     Args:
-        outputs: as verl's training worker returns them: a number, or the list of every rank's, which are
-            equal.
+        outputs: verl's training worker gives a number, or the list of every rank's, which are equal.
     """
     series: dict[str, list[float]] = {}
     for output in outputs:

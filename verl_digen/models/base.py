@@ -141,9 +141,7 @@ class DiffusionModel(ABC):
         """The dtype to give the network its inputs in: what it computes in, whatever wraps it."""
         if self.compute_dtype is not None:
             return self.compute_dtype
-        return next(
-            parameter.dtype for parameter in transformer.parameters() if parameter.is_floating_point()
-        )
+        return next(parameter.dtype for parameter in transformer.parameters() if parameter.is_floating_point())
 
     def velocity(
         self,
@@ -169,8 +167,6 @@ class DiffusionModel(ABC):
         if guidance_scale == 1.0 or negative_conditions is None:
             return self.predict(transformer, latents, sigmas, self.collate(conditions), geometry).float()
         both = self.collate([*conditions, *negative_conditions])
-        branches = self.predict(
-            transformer, torch.cat([latents, latents]), torch.cat([sigmas, sigmas]), both, geometry
-        )
+        branches = self.predict(transformer, torch.cat([latents, latents]), torch.cat([sigmas, sigmas]), both, geometry)
         positive, negative = branches.float().chunk(2)
         return self.guide(positive, negative, guidance_scale)

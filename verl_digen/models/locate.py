@@ -50,7 +50,7 @@ def _from_hub(path: str, fetch: Callable[[], str]) -> str:
         return fetch()
     except Exception as error:  # the hub's client raises many kinds; each is told in one line
         raise ValueError(
-            f"actor_rollout_ref.model.path must be a folder with a diffusers checkpoint or a repository of the hub, got "
-            f"{path!r}, which is no folder here and could not be fetched ({type(error).__name__}); check the name, the "
-            "network and the access token (HF_TOKEN), or download it first and give the folder"
+            "actor_rollout_ref.model.path must be a folder with a diffusers checkpoint or a repository of the hub, "
+            f"got {path!r}, which is no folder here and could not be fetched ({type(error).__name__}); check the name, "
+            "the network and the access token (HF_TOKEN), or download it first and give the folder"
         ) from error

@@ -72,9 +72,7 @@ class QwenImage(DiffusionModel):
         Prompts are encoded one at a time, so that an embedding does not depend on which others were asked for
         with it (low-precision kernels differ with the batch's shape).
         """
-        pipeline = QwenImagePipeline.from_pretrained(
-            self.path, transformer=None, vae=None, scheduler=None, dtype=dtype
-        )
+        pipeline = QwenImagePipeline.from_pretrained(self.path, transformer=None, vae=None, scheduler=None, dtype=dtype)
         # Only the language model's last hidden state is read: free what would see pictures and predict words.
         pipeline.text_encoder.model.visual = None
         pipeline.text_encoder.lm_head = nn.Identity()
@@ -85,9 +83,7 @@ class QwenImage(DiffusionModel):
         def encode(prompts: Sequence[str]) -> list[Condition]:
             embeds = {}
             for prompt in dict.fromkeys(prompts):
-                embeds[prompt], _ = pipeline.encode_prompt(
-                    prompt, device=device, max_sequence_length=MAX_TEXT_TOKENS
-                )
+                embeds[prompt], _ = pipeline.encode_prompt(prompt, device=device, max_sequence_length=MAX_TEXT_TOKENS)
             return [{"embeds": embeds[prompt][0]} for prompt in prompts]
 
         return encode

@@ -92,7 +92,9 @@ def save_before_after(before: Sequence[Shown], after: Sequence[Shown], path: Pat
 def _paste(canvas: Image.Image, draw: ImageDraw.ImageDraw, entry: Shown, left: int, top: int) -> None:
     with Image.open(entry.path) as image:
         smooth = max(image.size) > CELL_PX
-        scaled = image.resize((CELL_PX - 4, CELL_PX - 4), Image.Resampling.LANCZOS if smooth else Image.Resampling.NEAREST)
+        scaled = image.resize(
+            (CELL_PX - 4, CELL_PX - 4), Image.Resampling.LANCZOS if smooth else Image.Resampling.NEAREST
+        )
     canvas.paste(scaled, (left + 2, top))
     caption = "\n".join(textwrap.wrap(entry.prompt, 26)[:3])
     draw.text((left + 4, top + CELL_PX - 2), f"{entry.reward:.2f}  {caption}", fill="black", font=_font(11))

@@ -6,10 +6,11 @@
 | `reward/mean`, `_std`, `_min`, `_max` | reward | over the samples of the logical batch |
 | `reward/NAME` | reward | mean of one reward function, or of one of its details |
 | `reward/zero_spread_groups` | groups | groups whose samples all scored the same: they carry no gradient |
-| `rollout/version_age_max_versions` | versions | optimizer steps between the generating and the trained version; 0 in strict mode |
-| `perf/images_per_s`, `perf/images_per_s_per_device` | 1/s | samples of the step over its whole time; over all devices |
+| `rollout/version_age_max_versions` | versions | between the generating and the trained weights; 0 in strict mode |
+| `perf/images_per_s`, `..._per_device` | 1/s | samples of the step over its whole time; over all devices |
 | `perf/step_s` | s | the whole step, checkpoint excluded |
-| `perf/generate_s`, `perf/score_s`, `perf/train_s` | s | time in which at least one sample was being generated, scored; time in the engine |
+| `perf/generate_s`, `perf/score_s` | s | time in which at least one sample was being generated, scored |
+| `perf/train_s` | s | the update, in the engine |
 | `perf/sync_s` | s | weights to the replicas |
 | `perf/overhead_s` | s | the step less generating, scoring and training: what the system itself costs |
 """

@@ -58,7 +58,9 @@ def fetch_conditions(uids: Sequence[str]) -> dict[str, ConditionPair]:
     distinct = list(dict.fromkeys(uids))
     rows = tq.kv_batch_get(keys=distinct, partition_id=CONDITION_PARTITION)
     if len(rows) != len(distinct):
-        raise RuntimeError(f"{len(distinct)} prompts are being trained but {len(rows)} have conditions in TransferQueue")
+        raise RuntimeError(
+            f"{len(distinct)} prompts are being trained but {len(rows)} have conditions in TransferQueue"
+        )
     columns = {str(name): list(rows.get(name).unbind()) for name in rows.keys()}  # noqa: SIM118 - a TensorDict
     return {
         uid: from_columns({name: tensors[index] for name, tensors in columns.items()})

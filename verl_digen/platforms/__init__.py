@@ -1,2 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
 """Platforms that verl lacks."""
+
+import verl  # noqa: F401 - first: importing verl loads our plugin, which imports and registers what is in this package

@@ -32,7 +32,7 @@ BACKEND_PACKAGES = (
     "habana_frameworks",
     "intel_extension_for_pytorch",
 )
-"""Packages that teach a CPU build of PyTorch an accelerator, beside those that say so by an entry point of PyTorch's."""
+"""Packages that teach a CPU build of PyTorch an accelerator, beside those with an entry point that says so."""
 
 
 @dataclass(frozen=True)

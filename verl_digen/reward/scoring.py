@@ -60,6 +60,7 @@ class Scorer:
         return SampleScore(reward=total, parts=parts)
 
     async def _call(self, reward: WeightedReward, sample: Mapping[str, Any]) -> Any:
+        last: Exception | None = None
         for attempt in range(1 + self.max_retries):
             try:
                 result = await asyncio.wait_for(_invoke(reward.function, sample), self.timeout_s)
@@ -67,8 +68,9 @@ class Scorer:
                 return result
             except Exception as error:
                 last = error
-                logger.warning("reward %s failed (attempt %d of %d): %r", reward.name, attempt + 1,
-                               1 + self.max_retries, error)
+                logger.warning(
+                    "reward %s failed (attempt %d of %d): %r", reward.name, attempt + 1, 1 + self.max_retries, error
+                )
         raise ScoringError(
             f"reward function {reward.name!r} failed {1 + self.max_retries} times, last with "
             f"{type(last).__name__}: {str(last) or f'no answer within digen.reward.timeout_s={self.timeout_s}'}"
@@ -89,7 +91,9 @@ def _read(name: str, result: Any) -> tuple[float, dict[str, float]]:
     score = result
     if isinstance(result, Mapping):
         if "score" not in result:
-            raise ValueError(f"reward function {name!r} must return a number or a dict with 'score', got {dict(result)!r}")
+            raise ValueError(
+                f"reward function {name!r} must return a number or a dict with 'score', got {dict(result)!r}"
+            )
         score = result["score"]
         details = {
             key: float(value)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -40,7 +41,7 @@ class DiffusersReplica(RolloutReplica):
                 ray.get_runtime_context().get_accelerator_ids()[resource][0],
             )
         )
-        server = (
+        server: Any = (
             ray.remote(DiffusersServer)
             .options(
                 name=server_name(self.replica_rank),

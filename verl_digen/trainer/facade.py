@@ -33,7 +33,7 @@ class RayFlowGRPOTrainer(RayPPOTrainer):
     def fit(self) -> None:
         """Train to the end, then close TransferQueue."""
         try:
-            manager = DiffusionAgentLoopManager.create(
+            manager: Any = DiffusionAgentLoopManager.create(  # awaited by verl's auto_await
                 config=self.config,
                 llm_client=self._trainer.get_llm_client(),
                 teacher_client=None,

@@ -17,9 +17,7 @@ class GroupReplayBuffer(ReplayBuffer):
     """Waits for the groups of a logical batch; a failed group is replaced by a fresh prompt and its reason kept."""
 
     def __init__(self, **kwargs: Any):
-        super().__init__(
-            **kwargs, poll_interval=POLL_INTERVAL_S, gen_batch_size=1, sync_refill_failed_groups=True
-        )
+        super().__init__(**kwargs, poll_interval=POLL_INTERVAL_S, gen_batch_size=1, sync_refill_failed_groups=True)
         self.last_error = ""
         """Why the group that failed last did."""
 

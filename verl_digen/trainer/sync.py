@@ -53,7 +53,7 @@ from verl_digen.observe.progress import progress_line
 from verl_digen.pipeline.conditions import CONDITION_PARTITION
 from verl_digen.reward.manager import DiffusionRewardLoopManager
 from verl_digen.trainer.checkpoint import DriverState, load_driver_state, publish, save_driver_state
-from verl_digen.trainer.replay_buffer import failure_reason
+from verl_digen.trainer.replay_buffer import GroupReplayBuffer, failure_reason
 from verl_digen.trainer.validation import draw_pictures, validation_metrics, validation_uid
 from verl_digen.types import TRAJECTORY_COLUMNS
 
@@ -67,6 +67,9 @@ NAME = "digen_flowgrpo"
 @register_trainer(NAME)
 class FlowGRPOTrainerSync(PPOTrainerSync):
     """Colocated synchronous FlowGRPO (and relatives) on diffusion models."""
+
+    replay_buffer: GroupReplayBuffer
+    agent_loop_manager: Any
 
     # verl's base class branches on this name and reads trainer.v1[name]; ours behaves as "sync" does
     trainer_mode = property(lambda self: "sync", lambda self, value: None)  # type: ignore[assignment]
@@ -141,9 +144,7 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
     def _compute_advantage(self, batch: Any, metrics: dict) -> Any:
         rewards = torch.tensor([tag["reward"] for tag in batch.tags], dtype=torch.float32)
         config = self.digen.advantage
-        advantages = group_advantages(
-            rewards, _groups(batch), scale=config.scale, ddof=config.ddof, eps=config.eps
-        )
+        advantages = group_advantages(rewards, _groups(batch), scale=config.scale, ddof=config.ddof, eps=config.eps)
         tq.kv_batch_put(
             keys=batch.keys,
             partition_id=batch.partition_id,
@@ -213,7 +214,9 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
             for reason in reasons:
                 logger.warning("a validation prompt failed: %s", reason)
             if len(reasons) == len(uids):
-                raise RunStopped(f"validation at step {self.global_steps}: every prompt failed; the last: {reasons[-1]}")
+                raise RunStopped(
+                    f"validation at step {self.global_steps}: every prompt failed; the last: {reasons[-1]}"
+                )
         if self._pictures is not None:
             ray.get(self._pictures)
         self._pictures = draw_pictures(self.run_dir, self.global_steps, tags, self.digen.num_logged_images)
@@ -221,7 +224,10 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
         if self._first_step is None:  # before the first step; later ones are part of their step's metrics
             self._metrics_file.append(self.global_steps, metrics)
         logger.info(
-            "validation after %d steps: reward %.4f over %d pictures", self.global_steps, metrics["val/reward"], len(tags)
+            "validation after %d steps: reward %.4f over %d pictures",
+            self.global_steps,
+            metrics["val/reward"],
+            len(tags),
         )
         if self.global_steps >= self.total_training_steps and self._pictures is not None:
             ray.get(self._pictures)
@@ -294,5 +300,3 @@ def _groups(batch: Any) -> list[str]:
 def _sort_key(key: str) -> tuple[str, int]:
     uid, sample_index, _ = key.split("_")
     return uid, int(sample_index)
-
-

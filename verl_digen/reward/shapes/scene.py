@@ -56,7 +56,7 @@ RADIUS = {1: (0.125, 0.155), 2: (0.115, 0.135), 3: (0.085, 0.1)}
 ROW_X = {2: (0.27, 0.73), 3: (0.18, 0.5, 0.82)}
 """Count -> where along x the shapes of a row stand; a row stands at y = 0.5."""
 
-ROW_JITTER = (0.015, 0.1)
+ROW_JITTER = (0.015, 0.06)
 """Each shape of a row stands at most this far from its place, along x and along y."""
 
 _COUNT_WORDS = {1: "a", 2: "two", 3: "three"}
@@ -105,9 +105,7 @@ class Scene:
             choices = ", ".join(ANCHORS)
             raise ValueError(f"the position of one shape must be one of {choices}, got {self.position!r}")
         if self.count > 1 and self.position is not None:
-            raise ValueError(
-                f"{self.count} shapes stand in a row and must have no position, got {self.position!r}"
-            )
+            raise ValueError(f"{self.count} shapes stand in a row and must have no position, got {self.position!r}")
 
 
 def all_scenes() -> list[Scene]:

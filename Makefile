@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+# Every target sets up what it needs in .venv; python3 (3.10 to 3.12) and make are enough. Settings: .ci/setup_env.sh
+
+BIN := .venv/bin
+# What `make quickstart` hands to verl, e.g. make quickstart ARGS="trainer.total_training_steps=3"
+ARGS ?=
+
+.PHONY: quickstart test lint format clean
+
+quickstart:  ## train a tiny model here and now
+	@.ci/setup_env.sh
+	PATH="$(CURDIR)/$(BIN):$$PATH" examples/quickstart.sh $(ARGS)
+
+test: lint  ## all checks; the same as in CI
+	$(BIN)/python -m pytest
+
+lint:
+	@.ci/setup_env.sh dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format:  ## what `make lint` can repair by itself
+	@.ci/setup_env.sh dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## remove what builds and tests leave; .venv and outputs/ stay
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

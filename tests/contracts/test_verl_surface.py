@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What we rely on in verl and Hydra: the first tests to fail when either moves."""
+
+import inspect
+
+import pytest
+
+
+def parameters(function):
+    """Names of a function's parameters, without self and cls."""
+    return [name for name in inspect.signature(function).parameters if name not in ("self", "cls")]
+
+
+def test_platform_has_the_members_that_ours_implements():
+    from verl.plugin.platform import PlatformBase, PlatformRegistry
+
+    from verl_digen.platforms.cpu import CpuPlatform
+
+    assert not CpuPlatform.__abstractmethods__
+    assert parameters(PlatformRegistry.register) == ["platform"]
+    for name in PlatformBase.__abstractmethods__:
+        ours, theirs = getattr(CpuPlatform, name), getattr(PlatformBase, name)
+        if callable(theirs):
+            assert parameters(ours) == parameters(theirs), name
+    assert parameters(CpuPlatform.is_platform_available) == parameters(PlatformBase.is_platform_available)
+
+
+def test_verl_ships_no_cpu_platform_of_its_own():
+    """When this fails, verl_digen.platforms can go."""
+    from verl.plugin.platform import PlatformRegistry
+
+    theirs = [PlatformRegistry.get(name) for name in PlatformRegistry.registered_names()]
+    assert not any(p.__module__.startswith("verl.") and "CPU" in p.__name__ for p in theirs if p)
+
+
+def test_registries_take_what_the_plugin_files():
+    from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY, get_trainer_cls, register_trainer
+    from verl.workers.engine import EngineRegistry
+    from verl.workers.rollout.base import _ROLLOUT_REGISTRY
+    from verl.workers.rollout.replica import RolloutReplicaRegistry
+
+    assert parameters(register_trainer) == parameters(get_trainer_cls) == ["name"]
+    assert "sync" in TRAINER_REGISTRY
+    assert parameters(EngineRegistry.register)[:3] == ["model_type", "backend", "device"]
+    assert parameters(RolloutReplicaRegistry.register) == ["name", "loader"]
+    assert ("vllm", "async") in _ROLLOUT_REGISTRY
+    assert all(isinstance(name, str) and "." in name for name in _ROLLOUT_REGISTRY.values())
+
+
+def test_verl_imports_the_module_of_a_plugin_and_calls_nothing():
+    import verl
+
+    source = inspect.getsource(verl)
+    assert 'group="verl.plugins"' in source
+    assert "_ep.load()\n" in source
+
+
+def test_main_takes_its_primary_config_from_the_package_we_add_to():
+    from verl.trainer import main_ppo
+
+    assert '@hydra.main(config_path="config", config_name="ppo_trainer"' in inspect.getsource(main_ppo)
+
+
+def test_configs_have_the_keys_that_recipes_set():
+    from verl.trainer.config.config import ModuleConfig
+    from verl.workers.config.reward import RewardManagerConfig
+    from verl.workers.config.rollout import AgentLoopConfig
+
+    assert {"agent_loop_manager_class", "default_agent_loop", "num_workers"} <= set(parameters(AgentLoopConfig))
+    assert {"source", "name", "module"} <= set(parameters(RewardManagerConfig))
+    assert "path" in parameters(ModuleConfig)
+
+
+def test_hydra_lets_system_exit_of_a_callback_pass_but_no_exception():
+    from hydra._internal.callbacks import Callbacks
+
+    class Raising:
+        def __init__(self, error):
+            self.error = error
+
+        def on_run_start(self, **kwargs):
+            raise self.error
+
+    callbacks = Callbacks()
+    callbacks.callbacks = [Raising(ValueError("swallowed"))]
+    with pytest.warns(UserWarning, match="swallowed"):
+        callbacks.on_run_start(config=None, config_name="")  # type: ignore[arg-type]
+    callbacks.callbacks = [Raising(SystemExit(2))]
+    with pytest.raises(SystemExit):
+        callbacks.on_run_start(config=None, config_name="")  # type: ignore[arg-type]

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Save all or nothing, resume bitwise, export for other tools."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
+from peft import PeftModel
+from tensordict import TensorDict
+
+from tests.engine.harness import (
+    LORA,
+    RefusesToBeWritten,
+    assert_equal,
+    make_batch,
+    make_engine,
+    perturb,
+    train,
+    weights,
+)
+from tests.engine.serial import plain_transformer
+from verl_digen.engine.checkpoint import save_transformer
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+EMA = {"ema": {"enable": True, "every_steps": 2}}
+
+
+@pytest.fixture(scope="module")
+def batch(tiny_qwen_image: Path) -> TensorDict:
+    return make_batch(tiny_qwen_image, group_size=2)
+
+
+@pytest.mark.parametrize("model", [{}, LORA], ids=["full", "lora"])
+def test_resumed_run_continues_bitwise(tiny_qwen_image: Path, tmp_path: Path, batch: TensorDict, model: dict):
+    options = {"model": model, "digen": EMA | {"kl": {"coef": 0.1}}, "optim": {"lr_warmup_steps": 4}}
+    straight, first = make_engine(tiny_qwen_image, **options), make_engine(tiny_qwen_image, **options)
+    train(first, batch, 3)
+    first.save_checkpoint(str(tmp_path / "step_3"), global_step=3)
+    drawn = torch.rand(3)
+
+    expected = train(straight, batch, 6)[-1]
+    resumed = make_engine(tiny_qwen_image, **options)
+    resumed.load_checkpoint(str(tmp_path / "step_3"), del_local_after_load=False)
+    assert torch.equal(torch.rand(3), drawn)
+    found = train(resumed, batch, 3)[-1]
+
+    assert_equal(weights(resumed), weights(straight))
+    assert_equal(weights(resumed, ema=True), weights(straight, ema=True))
+    assert found["metrics"] == expected["metrics"]
+    assert resumed.lr_scheduler.get_last_lr() == straight.lr_scheduler.get_last_lr()
+    assert resumed.state.num_updates == 6
+
+
+def test_lora_only_checkpoint_is_small_and_loads(tiny_qwen_image: Path, tmp_path: Path, batch: TensorDict):
+    engine = make_engine(tiny_qwen_image, model=LORA)
+    engine.checkpoint_manager.checkpoint_config = {"save_lora_only": True}
+    train(engine, batch)
+    engine.save_checkpoint(str(tmp_path / "step"))
+    saved = torch.load(tmp_path / "step" / "model_world_size_1_rank_0.pt", weights_only=False)
+    assert all("lora_" in name for name in saved)
+    resumed = make_engine(tiny_qwen_image, model=LORA)
+    resumed.load_checkpoint(str(tmp_path / "step"), del_local_after_load=False)
+    assert_equal(weights(resumed), weights(engine))
+
+
+def test_average_starts_from_loaded_weights_if_none_was_saved(tiny_qwen_image: Path, tmp_path: Path, batch, caplog):
+    engine = make_engine(tiny_qwen_image)
+    train(engine, batch)
+    engine.save_checkpoint(str(tmp_path / "step"))
+    resumed = make_engine(tiny_qwen_image, digen=EMA)
+    resumed.load_checkpoint(str(tmp_path / "step"), del_local_after_load=False)
+    assert_equal(weights(resumed, ema=True), weights(engine))
+    assert "no averaged weights" in caplog.text
+
+
+def test_other_number_of_ranks_is_refused(tiny_qwen_image: Path, tmp_path: Path):
+    (tmp_path / "model_world_size_4_rank_0.pt").touch()
+    with pytest.raises(ValueError, match=r"a run on 1 trainer ranks .* has model_world_size_4_rank_0\.pt"):
+        make_engine(tiny_qwen_image).load_checkpoint(str(tmp_path), del_local_after_load=False)
+
+
+def test_only_the_latest_are_kept(tiny_qwen_image: Path, tmp_path: Path):
+    engine = make_engine(tiny_qwen_image)
+    for step in (1, 2, 3):
+        engine.save_checkpoint(str(tmp_path / f"step_{step}" / "actor"), max_ckpt_to_keep=2)
+    assert [(tmp_path / f"step_{step}" / "actor").exists() for step in (1, 2, 3)] == [False, True, True]
+
+
+def test_saving_a_step_again_replaces_it(tiny_qwen_image: Path, tmp_path: Path, batch: TensorDict):
+    engine = make_engine(tiny_qwen_image)
+    engine.save_checkpoint(str(tmp_path / "step"))
+    (tmp_path / "step" / "stale").touch()
+    train(engine, batch)
+    engine.save_checkpoint(str(tmp_path / "step"))
+    assert not (tmp_path / "step" / "stale").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["step"]
+
+
+def test_leftover_of_a_killed_save_goes_with_the_next(tiny_qwen_image: Path, tmp_path: Path):
+    (tmp_path / "step.partial-0123abcd").mkdir()
+    make_engine(tiny_qwen_image).save_checkpoint(str(tmp_path / "step"))
+    assert [path.name for path in tmp_path.iterdir()] == ["step"]
+
+
+def test_failed_save_leaves_the_old_checkpoint(tiny_qwen_image: Path, tmp_path: Path, batch: TensorDict):
+    engine = make_engine(tiny_qwen_image, save=["model", "optimizer", "extra", "hf_model"])
+    engine.save_checkpoint(str(tmp_path / "step"))
+    saved = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "step").iterdir()}
+    train(engine, batch)
+    engine.optimizer.state["unsavable"] = RefusesToBeWritten()
+    with pytest.raises(RuntimeError, match=r"trainer.default_local_dir.*older checkpoints are untouched"):
+        engine.save_checkpoint(str(tmp_path / "step"))
+    assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "step").iterdir()} == saved
+    assert [path.name for path in tmp_path.iterdir()] == ["step"]
+    make_engine(tiny_qwen_image).load_checkpoint(str(tmp_path / "step"), del_local_after_load=False)
+
+
+FULL_DISK = """
+import resource, sys
+from pathlib import Path
+from tests.engine.harness import make_engine, process_group
+
+path, folder = sys.argv[1:]
+with process_group(0, 1, folder + "/store"):
+    engines = {contents: make_engine(path, save=[contents]) for contents in ("model", "hf_model")}
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))  # no file may grow beyond; python ignores the signal
+    for contents, engine in engines.items():
+        try:
+            engine.save_checkpoint(f"{folder}/checkpoints/{contents}/actor")
+        except RuntimeError as error:
+            print(contents, "RuntimeError:", error)
+"""
+
+
+@pytest.mark.slow
+def test_full_disk_raises_and_leaves_nothing(tiny_qwen_image: Path, tmp_path: Path):
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FULL_DISK, str(tiny_qwen_image), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    errors = [line for line in done.stdout.splitlines() if "make room on the disk, or let trainer.default" in line]
+    assert [error.split(maxsplit=1)[0] for error in errors] == ["model", "hf_model"], done.stdout + done.stderr
+    assert [list((tmp_path / "checkpoints" / name).iterdir()) for name in ("model", "hf_model")] == [[], []]
+
+
+# -- exports ----------------------------------------------------------------------------------------------
+def test_transformer_export_loads_in_diffusers(tiny_qwen_image: Path, tmp_path: Path, batch: TensorDict):
+    engine = make_engine(tiny_qwen_image, save=["model", "hf_model"])
+    train(engine, batch)
+    engine.save_checkpoint(str(tmp_path / "step"))
+    loaded = QwenImageTransformer2DModel.from_pretrained(tmp_path / "step" / "transformer")
+    assert_equal(loaded.state_dict(), weights(engine))
+
+
+def test_large_export_is_cut_into_files(tiny_qwen_image: Path, tmp_path: Path):
+    module = plain_transformer(tiny_qwen_image)
+    tensors = module.state_dict()
+    save_transformer(module, tensors.items(), tmp_path / "out", writes=True, max_file_bytes=100_000)
+    files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
+    assert files[0] == f"diffusion_pytorch_model-00001-of-{len(files):05d}.safetensors" and len(files) > 3
+    assert all(path.stat().st_size < 110_000 for path in (tmp_path / "out").glob("*.safetensors"))
+    assert_equal(QwenImageTransformer2DModel.from_pretrained(tmp_path / "out").state_dict(), tensors)
+
+
+def test_adapter_export_loads_in_peft_in_diffusers_and_here(tiny_qwen_image: Path, tmp_path: Path):
+    engine = make_engine(tiny_qwen_image, model=LORA, save=["hf_model"])
+    perturb(engine)
+    adapter = weights(engine)
+    engine.save_checkpoint(str(tmp_path / "step"))
+    folder = tmp_path / "step" / "lora_adapter"
+    assert not (tmp_path / "step" / "transformer").exists()
+
+    again = make_engine(tiny_qwen_image, model={"lora_adapter_path": str(folder)})
+    assert_equal(weights(again), adapter)
+    assert again.model_config.lora_rank == 4
+
+    merged = PeftModel.from_pretrained(plain_transformer(tiny_qwen_image), folder).merge_and_unload().state_dict()
+    pipeline = QwenImagePipeline.from_pretrained(tiny_qwen_image, text_encoder=None, vae=None)
+    pipeline.load_lora_weights(folder)
+    pipeline.fuse_lora()
+    pipeline.unload_lora_weights()
+    for name, value in pipeline.transformer.state_dict().items():
+        torch.testing.assert_close(value, merged[name], rtol=1e-5, atol=1e-6)
+    assert json.loads((folder / "adapter_config.json").read_text())["lora_alpha"] == 8

@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine on one rank against the serial loop."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from tests.engine.harness import (
+    LORA,
+    assert_close,
+    assert_equal,
+    gradients,
+    local_weights,
+    make_batch,
+    make_engine,
+    perturb,
+    select,
+    train,
+    weights,
+    with_mask,
+)
+from tests.engine.serial import flow_step, plain_lora, plain_transformer, serial_loss_and_gradient
+from verl_digen.engine.engine import DiffusersFSDPEngine
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+ALL = range(6)
+
+
+@pytest.fixture(scope="module")
+def batch(tiny_qwen_image: Path) -> TensorDict:
+    return make_batch(tiny_qwen_image)
+
+
+def adapter_of(engine: DiffusersFSDPEngine, path: Path):
+    return plain_lora(path, engine.model_config.lora_config(), weights(engine))
+
+
+def test_full_gradient_equals_serial_loop(tiny_qwen_image: Path, batch: TensorDict):
+    engine = make_engine(tiny_qwen_image)
+    found, output = gradients(engine, batch)
+    loss, expected = serial_loss_and_gradient(plain_transformer(tiny_qwen_image), tiny_qwen_image, batch, ALL)
+    assert_close(found, expected, 1e-5)
+    assert sum(output["loss"]).item() == pytest.approx(loss, rel=1e-5)
+    assert output["metrics"]["policy_loss"] == pytest.approx(loss, rel=1e-5)
+
+
+def test_lora_gradient_equals_serial_loop(tiny_qwen_image: Path, batch: TensorDict):
+    engine = make_engine(tiny_qwen_image, model=LORA)
+    perturb(engine)
+    found, _ = gradients(engine, batch)
+    _, expected = serial_loss_and_gradient(adapter_of(engine, tiny_qwen_image), tiny_qwen_image, batch, ALL)
+    assert len(found) == 2 * 7  # A and B of 3 layers in each of 2 blocks, and of img_in
+    assert_close(found, expected, 1e-5)
+
+
+def test_guided_gradient_equals_serial_loop(tiny_qwen_image: Path):
+    batch = make_batch(tiny_qwen_image, guidance_scale=3.0, group_size=2)
+    engine = make_engine(tiny_qwen_image, digen={"sampling": {"guidance_scale": 3.0}, "rows_per_tile": 5})
+    found, _ = gradients(engine, batch)
+    module = plain_transformer(tiny_qwen_image)
+    _, expected = serial_loss_and_gradient(module, tiny_qwen_image, batch, range(4), guidance_scale=3.0)
+    assert_close(found, expected, 2e-5)
+
+
+@pytest.mark.parametrize("rows_per_tile", [1, 7, 100])
+def test_tile_size_does_not_change_the_gradient(tiny_qwen_image: Path, batch: TensorDict, rows_per_tile: int):
+    expected, _ = gradients(make_engine(tiny_qwen_image), batch)
+    found, output = gradients(make_engine(tiny_qwen_image, digen={"rows_per_tile": rows_per_tile}), batch)
+    assert output["metrics"]["num_tiles"] == math.ceil(18 / rows_per_tile)
+    assert_close(found, expected, 1e-5)
+
+
+def test_gradient_checkpointing_does_not_change_the_gradient(tiny_qwen_image: Path, batch: TensorDict):
+    expected, _ = gradients(make_engine(tiny_qwen_image), batch)
+    engine = make_engine(tiny_qwen_image, model={"enable_gradient_checkpointing": True})
+    assert engine.module.is_gradient_checkpointing
+    found, _ = gradients(engine, batch)
+    assert_close(found, expected, 1e-6)
+
+
+def test_gradient_reduced_at_every_tile_is_the_same(tiny_qwen_image: Path, batch: TensorDict):
+    expected, _ = gradients(make_engine(tiny_qwen_image), batch)
+    engine = make_engine(tiny_qwen_image, fsdp={"use_no_sync_for_gradient_accumulation": False})
+    assert_close(gradients(engine, batch)[0], expected, 1e-5)
+
+
+def test_padding_samples_do_not_count(tiny_qwen_image: Path, batch: TensorDict):
+    engine = make_engine(tiny_qwen_image)
+    padded = with_mask(select(batch, [0, 1, 3, 4, 4, 0]), [1, 1, 1, 1, 0, 0])
+    found, output = gradients(engine, padded)
+    expected, _ = gradients(engine, select(batch, [0, 1, 3, 4]))
+    assert output["metrics"]["num_rows"] == 12
+    assert_equal(found, expected)
+
+
+def test_batch_of_padding_alone_is_refused(tiny_qwen_image: Path, batch: TensorDict):
+    with pytest.raises(RuntimeError, match="at least one sample with loss_mask 1"):
+        gradients(make_engine(tiny_qwen_image), with_mask(select(batch, [0, 1]), [0, 0]))
+
+
+def test_samples_with_different_numbers_of_trained_steps(tiny_qwen_image: Path):
+    batch = make_batch(tiny_qwen_image, windows=((0, 2), (1,)), group_size=2)
+    assert batch["sigmas"].is_nested
+    engine = make_engine(tiny_qwen_image)
+    found, output = gradients(engine, batch)
+    module = plain_transformer(tiny_qwen_image)
+    _, expected = serial_loss_and_gradient(module, tiny_qwen_image, batch, range(4))
+    assert output["metrics"]["num_rows"] == 6
+    assert_close(found, expected, 1e-5)
+    with engine.eval_mode():
+        log_probs = engine.infer_batch(batch)["model_output"]["log_probs"]
+    assert [len(row) for row in log_probs.unbind()] == [2, 2, 1, 1]
+
+
+# -- ratio and old log-probs ------------------------------------------------------------------------------
+def test_first_pass_has_ratio_exactly_one(tiny_qwen_image: Path, batch: TensorDict):
+    engine = make_engine(tiny_qwen_image)
+    for output in train(engine, batch, 2):  # also after the weights moved
+        assert output["metrics"]["ratio_deviation_max"] == 0.0
+        assert output["metrics"]["ratio_deviation_min"] == 0.0
+        assert output["metrics"]["clip_fraction"] == 0.0
+
+
+def test_inferred_log_probs_are_those_recorded_at_generation(tiny_qwen_image: Path, batch: TensorDict):
+    engine = make_engine(tiny_qwen_image)
+    with engine.eval_mode():
+        found = engine.infer_batch(batch)["model_output"]["log_probs"]
+    torch.testing.assert_close(found, batch["log_probs"], rtol=0, atol=2e-6)
+
+
+def test_given_old_log_probs_are_used(tiny_qwen_image: Path, batch: TensorDict):
+    engine = make_engine(tiny_qwen_image, digen={"loss": {"clip_range": 0.5}})
+    shifted = batch.clone()
+    shifted["old_log_probs"] = batch["log_probs"] - 0.25
+    _, output = gradients(engine, shifted)
+    assert output["metrics"]["ratio_deviation"] == pytest.approx(math.expm1(0.25), rel=1e-4)
+
+
+def test_rollout_log_probs_are_used_on_request(tiny_qwen_image: Path, batch: TensorDict):
+    engine = make_engine(tiny_qwen_image, digen={"old_log_probs": "rollout", "loss": {"clip_range": 0.5}})
+    shifted = batch.clone()
+    shifted["log_probs"] = batch["log_probs"] - 0.25
+    _, output = gradients(engine, shifted)
+    assert output["metrics"]["ratio_deviation"] == pytest.approx(math.expm1(0.25), rel=1e-4)
+
+
+def test_recompute_without_column_is_an_error(tiny_qwen_image: Path, batch: TensorDict):
+    with pytest.raises(RuntimeError, match="needs the column old_log_probs"):
+        gradients(make_engine(tiny_qwen_image, digen={"old_log_probs": "recompute"}), batch)
+
+
+def test_check_ratio_reports_the_gap_to_the_rollout(tiny_qwen_image: Path, batch: TensorDict):
+    engine = make_engine(tiny_qwen_image, digen={"check_ratio": True})
+    shifted = batch.clone()
+    shifted["log_probs"] = batch["log_probs"].clone()
+    shifted["log_probs"][2, 1] -= 0.5
+    metrics = gradients(engine, shifted)[1]["metrics"]
+    assert metrics["rollout_log_prob_gap_max"] == pytest.approx(0.5, abs=1e-5)
+    assert metrics["rollout_log_prob_gap"] == pytest.approx(0.5 / 18, abs=1e-5)
+    assert metrics["rollout_ratio_deviation_max"] == pytest.approx(math.expm1(0.5), abs=1e-4)
+
+
+# -- KL ---------------------------------------------------------------------------------------------------
+KL = {"kl": {"coef": 0.3}}
+
+
+@pytest.mark.parametrize("model", [{}, LORA], ids=["full", "lora"])
+def test_kl_is_zero_before_training(tiny_qwen_image: Path, batch: TensorDict, model: dict):
+    engine = make_engine(tiny_qwen_image, digen=KL, model=model)
+    found, output = gradients(engine, batch)
+    assert output["metrics"]["kl"] == 0.0
+    expected, _ = gradients(make_engine(tiny_qwen_image, model=model), batch)
+    assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("reshards", [True, False])
+def test_kl_of_full_weights_is_to_the_start_weights(tiny_qwen_image: Path, batch: TensorDict, reshards: bool):
+    engine = make_engine(tiny_qwen_image, digen=KL, fsdp={"reshard_after_forward": reshards})
+    train(engine, batch, 2)
+    before = local_weights(engine)
+    found, output = gradients(engine, batch)
+    assert_equal(local_weights(engine), before)
+    loss, expected = serial_loss_and_gradient(
+        plain_transformer(tiny_qwen_image, weights(engine)),
+        tiny_qwen_image,
+        batch,
+        ALL,
+        reference=plain_transformer(tiny_qwen_image),
+        kl_coef=0.3,
+    )
+    assert output["metrics"]["kl"] > 1e-6
+    assert sum(output["loss"]).item() == pytest.approx(loss, rel=1e-5)
+    assert_close(found, expected, 2e-5)
+
+
+def test_kl_of_lora_is_to_the_base(tiny_qwen_image: Path, batch: TensorDict):
+    engine = make_engine(tiny_qwen_image, digen=KL, model=LORA)
+    train(engine, batch, 2)
+    found, output = gradients(engine, batch)
+    loss, expected = serial_loss_and_gradient(
+        adapter_of(engine, tiny_qwen_image),
+        tiny_qwen_image,
+        batch,
+        ALL,
+        reference=plain_transformer(tiny_qwen_image),
+        kl_coef=0.3,
+    )
+    assert output["metrics"]["kl"] > 1e-6
+    assert sum(output["loss"]).item() == pytest.approx(loss, rel=1e-5)
+    assert_close(found, expected, 2e-5)
+
+
+@pytest.mark.parametrize("reshards", [True, False])
+def test_forward_without_adapter_does_not_stop_its_training(tiny_qwen_image: Path, batch: TensorDict, reshards: bool):
+    options = {"model": LORA, "digen": {"rows_per_tile": 100}, "fsdp": {"reshard_after_forward": reshards}}
+    untouched, engine = make_engine(tiny_qwen_image, **options), make_engine(tiny_qwen_image, **options)
+    perturb(untouched), perturb(engine)
+    expected, _ = gradients(untouched, batch)
+    for _ in range(2):
+        with engine.eval_mode(), engine.disable_adapter():
+            bare = engine.infer_batch(batch)["model_output"]["log_probs"]
+        torch.testing.assert_close(bare, batch["log_probs"], rtol=0, atol=2e-6)
+        found, _ = gradients(engine, batch)
+        assert_equal(found, expected)
+
+
+# -- update -----------------------------------------------------------------------------------------------
+def test_ema_follows_its_schedule(tiny_qwen_image: Path, batch: TensorDict):
+    engine = make_engine(tiny_qwen_image, digen={"ema": {"enable": True, "every_steps": 2, "max_decay": 0.3}})
+    average = local_weights(engine)
+    for k in range(5):
+        train(engine, batch)
+        if (k + 1) % 2 == 0:
+            decay = min((1 + k) / (10 + k), 0.3)
+            average = {name: decay * average[name] + (1 - decay) * now for name, now in local_weights(engine).items()}
+    current = weights(engine)
+    found = weights(engine, ema=True)
+    for name, value in average.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7)
+    assert any(not torch.equal(found[name], current[name]) for name in average)
+    assert_equal(weights(engine), current)
+
+
+def test_gradient_that_is_not_finite_changes_nothing_and_is_counted(
+    tiny_qwen_image: Path, batch: TensorDict, caplog: pytest.LogCaptureFixture
+):
+    engine = make_engine(tiny_qwen_image, digen={"ema": {"enable": True, "every_steps": 1}})
+    before, average = weights(engine), weights(engine, ema=True)
+    broken = batch.clone()
+    broken["advantages"] = batch["advantages"].clone()
+    broken["advantages"][0] = torch.nan
+    metrics = train(engine, broken)[0]["metrics"]
+    assert metrics["num_skipped_updates"] == 1
+    assert math.isnan(metrics["grad_norm"])
+    assert "optimizer step skipped" in caplog.text
+    assert_equal(weights(engine), before)
+    assert_equal(weights(engine, ema=True), average)
+    assert train(engine, batch)[0]["metrics"]["num_skipped_updates"] == 0
+    assert (engine.state.num_updates, engine.state.num_skipped) == (1, 1)
+
+
+def test_training_raises_the_likelihood_of_what_was_rewarded(tiny_qwen_image: Path, batch: TensorDict):
+    engine = make_engine(tiny_qwen_image, optim={"lr": 3e-4})
+    rewarded = batch.clone()
+    rewarded["advantages"] = torch.tensor([1.0, -1.0, 0.0, 1.0, -1.0, 0.0])
+    train(engine, rewarded, 5)
+    with engine.eval_mode():
+        gain = (engine.infer_batch(batch)["model_output"]["log_probs"] - batch["log_probs"]).mean(dim=1)
+    assert gain[[0, 3]].mean() > gain[[1, 4]].mean() + 1e-3
+
+
+def test_param_offload_gives_the_same_update(tiny_qwen_image: Path, batch: TensorDict):
+    plain, offloaded = make_engine(tiny_qwen_image), make_engine(tiny_qwen_image, fsdp={"param_offload": True})
+    train(plain, batch), train(offloaded, batch)
+    assert_equal(weights(offloaded), weights(plain))
+
+
+def test_bf16_base_keeps_its_adapter_in_fp32(tiny_qwen_image: Path, batch: TensorDict):
+    precision = {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+    engine = make_engine(tiny_qwen_image, model=LORA, fsdp={"model_dtype": "bf16", "mixed_precision": precision})
+    dtypes = {name: parameter.dtype for name, parameter in engine.module.named_parameters()}
+    assert all(dtype == (torch.float32 if "lora_" in name else torch.bfloat16) for name, dtype in dtypes.items())
+    before = weights(engine)
+    metrics = train(engine, batch)[0]["metrics"]
+    assert math.isfinite(metrics["grad_norm"])
+    assert metrics["ratio_deviation_max"] == 0.0
+    assert any(not torch.equal(value, before[name]) for name, value in weights(engine).items())
+
+
+# -- settings ---------------------------------------------------------------------------------------------
+def test_fsdp1_is_refused_by_its_key(tiny_qwen_image: Path):
+    with pytest.raises(ValueError, match=r"actor_rollout_ref\.actor\.strategy must be fsdp2"):
+        make_engine(tiny_qwen_image, fsdp={"strategy": "fsdp"})
+
+
+def test_forward_only_engine_scores_on_a_cpu(tiny_qwen_image: Path, batch: TensorDict):
+    engine = make_engine(tiny_qwen_image, fsdp={"forward_only": True})
+    assert engine.engine_config.forward_only and engine.optimizer is None
+    with engine.eval_mode():
+        found = engine.infer_batch(batch)["model_output"]["log_probs"]
+    torch.testing.assert_close(found, batch["log_probs"], rtol=0, atol=2e-6)
+
+
+def test_serial_reference_has_the_sampler_s_density(tiny_qwen_image: Path, batch: TensorDict):
+    """Else the tests above would compare two wrong things."""
+    module = plain_transformer(tiny_qwen_image)
+    mean, s, dt, x_next = flow_step(module, tiny_qwen_image, batch, 4, 2, 1.0)
+    std = s * torch.sqrt(-dt)
+    density = -((x_next - mean) ** 2) / (2 * std**2) - torch.log(std) - 0.5 * math.log(2 * math.pi)
+    assert density.mean().item() == pytest.approx(batch["log_probs"][4, 2].item(), abs=2e-6)

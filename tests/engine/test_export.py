@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What replicas and export files get."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import get_peft_model
+from tensordict import TensorDict
+
+from tests.engine.harness import (
+    LORA,
+    LORA_TARGETS,
+    assert_equal,
+    make_batch,
+    make_engine,
+    perturb,
+    train,
+    weights,
+)
+from tests.engine.serial import plain_lora, plain_transformer
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+MERGED = LORA | {"lora": {"merge": True}}
+
+
+@pytest.fixture(scope="module")
+def batch(tiny_qwen_image: Path) -> TensorDict:
+    return make_batch(tiny_qwen_image)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny_qwen_image: Path) -> dict[str, torch.Tensor]:
+    return plain_transformer(tiny_qwen_image).state_dict()
+
+
+@pytest.mark.parametrize("model", [{}, MERGED], ids=["full", "merged"])
+def test_untrained_model_exports_its_checkpoint(tiny_qwen_image: Path, checkpoint: dict, model: dict):
+    exported, config = make_engine(tiny_qwen_image, model=model).get_per_tensor_param()
+    assert config is None
+    assert_equal(dict(exported), checkpoint)
+
+
+@pytest.mark.parametrize("model", [{}, MERGED], ids=["full", "merged"])
+def test_exported_weights_compute_what_the_engine_computes(
+    tiny_qwen_image: Path, batch: TensorDict, checkpoint: dict, model: dict
+):
+    engine = make_engine(tiny_qwen_image, model=model)
+    train(engine, batch, 2)
+    exported = weights(engine)
+    assert {name: value.shape for name, value in exported.items()} == {
+        name: value.shape for name, value in checkpoint.items()
+    }
+    with engine.eval_mode():
+        expected = engine.infer_batch(batch)["model_output"]["log_probs"]
+    fresh = make_engine(tiny_qwen_image)
+    fresh.module.load_state_dict(
+        {name: torch.distributed.tensor.distribute_tensor(value, fresh.device_mesh) for name, value in exported.items()}
+    )
+    with fresh.eval_mode():
+        found = fresh.infer_batch(batch)["model_output"]["log_probs"]
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
+    assert (found - batch["log_probs"]).abs().max() > 1e-4
+
+
+def test_merging_equals_peft_s_and_changes_nothing(tiny_qwen_image: Path, batch: TensorDict):
+    engine = make_engine(tiny_qwen_image, model=LORA)
+    perturb(engine)
+    plain = plain_lora(tiny_qwen_image, engine.model_config.lora_config(), weights(engine))
+    expected = plain.merge_and_unload().state_dict()
+    engine.model_config.lora["merge"] = True
+    found = weights(engine)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7)
+    assert_equal(weights(engine), found)
+
+
+def test_adapter_alone_has_peft_s_names_and_config(tiny_qwen_image: Path):
+    engine = make_engine(tiny_qwen_image, model=LORA)
+    perturb(engine)
+    exported, config = engine.get_per_tensor_param(base_sync_done=True)
+    found = dict(exported)
+    layers = [f"transformer_blocks.{block}.{name}" for block in range(2) for name in LORA_TARGETS[:3]] + ["img_in"]
+    assert found.keys() == {
+        f"base_model.model.{layer}.{part}.weight" for layer in layers for part in ("lora_A", "lora_B")
+    }
+    assert config is not None
+    assert (config["r"], config["lora_alpha"], config["target_modules"]) == (4, 8, set(LORA_TARGETS))
+    assert config["peft_type"].value == "LORA"
+
+
+def test_base_weights_for_a_replica_that_has_none(tiny_qwen_image: Path, checkpoint: dict):
+    engine = make_engine(tiny_qwen_image, model=LORA)
+    perturb(engine)
+    exported, config = engine.get_per_tensor_param(base_sync_done=False)
+    assert_equal(dict(exported), checkpoint)
+    assert config is not None
+
+
+def test_wire_dtype_is_that_asked_for(tiny_qwen_image: Path):
+    engine = make_engine(tiny_qwen_image)
+    exact = weights(engine)
+    assert {value.dtype for value in exact.values()} == {torch.float32}
+    engine.wire_dtype = torch.bfloat16
+    assert_equal(weights(engine), {name: value.bfloat16() for name, value in exact.items()})
+
+
+def test_exported_tensors_outlive_the_weights(tiny_qwen_image: Path, batch: TensorDict):
+    engine = make_engine(tiny_qwen_image)
+    exported = weights(engine)
+    kept = {name: value.clone() for name, value in exported.items()}
+    train(engine, batch)
+    assert_equal(exported, kept)
+
+
+@pytest.mark.parametrize("model", [LORA, MERGED], ids=["adapter", "merged"])
+def test_averaged_adapter_is_exported_like_the_current_one(tiny_qwen_image: Path, batch: TensorDict, model: dict):
+    engine = make_engine(tiny_qwen_image, model=model, digen={"ema": {"enable": True, "every_steps": 100}})
+    start = weights(engine)
+    train(engine, batch, 2)
+    current = weights(engine)
+    assert_equal(weights(engine, ema=True), start)  # the average has not moved yet
+    assert_equal(weights(engine), current)
+    assert any(not torch.equal(value, start[name]) for name, value in current.items())
+
+
+def test_average_that_is_not_kept_cannot_be_exported(tiny_qwen_image: Path):
+    with pytest.raises(ValueError, match=r"digen\.ema\.enable must be true"):
+        weights(make_engine(tiny_qwen_image), ema=True)
+
+
+def test_adapter_that_cannot_be_merged_is_refused(tiny_qwen_image: Path):
+    engine = make_engine(tiny_qwen_image, model=MERGED)
+    config = engine.model_config.lora_config()
+    config.use_dora = True
+    engine.module = get_peft_model(plain_transformer(tiny_qwen_image), config)
+    with pytest.raises(
+        ValueError, match=r"lora.merge=true needs plain LoRA on linear layers, got Linear around img_in"
+    ):
+        weights(engine)

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the engine's loss adds to the pure losses: which old log-probs, the KL term, the rollout check."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from verl_digen.algorithms.sde import SdeStep
+from verl_digen.config import DigenConfig, KlConfig
+from verl_digen.engine.loss import DiffusionLoss, Reference, combine_metrics, needs_recompute
+from verl_digen.types import Rows
+
+
+def make_rows(mask=(1.0, 1.0, 0.0)) -> Rows:
+    num_rows = len(mask)
+    return Rows(
+        latents=torch.zeros(num_rows, 2),
+        next_latents=torch.zeros(num_rows, 2),
+        sigmas=torch.full((num_rows,), 0.8),
+        next_sigmas=torch.full((num_rows,), 0.6),
+        sigma_max=torch.full((num_rows,), 0.9),
+        conditions=[{}] * num_rows,
+        negative_conditions=None,
+        log_probs=torch.zeros(num_rows),
+        advantages=torch.tensor([2.0, -1.0, 100.0]),
+        mask=torch.tensor(mask),
+    )
+
+
+def make_step(log_prob: torch.Tensor) -> SdeStep:
+    num_rows = len(log_prob)
+    return SdeStep(torch.zeros(num_rows, 2), log_prob, torch.ones(num_rows, 2), torch.full((num_rows,), 0.5))
+
+
+@pytest.mark.parametrize(
+    ("setting", "num_updates", "expected"),
+    [
+        ("auto", 1, False),
+        ("auto", 2, True),
+        ("recompute", 1, True),
+        ("rollout", 1, False),
+        ("rollout", 4, False),
+    ],
+)
+def test_when_old_log_probs_are_recomputed(setting: str, num_updates: int, expected: bool):
+    assert needs_recompute(setting, num_updates) is expected
+
+
+def test_own_first_pass_has_the_gradient_of_minus_a_log_prob():
+    log_prob = torch.tensor([0.3, -0.2, 0.0], requires_grad=True)
+    output = DiffusionLoss(DigenConfig())(make_step(log_prob), torch.zeros(3, 2), None, make_rows(), None, num_rows=4)
+    output.loss.backward()
+    assert log_prob.grad is not None
+    assert log_prob.grad.tolist() == [-2 / 4, 1 / 4, 0]
+    assert output.metrics["policy_loss"].item() == pytest.approx((-2 + 1) / 4)
+
+
+def test_kl_is_weighed_and_added():
+    digen = DigenConfig(kl=KlConfig(coef=0.1, kind="flow_grpo"))
+    reference = Reference(mean=torch.full((3, 2), 1.5), velocity=torch.zeros(3, 2))
+    log_prob = torch.zeros(3)
+    with_kl = DiffusionLoss(digen)(make_step(log_prob), torch.zeros(3, 2), reference, make_rows(), None, 2)
+    without = DiffusionLoss(digen)(make_step(log_prob), torch.zeros(3, 2), None, make_rows(), None, 2)
+    kl = 0.5**2 / (2 * 0.5**2 / 0.2)  # (mu - mu_ref)^2 / (2 s^2), s^2 = std^2 / -dt
+    assert with_kl.metrics["kl"].item() == pytest.approx(kl, rel=1e-5)
+    assert (with_kl.loss - without.loss).item() == pytest.approx(0.1 * kl, rel=1e-5)
+
+
+def test_unknown_loss_lists_the_known():
+    with pytest.raises(ValueError, match=r"digen.loss_name must be one of .*flow_grpo"):
+        DiffusionLoss(DigenConfig(loss_name="nonesuch"))
+
+
+def test_metrics_combine_by_their_ending():
+    combined = combine_metrics(
+        [
+            {"kl": torch.tensor(1.0), "gap_max": torch.tensor(1.0), "gap_min": torch.tensor(1.0)},
+            {"kl": torch.tensor(2.0), "gap_max": torch.tensor(5.0), "gap_min": torch.tensor(-1.0)},
+        ]
+    )
+    assert {name: value.item() for name, value in combined.items()} == {"kl": 3, "gap_max": 5, "gap_min": -1}

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two ranks against one: same gradients, same weights, checkpoints that are whole or absent.
+
+Scenarios run one after another in one pair of processes; the tests compare what rank 0 brought back.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.engine.harness import (
+    LORA,
+    RefusesToBeWritten,
+    assert_close,
+    assert_equal,
+    gradients,
+    make_batch,
+    make_engine,
+    on_two_ranks,
+    perturb,
+    select,
+    train,
+    weights,
+    with_mask,
+)
+
+pytestmark = pytest.mark.slow
+
+UNEVEN = ((0, 1, 2), (1,))
+"""Windows of a batch of 6 samples with 12 rows, 9 of which lie on rank 0."""
+OPTIONS: dict[str, dict[str, Any]] = {
+    "full": {"digen": {"rows_per_tile": 2}},
+    "lora": {"digen": {"rows_per_tile": 2}, "model": LORA},
+    "full_kl": {"digen": {"rows_per_tile": 2, "kl": {"coef": 0.3}}},
+    "lora_kl": {"digen": {"rows_per_tile": 2, "kl": {"coef": 0.3}}, "model": LORA},
+    "guided": {"digen": {"rows_per_tile": 4, "sampling": {"guidance_scale": 3.0}}},
+    "replicated": {"digen": {"rows_per_tile": 4}, "fsdp": {"fsdp_size": 1}},
+    "checkpointed": {"digen": {"rows_per_tile": 8}, "model": {"enable_gradient_checkpointing": True}},
+}
+BF16_BASE = {
+    "model": LORA,
+    "fsdp": {
+        "model_dtype": "bf16",
+        "mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
+    },
+}
+EMA = {"digen": {"rows_per_tile": 4, "ema": {"enable": True, "every_steps": 1}}}
+
+
+def share(batch, order=(0, 1, 2, 3, 4, 5)):
+    """This rank's half of the samples, or all on one rank."""
+    half = len(order) // dist.get_world_size()
+    start = dist.get_rank() * half
+    return select(batch, list(order[start : start + half]))
+
+
+def batch_for(name: str, path: Path):
+    return share(make_batch(path, windows=UNEVEN, guidance_scale=3.0 if name == "guided" else 1.0))
+
+
+def gradients_after_training(path: Path, folder: Path) -> dict[str, Any]:
+    results = {}
+    for name, options in OPTIONS.items():
+        engine = make_engine(path, **options)
+        perturb(engine)
+        found, output = gradients(engine, batch_for(name, path))
+        loss = sum(output["loss"])
+        dist.all_reduce(loss)
+        results[name] = found, output["metrics"], loss / dist.get_world_size()
+    return results
+
+
+def gradient_of_five_samples(path: Path, folder: Path) -> Any:
+    batch = with_mask(select(make_batch(path), [0, 1, 2, 3, 4, 4]), [1, 1, 1, 1, 1, 0])
+    return gradients(make_engine(path), share(batch))[0]
+
+
+def gradient_with_one_idle_rank(path: Path, folder: Path) -> Any:
+    batch = with_mask(make_batch(path), [1, 1, 1, 0, 0, 0])
+    return gradients(make_engine(path), share(batch))[0]
+
+
+def gradient_on_bf16_base(path: Path, folder: Path) -> Any:
+    engine = make_engine(path, **BF16_BASE)
+    perturb(engine, scale=0.1)
+    return gradients(engine, share(make_batch(path)))[0]
+
+
+def log_probs(path: Path, folder: Path) -> Any:
+    engine = make_engine(path)
+    with engine.eval_mode():
+        own = engine.infer_batch(batch_for("full", path))["model_output"]["log_probs"]
+    return [row.tolist() for row in own.unbind()]
+
+
+def exports(path: Path, folder: Path) -> Any:
+    results = {"untrained": weights(make_engine(path))}
+    for name, options in (
+        ("full", {}),
+        ("replicated", {"fsdp": {"fsdp_size": 1}}),
+        ("merged", {"model": LORA | {"lora": {"merge": True}}}),
+        ("adapter", {"model": LORA}),
+    ):
+        engine = make_engine(path, **options, **EMA)
+        train(engine, share(make_batch(path)), 2)
+        results[name] = weights(engine), weights(engine, ema=True)
+    return results
+
+
+def continued_runs(path: Path, folder: Path) -> Any:
+    results = {}
+    for name, model in (("full", {}), ("lora", LORA)):
+        batch = share(make_batch(path))
+        options = {"model": model, **EMA}
+        straight = make_engine(path, **options)
+        first = make_engine(path, save=["model", "optimizer", "extra", "hf_model"], **options)
+        train(first, batch, 2)
+        first.save_checkpoint(str(folder / name / "actor"))
+        resumed = make_engine(path, **options)
+        resumed.load_checkpoint(str(folder / name / "actor"), del_local_after_load=False)
+        train(straight, batch, 4), train(resumed, batch, 2)
+        results[name] = [weights(engine, ema=ema) for ema in (False, True) for engine in (straight, resumed)]
+    return results
+
+
+def save_that_fails_on_rank_1(path: Path, folder: Path) -> Any:
+    engine = make_engine(path, save=["model", "optimizer", "hf_model"])
+    if dist.get_rank() == 1:
+        engine.optimizer.state["unsavable"] = RefusesToBeWritten()
+    errors = [None, None]
+    try:
+        engine.save_checkpoint(str(folder / "failed" / "actor"))
+    except RuntimeError as error:
+        dist.all_gather_object(errors, str(error))
+    return errors
+
+
+SCENARIOS = [
+    gradients_after_training,
+    gradient_of_five_samples,
+    gradient_with_one_idle_rank,
+    gradient_on_bf16_base,
+    log_probs,
+    exports,
+    continued_runs,
+    save_that_fails_on_rank_1,
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("two_ranks")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tiny_qwen_image: Path, folder: Path) -> dict[str, Any]:
+    return on_two_ranks(SCENARIOS, tiny_qwen_image, folder)
+
+
+@pytest.fixture(scope="module")
+def one_rank_gradients(one_rank: None, tiny_qwen_image: Path, tmp_path_factory: pytest.TempPathFactory):
+    return gradients_after_training(tiny_qwen_image, tmp_path_factory.mktemp("unused"))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_gradient_is_that_of_one_rank(two_ranks: dict, one_rank_gradients: dict, name: str):
+    found, metrics, loss = two_ranks["gradients_after_training"][name]
+    expected, expected_metrics, expected_loss = one_rank_gradients[name]
+    assert_close(found, expected, 1e-5)
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=1e-7)
+    assert metrics.pop("num_tiles") <= expected_metrics.pop("num_tiles")
+    assert metrics == pytest.approx(expected_metrics, rel=1e-4, abs=1e-7)
+
+
+def test_gradient_of_a_count_that_does_not_divide(two_ranks: dict, one_rank: None, tiny_qwen_image: Path):
+    expected, _ = gradients(make_engine(tiny_qwen_image), select(make_batch(tiny_qwen_image), [0, 1, 2, 3, 4]))
+    assert_close(two_ranks["gradient_of_five_samples"], expected, 1e-5)
+
+
+def test_gradient_with_a_rank_that_has_only_padding(two_ranks: dict, one_rank: None, tiny_qwen_image: Path):
+    expected, _ = gradients(make_engine(tiny_qwen_image), select(make_batch(tiny_qwen_image), [0, 1, 2]))
+    assert_close(two_ranks["gradient_with_one_idle_rank"], expected, 1e-5)
+
+
+def test_gradient_of_an_fp32_adapter_on_a_bf16_base(
+    two_ranks: dict, one_rank: None, tiny_qwen_image: Path, tmp_path: Path
+):
+    found, expected = two_ranks["gradient_on_bf16_base"], gradient_on_bf16_base(tiny_qwen_image, tmp_path)
+    assert {value.dtype for value in found.values()} == {torch.float32}
+    assert_close(found, expected, 0.05)
+
+
+def test_each_rank_scores_its_own_samples(two_ranks: dict, tiny_qwen_image: Path):
+    recorded = make_batch(tiny_qwen_image, windows=UNEVEN)["log_probs"].unbind()[:3]
+    for row, expected in zip(two_ranks["log_probs"], recorded, strict=True):
+        torch.testing.assert_close(torch.tensor(row), expected, rtol=0, atol=2e-6)
+
+
+def test_ranks_that_hold_no_checkpoint_get_it(two_ranks: dict, one_rank: None, tiny_qwen_image: Path):
+    assert_equal(two_ranks["exports"]["untrained"], weights(make_engine(tiny_qwen_image)))
+
+
+def test_weights_and_average_after_training_are_those_of_one_rank(
+    two_ranks: dict, one_rank: None, tiny_qwen_image: Path, tmp_path: Path
+):
+    expected = exports(tiny_qwen_image, tmp_path)
+    for name in ("full", "replicated", "merged", "adapter"):
+        for found, wanted in zip(two_ranks["exports"][name], expected[name], strict=True):
+            assert found.keys() == wanted.keys()
+            for key, value in wanted.items():  # Adam turns a gradient of rounding alone into a step of lr 1e-3
+                torch.testing.assert_close(found[key], value, rtol=0, atol=5e-3)
+            differences = torch.cat([(found[key] - value).abs().flatten() for key, value in wanted.items()])
+            assert differences.mean() < 2e-5
+
+
+@pytest.mark.parametrize("name", ["full", "lora"])
+def test_resumed_run_continues_bitwise(two_ranks: dict, name: str):
+    straight, resumed, straight_average, resumed_average = two_ranks["continued_runs"][name]
+    assert_equal(resumed, straight)
+    assert_equal(resumed_average, straight_average)
+
+
+def test_checkpoint_has_every_rank_s_part(two_ranks: dict, folder: Path):
+    kinds = ("digen_state", "extra_state", "model", "optim")
+    shards = [f"{kind}_world_size_2_rank_{rank}.pt" for kind in kinds for rank in range(2)]
+    assert sorted(path.name for path in (folder / "full" / "actor").iterdir()) == sorted(
+        [*shards, "fsdp_config.json", "transformer"]
+    )
+    assert (folder / "lora" / "actor" / "lora_adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_save_that_fails_on_one_rank_fails_on_all(two_ranks: dict, folder: Path):
+    errors = two_ranks["save_that_fails_on_rank_1"]
+    assert errors[0] == errors[1] and "1 of 2 ranks failed (rank 1: OSError" in errors[0]
+    assert list((folder / "failed").iterdir()) == []

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+
+import pytest
+
+from verl_digen.cli import main
+from verl_digen.doctor import Problem, Report, to_text
+
+
+def test_doctor_finds_everything_in_place_here(capsys):
+    exit_code = main(["doctor", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert report["problems"] == []
+    assert exit_code == 0
+    assert report["plugin_loaded"]
+    assert {"verl", "torch", "ray", "diffusers", "TransferQueue"} <= set(report["versions"])
+    registered = report["registered"]
+    assert "digen_flowgrpo" in registered["recipes"]
+    assert "digen_flowgrpo" in registered["trainers"]
+    assert "diffusers" in registered["replicas"]
+    assert "flow_grpo" in registered["losses"]
+    assert report["devices"]
+
+
+def test_text_ends_with_problems_and_their_remedies():
+    report = Report(problems=[Problem("diffusers is not installed", "pip install 'diffusers==0.40.*'")])
+    assert to_text(report).endswith("PROBLEM  diffusers is not installed\n  remedy pip install 'diffusers==0.40.*'")
+    assert to_text(Report()).endswith("A run could start.")
+
+
+def test_without_a_subcommand_the_help_lists_them(capsys):
+    with pytest.raises(SystemExit):
+        main([])
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "doctor" in capsys.readouterr().out

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+import pytest
+from hydra._internal.callbacks import Callbacks
+from omegaconf import OmegaConf
+
+from tests.plugin.conftest import start_main
+from verl_digen import plugin, preflight
+
+
+def problem(compose_main, *overrides):
+    """The message `check` raises for these overrides."""
+    with pytest.raises(ValueError) as raised:
+        preflight.check(compose_main(*overrides))
+    return str(raised.value)
+
+
+def test_a_good_config_passes(compose_main, runnable):
+    preflight.check(compose_main(*runnable))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("digen.sampling.num_steps=1", "digen.sampling.num_steps must be >= 2, got 1;"),
+        ("+digen.nonsense=1", "Key 'nonsense' not in 'DigenConfig'"),
+        ("actor_rollout_ref.model.path=no_such_folder", "actor_rollout_ref.model.path must be"),
+        ("digen.sampling.height_px=33", "digen.sampling.height_px"),
+        ("data.train_files=null", "data.train_files must name a file of prompts, got nothing;"),
+        ("data.train_files=missing.txt", "data.train_files must name an existing file, got 'missing.txt';"),
+        ("data.train_batch_size=64", "data.train_files must hold data.train_batch_size=64 prompts or more, got 8;"),
+        ("trainer.n_gpus_per_node=3", "data.train_batch_size x actor_rollout_ref.rollout.n must be a multiple of"),
+        ("trainer.n_gpus_per_node=16", "ray_kwargs.ray_init.num_gpus must be >= 16"),
+        ("actor_rollout_ref.rollout.n=1", "actor_rollout_ref.rollout.n must be >= 2"),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size=3", "ppo_mini_batch_size must divide data.train_batch_size=4"),
+        ("actor_rollout_ref.actor.strategy=fsdp", "actor_rollout_ref.actor.strategy must be fsdp2"),
+        ("actor_rollout_ref.rollout.name=sglang", "actor_rollout_ref.rollout.name must be one of diffusers"),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size=2", "tensor_model_parallel_size (times"),
+        ("actor_rollout_ref.actor.use_kl_loss=true", "digen.kl.coef is the weight of the KL term"),
+        ("digen.loss_name=ppo", "digen.loss_name must be one of dance_grpo, flow_grpo"),
+        ("digen.reward.functions.nonsense=1.0", "digen.reward.functions must name one of jpeg_compressibility"),
+        ("reward.custom_reward_function.path=missing.py", "reward.custom_reward_function.path must be an existing"),
+    ],
+)
+def test_a_bad_value_is_named_by_its_key(compose_main, runnable, override, message):
+    from verl.plugin.platform import get_platform
+
+    if "num_gpus" in message and get_platform().device_name != "cpu":
+        pytest.skip("a rule for machines without an accelerator")
+    assert message in problem(compose_main, *runnable, override)
+
+
+def test_a_run_without_a_reward_is_refused(compose_main, runnable):
+    assert "digen.reward.functions must name" in problem(compose_main, *runnable[:-1])
+
+
+def test_all_problems_are_shown_at_once(compose_main, runnable):
+    message = problem(compose_main, *runnable, "digen.loss_name=ppo", "actor_rollout_ref.rollout.n=1")
+    assert len(message.splitlines()) == 2
+
+
+def test_a_plugin_that_failed_refuses_the_run_and_names_the_cause(compose_main, runnable):
+    plugin.FAILURES.append("its engine could not be registered (ImportError: diffusers)")
+    try:
+        assert "its engine could not be registered (ImportError: diffusers)" in problem(compose_main, *runnable)
+    finally:
+        plugin.FAILURES.pop()
+
+
+def test_recipes_install_the_callback_and_it_stops_hydra(compose_main, capsys):
+    config = compose_main("recipe=digen_flowgrpo", "digen.loss_name=ppo")
+    with pytest.raises(SystemExit) as stopped:
+        Callbacks(config).on_run_start(config=config, config_name="ppo_trainer")
+    assert stopped.value.code == 2
+    assert "digen.loss_name must be one of" in capsys.readouterr().err
+
+
+def test_verl_alone_has_no_callback(compose_main):
+    assert not OmegaConf.select(compose_main(), "hydra.callbacks")
+
+
+def test_main_shows_a_paragraph_and_writes_nothing(tmp_path):
+    refused = start_main("recipe=digen_flowgrpo", cwd=tmp_path)
+    shown = start_main("recipe=digen_flowgrpo", "--cfg", "job", cwd=tmp_path)
+    _, stderr = refused.communicate(timeout=120)
+    assert refused.returncode == 2
+    assert "verl-digen: this config cannot run.\n" in stderr
+    assert "actor_rollout_ref.model.path must be" in stderr
+    assert "Traceback" not in stderr
+    stdout, _ = shown.communicate(timeout=120)
+    assert shown.returncode == 0 and "digen:\n" in stdout
+    assert list(tmp_path.iterdir()) == []

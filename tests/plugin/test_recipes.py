@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.errors import ConfigCompositionException, MissingConfigException
+from omegaconf import OmegaConf
+
+from tests.plugin.conftest import start_main
+from verl_digen.config import DigenConfig, digen_config
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+
+
+def job(config):
+    """The config without Hydra's own section."""
+    return {key: value for key, value in OmegaConf.to_container(config).items() if key != "hydra"}
+
+
+def test_without_a_recipe_the_config_is_verls_byte_for_byte(tmp_path):
+    runs = [start_main("--cfg", "job", cwd=tmp_path, VERL_USE_EXTERNAL_PLUGINS=p) for p in ("auto", "none")]
+    with_plugin, without_plugin = [run.communicate(timeout=120)[0] for run in runs]
+    assert with_plugin == without_plugin
+    assert "\ntrainer:\n" in with_plugin
+
+
+def test_unknown_recipe_is_one_paragraph_with_the_known_ones_and_no_traceback(tmp_path):
+    run = start_main("recipe=nope", cwd=tmp_path)
+    _, stderr = run.communicate(timeout=120)
+    assert run.returncode == 1
+    assert "Could not find 'recipe/nope'" in stderr
+    assert "\tdigen_flowgrpo\n" in stderr
+    assert "Traceback" not in stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unknown_recipe_in_a_list_shows_the_known_ones_too(compose_main):
+    with pytest.raises(MissingConfigException, match=r"recipe/nope(.|\n)*recipes: .*digen_cpu, .*digen_flowgrpo"):
+        compose_main("recipe=[digen_flowgrpo,nope]")
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.glob("*.yaml")))
+def test_every_recipe_composes_at_the_root(compose_main, name):
+    assert "# @package _global_" in (RECIPES / f"{name}.yaml").read_text()
+    config = compose_main(f"recipe={name}")
+    assert "recipe" not in config
+    if "digen" in config:
+        assert digen_config(config)
+
+
+def test_a_recipe_without_the_base_leaves_our_section_out(compose_main):
+    assert "digen" not in compose_main("recipe=digen_cpu")
+
+
+def test_machine_recipe_applies_itself_and_may_be_named_too(compose_main):
+    from verl.plugin.platform import get_platform
+
+    if get_platform().device_name != "cpu":
+        pytest.skip("this machine has an accelerator")
+    by_itself = compose_main("recipe=digen_flowgrpo")
+    assert by_itself.trainer.device == "cpu"
+    assert by_itself.ray_kwargs.ray_init.num_gpus == 8
+    assert job(compose_main("recipe=[digen_flowgrpo,digen_cpu]")) == job(by_itself)
+
+
+def test_defaults_of_our_section_are_those_of_the_dataclasses(compose_main):
+    assert digen_config(compose_main("recipe=digen_base")) == DigenConfig()
+
+
+def test_fields_are_overridden_without_a_plus(compose_main):
+    config = compose_main(
+        "recipe=digen_flowgrpo",
+        "digen.sampling.num_steps=6",
+        "digen.window.kind=consecutive",
+        "digen.window.range=[0,3]",
+        "digen.reward.functions.shapes=0.5",
+    )
+    digen = digen_config(config)
+    assert digen.sampling.num_steps == 6
+    assert list(digen.window.range or ()) == [0, 3]
+    assert digen.reward.functions["shapes"] == 0.5
+    assert job(config)["actor_rollout_ref"]["model"]["digen"] == "${digen}"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("digen.sampling.nun_steps=6", "Key 'nun_steps' not in 'SamplingConfig'"),
+        ("digen.nonsense=1", "Key 'nonsense' not in 'DigenConfig'"),
+        ("digen.sampling.num_steps=many", "Value 'many' of type 'str' could not be converted to Integer"),
+    ],
+)
+def test_unknown_keys_and_wrong_types_are_errors_of_hydra(compose_main, override, message):
+    with pytest.raises(ConfigCompositionException) as raised:
+        compose_main("recipe=digen_flowgrpo", override)
+    assert message in f"{raised.value} {raised.value.__cause__}"
+
+
+def test_a_users_recipe_on_the_search_path_builds_on_ours(compose_main, tmp_path):
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_text(
+        "# @package _global_\ndefaults: [digen_flowgrpo, _self_]\ndigen: {seed: 7}\n"
+    )
+    config = compose_main(f"hydra.searchpath=[file://{tmp_path}]", "recipe=mine")
+    assert (config.digen.seed, config.trainer.experiment_name) == (7, "flowgrpo")
+
+
+def test_other_hydra_applications_are_left_alone(tmp_path):
+    (tmp_path / "ppo_trainer.yaml").write_text("recipe: a key of theirs\n")
+    with initialize_config_dir(str(tmp_path), version_base=None):
+        assert compose("ppo_trainer", overrides=["recipe=changed"]) == {"recipe": "changed"}
+
+
+def test_verls_config_folder_given_as_a_path_has_recipes(tmp_path):
+    import verl
+
+    folder = Path(verl.__file__).parent / "trainer" / "config"
+    with initialize_config_dir(str(folder), version_base=None):
+        assert compose("ppo_trainer", overrides=["recipe=digen_flowgrpo"]).digen.seed == 42
