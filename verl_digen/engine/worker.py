@@ -61,6 +61,9 @@ class DiffusionWorker(ActorRolloutRefWorker):
         if self._is_actor:
             self.trainer.set_loss_fn(DiffusionLoss(self.engine.digen))
             self.engine.wire_dtype = PrecisionType.to_dtype(self.config.rollout.dtype)
+        if self._is_rollout and self.config.rollout.name == "diffusers":
+            # it reads the checkpoint whatever rollout.load_format says, so an adapter needs no base sent before it
+            self.base_sync_done = True
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # pyright: ignore[reportAttributeAccessIssue]
     def export_average(self, enabled: bool) -> None:

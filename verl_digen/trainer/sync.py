@@ -197,6 +197,19 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
         done = step - self._first_step + 1
         return (time.time() - self._started_s) / done * (self.total_training_steps - step)
 
+    def on_validate_begin(self) -> None:
+        if self.digen.ema.validate:
+            self._serve(average=True)
+
+    def on_validate_end(self) -> None:
+        if self.digen.ema.validate:
+            self._serve(average=False)
+
+    def _serve(self, *, average: bool) -> None:
+        """Let the replicas generate with the averaged weights, or with the current ones again."""
+        self.actor_rollout_wg.export_average(average)
+        self.checkpoint_manager.update_weights(self.global_steps)
+
     def _validate(self) -> dict[str, float]:
         tags: dict[str, Any] = {}
         num_samples = 0

@@ -65,7 +65,8 @@ class WeightReceiver:
         from peft import PeftModel, get_peft_model_state_dict
 
         if isinstance(self.module, PeftModel):
-            return get_peft_model_state_dict(self.module)
+            # save_embedding_layers: "auto" would ask the hub about the base model
+            return get_peft_model_state_dict(self.module, save_embedding_layers=False)
         return dict(self.module.state_dict())
 
 

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The class names of verl's RFC for diffusion FlowGRPO, each a subclass of the verl class it extends."""
+
+import importlib
+import inspect
+
+import pytest
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopWorker
+from verl.experimental.reward_loop.reward_loop import RewardLoopManager, RewardLoopWorker
+from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
+from verl.workers.rollout.llm_server import LLMServerManager
+from verl.workers.rollout.replica import RolloutReplica
+
+NAMES = {
+    "verl_digen.trainer.facade:RayFlowGRPOTrainer": RayPPOTrainer,
+    "verl_digen.agent_loop.manager:DiffusionAgentLoopWorker": AgentLoopWorker,
+    "verl_digen.agent_loop.single_turn:DiffusionSingleTurnAgentLoop": AgentLoopBase,
+    "verl_digen.agent_loop.server_manager:AsyncDiffusionServerManager": LLMServerManager,
+    "verl_digen.reward.manager:DiffusionRewardLoopManager": RewardLoopManager,
+    "verl_digen.reward.manager:DiffusionRewardLoopWorker": RewardLoopWorker,
+    "verl_digen.reward.manager:DiffusionRewardManager": RewardManagerBase,
+    "verl_digen.engine.engine:DiffusersFSDPEngine": FSDPEngine,
+    "verl_digen.rollout.replica:DiffusersReplica": RolloutReplica,
+}
+
+
+@pytest.mark.parametrize("target", NAMES)
+def test_public_classes_extend_verls(target):
+    import verl_digen.trainer.register  # noqa: F401 - the order in which verl imports us
+
+    module, _, name = target.partition(":")
+    assert issubclass(getattr(importlib.import_module(module), name), NAMES[target])
+
+
+def test_the_trainer_methods_we_override_exist_in_verl_with_the_parameters_we_rely_on():
+    from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+
+    from verl_digen.trainer.sync import FlowGRPOTrainerSync
+
+    for name, method in vars(FlowGRPOTrainerSync).items():
+        if not inspect.isfunction(method) or not hasattr(PPOTrainerSync, name):
+            continue
+        ours = [parameter for parameter in inspect.signature(method).parameters.values()]
+        theirs = inspect.signature(getattr(PPOTrainerSync, name)).parameters
+        required = [parameter.name for parameter in ours if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+        assert set(required) <= set(theirs), f"{name}: verl no longer passes {set(required) - set(theirs)}"
+
+
+def test_verl_calls_the_hooks_of_a_step_that_we_replace():
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    source = inspect.getsource(PPOTrainer._step_once) + inspect.getsource(PPOTrainer.fit)
+    for name in ("_balance_batch", "_compute_old_log_prob", "_compute_advantage", "_update_actor", "_compute_metrics"):
+        assert f"self.{name}(" in source
+    assert "reward.num_workers" in inspect.getsource(RewardLoopManager), "0 workers lets us build our own"
