@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ray
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
@@ -52,6 +53,7 @@ class Preflight(Callback):
         if job_return.status == JobStatus.FAILED and isinstance(job_return._return_value, RunStopped):
             error = job_return._return_value
             reason = error.cause if isinstance(error, RayTaskError) else error
+            ray.shutdown()  # ends the workers, and their last log lines come before the reason, not after
             print(f"verl-digen: the run stopped: {reason}", file=sys.stderr, flush=True)
             raise SystemExit(1)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorke
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 import verl_digen.agent_loop.single_turn  # noqa: F401 - registers the agent loop in this process
-from verl_digen.config import digen_config
 from verl_digen.observe.images import image_path, is_logged, save_image
 from verl_digen.pipeline.conditions import put_condition
 from verl_digen.types import Generation, SampleScore
@@ -53,7 +51,7 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.digen = digen_config(self.config)
+        self.digen = self.llm_client.digen
         self._run_dir = Path(self.config.trainer.default_local_dir)
 
     async def _run_prompt(
@@ -77,7 +75,10 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
             except Exception as error:  # the prompt must reach a final status, or the trainer waits for ever
                 failures = [error]
         if failures:
-            logger.error("group %s failed: %d of %d samples", uid, len(failures), num_samples, exc_info=failures[0])
+            logger.error(
+                "group %s failed: %d of %d samples: %s", uid, len(failures), num_samples, _describe(failures[0])
+            )
+            logger.debug("the first failure of group %s", uid, exc_info=failures[0])
         tag = {"status": "failure", "error": _describe(failures[0])} if failures else {"status": "finished"}
         await tq.async_kv_put(key=uid, partition_id=partition, tag=tag)
 
@@ -85,8 +86,7 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         """Score one generation; called by verl's `_run_agent_loop` with what the agent loop returned."""
         generation: Generation = output
         sample_index = generation.trajectory.sample_index
-        score_start_s = time.time()
-        score = await self._score(generation, row)
+        score, score_interval_s = await self._score(generation, row)
         tag = {
             "status": "success",
             "seq_len": 1,
@@ -100,23 +100,23 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
             "seed": generation.trajectory.seed,
             "generate_start_s": generation.extra_fields["generate_start_s"],
             "generate_end_s": generation.extra_fields["generate_end_s"],
-            "score_start_s": score_start_s,
-            "score_end_s": time.time(),
+            "score_start_s": score_interval_s[0],
+            "score_end_s": score_interval_s[1],
         }
         if validate and sample_index == 0 and is_logged(row["index"], self.digen.num_logged_images):
             path = image_path(self._run_dir, row["global_steps"], row["uid"])
             await asyncio.to_thread(save_image, generation.pixels, path)
         return ScoredSample(generation=generation, score=score, tag=tag)
 
-    async def _score(self, generation: Generation, row: dict[str, Any]) -> SampleScore:
-        """Have a reward worker score the sample. Pixels travel to it and nowhere else."""
+    async def _score(self, generation: Generation, row: dict[str, Any]) -> tuple[SampleScore, tuple[float, float]]:
+        """Have a reward worker score the sample, and when it did. Pixels travel to it and nowhere else."""
         columns = {name: row[name] for name in ("raw_prompt", "data_source", "reward_model", "extra_info")}
         data = DataProto(
             batch=TensorDict({"responses": generation.pixels.unsqueeze(0)}, batch_size=1),
             non_tensor_batch={name: np.array([value], dtype=object) for name, value in columns.items()},
         )
         result = await random.choice(self.reward_loop_worker_handles).compute_score.remote(data)
-        return SampleScore(reward=result["reward_score"], parts=result["reward_extra_info"])
+        return SampleScore(result["reward_score"], result["reward_extra_info"]), result["interval_s"]
 
     async def _publish(self, uid: str, partition: str, samples: list[Any]) -> None:
         """Put the group's rows, and its prompt's conditions once."""

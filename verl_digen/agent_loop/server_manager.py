@@ -3,15 +3,22 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 from verl.workers.rollout.llm_server import LLMServerClient, LLMServerManager
 
+from verl_digen.config import DigenConfig, digen_config
 from verl_digen.types import Generation, SampleRequest
 
 
 class DiffusionServerClient(LLMServerClient):
     """Sends each sample to the least-loaded replica (verl's load balancer)."""
+
+    @cached_property
+    def digen(self) -> DigenConfig:
+        """The run's `digen:` section, read once per process: an agent loop is made for every sample."""
+        return digen_config(self.config)
 
     async def generate_sample(self, request: SampleRequest) -> Generation:
         """Generate one sample on some replica."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl.experimental.agent_loop.agent_loop import AgentLoopBase, DictConfigWrap, register
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, register
 
 from verl_digen.agent_loop.requests import make_request
 from verl_digen.agent_loop.server_manager import DiffusionServerClient
-from verl_digen.config import digen_config
 from verl_digen.types import Generation
 
 NAME = "diffusion_single_turn"
@@ -20,8 +19,8 @@ NAME = "diffusion_single_turn"
 class DiffusionSingleTurnAgentLoop(AgentLoopBase):
     """Does not call `AgentLoopBase.__init__`, which builds a chat-token builder from a chat tokenizer."""
 
-    def __init__(self, trainer_config: DictConfigWrap, server_manager: DiffusionServerClient, **unused: Any):
-        self.digen = digen_config(trainer_config.config)
+    def __init__(self, server_manager: DiffusionServerClient, **unused: Any):
+        self.digen = server_manager.digen
         self.server_manager = server_manager
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> Generation:  # type: ignore[override]

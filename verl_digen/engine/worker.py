@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from typing import Any
 
 import torch
@@ -102,12 +103,15 @@ class DiffusionWorker(ActorRolloutRefWorker):
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     @DistProfiler.annotate(color="red", role="actor_update", scheduled=True)
     def update_actor(self, data: TensorDict) -> TensorDict:
-        """Train on this rank's samples, every rank on as many. Returns `metrics`, see `update`.
+        """Train on this rank's samples, every rank on as many. Returns `metrics`: see `update`, and its `update_s`.
 
         Args:
             data: see `verl_digen.engine.rows.read_samples`, without conditions, which are fetched by uid.
         """
-        metrics = self.update(_with_conditions(data))
+        data = _with_conditions(data)
+        started_s = time.perf_counter()
+        metrics = self.update(data)
+        metrics["update_s"] = time.perf_counter() - started_s
         return tu.get_tensordict(tensor_dict={}, non_tensor_dict={"metrics": metrics})
 
     def update(self, data: TensorDict) -> dict[str, float]:

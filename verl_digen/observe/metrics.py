@@ -67,7 +67,7 @@ def perf_metrics(
 
     Args:
         step_s: wall time of the step, checkpoint excluded.
-        train_s: wall time in the engine's update.
+        train_s: what the engine computed for.
         sync_s: wall time of the weight update.
         num_devices: devices of all pools.
     """

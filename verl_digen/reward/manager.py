@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import ray
@@ -39,17 +40,23 @@ class DiffusionRewardManager(RewardManagerBase):
         """Score the one sample of `data`: `responses` is uint8 pixels [1, (F,) H, W, 3].
 
         Returns:
-            verl's mapping with `reward_score` (float) and `reward_extra_info` (each function's value, its details).
+            verl's mapping with `reward_score` (float) and `reward_extra_info` (each function's value, its details),
+            and `interval_s`, when it was scored (start, end).
         """
         row = {name: values[0] for name, values in data.non_tensor_batch.items()}
         assert data.batch is not None
+        started_s = time.time()
         score = await self._scorer.score(
             data_source=row["data_source"],
             solution_image=data.batch["responses"][0].numpy(),
             ground_truth=row["reward_model"]["ground_truth"],
             extra_info={**row["extra_info"], "prompt": row["raw_prompt"]},
         )
-        return {"reward_score": score.reward, "reward_extra_info": dict(score.parts)}
+        return {
+            "reward_score": score.reward,
+            "reward_extra_info": dict(score.parts),
+            "interval_s": (started_s, time.time()),
+        }
 
 
 class DiffusionRewardLoopWorker(RewardLoopWorker):

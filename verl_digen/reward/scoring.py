@@ -68,8 +68,14 @@ class Scorer:
                 return result
             except Exception as error:
                 last = error
+                is_last = attempt == self.max_retries
                 logger.warning(
-                    "reward %s failed (attempt %d of %d): %r", reward.name, attempt + 1, 1 + self.max_retries, error
+                    "reward %s failed (attempt %d of %d): %r",
+                    reward.name,
+                    attempt + 1,
+                    1 + self.max_retries,
+                    error,
+                    exc_info=error if is_last else None,
                 )
         raise ScoringError(
             f"reward function {reward.name!r} failed {1 + self.max_retries} times, last with "
@@ -79,7 +85,7 @@ class Scorer:
 
 async def _invoke(function: RewardFunction, sample: Mapping[str, Any]) -> Any:
     """Call a sync function in a thread, an async one here."""
-    if inspect.iscoroutinefunction(inspect.unwrap(getattr(function, "func", function))):
+    if inspect.iscoroutinefunction(function):
         return await function(**sample)
     result = await asyncio.to_thread(function, **sample)
     return await result if inspect.isawaitable(result) else result

@@ -70,6 +70,7 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
 
     replay_buffer: GroupReplayBuffer
     agent_loop_manager: Any
+    checkpoint_manager: Any
 
     # verl's base class branches on this name and reads trainer.v1[name]; ours behaves as "sync" does
     trainer_mode = property(lambda self: "sync", lambda self, value: None)  # type: ignore[assignment]
@@ -170,7 +171,7 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
             perf_metrics(
                 batch.tags,
                 step_s=timing_raw["step"] - saving_s,
-                train_s=timing_raw["update_actor"],
+                train_s=metrics.pop("actor/update_s"),
                 sync_s=timing_raw["update_weights"],
                 num_devices=self._get_n_gpus_for_throughput(),
             )

@@ -128,8 +128,7 @@ def caption(scene: Scene) -> str:
 def parse_caption(text: str) -> Scene:
     """The scene that `text` describes; a `ValueError` for any other sentence. Case does not matter."""
     match = _CAPTION.fullmatch(text.strip().lower())
-    is_grammatical = match is not None and (match["count"] == "a") == (match["plural"] == "")
-    if not is_grammatical or (match["count"] == "a") != (match["position"] is not None):
+    if match is None or not (match["count"] == "a") == (match["plural"] == "") == (match["position"] is not None):
         raise ValueError(
             'a caption must read "a COLOUR SHAPE POSITION on a BACKGROUND background" or '
             f'"two|three COLOUR SHAPEs on a BACKGROUND background", got {text!r}; '
