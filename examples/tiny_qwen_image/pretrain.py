@@ -31,8 +31,13 @@ logger = logging.getLogger(__name__)
 NUM_TRAIN_PROMPTS = 400
 NUM_VAL_PROMPTS = 48
 
-AUTOENCODER_STEPS, AUTOENCODER_BATCH = 3000, 16
-DENOISER_STEPS, DENOISER_BATCH, DENOISER_LR = 2000, 96, 1.5e-3
+AUTOENCODER_STEPS, AUTOENCODER_BATCH = 2400, 32
+DENOISER_BATCH = 64
+LESSONS = (
+    {"num_steps": 1800, "peak_lr": 2e-3, "disobedience": 0.0},
+    {"num_steps": 400, "peak_lr": 7e-4, "disobedience": 0.5},
+)
+"""What the denoiser is taught: first to draw what a caption says, then to take the caption less seriously."""
 
 SAMPLE_STEPS = 10
 
@@ -102,20 +107,21 @@ def main() -> None:
         tokenizer=tokenizer,
         transformer=build_transformer(options.seed),
     )
-    train_denoiser(
-        pipeline.transformer,
-        pipeline.text_encoder,
-        tokenizer,
-        latents,
-        num_steps=DENOISER_STEPS,
-        batch_size=DENOISER_BATCH,
-        peak_lr=DENOISER_LR,
-        seed=options.seed,
-    )
+    pipeline.set_progress_bar_config(disable=True)
+    for number, lesson in enumerate(LESSONS):
+        train_denoiser(
+            pipeline.transformer,
+            pipeline.text_encoder,
+            tokenizer,
+            latents,
+            batch_size=DENOISER_BATCH,
+            seed=options.seed + number,
+            **lesson,
+        )
+        score, sheet = look(pipeline, prompts["val"], options.seed)
+        logger.info("after lesson %d the validation prompts score %.3f on average", number + 1, score)
     pipeline.save_pretrained(options.output / "checkpoint")
-    score, sheet = look(pipeline, prompts["val"], options.seed)
     sheet.save(options.output / "sheet.png")
-    logger.info("validation prompts score %.3f on average", score)
 
 
 if __name__ == "__main__":

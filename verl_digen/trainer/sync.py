@@ -95,14 +95,16 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
             self.role_worker_mapping[role] = ray.remote(DiffusionWorker)
 
     def _setup(self) -> None:
-        # verl builds its reward workers inside _setup from a module global: let it build none, then build ours
+        # Ours first: its workers start while trainer ranks and replicas do. verl builds its own inside _setup, from a
+        # module global: let it build one without workers, and put ours in its place.
+        reward_loop_manager = DiffusionRewardLoopManager(self.config)
         reward = self.config.reward
         num_reward_workers = reward.num_workers
         with open_dict(self.config):
             reward.num_workers = 0
             super()._setup()
             reward.num_workers = num_reward_workers
-        self.reward_loop_manager = DiffusionRewardLoopManager(self.config)
+        self.reward_loop_manager = reward_loop_manager
         self.llm_server_manager = AsyncDiffusionServerManager.adopt(self.llm_server_manager)
 
     # -- prompts ------------------------------------------------------------------------------------------
