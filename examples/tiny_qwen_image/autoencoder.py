@@ -11,6 +11,7 @@
 
 import logging
 import time
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from diffusers import AutoencoderKLQwenImage
 from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageCausalConv3d
 from torch.nn import functional as F
 
+from verl_digen.models.qwen_image import conv_one_frame
 from verl_digen.reward.shapes.scene import all_scenes, draw
 
 logger = logging.getLogger(__name__)
@@ -46,11 +48,6 @@ KL_WEIGHT = 3e-4
 """Per latent dimension, against an absolute error per pixel channel."""
 
 
-def _forward_2d(conv: QwenImageCausalConv3d, x: torch.Tensor) -> torch.Tensor:
-    pad = conv._padding[0]
-    return F.conv2d(x[:, :, 0], conv.weight[:, :, -1], conv.bias, padding=pad).unsqueeze(2)
-
-
 class OneFrame:
     """Within this context the causal convolutions of `vae` run in 2D: the same for one frame, but faster."""
 
@@ -59,7 +56,7 @@ class OneFrame:
 
     def __enter__(self) -> None:
         for conv in self.convs:
-            conv.forward = lambda x, cache_x=None, conv=conv: _forward_2d(conv, x)
+            conv.forward = partial(conv_one_frame, conv)
 
     def __exit__(self, *error: object) -> None:
         for conv in self.convs:

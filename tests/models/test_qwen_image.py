@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -11,10 +13,11 @@ import peft
 import pytest
 import torch
 from diffusers import QwenImagePipeline
+from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageCausalConv3d
 from torch import Tensor, nn
 
 from verl_digen.models import ARCHITECTURES, load_model
-from verl_digen.models.qwen_image import QwenImage
+from verl_digen.models.qwen_image import QwenImage, conv_one_frame
 from verl_digen.types import Condition, Geometry
 
 CPU = torch.device("cpu")
@@ -232,7 +235,20 @@ def test_pictures_are_the_pipelines_rounded_to_8_bits(model: QwenImage, pipeline
         callback_on_step_end=lambda pipe, step, timestep, tensors: {"latents": latents},
     ).images
     for ours, theirs in zip(pixels, pictures, strict=True):
-        assert (ours == torch.frombuffer(bytearray(theirs.tobytes()), dtype=torch.uint8).view(48, 80, 3)).all()
+        expected = torch.frombuffer(bytearray(theirs.tobytes()), dtype=torch.uint8).view(48, 80, 3)
+        # The 2D convolutions add in another order than the 3D ones: a value at the edge of rounding may tip over.
+        gap = (ours.int() - expected.int()).abs()
+        assert gap.max() <= 1 and gap.count_nonzero() <= 3, f"{gap.count_nonzero()} of {gap.numel()} values differ"
+
+
+def test_the_decoder_computes_what_the_vae_does(model: QwenImage, pipeline: QwenImagePipeline) -> None:
+    """The convolutions of one frame as 2D ones, against diffusers' own in 3D."""
+    latents = draw(2, pipeline.vae.config.z_dim, 1, 6, 10)
+    expected = pipeline.vae.decode(latents, return_dict=False)[0]
+    for module in (flat := copy.deepcopy(pipeline.vae)).modules():
+        if isinstance(module, QwenImageCausalConv3d):
+            module.forward = functools.partial(conv_one_frame, module)
+    torch.testing.assert_close(flat.decode(latents, return_dict=False)[0], expected, atol=1e-5, rtol=0)
 
 
 # -- the network ------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from verl import DataProto
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
-import verl_digen.agent_loop.single_turn  # noqa: F401 - registers the agent loop in this process
+from verl_digen.agent_loop.single_turn import NAME, DiffusionSingleTurnAgentLoop
 from verl_digen.observe.images import image_path, is_logged, save_image
 from verl_digen.pipeline.conditions import put_condition
 from verl_digen.types import Generation, SampleScore
@@ -52,6 +52,7 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.digen = self.llm_client.digen
+        self._single_turn = DiffusionSingleTurnAgentLoop(self.llm_client)
         self._run_dir = Path(self.config.trainer.default_local_dir)
 
     async def _run_prompt(
@@ -81,6 +82,22 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
             logger.debug("the first failure of group %s", uid, exc_info=failures[0])
         tag = {"status": "failure", "error": _describe(failures[0])} if failures else {"status": "finished"}
         await tq.async_kv_put(key=uid, partition_id=partition, tag=tag)
+
+    async def _run_agent_loop(
+        self,
+        sampling_params: dict[str, Any],
+        trajectory: dict[str, Any],
+        *,
+        agent_name: str,
+        trace: bool = True,
+        **row: Any,
+    ) -> ScoredSample:
+        """One sample. verl makes an agent loop for each through Hydra, which costs more than a small picture; ours
+        keeps nothing, so one serves all. A user's own loop (another `agent_name`) is made verl's way."""
+        if agent_name != NAME:
+            return await super()._run_agent_loop(sampling_params, trajectory, agent_name=agent_name, trace=trace, **row)
+        output = await self._single_turn.run(sampling_params, **row)
+        return await self._agent_loop_postprocess(output, trajectory["validate"], **row)
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **row: Any) -> ScoredSample:
         """Score one generation; called by verl's `_run_agent_loop` with what the agent loop returned."""

@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from diffusers.image_processor import VaeImageProcessor
-from diffusers.models.autoencoders.autoencoder_kl_qwenimage import AutoencoderKLQwenImage
+from diffusers.models.autoencoders.autoencoder_kl_qwenimage import AutoencoderKLQwenImage, QwenImageCausalConv3d
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import QwenImagePipeline, calculate_shift
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from verl_digen.models.base import Decoder, DiffusionModel, PromptEncoder
@@ -32,6 +34,15 @@ PATCH = 2
 """Latent positions per token and side."""
 TIMESTEPS_PER_SIGMA = 1000
 """The pipeline's timestep is sigma times this."""
+
+
+def conv_one_frame(conv: QwenImageCausalConv3d, x: Tensor, cache_x: Tensor | None = None) -> Tensor:
+    """What the VAE's causal convolution does to a single frame, [B, C, 1, H, W], as the 2D convolution it then is.
+
+    Frames before the first are zeros, so only the last temporal tap counts; the 3D one multiplies the zeros too.
+    """
+    padding = (conv._padding[2], conv._padding[0])
+    return F.conv2d(x[:, :, 0], conv.weight[:, :, -1], conv.bias, conv.stride[1:], padding).unsqueeze(2)
 
 
 class QwenImage(DiffusionModel):
@@ -91,6 +102,9 @@ class QwenImage(DiffusionModel):
     def load_decoder(self, dtype: torch.dtype, device: torch.device) -> Decoder:
         vae = AutoencoderKLQwenImage.from_pretrained(self.path / "vae", dtype=dtype)
         assert isinstance(vae, AutoencoderKLQwenImage)
+        for module in vae.modules():
+            if isinstance(module, QwenImageCausalConv3d):
+                module.forward = partial(conv_one_frame, module)
         vae.eval().to(device)  # pyright: ignore[reportArgumentType]: diffusers decorates it as a callable object
         per_channel = (1, -1, 1, 1, 1)
         mean = torch.tensor(vae.config["latents_mean"]).view(per_channel).to(device, dtype)

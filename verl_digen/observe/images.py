@@ -23,6 +23,8 @@ CELL_PX = 160
 """Side of one picture in a grid."""
 CAPTION_PX = 52
 """Height of the caption under it."""
+CAPTION_COLUMNS, CAPTION_LINES = 26, 3
+"""Letters that fit below a picture; the rest of a long prompt is left out."""
 COLUMNS = 8
 """Pictures per row."""
 
@@ -96,8 +98,8 @@ def _paste(canvas: Image.Image, draw: ImageDraw.ImageDraw, entry: Shown, left: i
             (CELL_PX - 4, CELL_PX - 4), Image.Resampling.LANCZOS if smooth else Image.Resampling.NEAREST
         )
     canvas.paste(scaled, (left + 2, top))
-    caption = "\n".join(textwrap.wrap(entry.prompt, 26)[:3])
-    draw.text((left + 4, top + CELL_PX - 2), f"{entry.reward:.2f}  {caption}", fill="black", font=_font(11))
+    caption = textwrap.wrap(f"{entry.reward:.2f}  {entry.prompt}", CAPTION_COLUMNS)[:CAPTION_LINES]
+    draw.text((left + 4, top + CELL_PX - 2), "\n".join(caption), fill="black", font=_font(11))
 
 
 def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
