@@ -9,7 +9,7 @@ from typing import Any
 import transfer_queue as tq
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
-POLL_INTERVAL_S = 0.05
+POLL_INTERVAL_S = 0.02
 """How often the driver looks for finished groups; verl's 2 s would dominate a short step."""
 
 
