@@ -18,7 +18,7 @@ lint:
 	@.ci/setup_env.sh dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 format:  ## what `make lint` can repair by itself
 	@.ci/setup_env.sh dev
