@@ -15,7 +15,6 @@ NAME = "diffusion_single_turn"
 """`actor_rollout_ref.rollout.agent.default_agent_loop`."""
 
 
-@register(NAME)
 class DiffusionSingleTurnAgentLoop(AgentLoopBase):
     """Does not call `AgentLoopBase.__init__`, which builds a chat-token builder from a chat tokenizer."""
 
@@ -35,3 +34,6 @@ class DiffusionSingleTurnAgentLoop(AgentLoopBase):
             validate=sampling_params["validate"],
         )
         return await self.server_manager.generate_sample(request)
+
+
+register(NAME)(DiffusionSingleTurnAgentLoop)  # not as a decorator: verl's erases the class's type

@@ -41,7 +41,7 @@ def conv_one_frame(conv: QwenImageCausalConv3d, x: Tensor, cache_x: Tensor | Non
 
     Frames before the first are zeros, so only the last temporal tap counts; the 3D one multiplies the zeros too.
     """
-    padding = (conv._padding[2], conv._padding[0])
+    padding = (int(conv._padding[2]), int(conv._padding[0]))
     return F.conv2d(x[:, :, 0], conv.weight[:, :, -1], conv.bias, conv.stride[1:], padding).unsqueeze(2)
 
 
