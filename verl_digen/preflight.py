@@ -21,11 +21,10 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from ray.exceptions import RayTaskError
 
 from verl_digen import plugin
 from verl_digen.config import digen_config, require, require_one_of
-from verl_digen.errors import RunStopped
+from verl_digen.errors import RunStopped, plain
 
 UNUSED_KEYS: dict[str, tuple[Any, str]] = {
     "actor_rollout_ref.actor.use_kl_loss": (False, "digen.kl.coef is the weight of the KL term"),
@@ -51,8 +50,7 @@ class Preflight(Callback):
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         """After the run: a `RunStopped` of whatever process is one paragraph, not a traceback of Ray's."""
         if job_return.status == JobStatus.FAILED and isinstance(job_return._return_value, RunStopped):
-            error = job_return._return_value
-            reason = error.cause if isinstance(error, RayTaskError) else error
+            reason = plain(job_return._return_value)
             ray.shutdown()  # ends the workers, and their last log lines come before the reason, not after
             print(f"verl-digen: the run stopped: {reason}", file=sys.stderr, flush=True)
             raise SystemExit(1)

@@ -18,13 +18,13 @@ import numpy as np
 import ray
 import torch
 import transfer_queue as tq
-from ray.exceptions import RayTaskError
 from tensordict import TensorDict
 from verl import DataProto
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from verl_digen.agent_loop.single_turn import NAME, DiffusionSingleTurnAgentLoop
+from verl_digen.errors import plain
 from verl_digen.observe.images import image_path, is_logged, save_image
 from verl_digen.pipeline.conditions import put_condition
 from verl_digen.types import Generation, SampleScore
@@ -172,5 +172,5 @@ class DiffusionAgentLoopManager(AgentLoopManagerTQ):
 
 def _describe(error: BaseException) -> str:
     """One line for a tag: the innermost message, without the remote traceback Ray adds."""
-    cause = error.cause if isinstance(error, RayTaskError) else None
-    return f"{type(cause or error).__name__}: {cause or error}".splitlines()[0]
+    cause = plain(error)
+    return f"{type(cause).__name__}: {cause}".splitlines()[0]

@@ -46,7 +46,7 @@ from verl_digen.agent_loop.server_manager import AsyncDiffusionServerManager
 from verl_digen.algorithms.advantages import group_advantages
 from verl_digen.config import digen_config
 from verl_digen.engine.worker import DiffusionWorker
-from verl_digen.errors import RunStopped
+from verl_digen.errors import RunStopped, plain
 from verl_digen.observe.metrics import perf_metrics, reward_metrics, staleness_metrics
 from verl_digen.observe.metrics_file import MetricsFile
 from verl_digen.observe.progress import progress_line
@@ -290,8 +290,8 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
         except (OSError, RuntimeError) as error:
             raise RunStopped(
                 f"the checkpoint of step {self.global_steps} could not be written under trainer.default_local_dir="
-                f"{str(self.run_dir)!r} ({error}); the previous checkpoint is intact: free some space and start again "
-                "with trainer.resume_mode=auto"
+                f"{str(self.run_dir)!r} ({plain(error)}); the previous checkpoint is intact: free some space and start "
+                "again with trainer.resume_mode=auto"
             ) from error
         self.checkpoint_callback.on_save(
             trainer=self, global_step=self.global_steps, checkpoint_dir=str(step_dir), async_save=False
