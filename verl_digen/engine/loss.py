@@ -88,7 +88,7 @@ class DiffusionLoss:
         loss, metrics = policy.loss, {"policy_loss": policy.loss.detach(), **policy.metrics}
         if reference is not None:
             kl = kl_loss(
-                self.digen.kl.kind,  # type: ignore[arg-type]
+                self.digen.kl.kind,
                 shared
                 | {
                     "mean": step.mean,

@@ -26,10 +26,5 @@ class GroupReplayBuffer(ReplayBuffer):
     ) -> tuple[set[str], int, int, dict]:
         failed = eviction_reasons[2]
         if failed:
-            self.last_error = failure_reason(partition_id, max(failed))
+            self.last_error = tq.kv_list(partition_id)[partition_id][max(failed)]["error"]
         return super()._evict_terminal_groups(global_steps, partition_id, eviction_reasons)
-
-
-def failure_reason(partition_id: str, uid: str) -> str:
-    """What the agent loop wrote on a failed group."""
-    return tq.kv_list(partition_id)[partition_id][uid]["error"]

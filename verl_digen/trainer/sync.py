@@ -53,7 +53,7 @@ from verl_digen.observe.progress import progress_line
 from verl_digen.pipeline.conditions import CONDITION_PARTITION
 from verl_digen.reward.manager import DiffusionRewardLoopManager
 from verl_digen.trainer.checkpoint import DriverState, load_driver_state, publish, save_driver_state
-from verl_digen.trainer.replay_buffer import GroupReplayBuffer, failure_reason
+from verl_digen.trainer.replay_buffer import GroupReplayBuffer
 from verl_digen.trainer.validation import draw_pictures, validation_metrics, validation_uid
 from verl_digen.types import TRAJECTORY_COLUMNS
 
@@ -256,7 +256,7 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
             if all(statuses[uid]["status"] in ("finished", "failure") for uid in uids):
                 break
             time.sleep(self.replay_buffer.poll_interval)
-        reasons = [failure_reason("val", uid) for uid in uids if statuses[uid]["status"] == "failure"]
+        reasons = [statuses[uid]["error"] for uid in uids if statuses[uid]["status"] == "failure"]
         samples = {key: tag for key, tag in statuses.items() if "reward" in tag}
         tags.update(samples)
         tq.kv_clear(keys=[*uids, *samples], partition_id="val")
