@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-# Every target sets up what it needs in .venv; python3 (3.10 to 3.12) and make are enough. Settings: .ci/setup_env.sh
+# Every target sets up what it needs in .venv (vLLM-Omni, which is large, in .venv-vllm-omni); python3 (3.10 to 3.12) and make are enough. Settings: .ci/setup_env.sh
 
 BIN := .venv/bin
+OMNI := .venv-vllm-omni
 # What `make quickstart` hands to verl, e.g. make quickstart ARGS="trainer.total_training_steps=3"
 ARGS ?=
 
-.PHONY: quickstart test lint format clean
+.PHONY: quickstart test test-vllm-omni lint format clean
 
 quickstart:  ## train a tiny model here and now
 	@.ci/setup_env.sh
@@ -13,6 +14,11 @@ quickstart:  ## train a tiny model here and now
 
 test: lint  ## all checks; the same as in CI
 	$(BIN)/python -m pytest
+
+test-vllm-omni:  ## what needs the extra vllm-omni
+	@VENV=$(OMNI) .ci/setup_env.sh dev,vllm-omni
+	$(OMNI)/bin/pyright --pythonpath $(OMNI)/bin/python verl_digen/rollout/vllm_omni
+	$(OMNI)/bin/python -m pytest tests/vllm_omni
 
 lint:
 	@.ci/setup_env.sh dev
@@ -27,4 +33,4 @@ format:  ## what `make lint` can repair by itself
 
 clean:  ## remove what builds and tests leave; .venv and outputs/ stay
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache
-	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './.venv*/*' -prune -exec rm -rf {} +

@@ -52,10 +52,15 @@ setup(
         "transformers",
     ],
     extras_require={
+        # The versions that were tested with each other and with this plugin.
+        "vllm-omni": ["vllm==0.28.0", "vllm-omni==0.28.0"],
         "dev": ["pre-commit", "pyright[nodejs]", "pytest", "ruff", "setuptools>=77"],
     },
     entry_points={
         "verl.plugins": ["digen = verl_digen.plugin"],  # a module: verl loads it and calls nothing
+        # Active without an accelerator only, where neither finds a platform by itself.
+        "vllm.platform_plugins": ["digen_cpu = verl_digen.rollout.vllm_omni.cpu:vllm_platform"],
+        "vllm_omni.platform_plugins": ["digen_cpu = verl_digen.rollout.vllm_omni.cpu:omni_platform"],
         "console_scripts": ["digen = verl_digen.cli:main"],
     },
 )

@@ -171,22 +171,38 @@ class RewardConfig:
 
 
 @dataclass(frozen=True)
+class HttpConfig:
+    """vLLM-Omni's HTTP API in front of each replica (`actor_rollout_ref.rollout.name=vllm_omni`)."""
+
+    enable: bool = False
+    """Off: no port is opened. On: a free port, which the replica logs."""
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 opens it to the network."""
+    api_key: str | None = None
+    """What clients must send as bearer token; null lets in whoever reaches the port."""
+
+
+@dataclass(frozen=True)
 class RolloutConfig:
     """What verl's `actor_rollout_ref.rollout` lacks for diffusion replicas."""
 
     max_batch_size: int = 8
-    """Samples a `diffusers` replica denoises in one batch (memory decides)."""
+    """Samples a replica denoises together (memory decides)."""
     batch_wait_s: float = 0.05
-    """How long a replica waits for more requests, after the last one, before it starts a batch that is not full."""
+    """How long a `diffusers` replica waits for more requests, after the last one, before it starts a batch that is not
+    full; `vllm_omni` adds requests to a running batch."""
+    num_kept_adapters: int = 4
+    """LoRA adapters, one per weight version, that a `vllm_omni` replica keeps in host memory for requests in flight."""
+    http: HttpConfig = field(default_factory=HttpConfig)
     embed_cache_size: int = 1024
     """Prompts whose embeddings a replica keeps."""
     latents_dtype: str = "float32"
     """Storage dtype of trajectories; latents are rounded to it before the log-prob is taken."""
 
     def __post_init__(self) -> None:
-        for name in ("max_batch_size", "embed_cache_size"):
+        for name in ("max_batch_size", "embed_cache_size", "num_kept_adapters"):
             value = getattr(self, name)
-            require(value >= 1, f"digen.rollout.{name} must be >= 1", value, "give a number of samples")
+            require(value >= 1, f"digen.rollout.{name} must be >= 1", value, "give a number")
         require(self.batch_wait_s >= 0, "digen.rollout.batch_wait_s must be >= 0 s", self.batch_wait_s, "0.05 is usual")
         require_one_of("digen.rollout.latents_dtype", self.latents_dtype, DTYPES)
 

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, entry_points, requires, version
 from importlib.resources import files
+from importlib.util import find_spec
 from typing import Any
 
 from packaging.requirements import Requirement
@@ -83,6 +84,7 @@ def examine() -> Report:
             return report
         _check_plugin(report)
         _check_platform(report)
+        _check_vllm_omni(report)
         _check_registries(report)
     return report
 
@@ -150,7 +152,7 @@ def _check_platform(report: Report) -> None:
     import torch
     from verl.plugin.platform import get_platform
 
-    from verl_digen.platforms.cpu import torch_facts, torch_has_accelerator_support
+    from verl_digen.torch_support import torch_facts, torch_has_accelerator_support
 
     facts = torch_facts()
     asked = os.environ.get("VERL_PLATFORM", "")
@@ -179,6 +181,40 @@ def _check_platform(report: Report) -> None:
             "check the driver (nvidia-smi); on a machine without GPU set VERL_PLATFORM=cpu; a head node without GPU "
             "whose Ray cluster has some is in order",
         )
+
+
+MISFITS = ("torchvision", "torchcodec", "torchaudio")
+"""What vLLM brings along; their published builds are for a PyTorch with CUDA."""
+
+
+def _check_vllm_omni(report: Report) -> None:
+    """Where it is installed: the versions that were tested, and no package that a CPU build of PyTorch cannot use."""
+    import torch
+
+    if "vllm-omni" not in report.versions:
+        return
+    for line in requires("verl-digen") or []:
+        requirement = Requirement(line)
+        if requirement.marker is None or not requirement.marker.evaluate({"extra": "vllm-omni"}):
+            continue
+        found = report.versions.get(requirement.name)
+        if found is None or not requirement.specifier.contains(found, prereleases=True):
+            report.add_problem(
+                f"{requirement.name} {found or '(not installed)'} is not {requirement.specifier}, which was tested",
+                "pip install 'verl-digen[vllm-omni]'",
+            )
+    if torch.version.cuda is None:
+        for name in MISFITS:
+            if find_spec(name) is None:
+                continue
+            try:
+                importlib.import_module(name)
+            except Exception as error:
+                report.add_problem(
+                    f"{name} cannot be imported with torch {torch.__version__}, a CPU build "
+                    f"({type(error).__name__}: {str(error).splitlines()[0]})",
+                    f"pip uninstall {' '.join(MISFITS)}: vLLM brings them for CUDA, and nothing here needs them",
+                )
 
 
 def _check_registries(report: Report) -> None:

@@ -59,8 +59,18 @@ def _load_diffusers_replica() -> type[Any]:
     return DiffusersReplica
 
 
+def _load_vllm_omni_replica() -> type[Any]:
+    from verl_digen.observe.log_levels import kept_log_levels
+
+    with kept_log_levels():
+        from verl_digen.rollout.vllm_omni.replica import vLLMOmniReplica
+
+    return vLLMOmniReplica
+
+
 REPLICAS: dict[str, tuple[Callable[[], type[Any]], str]] = {
     "diffusers": (_load_diffusers_replica, "verl_digen.rollout.adapter.DiffusersServerAdapter"),
+    "vllm_omni": (_load_vllm_omni_replica, "verl_digen.rollout.vllm_omni.adapter.vLLMOmniServerAdapter"),
 }
 """`actor_rollout_ref.rollout.name` -> loader of the replica's class, and name of its weight sender's class."""
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,12 @@ def check_rollout(config: DictConfig) -> None:
     """The replica exists, and replicas fit the devices."""
     rollout = config.actor_rollout_ref.rollout
     require_one_of("actor_rollout_ref.rollout.name", rollout.name, tuple(plugin.REPLICAS))
+    require(
+        rollout.name != "vllm_omni" or find_spec("vllm_omni") is not None,
+        "actor_rollout_ref.rollout.name=vllm_omni needs the package vllm-omni",
+        "not installed",
+        "pip install 'verl-digen[vllm-omni]', or set actor_rollout_ref.rollout.name=diffusers",
+    )
     size = rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size
     require(
         rollout.name != "diffusers" or size == 1,

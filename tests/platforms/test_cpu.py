@@ -3,7 +3,8 @@ import pytest
 import torch
 
 from verl_digen.platforms import cpu_device
-from verl_digen.platforms.cpu import CpuPlatform, TorchFacts, torch_facts, torch_has_accelerator_support
+from verl_digen.platforms.cpu import CpuPlatform
+from verl_digen.torch_support import TorchFacts, torch_facts, torch_has_accelerator_support
 
 CPU_BUILD = TorchFacts(cuda=None, hip=None, xpu=None, backends=())
 

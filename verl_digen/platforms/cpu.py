@@ -11,9 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from importlib.metadata import entry_points
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -21,44 +18,7 @@ import torch
 from verl.plugin.platform import PlatformBase, PlatformRegistry
 
 from verl_digen.platforms import cpu_device
-
-BACKEND_PACKAGES = (
-    "torch_npu",
-    "torch_musa",
-    "torch_mlu",
-    "torch_gcu",
-    "torch_xla",
-    "torch_neuronx",
-    "habana_frameworks",
-    "intel_extension_for_pytorch",
-)
-"""Packages that teach a CPU build of PyTorch an accelerator, beside those with an entry point that says so."""
-
-
-@dataclass(frozen=True)
-class TorchFacts:
-    """What decides whether this PyTorch can drive an accelerator; nothing of it depends on the devices present."""
-
-    cuda: str | None
-    """CUDA version PyTorch was built with (also MACA and others that imitate CUDA)."""
-    hip: str | None
-    """ROCm version."""
-    xpu: str | None
-    """Intel GPU runtime version."""
-    backends: tuple[str, ...]
-    """Installed packages that add an accelerator to PyTorch."""
-
-
-def torch_facts() -> TorchFacts:
-    """The facts of the PyTorch of this process."""
-    added = [entry_point.name for entry_point in entry_points(group="torch.backends")]
-    added += [name for name in BACKEND_PACKAGES if find_spec(name) is not None]
-    return TorchFacts(torch.version.cuda, torch.version.hip, torch.version.xpu, tuple(sorted(set(added))))
-
-
-def torch_has_accelerator_support(facts: TorchFacts) -> bool:
-    """True unless this is a CPU build of PyTorch and no package adds an accelerator to it."""
-    return any((facts.cuda, facts.hip, facts.xpu, facts.backends))
+from verl_digen.torch_support import torch_facts, torch_has_accelerator_support
 
 
 class CpuPlatform(PlatformBase):

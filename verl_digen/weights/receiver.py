@@ -6,6 +6,8 @@ Invariant (tests/weights): after an update that misses, adds or reshapes a tenso
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -27,7 +29,7 @@ class WeightReceiver:
             from peft import get_peft_model
 
             self.module = get_peft_model(transformer, adapter_config)  # type: ignore[arg-type]
-        self._shapes = {name: tensor.shape for name, tensor in self._current().items()}
+        self._shapes = {name: tensor.shape for name, tensor in tensors_of_update(self.module).items()}
         self._staged: dict[str, Tensor] = {}
 
     def stage(self, named_tensors: dict[str, Tensor]) -> None:
@@ -46,28 +48,37 @@ class WeightReceiver:
         staged, self._staged = self._staged, {}
         if len(staged) != num_tensors:
             raise RuntimeError(f"{num_tensors} tensors were sent but {len(staged)} arrived; the update is dropped")
-        _raise_for("are missing from the update", sorted(self._shapes.keys() - staged.keys()))
-        _raise_for("are unknown to the replica", sorted(staged.keys() - self._shapes.keys()))
-        _raise_for(
-            "have another shape than what is loaded",
-            [
-                f"{name} {tuple(tensor.shape)} != {tuple(self._shapes[name])}"
-                for name, tensor in sorted(staged.items())
-                if tensor.shape != self._shapes[name]
-            ],
-        )
-        current = self._current()  # looked up anew: moving the module between devices replaces its tensors
+        compare_with(staged, self._shapes)
+        current = tensors_of_update(
+            self.module
+        )  # looked up anew: moving the module between devices replaces its tensors
         with torch.no_grad():
             for name, tensor in staged.items():
                 current[name].copy_(tensor)
 
-    def _current(self) -> dict[str, Tensor]:
-        from peft import PeftModel, get_peft_model_state_dict
 
-        if isinstance(self.module, PeftModel):
-            # save_embedding_layers: "auto" would ask the hub about the base model
-            return get_peft_model_state_dict(self.module, save_embedding_layers=False)
-        return dict(self.module.state_dict())
+def tensors_of_update(module: nn.Module) -> dict[str, Tensor]:
+    """What an update of `module` holds, by the names it uses: peft's where it wraps the network, else the network's."""
+    from peft import PeftModel, get_peft_model_state_dict
+
+    if isinstance(module, PeftModel):
+        # save_embedding_layers: "auto" would ask the hub about the base model
+        return get_peft_model_state_dict(module, save_embedding_layers=False)
+    return dict(module.state_dict())
+
+
+def compare_with(staged: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
+    """Raise RuntimeError, which names the tensors, unless an update has all of `shapes` and nothing else."""
+    _raise_for("are missing from the update", sorted(shapes.keys() - staged.keys()))
+    _raise_for("are unknown to the replica", sorted(staged.keys() - shapes.keys()))
+    _raise_for(
+        "have another shape than what is loaded",
+        [
+            f"{name} {tuple(tensor.shape)} != {tuple(shapes[name])}"
+            for name, tensor in sorted(staged.items())
+            if tensor.shape != shapes[name]
+        ],
+    )
 
 
 def _raise_for(problem: str, names: list[str]) -> None:

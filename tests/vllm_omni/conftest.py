@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replicas of vLLM-Omni in Ray, as verl starts them, without a trainer: their servers and weight senders are real.
+
+Nothing here is collected where the extra `vllm-omni` is not installed; `make test-vllm-omni` installs it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+from torch import Tensor
+
+from verl_digen.algorithms.window import Window
+from verl_digen.types import Generation, Geometry, SampleRequest, Sampling
+
+if find_spec("vllm_omni") is None:
+    collect_ignore_glob = ["test_*.py"]
+
+RUN_SEED = 11
+SAMPLING = Sampling(Geometry(64, 64), num_steps=6, guidance_scale=1.0, law="flow", noise_level=0.7)
+GUIDED = Sampling(Geometry(64, 64), num_steps=6, guidance_scale=3.0, law="flow", noise_level=0.7)
+
+
+def request(number: int, sampling: Sampling = SAMPLING) -> SampleRequest:
+    """Requests with different prompts, windows and laws."""
+    windows = (Window((0, 1, 2, 3, 4), (0, 1, 2, 3, 4)), Window((1, 2), (1, 2)), Window((0, 2, 3), (2,)))
+    group = number // 3
+    return SampleRequest(
+        uid=f"p{group}",
+        sample_index=number % 3,
+        prompt="a red circle" + " and a blue square" * (group % 3),
+        negative_prompt="blurry",
+        window=windows[group % 3],
+        sampling=sampling,
+        wants_condition=number % 3 == 0,
+    )
+
+
+@dataclass
+class Replica:
+    """One server and the trainer rank that sends it weights."""
+
+    server: Any
+    sender: Any
+    path: Path
+    _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2))
+
+    def generate(self, requests: Sequence[SampleRequest]) -> list[Generation]:
+        """All at once; answers in the order of the requests."""
+        import ray
+
+        return ray.get([self.submit(asked) for asked in requests])
+
+    def submit(self, asked: SampleRequest) -> Any:
+        return self.server.generate.remote(f"{asked.uid}_{asked.sample_index}", [], {"request": asked})
+
+    def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Future[None]:
+        """Starts a weight update; verl's sender blocks its thread."""
+        return self._threads.submit(
+            lambda: asyncio.run(self.sender.update_weights(iter(list(weights)), global_steps=version))
+        )
+
+    def health(self) -> dict[str, Any]:
+        import ray
+
+        return ray.get(self.server.check_health.remote())
+
+
+def start_replica(path: Path, rank: int, *overrides: str) -> Replica:
+    """A hybrid replica, as the colocated trainer has it."""
+    import ray
+    from verl.workers.rollout.replica import RolloutMode
+
+    from verl_digen.rollout.vllm_omni.adapter import vLLMOmniServerAdapter
+    from verl_digen.rollout.vllm_omni.server import vLLMOmniHttpServer
+
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        composed = compose(
+            "ppo_trainer",
+            overrides=[
+                "recipe=[digen_flowgrpo,vllm_omni]",
+                f"actor_rollout_ref.model.path={path}",
+                f"digen.seed={RUN_SEED}",
+                *overrides,
+            ],
+        ).actor_rollout_ref
+    server = (
+        ray.remote(vLLMOmniHttpServer)
+        .options(name=f"vllm_omni_server_{rank}_0", max_concurrency=1000)
+        .remote(
+            config=composed.rollout,
+            model_config=composed.model,
+            rollout_mode=RolloutMode.HYBRID,
+            workers=[],
+            replica_rank=rank,
+            node_rank=0,
+            gpus_per_node=1,
+            nnodes=1,
+            cuda_visible_devices="0",
+        )
+    )
+    ray.get(server.launch_server.remote())
+    sender = vLLMOmniServerAdapter(composed.rollout, composed.model, None, replica_rank=rank)
+    return Replica(server, sender, path)
+
+
+@pytest.fixture(scope="session")
+def ray_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    import ray
+
+    os.environ.update(RANK="0", WORLD_SIZE="1", RAY_LOCAL_WORLD_SIZE="1")
+    ray.init(
+        num_cpus=8,
+        num_gpus=4,
+        include_dashboard=False,
+        log_to_driver=False,
+        runtime_env={"env_vars": {"VERL_PLATFORM": "cpu", "OMP_WAIT_POLICY": "PASSIVE"}},
+    )
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def full_replica(ray_here: None, tiny_qwen_image: Path) -> Replica:
+    """Updates carry full weights."""
+    return start_replica(tiny_qwen_image, 0, "digen.rollout.embed_cache_size=8")
+
+
+@pytest.fixture(scope="session")
+def lora_replica(ray_here: None, tiny_qwen_image: Path) -> Replica:
+    """Updates carry a LoRA adapter."""
+    return start_replica(tiny_qwen_image, 1, "actor_rollout_ref.model.lora_rank=4")
+
+
+def full_weights(path: Path, version: int) -> dict[str, Tensor]:
+    """The checkpoint's, scaled a little more in every version."""
+    from verl_digen.models import load_model
+
+    state = load_model(path).load_transformer(torch.float32).state_dict()
+    return {name: tensor * (1 + 0.05 * version) for name, tensor in state.items()}

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A `vllm_omni` replica generates what a `diffusers` replica does."""
+
+import asyncio
+import random
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import ray
+import torch
+
+from tests.vllm_omni.conftest import GUIDED, RUN_SEED, SAMPLING, request
+from verl_digen.config import DigenConfig, RolloutConfig
+from verl_digen.rollout.server import DiffusersServer
+
+TOLERANCE = 1e-5
+
+
+def by_diffusers(path, requests):
+    server = DiffusersServer(
+        SimpleNamespace(dtype="float32"),
+        SimpleNamespace(
+            local_path=path,
+            digen=DigenConfig(seed=RUN_SEED, rollout=RolloutConfig(max_batch_size=1, batch_wait_s=0.0)),
+            adapter_config=lambda: None,
+        ),
+        visible_devices="0",
+        num_threads=1,
+    )
+
+    async def run():
+        return await asyncio.gather(*[server.generate("id", [], {"request": asked}) for asked in requests])
+
+    return asyncio.run(run())
+
+
+def assert_same(got, expected):
+    ours, theirs = got.trajectory, expected.trajectory
+    assert (ours.uid, ours.sample_index, ours.seed) == (theirs.uid, theirs.sample_index, theirs.seed)
+    torch.testing.assert_close(ours.latents, theirs.latents, atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(ours.log_probs, theirs.log_probs, atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(ours.sigmas, theirs.sigmas, atol=0, rtol=0)
+    assert torch.equal(ours.positions, theirs.positions)
+    assert (got.pixels.int() - expected.pixels.int()).abs().max() <= 1
+    for name in ("condition", "negative_condition"):
+        mine, yours = getattr(got, name), getattr(expected, name)
+        assert (mine is None) == (yours is None)
+        if mine is not None:
+            torch.testing.assert_close(mine, yours, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("sampling", [SAMPLING, GUIDED], ids=["plain", "guided"])
+@pytest.mark.parametrize("num_concurrent", [1, 8])
+def test_latents_log_probs_and_pictures_are_those_of_the_diffusers_replica(full_replica, sampling, num_concurrent):
+    requests = [request(number, sampling) for number in range(8)]
+    expected = by_diffusers(full_replica.path, requests)
+    order = list(range(8))
+    random.Random(0).shuffle(order)
+    for start in range(0, 8, num_concurrent):
+        part = order[start : start + num_concurrent]
+        for number, got in zip(part, full_replica.generate([requests[index] for index in part]), strict=True):
+            assert_same(got, expected[number])
+
+
+def test_samples_of_a_group_share_their_initial_noise_if_asked(full_replica):
+    shared = replace(SAMPLING, shared_initial_noise=True)
+    first, second = full_replica.generate([request(0, shared), request(1, shared)])
+    assert first.trajectory.seed == second.trajectory.seed
+    assert torch.equal(first.trajectory.latents[0], second.trajectory.latents[0])
+    assert not torch.equal(first.trajectory.latents[1], second.trajectory.latents[1])
+
+
+def test_a_prompt_is_encoded_once_while_the_cache_has_room(full_replica):
+    before = full_replica.health()["prompt_cache"]
+    asked = [request(number) for number in (0, 1, 2, 0, 1)]
+    full_replica.generate(asked[:1])
+    full_replica.generate(asked[1:])
+    after = full_replica.health()["prompt_cache"]
+    assert after["hits"] - before["hits"] >= 4 and after["misses"] - before["misses"] <= 1
+    assert after["max_size"] == 8
+
+
+def test_a_request_that_cannot_run_is_an_error_that_says_why_and_the_next_one_works(full_replica):
+    broken = replace(request(0), sampling=replace(SAMPLING, law="nonsense"))
+    with pytest.raises(Exception, match="nonsense"):
+        full_replica.generate([broken])
+    assert len(full_replica.generate([request(1)])) == 1
+
+
+def test_sleep_and_wake_up_change_nothing_and_a_sleeping_replica_lets_requests_wait(full_replica):
+    (before,) = full_replica.generate([request(4)])
+    ray.get(full_replica.server.sleep.remote())
+    assert full_replica.health()["is_asleep"]
+    waiting = full_replica.submit(request(4))
+    done, _ = ray.wait([waiting], timeout=1.0)
+    assert not done
+    ray.get(full_replica.server.wake_up.remote(tags=["weights"]))
+    after = ray.get(waiting)
+    assert torch.equal(before.trajectory.latents, after.trajectory.latents)
+
+
+def test_a_closed_gate_lets_requests_under_way_finish(full_replica):
+    slow = replace(SAMPLING, num_steps=100)
+    running = [full_replica.submit(request(number, slow)) for number in range(4)]
+    while full_replica.health()["num_running"] < 4:
+        assert not ray.wait(running, timeout=0)[0], "one finished before all had begun"
+    ray.get(full_replica.server.abort_all_requests.remote())
+    late = full_replica.submit(request(5))
+    ray.get(full_replica.server.wait_for_requests_to_drain.remote())
+    assert len(ray.get(running)) == 4
+    assert not ray.wait([late], timeout=0.5)[0]
+    ray.get(full_replica.server.open_submission_gate.remote())
+    assert ray.get(late).trajectory.uid == "p1"

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weight updates of a `vllm_omni` replica: between trajectories, complete, or not at all."""
+
+import random
+import time
+
+import pytest
+import ray
+import torch
+from peft import PeftModel, get_peft_model, get_peft_model_state_dict
+
+from tests.vllm_omni.conftest import RUN_SEED, full_weights, request
+from verl_digen.models import load_model
+from verl_digen.rollout.sampler import Sampler
+
+NUM_TRAJECTORIES = 200
+NUM_CHECKED = 12
+"""Trajectories that are generated again with the weights they claim to be of."""
+
+
+def adapter_weights(replica, version):
+    """A peft adapter with numbers that differ from version to version -> (wrapped network, its tensors)."""
+    network = load_model(replica.path).load_transformer(torch.float32)
+    config = replica.sender._adapter_config
+    wrapped = get_peft_model(network, config)
+    generator = torch.Generator().manual_seed(version)
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    return wrapped, get_peft_model_state_dict(wrapped, save_embedding_layers=False)
+
+
+def by_sampler(path, network, asked, version):
+    model = load_model(path)
+    encode = model.load_encoder(torch.float32, torch.device("cpu"))
+    sampler = Sampler(model, network, run_seed=RUN_SEED, device="cpu", latents_dtype=torch.float32)
+    (trajectory,), _ = sampler.sample([asked], encode([asked.prompt]), None, version=version)
+    return trajectory
+
+
+def generate_while_updating(replica, weights_of, first_version):
+    """`NUM_TRAJECTORIES` requests, 8 at a time, and updates at random moments -> their trajectories, in order."""
+    rng = random.Random(1)
+    asked = [request(number) for number in range(NUM_TRAJECTORIES)]
+    waiting, pending, got = list(range(NUM_TRAJECTORIES)), {}, {}
+    version, update, next_update_s = first_version, None, time.monotonic()
+    while waiting or pending:
+        while waiting and len(pending) < 8:
+            number = waiting.pop(0)
+            pending[replica.submit(asked[number])] = number
+        if update is not None and update.done():
+            update.result()
+            update, next_update_s = None, time.monotonic() + rng.uniform(0, 0.6)
+        if update is None and time.monotonic() >= next_update_s:
+            version += 1
+            update = replica.update(weights_of(version).items(), version)
+        done, _ = ray.wait(list(pending), timeout=0.02)
+        for reference in done:
+            got[pending.pop(reference)] = ray.get(reference).trajectory
+    if update is not None:
+        update.result()
+    return asked, [got[number] for number in range(NUM_TRAJECTORIES)]
+
+
+def assert_one_version_each(asked, trajectories):
+    """None is lost, none has two versions, and there were enough updates for that to mean something."""
+    assert [(found.uid, found.sample_index) for found in trajectories] == [
+        (wanted.uid, wanted.sample_index) for wanted in asked
+    ]
+    assert all(found.version == found.last_version for found in trajectories)
+    assert len({found.version for found in trajectories}) >= 4
+
+
+def test_full_weights_change_between_trajectories_and_nothing_is_thrown_away(full_replica):
+    path = full_replica.path
+    full_replica.update(full_weights(path, 1).items(), 1).result()
+    asked, trajectories = generate_while_updating(full_replica, lambda version: full_weights(path, version), 1)
+    assert_one_version_each(asked, trajectories)
+    network = load_model(path).load_transformer(torch.float32)
+    for number in random.Random(2).sample(range(NUM_TRAJECTORIES), NUM_CHECKED):
+        found = trajectories[number]
+        network.load_state_dict(full_weights(path, found.version))
+        expected = by_sampler(path, network, asked[number], found.version)
+        torch.testing.assert_close(found.latents, expected.latents, atol=1e-4, rtol=0)
+    print("last update:", full_replica.health()["last_update"])
+    full_replica.update(full_weights(path, 0).items(), 0).result()
+
+
+def test_each_trajectory_has_the_adapter_that_was_current_when_it_was_asked_for(lora_replica):
+    lora_replica.update(adapter_weights(lora_replica, 1)[1].items(), 1).result()
+    asked, trajectories = generate_while_updating(
+        lora_replica, lambda version: adapter_weights(lora_replica, version)[1], 1
+    )
+    assert_one_version_each(asked, trajectories)
+    for number in random.Random(2).sample(range(NUM_TRAJECTORIES), NUM_CHECKED):
+        found = trajectories[number]
+        network, _ = adapter_weights(lora_replica, found.version)
+        assert isinstance(network, PeftModel)
+        expected = by_sampler(lora_replica.path, network, asked[number], found.version)
+        torch.testing.assert_close(found.latents, expected.latents, atol=1e-4, rtol=0)
+    print("last update:", lora_replica.health()["last_update"])
+
+
+SPOILED = [
+    pytest.param(lambda new: new.pop(sorted(new)[3]), "1 tensors are missing from the update", id="missing"),
+    pytest.param(lambda new: new.update(extra=torch.ones(1)), "are unknown to the replica: extra", id="extra"),
+    pytest.param(
+        lambda new: new.update({sorted(new)[0]: torch.ones(9)}), "have another shape than what is loaded", id="shape"
+    ),
+]
+
+
+@pytest.mark.parametrize(("spoil", "message"), SPOILED)
+def test_a_wrong_update_names_the_tensor_and_the_old_weights_still_serve(full_replica, spoil, message):
+    (before,) = full_replica.generate([request(0)])
+    new = full_weights(full_replica.path, 3)
+    spoil(new)
+    with pytest.raises(Exception, match=message):
+        full_replica.update(new.items(), before.trajectory.version + 1).result()
+    (after,) = full_replica.generate([request(0)])
+    assert after.trajectory.version == before.trajectory.version
+    assert torch.equal(after.trajectory.latents, before.trajectory.latents)
+
+
+@pytest.mark.parametrize(("spoil", "message"), SPOILED)
+def test_a_wrong_adapter_names_the_tensor_and_the_old_one_still_serves(lora_replica, spoil, message):
+    _, good = adapter_weights(lora_replica, 30)
+    lora_replica.update(good.items(), 30).result()
+    (before,) = lora_replica.generate([request(0)])
+    _, new = adapter_weights(lora_replica, 31)
+    spoil(new)
+    with pytest.raises(Exception, match=message):
+        lora_replica.update(new.items(), 31).result()
+    (after,) = lora_replica.generate([request(0)])
+    assert after.trajectory.version == 30 and torch.equal(after.trajectory.latents, before.trajectory.latents)
+
+
+def test_full_weights_for_a_replica_with_an_adapter_are_an_error_and_the_adapter_still_serves(lora_replica):
+    """Its wrapped layers would skip them, and nothing would say so."""
+    _, good = adapter_weights(lora_replica, 40)
+    lora_replica.update(good.items(), 40).result()
+    (before,) = lora_replica.generate([request(0)])
+    new = full_weights(lora_replica.path, 3)
+    config, lora_replica.sender._adapter_config = lora_replica.sender._adapter_config, None
+    try:
+        with pytest.raises(Exception, match="LoRA"):
+            lora_replica.update(new.items(), 41).result()
+    finally:
+        lora_replica.sender._adapter_config = config
+    (after,) = lora_replica.generate([request(0)])
+    assert after.trajectory.version == 40 and torch.equal(after.trajectory.latents, before.trajectory.latents)

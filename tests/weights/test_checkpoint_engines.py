@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checkpoint engines between real Ray actors: two trainer ranks, two replicas, updates of several buckets."""
+
+import asyncio
+import time
+
+import pytest
+import ray
+import torch
+from verl.checkpoint_engine.base import CheckpointEngineRegistry
+
+import verl_digen.weights.checkpoint_engines  # noqa: F401 - registers them, as verl does
+from verl_digen.weights.buckets import from_buckets, to_buckets
+from verl_digen.weights.checkpoint_engines.gloo import GlooEngine, Member
+
+BUCKET_BYTES = 1 << 16
+
+
+def weights(version: int) -> dict[str, torch.Tensor]:
+    """Of several dtypes and odd sizes; one larger than a bucket, one empty."""
+    generator = torch.Generator().manual_seed(version)
+    return {
+        "odd": torch.randint(0, 100, (7,), generator=generator, dtype=torch.uint8),
+        "small": torch.randn(33, 5, generator=generator),
+        "large": torch.randn(300, 200, generator=generator),
+        "half": torch.randn(129, generator=generator).bfloat16(),
+        "many": torch.randn(100, 100, generator=generator),
+        "scalar": torch.randn((), generator=generator),
+    }
+
+
+def assert_equal(found, expected):
+    assert list(found) == list(expected)
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+
+
+def test_buckets_hold_what_they_may_and_give_back_every_tensor():
+    async def run():
+        buckets = [bucket async for bucket in to_buckets(weights(1).items(), BUCKET_BYTES)]
+
+        async def again():
+            for bucket in buckets:
+                yield bucket
+
+        return buckets, {name: tensor async for name, tensor in from_buckets(again(), BUCKET_BYTES)}
+
+    buckets, found = asyncio.run(run())
+    assert len(buckets) > 3 and all(len(bucket.data) <= BUCKET_BYTES for bucket in buckets)
+    assert [bucket.is_last for bucket in buckets] == [False] * (len(buckets) - 1) + [True]
+    assert_equal(found, weights(1))
+
+
+class Worker:
+    """What verl's workers do with an engine."""
+
+    def __init__(self, backend: str, bucket_bytes: int, is_master: bool):
+        kwargs = {"is_master": True} if is_master else {}
+        self.engine = CheckpointEngineRegistry.new(backend, bucket_size=bucket_bytes, **kwargs)
+
+    def prepare(self):
+        return self.engine.prepare()
+
+    def join(self, kwargs):
+        self.engine.init_process_group(**kwargs)
+
+    async def send(self, version: int, num_mb: int = 0):
+        seen = []
+
+        def stream():
+            tensors = {f"{i}": torch.zeros(1 << 18) for i in range(num_mb)} if num_mb else weights(version)
+            for name, tensor in tensors.items():
+                seen.append(name)
+                yield name, tensor
+
+        await self.engine.send_weights(stream(), global_steps=version)
+        return seen
+
+    async def receive(self):
+        return {name: tensor async for name, tensor in self.engine.receive_weights()}
+
+    async def receive_and_drop(self):
+        return sum([tensor.nbytes async for _, tensor in self.engine.receive_weights()])
+
+
+def exchange(backend, senders, receivers, send, receive="receive"):
+    metadata = ray.get([worker.prepare.remote() for worker in (*senders, *receivers)])
+    topology = CheckpointEngineRegistry.get(backend).build_topology(len(senders), len(receivers), metadata)
+    joins = []
+    for workers, kwargs in zip((senders, receivers), topology, strict=True):
+        for index, worker in enumerate(workers):
+            joins.append(worker.join.remote({name: values[index] for name, values in kwargs.items()}))
+    ray.get(joins)
+    sent = [worker.send.remote(*send) for worker in senders]
+    got = [getattr(worker, receive).remote() for worker in receivers]
+    return ray.get(sent), ray.get(got)
+
+
+@pytest.fixture(scope="module")
+def ray_here():
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.mark.parametrize("backend", ["digen_gloo", "digen_ray"])
+def test_every_replica_gets_every_tensor_and_every_trainer_rank_takes_part(ray_here, backend):
+    actor = ray.remote(Worker).options(num_cpus=0)
+    senders = [actor.remote(backend, BUCKET_BYTES, rank == 0) for rank in range(2)]
+    receivers = [actor.remote(backend, BUCKET_BYTES, False) for _ in range(2)]
+    for version in (1, 2):
+        sent, got = exchange(backend, senders, receivers, (version,))
+        assert all(seen == list(weights(version)) for seen in sent), "making a tensor is a collective of all ranks"
+        for found in got:
+            assert_equal(found, weights(version))
+    ray.kill(receivers[1])  # a replica comes back as a new process
+    receivers[1] = actor.remote(backend, BUCKET_BYTES, False)
+    for found in exchange(backend, senders, receivers, (3,))[1]:
+        assert_equal(found, weights(3))
+    for found in exchange(backend, senders, receivers[:1], (4,))[1]:
+        assert_equal(found, weights(4))
+    started_s = time.perf_counter()
+    _, got = exchange(backend, senders, receivers[:1], (5, 64), "receive_and_drop")
+    print(f"{backend}: {got[0] / 2**20 / (time.perf_counter() - started_s):.0f} MB/s")
+    assert got == [64 << 20]
+    for worker in (*senders, *receivers):
+        ray.kill(worker)
+
+
+def test_a_gloo_group_is_kept_while_all_of_its_members_are():
+    sender = Member(3, ("host", 1))
+    assert GlooEngine.meet([sender, Member(3, None)]).generation == 3
+    assert GlooEngine.meet([sender, Member(3, None), Member(0, None)]).generation == 4
+    assert GlooEngine.meet([Member(0, ("host", 1)), Member(0, None)]).generation == 1

@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`actor_rollout_ref.rollout.name=vllm_omni`: generation by vLLM-Omni's diffusion engine.
+
+| file | runs in | holds |
+| --- | --- | --- |
+| `replica.py` | task runner | starts the servers of a replica |
+| `server.py` | a Ray actor, with the engine in its process or in front of its workers | verl's server methods |
+| `engine.py` | beside the server | the engine that keeps weight updates between trajectories |
+| `pipeline.py` | engine worker | any pipeline with step execution, stepping with our SDE and recording |
+| `worker.py` | engine worker | takes weights in, compares them, loads them |
+| `adapter.py` | trainer rank | sends weights |
+| `cpu/` | all of them, without an accelerator | vLLM-Omni's platform for the CPU |
+
+Importing this package imports nothing of vLLM.
+"""

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's rollout config and `digen.rollout` -> arguments of vLLM-Omni's engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from verl_digen.engine.model_config import DiffusionModelConfig
+from verl_digen.rollout.vllm_omni.pipeline import PREFIX, recording_class
+
+PACKAGE = "verl_digen.rollout.vllm_omni"
+
+OWN_ARGUMENTS = frozenset(
+    {
+        *("model", "custom_pipeline_args", "worker_extension_cls", "engine_backend", "step_execution"),
+        *("max_num_seqs", "dtype", "num_gpus", "tensor_parallel_size", "max_cpu_loras"),
+    }
+)
+"""What `actor_rollout_ref.rollout.engine_kwargs.vllm_omni` may not set: we do, or a key of ours does."""
+
+
+def engine_arguments(rollout: Any, model: DiffusionModelConfig, *, can_sleep: bool) -> dict[str, Any]:
+    """Arguments for `AsyncOmni`.
+
+    Args:
+        rollout: verl's rollout config.
+        can_sleep: whether a trainer on the same devices will want their memory.
+
+    Raises:
+        ValueError: a pipeline that cannot record, or engine_kwargs that contradict us.
+    """
+    digen = model.digen.rollout
+    pipeline = json.loads((Path(model.local_path) / "model_index.json").read_text())["_class_name"]
+    recording_class(pipeline)  # says what is wrong here, not in another process
+    extra = dict(rollout.engine_kwargs["vllm_omni"]) if "vllm_omni" in rollout.engine_kwargs else {}
+    clashes = sorted(extra.keys() & OWN_ARGUMENTS)
+    if clashes:
+        raise ValueError(
+            f"actor_rollout_ref.rollout.engine_kwargs.vllm_omni must not set {', '.join(clashes)}; "
+            "verl's own keys and those under digen.rollout do"
+        )
+    size = rollout.tensor_model_parallel_size
+    return {
+        "model": model.local_path,
+        "dtype": rollout.dtype,
+        "num_gpus": size,
+        "tensor_parallel_size": size,
+        "enforce_eager": rollout.enforce_eager,
+        "enable_sleep_mode": can_sleep and rollout.free_cache_engine,
+        "step_execution": True,
+        "max_num_seqs": digen.max_batch_size,
+        "enable_prompt_embed_cache": True,
+        "prompt_embed_cache_size": digen.embed_cache_size,
+        "max_cpu_loras": digen.num_kept_adapters,
+        "custom_pipeline_args": {"pipeline_class": f"{PACKAGE}.pipeline.{PREFIX}{pipeline}"},
+        "worker_extension_cls": f"{PACKAGE}.worker.WeightReceiverExtension",
+        "engine_backend": f"{PACKAGE}.engine.VersionedEngine",
+        **extra,
+    }

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM-Omni's diffusion worker and model runner on the CPU."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm_omni.diffusion.attention.layer import Attention
+from vllm_omni.diffusion.worker.diffusion_model_runner import DiffusionModelRunner
+from vllm_omni.diffusion.worker.diffusion_worker import DiffusionWorker
+
+
+class CpuDiffusionModelRunner(DiffusionModelRunner):
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        if isinstance(self.pipeline, nn.Module):
+            for module in self.pipeline.modules():
+                if isinstance(module, Attention):  # float32 goes to this one whatever the platform's backend is
+                    module.sdpa_fallback = module.attention
+
+
+class CpuDiffusionWorker(DiffusionWorker):
+    """Sleeps by letting go of the weights' tensors, where vLLM-Omni unmaps device memory.
+
+    Level 1 keeps them aside, as the accelerators' worker keeps a copy in host memory: nothing is freed on the CPU, but
+    a module that is used while it sleeps fails in the same way.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        self._aside: dict[str, Tensor] = {}
+        super().__init__(*args, **kwargs)
+
+    def sleep(self, level: int = 1) -> int:
+        if level != 1:
+            raise ValueError(f"the CPU worker sleeps at level 1, got level {level}")
+        pipeline = self.model_runner.pipeline
+        assert isinstance(pipeline, nn.Module)
+        if self._aside:
+            return 0
+        for name, parameter in pipeline.named_parameters():
+            self._aside[name] = parameter.data
+            parameter.data = torch.empty(0, dtype=parameter.dtype)
+        return sum(tensor.nbytes for tensor in self._aside.values())
+
+    def wake_up(self, tags: list[str] | None = None) -> bool:
+        pipeline = self.model_runner.pipeline
+        assert isinstance(pipeline, nn.Module)
+        for name, parameter in pipeline.named_parameters():
+            if name in self._aside:
+                parameter.data = self._aside.pop(name)
+        return True
+
+    def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
+        return nullcontext()  # the pool that sleep mode asks for is one of device memory

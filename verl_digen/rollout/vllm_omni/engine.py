@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM-Omni's diffusion engine with a version barrier (`engine_backend`).
+
+A call of a method in `BARRIER` waits until no trajectory is under way, while waiting requests keep waiting; then it
+runs, and they start. So an update lands between trajectories and throws no work away.
+
+Example, two requests denoising (running), one waiting:
+
+    collective_rpc("commit_weights")   # no new admissions
+    ... both finish                    # the waiting one has not started
+    commit_weights runs                # alone
+    the waiting one starts             # under the new weights
+
+Invariant (tests/vllm_omni): whenever updates come, no trajectory has two versions and none is lost.
+"""
+
+from __future__ import annotations
+
+import queue
+from typing import Any
+
+from vllm_omni.diffusion.data import OmniDiffusionConfig
+from vllm_omni.diffusion.diffusion_engine import DiffusionEngine, DiffusionExecutionMode, _RpcTask
+from vllm_omni.diffusion.sched import StepScheduler
+from vllm_omni.diffusion.sched.interface import SchedulerRequestState
+
+from verl_digen.rollout.vllm_omni.pipeline import RECORDED
+
+BARRIER = frozenset({"commit_weights"})
+"""Worker methods that change the weights trajectories are made with."""
+
+
+class BarrierScheduler(StepScheduler):
+    """vLLM-Omni's step scheduler, which can be told to admit nothing for a while."""
+
+    is_held = False
+
+    def _can_schedule_waiting(self, state: SchedulerRequestState) -> bool:
+        return not self.is_held and super()._can_schedule_waiting(state)
+
+    def has_requests(self) -> bool:
+        """False with nothing but held requests, so that the engine's loop sleeps."""
+        return bool(self._running) if self.is_held else super().has_requests()
+
+
+class BarrierQueue(queue.Queue[_RpcTask]):
+    """Calls for the workers, in order; one in `BARRIER` is not handed out while trajectories are under way.
+
+    Only the engine's loop takes from it, and only that loop starts trajectories.
+    """
+
+    def __init__(self, scheduler: BarrierScheduler):
+        super().__init__()
+        self._scheduler = scheduler
+        self.is_closing = False
+        """True hands out everything, for an engine that stops."""
+
+    def get_nowait(self) -> _RpcTask:
+        with self.mutex:
+            waits = bool(self.queue) and self.queue[0].method in BARRIER and not self.is_closing
+            self._scheduler.is_held = waits and self._scheduler.num_running_requests() > 0
+        if self._scheduler.is_held:
+            raise queue.Empty
+        return super().get_nowait()
+
+
+class VersionedEngine(DiffusionEngine):
+    """See the module."""
+
+    scheduler: BarrierScheduler
+    _rpc_queue: BarrierQueue
+
+    def _init_scheduler(self, od_config: OmniDiffusionConfig, scheduler: Any = None, *args: Any, **kwargs: Any) -> None:
+        if self.execution_mode != DiffusionExecutionMode.STEP_BATCH:
+            raise RuntimeError("the version barrier needs step_execution=True")
+        super()._init_scheduler(od_config, scheduler or BarrierScheduler(), *args, **kwargs)
+
+    def _init_runtime_state(self) -> None:
+        super()._init_runtime_state()
+        self._rpc_queue = BarrierQueue(self.scheduler)
+
+    def _fail_pending_rpcs(self, exc: BaseException) -> None:
+        self._rpc_queue.is_closing = True
+        super()._fail_pending_rpcs(exc)
+
+    def _init_process_hooks(self, od_config: OmniDiffusionConfig) -> None:
+        """A recorded request's output is finished as it is; the pipeline's own post-processing makes PIL pictures."""
+        super()._init_process_hooks(od_config)
+        post_process = self.post_process_func
+        if post_process is None:
+            return
+
+        def keep_records(output: Any, **kwargs: Any) -> Any:
+            return output if _is_record(output) else post_process(output, **kwargs)
+
+        self.post_process_func = keep_records
+
+
+def _is_record(output: Any) -> bool:
+    """True for what `RecordingMixin.post_decode` made."""
+    if not isinstance(output, dict) or "payload" not in output:
+        return False
+    payload = output["payload"]
+    return "trajectory" in payload and RECORDED in payload["trajectory"]

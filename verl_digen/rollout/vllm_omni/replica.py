@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`actor_rollout_ref.rollout.name=vllm_omni`: verl's vLLM replica, whose servers run vLLM-Omni."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica
+
+from verl_digen.rollout.vllm_omni.server import vLLMOmniHttpServer
+
+SERVER_PREFIX = "vllm_omni_"
+"""verl names servers after it; `ServerAdapter` finds them by `{rollout.name}_`."""
+
+
+class vLLMOmniReplica(vLLMReplica):
+    """A replica of `actor_rollout_ref.rollout.tensor_model_parallel_size` devices on one node."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        if self.nnodes != 1:
+            raise ValueError(
+                "actor_rollout_ref.rollout.tensor_model_parallel_size must fit one node with "
+                f"actor_rollout_ref.rollout.name=vllm_omni, got {self.world_size} devices on {self.nnodes}; lower it"
+            )
+        self.server_class = ray.remote(vLLMOmniHttpServer)
+
+    def _get_server_name_prefix(self) -> str:
+        return SERVER_PREFIX

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A sample's request in vLLM-Omni's words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.lora.request import LoRARequest
+from vllm_omni.inputs.data import OmniDiffusionSamplingParams
+
+from verl_digen.types import SampleRequest
+
+ORDER = "digen_order"
+"""Where a request to record is found in vLLM-Omni's `extra_args`."""
+
+
+@dataclass(frozen=True)
+class RecordingOrder:
+    """What a pipeline must know to sample with our SDE and to record; travels with the request."""
+
+    request: SampleRequest
+    run_seed: int
+    """`digen.seed`."""
+    latents_dtype: torch.dtype
+    """What latents are kept in between steps and in the record."""
+
+
+def to_prompt(request: SampleRequest) -> dict[str, Any]:
+    """The prompt; a negative one only where it is used, because its presence turns guidance on."""
+    prompt: dict[str, Any] = {"prompt": request.prompt}
+    if request.sampling.guidance_scale > 1.0:
+        prompt["negative_prompt"] = request.negative_prompt
+    return prompt
+
+
+def to_sampling_params(order: RecordingOrder, adapter: LoRARequest | None) -> OmniDiffusionSamplingParams:
+    """Sampling parameters; requests that may not share a forward differ in a field that vLLM-Omni compares.
+
+    Args:
+        adapter: the weights' version, where updates carry a LoRA adapter alone.
+    """
+    sampling = order.request.sampling
+    return OmniDiffusionSamplingParams(
+        height=sampling.geometry.height_px,
+        width=sampling.geometry.width_px,
+        num_frames=sampling.geometry.num_frames,
+        num_inference_steps=sampling.num_steps,
+        true_cfg_scale=sampling.guidance_scale,
+        seed=0,  # noise that the pipeline draws by itself is replaced by the order's
+        lora_request=adapter,
+        extra_args={ORDER: order},
+    )
+
+
+def adapter_request(version: int) -> LoRARequest:
+    """How a request names the LoRA adapter of a weight version; vLLM wants an id above 0 and an absolute path."""
+    return LoRARequest(f"version {version}", version + 1, f"/in-memory/version-{version}")
+
+
+def version_of_adapter(adapter_id: int) -> int:
+    """Inverse of `adapter_request`."""
+    return adapter_id - 1

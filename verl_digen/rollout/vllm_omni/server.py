@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server actor of a `vllm_omni` replica: verl's vLLM server, with vLLM-Omni's engine behind its methods.
+
+- One device: the engine runs in this process. More (tensor parallel): its workers are processes of their own.
+- A request is admitted while the gate is open. `abort_all_requests` closes the gate and lets what is under way finish;
+  a weight update does not need it (`engine.py`).
+- `sleep` drains first, is level 1, and fails if a worker does not acknowledge it.
+- No port is opened, unless `digen.rollout.http.enable=true` (`http.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from verl.plugin.platform import get_platform
+from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.torch_dtypes import PrecisionType
+from verl.workers.rollout.replica import RolloutMode
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+from vllm_omni.entrypoints.async_omni import AsyncOmni
+
+from verl_digen.rollout.vllm_omni.arguments import engine_arguments
+from verl_digen.rollout.vllm_omni.pipeline import RECORDED
+from verl_digen.rollout.vllm_omni.requests import RecordingOrder, adapter_request, to_prompt, to_sampling_params
+from verl_digen.types import Generation, SampleRequest
+from verl_digen.weights.manifest import Manifest
+
+logger = logging.getLogger(__name__)
+
+
+class vLLMOmniHttpServer(vLLMHttpServer):
+    """See the module; constructor and method names are verl's."""
+
+    engine: AsyncOmni
+
+    def _init_model_config(self, model_config: Any) -> Any:
+        return omega_conf_to_dataclass(model_config)
+
+    def _validate_configs(self) -> None:
+        """Diffusion has no context length."""
+
+    async def launch_server(
+        self, master_address: str | None = None, master_port: int | None = None, dp_rpc_port: int | None = None
+    ) -> None:
+        """Load the model and start the engine; the arguments, for replicas of several nodes, are not used."""
+        self.digen = self.model_config.digen
+        self.global_steps = 0
+        self._latents_dtype = PrecisionType.to_dtype(self.digen.rollout.latents_dtype)
+        self._sends_adapter = self.model_config.adapter_config() is not None
+        self._gate = asyncio.Event()
+        self._gate.set()
+        self._num_running = 0
+        self._idle = asyncio.Condition()
+        self._is_asleep = False
+        self._last_update: dict[str, float] = {}
+        self._api: asyncio.Task[None] | None = None
+        if get_platform().device_name == "cpu":
+            torch.set_num_threads(len(os.sched_getaffinity(0)))
+        arguments = engine_arguments(
+            self.config, self.model_config, can_sleep=self.rollout_mode != RolloutMode.STANDALONE
+        )
+        # its constructor starts an event loop of its own in a thread, and waits for it
+        self.engine = await asyncio.to_thread(lambda: AsyncOmni(**arguments))
+        http = self.digen.rollout.http
+        if http.enable:
+            from verl_digen.rollout.vllm_omni.http import serve_http_api  # vLLM's whole web server, and torchaudio
+
+            self._server_port, self._api = await serve_http_api(self.engine, self.model_config.local_path, http)
+            self._server_address = http.host
+
+    def get_server_address(self) -> tuple[str, Any]:
+        """(host, port) of the HTTP API; without one a name that only tells replicas apart."""
+        if self._server_port is None:
+            return self._server_address, f"replica-{self.replica_rank}"
+        return self._server_address, self._server_port
+
+    # -- generation ---------------------------------------------------------------------------------------
+    async def generate(  # type: ignore[override]
+        self,
+        request_id: str,
+        prompt_ids: list[int],
+        sampling_params: dict[str, Any],
+        image_data: list[Any] | None = None,
+        video_data: list[Any] | None = None,
+        **kwargs: Any,
+    ) -> Generation:
+        """Generate one sample. The request is `sampling_params["request"]`; the signature is verl's.
+
+        Raises:
+            RuntimeError: the engine failed the request; its message.
+        """
+        request: SampleRequest = sampling_params["request"]
+        await self._gate.wait()
+        self._num_running += 1
+        try:
+            record = (await self._run(request_id, request)).multimodal_output["trajectory"][RECORDED]
+        finally:
+            self._num_running -= 1
+            async with self._idle:
+                self._idle.notify_all()
+        return Generation(
+            trajectory=record["trajectory"],
+            pixels=record["pixels"],
+            condition=record["condition"],
+            negative_condition=record["negative_condition"],
+            extra_fields={
+                "global_steps": record["trajectory"].last_version,
+                "generate_start_s": record["start_s"],
+                "generate_end_s": record["end_s"],
+            },
+        )
+
+    async def _run(self, request_id: str, request: SampleRequest) -> Any:
+        order = RecordingOrder(request, self.digen.seed, self._latents_dtype)
+        adapter = adapter_request(self.global_steps) if self._sends_adapter else None
+        last = None
+        async for output in self.engine.generate(
+            to_prompt(request), request_id=request_id, sampling_params_list=[to_sampling_params(order, adapter)]
+        ):
+            last = output
+        if last is None:
+            raise RuntimeError(f"sample {request.uid}_{request.sample_index} was aborted")
+        if last.error:
+            raise RuntimeError(
+                f"vLLM-Omni failed sample {request.uid}_{request.sample_index} on replica {self.replica_rank}: "
+                f"{last.error}"
+            )
+        return last
+
+    async def abort_request(self, request_id: str, reset_prefix_cache: bool = True) -> dict[str, Any]:
+        """Drop one request at its next step."""
+        await self.engine.abort(request_id)
+        return {"aborted": True, "request_id": request_id}
+
+    # -- weights ------------------------------------------------------------------------------------------
+    async def begin_update(self, use_shm: bool) -> None:
+        """Let every worker take what its counterpart will send."""
+        await self._call_workers("begin_update", use_shm)
+
+    async def commit_update(self, manifest: Manifest, adapter: LoraConfig | None) -> dict[str, float]:
+        """Make what was sent the weights of `manifest.version` -> how long it took and waited, in seconds.
+
+        Args:
+            adapter: its config, if a LoRA adapter was sent and not full weights.
+
+        Raises:
+            RuntimeError: the update is not what it should be; names the tensors. The old weights keep serving.
+        """
+        started_s = time.perf_counter()
+        if adapter is None:
+            load_s = await self._call_workers("commit_weights", manifest)
+        else:
+            load_s = await self._call_workers("commit_adapter", manifest, adapter)
+        update_s = time.perf_counter() - started_s
+        self.global_steps = manifest.version
+        self._last_update = {"update_s": update_s, "load_s": max(load_s), "drain_s": update_s - max(load_s)}
+        return self._last_update
+
+    async def _call_workers(self, method: str, *args: Any) -> list[Any]:
+        """Each worker's answer; RuntimeError with its message if the call failed."""
+        (answer,) = await self.engine.collective_rpc(method, args=args)  # one stage
+        if isinstance(answer, dict) and "error" in answer:
+            raise RuntimeError(f"replica {self.replica_rank}: {answer['error']}")
+        return answer
+
+    # -- around a step ------------------------------------------------------------------------------------
+    async def wait_for_requests_to_drain(self) -> None:
+        """Return when nothing is under way."""
+        async with self._idle:
+            await self._idle.wait_for(lambda: self._num_running == 0)
+
+    async def sleep(self) -> None:
+        """Give the device memory back; requests wait until `wake_up`."""
+        if self.rollout_mode == RolloutMode.STANDALONE or not self.config.free_cache_engine or self._is_asleep:
+            return
+        self._gate.clear()
+        await self.wait_for_requests_to_drain()
+        self._is_asleep = True
+        _check_acknowledged(await self.engine.sleep(level=1), "go to sleep", self.replica_rank)
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        """Take the device memory back and serve; there is nothing but weights to wake."""
+        if self._is_asleep:
+            _check_acknowledged(await self.engine.wake_up(), "wake up", self.replica_rank)
+            self._is_asleep = False
+        self._gate.set()
+
+    async def abort_all_requests(self, reset_prefix_cache: bool = True, reject_request: bool = False) -> dict[str, Any]:
+        """Admit no more requests. What is under way is finished, not discarded."""
+        self._gate.clear()
+        return {"aborted_count": 0, "request_ids": []}
+
+    async def resume_engine_generation(self) -> None:
+        """The engine was not stopped; `open_submission_gate` follows."""
+
+    async def open_submission_gate(self) -> None:
+        """Admit requests again."""
+        if not self._is_asleep:
+            self._gate.set()
+
+    async def clear_kv_cache(self) -> None:
+        """Diffusion has no KV cache."""
+
+    async def release_kv_cache(self) -> None:
+        """Diffusion has no KV cache."""
+
+    async def resume_kv_cache(self) -> None:
+        """Diffusion has no KV cache."""
+
+    async def check_health(self) -> dict[str, Any]:
+        """What this replica is doing; raises if its engine is dead."""
+        await self.engine.check_health()
+        (cache,) = await self._call_workers("prompt_cache_stats")
+        return {
+            "version": self.global_steps,
+            "num_running": self._num_running,
+            "is_asleep": self._is_asleep,
+            "prompt_cache": cache,
+            "last_update": self._last_update,
+        }
+
+
+def _check_acknowledged(acks: list[Any], what: str, replica_rank: int) -> None:
+    """vLLM-Omni reports a failed sleep in its answer and goes on."""
+    errors = [ack.error_msg for ack in acks if ack.status != "SUCCESS"]
+    if errors or not acks:
+        raise RuntimeError(f"replica {replica_rank} did not {what}: {'; '.join(map(str, errors)) or 'no answer'}")

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a vLLM-Omni worker can do beside generating: take new weights, and tell which version it runs.
+
+    begin_update        a thread takes the buckets and keeps them aside in host memory; generation goes on
+    commit_weights      full weights; a barrier call (`engine.BARRIER`), alone between trajectories
+    commit_adapter      a LoRA adapter for one version; requests name the one they want, so nothing has to wait
+
+Both commits compare first: names and shapes with the checkpoint's network, a checksum with the sender's. Nothing has
+changed when they raise, and the old weights keep serving.
+
+| what could go wrong silently | what tells it |
+| --- | --- |
+| a tensor is lost, doubled or damaged on the way | number and checksum of what was sent |
+| a tensor is missing, unknown or of another shape | the checkpoint's names and shapes |
+| vLLM-Omni skips a tensor, e.g. that of a layer LoRA has wrapped | the checksum of the network after loading |
+| a module of an adapter finds no layer | `RecordingMixin._validate_diffusion_lora_binding` |
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
+from vllm.lora.layers import BaseLayerWithLoRA
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+from vllm_omni.diffusion.sched.interface import DiffusionSchedulerOutput
+from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExtension
+
+from verl_digen.models import load_model
+from verl_digen.rollout.vllm_omni.pipeline import RecordingMixin
+from verl_digen.rollout.vllm_omni.requests import adapter_request, version_of_adapter
+from verl_digen.weights.checksum import checksum
+from verl_digen.weights.manifest import Manifest
+from verl_digen.weights.receiver import compare_with, tensors_of_update
+
+TRANSFORMER = "transformer"
+"""The pipeline's attribute that is trained."""
+
+
+class WeightReceiverExtension(CustomPipelineWorkerExtension):
+    """Mixed into vLLM-Omni's worker (`worker_extension_cls`)."""
+
+    model_runner: Any
+    lora_manager: Any
+    od_config: Any
+    device: torch.device
+    local_rank: int
+
+    _staged: dict[str, Tensor]
+    _receiving: threading.Thread | None = None
+    _receive_error: BaseException | None = None
+    _shapes: dict[str, torch.Size] | None = None
+    """Of an update, read when the first one comes; all that get so far are of one kind."""
+
+    # -- taking in ----------------------------------------------------------------------------------------
+    def begin_update(self, use_shm: bool) -> None:
+        """Start to take the buckets that this worker's counterpart sends."""
+        if self._receiving is not None and self._receiving.is_alive():
+            raise RuntimeError("an update is being received already; a sender sends one at a time")
+        self._staged = {}
+        self._receive_error = None
+        self._receiving = threading.Thread(target=self._receive, args=(use_shm,), name="receive-weights", daemon=True)
+        self._receiving.start()
+
+    def _receive(self, use_shm: bool) -> None:
+        def stage(named_tensors: list[tuple[str, Tensor]], is_last: bool) -> None:
+            # copied: the bucket is used again
+            self._staged.update({name: tensor.to("cpu", copy=True) for name, tensor in named_tensors})
+
+        try:
+            BucketedWeightReceiver(zmq_handle(self.local_rank), self.device, use_shm).receive_weights(stage)
+        except BaseException as error:  # told by the commit, which waits for this thread
+            self._receive_error = error
+
+    def _take_staged(self, manifest: Manifest) -> dict[str, Tensor]:
+        if self._receiving is None:
+            raise RuntimeError("begin_update must come before a commit")
+        self._receiving.join()
+        self._receiving = None
+        staged, self._staged = self._staged, {}
+        if self._receive_error is not None:
+            raise RuntimeError(f"an update could not be received: {self._receive_error}") from self._receive_error
+        found = checksum(staged.values())
+        if (len(staged), found) != (manifest.num_tensors, manifest.checksum):
+            raise RuntimeError(
+                f"{manifest.num_tensors} tensors with checksum {manifest.checksum:x} were sent, but {len(staged)} with "
+                f"checksum {found:x} arrived; the old weights keep serving"
+            )
+        return staged
+
+    # -- full weights -------------------------------------------------------------------------------------
+    def commit_weights(self, manifest: Manifest) -> float:
+        """Load the full weights that were taken in -> seconds it took.
+
+        Raises:
+            RuntimeError: what was sent is not what is loaded; names the tensors. The old weights keep serving, unless
+                the message says that they do not.
+        """
+        started_s = time.perf_counter()
+        staged = self._take_staged(manifest)
+        if any(isinstance(module, BaseLayerWithLoRA) for module in self._transformer.modules()):
+            raise RuntimeError(
+                "full weights were sent to a replica that serves a LoRA adapter, whose layers would skip them, e.g. "
+                f"{self._first_wrapped()}; send the adapter alone, or merged weights from the first update on "
+                "(actor_rollout_ref.model.lora.merge=true). The old weights keep serving"
+            )
+        compare_with(staged, self._expected_shapes(None))
+        self._pipeline.load_weights((f"{TRANSFORMER}.{name}", tensor) for name, tensor in staged.items())
+        self._check_loaded(staged)
+        self._pipeline.weight_version = manifest.version
+        return time.perf_counter() - started_s
+
+    def _check_loaded(self, staged: dict[str, Tensor]) -> None:
+        """vLLM-Omni fuses tensors but changes none of their numbers; so checksums before and after are equal."""
+        if self.od_config.parallel_config.tensor_parallel_size > 1:
+            return  # each worker has a part
+        dtype = self.od_config.dtype
+        sent = checksum(tensor.to(dtype) for tensor in staged.values())
+        loaded = checksum(parameter.detach().to(dtype) for parameter in self._transformer.parameters())
+        if sent != loaded:
+            raise RuntimeError(
+                "vLLM-Omni did not load all of an update: the network's checksum is not that of what was sent. Its "
+                "weights are neither the old nor the new ones; the replica must be started again"
+            )
+
+    # -- adapters -----------------------------------------------------------------------------------------
+    def commit_adapter(self, manifest: Manifest, config: LoraConfig) -> float:
+        """Register the adapter that was taken in, for requests that name its version -> seconds it took.
+
+        Raises:
+            RuntimeError: what was sent is not the adapter of `config`; names the tensors. Versions before it are
+                still served.
+        """
+        started_s = time.perf_counter()
+        staged = self._take_staged(manifest)
+        compare_with(staged, self._expected_shapes(config))
+        adapter = self._to_vllm(staged, config, adapter_request(manifest.version).lora_int_id)
+        self._pipeline.incoming_adapter = adapter
+        try:
+            self.lora_manager.add_adapter(adapter_request(manifest.version))
+        finally:
+            self._pipeline.incoming_adapter = None
+        return time.perf_counter() - started_s
+
+    def _to_vllm(self, staged: dict[str, Tensor], config: LoraConfig, adapter_id: int) -> tuple[LoRAModel, PEFTHelper]:
+        """peft's adapter in vLLM's words, under the names of the layers as vLLM-Omni has them."""
+        layers = {name for name, _ in self._transformer.named_modules()}
+        tensors, adapted = {}, set()
+        for name, tensor in staged.items():
+            module, which, _ = name.removeprefix("base_model.model.").rsplit(".", 2)
+            layer = f"{TRANSFORMER}.{_layer_name(module, layers)}"
+            adapted.add(layer)
+            tensors[f"{layer}.{which}.weight"] = tensor
+        helper = PEFTHelper(
+            r=config.r, lora_alpha=config.lora_alpha, target_modules=sorted(adapted), use_rslora=config.use_rslora
+        )
+        model = LoRAModel.from_lora_tensors(adapter_id, tensors, helper, device="cpu", dtype=self.od_config.dtype)
+        return model, helper
+
+    def _activate_step_lora(self, scheduler_output: DiffusionSchedulerOutput) -> None:
+        """vLLM-Omni's, and the version of the adapter that this step runs with."""
+        super()._activate_step_lora(scheduler_output)  # type: ignore[misc]
+        if self.lora_manager is not None and self.lora_manager._active_adapter_id is not None:
+            self._pipeline.weight_version = version_of_adapter(self.lora_manager._active_adapter_id)
+
+    # -- what is asked of it ------------------------------------------------------------------------------
+    def prompt_cache_stats(self) -> dict[str, int]:
+        """`hits`, `misses` and `size` of the cache of prompt embeddings."""
+        return self.model_runner.get_prompt_embed_cache_stats()
+
+    @property
+    def _pipeline(self) -> RecordingMixin:
+        return self.model_runner.pipeline
+
+    @property
+    def _transformer(self) -> nn.Module:
+        return getattr(self.model_runner.pipeline, TRANSFORMER)
+
+    def _first_wrapped(self) -> str:
+        return next(name for name, module in self._transformer.named_modules() if isinstance(module, BaseLayerWithLoRA))
+
+    def _expected_shapes(self, config: LoraConfig | None) -> dict[str, torch.Size]:
+        if self._shapes is None:
+            network = load_model(self.od_config.model).load_transformer(self.od_config.dtype, meta=True)
+            if config is not None:
+                network = get_peft_model(network, config)  # type: ignore[arg-type]
+            self._shapes = {name: tensor.shape for name, tensor in tensors_of_update(network).items()}
+        return self._shapes
+
+
+def _layer_name(module: str, layers: set[str]) -> str:
+    """diffusers' name of a layer as vLLM-Omni has it: there the first member of a `Sequential` may stand for it all."""
+    parent, _, number = module.rpartition(".")
+    return parent if number == "0" and module not in layers and parent in layers else module
+
+
+def zmq_handle(local_rank: int) -> str:
+    """Where the counterpart of this worker sends; verl's sender (`ServerAdapter.zmq_handle`) makes the same name."""
+    job_id, replica_rank = os.environ["VERL_RAY_JOB_ID"], os.environ["VERL_REPLICA_RANK"]
+    return f"ipc:///tmp/rl-colocate-zmq-{job_id}-replica-{replica_rank}-rank-{local_rank}.sock"

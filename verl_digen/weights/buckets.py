@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stream of named tensors as a stream of byte buckets in host memory, and back.
+
+A tensor larger than a bucket is cut over several; small ones share one. Cutting and joining is verl's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from verl.checkpoint_engine.base import TensorMeta, merge_weight_chunks, split_weight_chunks
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Part of an update."""
+
+    parts: tuple[TensorMeta, ...]
+    """What lies in `data`, in order, each at its `offset`."""
+    data: Tensor
+    """uint8 [num_bytes], on the CPU."""
+    is_last: bool
+
+
+async def to_buckets(
+    weights: Iterable[tuple[str, Tensor]] | AsyncIterator[tuple[str, Tensor]], bucket_bytes: int
+) -> AsyncIterator[Bucket]:
+    """Fill buckets of at most `bucket_bytes`; the last one, which may be empty, says that it is."""
+    parts: list[TensorMeta] = []
+    pieces: list[Tensor] = []
+    num_bytes = 0
+    async for part, piece in split_weight_chunks(weights, bucket_bytes):  # type: ignore[arg-type]
+        assert piece is not None
+        if num_bytes + part.chunk_size > bucket_bytes:
+            yield Bucket(tuple(parts), torch.cat(pieces), is_last=False)
+            parts, pieces, num_bytes = [], [], 0
+        part.offset = num_bytes
+        parts.append(part)
+        pieces.append(piece.to("cpu", copy=True))  # a generator may use its buffer again
+        num_bytes += part.chunk_size
+    yield Bucket(tuple(parts), torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8), is_last=True)
+
+
+async def from_buckets(buckets: AsyncIterator[Bucket], bucket_bytes: int) -> AsyncIterator[tuple[str, Tensor]]:
+    """Inverse of `to_buckets`."""
+
+    async def parts() -> AsyncIterator[tuple[TensorMeta, Tensor]]:
+        async for bucket in buckets:
+            for part in bucket.parts:
+                # copied: as a view it would start at any byte, and a number must lie at a multiple of its size
+                yield part, bucket.data[part.offset : part.offset + part.chunk_size].clone()
+
+    async for named in merge_weight_chunks(parts(), bucket_bytes):  # type: ignore[arg-type]
+        yield named
