@@ -10,6 +10,8 @@ from importlib.metadata import version
 from typing import Protocol
 
 from verl_digen import doctor
+from verl_digen.observe.timeline import command as timeline
+from verl_digen.simulate import command as simulate
 
 
 class Command(Protocol):
@@ -31,7 +33,7 @@ class Command(Protocol):
         ...
 
 
-COMMANDS: tuple[Command, ...] = (doctor,)
+COMMANDS: tuple[Command, ...] = (doctor, timeline, simulate)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

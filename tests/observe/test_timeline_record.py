@@ -1,0 +1,394 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Intervals, clocks, recorders and the file: from the lane that works to what is read back."""
+
+import doctest
+import inspect
+import json
+import random
+import re
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+
+from tests.observe.timeline_runs import START_S, interval, lane, random_intervals, simulated_run
+from verl_digen.observe.timeline import (
+    ClockOffset,
+    Recorder,
+    TimelineFile,
+    UnixClock,
+    clock,
+    read_timeline,
+    recorder,
+    sample_clock,
+    step_metrics,
+)
+from verl_digen.observe.timeline import interval as interval_module
+from verl_digen.observe.timeline.clock import SAME_CLOCK
+from verl_digen.observe.timeline.interval import KINDS, WAIT_REASONS, from_line, join_parts, to_line
+
+
+class SettableClock:
+    """Time as a test wants it."""
+
+    def __init__(self, now_s=START_S):
+        self.now_s = now_s
+
+    def __call__(self):
+        return self.now_s
+
+
+FULL = interval(
+    "generate",
+    0.125,
+    1.5,
+    version=2,
+    chunk_id="p7/0",
+    fragment_id="f1",
+    group_ids=("p7", "p8"),
+    num_samples=4,
+    is_cut=True,
+    detail={"gain_s": 0.25, "note": "re-issued"},
+)
+
+
+# -- schema -----------------------------------------------------------------------------------------------
+def test_an_interval_survives_its_line_unchanged():
+    rng = random.Random(1)
+    for original in [FULL, *random_intervals(rng)[0], *simulated_run()[0]]:
+        assert from_line(json.loads(json.dumps(to_line(original)))) == original
+
+
+def test_a_line_holds_what_differs_from_the_default_and_no_more():
+    assert set(to_line(interval("commit", 0, 1))) == {
+        *("kind", "step", "lane", "host", "num_devices", "start_s", "end_s"),
+    }
+
+
+def test_a_line_is_json_that_every_reader_takes():
+    text = json.dumps(to_line(interval("commit", 0, 1, detail={"wait_s": float("inf"), "n": 1})), allow_nan=False)
+    assert from_line(json.loads(text)).detail == {"wait_s": "inf", "n": 1}
+
+
+def test_every_key_kind_and_reason_is_explained_in_the_modules_tables():
+    explained = set(re.findall(r"`(\w+)`", "\n".join(re.findall(r"^\|.*", inspect.getsource(interval_module), re.M))))
+    assert set(to_line(replace(FULL, kind="wait", reason="scoring"))) | set(KINDS) | set(WAIT_REASONS) <= explained
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: interval("bake", 0, 1), "kind of an interval must be one of train"),
+        (lambda: interval("commit", 1, 0), "interval commit of generator/0 in step 1 must end at a moment not before"),
+        (lambda: interval("commit", 0, float("nan")), "must end at a moment not before its start"),
+        (lambda: interval("commit", 0, float("inf")), "must end at a moment not before its start"),
+        (lambda: interval("wait", 0, 1), "needs a reason, one of no_fragment_ready"),
+        (lambda: interval("wait", 0, 1, reason="unattributed"), "got 'unattributed'"),
+        (lambda: interval("train", 0, 1, reason="scoring"), "only a wait has a reason"),
+        (lambda: interval("generate", 0, 1, chunk_id=None), "needs the chunk_id"),
+        (lambda: interval("train", 0, 1, fragment_id=None), "needs the fragment_id"),
+        (lambda: lane("gpu"), "pool of a lane must be one of generator"),
+        (lambda: lane("trainer", -1), "must be >= 0"),
+    ],
+)
+def test_a_broken_rule_is_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_parts_join_and_two_runs_of_a_chunk_do_not():
+    parts = [
+        interval("generate", 0, 1, is_cut=True),
+        interval("generate", 1, 2, is_cut=True),
+        interval("generate", 2, 3, detail={"seen": "last"}),
+        interval("generate", 0, 2, chunk_id="other"),
+        interval("generate", 8, 9),  # the first chunk again
+        interval("assist", 4, 5, is_cut=True, chunk_id="lost"),  # the run ended
+        interval("assist", 6, 7, chunk_id="lost"),
+    ]
+    joined = join_parts(random.Random(0).sample(parts, len(parts)))
+    spans = [(one.kind, one.chunk_id, one.start_s - START_S, one.end_s - START_S, one.is_cut) for one in joined]
+    assert spans == [
+        ("generate", "c", 0, 3, False),
+        ("generate", "other", 0, 2, False),
+        ("assist", "lost", 4, 5, True),
+        ("assist", "lost", 6, 7, False),
+        ("generate", "c", 8, 9, False),
+    ]
+    assert joined[0].detail == {"seen": "last"}
+
+
+@pytest.mark.parametrize("module", [interval_module, clock, recorder])
+def test_examples_in_the_docstrings_are_true(module):
+    names = {"Recorder": Recorder, "Lane": interval_module.Lane}
+    result = doctest.testmod(module, extraglobs=names)
+    assert result.attempted > 0 and result.failed == 0
+
+
+def test_all_but_the_picture_imports_without_torch_ray_or_matplotlib():
+    code = (
+        "import sys, verl_digen.observe.timeline.command, verl_digen.observe.timeline as t; "
+        "print([name for name in ('torch', 'ray', 'verl', 'numpy', 'matplotlib') if name in sys.modules])"
+    )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output.strip() == "[]"
+
+
+# -- clocks -----------------------------------------------------------------------------------------------
+class Hosts:
+    """A driver and a host whose clock is `offset_s` ahead; a message takes some time each way."""
+
+    def __init__(self, rng, offset_s, max_delay_s=0.05):
+        self._rng, self.offset_s, self._max_delay_s = rng, offset_s, max_delay_s
+        self.true_s = START_S
+
+    def driver_now_s(self):
+        return self.true_s
+
+    def read_remote(self):
+        self.true_s += self._rng.uniform(0, self._max_delay_s)
+        answer = self.true_s + self.offset_s
+        self.true_s += self._rng.uniform(0, self._max_delay_s) * self._rng.choice([0.1, 1, 10])
+        return answer
+
+
+TICK_S = 1e-6
+"""What unix seconds as floats may be off by."""
+
+
+def test_the_estimate_is_within_its_error_of_the_truth_and_the_error_is_half_the_shortest_round_trip():
+    rng = random.Random(0)
+    for _ in range(500):
+        hosts = Hosts(rng, offset_s=rng.uniform(-100, 100))
+        samples = sample_clock(hosts.read_remote, hosts.driver_now_s, num_samples=rng.randint(1, 12))
+        estimate = ClockOffset.estimate(samples)
+        assert abs(estimate.offset_s - hosts.offset_s) <= estimate.error_s + TICK_S
+        shortest_s = min(sample.received_s - sample.sent_s for sample in samples)
+        assert estimate.error_s == pytest.approx(shortest_s / 2, abs=TICK_S)
+
+
+def test_the_error_bound_is_reached_when_one_way_takes_all_the_time():
+    there = ClockOffset.estimate([(100.0, 107.0, 102.0)])  # 5 s ahead; 2 s there, 0 back
+    back = ClockOffset.estimate([(100.0, 105.0, 102.0)])
+    assert (there.offset_s, there.error_s) == (6.0, 1.0)
+    assert (back.offset_s, back.error_s) == (4.0, 1.0)
+
+
+def test_an_offset_that_still_fits_does_not_move_and_one_that_does_not_is_replaced():
+    rng = random.Random(2)
+    kept = []
+    for _ in range(200):
+        hosts = Hosts(rng, offset_s=rng.uniform(-1e-4, 1e-4))
+        agreed = SAME_CLOCK.checked(sample_clock(hosts.read_remote, hosts.driver_now_s))
+        assert abs(agreed.offset_s - hosts.offset_s) <= agreed.error_s + TICK_S
+        hosts.offset_s += 3.0  # the other host's clock was set
+        moved = agreed.checked(sample_clock(hosts.read_remote, hosts.driver_now_s))
+        assert moved.offset_s == pytest.approx(3.0, abs=0.1)
+        assert abs(moved.offset_s - hosts.offset_s) <= moved.error_s + TICK_S
+        samples = sample_clock(hosts.read_remote, hosts.driver_now_s)
+        fresh, again = ClockOffset.estimate(samples), moved.checked(samples)
+        fits = abs(fresh.offset_s - moved.offset_s) <= fresh.error_s
+        assert again.offset_s == (moved if fits else fresh).offset_s
+        assert abs(again.offset_s - hosts.offset_s) <= again.error_s + TICK_S
+        kept.append(fits)
+    assert {True, False} == set(kept), "both cases were tried"
+    assert SAME_CLOCK.checked([(100.0, 100.5, 101.0)]).offset_s == 0.0
+
+
+def test_aligned_intervals_are_in_the_order_in_which_things_happened():
+    hosts = Hosts(random.Random(3), offset_s=42.0, max_delay_s=0.01)
+    remote = [interval("generate", 42.0, 43.0)]  # at 0 to 1 by the driver's clock
+    offset = SAME_CLOCK.checked(sample_clock(hosts.read_remote, hosts.driver_now_s))
+    (aligned,) = offset.align(remote)
+    assert aligned.start_s - START_S == pytest.approx(0.0, abs=offset.error_s + TICK_S)
+    assert aligned.duration_s == pytest.approx(1.0, abs=TICK_S)
+    assert SAME_CLOCK.align(remote) == remote
+
+
+def test_bad_clock_samples_are_refused():
+    with pytest.raises(ValueError, match="needs >= 1 sample, got 0"):
+        ClockOffset.estimate([])
+    with pytest.raises(ValueError, match=r"before its question, got -1\.0"):
+        ClockOffset.estimate([(100.0, 100.0, 101.0), (100.0, 100.0, 99.0)])
+
+
+def test_the_unix_clock_starts_at_the_time_of_day_and_never_goes_back():
+    now_s = UnixClock()
+    readings = [now_s() for _ in range(1000)]
+    assert readings == sorted(readings)
+    assert abs(readings[0] - time.time()) < 5
+
+
+# -- recorder ---------------------------------------------------------------------------------------------
+def test_every_moment_is_handed_over_once_however_often_it_is_drained():
+    rng = random.Random(4)
+    for _ in range(50):
+        now_s = SettableClock()
+        noting = Recorder(now_s=now_s)
+        opened, expected, drained = {}, [], []
+        for number in range(60):
+            now_s.now_s += rng.choice([0.0, rng.uniform(0, 2)])
+            action = rng.choice(["begin", "end", "drain"])
+            if action == "begin":
+                chunk = f"c{number}"
+                opened[chunk] = (noting.begin("generate", lane("generator"), step=1, chunk_id=chunk), now_s.now_s)
+            elif action == "end" and opened:
+                chunk = rng.choice(sorted(opened))
+                handle, start_s = opened.pop(chunk)
+                noting.end(handle)
+                expected.append((chunk, start_s, now_s.now_s))
+            elif action == "drain":
+                drained += noting.drain().intervals
+        for chunk, (handle, start_s) in opened.items():
+            noting.end(handle)
+            expected.append((chunk, start_s, now_s.now_s))
+        drained += noting.drain().intervals
+        found = [(one.chunk_id, one.start_s, one.end_s) for one in join_parts(drained)]
+        assert sorted(found) == sorted(expected)
+        seconds = sum(end_s - start_s for _, start_s, end_s in expected)
+        assert sum(one.duration_s for one in drained) == pytest.approx(seconds, abs=1e-9)
+        assert noting.drain().intervals == []
+
+
+def test_a_body_is_timed_its_details_kept_and_its_exception_passed_on():
+    now_s = SettableClock()
+    noting = Recorder(now_s=now_s)
+    with noting.interval("train", lane("trainer"), step=3, fragment_id="f0", num_samples=8) as detail:
+        now_s.now_s += 2
+        detail["num_tiles"] = 5
+    with pytest.raises(KeyError), noting.interval("commit", lane("trainer"), step=3):
+        now_s.now_s += 1
+        raise KeyError("gone")
+    train, commit = noting.drain().intervals
+    assert (train.duration_s, train.num_samples, train.detail) == (2, 8, {"num_tiles": 5})
+    assert (commit.duration_s, commit.detail) == (1, {"failed": "KeyError"})
+
+
+def test_a_full_recorder_counts_what_it_loses_and_says_so(caplog):
+    noting = Recorder(capacity=3)
+    for number in range(5):
+        noting.add(interval("commit", number, number + 1))
+    drained = noting.drain()
+    assert [one.start_s - START_S for one in drained.intervals] == [0, 1, 2]
+    assert drained.num_lost == 2 and "lost 2 intervals" in caplog.text
+    assert noting.drain().num_lost == 0
+
+
+def test_threads_share_a_recorder_without_loss():
+    noting = Recorder()
+    collected = []
+
+    def work(index):
+        for number in range(200):
+            with noting.interval("score", lane("reward", index), step=1, group_ids=(f"{index}/{number}",)):
+                pass
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        collected += noting.drain().intervals
+    collected += noting.drain().intervals
+    assert len({one.group_ids for one in collected if not one.is_cut}) == 800
+
+
+def test_what_is_broken_is_refused_where_it_begins():
+    noting = Recorder()
+    with pytest.raises(ValueError, match="needs a reason"):
+        noting.begin("wait", lane("trainer"), step=1)
+    handle = noting.begin("wait", lane("trainer"), step=1, reason="scoring")
+    noting.end(handle)
+    with pytest.raises(RuntimeError, match="wait of trainer/0 in step 1 has ended already"):
+        noting.end(handle)
+    with pytest.raises(ValueError, match="must be >= 1 interval, got 0"):
+        Recorder(capacity=0)
+    assert len(noting.drain().intervals) == 1
+
+
+# -- file -------------------------------------------------------------------------------------------------
+def write(path, intervals, num_devices):
+    TimelineFile(path, num_devices).append(intervals)
+
+
+def test_what_is_appended_is_read_back_unchanged(tmp_path):
+    path = tmp_path / "timeline.jsonl"
+    intervals, num_devices = simulated_run()
+    file = TimelineFile(path, num_devices)
+    for step in (1, 2, 3):
+        file.append([one for one in intervals if one.step == step])
+    timeline = read_timeline(path)
+    assert sorted(map(repr, timeline.intervals)) == sorted(map(repr, intervals))
+    assert timeline.steps == [1, 2, 3] and timeline.num_devices[2] == num_devices and timeline.num_torn_lines == 0
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines[0] == {"timeline": 1, "num_devices": num_devices} and len(lines) == len(intervals) + 1
+
+
+def test_a_torn_last_line_costs_that_line_alone(tmp_path, caplog):
+    path = tmp_path / "timeline.jsonl"
+    intervals, num_devices = simulated_run(num_steps=1)
+    write(path, intervals, num_devices)
+    whole = path.read_bytes()
+    last = whole.rstrip(b"\n").rfind(b"\n") + 1
+    for size in range(last + 1, len(whole)):
+        path.write_bytes(whole[:size])
+        timeline = read_timeline(path)
+        assert len(timeline.intervals) == len(intervals) - 1 and timeline.num_torn_lines == 1
+    assert "the last line is torn" in caplog.text
+    write(path, intervals[-1:], num_devices)  # a new start of the run appends a header, then the line
+    timeline = read_timeline(path)
+    assert len(timeline.intervals) == len(intervals) and timeline.num_torn_lines == 0
+
+
+def test_a_resumed_run_keeps_what_happened_until_the_end_of_its_step(tmp_path):
+    path = tmp_path / "timeline.jsonl"
+    intervals, num_devices = simulated_run(num_steps=4)
+    write(path, intervals, num_devices)
+    before = {step: step_metrics(read_timeline(path).intervals, step, num_devices) for step in (1, 2)}
+    resumed = TimelineFile(path, {"trainer": 2, "generator": 4})
+    resumed.keep_until(2)
+    (end_s,) = (one.end_s for one in intervals if one.kind == "step" and one.step == 2)
+    kept = read_timeline(path).intervals
+    expected = [one for one in intervals if one.step <= 2 or one.start_s < end_s]
+    assert sorted(map(repr, kept)) == sorted(map(repr, expected))
+    assert any(one.step == 3 and one.kind == "generate" for one in kept), "the run generated ahead"
+    resumed.append([replace(one, lane=replace(one.lane, num_devices=0)) for one in intervals if one.step == 3])
+    timeline = read_timeline(path)
+    assert timeline.num_devices == {1: num_devices, 2: num_devices, 3: {"trainer": 2, "generator": 4}}
+    for step in (1, 2):
+        assert (
+            step_metrics(timeline.intervals, step, num_devices)["perf/images_per_s"]
+            == before[step]["perf/images_per_s"]
+        )
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_fresh_run_drops_all_and_no_file_is_no_error(tmp_path):
+    path = tmp_path / "timeline.jsonl"
+    TimelineFile(path, {"trainer": 1}).keep_until(0)
+    assert not path.exists()
+    write(path, *simulated_run())
+    fresh = TimelineFile(path, {"trainer": 1})
+    fresh.keep_until(0)
+    fresh.append([interval("step", 0, 1)])
+    assert len(path.read_text().splitlines()) == 2
+
+
+def test_a_broken_file_is_refused_with_the_line(tmp_path):
+    path = tmp_path / "timeline.jsonl"
+    write(path, [interval("step", 0, 1), interval("commit", 0, 1)], {"trainer": 1})
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text(lines[0] + lines[1][:20] + "\n" + lines[2])
+    with pytest.raises(ValueError, match=r"line 2 is no line of a timeline \(JSONDecodeError.*delete that line"):
+        read_timeline(path)
+    path.write_text(lines[0] + lines[1].replace('"kind":"step"', '"kind":"stop"') + lines[2])
+    with pytest.raises(ValueError, match=r"line 2 .*kind of an interval must be one of"):
+        read_timeline(path)
+    path.write_text("".join(lines[1:]))
+    with pytest.raises(ValueError, match="first line must be a header"):
+        read_timeline(path)
+    path.write_text(lines[0].replace('"timeline":1', '"timeline":2'))
+    with pytest.raises(ValueError, match="schema must be version 1, got 2; use the verl-digen that wrote"):
+        read_timeline(path)

@@ -1,0 +1,602 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The planner in a world that orders events as it likes: slots of any speed that fail, die and join."""
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
+
+import pytest
+
+from verl_digen.schedulers.durations import MeasuredDurations
+from verl_digen.schedulers.planner import BatchPlanner
+from verl_digen.schedulers.rules import BatchRules
+from verl_digen.schedulers.types import Assist, Chunk, Commit, Fragment, Generate, LoadWeights, Train, Wait
+
+NUM_WORLDS = 400
+
+
+@dataclass
+class World:
+    """Executes a planner's decisions in random time, and writes down what it saw."""
+
+    rules: BatchRules
+    seed: int
+    num_slots: int = 3
+    num_batches: int = 4
+    failure_rate: float = 0.0
+    loss_rate: float = 0.0
+    """Chance that a slot dies while it generates a chunk; another one joins later."""
+    zero_spread_rate: float = 0.0
+    wrong_version_rate: float = 0.0
+    issued: list[tuple[str, Chunk]] = field(default_factory=list)
+    """(who, chunk), in the order of issue."""
+    trained: list[Fragment] = field(default_factory=list)
+    reports: dict[int, object] = field(default_factory=dict)
+    drawn: Counter = field(default_factory=Counter)
+    """Batch -> prompts."""
+    waits: Counter = field(default_factory=Counter)
+
+    def run(self) -> "World":
+        self.rng = random.Random(self.seed)
+        self.durations = MeasuredDurations()
+        self.planner = BatchPlanner(self.rules, self.durations, first_batch=0, num_batches=self.num_batches)
+        self.due, self.count, self.now_s = [], 0, 0.0
+        self.trainer_busy = False
+        self.assisting: int | None = None
+        self.scored: set[tuple[str, int]] = set()
+        self.draws = 0
+        self.spread_of: dict[str, bool] = {}
+        for index in range(self.num_slots):
+            self.planner.on_slot_joined(f"s{index}", replica=f"r{index // 2}", version=0)
+        for _ in range(100_000):
+            if self.planner.is_done:
+                return self
+            self._step()
+        raise AssertionError(f"the run does not end: {self}")
+
+    def _later(self, mean_s: float, what, *args) -> None:
+        self.count += 1
+        heappush(self.due, (self.now_s + self.rng.uniform(0.2, 1.8) * mean_s, self.count, what, args))
+
+    def _step(self) -> None:
+        planner = self.planner
+        for batch, count in planner.prompts_wanted().items():
+            uids = [f"p{self.draws + index}" for index in range(count)]
+            self.draws += count
+            self.drawn[batch] += count
+            for uid in uids:
+                self.spread_of[uid] = self.rng.random() >= self.zero_spread_rate
+            planner.on_prompts(batch, uids)
+        for decision in planner.assign(self.now_s):
+            if isinstance(decision, Generate):
+                self._check_order(decision.slot, decision.chunk)
+                self._generate(decision.slot, decision.chunk, mean_s=1.0)
+            else:
+                assert isinstance(decision, LoadWeights)
+                self._later(0.1, self._loaded, decision.slot, decision.version)
+        for chunk_id in planner.take_cancelled():
+            if self.rng.random() < 0.5:  # aborted; else it runs to its end
+                self._later(0.0, self._generated, chunk_id)
+        if not self.trainer_busy:
+            self._ask_trainer()
+        self.now_s, _, what, args = heappop(self.due)
+        what(*args)
+
+    def _ask_trainer(self) -> None:
+        decision = self.planner.next_for_trainer(self.now_s)
+        self.trainer_busy = not isinstance(decision, Wait)
+        if isinstance(decision, Wait):
+            self.waits[decision.reason] += 1
+            if not self.due:
+                raise AssertionError(f"nobody has anything to do: {decision}")
+        elif isinstance(decision, Train):
+            self.trained.append(decision.fragment)
+            self._later(0.3, self._trained, decision.fragment)
+        elif isinstance(decision, Assist):
+            num_ready = len(self.planner._batches[self.planner.batch].ready)
+            assert not self.rules.is_pipelined or num_ready < self.rules.min_groups_per_fragment
+            assert self.assisting is None, "two assists at once"
+            self.assisting = decision.chunk.id
+            self._generate("trainer", decision.chunk, mean_s=1.5)
+        else:
+            assert isinstance(decision, Commit)
+            self.reports[decision.report.batch] = decision.report
+            self._later(0.2, self._committed, decision.report.batch)
+
+    # -- what executes --------------------------------------------------------------------------------------
+    def _generate(self, who: str, chunk: Chunk, mean_s: float) -> None:
+        self.issued.append((who, chunk))
+        if who != "trainer" and self.rng.random() < self.loss_rate:
+            self._later(mean_s / 2, self._die, who, chunk)
+            return
+        failed = [index for index in chunk.samples if self.rng.random() < self.failure_rate]
+        for index in chunk.samples:  # scores come one by one, before or after the end of the request
+            if index not in failed:
+                self._later(mean_s * 1.2, self._scored_one, chunk, index)
+        if failed:
+            self._later(mean_s, self._failed, chunk, failed)
+        self._later(mean_s, self._generated, chunk.id)
+
+    def _generated(self, chunk_id: int) -> None:
+        if chunk_id == self.assisting:
+            self.assisting, self.trainer_busy = None, False
+        self.planner.on_generated(chunk_id, self.now_s)
+
+    def _scored_one(self, chunk: Chunk, index: int) -> None:
+        version = chunk.version
+        if self.rng.random() < self.wrong_version_rate:
+            version -= 1
+        group = self.planner._groups.get(chunk.uid)
+        is_wanted = chunk.id in self.planner._live
+        if is_wanted and version == chunk.version:
+            assert group is not None and group.version == version
+            self.scored.add((chunk.uid, index))
+        reward = self.rng.random() if self.spread_of[chunk.uid] else 0.5
+        self.planner.on_scored(chunk.id, {index: reward}, version, self.now_s)
+
+    def _failed(self, chunk: Chunk, samples: list[int]) -> None:
+        self.planner.on_failed(chunk.id, samples)
+
+    def _die(self, slot: str, chunk: Chunk) -> None:
+        if chunk.id not in self.planner._requests:  # cancelled and aborted before
+            return
+        self.planner.on_slot_lost(slot)
+        self._later(2.0, self._join, f"{slot}'")
+        for index in chunk.samples:  # what was believed lost may still come
+            if self.rng.random() < 0.3:
+                self._later(1.0, self._late, chunk, index)
+        self._later(1.0, self._generated, chunk.id)
+
+    def _late(self, chunk: Chunk, index: int) -> None:
+        self.planner.on_scored(chunk.id, {index: 0.3}, chunk.version, self.now_s)
+
+    def _join(self, slot: str) -> None:
+        version = self.rng.randint(max(0, self.planner.published - 1), self.planner.published)
+        self.planner.on_slot_joined(slot, replica=slot, version=version)
+
+    def _loaded(self, slot: str, version: int) -> None:
+        self.planner.on_loaded(slot, version)
+
+    def _trained(self, fragment: Fragment) -> None:
+        self.trainer_busy = False
+        self.planner.on_trained(fragment.id, self.now_s)
+
+    def _committed(self, batch: int) -> None:
+        self.trainer_busy = False
+        self.planner.on_committed(batch)
+        self._later(0.1, self.planner.on_published, batch + 1)
+
+    # -- what must hold -------------------------------------------------------------------------------------
+    def _check_order(self, slot: str, chunk: Chunk) -> None:
+        """GAP: no older group that this version may take has samples left."""
+        group = self.planner._groups[chunk.uid]
+        for other in self.planner._groups.values():
+            if other.place < group.place and other.unissued and other.state == "open":
+                can_take = other.version == chunk.version or (
+                    other.version is None and other.batch == chunk.version == self.planner.published
+                )
+                assert not can_take, f"{chunk} was issued before {other}"
+
+
+def assert_invariants(world: World) -> None:
+    """What holds at the end of every run, from what the world saw."""
+    rules, planner = world.rules, world.planner
+    # every batch is committed once, and its counts add up
+    assert sorted(world.reports) == list(range(world.num_batches))
+    trained = Counter(uid for fragment in world.trained for uid in fragment.uids)
+    assert set(trained.values()) <= {1}, "a group was trained twice"
+    for number, report in world.reports.items():
+        fragments = [fragment for fragment in world.trained if fragment.batch == number]
+        assert report.num_groups == sum(len(fragment.uids) for fragment in fragments)
+        assert report.num_samples == report.num_groups * rules.group_size
+        assert report.num_fragments == len(fragments)
+        assert report.num_groups + sum(report.dropped.values()) == world.drawn[number], "trained + dropped = drawn"
+        assert report.num_groups <= rules.num_prompts
+        assert sum(report.stale_groups.values()) == report.num_groups
+        assert report.num_sample_refills <= rules.max_sample_refills
+        assert report.num_group_refills <= rules.max_group_refills
+        short = rules.num_prompts - report.num_groups
+        assert short == 0 or report.num_group_refills == rules.max_group_refills, "short although it could refill"
+        for age in range(1, rules.max_versions + 2):
+            older = sum(count for other, count in report.stale_groups.items() if other >= age)
+            assert older <= rules.stale_allowance(age)
+        assert max(report.stale_groups, default=0) <= rules.max_versions
+        for fragment in fragments:
+            assert len(fragment.uids) <= (rules.max_groups_per_fragment if rules.is_pipelined else rules.num_prompts)
+        if not rules.is_pipelined:
+            assert len(fragments) <= 1
+    # a group is trained whole, under one version, and no sample of it was issued more often than it was given up
+    by_group: dict[str, list[Chunk]] = {}
+    for _, chunk in world.issued:
+        by_group.setdefault(chunk.uid, []).append(chunk)
+        assert chunk.samples and len(set(chunk.samples)) == len(chunk.samples)
+    ids = [chunk.id for _, chunk in world.issued]
+    assert ids == sorted(set(ids))
+    for uid in trained:
+        chunks = by_group[uid]
+        assert {index for chunk in chunks for index in chunk.samples} == set(range(rules.group_size))
+        assert all((uid, index) in world.scored for index in range(rules.group_size))
+    issued = Counter((chunk.uid, index) for _, chunk in world.issued for index in chunk.samples)
+    again = sum(count - 1 for count in issued.values())
+    counted = sum(report.num_sample_refills + report.num_reissued for report in world.reports.values())
+    assert again <= counted, "a sample was generated again, and not counted"
+    if not (world.failure_rate or world.loss_rate or world.wrong_version_rate or rules.max_versions):
+        assert again == 0
+    # nothing is left behind
+    assert not planner._groups and not planner._batches
+    assert not planner._live
+
+
+def random_world(seed: int) -> World:
+    rng = random.Random(seed)
+    min_groups = rng.choice([1, 1, 2])
+    rules = BatchRules(
+        num_prompts=rng.randint(1, 6),
+        group_size=rng.randint(1, 6),
+        is_pipelined=rng.random() < 0.8,
+        chunk_size=rng.choice([None, 1, 2, 4]),
+        max_chunk_size=rng.choice([1, 2, 8]),
+        replicate_prompts=rng.random() < 0.8,
+        min_groups_per_fragment=min_groups,
+        max_groups_per_fragment=rng.randint(min_groups, 4),
+        assist=rng.choice(["off", "bts", "always"]),
+        assist_chunk_size=rng.choice([None, 1, 3]),
+        max_versions=rng.choice([0, 0, 1, 2]),
+        fraction=rng.choice([0.3, 0.5, 1.0]),
+        extra_prompts=rng.choice([0, 0, 2]),
+        drop_zero_spread=rng.random() < 0.4,
+        max_group_refills=rng.choice([0, 2, 50]),
+        max_sample_refills=rng.choice([0, 3, 50]),
+    )
+    return World(
+        rules,
+        seed,
+        num_slots=rng.randint(1, 6),
+        failure_rate=rng.choice([0.0, 0.1]),
+        loss_rate=rng.choice([0.0, 0.1]),
+        zero_spread_rate=rng.choice([0.0, 0.3]),
+        wrong_version_rate=0.05 if rules.max_versions and rng.random() < 0.3 else 0.0,
+    )
+
+
+@pytest.mark.parametrize("first", range(0, NUM_WORLDS, 50))
+def test_invariants_hold_in_random_worlds(first):
+    seen: Counter = Counter()
+    for seed in range(first, first + 50):
+        world = random_world(seed).run()
+        assert_invariants(world)
+        for report in world.reports.values():
+            seen.update(report.dropped)
+            seen.update(
+                assisted=report.num_assisted,
+                reissued=report.num_reissued,
+                stale=sum(count for age, count in report.stale_groups.items() if age),
+                refilled=report.num_group_refills + report.num_sample_refills,
+            )
+    missing = [
+        what for what in ("failed", "zero_spread", "assisted", "reissued", "stale", "refilled") if not seen[what]
+    ]
+    assert not missing, "the worlds are too kind to test anything"
+
+
+STRICT = BatchRules(num_prompts=4, group_size=4)
+
+
+def test_strict_mode_is_never_stale_whatever_happens():
+    for seed in range(30):
+        world = World(
+            replace(STRICT, assist="always", max_sample_refills=100), seed, failure_rate=0.1, loss_rate=0.1
+        ).run()
+        assert all(chunk.version == chunk.batch for _, chunk in world.issued)
+        assert all(report.stale_groups == {0: 4} for report in world.reports.values())
+
+
+def test_runs_are_deterministic():
+    first, second = random_world(5).run(), random_world(5).run()
+    assert (first.issued, first.trained, first.reports) == (second.issued, second.trained, second.reports)
+
+
+def test_tcss_begins_at_most_the_allowed_fraction_early_and_does_begin():
+    world = World(replace(STRICT, num_prompts=10, max_versions=1, fraction=0.3), seed=1, num_slots=8).run()
+    stale = [report.stale_groups.get(1, 0) for report in world.reports.values()]
+    assert stale[0] == 0
+    assert max(stale[1:]) == 3
+
+
+@pytest.mark.parametrize(
+    ("max_versions", "fraction", "allowed"),
+    [(0, 1.0, [10, 0, 0]), (1, 0.25, [10, 2, 0]), (1, 1.0, [10, 10, 0]), (2, 0.3, [10, 10, 3]), (3, 1.0, [10, 10, 10])],
+)
+def test_one_admission_rule_covers_strict_fractional_and_larger_asynchrony(max_versions, fraction, allowed):
+    rules = replace(STRICT, num_prompts=10, max_versions=max_versions, fraction=fraction)
+    assert [rules.stale_allowance(age) for age in (0, 1, 2)] == allowed
+
+
+def planner_with(rules: BatchRules, *slots: str, num_batches: int = 2) -> BatchPlanner:
+    planner = BatchPlanner(rules, MeasuredDurations(), first_batch=0, num_batches=num_batches)
+    for slot in slots:
+        planner.on_slot_joined(slot, replica=slot, version=0)
+    draw(planner)
+    return planner
+
+
+def draw(planner: BatchPlanner) -> None:
+    for batch, count in planner.prompts_wanted().items():
+        first = planner._num_groups
+        planner.on_prompts(batch, [f"p{first + index}" for index in range(count)])
+
+
+def finish(planner: BatchPlanner, chunk: Chunk, now_s: float = 1.0, rewards: dict[int, float] | None = None) -> None:
+    planner.on_generated(chunk.id, now_s)
+    scores = {index: float(index) for index in chunk.samples} if rewards is None else rewards
+    planner.on_scored(chunk.id, scores, chunk.version, now_s)
+
+
+def chunks_of(decisions) -> list[Chunk]:
+    return [decision.chunk for decision in decisions if isinstance(decision, Generate)]
+
+
+def test_gap_spreads_one_group_over_all_slots_before_the_next():
+    planner = planner_with(STRICT, "a", "b")
+    first = chunks_of(planner.assign(0.0))
+    assert [(chunk.uid, chunk.samples) for chunk in first] == [("p0", (0, 1)), ("p0", (2, 3))]
+    for chunk in first:
+        finish(planner, chunk)
+    assert [chunk.uid for chunk in chunks_of(planner.assign(1.0))] == ["p1", "p1"]
+    assert planner.next_for_trainer(1.0) == Train(Fragment(0, 0, ("p0",)))
+
+
+def test_a_group_goes_to_one_slot_whole_without_prompt_replication():
+    planner = planner_with(replace(STRICT, replicate_prompts=False, chunk_size=1), "a", "b")
+    assert [(chunk.uid, len(chunk.samples)) for chunk in chunks_of(planner.assign(0.0))] == [("p0", 4), ("p1", 4)]
+
+
+def test_groups_that_pile_up_merge_into_one_fragment_up_to_the_bound():
+    planner = planner_with(replace(STRICT, max_groups_per_fragment=2), *"abcd")
+    assert [len(chunk.samples) for chunk in chunks_of(planner.assign(0.0))] == [1, 1, 1, 1]
+    planner = planner_with(replace(STRICT, replicate_prompts=False, max_groups_per_fragment=2), *"abcd")
+    for chunk in reversed(chunks_of(planner.assign(0.0))):
+        finish(planner, chunk)
+    assert planner.next_for_trainer(1.0) == Train(Fragment(0, 0, ("p0", "p1")))
+    planner.on_trained(0, 2.0)
+    assert planner.next_for_trainer(2.0) == Train(Fragment(1, 0, ("p2", "p3")))
+    planner.on_trained(1, 3.0)
+    commit = planner.next_for_trainer(3.0)
+    assert isinstance(commit, Commit)
+    assert (commit.report.num_groups, commit.report.num_samples, commit.report.num_fragments) == (4, 16, 2)
+
+
+def test_a_small_fragment_waits_for_others_but_not_for_ever():
+    rules = replace(STRICT, num_prompts=3, replicate_prompts=False, min_groups_per_fragment=2)
+    planner = planner_with(rules, *"abc")
+    chunks = chunks_of(planner.assign(0.0))
+    finish(planner, chunks[0])
+    assert planner.next_for_trainer(1.0) == Wait("no_fragment_ready")
+    finish(planner, chunks[1])
+    assert planner.next_for_trainer(1.0) == Train(Fragment(0, 0, ("p0", "p1")))
+    finish(planner, chunks[2])
+    planner.on_trained(0, 2.0)
+    assert planner.next_for_trainer(2.0) == Train(Fragment(1, 0, ("p2",)))
+
+
+def test_a_barrier_trains_the_whole_batch_in_one_call():
+    planner = planner_with(replace(STRICT, is_pipelined=False, replicate_prompts=False), *"abcd")
+    chunks = chunks_of(planner.assign(0.0))
+    for chunk in chunks[:3]:
+        finish(planner, chunk)
+        assert planner.next_for_trainer(1.0) == Wait("no_fragment_ready")
+    finish(planner, chunks[3])
+    assert planner.next_for_trainer(1.0) == Train(Fragment(0, 0, ("p0", "p1", "p2", "p3")))
+
+
+def test_a_lost_slots_chunk_is_issued_again_once_and_its_late_scores_are_ignored():
+    planner = planner_with(replace(STRICT, num_prompts=1), "a", "b")
+    lost, other = chunks_of(planner.assign(0.0))
+    planner.on_slot_lost("a")
+    finish(planner, other)
+    (again,) = chunks_of(planner.assign(1.0))
+    assert (again.uid, again.samples, again.id) == (lost.uid, lost.samples, 2)
+    planner.on_generated(lost.id, 1.5)
+    planner.on_scored(lost.id, {0: 9.0, 1: 9.0}, 0, 1.5)
+    assert planner.next_for_trainer(1.5) == Wait("no_fragment_ready")
+    finish(planner, again, 2.0)
+    assert planner.next_for_trainer(2.0) == Train(Fragment(0, 0, ("p0",)))
+    planner.on_trained(0, 3.0)
+    report = planner.next_for_trainer(3.0).report
+    assert (report.num_reissued, report.num_late) == (2, 2)
+
+
+def test_a_score_that_is_told_twice_counts_once():
+    planner = planner_with(replace(STRICT, num_prompts=1), "a")
+    (chunk,) = chunks_of(planner.assign(0.0))
+    planner.on_scored(chunk.id, {0: 1.0}, 0, 1.0)
+    planner.on_scored(chunk.id, {0: 7.0, 1: 2.0}, 0, 1.1)
+    planner.on_scored(chunk.id, {2: 3.0, 3: 4.0}, 0, 1.2)
+    planner.on_generated(chunk.id, 1.3)
+    assert planner.next_for_trainer(1.3) == Train(Fragment(0, 0, ("p0",)))
+    planner.on_trained(0, 2.0)
+    assert planner.next_for_trainer(2.0).report.num_late == 1
+
+
+def test_a_replacement_prompt_comes_before_the_next_batch():
+    rules = replace(STRICT, num_prompts=1, max_versions=1, drop_zero_spread=True, max_group_refills=1)
+    planner = planner_with(rules, "a", num_batches=3)
+    (chunk,) = chunks_of(planner.assign(0.0))
+    finish(planner, chunk, rewards=dict.fromkeys(range(4), 0.5))
+    draw(planner)
+    assert [(chunk.batch, chunk.uid) for chunk in chunks_of(planner.assign(1.0))] == [(0, "p2")]
+
+
+def test_a_reward_that_is_no_number_is_an_error():
+    planner = planner_with(STRICT, "a")
+    (chunk,) = chunks_of(planner.assign(0.0))
+    with pytest.raises(RuntimeError, match="a reward must be finite, got nan for sample 0 of group p0"):
+        planner.on_scored(chunk.id, {0: float("nan")}, 0, 1.0)
+
+
+def test_a_failed_sample_is_refilled_within_the_bound_and_then_its_group_is_dropped_and_counted():
+    planner = planner_with(replace(STRICT, num_prompts=1, max_sample_refills=1), "a")
+    (chunk,) = chunks_of(planner.assign(0.0))
+    planner.on_failed(chunk.id, [2])
+    finish(planner, chunk, rewards={0: 0.0, 1: 1.0, 3: 3.0})
+    (again,) = chunks_of(planner.assign(1.0))
+    assert (again.uid, again.samples, again.version) == ("p0", (2,), 0)
+    planner.on_failed(again.id, [2])
+    planner.on_generated(again.id, 2.0)
+    report = planner.next_for_trainer(2.0).report
+    assert (report.num_groups, report.num_sample_refills, report.dropped) == (0, 1, {"failed": 1})
+
+
+def test_a_group_without_spread_is_dropped_and_refilled_within_the_bound():
+    rules = replace(STRICT, num_prompts=1, drop_zero_spread=True, max_group_refills=1)
+    planner = planner_with(rules, "a")
+    (chunk,) = chunks_of(planner.assign(0.0))
+    finish(planner, chunk, rewards=dict.fromkeys(range(4), 0.5))
+    assert planner.next_for_trainer(1.0) == Wait("prompts")
+    assert planner.prompts_wanted() == {0: 1}
+    draw(planner)
+    (chunk,) = chunks_of(planner.assign(1.0))
+    finish(planner, chunk, 2.0, rewards=dict.fromkeys(range(4), 0.5))
+    assert planner.prompts_wanted() == {}
+    report = planner.next_for_trainer(2.0).report
+    assert (report.num_groups, report.num_group_refills, report.dropped) == (0, 1, {"zero_spread": 2})
+
+
+def test_a_batch_is_full_with_p_groups_and_the_surplus_is_cancelled():
+    planner = planner_with(replace(STRICT, num_prompts=2, extra_prompts=1, replicate_prompts=False), *"abc")
+    chunks = chunks_of(planner.assign(0.0))
+    assert [chunk.uid for chunk in chunks] == ["p0", "p1", "p2"]
+    finish(planner, chunks[2])
+    finish(planner, chunks[0])
+    assert planner.take_cancelled() == [chunks[1].id]
+    assert planner.next_for_trainer(1.0) == Train(Fragment(0, 0, ("p0", "p2")))
+    planner.on_trained(0, 2.0)
+    assert planner.next_for_trainer(2.0).report.dropped == {"surplus": 1}
+
+
+def test_an_old_slot_finishes_the_groups_of_its_version_before_it_loads_the_new_one():
+    planner = planner_with(replace(STRICT, num_prompts=1, max_versions=1, chunk_size=1), "a", "b")
+    for _ in range(2):
+        for chunk in chunks_of(planner.assign(0.0)):
+            finish(planner, chunk)
+    early = chunks_of(planner.assign(1.0))  # of batch 1, under version 0
+    assert [(chunk.batch, chunk.version, chunk.samples) for chunk in early] == [(1, 0, (0,)), (1, 0, (1,))]
+    planner.next_for_trainer(1.0)
+    planner.on_trained(0, 2.0)
+    planner.next_for_trainer(2.0)
+    planner.on_committed(0)
+    planner.on_published(1)
+    finish(planner, early[0], 3.0)
+    (third,) = chunks_of(planner.assign(3.0))
+    assert (third.samples, third.version) == ((2,), 0)
+    finish(planner, early[1], 4.0)
+    (fourth,) = chunks_of(planner.assign(4.0))
+    assert (fourth.samples, fourth.version) == ((3,), 0)
+    finish(planner, third, 5.0)
+    assert planner.assign(5.0) == [LoadWeights("a", 1)]
+    finish(planner, fourth, 5.0)
+    assert planner.assign(5.0) == [LoadWeights("b", 1)]
+    assert planner.next_for_trainer(5.0) == Train(Fragment(1, 1, ("p1",)))
+
+
+def test_a_group_whose_version_no_slot_has_any_more_starts_over_under_the_new_one():
+    planner = planner_with(replace(STRICT, num_prompts=1, max_versions=1), "a")
+    (chunk,) = chunks_of(planner.assign(0.0))
+    finish(planner, chunk)
+    (early,) = chunks_of(planner.assign(1.0))
+    assert (early.uid, early.version) == ("p1", 0)
+    planner.next_for_trainer(1.0)
+    planner.on_trained(0, 2.0)
+    planner.next_for_trainer(2.0)
+    planner.on_committed(0)
+    planner.on_published(1)
+    planner.on_slot_lost("a")
+    planner.on_slot_joined("b", replica="b", version=1)
+    (again,) = chunks_of(planner.assign(3.0))
+    assert (again.uid, again.samples, again.version) == ("p1", (0, 1, 2, 3), 1)
+    finish(planner, again, 4.0)
+    planner.next_for_trainer(4.0)
+    planner.on_trained(1, 5.0)
+    assert planner.next_for_trainer(5.0).report.stale_groups == {0: 1}
+
+
+def test_a_sample_of_another_version_is_an_error_in_strict_mode_and_fails_otherwise():
+    planner = planner_with(STRICT, "a")
+    (chunk,) = chunks_of(planner.assign(0.0))
+    with pytest.raises(RuntimeError, match=r"must be generated under version 0, got 1.*max_versions=0"):
+        planner.on_scored(chunk.id, {0: 1.0}, 1, 1.0)
+    planner = planner_with(replace(STRICT, max_versions=1, max_sample_refills=9), "a")
+    (chunk,) = chunks_of(planner.assign(0.0))
+    planner.on_scored(chunk.id, {0: 1.0}, 1, 1.0)
+    finish(planner, chunk, rewards={1: 1.0, 2: 2.0, 3: 3.0})
+    assert chunks_of(planner.assign(1.0))[0].samples == (0,)
+
+
+def test_the_trainer_assists_once_to_learn_its_cost_and_never_before_the_others_are_known():
+    rules = replace(STRICT, num_prompts=8, group_size=1, assist="bts", chunk_size=1)
+    planner = planner_with(rules, "a")
+    (chunk,) = chunks_of(planner.assign(0.0))
+    assert planner.next_for_trainer(0.0) == Wait("costs_unknown")
+    finish(planner, chunk, 1.0)
+    (second,) = chunks_of(planner.assign(1.0))
+    planner.next_for_trainer(1.0)
+    planner.on_trained(0, 1.1)
+    decision = planner.next_for_trainer(1.1)
+    assert isinstance(decision, Assist) and (decision.reason, decision.chunk.uid) == ("measure", "p2")
+    finish(planner, second, 2.0)
+    planner.assign(2.0)
+    finish(planner, decision.chunk, 2.3)
+    planner.next_for_trainer(2.3)
+    planner.on_trained(1, 2.5)
+    decision = planner.next_for_trainer(2.5)
+    assert isinstance(decision, Assist) and decision.reason == "gain"
+    assert decision.predicted_gain_s is not None and decision.predicted_gain_s > 0
+
+
+def test_a_bubble_says_why_nobody_can_work():
+    planner = BatchPlanner(STRICT, MeasuredDurations(), first_batch=0, num_batches=1)
+    assert planner.next_for_trainer(0.0) == Wait("prompts")
+    draw(planner)
+    assert planner.next_for_trainer(0.0) == Wait("no_slots")
+    planner.on_slot_joined("a", replica="a", version=0)
+    for _ in range(4):
+        (chunk,) = chunks_of(planner.assign(0.0))
+        assert planner.next_for_trainer(0.0) == Wait("no_fragment_ready")
+        planner.on_generated(chunk.id, 1.0)
+    assert planner.next_for_trainer(1.0) == Wait("scoring")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda planner: planner.on_trained(0, 1.0), "fragment 0 ended, but the trainer is busy with None"),
+        (lambda planner: planner.on_committed(0), "batch 0 was committed, but the trainer is busy with None"),
+        (lambda planner: planner.on_published(1), r"must lie in \[0, 0\], got 1"),
+        (lambda planner: planner.on_loaded("a", 1), "loads weights when told to"),
+        (lambda planner: planner.on_slot_joined("a", replica="a", version=0), "joins once"),
+        (lambda planner: planner.on_slot_joined("b", replica="b", version=3), "published versions"),
+        (lambda planner: planner.on_prompts(0, ["p9"]), "drawn as wanted"),
+    ],
+)
+def test_a_broken_contract_is_told(call, message):
+    planner = planner_with(STRICT, "a")
+    with pytest.raises(RuntimeError, match=message):
+        call(planner)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"num_prompts": 0}, r"data.train_batch_size must be >= 1, got 0"),
+        ({"max_versions": -1}, r"digen.staleness.max_versions must be >= 0, got -1"),
+        ({"fraction": 0.0}, r"digen.staleness.fraction must lie in \(0, 1\], got 0.0"),
+        ({"assist": "on"}, r"digen.tag.mode must be one of off, bts, always, got 'on'"),
+        ({"chunk_size": 0}, r"digen.gap.chunk_size must be >= 1 sample or auto, got 0"),
+        ({"min_groups_per_fragment": 9}, r"max_groups_per_fragment must be >= min_groups_per_fragment=9, got 4"),
+        ({"max_group_refills": -1}, r"digen.max_refills_per_step must be >= 0, got -1"),
+    ],
+)
+def test_a_bad_rule_is_told_by_its_key(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        replace(STRICT, **wrong)

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The search against an exhaustive one, written independently, event by event."""
+
+import random
+import statistics
+import time
+
+import pytest
+
+from verl_digen.schedulers import Costs, Workload, simulate
+from verl_digen.schedulers.search import Bubble, BubbleSearch
+
+NUM_INSTANCES = 600
+SAME_S = 1e-6
+
+
+def shortest_makespan(workload: Workload, costs: Costs) -> float:
+    """Least makespan over all choices of a trainer that trains a ready fragment first.
+
+    At every event at which it is free and nothing is ready, it may wait for the next event or generate the next chunk.
+    """
+    known: dict[tuple, float] = {}
+    generate_s, assist_s, score_s, train_s = costs.generate_s, costs.assist_s, costs.score_s, costs.train_s
+
+    def rounded(times):
+        return tuple(round(value, 7) for value in times)
+
+    def shortest(now_s: float, num_left: int, slots: tuple[float, ...], ready: tuple[float, ...]) -> float:
+        if num_left == 0 and not slots and not ready:
+            return now_s
+        key = (round(now_s, 7), num_left, rounded(slots), rounded(ready))
+        if key in known:
+            return known[key]
+        busy, done, left = list(slots), list(ready), num_left
+        while busy and busy[0] <= now_s + 1e-9:
+            end_s = busy.pop(0)
+            done.append(end_s + score_s)
+            if left:
+                left -= 1
+                busy = sorted([*busy, end_s + generate_s])
+        done.sort()
+        if done and done[0] <= now_s + 1e-9:
+            value = shortest(now_s + train_s, left, tuple(busy), tuple(done[1:]))
+        else:
+            value = shortest(min([*busy[:1], *done[:1]]), left, tuple(busy), tuple(done))
+            if left:
+                end_s = now_s + assist_s
+                value = min(value, shortest(end_s, left - 1, tuple(busy), tuple(sorted([*done, end_s + score_s]))))
+        known[key] = value
+        return value
+
+    num_busy = min(workload.num_fragments, workload.num_slots)
+    num_left = workload.num_fragments - num_busy
+    return shortest(0.0, num_left, (generate_s,) * num_busy, ()) + costs.commit_s
+
+
+def instances(seed: int, count: int):
+    """Small instances: assisting from 20 times faster to 5 times slower than generating, scoring and training from
+    next to nothing to several chunks long; half of them with durations that never coincide."""
+    rng = random.Random(seed)
+    for _ in range(count):
+        workload = Workload(num_fragments=rng.randint(1, 10), num_slots=rng.randint(1, 4))
+        assist_s = rng.choice([0.05, 0.2, 0.5, 0.8, 1, 1.2, 1.5, 2, 3, 5])
+        score_s = rng.choice([0, 0.01, 0.1, 0.5, 1, 3])
+        train_s = rng.choice([0.001, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1, 2])
+        if rng.random() < 0.5:
+            assist_s, score_s, train_s = (value * rng.uniform(0.8, 1.2) for value in (assist_s, score_s, train_s))
+        yield workload, Costs(generate_s=1.0, assist_s=assist_s, score_s=score_s, train_s=train_s, commit_s=0.3)
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    """(workload, costs, shortest, with TAG, without) per instance."""
+    return [
+        (
+            workload,
+            costs,
+            shortest_makespan(workload, costs),
+            simulate(workload, costs, {"gap", "tag"}).makespan_s,
+            simulate(workload, costs, {"gap"}).makespan_s,
+        )
+        for workload, costs in instances(seed=7, count=NUM_INSTANCES)
+    ]
+
+
+def test_search_is_within_half_a_percent_of_exhaustive_on_average_and_two_at_worst(outcomes):
+    excess = [found / shortest - 1 for _, _, shortest, found, _ in outcomes]
+    assert min(excess) > -SAME_S, "shorter than exhaustive: one of the two is wrong"
+    assert statistics.mean(excess) < 0.005
+    assert max(excess) < 0.02
+
+
+def test_assisting_is_never_worse_than_not_and_often_better(outcomes):
+    assert all(found <= without + SAME_S for _, _, _, found, without in outcomes)
+    better = [without / found for _, _, _, found, without in outcomes if found < without - SAME_S]
+    assert len(better) > NUM_INSTANCES / 4
+    assert max(better) > 1.3
+
+
+def test_waiting_is_chosen_where_an_assist_would_delay_ready_fragments():
+    # training is the bottleneck: the trainer has work as soon as the first fragment is there, at 1.1
+    costs = Costs(generate_s=1.0, assist_s=1.2, score_s=0.1, train_s=0.9, commit_s=0.0)
+    workload = Workload(num_fragments=8, num_slots=2)
+    events = simulate(workload, costs, {"gap", "tag"}).events
+    assert [event for event in events if event.what == "assist"] == []
+    assert simulate(workload, costs, {"gap", "tag"}).makespan_s == pytest.approx(1.1 + 8 * 0.9)
+
+
+def test_large_instances_are_never_worse_than_without_assisting():
+    rng = random.Random(3)
+    ratios = []
+    for _ in range(40):
+        workload = Workload(num_fragments=rng.randint(30, 120), num_slots=rng.randint(1, 24))
+        costs = Costs(
+            generate_s=1.0,
+            assist_s=rng.choice([0.05, 0.3, 0.9, 1.2, 2.5]) * rng.uniform(0.8, 1.2),
+            score_s=rng.choice([0.0, 0.1, 2.0]),
+            train_s=rng.choice([0.01, 0.05, 0.2, 1.0]) * rng.uniform(0.8, 1.2),
+            commit_s=0.0,
+        )
+        found = simulate(workload, costs, {"gap", "tag"}).makespan_s
+        without = simulate(workload, costs, {"gap"}).makespan_s
+        assert found <= without + SAME_S, (workload, costs)
+        ratios.append(without / found)
+    assert max(ratios) > 1.5
+
+
+def bubble(num_fragments: int, num_slots: int, *, assist_s: float, train_s: float) -> Bubble:
+    """The first bubble of a batch of one-sample groups."""
+    num_left = num_fragments - num_slots
+    return Bubble(
+        free_in_s=(1.0,) * num_slots,
+        sample_s=(1.0,) * num_slots,
+        stream=tuple(range(num_slots, num_fragments)),
+        ready_in_s=(1.1,) * num_slots + (0.0,) * num_left,
+        chunk_size=1,
+        assist_chunk_size=1,
+        assist_chunk_s=0.0,
+        assist_sample_s=assist_s,
+        score_s=0.1,
+        train_call_s=0.0,
+        train_group_s=train_s,
+        max_groups=1,
+    )
+
+
+@pytest.mark.parametrize("assist_s", [0.05, 0.7, 1.2])
+@pytest.mark.parametrize("train_s", [0.01, 0.05])
+def test_a_decision_at_64_fragments_and_16_slots_takes_less_than_10_ms(assist_s, train_s):
+    asked = bubble(64, 16, assist_s=assist_s, train_s=train_s)
+    taken_s = []
+    for _ in range(5):
+        start_s = time.process_time()
+        BubbleSearch().decide(asked)
+        taken_s.append(time.process_time() - start_s)
+    assert min(taken_s) < 0.010
+
+
+def test_equal_bubbles_get_equal_verdicts():
+    asked = bubble(40, 4, assist_s=0.9, train_s=0.2)
+    first, second = BubbleSearch(), BubbleSearch(max_work=10_000)
+    assert first.decide(asked) == BubbleSearch().decide(asked)
+    assert second.decide(asked).makespan_s <= first.decide(asked).makespan_s + SAME_S
+
+
+def test_a_verdict_never_promises_more_than_waiting_costs():
+    for assist_s in (0.1, 0.5, 1.0, 2.0, 10.0):
+        for train_s in (0.01, 0.1, 0.5, 2.0):
+            verdict = BubbleSearch().decide(bubble(24, 4, assist_s=assist_s, train_s=train_s))
+            assert verdict.gain_s >= 0
+            assert (verdict.choice == "assist") <= (verdict.gain_s > 0)
+            assert verdict.wait_until_s == pytest.approx(1.1)
+
+
+def random_bubble(rng: random.Random) -> Bubble:
+    """Groups of several samples, of which some are begun, on slots of different speed."""
+    num_slots, num_groups, group_size = rng.randint(1, 4), rng.randint(2, 8), rng.choice([1, 2, 3, 4, 6])
+    num_left = [rng.randint(0, group_size), *[group_size] * (num_groups - 1)]
+    return Bubble(
+        free_in_s=tuple(rng.uniform(0, 1) for _ in range(num_slots)),
+        sample_s=tuple(rng.uniform(0.5, 1.5) for _ in range(num_slots)),
+        stream=tuple(group for group, count in enumerate(num_left) for _ in range(count)),
+        ready_in_s=tuple(0.0 if count == group_size else rng.uniform(0.5, 2) for count in num_left),
+        chunk_size=rng.choice([1, 2]),
+        assist_chunk_size=rng.choice([1, 2, 3, 6]),
+        assist_chunk_s=rng.choice([0.0, 0.3]),
+        assist_sample_s=rng.uniform(0.1, 2),
+        score_s=rng.choice([0.0, 0.1, 1.0]),
+        train_call_s=rng.choice([0.0, 0.3]),
+        train_group_s=group_size / num_slots * rng.uniform(0.05, 1),
+        max_groups=rng.choice([1, 4]),
+    )
+
+
+def test_branching_finds_plans_that_the_heuristics_miss():
+    rng = random.Random(0)
+    gains = []
+    for _ in range(300):
+        asked = random_bubble(rng)
+        heuristic, searched = BubbleSearch(max_work=0).decide(asked), BubbleSearch().decide(asked)
+        assert searched.makespan_s <= heuristic.makespan_s + SAME_S <= heuristic.waiting_s + 2 * SAME_S
+        gains.append(heuristic.makespan_s / searched.makespan_s - 1)
+    assert max(gains) > 0.03
+    assert sum(gain > 0.001 for gain in gains) >= 10
+
+
+def test_without_slots_the_trainer_generates_itself():
+    alone = Bubble(
+        free_in_s=(),
+        sample_s=(),
+        stream=(0, 0, 1, 1),
+        ready_in_s=(0.0, 0.0),
+        chunk_size=1,
+        assist_chunk_size=2,
+        assist_chunk_s=0.0,
+        assist_sample_s=1.0,
+        score_s=0.5,
+        train_call_s=0.1,
+        train_group_s=0.2,
+        max_groups=2,
+    )
+    verdict = BubbleSearch().decide(alone)
+    assert verdict.choice == "assist"
+    # two chunks of 2 s; the first group trains at 4.0, the second at 4.5, when it is scored
+    assert verdict.makespan_s == pytest.approx(4.5 + 0.1 + 0.2)
+    assert verdict.wait_until_s == float("inf")
+
+
+def test_a_chunk_never_spans_two_groups_and_a_group_is_ready_with_its_last_chunk():
+    # one slot, two groups of three samples in chunks of two: 2 + 1 + 2 + 1 samples, ready at 3.5 and 6.5
+    asked = Bubble(
+        free_in_s=(0.0,),
+        sample_s=(1.0,),
+        stream=(0, 0, 0, 1, 1, 1),
+        ready_in_s=(0.0, 0.0),
+        chunk_size=2,
+        assist_chunk_size=2,
+        assist_chunk_s=0.0,
+        assist_sample_s=100.0,
+        score_s=0.5,
+        train_call_s=0.0,
+        train_group_s=1.0,
+        max_groups=4,
+    )
+    verdict = BubbleSearch().decide(asked)
+    assert (verdict.choice, verdict.wait_until_s) == ("wait", pytest.approx(3.5))
+    assert verdict.makespan_s == pytest.approx(6.5 + 1.0)

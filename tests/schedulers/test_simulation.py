@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`simulate`: small cases by hand, and what must hold of every one."""
+
+import ast
+import random
+import sys
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+import verl_digen.schedulers
+from verl_digen.schedulers import Costs, Workload, simulate
+
+COSTS = Costs(generate_s=1.0, assist_s=1.2, score_s=0.1, train_s=0.2, commit_s=0.3)
+EIGHT = Workload(num_fragments=8, num_slots=2)
+
+
+@pytest.mark.parametrize(
+    ("techniques", "makespan_s"),
+    [
+        # four waves of generation, the last scored at 4.1, then 8 x 0.2 of training, then the commit
+        (set(), 4.1 + 8 * 0.2 + 0.3),
+        # all but the last wave's two fragments are trained by then
+        ({"gap"}, 4.1 + 2 * 0.2 + 0.3),
+        # the trainer generates two chunks; it is busy from the start to the end
+        ({"gap", "tag"}, 2 * 1.2 + 8 * 0.2 + 0.3),
+        # the trainer generates two chunks, so three waves do
+        ({"tag"}, 3.1 + 8 * 0.2 + 0.3),
+        # one step has no next one to begin early
+        ({"gap", "tag", "tcss"}, 2 * 1.2 + 8 * 0.2 + 0.3),
+    ],
+)
+def test_eight_fragments_on_two_slots_by_hand(techniques, makespan_s):
+    assert simulate(EIGHT, COSTS, techniques).makespan_s == pytest.approx(makespan_s)
+
+
+def test_tsp_counts_where_its_absence_has_a_cost():
+    costs = Costs(1.0, 1.2, 0.1, 0.2, 0.3, train_without_tsp_s=0.4)
+    without, with_tsp = (simulate(EIGHT, costs, techniques) for techniques in ({"gap"}, {"gap", "tsp"}))
+    assert without.makespan_s - with_tsp.makespan_s == pytest.approx(2 * 0.2)
+    assert simulate(EIGHT, COSTS, {"gap"}).makespan_s == with_tsp.makespan_s
+
+
+def test_tcss_fills_the_tail_of_a_step_and_strict_steps_add_up():
+    workload = Workload(num_fragments=8, num_slots=2, num_steps=3)
+    strict, early = simulate(workload, COSTS, {"gap"}), simulate(workload, COSTS, {"gap", "tcss"})
+    assert strict.makespan_s == pytest.approx(3 * 4.8)
+    assert all(report.stale_groups == {0: 8} for report in strict.reports)
+    # generation never pauses: 24 chunks on 2 slots, then the last wave's training and commit
+    assert early.makespan_s == pytest.approx(12 + 0.1 + 2 * 0.2 + 0.3)
+    assert [report.stale_groups for report in early.reports] == [{0: 8}, {0: 6, 1: 2}, {0: 6, 1: 2}]
+
+
+def random_case(rng: random.Random) -> tuple[Workload, Costs]:
+    workload = Workload(
+        num_fragments=rng.randint(1, 14),
+        num_slots=rng.randint(1, 5),
+        num_steps=rng.randint(1, 4),
+        stale_fraction=rng.choice([0.25, 0.5, 1.0]),
+    )
+    costs = Costs(
+        generate_s=rng.choice([0.0, 1.0]),
+        assist_s=rng.uniform(0.1, 3),
+        score_s=rng.choice([0.0, 0.1, 1.0]),
+        train_s=rng.uniform(0.01, 1.5),
+        commit_s=rng.choice([0.0, 0.3, 1.0]),
+    )
+    return workload, costs
+
+
+def assert_invariants(workload: Workload, costs: Costs, techniques: set[str]) -> None:
+    result = simulate(workload, costs, techniques)
+    num_groups = workload.num_fragments * workload.num_steps
+    count = Counter((event.what, number) for event in result.events for number in event.ids)
+    for group in range(num_groups):
+        assert count["generate", group] + count["assist", group] == 1, "each chunk is generated once"
+        assert count["score", group] == count["train", group] == 1
+    assert sum(event.what == "commit" for event in result.events) == workload.num_steps
+    # nobody does two things at once, and all idle time is counted
+    busy_s = Counter()
+    for who in {event.who for event in result.events} - {"scorer"}:
+        spans = [(event.start_s, event.end_s) for event in result.events if event.who == who]
+        for (_, end_s), (start_s, _) in pairwise(spans):
+            assert start_s >= end_s - 1e-6
+        busy_s["trainer" if who == "trainer" else "generator"] += sum(end - start for start, end in spans)
+    assert result.bubble_s["trainer"] == pytest.approx(result.makespan_s - busy_s["trainer"], abs=1e-6)
+    assert result.bubble_s["generator"] == pytest.approx(
+        workload.num_slots * result.makespan_s - busy_s["generator"], abs=1e-6
+    )
+    # a fragment trains after its score, its commit after all training
+    scored_s = {event.ids[0]: event.end_s for event in result.events if event.what == "score"}
+    committed_s = {event.ids[0]: event.start_s for event in result.events if event.what == "commit"}
+    for event in result.events:
+        if event.what == "train":
+            assert all(event.start_s >= scored_s[number] - 1e-6 for number in event.ids)
+            assert event.end_s <= committed_s[event.ids[0] // workload.num_fragments] + 1e-6
+        assert event.end_s <= result.makespan_s + 1e-6
+    if "tcss" not in techniques:
+        assert all(set(report.stale_groups) == {0} for report in result.reports)
+    if "tag" not in techniques:
+        assert not any(event.what == "assist" for event in result.events)
+
+
+def test_invariants_hold_for_all_techniques():
+    rng = random.Random(2)
+    for _ in range(60):
+        workload, costs = random_case(rng)
+        for techniques in (set(), {"gap"}, {"tag"}, {"gap", "tag"}, {"gap", "tcss"}, {"gap", "tag", "tcss"}, {"tcss"}):
+            assert_invariants(workload, costs, techniques)
+
+
+def test_no_technique_makes_a_run_longer():
+    rng = random.Random(4)
+    gained = Counter()
+    for _ in range(80):
+        workload, costs = random_case(rng)
+        for fewer, more in (
+            (set(), {"gap"}),
+            (set(), {"tag"}),
+            ({"gap"}, {"gap", "tag"}),
+            ({"gap"}, {"gap", "tcss"}),
+            ({"gap", "tcss"}, {"gap", "tag", "tcss"}),
+        ):
+            slow = simulate(workload, costs, fewer).makespan_s
+            fast = simulate(workload, costs, more).makespan_s
+            assert fast <= slow + 1e-6, (workload, costs, more)
+            gained[tuple(sorted(more))] += fast < slow - 1e-6
+    assert min(gained.values()) > 10
+
+
+def test_equal_input_gives_equal_output():
+    workload = Workload(num_fragments=20, num_slots=3, num_steps=2)
+    assert simulate(workload, COSTS, {"gap", "tag"}) == simulate(workload, COSTS, ["tag", "gap"])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: simulate(EIGHT, COSTS, {"gap", "pap"}), "must be among gap, tsp, tag, tcss, got 'pap'"),
+        (lambda: Workload(8, 0), "Workload.num_slots must be a whole number >= 1, got 0"),
+        (lambda: Workload(8.0, 1), "Workload.num_fragments must be a whole number >= 1, got 8.0"),  # type: ignore
+        (lambda: Workload(8, 1, num_steps=-1), "Workload.num_steps must be a whole number >= 1, got -1"),
+        (lambda: Workload(8, 1, stale_fraction=0), r"Workload.stale_fraction must lie in \(0, 1\], got 0"),
+        (lambda: Costs(-1.0, 1, 1, 1, 1), "Costs.generate_s must be >= 0 seconds and finite, got -1.0"),
+        (lambda: Costs(1, 1, 1, float("nan"), 1), "Costs.train_s must be >= 0 seconds and finite, got nan"),
+        (lambda: Costs(1, 1, 1, 1, float("inf")), "Costs.commit_s must be >= 0 seconds and finite, got inf"),
+    ],
+)
+def test_bad_input_is_told_by_its_name(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_schedulers_import_the_standard_library_only():
+    names = {name.partition(".")[0] for name in _imported_by_schedulers()}
+    assert names <= {*sys.stdlib_module_names, "verl_digen", "__future__"}
+
+
+def _imported_by_schedulers() -> set[str]:
+    found: set[str] = set()
+    for path in Path(verl_digen.schedulers.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                assert node.module is not None
+                found.add(node.module)
+                if node.module.startswith("verl_digen"):
+                    assert node.module.startswith("verl_digen.schedulers"), f"{path.name} imports {node.module}"
+    return found

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of a rank -> tiles."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from tests.schedulers.test_deal import random_rows
+from verl_digen.schedulers.deal import Row, deal_rows, rows_of
+from verl_digen.schedulers.tiles import Budget, Grid, Tile, TileShape, choose_shape, plan_tiles
+
+
+def rows_by_sample(rows) -> Counter[int]:
+    return Counter(row.sample for row in rows)
+
+
+def least_tiles(rows, shape: TileShape) -> int:
+    """No packing can do with fewer: a tile has room for so much, and holds so many rows of a sample at most."""
+    if isinstance(shape, Budget):
+        return -(-len(rows) // shape.rows)
+    strips = [-(-count // shape.steps) for count in rows_by_sample(rows).values()]
+    return max([0, *strips, -(-sum(strips) // shape.samples)])
+
+
+def size(tile: Tile, shape: TileShape) -> int:
+    """What is spread evenly over a rank's tiles: strips, or rows."""
+    return len(tile.rows) if isinstance(shape, Budget) else len(rows_by_sample(tile.rows))
+
+
+def assert_fits(tile: Tile, shape: TileShape) -> None:
+    counts = rows_by_sample(tile.rows)
+    if isinstance(shape, Budget):
+        assert 1 <= len(tile.rows) <= shape.rows
+    else:
+        assert 1 <= len(counts) <= shape.samples and max(counts.values()) <= shape.steps
+    assert len({row.expert for row in tile.rows}) == 1
+    assert len(tile.rows) == 1 or not tile.is_filler
+    assert list(tile.rows) == sorted(tile.rows)
+
+
+def assert_invariants(dealt: list[list[Row]], plans: list[list[Tile]], shape: TileShape) -> None:
+    """What the module promises, checked the slow way."""
+    for hand, tiles in zip(dealt, plans, strict=True):
+        real = [row for tile in tiles if not tile.is_filler for row in tile.rows]
+        assert Counter(real) == Counter(hand)
+        for tile in tiles:
+            assert_fits(tile, shape)
+    assert len({tuple(tile.rows[0].expert for tile in tiles) for tiles in plans}) == 1  # all ranks, place by place
+    for expert in sorted({row.expert for hand in dealt for row in hand}):
+        least = [least_tiles([row for row in hand if row.expert == expert], shape) for hand in dealt]
+        for own, tiles in zip(least, plans, strict=True):
+            here = [tile for tile in tiles if tile.rows[0].expert == expert]
+            assert len(here) == max(least)
+            assert sum(tile.is_filler for tile in here) == max(least) - own
+            sizes = [size(tile, shape) for tile in here if not tile.is_filler]
+            assert not sizes or max(sizes) - min(sizes) <= 1
+
+
+def test_every_row_is_in_one_tile_of_the_fewest_for_many_sizes():
+    rng = random.Random(1)
+    for _ in range(800):
+        rows, num_ranks = random_rows(rng), rng.choice([1, 2, 3, 8, 20])
+        grid = Grid(rng.choice([1, 2, 3, 8]), rng.choice([1, 2, 4, 9]))
+        shape = rng.choice([grid, Budget(grid.samples * grid.steps)])
+        dealt = deal_rows(rows, num_ranks, whole_samples=rng.random() < 0.3)
+        plans = [plan_tiles(dealt, rank, shape) for rank in range(num_ranks)]
+        assert_invariants(dealt, plans, shape)
+
+
+def test_a_budget_never_needs_more_tiles_than_a_grid_of_as_many_rows():
+    rng = random.Random(2)
+    for _ in range(300):
+        dealt = [random_rows(rng)]
+        grid = Grid(rng.randint(1, 5), rng.randint(1, 5))
+        assert len(plan_tiles(dealt, 0, Budget(grid.samples * grid.steps))) <= len(plan_tiles(dealt, 0, grid))
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        (Grid(1, 9), [[(0, range(9))], [(1, range(9))], [(2, range(9))], [(3, range(9))]]),
+        (Grid(2, 9), [[(0, range(9)), (1, range(9))], [(2, range(9)), (3, range(9))]]),
+        (Grid(4, 1), [[(sample, [step]) for sample in range(4)] for step in range(9)]),
+        (Grid(4, 3), [[(sample, range(at, at + 3)) for sample in range(4)] for at in (0, 3, 6)]),
+    ],
+)
+def test_a_grid_that_divides_is_cut_into_blocks(shape: Grid, expected: list):
+    tiles = shape.pack(rows_of([9] * 4))
+    assert tiles == [tuple(Row(sample, step) for sample, steps in tile for step in steps) for tile in expected]
+
+
+def test_strips_are_even_so_that_no_tile_is_much_larger_than_another():
+    assert [len(tile) for tile in Grid(1, 4).pack(rows_of([9]))] == [3, 3, 3]  # not 4, 4, 1
+
+
+def test_neighbours_share_a_tile():
+    tiles = Grid(3, 2).pack(rows_of([2] * 6))
+    assert [sorted(rows_by_sample(tile)) for tile in tiles] == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_a_rank_without_rows_runs_another_s_with_weight_zero():
+    dealt = [[Row(0, 0), Row(0, 1)], []]
+    assert plan_tiles(dealt, 1, Grid(1, 1)) == [Tile((Row(0, 0),), is_filler=True)] * 2
+
+
+def test_a_budget_takes_rows_as_they_come_in_even_parts():
+    tiles = Budget(8).pack(rows_of([9, 9, 9]))
+    assert [len(tile) for tile in tiles] == [6, 7, 7, 7]  # a grid of 8 rows would need 5 tiles
+    assert [row for tile in tiles for row in tile] == rows_of([9, 9, 9])
+
+
+@pytest.mark.parametrize(
+    ("samples", "steps", "expected"),
+    [
+        (None, None, Budget(8)),
+        (2, None, Grid(2, 4)),
+        (None, 3, Grid(2, 3)),
+        (20, None, Grid(20, 1)),
+        (3, 5, Grid(3, 5)),  # whatever memory is thought to hold
+    ],
+)
+def test_what_the_user_leaves_open_is_filled_up(samples: int | None, steps: int | None, expected: TileShape):
+    assert choose_shape(8, samples=samples, steps=steps) == expected

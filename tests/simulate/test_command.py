@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`digen simulate` as a user runs it."""
+
+import json
+from argparse import ArgumentParser
+
+import pytest
+from PIL import Image
+
+from verl_digen.schedulers.simulation import Event
+from verl_digen.simulate import command
+from verl_digen.simulate.picture import busy_steps
+
+
+def digen_simulate(*arguments: str) -> int:
+    parser = ArgumentParser()
+    command.add_arguments(parser)
+    return command.run(parser.parse_args(arguments))
+
+
+def test_table_json_and_picture_tell_the_same_runs(tmp_path, capsys):
+    written, drawn = tmp_path / "runs.json", tmp_path / "runs.png"
+    arguments = ("--profile", "wan2.1-14b", "--trainer", "16", "--generator", "16", "--prompts", "4", "--steps", "5")
+    assert digen_simulate(*arguments, "--json", str(written), "--picture", str(drawn)) == 0
+    data = json.loads(written.read_text())
+    names = ["colocated", "colocated+tsp", "barrier", "gap", "gap+tsp", "gap+tsp+tag", "gap+tsp+tag+tcss"]
+    assert [run["name"] for run in data["runs"]] == names
+    lines = capsys.readouterr().out.splitlines()
+    for run, line in zip(data["runs"], lines[-len(names) :], strict=True):
+        assert line.startswith(run["name"])
+        assert f"{run['step_s']:.1f}" in line.split()
+        assert run["samples_per_device_s"] == pytest.approx(4 * 8 / run["step_s"] / 32)
+    assert data["numbers"]["num_prompts"] == {"value": 4, "source": "chosen: --prompts"}
+    assert all(entry["source"] for entry in data["numbers"].values())
+    with Image.open(drawn) as picture:
+        assert picture.width > 1000 and len(picture.convert("L").getcolors() or []) > 5
+
+
+def test_each_run_gets_its_own_best_split_and_a_slower_one_is_not_taken(tmp_path):
+    written = tmp_path / "runs.json"
+    arguments = ("--profile", "qwen-image-20b", "--prompts", "8", "--steps", "4", "--techniques", "gap,tsp")
+    assert digen_simulate(*arguments, "--devices", "8", "--json", str(written)) == 0
+    best = {run["name"]: run["step_s"] for run in json.loads(written.read_text())["runs"]}
+    assert digen_simulate(*arguments, "--trainer", "4", "--generator", "4", "--json", str(written)) == 0
+    halves = {run["name"]: run["step_s"] for run in json.loads(written.read_text())["runs"]}
+    assert list(best) == list(halves) == ["colocated", "colocated+tsp", "barrier", "gap", "gap+tsp"]
+    assert all(best[name] <= halves[name] for name in best)
+    assert best["gap+tsp"] < halves["gap+tsp"]
+
+
+def test_two_device_types_have_no_colocated_baseline(capsys):
+    arguments = ("--profile", "flux1-12b", "--trainer", "8xH800", "--generator", "8xH20", "--techniques", "gap")
+    assert digen_simulate(*arguments, "--prompts", "2", "--steps", "4") == 0
+    out = capsys.readouterr().out
+    assert "colocated" not in out and "8xH800 + 8xH20" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--profile", "nothing", "--devices", "8"), "shipped are flux1-12b, hunyuanvideo-13b, qwen-image-20b"),
+        (("--profile", "flux1-12b"), "--devices, or --trainer and --generator"),
+        (("--profile", "flux1-12b", "--devices", "8", "--trainer", "4"), "--devices, or --trainer and --generator"),
+        (("--profile", "flux1-12b", "--trainer", "4"), "--devices, or --trainer and --generator"),
+        (("--profile", "flux1-12b", "--devices", "8", "--techniques", "gap,pap"), "got 'pap'"),
+        (("--profile", "flux1-12b", "--devices", "8", "--prompts", "0"), "--prompts must be >= 1, got 0"),
+        (("--profile", "flux1-12b", "--devices", "8", "--stale-fraction", "2"), "fraction must lie in (0, 1], got 2.0"),
+    ],
+)
+def test_what_cannot_be_simulated_is_one_line_and_exit_code_2(arguments, message, capsys):
+    assert digen_simulate(*arguments) == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1
+
+
+def test_busy_shares_are_those_of_the_window():
+    events = [
+        Event(f"s{index}", "generate", start, end, (0,)) for index, start, end in ((0, 0, 4), (1, 2, 6), (0, 9, 10))
+    ]
+    times, shares = busy_steps(events, 1.0, 8.0, num_slots=2)
+    assert list(zip(times, shares, strict=True)) == [(0.0, 0.0), (0.0, 0.5), (1.0, 1.0), (3.0, 0.5), (5.0, 0.0)]

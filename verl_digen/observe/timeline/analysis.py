@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step's seconds were spent on, from its intervals: pure.
+
+- A step lasts as its `step` interval does, and every device of a pool counts for all of it. What lies in that time
+  counts, whichever step it serves; one moment of a lane counts once, whatever overlaps in it.
+- Idle time is a bubble. Its cause is the reason of the wait that covers it. What no interval covers, the devices
+  that no lane stands for included, is `unattributed`: an instrumentation gap, shown as such.
+- O(n log n) in the intervals of the step.
+
+| metric | unit | meaning |
+| --- | --- | --- |
+| `perf/bubble_fraction/POOL` | - | idle device-seconds of the pool / (its devices x the step's duration) |
+| `perf/bubble_s/POOL/REASON` | device-s | idle time by cause; `unattributed` is always there |
+| `perf/busy_s/POOL/KIND` | device-s | work by kind |
+| `perf/overlap_s` | s | a trainer lane trained, assisted or committed while a generator lane generated |
+| `perf/images_per_s`, `..._per_device` | 1/s | samples the step trained / its duration; / the devices of all pools |
+| `perf/first_group_fraction` | - | generation time until the first group was complete / that of the whole step |
+
+*Invariants:* busy and bubble seconds of a pool add up to its devices x the step's duration; the order of the
+intervals does not matter; cutting an interval in two changes nothing.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import fsum
+from typing import NamedTuple
+
+from verl_digen.observe.metrics import union_s
+from verl_digen.observe.timeline.interval import (
+    BUSY_KINDS,
+    POOLS,
+    UNATTRIBUTED,
+    WAIT_REASONS,
+    Interval,
+    Lane,
+    join_parts,
+)
+
+Span = tuple[float, float]
+"""(start, end) in seconds."""
+
+LABELS: tuple[str, ...] = (*BUSY_KINDS, *WAIT_REASONS, UNATTRIBUTED)
+"""What a moment of a lane can be spent on; where several claim it, the first of these gets it: work before waiting."""
+_RANK = {label: rank for rank, label in enumerate(LABELS)}
+
+TRAINING_KINDS = ("train", "assist", "commit")
+"""Work of the trainer that the generator's work can hide, or be hidden by."""
+
+
+class Segment(NamedTuple):
+    """A stretch of a lane's time, spent on one thing."""
+
+    start_s: float
+    end_s: float
+    label: str
+    """One of `LABELS`."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Device-seconds of a lane or a pool in one step."""
+
+    num_devices: int
+    step_s: float
+    busy_s: Mapping[str, float]
+    """Kind -> device-seconds; kinds that occurred."""
+    bubble_s: Mapping[str, float]
+    """Wait reason -> device-seconds; reasons that occurred, and `unattributed`."""
+
+    @property
+    def capacity_s(self) -> float:
+        """num_devices x step_s."""
+        return self.num_devices * self.step_s
+
+    @property
+    def bubble_fraction(self) -> float:
+        return fsum(self.bubble_s.values()) / self.capacity_s
+
+    @property
+    def busy_fraction(self) -> float:
+        return fsum(self.busy_s.values()) / self.capacity_s
+
+
+def step_window(intervals: Iterable[Interval], step: int) -> Span:
+    """Start and end of a step.
+
+    Raises:
+        ValueError: no `step` interval says so, or it lasts 0 s.
+    """
+    frames = [interval for interval in intervals if interval.kind == "step" and interval.step == step]
+    if not frames:
+        raise ValueError(f"step {step} must have a `step` interval, which the driver writes at its end, got none")
+    frame = max(frames, key=lambda interval: interval.end_s)
+    if frame.duration_s <= 0:
+        raise ValueError(f"step {step} must last longer than 0 s, got {frame.start_s} s to {frame.end_s} s")
+    return frame.start_s, frame.end_s
+
+
+def around_step(intervals: Iterable[Interval], step: int) -> list[Interval]:
+    """All the intervals of every step that touches the time of `step`: what a view of it needs of a long run."""
+    everything = list(intervals)
+    start_s, end_s = step_window(everything, step)
+    steps = {interval.step for interval in everything if interval.start_s <= end_s and interval.end_s >= start_s}
+    return [interval for interval in everything if interval.step in steps]
+
+
+def by_lane(intervals: Iterable[Interval], window: Span) -> dict[str, list[Interval]]:
+    """Lane name -> its intervals that reach into the window, `step` intervals left out.
+
+    Lanes come in the order of `POOLS` and their index.
+    """
+    lanes: dict[str, list[Interval]] = defaultdict(list)
+    for interval in intervals:
+        if interval.kind != "step" and interval.start_s < window[1] and interval.end_s > window[0]:
+            lanes[interval.lane.name].append(interval)
+    return dict(sorted(lanes.items(), key=lambda item: _place(item[1][0].lane)))
+
+
+def segments(intervals: Iterable[Interval], window: Span) -> list[Segment]:
+    """One lane's window, cut where what it does changes; seconds since the window's start.
+
+    Example: generate 0-4, publish 3-6, wait 5-9 in a window 0-10 -> generate 0-4, publish 4-6, wait 6-9,
+    unattributed 9-10.
+    """
+    start_s, end_s = window
+    marks: list[tuple[float, int, int]] = []
+    for interval in intervals:
+        # relative to the window, so that sums do not lose the digits that unix seconds take
+        begin, end = max(interval.start_s, start_s) - start_s, min(interval.end_s, end_s) - start_s
+        if begin < end:
+            rank = _RANK[interval.kind if interval.reason is None else interval.reason]
+            marks += [(begin, 1, rank), (end, -1, rank)]
+    cut: list[Segment] = []
+    active: list[int] = [_RANK[UNATTRIBUTED]]  # ascending; the first has the moment
+    reached = 0.0
+    for at, change, rank in [*sorted(marks), (end_s - start_s, 0, 0)]:
+        if at > reached:
+            label = LABELS[active[0]]
+            if cut and cut[-1].label == label:
+                cut[-1] = cut[-1]._replace(end_s=at)
+            else:
+                cut.append(Segment(reached, at, label))
+            reached = at
+        if change > 0:
+            insort(active, rank)
+        elif change < 0:
+            active.remove(rank)
+    return cut
+
+
+def lane_usage(intervals: Iterable[Interval], window: Span, num_devices: int = 1) -> Usage:
+    """One lane's time. A lane without devices counts as one, to say how busy it was."""
+    spent: dict[str, list[float]] = defaultdict(list)
+    for start_s, end_s, label in segments(intervals, window):
+        spent[label].append(end_s - start_s)
+    seconds = {label: num_devices * fsum(parts) for label, parts in spent.items()}
+    return _usage(seconds, num_devices, window[1] - window[0])
+
+
+def pool_usage(intervals: Sequence[Interval], step: int, num_devices: Mapping[str, int]) -> dict[str, Usage]:
+    """Pool -> its time in a step, for every pool of `num_devices` that has any, in the order of `POOLS`.
+
+    Raises:
+        ValueError: there is no such pool, or its lanes stand for more devices than it has.
+    """
+    for pool in num_devices:
+        if pool not in POOLS:
+            raise ValueError(f"a pool with devices must be one of {', '.join(POOLS)}, got {pool!r}")
+    window = step_window(intervals, step)
+    lanes = by_lane(intervals, window)
+    seen: dict[str, int] = defaultdict(int)
+    spent: dict[str, dict[str, list[float]]] = {pool: defaultdict(list) for pool in num_devices}
+    for lane_intervals in lanes.values():
+        lane = max(lane_intervals, key=lambda interval: interval.start_s).lane
+        if lane.num_devices == 0:
+            continue
+        seen[lane.pool] += lane.num_devices
+        if lane.pool not in num_devices or seen[lane.pool] > num_devices[lane.pool]:
+            raise ValueError(
+                f"the lanes of pool {lane.pool} must stand for at most the devices it has, got {seen[lane.pool]} of "
+                f"{dict(num_devices)} in step {step}; a replacement takes the index of the lane it replaces"
+            )
+        usage = lane_usage(lane_intervals, window, lane.num_devices)
+        for label, seconds in (*usage.busy_s.items(), *usage.bubble_s.items()):
+            spent[lane.pool][label].append(seconds)
+    step_s = window[1] - window[0]
+    usages: dict[str, Usage] = {}
+    for pool in POOLS:
+        if pool in num_devices and num_devices[pool] > 0:
+            spent[pool][UNATTRIBUTED].append((num_devices[pool] - seen[pool]) * step_s)
+            seconds = {label: fsum(parts) for label, parts in spent[pool].items()}
+            usages[pool] = _usage(seconds, num_devices[pool], step_s)
+    return usages
+
+
+def overlap_s(intervals: Iterable[Interval], window: Span) -> float:
+    """Seconds in which the trainer's work and the generator's ran at the same time."""
+    training: list[Span] = []
+    generating: list[Span] = []
+    for interval in intervals:
+        start_s, end_s = max(interval.start_s, window[0]), min(interval.end_s, window[1])
+        if start_s >= end_s:
+            continue
+        if interval.lane.pool == "trainer" and interval.kind in TRAINING_KINDS:
+            training.append((start_s, end_s))
+        elif interval.lane.pool == "generator" and interval.kind == "generate":
+            generating.append((start_s, end_s))
+    # |A and B| = |A| + |B| - |A or B|
+    return max(0.0, union_s(training) + union_s(generating) - union_s(training + generating))
+
+
+def num_trained_samples(intervals: Iterable[Interval], step: int) -> int:
+    """Samples of the fragments that a step trained; a fragment counts once, however many lanes share it."""
+    samples = {
+        interval.fragment_id: interval.num_samples
+        for interval in intervals
+        if interval.kind == "train" and interval.step == step
+    }
+    return sum(samples.values())
+
+
+def first_group_fraction(intervals: Iterable[Interval], step: int) -> float | None:
+    """When the step's first group was wholly generated, as a fraction of the step's generation.
+
+    Generation counts from the start of the first chunk to the end of the last, on whatever lane. A chunk that was
+    generated again counts with its last time. None where no chunk says its group, or generation took 0 s.
+    """
+    chunks: dict[int | str | None, Interval] = {}
+    for interval in join_parts(intervals):
+        if interval.kind in ("generate", "assist") and interval.step == step and interval.group_ids:
+            chunks[interval.chunk_id] = interval
+    complete_s: dict[str, float] = {}
+    for chunk in chunks.values():
+        for group in chunk.group_ids:
+            complete_s[group] = max(chunk.end_s, complete_s[group]) if group in complete_s else chunk.end_s
+    if not complete_s:
+        return None
+    start_s = min(chunk.start_s for chunk in chunks.values())
+    generation_s = max(complete_s.values()) - start_s
+    return (min(complete_s.values()) - start_s) / generation_s if generation_s > 0 else None
+
+
+def step_metrics(intervals: Sequence[Interval], step: int, num_devices_per_pool: Mapping[str, int]) -> dict[str, float]:
+    """The metrics of the module's table; `first_group_fraction` is left out where it has no value.
+
+    Args:
+        intervals: at least those that reach into the step or serve it; more do no harm.
+        num_devices_per_pool: pools with devices, e.g. {"trainer": 16, "generator": 16}.
+    """
+    window = step_window(intervals, step)
+    num_devices = sum(num_devices_per_pool.values())
+    if num_devices < 1:
+        raise ValueError(f"num_devices_per_pool must name >= 1 device, got {dict(num_devices_per_pool)}")
+    metrics: dict[str, float] = {}
+    for pool, usage in pool_usage(intervals, step, num_devices_per_pool).items():
+        metrics[f"perf/bubble_fraction/{pool}"] = usage.bubble_fraction
+        metrics |= {f"perf/bubble_s/{pool}/{reason}": seconds for reason, seconds in usage.bubble_s.items()}
+        metrics |= {f"perf/busy_s/{pool}/{kind}": seconds for kind, seconds in usage.busy_s.items()}
+    images_per_s = num_trained_samples(intervals, step) / (window[1] - window[0])
+    metrics["perf/overlap_s"] = overlap_s(intervals, window)
+    metrics["perf/images_per_s"] = images_per_s
+    metrics["perf/images_per_s_per_device"] = images_per_s / num_devices
+    fraction = first_group_fraction(intervals, step)
+    if fraction is not None:
+        metrics["perf/first_group_fraction"] = fraction
+    return metrics
+
+
+def _place(lane: Lane) -> tuple[int, int]:
+    return POOLS.index(lane.pool), lane.index
+
+
+def _usage(seconds: Mapping[str, float], num_devices: int, step_s: float) -> Usage:
+    """Order the labels as `LABELS` has them, and part work from waiting."""
+    busy = {kind: seconds[kind] for kind in BUSY_KINDS if kind in seconds}
+    bubble = {reason: seconds[reason] for reason in (*WAIT_REASONS, UNATTRIBUTED) if reason in seconds}
+    return Usage(num_devices, step_s, busy, bubble)

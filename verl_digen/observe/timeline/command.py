@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Show where every device-second of a step went: a picture, a trace, a table.
+
+Writes, under RUN_DIR/timeline or the folder given by --out,
+  timeline_step_N.png         the picture: a row per lane
+  timeline_step_N.trace.json  for chrome://tracing or https://ui.perfetto.dev
+and prints, per pool, how busy it was and what its idle time waited for.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from verl_digen.observe.timeline import file
+from verl_digen.observe.timeline.analysis import Usage, around_step, pool_usage, step_metrics, step_window
+from verl_digen.observe.timeline.file import Timeline, read_timeline
+from verl_digen.observe.timeline.interval import Interval
+from verl_digen.observe.timeline.trace import to_trace
+
+NAME = "timeline"
+
+ALL, LAST = "all", "last"
+NUM_CAUSES = 3
+"""Causes of idle time in the table."""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the run's trainer.default_local_dir")
+    parser.add_argument("--step", metavar="N", default=LAST, help=f"a step, `{ALL}`, or `{LAST}` (the default)")
+    parser.add_argument("--out", metavar="DIR", type=Path, help="where to write; RUN_DIR/timeline by default")
+
+
+def run(args: Namespace) -> int:
+    try:
+        timeline = _open(args.run_dir)
+        out = args.run_dir / "timeline" if args.out is None else args.out
+        for step in _choose(timeline, args.step, args.run_dir):
+            print(show_step(timeline, step, out))
+    except (OSError, ValueError) as error:
+        print(f"digen timeline: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def show_step(timeline: Timeline, step: int, out: Path) -> str:
+    """Write picture and trace of a step; returns the table."""
+    from verl_digen.observe.timeline.gantt import draw_step  # matplotlib takes a second to import
+
+    intervals, num_devices = around_step(timeline.intervals, step), timeline.num_devices[step]
+    picture, trace = out / f"timeline_step_{step}.png", out / f"timeline_step_{step}.trace.json"
+    draw_step(intervals, step, num_devices, picture)
+    trace.write_text(json.dumps(to_trace(intervals, step_window(intervals, step))), encoding="utf-8")
+    return "\n".join([*to_table(intervals, step, num_devices), f"  {picture}", f"  {trace}"])
+
+
+def to_table(intervals: Sequence[Interval], step: int, num_devices: Mapping[str, int]) -> list[str]:
+    """A step in a few lines."""
+    usages = pool_usage(intervals, step, num_devices)
+    metrics = step_metrics(intervals, step, num_devices)
+    start_s, end_s = step_window(intervals, step)
+    lines = [
+        f"step {step}: {end_s - start_s:.3f} s, {metrics['perf/images_per_s']:.2f} images/s "
+        f"({metrics['perf/images_per_s_per_device']:.3f} per device), trainer and generator at once for "
+        f"{metrics['perf/overlap_s']:.3f} s",
+        f"  {'pool':<11}{'devices':>7}{'busy':>8}{'bubble':>8}  waited for",
+    ]
+    for pool, usage in usages.items():
+        lines.append(
+            f"  {pool:<11}{usage.num_devices:>7}{usage.busy_fraction:>8.1%}{usage.bubble_fraction:>8.1%}  "
+            f"{_causes(usage)}"
+        )
+    if "perf/first_group_fraction" in metrics:
+        lines.append(f"  first group complete after {metrics['perf/first_group_fraction']:.1%} of the generation time")
+    return lines
+
+
+def _causes(usage: Usage) -> str:
+    told: Mapping[str, float] = {reason: seconds for reason, seconds in usage.bubble_s.items() if seconds > 0}
+    largest = sorted(told, key=lambda reason: -told[reason])
+    parts = [f"{reason} {told[reason] / usage.capacity_s:.1%}" for reason in largest[:NUM_CAUSES]]
+    if len(largest) > NUM_CAUSES:
+        rest = sum(told[reason] for reason in largest[NUM_CAUSES:])
+        parts.append(f"{len(largest) - NUM_CAUSES} more {rest / usage.capacity_s:.1%}")
+    return ", ".join(parts) or "-"
+
+
+def _open(run_dir: Path) -> Timeline:
+    if not run_dir.is_dir():
+        raise ValueError(f"RUN_DIR must be the folder of a run, got {str(run_dir)!r}, which is no folder")
+    path = run_dir / file.NAME
+    if not path.is_file():
+        raise ValueError(
+            f"RUN_DIR must hold a {file.NAME}, which a run writes from its first step on; {str(run_dir)!r} holds none: "
+            "give the run's trainer.default_local_dir"
+        )
+    return read_timeline(path)
+
+
+def _choose(timeline: Timeline, asked: str, run_dir: Path) -> list[int]:
+    steps = timeline.steps
+    if not steps:
+        raise ValueError(f"{str(run_dir / file.NAME)!r} holds no complete step yet; try again when one is done")
+    if asked == ALL:
+        return steps
+    if asked == LAST:
+        return steps[-1:]
+    if not asked.isdigit() or int(asked) not in timeline.num_devices:
+        raise ValueError(f"--step must be {ALL}, {LAST} or a complete step ({_ranges(steps)}), got {asked}")
+    return [int(asked)]
+
+
+def _ranges(steps: list[int]) -> str:
+    """`1-7, 9`."""
+    runs: list[list[int]] = []
+    for step in steps:
+        if runs and step == runs[-1][-1] + 1:
+            runs[-1].append(step)
+        else:
+            runs.append([step])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

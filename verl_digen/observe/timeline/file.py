@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`RUN_DIR/timeline.jsonl`: every interval of a run, one JSON object per line, continued by a resumed run.
+
+- Every start of the run writes a header, `{"timeline": 1, "num_devices": {"trainer": 8, "generator": 8}}`: the schema's
+  version, and the devices of each pool from there on. The first line of the file is one.
+- Append only, by the driver only, whole lines in one write. A write that was broken off leaves a torn last line:
+  reading leaves it out and says so, the next append removes it.
+- A resumed run keeps what happened until the end of the step it resumes after, work for later steps included: those
+  seconds were spent, though the work is done again.
+
+*Invariants:* what is appended is read back unchanged and in order; a torn last line costs that line alone; nothing that
+started after the end of the kept step survives `keep_until`, and nothing before it is lost.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl_digen.observe.timeline.interval import Interval, from_line, join_parts, to_line
+
+logger = logging.getLogger(__name__)
+
+NAME = "timeline.jsonl"
+SCHEMA_VERSION = 1
+"""Raised when a reader of the version before would misread the file."""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A run's timeline, as read."""
+
+    intervals: tuple[Interval, ...]
+    """By start; the parts of a cut interval joined."""
+    num_devices: Mapping[int, Mapping[str, int]]
+    """Complete step -> pool -> devices."""
+    num_torn_lines: int
+    """1 if the last line was broken off, else 0."""
+
+    @property
+    def steps(self) -> list[int]:
+        """Complete steps, ascending."""
+        return sorted(self.num_devices)
+
+
+class TimelineFile:
+    """Written by the driver alone."""
+
+    def __init__(self, path: Path, num_devices: Mapping[str, int]):
+        """
+        Args:
+            num_devices: pool -> devices, of the pools that have any.
+        """
+        self._path = path
+        self._header = {"timeline": SCHEMA_VERSION, "num_devices": dict(num_devices)}
+        self._is_open = False
+
+    def keep_until(self, step: int) -> None:
+        """Drop what a run resumed after `step` does again; 0 drops all."""
+        if not self._path.exists():
+            return
+        records, _ = _read(self._path)
+        end_s = None
+        for record in records:
+            if isinstance(record, Interval) and record.kind == "step" and record.step == step:
+                end_s = record.end_s
+        kept = [
+            record if isinstance(record, dict) else to_line(record)
+            for record in (records if step > 0 else [])
+            if isinstance(record, dict) or record.step <= step or (end_s is not None and record.start_s < end_s)
+        ]
+        aside = self._path.with_name(self._path.name + ".tmp")
+        aside.write_text("".join(_dump(line) for line in kept), encoding="utf-8")
+        os.replace(aside, self._path)
+
+    def append(self, intervals: Iterable[Interval]) -> None:
+        """Add intervals of the driver's clock."""
+        lines = [_dump(to_line(interval)) for interval in intervals]
+        if not self._is_open:
+            _remove_torn_line(self._path)
+            lines.insert(0, _dump(self._header))
+        with open(self._path, "a", encoding="utf-8") as file:
+            file.write("".join(lines))
+        self._is_open = True
+
+
+def read_timeline(path: Path) -> Timeline:
+    """Read a timeline.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is of a later schema, or a line other than the last is broken.
+    """
+    records, num_torn_lines = _read(path)
+    if num_torn_lines:
+        logger.warning("%s: the last line is torn, as when a run is killed while it writes; it is left out", path)
+    num_devices: dict[int, Mapping[str, int]] = {}
+    current: Mapping[str, int] = {}
+    for record in records:
+        if isinstance(record, dict):
+            current = record["num_devices"]
+        elif record.kind == "step":
+            num_devices[record.step] = current
+    intervals = join_parts(record for record in records if isinstance(record, Interval))
+    return Timeline(tuple(intervals), num_devices, num_torn_lines)
+
+
+def _read(path: Path) -> tuple[list[dict[str, Any] | Interval], int]:
+    """Headers and intervals in the order of the file, and the number of torn lines."""
+    records: list[dict[str, Any] | Interval] = []
+    with open(path, encoding="utf-8", newline="\n") as file:
+        for number, text in enumerate(file, start=1):
+            if not text.endswith("\n"):  # a whole line is written with its end
+                return records, 1
+            try:
+                line = json.loads(text)
+                is_header = "timeline" in line
+                record = line if is_header else from_line(line)
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                raise ValueError(
+                    f"{path}: line {number} is no line of a timeline ({type(error).__name__}: {error}); "
+                    "delete that line, or restore the file"
+                ) from error
+            if is_header and line["timeline"] != SCHEMA_VERSION:
+                raise ValueError(
+                    f"{path}: line {number}: the schema must be version {SCHEMA_VERSION}, got {line['timeline']}; "
+                    "use the verl-digen that wrote the file"
+                )
+            if number == 1 and not is_header:
+                raise ValueError(
+                    f"{path}: the first line must be a header with `timeline` and `num_devices`, got an interval; "
+                    "restore the file"
+                )
+            records.append(record)
+    return records, 0
+
+
+def _dump(line: Mapping[str, Any]) -> str:
+    return json.dumps(line, separators=(",", ":")) + "\n"
+
+
+def _remove_torn_line(path: Path) -> None:
+    """Cut the file after its last whole line, so that what is appended starts on a line of its own."""
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    whole = content.rfind(b"\n") + 1
+    if whole < len(content):
+        logger.warning("%s: removing the last line, which is torn (%d bytes)", path, len(content) - whole)
+        os.truncate(path, whole)

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the timeline is made of: one lane did, or waited for, one thing from one moment to another.
+
+- A lane is what works as one: a replica, a reward worker, the trainer's ranks (which step together). It stands for
+  `num_devices` devices, 0 where it has none of its own. A replacement takes the index of what it replaces.
+- An interval serves one step: the logical batch it generates, scores, trains or publishes, even where it lies in the
+  time of the step before. A step's own extent is its `step` interval, written by the driver when the step is over.
+- Moments are unix seconds of the driver's clock.
+
+One JSON object per line of `timeline.jsonl`; what holds the default is left out:
+
+| key | type | meaning |
+| --- | --- | --- |
+| `kind` | see `Kind` | what was done |
+| `step` | int | the step that it served |
+| `lane` | `POOL/INDEX` | who did it, e.g. `generator/0` |
+| `host` | str | where |
+| `num_devices` | int | devices that the lane stands for |
+| `start_s`, `end_s` | float | unix seconds of the driver's clock |
+| `version` | int | weight version that generated, was trained (before the commit), or was published |
+| `chunk_id` | int or str | generate, assist: which chunk |
+| `fragment_id` | int or str | train: which fragment; ranks that share it write the same id |
+| `group_ids` | [str] | uids of the groups it worked on |
+| `num_samples` | int | samples of the whole chunk or fragment |
+| `reason` | see `WaitReason` | wait: for what |
+| `is_cut` | bool | true: it went on after `end_s`; the next part starts there |
+| `detail` | object | a few facts more, e.g. `{"predicted_gain_s": 0.4}`; numbers that are not finite as text |
+
+*Invariants:* an interval survives its line unchanged; parts of a cut interval join into one of the whole length, and
+two runs of the same chunk never do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from math import inf, isfinite
+from typing import Any, Literal, get_args
+
+Pool = Literal["generator", "reward", "trainer", "colocated", "driver"]
+"""Who owns a lane. `colocated`: devices that generate and train in turn."""
+
+Kind = Literal["train", "assist", "generate", "commit", "score", "publish", "validate", "save", "wait", "step"]
+"""What a lane does:
+
+| kind | meaning |
+| --- | --- |
+| `generate` | a generator denoises a chunk |
+| `score` | a reward worker scores |
+| `train` | the trainer accumulates the gradient of a fragment |
+| `assist` | the trainer denoises a chunk |
+| `commit` | the optimizer step of a logical batch |
+| `publish` | weights move: sent by the trainer, taken by a replica |
+| `validate`, `save` | fixed prompts are generated; a checkpoint is written |
+| `wait` | nothing, for a `WaitReason` |
+| `step` | nothing by itself: the extent of a step, on the driver's lane |
+"""
+
+WaitReason = Literal[
+    "no_fragment_ready",
+    "waiting_pays",
+    "costs_unknown",
+    "no_slots",
+    "scoring",
+    "publishing",
+    "staleness_bound",
+    "no_chunk_left",
+    "no_sample_ready",
+    "prompts",
+    "batch_done",
+    "saving",
+    "validating",
+    "slot_lost",
+]
+"""What a lane waits for:
+
+| reason | who | meaning |
+| --- | --- | --- |
+| `no_fragment_ready` | trainer | groups of the open batch are still being generated |
+| `waiting_pays` | trainer | the same, and to assist would lengthen the batch |
+| `costs_unknown` | trainer | the same, and too little is measured to tell whether to assist |
+| `no_slots` | trainer | the same, and no replica is there to generate them |
+| `scoring` | trainer | the next group is generated, and its rewards are outstanding |
+| `batch_done` | both | this lane's part of the batch is done, and the next batch has not begun |
+| `no_chunk_left` | generator | every chunk of the batch is issued, and the next batch may not begin yet |
+| `staleness_bound` | generator | the next batch's early part is issued; the rest waits for new weights |
+| `publishing` | both | weights are on their way |
+| `no_sample_ready` | reward | no picture to score |
+| `prompts` | both | prompts are to come: of the next batch, or in place of dropped groups |
+| `saving`, `validating` | both | a checkpoint is written, a validation runs, elsewhere |
+| `slot_lost` | generator | the replica is gone and its replacement is not there yet |
+"""
+
+POOLS: tuple[Pool, ...] = get_args(Pool)
+"""In the order in which a sample meets them, which is the order of pictures."""
+KINDS: tuple[Kind, ...] = get_args(Kind)
+WAIT_REASONS: tuple[WaitReason, ...] = get_args(WaitReason)
+BUSY_KINDS: tuple[Kind, ...] = tuple(kind for kind in KINDS if kind not in ("wait", "step"))
+"""Kinds that are work. Where one lane does several at once, the first of this order gets the time."""
+UNATTRIBUTED = "unattributed"
+"""The cause of idle time that no interval covers. Never written, always reported."""
+
+JOIN_GAP_S = 0.01
+"""How far apart the parts of a cut interval may lie. They touch, unless a new clock offset came between them."""
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One row of the timeline."""
+
+    pool: Pool
+    index: int
+    host: str
+    num_devices: int
+
+    def __post_init__(self) -> None:
+        if self.pool not in POOLS:
+            raise ValueError(f"the pool of a lane must be one of {', '.join(POOLS)}, got {self.pool!r}")
+        if self.index < 0 or self.num_devices < 0:
+            raise ValueError(f"a lane's index and num_devices must be >= 0, got {self.index} and {self.num_devices}")
+
+    @property
+    def name(self) -> str:
+        """`POOL/INDEX`: the lane's identity, whatever host it is on."""
+        return f"{self.pool}/{self.index}"
+
+
+@dataclass(frozen=True)
+class Interval:
+    """One line of the timeline, see the module's table.
+
+    Example:
+        >>> lane = Lane("generator", 0, host="node-1", num_devices=1)
+        >>> chunk = Interval("generate", lane, 3, start_s=10.0, end_s=12.5, version=2, chunk_id="p7/0", num_samples=4)
+        >>> chunk.duration_s
+        2.5
+    """
+
+    kind: Kind
+    lane: Lane
+    step: int
+    start_s: float
+    end_s: float
+    version: int | None = None
+    chunk_id: int | str | None = None
+    fragment_id: int | str | None = None
+    group_ids: tuple[str, ...] = ()
+    num_samples: int = 0
+    reason: WaitReason | None = None
+    is_cut: bool = False
+    detail: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"the kind of an interval must be one of {', '.join(KINDS)}, got {self.kind!r}")
+        if not 0 <= self.end_s - self.start_s < inf:
+            raise ValueError(
+                f"{self._name()} must end at a moment not before its start, got {self.start_s} s to {self.end_s} s"
+            )
+        if self.kind == "wait" and self.reason not in WAIT_REASONS:
+            raise ValueError(f"{self._name()} needs a reason, one of {', '.join(WAIT_REASONS)}, got {self.reason!r}")
+        if self.kind != "wait" and self.reason is not None:
+            raise ValueError(f"only a wait has a reason; {self._name()} got {self.reason!r}")
+        if self.kind in ("generate", "assist") and self.chunk_id is None:
+            raise ValueError(f"{self._name()} needs the chunk_id it generates")
+        if self.kind == "train" and self.fragment_id is None:
+            raise ValueError(f"{self._name()} needs the fragment_id it trains")
+
+    @property
+    def duration_s(self) -> float:
+        return self.end_s - self.start_s
+
+    def _name(self) -> str:
+        return f"interval {self.kind} of {self.lane.name} in step {self.step}"
+
+
+# Fields of `Interval` that a line holds only where they differ from the default, and these defaults.
+_OPTIONAL: dict[str, Any] = {
+    entry.name: {} if entry.name == "detail" else entry.default
+    for entry in fields(Interval)
+    if entry.name not in ("kind", "lane", "step", "start_s", "end_s")
+}
+
+
+def to_line(interval: Interval) -> dict[str, Any]:
+    """The JSON object of an interval."""
+    lane = interval.lane
+    values = {name: getattr(interval, name) for name in _OPTIONAL}
+    values["detail"] = {  # JSON knows no infinity
+        name: str(value) if isinstance(value, float) and not isfinite(value) else value
+        for name, value in interval.detail.items()
+    }
+    return {
+        "kind": interval.kind,
+        "step": interval.step,
+        "lane": lane.name,
+        "host": lane.host,
+        "num_devices": lane.num_devices,
+        "start_s": interval.start_s,
+        "end_s": interval.end_s,
+        **{name: value for name, value in values.items() if value != _OPTIONAL[name]},
+    }
+
+
+def from_line(line: Mapping[str, Any]) -> Interval:
+    """The interval of a JSON object.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is none.
+    """
+    values = dict(line)
+    pool, _, index = values.pop("lane").partition("/")
+    lane = Lane(pool, int(index), values.pop("host"), values.pop("num_devices"))
+    if "group_ids" in values:
+        values["group_ids"] = tuple(values["group_ids"])
+    return Interval(lane=lane, **values)
+
+
+def join_parts(intervals: Iterable[Interval]) -> list[Interval]:
+    """The intervals with cut ones made whole, by start. What never went on (the run ended) stays as it is."""
+    joined: list[Interval] = []
+    open_at: dict[tuple[Any, ...], int] = {}
+    for interval in sorted(intervals, key=_by_time):
+        identity = (
+            *(interval.kind, interval.lane, interval.step, interval.chunk_id, interval.fragment_id),
+            *(interval.group_ids, interval.reason),
+        )
+        position = open_at.pop(identity, None)
+        if position is not None and abs(interval.start_s - joined[position].end_s) <= JOIN_GAP_S:
+            joined[position] = replace(interval, start_s=joined[position].start_s)
+        else:
+            position = len(joined)
+            joined.append(interval)
+        if interval.is_cut:
+            open_at[identity] = position
+    return joined
+
+
+def _by_time(interval: Interval) -> tuple[float, float, str]:
+    return interval.start_s, interval.end_s, interval.lane.name

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What picture and trace share: rows for what overlaps on a lane, and short names of groups. Pure.
+
+*Invariants:* two intervals of one row never overlap; no more rows are used than intervals overlap at once.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+
+from verl_digen.observe.timeline.interval import Interval
+
+
+def rows(intervals: Sequence[Interval]) -> list[int]:
+    """The row of each interval of one lane: the lowest that is free when it starts. A lane with one slot has row 0."""
+    assigned = [0] * len(intervals)
+    free: list[int] = []
+    taken: list[tuple[float, int]] = []  # (end, row), a heap
+    for position in sorted(range(len(intervals)), key=lambda p: (intervals[p].start_s, intervals[p].end_s)):
+        interval = intervals[position]
+        while taken and taken[0][0] <= interval.start_s:
+            heapq.heappush(free, heapq.heappop(taken)[1])
+        row = heapq.heappop(free) if free else len(taken)
+        heapq.heappush(taken, (interval.end_s, row))
+        assigned[position] = row
+    return assigned
+
+
+def group_names(intervals: Iterable[Interval]) -> dict[tuple[int, str], str]:
+    """(step, uid) -> g1, g2, ...: a step's groups in the order in which their generation began."""
+    began: dict[tuple[int, str], float] = {}
+    for interval in intervals:
+        if interval.kind in ("generate", "assist"):
+            for uid in interval.group_ids:
+                key = (interval.step, uid)
+                began[key] = min(interval.start_s, began[key]) if key in began else interval.start_s
+    names: dict[tuple[int, str], str] = {}
+    counts: dict[int, int] = {}
+    for step, uid in sorted(began, key=lambda key: (began[key], key)):
+        counts[step] = counts[step] + 1 if step in counts else 1
+        names[step, uid] = f"g{counts[step]}"
+    return names
+
+
+def group_label(interval: Interval, names: dict[tuple[int, str], str]) -> str:
+    """`g3`, `g3+g5`, `g1..g8`: the groups of an interval in short; empty where it has none or they have no name."""
+    numbers = sorted(int(names[interval.step, uid][1:]) for uid in interval.group_ids if (interval.step, uid) in names)
+    if len(numbers) > 2:
+        return f"g{numbers[0]}..g{numbers[-1]}"
+    return "+".join(f"g{number}" for number in numbers)

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Notes what the lanes of one process do, in microseconds each, until the driver collects it.
+
+- Bounded: a recorder that nobody drains forgets what is new and counts it; the time shows as unattributed.
+- What is still going on at a drain is cut there: the part so far is handed over, the rest follows. So a step's
+  accounts are complete at its end, though work for the next step is under way.
+- Threads and coroutines may share one.
+
+*Invariants:* every moment of an interval is handed over exactly once, however often it is drained; at most `capacity`
+intervals are held, and lost ones are counted; an exception passes, and its interval is noted with `failed`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypedDict
+
+from verl_digen.observe.timeline.clock import UnixClock
+from verl_digen.observe.timeline.interval import Interval, Kind, Lane, WaitReason
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # in `typing` since Python 3.11; read by type checkers alone
+
+logger = logging.getLogger(__name__)
+
+CAPACITY = 65_536
+"""Intervals held between two drains, about 30 MB; a step of 1,000 devices makes some thousands."""
+
+
+class Work(TypedDict, total=False):
+    """What an interval worked on; fields of `Interval`."""
+
+    version: int | None
+    chunk_id: int | str | None
+    fragment_id: int | str | None
+    group_ids: tuple[str, ...]
+    num_samples: int
+    reason: WaitReason | None
+
+
+@dataclass(frozen=True)
+class Drained:
+    """What a recorder hands over. Travels from a worker to the driver."""
+
+    intervals: list[Interval]
+    num_lost: int
+    """Intervals that found no room since the last drain."""
+
+
+@dataclass(eq=False)
+class OpenInterval:
+    """Something that has begun. Made by `Recorder.begin`."""
+
+    kind: Kind
+    lane: Lane
+    step: int
+    work: Work
+    start_s: float
+    detail: dict[str, str | int | float | bool] = field(default_factory=dict)
+    """May be filled until the end."""
+
+    def until(self, end_s: float, *, is_cut: bool) -> Interval:
+        """The interval from `start_s`, at least 0 s long, to `end_s`."""
+        return Interval(
+            self.kind,
+            self.lane,
+            self.step,
+            self.start_s,
+            max(end_s, self.start_s),
+            is_cut=is_cut,
+            detail=dict(self.detail),
+            **self.work,
+        )
+
+
+class Recorder:
+    """Example:
+
+    >>> recorder, lane = Recorder(), Lane("trainer", 0, host="node-0", num_devices=8)
+    >>> with recorder.interval("train", lane, step=3, fragment_id="f0", num_samples=24) as detail:
+    ...     detail["num_tiles"] = 9
+    >>> waiting = recorder.begin("wait", lane, step=3, reason="no_fragment_ready")  # ends in another callback
+    >>> len(recorder.drain().intervals)  # the training, and the waiting so far
+    2
+    >>> recorder.end(waiting)
+    >>> len(recorder.drain().intervals)  # the rest of the waiting
+    1
+    """
+
+    def __init__(self, *, capacity: int = CAPACITY, now_s: Callable[[], float] | None = None):
+        if capacity < 1:
+            raise ValueError(f"the capacity of a recorder must be >= 1 interval, got {capacity}")
+        self.now_s: Callable[[], float] = UnixClock() if now_s is None else now_s
+        """The clock of this recorder's intervals; the driver compares it with its own."""
+        self._capacity = capacity
+        self._lock = threading.Lock()
+        self._noted: list[Interval] = []
+        self._open: dict[int, OpenInterval] = {}
+        self._num_lost = 0
+
+    def begin(self, kind: Kind, lane: Lane, *, step: int, **work: Unpack[Work]) -> OpenInterval:
+        """Something starts now; `end` it."""
+        opened = OpenInterval(kind, lane, step, work, self.now_s())
+        opened.until(opened.start_s, is_cut=False)  # a broken rule is raised here, where the caller is to blame
+        with self._lock:
+            self._open[id(opened)] = opened
+        return opened
+
+    def end(self, opened: OpenInterval) -> None:
+        """It ends now.
+
+        Raises:
+            RuntimeError: it has ended already.
+        """
+        with self._lock:
+            if self._open.pop(id(opened), None) is None:
+                raise RuntimeError(f"{opened.kind} of {opened.lane.name} in step {opened.step} has ended already")
+            self._note(opened.until(self.now_s(), is_cut=False))
+
+    @contextmanager
+    def interval(
+        self, kind: Kind, lane: Lane, *, step: int, **work: Unpack[Work]
+    ) -> Iterator[dict[str, str | int | float | bool]]:
+        """Note what the body does; yields the `detail` to fill."""
+        opened = self.begin(kind, lane, step=step, **work)
+        try:
+            yield opened.detail
+        except BaseException as error:
+            opened.detail["failed"] = type(error).__name__
+            raise
+        finally:
+            self.end(opened)
+
+    def add(self, interval: Interval) -> None:
+        """Note what was timed elsewhere, by this recorder's clock."""
+        with self._lock:
+            self._note(interval)
+
+    def drain(self) -> Drained:
+        """Hand over all that is noted, and the part so far of what is going on."""
+        with self._lock:
+            now_s = self.now_s()
+            for opened in self._open.values():
+                if now_s > opened.start_s:
+                    self._note(opened.until(now_s, is_cut=True))
+                    opened.start_s = now_s
+            drained = Drained(self._noted, self._num_lost)
+            self._noted, self._num_lost = [], 0
+        if drained.num_lost:
+            logger.warning(
+                "the timeline lost %d intervals, which show as unattributed time: a recorder holds %d; drain it "
+                "more often, or give it a larger capacity",
+                drained.num_lost,
+                self._capacity,
+            )
+        return drained
+
+    def _note(self, interval: Interval) -> None:
+        if len(self._noted) < self._capacity:
+            self._noted.append(interval)
+        else:
+            self._num_lost += 1

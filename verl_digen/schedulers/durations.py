@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long things take: given, or learnt as running averages while the run goes on.
+
+- Generation is counted per sample and per slot (slots may differ in speed); a slot not measured yet takes the average
+  of the others.
+- Training is a fixed part per call and a part per group; assisting, per chunk and per sample (few samples leave ranks
+  of the trainer idle). The parts are told apart as soon as calls of two sizes were seen.
+- A running average weighs the newest measure by `NEWEST_WEIGHT`, or by 1/n while fewer were made.
+
+Invariant: constant durations are learnt exactly (to rounding), from the first measures on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+NEWEST_WEIGHT = 0.2
+"""Weight of the newest measure in a running average: a change of speed is learnt within about five measures."""
+
+MIN_SIZE_VARIANCE = 1e-6
+"""Below this, calls have had one size, and the fixed part cannot be told from the part per item."""
+
+
+class Durations(Protocol):
+    """What the planner asks and tells. An answer is None until it is known."""
+
+    def generate_sample_s(self, slot: str) -> float | None: ...
+
+    def assist_s(self) -> tuple[float, float] | None:
+        """(seconds of a chunk on the trainer, seconds of each of its samples)."""
+        ...
+
+    def score_s(self) -> float | None:
+        """From the end of a chunk's generation to its last score."""
+        ...
+
+    def train_s(self) -> tuple[float, float] | None:
+        """(seconds of a training call, seconds of each of its groups)."""
+        ...
+
+    def on_generated(self, slot: str, num_samples: int, seconds: float) -> None: ...
+
+    def on_assisted(self, num_samples: int, seconds: float) -> None: ...
+
+    def on_scored(self, seconds: float) -> None: ...
+
+    def on_trained(self, num_groups: int, seconds: float) -> None: ...
+
+
+@dataclass(frozen=True)
+class KnownDurations:
+    """Durations that are given and never change: simulation."""
+
+    sample_s: Mapping[str, float]
+    """Slot -> seconds to generate one sample."""
+    assist_chunk_s: float
+    """Fixed part of a chunk on the trainer."""
+    assist_sample_s: float
+    """Each of its samples."""
+    scoring_s: float
+    fragment_s: Sequence[float]
+    """Train a fragment of 1, 2, ... groups, up to the largest there is."""
+
+    def generate_sample_s(self, slot: str) -> float | None:
+        return self.sample_s[slot]
+
+    def assist_s(self) -> tuple[float, float] | None:
+        return self.assist_chunk_s, self.assist_sample_s
+
+    def score_s(self) -> float | None:
+        return self.scoring_s
+
+    def train_s(self) -> tuple[float, float] | None:
+        """The line through the smallest and the largest fragment."""
+        first_s, last_s, num_more = self.fragment_s[0], self.fragment_s[-1], len(self.fragment_s) - 1
+        group_s = (last_s - first_s) / num_more if num_more else first_s
+        return max(0.0, first_s - group_s), group_s
+
+    def on_generated(self, slot: str, num_samples: int, seconds: float) -> None:
+        pass
+
+    def on_assisted(self, num_samples: int, seconds: float) -> None:
+        pass
+
+    def on_scored(self, seconds: float) -> None:
+        pass
+
+    def on_trained(self, num_groups: int, seconds: float) -> None:
+        pass
+
+
+@dataclass
+class RunningMean:
+    """Exponentially weighted mean; a plain mean over the first 1/NEWEST_WEIGHT values."""
+
+    value: float | None = None
+    _count: int = 0
+
+    def add(self, value: float) -> None:
+        self._count += 1
+        if self.value is None:
+            self.value = value
+        else:
+            self.value += max(NEWEST_WEIGHT, 1 / self._count) * (value - self.value)
+
+
+@dataclass
+class RunningLine:
+    """Seconds of a call as (fixed part, part per item): least squares, weighted as `RunningMean` is.
+
+    Proportional while calls had one size, and where the fit says that either part is negative.
+    """
+
+    _size: RunningMean = field(default_factory=RunningMean)
+    _size_squared: RunningMean = field(default_factory=RunningMean)
+    _seconds: RunningMean = field(default_factory=RunningMean)
+    _product: RunningMean = field(default_factory=RunningMean)
+
+    def add(self, size: int, seconds: float) -> None:
+        self._size.add(size)
+        self._size_squared.add(size**2)
+        self._seconds.add(seconds)
+        self._product.add(size * seconds)
+
+    @property
+    def parts_s(self) -> tuple[float, float] | None:
+        size, squared, seconds, product = (
+            mean.value for mean in (self._size, self._size_squared, self._seconds, self._product)
+        )
+        if size is None or squared is None or seconds is None or product is None:
+            return None
+        variance = squared - size**2
+        if variance > MIN_SIZE_VARIANCE:
+            item_s = (product - size * seconds) / variance
+            fixed_s = seconds - item_s * size
+            if item_s >= 0 and fixed_s >= 0:
+                return fixed_s, item_s
+        return 0.0, seconds / size
+
+
+@dataclass
+class MeasuredDurations:
+    """Running averages of what the planner reports.
+
+    Example:
+        durations = MeasuredDurations()
+        durations.generate_sample_s("a")                        # None
+        durations.on_generated("a", num_samples=4, seconds=2.0)
+        durations.generate_sample_s("b")                        # 0.5: as the slots measured so far
+    """
+
+    _slots: dict[str, RunningMean] = field(default_factory=dict)
+    _any_slot: RunningMean = field(default_factory=RunningMean)
+    _assist: RunningLine = field(default_factory=RunningLine)
+    _score: RunningMean = field(default_factory=RunningMean)
+    _train: RunningLine = field(default_factory=RunningLine)
+
+    def generate_sample_s(self, slot: str) -> float | None:
+        measured = self._slots.get(slot)
+        return self._any_slot.value if measured is None else measured.value
+
+    def assist_s(self) -> tuple[float, float] | None:
+        return self._assist.parts_s
+
+    def score_s(self) -> float | None:
+        return self._score.value
+
+    def train_s(self) -> tuple[float, float] | None:
+        return self._train.parts_s
+
+    def on_generated(self, slot: str, num_samples: int, seconds: float) -> None:
+        if slot not in self._slots:
+            self._slots[slot] = RunningMean()
+        self._slots[slot].add(seconds / num_samples)
+        self._any_slot.add(seconds / num_samples)
+
+    def on_assisted(self, num_samples: int, seconds: float) -> None:
+        self._assist.add(num_samples, seconds)
+
+    def on_scored(self, seconds: float) -> None:
+        self._score.add(seconds)
+
+    def on_trained(self, num_groups: int, seconds: float) -> None:
+        self._train.add(num_groups, seconds)

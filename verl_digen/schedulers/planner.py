@@ -1,0 +1,539 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The open batches as one state machine: events in, decisions out; runs live and in the simulator alike.
+
+    on_prompts ----> groups without a sample issued (fresh)
+                        |  assign: a free slot begins the oldest admissible group ...
+                        v
+                     groups with samples left to issue (begun, bound to a version)
+                        |  ... or takes the next chunk of the oldest begun one; the trainer may assist
+                        v
+    on_generated     the slot is free for the next chunk         on_failed, on_slot_lost: samples go back
+    on_scored        group complete -> ready                       (or the group is dropped, beyond the bounds)
+                        |  next_for_trainer: a ready fragment always goes first
+                        v
+    on_trained       trained; all of the batch settled -> Commit
+    on_committed     the next batch is the trainer's
+    on_published     free slots take the new version (LoadWeights, on_loaded), each between two chunks
+
+- Order: (batch, order of arrival) everywhere. A chunk is cut when it is issued, so samples that come back need no plan.
+- Staleness: a group of batch b begun under version v is b - v versions stale; `BatchRules.stale_allowance` says how
+  many groups of a batch may be. A begun group stays with its version: slots that still have it take its samples before
+  they load a newer one, and if none has it any more the group starts over.
+- Bubble: the trainer is free, has no ready fragment, and the batch is not settled. `BatchRules.assist` says what then.
+- Redundancy: a batch begins with P + extra groups and is full when P are complete; the others are dropped and their
+  chunks cancelled.
+
+| who waits | for whom | bound |
+| --- | --- | --- |
+| a free slot | admissible samples | one chunk per slot in flight |
+| trainer | a ready fragment | one training call, assist or commit at a time |
+| a ready group | the trainer | P + extra groups of each of 1 + `max_versions` batches |
+| batch b + 1 | commit of b | opened when it may be begun |
+
+Invariants (tests/schedulers/test_planner.py)
+- A sample is in one place: unissued, in flight, scored; of a dropped group, nowhere. None is generated twice unless its
+  first chunk failed, was lost or was given up, and that is counted.
+- A group is trained at most once, and only if all its samples are scored, all under its version.
+- A ready fragment trains before an assist, and at most one assist is in flight.
+- No chunk is issued while an older group that the slot may take has samples left.
+- With `max_versions` 0 every group is 0 versions stale; else at most `max_versions`, and no more groups than allowed.
+- trained + dropped = drawn, per batch.
+
+Complexity per event or decision: O(log groups + log slots + samples of the chunk), a search at a bubble apart; memory
+O(samples of the open batches).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from heapq import heappop, heappush
+from math import isfinite
+
+from verl_digen.schedulers.batch import Batch, Group, GroupQueue, LiveChunk, Request
+from verl_digen.schedulers.bubbles import bubble_at
+from verl_digen.schedulers.durations import Durations
+from verl_digen.schedulers.rules import BatchRules
+from verl_digen.schedulers.search import EPSILON_S, BubbleSearch
+from verl_digen.schedulers.slots import SlotPool
+from verl_digen.schedulers.types import (
+    TRAINER,
+    Assist,
+    AssistReason,
+    BatchReport,
+    Chunk,
+    Commit,
+    DropReason,
+    Fragment,
+    Generate,
+    LoadWeights,
+    SlotDecision,
+    Train,
+    TrainerDecision,
+    Wait,
+    WaitReason,
+)
+
+
+class BatchPlanner:
+    """Args:
+    rules: the switches.
+    durations: what the search at a bubble is fed with; told what the planner observes.
+    first_batch: the weight version of the trainer at the start: 0, or the version of the checkpoint resumed from.
+    num_batches: batches to plan in all; None = until the caller stops.
+
+    Example, one slot, one group of two samples, one batch:
+        planner = BatchPlanner(BatchRules(1, 2), durations, first_batch=0, num_batches=1)
+        planner.on_slot_joined("a", replica="a", version=0)
+        planner.prompts_wanted()                    # {0: 1}
+        planner.on_prompts(0, ["p0"])
+        planner.assign(0.0)                         # [Generate("a", Chunk(0, 0, "p0", (0, 1), version=0))]
+        planner.next_for_trainer(0.0)               # Wait("no_fragment_ready")
+        planner.on_generated(0, 4.0)                # the slot is free
+        planner.on_scored(0, {0: 0.1, 1: 0.9}, 0, 4.5)
+        planner.next_for_trainer(4.5)               # Train(Fragment(0, 0, ("p0",)))
+        planner.on_trained(0, 6.0)
+        planner.next_for_trainer(6.0)               # Commit(BatchReport(batch=0, num_groups=1, num_samples=2, ...))
+        planner.on_committed(0, 6.2)
+        planner.on_published(1)
+    """
+
+    def __init__(self, rules: BatchRules, durations: Durations, *, first_batch: int, num_batches: int | None):
+        self.rules = rules
+        self.batch = first_batch
+        """The batch that the trainer works on, and its weight version."""
+        self.published = first_batch
+        """Newest version that slots can load."""
+        self._durations = durations
+        self._end = None if num_batches is None else first_batch + num_batches
+        self._slots = SlotPool()
+        self._batches: dict[int, Batch] = {}
+        self._groups: dict[str, Group] = {}
+        """Those of the open batches."""
+        self._fresh = GroupQueue(None)
+        self._begun: dict[int, GroupQueue] = {}
+        """Version -> groups bound to it."""
+        self._requests: dict[int, Request] = {}
+        self._live: dict[int, LiveChunk] = {}
+        self._cancelled: list[int] = []
+        self._trainer: Fragment | Chunk | BatchReport | None = None
+        """What the trainer does: trains, assists, commits, nothing."""
+        self._trainer_since_s = 0.0
+        self._search = BubbleSearch()
+        self._wait_until_s: float | None = None
+        """The search said to wait until then; None: ask it."""
+        self._num_chunks = 0
+        self._num_fragments = 0
+        self._num_groups = 0
+
+    # -- prompts --------------------------------------------------------------------------------------------
+    @property
+    def is_done(self) -> bool:
+        """Whether every batch is committed."""
+        return self._end is not None and self.batch >= self._end
+
+    def prompts_wanted(self) -> dict[int, int]:
+        """Batch -> prompts to draw for it now: of batches that may be begun, and in place of dropped groups."""
+        last = self.batch + self.rules.max_versions
+        if self._end is not None:
+            last = min(last, self._end - 1)
+        wanted = {number: self._num_wanted(self._batches.get(number)) for number in range(self.batch, last + 1)}
+        return {number: count for number, count in wanted.items() if count}
+
+    def _num_wanted(self, batch: Batch | None) -> int:
+        """Groups to add: all of a batch not opened yet; else those it is short of, within what may be refilled."""
+        if batch is None:
+            return self.rules.num_prompts + self.rules.extra_prompts
+        short = self.rules.num_prompts - batch.num_open - batch.num_complete
+        return max(0, min(short, self.rules.max_group_refills - batch.num_group_refills))
+
+    def on_prompts(self, number: int, uids: Sequence[str]) -> None:
+        """Prompts drawn for batch `number`; each is a group's uid, unique in the run. A batch is opened at once."""
+        batch = self._batches.get(number)
+        wanted = self.prompts_wanted()
+        if number not in wanted or len(uids) > wanted[number] or (batch is None and len(uids) < wanted[number]):
+            raise RuntimeError(f"prompts are drawn as wanted (batch -> number {wanted}), got {len(uids)} for {number}")
+        if batch is None:
+            batch = self._batches[number] = Batch(number)
+        else:
+            batch.num_group_refills += len(uids)
+        for uid in uids:
+            if uid in self._groups:
+                raise RuntimeError(f"a uid names one group, got {uid!r} again")
+            group = self._groups[uid] = Group(uid, number, self._num_groups, list(range(self.rules.group_size)))
+            self._num_groups += 1
+            batch.groups.append(group)
+            batch.num_open += 1
+            self._fresh.push(group)
+        self._disturb()
+
+    # -- slots ----------------------------------------------------------------------------------------------
+    def on_slot_joined(self, slot: str, *, replica: str, version: int) -> None:
+        """A slot is there, free, with the weights of `version`."""
+        if version > self.published:
+            raise RuntimeError(f"slots have published versions, <= {self.published}, got {version} in {slot!r}")
+        self._slots.join(slot, replica=replica, version=version)
+        self._disturb()
+
+    def on_slot_lost(self, slot: str) -> None:
+        """A slot is gone; the samples it was generating go back, to be issued again."""
+        if self._slots.lose(slot).state == "busy":
+            chunk_id = next(chunk_id for chunk_id, request in self._requests.items() if request.generator == slot)
+            self._end_request(chunk_id)
+            live = self._live.get(chunk_id)
+            if live is not None:
+                self._batches[live.chunk.batch].num_reissued += len(live.left)
+                self._give_back(live, live.left)
+        self._disturb()
+
+    def on_published(self, version: int) -> None:
+        """Weights of `version` can be loaded by slots."""
+        if not self.published <= version <= self.batch:
+            raise RuntimeError(f"the version published must lie in [{self.published}, {self.batch}], got {version}")
+        self.published = version
+
+    def on_loaded(self, slot: str, version: int) -> None:
+        """A slot has taken `version`, as `LoadWeights` said."""
+        self._slots.load(slot, version)
+
+    def assign(self, now_s: float) -> list[SlotDecision]:
+        """What free slots do now, least-loaded replica first. Ask after every event: O(versions) if nothing."""
+        decisions: list[SlotDecision] = []
+        self._restart_orphans()
+        for version in self._slots.idle_versions():
+            while (group := self._next_group(version)) is not None:
+                slot = self._slots.take(version)
+                if slot is None:
+                    break
+                chunk = self._issue(group, version, self.rules.slot_chunk_size(len(self._slots)))
+                self._send(chunk, slot.id, now_s)
+                decisions.append(Generate(slot.id, chunk))
+            if version < self.published:
+                decisions += [LoadWeights(slot.id, self.published) for slot in self._slots.unload(version)]
+        return decisions
+
+    # -- samples to issue -----------------------------------------------------------------------------------
+    def _begun_front(self, version: int) -> Group | None:
+        queue = self._begun.get(version)
+        return None if queue is None else queue.front(self._groups)
+
+    def _next_group(self, version: int) -> Group | None:
+        """Oldest group that a slot with `version` may take samples of."""
+        begun = self._begun_front(version)
+        if version < self.published:  # it loads the newer version before it begins a group
+            return begun
+        fresh = self._fresh.front(self._groups)
+        if fresh is None or not self._may_begin(fresh, version):
+            return begun
+        return fresh if begun is None or fresh.place < begun.place else begun
+
+    def _may_begin(self, group: Group, version: int) -> bool:
+        age = group.batch - version
+        return age == 0 or self._batches[group.batch].num_begun(age) < self.rules.stale_allowance(age)
+
+    def _issue(self, group: Group, version: int, size: int) -> Chunk:
+        """Cut the group's next chunk, of `size` samples or what is left."""
+        if group.version is None:
+            group.version = version
+            self._batches[group.batch].begun[group.batch - version] += 1
+            self._queue(group)
+        samples = tuple(group.unissued[:size])
+        del group.unissued[:size]
+        chunk = Chunk(self._num_chunks, group.batch, group.uid, samples, version)
+        self._num_chunks += 1
+        group.chunks.add(chunk.id)
+        self._live[chunk.id] = LiveChunk(chunk, set(samples))
+        return chunk
+
+    def _queue(self, group: Group) -> None:
+        """Put a begun group where slots of its version look."""
+        assert group.version is not None
+        if group.version not in self._begun:
+            self._begun[group.version] = GroupQueue(group.version)
+        self._begun[group.version].push(group)
+
+    def _give_back(self, live: LiveChunk, samples: Iterable[int]) -> None:
+        """Samples of a chunk will not come: they are to be issued again."""
+        group = self._groups[live.chunk.uid]
+        returned = set(samples)
+        live.left -= returned
+        group.unissued = sorted({*group.unissued, *returned})
+        if not live.left:
+            self._close(live)
+        self._queue(group)
+
+    def _close(self, live: LiveChunk) -> None:
+        """All samples of a chunk are scored or given back."""
+        del self._live[live.chunk.id]
+        self._groups[live.chunk.uid].chunks.remove(live.chunk.id)
+
+    def _give_up_chunks(self, group: Group) -> None:
+        """Nobody wants the group's chunks any more."""
+        for chunk_id in sorted(group.chunks):
+            del self._live[chunk_id]
+            request = self._requests.get(chunk_id)
+            if request is not None:
+                request.is_cancelled = True
+                self._cancelled.append(chunk_id)
+        group.chunks.clear()
+
+    def _restart_orphans(self) -> None:
+        """Groups whose version no slot has any more start over, whole, under a newer one."""
+        left = [version for version in self._begun if version < self.published and not self._slots.has(version)]
+        for version in left:
+            while (group := self._begun_front(version)) is not None:
+                batch = self._batches[group.batch]
+                batch.num_reissued += self.rules.group_size - len(group.unissued)
+                batch.begun[group.batch - version] -= 1
+                self._give_up_chunks(group)
+                group.unissued = list(range(self.rules.group_size))
+                group.version = None
+                group.rewards.clear()
+                self._fresh.push(group)
+                self._disturb()
+            del self._begun[version]
+
+    # -- samples on their way -------------------------------------------------------------------------------
+    def _send(self, chunk: Chunk, generator: str, now_s: float) -> None:
+        self._requests[chunk.id] = Request(chunk, generator, now_s)
+        self._batches[chunk.batch].num_requests += 1
+
+    def _end_request(self, chunk_id: int) -> Request | None:
+        request = self._requests.pop(chunk_id, None)
+        if request is not None and request.chunk.batch in self._batches:
+            self._batches[request.chunk.batch].num_requests -= 1
+        return request
+
+    def on_generated(self, chunk_id: int, now_s: float) -> None:
+        """A generation request has ended, well or not: who generated is free. Ignored if its slot was reported lost."""
+        request = self._end_request(chunk_id)
+        if request is None:
+            return
+        live = self._live.get(chunk_id)
+        if live is not None:
+            live.generated_s = now_s
+        num_samples = len(request.chunk.samples)
+        if request.generator == TRAINER:
+            self._trainer = None
+        else:
+            self._slots.release(request.generator)
+        if request.is_cancelled:  # aborted, maybe: says nothing about the speed
+            return
+        if request.generator == TRAINER:
+            self._durations.on_assisted(num_samples, now_s - request.since_s)
+        else:
+            self._durations.on_generated(request.generator, num_samples, now_s - request.since_s)
+
+    def on_scored(self, chunk_id: int, rewards: Mapping[int, float], version: int, now_s: float) -> None:
+        """Samples of a chunk have their rewards; before or after `on_generated`, at once or one by one.
+
+        Args:
+            rewards: sample index -> reward.
+            version: weight version the samples were generated under, as recorded with their trajectories. Samples of
+                another version than the chunk's count as failed.
+
+        Raises:
+            RuntimeError: such a sample in strict mode; a reward that is not finite.
+        """
+        live = self._live.get(chunk_id)
+        if live is None:
+            self._count_late(len(rewards))
+            return
+        chunk = live.chunk
+        if version != chunk.version:
+            if self.rules.max_versions == 0:
+                raise RuntimeError(
+                    f"chunk {chunk_id} of group {chunk.uid} must be generated under version {chunk.version}, got "
+                    f"{version}; with digen.staleness.max_versions=0 no sample of another version may exist"
+                )
+            self.on_failed(chunk_id, list(rewards))
+            return
+        group = self._groups[chunk.uid]
+        for index, reward in rewards.items():
+            if not isfinite(reward):
+                raise RuntimeError(f"a reward must be finite, got {reward} for sample {index} of group {chunk.uid}")
+            if index not in live.left:
+                self._count_late(1)
+                continue
+            live.left.remove(index)
+            group.rewards[index] = reward
+        if not live.left:
+            self._close(live)
+            if live.generated_s is not None:
+                self._durations.on_scored(now_s - live.generated_s)
+        if len(group.rewards) == self.rules.group_size:
+            self._complete(group)
+
+    def on_failed(self, chunk_id: int, samples: Sequence[int]) -> None:
+        """Samples of a chunk have no trajectory or no reward: generated again, or their group is dropped."""
+        live = self._live.get(chunk_id)
+        failed = set() if live is None else live.left.intersection(samples)
+        if live is None or not failed:
+            return
+        batch = self._batches[live.chunk.batch]
+        if batch.num_sample_refills + len(failed) > self.rules.max_sample_refills:
+            self._drop(self._groups[live.chunk.uid], "failed")
+        else:
+            batch.num_sample_refills += len(failed)
+            self._give_back(live, failed)
+        self._disturb()
+
+    def take_cancelled(self) -> list[int]:
+        """Chunks still being generated that nobody wants any more, since the last call: abort them, or let them end.
+
+        Either way `on_generated` is due when their slot is free.
+        """
+        cancelled = [chunk_id for chunk_id in self._cancelled if chunk_id in self._requests]
+        self._cancelled = []
+        return cancelled
+
+    def _count_late(self, num_samples: int) -> None:
+        batch = self._batches.get(self.batch)
+        if batch is not None:
+            batch.num_late += num_samples
+
+    def _drop(self, group: Group, reason: DropReason) -> None:
+        batch = self._batches[group.batch]
+        group.state = "dropped"
+        group.unissued.clear()
+        self._give_up_chunks(group)
+        batch.num_open -= 1
+        batch.dropped[reason] += 1
+        if group.version is not None:
+            batch.begun[group.batch - group.version] -= 1
+
+    def _complete(self, group: Group) -> None:
+        """All samples are scored."""
+        batch = self._batches[group.batch]
+        if self.rules.drop_zero_spread and min(group.rewards.values()) == max(group.rewards.values()):
+            self._drop(group, "zero_spread")
+            self._disturb()
+            return
+        group.state = "ready"
+        batch.num_open -= 1
+        heappush(batch.ready, (group.order, group.uid))
+        if batch.num_complete == self.rules.num_prompts:
+            for other in batch.groups:
+                if other.state == "open":
+                    self._drop(other, "surplus")
+
+    # -- the trainer ----------------------------------------------------------------------------------------
+    def next_for_trainer(self, now_s: float) -> TrainerDecision:
+        """What the trainer, which is free, does now. Call `assign` first: slots have the first choice of chunks."""
+        if self._trainer is not None:
+            raise RuntimeError(f"the trainer does one thing at a time and is busy with {self._trainer}")
+        if self.is_done:
+            return Wait("batch_done")
+        batch = self._batches.get(self.batch)
+        if batch is None:
+            return Wait("prompts")
+        is_last = batch.num_open == 0 and self._num_wanted(batch) == 0
+        wanted = self.rules.min_groups_per_fragment if self.rules.is_pipelined and not is_last else 1
+        if len(batch.ready) >= wanted and (self.rules.is_pipelined or is_last):
+            fragment = self._fragment(batch)
+            self._occupy(fragment, now_s)
+            return Train(fragment)
+        if is_last:
+            report = batch.report(self.rules.group_size)
+            self._occupy(report, now_s)
+            return Commit(report)
+        return self._at_bubble(batch, now_s)
+
+    def on_trained(self, fragment_id: int, now_s: float) -> None:
+        """A training call has ended."""
+        fragment = self._trainer
+        if not isinstance(fragment, Fragment) or fragment.id != fragment_id:
+            raise RuntimeError(f"fragment {fragment_id} ended, but the trainer is busy with {fragment}")
+        self._trainer = None
+        batch = self._batches[fragment.batch]
+        for uid in fragment.uids:
+            self._groups[uid].state = "trained"
+        batch.num_training -= len(fragment.uids)
+        batch.num_trained += len(fragment.uids)
+        self._durations.on_trained(len(fragment.uids), now_s - self._trainer_since_s)
+
+    def on_committed(self, number: int) -> None:
+        """The optimizer step of batch `number` is done: the trainer has version `number` + 1."""
+        report = self._trainer
+        if not isinstance(report, BatchReport) or report.batch != number:
+            raise RuntimeError(f"batch {number} was committed, but the trainer is busy with {report}")
+        self._trainer = None
+        for group in self._batches.pop(number).groups:
+            del self._groups[group.uid]
+        self.batch += 1
+        self._search.forget()
+        self._disturb()
+
+    def _occupy(self, task: Fragment | Chunk | BatchReport, now_s: float) -> None:
+        self._trainer = task
+        self._trainer_since_s = now_s
+        self._disturb()
+
+    def _fragment(self, batch: Batch) -> Fragment:
+        """The oldest ready groups: as many as may be merged, or all at a barrier."""
+        size = len(batch.ready)
+        if self.rules.is_pipelined:
+            size = min(size, self.rules.max_groups_per_fragment)
+        uids = tuple(heappop(batch.ready)[1] for _ in range(size))
+        for uid in uids:
+            self._groups[uid].state = "training"
+        batch.num_training += size
+        batch.num_fragments += 1
+        self._num_fragments += 1
+        return Fragment(self._num_fragments - 1, batch.number, uids)
+
+    # -- bubbles --------------------------------------------------------------------------------------------
+    def _disturb(self) -> None:
+        """What the search predicted may no longer hold: ask it again."""
+        self._wait_until_s = None
+
+    def _at_bubble(self, batch: Batch, now_s: float) -> Assist | Wait:
+        group = None if self.rules.assist == "off" else self._assistable()
+        if group is None:
+            return Wait(self._idle_reason(batch))
+        if self.rules.assist == "always":
+            return self._assist(group, now_s, "always", None)
+        if self._wait_until_s is not None and now_s < self._wait_until_s - EPSILON_S:
+            return Wait("waiting_pays", self._wait_until_s - now_s)
+        bubble = bubble_at(
+            now_s,
+            batch=batch,
+            slots=self._slots.ids,
+            requests=self._requests.values(),
+            live=self._live,
+            durations=self._durations,
+            rules=self.rules,
+        )
+        if bubble is None:
+            return Wait("costs_unknown")
+        if self._durations.assist_s() is None:
+            return self._assist(group, now_s, "measure", None)
+        verdict = self._search.decide(bubble)
+        if verdict.choice == "assist":
+            return self._assist(group, now_s, "gain", verdict.gain_s)
+        self._wait_until_s = now_s + verdict.wait_until_s
+        return Wait("waiting_pays", verdict.wait_until_s)
+
+    def _assistable(self) -> Group | None:
+        """Oldest group of the trainer's batch that has samples left, under the trainer's version."""
+        candidates = [
+            group
+            for group in (self._begun_front(self.batch), self._fresh.front(self._groups))
+            if group is not None and group.batch == self.batch
+        ]
+        return min(candidates, key=lambda group: group.place, default=None)
+
+    def _assist(self, group: Group, now_s: float, reason: AssistReason, gain_s: float | None) -> Assist:
+        chunk = self._issue(group, self.batch, self.rules.trainer_chunk_size(len(self._slots)))
+        self._send(chunk, TRAINER, now_s)
+        self._batches[chunk.batch].num_assisted += len(chunk.samples)
+        self._occupy(chunk, now_s)
+        return Assist(chunk, reason, gain_s)
+
+    def _idle_reason(self, batch: Batch) -> WaitReason:
+        if batch.num_open == 0:
+            return "prompts"
+        if not self._slots:
+            return "no_slots"
+        fronts = [self._fresh.front(self._groups), *map(self._begun_front, self._begun)]
+        has_unissued = any(front is not None and front.batch == batch.number for front in fronts)
+        return "no_fragment_ready" if batch.num_requests or has_unissued else "scoring"

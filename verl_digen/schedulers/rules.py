@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How batches are planned: the switches of the techniques and their bounds, checked once.
+
+Every field names the key a user types; the planner's glue fills it from the config.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+AssistMode = Literal["off", "bts", "always"]
+"""off: the trainer never generates. bts: where a search says that it shortens the batch. always: at every bubble."""
+
+
+def require(holds: bool, rule: str, value: object, remedy: str) -> None:
+    """Raise ValueError `rule, got value; remedy` unless `holds`. `rule` starts with the key as typed."""
+    if not holds:
+        raise ValueError(f"{rule}, got {value!r}; {remedy}")
+
+
+@dataclass(frozen=True)
+class BatchRules:
+    """What the planner needs of the config.
+
+    Example:
+        BatchRules(num_prompts=8, group_size=16)   # strict, pipelined, no assists
+    """
+
+    num_prompts: int
+    """P, `data.train_batch_size`."""
+    group_size: int
+    """G, `actor_rollout_ref.rollout.n`."""
+    is_pipelined: bool = True
+    """`digen.gap.enable`: a fragment trains as soon as it is ready. False: the batch trains in one call (barrier)."""
+    chunk_size: int | None = None
+    """`digen.gap.chunk_size`: samples of a chunk; None = auto, see `slot_chunk_size`."""
+    max_chunk_size: int = 8
+    """`digen.rollout.max_batch_size`: samples a slot denoises at once; bounds `auto`."""
+    replicate_prompts: bool = True
+    """`digen.queue.replicate_prompts`: a group's samples go out independently. False: a whole group per slot."""
+    min_groups_per_fragment: int = 1
+    """`digen.gap.min_groups_per_fragment`: a smaller fragment trains only when no further group is to come."""
+    max_groups_per_fragment: int = 4
+    """`digen.gap.max_groups_per_fragment`: groups that completed while the trainer was busy merge up to this."""
+    assist: AssistMode = "off"
+    """`digen.tag.mode`."""
+    assist_chunk_size: int | None = None
+    """`digen.tag.chunk_size`: samples of a chunk that the trainer generates; None = as the slots' chunks."""
+    max_versions: int = 0
+    """`digen.staleness.max_versions`: 0 strict, 1 TCSS, n needs an off-policy loss."""
+    fraction: float = 1.0
+    """`digen.staleness.fraction`: share of a batch that may be `max_versions` stale; all of it may be less stale."""
+    extra_prompts: int = 0
+    """`digen.queue.extra_prompts`: groups begun beyond P; the surplus is aborted once P are complete."""
+    drop_zero_spread: bool = False
+    """`digen.queue.drop_zero_spread`: a group whose rewards are all equal is dropped, and refilled within bounds."""
+    max_group_refills: int = 0
+    """`digen.max_refills_per_step`: prompts drawn in one batch to replace dropped groups, at most."""
+    max_sample_refills: int = 0
+    """`digen.queue.max_sample_refills`: failed samples generated again in one batch, at most."""
+
+    def __post_init__(self) -> None:
+        for key, value in (
+            ("data.train_batch_size", self.num_prompts),
+            ("actor_rollout_ref.rollout.n", self.group_size),
+            ("digen.rollout.max_batch_size", self.max_chunk_size),
+            ("digen.gap.min_groups_per_fragment", self.min_groups_per_fragment),
+        ):
+            require(value >= 1, f"{key} must be >= 1", value, "give a positive number")
+        for key, size in (("digen.gap.chunk_size", self.chunk_size), ("digen.tag.chunk_size", self.assist_chunk_size)):
+            require(size is None or size >= 1, f"{key} must be >= 1 sample or auto", size, "auto suits most runs")
+        require(
+            self.max_groups_per_fragment >= self.min_groups_per_fragment,
+            f"digen.gap.max_groups_per_fragment must be >= min_groups_per_fragment={self.min_groups_per_fragment}",
+            self.max_groups_per_fragment,
+            "raise it",
+        )
+        require(
+            self.assist in get_args(AssistMode),
+            f"digen.tag.mode must be one of {', '.join(get_args(AssistMode))}",
+            self.assist,
+            "bts is the one that does not lose time",
+        )
+        require(self.max_versions >= 0, "digen.staleness.max_versions must be >= 0", self.max_versions, "0 is strict")
+        require(
+            0 < self.fraction <= 1,
+            "digen.staleness.fraction must lie in (0, 1]",
+            self.fraction,
+            "digen.staleness.max_versions=0 turns staleness off",
+        )
+        for key, value in (
+            ("digen.queue.extra_prompts", self.extra_prompts),
+            ("digen.max_refills_per_step", self.max_group_refills),
+            ("digen.queue.max_sample_refills", self.max_sample_refills),
+        ):
+            require(value >= 0, f"{key} must be >= 0", value, "0 allows none")
+
+    def slot_chunk_size(self, num_slots: int) -> int:
+        """Samples of a slot's chunk: as configured, else ceil(G / num_slots), within what a slot takes at once.
+
+        A group is then spread over all slots; with more slots than samples, a chunk is one sample and the slots left
+        work on the next groups.
+        """
+        if not self.replicate_prompts:
+            return self.group_size
+        if self.chunk_size is not None:
+            return min(self.chunk_size, self.group_size)
+        return min(self.max_chunk_size, -(-self.group_size // max(num_slots, 1)))
+
+    def trainer_chunk_size(self, num_slots: int) -> int:
+        """Samples of a chunk that the trainer generates."""
+        return min(self.assist_chunk_size or self.slot_chunk_size(num_slots), self.group_size)
+
+    def stale_allowance(self, age_versions: int) -> int:
+        """Groups of one batch that may be begun `age_versions` or more behind the version the batch trains on.
+
+        One rule for all modes, with the asynchrony a = max_versions - 1 + fraction (0 if max_versions is 0): in total,
+        groups of (1 + a) batches may be begun under one version. So allowance(d) = floor(P * clamp(a + 1 - d, 0, 1)).
+        a is ROLL Flash's async_generation_ratio.
+        """
+        asynchrony = self.max_versions - 1 + self.fraction if self.max_versions else 0.0
+        share = min(1.0, max(0.0, asynchrony + 1 - age_versions))
+        return int(self.num_prompts * share + 1e-9)  # 0.3 * 10 must be 3

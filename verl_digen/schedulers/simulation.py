@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The planner driven by simulated events: what a batch takes, and who idles, without a device.
+
+- `simulate` answers for one chunk per fragment, as in the papers' drawings; `PlannerRun` for any planner.
+- Simulated and live runs share `BatchPlanner`: nothing is decided here.
+- Events at one moment (within `EPSILON_S`) are told before the planner is asked.
+
+Invariants
+- Equal input gives equal output.
+- With "tag" a step is never longer than without it, durations being as told.
+- Busy and idle seconds of a pool add up to its slots times the makespan.
+
+Complexity: O(log events) per event, plus the planner's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field, fields
+from heapq import heappop, heappush
+from math import isfinite
+from typing import Any, Literal, NamedTuple
+
+from verl_digen.schedulers.durations import KnownDurations
+from verl_digen.schedulers.planner import BatchPlanner
+from verl_digen.schedulers.rules import BatchRules, require
+from verl_digen.schedulers.search import EPSILON_S
+from verl_digen.schedulers.types import TRAINER, Assist, BatchReport, Commit, Generate, Train
+
+TECHNIQUES = ("gap", "tsp", "tag", "tcss")
+"""gap: fragments train while others generate. tsp: time-step parallelism. tag: the trainer assists where a search says
+so (BTS). tcss: the next batch begins under the version at hand."""
+
+What = Literal["generate", "assist", "score", "train", "commit", "switch"]
+"""switch: a colocated pool goes from generating to training and back."""
+
+
+class Event(NamedTuple):
+    """Something that took time."""
+
+    who: str
+    """A slot's id, "trainer" or "scorer"."""
+    what: What
+    start_s: float
+    end_s: float
+    ids: tuple[int, ...]
+    """Groups (in `simulate`: fragments) it was about, numbered over all steps; for a commit, the step."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What there is to do.
+
+    Example:
+        Workload(num_fragments=8, num_slots=2)    # eight chunks, each a fragment, on two generator slots
+    """
+
+    num_fragments: int
+    """Per step; one fragment is one chunk."""
+    num_slots: int
+    num_steps: int = 1
+    """Optimizer steps in a row; tcss changes nothing in a single one."""
+    stale_fraction: float = 1.0
+    """With tcss: share of a step's fragments that may be begun one version early."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_fragments", "num_slots", "num_steps"):
+            value = getattr(self, name)
+            is_whole = isinstance(value, int) and not isinstance(value, bool)
+            require(is_whole and value >= 1, f"Workload.{name} must be a whole number >= 1", value, "give at least 1")
+        require(
+            0 < self.stale_fraction <= 1,
+            "Workload.stale_fraction must lie in (0, 1]",
+            self.stale_fraction,
+            'leave "tcss" out of the techniques for none',
+        )
+
+
+@dataclass(frozen=True)
+class Costs:
+    """How long each thing takes, seconds.
+
+    Example:
+        Costs(generate_s=1.0, assist_s=1.2, score_s=0.1, train_s=0.5, commit_s=0.3)
+    """
+
+    generate_s: float
+    """A slot generates one chunk."""
+    assist_s: float
+    """The trainer generates one chunk."""
+    score_s: float
+    """From a chunk's generation to its scores; overlaps with everything."""
+    train_s: float
+    """The trainer trains one fragment, with tsp."""
+    commit_s: float
+    """Optimizer step and publication of the weights."""
+    train_without_tsp_s: float | None = None
+    """The same as `train_s`, without tsp; None: tsp makes no difference."""
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if value is not None:
+                require(
+                    isinstance(value, int | float) and isfinite(value) and value >= 0,
+                    f"Costs.{item.name} must be >= 0 seconds and finite",
+                    value,
+                    "give the measured duration",
+                )
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What happened."""
+
+    makespan_s: float
+    """End of the last commit."""
+    events: tuple[Event, ...]
+    """By start, then by who."""
+    bubble_s: dict[str, float]
+    """Pool -> idle seconds until `makespan_s`: "trainer", and "generator" summed over its slots."""
+    reports: tuple[BatchReport, ...]
+    """One per step."""
+
+
+def simulate(workload: Workload, costs: Costs, techniques: Collection[str]) -> Simulation:
+    """Play `workload` with some of `TECHNIQUES`.
+
+    Without "gap" a step is a barrier: all its fragments are generated and scored, then trained in one call of
+    num_fragments * train_s (`Costs` knows no fixed part that one call could save), then committed. With "tag" and no
+    "gap" the trainer still assists while it waits for the barrier, where that pays.
+
+    Raises:
+        ValueError: an unknown technique.
+
+    Example:
+        costs = Costs(generate_s=1.0, assist_s=1.2, score_s=0.1, train_s=0.2, commit_s=0.3)
+        simulate(Workload(num_fragments=8, num_slots=2), costs, {"gap"}).makespan_s          # 4.8
+        simulate(Workload(num_fragments=8, num_slots=2), costs, {"gap", "tag"}).makespan_s   # 4.3
+    """
+    for technique in sorted(techniques):
+        require(
+            technique in TECHNIQUES,
+            f"techniques must be among {', '.join(TECHNIQUES)}",
+            technique,
+            "leave it out, or choose one of these",
+        )
+    slots = [f"slot{index:0{len(str(workload.num_slots - 1))}d}" for index in range(workload.num_slots)]
+    is_pipelined = "gap" in techniques
+    train_s = costs.train_s if costs.train_without_tsp_s is None or "tsp" in techniques else costs.train_without_tsp_s
+    durations = KnownDurations(
+        sample_s=dict.fromkeys(slots, costs.generate_s),
+        assist_chunk_s=0.0,
+        assist_sample_s=costs.assist_s,
+        scoring_s=costs.score_s,
+        fragment_s=[count * train_s for count in range(1, 2 if is_pipelined else workload.num_fragments + 1)],
+    )
+    rules = BatchRules(
+        num_prompts=workload.num_fragments,
+        group_size=1,
+        is_pipelined=is_pipelined,
+        max_groups_per_fragment=1,
+        assist="bts" if "tag" in techniques else "off",
+        max_versions=1 if "tcss" in techniques else 0,
+        fraction=workload.stale_fraction,
+    )
+    run = PlannerRun(
+        rules, durations, slots, num_batches=workload.num_steps, commit_s=costs.commit_s, keeps_events=True
+    )
+    run.play()
+    makespan_s = run.commits_s[-1]
+    return Simulation(
+        makespan_s=makespan_s,
+        events=tuple(sorted(run.events, key=lambda event: (event.start_s, event.who, event.end_s))),
+        bubble_s={
+            "trainer": makespan_s - run.busy_s[TRAINER],
+            "generator": makespan_s * workload.num_slots - run.busy_s["generator"],
+        },
+        reports=tuple(run.reports),
+    )
+
+
+@dataclass
+class PlannerRun:
+    """A planner, its slots, and simulated time.
+
+    Example:
+        run = PlannerRun(rules, durations, ["a", "b"], num_batches=10, commit_s=0.3, keeps_events=False)
+        run.play()
+        run.commits_s    # when each of the 10 commits ended
+    """
+
+    rules: BatchRules
+    durations: KnownDurations
+    slots: Collection[str]
+    num_batches: int
+    commit_s: float
+    keeps_events: bool
+    """Keep every event; else only sums."""
+    events: list[Event] = field(default_factory=list)
+    reports: list[BatchReport] = field(default_factory=list)
+    commits_s: list[float] = field(default_factory=list)
+    busy_s: dict[str, float] = field(default_factory=lambda: {TRAINER: 0.0, "generator": 0.0})
+    """Pool -> busy seconds, summed over its slots."""
+    busy_at_commit_s: list[dict[str, float]] = field(default_factory=list)
+    """`busy_s` at each commit's end, of the time until then."""
+
+    def play(self) -> None:
+        """From time 0 to the last commit."""
+        planner = self._planner = BatchPlanner(self.rules, self.durations, first_batch=0, num_batches=self.num_batches)
+        self._due: list[tuple[float, int, What, object]] = []
+        self._num_due = 0
+        self._num_prompts = 0
+        is_trainer_free = True
+        for slot in self.slots:
+            planner.on_slot_joined(slot, replica=slot, version=0)
+        now_s = 0.0
+        while not planner.is_done:
+            for batch, count in planner.prompts_wanted().items():
+                planner.on_prompts(batch, [f"{self._num_prompts + index:09d}" for index in range(count)])
+                self._num_prompts += count
+            self._assign(now_s)
+            if is_trainer_free:
+                is_trainer_free = not self._work(now_s)
+            now_s = self._due[0][0]
+            while self._due and self._due[0][0] <= now_s + EPSILON_S:
+                end_s, _, what, subject = heappop(self._due)
+                is_trainer_free |= self._tell(end_s, what, subject)
+
+    def _assign(self, now_s: float) -> None:
+        planner, durations = self._planner, self.durations
+        while decisions := planner.assign(now_s):
+            for decision in decisions:
+                if isinstance(decision, Generate):
+                    chunk = decision.chunk
+                    end_s = now_s + len(chunk.samples) * durations.sample_s[decision.slot]
+                    self._busy(decision.slot, "generate", now_s, end_s, (int(chunk.uid),))
+                    self._expect(end_s, "generate", chunk)
+                else:  # loading is part of commit_s
+                    planner.on_loaded(decision.slot, decision.version)
+
+    def _work(self, now_s: float) -> bool:
+        """Let the trainer begin what the planner says; False if that is to wait."""
+        durations = self.durations
+        decision = self._planner.next_for_trainer(now_s)
+        if isinstance(decision, Train):
+            uids = decision.fragment.uids
+            end_s = now_s + durations.fragment_s[len(uids) - 1]
+            self._busy(TRAINER, "train", now_s, end_s, tuple(map(int, uids)))
+            self._expect(end_s, "train", decision.fragment)
+        elif isinstance(decision, Assist):
+            end_s = now_s + durations.assist_chunk_s + len(decision.chunk.samples) * durations.assist_sample_s
+            self._busy(TRAINER, "assist", now_s, end_s, (int(decision.chunk.uid),))
+            self._expect(end_s, "assist", decision.chunk)
+        elif isinstance(decision, Commit):
+            end_s = now_s + self.commit_s
+            self._busy(TRAINER, "commit", now_s, end_s, (decision.report.batch,))
+            self._expect(end_s, "commit", decision.report)
+        else:
+            return False
+        return True
+
+    def _tell(self, now_s: float, what: What, subject: Any) -> bool:
+        """Tell the planner that something ended; True if that frees the trainer."""
+        planner = self._planner
+        if what == "score":
+            planner.on_scored(subject.id, dict.fromkeys(subject.samples, 0.0), subject.version, now_s)
+            return False
+        if what == "train":
+            planner.on_trained(subject.id, now_s)
+        elif what == "commit":
+            self.reports.append(subject)
+            self.commits_s.append(now_s)
+            to_come_s = sum(end_s - now_s for end_s, _, due, _ in self._due if due == "generate")
+            self.busy_at_commit_s.append({**self.busy_s, "generator": self.busy_s["generator"] - to_come_s})
+            planner.on_committed(subject.batch)
+            planner.on_published(subject.batch + 1)
+        else:
+            planner.on_generated(subject.id, now_s)
+            end_s = now_s + self.durations.scoring_s
+            if self.keeps_events:
+                self.events.append(Event("scorer", "score", now_s, end_s, (int(subject.uid),)))
+            self._expect(end_s, "score", subject)
+        return what != "generate"
+
+    def _expect(self, end_s: float, what: What, subject: object) -> None:
+        self._num_due += 1
+        heappush(self._due, (end_s, self._num_due, what, subject))
+
+    def _busy(self, who: str, what: What, start_s: float, end_s: float, ids: tuple[int, ...]) -> None:
+        self.busy_s[TRAINER if who == TRAINER else "generator"] += end_s - start_s
+        if self.keeps_events:
+            self.events.append(Event(who, what, start_s, end_s, ids))

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The generator's slots: which are free, with which version, and on the least-loaded replica.
+
+Invariants
+- A slot is idle, busy or loading, and handed out only while idle.
+- Of the idle slots of a version, the one whose replica has the fewest busy slots goes first; ties by slot id.
+
+Complexity: O(slots of the replica * log slots) where a slot becomes busy or free, O(log slots) else.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import Literal
+
+
+@dataclass(slots=True)
+class Slot:
+    """A place where a replica works on one chunk at a time."""
+
+    id: str
+    replica: str
+    version: int
+    """Weights it has; while it loads, those it leaves."""
+    state: Literal["idle", "busy", "loading"] = "idle"
+
+
+class SlotPool:
+    """All slots that are alive.
+
+    Example:
+        pool = SlotPool()
+        pool.join("a/0", replica="a", version=3)
+        pool.take(3)            # Slot("a/0", state="busy")
+        pool.take(3)            # None
+        pool.release("a/0")     # idle again
+        pool.unload(3)          # [Slot("a/0", state="loading")]: version 3 is left
+        pool.load("a/0", 4)     # idle, at version 4
+    """
+
+    def __init__(self) -> None:
+        self._slots: dict[str, Slot] = {}
+        self._of_replica: dict[str, list[Slot]] = {}
+        self._num_busy: Counter[str] = Counter()
+        """Replica -> its busy slots."""
+        self._idle: dict[int, list[tuple[int, str]]] = {}
+        """Version -> heap of (busy slots of the replica, slot id). An entry counts while it is true."""
+        self._num_at: Counter[int] = Counter()
+        """Version -> slots that have it and are not loading another."""
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    @property
+    def ids(self) -> list[str]:
+        """Ascending."""
+        return sorted(self._slots)
+
+    def idle_versions(self) -> list[int]:
+        """Versions, oldest first, that idle slots may have."""
+        return sorted(self._idle)
+
+    def has(self, version: int) -> bool:
+        """Whether a slot has `version` and is not loading another."""
+        return self._num_at[version] > 0
+
+    def join(self, slot_id: str, *, replica: str, version: int) -> None:
+        """A new slot, idle."""
+        if slot_id in self._slots:
+            raise RuntimeError(f"a slot joins once, got {slot_id!r} again; report it lost first")
+        slot = self._slots[slot_id] = Slot(slot_id, replica, version)
+        self._of_replica.setdefault(replica, []).append(slot)
+        self._enter(slot)
+
+    def lose(self, slot_id: str) -> Slot:
+        """A slot is gone; returned as it was."""
+        slot = self._slots.pop(slot_id)
+        self._of_replica[slot.replica].remove(slot)
+        if slot.state == "busy":
+            self._count_busy(slot.replica, -1)
+        if slot.state != "loading":
+            self._leave(slot)
+        return slot
+
+    def take(self, version: int) -> Slot | None:
+        """The idle slot of `version` that is next, now busy; None if there is none."""
+        slot = self._pop_idle(version)
+        if slot is not None:
+            slot.state = "busy"
+            self._count_busy(slot.replica, 1)
+        return slot
+
+    def release(self, slot_id: str) -> None:
+        """A busy slot is idle again."""
+        slot = self._slots[slot_id]
+        slot.state = "idle"
+        self._count_busy(slot.replica, -1)
+
+    def unload(self, version: int) -> list[Slot]:
+        """All idle slots of `version`, now loading."""
+        slots: list[Slot] = []
+        while (slot := self._pop_idle(version)) is not None:
+            slot.state = "loading"
+            self._leave(slot)
+            slots.append(slot)
+        self._idle.pop(version, None)
+        return slots
+
+    def load(self, slot_id: str, version: int) -> None:
+        """A loading slot has `version` and is idle."""
+        slot = self._slots[slot_id]
+        if slot.state != "loading":
+            raise RuntimeError(f"a slot loads weights when told to, got {slot_id!r}, which is {slot.state}")
+        slot.version = version
+        slot.state = "idle"
+        self._enter(slot)
+
+    def _enter(self, slot: Slot) -> None:
+        self._num_at[slot.version] += 1
+        self._push_idle(slot)
+
+    def _leave(self, slot: Slot) -> None:
+        self._num_at[slot.version] -= 1
+        if not self._num_at[slot.version]:
+            del self._num_at[slot.version]
+
+    def _push_idle(self, slot: Slot) -> None:
+        heappush(self._idle.setdefault(slot.version, []), (self._num_busy[slot.replica], slot.id))
+
+    def _pop_idle(self, version: int) -> Slot | None:
+        heap = self._idle.get(version, [])
+        while heap:
+            num_busy, slot_id = heappop(heap)
+            slot = self._slots.get(slot_id)
+            is_true = slot is not None and slot.state == "idle" and slot.version == version
+            if slot is not None and is_true and num_busy == self._num_busy[slot.replica]:
+                return slot
+        return None
+
+    def _count_busy(self, replica: str, change: int) -> None:
+        """Idle slots of the replica are queued anew, by its new load."""
+        self._num_busy[replica] += change
+        for slot in self._of_replica[replica]:
+            if slot.state == "idle":
+                self._push_idle(slot)

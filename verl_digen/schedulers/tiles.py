@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of a rank, packed into tiles: what one forward/backward takes.
+
+Two shapes of a tile:
+
+- `Grid(samples, steps)`: rows of at most so many samples, and of each at most so many. The two are independent:
+  (8, 1) is a batch of samples at one step each, (1, 8) one sample at eight steps. Each sample's rows are cut into the
+  fewest even strips of at most `steps` rows; strips are laid down lane after lane (lane l has samples l, l + S,
+  l + 2S, ...) and go to the tiles in turn. A sample has no more strips than there are tiles, so each tile gets at
+  most one of them; and neighbours lie side by side.
+- `Budget(rows)`: at most so many rows, of whatever samples and steps: consecutive ones, in even parts.
+
+Either way a tile's prompts are mostly one prompt, whose text needs no padding. And for all ranks together:
+
+- Rows of different experts never share a tile, and the tiles of all ranks are of the same expert at the same place:
+  FSDP gathers the weights of one network at a time.
+- A rank with fewer tiles than another (or with no rows) fills up with tiles of one row of weight 0.
+
+Invariants (tests/schedulers/test_tiles.py): every row is in exactly one tile; the number of tiles is the least that
+the shape allows; all ranks have as many; a rank's tiles of an expert differ by at most one strip, or one row; padding
+rows are as few as equal numbers of tiles allow. O(rows).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from verl_digen.schedulers.deal import Row, stand_ins
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Tiles of samples x steps."""
+
+    samples: int
+    """Most samples in a tile."""
+    steps: int
+    """Most rows of one sample in a tile."""
+
+    def num_tiles(self, rows_by_sample: Sequence[int]) -> int:
+        """How many tiles so many rows of each sample need: for all strips, and no fewer than one sample has."""
+        strips = [-(-count // self.steps) for count in rows_by_sample]
+        return max([*strips, -(-sum(strips) // self.samples)], default=0)
+
+    def pack(self, rows: Sequence[Row]) -> list[tuple[Row, ...]]:
+        """Rows of one rank and one expert as tiles, each in order of sample and step."""
+        by_sample: dict[int, list[Row]] = {}
+        for row in sorted(rows):
+            by_sample.setdefault(row.sample, []).append(row)
+        strips = [_even_parts(own, self.steps) for own in by_sample.values()]
+        in_lanes = [strip for lane in range(self.samples) for own in strips[lane :: self.samples] for strip in own]
+        tiles: list[list[Row]] = [[] for _ in range(self.num_tiles([len(own) for own in by_sample.values()]))]
+        for position, strip in enumerate(in_lanes):
+            tiles[position % len(tiles)] += strip
+        return [tuple(sorted(tile)) for tile in tiles]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Tiles of at most `rows` rows."""
+
+    rows: int
+
+    def num_tiles(self, rows_by_sample: Sequence[int]) -> int:
+        """How many tiles so many rows of each sample need."""
+        return -(-sum(rows_by_sample) // self.rows)
+
+    def pack(self, rows: Sequence[Row]) -> list[tuple[Row, ...]]:
+        """Rows of one rank and one expert as tiles, in order of sample and step."""
+        return [tuple(part) for part in _even_parts(sorted(rows), self.rows)]
+
+
+TileShape = Grid | Budget
+
+
+def choose_shape(max_rows: int, *, samples: int | None = None, steps: int | None = None) -> TileShape:
+    """The shape that the user chose, or what memory holds.
+
+    Args:
+        max_rows: what memory holds; not read where both extents are given.
+        samples, steps: None where the user left it open. With both open, samples and steps mix as they come, which
+            never needs more tiles than a grid.
+    """
+    if samples is None and steps is None:
+        return Budget(max_rows)
+    if samples is None:
+        assert steps is not None
+        return Grid(max(1, max_rows // steps), steps)
+    return Grid(samples, max(1, max_rows // samples) if steps is None else steps)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The rows of one forward/backward, by sample and step."""
+
+    rows: tuple[Row, ...]
+    is_filler: bool = False
+    """True for a row of weight 0 that is there because other ranks have a tile."""
+
+
+def plan_tiles(dealt: Sequence[Sequence[Row]], rank: int, shape: TileShape) -> list[Tile]:
+    """The tiles of `rank`, as many as every other rank's.
+
+    Args:
+        dealt: the rows of each rank; at least one rank has some.
+
+    Example:
+        dealt = [[Row(0, 0), Row(0, 1), Row(0, 2)], [Row(1, 0)]]
+        plan_tiles(dealt, 0, Grid(1, 2))  # row (0,0) | rows (0,1) (0,2)
+        plan_tiles(dealt, 1, Grid(1, 2))  # row (1,0) | row (1,0) of weight 0
+    """
+    tiles: list[Tile] = []
+    for expert, filler in sorted(stand_ins(dealt, rank).items()):
+        own = shape.pack([row for row in dealt[rank] if row.expert == expert])
+        most = max(shape.num_tiles(_rows_by_sample(hand, expert)) for hand in dealt)
+        tiles += [Tile(rows) for rows in own] + [Tile((filler,), is_filler=True)] * (most - len(own))
+    return tiles
+
+
+def _even_parts(rows: Sequence[Row], size: int) -> list[Sequence[Row]]:
+    """The fewest parts of at most `size` rows, whose lengths differ by at most one."""
+    count = -(-len(rows) // size)
+    bounds = [len(rows) * part // count for part in range(count + 1)] if rows else []
+    return [rows[start:end] for start, end in pairwise(bounds)]
+
+
+def _rows_by_sample(rows: Sequence[Row], expert: int) -> list[int]:
+    return list(Counter(row.sample for row in rows if row.expert == expert).values())

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the planner decides: chunks, fragments, and what a slot or the trainer does next.
+
+Versions and batches share one numbering: batch `b` is the one that trains on weight version `b` and makes it `b + 1`,
+so a group generated under version `v` and trained in batch `b` is `b - v` versions stale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+TRAINER = "trainer"
+"""Who generates an assist chunk."""
+
+WaitReason = Literal[
+    "no_fragment_ready", "scoring", "prompts", "no_slots", "waiting_pays", "costs_unknown", "batch_done"
+]
+"""Why the trainer has nothing to do. no_fragment_ready: samples of the batch are being generated; scoring: all are
+generated; prompts: groups were dropped and their replacement is to come; no_slots: nothing generates; waiting_pays: an
+assist would lengthen the batch; costs_unknown: too little is measured to tell; batch_done: no batch is left."""
+
+AssistReason = Literal["gain", "always", "measure"]
+"""Why the trainer assists. gain: it shortens the batch; always: `digen.tag.mode=always`; measure: once, so that its
+cost is known."""
+
+DropReason = Literal["failed", "zero_spread", "surplus"]
+"""Why a group is not trained. failed: samples failed beyond the bound; zero_spread: its rewards are all equal; surplus:
+enough others were complete first."""
+
+
+class Chunk(NamedTuple):
+    """Samples of one group that one generation request carries."""
+
+    id: int
+    """Unique in the run, ascending in the order of issue."""
+    batch: int
+    uid: str
+    samples: tuple[int, ...]
+    """Sample indices within the group, ascending."""
+    version: int
+    """Weight version it must be generated under: the same for all chunks of a group."""
+
+
+class Fragment(NamedTuple):
+    """Complete groups that one training call consumes."""
+
+    id: int
+    batch: int
+    uids: tuple[str, ...]
+    """In the order of issue."""
+
+
+class Generate(NamedTuple):
+    """A free slot generates a chunk."""
+
+    slot: str
+    chunk: Chunk
+
+
+class LoadWeights(NamedTuple):
+    """A free slot takes a new version before its next chunk. A replica with several slots loads when all were told."""
+
+    slot: str
+    version: int
+
+
+@dataclass(frozen=True)
+class BatchReport:
+    """What became of a batch; its counts are what the loss and the metrics are normalised with."""
+
+    batch: int
+    num_groups: int
+    """Trained."""
+    num_samples: int
+    """Trained."""
+    num_fragments: int
+    num_assisted: int
+    """Samples the trainer generated, of trained groups or not."""
+    stale_groups: Mapping[int, int]
+    """Versions behind -> trained groups; 0 is on-policy."""
+    dropped: Mapping[DropReason, int]
+    """Groups that were begun or drawn, and not trained."""
+    num_group_refills: int
+    num_sample_refills: int
+    num_reissued: int
+    """Samples generated again because their slot was lost, or because no slot had their group's version any more."""
+    num_late: int
+    """Samples that arrived after their chunk had been given up; ignored."""
+
+
+class Train(NamedTuple):
+    """Accumulate the gradient of a fragment."""
+
+    fragment: Fragment
+
+
+class Assist(NamedTuple):
+    """Generate a chunk on the trainer's devices."""
+
+    chunk: Chunk
+    reason: AssistReason
+    predicted_gain_s: float | None
+    """How much earlier the batch ends than if the trainer never assisted again; None where nothing was predicted."""
+
+
+class Commit(NamedTuple):
+    """The batch is whole: take the optimizer step.
+
+    With `report.num_groups == 0` every group was dropped and nothing was accumulated: skip the optimizer, then report
+    the batch as committed all the same.
+    """
+
+    report: BatchReport
+
+
+class Wait(NamedTuple):
+    """Do nothing; ask again after the next event."""
+
+    reason: WaitReason
+    predicted_wait_s: float | None = None
+    """waiting_pays: until the next fragment is ready; infinite if nobody generates it."""
+
+
+SlotDecision = Generate | LoadWeights
+TrainerDecision = Train | Assist | Commit | Wait

@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps of a run on a cluster, technique by technique, and the best split of its devices.
+
+- Disaggregated runs are played by the live planner (`schedulers.simulation.PlannerRun`); a colocated one is a sum.
+- Steady state: the first `WARM_UP_STEPS` steps are left out.
+
+Time of training g groups on r ranks, with K rows per sample, m rows per tile, and weights gathered while the tile
+before computes (2 gathers per tile, forward and backward; `gather_s` scaled by (r-1)/r):
+
+    serial   ceil(g*G / r) samples per rank, row by row:      ceil(g*G / r) * K * max(row_s, 2 gather_s)
+    TSP      q = ceil(g*G*K / r) rows per rank, in tiles:     floor(q / m) * max(m row_s, 2 gather_s)
+                                                              + max((q mod m) row_s, 2 gather_s) if q mod m
+    assist   a chunk of at most r samples, one per rank:      T * max(step_s, gather_s) + decode_s
+    slot     n samples:                                       n * (T * step_s + decode_s)
+
+Without TSP, 8 samples on 16 ranks leave 8 ranks idle; with it, 8 samples x 9 rows are 4 or 5 rows per rank.
+
+Left out: memory (but for `min_trainer_devices`), kernels that are less efficient on small tiles, variance.
+
+Invariants
+- With a shipped profile, no technique makes a step longer.
+- Idle shares lie between 0 and 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
+
+from verl_digen.schedulers.durations import KnownDurations
+from verl_digen.schedulers.rules import BatchRules, require
+from verl_digen.schedulers.simulation import TECHNIQUES, Event, PlannerRun, What
+from verl_digen.schedulers.types import TRAINER
+from verl_digen.simulate.devices import Pool
+from verl_digen.simulate.profile import Numbers, Profile
+
+WARM_UP_STEPS = 2
+"""Steps until a run is steady: the first has nothing begun early, the second was begun by the first."""
+
+COLOCATED_STEPS = 8
+"""Steps of a colocated run that are written down; all are the same."""
+
+GRID_POINTS = 9
+"""Splits tried before the search narrows down on the best one's neighbours."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """Who trains and who generates."""
+
+    trainer: Pool
+    generator: Pool
+
+    @property
+    def num_devices(self) -> int:
+        """Of both pools."""
+        return self.trainer.num_devices + self.generator.num_devices
+
+    def __str__(self) -> str:
+        return f"{self.trainer} + {self.generator}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A run in its steady state."""
+
+    name: str
+    split: Split | None
+    """None: colocated."""
+    num_devices: int
+    num_samples: int
+    """Of a step."""
+    step_s: float
+    idle: dict[str, float]
+    """Pool -> share of its device-seconds in which it did nothing."""
+    assisted: float
+    """Share of the samples that the trainer generated."""
+    stale: float
+    """Share of the groups that were begun one version early."""
+    events: tuple[Event, ...] = ()
+    """Of all steps, if kept."""
+    window_s: tuple[float, float] = (0.0, 0.0)
+    """Of the steady steps, among `events`."""
+
+    @property
+    def samples_per_device_s(self) -> float:
+        """Images or videos per second and device, over ALL devices."""
+        return self.num_samples / self.step_s / self.num_devices
+
+
+def train_s(numbers: Numbers, num_groups: int, num_ranks: int, *, slowdown: float, has_tsp: bool) -> float:
+    """Seconds to train a fragment; the formulas are in the module's docstring."""
+    gathers_s = 2 * numbers.gather_s * (num_ranks - 1) / num_ranks
+    row_s = numbers.row_s * slowdown
+    num_samples = num_groups * numbers.group_size
+    if not has_tsp:
+        return -(-num_samples // num_ranks) * numbers.num_trained_steps * max(row_s, gathers_s)
+    num_rows = -(-num_samples * numbers.num_trained_steps // num_ranks)
+    num_tiles, rest = divmod(num_rows, numbers.rows_per_tile)
+    tiles_s = num_tiles * max(numbers.rows_per_tile * row_s, gathers_s)
+    return tiles_s + (max(rest * row_s, gathers_s) if rest else 0.0)
+
+
+def sample_s(numbers: Numbers, slowdown: float) -> float:
+    """Seconds a slot takes for one sample."""
+    return (numbers.num_steps * numbers.step_s + numbers.decode_s) * slowdown
+
+
+def assist_s(numbers: Numbers, num_ranks: int, slowdown: float) -> float:
+    """Seconds the trainer takes for a chunk of at most one sample per rank."""
+    gather_s = numbers.gather_s * (num_ranks - 1) / num_ranks
+    return numbers.num_steps * max(numbers.step_s * slowdown, gather_s) + numbers.decode_s * slowdown
+
+
+def run_split(
+    profile: Profile,
+    split: Split,
+    techniques: Collection[str],
+    *,
+    num_steps: int,
+    stale_fraction: float = 1.0,
+    keeps_events: bool = False,
+) -> Outcome:
+    """A disaggregated run; `stale_fraction` of a batch may be begun early with "tcss".
+
+    Raises:
+        ValueError: an unknown technique, too few steps, or a trainer that is too small.
+    """
+    numbers, trainer = profile.numbers, split.trainer
+    for technique in techniques:
+        require(technique in TECHNIQUES, f"--techniques must be among {', '.join(TECHNIQUES)}", technique, "drop it")
+    require(
+        num_steps > WARM_UP_STEPS, f"--steps must be > {WARM_UP_STEPS}, which are left out", num_steps, "10 are enough"
+    )
+    require(
+        trainer.num_devices >= numbers.min_trainer_devices,
+        f"--trainer must be >= {numbers.min_trainer_devices} devices, which hold the training state of {profile.model}",
+        trainer.num_devices,
+        "give it more",
+    )
+    is_pipelined = "gap" in techniques
+    slowdown = trainer.slowdown(profile.device)
+    num_slots = split.generator.num_devices
+    slots = [f"slot{index:0{len(str(num_slots))}d}" for index in range(num_slots)]
+    slot_sample_s = sample_s(numbers, split.generator.slowdown(profile.device))
+    durations = KnownDurations(
+        sample_s=dict.fromkeys(slots, slot_sample_s),
+        assist_chunk_s=assist_s(numbers, trainer.num_devices, slowdown),
+        assist_sample_s=0.0,
+        scoring_s=numbers.score_s,
+        fragment_s=[
+            train_s(numbers, count, trainer.num_devices, slowdown=slowdown, has_tsp="tsp" in techniques)
+            for count in range(1, numbers.num_prompts + 1)
+        ],
+    )
+    rules = BatchRules(
+        num_prompts=numbers.num_prompts,
+        group_size=numbers.group_size,
+        is_pipelined=is_pipelined,
+        max_chunk_size=numbers.max_chunk_size,
+        max_groups_per_fragment=numbers.num_prompts,
+        assist="bts" if "tag" in techniques else "off",
+        assist_chunk_size=min(numbers.group_size, trainer.num_devices),
+        max_versions=1 if "tcss" in techniques else 0,
+        fraction=stale_fraction,
+    )
+    run = PlannerRun(
+        rules, durations, slots, num_batches=num_steps, commit_s=numbers.commit_s, keeps_events=keeps_events
+    )
+    run.play()
+    first, last = WARM_UP_STEPS - 1, num_steps - 1
+    if "tcss" in techniques:
+        last -= 1  # nothing is begun early in the last step, because no step follows
+    window_s = run.commits_s[last] - run.commits_s[first]
+    busy_s = {pool: seconds - run.busy_at_commit_s[first][pool] for pool, seconds in run.busy_at_commit_s[last].items()}
+    num_steady, reports = last - first, run.reports[first + 1 : last + 1]
+    num_samples = numbers.num_prompts * numbers.group_size
+    return Outcome(
+        name="+".join(technique for technique in TECHNIQUES if technique in techniques) or "barrier",
+        split=split,
+        num_devices=split.num_devices,
+        num_samples=num_samples,
+        step_s=window_s / num_steady,
+        idle={
+            "trainer": max(0.0, 1 - busy_s[TRAINER] / window_s),  # not -0.0 by rounding
+            "generator": max(0.0, 1 - busy_s["generator"] / window_s / num_slots),
+        },
+        assisted=sum(report.num_assisted for report in reports) / num_steady / num_samples,
+        stale=sum(report.stale_groups.get(1, 0) for report in reports) / num_steady / numbers.num_prompts,
+        events=tuple(run.events),
+        window_s=(run.commits_s[first], run.commits_s[last]),
+    )
+
+
+def run_colocated(profile: Profile, pool: Pool, *, has_tsp: bool) -> Outcome:
+    """The baseline: all devices generate, the last samples are scored, all devices train, and so on.
+
+    step = ceil(P*G / N) * (T step_s + decode_s) + score_s + switch_s + training of P groups on N ranks + commit_s
+    """
+    numbers, num_devices = profile.numbers, pool.num_devices
+    slowdown = pool.slowdown(profile.device)
+    num_samples = numbers.num_prompts * numbers.group_size
+    num_rounds = -(-num_samples // num_devices)
+    parts: tuple[tuple[What, float], ...] = (
+        ("generate", num_rounds * sample_s(numbers, slowdown)),
+        ("score", numbers.score_s),
+        ("switch", numbers.switch_s),
+        ("train", train_s(numbers, numbers.num_prompts, num_devices, slowdown=slowdown, has_tsp=has_tsp)),
+        ("commit", numbers.commit_s),
+    )
+    step_s = sum(seconds for _, seconds in parts)
+    busy_s = sum(seconds for what, seconds in parts if what in ("train", "commit"))
+    busy_s += num_samples / num_devices * sample_s(numbers, slowdown)
+    events, now_s = [], 0.0
+    for step in range(COLOCATED_STEPS):
+        for what, seconds in parts:
+            events.append(Event("all", what, now_s, now_s + seconds, (step,)))
+            now_s += seconds
+    return Outcome(
+        name="colocated+tsp" if has_tsp else "colocated",
+        split=None,
+        num_devices=num_devices,
+        num_samples=num_samples,
+        step_s=step_s,
+        idle={"all": 1 - busy_s / step_s},
+        assisted=0.0,
+        stale=0.0,
+        events=tuple(events),
+        window_s=(0.0, now_s),
+    )
+
+
+def ladder(techniques: Iterable[str]) -> list[tuple[str, ...]]:
+    """Nothing, then one technique more at a time, in the order of `TECHNIQUES`."""
+    chosen = [technique for technique in TECHNIQUES if technique in set(techniques)]
+    return [tuple(chosen[:count]) for count in range(len(chosen) + 1)]
+
+
+def best_split(
+    profile: Profile, pool: Pool, techniques: Collection[str], *, num_steps: int, stale_fraction: float = 1.0
+) -> Split:
+    """The split of `pool` with the shortest step: a grid over all splits, then ever closer around the best.
+
+    Exact for up to `GRID_POINTS` splits; beyond, exact if the step time has one valley. Ties: the smaller trainer.
+    """
+    smallest, largest = profile.numbers.min_trainer_devices, pool.num_devices - 1
+    require(
+        largest >= smallest,
+        f"--devices must be > {smallest}: the training state of {profile.model} takes that many, and one generates",
+        pool.num_devices,
+        "give more devices",
+    )
+
+    def split(num_trainer: int) -> Split:
+        return Split(replace(pool, num_devices=num_trainer), replace(pool, num_devices=pool.num_devices - num_trainer))
+
+    def step_s(num_trainer: int) -> float:
+        run = run_split(profile, split(num_trainer), techniques, num_steps=num_steps, stale_fraction=stale_fraction)
+        return run.step_s
+
+    return split(_lowest(smallest, largest, step_s))
+
+
+def _lowest(smallest: int, largest: int, value: Callable[[int], float]) -> int:
+    """Argument in [smallest, largest] with the least value, on a grid that narrows around the best."""
+    known: dict[int, float] = {}
+    while True:
+        stride = max(1, -(-(largest - smallest) // (GRID_POINTS - 1)))
+        tried = [*range(smallest, largest, stride), largest]
+        known.update((argument, value(argument)) for argument in tried if argument not in known)
+        best = min(tried, key=lambda argument: (known[argument], argument))
+        if stride == 1:
+            return best
+        smallest, largest = max(smallest, best - stride), min(largest, best + stride)

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Device types and pools. One type's seconds are another's scaled by peak compute, which holds where compute bounds.
+
+Peaks are the vendor's data sheets': dense bf16, no sparsity.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from verl_digen.schedulers.rules import require
+
+PEAK_TFLOPS = {
+    "A100": 312.0,
+    "L40S": 362.0,
+    "H20": 148.0,
+    "H800": 989.0,
+    "H100": 989.0,
+    "H200": 989.0,
+    "B200": 2250.0,
+}
+"""Type -> TFLOP/s."""
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Devices of one type."""
+
+    num_devices: int
+    device: str
+
+    def slowdown(self, reference: str) -> float:
+        """What seconds on `reference` are multiplied with."""
+        return PEAK_TFLOPS[reference] / PEAK_TFLOPS[self.device]
+
+    def __str__(self) -> str:
+        return f"{self.num_devices}x{self.device}"
+
+
+def parse_pool(option: str, text: str, *, default_device: str) -> Pool:
+    """`16` or `16xH20`.
+
+    Raises:
+        ValueError: naming `option`.
+    """
+    match = re.fullmatch(r"(\d+)(?:x(\w+))?", text)
+    require(match is not None, f"{option} must be a number of devices, or e.g. 16xH20", text, "write a number")
+    assert match is not None
+    num_devices, device = int(match[1]), match[2] or default_device
+    require(num_devices >= 1, f"{option} must be >= 1 device", num_devices, "a pool needs a device")
+    require(
+        device in PEAK_TFLOPS, f"{option} must name a device type of {', '.join(PEAK_TFLOPS)}", device, "choose one"
+    )
+    return Pool(num_devices, device)

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A profile: what the parts of a run take for one model on one device, and where each number comes from.
+
+- A profile is a JSON file; those of `verl_digen/profiles` are known by name.
+- Every number has a `source` that begins with `published:` (who says so), `derived:` (the formula, in the names of the
+  file's own `inputs`) or `chosen:` (a setting). None of the shipped ones was measured by this project.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from importlib.resources import files
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from verl_digen.schedulers.rules import require
+from verl_digen.simulate.devices import PEAK_TFLOPS
+
+SOURCES = ("published:", "derived:", "chosen:")
+"""What a number's source begins with."""
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The numbers of a profile. Seconds are those of one device of the profile's type, working alone."""
+
+    num_prompts: int
+    """P."""
+    group_size: int
+    """G."""
+    num_steps: int
+    """T, denoise steps of a sample."""
+    num_trained_steps: int
+    """K, rows of a sample."""
+    max_chunk_size: int
+    """Samples a slot denoises at once."""
+    rows_per_tile: int
+    """Rows of one forward and backward with time-step parallelism."""
+    min_trainer_devices: int
+    """Fewer do not hold the training state."""
+    step_s: float
+    """One denoise step of one sample, guidance included."""
+    decode_s: float
+    """Latents of one sample to pixels."""
+    row_s: float
+    """Forward and backward of one row."""
+    gather_s: float
+    """The trainer's ranks all-gather the sharded weights once, in the limit of many ranks."""
+    score_s: float
+    """From a chunk's pixels to its scores; overlaps with everything."""
+    commit_s: float
+    """Optimizer step and publication of the weights."""
+    switch_s: float
+    """Colocated: a device goes from generating to training and back, once."""
+
+
+COUNTS = frozenset(field.name for field in fields(Numbers) if not field.name.endswith("_s"))
+"""Fields that are whole numbers >= 1."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One model's."""
+
+    name: str
+    model: str
+    setting: str
+    """What is trained, in words."""
+    device: str
+    """Type of device the seconds are of."""
+    numbers: Numbers
+    sources: Mapping[str, str]
+    """Field of `numbers` -> source."""
+
+
+def profile_names() -> list[str]:
+    """Profiles that are shipped."""
+    return sorted(path.name.removesuffix(".json") for path in _folder().iterdir() if path.name.endswith(".json"))
+
+
+def load_profile(name: str) -> Profile:
+    """The shipped profile of that name, or the file at that path.
+
+    Raises:
+        ValueError: there is no such profile, or it is not one.
+    """
+    if name in profile_names():
+        return parse_profile(name, _folder().joinpath(f"{name}.json").read_text(encoding="utf-8"))
+    path = Path(name)
+    require(
+        path.is_file(),
+        "--profile must be a file or one of the shipped profiles",
+        name,
+        f"shipped are {', '.join(profile_names())}",
+    )
+    return parse_profile(path.stem, path.read_text(encoding="utf-8"))
+
+
+def parse_profile(name: str, text: str) -> Profile:
+    """A profile from its JSON."""
+    try:
+        data: dict[str, Any] = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"profile {name} must be JSON, got {error}; take a shipped one as a pattern") from error
+    for key, kind in (("model", str), ("setting", str), ("device", str), ("numbers", dict)):
+        require(
+            isinstance(data, dict) and isinstance(data.get(key), kind),
+            f"profile {name} must have {key!r}, a {kind.__name__}",
+            data.get(key) if isinstance(data, dict) else data,
+            "take a shipped one as a pattern",
+        )
+    require(
+        data["device"] in PEAK_TFLOPS,
+        f"device of profile {name} must be one of {', '.join(PEAK_TFLOPS)}",
+        data["device"],
+        "add it to verl_digen/simulate/devices.py",
+    )
+    entries = data["numbers"]
+    known = [field.name for field in fields(Numbers)]
+    require(
+        set(entries) == set(known),
+        f"numbers of profile {name} must be {', '.join(known)}",
+        ", ".join(sorted(set(known).symmetric_difference(entries))),
+        "add what is missing, drop what is unknown",
+    )
+    for key, entry in entries.items():
+        require(
+            isinstance(entry, dict) and set(entry) == {"value", "source"},
+            f"{key} of profile {name} must have a value and a source",
+            entry,
+            "say where the number comes from",
+        )
+        value, source = entry["value"], entry["source"]
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+        if key in COUNTS:
+            rule, is_valid = "a whole number >= 1", is_number and isinstance(value, int) and value >= 1
+        else:
+            rule, is_valid = "seconds >= 0", is_number and value >= 0
+        require(is_valid, f"{key} of profile {name} must be {rule}", value, "give the measured or derived number")
+        require(
+            isinstance(source, str) and source.startswith(SOURCES),
+            f"the source of {key} in profile {name} must begin with one of {', '.join(SOURCES)}",
+            source,
+            "say where the number comes from",
+        )
+    numbers = Numbers(**{key: entries[key]["value"] for key in known})
+    return Profile(
+        name,
+        data["model"],
+        data["setting"],
+        data["device"],
+        numbers,
+        {key: entries[key]["source"] for key in known},
+    )
+
+
+def _folder() -> Any:
+    return files("verl_digen") / "profiles"
