@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 OLD_LOG_PROBS = ("auto", "recompute", "rollout")
 DTYPES = ("float32", "bfloat16", "float16")
+REDUCE = ("auto", "tile", "fragment", "batch")
 
 
 def require(holds: bool, rule: str, value: object, remedy: str) -> None:
@@ -54,6 +55,9 @@ class SamplingConfig:
     """Negative prompt of every sample whose data row names none; used with guidance only."""
     shared_initial_noise: bool = False
     """All samples of a group start from the same noise (DanceGRPO's choice)."""
+    embedded_guidance_scale: float | None = None
+    """Guidance scale given to networks that take one as an input (FLUX.1 dev, HunyuanVideo), in training and in
+    validation; null is the pipeline's default (3.5, 6.0)."""
     val_num_steps: int = 40
     """T in validation, which is deterministic (ODE). flow_grpo evaluates with 40."""
     val_guidance_scale: float = 1.0
@@ -71,6 +75,12 @@ class SamplingConfig:
         for name in ("guidance_scale", "val_guidance_scale"):
             value = getattr(self, name)
             require(value >= 1.0, f"digen.sampling.{name} must be >= 1", value, "1.0 turns guidance off")
+        require(
+            self.embedded_guidance_scale is None or self.embedded_guidance_scale >= 0,
+            "digen.sampling.embedded_guidance_scale must be null or >= 0",
+            self.embedded_guidance_scale,
+            "null is the model's own",
+        )
 
 
 @dataclass(frozen=True)
@@ -192,7 +202,8 @@ class RolloutConfig:
     """How long a `diffusers` replica waits for more requests, after the last one, before it starts a batch that is not
     full; `vllm_omni` adds requests to a running batch."""
     num_kept_adapters: int = 4
-    """LoRA adapters, one per weight version, that a `vllm_omni` replica keeps in host memory for requests in flight."""
+    """LoRA adapters, one per weight version, that a `vllm_omni` replica keeps for requests in flight; an update waits
+    while they name as many versions."""
     http: HttpConfig = field(default_factory=HttpConfig)
     embed_cache_size: int = 1024
     """Prompts whose embeddings a replica keeps."""
@@ -200,11 +211,107 @@ class RolloutConfig:
     """Storage dtype of trajectories; latents are rounded to it before the log-prob is taken."""
 
     def __post_init__(self) -> None:
-        for name in ("max_batch_size", "embed_cache_size", "num_kept_adapters"):
+        for name, least in (("max_batch_size", 1), ("embed_cache_size", 1), ("num_kept_adapters", 2)):
             value = getattr(self, name)
-            require(value >= 1, f"digen.rollout.{name} must be >= 1", value, "give a number")
+            require(value >= least, f"digen.rollout.{name} must be >= {least}", value, f"set it to {least} or more")
         require(self.batch_wait_s >= 0, "digen.rollout.batch_wait_s must be >= 0 s", self.batch_wait_s, "0.05 is usual")
         require_one_of("digen.rollout.latents_dtype", self.latents_dtype, DTYPES)
+
+
+@dataclass(frozen=True)
+class GapConfig:
+    """Generation-axis pipeline on separate pools (`recipe=[...,disaggregated]`)."""
+
+    enable: bool = True
+    """A fragment trains as soon as it is ready. False: the batch trains in one call, when it is whole (barrier)."""
+    chunk_size: int | str = "auto"
+    """Samples of one group that a slot generates together. auto: a group is spread over all slots, within what
+    `digen.rollout.max_batch_size` lets a replica denoise at once. 1: every sample goes out alone."""
+    slots_per_replica: int = 1
+    """Chunks that a replica works on at a time. 2 keep it busy while the pictures of one are decoded and sent."""
+    min_groups_per_fragment: int = 1
+    """A smaller fragment trains only when no further group is to come."""
+    max_groups_per_fragment: int = 4
+    """Groups that completed while the trainer was busy merge into one fragment up to this."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.chunk_size == "auto" or (isinstance(self.chunk_size, int) and self.chunk_size >= 1),
+            "digen.gap.chunk_size must be auto or a number of samples >= 1",
+            self.chunk_size,
+            "auto suits most runs",
+        )
+        for name in ("slots_per_replica", "min_groups_per_fragment"):
+            value = getattr(self, name)
+            require(value >= 1, f"digen.gap.{name} must be >= 1", value, "1 is the default")
+        require(
+            self.max_groups_per_fragment >= self.min_groups_per_fragment,
+            f"digen.gap.max_groups_per_fragment must be >= min_groups_per_fragment={self.min_groups_per_fragment}",
+            self.max_groups_per_fragment,
+            "raise it",
+        )
+
+
+@dataclass(frozen=True)
+class QueueConfig:
+    """How samples queue for generation on separate pools (ROLL Flash's queue)."""
+
+    replicate_prompts: bool = True
+    """A group's samples go out independently. False: a whole group per slot."""
+    extra_prompts: int = 0
+    """Groups begun beyond the batch's; once enough are complete, the surplus is dropped."""
+    drop_zero_spread: bool = False
+    """A group whose rewards are all equal carries no gradient: it is dropped and replaced, within
+    `digen.max_refills_per_step`."""
+    max_sample_refills: int = 0
+    """Failed samples generated again in one step before their groups are dropped; 0 means as many as a group has."""
+
+    def __post_init__(self) -> None:
+        for name in ("extra_prompts", "max_sample_refills"):
+            value = getattr(self, name)
+            require(value >= 0, f"digen.queue.{name} must be >= 0", value, "0 is the default")
+
+
+@dataclass(frozen=True)
+class TspConfig:
+    """Time-step parallelism: how rows are dealt to ranks and batched into tiles, and when gradients are reduced."""
+
+    enable: bool = True
+    """False: samples, not rows, are dealt to the ranks, and a tile holds one timestep of each of its samples."""
+    samples_per_tile: int | str = "auto"
+    """Samples of one forward/backward on one rank. auto: as many as memory holds beside the steps."""
+    steps_per_tile: int | str = "auto"
+    """Timesteps of each sample in one forward/backward. auto: as many as memory holds beside the samples. Memory grows
+    with the product of the two; where both are auto, rows fill it as they come, of whatever samples and timesteps."""
+    reduce: str = "auto"
+    """When gradients are summed over the ranks: at every tile, once per fragment, or once per logical batch. Later
+    costs memory (each rank keeps the whole gradient unsharded) and saves communication. auto: batch with LoRA or
+    where that memory is there, else tile."""
+
+    def __post_init__(self) -> None:
+        require_one_of("digen.tsp.reduce", self.reduce, REDUCE)
+        for name in ("samples_per_tile", "steps_per_tile"):
+            value = getattr(self, name)
+            require(
+                value == "auto" or (isinstance(value, int) and value >= 1),
+                f"digen.tsp.{name} must be auto or a number >= 1",
+                value,
+                "memory decides; auto measures it",
+            )
+        require(
+            self.enable or self.steps_per_tile in ("auto", 1),
+            "digen.tsp.steps_per_tile must be auto or 1 with digen.tsp.enable=false, where timesteps are not batched",
+            self.steps_per_tile,
+            "set digen.tsp.enable=true",
+        )
+
+    @property
+    def extents(self) -> tuple[int | None, int | None]:
+        """(samples, steps) of a tile; None where it is automatic."""
+        samples = None if isinstance(self.samples_per_tile, str) else self.samples_per_tile
+        if not self.enable:
+            return samples, 1
+        return samples, None if isinstance(self.steps_per_tile, str) else self.steps_per_tile
 
 
 @dataclass(frozen=True)
@@ -224,6 +331,9 @@ class DigenConfig:
     ema: EmaConfig = field(default_factory=EmaConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    gap: GapConfig = field(default_factory=GapConfig)
+    queue: QueueConfig = field(default_factory=QueueConfig)
+    tsp: TspConfig = field(default_factory=TspConfig)
     old_log_probs: str = "auto"
     """Denominator of the ratio: auto = the update's own first pass (ratio exactly 1) where one optimizer step takes
     the whole batch, else recompute; recompute = a forward with the engine before the update; rollout = as recorded."""

@@ -196,25 +196,27 @@ def check_rollout(config: DictConfig) -> None:
 
 def check_model(config: DictConfig) -> None:
     """The checkpoint is there, its architecture is known and can make pictures of the size asked for."""
-    model = config.actor_rollout_ref.model
-    if OmegaConf.is_missing(model, "path"):
+    section = config.actor_rollout_ref.model
+    if OmegaConf.is_missing(section, "path"):
         raise ValueError(
             "actor_rollout_ref.model.path must be a checkpoint in the diffusers format, a folder or a repository of "
             "the hub, got nothing; set actor_rollout_ref.model.path=..."
         )
-    if "://" in model.path:  # on a remote file system: verl fetches it once the run has started
+    if "://" in section.path:  # on a remote file system: verl fetches it once the run has started
         return
     from verl_digen.models import ARCHITECTURES, load_model, read_architecture
     from verl_digen.models.locate import locate_index
     from verl_digen.types import Geometry
 
-    folder = locate_index(model.path)
+    folder = locate_index(section.path)
     architecture = read_architecture(folder)
     require_one_of("the architecture of actor_rollout_ref.model.path", architecture, tuple(sorted(ARCHITECTURES)))
-    if Path(model.path).expanduser().is_dir():  # of a repository, only the index is here by now
+    if Path(section.path).expanduser().is_dir():  # of a repository, only the index is here by now
         sampling = digen_config(config).sampling
         geometry = Geometry(sampling.height_px, sampling.width_px, sampling.num_frames)
-        load_model(folder).latent_shape(geometry)
+        model = load_model(folder)
+        model.latent_shape(geometry)
+        model.embedded_guidance(sampling.embedded_guidance_scale)
 
 
 def check_prompts(config: DictConfig) -> None:

@@ -46,6 +46,9 @@ class Sampling:
     """eta of the SDE steps."""
     shared_initial_noise: bool = False
     """True: all samples of a group start from the same noise."""
+    embedded_guidance_scale: float | None = None
+    """Guidance scale a network is given that takes one as an input (FLUX.1 dev, HunyuanVideo); None: its pipeline's
+    default."""
 
 
 @dataclass(frozen=True)

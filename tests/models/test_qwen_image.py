@@ -8,12 +8,13 @@ import functools
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
 import torch
-from diffusers import QwenImagePipeline
 from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageCausalConv3d
+from diffusers.pipelines.qwenimage.pipeline_qwenimage import QwenImagePipeline
 from torch import Tensor, nn
 
 from verl_digen.models import ARCHITECTURES, load_model
@@ -157,11 +158,6 @@ def test_an_embedding_is_the_pipelines_and_does_not_depend_on_other_prompts(
     assert not encode([LONG])[0]["embeds"].is_inference()
 
 
-def test_a_long_prompt_is_cut_at_1024_tokens(model: QwenImage) -> None:
-    (condition,) = model.load_encoder(torch.float32, CPU)(["red " * 2000])
-    assert condition["embeds"].shape == (1024, 32)
-
-
 def test_prompts_of_one_length_have_no_mask(model: QwenImage, conditions: list[Condition]) -> None:
     assert set(model.collate([conditions[0], conditions[0]])) == {"embeds"}
     mixed = model.collate(conditions[:2])
@@ -217,7 +213,7 @@ def test_the_schedule_is_the_pipelines(
     assert (sigmas.diff() < 0).all()
 
 
-def test_pictures_are_the_pipelines_rounded_to_8_bits(model: QwenImage, pipeline: QwenImagePipeline) -> None:
+def test_pictures_are_the_pipelines_rounded_to_8_bits(model: QwenImage, pipeline: Any) -> None:
     latents = draw(3, *model.latent_shape(WIDE))
     pixels = model.load_decoder(torch.float32, CPU)(latents, WIDE)
     assert pixels.dtype == torch.uint8

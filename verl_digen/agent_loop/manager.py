@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,9 @@ from verl import DataProto
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
+from verl_digen.agent_loop.chunks import ChunkOrder, ChunkRunner, GeneratedChunk, ScoredChunk, describe
+from verl_digen.agent_loop.server_manager import ServerClient
 from verl_digen.agent_loop.single_turn import NAME, DiffusionSingleTurnAgentLoop
-from verl_digen.errors import plain
 from verl_digen.observe.images import image_path, is_logged, save_image
 from verl_digen.pipeline.conditions import put_condition
 from verl_digen.types import Generation, SampleScore
@@ -54,6 +56,7 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         self.digen = self.llm_client.digen
         self._single_turn = DiffusionSingleTurnAgentLoop(self.llm_client)
         self._run_dir = Path(self.config.trainer.default_local_dir)
+        self._chunks = ChunkRunner(self._generate_for_chunk, self._score_for_chunk, self._publish_chunk)
 
     async def _run_prompt(
         self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool = False
@@ -77,10 +80,10 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
                 failures = [error]
         if failures:
             logger.error(
-                "group %s failed: %d of %d samples: %s", uid, len(failures), num_samples, _describe(failures[0])
+                "group %s failed: %d of %d samples: %s", uid, len(failures), num_samples, describe(failures[0])
             )
             logger.debug("the first failure of group %s", uid, exc_info=failures[0])
-        tag = {"status": "failure", "error": _describe(failures[0])} if failures else {"status": "finished"}
+        tag = {"status": "failure", "error": describe(failures[0])} if failures else {"status": "finished"}
         await tq.async_kv_put(key=uid, partition_id=partition, tag=tag)
 
     async def _run_agent_loop(
@@ -115,6 +118,8 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
             "prompt": row["raw_prompt"],
             "data_source": row["data_source"],
             "seed": generation.trajectory.seed,
+            "num_steps": len(generation.trajectory.positions),
+            "experts": generation.extra_fields["experts"],
             "generate_start_s": generation.extra_fields["generate_start_s"],
             "generate_end_s": generation.extra_fields["generate_end_s"],
             "score_start_s": score_interval_s[0],
@@ -137,18 +142,21 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
 
     async def _publish(self, uid: str, partition: str, samples: list[Any]) -> None:
         """Put the group's rows, and its prompt's conditions once."""
-        keys = [f"{uid}_{sample.generation.trajectory.sample_index}_0" for sample in samples]
-        tags = [sample.tag for sample in samples]
         if partition == "val":  # nothing to train: the tags say it all
-            await tq.async_kv_batch_put(keys=keys, partition_id=partition, tags=tags)
+            keys = [_key(uid, sample) for sample in samples]
+            await tq.async_kv_batch_put(keys=keys, partition_id=partition, tags=[sample.tag for sample in samples])
             return
         versions = {sample.tag["min_global_steps"] for sample in samples}
         versions |= {sample.tag["max_global_steps"] for sample in samples}
         if len(versions) != 1:
             raise RuntimeError(f"group {uid} was generated under weight versions {sorted(versions)}; it must be one")
-        first = samples[0].generation
-        assert first.condition is not None, "the group's first sample asked for its condition"
-        await put_condition(uid, first.condition, first.negative_condition)
+        await self._publish_rows(uid, samples)
+
+    async def _publish_rows(self, uid: str, samples: list[Any]) -> None:
+        """Put trajectories, and the prompt's conditions if they came with one of the samples."""
+        for sample in samples:
+            if sample.generation.condition is not None:
+                await put_condition(uid, sample.generation.condition, sample.generation.negative_condition)
         rows = [
             {
                 **sample.generation.trajectory.columns(),
@@ -158,8 +166,37 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
             for sample in samples
         ]
         await tq.async_kv_batch_put(
-            keys=keys, partition_id=partition, fields=list_of_dict_to_tensordict(rows), tags=tags
+            keys=[_key(uid, sample) for sample in samples],
+            partition_id="train",
+            fields=list_of_dict_to_tensordict(rows),
+            tags=[sample.tag for sample in samples],
         )
+
+    # -- chunk by chunk, as the trainer's conductor asks --------------------------------------------------
+    async def generate_chunk(self, order: ChunkOrder, server: Any) -> GeneratedChunk:
+        """Generate samples of one group on the replica `server`; see `verl_digen.agent_loop.chunks`."""
+        return await self._chunks.generate(order, server)
+
+    async def collect_chunk(self, chunk_id: int) -> ScoredChunk:
+        """The tags of a generated chunk's samples, when they are scored and published."""
+        return await self._chunks.collect(chunk_id)
+
+    async def _generate_for_chunk(self, order: ChunkOrder, index: int, server: Any) -> Generation:
+        loop = DiffusionSingleTurnAgentLoop(ServerClient(server, self.digen))
+        return await loop.run({"validate": False}, **order.row, session_id=index)
+
+    async def _score_for_chunk(self, order: ChunkOrder, generation: Generation) -> ScoredSample:
+        return await self._agent_loop_postprocess(generation, False, **order.row)
+
+    async def _publish_chunk(
+        self, order: ChunkOrder, scored: Mapping[int, ScoredSample]
+    ) -> Mapping[int, dict[str, Any]]:
+        await self._publish_rows(order.uid, list(scored.values()))
+        return {index: sample.tag for index, sample in scored.items()}
+
+
+def _key(uid: str, sample: ScoredSample) -> str:
+    return f"{uid}_{sample.generation.trajectory.sample_index}_0"
 
 
 class DiffusionAgentLoopManager(AgentLoopManagerTQ):
@@ -168,9 +205,3 @@ class DiffusionAgentLoopManager(AgentLoopManagerTQ):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.agent_loop_workers_class = ray.remote(DiffusionAgentLoopWorker)
-
-
-def _describe(error: BaseException) -> str:
-    """One line for a tag: the innermost message, without the remote traceback Ray adds."""
-    cause = plain(error)
-    return f"{type(cause).__name__}: {cause}".splitlines()[0]

@@ -49,6 +49,7 @@ def make_request(
             law=digen.sde.law,
             noise_level=digen.sde.noise_level,
             shared_initial_noise=config.shared_initial_noise,
+            embedded_guidance_scale=config.embedded_guidance_scale,
         ),
         wants_condition=sample_index == 0 and not validate,
     )

@@ -3,13 +3,24 @@
 
 from __future__ import annotations
 
+import logging
 from functools import cached_property
 from typing import Any
 
+from ray.exceptions import RayActorError
 from verl.workers.rollout.llm_server import LLMServerClient, LLMServerManager
 
 from verl_digen.config import DigenConfig, digen_config
+from verl_digen.errors import RunStopped
 from verl_digen.types import Generation, SampleRequest
+
+logger = logging.getLogger(__name__)
+
+ALL_LOST = (
+    "every rollout replica is lost (their processes died; look for the reason above, out of memory is a common one); "
+    "start again with trainer.resume_mode=auto, which continues after the last checkpoint"
+)
+"""Said by whoever notices."""
 
 
 class DiffusionServerClient(LLMServerClient):
@@ -21,11 +32,38 @@ class DiffusionServerClient(LLMServerClient):
         return digen_config(self.config)
 
     async def generate_sample(self, request: SampleRequest) -> Generation:
-        """Generate one sample on some replica."""
-        output: Any = await self.generate(
-            f"{request.uid}_{request.sample_index}", prompt_ids=[], sampling_params={"request": request}
-        )
-        return output
+        """Generate one sample on some replica; on another one, where its replica is lost meanwhile.
+
+        It comes out the same, because a sample does not depend on who generates it.
+
+        Raises:
+            RunStopped: no replica is left.
+        """
+        request_id = f"{request.uid}_{request.sample_index}"
+        while True:
+            try:
+                replica, server = await self._acquire_server(request_id)
+            except RuntimeError as error:  # verl's, where its balancer has none left
+                raise RunStopped(ALL_LOST) from error
+            try:
+                return await server.generate.remote(request_id, [], {"request": request})
+            except RayActorError as error:
+                logger.warning("replica %s is lost, sample %s goes to another one: %s", replica, request_id, error)
+                await self._load_balancer.remove_servers.remote([replica])
+            finally:
+                self._release_server(replica, request_id=request_id)
+
+
+class ServerClient:
+    """Sends samples to one replica, the one that was chosen for them."""
+
+    def __init__(self, server: Any, digen: DigenConfig):
+        self.server = server
+        self.digen = digen
+
+    async def generate_sample(self, request: SampleRequest) -> Generation:
+        """Generate one sample; RayActorError if the replica died."""
+        return await self.server.generate.remote(f"{request.uid}_{request.sample_index}", [], {"request": request})
 
 
 class AsyncDiffusionServerManager(LLMServerManager):

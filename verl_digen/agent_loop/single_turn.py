@@ -8,7 +8,7 @@ from typing import Any
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, register
 
 from verl_digen.agent_loop.requests import make_request
-from verl_digen.agent_loop.server_manager import DiffusionServerClient
+from verl_digen.agent_loop.server_manager import DiffusionServerClient, ServerClient
 from verl_digen.types import Generation
 
 NAME = "diffusion_single_turn"
@@ -18,7 +18,7 @@ NAME = "diffusion_single_turn"
 class DiffusionSingleTurnAgentLoop(AgentLoopBase):
     """Does not call `AgentLoopBase.__init__`, which builds a chat-token builder from a chat tokenizer."""
 
-    def __init__(self, server_manager: DiffusionServerClient, **unused: Any):
+    def __init__(self, server_manager: DiffusionServerClient | ServerClient, **unused: Any):
         self.digen = server_manager.digen
         self.server_manager = server_manager
 

@@ -12,7 +12,12 @@ if TYPE_CHECKING:
     from verl_digen.models.base import DiffusionModel
 
 ARCHITECTURES: dict[str, str] = {
+    "FluxTransformer2DModel": "verl_digen.models.flux:Flux",
+    "HunyuanVideoTransformer3DModel": "verl_digen.models.hunyuan_video:HunyuanVideo",
     "QwenImageTransformer2DModel": "verl_digen.models.qwen_image:QwenImage",
+    "SD3Transformer2DModel": "verl_digen.models.sd3:StableDiffusion3",
+    "WanTransformer3DModel": "verl_digen.models.wan:Wan",
+    "ZImageTransformer2DModel": "verl_digen.models.z_image:ZImage",
 }
 """Transformer class name -> "module:class" of the model file. A new model adds one line here."""
 

@@ -4,7 +4,11 @@
 - Everything heavy is loaded by an explicit call, so that a trainer rank loads only the transformer and a
   replica loads all of it. Constructing the object reads JSON configs alone.
 - `velocity` is shared code: it runs both guidance branches in ONE forward and asks the subclass for
-  `predict`, `guide` and `collate`.
+  `predict`, `collate` and, where the pipeline guides in its own way, `guide`.
+- Some networks take a guidance scale as an input ("embedded" guidance, distilled into them). It is a number of the
+  request like the size, not of the prompt: `velocity` adds it to the collated condition as "guidance".
+- Some checkpoints hold several networks that divide the schedule (`experts`). Their parameters train as one
+  module; rows that belong to different ones never share a forward.
 
 Invariants (tests/models): rows at different sigmas in one forward equal one at a time; padding of text
 changes nothing; our sampler with eta = 0 equals the model's own diffusers pipeline.
@@ -12,25 +16,24 @@ changes nothing; our sampler with eta = 0 equals the model's own diffusers pipel
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
-import diffusers
 import torch
-from accelerate import init_empty_weights
-from diffusers.utils.constants import SAFE_WEIGHTS_INDEX_NAME, SAFETENSORS_WEIGHTS_NAME
-from safetensors import safe_open
 from torch import Tensor, nn
 
+from verl_digen.models import checkpoint
+from verl_digen.models.experts import Experts
 from verl_digen.types import Condition, Geometry
 
 PromptEncoder = Callable[[Sequence[str]], list[Condition]]
 """Texts -> one condition each, on the encoder's device."""
 Decoder = Callable[[Tensor, Geometry], Tensor]
 """Packed latents [B, ...] -> pixels uint8 [B, H, W, 3] (image) or [B, F, H, W, 3] (video), on the CPU."""
+Collated = dict[str, Any]
+"""What `predict` reads of N conditions, by name: tensors [N, ...], or lists of N where the network takes those."""
 
 
 class DiffusionModel(ABC):
@@ -38,10 +41,21 @@ class DiffusionModel(ABC):
 
     Args:
         path: local folder of a diffusers-format checkpoint (with `model_index.json`).
+
+    Raises:
+        ValueError: a checkpoint of another pipeline, or an incomplete one.
     """
 
     architecture: ClassVar[str]
     """The transformer's class name in `model_index.json`, e.g. "QwenImageTransformer2DModel"."""
+    pipeline: ClassVar[str]
+    """The one diffusers pipeline whose computation this file does, e.g. "QwenImagePipeline"."""
+    title: ClassVar[str]
+    """The model's name in messages, e.g. "Qwen-Image"."""
+    example: ClassVar[str]
+    """A repository that holds such a checkpoint, e.g. "Qwen/Qwen-Image"."""
+    components: ClassVar[tuple[str, ...]] = ("scheduler", "text_encoder", "tokenizer", "transformer", "vae")
+    """Folders a checkpoint must hold."""
     lora_targets: ClassVar[tuple[str, ...]]
     """Module-name suffixes LoRA wraps when the user names none."""
 
@@ -50,23 +64,41 @@ class DiffusionModel(ABC):
         self.compute_dtype: torch.dtype | None = None
         """What the network computes in, where its parameters do not say: the owner of a wrapper that casts
         (FSDP2 keeps fp32 shards and computes in its `param_dtype`) sets it once. None: as its parameters."""
+        self.experts: tuple[str, ...] = ("transformer",)
+        """Folders of the networks, in the order of `expert_of`."""
+        self.default_embedded_guidance: float | None = None
+        """The pipeline's default for the guidance scale the network takes as an input; None: it takes none."""
+        self.index = checkpoint.read_config(self.path, "model_index.json")
+        if self.index["_class_name"] != self.pipeline:
+            raise ValueError(
+                f"actor_rollout_ref.model.path must hold a {self.pipeline} for {self.title}, got "
+                f"{self.index['_class_name']} in {str(self.path)!r}; choose a checkpoint such as {self.example}"
+            )
+        checkpoint.check_components(self.path, self.index, self.components)
+
+    def read_config(self, name: str) -> dict[str, Any]:
+        """A JSON file of the checkpoint, e.g. "scheduler/scheduler_config.json"."""
+        return checkpoint.read_config(self.path, name)
+
+    def read_network_config(self, folder: str) -> dict[str, Any]:
+        """The constructor's arguments of the diffusers network in `folder`, e.g. "vae"."""
+        return checkpoint.read_network_config(self.path, folder)
 
     # -- loading ------------------------------------------------------------------------------------------
     def load_transformer(self, dtype: torch.dtype, *, meta: bool = False) -> nn.Module:
         """The transformer in eval mode on the CPU; `meta=True` gives the structure alone.
 
         With `meta=True` parameters are on the meta device, to be filled from `iter_weights`; buffers and
-        tables that are no parameters are real, on the CPU, because no checkpoint holds them.
+        tables that are no parameters are real, on the CPU, because no checkpoint holds them. A checkpoint with
+        several experts gives them as one `Experts` module.
         """
-        folder = self.path / "transformer"
-        network = getattr(diffusers, self.architecture)
-        if not meta:
-            return network.from_pretrained(folder, dtype=dtype, low_cpu_mem_usage=True).eval()
-        with init_empty_weights(include_buffers=False):
-            return network.from_config(network.load_config(folder)).to(dtype).eval()
+        load = checkpoint.make_meta_network if meta else checkpoint.load_network
+        networks = {name: load(self.path / name, self.architecture, dtype) for name in self.experts}
+        return Experts(networks).eval() if len(networks) > 1 else networks[self.experts[0]]
 
     def iter_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """The transformer's checkpoint, one (state-dict name, CPU tensor) at a time, floats cast to `dtype`.
+        """The transformer's checkpoint, one (state-dict name, CPU tensor) at a time, in the dtypes
+        `load_transformer(dtype)` gives.
 
         Files are mapped, not read whole: a consumer that keeps only its own shard of each tensor never holds
         more than one full tensor.
@@ -74,26 +106,17 @@ class DiffusionModel(ABC):
         Raises:
             ValueError: the folder has no safetensors, or lacks one its index names.
         """
-        folder = self.path / "transformer"
-        index = folder / SAFE_WEIGHTS_INDEX_NAME
-        names = {SAFETENSORS_WEIGHTS_NAME}
-        if index.is_file():
-            names = set(json.loads(index.read_text())["weight_map"].values())
-        missing = sorted(name for name in names if not (folder / name).is_file())
-        if missing:
-            raise ValueError(
-                f"the transformer's weights must be safetensors, but {folder} lacks {', '.join(missing)}; "
-                "complete the download, or save the checkpoint again with save_pretrained"
-            )
-        for name in sorted(names):
-            with safe_open(folder / name, framework="pt") as shard:
-                for key in shard.keys():  # noqa: SIM118 - not a dict
-                    tensor = shard.get_tensor(key)
-                    yield key, tensor.to(dtype) if tensor.is_floating_point() else tensor
+        for expert in self.experts:
+            prefix = f"{expert}." if len(self.experts) > 1 else ""
+            for name, tensor in checkpoint.iter_weights(self.path / expert, self.architecture, dtype):
+                yield prefix + name, tensor
 
     @abstractmethod
     def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
-        """Load tokenizer and text encoder."""
+        """Load tokenizers and text encoders.
+
+        The encoder raises ValueError for a prompt longer than the pipeline reads.
+        """
 
     @abstractmethod
     def load_decoder(self, dtype: torch.dtype, device: torch.device) -> Decoder:
@@ -113,9 +136,32 @@ class DiffusionModel(ABC):
     def sigmas(self, num_steps: int, geometry: Geometry) -> Tensor:
         """[T+1] fp32 CPU, decreasing from the first sigma to exactly 0: the checkpoint's own schedule."""
 
+    def embedded_guidance(self, asked: float | None) -> float | None:
+        """The guidance scale the network is given: `asked`, or where that is None the pipeline's default.
+
+        Returns:
+            None if the network takes none.
+
+        Raises:
+            ValueError: one was asked for and the network takes none.
+        """
+        if asked is not None and self.default_embedded_guidance is None:
+            raise ValueError(
+                f"digen.sampling.embedded_guidance_scale must be null for this {self.title} checkpoint, whose network "
+                f"takes no guidance scale, got {asked}; digen.sampling.guidance_scale is classifier-free guidance"
+            )
+        return self.default_embedded_guidance if asked is None else asked
+
+    def expert_of(self, sigmas: Tensor) -> Tensor:
+        """[N] sigmas -> [N] int64 on their device: the number of the expert that each row belongs to.
+
+        Only rows of one expert may share a forward; under FSDP all ranks must run the same one at a time.
+        """
+        return torch.zeros_like(sigmas, dtype=torch.int64)
+
     # -- the network --------------------------------------------------------------------------------------
     @abstractmethod
-    def collate(self, conditions: Sequence[Condition]) -> Condition:
+    def collate(self, conditions: Sequence[Condition]) -> Collated:
         """Batch N conditions of different lengths: padded tensors [N, L, ...] and the masks it needs."""
 
     @abstractmethod
@@ -124,24 +170,32 @@ class DiffusionModel(ABC):
         transformer: nn.Module,
         latents: Tensor,
         sigmas: Tensor,
-        condition: Condition,
+        condition: Collated,
         geometry: Geometry,
     ) -> Tensor:
         """One forward -> velocity [N, ...].
 
         Args:
-            latents: [N, ...]. sigmas: [N] fp32, each row its own, on any device. condition: collated.
+            latents: [N, ...]. sigmas: [N] fp32, each row its own, on any device. condition: collated, with
+                "guidance" [N] fp32 if the network takes a guidance scale.
+
+        Raises:
+            RuntimeError: rows of different experts.
         """
 
-    @abstractmethod
     def guide(self, positive: Tensor, negative: Tensor, scale: float) -> Tensor:
         """Combine the two guidance branches [N, ...] as the model's own pipeline does."""
+        return negative + scale * (positive - negative)
 
     def input_dtype(self, transformer: nn.Module) -> torch.dtype:
         """The dtype to give the network its inputs in: what it computes in, whatever wraps it."""
         if self.compute_dtype is not None:
             return self.compute_dtype
-        return next(parameter.dtype for parameter in transformer.parameters() if parameter.is_floating_point())
+        return next(
+            parameter.dtype
+            for name, parameter in transformer.named_parameters()
+            if parameter.is_floating_point() and not checkpoint.kept_in_fp32(name, self.architecture)
+        )
 
     def velocity(
         self,
@@ -152,21 +206,30 @@ class DiffusionModel(ABC):
         negative_conditions: Sequence[Condition] | None,
         guidance_scale: float,
         geometry: Geometry,
+        embedded_guidance_scale: float | None = None,
     ) -> Tensor:
         """Guided velocity dx/dsigma [N, ...] fp32 of N rows, both branches in one forward.
 
         Args:
             latents: [N, ...]. sigmas: [N] fp32. conditions: N entries. negative_conditions: N entries; not
                 read when `guidance_scale` is 1, which runs the positive branch alone.
+            embedded_guidance_scale: as for `embedded_guidance`.
 
         Raises:
-            RuntimeError: guidance without negative conditions.
+            RuntimeError: guidance without negative conditions, or rows of different experts.
         """
-        if guidance_scale != 1.0 and negative_conditions is None:
+        is_guided = guidance_scale != 1.0
+        if is_guided and negative_conditions is None:
             raise RuntimeError(f"guidance_scale={guidance_scale} needs negative conditions, got None")
-        if guidance_scale == 1.0 or negative_conditions is None:
-            return self.predict(transformer, latents, sigmas, self.collate(conditions), geometry).float()
-        both = self.collate([*conditions, *negative_conditions])
-        branches = self.predict(transformer, torch.cat([latents, latents]), torch.cat([sigmas, sigmas]), both, geometry)
-        positive, negative = branches.float().chunk(2)
+        if is_guided and negative_conditions is not None:
+            conditions = [*conditions, *negative_conditions]
+            latents, sigmas = torch.cat([latents, latents]), torch.cat([sigmas, sigmas])
+        collated = self.collate(conditions)
+        embedded = self.embedded_guidance(embedded_guidance_scale)
+        if embedded is not None:
+            collated["guidance"] = torch.full((len(latents),), embedded, dtype=torch.float32, device=latents.device)
+        predicted = self.predict(transformer, latents, sigmas, collated, geometry).float()
+        if not is_guided:
+            return predicted
+        positive, negative = predicted.chunk(2)
         return self.guide(positive, negative, guidance_scale)

@@ -9,15 +9,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
-from diffusers.image_processor import VaeImageProcessor
 from diffusers.models.autoencoders.autoencoder_kl_qwenimage import AutoencoderKLQwenImage, QwenImageCausalConv3d
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import QwenImagePipeline, calculate_shift
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
@@ -25,11 +23,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from verl_digen.models.base import Decoder, DiffusionModel, PromptEncoder
+from verl_digen.models.base import Collated, Decoder, DiffusionModel, PromptEncoder
+from verl_digen.models.pixels import to_pixels
+from verl_digen.models.sizes import check_size
+from verl_digen.models.text import check_length, one_by_one
 from verl_digen.types import Condition, Geometry
 
 MAX_TEXT_TOKENS = 1024
-"""Longest prompt in tokens, template not counted; the pipeline's upper limit (it cuts at 512 unless told)."""
+"""Longest prompt in tokens, with the 5 that end the template: the pipeline's upper limit; its default is 512."""
 PATCH = 2
 """Latent positions per token and side."""
 TIMESTEPS_PER_SIGMA = 1000
@@ -47,6 +48,9 @@ def conv_one_frame(conv: QwenImageCausalConv3d, x: Tensor, cache_x: Tensor | Non
 
 class QwenImage(DiffusionModel):
     architecture = "QwenImageTransformer2DModel"
+    pipeline = "QwenImagePipeline"
+    title = "Qwen-Image"
+    example = "Qwen/Qwen-Image"
     lora_targets: ClassVar[tuple[str, ...]] = (
         *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
         *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
@@ -56,48 +60,33 @@ class QwenImage(DiffusionModel):
 
     def __init__(self, path: str | Path):
         super().__init__(path)
-        pipeline = self._read_config("model_index.json")["_class_name"]
-        if pipeline != "QwenImagePipeline":
-            raise ValueError(
-                f"actor_rollout_ref.model.path must hold a QwenImagePipeline (text to image), got {pipeline} "
-                f"in {str(self.path)!r}; choose a text-to-image checkpoint such as Qwen/Qwen-Image"
-            )
-        transformer = self._read_config("transformer/config.json")
+        transformer = self.read_network_config("transformer")
         if transformer["guidance_embeds"]:
             raise ValueError(
                 "actor_rollout_ref.model.path must hold a transformer with guidance_embeds=false, got true "
                 f"in {str(self.path)!r}; choose a checkpoint that is not guidance-distilled"
             )
         self._num_channels: int = transformer["in_channels"]
-        vae = self._read_config("vae/config.json")
-        self._vae_scale = 2 ** len(vae["temperal_downsample"])  # sic
-        self._schedule = self._read_config("scheduler/scheduler_config.json")
-
-    def _read_config(self, name: str) -> dict[str, Any]:
-        return json.loads((self.path / name).read_text())
+        self._vae_scale = 2 ** len(self.read_network_config("vae")["temperal_downsample"])  # sic
+        self._schedule = self.read_config("scheduler/scheduler_config.json")
 
     # -- loading ------------------------------------------------------------------------------------------
     def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
-        """Conditions are {"embeds": [L, D]} in `dtype`, L the prompt's own number of tokens.
-
-        Prompts are encoded one at a time, so that an embedding does not depend on which others were asked for
-        with it (low-precision kernels differ with the batch's shape).
-        """
+        """Conditions are {"embeds": [L, D]} in `dtype`, L the prompt's own number of tokens."""
         pipeline = QwenImagePipeline.from_pretrained(self.path, transformer=None, vae=None, scheduler=None, dtype=dtype)
         # Only the language model's last hidden state is read: free what would see pictures and predict words.
         pipeline.text_encoder.model.visual = None
         pipeline.text_encoder.lm_head = nn.Identity()
         pipeline.text_encoder.eval().to(device)
+        max_tokens = pipeline.prompt_template_encode_start_idx + MAX_TEXT_TOKENS
 
-        # Not inference_mode: the embeddings enter autograd in training.
-        @torch.no_grad()
-        def encode(prompts: Sequence[str]) -> list[Condition]:
-            embeds = {}
-            for prompt in dict.fromkeys(prompts):
-                embeds[prompt], _ = pipeline.encode_prompt(prompt, device=device, max_sequence_length=MAX_TEXT_TOKENS)
-            return [{"embeds": embeds[prompt][0]} for prompt in prompts]
+        def encode(prompt: str) -> Condition:
+            text = pipeline.prompt_template_encode.format(prompt)
+            check_length(pipeline.tokenizer, text, title=self.title, max_tokens=max_tokens, prompt=prompt)
+            embeds, _ = pipeline.encode_prompt(prompt, device=device, max_sequence_length=MAX_TEXT_TOKENS)
+            return {"embeds": embeds[0]}
 
-        return encode
+        return one_by_one(encode)
 
     def load_decoder(self, dtype: torch.dtype, device: torch.device) -> Decoder:
         vae = AutoencoderKLQwenImage.from_pretrained(self.path / "vae", dtype=dtype)
@@ -109,18 +98,15 @@ class QwenImage(DiffusionModel):
         per_channel = (1, -1, 1, 1, 1)
         mean = torch.tensor(vae.config["latents_mean"]).view(per_channel).to(device, dtype)
         inverse_std = 1.0 / torch.tensor(vae.config["latents_std"]).view(per_channel).to(device, dtype)
-        processor = VaeImageProcessor(vae_scale_factor=self._px_per_token)
 
         @torch.no_grad()
         def decode(latents: Tensor, geometry: Geometry) -> Tensor:
-            # The end of QwenImagePipeline.__call__, up to and including its rounding to 8 bits.
+            # The end of QwenImagePipeline.__call__.
             unpacked = QwenImagePipeline._unpack_latents(
                 latents, geometry.height_px, geometry.width_px, self._vae_scale
             )
             denormalised = unpacked.to(device, dtype) / inverse_std + mean
-            image = processor.postprocess(vae.decode(denormalised, return_dict=False)[0][:, :, 0], "pt")
-            assert isinstance(image, Tensor)
-            return (image.permute(0, 2, 3, 1).float() * 255).round().to(torch.uint8).cpu()
+            return to_pixels(vae.decode(denormalised, return_dict=False)[0][:, :, 0])
 
         return decode
 
@@ -134,19 +120,7 @@ class QwenImage(DiffusionModel):
         return geometry.height_px // self._px_per_token, geometry.width_px // self._px_per_token
 
     def latent_shape(self, geometry: Geometry) -> tuple[int, ...]:
-        if geometry.num_frames != 1:
-            raise ValueError(
-                "digen.sampling.num_frames must be 1 for Qwen-Image, which makes pictures, "
-                f"got {geometry.num_frames}; set it to 1"
-            )
-        for key in ("height_px", "width_px"):
-            value = getattr(geometry, key)
-            nearest = max(1, round(value / self._px_per_token)) * self._px_per_token
-            if value != nearest:
-                raise ValueError(
-                    f"digen.sampling.{key} must be a multiple of {self._px_per_token} for this Qwen-Image "
-                    f"checkpoint, got {value}; the nearest is {nearest}"
-                )
+        check_size(geometry, title=self.title, px_multiple=self._px_per_token)
         rows, columns = self._token_grid(geometry)
         return rows * columns, self._num_channels
 
@@ -165,7 +139,7 @@ class QwenImage(DiffusionModel):
         return torch.as_tensor(scheduler.sigmas)
 
     # -- the network --------------------------------------------------------------------------------------
-    def collate(self, conditions: Sequence[Condition]) -> Condition:
+    def collate(self, conditions: Sequence[Condition]) -> Collated:
         """{"embeds": [N, L, D]}, plus "mask": [N, L] bool if lengths differ (attention is faster without)."""
         embeds = [condition["embeds"] for condition in conditions]
         padded = pad_sequence(embeds, batch_first=True)
@@ -180,7 +154,7 @@ class QwenImage(DiffusionModel):
         transformer: nn.Module,
         latents: Tensor,
         sigmas: Tensor,
-        condition: Condition,
+        condition: Collated,
         geometry: Geometry,
     ) -> Tensor:
         # "6. Denoising loop" of QwenImagePipeline.__call__; there too the timestep is rounded to the

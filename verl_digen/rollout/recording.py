@@ -10,6 +10,7 @@ from torch import Tensor
 
 from verl_digen.algorithms.noise import sample_seed
 from verl_digen.algorithms.window import Window
+from verl_digen.models.base import DiffusionModel
 from verl_digen.types import SampleRequest, Trajectory
 
 
@@ -17,6 +18,11 @@ def initial_seed(run_seed: int, request: SampleRequest) -> int:
     """The seed of a sample's initial noise, which is its group's sample 0 where the group shares one."""
     index = 0 if request.sampling.shared_initial_noise else request.sample_index
     return sample_seed(run_seed, request.uid, index)
+
+
+def experts_of(model: DiffusionModel, trajectory: Trajectory) -> tuple[int, ...]:
+    """Which of the model's networks runs each trained step; () where it has one network."""
+    return tuple(model.expert_of(trajectory.sigmas).tolist()) if len(model.experts) > 1 else ()
 
 
 def trained_latents(window: Window) -> list[int]:

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from verl_digen.algorithms.noise import INITIAL_LATENTS, sample_seed, step_noise
 from verl_digen.algorithms.sde import SdeStep, sde_step
-from verl_digen.algorithms.window import Window
 from verl_digen.models.base import DiffusionModel
+from verl_digen.rollout.recording import initial_seed, record_trajectory, trained_latents
 from verl_digen.types import Condition, Geometry, Rows, SampleRequest, Sampling, Trajectory
 
 
@@ -85,9 +85,7 @@ class Sampler:
         shape = self.model.latent_shape(sampling.geometry)
         sigmas = self.model.sigmas(sampling.num_steps, sampling.geometry)
         seeds = [sample_seed(self.run_seed, request.uid, request.sample_index) for request in requests]
-        initial_seeds = seeds
-        if sampling.shared_initial_noise:  # a group's is that of its sample 0
-            initial_seeds = [sample_seed(self.run_seed, request.uid, 0) for request in requests]
+        initial_seeds = [initial_seed(self.run_seed, request) for request in requests]
 
         latents = torch.stack([step_noise(seed, INITIAL_LATENTS, shape) for seed in initial_seeds])
         latents = latents.to(self.device, self.latents_dtype)
@@ -108,6 +106,7 @@ class Sampler:
                 negative_conditions,
                 sampling.guidance_scale,
                 sampling.geometry,
+                sampling.embedded_guidance_scale,
             )
             # Drawn while an accelerator is still busy with the forward.
             is_sde = [step in request.window.sde_steps for request in requests]
@@ -130,41 +129,19 @@ class Sampler:
             log_probs.append(taken.log_prob)
 
         log_probs_TB = torch.stack(log_probs).cpu()
-        trajectories = []
-        for row, (request, seed) in enumerate(zip(requests, initial_seeds, strict=True)):
-            own_path = {at: path[at][row] for at in trained_latents(request.window)}
-            trajectories.append(
-                Trajectory(
-                    uid=request.uid,
-                    sample_index=request.sample_index,
-                    seed=seed,
-                    version=version,
-                    last_version=version,
-                    **_record(request.window, own_path, sigmas, log_probs_TB[:, row], empty=latents[:0]),
-                )
+        trajectories = [
+            record_trajectory(
+                request,
+                seed=seed,
+                versions=(version, version),
+                path={at: path[at][row] for at in trained_latents(request.window)},
+                sigmas=sigmas,
+                log_probs_T=log_probs_TB[:, row],
+                empty=latents[:0],
             )
+            for row, (request, seed) in enumerate(zip(requests, initial_seeds, strict=True))
+        ]
         return trajectories, latents
-
-
-def trained_latents(window: Window) -> list[int]:
-    """The steps whose latents training needs, ascending: where each trained step starts and where it ends."""
-    return sorted({step for start in window.train_steps for step in (start, start + 1)})
-
-
-def _record(
-    window: Window, path: dict[int, Tensor], sigmas: Tensor, log_probs_T: Tensor, *, empty: Tensor
-) -> dict[str, Tensor]:
-    """The tensors of one sample's trajectory, on the CPU. path: latents at the `trained_latents`, by step."""
-    trained = torch.tensor(window.train_steps, dtype=torch.int64)
-    steps = list(path)
-    return {
-        "latents": (torch.stack(list(path.values())) if path else empty).cpu(),
-        "positions": torch.tensor([steps.index(start) for start in window.train_steps], dtype=torch.int64),
-        "sigmas": sigmas[trained],
-        "next_sigmas": sigmas[trained + 1],
-        "sigma_max": sigmas[1].clone(),
-        "log_probs": log_probs_T[trained],
-    }
 
 
 def score_rows(
@@ -175,11 +152,12 @@ def score_rows(
     noise_level: float,
     guidance_scale: float,
     geometry: Geometry,
+    embedded_guidance_scale: float | None = None,
 ) -> tuple[SdeStep, Tensor]:
     """Replay N recorded steps, differentiably -> (steps under `transformer`, guided velocity [N, ...] fp32).
 
-    `law` to `geometry` are those the rows were sampled with. Rows of different steps and prompts share the
-    forward.
+    `law` to `embedded_guidance_scale` are those the rows were sampled with. Rows of different steps and prompts share
+    the forward, if they belong to one expert (`DiffusionModel.expert_of`).
     """
     velocity = model.velocity(
         transformer,
@@ -189,6 +167,7 @@ def score_rows(
         rows.negative_conditions,
         guidance_scale,
         geometry,
+        embedded_guidance_scale,
     )
     step = sde_step(
         velocity,

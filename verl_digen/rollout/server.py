@@ -24,6 +24,7 @@ from verl.utils.torch_dtypes import PrecisionType
 
 from verl_digen.models import load_model
 from verl_digen.rollout.batcher import RequestBatcher
+from verl_digen.rollout.recording import experts_of
 from verl_digen.rollout.sampler import Sampler
 from verl_digen.types import Condition, Generation, SampleRequest
 from verl_digen.weights.receiver import WeightReceiver
@@ -103,7 +104,7 @@ class DiffusersServer:
                 pixels=pixels[index],
                 condition=_to_cpu(positive[index]) if request.wants_condition else None,
                 negative_condition=_to_cpu(negative[index]) if request.wants_condition and negative else None,
-                extra_fields=dict(interval),
+                extra_fields={**interval, "experts": experts_of(self._model, trajectory)},
             )
             for index, (request, trajectory) in enumerate(zip(requests, trajectories, strict=True))
         ]

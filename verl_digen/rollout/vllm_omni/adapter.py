@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 import torch
+import zmq
 from torch import Tensor
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.torch_dtypes import PrecisionType
@@ -20,10 +21,25 @@ from verl.workers.rollout.utils import ensure_async_iterator
 from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
+from verl_digen.rollout.lost import ReplicaHandle, drain
 from verl_digen.weights.checksum import Checksum
 from verl_digen.weights.manifest import Manifest
 
 logger = logging.getLogger(__name__)
+
+
+TIMEOUT_S = 600
+"""A replica that takes no bucket for so long is taken for dead."""
+
+
+class PatientSender(BucketedWeightSender):
+    """verl's sender, which would wait for a dead receiver for ever."""
+
+    def _init_socket(self) -> None:
+        super()._init_socket()
+        assert self.socket is not None
+        self.socket.setsockopt(zmq.RCVTIMEO, TIMEOUT_S * 1000)
+        self.socket.setsockopt(zmq.LINGER, 0)
 
 
 class vLLMOmniServerAdapter(ServerAdapter):
@@ -34,6 +50,17 @@ class vLLMOmniServerAdapter(ServerAdapter):
         self.sleep_level = 1
         self._wire_dtype = PrecisionType.to_dtype(self.config.dtype)
         self._adapter_config = omega_conf_to_dataclass(model_config).adapter_config()
+        self._replica = ReplicaHandle(f"{self._get_server_name_prefix()}server_{self.replica_rank}_{self.node_rank}")
+
+    async def resume(self, tags: list[str]) -> None:
+        """Wake the server before its weights are replaced."""
+        if self._has_server and self.config.free_cache_engine and "weights" in tags:
+            await self._replica.call("wake_up")
+
+    async def release(self) -> None:
+        """Put the server to sleep."""
+        if self._has_server and self.config.free_cache_engine:
+            await self._replica.call("sleep")
 
     @torch.no_grad()
     async def update_weights(  # type: ignore[override]
@@ -53,20 +80,22 @@ class vLLMOmniServerAdapter(ServerAdapter):
         assert global_steps is not None, "a weight update has a version"
         started_s = time.perf_counter()
         if self._has_server:
-            self._ensure_server_handle()
-            await self.server_handle.begin_update.remote(self.use_shm)
+            await self._replica.call("begin_update", self.use_shm)
+        if self._replica.is_lost:
+            await drain(weights)
+            return
         total = Checksum()
-        sender = BucketedWeightSender(
+        sender = PatientSender(
             zmq_handle=self.zmq_handle,
             bucket_size_mb=self.config.checkpoint_engine.update_weights_bucket_megabytes,
             use_shm=self.use_shm,
         )
         await sender.async_send_weights(self._on_the_wire(weights, total))
-        manifest = Manifest(global_steps, total.num_tensors, total.value)
-        if not self._has_server:
-            return
-        metrics = await self.server_handle.commit_update.remote(manifest, self._adapter_config)
-        logger.debug("sent %d tensors in %.3f s: %s", total.num_tensors, time.perf_counter() - started_s, metrics)
+        if self._has_server:
+            manifest = Manifest(global_steps, total.num_tensors, total.value)
+            metrics = await self._replica.call("commit_update", manifest, self._adapter_config)
+            took_s = time.perf_counter() - started_s
+            logger.debug("sent %d tensors in %.3f s: %s", total.num_tensors, took_s, metrics)
 
     async def _on_the_wire(
         self, weights: Iterable[tuple[str, Tensor]] | AsyncIterator[tuple[str, Tensor]], total: Checksum

@@ -34,7 +34,7 @@ def engine_arguments(rollout: Any, model: DiffusionModelConfig, *, can_sleep: bo
     digen = model.digen.rollout
     pipeline = json.loads((Path(model.local_path) / "model_index.json").read_text())["_class_name"]
     recording_class(pipeline)  # says what is wrong here, not in another process
-    extra = dict(rollout.engine_kwargs["vllm_omni"]) if "vllm_omni" in rollout.engine_kwargs else {}
+    extra = _extra(rollout)
     clashes = sorted(extra.keys() & OWN_ARGUMENTS)
     if clashes:
         raise ValueError(
@@ -53,9 +53,27 @@ def engine_arguments(rollout: Any, model: DiffusionModelConfig, *, can_sleep: bo
         "max_num_seqs": digen.max_batch_size,
         "enable_prompt_embed_cache": True,
         "prompt_embed_cache_size": digen.embed_cache_size,
-        "max_cpu_loras": digen.num_kept_adapters,
         "custom_pipeline_args": {"pipeline_class": f"{PACKAGE}.pipeline.{PREFIX}{pipeline}"},
         "worker_extension_cls": f"{PACKAGE}.worker.WeightReceiverExtension",
         "engine_backend": f"{PACKAGE}.engine.VersionedEngine",
         **extra,
     }
+
+
+def check_taken(rollout: Any, engine_config: Any) -> None:
+    """Raise ValueError for engine_kwargs that vLLM-Omni did not take, of which it says nothing itself.
+
+    Args:
+        engine_config: the `OmniDiffusionConfig` it runs with.
+    """
+    for key, value in _extra(rollout).items():
+        taken = getattr(engine_config, key, None)
+        if taken != value:
+            raise ValueError(
+                f"actor_rollout_ref.rollout.engine_kwargs.vllm_omni.{key}={value!r} is not taken by vLLM-Omni, which "
+                f"runs with {taken!r}; drop the key, or spell it as a field of its OmniDiffusionConfig"
+            )
+
+
+def _extra(rollout: Any) -> dict[str, Any]:
+    return dict(rollout.engine_kwargs["vllm_omni"]) if "vllm_omni" in rollout.engine_kwargs else {}

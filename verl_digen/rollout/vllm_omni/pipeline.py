@@ -186,11 +186,9 @@ class RecordingMixin:
     def _load_diffusion_lora_adapter(
         self, *, lora_request: LoRARequest, lora_path: str, dtype: torch.dtype
     ) -> tuple[LoRAModel, PEFTHelper]:
-        """An adapter out of memory. One that is asked for later has been dropped: its requests must not go on."""
+        """The adapter that is being registered; one of another time is gone, and what asks for it must not go on."""
         if self.incoming_adapter is None:
-            raise RuntimeError(
-                f"{lora_request.lora_name} is not kept any more; max_cpu_loras is too low for the versions in flight"
-            )
+            raise RuntimeError(f"the adapter of {lora_request.lora_name} is not there any more")
         return self.incoming_adapter
 
     def _validate_diffusion_lora_binding(self, *, lora_model: LoRAModel, bound_lora_names: frozenset[str]) -> None:

@@ -14,8 +14,10 @@ import asyncio
 import logging
 import os
 import time
+from collections import Counter
 from typing import Any
 
+import ray
 import torch
 from peft import LoraConfig
 from verl.plugin.platform import get_platform
@@ -25,7 +27,9 @@ from verl.workers.rollout.replica import RolloutMode
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 from vllm_omni.entrypoints.async_omni import AsyncOmni
 
-from verl_digen.rollout.vllm_omni.arguments import engine_arguments
+from verl_digen.models import load_model
+from verl_digen.rollout.recording import experts_of
+from verl_digen.rollout.vllm_omni.arguments import check_taken, engine_arguments
 from verl_digen.rollout.vllm_omni.pipeline import RECORDED
 from verl_digen.rollout.vllm_omni.requests import RecordingOrder, adapter_request, to_prompt, to_sampling_params
 from verl_digen.types import Generation, SampleRequest
@@ -51,12 +55,13 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         """Load the model and start the engine; the arguments, for replicas of several nodes, are not used."""
         self.digen = self.model_config.digen
         self.global_steps = 0
+        self._model = load_model(self.model_config.local_path)
         self._latents_dtype = PrecisionType.to_dtype(self.digen.rollout.latents_dtype)
         self._sends_adapter = self.model_config.adapter_config() is not None
         self._gate = asyncio.Event()
         self._gate.set()
-        self._num_running = 0
-        self._idle = asyncio.Condition()
+        self._in_flight: Counter[int] = Counter()
+        self._finished = asyncio.Condition()
         self._is_asleep = False
         self._last_update: dict[str, float] = {}
         self._api: asyncio.Task[None] | None = None
@@ -67,6 +72,7 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         )
         # its constructor starts an event loop of its own in a thread, and waits for it
         self.engine = await asyncio.to_thread(lambda: AsyncOmni(**arguments))
+        check_taken(self.config, self.engine.get_diffusion_od_config())
         http = self.digen.rollout.http
         if http.enable:
             from verl_digen.rollout.vllm_omni.http import serve_http_api  # vLLM's whole web server, and torchaudio
@@ -97,13 +103,14 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         """
         request: SampleRequest = sampling_params["request"]
         await self._gate.wait()
-        self._num_running += 1
+        version = self.global_steps  # an adapter's request keeps it; full weights may change while it waits its turn
+        self._in_flight[version] += 1
         try:
-            record = (await self._run(request_id, request)).multimodal_output["trajectory"][RECORDED]
+            record = (await self._run(request_id, request, version)).multimodal_output["trajectory"][RECORDED]
         finally:
-            self._num_running -= 1
-            async with self._idle:
-                self._idle.notify_all()
+            self._in_flight[version] -= 1
+            async with self._finished:
+                self._finished.notify_all()
         return Generation(
             trajectory=record["trajectory"],
             pixels=record["pixels"],
@@ -113,12 +120,13 @@ class vLLMOmniHttpServer(vLLMHttpServer):
                 "global_steps": record["trajectory"].last_version,
                 "generate_start_s": record["start_s"],
                 "generate_end_s": record["end_s"],
+                "experts": experts_of(self._model, record["trajectory"]),
             },
         )
 
-    async def _run(self, request_id: str, request: SampleRequest) -> Any:
+    async def _run(self, request_id: str, request: SampleRequest, version: int) -> Any:
         order = RecordingOrder(request, self.digen.seed, self._latents_dtype)
-        adapter = adapter_request(self.global_steps) if self._sends_adapter else None
+        adapter = adapter_request(version) if self._sends_adapter else None
         last = None
         async for output in self.engine.generate(
             to_prompt(request), request_id=request_id, sampling_params_list=[to_sampling_params(order, adapter)]
@@ -127,11 +135,20 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         if last is None:
             raise RuntimeError(f"sample {request.uid}_{request.sample_index} was aborted")
         if last.error:
+            await self._leave_if_dead()
             raise RuntimeError(
                 f"vLLM-Omni failed sample {request.uid}_{request.sample_index} on replica {self.replica_rank}: "
                 f"{last.error}"
             )
         return last
+
+    async def _leave_if_dead(self) -> None:
+        """End this process if its engine is dead; then requests go to other replicas in place of failing here."""
+        try:
+            await self.engine.check_health()
+        except Exception as error:
+            logger.critical("the engine of replica %d is dead, the replica leaves: %s", self.replica_rank, error)
+            ray.actor.exit_actor()
 
     async def abort_request(self, request_id: str, reset_prefix_cache: bool = True) -> dict[str, Any]:
         """Drop one request at its next step."""
@@ -156,11 +173,22 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         if adapter is None:
             load_s = await self._call_workers("commit_weights", manifest)
         else:
-            load_s = await self._call_workers("commit_adapter", manifest, adapter)
+            kept = await self._versions_to_keep()
+            load_s = await self._call_workers("commit_adapter", manifest, adapter, kept)
         update_s = time.perf_counter() - started_s
         self.global_steps = manifest.version
         self._last_update = {"update_s": update_s, "load_s": max(load_s), "drain_s": update_s - max(load_s)}
         return self._last_update
+
+    async def _versions_to_keep(self) -> frozenset[int]:
+        """The current version and those that requests in flight name, when there is room for one more."""
+
+        def live() -> frozenset[int]:
+            return frozenset(+self._in_flight) | {self.global_steps}
+
+        async with self._finished:
+            await self._finished.wait_for(lambda: len(live()) < self.digen.rollout.num_kept_adapters)
+        return live()
 
     async def _call_workers(self, method: str, *args: Any) -> list[Any]:
         """Each worker's answer; RuntimeError with its message if the call failed."""
@@ -172,8 +200,8 @@ class vLLMOmniHttpServer(vLLMHttpServer):
     # -- around a step ------------------------------------------------------------------------------------
     async def wait_for_requests_to_drain(self) -> None:
         """Return when nothing is under way."""
-        async with self._idle:
-            await self._idle.wait_for(lambda: self._num_running == 0)
+        async with self._finished:
+            await self._finished.wait_for(lambda: self._in_flight.total() == 0)
 
     async def sleep(self) -> None:
         """Give the device memory back; requests wait until `wake_up`."""
@@ -219,7 +247,7 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         (cache,) = await self._call_workers("prompt_cache_stats")
         return {
             "version": self.global_steps,
-            "num_running": self._num_running,
+            "num_running": self._in_flight.total(),
             "is_asleep": self._is_asleep,
             "prompt_cache": cache,
             "last_update": self._last_update,

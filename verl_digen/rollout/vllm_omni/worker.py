@@ -42,6 +42,8 @@ from verl_digen.weights.receiver import compare_with, tensors_of_update
 
 TRANSFORMER = "transformer"
 """The pipeline's attribute that is trained."""
+NO_LIMIT = 1 << 16
+"""Adapters that vLLM-Omni keeps before it drops the one that was used least recently."""
 
 
 class WeightReceiverExtension(CustomPipelineWorkerExtension):
@@ -58,6 +60,12 @@ class WeightReceiverExtension(CustomPipelineWorkerExtension):
     _receive_error: BaseException | None = None
     _shapes: dict[str, torch.Size] | None = None
     """Of an update, read when the first one comes; all that get so far are of one kind."""
+
+    def init_lora_manager(self) -> None:
+        """vLLM-Omni's; but which adapter goes when is said by `commit_adapter`, who knows what requests need."""
+        super().init_lora_manager()  # type: ignore[misc]
+        if self.lora_manager is not None:
+            self.lora_manager.max_cached_adapters = NO_LIMIT
 
     # -- taking in ----------------------------------------------------------------------------------------
     def begin_update(self, use_shm: bool) -> None:
@@ -131,8 +139,11 @@ class WeightReceiverExtension(CustomPipelineWorkerExtension):
             )
 
     # -- adapters -----------------------------------------------------------------------------------------
-    def commit_adapter(self, manifest: Manifest, config: LoraConfig) -> float:
+    def commit_adapter(self, manifest: Manifest, config: LoraConfig, kept: frozenset[int]) -> float:
         """Register the adapter that was taken in, for requests that name its version -> seconds it took.
+
+        Args:
+            kept: versions that requests in flight name; adapters of others are dropped.
 
         Raises:
             RuntimeError: what was sent is not the adapter of `config`; names the tensors. Versions before it are
@@ -142,6 +153,9 @@ class WeightReceiverExtension(CustomPipelineWorkerExtension):
         staged = self._take_staged(manifest)
         compare_with(staged, self._expected_shapes(config))
         adapter = self._to_vllm(staged, config, adapter_request(manifest.version).lora_int_id)
+        for adapter_id in self.lora_manager.list_adapters():
+            if version_of_adapter(adapter_id) not in kept:
+                self.lora_manager.remove_adapter(adapter_id)
         self._pipeline.incoming_adapter = adapter
         try:
             self.lora_manager.add_adapter(adapter_request(manifest.version))

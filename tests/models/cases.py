@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tiny checkpoints of all architectures, and how each one's diffusers pipeline is asked for the same thing."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+from diffusers.schedulers.scheduling_unipc_multistep import UniPCMultistepScheduler
+from torch import Tensor, nn
+
+from verl_digen.models import load_model
+from verl_digen.models.base import DiffusionModel, PromptEncoder
+from verl_digen.types import Geometry
+
+CPU = torch.device("cpu")
+PROMPTS = ("a red circle", "two small blue squares left of a red circle on a green background")
+NEGATIVE = " "
+NUM_STEPS = 4
+
+
+def true_cfg(scale: float) -> dict[str, Any]:
+    """Pipelines whose `guidance_scale` is the embedded one."""
+    return {"true_cfg_scale": scale, "negative_prompt": [NEGATIVE] * len(PROMPTS) if scale > 1 else None}
+
+
+def plain_cfg(scale: float) -> dict[str, Any]:
+    return {"guidance_scale": scale, "negative_prompt": [NEGATIVE] * len(PROMPTS)}
+
+
+def cfg_from_zero(scale: float) -> dict[str, Any]:
+    """Z-Image's, where 0 is no guidance."""
+    return plain_cfg(scale - 1)
+
+
+PICTURES = (Geometry(64, 64), Geometry(48, 80))
+VIDEOS = (Geometry(64, 64, 5), Geometry(48, 80, 9))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One tiny checkpoint."""
+
+    name: str
+    """In `verl_digen.models.tiny.BUILDERS`."""
+    guidance: Callable[[float], dict[str, Any]]
+    """Our scale -> the pipeline's arguments."""
+    sizes: tuple[Geometry, Geometry] = PICTURES
+    px_multiple: int = 16
+    max_tokens: int = 256
+    """Longest prompt, counted as `digen` counts it."""
+    word_limit: int = 0
+    """How many times the word "red" fits: `max_tokens` less what stands around a prompt."""
+    pipeline_args: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_video(self) -> bool:
+        return self.sizes is not PICTURES
+
+
+CASES = (
+    Case("flux_dev", true_cfg, max_tokens=512, word_limit=511),
+    Case("flux_schnell", true_cfg, word_limit=255, pipeline_args={"max_sequence_length": 256}),
+    # 21 frames are 6 of the latent, more than the VAE decodes in one temporal tile
+    Case("hunyuan_video", true_cfg, (Geometry(64, 64, 5), Geometry(32, 48, 21)), max_tokens=351, word_limit=254),
+    Case("qwen_image", true_cfg, max_tokens=1058, word_limit=1018),
+    Case("sd3", plain_cfg, word_limit=255),
+    Case("wan2.1", plain_cfg, VIDEOS, max_tokens=512, word_limit=511),
+    Case("wan2.2_a14b", plain_cfg, VIDEOS, max_tokens=512, word_limit=511),
+    Case("wan2.2_ti2v_5b", plain_cfg, (Geometry(64, 64, 5), Geometry(32, 96, 9)), 32, max_tokens=512, word_limit=511),
+    Case("z_image", cfg_from_zero, max_tokens=512, word_limit=503),
+)
+
+
+class Loaded:
+    """A case's checkpoint; each part is loaded when first asked for."""
+
+    def __init__(self, case: Case, path: Path):
+        self.case = case
+        self.path = path
+        self.model: DiffusionModel = load_model(path)
+
+    @cached_property
+    def transformer(self) -> nn.Module:
+        return self.model.load_transformer(torch.float32).requires_grad_(False)
+
+    @cached_property
+    def encode(self) -> PromptEncoder:
+        return self.model.load_encoder(torch.float32, CPU)
+
+    @cached_property
+    def pipeline(self) -> Any:
+        return self.load_pipeline(torch.float32)
+
+    def load_pipeline(self, dtype: torch.dtype) -> Any:
+        """diffusers' own. A UniPC scheduler is set to order 1 without corrector, which is Euler's step."""
+        loaded: Any = DiffusionPipeline.from_pretrained(self.path, dtype=dtype)
+        loaded.set_progress_bar_config(disable=True)
+        if isinstance(loaded.scheduler, UniPCMultistepScheduler):
+            loaded.scheduler = UniPCMultistepScheduler.from_config(
+                loaded.scheduler.config, solver_order=1, disable_corrector=list(range(100))
+            )
+        return loaded
+
+    def run_pipeline(
+        self, geometry: Geometry, scale: float, latents: Tensor, *, pipeline: Any = None, **more: Any
+    ) -> Tensor:
+        """What it makes of PROMPTS and these initial latents."""
+        size = {"height": geometry.height_px, "width": geometry.width_px}
+        if self.case.is_video:
+            size["num_frames"] = geometry.num_frames
+        arguments = {"num_inference_steps": NUM_STEPS, "output_type": "latent"} | self.case.pipeline_args
+        arguments |= self.case.guidance(scale) | more
+        made = (pipeline or self.pipeline)(list(PROMPTS), latents=latents, **size, **arguments)
+        return torch.as_tensor(made[0])
+
+
+def record_inputs(network: nn.Module) -> tuple[list[dict[str, Any]], Callable[[], None]]:
+    """The arguments of every forward of `network` from now on, by name, until the returned function is called."""
+    calls: list[dict[str, Any]] = []
+    signature = inspect.signature(network.forward)
+
+    def note(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        calls.append(dict(signature.bind(*args, **kwargs).arguments))
+
+    return calls, network.register_forward_pre_hook(note, with_kwargs=True).remove

@@ -1,0 +1,445 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every model file owes: the same claims for all architectures, on their tiny checkpoints in fp32 on the CPU."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import peft
+import pytest
+import torch
+from torch import Tensor
+
+from tests.models.cases import CASES, CPU, NEGATIVE, NUM_STEPS, PROMPTS, Loaded, record_inputs
+from tests.tiny_models import BUILDERS, build_tiny
+from verl_digen.algorithms.noise import INITIAL_LATENTS, noise
+from verl_digen.algorithms.window import Window
+from verl_digen.models import ARCHITECTURES, load_model
+from verl_digen.models.base import DiffusionModel
+from verl_digen.rollout.sampler import Sampler, score_rows
+from verl_digen.types import Condition, Geometry, Rows, SampleRequest, Sampling, Trajectory
+
+RUN_SEED = 7
+GUIDED = 2.0
+"""Guidance multiplies what the branches round by up to 2 w - 1."""
+ODE = Window(sde_steps=(), train_steps=())
+TRAINED = Window(sde_steps=(1, 2), train_steps=(1, 2))
+
+
+def requests(
+    geometry: Geometry, scale: float, window: Window = ODE, embedded: float | None = None
+) -> list[SampleRequest]:
+    """One sample of each of PROMPTS."""
+    how = Sampling(
+        geometry=geometry,
+        num_steps=NUM_STEPS,
+        guidance_scale=scale,
+        law="flow",
+        noise_level=0.7,
+        embedded_guidance_scale=embedded,
+    )
+    return [SampleRequest(f"p{n}", 0, prompt, NEGATIVE, window, how) for n, prompt in enumerate(PROMPTS)]
+
+
+def sample(loaded: Loaded, asked: Sequence[SampleRequest]) -> tuple[list[Trajectory], Tensor]:
+    sampler = Sampler(loaded.model, loaded.transformer, run_seed=RUN_SEED, device=CPU, latents_dtype=torch.float32)
+    return sampler.sample(asked, *conditions(loaded, asked[0].sampling.guidance_scale), version=3)
+
+
+def conditions(loaded: Loaded, scale: float) -> tuple[list[Condition], list[Condition] | None]:
+    """Of PROMPTS, and the negative ones if `scale` asks for any."""
+    return loaded.encode(PROMPTS), loaded.encode([NEGATIVE] * len(PROMPTS)) if scale > 1 else None
+
+
+def initial(model: DiffusionModel, geometry: Geometry) -> Tensor:
+    shape = model.latent_shape(geometry)
+    return torch.stack([noise(RUN_SEED, f"p{n}", 0, INITIAL_LATENTS, shape) for n in range(len(PROMPTS))])
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def sigmas_of_one_expert(model: DiffusionModel) -> Tensor:
+    """Four sigmas, two of them equal, that may share a forward."""
+    return torch.tensor([0.8, 0.31, 0.02, 0.31] if len(model.experts) > 1 else [0.97, 0.31, 0.02, 0.31])
+
+
+def close(actual: Tensor, expected: Tensor, atol: float = 1e-5) -> None:
+    torch.testing.assert_close(actual, expected, atol=atol, rtol=0)
+
+
+# -- against the pipeline ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [0, 1])
+@pytest.mark.parametrize("scale", [1.0, GUIDED])
+def test_without_sde_steps_it_is_the_diffusers_pipeline(loaded: Loaded, size: int, scale: float) -> None:
+    """Two prompts of different length in one batch, guided and not, latents and pixels."""
+    geometry = loaded.case.sizes[size]
+    trajectories, latents = sample(loaded, requests(geometry, scale))
+    start = initial(loaded.model, geometry)
+    close(latents, loaded.run_pipeline(geometry, scale, start))
+    assert [path.latents.shape[0] for path in trajectories] == [0, 0]
+    pixels = loaded.model.load_decoder(torch.float32, CPU)(latents, geometry)
+    frames = (geometry.num_frames,) if loaded.case.is_video else ()
+    assert pixels.shape == (2, *frames, geometry.height_px, geometry.width_px, 3)
+    assert pixels.dtype == torch.uint8
+    assert pixels.float().std() > 20  # not a blank picture
+    expected = loaded.run_pipeline(geometry, scale, start, output_type="np")
+    assert (pixels.float() - expected * 255).abs().max() < 0.5 + 0.02  # rounding to 8 bits, and 8e-5 of error
+
+
+def test_embedded_guidance_is_the_pipelines(loaded: Loaded) -> None:
+    """Its default unless told otherwise; an error where the network takes none."""
+    geometry = loaded.case.sizes[0]
+    if loaded.model.default_embedded_guidance is None:
+        assert loaded.model.embedded_guidance(None) is None
+        with pytest.raises(ValueError, match=r"digen\.sampling\.embedded_guidance_scale must be null .* got 2\.0"):
+            sample(loaded, requests(geometry, 1.0, embedded=2.0))
+        return
+    _, by_default = sample(loaded, requests(geometry, 1.0))
+    _, asked = sample(loaded, requests(geometry, 1.0, embedded=2.0))
+    assert (asked - by_default).abs().max() > 0.01
+    start = initial(loaded.model, geometry)
+    close(asked, loaded.run_pipeline(geometry, 1.0, start, guidance_scale=2.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_network_is_given_what_the_pipeline_gives_it(loaded: Loaded, dtype: torch.dtype) -> None:
+    """At each of seven steps: the same dtypes, and the very numbers for timestep and guidance scale."""
+    geometry, num_steps = loaded.case.sizes[0], 7
+    model, pipeline = loaded.model, loaded.load_pipeline(dtype)
+    experts = [getattr(pipeline, name) for name in model.experts]
+    noted = [record_inputs(network) for network in experts]
+    start = initial(model, geometry).to(dtype)
+    embedded = None if model.default_embedded_guidance is None else 3.4  # which bf16 rounds
+    more = {} if embedded is None else {"guidance_scale": embedded}
+    loaded.run_pipeline(geometry, 1.0, start, pipeline=pipeline, num_inference_steps=num_steps, **more)
+    theirs = [call for calls, _ in noted for call in calls]
+    for _, stop in noted:
+        stop()
+    assert len(theirs) == num_steps
+
+    transformer = model.load_transformer(dtype)
+    networks = [transformer.get_submodule(name) for name in model.experts] if len(experts) > 1 else [transformer]
+    noted = [record_inputs(network) for network in networks]
+    encoded = model.load_encoder(dtype, CPU)(PROMPTS)
+    sigmas = model.sigmas(num_steps, geometry)
+    with torch.no_grad():
+        for sigma in sigmas[:-1]:
+            model.velocity(transformer, start, sigma.expand(2), encoded, None, 1.0, geometry, embedded)
+    ours = [call for calls, _ in noted for call in calls]
+    assert len(ours) == num_steps
+    for own, other in zip(ours, theirs, strict=True):
+        for name, mine in own.items():
+            yours = other[name]
+            if name in ("timestep", "t"):
+                # Wan's TI2V-5B repeats a row's timestep for every token.
+                assert (yours.reshape(2, -1).double() == mine.double()[:, None]).all()
+            elif name in ("x", "cap_feats"):  # Z-Image's lists
+                assert [entry.dtype for entry in mine] == [entry.dtype for entry in yours], name
+            elif isinstance(mine, Tensor) and not name.endswith("mask"):
+                assert mine.dtype == yours.dtype, name
+            if name == "guidance" and mine is not None:
+                assert torch.equal(mine, yours)
+
+
+# -- rows -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [1.0, GUIDED])
+@pytest.mark.parametrize("size", [0, 1])
+def test_rows_at_different_sigmas_and_prompts_equal_one_at_a_time(loaded: Loaded, size: int, scale: float) -> None:
+    model, geometry = loaded.model, loaded.case.sizes[size]
+    short, long, negative = loaded.encode([*PROMPTS, NEGATIVE])
+    x = draw(4, *model.latent_shape(geometry))
+    sigmas = sigmas_of_one_expert(model)
+    positives, negatives = [short, long, long, short], [negative, negative, short, negative]
+
+    def velocity(rows: slice) -> Tensor:
+        given = negatives[rows] if scale > 1 else None
+        return model.velocity(loaded.transformer, x[rows], sigmas[rows], positives[rows], given, scale, geometry)
+
+    together = velocity(slice(0, 4))
+    assert together.dtype == torch.float32
+    close(together, torch.cat([velocity(slice(n, n + 1)) for n in range(4)]))
+
+
+def test_only_sigmas_stay_on_the_host(loaded: Loaded) -> None:
+    """On a device whose tensors mix with no other's, everything else is made where the latents are."""
+    model, geometry, device = loaded.model, loaded.case.sizes[0], torch.device("meta")
+    transformer = model.load_transformer(torch.bfloat16, meta=True).to(device)
+    x = draw(2, *model.latent_shape(geometry)).to(device)
+    given = [{name: tensor.to(device) for name, tensor in one.items()} for one in loaded.encode(PROMPTS)]
+    sigmas = sigmas_of_one_expert(model)[:2]
+    velocity = model.velocity(transformer, x, sigmas, given, list(reversed(given)), GUIDED, geometry)
+    assert (velocity.device, velocity.shape, velocity.dtype) == (device, x.shape, torch.float32)
+
+
+@pytest.mark.parametrize("scale", [1.0, GUIDED])
+def test_replay_gives_the_recorded_log_probs(loaded: Loaded, scale: float) -> None:
+    """All trained steps of both samples, experts apart; and a wrong replay does not."""
+    model, geometry = loaded.model, loaded.case.sizes[0]
+    asked = requests(geometry, scale, TRAINED)
+    trajectories, _ = sample(loaded, asked)
+    rows = rows_of(trajectories, *conditions(loaded, scale))
+    assert (rows.log_probs != 0).all()
+    experts = model.expert_of(rows.sigmas)
+    for expert in experts.unique():
+        mine = (experts == expert).nonzero().flatten().tolist()
+        tile = take(rows, mine)
+        step, _ = score_rows(model, loaded.transformer, tile, "flow", 0.7, scale, geometry)
+        close(step.log_prob, tile.log_probs)
+        other_prompts = replace(tile, conditions=loaded.encode([NEGATIVE] * len(tile)))
+        wrong, _ = score_rows(model, loaded.transformer, other_prompts, "flow", 0.7, scale, geometry)
+        assert (wrong.log_prob - tile.log_probs).abs().max() > 1e-3
+
+
+def rows_of(
+    trajectories: Sequence[Trajectory], positives: Sequence[Condition], negatives: Sequence[Condition] | None
+) -> Rows:
+    """All trained steps of all trajectories, mixed: sample after sample within each step."""
+    pairs = list(itertools.product(range(len(TRAINED.train_steps)), range(len(trajectories))))
+
+    def gather(column: str) -> Tensor:
+        return torch.stack([getattr(trajectories[n], column)[k] for k, n in pairs])
+
+    def latents(offset: int) -> Tensor:
+        return torch.stack([trajectories[n].latents[trajectories[n].positions[k] + offset] for k, n in pairs])
+
+    return Rows(
+        latents=latents(0),
+        next_latents=latents(1),
+        sigmas=gather("sigmas"),
+        next_sigmas=gather("next_sigmas"),
+        sigma_max=torch.stack([trajectories[n].sigma_max for _, n in pairs]),
+        conditions=[positives[n] for _, n in pairs],
+        negative_conditions=None if negatives is None else [negatives[n] for _, n in pairs],
+        log_probs=gather("log_probs"),
+        advantages=torch.ones(len(pairs)),
+        mask=torch.ones(len(pairs)),
+    )
+
+
+def take(rows: Rows, indices: list[int]) -> Rows:
+    def pick(value: Any) -> Any:
+        if value is None:
+            return None
+        return value[indices] if isinstance(value, Tensor) else [value[index] for index in indices]
+
+    return Rows(**{name: pick(value) for name, value in vars(rows).items()})
+
+
+def test_the_tiny_network_notices_what_it_is_given(loaded: Loaded) -> None:
+    """Guards the guards: what a comparison cannot see it cannot guard."""
+    model, geometry = loaded.model, loaded.case.sizes[0]
+    short, long = loaded.encode(PROMPTS)
+    x = draw(1, *model.latent_shape(geometry))
+
+    def velocity(sigma: float, condition: Condition, latents: Tensor, network: Any = loaded.transformer) -> Tensor:
+        return model.velocity(network, latents, torch.tensor([sigma]), [condition], None, 1.0, geometry)
+
+    assert all(parameter.count_nonzero() for parameter in loaded.transformer.parameters())
+    base = velocity(0.5, short, x)
+    assert (velocity(0.4, short, x) - base).abs().mean() > 0.01
+    assert (velocity(0.5, long, x) - base).abs().mean() > 0.01
+    assert (velocity(0.5, short, x.flip(1)).flip(1) - base).abs().mean() > 0.01
+    changed = model.load_transformer(torch.float32)
+    with torch.no_grad():
+        for name, parameter in changed.named_parameters():
+            if parameter.dim() > 1 and ("blocks.0" in name or "layers.0" in name):
+                parameter.mul_(1.01)
+        assert (velocity(0.5, short, x, changed) - base).abs().max() > 1e-3  # a hundred times the tolerance
+
+
+# -- loading ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_streamed_weights_fill_a_meta_transformer(loaded: Loaded, dtype: torch.dtype) -> None:
+    """Names, values and dtypes of all parameters and of all tables are those of the real load."""
+    model = loaded.model
+    real, empty = model.load_transformer(dtype), model.load_transformer(dtype, meta=True)
+    assert all(parameter.is_meta for parameter in empty.parameters())
+    assert not empty.training and not real.training
+    shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in real.state_dict().items()}
+    assert {name: (tensor.shape, tensor.dtype) for name, tensor in empty.state_dict().items()} == shapes
+    streamed = dict(model.iter_weights(dtype))
+    assert {name: (tensor.shape, tensor.dtype) for name, tensor in streamed.items()} == shapes
+    empty.load_state_dict(streamed, assign=True)
+    filled = {**dict(empty.named_parameters()), **dict(empty.named_buffers())}
+    for name, tensor in [*real.named_parameters(), *real.named_buffers()]:
+        assert filled[name].dtype == tensor.dtype, name
+        close(filled[name], tensor, 0)
+    geometry = loaded.case.sizes[0]
+    given = (draw(1, *model.latent_shape(geometry)), torch.tensor([0.5]), loaded.encode(PROMPTS[:1]), None, 1.0)
+    with torch.no_grad():
+        close(model.velocity(empty, *given, geometry), model.velocity(real, *given, geometry), 0)
+
+
+def test_lora_wraps_every_target_and_starts_as_the_base(loaded: Loaded) -> None:
+    model, geometry = loaded.model, loaded.case.sizes[0]
+    given = (draw(1, *model.latent_shape(geometry)), torch.tensor([0.5]), loaded.encode(PROMPTS[:1]), None, 1.0)
+    base = model.velocity(loaded.transformer, *given, geometry)
+    config = peft.LoraConfig(r=2, target_modules=list(model.lora_targets))
+    adapted = peft.get_peft_model(model.load_transformer(torch.float32), config)  # pyright: ignore
+    wrapped = {name for name, module in adapted.named_modules() if hasattr(module, "lora_A")}
+    for target in model.lora_targets:
+        assert any(name.endswith(target) for name in wrapped), target
+    velocity = model.velocity(adapted, *given, geometry)
+    close(velocity, base)
+    velocity.sum().backward()
+    learning = {name for name, p in adapted.named_parameters() if "lora_B" in name and p.grad is not None}
+    # Not the expert that sat out, nor what only a last block's text stream feeds.
+    assert len(learning) >= len(wrapped) / len(model.experts) * 0.6
+
+
+def test_a_model_is_made_without_reading_weights(loaded: Loaded, tmp_path: Path) -> None:
+    configs = shutil.copytree(loaded.path, tmp_path / "m", ignore=shutil.ignore_patterns("*.safetensors"))
+    model = load_model(configs)
+    assert type(model) is type(loaded.model)
+    geometry = loaded.case.sizes[0]
+    assert model.latent_shape(geometry) == loaded.model.latent_shape(geometry)
+    sigmas = model.sigmas(10, geometry)
+    assert sigmas.shape == (11,) and sigmas.dtype == torch.float32
+    assert sigmas[0] == pytest.approx(1.0, abs=2e-6) and sigmas[-1] == 0.0
+    assert (sigmas.diff() < 0).all()
+
+
+def test_an_older_config_file_is_silent_about_newer_arguments(loaded: Loaded, tmp_path: Path) -> None:
+    """Wan2.1's VAE was published before its class had the compression factors."""
+    configs = shutil.copytree(loaded.path, tmp_path / "m", ignore=shutil.ignore_patterns("*.safetensors"))
+    for folder in ("transformer", "vae"):
+        file = configs / folder / "config.json"
+        config = json.loads(file.read_text())
+        arguments = inspect.signature(getattr(diffusers, config["_class_name"]).__init__).parameters
+        spoken = {
+            name: value
+            for name, value in config.items()
+            if name not in arguments
+            or value != (list(default) if isinstance(default := arguments[name].default, tuple) else default)
+        }
+        assert len(spoken) < len(config)
+        file.write_text(json.dumps(spoken))
+    model, geometry = load_model(configs), loaded.case.sizes[1]
+    assert model.latent_shape(geometry) == loaded.model.latent_shape(geometry)
+    assert model.default_embedded_guidance == loaded.model.default_embedded_guidance
+
+
+def test_a_missing_part_of_a_checkpoint_is_an_error_that_names_it(loaded: Loaded, tmp_path: Path) -> None:
+    configs = shutil.copytree(loaded.path, tmp_path / "m", ignore=shutil.ignore_patterns("*.safetensors"))
+    folders = sorted(folder.name for folder in configs.iterdir() if folder.is_dir())
+    assert {*loaded.model.components, *loaded.model.experts} == set(folders)
+    for name in folders:
+        (configs / name).rename(tmp_path / "aside")
+        with pytest.raises(ValueError, match=rf"actor_rollout_ref\.model\.path .* lacks {name};"):
+            load_model(configs)
+        (tmp_path / "aside").rename(configs / name)
+    index = json.loads((configs / "model_index.json").read_text())
+    (configs / "model_index.json").write_text(json.dumps(index | {"text_encoder": [None, None]}))
+    with pytest.raises(ValueError, match="lacks text_encoder;"):
+        load_model(configs)
+
+
+def test_a_checkpoint_of_another_pipeline_is_an_error(loaded: Loaded, tmp_path: Path) -> None:
+    index = json.loads((loaded.path / "model_index.json").read_text())
+    (tmp_path / "model_index.json").write_text(json.dumps(index | {"_class_name": "OtherPipeline"}))
+    with pytest.raises(ValueError, match=f"must hold a {loaded.model.pipeline} .* got OtherPipeline"):
+        load_model(tmp_path)
+
+
+# -- bad input --------------------------------------------------------------------------------------------
+
+
+def test_an_impossible_size_is_an_error_that_names_the_key_and_the_nearest(loaded: Loaded) -> None:
+    good, multiple = loaded.case.sizes[0], loaded.case.px_multiple
+    for key in ("height_px", "width_px"):
+        value = getattr(good, key) + multiple // 4
+        message = rf"digen\.sampling\.{key} must be a multiple of {multiple} .* got {value}; the nearest is"
+        with pytest.raises(ValueError, match=f"{message} {getattr(good, key)}"):
+            loaded.model.latent_shape(replace(good, **{key: value}))
+        with pytest.raises(ValueError, match=f"the nearest is {multiple}"):
+            loaded.model.latent_shape(replace(good, **{key: 3}))
+    loaded.model.latent_shape(good)
+    if loaded.case.is_video:
+        message = r"digen\.sampling\.num_frames must be 1 plus a multiple of 4 .* got 80; the nearest is 81"
+        with pytest.raises(ValueError, match=message):
+            loaded.model.latent_shape(replace(good, num_frames=80))
+        with pytest.raises(ValueError, match="got 0; the nearest is 1"):
+            loaded.model.latent_shape(replace(good, num_frames=0))
+    else:
+        with pytest.raises(ValueError, match=r"digen\.sampling\.num_frames must be 1 .* got 5"):
+            loaded.model.latent_shape(replace(good, num_frames=5))
+
+
+def test_a_prompt_of_one_token_too_many_is_an_error(loaded: Loaded) -> None:
+    case = loaded.case
+    fits = " ".join(["red"] * case.word_limit)
+    assert len(loaded.encode([fits])) == 1
+    message = rf"a prompt must have at most {case.max_tokens} tokens.* got {case.max_tokens + 1} for 'red red .*data"
+    with pytest.raises(ValueError, match=message):
+        loaded.encode([f"{fits} red"])
+
+
+def test_a_single_frame_of_a_video_model_is_a_picture(loaded: Loaded) -> None:
+    picture = replace(loaded.case.sizes[0], num_frames=1)
+    latents = draw(2, *loaded.model.latent_shape(picture))
+    pixels = loaded.model.load_decoder(torch.float32, CPU)(latents, picture)
+    assert pixels.shape == (2, picture.height_px, picture.width_px, 3)
+
+
+def test_every_word_counts(loaded: Loaded) -> None:
+    """The tiny tokenizers tell words apart that they never saw."""
+    words = ("red", "blue", "Ünal", "zebra", "Zebra 4", "xyz", "zyx")
+    embeds = [condition["embeds"] for condition in loaded.encode([f"a {word} circle" for word in words])]
+    for one, other in itertools.combinations(embeds, 2):
+        length = min(len(one), len(other))
+        assert not torch.allclose(one[:length], other[:length], atol=1e-3)
+
+
+# -- the schedule -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loaded", [case for case in CASES if not case.is_video], indirect=True, ids=lambda c: c.name)
+@pytest.mark.parametrize("by_size", [False, True])
+def test_a_schedule_shifts_as_in_the_pipeline(loaded: Loaded, tmp_path: Path, by_size: bool) -> None:
+    """By a constant or by the size, whichever the checkpoint says; other numbers than the published ones."""
+    changed = {"use_dynamic_shifting": by_size, "shift": 2.5, "base_shift": 0.4, "max_shift": 1.3}
+    configs = shutil.copytree(loaded.path, tmp_path / "m")
+    file = configs / "scheduler" / "scheduler_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+    other = Loaded(loaded.case, configs)
+    schedules = []
+    for geometry in loaded.case.sizes:
+        other.run_pipeline(geometry, 1.0, initial(other.model, geometry))
+        schedules.append(other.model.sigmas(NUM_STEPS, geometry))
+        close(schedules[-1], other.pipeline.scheduler.sigmas, 0)
+    assert torch.equal(*schedules) != by_size
+
+
+# -- the registry -----------------------------------------------------------------------------------------
+
+
+def test_every_architecture_has_a_tiny_checkpoint(tmp_path: Path) -> None:
+    known = {load_model(build_tiny(name, tmp_path / name)).architecture for name in BUILDERS}
+    assert known == set(ARCHITECTURES)
+
+
+def test_a_tiny_checkpoint_is_a_function_of_its_name_and_seed(tmp_path: Path) -> None:
+    for folder, seed in (("a", 3), ("b", 3), ("c", 4)):
+        build_tiny("sd3", tmp_path / folder, seed)
+    first, again, other = (
+        (tmp_path / folder / "transformer" / "diffusion_pytorch_model.safetensors").read_bytes() for folder in "abc"
+    )
+    assert first == again != other
+    with pytest.raises(ValueError, match=r"unknown tiny checkpoint 'sdxl'; known ones: flux_dev, .*, z_image"):
+        build_tiny("sdxl", tmp_path / "d")

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training with vLLM-Omni as the rollout, through verl's own main."""
+
+import time
+
+import pytest
+
+from tests.e2e.conftest import finish_main, kill_one, run_main, start_main
+
+pytestmark = pytest.mark.e2e
+RECIPE = "[digen_flowgrpo,vllm_omni]"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        (
+            "actor_rollout_ref.model.lora_rank=4",
+            "digen.sampling.guidance_scale=2.0",
+            "trainer.test_freq=5",
+            "digen.sampling.val_guidance_scale=2.0",
+        ),
+    ],
+    ids=["full weights", "LoRA, guidance, validation"],
+)
+def test_five_steps_train_what_was_generated(tmp_path, overrides):
+    run = run_main(tmp_path / "run", "trainer.total_training_steps=5", *overrides, recipe=RECIPE, timeout_s=600)
+    assert run.exit_code == 0, run.output[-8000:]
+    steps = [row for row in run.metrics if "perf/step_s" in row]
+    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5]
+    for row in steps:
+        assert row["rollout/log_prob_gap_max"] <= 1e-4
+        assert row["rollout/version_age_max_versions"] == 0
+        assert row["actor/grad_norm"] > 0
+        assert row["rollout/refilled_groups"] == 0
+
+
+def test_a_run_goes_on_with_the_other_replica_when_one_is_killed_and_trains_every_sample_once(tmp_path):
+    run_dir = tmp_path / "run"
+    process = start_main(
+        run_dir,
+        "trainer.total_training_steps=5",
+        "trainer.n_gpus_per_node=2",
+        "digen.sampling.num_steps=40",  # long enough to be hit in the middle
+        recipe=RECIPE,
+    )
+    metrics = run_dir / "metrics.jsonl"
+    while process.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") >= 2):
+        time.sleep(0.1)
+    if process.poll() is None:
+        time.sleep(1.0)  # into the next step's generation
+        kill_one(process, "vLLMOmniHttpServer")
+    run = finish_main(process, run_dir, timeout_s=600)
+    assert run.exit_code == 0, run.output[-8000:]
+    steps = [row for row in run.metrics if "perf/step_s" in row]
+    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5]
+    assert [row["rollout/num_replicas"] for row in steps][:2] == [2, 2] and steps[-1]["rollout/num_replicas"] == 1
+    assert "vllm_omni" in run.output and "lost" in run.output
+    for row in steps:
+        assert row["actor/num_rows"] == 4 * 4 * 39, "16 samples of 39 trained steps, each once"
+        assert row["rollout/log_prob_gap_max"] <= 1e-4

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chunks in an agent loop worker: generated on the replica the planner chose, scored meanwhile, then published.
+
+    generate(order)     returns when all samples are generated, or failed: the slot is free
+    collect(chunk_id)   returns when all of them are scored and their rows are in TransferQueue: their tags
+
+Who waits: the driver for both; a sample's scoring for nothing but its generation. Bound: the driver has one chunk per
+slot in generation, and collects every chunk that it had generated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from ray.exceptions import RayActorError
+
+from verl_digen.errors import plain
+
+Generated = TypeVar("Generated")
+Scored = TypeVar("Scored")
+
+
+@dataclass(frozen=True)
+class ChunkOrder:
+    """Samples of one group to generate. Written by the trainer's conductor."""
+
+    chunk_id: int
+    uid: str
+    samples: tuple[int, ...]
+    """Sample indices within the group."""
+    row: Mapping[str, Any]
+    """The prompt's row of the dataset, and `global_steps`."""
+
+
+@dataclass(frozen=True)
+class GeneratedChunk:
+    """What the driver hears when a chunk's generation has ended."""
+
+    failures: Mapping[int, str]
+    """Sample index -> why it was not generated."""
+    is_slot_lost: bool
+    """The replica's process died."""
+
+
+@dataclass(frozen=True)
+class ScoredChunk:
+    """What the driver hears when a chunk's samples are scored and published."""
+
+    tags: Mapping[int, dict[str, Any]]
+    """Sample index -> small facts: reward, version, seed, intervals."""
+    failures: Mapping[int, str]
+    """Sample index -> why it was not scored."""
+
+
+@dataclass
+class ChunkRunner(Generic[Generated, Scored]):
+    """The chunks of one worker. What is done with a sample is given to it, so that it knows nothing of actors.
+
+    Example:
+        runner = ChunkRunner(generate, score, publish)
+        await runner.generate(order, server)    # GeneratedChunk(failures={}, is_slot_lost=False)
+        await runner.collect(order.chunk_id)    # ScoredChunk(tags={0: {...}, 1: {...}}, failures={})
+    """
+
+    generate_sample: Callable[[ChunkOrder, int, Any], Awaitable[Generated]]
+    """(order, sample index, server) -> the sample."""
+    score_sample: Callable[[ChunkOrder, Generated], Awaitable[Scored]]
+    publish: Callable[[ChunkOrder, Mapping[int, Scored]], Awaitable[Mapping[int, dict[str, Any]]]]
+    """Puts the samples' rows where trainer ranks find them -> their tags."""
+    _scoring: dict[int, tuple[ChunkOrder, dict[int, asyncio.Task[Scored]]]] = field(default_factory=dict)
+
+    async def generate(self, order: ChunkOrder, server: Any) -> GeneratedChunk:
+        """Generate the samples of `order` together on `server`; each is scored from the moment it is there."""
+        scoring: dict[int, asyncio.Task[Scored]] = {}
+        self._scoring[order.chunk_id] = order, scoring
+
+        async def run(index: int) -> None:
+            generated = await self.generate_sample(order, index, server)
+            scoring[index] = asyncio.create_task(self._score(order, generated))
+
+        outcomes = await asyncio.gather(*map(run, order.samples), return_exceptions=True)
+        errors = {
+            index: outcome
+            for index, outcome in zip(order.samples, outcomes, strict=True)
+            if isinstance(outcome, BaseException)
+        }
+        is_lost = any(isinstance(error, RayActorError) for error in errors.values())
+        return GeneratedChunk({index: describe(error) for index, error in errors.items()}, is_lost)
+
+    async def _score(self, order: ChunkOrder, generated: Generated) -> Scored:
+        return await self.score_sample(order, generated)
+
+    async def collect(self, chunk_id: int) -> ScoredChunk:
+        """Wait for the scores of a chunk whose generation has ended; publish the samples that have one."""
+        order, scoring = self._scoring.pop(chunk_id)
+        outcomes = await asyncio.gather(*scoring.values(), return_exceptions=True)
+        scored: dict[int, Scored] = {}
+        failures: dict[int, str] = {}
+        for index, outcome in zip(scoring, outcomes, strict=True):
+            if isinstance(outcome, BaseException):
+                failures[index] = describe(outcome)
+            else:
+                scored[index] = outcome
+        if not scored:
+            return ScoredChunk({}, failures)
+        return ScoredChunk(await self.publish(order, scored), failures)
+
+
+def describe(error: BaseException) -> str:
+    """One line for a tag: the innermost message, without the remote traceback Ray adds."""
+    cause = plain(error)
+    return f"{type(cause).__name__}: {cause}".splitlines()[0]

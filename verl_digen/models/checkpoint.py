@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint folder in the diffusers format: its configs, its networks, their weights one tensor at a time.
+
+- Errors name `actor_rollout_ref.model.path`, which is where the folder was typed.
+- A network's dtypes are those diffusers' own loader gives it, however it is filled: what the class lists as kept
+  in fp32 stays fp32, and so do tables that no checkpoint holds.
+
+Invariant (tests/models): the meta network filled from `iter_weights` has the loaded one's values, dtypes and tables.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from accelerate import init_empty_weights
+from diffusers.utils.constants import SAFE_WEIGHTS_INDEX_NAME, SAFETENSORS_WEIGHTS_NAME
+from safetensors import safe_open
+from torch import Tensor, nn
+
+
+def read_config(path: Path, name: str) -> dict[str, Any]:
+    """The JSON file `name` of the checkpoint in `path`.
+
+    Raises:
+        ValueError: there is none.
+    """
+    file = path / name
+    if not file.is_file():
+        raise ValueError(
+            f"actor_rollout_ref.model.path must hold {name}, but {str(path)!r} has none; complete the download"
+        )
+    return json.loads(file.read_text())
+
+
+def read_network_config(path: Path, folder: str) -> dict[str, Any]:
+    """The constructor's arguments of the diffusers network in `folder`: the file's, and where an older file is silent
+    the class's defaults, which the network is then built with too."""
+    config = read_config(path, f"{folder}/config.json")
+    arguments = inspect.signature(getattr(diffusers, config["_class_name"]).__init__).parameters.values()
+    defaults = {argument.name: argument.default for argument in arguments if argument.default is not argument.empty}
+    return defaults | config
+
+
+def check_components(path: Path, index: dict[str, Any], needed: tuple[str, ...]) -> None:
+    """Every component the pipeline's index names has its folder, and those `needed` are named.
+
+    Raises:
+        ValueError: lists what is missing.
+    """
+    listed = {name for name, entry in index.items() if isinstance(entry, list) and entry[0] is not None}
+    absent = sorted(name for name in {*listed, *needed} if name not in listed or not (path / name).is_dir())
+    if absent:
+        raise ValueError(
+            f"actor_rollout_ref.model.path must hold all parts of its {index['_class_name']}, but {str(path)!r} lacks "
+            f"{', '.join(absent)}; complete the download"
+        )
+
+
+def load_network(folder: Path, architecture: str, dtype: torch.dtype) -> nn.Module:
+    """The diffusers network in `folder`, in eval mode on the CPU."""
+    return getattr(diffusers, architecture).from_pretrained(folder, dtype=dtype, low_cpu_mem_usage=True).eval()
+
+
+def make_meta_network(folder: Path, architecture: str, dtype: torch.dtype) -> nn.Module:
+    """The same without its weights: parameters on the meta device, buffers and tables real, on the CPU."""
+    network = getattr(diffusers, architecture)
+    with init_empty_weights(include_buffers=False):
+        module = network.from_config(network.load_config(folder)).eval()
+    for name, tensor in module.state_dict(keep_vars=True).items():  # and not tables that no checkpoint holds
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(_dtype_of(name, architecture, dtype))
+    return module
+
+
+def iter_weights(folder: Path, architecture: str, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """The weights in `folder`, one (state-dict name, CPU tensor) at a time, floats in the dtype `load_network` gives.
+
+    Raises:
+        ValueError: the folder has no safetensors, or lacks one its index names.
+    """
+    index = folder / SAFE_WEIGHTS_INDEX_NAME
+    names = {SAFETENSORS_WEIGHTS_NAME}
+    if index.is_file():
+        names = set(json.loads(index.read_text())["weight_map"].values())
+    missing = sorted(name for name in names if not (folder / name).is_file())
+    if missing:
+        raise ValueError(
+            f"the transformer's weights must be safetensors, but {folder} lacks {', '.join(missing)}; "
+            "complete the download, or save the checkpoint again with save_pretrained"
+        )
+    for name in sorted(names):
+        with safe_open(folder / name, framework="pt") as shard:
+            for key in shard.keys():  # noqa: SIM118 - not a dict
+                tensor = shard.get_tensor(key)
+                yield key, tensor.to(_dtype_of(key, architecture, dtype)) if tensor.is_floating_point() else tensor
+
+
+def kept_in_fp32(name: str, architecture: str) -> bool:
+    """Whether diffusers loads the parameter `name` in fp32 whatever dtype is asked for."""
+    return not set(getattr(diffusers, architecture)._keep_in_fp32_modules or ()).isdisjoint(name.split("."))
+
+
+def _dtype_of(name: str, architecture: str, dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if kept_in_fp32(name, architecture) else dtype

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FLUX.1 [dev] and [schnell]: text to image, as diffusers' `FluxPipeline` runs them.
+
+- A token is a 2x2 patch of latent positions, so packed latents are [tokens, 4 * latent channels].
+- Two text encoders: CLIP's pooled vector and T5's tokens, 512 for dev and 256 for schnell, always all of them
+  and without a mask. CLIP reads a long prompt's first 77 tokens, as in the pipeline, and T5 all of it.
+- dev takes a guidance scale as an input, schnell takes none. True classifier-free guidance works with both and
+  comes on top; dev was not made for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from diffusers.pipelines.flux.pipeline_flux import FluxPipeline, calculate_shift
+from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+from torch import Tensor, nn
+
+from verl_digen.models.base import Collated, Decoder, DiffusionModel, PromptEncoder
+from verl_digen.models.pixels import load_image_decoder
+from verl_digen.models.sizes import check_size
+from verl_digen.models.text import check_length, one_by_one
+from verl_digen.types import Condition, Geometry
+
+MAX_TEXT_TOKENS_DEV = 512
+"""T5 tokens of a guidance-distilled checkpoint; the pipeline's default."""
+MAX_TEXT_TOKENS_SCHNELL = 256
+"""T5 tokens of one without guidance input: the most schnell takes (diffusers' documentation of Flux)."""
+DEFAULT_GUIDANCE = 3.5
+"""The pipeline's default `guidance_scale`."""
+PATCH = 2
+"""Latent positions per token and side."""
+TIMESTEPS_PER_SIGMA = 1000
+"""The pipeline's timestep is sigma times this."""
+
+
+class Flux(DiffusionModel):
+    architecture = "FluxTransformer2DModel"
+    pipeline = "FluxPipeline"
+    title = "FLUX.1"
+    example = "black-forest-labs/FLUX.1-dev"
+    components: ClassVar[tuple[str, ...]] = (
+        *("scheduler", "transformer", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"),
+    )
+    lora_targets: ClassVar[tuple[str, ...]] = (
+        *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
+        *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
+        *("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
+    )
+    """Attention and feed-forward of both streams and the single blocks' attention, as flow_grpo trains FLUX.1."""
+
+    def __init__(self, path: str | Path):
+        super().__init__(path)
+        network = self.read_network_config("transformer")
+        self._num_channels: int = network["in_channels"]
+        self._max_tokens = MAX_TEXT_TOKENS_DEV if network["guidance_embeds"] else MAX_TEXT_TOKENS_SCHNELL
+        self.default_embedded_guidance = DEFAULT_GUIDANCE if network["guidance_embeds"] else None
+        self._vae_scale = 2 ** (len(self.read_network_config("vae")["block_out_channels"]) - 1)
+        self._schedule = self.read_config("scheduler/scheduler_config.json")
+
+    # -- loading ------------------------------------------------------------------------------------------
+    def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
+        """Conditions are {"embeds": [L, D], "pooled": [E]} in `dtype`, L the same for every prompt."""
+        pipeline: Any = FluxPipeline.from_pretrained(self.path, transformer=None, vae=None, scheduler=None, dtype=dtype)
+        for encoder in (pipeline.text_encoder, pipeline.text_encoder_2):
+            encoder.eval().to(device)
+
+        def encode(prompt: str) -> Condition:
+            check_length(pipeline.tokenizer_2, prompt, title=self.title, max_tokens=self._max_tokens)
+            embeds, pooled, _ = pipeline.encode_prompt(prompt, device=device, max_sequence_length=self._max_tokens)
+            return {"embeds": embeds[0], "pooled": pooled[0]}
+
+        return one_by_one(encode)
+
+    def load_decoder(self, dtype: torch.dtype, device: torch.device) -> Decoder:
+        def unpack(latents: Tensor, geometry: Geometry) -> Tensor:
+            return FluxPipeline._unpack_latents(latents, geometry.height_px, geometry.width_px, self._vae_scale)
+
+        return load_image_decoder(self.path / "vae", dtype, device, unpack=unpack)
+
+    # -- the shape of the problem -------------------------------------------------------------------------
+    def _token_grid(self, geometry: Geometry) -> tuple[int, int]:
+        """(rows, columns) of tokens."""
+        px_per_token = self._vae_scale * PATCH
+        return geometry.height_px // px_per_token, geometry.width_px // px_per_token
+
+    def latent_shape(self, geometry: Geometry) -> tuple[int, ...]:
+        check_size(geometry, title=self.title, px_multiple=self._vae_scale * PATCH)
+        rows, columns = self._token_grid(geometry)
+        return rows * columns, self._num_channels
+
+    def sigmas(self, num_steps: int, geometry: Geometry) -> Tensor:
+        # "5. Prepare timesteps" of FluxPipeline.__call__.
+        scheduler: Any = FlowMatchEulerDiscreteScheduler.from_config(self._schedule)
+        mu = calculate_shift(
+            self.latent_shape(geometry)[0],
+            scheduler.config.base_image_seq_len,
+            scheduler.config.max_image_seq_len,
+            scheduler.config.base_shift,
+            scheduler.config.max_shift,
+        )
+        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / num_steps, num_steps), mu=mu)
+        return torch.as_tensor(scheduler.sigmas)
+
+    # -- the network --------------------------------------------------------------------------------------
+    def collate(self, conditions: Sequence[Condition]) -> Collated:
+        """{"embeds": [N, L, D], "pooled": [N, E]}: prompts are all of one length."""
+        return {name: torch.stack([condition[name] for condition in conditions]) for name in ("embeds", "pooled")}
+
+    def predict(
+        self,
+        transformer: nn.Module,
+        latents: Tensor,
+        sigmas: Tensor,
+        condition: Collated,
+        geometry: Geometry,
+    ) -> Tensor:
+        # "6. Denoising loop" of FluxPipeline.__call__; there too the timestep is rounded to the network's dtype,
+        # then divided.
+        dtype, device = self.input_dtype(transformer), latents.device
+        rows, columns = self._token_grid(geometry)
+        return transformer(
+            hidden_states=latents.to(dtype),
+            timestep=(sigmas * TIMESTEPS_PER_SIGMA).to(device, dtype) / TIMESTEPS_PER_SIGMA,
+            guidance=condition.get("guidance"),
+            pooled_projections=condition["pooled"].to(dtype),
+            encoder_hidden_states=condition["embeds"].to(dtype),
+            txt_ids=torch.zeros(condition["embeds"].shape[1], 3, device=device, dtype=dtype),
+            img_ids=FluxPipeline._prepare_latent_image_ids(len(latents), rows, columns, device, dtype),
+            return_dict=False,
+        )[0]

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HunyuanVideo: text to video, as diffusers' `HunyuanVideoPipeline` runs it.
+
+- Latents are [C, F, H, W], F = 1 + (frames - 1) / 4. One frame is a picture.
+- Two text encoders: a LLaMA's hidden states of the prompt in a template, which is cut away again, with a mask; and
+  CLIP's pooled vector. CLIP reads a long prompt's first 77 tokens, as in the pipeline.
+- The network takes a guidance scale as an input. True classifier-free guidance comes on top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import AutoencoderKLHunyuanVideo
+from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE, HunyuanVideoPipeline
+from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from verl_digen.models.base import Collated, Decoder, DiffusionModel, PromptEncoder
+from verl_digen.models.pixels import decode_each
+from verl_digen.models.sizes import check_size
+from verl_digen.models.text import check_length, one_by_one
+from verl_digen.types import Condition, Geometry
+
+MAX_TEXT_TOKENS = 256
+"""LLaMA tokens of a prompt, without the template's beginning; the pipeline's default."""
+DEFAULT_GUIDANCE = 6.0
+"""The pipeline's default `guidance_scale`."""
+GUIDANCE_UNIT = 1000
+"""The network is given the guidance scale times this."""
+TIMESTEPS_PER_SIGMA = 1000
+"""The network's timestep is sigma times this."""
+
+
+class HunyuanVideo(DiffusionModel):
+    architecture = "HunyuanVideoTransformer3DModel"
+    pipeline = "HunyuanVideoPipeline"
+    title = "HunyuanVideo"
+    example = "hunyuanvideo-community/HunyuanVideo"
+    components: ClassVar[tuple[str, ...]] = (
+        *("scheduler", "transformer", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"),
+    )
+    lora_targets: ClassVar[tuple[str, ...]] = (
+        *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
+        *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
+    )
+    """Attention of both streams, of the single blocks and of the text refiner."""
+
+    def __init__(self, path: str | Path):
+        super().__init__(path)
+        self._network = self.read_network_config("transformer")
+        self.default_embedded_guidance = DEFAULT_GUIDANCE if self._network["guidance_embeds"] else None
+        vae = self.read_network_config("vae")
+        self._frame_stride: int = vae["temporal_compression_ratio"]
+        self._vae_scale: int = vae["spatial_compression_ratio"]
+        self._schedule = self.read_config("scheduler/scheduler_config.json")
+
+    # -- loading ------------------------------------------------------------------------------------------
+    def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
+        """Conditions are {"embeds": [L, D], "pooled": [E]} in `dtype`, L the prompt's own number of tokens."""
+        pipeline: Any = HunyuanVideoPipeline.from_pretrained(
+            self.path, transformer=None, vae=None, scheduler=None, dtype=dtype
+        )
+        for encoder in (pipeline.text_encoder, pipeline.text_encoder_2):
+            encoder.eval().to(device)
+        max_tokens = DEFAULT_PROMPT_TEMPLATE["crop_start"] + MAX_TEXT_TOKENS
+
+        def encode(prompt: str) -> Condition:
+            text = DEFAULT_PROMPT_TEMPLATE["template"].format(prompt)
+            check_length(pipeline.tokenizer, text, title=self.title, max_tokens=max_tokens, prompt=prompt)
+            embeds, pooled, mask = pipeline.encode_prompt(prompt, device=device, max_sequence_length=MAX_TEXT_TOKENS)
+            return {"embeds": embeds[0, : int(mask.sum())], "pooled": pooled[0]}
+
+        return one_by_one(encode)
+
+    def load_decoder(self, dtype: torch.dtype, device: torch.device) -> Decoder:
+        """The VAE decodes longer videos in overlapping temporal tiles by itself, as in the pipeline."""
+        vae: Any = AutoencoderKLHunyuanVideo.from_pretrained(self.path / "vae", dtype=dtype)
+        vae.eval().to(device)
+
+        @torch.no_grad()
+        def decode(latents: Tensor, geometry: Geometry) -> Tensor:
+            # The end of HunyuanVideoPipeline.__call__.
+            return decode_each(vae, latents.to(device, dtype) / vae.config.scaling_factor)
+
+        return decode
+
+    # -- the shape of the problem -------------------------------------------------------------------------
+    def latent_shape(self, geometry: Geometry) -> tuple[int, ...]:
+        px_per_token = self._vae_scale * self._network["patch_size"]
+        check_size(geometry, title=self.title, px_multiple=px_per_token, frame_stride=self._frame_stride)
+        return (
+            self._network["in_channels"],
+            1 + (geometry.num_frames - 1) // self._frame_stride,
+            geometry.height_px // self._vae_scale,
+            geometry.width_px // self._vae_scale,
+        )
+
+    def sigmas(self, num_steps: int, geometry: Geometry) -> Tensor:
+        # "4. Prepare timesteps" of HunyuanVideoPipeline.__call__.
+        scheduler: Any = FlowMatchEulerDiscreteScheduler.from_config(self._schedule)
+        scheduler.set_timesteps(sigmas=np.linspace(1.0, 0.0, num_steps + 1)[:-1])
+        return torch.as_tensor(scheduler.sigmas)
+
+    # -- the network --------------------------------------------------------------------------------------
+    def collate(self, conditions: Sequence[Condition]) -> Collated:
+        """{"embeds": [N, L, D], "mask": [N, L] bool, "pooled": [N, E]}, padded to the longest of the N."""
+        embeds = [condition["embeds"] for condition in conditions]
+        padded = pad_sequence(embeds, batch_first=True)
+        lengths = torch.tensor([len(embed) for embed in embeds])
+        mask = torch.arange(padded.shape[1]) < lengths[:, None]
+        return {
+            "embeds": padded,
+            "mask": mask.to(padded.device),
+            "pooled": torch.stack([condition["pooled"] for condition in conditions]),
+        }
+
+    def predict(
+        self,
+        transformer: nn.Module,
+        latents: Tensor,
+        sigmas: Tensor,
+        condition: Collated,
+        geometry: Geometry,
+    ) -> Tensor:
+        # "7. Denoising loop" of HunyuanVideoPipeline.__call__; there too the timestep is rounded to the network's
+        # dtype, which the latents have after the first step.
+        dtype = self.input_dtype(transformer)
+        guidance = condition.get("guidance")
+        return transformer(
+            hidden_states=latents.to(dtype),
+            timestep=(sigmas * TIMESTEPS_PER_SIGMA).to(latents.device, dtype),
+            encoder_hidden_states=condition["embeds"].to(dtype),
+            encoder_attention_mask=condition["mask"].to(dtype),
+            pooled_projections=condition["pooled"].to(dtype),
+            guidance=None if guidance is None else guidance.to(dtype) * GUIDANCE_UNIT,
+            return_dict=False,
+        )[0]

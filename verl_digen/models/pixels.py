@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a VAE's output to 8-bit pixels on the host, rounded as diffusers' processors round.
+
+- A video leaves the accelerator before the next one is decoded: the peak is one video's.
+
+Invariant (tests/models): pixels are those of the model's own pipeline, up to values at the edge of rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from torch import Tensor
+
+from verl_digen.types import Geometry
+
+
+def to_pixels(frames: Tensor) -> Tensor:
+    """[B, 3, H, W] or [B, 3, F, H, W] in [-1, 1] -> uint8 with channels last, on the CPU."""
+    in_unit_range = (frames * 0.5 + 0.5).clamp(0, 1).float()
+    return (in_unit_range.movedim(1, -1) * 255).round().to(torch.uint8).cpu()
+
+
+def decode_each(vae: Any, latents: Tensor) -> Tensor:
+    """Decode one video after the other, [B, C, F, H, W] -> uint8 [B, F', H', W', 3], or [B, H', W', 3] of one frame."""
+    videos = torch.cat([to_pixels(vae.decode(one, return_dict=False)[0]) for one in latents.split(1)])
+    return videos.squeeze(1)
+
+
+def load_image_decoder(
+    folder: Path, dtype: torch.dtype, device: torch.device, *, unpack: Callable[[Tensor, Geometry], Tensor]
+) -> Callable[[Tensor, Geometry], Tensor]:
+    """The decoder of a model whose VAE is diffusers' `AutoencoderKL`.
+
+    Args:
+        unpack: latents as the transformer reads them -> [B, C, H, W].
+    """
+    vae: Any = AutoencoderKL.from_pretrained(folder, dtype=dtype)
+    vae.eval().to(device)
+
+    @torch.no_grad()
+    def decode(latents: Tensor, geometry: Geometry) -> Tensor:
+        unpacked = unpack(latents, geometry).to(device, dtype)
+        denormalised = unpacked / vae.config.scaling_factor + vae.config.shift_factor
+        return to_pixels(vae.decode(denormalised, return_dict=False)[0])
+
+    return decode

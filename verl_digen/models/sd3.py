@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stable Diffusion 3 and 3.5: text to image, as diffusers' `StableDiffusion3Pipeline` runs it.
+
+- Latents are [C, H/8, W/8]: the network cuts its own 2x2 patches.
+- Three text encoders. Two CLIPs give 77 tokens and a pooled vector, T5 gives 256 tokens; all are read padded and
+  without a mask, so how long they are padded is part of the model. The CLIPs read a long prompt's first 77
+  tokens, as in the pipeline, and T5 all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import StableDiffusion3Pipeline, calculate_shift
+from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+from torch import Tensor, nn
+
+from verl_digen.models.base import Collated, Decoder, DiffusionModel, PromptEncoder
+from verl_digen.models.pixels import load_image_decoder
+from verl_digen.models.sizes import check_size
+from verl_digen.models.text import check_length, one_by_one
+from verl_digen.types import Condition, Geometry
+
+MAX_TEXT_TOKENS = 256
+"""T5 tokens, always all of them; the pipeline's default."""
+TIMESTEPS_PER_SIGMA = 1000
+"""The network's timestep is sigma times this."""
+
+
+class StableDiffusion3(DiffusionModel):
+    architecture = "SD3Transformer2DModel"
+    pipeline = "StableDiffusion3Pipeline"
+    title = "Stable Diffusion 3"
+    example = "stabilityai/stable-diffusion-3.5-medium"
+    components: ClassVar[tuple[str, ...]] = (
+        *("scheduler", "transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3"),
+        *("tokenizer", "tokenizer_2", "tokenizer_3"),
+    )
+    lora_targets: ClassVar[tuple[str, ...]] = (
+        *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
+        *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
+    )
+    """The joint attention of both streams, as flow_grpo trains SD3.5."""
+
+    def __init__(self, path: str | Path):
+        super().__init__(path)
+        self._network = self.read_network_config("transformer")
+        self._vae_scale = 2 ** (len(self.read_network_config("vae")["block_out_channels"]) - 1)
+        self._schedule = self.read_config("scheduler/scheduler_config.json")
+
+    # -- loading ------------------------------------------------------------------------------------------
+    def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
+        """Conditions are {"embeds": [77 + 256, D], "pooled": [E]} in `dtype`."""
+        pipeline: Any = StableDiffusion3Pipeline.from_pretrained(
+            self.path, transformer=None, vae=None, scheduler=None, dtype=dtype
+        )
+        for encoder in (pipeline.text_encoder, pipeline.text_encoder_2, pipeline.text_encoder_3):
+            encoder.eval().to(device)
+
+        def encode(prompt: str) -> Condition:
+            check_length(pipeline.tokenizer_3, prompt, title=self.title, max_tokens=MAX_TEXT_TOKENS)
+            embeds, _, pooled, _ = pipeline.encode_prompt(
+                prompt,
+                prompt_2=None,
+                prompt_3=None,
+                device=device,
+                do_classifier_free_guidance=False,
+                max_sequence_length=MAX_TEXT_TOKENS,
+            )
+            return {"embeds": embeds[0], "pooled": pooled[0]}
+
+        return one_by_one(encode)
+
+    def load_decoder(self, dtype: torch.dtype, device: torch.device) -> Decoder:
+        return load_image_decoder(self.path / "vae", dtype, device, unpack=lambda latents, geometry: latents)
+
+    # -- the shape of the problem -------------------------------------------------------------------------
+    def latent_shape(self, geometry: Geometry) -> tuple[int, ...]:
+        px_per_token = self._vae_scale * self._network["patch_size"]
+        # Positions are a learned square table, of which the network takes the middle.
+        max_px = self._network["pos_embed_max_size"] * px_per_token
+        check_size(geometry, title=self.title, px_multiple=px_per_token, max_px=max_px)
+        return (
+            self._network["in_channels"],
+            geometry.height_px // self._vae_scale,
+            geometry.width_px // self._vae_scale,
+        )
+
+    def sigmas(self, num_steps: int, geometry: Geometry) -> Tensor:
+        # "5. Prepare timesteps" of StableDiffusion3Pipeline.__call__.
+        scheduler: Any = FlowMatchEulerDiscreteScheduler.from_config(self._schedule)
+        mu = None
+        if scheduler.config.use_dynamic_shifting:
+            _, height, width = self.latent_shape(geometry)
+            mu = calculate_shift(
+                (height // self._network["patch_size"]) * (width // self._network["patch_size"]),
+                scheduler.config.base_image_seq_len,
+                scheduler.config.max_image_seq_len,
+                scheduler.config.base_shift,
+                scheduler.config.max_shift,
+            )
+        scheduler.set_timesteps(num_steps, mu=mu)
+        return torch.as_tensor(scheduler.sigmas)
+
+    # -- the network --------------------------------------------------------------------------------------
+    def collate(self, conditions: Sequence[Condition]) -> Collated:
+        """{"embeds": [N, L, D], "pooled": [N, E]}: prompts are all of one length."""
+        return {name: torch.stack([condition[name] for condition in conditions]) for name in ("embeds", "pooled")}
+
+    def predict(
+        self,
+        transformer: nn.Module,
+        latents: Tensor,
+        sigmas: Tensor,
+        condition: Collated,
+        geometry: Geometry,
+    ) -> Tensor:
+        # "7. Denoising loop" of StableDiffusion3Pipeline.__call__.
+        dtype = self.input_dtype(transformer)
+        return transformer(
+            hidden_states=latents.to(dtype),
+            timestep=(sigmas * TIMESTEPS_PER_SIGMA).to(latents.device),
+            encoder_hidden_states=condition["embeds"].to(dtype),
+            pooled_projections=condition["pooled"].to(dtype),
+            return_dict=False,
+        )[0]

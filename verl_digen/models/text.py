@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompt to conditions: one prompt at a time, and none that would be cut.
+
+- Prompts are encoded one by one, so that an embedding does not depend on which others were asked for with it
+  (low-precision kernels differ with the batch's shape).
+- diffusers' pipelines cut a long prompt and log it; training on a prompt that the network never saw whole teaches
+  the wrong thing, so it is an error here. (A CLIP encoder beside a larger one is cut as in the pipeline.)
+
+Invariants (tests/models): an embedding is the pipeline's; a prompt of one token too many is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from verl_digen.types import Condition
+
+PROMPT_CHARACTERS_SHOWN = 40
+"""How much of a prompt an error quotes."""
+
+
+def one_by_one(encode: Callable[[str], Condition]) -> Callable[[Sequence[str]], list[Condition]]:
+    """An encoder of one prompt -> one of several, which encodes each distinct prompt once."""
+
+    # Not inference_mode: the embeddings enter autograd in training.
+    @torch.no_grad()
+    def encode_all(prompts: Sequence[str]) -> list[Condition]:
+        known = {prompt: encode(prompt) for prompt in dict.fromkeys(prompts)}
+        return [known[prompt] for prompt in prompts]
+
+    return encode_all
+
+
+def check_length(tokenizer: Any, text: str, *, title: str, max_tokens: int, prompt: str | None = None) -> None:
+    """Check that the encoder reads all of `text`.
+
+    Args:
+        text: what the tokenizer is given.
+        max_tokens: the limit, special tokens included.
+        prompt: the user's part, if `text` is that in a template.
+
+    Raises:
+        ValueError: there are more tokens than that.
+    """
+    num_tokens = len(tokenizer(text, verbose=False).input_ids)
+    if num_tokens > max_tokens:
+        shown, counted = (text, "") if prompt is None else (prompt, " in its template")
+        raise ValueError(
+            f"a prompt must have at most {max_tokens} tokens{counted} for {title}, got {num_tokens} for "
+            f"{shown[:PROMPT_CHARACTERS_SHOWN]!r}...; shorten it in data.train_files or data.val_files"
+        )

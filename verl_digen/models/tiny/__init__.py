@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny checkpoints with random weights in the diffusers format: every part of the real one, made in a second.
+
+- For checks of numerics without a download: pictures are noise.
+- Weights are drawn wide enough that a velocity visibly depends on the prompt, on sigma and on every position:
+  what a comparison cannot see it cannot guard.
+
+Invariant (tests/models/test_parity.py): the same seed gives the same weights; a change of 1 % in one block's weights
+moves the velocity by far more than the tolerance of the comparisons.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import torch
+
+BUILDERS: dict[str, str] = {
+    "flux_dev": "verl_digen.models.tiny.flux:make_dev",
+    "flux_schnell": "verl_digen.models.tiny.flux:make_schnell",
+    "hunyuan_video": "verl_digen.models.tiny.hunyuan_video:make",
+    "qwen_image": "verl_digen.models.tiny.qwen_image:make",
+    "sd3": "verl_digen.models.tiny.sd3:make",
+    "wan2.1": "verl_digen.models.tiny.wan:make_2_1",
+    "wan2.2_a14b": "verl_digen.models.tiny.wan:make_2_2_a14b",
+    "wan2.2_ti2v_5b": "verl_digen.models.tiny.wan:make_2_2_ti2v_5b",
+    "z_image": "verl_digen.models.tiny.z_image:make",
+}
+"""Name -> "module:function", which makes the diffusers pipeline. A new model adds one line here."""
+
+
+def build_tiny(name: str, path: str | Path, seed: int = 0) -> Path:
+    """Write the tiny checkpoint `name` to the folder `path`; the same weights for the same seed.
+
+    Raises:
+        ValueError: unknown name; lists the known ones.
+    """
+    if name not in BUILDERS:
+        raise ValueError(f"unknown tiny checkpoint {name!r}; known ones: {', '.join(sorted(BUILDERS))}")
+    module, _, function = BUILDERS[name].partition(":")
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        getattr(importlib.import_module(module), function)().save_pretrained(path)
+    return Path(path)

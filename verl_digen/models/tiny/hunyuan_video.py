@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tiny HunyuanVideo: 5 frames of 64x64 px are latents [4, 2, 8, 8]."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import AutoencoderKLHunyuanVideo
+from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoTransformer3DModel
+from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE, HunyuanVideoPipeline
+from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+from transformers import LlamaConfig, LlamaModel
+
+from verl_digen.models.tiny.text import (
+    CORPUS,
+    TEXT_WIDTH,
+    VOCABULARY_SIZE,
+    byte_tokenizer,
+    clip_encoder,
+    clip_tokenizer,
+)
+from verl_digen.models.tiny.weights import draw_weights
+
+LATENT_CHANNELS = 4
+CLIP_WIDTH = 16
+SPECIAL_TOKENS = ["<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+
+
+def make() -> HunyuanVideoPipeline:
+    """3 MB; the published schedule."""
+    return HunyuanVideoPipeline(
+        text_encoder=_text_encoder(),
+        tokenizer=byte_tokenizer([DEFAULT_PROMPT_TEMPLATE["template"], *CORPUS], SPECIAL_TOKENS),
+        transformer=_transformer(),
+        vae=_vae(),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=7.0),
+        text_encoder_2=clip_encoder(CLIP_WIDTH, projects=False),
+        tokenizer_2=clip_tokenizer(),
+    )
+
+
+def _transformer() -> HunyuanVideoTransformer3DModel:
+    transformer = HunyuanVideoTransformer3DModel(
+        in_channels=LATENT_CHANNELS,
+        out_channels=LATENT_CHANNELS,
+        num_attention_heads=2,
+        attention_head_dim=16,
+        num_layers=1,
+        num_single_layers=1,
+        num_refiner_layers=1,
+        text_embed_dim=TEXT_WIDTH,
+        pooled_projection_dim=CLIP_WIDTH,
+        rope_axes_dim=(4, 6, 6),
+    )
+    draw_weights(transformer)
+    return transformer
+
+
+def _text_encoder() -> LlamaModel:
+    encoder = LlamaModel(
+        LlamaConfig(
+            vocab_size=VOCABULARY_SIZE,
+            hidden_size=TEXT_WIDTH,
+            intermediate_size=64,
+            num_hidden_layers=4,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+        )
+    )
+    draw_weights(encoder)
+    return encoder
+
+
+def _vae() -> AutoencoderKLHunyuanVideo:
+    widths: Any = (8, 8, 8, 8)  # annotated as a tuple of one
+    vae = AutoencoderKLHunyuanVideo(
+        latent_channels=LATENT_CHANNELS, block_out_channels=widths, layers_per_block=1, norm_num_groups=4
+    )
+    draw_weights(vae)
+    return vae

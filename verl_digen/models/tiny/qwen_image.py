@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tiny Qwen-Image.
+
+8x8 px per latent position and 2x2 positions per token, as in the real one: 64x64 px are latents [16, 16].
+"""
+
+from __future__ import annotations
+
+from diffusers.models.autoencoders.autoencoder_kl_qwenimage import AutoencoderKLQwenImage
+from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformer2DModel
+from diffusers.pipelines.qwenimage.pipeline_qwenimage import QwenImagePipeline
+from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
+
+from verl_digen.models.tiny.text import TEXT_WIDTH, byte_tokenizer
+from verl_digen.models.tiny.weights import draw_weights
+
+LATENT_CHANNELS = 4
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+CORPUS = [
+    "system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial "
+    "relationships of the objects and background:\nuser\n",
+    "assistant\n",
+    "a red circle left of two small blue squares on a green background",
+]
+"""What the tokenizer learns its words from: the pipeline's prompt template, which it then splits into 34 + 5
+tokens as the real one does, and a caption."""
+
+
+def make() -> QwenImagePipeline:
+    """3 MB."""
+    return QwenImagePipeline(
+        scheduler=_scheduler(),
+        vae=_vae(),
+        text_encoder=_text_encoder(),
+        tokenizer=_tokenizer(),
+        transformer=_transformer(),
+    )
+
+
+def _scheduler() -> FlowMatchEulerDiscreteScheduler:
+    """The published Qwen-Image schedule."""
+    return FlowMatchEulerDiscreteScheduler(
+        use_dynamic_shifting=True,
+        base_shift=0.5,
+        max_shift=0.9,
+        base_image_seq_len=256,
+        max_image_seq_len=8192,
+        shift_terminal=0.02,
+        time_shift_type="exponential",
+    )
+
+
+def _transformer() -> QwenImageTransformer2DModel:
+    transformer = QwenImageTransformer2DModel(
+        in_channels=LATENT_CHANNELS * 4,
+        out_channels=LATENT_CHANNELS,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=TEXT_WIDTH,
+        axes_dims_rope=(4, 6, 6),
+    )
+    draw_weights(transformer)
+    return transformer
+
+
+def _vae() -> AutoencoderKLQwenImage:
+    vae = AutoencoderKLQwenImage(
+        base_dim=8,
+        z_dim=LATENT_CHANNELS,
+        num_res_blocks=1,
+        latents_mean=[-0.75, 0.1, 0.95, -0.15],
+        latents_std=[2.8, 1.4, 1.2, 2.0],
+    )
+    draw_weights(vae)
+    return vae
+
+
+def _text_encoder() -> Qwen2_5_VLForConditionalGeneration:
+    return Qwen2_5_VLForConditionalGeneration(
+        Qwen2_5_VLConfig(
+            text_config={
+                "vocab_size": 512,
+                "hidden_size": TEXT_WIDTH,
+                "intermediate_size": 64,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 1,
+                "initializer_range": 0.2,
+                "bos_token_id": 0,
+                "eos_token_id": 0,
+                "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e6},
+            },
+            vision_config={
+                "depth": 1,
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_heads": 2,
+                "out_hidden_size": TEXT_WIDTH,
+                "fullatt_block_indexes": [0],
+            },
+        )
+    )
+
+
+def _tokenizer() -> Qwen2Tokenizer:
+    return byte_tokenizer(CORPUS, SPECIAL_TOKENS)

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tiny Stable Diffusion 3.5, with its first block's second attention: 64x64 px are latents [4, 8, 8]."""
+
+from __future__ import annotations
+
+from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
+from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import StableDiffusion3Pipeline
+from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+
+from verl_digen.models.tiny.text import TEXT_WIDTH, clip_encoder, clip_tokenizer, t5_encoder, t5_tokenizer
+from verl_digen.models.tiny.vae import LATENT_CHANNELS, image_vae
+from verl_digen.models.tiny.weights import draw_weights
+
+CLIP_WIDTHS = (8, 16)
+"""Together less than T5's, as in the real one, whose CLIP part is padded with zeros."""
+
+
+def make() -> StableDiffusion3Pipeline:
+    """1 MB; the schedule, the scaling and the shift of the published VAE are the real ones."""
+    return StableDiffusion3Pipeline(
+        transformer=_transformer(),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=image_vae(scaling_factor=1.5305, shift_factor=0.0609),
+        text_encoder=clip_encoder(CLIP_WIDTHS[0], projects=True),
+        tokenizer=clip_tokenizer(),
+        text_encoder_2=clip_encoder(CLIP_WIDTHS[1], projects=True),
+        tokenizer_2=clip_tokenizer(),
+        text_encoder_3=t5_encoder(),
+        tokenizer_3=t5_tokenizer(),
+    )
+
+
+def _transformer() -> SD3Transformer2DModel:
+    transformer = SD3Transformer2DModel(
+        sample_size=16,
+        in_channels=LATENT_CHANNELS,
+        out_channels=LATENT_CHANNELS,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=TEXT_WIDTH,
+        caption_projection_dim=32,
+        pooled_projection_dim=sum(CLIP_WIDTHS),
+        pos_embed_max_size=24,
+        dual_attention_layers=(0,),
+        qk_norm="rms_norm",
+    )
+    draw_weights(transformer)
+    return transformer

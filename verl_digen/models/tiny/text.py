@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny tokenizers, with or without training on a few sentences, and tiny text encoders with random weights.
+
+- What diffusers annotates with a sister class of what its pipelines take is `Any` here.
+
+Invariant (tests/models/test_parity.py): no two words are the same tokens, known to the corpus or not.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+    Qwen2Tokenizer,
+    T5Config,
+    T5EncoderModel,
+    T5Tokenizer,
+    UMT5Config,
+    UMT5EncoderModel,
+)
+
+from verl_digen.models.tiny.weights import draw_weights
+
+TEXT_WIDTH = 32
+"""Hidden size of the token encoders."""
+VOCABULARY_SIZE = 512
+"""Of the encoders; tokenizers stay below."""
+CORPUS = [
+    "a red circle left of two small blue squares on a green background",
+    "a video of a yellow triangle that moves to the right",
+]
+"""What tokenizers learn their words from."""
+CLIP_TOKENS = 77
+"""What a real CLIP reads."""
+UMT5_SCALE = 8
+"""Size of UMT5's hidden states over that of T5's."""
+CLIP_SPECIALS = ["<|startoftext|>", "<|endoftext|>"]
+
+
+def clip_tokenizer() -> CLIPTokenizer:
+    blank = CLIPTokenizer(
+        vocab={token: i for i, token in enumerate(CLIP_SPECIALS)}, merges=[], model_max_length=CLIP_TOKENS
+    )
+    return blank.train_new_from_iterator(CORPUS * 2, vocab_size=500, new_special_tokens=CLIP_SPECIALS)
+
+
+def clip_encoder(width: int, *, projects: bool) -> Any:
+    """A `CLIPTextModelWithProjection` if it `projects`, as in SD3; else a `CLIPTextModel`."""
+    config = CLIPTextConfig(
+        vocab_size=VOCABULARY_SIZE,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=CLIP_TOKENS,
+        projection_dim=width,
+        bos_token_id=CLIP_SPECIALS.index("<|startoftext|>"),
+        eos_token_id=CLIP_SPECIALS.index("<|endoftext|>"),
+    )
+    encoder = CLIPTextModelWithProjection(config) if projects else CLIPTextModel(config)
+    draw_weights(encoder)
+    return encoder
+
+
+def t5_tokenizer() -> Any:
+    """A `T5Tokenizer`: whole words of the corpus, and single characters for all others."""
+    words = dict.fromkeys(word for sentence in CORPUS for word in sentence.split())
+    characters = string.ascii_letters + string.digits + string.punctuation
+    vocabulary = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -4.0)]
+    vocabulary += [(f"▁{word}", -2.0) for word in words] + [(character, -5.0) for character in characters]
+    return T5Tokenizer(vocab=vocabulary, extra_ids=0)
+
+
+def t5_encoder() -> T5EncoderModel:
+    encoder = T5EncoderModel(T5Config(**_t5_sizes()))
+    draw_weights(encoder)
+    return encoder
+
+
+def umt5_encoder() -> UMT5EncoderModel:
+    """Its hidden states are large, to stand out of the hundreds of zeros Wan pads them with."""
+    encoder = UMT5EncoderModel(UMT5Config(**_t5_sizes()))
+    draw_weights(encoder)
+    with torch.no_grad():
+        encoder.encoder.final_layer_norm.weight.mul_(UMT5_SCALE)
+    return encoder
+
+
+def _t5_sizes() -> dict[str, Any]:
+    return {
+        "vocab_size": VOCABULARY_SIZE,
+        "d_model": TEXT_WIDTH,
+        "d_kv": 16,
+        "d_ff": 64,
+        "num_layers": 2,
+        "num_heads": 2,
+        "feed_forward_proj": "gated-gelu",
+    }
+
+
+def byte_tokenizer(corpus: Sequence[str], specials: Sequence[str]) -> Any:
+    """A `Qwen2Tokenizer`: byte-level BPE, as of Qwen and LLaMA 3; the first of `specials` pads."""
+    blank = Qwen2Tokenizer(
+        vocab={token: i for i, token in enumerate(specials)},
+        merges=[],
+        unk_token=specials[0],
+        eos_token=specials[0],
+        pad_token=specials[0],
+    )
+    return blank.train_new_from_iterator(list(corpus) * 2, vocab_size=500, new_special_tokens=list(specials))

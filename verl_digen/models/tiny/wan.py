@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny Wan2.1, Wan2.2 A14B and TI2V-5B: 5 frames of 64x64 px are latents [4, 2, 8, 8], or [4, 2, 4, 4] for 5B."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
+from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
+from diffusers.pipelines.wan.pipeline_wan import WanPipeline
+from diffusers.schedulers.scheduling_unipc_multistep import UniPCMultistepScheduler
+
+from verl_digen.models.tiny.text import TEXT_WIDTH, t5_tokenizer, umt5_encoder
+from verl_digen.models.tiny.weights import draw_weights
+
+LATENT_CHANNELS = 4
+OUTPUT_GAIN = 0.5
+"""Of the last layer: keeps what fp32 rounds well below what the rest of the network does."""
+BOUNDARY_RATIO = 0.875
+"""Where the experts of the published A14B change."""
+
+
+def make_2_1() -> WanPipeline:
+    """1 MB."""
+    return _make(flow_shift=3.0, vae=_vae())
+
+
+def make_2_2_a14b() -> WanPipeline:
+    """2 MB; two experts."""
+    return _make(flow_shift=3.0, vae=_vae(), transformer_2=_transformer(), boundary_ratio=BOUNDARY_RATIO)
+
+
+def make_2_2_ti2v_5b() -> WanPipeline:
+    """1 MB; the VAE that shrinks sides by 16, and a timestep per token."""
+    vae = _vae(is_residual=True, in_channels=12, out_channels=12, patch_size=2, scale_factor_spatial=16)
+    return _make(flow_shift=5.0, vae=vae, expand_timesteps=True)
+
+
+def _make(flow_shift: float, vae: AutoencoderKLWan, **more: Any) -> WanPipeline:
+    scheduler: Any = UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=flow_shift
+    )
+    return WanPipeline(
+        tokenizer=t5_tokenizer(),
+        text_encoder=umt5_encoder(),
+        vae=vae,
+        scheduler=scheduler,
+        transformer=_transformer(),
+        **more,
+    )
+
+
+def _transformer() -> WanTransformer3DModel:
+    transformer = WanTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=12,
+        in_channels=LATENT_CHANNELS,
+        out_channels=LATENT_CHANNELS,
+        text_dim=TEXT_WIDTH,
+        freq_dim=32,
+        ffn_dim=48,
+        num_layers=2,
+        rope_max_seq_len=64,
+    )
+    draw_weights(transformer)
+    draw_weights(transformer.proj_out, gain=OUTPUT_GAIN)
+    return transformer
+
+
+def _vae(**more: Any) -> AutoencoderKLWan:
+    vae = AutoencoderKLWan(
+        base_dim=8,
+        z_dim=LATENT_CHANNELS,
+        dim_mult=[1, 1, 1, 1],
+        num_res_blocks=1,
+        latents_mean=[-0.75, 0.1, 0.95, -0.15],
+        latents_std=[2.8, 1.4, 1.2, 2.0],
+        **more,
+    )
+    draw_weights(vae)
+    return vae

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wan2.1 and Wan2.2: text to video, as diffusers' `WanPipeline` runs them.
+
+- Latents are [C, F, H, W], F = 1 + (frames - 1) / 4 with the published VAEs. One frame is a picture.
+- Text is UMT5's, padded with zeros to 512 tokens which the network reads without a mask; conditions carry only the
+  prompt's own tokens.
+- Checkpoints come with a UniPC scheduler. Its sigmas are used, and its whole-numbered timesteps; the step is Euler's.
+- Wan2.2 A14B holds two experts: `transformer` down to the pipeline's `boundary_ratio`, then `transformer_2`. Both are
+  guided with one scale. In TI2V-5B every token could have its own timestep; for text to video all are the same,
+  so a row passes one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import diffusers
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
+from diffusers.pipelines.wan.pipeline_wan import WanPipeline, prompt_clean
+from torch import Tensor, nn
+
+from verl_digen.models.base import Collated, Decoder, DiffusionModel, PromptEncoder
+from verl_digen.models.checkpoint import check_components
+from verl_digen.models.pixels import decode_each
+from verl_digen.models.sizes import check_size
+from verl_digen.models.text import check_length, one_by_one
+from verl_digen.types import Condition, Geometry
+
+MAX_TEXT_TOKENS = 512
+"""Tokens the network reads of every prompt; the pipeline's default."""
+TIMESTEPS_PER_SIGMA = 1000
+"""The network's timestep is sigma times this."""
+
+
+class Wan(DiffusionModel):
+    architecture = "WanTransformer3DModel"
+    pipeline = "WanPipeline"
+    title = "Wan"
+    example = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
+    lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
+    """Self- and cross-attention, as flow_grpo trains Wan2.1."""
+
+    def __init__(self, path: str | Path):
+        super().__init__(path)
+        self._boundary: float | None = self.index.get("boundary_ratio")
+        if self._boundary is not None:
+            self.experts = ("transformer", "transformer_2")
+            check_components(self.path, self.index, self.experts)
+        self._network = self.read_network_config("transformer")
+        vae = self.read_network_config("vae")
+        self._frame_stride: int = vae["scale_factor_temporal"]
+        self._vae_scale: int = vae["scale_factor_spatial"]
+        self._schedule = self.read_config("scheduler/scheduler_config.json")
+        self._scheduler_class: str = self.index["scheduler"][1]
+        self._has_whole_timesteps = self._scheduler_class == "UniPCMultistepScheduler"
+
+    # -- loading ------------------------------------------------------------------------------------------
+    def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
+        """Conditions are {"embeds": [L, D]} in `dtype`, L the prompt's own number of tokens."""
+        pipeline: Any = WanPipeline.from_pretrained(
+            self.path, transformer=None, transformer_2=None, vae=None, scheduler=None, dtype=dtype
+        )
+        pipeline.text_encoder.eval().to(device)
+
+        def encode(prompt: str) -> Condition:
+            text = prompt_clean(prompt)
+            check_length(pipeline.tokenizer, text, title=self.title, max_tokens=MAX_TEXT_TOKENS)
+            embeds, _ = pipeline.encode_prompt(
+                prompt, do_classifier_free_guidance=False, max_sequence_length=MAX_TEXT_TOKENS, device=device
+            )
+            return {"embeds": embeds[0, : len(pipeline.tokenizer(text).input_ids)]}
+
+        return one_by_one(encode)
+
+    def load_decoder(self, dtype: torch.dtype, device: torch.device) -> Decoder:
+        """The VAE decodes one latent frame at a time by itself, carrying what its convolutions remember."""
+        vae: Any = AutoencoderKLWan.from_pretrained(self.path / "vae", dtype=dtype)
+        vae.eval().to(device)
+        per_channel = (1, -1, 1, 1, 1)
+        mean = torch.tensor(vae.config.latents_mean).view(per_channel).to(device, dtype)
+        inverse_std = 1.0 / torch.tensor(vae.config.latents_std).view(per_channel).to(device, dtype)
+
+        @torch.no_grad()
+        def decode(latents: Tensor, geometry: Geometry) -> Tensor:
+            # The end of WanPipeline.__call__.
+            return decode_each(vae, latents.to(device, dtype) / inverse_std + mean)
+
+        return decode
+
+    # -- the shape of the problem -------------------------------------------------------------------------
+    def latent_shape(self, geometry: Geometry) -> tuple[int, ...]:
+        _, patch, _ = self._network["patch_size"]
+        check_size(geometry, title=self.title, px_multiple=self._vae_scale * patch, frame_stride=self._frame_stride)
+        return (
+            self._network["in_channels"],
+            1 + (geometry.num_frames - 1) // self._frame_stride,
+            geometry.height_px // self._vae_scale,
+            geometry.width_px // self._vae_scale,
+        )
+
+    def sigmas(self, num_steps: int, geometry: Geometry) -> Tensor:
+        # "4. Prepare timesteps" of WanPipeline.__call__.
+        scheduler = getattr(diffusers, self._scheduler_class).from_config(self._schedule)
+        scheduler.set_timesteps(num_steps)
+        return torch.as_tensor(scheduler.sigmas)
+
+    def expert_of(self, sigmas: Tensor) -> Tensor:
+        if self._boundary is None:
+            return super().expert_of(sigmas)
+        return (self._timesteps(sigmas) < self._boundary * TIMESTEPS_PER_SIGMA).long()
+
+    def _timesteps(self, sigmas: Tensor) -> Tensor:
+        """[N] what the scheduler calls the sigmas: int64 if it cuts them to whole numbers, else fp32.
+
+        It cuts in fp64. From a sigma in fp32 that is the same number, but for the rare one that is whole already:
+        one step of the 20,100 in all schedules of up to 200 steps at shift 3, which is then told a timestep more
+        or less.
+        """
+        timesteps = sigmas * TIMESTEPS_PER_SIGMA
+        return timesteps.long() if self._has_whole_timesteps else timesteps
+
+    # -- the network --------------------------------------------------------------------------------------
+    def collate(self, conditions: Sequence[Condition]) -> Collated:
+        """{"embeds": [N, 512, D]}, zeros where a prompt has ended."""
+        first = conditions[0]["embeds"]
+        embeds = first.new_zeros(len(conditions), MAX_TEXT_TOKENS, first.shape[1])
+        for row, condition in zip(embeds, conditions, strict=True):
+            row[: len(condition["embeds"])] = condition["embeds"]
+        return {"embeds": embeds}
+
+    def predict(
+        self,
+        transformer: nn.Module,
+        latents: Tensor,
+        sigmas: Tensor,
+        condition: Collated,
+        geometry: Geometry,
+    ) -> Tensor:
+        # "6. Denoising loop" of WanPipeline.__call__.
+        dtype = self.input_dtype(transformer)
+        chosen = {}
+        if len(self.experts) > 1:
+            experts = self.expert_of(sigmas).unique().tolist()
+            if len(experts) > 1:
+                raise RuntimeError(
+                    f"rows of one forward must belong to one expert, got sigmas {sigmas.tolist()} on both sides of "
+                    f"{self._boundary}; tile them by expert_of"
+                )
+            chosen = {"expert": experts[0]}
+        return transformer(
+            hidden_states=latents.to(dtype),
+            timestep=self._timesteps(sigmas).to(latents.device),
+            encoder_hidden_states=condition["embeds"].to(dtype),
+            return_dict=False,
+            **chosen,
+        )[0]

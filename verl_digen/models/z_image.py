@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Z-Image: text to image, as diffusers' `ZImagePipeline` runs it.
+
+- Latents are [C, H/8, W/8]: the network cuts its own 2x2 patches. It takes lists, one tensor per row, and pads
+  and masks by itself.
+- Its time runs the other way: the network is told 1 - sigma, and gives minus the velocity.
+- The scale w of classifier-free guidance is ours, v_neg + w (v_pos - v_neg). The pipeline counts from 0: its
+  `guidance_scale` is w - 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from diffusers.pipelines.z_image.pipeline_z_image import (
+    ZImagePipeline,
+    calculate_shift,
+    get_default_z_image_sigmas,
+)
+from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+from torch import Tensor, nn
+
+from verl_digen.models.base import Collated, Decoder, DiffusionModel, PromptEncoder
+from verl_digen.models.pixels import load_image_decoder
+from verl_digen.models.sizes import check_size
+from verl_digen.models.text import check_length, one_by_one
+from verl_digen.types import Condition, Geometry
+
+MAX_TEXT_TOKENS = 512
+"""Tokens of a prompt in its chat template; the pipeline's default."""
+PATCH = 2
+"""Latent positions per token and side."""
+TIMESTEPS_PER_SIGMA = 1000
+"""The pipeline's timestep is sigma times this."""
+
+
+class ZImage(DiffusionModel):
+    architecture = "ZImageTransformer2DModel"
+    pipeline = "ZImagePipeline"
+    title = "Z-Image"
+    example = "Tongyi-MAI/Z-Image-Turbo"
+    lora_targets: ClassVar[tuple[str, ...]] = (
+        *("attention.to_q", "attention.to_k", "attention.to_v", "attention.to_out.0"),
+        *("feed_forward.w1", "feed_forward.w2", "feed_forward.w3"),
+    )
+    """All projections of every block, the refiners' too."""
+
+    def __init__(self, path: str | Path):
+        super().__init__(path)
+        self._num_channels: int = self.read_network_config("transformer")["in_channels"]
+        self._vae_scale = 2 ** (len(self.read_network_config("vae")["block_out_channels"]) - 1)
+        self._schedule = self.read_config("scheduler/scheduler_config.json")
+
+    # -- loading ------------------------------------------------------------------------------------------
+    def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
+        """Conditions are {"embeds": [L, D]} in `dtype`, L the prompt's own number of tokens, template included."""
+        pipeline: Any = ZImagePipeline.from_pretrained(
+            self.path, transformer=None, vae=None, scheduler=None, dtype=dtype
+        )
+        pipeline.text_encoder.eval().to(device)
+
+        def encode(prompt: str) -> Condition:
+            text = pipeline.tokenizer.apply_chat_template(
+                [{"role": "user", "content": prompt}],
+                tokenize=False,
+                add_generation_prompt=True,
+                enable_thinking=True,
+            )
+            check_length(pipeline.tokenizer, text, title=self.title, max_tokens=MAX_TEXT_TOKENS, prompt=prompt)
+            (embeds,), _ = pipeline.encode_prompt(
+                [prompt], device=device, do_classifier_free_guidance=False, max_sequence_length=MAX_TEXT_TOKENS
+            )
+            return {"embeds": embeds}
+
+        return one_by_one(encode)
+
+    def load_decoder(self, dtype: torch.dtype, device: torch.device) -> Decoder:
+        return load_image_decoder(self.path / "vae", dtype, device, unpack=lambda latents, geometry: latents)
+
+    # -- the shape of the problem -------------------------------------------------------------------------
+    def latent_shape(self, geometry: Geometry) -> tuple[int, ...]:
+        check_size(geometry, title=self.title, px_multiple=self._vae_scale * PATCH)
+        return self._num_channels, geometry.height_px // self._vae_scale, geometry.width_px // self._vae_scale
+
+    def sigmas(self, num_steps: int, geometry: Geometry) -> Tensor:
+        # "5. Prepare timesteps" of ZImagePipeline.__call__.
+        scheduler: Any = FlowMatchEulerDiscreteScheduler.from_config(self._schedule)
+        _, height, width = self.latent_shape(geometry)
+        mu = calculate_shift(
+            (height // PATCH) * (width // PATCH),
+            scheduler.config.base_image_seq_len,
+            scheduler.config.max_image_seq_len,
+            scheduler.config.base_shift,
+            scheduler.config.max_shift,
+        )
+        scheduler.set_timesteps(sigmas=get_default_z_image_sigmas(num_steps), mu=mu)
+        return torch.as_tensor(scheduler.sigmas)
+
+    # -- the network --------------------------------------------------------------------------------------
+    def collate(self, conditions: Sequence[Condition]) -> Collated:
+        """{"embeds": N tensors [L, D], each of its own length}."""
+        return {"embeds": [condition["embeds"] for condition in conditions]}
+
+    def predict(
+        self,
+        transformer: nn.Module,
+        latents: Tensor,
+        sigmas: Tensor,
+        condition: Collated,
+        geometry: Geometry,
+    ) -> Tensor:
+        # "6. Denoising loop" of ZImagePipeline.__call__.
+        dtype = self.input_dtype(transformer)
+        timesteps = (TIMESTEPS_PER_SIGMA - sigmas * TIMESTEPS_PER_SIGMA) / TIMESTEPS_PER_SIGMA
+        one_frame = latents.to(dtype).unsqueeze(2)
+        predicted = transformer(
+            list(one_frame.unbind()),
+            timesteps.to(latents.device),
+            [embeds.to(dtype) for embeds in condition["embeds"]],
+            return_dict=False,
+        )[0]
+        return -torch.stack(predicted).squeeze(2)
