@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,21 +50,48 @@ class Run:
         return [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def run_main(run_dir: Path, *overrides: str, recipe: str = "digen_flowgrpo", timeout_s: float = 240) -> Run:
+def start_main(run_dir: Path, *overrides: str, recipe: str = "digen_flowgrpo") -> subprocess.Popen[str]:
     """`python -m verl.trainer.main_ppo recipe=... overrides`, a small run unless overrides say otherwise."""
     command = [sys.executable, "-m", "verl.trainer.main_ppo", f"recipe={recipe}", *SMALL]
     command += [f"trainer.default_local_dir={run_dir}", f"hydra.run.dir={run_dir}/hydra", *overrides]
-    done = subprocess.run(
+    return subprocess.Popen(
         command,
         cwd=run_dir.parent,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=timeout_s,
-        check=False,
     )
-    return Run(done.returncode, done.stdout, run_dir)
+
+
+def finish_main(process: subprocess.Popen[str], run_dir: Path, timeout_s: float = 300) -> Run:
+    """Wait for a run to end."""
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    return Run(process.returncode, output, run_dir)
+
+
+def run_main(run_dir: Path, *overrides: str, recipe: str = "digen_flowgrpo", timeout_s: float = 300) -> Run:
+    """`start_main` and `finish_main`."""
+    return finish_main(start_main(run_dir, *overrides, recipe=recipe), run_dir, timeout_s)
+
+
+def kill_one(process: subprocess.Popen[str], actor: str) -> None:
+    """Kill one process of the Ray actor class `actor` that the run started."""
+    import psutil
+
+    actors = [child for child in psutil.Process(process.pid).children(recursive=True) if _title(child) == actor]
+    assert actors, f"the run has no process of {actor}"
+    actors[0].kill()
+
+
+def _title(child: Any) -> str:
+    """Ray's workers carry the name of their actor class, and of the method they run, in their title."""
+    title = " ".join(child.cmdline())
+    return title.removeprefix("ray::").split(".")[0]
 
 
 @pytest.fixture(scope="session")

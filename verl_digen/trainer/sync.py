@@ -54,6 +54,7 @@ from verl_digen.pipeline.conditions import CONDITION_PARTITION
 from verl_digen.reward.manager import DiffusionRewardLoopManager
 from verl_digen.trainer.checkpoint import DriverState, load_driver_state, publish, save_driver_state
 from verl_digen.trainer.replay_buffer import GroupReplayBuffer
+from verl_digen.trainer.replicas import forget_lost_replicas
 from verl_digen.trainer.validation import draw_pictures, validation_metrics, validation_uid
 from verl_digen.types import TRAJECTORY_COLUMNS
 
@@ -64,7 +65,6 @@ NAME = "digen_flowgrpo"
 """`trainer.v1.trainer_mode`."""
 
 
-@register_trainer(NAME)
 class FlowGRPOTrainerSync(PPOTrainerSync):
     """Colocated synchronous FlowGRPO (and relatives) on diffusion models."""
 
@@ -81,6 +81,7 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
         self.run_dir = Path(config.trainer.default_local_dir)
         self._num_prompts_drawn = 0
         self._num_refills = 0
+        self._num_replicas = 0
         self._pictures: Any = None
         self._started_s = time.time()
         self._first_step: int | None = None
@@ -132,6 +133,17 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
         logger.warning("replacing %d failed groups: %s", num_prompts, self.replay_buffer.last_error)
         return super()._add_prompts_to_generate(num_prompts)
 
+    def on_sample_end(self) -> None:
+        self._forget_lost_replicas()
+        super().on_sample_end()
+
+    def on_step_end(self) -> None:
+        super().on_step_end()
+        self._forget_lost_replicas()
+
+    def _forget_lost_replicas(self) -> None:
+        self._num_replicas = forget_lost_replicas(self.checkpoint_manager, self.llm_server_manager)
+
     # -- one step -----------------------------------------------------------------------------------------
     def _balance_batch(self, batch: Any, metrics: dict, **unused: Any) -> Any:
         """Put the samples in one order, by group and index; verl deals them to the ranks in equal parts."""
@@ -176,10 +188,12 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
                 train_s=metrics.pop("actor/update_s"),
                 sync_s=timing_raw["update_weights"],
                 num_devices=self._get_n_gpus_for_throughput(),
+                training=self._training_intervals(),
             )
         )
         metrics["perf/save_s"] = saving_s
         metrics["rollout/refilled_groups"] = float(self._num_refills)
+        metrics["rollout/num_replicas"] = float(self._num_replicas)
         metrics["training/global_step"] = global_steps
         metrics["training/epoch"] = epoch
         self._metrics_file.append(global_steps, metrics)
@@ -191,6 +205,10 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
                 remaining_s=self._remaining_s(global_steps),
             )
         )
+
+    def _training_intervals(self) -> list[tuple[float, float]] | None:
+        """When the engine trained, if that was while others generated."""
+        return None
 
     def _remaining_s(self, step: int) -> float:
         """Time to the end at the pace since the first step of this process, validations included."""
@@ -306,6 +324,9 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
                 step_dir = Path(self.config.trainer.resume_from_path)
             self._num_prompts_drawn = load_driver_state(step_dir).num_prompts_drawn
             logger.info("resumed from %s after %d steps", step_dir, self.global_steps)
+
+
+register_trainer(NAME)(FlowGRPOTrainerSync)  # not as a decorator: verl's erases the class's type
 
 
 def _groups(batch: Any) -> list[str]:

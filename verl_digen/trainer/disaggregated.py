@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FlowGRPO on separate pools: generation and training at the same time inside one strictly on-policy step.
+
+    _setup        trainer ranks, reward workers; then replicas on devices of their own, and a checkpoint engine to them
+    step          the conductor: chunks out, fragments in, one commit              (verl_digen.trainer.conductor)
+    on_step_end   version v+1 to every replica, the timeline of the step to disk
+
+What is shared with the colocated trainer (data, checkpoints, validation, metrics) is inherited from it.
+
+Invariant (tests/e2e): after any number of steps the weights are those of the colocated trainer, to float tolerance.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import transfer_queue as tq
+from tensordict import NonTensorData, NonTensorStack, TensorDict
+from transfer_queue import KVBatchMeta
+from verl.checkpoint_engine import CheckpointEngineManager
+from verl.trainer.ppo.v1.trainer_base import register_trainer
+from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.metric import reduce_metrics
+from verl.utils.py_functional import rename_dict
+
+from verl_digen.agent_loop.server_manager import AsyncDiffusionServerManager
+from verl_digen.algorithms.window import draw_window
+from verl_digen.config import DigenConfig
+from verl_digen.observe.timeline import Interval, Lane, Recorder, TimelineFile, step_metrics
+from verl_digen.pipeline.conditions import CONDITION_PARTITION
+from verl_digen.schedulers.durations import MeasuredDurations
+from verl_digen.schedulers.planner import BatchPlanner
+from verl_digen.schedulers.rules import BatchRules
+from verl_digen.trainer.conductor import BatchOutcome, Conductor, Lanes
+from verl_digen.trainer.pools import PARTITION, GeneratorPool, Slot, TrainerPool, sample_key
+from verl_digen.trainer.sync import FlowGRPOTrainerSync
+
+NAME = "digen_disaggregated"
+"""`trainer.v1.trainer_mode`."""
+
+
+def batch_rules(digen: DigenConfig, *, num_prompts: int, group_size: int) -> BatchRules:
+    """The planner's rules, from the config."""
+    gap, queue = digen.gap, digen.queue
+    return BatchRules(
+        num_prompts=num_prompts,
+        group_size=group_size,
+        is_pipelined=gap.enable,
+        chunk_size=None if isinstance(gap.chunk_size, str) else gap.chunk_size,
+        max_chunk_size=digen.rollout.max_batch_size,
+        replicate_prompts=queue.replicate_prompts,
+        min_groups_per_fragment=gap.min_groups_per_fragment,
+        max_groups_per_fragment=gap.max_groups_per_fragment,
+        extra_prompts=queue.extra_prompts,
+        drop_zero_spread=queue.drop_zero_spread,
+        max_group_refills=digen.max_refills_per_step or num_prompts,
+        max_sample_refills=queue.max_sample_refills or group_size,
+    )
+
+
+def prompt_rows(batch: TensorDict) -> list[dict[str, Any]]:
+    """verl's batch of prompts as one mapping each."""
+
+    def column(value: Any) -> Sequence[Any]:
+        if isinstance(value, NonTensorStack):
+            return [item.data if isinstance(item, NonTensorData) else item for item in value]
+        if isinstance(value, NonTensorData):
+            return [value.data] * len(batch)
+        return list(value)
+
+    columns = {str(name): column(batch.get(name)) for name in batch.keys()}  # noqa: SIM118 - a TensorDict
+    return [{name: values[index] for name, values in columns.items()} for index in range(len(batch))]
+
+
+class FlowGRPOTrainerDisaggregated(FlowGRPOTrainerSync):
+    """See the module."""
+
+    # -- setting up ---------------------------------------------------------------------------------------
+    def _setup(self) -> None:
+        self._enable_hybrid_replicas = False  # verl's switch: no replicas on the trainer's devices
+        super()._setup()
+        server_manager: Any = AsyncDiffusionServerManager.create(config=self.config)  # verl awaits it by itself
+        self.llm_server_manager = server_manager
+        self.checkpoint_manager = CheckpointEngineManager(
+            config=omega_conf_to_dataclass(self.config.actor_rollout_ref.rollout.checkpoint_engine),
+            actor_wg=self.actor_rollout_wg,
+            replicas=self.llm_server_manager.get_replicas(),
+        )
+        self._events = asyncio.new_event_loop()
+        self._recorder = Recorder()
+        self._driver = Lane("driver", 0, socket.gethostname(), 0)
+        self._conductor: Conductor | None = None
+        self._drawn: list[dict[str, Any]] = []
+        self._previous_intervals: list[Interval] = []
+        rollout = self.config.actor_rollout_ref.rollout
+        self._num_devices = {
+            "trainer": self.config.trainer.nnodes * self.config.trainer.n_gpus_per_node,
+            "generator": rollout.nnodes * rollout.n_gpus_per_node,
+        }
+        self._timeline_file = TimelineFile(self.run_dir / "timeline.jsonl", self._num_devices)
+        self._timeline_file.keep_until(self.global_steps)
+
+    def _get_n_gpus_for_throughput(self) -> int:
+        return sum(self._num_devices.values())
+
+    def _make_conductor(self) -> Conductor:
+        """When the agent loop workers are there."""
+        rollout = self.config.actor_rollout_ref.rollout
+        num_prompts, first_batch = self.config.data.train_batch_size, self.global_steps - 1
+        planner = BatchPlanner(
+            batch_rules(self.digen, num_prompts=num_prompts, group_size=rollout.n),
+            MeasuredDurations(),
+            first_batch=first_batch,
+            num_batches=self.total_training_steps - first_batch,
+        )
+        host = self._driver.host
+        lanes: dict[str, Lane] = {}
+        slots = []
+        for number, replica in enumerate(self.checkpoint_manager.replicas):
+            lane = Lane("generator", number, host, replica.world_size)
+            for index in range(self.digen.gap.slots_per_replica):
+                slot = Slot(f"{number:04d}/{index}", replica.server_address, replica.server_handle)
+                slots.append(slot)
+                lanes[slot.name] = lane
+                planner.on_slot_joined(slot.name, replica=slot.replica, version=first_batch)
+        self._generator = GeneratorPool(self.agent_loop_manager.agent_loop_workers, slots)
+        num_samples = num_prompts * rollout.n
+        self._trainer_pool = TrainerPool(
+            self.actor_rollout_wg, num_samples=num_samples, num_rows=num_samples * self._num_trained_steps()
+        )
+        return Conductor(
+            planner,
+            self._generator,
+            self._trainer_pool,
+            self._draw_prompts,
+            recorder=self._recorder,
+            lanes=Lanes(
+                trainer=Lane("trainer", 0, host, self._num_devices["trainer"]),
+                reward=Lane("reward", 0, host, 0),
+                slots=lanes,
+            ),
+        )
+
+    def _num_trained_steps(self) -> int:
+        """Of one sample; what is planned, where windows differ in it."""
+        window = draw_window(
+            self.digen.window, run_seed=self.digen.seed, uid="", num_steps=self.digen.sampling.num_steps, step=0
+        )
+        return len(window.train_steps)
+
+    def _draw_prompts(self, batch: int, count: int) -> list[str]:
+        while len(self._drawn) < count:
+            self._drawn += prompt_rows(self._fetch_one_gen_batch())
+        rows, self._drawn = self._drawn[:count], self._drawn[count:]
+        for row in rows:
+            self._generator.add_prompt(batch, row["uid"], {**row, "global_steps": batch + 1})
+        return [row["uid"] for row in rows]
+
+    # -- one step -----------------------------------------------------------------------------------------
+    def on_step_begin(self) -> None:
+        super().on_step_begin()
+        self._step_began_s = self._recorder.now_s()
+
+    def step(self, metrics: dict, timing_raw: dict) -> KVBatchMeta:
+        """One logical batch, up to its optimizer step."""
+        if self._conductor is None:
+            self._conductor = self._make_conductor()
+        outcome = self._events.run_until_complete(self._conductor.run_batch())
+        metrics.update(reduce_metrics(rename_dict(outcome.metrics, "actor/")))
+        metrics["actor/update_s"] = self._trainer_pool.compute_s
+        metrics.update(_report_metrics(outcome))
+        self._num_refills = outcome.report.num_group_refills
+        self._generator.forget_batch(outcome.report.batch)
+        _clear(outcome)
+        samples = [(uid, index, tag) for uid, tags in outcome.groups.items() for index, tag in sorted(tags.items())]
+        return KVBatchMeta(
+            partition_id=PARTITION,
+            keys=[sample_key(uid, index) for uid, index, _ in samples],
+            tags=[dict(tag) for _, _, tag in samples],
+        )
+
+    def on_step_end(self) -> None:
+        assert self._conductor is not None
+        with self._recorder.interval(
+            "publish", self._conductor.lanes.trainer, step=self.global_steps, version=self.global_steps
+        ):
+            super().on_step_end()
+        self._conductor.publish(self.global_steps)
+        self._close_timeline()
+
+    def _close_timeline(self) -> None:
+        """The intervals of the step to disk, and as metrics to the step's other ones."""
+        end_s = self._recorder.now_s()
+        intervals = [
+            *self._recorder.drain().intervals,
+            Interval("step", self._driver, self.global_steps, self._step_began_s, end_s),
+        ]
+        self._timeline_file.append(intervals)
+        self._timeline_metrics = step_metrics(
+            [*self._previous_intervals, *intervals], self.global_steps, self._num_devices
+        )
+        self._previous_intervals = intervals
+
+    def _training_intervals(self) -> list[tuple[float, float]]:
+        return [
+            (interval.start_s, interval.end_s)
+            for interval in self._previous_intervals
+            if interval.kind in ("train", "commit") and interval.step == self.global_steps
+        ]
+
+    def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, global_steps: int, epoch: int) -> None:
+        metrics.update(self._timeline_metrics)
+        super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch)
+
+
+def _clear(outcome: BatchOutcome) -> None:
+    """What nobody reads any more; the rows of trained samples are cleared by verl's loop, at the end of the step."""
+    tq.kv_clear(keys=[*outcome.groups, *outcome.unwanted], partition_id=CONDITION_PARTITION)
+    unwanted = [sample_key(uid, index) for uid, tags in outcome.unwanted.items() for index in tags]
+    if unwanted:
+        tq.kv_clear(keys=unwanted, partition_id=PARTITION)
+
+
+def _report_metrics(outcome: BatchOutcome) -> Mapping[str, float]:
+    report = outcome.report
+    return {
+        "batch/num_groups": float(report.num_groups),
+        "batch/num_samples": float(report.num_samples),
+        "batch/num_fragments": float(report.num_fragments),
+        "batch/refilled_samples": float(report.num_sample_refills),
+        "batch/reissued_samples": float(report.num_reissued),
+        **{f"batch/dropped_groups_{reason}": float(count) for reason, count in report.dropped.items()},
+    }
+
+
+register_trainer(NAME)(FlowGRPOTrainerDisaggregated)  # not as a decorator: verl's erases the class's type
