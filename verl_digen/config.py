@@ -337,10 +337,6 @@ class DigenConfig:
     old_log_probs: str = "auto"
     """Denominator of the ratio: auto = the update's own first pass (ratio exactly 1) where one optimizer step takes
     the whole batch, else recompute; recompute = a forward with the engine before the update; rollout = as recorded."""
-    rows_per_tile: int = 8
-    """Rows ((sample, timestep) pairs) of one forward/backward on one rank."""
-    check_ratio: bool = False
-    """Also compare the engine's log-probs with those recorded at generation: `actor/rollout_ratio_*` metrics."""
     max_refills_per_step: int = 0
     """Groups that may be refilled in one step because a sample failed; 0 means as many as the batch has prompts."""
     num_logged_images: int = 16
@@ -348,7 +344,6 @@ class DigenConfig:
 
     def __post_init__(self) -> None:
         require_one_of("digen.old_log_probs", self.old_log_probs, OLD_LOG_PROBS)
-        require(self.rows_per_tile >= 1, "digen.rows_per_tile must be >= 1", self.rows_per_tile, "memory decides")
         require(
             self.max_refills_per_step >= 0,
             "digen.max_refills_per_step must be >= 0",

@@ -30,7 +30,14 @@ from verl_digen.errors import RunStopped, plain
 UNUSED_KEYS: dict[str, tuple[Any, str]] = {
     "actor_rollout_ref.actor.use_kl_loss": (False, "digen.kl.coef is the weight of the KL term"),
     "algorithm.use_kl_in_reward": (False, "digen.kl.coef is the weight of the KL term"),
-    "actor_rollout_ref.actor.use_dynamic_bsz": (False, "digen.rows_per_tile is the size of a forward"),
+    "actor_rollout_ref.actor.use_dynamic_bsz": (
+        False,
+        "digen.tsp.samples_per_tile and digen.tsp.steps_per_tile are the size of a forward",
+    ),
+    "actor_rollout_ref.actor.fsdp_config.use_no_sync_for_gradient_accumulation": (
+        False,
+        "digen.tsp.reduce says when gradients are reduced",
+    ),
     "trainer.use_v1": (True, "the legacy trainer has no hook for diffusion"),
 }
 """Keys of verl's that do nothing for diffusion unless they have this value, and what to use in their place."""

@@ -105,5 +105,4 @@ def three_steps(tmp_path_factory: pytest.TempPathFactory) -> Run:
         "trainer.test_freq=3",
         "trainer.val_before_train=true",
         "trainer.logger=[tensorboard]",
-        "digen.check_ratio=true",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,15 @@ from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig
 
+from verl_digen.algorithms.advantages import group_advantages
 from verl_digen.algorithms.window import Window
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.export import plain_name
+from verl_digen.engine.fragment import Fetch, Fragment, FragmentSample
+from verl_digen.engine.gradients import Gradient, put, take
 from verl_digen.engine.loss import DiffusionLoss
 from verl_digen.engine.model_config import DiffusionModelConfig
+from verl_digen.engine.rows import read_samples
 from verl_digen.engine.shadow import local_shards
 from verl_digen.models import load_model
 from verl_digen.rollout.sampler import Sampler
@@ -134,6 +138,80 @@ def gradients(engine: DiffusersFSDPEngine, batch: TensorDict) -> tuple[dict[str,
             if parameter.grad is not None
         }
     return found, output
+
+
+# -- logical batches, fragment by fragment ------------------------------------------------------------------
+def samples_of(batch: TensorDict, rewards: list[float]) -> dict[str, list[FragmentSample]]:
+    """What a driver would say of the samples of `batch`, by group; a key is the sample's number."""
+    groups: dict[str, list[FragmentSample]] = {}
+    for number, (uid, reward) in enumerate(zip(tu.get(batch, "uid"), rewards, strict=True)):
+        sample = FragmentSample(str(number), uid, reward, len(batch["positions"][number]))
+        groups.setdefault(uid, []).append(sample)
+    return groups
+
+
+def fragment(groups: dict[str, list[FragmentSample]], *uids: str) -> Fragment:
+    """These groups, in this order."""
+    return Fragment("+".join(uids), tuple(sample for uid in uids for sample in groups[uid]))
+
+
+def fetch_from(batch: TensorDict) -> Fetch:
+    """Fetches from `batch`, where a rank would from TransferQueue; no advantages come along."""
+    bare = batch.exclude("advantages") if "advantages" in batch else batch
+    return lambda samples: read_samples(select(bare, [int(sample.key) for sample in samples]))
+
+
+def num_rows_of(groups: dict[str, list[FragmentSample]]) -> int:
+    return sum(sample.num_steps for samples in groups.values() for sample in samples)
+
+
+def begin(engine: DiffusersFSDPEngine, batch: TensorDict, rewards: list[float]) -> dict[str, list[FragmentSample]]:
+    """Open a logical batch for all of `batch`; its samples by group."""
+    groups = samples_of(batch, rewards)
+    engine.begin(len(rewards), num_rows_of(groups), fetch_from(batch))
+    return groups
+
+
+@contextmanager
+def stepped_gradients(engine: DiffusersFSDPEngine) -> Iterator[dict[str, Tensor]]:
+    """The full gradient of each trainable parameter, as an optimizer step in the context found it."""
+    found: dict[str, Tensor] = {}
+
+    def look(*unused: Any) -> None:
+        for name, parameter in engine.module.named_parameters():
+            if parameter.grad is not None:
+                found[plain_name(name)] = full(parameter.grad).clone()
+
+    handle = engine.optimizer.register_step_pre_hook(look)
+    try:
+        yield found
+    finally:
+        handle.remove()
+
+
+def generate(engine: DiffusersFSDPEngine) -> Tensor:
+    """A chunk's final latents, generated through the engine's module as a replica would."""
+    with engine.assisting() as module:
+        sampler = Sampler(engine.model, module, run_seed=5, device="cpu", latents_dtype=torch.float32)
+        sampling = Sampling(Geometry(SIZE_PX, SIZE_PX), NUM_STEPS, 1.0, "flow", 0.7)
+        condition = {"embeds": torch.randn(4, TEXT_WIDTH, generator=torch.Generator().manual_seed(1))}
+        requests = [SampleRequest("h", index, "", "", Window((0, 1, 2), (0, 1)), sampling) for index in range(2)]
+        return sampler.sample(requests, [condition] * 2, None, version=0)[1]
+
+
+def peek(engine: DiffusersFSDPEngine) -> Gradient:
+    """Its open gradient, wherever that is."""
+    taken = take(engine.module)
+    put(engine.module, taken)
+    return dict(taken)
+
+
+def with_advantages(batch: TensorDict, rewards: list[float], scale: str, clip: float) -> TensorDict:
+    """`batch` with the advantages that training it whole would use, clamped."""
+    values = torch.tensor(rewards, dtype=torch.float64)
+    whole = batch.clone()
+    whole["advantages"] = group_advantages(values, list(tu.get(batch, "uid")), scale=scale).clamp(-clip, clip)
+    return whole
 
 
 def train(engine: DiffusersFSDPEngine, batch: TensorDict, num_updates: int = 1) -> list[dict[str, Any]]:

@@ -37,7 +37,7 @@ def plain_lora(path: Path, config: LoraConfig, adapter: dict[str, Tensor]) -> Pe
 
 
 def flow_step(module: nn.Module, path: Path, batch: TensorDict, sample: int, step: int, guidance_scale: float):
-    """(mean of x', its s, dt, x') of one recorded step under law flow, batch size 1."""
+    """(mean of x', its s, dt, x', v) of one recorded step under law flow, batch size 1."""
     latents = batch["latents"][sample]
     position = int(batch["positions"][sample][step])
     x, x_next = latents[position][None], latents[position + 1][None]
@@ -56,7 +56,7 @@ def flow_step(module: nn.Module, path: Path, batch: TensorDict, sample: int, ste
     shifted = batch["sigma_max"][sample] if sigma == 1 else sigma
     s = ETA * torch.sqrt(sigma / (1 - shifted))
     mean = x * (1 + s**2 / (2 * sigma) * dt) + v * (1 + s**2 * (1 - sigma) / (2 * sigma)) * dt
-    return mean, s, dt, x_next
+    return mean, s, dt, x_next, v
 
 
 def serial_loss_and_gradient(
@@ -67,6 +67,7 @@ def serial_loss_and_gradient(
     *,
     reference: nn.Module | None = None,
     kl_coef: float = 0.0,
+    kl_kind: str = "flow_grpo",
     guidance_scale: float = 1.0,
 ) -> tuple[float, dict[str, Tensor]]:
     """FlowGRPO on the first pass (old log-probs are this pass's), sample by sample, step by step."""
@@ -75,7 +76,7 @@ def serial_loss_and_gradient(
     total = 0.0
     for sample in samples:
         for step in range(len(batch["positions"][sample])):
-            mean, s, dt, x_next = flow_step(module, path, batch, sample, step, guidance_scale)
+            mean, s, dt, x_next, v = flow_step(module, path, batch, sample, step, guidance_scale)
             std = s * torch.sqrt(-dt)
             density = -((x_next - mean) ** 2) / (2 * std**2) - torch.log(std) - 0.5 * math.log(2 * math.pi)
             log_prob = density.mean()
@@ -84,8 +85,13 @@ def serial_loss_and_gradient(
             loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - 1e-4, 1 + 1e-4))
             if reference is not None:
                 with torch.no_grad():
-                    reference_mean = flow_step(reference, path, batch, sample, step, guidance_scale)[0]
-                loss = loss + kl_coef * ((mean - reference_mean) ** 2).mean() / (2 * s.squeeze() ** 2)
+                    reference_mean, *_, reference_v = flow_step(reference, path, batch, sample, step, guidance_scale)
+                kl = {
+                    "flow_grpo": ((mean - reference_mean) ** 2).mean() / (2 * s.squeeze() ** 2),
+                    "exact": ((mean - reference_mean) ** 2).mean() / (2 * std.squeeze() ** 2),
+                    "velocity": ((v - reference_v) ** 2).mean(),
+                }
+                loss = loss + kl_coef * kl[kl_kind]
             (loss.sum() / num_rows).backward()
             total += loss.sum().item() / num_rows
     gradient = {

@@ -3,12 +3,23 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 
+from verl_digen.algorithms.losses import (
+    LossConfig,
+    is_homogeneous,
+    loss_inputs,
+    loss_names,
+    policy_loss,
+    register_loss,
+)
 from verl_digen.algorithms.sde import SdeStep
 from verl_digen.config import DigenConfig, KlConfig
-from verl_digen.engine.loss import DiffusionLoss, Reference, combine_metrics, needs_recompute
+from verl_digen.engine.loss import DiffusionLoss, LossTerms, Reference, combine_metrics
 from verl_digen.types import Rows
 
 
@@ -33,27 +44,30 @@ def make_step(log_prob: torch.Tensor) -> SdeStep:
     return SdeStep(torch.zeros(num_rows, 2), log_prob, torch.ones(num_rows, 2), torch.full((num_rows,), 0.5))
 
 
-@pytest.mark.parametrize(
-    ("setting", "num_updates", "expected"),
-    [
-        ("auto", 1, False),
-        ("auto", 2, True),
-        ("recompute", 1, True),
-        ("rollout", 1, False),
-        ("rollout", 4, False),
-    ],
-)
-def test_when_old_log_probs_are_recomputed(setting: str, num_updates: int, expected: bool):
-    assert needs_recompute(setting, num_updates) is expected
-
-
 def test_own_first_pass_has_the_gradient_of_minus_a_log_prob():
     log_prob = torch.tensor([0.3, -0.2, 0.0], requires_grad=True)
     output = DiffusionLoss(DigenConfig())(make_step(log_prob), torch.zeros(3, 2), None, make_rows(), None, num_rows=4)
-    output.loss.backward()
+    output.total.backward()
     assert log_prob.grad is not None
     assert log_prob.grad.tolist() == [-2 / 4, 1 / 4, 0]
     assert output.metrics["policy_loss"].item() == pytest.approx((-2 + 1) / 4)
+
+
+def test_advantages_that_are_not_divided_yet_are_not_clamped():
+    log_prob = torch.zeros(3, requires_grad=True)
+    loss = DiffusionLoss(DigenConfig())
+    rows = replace(make_rows((1.0, 1.0, 1.0)), advantages=torch.tensor([2.0, -1.0, 100.0]))
+    for clamps, largest in ((True, 5.0), (False, 100.0)):
+        terms = loss(make_step(log_prob), torch.zeros(3, 2), None, rows, None, num_rows=1, clamps=clamps)
+        (gradient,) = torch.autograd.grad(terms.total, log_prob)
+        assert gradient.tolist() == [-2.0, 1.0, -largest]
+
+
+def test_dividing_the_policy_term_leaves_the_kl_term():
+    terms = LossTerms(torch.tensor(6.0), torch.tensor(1.0), {"policy_loss": torch.tensor(6.0), "kl": torch.tensor(2.0)})
+    divided = terms.divide_policy(3.0)
+    assert divided.total.item() == 3.0
+    assert {name: value.item() for name, value in divided.metrics.items()} == {"policy_loss": 2.0, "kl": 2.0}
 
 
 def test_kl_is_weighed_and_added():
@@ -64,7 +78,31 @@ def test_kl_is_weighed_and_added():
     without = DiffusionLoss(digen)(make_step(log_prob), torch.zeros(3, 2), None, make_rows(), None, 2)
     kl = 0.5**2 / (2 * 0.5**2 / 0.2)  # (mu - mu_ref)^2 / (2 s^2), s^2 = std^2 / -dt
     assert with_kl.metrics["kl"].item() == pytest.approx(kl, rel=1e-5)
-    assert (with_kl.loss - without.loss).item() == pytest.approx(0.1 * kl, rel=1e-5)
+    assert with_kl.kl is not None and without.kl is None
+    assert with_kl.kl.item() == pytest.approx(0.1 * kl, rel=1e-5)
+    assert (with_kl.total - without.total).item() == pytest.approx(0.1 * kl, rel=1e-5)
+
+
+def test_a_loss_filed_as_homogeneous_is():
+    generator = torch.Generator().manual_seed(0)
+    log_prob, old, advantage = (torch.randn(64, generator=generator, dtype=torch.float64) for _ in range(3))
+    inputs = {"log_prob": old + 0.3 * log_prob, "old_log_prob": old, "advantage": advantage}
+    config = LossConfig(clip_range=0.1, advantage_clip=math.inf)
+    homogeneous = [name for name in loss_names() if is_homogeneous(name)]
+    assert {"flow_grpo", "dance_grpo"} <= set(homogeneous)
+    for name in homogeneous:
+        given = {key: inputs[key] for key in loss_inputs(name)}  # a loss with other inputs: give it some here
+        loss = policy_loss(name, given, config).loss
+        larger = policy_loss(name, given | {"advantage": 7.5 * advantage}, config).loss
+        assert larger.item() == pytest.approx(7.5 * loss.item(), rel=1e-5)
+
+
+def test_a_loss_is_not_homogeneous_unless_it_says_so():
+    @register_loss("says_nothing", columns=("log_prob",))
+    def says_nothing(rows, config):
+        raise AssertionError
+
+    assert not is_homogeneous("says_nothing")
 
 
 def test_unknown_loss_lists_the_known():

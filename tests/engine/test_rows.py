@@ -9,7 +9,9 @@ import pytest
 import torch
 from verl.utils import tensordict_utils as tu
 
-from verl_digen.engine.rows import make_rows, num_tiles, read_samples, split_tiles
+from verl_digen.engine.rows import make_rows, read_samples, tile_rows
+from verl_digen.schedulers.deal import Row
+from verl_digen.schedulers.tiles import Grid, plan_tiles
 from verl_digen.types import TRAJECTORY_COLUMNS
 
 
@@ -91,21 +93,39 @@ def test_partly_guided_batch_is_refused():
         make_rows(read_samples(data))
 
 
-def assert_invariants(rows, old_log_probs, tiles, rows_per_tile, count):
-    assert len(tiles) == count
-    assert all(1 <= len(tile.rows) <= rows_per_tile for tile in tiles)
-    latents = torch.cat([tile.rows.latents[tile.rows.mask > 0] for tile in tiles])
-    assert torch.equal(latents, rows.latents[rows.mask > 0])
-    old = torch.cat([tile.old_log_probs[tile.rows.mask > 0] for tile in tiles])
-    assert torch.equal(old, old_log_probs[rows.mask > 0])
+def test_pick_takes_steps_of_samples_and_their_latents():
+    samples = read_samples(example(steps=((0, 1, 2), (1,))))
+    rows = make_rows(samples.pick([(1, [0]), (0, [2, 0])]))
+    assert rows.latents.flatten().tolist() == [11, 2, 0]
+    assert rows.next_latents.flatten().tolist() == [12, 3, 1]
+    assert rows.advantages.tolist() == [1, 0, 0]
+    assert rows.log_probs.tolist() == [-1, -2, 0]
+
+
+def assert_invariants(samples, places, tiles):
+    """Every row of the samples is in one tile, with its own old log-prob; fillers weigh nothing."""
+    found = []
+    for tile in tiles:
+        rows, old = tile_rows(samples, tile, places)
+        assert len(rows) == len(tile.rows) == len(old)
+        assert rows.mask.tolist() == [0.0 if tile.is_filler else 1.0] * len(rows)
+        if not tile.is_filler:
+            found += zip(rows.latents.flatten().tolist(), old.tolist(), strict=True)
+    rows = make_rows(samples)
+    old = torch.cat(list(samples.old_log_probs))
+    assert sorted(found) == sorted(zip(rows.latents.flatten().tolist(), old.tolist(), strict=True))
 
 
 def test_every_row_is_in_one_tile_for_many_shapes():
     rng = random.Random(0)
     for _ in range(50):
         steps = tuple(tuple(sorted(rng.sample(range(3), rng.randint(1, 3)))) for _ in range(rng.randint(1, 5)))
-        rows = make_rows(read_samples(example(steps)))
-        rows_per_tile = rng.randint(1, 6)
-        count = num_tiles(len(rows), rows_per_tile) + rng.randint(0, 3)
-        old = torch.arange(float(len(rows)))
-        assert_invariants(rows, old, split_tiles(rows, old, rows_per_tile, count), rows_per_tile, count)
+        old = jagged([torch.rand(len(own)) for own in steps])
+        data = example(steps)
+        data["old_log_probs"] = old
+        samples = read_samples(data)
+        numbers = rng.sample(range(100), len(steps))  # whatever numbers the plan gave them
+        own = [Row(number, step) for number, chosen in zip(numbers, steps, strict=True) for step in range(len(chosen))]
+        dealt = [own, [Row(100, step) for step in range(rng.randint(0, 9))]]
+        tiles = plan_tiles(dealt, 0, Grid(rng.randint(1, 3), rng.randint(1, 3)))
+        assert_invariants(samples, {number: place for place, number in enumerate(numbers)}, tiles)

@@ -108,7 +108,7 @@ def test_mini_batches_and_epochs_recompute_old_log_probs(environment: None, tiny
 
 
 def test_recomputed_log_probs_give_a_first_ratio_of_exactly_one(environment: None, tiny_qwen_image: Path):
-    worker = make_worker(tiny_qwen_image, old_log_probs="recompute", rows_per_tile=4)
+    worker = make_worker(tiny_qwen_image, old_log_probs="recompute", tsp={"samples_per_tile": 2, "steps_per_tile": 2})
     metrics = worker.update(with_mask(make_batch(tiny_qwen_image, group_size=3), [1, 0, 1, 1, 0, 1]))
     assert metrics["num_rows"] == 12
     assert metrics["ratio_deviation_max"] == metrics["ratio_deviation_min"] == 0.0

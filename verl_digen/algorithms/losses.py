@@ -5,12 +5,13 @@
   the inputs it needs; `policy_loss` looks it up, checks the inputs and calls it.
 * Losses reduce with `Rows.mean` only, so they add up over tiles and fragments (see `rows`).
 
-Invariant: while `advantage_clip` does not bind, a clipped loss is positively homogeneous in the advantage,
-loss(c A) = c loss(A) for c > 0. So the scale of advantages may be applied to an accumulated gradient instead.
+Invariant: while `advantage_clip` does not bind, a loss that is filed as `homogeneous` is positively homogeneous in
+the advantage, loss(c A) = c loss(A) for c > 0. So the scale of advantages may be applied to an accumulated gradient
+instead, and `digen.advantage.scale=batch` does not make training wait for the whole batch's rewards.
 
 Example, a loss of one's own:
 
-    @register_loss("reinforce", columns=("log_prob", "advantage"))
+    @register_loss("reinforce", columns=("log_prob", "advantage"), homogeneous=True)
     def reinforce(rows: Rows, config: LossConfig) -> LossOutput:
         return LossOutput(rows.mean(-rows["advantage"] * rows["log_prob"]), {})
 """
@@ -28,6 +29,7 @@ __all__ = [
     "LossConfig",
     "LossOutput",
     "Rows",
+    "is_homogeneous",
     "loss_inputs",
     "loss_names",
     "policy_loss",
@@ -74,13 +76,20 @@ class _Loss:
     compute: LossFn
     columns: tuple[str, ...]
     latents: tuple[str, ...]
+    homogeneous: bool
 
 
 _LOSSES: dict[str, _Loss] = {}
 
 
-def register_loss(*names: str, columns: Sequence[str] = (), latents: Sequence[str] = ()) -> Callable[[LossFn], LossFn]:
+def register_loss(
+    *names: str, columns: Sequence[str] = (), latents: Sequence[str] = (), homogeneous: bool = False
+) -> Callable[[LossFn], LossFn]:
     """File a loss under `names`, with the `columns` [N] and `latents` [N, ...] it needs, at least one.
+
+    Args:
+        homogeneous: loss(c A) = c loss(A) for every c > 0, clamping of A apart. False is always safe: with a scale of
+            advantages that only the whole batch has, such a loss waits for the batch.
 
     Raises:
         ValueError: a name is taken.
@@ -90,7 +99,7 @@ def register_loss(*names: str, columns: Sequence[str] = (), latents: Sequence[st
         for name in names:
             if name in _LOSSES:
                 raise ValueError(f"a policy loss named {name!r} exists already; choose another name")
-            _LOSSES[name] = _Loss(compute, tuple(columns), tuple(latents))
+            _LOSSES[name] = _Loss(compute, tuple(columns), tuple(latents), homogeneous)
         return compute
 
     return file
@@ -104,6 +113,11 @@ def loss_names() -> tuple[str, ...]:
 def loss_inputs(name: str) -> tuple[str, ...]:
     """The inputs that loss `name` needs. ValueError where there is no such loss."""
     return (*_find(name).columns, *_find(name).latents)
+
+
+def is_homogeneous(name: str) -> bool:
+    """Whether loss `name` grows in proportion to the advantage; see the module. ValueError where it is unknown."""
+    return _find(name).homogeneous
 
 
 def policy_loss(name: str, inputs: Mapping[str, Tensor], config: LossConfig) -> LossOutput:
@@ -128,7 +142,7 @@ def _find(name: str) -> _Loss:
     return _LOSSES[name]
 
 
-@register_loss("flow_grpo", "dance_grpo", columns=("log_prob", "old_log_prob", "advantage"))
+@register_loss("flow_grpo", "dance_grpo", columns=("log_prob", "old_log_prob", "advantage"), homogeneous=True)
 def clipped_ratio(rows: Rows, config: LossConfig) -> LossOutput:
     """PPO's clip: mean[max(-A r, -A clamp(r, 1 - c, 1 + c'))], r = exp(log_prob - old_log_prob)."""
     low, high = config.ratio_range

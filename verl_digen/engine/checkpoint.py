@@ -27,6 +27,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ from verl.utils.fsdp_utils import fsdp_version
 
 from verl_digen.engine.export import ADAPTER, PEFT_PREFIX, adapter_weights, full_weights
 from verl_digen.engine.shadow import ShadowWeights
+from verl_digen.models.experts import Experts
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +138,7 @@ class DiffusersCheckpointManager(FSDPCheckpointManager):
             if writes:
                 save_adapter(self.model, tensors, folder / "lora_adapter")
             return
-        save_transformer(self.model, full_weights(self.model, merge_lora=False), folder / "transformer", writes=writes)
+        save_networks(self.model, full_weights(self.model, merge_lora=False), folder, writes=writes)
 
     # -- load ---------------------------------------------------------------------------------------------
     def load_checkpoint(
@@ -284,6 +286,28 @@ def save_adapter(module: PeftModel, tensors: dict[str, Tensor], folder: Path) ->
         folder / LORA_WEIGHT_NAME_SAFE,
         metadata={"format": "pt", LORA_ADAPTER_METADATA_KEY: json.dumps(described, indent=2, sort_keys=True)},
     )
+
+
+def save_networks(module: Any, tensors: Iterable[tuple[str, Tensor]], folder: Path, *, writes: bool) -> None:
+    """Write streamed tensors as diffusers folders in `folder`: `transformer`, or one for each expert, by its name.
+
+    Args:
+        tensors: of an `Experts`, one expert after the other, names prefixed with its own.
+        writes: see `save_transformer`.
+    """
+    network = module.base_model.model if isinstance(module, PeftModel) else module
+    if not isinstance(network, Experts):
+        save_transformer(network, tensors, folder / "transformer", writes=writes)
+        return
+    errors: list[BaseException] = []
+    for expert, named in groupby(tensors, key=lambda named: named[0].partition(".")[0]):
+        stripped = ((name.partition(".")[2], tensor) for name, tensor in named)
+        try:
+            save_transformer(network.get_submodule(expert), stripped, folder / expert, writes=writes)
+        except WRITE_ERRORS as error:  # the next expert's tensors still take every rank
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def save_transformer(

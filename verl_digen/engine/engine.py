@@ -4,20 +4,28 @@
 What is ours: how the module is built, what a micro-batch is (a tile of rows), KL reference, EMA, export.
 What is verl's: sharding, mixed precision, optimizer, schedule, offload, clipping, file names of checkpoints.
 
-    forward_backward_batch(data)
-      samples -> rows -> tiles, as many on every rank
-      [reference] frozen copy swapped in once, all tiles without gradient
-      per tile:  score (one forward) [reference: adapter off, no gradient] -> loss -> backward
-                 gradients are reduced over ranks after the last tile only
-      metrics combined over tiles and ranks
+    begin(...)                      a logical batch, not known yet
+    accumulate(fragment) ...        in any order: ledger -> deal over ranks -> fetch own samples -> tiles -> gradient
+        assisting()                 in between: forwards for whoever generates; the gradient stays as it is
+    commit() | abort()              one optimizer step, or as if nothing had been
 
-FSDP2 averages gradients over ranks and a loss is a share of the logical batch's mean; so each tile's loss is
-multiplied by the number of ranks before backward.
+verl's own `train_batch` is the same with one piece of work, whose samples verl dealt to the ranks:
+
+    forward_backward_batch(data)    samples -> tiles -> gradient; then verl's `optimizer_step`
+
+| what | where |
+| --- | --- |
+| the gradient while it is open | `verl_digen.engine.transaction` |
+| advantages before all rewards are known | `verl_digen.engine.ledger` |
+| who trains which rows, in which tiles | `verl_digen.schedulers.deal`, `verl_digen.schedulers.tiles` |
+| forwards, KL reference | `verl_digen.engine.scoring` |
 
 Invariants (tests/engine)
-- The gradient is that of the serial loop over timesteps, whatever `digen.rows_per_tile`, the number of ranks,
-  and how the samples lie on them.
+- The committed gradient is that of the serial loop over rows, whatever the fragments, their order, the number of
+  ranks and `digen.tsp.*`; also with a scale of advantages that only the whole batch has.
 - The ratio of an update's own first pass is exactly 1.
+- After `abort` weights, optimizer, EMA, schedule and counters are bitwise as at `begin`.
+- `assisting` leaves the open gradient bitwise as it is.
 - A step with a gradient that is not finite changes neither weights nor EMA, and is counted.
 """
 
@@ -25,59 +33,41 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from peft import PeftModel, get_peft_model
-from peft.tuners.tuners_utils import BaseTunerLayer
 from tensordict import TensorDict
 from torch import Tensor, nn
 from verl.trainer.config import CheckpointConfig
 from verl.utils.device import get_device_id, get_device_name
-from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
 from verl_digen.algorithms.ema import ema_decay, ema_update_
-from verl_digen.algorithms.sde import SdeStep
+from verl_digen.algorithms.losses import is_homogeneous
 from verl_digen.config import require
+from verl_digen.engine import gradients, memory
+from verl_digen.engine.build import add_adapter, build_transformer, check_engine_config, keep_input_dtypes
 from verl_digen.engine.checkpoint import DiffusersCheckpointManager, UpdateState
-from verl_digen.engine.export import NamedTensors, adapter_config, adapter_weights, full_weights
-from verl_digen.engine.loss import DiffusionLoss, Reference, combine_metrics
+from verl_digen.engine.export import NamedTensors, export
+from verl_digen.engine.fragment import Fetch, Fragment
+from verl_digen.engine.ledger import AdvantageLedger
+from verl_digen.engine.logical_batch import LogicalBatch
+from verl_digen.engine.loss import DiffusionLoss, combine_metrics
 from verl_digen.engine.model_config import MODEL_TYPE, DiffusionModelConfig
-from verl_digen.engine.rows import Samples, Tile, make_rows, num_tiles, read_samples, split_tiles
-from verl_digen.engine.shadow import ShadowWeights, local_shards
+from verl_digen.engine.planning import Planner
+from verl_digen.engine.rows import Samples, read_samples, tile_rows
+from verl_digen.engine.scoring import Scorer, without_adapter
+from verl_digen.engine.shadow import ShadowWeights, local_shards, reshard
+from verl_digen.engine.transaction import GradientTransaction
 from verl_digen.models import load_model
-from verl_digen.rollout.sampler import score_rows
-from verl_digen.types import Geometry, Rows
+from verl_digen.types import Rows
 
 logger = logging.getLogger(__name__)
-
-
-def check_engine_config(config: FSDPEngineConfig) -> None:
-    """Raise ValueError for settings of `actor_rollout_ref.actor` that this engine does not do."""
-    require(
-        config.strategy == "fsdp2",
-        "actor_rollout_ref.actor.strategy must be fsdp2 for diffusion models",
-        config.strategy,
-        "set it to fsdp2",
-    )
-    require(
-        config.ulysses_sequence_parallel_size == 1,
-        "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size must be 1 for diffusion models",
-        config.ulysses_sequence_parallel_size,
-        "set it to 1; rows are spread over the ranks anyway",
-    )
-    require(
-        not config.qat.enable,
-        "actor_rollout_ref.actor.fsdp_config.qat.enable must be false for diffusion models",
-        config.qat.enable,
-        "set it to false",
-    )
 
 
 class DiffusersFSDPEngine(FSDPEngine):
@@ -108,6 +98,11 @@ class DiffusersFSDPEngine(FSDPEngine):
         """dtype of exported floating tensors; None keeps each parameter's own."""
         self.exports_average = False
         """Whether exports are of the EMA by default, for validation with averaged weights."""
+        self._open: LogicalBatch | None = None
+        self._loaded = ExitStack()
+        """Brings to the device, and back, what is offloaded between logical batches."""
+        self._reduce: str | None = None
+        """What `digen.tsp.reduce=auto` turned out to be."""
 
     # -- build --------------------------------------------------------------------------------------------
     def initialize(self) -> None:
@@ -120,6 +115,12 @@ class DiffusersFSDPEngine(FSDPEngine):
                 self.state.ema = ShadowWeights(self.module, copies_on)
             if self.digen.kl.coef > 0 and not self._is_lora:
                 self.reference = ShadowWeights(self.module, copies_on)
+        self.scorer = Scorer(
+            self.model, self.module, self.digen, torch.device(get_device_id()), self.reference, self._is_lora
+        )
+        group = self.get_data_parallel_group()
+        assert group is not None
+        self.planner = Planner(self.digen.tsp, group, self.model.expert_of, rehearse=self._rehearse)
         self.checkpoint_manager = DiffusersCheckpointManager(
             model=self.module,
             optimizer=self.optimizer,
@@ -129,31 +130,17 @@ class DiffusersFSDPEngine(FSDPEngine):
         )
 
     def _build_module(self) -> nn.Module:
-        """The transformer; real on rank 0, from which verl's `fsdp2_load_full_state_dict` broadcasts, else meta."""
-        dtype = PrecisionType.to_dtype(self.engine_config.model_dtype)
-        module = self.model.load_transformer(dtype, meta=self.rank != 0)
-        if self.model_config.enable_gradient_checkpointing:
-            module.enable_gradient_checkpointing()  # pyright: ignore[reportCallIssue] - of diffusers' ModelMixin
-        return module
+        return build_transformer(self.model, self.model_config, self.engine_config, self.rank)
 
     def _build_lora_module(self, module: nn.Module) -> nn.Module:
-        """Wrap with peft.
-
-        verl's own asks for a transformers model, and rounds the adapter to the base's dtype. The adapter stays fp32
-        here: an update of 3e-4 is lost on bf16 weights.
-        """
-        config = self.model_config.lora_config()
-        if self.model_config.lora_adapter_path is not None and self.rank == 0:
-            return PeftModel.from_pretrained(
-                module,  # type: ignore[arg-type]
-                self.model_config.lora_adapter_path,
-                is_trainable=True,
-            )
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.digen.seed)
-            return get_peft_model(module, config)  # type: ignore[arg-type]
+        return add_adapter(module, self.model_config, self.rank)
 
     def _build_fsdp_module(self, module: nn.Module) -> nn.Module:
+        sharded = self._shard(module)
+        keep_input_dtypes(sharded)
+        return sharded
+
+    def _shard(self, module: nn.Module) -> nn.Module:
         if not (self.engine_config.forward_only and get_device_name() == "cpu"):
             return super()._build_fsdp_module(module)
         # verl offloads a forward-only engine through pinned memory, which needs an accelerator
@@ -163,7 +150,166 @@ class DiffusersFSDPEngine(FSDPEngine):
         finally:
             self.engine_config.forward_only = True
 
-    # -- forward and backward -----------------------------------------------------------------------------
+    # -- a logical batch, fragment by fragment ------------------------------------------------------------
+    def begin(self, num_samples: int, num_rows: int, fetch: Fetch) -> None:
+        """Open a logical batch, which is one optimizer step. What is offloaded comes to the device until it closes.
+
+        Args:
+            num_samples: how many samples it will have at most. When they are there, its gradient is whole.
+            num_rows: how many rows it is planned to have; what is missing or added is made good at `commit`.
+            fetch: gets the tensors of samples; called on each rank for those of which it was dealt rows, in
+                `accumulate` and, for samples held back, in `commit`. So they must stay where they are until then.
+
+        Raises:
+            RuntimeError: a logical batch is open, or this one would be empty.
+        """
+        self._require_closed("begin")
+        if num_samples < 1 or num_rows < 1:
+            raise RuntimeError(
+                f"a logical batch needs at least one sample and one row, got {num_samples} and {num_rows}; "
+                "skip the update instead"
+            )
+        loss = DiffusionLoss(self.digen)
+        ledger = AdvantageLedger(
+            self.digen.advantage,
+            num_samples,
+            clip=self.digen.loss.advantage_clip,
+            is_homogeneous=is_homogeneous(self.digen.loss_name),
+        )
+        if ledger.waits_for_batch and self.rank == 0 and self.state.num_updates == 0:
+            logger.warning(
+                "digen.loss_name=%s is not proportional to the advantage, so with digen.advantage.scale=%s nothing "
+                "trains before the last group is complete; digen.advantage.scale=group trains each group at once",
+                self.digen.loss_name,
+                self.digen.advantage.scale,
+            )
+        with ExitStack() as loading:
+            loading.enter_context(self.train_mode(zero_grad_on_exit=False))
+            gradients.drop(self.module)
+            self._open = LogicalBatch(ledger, self._transaction(loss, num_rows), self.planner, fetch)
+            self._loaded = loading.pop_all()
+
+    def accumulate(self, fragment: Fragment) -> dict[str, int]:
+        """Add the gradient of complete groups. No collective but those of the forwards and backwards themselves.
+
+        Returns:
+            `num_rows` that trained in this call, over all ranks, and `num_held_samples`, which wait until it is sure
+            that their advantages are not clamped, see `verl_digen.engine.ledger`.
+
+        Raises:
+            RuntimeError: no logical batch is open; an earlier call on it failed; anything of the fragment came
+                before, in which case the batch stays as it is. After any other exception only `abort` is legal.
+        """
+        batch = self._require_open("accumulate")
+        batch.transaction.require_sound("accumulate")
+        batch.add(fragment)
+        with batch.transaction.may_fail("accumulate"):
+            self._enter_training()
+            num_rows = batch.train(fragment)
+        return {"num_rows": num_rows, "num_held_samples": len(batch.ledger.held)}
+
+    def commit(self) -> dict[str, Any]:
+        """One optimizer step and one step of the learning rate, on all that was accumulated; closes the batch.
+
+        Returns:
+            As `train_batch`, and `lr`, among the metrics `num_fragments` and `num_late_samples`.
+
+        Raises:
+            RuntimeError: as in `accumulate`; or nothing was trained. Then only `abort` is legal.
+        """
+        batch = self._require_open("commit")
+        skipped = self.state.num_skipped
+        with batch.transaction.may_fail("commit"):
+            self._enter_training()
+            loss, metrics = batch.finish()
+            outputs = self._outputs(batch.transaction, loss, metrics)
+            outputs["metrics"] |= {
+                "grad_norm": self.optimizer_step(),
+                "lr": self.lr_scheduler_step(),
+                "num_skipped_updates": float(self.state.num_skipped - skipped),
+                "num_fragments": float(len(batch.fragment_ids)),
+                "num_late_samples": float(batch.num_late_samples),
+            }
+        self._close()
+        return outputs
+
+    def abort(self) -> None:
+        """Close the logical batch as if it had never been: weights, optimizer, EMA, schedule and counters stay.
+
+        After an exception on some ranks alone, others may hang in a collective; then only a restart helps.
+
+        Raises:
+            RuntimeError: no logical batch is open.
+        """
+        self._require_open("abort").transaction.drop()
+        self._close()
+
+    @contextmanager
+    def assisting(self) -> Iterator[nn.Module]:
+        """Within the context the module may run forwards, without gradient: for generation by the trainer itself.
+
+        An open logical batch's gradient stays as it is, also if the body raises. All ranks run as many forwards.
+
+        Raises:
+            RuntimeError: an earlier call on the open logical batch failed.
+        """
+        if self._open is not None:
+            self._open.transaction.require_sound("assisting")
+        with self.eval_mode(), torch.no_grad():
+            try:
+                yield self.module
+            except BaseException:
+                gradients.recover(self.module)
+                raise
+            finally:
+                reshard(self.module)
+
+    def _close(self) -> None:
+        self._open = None
+        self.optimizer_zero_grad()
+        self._loaded.close()
+
+    def _enter_training(self) -> None:
+        """Forwards in eval mode may have come in between."""
+        self.mode = "train"
+        self.module.train()
+
+    def _require_open(self, what: str) -> LogicalBatch:
+        if self._open is None:
+            raise RuntimeError(f"{what} needs an open logical batch, got none; call begin first")
+        return self._open
+
+    def _require_closed(self, what: str) -> None:
+        if self._open is not None:
+            raise RuntimeError(f"{what} needs the logical batch before it closed, but one is open; commit or abort it")
+
+    # -- verl's train and eval modes, which offload, and what else may not touch an open gradient -----------
+    def train_mode(self, **kwargs: Any) -> AbstractContextManager[None]:
+        """verl's.
+
+        Raises:
+            RuntimeError: a logical batch is open, whose gradient would be zeroed.
+        """
+        self._require_closed("training")
+        return super().train_mode(**kwargs)
+
+    def eval_mode(self, **kwargs: Any) -> AbstractContextManager[None]:
+        """verl's; an open logical batch stays on the device."""
+        if self._open is not None:
+            kwargs["disable_auto_offload"] = True
+        return super().eval_mode(**kwargs)
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """verl's. RuntimeError while a logical batch is open."""
+        self._require_closed("save_checkpoint")
+        super().save_checkpoint(*args, **kwargs)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """verl's. RuntimeError while a logical batch is open."""
+        self._require_closed("load_checkpoint")
+        super().load_checkpoint(*args, **kwargs)
+
+    # -- a batch that verl dealt to the ranks -------------------------------------------------------------
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool = False
     ) -> dict[str, Any]:
@@ -173,7 +319,7 @@ class DiffusersFSDPEngine(FSDPEngine):
             loss_function: a `DiffusionLoss`; not read when `forward_only`.
 
         Returns:
-            verl's shape: `loss`, one per tile, whose sum averaged over ranks is the batch's loss; `metrics`,
+            verl's shape: `loss`, a number that averaged over ranks is the batch's loss; `metrics`,
             floats that are the same on all ranks; `model_output`, with `log_probs` [B, K] (jagged if K
             differs; 0 for padding samples) when `forward_only`.
         """
@@ -181,121 +327,86 @@ class DiffusersFSDPEngine(FSDPEngine):
         if forward_only:
             return {"model_output": {"log_probs": self._log_probs(samples)}, "loss": [], "metrics": {}}
         assert isinstance(loss_function, DiffusionLoss)
-        samples = samples.take(samples.trained)
-        rows = make_rows(samples)
-        tiles, num_rows = self._plan_tiles(rows, self._old_log_probs(samples, rows))
-        if num_rows == 0:
+        self._require_closed("train_batch")
+        work = self.planner.local(samples.take(samples.trained))
+        if work.num_rows == 0:
             raise RuntimeError("a training batch needs at least one sample with loss_mask 1; skip the update instead")
-        references: Sequence[Reference | None] = [None] * len(tiles)
-        if self.reference is not None:
-            references = self._score_reference(tiles)
+        transaction = self._transaction(loss_function, work.num_rows)
+        try:
+            with transaction.may_fail("train_batch"):
+                transaction.run(work, is_final=True, is_last=True)
+                loss, metrics = transaction.close()
+        except BaseException:
+            transaction.drop()
+            raise
+        return self._outputs(transaction, loss, metrics)
 
-        losses, metrics = [], []
-        dp_size = self.get_data_parallel_size()
-        for index, (tile, reference) in enumerate(zip(tiles, references, strict=True)):
-            rows = self._to_device(tile.rows)
-            if self._is_lora and self.digen.kl.coef > 0:
-                with torch.no_grad(), self.disable_adapter():
-                    reference = _as_reference(self._score(rows))
-            elif reference is not None:
-                reference = reference.to(rows.mask.device)
-            old = None if tile.old_log_probs is None else tile.old_log_probs.to(rows.mask.device)
-            with self._gradient_sync_context(is_last_micro_batch=index == len(tiles) - 1):
-                step, velocity = self._score(rows)
-                output = loss_function(step, velocity, reference, rows, old, num_rows)
-                loss = output.loss * dp_size
-                if self.scaler is not None:
-                    self.scaler.scale(loss).backward()
-                else:
-                    loss.backward()
-            losses.append(loss.detach())
-            metrics.append(output.metrics)
-        counts = {"num_rows": float(num_rows), "num_tiles": float(len(tiles))}
-        return {
-            "model_output": {},
-            "loss": losses,
-            "metrics": self._reduce(combine_metrics(metrics)) | counts,
-        }
-
-    def _plan_tiles(self, rows: Rows, old_log_probs: Tensor | None) -> tuple[list[Tile], int]:
-        """This rank's tiles, as many as on every other rank, and the unmasked rows of all ranks."""
-        group, device = self.get_data_parallel_group(), get_device_id()
-        count = torch.tensor(num_tiles(len(rows), self.digen.rows_per_tile), device=device)
-        dist.all_reduce(count, op=dist.ReduceOp.MAX, group=group)
-        num_rows = rows.mask.sum().to(device)
-        dist.all_reduce(num_rows, op=dist.ReduceOp.SUM, group=group)
-        return split_tiles(rows, old_log_probs, self.digen.rows_per_tile, int(count)), int(num_rows)
-
-    def _old_log_probs(self, samples: Samples, rows: Rows) -> Tensor | None:
-        """[N] what the ratio is taken against, or None for the forward's own; see `verl_digen.engine.loss`."""
-        if self.digen.old_log_probs == "rollout":
-            return rows.log_probs
-        if samples.old_log_probs is not None:
-            return torch.cat(list(samples.old_log_probs))
-        if self.digen.old_log_probs == "recompute":
-            raise RuntimeError(
-                "digen.old_log_probs=recompute needs the column old_log_probs in the batch; "
-                "compute it before the update"
-            )
-        return None
-
-    def _score(self, rows: Rows) -> tuple[SdeStep, Tensor]:
-        sampling = self.digen.sampling
-        return score_rows(
-            self.model,
+    def _transaction(self, loss: DiffusionLoss, num_rows: int) -> GradientTransaction:
+        return GradientTransaction(
             self.module,
-            rows,
-            law=self.digen.sde.law,
-            noise_level=self.digen.sde.noise_level,
-            guidance_scale=sampling.guidance_scale,
-            geometry=Geometry(sampling.height_px, sampling.width_px, sampling.num_frames),
+            self.scorer,
+            loss,
+            num_rows=num_rows,
+            num_ranks=self.get_data_parallel_size(),
+            reduce=self._when_to_reduce(),
+            backward=self._backward,
         )
 
-    def _to_device(self, rows: Rows) -> Rows:
-        return rows.to(torch.device(get_device_id()))
+    def _backward(self, loss: Tensor, retain_graph: bool) -> None:
+        scaled = loss if self.scaler is None else self.scaler.scale(loss)
+        assert isinstance(scaled, Tensor)
+        scaled.backward(retain_graph=retain_graph)
 
-    @torch.no_grad()
-    def _score_reference(self, tiles: Sequence[Tile]) -> list[Reference]:
-        """All tiles under the frozen start weights, which are swapped in once; results wait on the host."""
-        assert self.reference is not None
-        with self.reference.swapped_in(self.module):
-            return [_as_reference(self._score(self._to_device(tile.rows))).to("cpu") for tile in tiles]
+    def _when_to_reduce(self) -> str:
+        """`digen.tsp.reduce`, decided once where it is auto; the same on all ranks."""
+        if self.digen.tsp.reduce != "auto":
+            return self.digen.tsp.reduce
+        if self._reduce is None:
+            waiting = gradients.unreduced_bytes(self.module)
+            free = memory.agreed_least(memory.free_bytes(dist.get_world_size()), self.get_data_parallel_group())
+            self._reduce = "batch" if self._is_lora or memory.gradients_may_wait(waiting, free) else "tile"
+            logger.info("gradients are reduced at every %s (%.1f GB unreduced)", self._reduce, waiting / 1e9)
+        return self._reduce
+
+    def _rehearse(self, rows: Rows) -> None:
+        """A tile as in training, or as in scoring where there is no training, without effect; rows on the host."""
+        rows = rows.to(self.scorer.device)
+        if self.engine_config.forward_only:
+            with torch.no_grad():
+                self.scorer(rows)
+        else:
+            with torch.enable_grad():
+                self._transaction(DiffusionLoss(self.digen), num_rows=1).rehearse(rows)
+
+    def _outputs(self, transaction: GradientTransaction, loss: Tensor, metrics: dict[str, Tensor]) -> dict[str, Any]:
+        """verl's shape. Metrics of all ranks are combined by the rule of `combine_metrics`."""
+        gathered: list[dict[str, Tensor]] = [{}] * self.get_data_parallel_size()
+        on_host = {name: value.cpu() for name, value in metrics.items()}
+        dist.all_gather_object(gathered, on_host, group=self.get_data_parallel_group())
+        combined = {name: value.item() for name, value in combine_metrics(gathered).items()}
+        counts = {"num_rows": float(transaction.num_trained_rows), "num_tiles": float(transaction.num_tiles)}
+        return {"model_output": {}, "loss": [loss], "metrics": combined | counts}
 
     @torch.no_grad()
     def _log_probs(self, samples: Samples) -> Tensor:
         """In the tiles that training would use, so that both give the same numbers."""
-        trained = samples.take(samples.trained)
-        rows = make_rows(trained)
-        tiles, _ = self._plan_tiles(rows, None)
-        scored = [self._score(self._to_device(tile.rows))[0].log_prob.cpu() for tile in tiles]
-        found = dict(zip(samples.trained, torch.cat(scored)[: len(rows)].split(trained.num_steps), strict=True))
-        per_sample = [found.get(index, torch.zeros(count)) for index, count in enumerate(samples.num_steps)]
+        indices = samples.trained
+        trained = samples.take(indices)
+        work = self.planner.local(trained)
+        found = [torch.zeros(count) for count in samples.num_steps]
+        for tile in work.tiles:
+            rows, _ = tile_rows(trained, tile, work.places)
+            log_probs = self.scorer(rows.to(self.scorer.device))[0].log_prob.cpu()
+            if not tile.is_filler:  # whose row is in another tile, too
+                for row, log_prob in zip(tile.rows, log_probs, strict=True):
+                    found[indices[row.sample]][row.step] = log_prob
         if len(set(samples.num_steps)) == 1:
-            return torch.stack(per_sample)
-        return torch.nested.as_nested_tensor(per_sample, layout=torch.jagged)
+            return torch.stack(found)
+        return torch.nested.as_nested_tensor(found, layout=torch.jagged)
 
-    def _reduce(self, metrics: dict[str, Tensor]) -> dict[str, float]:
-        """Combine metrics of all ranks, by the rule of `combine_metrics`."""
-        gathered: list[dict[str, Tensor]] = [{}] * self.get_data_parallel_size()
-        on_host = {name: value.cpu() for name, value in metrics.items()}
-        dist.all_gather_object(gathered, on_host, group=self.get_data_parallel_group())
-        return {name: value.item() for name, value in combine_metrics(gathered).items()}
-
-    @contextmanager
-    def disable_adapter(self) -> Iterator[None]:
-        """Forwards without the adapter.
-
-        peft's own context also switches `requires_grad`. With `reshard_after_forward=false` it finds the shards on
-        the way in and the gathered parameters on the way out, and the adapter never trains again.
-        """
-        layers = [layer for layer in self.module.modules() if isinstance(layer, BaseTunerLayer)]
-        for layer in layers:
-            layer._disable_adapters = True
-        try:
-            yield
-        finally:
-            for layer in layers:
-                layer._disable_adapters = False
+    def disable_adapter(self) -> AbstractContextManager[None]:
+        """Forwards without the adapter; see `without_adapter`."""
+        return without_adapter(self.module)
 
     # -- update -------------------------------------------------------------------------------------------
     def train_batch(self, data: TensorDict, loss_function: Callable[..., Any]) -> dict[str, Any]:
@@ -337,16 +448,13 @@ class DiffusersFSDPEngine(FSDPEngine):
             base_sync_done: False yields the base weights where updates carry the adapter alone.
             ema: the averaged weights, also without `exports_average`; nothing may train until all is consumed.
         """
-        exported, config = self._export(base_sync_done)
+        exported, config = export(
+            self.module,
+            self.wire_dtype,
+            merge_lora=self._is_lora and self.model_config.merges_lora,
+            base_sync_done=base_sync_done,
+        )
         return (self._averaged(exported) if ema or self.exports_average else exported), config
-
-    def _export(self, base_sync_done: bool) -> tuple[NamedTensors, dict[str, Any] | None]:
-        if not self._is_lora or self.model_config.merges_lora:
-            return full_weights(self.module, merge_lora=self._is_lora, dtype=self.wire_dtype), None
-        assert isinstance(self.module, PeftModel)
-        if base_sync_done:
-            return adapter_weights(self.module, self.wire_dtype), adapter_config(self.module)
-        return full_weights(self.module, merge_lora=False, dtype=self.wire_dtype), adapter_config(self.module)
 
     def _averaged(self, exported: NamedTensors) -> NamedTensors:
         require(
@@ -358,11 +466,6 @@ class DiffusersFSDPEngine(FSDPEngine):
         assert self.state.ema is not None
         with self.state.ema.swapped_in(self.module):
             yield from exported
-
-
-def _as_reference(scored: tuple[SdeStep, Tensor]) -> Reference:
-    step, velocity = scored
-    return Reference(step.mean, velocity)
 
 
 # Not a decorator: verl's erases the class's type. "fsdp" is filed too, because `check_engine_config` names the key,

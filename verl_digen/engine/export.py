@@ -30,6 +30,22 @@ ADAPTER = "default"
 """peft's name for the one adapter there is."""
 
 
+def export(
+    module: nn.Module, dtype: torch.dtype | None, *, merge_lora: bool, base_sync_done: bool
+) -> tuple[NamedTensors, dict[str, Any] | None]:
+    """What a replica needs, and the peft config it needs for an adapter alone.
+
+    Args:
+        merge_lora: whether replicas have the adapter merged into their weights.
+        base_sync_done: whether they have the base already, where they get the adapter alone.
+    """
+    if merge_lora or not isinstance(module, PeftModel):
+        return full_weights(module, merge_lora=merge_lora, dtype=dtype), None
+    if base_sync_done:
+        return adapter_weights(module, dtype), adapter_config(module)
+    return full_weights(module, merge_lora=False, dtype=dtype), adapter_config(module)
+
+
 @torch.no_grad()
 def full_weights(module: nn.Module, *, merge_lora: bool, dtype: torch.dtype | None = None) -> NamedTensors:
     """All weights of the transformer, without adapter tensors.

@@ -6,7 +6,7 @@ Which old log-probs, by `digen.old_log_probs`:
 | value | one optimizer step takes the batch | several do (mini-batches, epochs) |
 | --- | --- | --- |
 | auto | this forward's own, detached: the ratio is exactly 1, and nothing is computed twice | as recompute |
-| recompute | a forward before the update | a forward before the update |
+| recompute | a forward of the same tile before its own | a forward before the first step |
 | rollout | recorded at generation | recorded at generation |
 
 Invariant: losses of tiles add up to that of the logical batch, because every mean divides by its `num_rows`.
@@ -14,23 +14,19 @@ Invariant: losses of tiles add up to that of the logical batch, because every me
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from verl_digen.algorithms.kl import kl_loss
-from verl_digen.algorithms.losses import LossOutput, loss_names, policy_loss
+from verl_digen.algorithms.losses import loss_names, policy_loss
 from verl_digen.algorithms.rows import Rows as LossRows
 from verl_digen.algorithms.sde import SdeStep
 from verl_digen.config import DigenConfig, require_one_of
 from verl_digen.types import Rows
-
-
-def needs_recompute(old_log_probs: str, num_updates: int) -> bool:
-    """True if `digen.old_log_probs` asks for a forward before an update of `num_updates` optimizer steps."""
-    return old_log_probs == "recompute" or (old_log_probs == "auto" and num_updates > 1)
 
 
 @dataclass(frozen=True)
@@ -47,6 +43,29 @@ class Reference:
         return Reference(self.mean.to(device), self.velocity.to(device))
 
 
+@dataclass(frozen=True)
+class LossTerms:
+    """The share of some rows in the logical batch's loss, [] fp32 each."""
+
+    policy: Tensor
+    kl: Tensor | None
+    """Weighed with `digen.kl.coef`; None without a reference."""
+    metrics: dict[str, Tensor]
+
+    @property
+    def total(self) -> Tensor:
+        return self.policy if self.kl is None else self.policy + self.kl
+
+    def detach(self) -> LossTerms:
+        """The numbers alone."""
+        return LossTerms(self.policy.detach(), None if self.kl is None else self.kl.detach(), self.metrics)
+
+    def divide_policy(self, divisor: float) -> LossTerms:
+        """The terms had advantages been divided by this."""
+        policy = self.policy / divisor
+        return replace(self, policy=policy, metrics=self.metrics | {"policy_loss": policy})
+
+
 class DiffusionLoss:
     """The loss function verl's training worker hands to the engine.
 
@@ -57,6 +76,7 @@ class DiffusionLoss:
     def __init__(self, digen: DigenConfig):
         require_one_of("digen.loss_name", digen.loss_name, loss_names())
         self.digen = digen
+        self.unclamped = replace(digen.loss, advantage_clip=math.inf)
 
     def __call__(
         self,
@@ -66,7 +86,9 @@ class DiffusionLoss:
         rows: Rows,
         old_log_probs: Tensor | None,
         num_rows: float,
-    ) -> LossOutput:
+        *,
+        clamps: bool = True,
+    ) -> LossTerms:
         """The share of these rows in the logical batch's loss.
 
         Args:
@@ -75,6 +97,7 @@ class DiffusionLoss:
             rows: on the device of `velocity`, except for sigmas, which may stay on the host.
             old_log_probs: [N] fp32; None takes this forward's own.
             num_rows: unmasked rows of the logical batch, over all ranks.
+            clamps: False leaves advantages as they are, where they are still to be divided by their scale.
         """
         device = velocity.device
         shared: dict[str, Tensor] = {"mask": rows.mask, "num_rows": torch.tensor(num_rows, device=device)}
@@ -84,8 +107,10 @@ class DiffusionLoss:
             "old_log_prob": old,
             "advantage": rows.advantages,
         }
-        policy = policy_loss(self.digen.loss_name, inputs, self.digen.loss)
-        loss, metrics = policy.loss, {"policy_loss": policy.loss.detach(), **policy.metrics}
+        config = self.digen.loss if clamps else self.unclamped
+        policy = policy_loss(self.digen.loss_name, inputs, config)
+        metrics = {"policy_loss": policy.loss.detach(), **policy.metrics}
+        weighed_kl = None
         if reference is not None:
             kl = kl_loss(
                 self.digen.kl.kind,
@@ -99,19 +124,18 @@ class DiffusionLoss:
                     "dt": (rows.next_sigmas - rows.sigmas).to(device),
                 },
             )
-            loss = loss + self.digen.kl.coef * kl.loss
+            weighed_kl = self.digen.kl.coef * kl.loss
             metrics |= kl.metrics
-        if self.digen.check_ratio:
-            metrics |= rollout_gap(shared | {"log_prob": step.log_prob.detach(), "recorded": rows.log_probs})
-        return LossOutput(loss, metrics)
+        metrics |= rollout_gap(shared | {"log_prob": step.log_prob.detach(), "recorded": rows.log_probs})
+        return LossTerms(policy.loss, weighed_kl, metrics)
 
 
 def rollout_gap(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """How far the engine's log-probs are from those `recorded` at generation; 0 if both compute alike."""
-    rows = LossRows.check("digen.check_ratio", inputs, columns=("log_prob", "recorded"))
+    rows = LossRows.check("rollout gap", inputs, columns=("log_prob", "recorded"))
     gap = rows["log_prob"] - rows["recorded"]
     return {
-        "rollout_log_prob_gap": rows.mean(gap.abs()),
+        "rollout_log_prob_gap_mean": rows.mean(gap.abs()),
         "rollout_log_prob_gap_max": rows.max(gap.abs()),
         "rollout_ratio": rows.mean(gap.exp()),
         "rollout_ratio_deviation_max": rows.max(gap.expm1().abs()),
@@ -125,6 +149,11 @@ def combine_metrics(metrics: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor
         for name, value in one.items():
             gathered.setdefault(name, []).append(value)
     return {name: _combine(name, torch.stack(values)) for name, values in gathered.items()}
+
+
+def is_share(name: str) -> bool:
+    """Whether a metric is a share of the logical batch's mean, not a largest or smallest value."""
+    return not name.endswith(("_max", "_min"))
 
 
 def _combine(name: str, values: Tensor) -> Tensor:

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trajectories of samples -> rows -> tiles.
+"""Trajectories of samples -> the rows of a tile.
 
-- A row is one (sample, trained step) pair. Rows lie sample after sample, each sample's steps in order; so a
-  tile mostly holds rows of one prompt, whose text needs no padding.
-- A tile is what one forward/backward takes: `rows_per_tile` rows, the last one what is left.
-- Every rank must run as many forwards as the others (FSDP's collectives); one with fewer tiles adds tiles of one
-  masked row.
+- A row is one (sample, trained step) pair. Which rows a tile takes is planned by `verl_digen.schedulers.tiles`, by
+  numbers alone; here the plan meets the tensors, one tile at a time.
+- A filler tile runs a row that is there anyway, with mask 0.
 
 Invariants (tests/engine/test_rows.py)
-- Every unmasked row of the samples is in exactly one tile, in order; all other rows of the tiles have mask 0.
+- The rows of all tiles of a plan are the rows of the samples, each once; a filler's row has mask 0.
 - A sample with loss_mask 0 costs no forward, unless its rank has nothing else.
 """
 
@@ -16,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import torch
 from tensordict import TensorDict
@@ -23,6 +22,7 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu
 
 from verl_digen.pipeline.conditions import ConditionPair
+from verl_digen.schedulers.tiles import Tile
 from verl_digen.types import TRAJECTORY_COLUMNS, Condition, Rows
 
 
@@ -56,14 +56,34 @@ class Samples:
 
     def take(self, indices: Sequence[int]) -> Samples:
         """These samples alone."""
-        keep = list(indices)
+        return self.pick([(index, range(self.num_steps[index])) for index in indices])
+
+    def pick(self, picks: Sequence[tuple[int, Sequence[int]]]) -> Samples:
+        """Samples by index, each with only these of its trained steps."""
+        keep = [index for index, _ in picks]
+        steps = [torch.as_tensor(list(chosen), dtype=torch.int64) for _, chosen in picks]
+
+        def per_step(values: Sequence[Tensor]) -> list[Tensor]:
+            return [values[index][chosen] for index, chosen in zip(keep, steps, strict=True)]
+
         return Samples(
-            {name: [column[index] for index in keep] for name, column in self.columns.items()},
-            [self.conditions[index] for index in keep],
-            self.advantages[keep],
-            self.is_real[keep],
-            None if self.old_log_probs is None else [self.old_log_probs[index] for index in keep],
+            columns={
+                name: per_step(column) if name in STEP_COLUMNS else [column[index] for index in keep]
+                for name, column in self.columns.items()
+            },
+            conditions=[self.conditions[index] for index in keep],
+            advantages=self.advantages[keep],
+            is_real=self.is_real[keep],
+            old_log_probs=None if self.old_log_probs is None else per_step(self.old_log_probs),
         )
+
+    def with_advantages(self, advantages: Tensor) -> Samples:
+        """The same samples with other advantages [B] fp32."""
+        return replace(self, advantages=advantages)
+
+
+STEP_COLUMNS = ("positions", "sigmas", "next_sigmas", "log_probs")
+"""Those of `TRAJECTORY_COLUMNS` that have one entry for each trained step."""
 
 
 def read_samples(data: TensorDict) -> Samples:
@@ -135,27 +155,17 @@ def make_rows(samples: Samples) -> Rows:
     )
 
 
-@dataclass(frozen=True)
-class Tile:
-    """What one forward/backward takes."""
+def tile_rows(samples: Samples, tile: Tile, places: Mapping[int, int]) -> tuple[Rows, Tensor | None]:
+    """The rows of a tile and their old log-probs [N] fp32, None where the samples have none.
 
-    rows: Rows
-    old_log_probs: Tensor | None
-    """[N] fp32; None where the loss takes the forward's own."""
-
-
-def num_tiles(num_rows: int, rows_per_tile: int) -> int:
-    """Tiles that `num_rows` rows need."""
-    return -(-num_rows // rows_per_tile)
-
-
-def split_tiles(rows: Rows, old_log_probs: Tensor | None, rows_per_tile: int, count: int) -> list[Tile]:
-    """`rows` and their old log-probs [N] as `count` tiles; those beyond what rows need hold one masked row."""
-
-    def cut(part: slice) -> Tile:
-        return Tile(rows[part], None if old_log_probs is None else old_log_probs[part])
-
-    tiles = [cut(slice(start, start + rows_per_tile)) for start in range(0, len(rows), rows_per_tile)]
-    first = cut(slice(0, 1))
-    filler = replace(first, rows=replace(first.rows, mask=torch.zeros(1)))
-    return tiles + [filler] * (count - len(tiles))
+    Args:
+        places: where in `samples` the sample of a `Row` is, by the number it has in the plan.
+    """
+    picks = [
+        (places[sample], [row.step for row in rows]) for sample, rows in groupby(tile.rows, lambda row: row.sample)
+    ]
+    picked = samples.pick(picks)
+    rows = make_rows(picked)
+    if tile.is_filler:
+        rows = replace(rows, mask=torch.zeros(len(rows)))
+    return rows, None if picked.old_log_probs is None else torch.cat(list(picked.old_log_probs))

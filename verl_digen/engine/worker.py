@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's actor-rollout worker, training diffusion samples.
 
-    update_actor(samples of this rank)
+    begin(...), accumulate(fragment) ..., commit() | abort()       one logical batch = one optimizer step
+      called alike on every rank with names and numbers; each fetches the samples of its own rows
+
+    update_actor(samples of this rank)                             for several optimizer steps on the same samples
       conditions fetched by uid -> split into mini-batches -> per epoch and mini-batch: one optimizer step
       the learning rate moves once per call
 
@@ -13,6 +16,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,8 +30,10 @@ from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from verl_digen.engine.engine import DiffusersFSDPEngine
-from verl_digen.engine.loss import DiffusionLoss, needs_recompute
+from verl_digen.engine.fragment import Fragment, fetch_samples
+from verl_digen.engine.loss import DiffusionLoss
 from verl_digen.pipeline.conditions import fetch_conditions
+from verl_digen.plugin import REPLICAS
 
 logger = logging.getLogger(__name__)
 
@@ -62,14 +68,51 @@ class DiffusionWorker(ActorRolloutRefWorker):
         if self._is_actor:
             self.trainer.set_loss_fn(DiffusionLoss(self.engine.digen))
             self.engine.wire_dtype = PrecisionType.to_dtype(self.config.rollout.dtype)
-        if self._is_rollout and self.config.rollout.name == "diffusers":
-            # it reads the checkpoint whatever rollout.load_format says, so an adapter needs no base sent before it
+        if self._is_rollout and self.config.rollout.name in REPLICAS:
+            # they read the checkpoint whatever rollout.load_format says, so an adapter needs no base sent before it
             self.base_sync_done = True
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # pyright: ignore[reportAttributeAccessIssue]
     def export_average(self, enabled: bool) -> None:
         """Whether `update_weights` sends the EMA in place of the current weights, from now on."""
         self.engine.exports_average = enabled
+
+    # -- one logical batch, fragment by fragment ----------------------------------------------------------
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # pyright: ignore[reportAttributeAccessIssue]
+    def begin(self, num_samples: int, num_rows: int, partition: str) -> None:
+        """Open a logical batch, see `DiffusersFSDPEngine.begin`.
+
+        Args:
+            partition: of TransferQueue, where the samples' rows stay until the batch is closed.
+        """
+        self.engine.begin(num_samples, num_rows, fetch=partial(fetch_samples, partition))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
+    @DistProfiler.annotate(color="red", role="actor_accumulate")
+    def accumulate(self, fragment: Fragment) -> dict[str, float]:
+        """Add a fragment's gradient, see `DiffusersFSDPEngine.accumulate`; its numbers, and `accumulate_s`.
+
+        The driver gets one reference per rank at once, and every rank's numbers of rows are those of all ranks.
+        """
+        started_s = time.perf_counter()
+        counts = self.engine.accumulate(fragment)
+        return {**counts, "accumulate_s": time.perf_counter() - started_s}
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
+    @DistProfiler.annotate(color="red", role="actor_commit")
+    def commit(self) -> dict[str, float]:
+        """The optimizer step, see `DiffusersFSDPEngine.commit`. Returns metrics as `update` does; one reference per
+        rank at once."""
+        outputs = self.engine.commit()
+        metrics = self.trainer._postprocess_output(
+            outputs, global_token_num=None, delta_time=0.0, forward_only=False, images_seqlens=None
+        )
+        return combine_updates([tu.get(metrics, "metrics")])
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # pyright: ignore[reportAttributeAccessIssue]
+    def abort(self) -> None:
+        """Close the logical batch as if it had never been, see `DiffusersFSDPEngine.abort`."""
+        self.engine.abort()
 
     @property
     def trainer(self) -> TrainingWorker:
@@ -117,7 +160,7 @@ class DiffusionWorker(ActorRolloutRefWorker):
     def update(self, data: TensorDict) -> dict[str, float]:
         """`ppo_epochs` times over the mini-batches of `data`, in order, one optimizer step each.
 
-        Old log-probs that `digen.old_log_probs` asks for and `data` has no column for are computed first.
+        Old log-probs that later optimizer steps need and `data` has no column for are computed first.
 
         Returns:
             Metrics, the same on all ranks; see `combine_updates`.
@@ -128,7 +171,7 @@ class DiffusionWorker(ActorRolloutRefWorker):
         ]
         num_updates = len(mini_batches) * self.config.actor.ppo_epochs
         with self.engine.train_mode():
-            if needs_recompute(self.engine.digen.old_log_probs, num_updates) and "old_log_probs" not in data:
+            if num_updates > 1 and self.engine.digen.old_log_probs != "rollout" and "old_log_probs" not in data:
                 for mini_batch in mini_batches:
                     mini_batch["old_log_probs"] = self.engine.infer_batch(mini_batch)["model_output"]["log_probs"]
             outputs = []
@@ -145,6 +188,8 @@ class DiffusionWorker(ActorRolloutRefWorker):
 def combine_updates(outputs: list[dict[str, Any]]) -> dict[str, float]:
     """Metrics of optimizer steps -> of the call: `_max` and `_min` by max and min, `num_*` by sum, others by mean.
 
+    `rollout_*`, which compare with what was generated, are those of the first one: the others train newer weights.
+
     Args:
         outputs: verl's training worker gives a number, or the list of every rank's, which are equal.
     """
@@ -156,6 +201,8 @@ def combine_updates(outputs: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _combine(name: str, values: list[float]) -> float:
+    if name.startswith("rollout_"):
+        return values[0]
     if name.endswith("_max"):
         return max(values)
     if name.endswith("_min"):

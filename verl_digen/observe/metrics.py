@@ -7,6 +7,8 @@
 | `reward/NAME` | reward | mean of one reward function, or of one of its details |
 | `reward/zero_spread_groups` | groups | groups whose samples all scored the same: they carry no gradient |
 | `rollout/version_age_max_versions` | versions | between the generating and the trained weights; 0 in strict mode |
+| `rollout/log_prob_gap_max`, `_mean` | nats | the trainer's log-probs against those recorded at generation |
+| `rollout/ratio`, `rollout/ratio_deviation_max` | | the same as a ratio: 1 and 0 if both compute alike |
 | `perf/images_per_s`, `..._per_device` | 1/s | samples of the step over its whole time; over all devices |
 | `perf/step_s` | s | the whole step, checkpoint excluded |
 | `perf/generate_s`, `perf/score_s` | s | time in which at least one sample was being generated, scored |
@@ -58,6 +60,14 @@ def staleness_metrics(tags: Sequence[Tag], trained_version: int) -> dict[str, fl
     """How far the samples' versions lie behind the version they train."""
     ages = [trained_version - tag["min_global_steps"] for tag in tags]
     return {"rollout/version_age_max_versions": float(max(ages)), "rollout/version_age_mean_versions": fmean(ages)}
+
+
+def training_metrics(outputs: Mapping[str, float]) -> dict[str, float]:
+    """The engine's numbers as `actor/*`, those that compare with the rollout as `rollout/*`."""
+    return {
+        f"rollout/{name.removeprefix('rollout_')}" if name.startswith("rollout_") else f"actor/{name}": float(value)
+        for name, value in outputs.items()
+    }
 
 
 def perf_metrics(

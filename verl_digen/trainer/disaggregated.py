@@ -23,12 +23,11 @@ from transfer_queue import KVBatchMeta
 from verl.checkpoint_engine import CheckpointEngineManager
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.utils.config import omega_conf_to_dataclass
-from verl.utils.metric import reduce_metrics
-from verl.utils.py_functional import rename_dict
 
 from verl_digen.agent_loop.server_manager import AsyncDiffusionServerManager
 from verl_digen.algorithms.window import draw_window
 from verl_digen.config import DigenConfig
+from verl_digen.observe.metrics import training_metrics
 from verl_digen.observe.timeline import Interval, Lane, Recorder, TimelineFile, step_metrics
 from verl_digen.pipeline.conditions import CONDITION_PARTITION
 from verl_digen.schedulers.durations import MeasuredDurations
@@ -169,7 +168,7 @@ class FlowGRPOTrainerDisaggregated(FlowGRPOTrainerSync):
         if self._conductor is None:
             self._conductor = self._make_conductor()
         outcome = self._events.run_until_complete(self._conductor.run_batch())
-        metrics.update(reduce_metrics(rename_dict(outcome.metrics, "actor/")))
+        metrics.update(training_metrics(outcome.metrics))
         metrics["actor/update_s"] = self._trainer_pool.compute_s
         metrics.update(_report_metrics(outcome))
         self._num_refills = outcome.report.num_group_refills

@@ -39,15 +39,13 @@ from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils import tensordict_utils as tu
 from verl.utils.debug import marked_timer
-from verl.utils.metric import reduce_metrics
-from verl.utils.py_functional import rename_dict
 
 from verl_digen.agent_loop.server_manager import AsyncDiffusionServerManager
 from verl_digen.algorithms.advantages import group_advantages
 from verl_digen.config import digen_config
 from verl_digen.engine.worker import DiffusionWorker
 from verl_digen.errors import RunStopped, plain
-from verl_digen.observe.metrics import perf_metrics, reward_metrics, staleness_metrics
+from verl_digen.observe.metrics import perf_metrics, reward_metrics, staleness_metrics, training_metrics
 from verl_digen.observe.metrics_file import MetricsFile
 from verl_digen.observe.progress import progress_line
 from verl_digen.pipeline.conditions import CONDITION_PARTITION
@@ -172,7 +170,7 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
     def _update_actor(self, batch: Any, metrics: dict) -> Any:
         batch.fields = [*TRAJECTORY_COLUMNS, "uid", "advantages"]
         output = self.actor_rollout_wg.update_actor(batch)
-        metrics.update(reduce_metrics(rename_dict(output["metrics"], "actor/")))
+        metrics.update(training_metrics(output["metrics"]))
         tq.kv_clear(keys=list(dict.fromkeys(_groups(batch))), partition_id=CONDITION_PARTITION)
         return batch
 

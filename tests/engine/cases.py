@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Logical batches that are trained fragment by fragment, for one rank and for two, and what they must give."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from tests.engine.harness import (
+    LORA,
+    begin,
+    fragment,
+    local_weights,
+    make_batch,
+    make_engine,
+    perturb,
+    select,
+    stepped_gradients,
+    train,
+    weights,
+    with_advantages,
+)
+from tests.engine.serial import plain_lora, plain_transformer, serial_loss_and_gradient
+from verl_digen.engine.engine import DiffusersFSDPEngine
+
+WINDOWS = ((0, 1, 2), (1,), (0, 2))
+"""Of 9 samples with 3, 1 or 2 trained steps: 18 rows."""
+REWARDS = [1.0, 9.0, 3.0, 5.0, 4.0, 4.5, 0.0, 0.0, 25.0]
+"""Wide, so that rewards exceed the clip before they are divided and most do not afterwards."""
+CLIP = 1.2
+"""Less than the largest advantage of every scale, so that clamping binds."""
+KL = 0.3
+
+
+@dataclass(frozen=True)
+class Case:
+    """One logical batch: how it is trained, and in which order its fragments come."""
+
+    order: tuple[tuple[str, ...], ...] = (("g2",), ("g0",), ("g1",))
+    scale: str = "batch"
+    kl: str | None = None
+    tsp: dict[str, Any] = field(default_factory=dict)
+    is_lora: bool = False
+    guidance_scale: float = 1.0
+    fsdp: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    clip: float = CLIP
+    old_log_probs: str = "auto"
+
+    def make_engine(self, path: Path) -> DiffusersFSDPEngine:
+        """With weights that are not the checkpoint's, so that KL and adapters have something to say."""
+        digen: dict[str, Any] = {
+            "tsp": self.tsp,
+            "advantage": {"scale": self.scale},
+            "loss": {"advantage_clip": self.clip},
+            "sampling": {"guidance_scale": self.guidance_scale},
+            "old_log_probs": self.old_log_probs,
+        }
+        if self.kl is not None:
+            digen["kl"] = {"coef": KL, "kind": self.kl}
+        engine = make_engine(
+            path,
+            digen=digen,
+            model=(LORA if self.is_lora else {}) | self.model,
+            fsdp=self.fsdp,
+            optim={"clip_grad": 1e9},
+        )
+        perturb(engine, scale=0.1 if self.is_lora else 0.02)
+        return engine
+
+    def make_batch(self, path: Path) -> TensorDict:
+        return make_batch(path, windows=WINDOWS, guidance_scale=self.guidance_scale)
+
+    def committed(self, path: Path) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """(gradient that the optimizer step found, metrics) of the fragments."""
+        engine, batch = self.make_engine(path), self.make_batch(path)
+        groups = begin(engine, batch, REWARDS)
+        for uids in self.order:
+            engine.accumulate(fragment(groups, *uids))
+        with stepped_gradients(engine) as found:
+            outputs = engine.commit()
+        return found, outputs["metrics"]
+
+    def dropped(self, path: Path) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """As `committed`, but group g1 never came."""
+        engine, batch = self.make_engine(path), self.make_batch(path)
+        groups = begin(engine, batch, REWARDS)
+        for uid in ("g2", "g0"):
+            engine.accumulate(fragment(groups, uid))
+        with stepped_gradients(engine) as found:
+            outputs = engine.commit()
+        return found, outputs["metrics"]
+
+    def without_dropped(self, path: Path) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """What `dropped` must give: verl's `train_batch` on what came. One rank."""
+        engine, came = self.make_engine(path), [0, 1, 2, 6, 7, 8]
+        rewards = [REWARDS[index] for index in came]
+        batch = with_advantages(select(self.make_batch(path), came), rewards, self.scale, self.clip)
+        with stepped_gradients(engine) as found:
+            outputs = train(engine, batch)
+        return found, outputs[0]["metrics"]
+
+    def serial(self, path: Path) -> tuple[float, dict[str, Tensor]]:
+        """(loss, gradient) of the slow reference: all rewards known, one row at a time. One rank."""
+        engine, batch = self.make_engine(path), self.make_batch(path)
+        if self.is_lora:
+            module: Any = plain_lora(path, engine.model_config.lora_config(), weights(engine))
+        else:
+            module = plain_transformer(path, weights(engine))
+        return serial_loss_and_gradient(
+            module,
+            path,
+            with_advantages(batch, REWARDS, self.scale, self.clip),
+            range(len(REWARDS)),
+            reference=plain_transformer(path) if self.kl else None,
+            kl_coef=KL,
+            kl_kind=self.kl or "flow_grpo",
+            guidance_scale=self.guidance_scale,
+        )
+
+    def whole(self, path: Path) -> dict[str, float]:
+        """Metrics of verl's `train_batch` on the same samples. One rank."""
+        engine, batch = self.make_engine(path), self.make_batch(path)
+        return train(engine, with_advantages(batch, REWARDS, self.scale, self.clip))[0]["metrics"]
+
+
+CASES = {
+    "batch_scale": Case(),
+    "batch_scale_other_order": Case(order=(("g1", "g0"), ("g2",)), tsp={"samples_per_tile": 2, "steps_per_tile": 2}),
+    "max_group_scale": Case(scale="max_group", tsp={"samples_per_tile": 1, "steps_per_tile": 3}),
+    "group_scale": Case(scale="group", tsp={"steps_per_tile": 1}),
+    "no_scale": Case(scale="none", tsp={"samples_per_tile": 5, "steps_per_tile": 1, "reduce": "tile"}),
+    "one_fragment": Case(order=(("g0", "g1", "g2"),), tsp={"reduce": "fragment"}),
+    "no_clamping": Case(clip=float("inf"), tsp={"samples_per_tile": 1, "steps_per_tile": 1, "reduce": "fragment"}),
+    "no_clamping_by_batch": Case(clip=float("inf"), kl="exact", tsp={"reduce": "batch"}),
+    "without_tsp": Case(tsp={"enable": False, "samples_per_tile": 2, "reduce": "tile"}),
+    "full_kl": Case(kl="flow_grpo", tsp={"reduce": "batch"}),
+    "full_kl_reduced_by_tile": Case(kl="exact", tsp={"reduce": "tile", "samples_per_tile": 2, "steps_per_tile": 1}),
+    "full_kl_unsharded": Case(kl="velocity", fsdp={"reshard_after_forward": False}, tsp={"reduce": "fragment"}),
+    "lora": Case(is_lora=True, tsp={"samples_per_tile": 3, "steps_per_tile": 1}),
+    "lora_kl": Case(is_lora=True, kl="flow_grpo", order=(("g2",), ("g1", "g0"))),
+    "lora_kl_by_tile": Case(is_lora=True, kl="exact", scale="max_group", tsp={"reduce": "tile"}, clip=float("inf")),
+    "lora_kl_velocity": Case(is_lora=True, kl="velocity", tsp={"reduce": "fragment"}),
+    "kl_checkpointed": Case(kl="flow_grpo", model={"enable_gradient_checkpointing": True}),
+    "guided": Case(guidance_scale=3.0, tsp={"samples_per_tile": 2, "steps_per_tile": 2}),
+    "replicated": Case(fsdp={"fsdp_size": 1}, tsp={"reduce": "batch"}),
+    "recomputed": Case(old_log_probs="recompute"),
+}
+
+
+def optimizer_state(engine: DiffusersFSDPEngine) -> dict[str, Tensor]:
+    """Everything an update changes, flat and copied."""
+    found = {f"weight {name}": value for name, value in local_weights(engine).items()}
+    for number, (_, state) in enumerate(engine.optimizer.state.items()):
+        for name, value in state.items():
+            local = value.to_local() if hasattr(value, "to_local") else value
+            found[f"optimizer {number} {name}"] = local.clone()
+    if engine.state.ema is not None:
+        found |= {f"average {name}": value.clone() for name, value in engine.state.ema.shards.items()}
+    counters = [engine.state.num_updates, engine.state.num_skipped, engine.lr_scheduler.last_epoch]
+    rates = [group["lr"] for group in engine.optimizer.param_groups]
+    found["counters"] = torch.tensor([*counters, *rates], dtype=torch.float64)
+    return found

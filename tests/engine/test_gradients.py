@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where FSDP2 keeps a gradient. First to fail when PyTorch's private state moves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from tests.engine.harness import process_group
+from verl_digen.engine import gradients
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with process_group(0, 1, str(tmp_path_factory.mktemp("rendezvous") / "store")):
+        yield
+
+
+def make_module(**policy: torch.dtype) -> nn.Module:
+    """Two units and what belongs to the root; one layer is frozen."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    module[1].weight.requires_grad_(False)
+    fully_shard(module[0], mp_policy=MixedPrecisionPolicy(**policy))
+    fully_shard(module[1], mp_policy=MixedPrecisionPolicy(**policy))
+    return fully_shard(module, mp_policy=MixedPrecisionPolicy(**policy))
+
+
+def backward(module: nn.Module, seed: int, last: bool) -> None:
+    rows = torch.randn(5, 3, generator=torch.Generator().manual_seed(seed))
+    with gradients.reduced_at_end(module, last):
+        module(rows).float().square().sum().backward()
+
+
+def sharded(module: nn.Module) -> dict[str, Tensor]:
+    return {
+        name: parameter.grad.full_tensor().clone()
+        for name, parameter in module.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.fixture(params=["fp32", "bf16 reduced in fp32"])
+def policy(request: pytest.FixtureRequest) -> dict[str, torch.dtype]:
+    return {} if request.param == "fp32" else {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+
+
+def test_pending_gradient_is_reduced_without_a_backward(group: None, policy: dict):
+    module, other = make_module(**policy), make_module(**policy)
+    for seed in range(3):
+        backward(module, seed, last=False)
+        backward(other, seed, last=seed == 2)
+    assert sharded(module) == {}
+    place = "accumulated" if policy else "unsharded"
+    assert {key[1] for key in gradients.take(module)} == {place}  # and now it is gone
+    for seed in range(3):
+        backward(module, seed, last=False)
+    gradients.reduce_pending(module)
+    assert len(sharded(module)) == 5 and equal(sharded(module), sharded(other))
+    gradients.reduce_pending(module)  # nothing is pending: nothing happens
+    assert equal(sharded(module), sharded(other))
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_gradient_moved_aside_and_back_is_the_same(group: None, policy: dict, last: bool):
+    module, other = make_module(**policy), make_module(**policy)
+    aside: gradients.Gradient = {}
+    for seed in range(2):
+        backward(module, seed, last)
+        backward(other, seed, last)
+        with gradients.exchanged(module, aside):
+            backward(module, seed + 10, last)
+            module(torch.zeros(1, 3))
+    gradients.reduce_pending(module), gradients.reduce_pending(other)
+    assert equal(sharded(module), sharded(other))
+    gradients.put(module, aside), gradients.drop(other)
+    gradients.reduce_pending(module)
+    for seed in range(2):
+        backward(other, seed + 10, last)
+    gradients.reduce_pending(other)
+    assert equal(sharded(module), sharded(other))
+
+
+def test_gradients_in_different_places_are_added(group: None, policy: dict):
+    module = make_module(**policy)
+    backward(module, 0, last=True)
+    first = sharded(module)
+    gradients.drop(module)
+    backward(module, 1, last=False)
+    pending = gradients.take(module)
+    backward(module, 0, last=True)
+    total = gradients.take(module)
+    gradients.add_(total, pending)
+    gradients.scale_(total, 0.5)
+    gradients.put(module, total)
+    gradients.reduce_pending(module)
+    backward_of_one = make_module(**policy)
+    backward(backward_of_one, 1, last=True)
+    second = sharded(backward_of_one)
+    for name, value in sharded(module).items():
+        torch.testing.assert_close(value, (first[name] + second[name]) / 2, rtol=1e-6, atol=1e-6)
+
+
+def test_drop_leaves_nothing_of_any_place(group: None, policy: dict):
+    module = make_module(**policy)
+    backward(module, 0, last=True)
+    backward(module, 1, last=False)
+    gradients.drop(module)
+    gradients.reduce_pending(module)
+    assert gradients.take(module) == {} and sharded(module) == {}
+
+
+def test_module_recovers_from_an_exception_half_way_and_keeps_its_gradient(group: None):
+    module, other = make_module(), make_module()
+    gradients.recover(module)  # before any forward, too
+    for seed in range(2):
+        backward(module, seed, last=False)
+        backward(other, seed, last=False)
+
+    def fail(*unused: object) -> None:
+        raise KeyError
+
+    handle = module[1].register_full_backward_pre_hook(fail)
+    held = gradients.take(module)
+    with pytest.raises(KeyError):
+        backward(module, 7, last=True)
+    handle.remove()
+    gradients.recover(module)
+    gradients.put(module, held)
+    backward(module, 2, last=True), backward(other, 2, last=True)
+    assert equal(sharded(module), sharded(other))
+
+
+def test_size_of_an_unreduced_gradient_counts_what_trains(group: None, policy: dict):
+    module = make_module(**policy)
+    num_trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+    assert gradients.unreduced_bytes(module) == 4 * num_trained
+    assert gradients.unreduced_bytes(make_module(param_dtype=torch.bfloat16)) == 2 * num_trained

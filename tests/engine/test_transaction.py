@@ -1,0 +1,405 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A logical batch trained fragment by fragment, on one rank, against the serial loop over rows."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from tests.engine.cases import CASES, REWARDS, Case, optimizer_state
+from tests.engine.harness import (
+    LORA,
+    assert_close,
+    assert_equal,
+    begin,
+    fetch_from,
+    fragment,
+    generate,
+    make_engine,
+    peek,
+    samples_of,
+    select,
+    stepped_gradients,
+    train,
+    weights,
+    with_advantages,
+)
+from verl_digen.algorithms.losses import LossConfig, register_loss
+from verl_digen.algorithms.rows import LossOutput, Rows
+from verl_digen.engine import gradients
+from verl_digen.engine.engine import DiffusersFSDPEngine
+from verl_digen.engine.fragment import Fragment, FragmentSample, fragment_rows
+from verl_digen.engine.rows import make_rows
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+EMA = {"ema": {"enable": True, "every_steps": 1}}
+
+
+@pytest.fixture(scope="module")
+def batch(tiny_qwen_image: Path) -> TensorDict:
+    return Case().make_batch(tiny_qwen_image)
+
+
+# -- the gradient -----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", CASES)
+def test_committed_gradient_is_that_of_the_serial_loop(tiny_qwen_image: Path, name: str):
+    case = CASES[name]
+    found, metrics = case.committed(tiny_qwen_image)
+    loss, expected = case.serial(tiny_qwen_image)
+    assert_close(found, expected, 2e-5 if case.guidance_scale > 1 else 1e-5)
+    assert metrics["ratio_deviation_max"] == metrics["ratio_deviation_min"] == 0.0
+    assert metrics["num_rows"] == 18
+    kl = 0.3 * metrics["kl"] if case.kl else 0.0
+    assert metrics["policy_loss"] + kl == pytest.approx(loss, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(["g0", "g1", "g2"])))
+@pytest.mark.parametrize("kl", [None, "flow_grpo"])
+def test_order_of_fragments_does_not_matter(tiny_qwen_image: Path, order: tuple[str, ...], kl: str | None):
+    found, _ = Case(order=tuple((uid,) for uid in order), kl=kl).committed(tiny_qwen_image)
+    expected, _ = Case(order=(("g0", "g1", "g2"),), kl=kl).committed(tiny_qwen_image)
+    assert_close(found, expected, 1e-5)
+
+
+@pytest.mark.parametrize("name", ["batch_scale", "full_kl", "lora_kl", "one_fragment"])
+def test_metrics_are_those_of_the_whole_batch(tiny_qwen_image: Path, name: str):
+    case = CASES[name]
+    _, metrics = case.committed(tiny_qwen_image)
+    expected = case.whole(tiny_qwen_image)
+    of_fragments = {"num_fragments", "num_late_samples", "lr"}
+    assert metrics.keys() - of_fragments == expected.keys()
+    assert metrics["num_fragments"] == len(case.order)
+    for name in expected.keys() - {"num_tiles", "num_pad_rows"}:
+        assert metrics[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-7), name
+
+
+def test_samples_that_might_be_clamped_wait(tiny_qwen_image: Path):
+    _, metrics = Case().committed(tiny_qwen_image)
+    assert metrics["num_late_samples"] > 0
+    _, metrics = Case(clip=float("inf")).committed(tiny_qwen_image)
+    assert metrics["num_late_samples"] == 0
+
+
+def test_accumulate_says_what_it_trained_and_what_waits(tiny_qwen_image: Path, batch: TensorDict):
+    engine = Case().make_engine(tiny_qwen_image)
+    groups = begin(engine, batch, REWARDS)
+    first = engine.accumulate(fragment(groups, "g2"))
+    assert first["num_rows"] == 2 * (3 - first["num_held_samples"]) < 6
+    second = engine.accumulate(fragment(groups, "g0", "g1"))
+    assert second["num_held_samples"] == 0
+    assert first["num_rows"] + second["num_rows"] == 18
+    engine.abort()
+
+
+@pytest.mark.parametrize("name", ["batch_scale", "full_kl", "lora_kl_by_tile", "no_clamping_by_batch"])
+def test_groups_that_were_dropped_do_not_count(tiny_qwen_image: Path, name: str):
+    """Planned rows and samples are more than what comes: the gradient is the mean over what came."""
+    case = CASES[name]
+    found, metrics = case.dropped(tiny_qwen_image)
+    gradient, expected = case.without_dropped(tiny_qwen_image)
+    assert metrics["num_rows"] == 15
+    assert_close(found, gradient, 1e-5)
+    for name in ("policy_loss", "grad_norm", *(["kl"] if case.kl else [])):
+        assert metrics[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-7)
+
+
+def test_a_sample_without_rows_counts_for_advantages_alone(tiny_qwen_image: Path, batch: TensorDict):
+    case = Case(scale="group")
+    engine = case.make_engine(tiny_qwen_image)
+    groups = samples_of(batch, REWARDS)
+    kept = [sample for sample in groups["g0"] if sample.key != "1"]
+    left_out = FragmentSample("1", "g0", REWARDS[1], num_steps=0)
+    engine.begin(3, 6, fetch_from(batch))
+    engine.accumulate(Fragment("best and worst", (*kept, left_out)))
+    with stepped_gradients(engine) as found:
+        assert engine.commit()["metrics"]["num_rows"] == 6
+    whole = with_advantages(batch, REWARDS, "group", case.clip)
+    other = case.make_engine(tiny_qwen_image)
+    with stepped_gradients(other) as expected:
+        train(other, select(whole, [0, 2]))
+    assert_close(found, expected, 1e-5)
+
+
+def test_a_loss_that_is_not_homogeneous_trains_with_the_last_group(
+    tiny_qwen_image: Path, batch: TensorDict, caplog: pytest.LogCaptureFixture
+):
+    @register_loss("squared_for_test", columns=("log_prob", "advantage"))
+    def squared(rows: Rows, config: LossConfig) -> LossOutput:
+        return LossOutput(rows.mean(rows["log_prob"] * rows["advantage"].square()), {})
+
+    digen = {"loss_name": "squared_for_test"}
+    engine, other = make_engine(tiny_qwen_image, digen=digen), make_engine(tiny_qwen_image, digen=digen)
+    groups = begin(engine, batch, REWARDS)
+    assert "digen.loss_name=squared_for_test is not proportional" in caplog.text
+    assert engine.accumulate(fragment(groups, "g0")) == {"num_rows": 0, "num_held_samples": 3}
+    assert engine.accumulate(fragment(groups, "g2")) == {"num_rows": 0, "num_held_samples": 6}
+    assert engine.accumulate(fragment(groups, "g1")) == {"num_rows": 18, "num_held_samples": 0}
+    with stepped_gradients(engine) as found:
+        assert engine.commit()["metrics"]["num_late_samples"] == 6
+    with stepped_gradients(other) as expected:
+        train(other, with_advantages(batch, REWARDS, "batch", math.inf))
+    assert_close(found, expected, 1e-5)
+
+
+# -- commit and abort -------------------------------------------------------------------------------------
+def test_commit_is_one_update(tiny_qwen_image: Path, batch: TensorDict):
+    engine, other = (
+        make_engine(tiny_qwen_image, digen=EMA, optim={"lr_warmup_steps": 4, "clip_grad": 0.01}) for _ in range(2)
+    )
+    for _ in range(2):
+        groups = begin(engine, batch, REWARDS)
+        engine.accumulate(fragment(groups, "g0", "g1", "g2"))
+        metrics = engine.commit()["metrics"]
+        train(other, with_advantages(batch, REWARDS, "batch", 5.0))
+    assert_equal(optimizer_state(engine), optimizer_state(other))
+    assert engine.state.num_updates == 2 and metrics["lr"] == pytest.approx(1e-3 * 2 / 4)
+    assert metrics["grad_norm"] > 0.01 and metrics["num_skipped_updates"] == 0
+
+
+def test_a_gradient_that_is_not_finite_is_not_committed(tiny_qwen_image: Path, batch: TensorDict):
+    engine = make_engine(tiny_qwen_image, digen=EMA)
+    broken = batch.clone()
+    broken["latents"] = torch.nested.as_nested_tensor(
+        [value * math.nan for value in batch["latents"].unbind()], layout=torch.jagged
+    )
+    before = weights(engine)
+    groups = begin(engine, broken, REWARDS)
+    engine.accumulate(fragment(groups, "g0", "g1", "g2"))
+    metrics = engine.commit()["metrics"]
+    assert metrics["num_skipped_updates"] == 1 and engine.state.num_skipped == 1
+    assert_equal(weights(engine), before)
+
+
+@pytest.mark.parametrize("reduce", ["tile", "fragment", "batch"])
+@pytest.mark.parametrize("model", [{}, LORA], ids=["full", "lora"])
+def test_abort_leaves_everything_as_it_was(tiny_qwen_image: Path, batch: TensorDict, reduce: str, model: dict):
+    digen = EMA | {"tsp": {"reduce": reduce}, "kl": {"coef": 0.3}}
+    engine, other = (make_engine(tiny_qwen_image, digen=digen, model=model) for _ in range(2))
+    whole = with_advantages(batch, REWARDS, "batch", 5.0)
+    train(engine, whole), train(other, whole)
+    before = optimizer_state(engine)
+    groups = begin(engine, batch, REWARDS)
+    engine.accumulate(fragment(groups, "g0"))
+    engine.accumulate(fragment(groups, "g1"))
+    engine.abort()
+    assert_equal(optimizer_state(engine), before)
+    assert gradients.take(engine.module) == {}
+    groups = begin(engine, batch, REWARDS)  # the same groups may come again
+    engine.accumulate(fragment(groups, "g0", "g1", "g2"))
+    engine.commit()
+    train(other, whole)
+    assert_equal(optimizer_state(engine), optimizer_state(other))
+
+
+class OutOfMemory(Exception):
+    """Stands for what a device raises half-way."""
+
+
+def fail_in_forward(engine: DiffusersFSDPEngine) -> Callable[[], None]:
+    """Let the second block's forward fail at its third call; returns how to stop that."""
+    calls = itertools.count()
+
+    def hook(*unused: object) -> None:
+        if next(calls) == 2:
+            raise OutOfMemory
+
+    return engine.module.get_submodule(block_of(engine)).register_forward_pre_hook(hook).remove
+
+
+def fail_in_backward(engine: DiffusersFSDPEngine) -> Callable[[], None]:
+    """The same in its backward."""
+    calls = itertools.count()
+
+    def hook(*unused: object) -> None:
+        if next(calls) == 2:
+            raise OutOfMemory
+
+    return engine.module.get_submodule(block_of(engine)).register_full_backward_pre_hook(hook).remove
+
+
+def block_of(engine: DiffusersFSDPEngine) -> str:
+    return next(name for name, _ in engine.module.named_modules() if name.endswith("transformer_blocks.1"))
+
+
+@pytest.mark.parametrize("fail", [fail_in_forward, fail_in_backward])
+@pytest.mark.parametrize("reduce", ["tile", "batch"])
+def test_after_a_failure_only_abort_is_legal_and_all_is_well_again(
+    tiny_qwen_image: Path, batch: TensorDict, fail: Callable, reduce: str
+):
+    digen = EMA | {"tsp": {"reduce": reduce, "samples_per_tile": 1, "steps_per_tile": 1}}
+    engine, other = (make_engine(tiny_qwen_image, digen=digen) for _ in range(2))
+    before = optimizer_state(engine)
+    groups = begin(engine, batch, REWARDS)
+    engine.accumulate(fragment(groups, "g2"))
+    stop = fail(engine)
+    with pytest.raises(OutOfMemory):
+        engine.accumulate(fragment(groups, "g0"))
+    stop()
+    for call in (lambda: engine.accumulate(fragment(groups, "g1")), engine.commit):
+        with pytest.raises(RuntimeError, match="an earlier call on this logical batch failed; call abort"):
+            call()
+    with pytest.raises(RuntimeError, match="assisting needs a sound gradient"), engine.assisting():
+        pass
+    engine.abort()
+    assert_equal(optimizer_state(engine), before)
+    groups = begin(engine, batch, REWARDS)
+    engine.accumulate(fragment(groups, "g0", "g1", "g2"))
+    engine.commit()
+    train(other, with_advantages(batch, REWARDS, "batch", 5.0))
+    assert_equal(optimizer_state(engine), optimizer_state(other))
+
+
+def test_a_failing_train_batch_leaves_no_gradient_behind(tiny_qwen_image: Path, batch: TensorDict):
+    digen = {"tsp": {"samples_per_tile": 1, "steps_per_tile": 1}}
+    engine, other = make_engine(tiny_qwen_image, digen=digen), make_engine(tiny_qwen_image, digen=digen)
+    whole = with_advantages(batch, REWARDS, "batch", 5.0)
+    stop = fail_in_backward(engine)
+    with pytest.raises(OutOfMemory):
+        train(engine, whole)
+    stop()
+    assert gradients.take(engine.module) == {}
+    train(engine, whole), train(other, whole)
+    assert_equal(optimizer_state(engine), optimizer_state(other))
+
+
+def test_illegal_calls_are_refused_by_name(tiny_qwen_image: Path, batch: TensorDict, tmp_path: Path):
+    engine = make_engine(tiny_qwen_image)
+    groups = samples_of(batch, REWARDS)
+    for call in (lambda: engine.accumulate(fragment(groups, "g0")), engine.commit, engine.abort):
+        with pytest.raises(RuntimeError, match="needs an open logical batch, got none; call begin first"):
+            call()
+    with pytest.raises(RuntimeError, match="at least one sample and one row, got 9 and 0; skip"):
+        engine.begin(9, 0, fetch_from(batch))
+    begin(engine, batch, REWARDS)
+    with pytest.raises(RuntimeError, match="needs at least one row to train, got none; call abort"):
+        engine.commit()
+    engine.abort()
+
+    begin(engine, batch, REWARDS)
+    engine.accumulate(fragment(groups, "g0"))
+    held = {key: value.clone() for key, value in gradients.take(engine.module).items()}
+    gradients.put(engine.module, dict(held))
+    whole = with_advantages(batch, REWARDS, "batch", 5.0)
+    refused = {
+        "begin needs": lambda: begin(engine, batch, REWARDS),
+        "training needs": lambda: train(engine, whole),
+        "save_checkpoint needs": lambda: engine.save_checkpoint(str(tmp_path)),
+        "load_checkpoint needs": lambda: engine.load_checkpoint(str(tmp_path)),
+        "fragment g0 came twice": lambda: engine.accumulate(fragment(groups, "g0")),
+        "a group trains once": lambda: engine.accumulate(Fragment("new", tuple(groups["g0"]))),
+        "3 trained steps and 1 experts": lambda: engine.accumulate(
+            Fragment("experts", (FragmentSample("x", "x", 0.0, num_steps=3, experts=(0,)),))
+        ),
+        "begun for 9 samples": lambda: engine.accumulate(
+            Fragment("many", tuple(FragmentSample(f"x{index}", "x", 0.0, 1) for index in range(7)))
+        ),
+    }
+    for message, call in refused.items():
+        with pytest.raises(RuntimeError, match=message):
+            call()
+    found = gradients.take(engine.module)  # none of them touched the gradient
+    assert found.keys() == held.keys() and all(torch.equal(found[key], held[key]) for key in held)
+    gradients.put(engine.module, found)
+    engine.accumulate(fragment(groups, "g1", "g2"))
+    engine.commit()
+
+
+def test_experts_are_one_for_each_step():
+    sample = FragmentSample("k", "g", 0.0, num_steps=2, experts=(0, 1))
+    assert [tuple(row) for row in fragment_rows([sample])] == [(0, 0, 0), (0, 1, 1)]
+    with pytest.raises(RuntimeError, match="sample k has 3 trained steps and 2 experts"):
+        fragment_rows([FragmentSample("k", "g", 0.0, num_steps=3, experts=(0, 1))])
+
+
+@pytest.mark.parametrize("reduce", ["tile", "batch"])
+def test_rehearsing_a_tile_leaves_the_open_gradient(tiny_qwen_image: Path, batch: TensorDict, reduce: str):
+    engine = make_engine(tiny_qwen_image, digen={"tsp": {"reduce": reduce}})
+    groups = begin(engine, batch, REWARDS)
+    rows = make_rows(fetch_from(batch)(groups["g0"]))
+    engine.planner.rehearse(rows)
+    assert peek(engine) == {}
+    engine.accumulate(fragment(groups, "g1"))
+    held = {key: piece.clone() for key, piece in peek(engine).items()}
+    engine.planner.rehearse(rows)
+    found = peek(engine)
+    assert found.keys() == held.keys() and all(torch.equal(found[key], held[key]) for key in held)
+    engine.abort()
+
+
+# -- assisting --------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("reshards", [True, False])
+@pytest.mark.parametrize("reduce", ["tile", "batch"])
+@pytest.mark.parametrize("model", [{}, LORA], ids=["full", "lora"])
+def test_assisting_leaves_the_open_gradient_bitwise(
+    tiny_qwen_image: Path, batch: TensorDict, reshards: bool, reduce: str, model: dict
+):
+    options = {
+        "digen": EMA | {"tsp": {"reduce": reduce}, "kl": {"coef": 0.3}},
+        "model": model,
+        "fsdp": {"reshard_after_forward": reshards},
+    }
+    engine, other = make_engine(tiny_qwen_image, **options), make_engine(tiny_qwen_image, **options)
+    alone = generate(other)
+    for helper in (engine, other):
+        groups = begin(helper, batch, REWARDS)
+        for uid in ("g1", "g2", "g0"):
+            helper.accumulate(fragment(groups, uid))
+            if helper is engine:
+                places = {key: piece.data_ptr() for key, piece in peek(helper).items()}
+                held = {key: piece.clone() for key, piece in peek(helper).items()}
+                assert torch.equal(generate(helper), alone)  # the weights are those of the open batch, unmoved
+                assert not helper.module.training
+                found = peek(helper)
+                assert {key: piece.data_ptr() for key, piece in found.items()} == places
+                assert all(torch.equal(found[key], held[key]) for key in held)
+        helper.commit()
+    assert_equal(optimizer_state(engine), optimizer_state(other))
+
+
+def test_an_assist_that_fails_leaves_the_open_gradient(tiny_qwen_image: Path, batch: TensorDict):
+    engine, other = make_engine(tiny_qwen_image), make_engine(tiny_qwen_image)
+    for helper in (engine, other):
+        groups = begin(helper, batch, REWARDS)
+        helper.accumulate(fragment(groups, "g1"))
+        if helper is engine:
+            stop = fail_in_forward(engine)
+            with pytest.raises(OutOfMemory):
+                generate(engine)
+            stop()
+        helper.accumulate(fragment(groups, "g0", "g2"))
+        helper.commit()
+    assert_equal(optimizer_state(engine), optimizer_state(other))
+
+
+def test_what_is_offloaded_stays_on_the_device_while_a_batch_is_open(tiny_qwen_image: Path, batch: TensorDict):
+    offloaded = make_engine(tiny_qwen_image, fsdp={"param_offload": True, "optimizer_offload": True})
+    plain = make_engine(tiny_qwen_image)
+    moves: list[tuple[bool, bool]] = []
+    move = offloaded.to
+
+    def to(device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        moves.append((model, optimizer))
+        move(device, model=model, optimizer=optimizer, grad=grad)
+
+    offloaded.to = to  # type: ignore[method-assign]
+    for engine in (offloaded, plain):
+        groups = begin(engine, batch, REWARDS)
+        assert engine.mode == "train"
+        engine.accumulate(fragment(groups, "g1"))
+        generate(engine)
+        engine.accumulate(fragment(groups, "g0", "g2"))
+        assert engine is plain or moves == [(True, True)]
+        engine.commit()
+        assert engine.mode is None
+    assert moves == [(True, True)] * 2  # loaded by begin, offloaded by commit
+    begin(offloaded, batch, REWARDS)
+    offloaded.abort()
+    assert moves == [(True, True)] * 4
+    assert_equal(weights(offloaded), weights(plain))

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Logical batches by fragments on two ranks against the serial loop on one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.engine.cases import CASES, REWARDS, Case, optimizer_state
+from tests.engine.harness import (
+    LORA,
+    assert_close,
+    begin,
+    fetch_from,
+    fragment,
+    generate,
+    make_engine,
+    on_two_ranks,
+    peek,
+    samples_of,
+)
+from verl_digen.engine.fragment import Fragment, FragmentSample
+
+pytestmark = pytest.mark.slow
+
+DROPPED = ("no_clamping_by_batch", "lora", "replicated")
+
+
+def committed(path: Path, folder: Path) -> dict[str, Any]:
+    return {name: case.committed(path) for name, case in CASES.items()}
+
+
+def dropped(path: Path, folder: Path) -> dict[str, Any]:
+    """Where the last fragment is not known to be it: what is pending is reduced without a backward."""
+    return {name: CASES[name].dropped(path) for name in DROPPED}
+
+
+def gathered(value: Any) -> list[Any]:
+    """This of every rank."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def fetched_keys(path: Path, folder: Path) -> Any:
+    """What each rank fetches of a fragment of 6 + 3 rows, and of one with a single row."""
+    engine = make_engine(path, digen={"advantage": {"scale": "group"}})
+    batch = Case().make_batch(path)
+    groups = samples_of(batch, REWARDS)
+    fetched: list[list[str]] = []
+    fetch = fetch_from(batch)
+
+    def recording(samples):
+        fetched.append([sample.key for sample in samples])
+        return fetch(samples)
+
+    engine.begin(7, 10, recording)
+    engine.accumulate(fragment(groups, "g2", "g1"))
+    engine.accumulate(Fragment("one row", (FragmentSample("0", "x", 1.0, num_steps=1),)))
+    metrics = engine.commit()["metrics"]
+    return gathered(fetched), metrics
+
+
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    """Bitwise, on every rank."""
+    here = found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    return all(gathered(here))
+
+
+def aborted(path: Path, folder: Path) -> dict[str, bool]:
+    """By model and reduction: whether `abort` left everything, and the next update is that of an untouched engine."""
+    results = {}
+    for model, reduce in (({}, "tile"), ({}, "batch"), (LORA, "fragment")):
+        digen = {"tsp": {"reduce": reduce}, "kl": {"coef": 0.3}, "ema": {"enable": True, "every_steps": 1}}
+        engine, other = (make_engine(path, digen=digen, model=model) for _ in range(2))
+        batch = Case().make_batch(path)
+        for helper in (engine, other):
+            groups = begin(helper, batch, REWARDS)
+            helper.accumulate(fragment(groups, "g0", "g1", "g2"))
+            helper.commit()
+        before = optimizer_state(engine)
+        groups = begin(engine, batch, REWARDS)
+        engine.accumulate(fragment(groups, "g1"))
+        engine.abort()
+        untouched = same(optimizer_state(engine), before) and peek(engine) == {}
+        for helper in (engine, other):
+            groups = begin(helper, batch, REWARDS)
+            helper.accumulate(fragment(groups, "g0", "g1", "g2"))
+            helper.commit()
+        results[f"{'lora' if model else 'full'} {reduce}"] = untouched and same(
+            optimizer_state(engine), optimizer_state(other)
+        )
+    return results
+
+
+def failed_on_all_ranks(path: Path, folder: Path) -> bool:
+    """Whether a forward that fails on all ranks can be aborted, and the next update is an untouched engine's."""
+    engine, other = (make_engine(path, digen={"tsp": {"steps_per_tile": 1}}) for _ in range(2))
+    batch = Case().make_batch(path)
+    groups = begin(engine, batch, REWARDS)
+    engine.accumulate(fragment(groups, "g1"))
+
+    def fail(*unused: object) -> None:
+        raise MemoryError
+
+    handle = engine.module.get_submodule("transformer_blocks.1").register_forward_pre_hook(fail)
+    try:
+        engine.accumulate(fragment(groups, "g0"))
+    except MemoryError:
+        handle.remove()
+        engine.abort()
+    for helper in (engine, other):
+        groups = begin(helper, batch, REWARDS)
+        helper.accumulate(fragment(groups, "g0", "g1", "g2"))
+        helper.commit()
+    return same(optimizer_state(engine), optimizer_state(other))
+
+
+def assisted(path: Path, folder: Path) -> dict[str, bool]:
+    """By model, resharding and reduction: whether generation in between left the open gradient bitwise."""
+    results = {}
+    for model, reshards, reduce in (
+        ({}, True, "batch"),
+        ({}, False, "tile"),
+        (LORA, True, "tile"),
+        (LORA, False, "batch"),
+    ):
+        options = {
+            "digen": {"tsp": {"reduce": reduce}, "kl": {"coef": 0.3}},
+            "model": model,
+            "fsdp": {"reshard_after_forward": reshards},
+        }
+        engine, other = make_engine(path, **options), make_engine(path, **options)
+        batch = Case().make_batch(path)
+        held_still = True
+        for helper in (engine, other):
+            groups = begin(helper, batch, REWARDS)
+            for uid in ("g1", "g2", "g0"):
+                helper.accumulate(fragment(groups, uid))
+                if helper is engine:
+                    held = {str(key): piece.clone() for key, piece in peek(helper).items()}
+                    generate(helper)
+                    held_still &= same({str(key): piece for key, piece in peek(helper).items()}, held)
+            helper.commit()
+        results[f"{'lora' if model else 'full'} {reshards} {reduce}"] = held_still and same(
+            optimizer_state(engine), optimizer_state(other)
+        )
+    return results
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tiny_qwen_image: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    scenarios = [committed, dropped, fetched_keys, aborted, failed_on_all_ranks, assisted]
+    return on_two_ranks(scenarios, tiny_qwen_image, tmp_path_factory.mktemp("two_ranks"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_committed_gradient_is_that_of_the_serial_loop(
+    two_ranks: dict, one_rank: None, tiny_qwen_image: Path, name: str
+):
+    found, metrics = two_ranks["committed"][name]
+    loss, expected = CASES[name].serial(tiny_qwen_image)
+    assert_close(found, expected, 2e-5 if CASES[name].guidance_scale > 1 else 1e-5)
+    assert metrics["ratio_deviation_max"] == metrics["ratio_deviation_min"] == 0.0
+    assert metrics["num_rows"] == 18
+    kl = 0.3 * metrics["kl"] if CASES[name].kl else 0.0
+    assert metrics["policy_loss"] + kl == pytest.approx(loss, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", DROPPED)
+def test_groups_that_were_dropped_do_not_count(two_ranks: dict, one_rank: None, tiny_qwen_image: Path, name: str):
+    found, metrics = two_ranks["dropped"][name]
+    gradient, expected = CASES[name].without_dropped(tiny_qwen_image)
+    assert_close(found, gradient, 1e-5)
+    assert metrics["num_rows"] == 15
+    assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+
+
+def test_each_rank_fetches_the_samples_of_its_rows_alone(two_ranks: dict):
+    keys, metrics = two_ranks["fetched_keys"]
+    # g2 has samples 6, 7, 8 of two rows, g1 3, 4, 5 of one: rows 6 6 7 7 8 | 8 3 4 5, and then row 0 | none
+    assert keys == [[["6", "7", "8"], ["0"]], [["8", "3", "4", "5"], ["0"]]]
+    assert metrics["num_rows"] == 10
+    assert metrics["num_pad_rows"] == 1  # of the rank without a row
+
+
+@pytest.mark.parametrize("name", ["aborted", "assisted"])
+def test_open_batch_is_let_alone_or_dropped_without_a_trace(two_ranks: dict, name: str):
+    assert len(two_ranks[name]) >= 3
+    assert all(two_ranks[name].values()), two_ranks[name]
+
+
+def test_failure_on_all_ranks_can_be_aborted(two_ranks: dict):
+    assert two_ranks["failed_on_all_ranks"]
+
+
+def test_norm_that_clips_is_that_of_one_rank(two_ranks: dict, one_rank: None, tiny_qwen_image: Path):
+    _, metrics = two_ranks["committed"]["batch_scale"]
+    assert metrics["grad_norm"] == pytest.approx(CASES["batch_scale"].whole(tiny_qwen_image)["grad_norm"], rel=1e-5)

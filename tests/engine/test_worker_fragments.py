@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker's begin, accumulate, commit and abort, with samples in a real TransferQueue; one rank, in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+import transfer_queue as tq
+from omegaconf import OmegaConf
+from tensordict import TensorDict
+from verl.single_controller.base.decorator import MAGIC_ATTR, Dispatch
+from verl.utils import tensordict_utils as tu
+
+from tests.engine.cases import REWARDS, Case
+from tests.engine.harness import assert_equal, fragment, make_engine, num_rows_of, samples_of, train, weights
+from tests.engine.harness import with_advantages as with_known_advantages
+from tests.engine.test_worker import environment, make_worker  # noqa: F401 - a fixture
+from verl_digen.engine.fragment import fetch_samples
+from verl_digen.engine.worker import DiffusionWorker
+from verl_digen.pipeline.conditions import put_condition
+from verl_digen.types import TRAJECTORY_COLUMNS
+
+pytestmark = pytest.mark.slow
+
+PARTITION = "train"
+
+
+@pytest.fixture(scope="module")
+def queue() -> Iterator[None]:
+    """TransferQueue with one storage process."""
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    tq.init(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}}))
+    yield
+    tq.close()
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def batch(queue: None, tiny_qwen_image: Path) -> TensorDict:
+    """Samples and their prompts' conditions, as the agent loop writes them; keys are the samples' numbers."""
+    batch = Case().make_batch(tiny_qwen_image)
+    for number in range(len(REWARDS)):
+        columns = {name: batch[name][number].unsqueeze(0) for name in TRAJECTORY_COLUMNS}
+        columns["pixels"] = torch.zeros(1, 8)  # a column that training does not ask for
+        tq.kv_batch_put(keys=[str(number)], partition_id=PARTITION, fields=TensorDict(columns, batch_size=1), tags=[{}])
+    for uid, (positive, negative) in tu.get(batch, "conditions").items():
+        asyncio.run(put_condition(uid, positive, negative))
+    return batch
+
+
+def test_samples_come_in_the_order_they_are_asked_for(batch: TensorDict):
+    samples = [sample for group in samples_of(batch, REWARDS).values() for sample in group]
+    random.Random(0).shuffle(samples)
+    found = fetch_samples(PARTITION, samples)
+    for place, sample in enumerate(samples):
+        number = int(sample.key)
+        for name in TRAJECTORY_COLUMNS:
+            torch.testing.assert_close(found.columns[name][place], batch[name][number], rtol=0, atol=0)
+        positive, _ = tu.get(batch, "conditions")[sample.uid]
+        assert torch.equal(found.conditions[place][0]["embeds"], positive["embeds"])
+
+
+def test_fragments_are_one_update_on_the_whole_batch(environment: None, batch: TensorDict, tiny_qwen_image: Path):  # noqa: F811
+    worker, engine = make_worker(tiny_qwen_image), make_engine(tiny_qwen_image, optim={"lr_warmup_steps": 4})
+    groups = samples_of(batch, REWARDS)
+    for _ in range(2):
+        worker.begin(len(REWARDS), num_rows_of(groups), PARTITION)
+        counts = worker.accumulate(fragment(groups, "g0", "g1", "g2"))
+        metrics = worker.commit()
+        train(engine, with_known_advantages(batch, REWARDS, "batch", 5.0))
+    assert counts["num_rows"] == 18 and counts["accumulate_s"] > 0
+    assert metrics["lr"] == pytest.approx(1e-3 * 2 / 4)
+    assert metrics["num_rows"] == 18 and metrics["ratio_deviation_max"] == 0.0 and metrics["num_fragments"] == 1
+    assert {"loss", "grad_norm", "policy_loss", "num_skipped_updates", "perf/max_memory_allocated_gb"} <= metrics.keys()
+    assert all(isinstance(value, float | int) for value in metrics.values())
+    assert_equal(weights(worker.engine), weights(engine))
+
+
+def test_abort_lets_the_batch_come_again(environment: None, batch: TensorDict, tiny_qwen_image: Path):  # noqa: F811
+    worker = make_worker(tiny_qwen_image)
+    before = weights(worker.engine)
+    groups = samples_of(batch, REWARDS)
+    worker.begin(len(REWARDS), 18, PARTITION)
+    worker.accumulate(fragment(groups, "g1"))
+    worker.abort()
+    assert_equal(weights(worker.engine), before)
+    worker.begin(len(REWARDS), 18, PARTITION)
+    assert worker.accumulate(fragment(groups, "g1"))["num_rows"] == 3
+    worker.abort()
+
+
+@pytest.mark.parametrize(
+    ("name", "blocking"), [("begin", True), ("accumulate", False), ("commit", False), ("abort", True)]
+)
+def test_every_rank_gets_the_same_call_and_long_ones_do_not_block(name: str, blocking: bool):
+    attributes = getattr(getattr(DiffusionWorker, name), MAGIC_ATTR)
+    assert attributes["dispatch_mode"] == Dispatch.ONE_TO_ALL  # pyright: ignore[reportAttributeAccessIssue]
+    assert attributes["blocking"] is blocking

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the driver says of a fragment, and how a rank gets the samples of which it was dealt rows.
+
+Through the driver travel names and numbers; every rank works out the same deal from them, and fetches the tensors of
+its own rows from TransferQueue, samples by key and conditions by prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from verl_digen.engine.rows import Samples
+from verl_digen.pipeline.conditions import fetch_conditions
+from verl_digen.schedulers.deal import Row
+from verl_digen.types import TRAJECTORY_COLUMNS
+
+
+@dataclass(frozen=True)
+class FragmentSample:
+    """One sample of a fragment. Written by the driver from the sample's tag, read by every rank."""
+
+    key: str
+    """Its key in TransferQueue."""
+    uid: str
+    """Its group."""
+    reward: float
+    num_steps: int
+    """K. 0: the reward counts for its group's advantages, and the sample is not trained."""
+    experts: tuple[int, ...] = ()
+    """K entries: which network each trained step runs; () where the model has one."""
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Complete groups that one training call consumes.
+
+    Example:
+        Fragment("f0", tuple(FragmentSample(f"p7_{i}_0", "p7", rewards[i], num_steps=9) for i in range(24)))
+    """
+
+    fragment_id: str
+    """Once in a logical batch."""
+    samples: tuple[FragmentSample, ...]
+    """Group after group."""
+
+
+Fetch = Callable[[Sequence[FragmentSample]], Samples]
+"""Gets the tensors of samples, in order; called on each rank for those of which it has rows."""
+
+
+def fragment_rows(samples: Sequence[FragmentSample]) -> list[Row]:
+    """All rows of the samples, which are numbered in order.
+
+    Raises:
+        RuntimeError: a sample whose experts are not as many as its steps.
+    """
+    rows = []
+    for number, sample in enumerate(samples):
+        experts = sample.experts or (0,) * sample.num_steps
+        if len(experts) != sample.num_steps:
+            raise RuntimeError(
+                f"sample {sample.key} has {sample.num_steps} trained steps and {len(experts)} experts; "
+                "give one expert for each step, or none"
+            )
+        rows += [Row(number, step, expert) for step, expert in enumerate(experts)]
+    return rows
+
+
+def fetch_samples(partition: str, samples: Sequence[FragmentSample]) -> Samples:
+    """The samples from TransferQueue's `partition`, with the conditions of their prompts."""
+    import transfer_queue as tq  # starts a client process-wide; kept out of module import
+
+    data = tq.kv_batch_get(
+        keys=[sample.key for sample in samples], partition_id=partition, select_fields=list(TRAJECTORY_COLUMNS)
+    )
+    if len(data) != len(samples):
+        raise RuntimeError(f"{len(samples)} samples are to be trained, but TransferQueue has {len(data)} of them")
+    conditions = fetch_conditions([sample.uid for sample in samples])
+    return Samples(
+        columns={name: list(data.get(name).unbind()) for name in TRAJECTORY_COLUMNS},
+        conditions=[conditions[sample.uid] for sample in samples],
+        advantages=torch.zeros(len(samples)),
+        is_real=torch.ones(len(samples), dtype=torch.bool),
+        old_log_probs=None,
+    )

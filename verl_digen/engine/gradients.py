@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gradient of an FSDP2 module in all the places where FSDP2 keeps it: look, scale, move aside, reduce, drop.
+
+- A gradient that was reduced over the ranks is in each parameter's `grad`, sharded. One that was not is in the
+  unsharded parameters and, in the reduce dtype, beside them; FSDP2 has no public way to reach those two.
+- FSDP2 reduces in a backward. `reduce_pending` does it without one, by the callback that FSDP2 runs at the end of
+  every backward; so a batch's gradient need not know which tile is the last.
+- Everything that reads FSDP2's private state is in this file; it is that of PyTorch 2.13.
+
+Invariants (tests/engine/test_gradients.py): a gradient that was moved aside and back, or reduced later, is bitwise
+the one that was not; after `drop` nothing is left of it, in whatever place it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+Gradient = dict[tuple[int, str], Tensor]
+"""A gradient outside of its module: (number of the parameter, place) -> piece. Empty: no gradient."""
+
+
+def _parameters(module: nn.Module) -> list[Any]:
+    """FSDP2's own record of every parameter."""
+    units = [unit._get_fsdp_state() for unit in module.modules() if isinstance(unit, FSDPModule)]
+    groups = dict.fromkeys(unit._fsdp_param_group for unit in units)  # modules may share one
+    return [parameter for group in groups if group is not None for parameter in group.fsdp_params]
+
+
+def _places(module: nn.Module) -> Iterator[tuple[tuple[int, str], Any, str]]:
+    """(key, owner, attribute) of every place where a piece of the gradient may be."""
+    for number, parameter in enumerate(_parameters(module)):
+        yield (number, "sharded"), parameter.sharded_param, "grad"
+        yield (number, "accumulated"), parameter, "unsharded_accumulated_grad"
+        if hasattr(parameter, "_unsharded_param"):  # made by the first forward
+            yield (number, "unsharded"), parameter._unsharded_param, "grad"
+
+
+def take(module: nn.Module) -> Gradient:
+    """Move the gradient out of the module, which has none afterwards."""
+    taken: Gradient = {}
+    for key, owner, attribute in _places(module):
+        piece = getattr(owner, attribute)
+        if piece is not None:
+            taken[key] = piece
+            setattr(owner, attribute, None)
+    return taken
+
+
+def put(module: nn.Module, gradient: Gradient) -> None:
+    """Let the module have this gradient, in place of any."""
+    for key, owner, attribute in _places(module):
+        setattr(owner, attribute, gradient.get(key))
+
+
+def drop(module: nn.Module) -> None:
+    """Forget the gradient, reduced or not."""
+    put(module, {})
+
+
+@torch.no_grad()
+def scale_(gradient: Gradient, factor: float) -> None:
+    """Multiply the gradient."""
+    for piece in gradient.values():
+        piece.mul_(factor)
+
+
+@torch.no_grad()
+def add_(gradient: Gradient, other: Gradient) -> None:
+    """Add `other`, piece by piece, whose memory may be used from then on."""
+    for key, piece in other.items():
+        if key in gradient:
+            gradient[key].add_(piece)
+        else:
+            gradient[key] = piece
+
+
+@contextmanager
+def exchanged(module: nn.Module, gradient: Gradient) -> Iterator[None]:
+    """Within the context the module has `gradient` in place of its own; what becomes of it is in `gradient` then."""
+    own = take(module)
+    put(module, gradient)
+    try:
+        yield
+    finally:
+        gradient.clear()
+        gradient.update(take(module))
+        put(module, own)
+
+
+@contextmanager
+def reduced_at_end(module: nn.Module, last: bool) -> Iterator[None]:
+    """Whether a backward in this context reduces over the ranks all that is pending, and its own."""
+    assert isinstance(module, FSDPModule)
+    module.set_requires_gradient_sync(last)
+    try:
+        yield
+    finally:
+        module.set_requires_gradient_sync(True)
+
+
+def reduce_pending(module: nn.Module) -> None:
+    """Reduce over the ranks what no backward has reduced yet. Collective, if there is any; on all ranks alike."""
+    assert isinstance(module, FSDPModule)
+    module._get_fsdp_state()._root_post_backward_final_callback()
+
+
+def recover(module: nn.Module) -> None:
+    """Bring the module back from a forward or backward that an exception left half-way; the gradient stays."""
+    assert isinstance(module, FSDPModule)
+    if module._get_fsdp_state()._is_root:  # set by the first forward, before which there is nothing to recover from
+        module.reset_iter_state()
+
+
+def unreduced_bytes(module: nn.Module) -> int:
+    """What the whole gradient takes on each rank while it is not reduced."""
+    total = 0
+    for parameter in _parameters(module):
+        if parameter.sharded_param.requires_grad:
+            policy = parameter.mp_policy
+            dtype = policy.reduce_dtype or policy.param_dtype or parameter.sharded_param.dtype
+            total += parameter.sharded_param.numel() * dtype.itemsize  # a DTensor counts the whole
+    return total

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An open logical batch: fragments in, in the order in which they become ready; one gradient out.
+
+    add(fragment)   its rewards to the ledger; refused, and nothing changed, if anything of it came before
+    train(fragment) what the ledger lets go of: dealt, fetched, tiled, into the gradient transaction
+    finish()        what was held back; then the gradient is whole
+
+Invariants (tests/engine/test_transaction.py): nothing trains twice; the fragments' order does not matter.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from verl_digen.engine.fragment import Fetch, Fragment, FragmentSample, fragment_rows
+from verl_digen.engine.ledger import AdvantageLedger
+from verl_digen.engine.planning import Planner
+from verl_digen.engine.transaction import GradientTransaction
+
+
+class LogicalBatch:
+    """See the module."""
+
+    def __init__(self, ledger: AdvantageLedger, transaction: GradientTransaction, planner: Planner, fetch: Fetch):
+        self.ledger, self.transaction, self.planner, self.fetch = ledger, transaction, planner, fetch
+        self.fragment_ids: set[str] = set()
+        self.num_late_samples = 0
+        """Samples that did not train with their own fragment."""
+        self._samples: dict[str, FragmentSample] = {}
+
+    def add(self, fragment: Fragment) -> None:
+        """Take a fragment in.
+
+        Raises:
+            RuntimeError: it, or a group of it, was taken in before, or is not sound, or there are more samples than
+                planned. Nothing is taken in then.
+        """
+        if fragment.fragment_id in self.fragment_ids:
+            raise RuntimeError(
+                f"a fragment trains once in a logical batch, but fragment {fragment.fragment_id} came twice; "
+                "give every fragment its own id"
+            )
+        samples = fragment.samples
+        fragment_rows(samples)
+        self.ledger.add(
+            [sample.key for sample in samples],
+            [sample.uid for sample in samples],
+            [sample.reward for sample in samples],
+        )
+        self.fragment_ids.add(fragment.fragment_id)
+        self._samples |= {sample.key: sample for sample in samples}
+
+    def train(self, fragment: Fragment) -> int:
+        """Train what can be trained now that this fragment is in; returns how many rows, over all ranks."""
+        num_rows = self._train(is_last=self.ledger.is_complete)
+        held = {*self.ledger.held}
+        self.num_late_samples += sum(sample.key in held for sample in fragment.samples)
+        return num_rows
+
+    def finish(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """Train what was held back, and close the gradient transaction; see its `close`."""
+        self._train(is_last=True)
+        return self.transaction.close()
+
+    def _train(self, *, is_last: bool) -> int:
+        ready = self.ledger.take(is_last=is_last)
+        if ready.divisor is not None:
+            self.transaction.settle(ready.divisor)
+        samples = [self._samples[key] for key in ready.keys]
+        if not any(sample.num_steps for sample in samples):
+            return 0
+        work = self.planner.deal(samples, ready.advantages, self.fetch)
+        self.transaction.run(work, is_final=ready.divisor is not None, is_last=is_last)
+        return work.num_rows

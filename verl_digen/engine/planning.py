@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who trains which rows in which tiles: descriptions and samples -> this rank's `Work`.
+
+- By fragments, every rank deals all rows over the ranks by itself and fetches the samples of its own; nothing is
+  exchanged.
+- Where verl dealt samples to the ranks already, each tells the others how many rows it has: one small collective.
+- How many rows a tile holds under `auto` is measured once per shape of latents, on all ranks together, by tiles of
+  weight 0 of the longest prompt at hand; the least of the ranks counts. On a CPU it is a fixed number.
+
+Invariant: all ranks make the same plan, so that each runs as many tiles as the others.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from verl.utils.device import get_device_name
+
+from verl_digen.config import TspConfig
+from verl_digen.engine import memory
+from verl_digen.engine.fragment import Fetch, FragmentSample, fragment_rows
+from verl_digen.engine.rows import Samples, make_rows
+from verl_digen.engine.transaction import Work
+from verl_digen.schedulers.deal import Row, deal_rows, stand_ins
+from verl_digen.schedulers.tiles import Tile, choose_shape, plan_tiles
+from verl_digen.types import Rows
+
+logger = logging.getLogger(__name__)
+
+
+class Planner:
+    """See the module.
+
+    Args:
+        group: the data-parallel ranks.
+        expert_of: sigmas [n] -> number of the network that runs each.
+        rehearse: runs rows as in training, without effect.
+    """
+
+    def __init__(
+        self,
+        tsp: TspConfig,
+        group: dist.ProcessGroup,
+        expert_of: Callable[[Tensor], Tensor],
+        rehearse: Callable[[Rows], None],
+    ):
+        self.tsp, self.group, self.expert_of, self.rehearse = tsp, group, expert_of, rehearse
+        self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        self._rows_that_fit: dict[torch.Size, int] = {}
+
+    def deal(self, samples: Sequence[FragmentSample], advantages: Tensor, fetch: Fetch) -> Work:
+        """This rank's part of these samples' rows, at least one of weight 0; there are rows.
+
+        Args:
+            advantages: [samples] fp32.
+        """
+        rows = fragment_rows(samples)
+        dealt = deal_rows(rows, self.num_ranks, whole_samples=not self.tsp.enable)
+        needed = sorted({row.sample for row in (*dealt[self.rank], *stand_ins(dealt, self.rank).values())})
+        own = fetch([samples[number] for number in needed]).with_advantages(advantages[needed])
+        places = {number: place for place, number in enumerate(needed)}
+        return Work(own, places, self._tiles(dealt, own), num_rows=len(rows))
+
+    def local(self, samples: Samples) -> Work:
+        """All rows of this rank's samples. Collective.
+
+        Raises:
+            RuntimeError: a rank has no row of a network that another runs.
+        """
+        experts = [self.expert_of(sigmas).tolist() for sigmas in samples.columns["sigmas"]]
+        rows = [Row(sample, step, expert) for sample, own in enumerate(experts) for step, expert in enumerate(own)]
+        num_rows = sum(1 for row in rows if samples.is_real[row.sample])
+        gathered: list[Any] = [None] * self.num_ranks
+        dist.all_gather_object(gathered, ([tuple(row) for row in rows], num_rows), group=self.group)
+        dealt = [[Row(*row) for row in hand] for hand, _ in gathered]
+        lacking = [rank for rank, hand in enumerate(dealt) if {row.expert for row in hand} != _experts(dealt)]
+        if lacking:
+            raise RuntimeError(
+                f"every rank needs rows of every network, {sorted(_experts(dealt))}, but rank {lacking[0]} lacks some; "
+                "hand the samples over as fragments, whose rows are dealt evenly"
+            )
+        return Work(
+            samples,
+            places={sample: sample for sample in range(len(samples))},
+            tiles=self._tiles(dealt, samples),
+            num_rows=sum(count for _, count in gathered),
+        )
+
+    def _tiles(self, dealt: Sequence[Sequence[Row]], own: Samples) -> list[Tile]:
+        samples, steps = self.tsp.extents
+        max_rows = 1 if samples and steps else self._measured_rows(own, expert=min(_experts(dealt)))
+        return plan_tiles(dealt, self.rank, choose_shape(max_rows, samples=samples, steps=steps))
+
+    def _measured_rows(self, samples: Samples, expert: int) -> int:
+        """What memory holds; every rank has a row of `expert`, and all run the same network."""
+        if get_device_name() == "cpu":
+            return memory.CPU_ROWS
+        shape = samples.columns["latents"][0].shape[1:]
+        if shape not in self._rows_that_fit:
+
+            def peak_bytes(num_rows: int) -> int:
+                rows = self._rehearsal(samples, expert, num_rows)
+                return memory.peak_of(lambda: self.rehearse(rows))
+
+            fit = memory.rows_that_fit(peak_bytes, memory.limit_bytes())
+            self._rows_that_fit[shape] = memory.agreed_least(fit, self.group)
+            logger.info("tiles hold up to %d rows of latents %s", self._rows_that_fit[shape], list(shape))
+        return self._rows_that_fit[shape]
+
+    def _rehearsal(self, samples: Samples, expert: int, num_rows: int) -> Rows:
+        """A row of `expert`, of the longest prompt that has one, so many times, with weight 0."""
+
+        def length(pick: tuple[int, int]) -> int:
+            return sum(tensor.numel() for tensor in samples.conditions[pick[0]][0].values())
+
+        candidates = [
+            (sample, step)
+            for sample, sigmas in enumerate(samples.columns["sigmas"])
+            for step, own in enumerate(self.expert_of(sigmas).tolist())
+            if own == expert
+        ]
+        sample, step = max(candidates, key=length)
+        rows = make_rows(samples.pick([(sample, [step])] * num_rows))
+        return replace(rows, mask=torch.zeros(num_rows))
+
+
+def _experts(dealt: Sequence[Sequence[Row]]) -> set[int]:
+    return {row.expert for hand in dealt for row in hand}

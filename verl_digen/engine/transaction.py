@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One logical batch's gradient while it is open: tiles go in, in any order, until it is whole.
+
+    run(tiles) ... run(tiles)  ->  close()  ->  the logical batch's gradient is in the module, reduced over ranks
+
+- A tile's loss is its share of the mean over the rows that were planned; `close` corrects the gradient where another
+  number trained. FSDP2 averages gradients over ranks, so losses are multiplied by the number of ranks.
+- Rows whose advantages still have to be divided by their scale (`is_final=False`) are divided by it in `settle`. The
+  KL term has nothing to do with that scale: its gradient is then kept apart, which costs a second backward through
+  the same forward, and a second gradient in memory, where there is both.
+- When gradients are reduced over the ranks is `reduce`'s to say: at each tile, at the last one of each run, or at the
+  last one of the batch; what is pending at `close` is reduced then.
+- Metrics of tiles stay where they are computed until `close`, so that a run waits for no device and no rank.
+
+Invariants (tests/engine/test_transaction.py, test_two_ranks_fragments.py)
+- The gradient is that of the serial loop over rows, whatever the tiles, runs, their order, `reduce`, and the number
+  of ranks.
+- After an exception nothing but dropping the transaction is legal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from verl_digen.engine import gradients
+from verl_digen.engine.gradients import Gradient
+from verl_digen.engine.loss import DiffusionLoss, LossTerms, Reference, combine_metrics, is_share
+from verl_digen.engine.rows import Samples, tile_rows
+from verl_digen.engine.scoring import Scorer
+from verl_digen.schedulers.tiles import Tile
+from verl_digen.types import Rows
+
+
+@dataclass(frozen=True)
+class Work:
+    """Tiles of this rank and where their rows are; every rank has as many tiles."""
+
+    samples: Samples
+    places: Mapping[int, int]
+    """Where in `samples` the sample of a `Row` is, by its number in the plan."""
+    tiles: Sequence[Tile]
+    num_rows: int
+    """Unmasked rows, over all ranks."""
+
+
+class GradientTransaction:
+    """See the module.
+
+    Args:
+        num_rows: unmasked rows that the logical batch is planned to have, over all ranks.
+        num_ranks: data-parallel ranks.
+        reduce: "tile", "fragment" or "batch", see `digen.tsp.reduce`.
+        backward: the loss's backward, scaled as the precision asks; takes (loss, retain_graph).
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        scorer: Scorer,
+        loss: DiffusionLoss,
+        *,
+        num_rows: int,
+        num_ranks: int,
+        reduce: str,
+        backward: Callable[[Tensor, bool], None],
+    ):
+        self.module, self.scorer, self.loss = module, scorer, loss
+        self.num_rows, self.num_ranks, self.reduce, self.backward = num_rows, num_ranks, reduce, backward
+        self.num_trained_rows = 0
+        """Unmasked rows that went in, over all ranks."""
+        self.num_tiles = 0
+        self.num_pad_rows = 0
+        """Rows of weight 0 that this rank trained."""
+        self.is_poisoned = False
+        self._settled: list[LossTerms] = []
+        self._unsettled: list[LossTerms] = []
+        self._kl_gradient: Gradient = {}
+
+    @contextmanager
+    def may_fail(self, what: str) -> Iterator[None]:
+        """A piece of work on the gradient. An exception in it leaves a gradient that nobody knows."""
+        self.require_sound(what)
+        self.is_poisoned = True
+        yield
+        self.is_poisoned = False
+
+    def require_sound(self, what: str) -> None:
+        """Raise RuntimeError after an exception in earlier work."""
+        if self.is_poisoned:
+            raise RuntimeError(
+                f"{what} needs a sound gradient, but an earlier call on this logical batch failed; "
+                "call abort, then begin and train it again"
+            )
+
+    # -- rows in ------------------------------------------------------------------------------------------
+    def run(self, work: Work, *, is_final: bool, is_last: bool) -> None:
+        """Forward and backward over the tiles.
+
+        Args:
+            is_final: whether advantages are divided by their scale already; after `settle` they have to be.
+            is_last: no rows are expected after these; what is pending is reduced with the last tile.
+        """
+        device = self.scorer.device
+
+        def rows_of(tile: Tile) -> Rows:
+            return tile_rows(work.samples, tile, work.places)[0].to(device)
+
+        references = self.scorer.references([partial(rows_of, tile) for tile in work.tiles])
+        for number, (tile, reference) in enumerate(zip(work.tiles, references, strict=True), start=1):
+            ends = number == len(work.tiles)
+            rows, old_log_probs = tile_rows(work.samples, tile, work.places)
+            self.num_pad_rows += int((rows.mask == 0).sum())
+            rows = rows.to(device)
+            reduces = self.reduce == "tile" or (ends and (is_last or self.reduce == "fragment"))
+            terms = self._backward(rows, old_log_probs, reference, is_final=is_final, reduces=reduces)
+            (self._settled if is_final else self._unsettled).append(terms.detach())
+        self.num_tiles += len(work.tiles)
+        self.num_trained_rows += work.num_rows
+
+    def rehearse(self, rows: Rows) -> None:
+        """A forward and backward like those of `run`, of which nothing stays."""
+        scratch: Gradient = {}
+        with gradients.exchanged(self.module, scratch):
+            self._backward(rows, None, None, is_final=True, reduces=self.reduce == "tile")
+
+    def _backward(
+        self,
+        rows: Rows,
+        old_log_probs: Tensor | None,
+        reference: Reference | None,
+        *,
+        is_final: bool,
+        reduces: bool,
+    ) -> LossTerms:
+        old = self._old_log_probs(rows, old_log_probs)
+        with gradients.reduced_at_end(self.module, reduces):
+            step, velocity = self.scorer(rows)
+            terms = self.loss(step, velocity, reference, rows, old, self.num_rows, clamps=is_final)
+            if is_final or terms.kl is None:
+                self.backward(terms.total * self.num_ranks, False)
+            else:
+                self.backward(terms.policy * self.num_ranks, True)
+                with gradients.exchanged(self.module, self._kl_gradient):
+                    self.backward(terms.kl * self.num_ranks, False)
+        return terms
+
+    def _old_log_probs(self, rows: Rows, computed_before: Tensor | None) -> Tensor | None:
+        """[N] what the ratio is taken against, or None for the forward's own; see `verl_digen.engine.loss`."""
+        setting = self.loss.digen.old_log_probs
+        if setting == "rollout":
+            return rows.log_probs
+        if computed_before is not None:
+            return computed_before.to(rows.mask.device)
+        if setting == "recompute":  # weights stay as they are until the batch is whole, so now is as good as before
+            with torch.no_grad():
+                return self.scorer(rows)[0].log_prob
+        return None
+
+    # -- the gradient out ---------------------------------------------------------------------------------
+    def settle(self, divisor: float) -> None:
+        """Divide by their scale what rows with centred rewards gave, and put the KL term's gradient with it."""
+        if not self._unsettled:
+            return
+        gradient = gradients.take(self.module)
+        gradients.scale_(gradient, 1 / divisor)
+        gradients.add_(gradient, self._kl_gradient)
+        gradients.put(self.module, gradient)
+        self._settled += [terms.divide_policy(divisor) for terms in self._unsettled]
+        self._unsettled, self._kl_gradient = [], {}
+
+    def close(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """Leave the logical batch's gradient in the module, reduced over the ranks.
+
+        Returns:
+            (this rank's loss times the number of ranks, this rank's metrics, see `combine_metrics`); on the device.
+
+        Raises:
+            RuntimeError: nothing was trained.
+        """
+        assert not self._unsettled
+        if self.num_trained_rows == 0:
+            raise RuntimeError("a logical batch needs at least one row to train, got none; call abort instead")
+        correction = self.num_rows / self.num_trained_rows
+        if correction != 1:
+            gradient = gradients.take(self.module)
+            gradients.scale_(gradient, correction)
+            gradients.put(self.module, gradient)
+        gradients.reduce_pending(self.module)
+        loss = torch.stack([terms.total for terms in self._settled]).sum() * (self.num_ranks * correction)
+        metrics = combine_metrics(terms.metrics for terms in self._settled)
+        return loss, {name: value * correction if is_share(name) else value for name, value in metrics.items()} | {
+            "num_pad_rows": torch.tensor(float(self.num_pad_rows))
+        }
+
+    def drop(self) -> None:
+        """Forget the gradient, and bring the module back from wherever an exception left it."""
+        if self.is_poisoned:
+            gradients.recover(self.module)
+        gradients.drop(self.module)
+        self._kl_gradient = {}
