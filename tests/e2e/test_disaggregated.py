@@ -3,6 +3,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -60,7 +61,8 @@ def test_trainer_and_generator_overlap_in_every_step_and_the_first_group_is_earl
 
 
 def test_the_timeline_command_draws_a_step(separate, tmp_path):
-    command = [sys.executable, "-m", "verl_digen.cli", "timeline", str(separate.run_dir), "--out", str(tmp_path)]
+    digen = Path(sys.executable).with_name("digen")
+    command = [digen, "timeline", separate.run_dir, "--out", tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "timeline_step_3.png").stat().st_size > 10_000

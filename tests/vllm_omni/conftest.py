@@ -76,8 +76,8 @@ class Replica:
         return ray.get(self.server.check_health.remote())
 
 
-def start_replica(path: Path, rank: int, *overrides: str) -> Replica:
-    """A hybrid replica, as the colocated trainer has it."""
+def start_replica(path: Path, rank: int, *overrides: str, **env: str) -> Replica:
+    """A hybrid replica, as the colocated trainer has it; `env` is added to its environment."""
     import ray
     from verl.workers.rollout.replica import RolloutMode
 
@@ -96,7 +96,7 @@ def start_replica(path: Path, rank: int, *overrides: str) -> Replica:
         ).actor_rollout_ref
     server = (
         ray.remote(vLLMOmniHttpServer)
-        .options(name=f"vllm_omni_server_{rank}_0", max_concurrency=1000)
+        .options(name=f"vllm_omni_server_{rank}_0", max_concurrency=1000, runtime_env={"env_vars": env})
         .remote(
             config=composed.rollout,
             model_config=composed.model,

@@ -70,13 +70,12 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         arguments = engine_arguments(
             self.config, self.model_config, can_sleep=self.rollout_mode != RolloutMode.STANDALONE
         )
+        http = self.digen.rollout.http
+        serve_http_api = _load_http_api() if http.enable else None
         # its constructor starts an event loop of its own in a thread, and waits for it
         self.engine = await asyncio.to_thread(lambda: AsyncOmni(**arguments))
         check_taken(self.config, self.engine.get_diffusion_od_config())
-        http = self.digen.rollout.http
-        if http.enable:
-            from verl_digen.rollout.vllm_omni.http import serve_http_api  # vLLM's whole web server, and torchaudio
-
+        if serve_http_api is not None:
             self._server_port, self._api = await serve_http_api(self.engine, self.model_config.local_path, http)
             self._server_address = http.host
 
@@ -252,6 +251,17 @@ class vLLMOmniHttpServer(vLLMHttpServer):
             "prompt_cache": cache,
             "last_update": self._last_update,
         }
+
+
+def _load_http_api() -> Any:
+    try:
+        from verl_digen.rollout.vllm_omni.http import serve_http_api  # vLLM's whole web server
+    except ImportError as error:
+        raise ValueError(
+            f"digen.rollout.http.enable=true needs what vLLM-Omni's web server imports, and {error.name} is missing; "
+            "install it, or set digen.rollout.http.enable=false"
+        ) from error
+    return serve_http_api
 
 
 def _check_acknowledged(acks: list[Any], what: str, replica_rank: int) -> None:
