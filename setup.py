@@ -28,7 +28,10 @@ setup(
         "verl_digen.patches",
     ],
     package_dir={"verl_digen.recipes": "recipes", "verl_digen.patches": "patches"},
-    package_data={"verl_digen": ["py.typed", "profiles/*.json"], "verl_digen.recipes": ["*.yaml", "*/*.yaml"]},
+    package_data={
+        "verl_digen": ["py.typed", "profiles/*.json", "models/published/*.json"],
+        "verl_digen.recipes": ["*.yaml", "*/*.yaml"],
+    },
     install_requires=[
         "verl>=0.9.1,<0.10",
         "TransferQueue>=0.1.10",

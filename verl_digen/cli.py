@@ -10,7 +10,9 @@ from importlib.metadata import version
 from typing import Protocol
 
 from verl_digen import doctor
+from verl_digen.bench import command as bench
 from verl_digen.observe.timeline import command as timeline
+from verl_digen.plan import command as plan
 from verl_digen.simulate import command as simulate
 
 
@@ -33,7 +35,7 @@ class Command(Protocol):
         ...
 
 
-COMMANDS: tuple[Command, ...] = (doctor, timeline, simulate)
+COMMANDS: tuple[Command, ...] = (doctor, timeline, simulate, bench, plan)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

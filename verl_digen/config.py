@@ -207,6 +207,9 @@ class RolloutConfig:
     http: HttpConfig = field(default_factory=HttpConfig)
     embed_cache_size: int = 1024
     """Prompts whose embeddings a replica keeps."""
+    num_neighbours: int = 0
+    """Trainer ranks beside the replicas of a node that compute at the same time. On a CPU, replicas and these share the
+    cores. Recipe `disaggregated` sets it."""
     latents_dtype: str = "float32"
     """Storage dtype of trajectories; latents are rounded to it before the log-prob is taken."""
 
@@ -315,6 +318,34 @@ class TspConfig:
 
 
 @dataclass(frozen=True)
+class VirtualConfig:
+    """Devices that only take time (`recipe=[...,disaggregated,virtual]`): everything else of a run is real."""
+
+    profile: str | None = None
+    """Where durations come from: a shipped profile or a file, see `digen simulate`. null: devices are real."""
+    time_scale: float = 1.0
+    """Every duration of the profile is multiplied with it."""
+    trainer_ranks: int = 1
+    """Devices of the trainer, all in one process. The generator's are `actor_rollout_ref.rollout.n_gpus_per_node`."""
+    latent_shape: list[int] = field(default_factory=lambda: [16, 8, 8])
+    """Of one recorded latent, in `digen.rollout.latents_dtype`. Wan2.1, 480 x 832 px, 81 frames: [16, 21, 60, 104]."""
+    fetch_rows: bool = True
+    """The trainer fetches from TransferQueue what its ranks would train on, and throws it away."""
+
+    def __post_init__(self) -> None:
+        require(self.time_scale > 0, "digen.virtual.time_scale must be > 0", self.time_scale, "1 is the profile's time")
+        require(
+            self.trainer_ranks >= 1, "digen.virtual.trainer_ranks must be >= 1", self.trainer_ranks, "give a number"
+        )
+        require(
+            len(self.latent_shape) > 0 and all(size >= 1 for size in self.latent_shape),
+            "digen.virtual.latent_shape must be a list of sizes >= 1",
+            self.latent_shape,
+            "give the shape of one latent, e.g. [16, 8, 8]",
+        )
+
+
+@dataclass(frozen=True)
 class DigenConfig:
     """Everything under `digen:`."""
 
@@ -334,6 +365,7 @@ class DigenConfig:
     gap: GapConfig = field(default_factory=GapConfig)
     queue: QueueConfig = field(default_factory=QueueConfig)
     tsp: TspConfig = field(default_factory=TspConfig)
+    virtual: VirtualConfig = field(default_factory=VirtualConfig)
     old_log_probs: str = "auto"
     """Denominator of the ratio: auto = the update's own first pass (ratio exactly 1) where one optimizer step takes
     the whole batch, else recompute; recompute = a forward with the engine before the update; rollout = as recorded."""

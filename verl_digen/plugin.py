@@ -68,8 +68,15 @@ def _load_vllm_omni_replica() -> type[Any]:
     return vLLMOmniReplica
 
 
+def _load_virtual_replica() -> type[Any]:
+    from verl_digen.rollout.virtual.replica import VirtualReplica
+
+    return VirtualReplica
+
+
 REPLICAS: dict[str, tuple[Callable[[], type[Any]], str]] = {
     "diffusers": (_load_diffusers_replica, "verl_digen.rollout.adapter.DiffusersServerAdapter"),
+    "virtual": (_load_virtual_replica, "verl_digen.rollout.adapter.DiffusersServerAdapter"),
     "vllm_omni": (_load_vllm_omni_replica, "verl_digen.rollout.vllm_omni.adapter.vLLMOmniServerAdapter"),
 }
 """`actor_rollout_ref.rollout.name` -> loader of the replica's class, and name of its weight sender's class."""

@@ -247,6 +247,22 @@ def check_prompts(config: DictConfig) -> None:
             )
 
 
+def check_virtual(config: DictConfig) -> None:
+    """Virtual devices are virtual on both sides, and their profile is there."""
+    is_virtual = config.trainer.v1.trainer_mode == "digen_virtual"
+    rollout = config.actor_rollout_ref.rollout.name
+    require(
+        (rollout == "virtual") == is_virtual,
+        "actor_rollout_ref.rollout.name=virtual and trainer.v1.trainer_mode=digen_virtual go together",
+        f"{rollout} and {config.trainer.v1.trainer_mode}",
+        "use recipe=[...,disaggregated,virtual]",
+    )
+    if is_virtual:
+        from verl_digen.rollout.virtual.durations import virtual_durations
+
+        virtual_durations(digen_config(config))
+
+
 def check_loss(config: DictConfig) -> None:
     """The policy loss is registered, by us or by a module the user names."""
     from verl.utils.import_utils import import_external_libs
@@ -287,6 +303,7 @@ RULES: tuple[Callable[[DictConfig], None], ...] = (
     check_strategy,
     check_batches,
     check_rollout,
+    check_virtual,
     check_model,
     check_prompts,
     check_loss,

@@ -48,6 +48,12 @@ def test_wheel_and_sdist_hold_every_recipe_and_the_marker_for_type_checkers(buil
     assert {"verl_digen/py.typed", "verl_digen/patches/__init__.py", "verl_digen/recipes/__init__.py"} <= set(wheel)
 
 
+def test_wheel_holds_the_profiles_and_the_published_configs(built):
+    wheel, _ = built
+    data = {path.relative_to(ROOT).as_posix() for path in (ROOT / "verl_digen").rglob("*.json")}
+    assert len(data) >= 6 and data <= set(wheel)
+
+
 def test_wheel_holds_every_module_once(built):
     wheel, _ = built
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "verl_digen").rglob("*.py")}

@@ -36,6 +36,22 @@ def test_five_steps_train_what_was_generated(tmp_path, overrides):
         assert row["rollout/refilled_groups"] == 0
 
 
+def test_pools_of_their_own_work_at_the_same_time_with_adapters_from_one_to_the_other(tmp_path):
+    run = run_main(
+        tmp_path / "run",
+        "trainer.total_training_steps=3",
+        "actor_rollout_ref.model.lora_rank=4",
+        recipe="[digen_flowgrpo,disaggregated,vllm_omni]",
+        timeout_s=600,
+    )
+    assert run.exit_code == 0, run.output[-8000:]
+    steps = [row for row in run.metrics if "perf/step_s" in row]
+    assert len(steps) == 3
+    for row in steps:
+        assert row["rollout/log_prob_gap_max"] <= 1e-4
+        assert row["perf/overlap_s"] > 0
+
+
 def test_a_run_goes_on_with_the_other_replica_when_one_is_killed_and_trains_every_sample_once(tmp_path):
     run_dir = tmp_path / "run"
     process = start_main(

@@ -112,3 +112,15 @@ def test_a_closed_gate_lets_requests_under_way_finish(full_replica):
     assert not ray.wait([late], timeout=0.5)[0]
     ray.get(full_replica.server.open_submission_gate.remote())
     assert ray.get(late).trajectory.uid == "p1"
+
+
+def test_one_request_is_aborted_and_the_others_are_not(full_replica):
+    slow = replace(SAMPLING, num_steps=100)
+    running = [full_replica.submit(request(number, slow)) for number in range(3)]
+    while full_replica.health()["num_running"] < 3:
+        assert not ray.wait(running, timeout=0)[0], "one finished before all had begun"
+    wanted = request(1, slow)
+    ray.get(full_replica.server.abort_request.remote(f"{wanted.uid}_{wanted.sample_index}"))
+    with pytest.raises(Exception, match="was aborted"):
+        ray.get(running[1], timeout=60)
+    assert len(ray.get([running[0], running[2]])) == 2

@@ -49,11 +49,15 @@ def ensure_process_group() -> None:
         )
 
 
-def share_cpu_cores() -> None:
-    """On a CPU give each rank its share of the cores; all of them for each would make every rank slow."""
+def share_cpu_cores(num_replicas: int) -> None:
+    """On a CPU give each rank its share of the cores; all of them for each would make every rank slow.
+
+    Args:
+        num_replicas: on this node, that generate while the ranks train.
+    """
     if get_device_name() == "cpu":
         ranks_here = int(os.environ.get("RAY_LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_here))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // (ranks_here + num_replicas)))
 
 
 class DiffusionWorker(ActorRolloutRefWorker):
@@ -63,7 +67,7 @@ class DiffusionWorker(ActorRolloutRefWorker):
     def init_model(self) -> None:
         """Build the engine and the rollout handle."""
         ensure_process_group()
-        share_cpu_cores()
+        share_cpu_cores(0 if self._is_rollout else self.config.rollout.n_gpus_per_node)
         super().init_model()
         if self._is_actor:
             self.trainer.set_loss_fn(DiffusionLoss(self.engine.digen))

@@ -10,7 +10,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl.plugin.platform import get_platform
 from verl.utils.config import omega_conf_to_dataclass
-from verl.workers.rollout.replica import RolloutReplica
+from verl.workers.rollout.replica import RolloutMode, RolloutReplica
 
 from verl_digen.rollout.server import DiffusersServer
 
@@ -34,6 +34,12 @@ class DiffusersReplica(RolloutReplica):
                 f"rollout.name=diffusers, got {self.world_size}; more replicas use more devices"
             )
         platform = get_platform()
+        model_config = omega_conf_to_dataclass(self.model_config)
+        # a replica that takes turns with the trainer has all cores meanwhile
+        num_sharing = 1
+        if self.rollout_mode is RolloutMode.STANDALONE:
+            num_sharing = self.gpus_per_node + model_config.digen.rollout.num_neighbours
+        num_threads = max(1, len(os.sched_getaffinity(0)) // num_sharing)
         resource = platform.ray_resource_name()
         node_id, device = await self.workers[0].__ray_call__.remote(
             lambda worker: (
@@ -52,9 +58,9 @@ class DiffusersReplica(RolloutReplica):
             )
             .remote(
                 config=self.config,
-                model_config=omega_conf_to_dataclass(self.model_config),
+                model_config=model_config,
                 visible_devices=device,
-                num_threads=(os.cpu_count() or 1) if platform.device_name == "cpu" else 0,
+                num_threads=num_threads if platform.device_name == "cpu" else 0,
             )
         )
         await server.ready.remote()

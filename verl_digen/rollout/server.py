@@ -54,6 +54,8 @@ class DiffusersServer:
         self._decode = self._model.load_decoder(dtype, self._device)
         self._conditions: OrderedDict[str, Condition] = OrderedDict()
         self._cache_size = digen.rollout.embed_cache_size
+        self._cache_hits = self._cache_misses = 0
+        self._last_update: dict[str, float] = {}
         self._sampler = Sampler(
             self._model,
             self._weights.module,
@@ -113,6 +115,8 @@ class DiffusersServer:
         """Conditions of the distinct `texts`: each prompt is encoded once and kept while the cache has room."""
         distinct = list(dict.fromkeys(texts))
         missing = [text for text in distinct if text not in self._conditions]
+        self._cache_misses += len(missing)
+        self._cache_hits += len(texts) - len(missing)
         if missing:
             self._conditions.update(zip(missing, self._encode(missing), strict=True))
         known = {}
@@ -134,9 +138,13 @@ class DiffusersServer:
         Raises:
             RuntimeError: a tensor is missing, unknown or of another shape; the old weights keep serving.
         """
+        asked_s = time.perf_counter()
         async with self._batcher.exclusive():
+            began_s = time.perf_counter()
             self._weights.commit(num_tensors)
             self._version = version
+        load_s, drain_s = time.perf_counter() - began_s, began_s - asked_s
+        self._last_update = {"update_s": drain_s + load_s, "load_s": load_s, "drain_s": drain_s}
 
     # -- what verl calls around a step --------------------------------------------------------------------
     async def sleep(self) -> None:
@@ -175,6 +183,15 @@ class DiffusersServer:
 
     async def stop_profile(self) -> None:
         """See `start_profile`."""
+
+    async def check_health(self) -> dict[str, Any]:
+        """What this replica is doing; see `verl_digen.trainer.replicas.replica_metrics`."""
+        cache = {"hits": self._cache_hits, "misses": self._cache_misses, "size": len(self._conditions)}
+        return {
+            "version": self._version,
+            "prompt_cache": {**cache, "max_size": self._cache_size},
+            "last_update": self._last_update,
+        }
 
     async def ready(self) -> bool:
         """True once the constructor is done."""

@@ -19,6 +19,7 @@ PEAK_TFLOPS = {
     "H100": 989.0,
     "H200": 989.0,
     "B200": 2250.0,
+    "CPU": 0.1,  # a core, roughly; for profiles that were measured on one
 }
 """Type -> TFLOP/s."""
 

@@ -2,8 +2,9 @@
 """A profile: what the parts of a run take for one model on one device, and where each number comes from.
 
 - A profile is a JSON file; those of `verl_digen/profiles` are known by name.
-- Every number has a `source` that begins with `published:` (who says so), `derived:` (the formula, in the names of the
-  file's own `inputs`) or `chosen:` (a setting). None of the shipped ones was measured by this project.
+- Every number has a `source` that begins with `measured:` (by `digen bench --profile`), `published:` (who says so),
+  `derived:` (the formula, in the names of the file's own `inputs`) or `chosen:` (a setting). None of the shipped ones
+  was measured by this project.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 from verl_digen.schedulers.rules import require
 from verl_digen.simulate.devices import PEAK_TFLOPS
 
-SOURCES = ("published:", "derived:", "chosen:")
+SOURCES = ("measured:", "published:", "derived:", "chosen:")
 """What a number's source begins with."""
 
 

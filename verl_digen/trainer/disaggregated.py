@@ -94,13 +94,17 @@ class FlowGRPOTrainerDisaggregated(FlowGRPOTrainerSync):
         self._conductor: Conductor | None = None
         self._drawn: list[dict[str, Any]] = []
         self._previous_intervals: list[Interval] = []
+        self._num_devices = self._device_counts()
+        self._timeline_file = TimelineFile(self.run_dir / "timeline.jsonl", self._num_devices)
+        self._timeline_file.keep_until(self.global_steps)
+
+    def _device_counts(self) -> dict[str, int]:
+        """Pool -> devices."""
         rollout = self.config.actor_rollout_ref.rollout
-        self._num_devices = {
+        return {
             "trainer": self.config.trainer.nnodes * self.config.trainer.n_gpus_per_node,
             "generator": rollout.nnodes * rollout.n_gpus_per_node,
         }
-        self._timeline_file = TimelineFile(self.run_dir / "timeline.jsonl", self._num_devices)
-        self._timeline_file.keep_until(self.global_steps)
 
     def _get_n_gpus_for_throughput(self) -> int:
         return sum(self._num_devices.values())

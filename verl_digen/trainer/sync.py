@@ -52,7 +52,7 @@ from verl_digen.pipeline.conditions import CONDITION_PARTITION
 from verl_digen.reward.manager import DiffusionRewardLoopManager
 from verl_digen.trainer.checkpoint import DriverState, load_driver_state, publish, save_driver_state
 from verl_digen.trainer.replay_buffer import GroupReplayBuffer
-from verl_digen.trainer.replicas import forget_lost_replicas
+from verl_digen.trainer.replicas import forget_lost_replicas, replica_metrics
 from verl_digen.trainer.validation import draw_pictures, validation_metrics, validation_uid
 from verl_digen.types import TRAJECTORY_COLUMNS
 
@@ -79,7 +79,6 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
         self.run_dir = Path(config.trainer.default_local_dir)
         self._num_prompts_drawn = 0
         self._num_refills = 0
-        self._num_replicas = 0
         self._pictures: Any = None
         self._started_s = time.time()
         self._first_step: int | None = None
@@ -140,7 +139,7 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
         self._forget_lost_replicas()
 
     def _forget_lost_replicas(self) -> None:
-        self._num_replicas = forget_lost_replicas(self.checkpoint_manager, self.llm_server_manager)
+        forget_lost_replicas(self.checkpoint_manager, self.llm_server_manager)
 
     # -- one step -----------------------------------------------------------------------------------------
     def _balance_batch(self, batch: Any, metrics: dict, **unused: Any) -> Any:
@@ -191,7 +190,7 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
         )
         metrics["perf/save_s"] = saving_s
         metrics["rollout/refilled_groups"] = float(self._num_refills)
-        metrics["rollout/num_replicas"] = float(self._num_replicas)
+        metrics.update(replica_metrics(self.checkpoint_manager))
         metrics["training/global_step"] = global_steps
         metrics["training/epoch"] = epoch
         self._metrics_file.append(global_steps, metrics)

@@ -131,14 +131,14 @@ class vLLMOmniHttpServer(vLLMHttpServer):
             to_prompt(request), request_id=request_id, sampling_params_list=[to_sampling_params(order, adapter)]
         ):
             last = output
-        if last is None:
-            raise RuntimeError(f"sample {request.uid}_{request.sample_index} was aborted")
-        if last.error:
+        if last is not None and last.error:
             await self._leave_if_dead()
             raise RuntimeError(
                 f"vLLM-Omni failed sample {request.uid}_{request.sample_index} on replica {self.replica_rank}: "
                 f"{last.error}"
             )
+        if last is None or "trajectory" not in last.multimodal_output:  # what an abort leaves
+            raise RuntimeError(f"sample {request.uid}_{request.sample_index} was aborted")
         return last
 
     async def _leave_if_dead(self) -> None:

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs that did not happen, for tests of what is said about runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from verl_digen.bench.modes import MODES
+from verl_digen.bench.runs import RunResult
+
+
+def finished_run(
+    mode: str,
+    repeat: int,
+    step_s: Sequence[float],
+    *,
+    gradients: Sequence[float] = (),
+    extra: Mapping[str, float] | None = None,
+    run_dir: Path = Path("nowhere"),
+) -> RunResult:
+    """A run of 10 images per step."""
+    rows = []
+    for index, seconds in enumerate(step_s):
+        row = {
+            "step": float(index + 1),
+            "perf/step_s": seconds,
+            "perf/images_per_s": 10 / seconds,
+            "reward/mean": 0.5 + 0.01 * index,
+            **(extra or {}),
+        }
+        if gradients:
+            row["actor/grad_norm"] = gradients[index]
+        rows.append(row)
+    return RunResult(MODES[mode], repeat, run_dir, tuple(rows), wall_s=40.0)

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is compared with what, and in which order."""
+
+import pytest
+
+from verl_digen.bench.modes import MODES, interleaved, parse_modes
+
+
+def test_separate_modes_differ_in_the_two_switches_alone():
+    separate = [mode for mode in MODES.values() if mode.is_disaggregated]
+    assert [mode.name for mode in separate] == ["barrier", "gap", "gap+tsp"]
+    assert {mode.recipes for mode in separate} == {("disaggregated",)}
+    switched = {mode.name: dict(override.split("=") for override in mode.overrides) for mode in separate}
+    assert {frozenset(switches) for switches in switched.values()} == {
+        frozenset({"digen.gap.enable", "digen.tsp.enable"})
+    }
+    for mode in separate:
+        for technique in ("gap", "tsp"):
+            assert switched[mode.name][f"digen.{technique}.enable"] == str(technique in mode.techniques).lower()
+    assert (MODES["colocated"].recipes, MODES["colocated"].overrides) == ((), ())
+
+
+def test_repeats_are_interleaved():
+    order = interleaved(parse_modes("barrier,gap"), 3)
+    assert [(repeat, mode.name) for repeat, mode in order] == [
+        *((0, "barrier"), (0, "gap")),
+        *((1, "barrier"), (1, "gap")),
+        *((2, "barrier"), (2, "gap")),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("barrier,fast", "--modes must be among colocated, barrier, gap, gap[+]tsp, got 'fast'"),
+        ("", "--modes must name some of"),
+        ("gap,gap", "--modes must name a mode once"),
+    ],
+)
+def test_modes_that_are_none_are_told_with_those_there_are(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse_modes(text)

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs for the pure parts of the plan: round numbers that can be checked by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from verl_digen.config import DigenConfig
+from verl_digen.models.flops import Flops
+from verl_digen.plan.activations import Activations
+from verl_digen.plan.networks import Counts
+from verl_digen.plan.run import Dtypes, Measured, Run, Settings
+
+GB = 10**9
+
+SETTINGS = Settings(
+    digen=DigenConfig(),
+    num_trainer_devices=8,
+    num_generator_devices=8,
+    trainer_devices_per_node=8,
+    generator_devices_per_node=8,
+    is_split=False,
+    num_shards=8,
+    num_prompts=4,
+    group_size=8,
+    is_lora=False,
+    merges_lora=False,
+    recomputes=True,
+    param_offload=False,
+    optimizer_offload=False,
+    reshard=True,
+    rollout_name="diffusers",
+    tensor_parallel=1,
+    frees_replica=True,
+    exports=False,
+    dtypes=Dtypes(torch.float32, torch.bfloat16, torch.float32, torch.bfloat16, torch.float32),
+)
+"""A full fine-tune in fp32 on 8 devices, colocated."""
+MEASURED = Measured(
+    title="round numbers",
+    counts=Counts(
+        num_params=8 * GB,
+        num_trained=8 * GB,
+        param_bytes=32 * GB,
+        trained_bytes=32 * GB,
+        buffer_bytes=0,
+        exported_buffers=0,
+        largest_block=GB // 4,
+        outside_blocks=0,
+    ),
+    parts={"text_encoder": 5 * GB, "vae": GB // 2},
+    num_experts=1,
+    training=Activations(saved=100 * GB, largest_block=2 * GB, inputs=3 * GB, outside=GB, largest=GB),
+    sampling=Activations(saved=100 * GB, largest_block=2 * GB, inputs=3 * GB, outside=GB, largest=GB),
+    flops=Flops(linear=60e12, attention=40e12),
+    condition_bytes=10**6,
+    rows_per_sample=9,
+    trajectory_bytes=10**7,
+)
+"""8 B parameters."""
+LORA = replace(
+    MEASURED.counts,
+    num_params=8 * GB + GB // 10,
+    num_trained=GB // 10,
+    param_bytes=16 * GB + 4 * GB // 10,
+    trained_bytes=4 * GB // 10,
+)
+"""The same, frozen in bf16 under an adapter of 0.1 B in fp32."""
+
+
+def make_run(*, lora: bool = False, digen: dict[str, Any] | None = None, **settings: Any) -> Run:
+    """A run with other settings; `digen` by the section's fields."""
+    changed = replace(SETTINGS, is_lora=lora, digen=replace(SETTINGS.digen, **(digen or {})), **settings)
+    return Run(changed, replace(MEASURED, counts=LORA) if lora else MEASURED)

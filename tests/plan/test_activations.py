@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What autograd saves of a traced row against what it saves of one that has memory."""
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from verl_digen.models import load_model
+from verl_digen.plan.activations import trace_activations
+from verl_digen.plan.conditions import empty_condition
+
+TOKENS = 5
+
+
+def alone(loaded):
+    """The model with one of its networks."""
+    model = load_model(loaded.path)
+    model.experts = model.experts[:1]
+    return model
+
+
+def trace(loaded, *, scale=1.0, trained=""):
+    """With the weights whose names end like this trained, the others frozen."""
+    model = alone(loaded)
+    network = model.load_transformer(torch.float32, meta=True)
+    for name, value in network.named_parameters():
+        value.requires_grad_(name.endswith(trained))
+    return trace_activations(
+        model, network, loaded.case.sizes[0], empty_condition(model, TOKENS), is_guided=scale > 1, dtype=torch.float32
+    )
+
+
+def saved_for_real(loaded, scale) -> int:
+    """Bytes of the distinct storages that autograd keeps, without the weights'."""
+    model, geometry = alone(loaded), loaded.case.sizes[0]
+    network = model.load_transformer(torch.float32)
+    weights = {value.untyped_storage().data_ptr() for value in network.parameters()}
+    kept: dict[int, int] = {}
+    alive = []
+
+    def note(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor)
+        return tensor
+
+    rows = 2 if scale > 1 else 1
+    collated = model.collate([empty_condition(model, TOKENS)] * rows)
+    if model.default_embedded_guidance is not None:
+        collated["guidance"] = torch.full((rows,), model.default_embedded_guidance)
+    latents = torch.zeros(rows, *model.latent_shape(geometry))
+    hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
+    with hooks, sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        model.predict(network, latents, torch.full((rows,), 0.5), collated, geometry)
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+def test_a_traced_row_saves_what_a_real_one_does(loaded, scale):
+    traced = trace(loaded, scale=scale)
+    assert traced.kept(recomputes=False) == pytest.approx(saved_for_real(loaded, scale), rel=0.01)
+
+
+def test_guidance_runs_two_rows_and_recomputation_keeps_inputs_and_one_block(loaded):
+    plain, guided = trace(loaded), trace(loaded, scale=3.0)
+    # not twice as much everywhere: tables of positions are shared by the rows
+    assert plain.inputs < guided.inputs <= 2 * plain.inputs
+    assert plain.saved < guided.saved <= 2.1 * plain.saved
+    assert plain.inputs > 0 and 0 < plain.largest_block <= plain.saved
+    assert plain.kept(recomputes=True) == plain.inputs + plain.largest_block + plain.outside
+
+
+def test_frozen_weights_save_less(loaded):
+    """As under an adapter: without a gradient to make, a linear layer needs no input."""
+    assert trace(loaded, trained="to_q.weight").kept(recomputes=False) < trace(loaded).kept(recomputes=False)

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`digen plan` as a user runs it."""
+
+import json
+from argparse import ArgumentParser
+
+import pytest
+
+from verl_digen.algorithms.window import draw_window
+from verl_digen.config import digen_config
+from verl_digen.models import ARCHITECTURES, load_model
+from verl_digen.plan import command
+from verl_digen.plan.compose import DEVICE_GB, Words, compose_run, device_of, split_words
+from verl_digen.plan.published import checkpoint_folder, repositories
+from verl_digen.rollout.recording import trained_latents
+from verl_digen.simulate.devices import PEAK_TFLOPS
+
+WAN_14B = (
+    "recipe=digen_flowgrpo",
+    "actor_rollout_ref.model.path=Wan-AI/Wan2.1-T2V-14B-Diffusers",
+    *("digen.sampling.height_px=480", "digen.sampling.width_px=832", "digen.sampling.num_frames=81"),
+)
+
+
+def digen_plan(*words: str) -> int:
+    parser = ArgumentParser()
+    command.add_arguments(parser)
+    return command.run(parser.parse_args(words))
+
+
+def small(path) -> list[str]:
+    sizes = [f"digen.sampling.{side}_px=32" for side in ("height", "width")]
+    return ["recipe=digen_flowgrpo", f"actor_rollout_ref.model.path={path}", *sizes]
+
+
+def test_a_local_folder_is_planned_from_its_own_files(tiny_qwen_image, capsys):
+    assert digen_plan(*small(tiny_qwen_image), "gpus=2", "device=H100") == 0
+    out = capsys.readouterr().out
+    assert "2 H100 do both" in out and "FITS" in out and "at 40% of the peak of H100" in out
+
+
+def test_wan_14b_at_480x832x81_does_not_fit_8_devices_of_80_gb_and_with_the_remedies_it_does(capsys):
+    assert digen_plan(*WAN_14B, "gpus=8", "device=H100", "--json") == 1
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["fits"] is False and plan["device_bytes"] == 80 * 10**9
+    assert plan["parameters"]["num_params"] == 14_288_491_584
+    assert plan["activations"]["inputs"] == pytest.approx(40 * 32760 * 5120 * 2, rel=0.02)  # a hidden state per block
+    assert [remedy["fits"] for remedy in plan["remedies"]][-1] is True
+    assert "actor_rollout_ref.model.lora_rank=32" in plan["remedies"][-1]["override"]
+    more = [word for remedy in plan["remedies"] for word in remedy["override"].split()]
+    assert digen_plan(*WAN_14B, "gpus=8", "device=H100", *more, "--json") == 0
+    after = json.loads(capsys.readouterr().out)
+    assert after["fits"] is True and after["remedies"] == []
+    assert after["training"]["total_bytes"] == pytest.approx(plan["remedies"][-1]["training_bytes"], rel=0.01)
+    assert after["generating"]["total_bytes"] == pytest.approx(plan["remedies"][-1]["generating_bytes"], rel=0.01)
+
+
+def test_rows_and_latents_are_those_of_the_runs_windows(tiny_qwen_image, capsys):
+    window = ("digen.window.kind=fraction", "digen.window.fraction=0.3", "digen.sampling.num_steps=10")
+    digen_plan(*small(tiny_qwen_image), *window, "data.train_batch_size=4", "gpus=1", "gpu_mem=80", "--json")
+    plan = json.loads(capsys.readouterr().out)
+    config = compose_run([*small(tiny_qwen_image), *window], Words())
+    digen = digen_config(config)
+    windows = [draw_window(digen.window, run_seed=42, uid=f"p{n:08d}", num_steps=10, step=0) for n in range(4)]
+    assert plan["rows_per_sample"] == len(windows[0].train_steps) == 3
+    most = max(len(trained_latents(each)) for each in windows)
+    assert plan["trajectory_bytes"] == most * 4 * 16 * 4 + 3 * 20 + 8  # [4 tokens, 16 channels] in fp32
+
+
+def test_accelerators_are_planned_as_on_a_machine_that_has_them():
+    """Not with the CPU's precision, which a machine without them picks by itself."""
+    config = compose_run(["recipe=digen_flowgrpo"], Words(gpus=16))
+    assert config.trainer.device == "cuda" and "mixed_precision" not in config.actor_rollout_ref.actor.fsdp_config
+    assert (config.trainer.nnodes, config.trainer.n_gpus_per_node) == (2, 8)
+    split = compose_run(["recipe=[digen_flowgrpo,disaggregated]"], Words(gpus=16))
+    assert (split.trainer.nnodes, split.trainer.n_gpus_per_node) == (1, 8)
+    assert (split.actor_rollout_ref.rollout.nnodes, split.actor_rollout_ref.rollout.n_gpus_per_node) == (1, 8)
+
+
+def test_the_platform_is_the_machines_own_again_afterwards():
+    from verl.plugin.platform import get_platform
+
+    before = get_platform()
+    compose_run(["recipe=digen_flowgrpo"], Words(gpus=8))
+    assert get_platform() is before
+
+
+def test_words_are_the_plans_and_overrides_are_hydras():
+    words, overrides = split_words(["recipe=a", "gpus=8", "gpu_mem=79.5", "+b.c=1", "~d"])
+    assert words == Words(gpus=8, gpu_mem=79.5)
+    assert overrides == ["recipe=a", "+b.c=1", "~d"]
+
+
+def test_memory_is_the_devices_unless_it_is_given():
+    assert DEVICE_GB.keys() == PEAK_TFLOPS.keys()
+    assert device_of(Words(device="H200")) == ("H200", 141 * 10**9)
+    assert device_of(Words(device="A100", gpu_mem=40)) == ("A100", 40 * 10**9)
+
+
+def test_there_is_a_published_checkpoint_of_every_architecture():
+    found = set()
+    for repository in repositories():
+        with checkpoint_folder(repository) as folder:
+            found.add(load_model(folder).architecture)
+    assert found == ARCHITECTURES.keys()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("recipe=digen_flowgrpo", "gpus=8"), "actor_rollout_ref.model.path must be a checkpoint"),
+        (("recipe=digen_flowgrpo", "actor_rollout_ref.model.path=a/b"), "or one of Qwen/Qwen-Image"),
+        (("recipe=nope",), "the config cannot be composed: "),
+        (("recipe=digen_flowgrpo", "gpus=many"), "gpus must be a number, got 'many'; e.g. gpus=8"),
+        (("recipe=digen_flowgrpo", "gpus=0"), "gpus must be >= 1, got 0"),
+        (("recipe=digen_flowgrpo", "gpus=17"), "gpus must fill nodes of 8 evenly, got 17"),
+        (("recipe=[digen_flowgrpo,disaggregated]", "gpus=7"), "gpus must be even with separate pools, got 7"),
+        (("recipe=digen_flowgrpo", "gpus=8", "trainer.nnodes=2"), "gpus must be left out where the pools are given"),
+        (("recipe=digen_flowgrpo", "device=H1000"), "device must be one of A100, L40S"),
+        (("recipe=digen_flowgrpo", "mfu=2"), "mfu must lie in (0, 1], got 2.0"),
+        (("digen_flowgrpo",), "words must be KEY=VALUE, got 'digen_flowgrpo'"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line_and_exit_code_2(words, message, capsys):
+    assert digen_plan(*words) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert message in err
+
+
+def test_a_size_the_checkpoint_cannot_make_names_the_key(capsys):
+    assert digen_plan(*WAN_14B, "digen.sampling.num_frames=80", "gpus=8", "gpu_mem=80") == 2
+    assert "digen.sampling.num_frames must be 1 plus a multiple of 4" in capsys.readouterr().err

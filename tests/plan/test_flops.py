@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Analytic FLOPs against PyTorch's own count of the operations that ran."""
+
+import pytest
+import torch
+from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformer2DModel
+from peft import LoraConfig, get_peft_model
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.models.cases import PROMPTS
+from verl_digen.models import ARCHITECTURES, load_model
+from verl_digen.models.flops import (
+    LAYOUTS,
+    Flops,
+    device_type,
+    forward_flops,
+    mfu,
+    peak_flops,
+    tflops_per_device,
+    utilisation_metrics,
+)
+from verl_digen.plan.conditions import empty_condition
+from verl_digen.simulate.devices import PEAK_TFLOPS
+from verl_digen.types import Geometry
+
+SIGMAS = torch.tensor([0.9, 0.95])
+
+
+def count(loaded, geometry, scale):
+    """(counted, the longest prompt's tokens); attention is split into the matrix products that are counted."""
+    conditions = loaded.encode(PROMPTS)
+    latents = torch.randn(2, *loaded.model.latent_shape(geometry), generator=torch.Generator().manual_seed(0))
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+        loaded.model.velocity(loaded.transformer, latents, SIGMAS, conditions, conditions[::-1], scale, geometry)
+    return counter.get_total_flops(), max(len(condition["embeds"]) for condition in conditions)
+
+
+def test_every_architecture_has_a_layout():
+    assert LAYOUTS.keys() == ARCHITECTURES.keys()
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+@pytest.mark.parametrize("size", [0, 1])
+def test_a_forward_is_counted_within_two_percent(loaded, size, scale):
+    geometry = loaded.case.sizes[size]
+    counted, tokens = count(loaded, geometry, scale)
+    flops = forward_flops(loaded.model, loaded.transformer, geometry, tokens, num_rows=2, is_guided=scale > 1)
+    assert flops.forward == pytest.approx(counted, rel=0.02)
+    assert flops.attention > 0 and flops.linear > 0
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_training_a_deep_network_is_counted_within_two_percent(tiny_qwen_image, is_frozen):
+    """Thirty blocks: the first layers, whose inputs need no gradient, are few then, as in the real one."""
+    model = load_model(tiny_qwen_image)
+    config = dict(model.read_config("transformer/config.json"), num_layers=30)
+    network = QwenImageTransformer2DModel.from_config(config)
+    network.requires_grad_(not is_frozen)
+    condition = empty_condition(model, 16)
+    for name, value in network.named_parameters():  # what stands for an adapter: cheap, and in every block
+        if name.endswith("norm_q.weight"):
+            value.requires_grad_(True)
+    geometry = Geometry(256, 256)  # many tokens, beside which what is computed once per row is little
+    latents = torch.randn(2, *model.latent_shape(geometry))
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model.velocity(network, latents, SIGMAS, [condition] * 2, None, 1.0, geometry).sum().backward()
+    flops = forward_flops(model, network, geometry, 16, num_rows=2)
+    assert flops.training(is_frozen=is_frozen, recomputes=False) == pytest.approx(counter.get_total_flops(), rel=0.02)
+
+
+def test_training_is_three_forwards_four_with_recomputation_and_less_with_frozen_weights():
+    flops = Flops(linear=6.0, attention=4.0)
+    assert flops.training(is_frozen=False, recomputes=False) == 3 * flops.forward
+    assert flops.training(is_frozen=False, recomputes=True) == 4 * flops.forward
+    assert flops.training(is_frozen=True, recomputes=False) == 2 * flops.forward + flops.attention
+
+
+def test_an_adapters_layers_count_too(tiny_qwen_image):
+    model = load_model(tiny_qwen_image)
+    bare = model.load_transformer(torch.float32, meta=True)
+    before = forward_flops(model, bare, Geometry(64, 64), 4).linear
+    adapted = get_peft_model(bare, LoraConfig(r=2, target_modules=["attn.to_q"]))  # type: ignore[arg-type]
+    added = forward_flops(model, adapted, Geometry(64, 64), 4).linear - before
+    num_tokens, num_layers, width, rank = 16, 2, 32, 2
+    assert added == 2 * num_tokens * num_layers * (width * rank + rank * width)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA A100 80GB PCIe", "A100"),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H100 NVL", None),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA L40", None),
+        ("cpu", None),
+    ],
+)
+def test_a_device_is_known_by_its_name_or_not_at_all(name, kind):
+    assert device_type(name) == kind
+    assert peak_flops(name) == (None if kind is None else PEAK_TFLOPS[kind] * 1e12)
+
+
+def test_utilisation_is_work_over_what_the_devices_could_do():
+    assert tflops_per_device(8e15, seconds=2.0, num_devices=8) == 500.0
+    assert mfu(8e15, seconds=2.0, num_devices=8, peak_flops=1e15) == 0.5
+
+
+def test_metrics_have_a_utilisation_only_where_the_peak_is_known():
+    assert utilisation_metrics("trainer", 8e15, 2.0, 8, None) == {"perf/tflops_per_device/trainer": 500.0}
+    known = utilisation_metrics("generator", 989e12, 2.0, 1, "NVIDIA H100 80GB HBM3")
+    assert known == {"perf/tflops_per_device/generator": 494.5, "perf/mfu/generator": 0.5}
+    assert utilisation_metrics("trainer", 8e15, 0.0, 8, None) == {}

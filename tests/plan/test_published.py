@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Published checkpoints: their configs make the networks that were published."""
+
+import json
+from importlib.resources import files
+
+import pytest
+import torch
+
+from verl_digen.models import load_model
+from verl_digen.plan.networks import count_network, count_parts
+from verl_digen.plan.published import checkpoint_folder, repositories
+from verl_digen.types import Geometry
+
+FOLDER = files("verl_digen") / "models" / "published"
+PUBLISHED = {
+    # half of the bytes its index of bf16 weights names
+    "Qwen/Qwen-Image": (20_430_401_088, 0.0),
+    # model cards and reports, rounded as they are there
+    "black-forest-labs/FLUX.1-dev": (12e9, 0.02),
+    "stabilityai/stable-diffusion-3.5-medium": (2.5e9, 0.02),
+    "stabilityai/stable-diffusion-3.5-large": (8.1e9, 0.02),
+    "Tongyi-MAI/Z-Image-Turbo": (6e9, 0.03),
+    "Wan-AI/Wan2.1-T2V-14B-Diffusers": (14e9, 0.03),
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": (1.3e9, 0.1),
+    "Wan-AI/Wan2.2-T2V-A14B-Diffusers": (2 * 14e9, 0.03),
+    "Wan-AI/Wan2.2-TI2V-5B-Diffusers": (5e9, 0.01),
+    "hunyuanvideo-community/HunyuanVideo": (13e9, 0.02),
+}
+"""Repository -> (parameters of the transformer, tables included; relative tolerance)."""
+TEXT_ENCODERS = {
+    "Qwen/Qwen-Image": {"text_encoder": 7.07e9},  # Qwen2.5-VL-7B's language model, without head and eyes
+    "black-forest-labs/FLUX.1-dev": {"text_encoder": 123e6, "text_encoder_2": 4.76e9},
+    "Wan-AI/Wan2.1-T2V-14B-Diffusers": {"text_encoder": 5.68e9},
+    "hunyuanvideo-community/HunyuanVideo": {"text_encoder": 7.5e9, "text_encoder_2": 123e6},
+}
+SIZES = {"WanPipeline": Geometry(704, 1280, 81), "HunyuanVideoPipeline": Geometry(480, 832, 81)}
+
+
+def test_every_repository_is_compared_with_what_is_published():
+    assert set(repositories()) == PUBLISHED.keys()
+
+
+def test_every_part_names_its_source_and_its_check_and_is_used():
+    parts = json.loads((FOLDER / "parts.json").read_text())
+    assert all(part.keys() == {"source", "check", "config"} and part["source"] for part in parts.values())
+    index = json.loads((FOLDER / "index.json").read_text())
+    used = {part for entry in index.values() for _, part in entry["parts"].values() if part is not None}
+    assert used == parts.keys()
+
+
+@pytest.mark.parametrize("repository", sorted(PUBLISHED.keys() - {"stabilityai/stable-diffusion-3.5-medium"}))
+def test_networks_have_as_many_parameters_as_published(repository):
+    expected, tolerance = PUBLISHED[repository]
+    with checkpoint_folder(repository) as folder:
+        model = load_model(folder)
+        size = SIZES.get(model.pipeline, Geometry(1024, 1024))
+        assert all(number > 0 for number in model.latent_shape(size))
+        assert model.sigmas(10, size)[-1] == 0
+        counts = count_network(model.load_transformer(torch.bfloat16, meta=True))
+        assert counts.num_params + counts.exported_buffers == pytest.approx(expected, rel=tolerance)
+        if repository in TEXT_ENCODERS:
+            parts = count_parts(model, as_loaded_by_us=True)
+            for name, number in TEXT_ENCODERS[repository].items():
+                assert parts[name] == pytest.approx(number, rel=0.01)
+
+
+@pytest.mark.slow
+def test_sd3_5_medium_has_as_many_parameters_as_published():
+    """Apart: its table of positions takes long to compute."""
+    test_networks_have_as_many_parameters_as_published("stabilityai/stable-diffusion-3.5-medium")
+
+
+def test_the_folder_is_gone_afterwards_and_a_local_one_stays(tiny_qwen_image):
+    with checkpoint_folder("Qwen/Qwen-Image") as folder:
+        assert (folder / "transformer" / "config.json").is_file()
+    assert not folder.exists()
+    with checkpoint_folder(str(tiny_qwen_image)) as folder:
+        assert folder == tiny_qwen_image
+    assert folder.is_dir()
+
+
+def test_what_is_not_known_lists_what_is():
+    message = r"model\.path must be a folder, or one of Qwen/Qwen-Image, .*got 'a/b'.*DIR"
+    with pytest.raises(ValueError, match=message), checkpoint_folder("a/b"):
+        pass

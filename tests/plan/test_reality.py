@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans against what an engine and a sampler really take.
+
+On Wan, all of whose weights get a gradient. In Qwen-Image the last block's text half gets none, which is 10 % of the
+tiny network's two blocks and 0.4 % of the real one's sixty; the plan counts it.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from tests.engine.harness import NUM_STEPS, SIZE_PX, gradients, make_batch, make_engine, process_group, train
+from tests.tiny_models import build_tiny
+from verl_digen.plan.compose import Words, compose_run
+from verl_digen.plan.memory import plan_memory
+from verl_digen.plan.run import Run, read_run
+
+WITHIN = 0.05
+LORA = {"lora_rank": 4, "lora_alpha": 8, "target_modules": ["to_q", "to_out.0"]}
+
+
+@pytest.fixture(scope="module")
+def tiny_wan(tmp_path_factory):
+    return build_tiny("wan2.1", tmp_path_factory.mktemp("tiny_wan") / "checkpoint")
+
+
+def plan(path, *overrides: str) -> Run:
+    """Of a run on one rank of this machine's platform."""
+    words = (
+        "recipe=digen_flowgrpo",
+        f"actor_rollout_ref.model.path={path}",
+        *("trainer.n_gpus_per_node=1", "data.train_batch_size=2", "actor_rollout_ref.rollout.n=3"),
+        *(f"digen.sampling.height_px={SIZE_PX}", f"digen.sampling.width_px={SIZE_PX}"),
+        f"digen.sampling.num_steps={NUM_STEPS}",
+        *(
+            f"actor_rollout_ref.actor.fsdp_config.{key}"
+            for key in (
+                "model_dtype=fp32",
+                "+mixed_precision.param_dtype=fp32",
+                "+mixed_precision.reduce_dtype=fp32",
+            )
+        ),
+        *overrides,
+    )
+    return read_run(compose_run([word for word in words if not _is_there(word)], Words()), prompt_tokens=3)
+
+
+def _is_there(word: str) -> bool:
+    """The CPU's recipe sets the precision by itself."""
+    from verl.plugin.platform import get_platform
+
+    return get_platform().device_name == "cpu" and word.startswith("actor_rollout_ref.actor.fsdp_config.+")
+
+
+def num_bytes(tensors) -> int:
+    return sum((value.to_local() if isinstance(value, DTensor) else value).nbytes for value in tensors)
+
+
+@pytest.fixture(scope="module", params=["full", "lora"])
+def reality(request, tiny_wan, tmp_path_factory):
+    """(an engine's bytes, the plan of the same run)."""
+    options = LORA if request.param == "lora" else {}
+    targets = "[" + ",".join(LORA["target_modules"]) + "]"
+    overrides = [
+        f"actor_rollout_ref.model.lora_rank={LORA['lora_rank']}",
+        f"actor_rollout_ref.model.target_modules={targets}",
+    ]
+    planned = plan(tiny_wan, *(overrides if options else []))
+    with process_group(0, 1, str(tmp_path_factory.mktemp("rendezvous") / "store")):
+        engine = make_engine(tiny_wan, model=dict(options), digen={"ema": {"enable": True}})
+        batch = make_batch(tiny_wan)
+        grads, _ = gradients(engine, batch)
+        train(engine, batch)
+        assert engine.state.ema is not None
+        found = {
+            "parameters": num_bytes([*engine.module.parameters(), *engine.module.buffers()]),
+            "gradients": num_bytes(grads.values()),
+            "optimizer": num_bytes(
+                value for state in engine.optimizer.state.values() for value in state.values() if torch.is_tensor(value)
+            ),
+            "EMA": num_bytes(engine.state.ema.shards.values()),
+        }
+    return found, planned
+
+
+def test_parameters_gradients_and_optimizer_are_a_real_engines(reality):
+    found, planned = reality
+    items = plan_memory(planned, 10**9).training.items
+    for name in ("parameters", "gradients", "optimizer"):
+        assert items[name] == pytest.approx(found[name], rel=WITHIN), name
+    assert items["gradients"] == pytest.approx(found["EMA"], rel=WITHIN)  # a copy of what trains
+
+
+def test_a_trajectory_is_as_large_as_a_real_one(tiny_wan):
+    measured = plan(tiny_wan).measured
+    batch = make_batch(tiny_wan)
+    names = ("latents", "positions", "sigmas", "next_sigmas", "sigma_max", "log_probs", "advantages")
+    assert measured.rows_per_sample == batch["positions"].shape[1] == NUM_STEPS - 1
+    assert measured.trajectory_bytes == pytest.approx(sum(batch[name][0].nbytes for name in names), rel=WITHIN)
+
+
+def test_a_weight_update_is_what_the_engine_exports(reality, tiny_wan, tmp_path):
+    _, planned = reality
+    is_lora = planned.settings.is_lora
+    with process_group(0, 1, str(tmp_path / "store")):
+        engine = make_engine(tiny_wan, model=dict(LORA) if is_lora else {})
+        exported = sum(value.nbytes for _, value in engine.get_per_tensor_param()[0])
+    step = plan_memory(planned, 10**9).step
+    assert step["weights to all replicas"] == pytest.approx(exported * planned.settings.num_replicas, rel=WITHIN)

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+import random
+from dataclasses import replace
+
+from tests.plan.runs import GB, LORA, MEASURED, make_run
+from verl_digen.plan.memory import plan_memory
+from verl_digen.plan.remedies import find_remedies
+from verl_digen.plan.run import Run
+
+
+def with_adapter(run):
+    def make():
+        return Run(replace(run.settings, is_lora=True), replace(run.measured, counts=LORA))
+
+    return make
+
+
+def assert_invariants(run, device_bytes, remedies):
+    """Each step lowers what is over the limit; the last says whether it fits, and none before it does."""
+    limit = plan_memory(run, device_bytes).limit_bytes
+    assert limit is not None
+    assert not any(remedy.fits for remedy in remedies[:-1])
+    for remedy in remedies:
+        assert remedy.fits == (max(remedy.training_bytes, remedy.generating_bytes) <= limit)
+
+
+def test_a_run_that_fits_needs_none():
+    assert find_remedies(make_run(), 200 * GB, with_adapter(make_run())) == []
+
+
+def test_checkpointing_comes_before_an_adapter_and_that_before_devices():
+    run = make_run(recomputes=False)
+    names = [remedy.override for remedy in find_remedies(run, 80 * GB, with_adapter(run))]
+    assert names == ["actor_rollout_ref.model.enable_gradient_checkpointing=true"]
+    (adapter,) = [name for name in _names(make_run(), 36 * GB) if "lora_rank" in name]
+    assert adapter == "actor_rollout_ref.model.lora_rank=32 actor_rollout_ref.actor.fsdp_config.model_dtype=bf16"
+
+
+def _names(run, device_bytes):
+    return [remedy.override for remedy in find_remedies(run, device_bytes, with_adapter(run))]
+
+
+def test_what_turns_out_needless_is_not_asked_for():
+    """Offloading helps a little where a batch of one sample helps enough."""
+    run = make_run()
+    huge = replace(run, measured=replace(MEASURED, sampling=replace(MEASURED.sampling, largest_block=20 * GB)))
+    names = _names(huge, 80 * GB)
+    assert names == ["digen.rollout.max_batch_size=1"]
+
+
+def test_tensor_parallelism_is_for_replicas_that_do_it():
+    big = replace(MEASURED, counts=replace(LORA, num_params=40 * GB))
+    for name in ("diffusers", "vllm_omni"):
+        run = replace(make_run(lora=True, rollout_name=name, is_split=True, frees_replica=False), measured=big)
+        asked = any("tensor_model_parallel_size" in word for word in _names(run, 80 * GB))
+        assert asked == (name == "vllm_omni")
+
+
+def test_the_adapter_is_measured_once():
+    run, calls = make_run(), []
+
+    def measure():
+        calls.append(1)
+        return with_adapter(run)()
+
+    find_remedies(run, 34 * GB, measure)
+    assert len(calls) == 1
+
+
+def test_any_run_is_told_the_truth():
+    rng = random.Random(0)
+    for _ in range(200):
+        run = make_run(
+            lora=rng.random() < 0.3,
+            recomputes=rng.random() < 0.5,
+            param_offload=rng.random() < 0.5,
+            optimizer_offload=rng.random() < 0.5,
+            reshard=rng.random() < 0.5,
+            is_split=rng.random() < 0.5,
+            frees_replica=rng.random() < 0.5,
+            rollout_name=rng.choice(["diffusers", "vllm_omni"]),
+        )
+        device_bytes = rng.randrange(20, 150) * GB
+        remedies = find_remedies(run, device_bytes, with_adapter(run))
+        assert_invariants(run, device_bytes, remedies)
+        if plan_memory(run, device_bytes).fits:
+            assert remedies == []

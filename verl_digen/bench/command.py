@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Do the same work under several placements and techniques, for real, and compare them.
+
+Every run is verl's own main in a process of its own: the same prompts, seeds and steps. Runs are interleaved (A, B, C,
+A, B, C), the first steps of each are left out, medians are taken over the rest.
+
+    digen bench                                              the quick-start model, all modes
+    digen bench --modes barrier,gap+tsp --steps 8 -- actor_rollout_ref.rollout.n=8
+    digen bench --virtual wan2.1-14b --trainer 24 --generator 8 --time-scale 0.05
+    digen bench --profile mine.json --device H100            and then: digen simulate --profile mine.json --devices 64
+
+What is after `--` goes to verl. The devices are those of --trainer and --generator. A colocated run gets all of them;
+without accelerators it is one rank and one replica that take turns on all cores, and two pools share the same cores.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from argparse import ArgumentParser, Namespace
+from datetime import datetime
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from verl_digen.bench.modes import MODES, Mode, interleaved, parse_modes
+from verl_digen.bench.runs import RunFailed, RunResult, Work, run_mode
+from verl_digen.config import require
+
+NAME = "bench"
+
+RECIPE = "digen_quickstart"
+VIRTUAL_RECIPE = "digen_flowgrpo"
+VIRTUAL_OVERRIDES = (
+    # of the model only the index is read; prompts are names here
+    "actor_rollout_ref.model.path=examples/tiny_qwen_image/checkpoint",
+    "data.train_files=examples/tiny_qwen_image/prompts/train.jsonl",
+    "data.val_files=examples/tiny_qwen_image/prompts/val.jsonl",
+)
+"""Of a virtual run, before the user's own: the files of the quick start, from the repository's folder."""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--modes", default=",".join(MODES), help="some of %(default)s (default: all that can run)")
+    parser.add_argument("--steps", type=int, default=6, help="optimizer steps of each run (default: %(default)s)")
+    parser.add_argument("--warm-up", type=int, default=2, help="steps of each run left out (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each mode (default: %(default)s)")
+    parser.add_argument("--recipe", help=f"the algorithm's (default: {RECIPE}; with --virtual {VIRTUAL_RECIPE})")
+    parser.add_argument("--trainer", type=int, default=1, help="devices that train (default: %(default)s)")
+    parser.add_argument("--generator", type=int, default=1, help="devices that generate (default: %(default)s)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: outputs/bench-DATE)")
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="write a measured profile for digen simulate")
+    parser.add_argument("--device", help="type of the devices, named in the profile, e.g. H100")
+    parser.add_argument("--virtual", metavar="PROFILE", help="on devices that only take the time of this profile")
+    parser.add_argument("--time-scale", type=float, default=1.0, help="of virtual devices (default: %(default)s)")
+    parser.add_argument("overrides", nargs="*", metavar="-- OVERRIDE", help="for verl, in every mode")
+
+
+def run(args: Namespace) -> int:
+    try:
+        modes = _modes(args)
+        work, predictions_s = _work(args, modes)
+    except ValueError as error:
+        print(f"digen bench: {error}", file=sys.stderr)
+        return 2
+    out = args.out or Path("outputs") / f"bench-{datetime.now():%Y-%m-%d_%H-%M-%S}"
+    if out.exists() and any(out.iterdir()):
+        print(f"digen bench: --out must be a new or an empty folder, got {str(out)!r}; name another", file=sys.stderr)
+        return 2
+    order = interleaved(modes, args.repeats)
+    print(f"{len(order)} runs of {args.steps} steps; what each prints is in {out}/MODE-REPEAT/console.log", flush=True)
+    runs: list[RunResult] = []
+    for repeat, mode in order:
+        try:
+            runs.append(run_mode(_for_mode(work, mode, args), mode, repeat, out))
+        except RunFailed as error:
+            print(f"digen bench: {error}", file=sys.stderr)
+            return 1
+        print(_progress(runs[-1], len(runs), len(order), args.warm_up), flush=True)
+    return _report(args, runs, predictions_s, out)
+
+
+def _modes(args: Namespace) -> list[Mode]:
+    """The modes, of which all can run."""
+    asked = args.modes
+    if args.virtual is not None and asked == ",".join(MODES):
+        asked = ",".join(name for name, mode in MODES.items() if mode.is_disaggregated)
+    modes = parse_modes(asked)
+    for mode in modes:
+        require(
+            args.virtual is None or mode.is_disaggregated,
+            "--modes must have separate pools with --virtual",
+            mode.name,
+            "drop it: digen simulate has a colocated baseline",
+        )
+    require(args.steps > args.warm_up >= 0, "--steps must be > --warm-up >= 0", (args.steps, args.warm_up), "do more")
+    require(args.repeats >= 1, "--repeats must be >= 1", args.repeats, "3 show the spread")
+    for option, value in (("--trainer", args.trainer), ("--generator", args.generator)):
+        require(value >= 1, f"{option} must be >= 1 device", value, "a pool needs a device")
+    require(args.time_scale > 0, "--time-scale must be > 0", args.time_scale, "1 is the profile's time")
+    require(
+        args.profile is None or args.device is not None,
+        "--profile needs --device, the type of the devices that are measured",
+        args.device,
+        "name one that verl_digen/simulate/devices.py knows",
+    )
+    return modes
+
+
+def _work(args: Namespace, modes: list[Mode]) -> tuple[Work, dict[str, float]]:
+    """What all modes do, and predicted step times where devices are virtual."""
+    if args.virtual is None:
+        require(args.time_scale == 1.0, "--time-scale needs --virtual", args.time_scale, "real devices take their time")
+        return Work((args.recipe or RECIPE,), (), tuple(args.overrides), args.steps), {}
+    from verl_digen.bench.virtual import predicted_step_s, virtual_overrides, virtual_split
+    from verl_digen.simulate.profile import load_profile
+
+    profile = load_profile(args.virtual)
+    split = virtual_split(profile, args.trainer, args.generator)
+    overrides = (*VIRTUAL_OVERRIDES, *virtual_overrides(profile, args.virtual, split, args.time_scale))
+    work = Work((args.recipe or VIRTUAL_RECIPE,), ("virtual",), (*overrides, *args.overrides), args.steps)
+    return work, {mode.name: predicted_step_s(profile, split, mode, args.time_scale) for mode in modes}
+
+
+def _for_mode(work: Work, mode: Mode, args: Namespace) -> Work:
+    """The devices of a mode."""
+    if args.virtual is not None:
+        return work
+    if mode.is_disaggregated:
+        devices = (
+            f"trainer.n_gpus_per_node={args.trainer}",
+            f"actor_rollout_ref.rollout.n_gpus_per_node={args.generator}",
+        )
+    else:
+        devices = (f"trainer.n_gpus_per_node={1 if _is_cpu() else args.trainer + args.generator}",)
+    return Work(work.recipes, work.last_recipes, (*devices, *work.overrides), work.num_steps)
+
+
+def _is_cpu() -> bool:
+    from verl.plugin.platform import get_platform  # imports torch, and is asked when runs begin
+
+    return get_platform().device_name == "cpu"
+
+
+def _progress(run: RunResult, number: int, total: int, num_warm_up: int) -> str:
+    measured = run.steps[num_warm_up:]
+    step_s = median(row["perf/step_s"] for row in measured)
+    images_per_s = median(row["perf/images_per_s"] for row in measured)
+    return (
+        f"run {number}/{total}: {run.mode.name} #{run.repeat + 1}: {step_s:.3f} s/step (median of {len(measured)}), "
+        f"{images_per_s:.2f} images/s, {run.wall_s:.0f} s in all"
+    )
+
+
+def _report(args: Namespace, runs: list[RunResult], predictions_s: dict[str, float], out: Path) -> int:
+    from verl_digen.bench.summary import summarise, table, to_json
+
+    summaries = summarise(
+        runs,
+        num_warm_up=args.warm_up,
+        num_devices=args.trainer + args.generator,
+        predictions_s=predictions_s,
+    )
+    setting = _setting(args)
+    print()
+    print(setting["devices"])
+    print(table(summaries))
+    path = out / "bench.json"
+    path.write_text(json.dumps(to_json(summaries, runs, setting), indent=2) + "\n", encoding="utf-8")
+    print(f"\n{path}")
+    if args.profile is not None:
+        from verl_digen.bench.measured_profile import measured_profile
+
+        try:
+            profile = measured_profile(
+                runs,
+                num_warm_up=args.warm_up,
+                model=f"{args.recipe or RECIPE} {' '.join(args.overrides)}".strip(),
+                device=args.device,
+            )
+        except ValueError as error:
+            print(f"digen bench: {error}", file=sys.stderr)
+            return 2
+        args.profile.write_text(json.dumps(profile, indent=2) + "\n", encoding="utf-8")
+        print(f"{args.profile}; try: digen simulate --profile {args.profile} --devices 32")
+    return 0
+
+
+def _setting(args: Namespace) -> dict[str, Any]:
+    """What the comparison was made on."""
+    num_cores = len(os.sched_getaffinity(0))
+    pools = f"{args.trainer} trainer + {args.generator} generator"
+    if args.virtual is not None:
+        devices = f"{pools}, virtual: {args.virtual}, times x {args.time_scale:g}; on {num_cores} cores"
+    elif _is_cpu():
+        devices = f"{pools} on {num_cores} CPU cores; colocated: 1 rank and 1 replica in turns on all cores"
+    else:
+        devices = f"{pools} devices; colocated: all {args.trainer + args.generator} in turns"
+    return {
+        "devices": devices,
+        "num_cpu_cores": num_cores,
+        "recipe": args.recipe,
+        "overrides": args.overrides,
+        "num_steps": args.steps,
+        "num_warm_up_steps": args.warm_up,
+        "num_repeats": args.repeats,
+        "virtual": args.virtual,
+        "time_scale": args.time_scale,
+        "versions": {name: version(name) for name in ("verl-digen", "verl", "torch", "ray")},
+    }

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is compared: a mode is a few overrides, nothing else differs between two runs. Pure.
+
+| mode | pools | fragments train | rows |
+| --- | --- | --- | --- |
+| `colocated` | one, in turns | the batch in one call | dealt over the ranks |
+| `barrier` | two | the batch in one call, when it is whole | samples dealt, one timestep per tile |
+| `gap` | two | as soon as they are ready | samples dealt, one timestep per tile |
+| `gap+tsp` | two | as soon as they are ready | dealt over the ranks, in tiles |
+
+*Invariants (tests/bench/test_modes.py):* modes differ in the keys of their table alone; repeats are interleaved, so
+that a machine that gets slower meets all modes alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from verl_digen.config import require
+
+COLOCATED, BARRIER = "colocated", "barrier"
+"""The baselines."""
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way to do the work."""
+
+    name: str
+    recipes: tuple[str, ...]
+    """Named after the run's own recipe."""
+    overrides: tuple[str, ...]
+    techniques: tuple[str, ...]
+    """Those of `digen simulate`."""
+
+    @property
+    def is_disaggregated(self) -> bool:
+        return "disaggregated" in self.recipes
+
+
+def _separate(name: str, *techniques: str) -> Mode:
+    switches = tuple(f"digen.{switch}.enable={str(switch in techniques).lower()}" for switch in ("gap", "tsp"))
+    return Mode(name, ("disaggregated",), switches, techniques)
+
+
+MODES = {
+    mode.name: mode
+    for mode in (
+        Mode(COLOCATED, (), (), ()),
+        _separate(BARRIER),
+        _separate("gap", "gap"),
+        _separate("gap+tsp", "gap", "tsp"),
+    )
+}
+"""Name -> mode, in the order of the table."""
+
+
+def parse_modes(text: str) -> list[Mode]:
+    """`barrier,gap` as modes.
+
+    Raises:
+        ValueError: an unknown or repeated name, or none.
+    """
+    names = [name for name in text.split(",") if name]
+    require(bool(names), f"--modes must name some of {', '.join(MODES)}", text, "leave it out for all")
+    for name in names:
+        require(name in MODES, f"--modes must be among {', '.join(MODES)}", name, "choose some of these")
+    require(len(set(names)) == len(names), "--modes must name a mode once", text, "use --repeats to run it again")
+    return [MODES[name] for name in names]
+
+
+def interleaved(modes: Sequence[Mode], num_repeats: int) -> list[tuple[int, Mode]]:
+    """(repeat, mode) in the order in which they run: A, B, C, A, B, C."""
+    return [(repeat, mode) for repeat in range(num_repeats) for mode in modes]

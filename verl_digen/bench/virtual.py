@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Virtual devices for a bench: what a profile asks of a run, and what the simulator predicts for it. Pure.
+
+*Invariant (tests/bench/test_bench_virtual.py):* the run is given the batch of the profile, and the prediction is
+that of `digen simulate` for the same split, times `time_scale`.
+"""
+
+from __future__ import annotations
+
+from verl_digen.algorithms.window import WindowConfig, draw_window
+from verl_digen.bench.modes import Mode
+from verl_digen.config import require
+from verl_digen.simulate.cluster import WARM_UP_STEPS, Split, run_split
+from verl_digen.simulate.devices import Pool
+from verl_digen.simulate.profile import Numbers, Profile
+
+NUM_PREDICTED_STEPS = WARM_UP_STEPS + 3
+"""Simulated steps are all alike once the run is steady."""
+
+
+def virtual_overrides(profile: Profile, source: str, split: Split, time_scale: float) -> tuple[str, ...]:
+    """Overrides that give a run the profile's batch on a virtual cluster.
+
+    Args:
+        source: the profile's name or file, as the user typed it.
+    """
+    numbers = profile.numbers
+    return (
+        f"digen.virtual.profile={source}",
+        f"digen.virtual.time_scale={time_scale}",
+        f"digen.virtual.trainer_ranks={split.trainer.num_devices}",
+        f"actor_rollout_ref.rollout.n_gpus_per_node={split.generator.num_devices}",
+        f"data.train_batch_size={numbers.num_prompts}",
+        f"actor_rollout_ref.rollout.n={numbers.group_size}",
+        f"digen.sampling.num_steps={numbers.num_steps}",
+        f"digen.rollout.max_batch_size={numbers.max_chunk_size}",
+        # the simulator merges all that is ready
+        f"digen.gap.max_groups_per_fragment={numbers.num_prompts}",
+        *_window_overrides(numbers),
+    )
+
+
+def _window_overrides(numbers: Numbers) -> tuple[str, ...]:
+    """A window of as many trained steps."""
+    if numbers.num_trained_steps == numbers.num_steps - 1:
+        return ("digen.window.kind=all",)
+    share = numbers.num_trained_steps / (numbers.num_steps - 1)
+    for fraction in (round(share, 3), share + 1e-9, share):
+        config = WindowConfig(kind="fraction", fraction=fraction)
+        window = draw_window(config, run_seed=0, uid="", num_steps=numbers.num_steps, step=0)
+        if len(window.train_steps) == numbers.num_trained_steps:
+            return "digen.window.kind=fraction", f"digen.window.fraction={fraction}"
+    raise RuntimeError(f"no window trains {numbers.num_trained_steps} of {numbers.num_steps} steps")
+
+
+def predicted_step_s(profile: Profile, split: Split, mode: Mode, time_scale: float) -> float:
+    """What the simulator says a step takes."""
+    return run_split(profile, split, mode.techniques, num_steps=NUM_PREDICTED_STEPS).step_s * time_scale
+
+
+def virtual_split(profile: Profile, num_trainer: int, num_generator: int) -> Split:
+    """Two pools of the profile's own devices.
+
+    Raises:
+        ValueError: the trainer is too small for the model.
+    """
+    require(
+        num_trainer >= profile.numbers.min_trainer_devices,
+        f"--trainer must be >= {profile.numbers.min_trainer_devices} devices, which hold the training state of "
+        f"{profile.model}",
+        num_trainer,
+        "give it more",
+    )
+    return Split(Pool(num_trainer, profile.device), Pool(num_generator, profile.device))

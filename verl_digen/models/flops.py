@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Floating-point operations of a forward and of training, from the shapes of a network's own layers.
+
+- A linear layer or patch embedding of W weights costs 2 W per token it sees, attention of width d between Lq and Lk
+  tokens 4 Lq Lk d. What differs between architectures is which tokens a layer sees: a line in `LAYOUTS`.
+- Norms, activations, rotary embeddings and what the tokens of other rows pad are left out: well below 2 %.
+- Backward costs a linear layer 2 W per token for its input's gradient, and 2 W for its own unless it is frozen.
+  Attention costs twice its forward. Recomputation costs one forward more.
+- Peaks are those of `verl_digen.simulate.devices`: dense bf16, of the data sheets.
+
+Invariants (tests/plan/test_flops.py): within 2 % of what `torch.utils.flop_counter.FlopCounterMode` counts, for every
+architecture, forward and backward, with and without guidance.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from verl_digen.models.base import DiffusionModel
+from verl_digen.simulate.devices import PEAK_TFLOPS
+from verl_digen.types import Geometry
+
+IMAGE, TEXT, JOINT, ROW = "image", "text", "joint", "row"
+"""Which tokens a layer sees: the picture's, the prompt's, both, or one per row (timestep, modulation)."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which layer of an architecture sees which tokens."""
+
+    patch: str
+    """Name of the layer that makes picture tokens of latents."""
+    streams: tuple[tuple[str, str], ...]
+    """(pattern of a layer's name, tokens); the first that is found in the name counts, and IMAGE if none is."""
+    attention: tuple[tuple[str, str, str], ...]
+    """(pattern of the name of an attention, tokens that ask, tokens that are asked); the first counts."""
+    text_tokens: int | None = None
+    """What prompts are padded to before the network reads them; None: the longest of the forward's."""
+    multiple: int = 1
+    """What the network itself pads picture and prompt to a multiple of."""
+
+
+MODULATION = r"norm\w*\.linear|time_text_embed"
+LAYOUTS = {
+    "QwenImageTransformer2DModel": Layout(
+        patch="img_in",
+        streams=((rf"{MODULATION}|img_mod|txt_mod", ROW), (r"txt_in|txt_mlp|attn\.add_|to_add_out", TEXT)),
+        attention=((r"", JOINT, JOINT),),
+    ),
+    "FluxTransformer2DModel": Layout(
+        patch="x_embedder",
+        streams=(
+            (MODULATION, ROW),
+            (r"single_transformer_blocks", JOINT),
+            (r"context_embedder|ff_context|attn\.add_|to_add_out", TEXT),
+        ),
+        attention=((r"", JOINT, JOINT),),
+    ),
+    "SD3Transformer2DModel": Layout(
+        patch="pos_embed.proj",
+        streams=((MODULATION, ROW), (r"context_embedder|ff_context|attn\.add_|to_add_out", TEXT)),
+        attention=((r"attn2", IMAGE, IMAGE), (r"", JOINT, JOINT)),
+    ),
+    "WanTransformer3DModel": Layout(
+        patch="patch_embedding",
+        streams=((r"time_embedder|time_proj", ROW), (r"text_embedder|attn2\.to_[kv]", TEXT)),
+        attention=((r"attn2", IMAGE, TEXT), (r"", IMAGE, IMAGE)),
+        text_tokens=512,
+    ),
+    "HunyuanVideoTransformer3DModel": Layout(
+        patch="x_embedder.proj",
+        streams=(
+            (rf"{MODULATION}|norm_out", ROW),
+            (r"single_transformer_blocks", JOINT),
+            (r"context_embedder|ff_context|attn\.add_|to_add_out", TEXT),
+        ),
+        attention=((r"context_embedder", TEXT, TEXT), (r"", JOINT, JOINT)),
+    ),
+    "ZImageTransformer2DModel": Layout(
+        patch="all_x_embedder.2-1",
+        streams=(
+            (r"t_embedder|adaLN_modulation", ROW),
+            (r"cap_embedder|context_refiner", TEXT),
+            (r"^(.*\.)?layers\.|all_final_layer", JOINT),
+        ),
+        attention=((r"noise_refiner", IMAGE, IMAGE), (r"context_refiner", TEXT, TEXT), (r"", JOINT, JOINT)),
+        multiple=32,
+    ),
+}
+"""Architecture -> layout. A new model adds one here."""
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Of a forward."""
+
+    linear: float
+    attention: float
+
+    @property
+    def forward(self) -> float:
+        """All of it."""
+        return self.linear + self.attention
+
+    def training(self, *, is_frozen: bool, recomputes: bool) -> float:
+        """Forward, backward and recomputation.
+
+        A full fine-tune costs 3 forwards, 4 with recomputation; an adapter on frozen weights 2 to 3, or 3 to 4.
+
+        Args:
+            is_frozen: whether the weights are frozen under an adapter, and get no gradient.
+            recomputes: gradient checkpointing. Leave it out for a utilisation of useful work.
+        """
+        backward = self.linear * (1 if is_frozen else 2) + self.attention * 2
+        return self.forward * (2 if recomputes else 1) + backward
+
+
+def forward_flops(
+    model: DiffusionModel,
+    transformer: nn.Module,
+    geometry: Geometry,
+    num_prompt_tokens: int,
+    *,
+    num_rows: int = 1,
+    is_guided: bool = False,
+) -> Flops:
+    """Operations of one forward.
+
+    Args:
+        transformer: on any device, in whatever wrapper (FSDP2, peft); an adapter's layers count too. Of several
+            experts the first counts, since a forward runs one and all are of one size.
+        num_prompt_tokens: the longest condition's.
+        num_rows: without guidance's second branch, which doubles them.
+    """
+    layout = LAYOUTS[model.architecture]
+    layers = dict(_layers(transformer, model.experts))
+    patch = layers[layout.patch]
+    num_image = math.prod(model.latent_shape(geometry)) // math.prod(patch[1:])
+    num_image = _padded(num_image, layout.multiple)
+    num_text = _padded(layout.text_tokens or num_prompt_tokens, layout.multiple)
+    tokens = {IMAGE: num_image, TEXT: num_text, JOINT: num_image + num_text, ROW: 1}
+    linear = attention = 0
+    for name, shape in layers.items():
+        stream = next((stream for pattern, stream in layout.streams if re.search(pattern, name)), IMAGE)
+        linear += 2 * math.prod(shape) * tokens[stream]
+        if name.endswith("to_q"):
+            asking, asked = next(pair for pattern, *pair in layout.attention if re.search(pattern, name))
+            attention += 4 * tokens[asking] * tokens[asked] * shape[0]
+    branches = num_rows * (2 if is_guided else 1)
+    return Flops(float(linear * branches), float(attention * branches))
+
+
+def _layers(transformer: nn.Module, experts: tuple[str, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """(the checkpoint's name, shape of the weight) of every linear layer and patch embedding of one network."""
+    others = tuple(f"{expert}." for expert in experts[1:])
+    for name, module in transformer.named_modules():
+        if not isinstance(module, nn.Linear | nn.Conv2d | nn.Conv3d):
+            continue
+        plain = name.removeprefix("base_model.model.").removesuffix(".base_layer")
+        if len(experts) > 1:
+            if plain.startswith(others):
+                continue
+            plain = plain.removeprefix(f"{experts[0]}.")
+        yield plain, tuple(module.weight.shape)
+
+
+def _padded(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+# -- utilisation ------------------------------------------------------------------------------------------------
+BOARDS_APART = re.compile(r"\b(PCIe|NVL)\b", re.IGNORECASE)
+"""Boards whose peak is not that of the type's SXM module, which is what is known."""
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Peak FLOP/s of one device, dense bf16, or None if it is not known.
+
+    Args:
+        device_name: as the platform calls it, e.g. "NVIDIA H100 80GB HBM3".
+    """
+    kind = device_type(device_name)
+    return None if kind is None else PEAK_TFLOPS[kind] * 1e12
+
+
+def device_type(device_name: str) -> str | None:
+    """The type of `verl_digen.simulate.devices` that a device is, or None."""
+    words = set(re.split(r"[\s_-]+", device_name))
+    found = [kind for kind in PEAK_TFLOPS if kind in words]
+    is_apart = BOARDS_APART.search(device_name) is not None and "A100" not in found
+    return found[0] if found and not is_apart else None
+
+
+def tflops_per_device(flops: float, seconds: float, num_devices: int) -> float:
+    """TFLOP/s that each device reached."""
+    return flops / seconds / num_devices / 1e12
+
+
+def mfu(flops: float, seconds: float, num_devices: int, peak_flops: float) -> float:
+    """Share of the devices' peak that useful work reached, 0 to 1."""
+    return flops / seconds / num_devices / peak_flops
+
+
+def utilisation_metrics(
+    pool: str, flops: float, seconds: float, num_devices: int, device_name: str | None
+) -> dict[str, float]:
+    """`perf/tflops_per_device/POOL`, and `perf/mfu/POOL` where the device's peak is known.
+
+    Args:
+        pool: "trainer" or "generator".
+        flops: useful work, without recomputation.
+        seconds: for which the pool worked; without work there are no metrics.
+        device_name: as the platform calls it; None: there is no accelerator.
+    """
+    if seconds <= 0:
+        return {}
+    metrics = {f"perf/tflops_per_device/{pool}": tflops_per_device(flops, seconds, num_devices)}
+    peak = None if device_name is None else peak_flops(device_name)
+    if peak is not None:
+        metrics[f"perf/mfu/{pool}"] = mfu(flops, seconds, num_devices, peak)
+    return metrics

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Say before the first out-of-memory whether a run fits its devices, what it moves, and how long a step takes.
+
+The words are those of verl's main; nothing is downloaded for a local folder or a checkpoint this knows. Beside them
+  gpus=8              devices of the whole run (separate pools share them), in place of the pools' own keys
+  gpu_mem=80          GB of each
+  device=H100         their type, for the seconds; this machine's without it
+  mfu=0.4             share of the peak that is assumed
+  prompt_tokens=128   length of a prompt
+
+    digen plan recipe=digen_qwen_image gpus=8 gpu_mem=80
+    digen plan recipe=digen_flowgrpo actor_rollout_ref.model.path=Wan-AI/Wan2.1-T2V-14B-Diffusers \\
+        digen.sampling.height_px=480 digen.sampling.width_px=832 digen.sampling.num_frames=81 gpus=8 device=H100
+
+Exit code 0 if it fits or the memory is not known, 1 if it does not fit, 2 if it cannot be planned.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from verl_digen.plan.compose import Words
+    from verl_digen.plan.memory import Items, Memory, Phase
+    from verl_digen.plan.remedies import Remedy
+    from verl_digen.plan.run import Run
+    from verl_digen.plan.time import StepTime
+
+NAME = "plan"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that is known of a run."""
+
+    run: Run
+    memory: Memory
+    time: StepTime
+    device: str | None
+    device_bytes: int | None
+    words: Words
+    remedies: list[Remedy]
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("words", nargs="+", metavar="KEY=VALUE", help="overrides of verl's main, and the words above")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+
+
+def run(args: Namespace) -> int:
+    try:
+        plan = make_plan(args.words)
+    except ValueError as error:
+        print(f"digen plan: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(to_json(plan), indent=2) if args.json else to_text(plan))
+    return 1 if plan.memory.fits is False else 0
+
+
+def make_plan(words: Sequence[str]) -> Plan:
+    """Plan the run these words start.
+
+    Raises:
+        ValueError: a config, checkpoint or setting that cannot be planned.
+    """
+    from verl_digen.plan.compose import compose_run, device_of, split_words
+    from verl_digen.plan.memory import plan_memory
+    from verl_digen.plan.remedies import LORA_RANK, find_remedies
+    from verl_digen.plan.run import read_run
+    from verl_digen.plan.time import plan_time
+
+    own, overrides = split_words(words)
+
+    def read(*more: str) -> Run:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # verl warns of every engine it has no library for
+            return read_run(compose_run([*overrides, *more], own), own.prompt_tokens)
+
+    planned = read()
+    device, device_bytes = device_of(own)
+    lora = (
+        f"actor_rollout_ref.model.lora_rank={LORA_RANK}",
+        "actor_rollout_ref.actor.fsdp_config.model_dtype=bf16",
+    )
+    return Plan(
+        run=planned,
+        memory=plan_memory(planned, device_bytes),
+        time=plan_time(planned, device, own.mfu),
+        device=device,
+        device_bytes=device_bytes,
+        words=own,
+        remedies=[] if device_bytes is None else find_remedies(planned, device_bytes, lambda: read(*lora)),
+    )
+
+
+# -- for people -------------------------------------------------------------------------------------------------
+def to_text(plan: Plan) -> str:
+    """The plan as a table and a verdict."""
+    settings, measured, memory = plan.run.settings, plan.run.measured, plan.memory
+    counts, sampling = measured.counts, settings.digen.sampling
+    size = f"{sampling.height_px}x{sampling.width_px}"
+    size += f"x{sampling.num_frames}" if sampling.num_frames > 1 else ""
+    experts = f" in {measured.num_experts} experts" if measured.num_experts > 1 else ""
+    guided = ", guided" if settings.is_guided else ""
+    lines = [
+        f"{measured.title}: {counts.num_params / 1e9:.2f} B parameters{experts}, "
+        f"{counts.num_trained / 1e9:.3f} B trained",
+        f"{size}, {sampling.num_steps} steps{guided}; {settings.num_prompts} prompts x {settings.group_size} samples x "
+        f"{measured.rows_per_sample} trained steps; {_pools(plan)}",
+        "",
+        *_phase("a device that trains", memory.training),
+        "",
+        *_phase("a device that generates", memory.generating),
+        "",
+        "host memory of a node",
+        *_items(memory.host),
+        "in a step",
+        *_items(memory.step),
+        _line("of it one sample's trajectory", measured.trajectory_bytes),
+        _line("of it one prompt's condition", measured.condition_bytes),
+        "on disk",
+        _line("a checkpoint", memory.checkpoint_bytes),
+        "",
+        *_seconds(plan),
+        "",
+        *_verdict(plan),
+    ]
+    return "\n".join(lines)
+
+
+def _pools(plan: Plan) -> str:
+    settings = plan.run.settings
+    device = plan.device or "device"
+    if settings.is_split:
+        return f"{settings.num_trainer_devices} {device} train, {settings.num_generator_devices} generate"
+    return f"{settings.num_trainer_devices} {device} do both"
+
+
+def _phase(title: str, phase: Phase) -> list[str]:
+    rows = f"{phase.num_rows} {phase.rows_name} x {_gb(phase.row_bytes).strip()}"
+    return [
+        title,
+        *_items(phase.items),
+        _line(f"activations, {rows}", phase.row_bytes * phase.num_rows),
+        _line("together", phase.total),
+    ]
+
+
+def _items(items: Items) -> list[str]:
+    return [_line(name, size) for name, size in items.items()]
+
+
+def _line(name: str, size: int) -> str:
+    return f"  {name:<58} {_gb(size)}"
+
+
+def _gb(size: int) -> str:
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if size >= factor:
+            return f"{size / factor:>8.2f} {unit}"
+    return f"{size / 1e3:>8.2f} kB"
+
+
+def _seconds(plan: Plan) -> list[str]:
+    time = plan.time
+    work = (
+        f"{time.generating_flops / 1e15:.3g} PFLOP to generate, {time.training_flops / 1e15:.3g} to train "
+        "(a step; without encoding, decoding, rewards)"
+    )
+    if plan.device is None or time.generating_s is None or time.training_s is None or time.step_s is None:
+        return [work, "no seconds: the peak of this device is not known; device=H100 plans for one"]
+    return [
+        work,
+        f"at {plan.words.mfu:.0%} of the peak of {plan.device}: {time.generating_s:.1f} s to generate, "
+        f"{time.training_s:.1f} s to train, a step in {time.step_s:.1f} s or more",
+    ]
+
+
+def _verdict(plan: Plan) -> list[str]:
+    memory = plan.memory
+    if memory.limit_bytes is None or plan.device_bytes is None:
+        return ["no verdict: the device's memory is not known; gpu_mem=80 plans for 80 GB"]
+    limit = f"{memory.limit_bytes / 1e9:.1f} of {plan.device_bytes / 1e9:.0f} GB"
+    peak = max(memory.training.total, memory.generating.total)
+    if memory.fits:
+        return [f"FITS  {peak / 1e9:.1f} GB are needed, {limit} may be used"]
+    lines = [f"DOES NOT FIT  {peak / 1e9:.1f} GB are needed, {limit} may be used"]
+    lines += [
+        f"  then {remedy.override}: {remedy.training_bytes / 1e9:.1f} GB to train, "
+        f"{remedy.generating_bytes / 1e9:.1f} to generate{', fits' if remedy.fits else ''}"
+        for remedy in plan.remedies
+    ]
+    if not plan.remedies or not plan.remedies[-1].fits:
+        lines.append("  no setting makes it fit; lower digen.sampling.height_px, width_px or num_frames")
+    return lines
+
+
+# -- for programs -----------------------------------------------------------------------------------------------
+def to_json(plan: Plan) -> dict[str, Any]:
+    """Every number of the plan; bytes, seconds, FLOPs."""
+    settings, measured, memory = plan.run.settings, plan.run.measured, plan.memory
+    return {
+        "model": measured.title,
+        "parameters": asdict(measured.counts),
+        "parts": measured.parts,
+        "num_trainer_devices": settings.num_trainer_devices,
+        "num_generator_devices": settings.num_generator_devices,
+        "is_split": settings.is_split,
+        "device": plan.device,
+        "device_bytes": plan.device_bytes,
+        "activations": asdict(measured.training),
+        "training": _phase_json(memory.training),
+        "generating": _phase_json(memory.generating),
+        "host": memory.host,
+        "step": memory.step,
+        "trajectory_bytes": measured.trajectory_bytes,
+        "condition_bytes": measured.condition_bytes,
+        "rows_per_sample": measured.rows_per_sample,
+        "checkpoint_bytes": memory.checkpoint_bytes,
+        "forward_flops": measured.flops.forward,
+        "time": asdict(plan.time),
+        "mfu": plan.words.mfu,
+        "limit_bytes": memory.limit_bytes,
+        "fits": memory.fits,
+        "remedies": [asdict(remedy) for remedy in plan.remedies],
+    }
+
+
+def _phase_json(phase: Phase) -> dict[str, Any]:
+    return {
+        "items": phase.items,
+        "row_bytes": phase.row_bytes,
+        "num_rows": phase.num_rows,
+        "total_bytes": phase.total,
+    }

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The config of a run from its command line, as verl's main composes it, and the words that are the plan's own.
+
+- `gpus`, `gpu_mem`, `device`, `mfu` and `prompt_tokens` are no keys of the config; everything else is Hydra's.
+- Where this machine has no accelerator, naming one of the first three plans a run on accelerators: the config is then
+  composed as it would be there, without `recipe=digen_cpu`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from verl_digen.config import require, require_one_of
+from verl_digen.simulate.devices import PEAK_TFLOPS
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+GB = 10**9
+
+DEVICE_GB = {"A100": 80, "L40S": 48, "H20": 96, "H800": 80, "H100": 80, "H200": 141, "B200": 180}
+"""Memory of a device by the data sheets of NVIDIA; an A100 comes with 40 GB too. For all types of PEAK_TFLOPS."""
+MFU = 0.4
+"""Assumed share of the peak: 6.1 steps/s of FLUX.1 at 1024 px on an H100 are 0.46 (huggingface.co/fireworks-ai/
+FLUX.1-dev-fp8-flumina), and training also communicates."""
+PROMPT_TOKENS = 128
+"""Assumed length of a prompt, where the network reads only as many tokens as the prompt has."""
+GPUS_PER_NODE = 8
+POOL_KEYS = (
+    *("trainer.nnodes", "trainer.n_gpus_per_node"),
+    *("actor_rollout_ref.rollout.nnodes", "actor_rollout_ref.rollout.n_gpus_per_node"),
+)
+
+
+@dataclass(frozen=True)
+class Words:
+    """What the plan assumes beside the config."""
+
+    gpus: int | None = None
+    """Devices of the whole run; separate pools share them equally. None: as the config says."""
+    gpu_mem: float | None = None
+    """GB of one device; None: the device's."""
+    device: str | None = None
+    """Type of device; None: this machine's."""
+    mfu: float = MFU
+    prompt_tokens: int = PROMPT_TOKENS
+
+    def __post_init__(self) -> None:
+        if self.device is not None:
+            require_one_of("device", self.device, tuple(PEAK_TFLOPS))
+        require(self.gpus is None or self.gpus >= 1, "gpus must be >= 1", self.gpus, "give the devices of the run")
+        require(self.gpu_mem is None or self.gpu_mem > 0, "gpu_mem must be > 0 GB", self.gpu_mem, "e.g. 80")
+        require(0 < self.mfu <= 1, "mfu must lie in (0, 1]", self.mfu, f"{MFU} is assumed without it")
+        require(self.prompt_tokens >= 1, "prompt_tokens must be >= 1", self.prompt_tokens, "128 is assumed without it")
+
+    @property
+    def names_accelerator(self) -> bool:
+        """Whether they speak of devices, which a machine without any has not."""
+        return any(value is not None for value in (self.gpus, self.gpu_mem, self.device))
+
+
+def split_words(arguments: Sequence[str]) -> tuple[Words, list[str]]:
+    """Command-line words -> the plan's own, and Hydra's overrides.
+
+    Raises:
+        ValueError: a word that is no KEY=VALUE, or a value that is no number.
+
+    Example:
+        split_words(["recipe=digen_qwen_image", "gpus=8"])  # Words(gpus=8), ["recipe=digen_qwen_image"]
+    """
+    kinds: dict[str, Any] = {"gpus": int, "gpu_mem": float, "device": str, "mfu": float, "prompt_tokens": int}
+    own: dict[str, Any] = {}
+    overrides = []
+    for argument in arguments:
+        key, separator, value = argument.partition("=")
+        require(bool(separator) or argument.startswith("~"), "words must be KEY=VALUE", argument, "see --help")
+        if key not in kinds:
+            overrides.append(argument)
+            continue
+        try:
+            own[key] = kinds[key](value)
+        except ValueError:
+            raise ValueError(f"{key} must be a number, got {value!r}; e.g. {key}=8") from None
+    return Words(**own), overrides
+
+
+def compose_run(overrides: Sequence[str], words: Words) -> DictConfig:
+    """The config of verl's main.
+
+    Raises:
+        ValueError: what Hydra does not compose; its first line.
+    """
+    import verl  # noqa: F401 - loads the plugin, and with it the recipes
+    from hydra import compose, initialize_config_module
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    overrides = list(overrides)
+    with _platform_of(words), initialize_config_module("verl.trainer.config", version_base=None):
+        try:
+            config = compose("ppo_trainer", overrides=overrides)
+            if words.gpus is None:
+                return config
+            given = [key for key in POOL_KEYS if any(word.partition("=")[0].lstrip("+") == key for word in overrides)]
+            require(not given, "gpus must be left out where the pools are given", given, "drop one or the other")
+            return compose("ppo_trainer", overrides=[*overrides, *_pools(words.gpus, is_split(config))])
+        except (HydraException, OmegaConfBaseException) as error:
+            raise ValueError(f"the config cannot be composed: {str(error).strip().splitlines()[0]}") from error
+
+
+def is_split(config: DictConfig) -> bool:
+    """Whether trainer and generator have devices of their own."""
+    return not config.actor_rollout_ref.hybrid_engine
+
+
+def _pools(gpus: int, split: bool) -> list[str]:
+    """Overrides that give each pool its devices."""
+    require(not split or gpus % 2 == 0, "gpus must be even with separate pools", gpus, "give the pools' own keys")
+    num_devices = gpus // 2 if split else gpus
+    num_nodes = -(-num_devices // GPUS_PER_NODE)
+    require(
+        num_devices % num_nodes == 0,
+        f"gpus must fill nodes of {GPUS_PER_NODE} evenly",
+        gpus,
+        "give trainer.nnodes and trainer.n_gpus_per_node",
+    )
+    keys = POOL_KEYS if split else POOL_KEYS[:2]
+    return [f"{key}={num_nodes if key.endswith('nnodes') else num_devices // num_nodes}" for key in keys]
+
+
+@contextmanager
+def _platform_of(words: Words) -> Iterator[None]:
+    """The platform the run is planned for: this machine's, or NVIDIA's if `words` name accelerators and it has none."""
+    from verl.plugin.platform import PlatformRegistry, get_platform, set_platform
+
+    here = get_platform()
+    if here.device_name != "cpu" or not words.names_accelerator:
+        yield
+        return
+    planned = PlatformRegistry.get("nvidia")
+    assert planned is not None
+    logger = logging.getLogger("verl.plugin.platform.platform_manager")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # it warns of every change of platform
+    set_platform(planned())
+    try:
+        yield
+    finally:
+        set_platform(here)
+        logger.setLevel(level)
+
+
+def device_of(words: Words) -> tuple[str | None, int | None]:
+    """(type of device, bytes of its memory) that the plan is for; None where they are not known.
+
+    Without an accelerator here, and none named, the memory is the machine's.
+    """
+    from verl.plugin.platform import get_platform
+
+    from verl_digen.models.flops import device_type
+
+    here = get_platform()
+    kind, found = words.device, None
+    if kind is None and not (here.device_name == "cpu" and words.names_accelerator):
+        if here.device_name == "cpu" or here.is_available():
+            _, found = here.device_module.mem_get_info()
+        if here.device_name != "cpu" and here.is_available():
+            kind = device_type(here.device_module.get_device_name(0))
+    elif kind is not None:
+        found = DEVICE_GB[kind] * GB
+    return kind, found if words.gpu_mem is None else int(words.gpu_mem * GB)

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many parameters the networks of a checkpoint have, counted on the meta device from its config files.
+
+Invariant (tests/plan/test_reality.py): bytes are those of an engine, of a full fine-tune and with an adapter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from verl_digen.models.base import DiffusionModel
+
+FREED_AFTER_LOADING = {"Qwen2_5_VLForConditionalGeneration": ("model.visual.", "lm_head.")}
+"""Text encoder -> beginnings of the names of parameters that our model file drops (see `QwenImage.load_encoder`)."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Parameters of one network."""
+
+    num_params: int
+    """All of them."""
+    num_trained: int
+    """Those that train."""
+    param_bytes: int
+    """In the dtypes they have."""
+    trained_bytes: int
+    """Of those that train."""
+    buffer_bytes: int
+    """Of tables, which no rank shares with another."""
+    exported_buffers: int
+    """Elements of tables that checkpoints and weight updates hold."""
+    largest_block: int
+    """Of the largest block that is sharded, gathered and freed as one."""
+    outside_blocks: int
+    """Of what is in no block."""
+
+
+def count_network(network: nn.Module) -> Counts:
+    """Count a transformer as the engine trains it, adapter included; on any device."""
+    parameters = list(network.parameters())
+    trained = [value for value in parameters if value.requires_grad]
+    buffers = dict(network.named_buffers())
+    exported = network.state_dict()
+    blocks = [sum(value.numel() for value in block.parameters()) for block in blocks_of(network)]
+    total = sum(value.numel() for value in parameters)
+    return Counts(
+        num_params=total,
+        num_trained=sum(value.numel() for value in trained),
+        param_bytes=sum(value.nbytes for value in parameters),
+        trained_bytes=sum(value.nbytes for value in trained),
+        buffer_bytes=sum(value.nbytes for value in buffers.values()),
+        exported_buffers=sum(value.numel() for name, value in buffers.items() if name in exported),
+        largest_block=max(blocks),
+        outside_blocks=total - sum(blocks),
+    )
+
+
+def blocks_of(network: nn.Module) -> list[nn.Module]:
+    """The blocks that FSDP2 shards one by one, and gradient checkpointing recomputes one by one."""
+    names = set(_base(network)._no_split_modules)
+    return [module for module in network.modules() if type(module).__name__ in names]
+
+
+def _base(network: Any) -> Any:
+    """Without peft's wrapping."""
+    return network.get_base_model() if hasattr(network, "get_base_model") else network
+
+
+def count_parts(model: DiffusionModel, *, as_loaded_by_us: bool) -> dict[str, int]:
+    """Folder of each text encoder and of the VAE -> parameters a replica keeps.
+
+    Args:
+        as_loaded_by_us: without what our model file frees after loading; vLLM-Omni keeps all.
+    """
+    counts = {}
+    for name, entry in model.index.items():
+        if isinstance(entry, list) and (name == "vae" or name.startswith("text_encoder")) and entry[1] is not None:
+            counts[name] = _count_part(model.path / name, entry[0], entry[1], as_loaded_by_us)
+    return counts
+
+
+def _count_part(folder: Path, library: str, class_name: str, as_loaded_by_us: bool) -> int:
+    import diffusers
+    import transformers
+
+    with torch.device("meta"):  # and not accelerate's way, under which tied weights would count twice
+        if library == "diffusers":
+            network_class: Any = getattr(diffusers, class_name)
+            network = network_class.from_config(network_class.load_config(folder))
+        else:
+            network_class = getattr(transformers, class_name)
+            network = network_class(network_class.config_class.from_pretrained(folder))
+    freed: tuple[str, ...] = ()
+    if as_loaded_by_us and class_name in FREED_AFTER_LOADING:
+        freed = FREED_AFTER_LOADING[class_name]
+    return sum(value.numel() for name, value in network.named_parameters() if not name.startswith(freed or ("\0",)))

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What to change so that a run fits: real keys, tried in order, kept where they help, until it fits.
+
+- What costs little comes first: memory that was not needed, then compute, then what the optimizer may do, then devices.
+- A remedy is planned again like the run itself; nothing is promised that the plan does not show.
+
+Invariant (tests/plan/test_remedies.py): the run with all remedies needs no more than with all but the last, and fits
+if it is said to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache, partial
+
+from verl_digen.plan.memory import Memory, plan_memory
+from verl_digen.plan.run import Run
+
+MAX_DOUBLINGS = 6
+"""How often the devices may be doubled."""
+LORA_RANK = 32
+"""flow_grpo's."""
+MAX_TENSOR_PARALLEL = 8
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change, on top of those before it."""
+
+    override: str
+    """As the user types it."""
+    training_bytes: int
+    """What a device needs then while it trains."""
+    generating_bytes: int
+    fits: bool
+
+
+def find_remedies(run: Run, device_bytes: int, with_lora: Callable[[], Run]) -> list[Remedy]:
+    """Changes in order, empty if the run fits or nothing helps; the last one says whether they are enough.
+
+    Args:
+        with_lora: plans the same run with an adapter of rank `LORA_RANK`; called at most once.
+    """
+    changes: list[_Change] = []
+    changed = run
+    for change in _candidates(cache(with_lora)):
+        before = plan_memory(changed, device_bytes)
+        if before.fits:
+            break
+        after = change.apply(changed)
+        if after is not None and _excess(plan_memory(after, device_bytes)) < _excess(before):
+            changed = after
+            changes.append(change)
+    if plan_memory(changed, device_bytes).fits:
+        changes = _without_needless(run, device_bytes, changes)
+    return list(_describe(run, device_bytes, changes))
+
+
+def _without_needless(run: Run, device_bytes: int, changes: list[_Change]) -> list[_Change]:
+    """Those without which it would not fit, given the others."""
+    for change in list(changes):
+        others = [other for other in changes if other is not change]
+        *_, without = _applied(run, others)
+        if plan_memory(without, device_bytes).fits:
+            changes = others
+    return changes
+
+
+def _applied(run: Run, changes: list[_Change]) -> Iterator[Run]:
+    """The run, and after each change."""
+    yield run
+    for change in changes:
+        after = change.apply(run)
+        run = run if after is None else after
+        yield run
+
+
+def _describe(run: Run, device_bytes: int, changes: list[_Change]) -> Iterator[Remedy]:
+    _, *runs = _applied(run, changes)
+    for change, changed in zip(changes, runs, strict=True):
+        memory = plan_memory(changed, device_bytes)
+        override = change.override or f"gpus={_num_devices(changed)}"
+        yield Remedy(override, memory.training.total, memory.generating.total, bool(memory.fits))
+
+
+def _excess(memory: Memory) -> int:
+    """Bytes over the limit, of both phases."""
+    assert memory.limit_bytes is not None
+    return sum(max(0, phase.total - memory.limit_bytes) for phase in (memory.training, memory.generating))
+
+
+@dataclass(frozen=True)
+class _Change:
+    override: str
+    """Empty: the number of devices."""
+    apply: Callable[[Run], Run | None]
+    """The changed run, or None where there is nothing to change."""
+
+
+def _candidates(with_lora: Callable[[], Run]) -> Iterator[_Change]:
+    model, actor = "actor_rollout_ref.model", "actor_rollout_ref.actor.fsdp_config"
+    rollout = "actor_rollout_ref.rollout"
+    yield _Change(
+        f"{rollout}.free_cache_engine=true",
+        lambda run: None if run.settings.is_split else _set(run, frees_replica=True),
+    )
+    yield _Change(f"{actor}.reshard_after_forward=true", lambda run: _set(run, reshard=True))
+    yield _Change(f"{actor}.optimizer_offload=true", lambda run: _set(run, optimizer_offload=True))
+    yield _Change(f"{actor}.param_offload=true", lambda run: _set(run, param_offload=True))
+    yield _Change("digen.rollout.max_batch_size=1", _one_sample)
+    yield _Change("digen.tsp.samples_per_tile=1 digen.tsp.steps_per_tile=1", _one_row)
+    yield _Change(f"{model}.enable_gradient_checkpointing=true", lambda run: _set(run, recomputes=True))
+    yield _Change("digen.tsp.reduce=tile", _reduce_at_tiles)
+    yield _Change(
+        f"{model}.lora_rank={LORA_RANK} {actor}.model_dtype=bf16",
+        lambda run: None if run.settings.is_lora else _keeping(run, with_lora()),
+    )
+    size = 2
+    while size <= MAX_TENSOR_PARALLEL:
+        yield _Change(f"{rollout}.tensor_model_parallel_size={size}", partial(_tensor_parallel, size))
+        size *= 2
+    for _ in range(MAX_DOUBLINGS):
+        yield _Change("", _double)
+
+
+def _set(run: Run, **values: bool) -> Run:
+    return replace(run, settings=replace(run.settings, **values))
+
+
+def _one_sample(run: Run) -> Run:
+    digen = run.settings.digen
+    one = replace(digen, rollout=replace(digen.rollout, max_batch_size=1))
+    return replace(run, settings=replace(run.settings, digen=one))
+
+
+def _one_row(run: Run) -> Run:
+    digen = run.settings.digen
+    one = replace(digen, tsp=replace(digen.tsp, samples_per_tile=1, steps_per_tile=1))
+    return replace(run, settings=replace(run.settings, digen=one))
+
+
+def _reduce_at_tiles(run: Run) -> Run:
+    digen = run.settings.digen
+    return replace(run, settings=replace(run.settings, digen=replace(digen, tsp=replace(digen.tsp, reduce="tile"))))
+
+
+def _keeping(run: Run, lora: Run) -> Run:
+    """The adapter's run with what was changed before."""
+    kept = replace(run.settings, is_lora=True, dtypes=lora.settings.dtypes, merges_lora=lora.settings.merges_lora)
+    return replace(lora, settings=kept)
+
+
+def _tensor_parallel(size: int, run: Run) -> Run | None:
+    settings = run.settings
+    if settings.rollout_name == "diffusers" or size <= settings.tensor_parallel:
+        return None
+    if settings.num_generator_devices % size:
+        return None
+    return replace(run, settings=replace(settings, tensor_parallel=size))
+
+
+def _double(run: Run) -> Run:
+    settings = run.settings
+    is_whole = settings.num_shards == settings.num_trainer_devices
+    return replace(
+        run,
+        settings=replace(
+            settings,
+            num_trainer_devices=2 * settings.num_trainer_devices,
+            num_generator_devices=2 * settings.num_generator_devices,
+            num_shards=2 * settings.num_shards if is_whole else settings.num_shards,
+        ),
+    )
+
+
+def _num_devices(run: Run) -> int:
+    settings = run.settings
+    return settings.num_trainer_devices + (settings.num_generator_devices if settings.is_split else 0)

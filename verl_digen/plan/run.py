@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run as the plan sees it: what of the config decides memory, traffic and time, and what its networks measure.
+
+Invariant (tests/plan/test_command.py, test_reality.py): rows, recorded latents and their bytes are those of the run.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.torch_dtypes import PrecisionType
+
+from verl_digen.algorithms.window import draw_window
+from verl_digen.config import DigenConfig, digen_config, require
+from verl_digen.engine.build import add_adapter
+from verl_digen.engine.model_config import DiffusionModelConfig
+from verl_digen.models import load_model
+from verl_digen.models.flops import Flops, forward_flops
+from verl_digen.plan.activations import Activations, trace_activations
+from verl_digen.plan.compose import is_split
+from verl_digen.plan.conditions import empty_condition
+from verl_digen.plan.networks import Counts, count_network, count_parts
+from verl_digen.plan.published import checkpoint_folder
+from verl_digen.rollout.recording import trained_latents
+from verl_digen.types import Condition, Geometry
+
+ADAMS = ("AdamW", "Adam")
+"""Optimizers with two numbers per weight."""
+ROW_COLUMN_BYTES = 8 + 3 * 4
+"""Of a trained step: its position, two sigmas and the log-prob, see `verl_digen.types.Trajectory`."""
+SAMPLE_COLUMN_BYTES = 2 * 4
+"""Of a sample: sigma_max and the advantage."""
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """Of what is kept and computed."""
+
+    model: torch.dtype
+    """The trainer's shards."""
+    compute: torch.dtype
+    """What they are gathered in."""
+    reduce: torch.dtype
+    rollout: torch.dtype
+    """The replica's, and a weight update's."""
+    latents: torch.dtype
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of the config."""
+
+    digen: DigenConfig
+    num_trainer_devices: int
+    num_generator_devices: int
+    trainer_devices_per_node: int
+    generator_devices_per_node: int
+    is_split: bool
+    num_shards: int
+    """Ranks that share one copy of the weights."""
+    num_prompts: int
+    group_size: int
+    is_lora: bool
+    merges_lora: bool
+    recomputes: bool
+    param_offload: bool
+    optimizer_offload: bool
+    reshard: bool
+    rollout_name: str
+    tensor_parallel: int
+    frees_replica: bool
+    """Whether a replica gives its device memory to the trainer on the same device."""
+    exports: bool
+    """Whether checkpoints also hold what other tools load."""
+    dtypes: Dtypes
+
+    @property
+    def num_samples(self) -> int:
+        """Of a step."""
+        return self.num_prompts * self.group_size
+
+    @property
+    def is_guided(self) -> bool:
+        return self.digen.sampling.guidance_scale != 1.0
+
+    @property
+    def num_replicas(self) -> int:
+        return self.num_generator_devices // self.tensor_parallel
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of the networks and the window."""
+
+    title: str
+    counts: Counts
+    """Of the trainer's network, adapter included."""
+    parts: dict[str, int]
+    """Parameters of a replica's text encoders and VAE."""
+    num_experts: int
+    training: Activations
+    """Of a row as it is trained."""
+    sampling: Activations
+    """Of a row of the whole network, which bounds what a forward alone needs."""
+    flops: Flops
+    """Of a row's forward, guidance included."""
+    condition_bytes: int
+    """Of a prompt, guidance's included."""
+    rows_per_sample: int
+    """The most that a window of the first step has."""
+    trajectory_bytes: int
+    """Of a sample with so many rows."""
+
+
+@dataclass(frozen=True)
+class Run:
+    settings: Settings
+    measured: Measured
+
+
+def read_run(config: DictConfig, prompt_tokens: int) -> Run:
+    """What a composed config will run.
+
+    Raises:
+        ValueError: a checkpoint or a setting that cannot be planned, named by its key.
+    """
+    if OmegaConf.is_missing(config.actor_rollout_ref.model, "path"):
+        raise ValueError(
+            "actor_rollout_ref.model.path must be a checkpoint in the diffusers format, got nothing; set it"
+        )
+    digen = digen_config(config)
+    with checkpoint_folder(config.actor_rollout_ref.model.path) as folder:
+        section: Any = OmegaConf.to_container(config.actor_rollout_ref.model, resolve=True)
+        section.pop("_target_")
+        model_config = DiffusionModelConfig(**(section | {"path": str(folder), "digen": digen}))
+        settings = _settings(config, digen, model_config)
+        return Run(settings, _measure(folder, settings, model_config, prompt_tokens))
+
+
+def _settings(config: DictConfig, digen: DigenConfig, model: DiffusionModelConfig) -> Settings:
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    require(
+        actor.optim.optimizer in ADAMS,
+        f"actor_rollout_ref.actor.optim.optimizer must be one of {', '.join(ADAMS)} to be planned",
+        actor.optim.optimizer,
+        "choose one of these",
+    )
+    num_trainer = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    split = is_split(config)
+    generator = rollout if split else config.trainer
+    fsdp = omega_conf_to_dataclass(actor.fsdp_config)
+    # verl's own defaults, see FSDPEngine._build_fsdp_module
+    precision = {"param_dtype": "bf16", "reduce_dtype": "fp32"} | dict(fsdp.mixed_precision or {})
+    size = rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size
+    num_generator = generator.nnodes * generator.n_gpus_per_node
+    require(
+        num_generator % size == 0,
+        "actor_rollout_ref.rollout.tensor_model_parallel_size (times data and pipeline sizes) must divide the devices "
+        f"that generate, {num_generator}",
+        size,
+        "change one of them",
+    )
+    return Settings(
+        digen=digen,
+        num_trainer_devices=num_trainer,
+        num_generator_devices=num_generator,
+        trainer_devices_per_node=config.trainer.n_gpus_per_node,
+        generator_devices_per_node=generator.n_gpus_per_node,
+        is_split=split,
+        num_shards=num_trainer if fsdp.fsdp_size in (-1, 0) else min(fsdp.fsdp_size, num_trainer),
+        num_prompts=config.data.train_batch_size,
+        group_size=rollout.n,
+        is_lora=model.lora_rank > 0,
+        merges_lora=model.merges_lora,
+        recomputes=model.enable_gradient_checkpointing,
+        param_offload=fsdp.param_offload,
+        optimizer_offload=fsdp.optimizer_offload,
+        reshard=fsdp.reshard_after_forward,
+        rollout_name=rollout.name,
+        tensor_parallel=size,
+        frees_replica=not split and rollout.free_cache_engine,
+        exports="hf_model" in actor.checkpoint.save_contents,
+        dtypes=Dtypes(
+            model=PrecisionType.to_dtype(fsdp.model_dtype),
+            compute=PrecisionType.to_dtype(precision["param_dtype"]),
+            reduce=PrecisionType.to_dtype(precision["reduce_dtype"]),
+            rollout=PrecisionType.to_dtype(rollout.dtype),
+            latents=PrecisionType.to_dtype(digen.rollout.latents_dtype),
+        ),
+    )
+
+
+def _measure(folder: Any, settings: Settings, model_config: DiffusionModelConfig, prompt_tokens: int) -> Measured:
+    digen, dtypes = settings.digen, settings.dtypes
+    sampling = digen.sampling
+    geometry = Geometry(sampling.height_px, sampling.width_px, sampling.num_frames)
+    model = load_model(folder)
+    shape = model.latent_shape(geometry)
+    model.embedded_guidance(sampling.embedded_guidance_scale)
+    network = model.load_transformer(dtypes.model, meta=True)
+    if settings.is_lora:
+        network = add_adapter(network, model_config, rank=1)
+    counts, num_experts = count_network(network), len(model.experts)
+    condition = empty_condition(model, prompt_tokens)
+    flops = forward_flops(
+        model, network, geometry, len(condition["embeds"]), is_guided=settings.is_guided
+    )  # before one of its experts is traced alone
+    model.experts = model.experts[:1]
+
+    def one_network(is_trained: bool) -> nn.Module:
+        alone = model.load_transformer(dtypes.model, meta=True)
+        return add_adapter(alone, model_config, rank=1) if is_trained and settings.is_lora else alone
+
+    def trace(traced: nn.Module, dtype: torch.dtype) -> Activations:
+        return trace_activations(model, traced, geometry, condition, is_guided=settings.is_guided, dtype=dtype)
+
+    training = trace(network if num_experts == 1 else one_network(is_trained=True), dtypes.compute)
+    is_same = not settings.is_lora and dtypes.compute == dtypes.rollout
+    of_sampling = training if is_same else trace(one_network(is_trained=False), dtypes.rollout)
+    rows, num_latents = _recorded(settings)
+    return Measured(
+        title=f"{model.title}, {model_config.hf_config.model_type}",
+        counts=counts,
+        parts=count_parts(model, as_loaded_by_us=settings.rollout_name == "diffusers"),
+        num_experts=num_experts,
+        training=training,
+        sampling=of_sampling,
+        flops=flops,
+        condition_bytes=_bytes(condition, dtypes.rollout) * (2 if settings.is_guided else 1),
+        rows_per_sample=rows,
+        trajectory_bytes=math.prod(shape) * num_latents * dtypes.latents.itemsize
+        + rows * ROW_COLUMN_BYTES
+        + SAMPLE_COLUMN_BYTES,
+    )
+
+
+def _bytes(condition: Condition, dtype: torch.dtype) -> int:
+    return sum(tensor.numel() for tensor in condition.values()) * dtype.itemsize
+
+
+def _recorded(settings: Settings) -> tuple[int, int]:
+    """(trained steps, recorded latents) of a sample: the most that a group of the first step has."""
+    digen = settings.digen
+    windows = [
+        draw_window(digen.window, run_seed=digen.seed, uid=f"p{index:08d}", num_steps=digen.sampling.num_steps, step=0)
+        for index in range(settings.num_prompts)
+    ]
+    return max((len(window.train_steps), len(trained_latents(window))) for window in windows)

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seconds of a step at an assumed share of the devices' peak.
+
+- Generation: every sample's T forwards. Training: every row's forward and backward, one forward more where old
+  log-probs are recomputed, and one for the KL reference.
+- Not counted: text encoding, decoding, rewards, weight updates, communication and waiting. So a step takes longer;
+  `digen simulate` asks how much, and for which split.
+
+Invariant (tests/plan/test_time.py): twice the devices take half the time; two pools take no longer than the slower.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from verl_digen.plan.run import Run
+from verl_digen.simulate.devices import PEAK_TFLOPS
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Of one step."""
+
+    generating_flops: float
+    training_flops: float
+    """Recomputation included."""
+    generating_s: float | None
+    """None where the device's peak is not known."""
+    training_s: float | None
+    step_s: float | None
+    """Colocated, or without `digen.gap`, one after the other; on separate pools with it, the slower."""
+
+
+def plan_time(run: Run, device: str | None, mfu: float) -> StepTime:
+    """Time a step on devices of type `device` at this share of their peak."""
+    settings, measured = run.settings, run.measured
+    generating = settings.num_samples * settings.digen.sampling.num_steps * measured.flops.forward
+    row = measured.flops.training(is_frozen=settings.is_lora, recomputes=settings.recomputes)
+    num_forwards = int(settings.digen.old_log_probs == "recompute") + int(settings.digen.kl.coef > 0)
+    row += num_forwards * measured.flops.forward
+    training = settings.num_samples * measured.rows_per_sample * row
+    if device is None:
+        return StepTime(generating, training, None, None, None)
+    reached = PEAK_TFLOPS[device] * 1e12 * mfu
+    generating_s = generating / reached / settings.num_generator_devices
+    training_s = training / reached / settings.num_trainer_devices
+    overlaps = settings.is_split and settings.digen.gap.enable
+    step_s = max(generating_s, training_s) if overlaps else generating_s + training_s
+    return StepTime(generating, training, generating_s, training_s, step_s)

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long virtual devices take: a profile's numbers, by the simulator's formulas, scaled. Pure.
+
+- The run's own P, G, T and K count, not the profile's: what is asked for is what takes time.
+- `digen simulate` and a virtual run share the formulas (`verl_digen.simulate.cluster`), so what differs between the
+  two is what the live system adds.
+
+Invariants (tests/bench/test_durations.py): a chunk, a fragment and a step take what the simulator says, times
+`time_scale`; the samples of a chunk are ready together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from verl_digen.config import DigenConfig, require
+from verl_digen.engine.fragment import FragmentSample
+from verl_digen.simulate.cluster import sample_s, train_s
+from verl_digen.simulate.profile import Profile, load_profile, profile_names
+
+NO_SLOWDOWN = 1.0
+"""Virtual devices are of the profile's type."""
+
+
+@dataclass(frozen=True)
+class VirtualDurations:
+    """Args:
+    profile: with the run's own batch.
+    num_ranks: devices of the trainer.
+    """
+
+    profile: Profile
+    time_scale: float
+    num_ranks: int
+    has_tsp: bool
+
+    @property
+    def sample_s(self) -> float:
+        """A replica generates one sample."""
+        return self.time_scale * sample_s(self.profile.numbers, NO_SLOWDOWN)
+
+    @property
+    def score_s(self) -> float:
+        """From a chunk's pixels to its scores."""
+        return self.time_scale * self.profile.numbers.score_s
+
+    @property
+    def commit_s(self) -> float:
+        """Optimizer step and publication."""
+        return self.time_scale * self.profile.numbers.commit_s
+
+    def train_s(self, samples: Sequence[FragmentSample]) -> float:
+        """The trainer's ranks train a fragment."""
+        num_groups = len({sample.uid for sample in samples})
+        num_rows = sum(sample.num_steps for sample in samples)
+        numbers = replace(
+            self.profile.numbers,
+            group_size=-(-len(samples) // num_groups),
+            num_trained_steps=-(-num_rows // len(samples)),
+        )
+        seconds = train_s(numbers, num_groups, self.num_ranks, slowdown=NO_SLOWDOWN, has_tsp=self.has_tsp)
+        return self.time_scale * seconds
+
+
+def virtual_durations(digen: DigenConfig) -> VirtualDurations:
+    """The durations of a run's virtual devices.
+
+    Raises:
+        ValueError: no profile is named, or there is none of that name.
+    """
+    virtual = digen.virtual
+    require(
+        virtual.profile is not None,
+        "digen.virtual.profile must name a profile with trainer.v1.trainer_mode=digen_virtual",
+        virtual.profile,
+        "set e.g. digen.virtual.profile=wan2.1-14b",
+    )
+    assert virtual.profile is not None
+    require(
+        virtual.profile in profile_names() or Path(virtual.profile).is_file(),
+        f"digen.virtual.profile must be a file or one of {', '.join(profile_names())}",
+        virtual.profile,
+        "choose one of these, or give the path of a profile's JSON",
+    )
+    profile = load_profile(virtual.profile)
+    numbers = replace(profile.numbers, num_steps=digen.sampling.num_steps)
+    return VirtualDurations(
+        replace(profile, numbers=numbers), virtual.time_scale, virtual.trainer_ranks, digen.tsp.enable
+    )
+
+
+@dataclass
+class Batch:
+    """Samples of one group that a virtual replica denoises together."""
+
+    uid: str
+    ends_s: float
+
+
+class ReplicaClock:
+    """What one virtual replica is busy with: requests of one group that come while it works on that group join in,
+    others queue behind.
+
+    Example, 2 s per sample:
+        clock = ReplicaClock(sample_s=2.0)
+        first = clock.join("p0", now_s=0.0)    # Batch("p0", ends_s=2.0)
+        clock.join("p0", now_s=0.0) is first   # True: Batch("p0", ends_s=4.0)
+        clock.join("p1", now_s=1.0)            # Batch("p1", ends_s=6.0)
+    """
+
+    def __init__(self, sample_s: float):
+        self._sample_s = sample_s
+        self._last: Batch | None = None
+
+    def join(self, uid: str, now_s: float) -> Batch:
+        """A request arrives -> its batch, whose end moves as more join."""
+        last = self._last
+        if last is None or last.ends_s <= now_s:
+            self._last = Batch(uid, now_s + self._sample_s)
+        elif last.uid == uid:
+            last.ends_s += self._sample_s
+        else:
+            self._last = Batch(uid, last.ends_s + self._sample_s)
+        assert self._last is not None
+        return self._last

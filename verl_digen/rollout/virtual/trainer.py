@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`trainer.v1.trainer_mode=digen_virtual`: the trainer of separate pools, whose devices only take time."""
+
+from __future__ import annotations
+
+import ray
+from verl.trainer.ppo.v1.trainer_base import register_trainer
+
+from verl_digen.rollout.virtual.worker import VirtualWorker
+from verl_digen.trainer.disaggregated import FlowGRPOTrainerDisaggregated
+
+NAME = "digen_virtual"
+"""`trainer.v1.trainer_mode`."""
+
+
+class FlowGRPOTrainerVirtual(FlowGRPOTrainerDisaggregated):
+    """One worker stands for all of the trainer's devices."""
+
+    def _init_resource_pool_mgr(self) -> None:
+        super()._init_resource_pool_mgr()
+        for role in self.role_worker_mapping:
+            self.role_worker_mapping[role] = ray.remote(VirtualWorker)
+
+    def _device_counts(self) -> dict[str, int]:
+        return {**super()._device_counts(), "trainer": self.digen.virtual.trainer_ranks}
+
+
+register_trainer(NAME)(FlowGRPOTrainerVirtual)  # not as a decorator: verl's erases the class's type

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All ranks of a virtual trainer in one process: the worker's calls take the profile's time and train nothing.
+
+| call | time |
+| --- | --- |
+| `accumulate` | training the fragment's rows on `digen.virtual.trainer_ranks` ranks, with or without TSP |
+| `commit` | none: the profile does not tell it from publication |
+| `update_weights` | the profile's `commit_s`, optimizer step and publication |
+
+With `digen.virtual.fetch_rows` a fragment's rows and conditions are fetched from TransferQueue meanwhile; where that
+takes longer than the training would, it is what counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+from omegaconf import OmegaConf
+from verl.single_controller.base.decorator import Dispatch, register
+
+from verl_digen.config import digen_config
+from verl_digen.engine.fragment import Fragment, fetch_samples
+from verl_digen.engine.worker import DiffusionWorker
+from verl_digen.rollout.virtual.checkpoint_engine import VirtualEngine
+from verl_digen.rollout.virtual.durations import virtual_durations
+
+logger = logging.getLogger(__name__)
+
+NO_CHECKPOINT = (
+    "a virtual trainer has no state to {what}; set trainer.save_freq=-1 and trainer.resume_mode=disable, "
+    "or leave out recipe virtual"
+)
+
+
+class VirtualWorker(DiffusionWorker):
+    """See the module. Colocated training (`update_actor`) is not virtual."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # pyright: ignore[reportAttributeAccessIssue] - a dynamic enum
+    def init_model(self) -> None:
+        """No model: the durations."""
+        digen = digen_config(OmegaConf.create({"digen": self.config.model.digen}))
+        self._durations = virtual_durations(digen)
+        self._fetches = digen.virtual.fetch_rows
+        self._partition = ""
+        self._num_rows = 0
+        self.checkpoint_engine = VirtualEngine()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # pyright: ignore[reportAttributeAccessIssue]
+    def begin(self, num_samples: int, num_rows: int, partition: str) -> None:
+        """Open a logical batch."""
+        self._partition = partition
+        self._num_rows = 0
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
+    def accumulate(self, fragment: Fragment) -> dict[str, float]:
+        """Take as long as its training would; `num_rows`, `fetch_s` and `accumulate_s`."""
+        started_s = time.perf_counter()
+        if self._fetches:
+            fetch_samples(self._partition, fragment.samples)
+        fetch_s = time.perf_counter() - started_s
+        _sleep_until(started_s + self._durations.train_s(fragment.samples))
+        num_rows = sum(sample.num_steps for sample in fragment.samples)
+        self._num_rows += num_rows
+        return {"num_rows": num_rows, "fetch_s": fetch_s, "accumulate_s": time.perf_counter() - started_s}
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
+    def commit(self) -> dict[str, float]:
+        """How many rows would have been trained."""
+        return {"num_rows": self._num_rows}
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # pyright: ignore[reportAttributeAccessIssue]
+    def abort(self) -> None:
+        """Nothing was changed."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
+    async def update_weights(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, global_steps: int | None = None, mode: str = "auto"
+    ) -> dict[str, Any]:
+        """Take as long as the optimizer step and the publication would; the first publication takes none."""
+        if global_steps:
+            await asyncio.sleep(self._durations.commit_s)
+        return {}
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # pyright: ignore[reportAttributeAccessIssue]
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        raise ValueError(NO_CHECKPOINT.format(what="save"))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # pyright: ignore[reportAttributeAccessIssue]
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        raise ValueError(NO_CHECKPOINT.format(what="load"))
+
+
+def _sleep_until(moment_s: float) -> None:
+    while (remaining_s := moment_s - time.perf_counter()) > 0:
+        time.sleep(remaining_s)
