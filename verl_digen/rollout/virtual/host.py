@@ -95,6 +95,14 @@ class VirtualHost:
             self._latents = torch.zeros((num_latents, *self._digen.virtual.latent_shape), dtype=self._dtype)
         return self._latents[:num_latents]
 
+    async def check_health(self) -> dict[str, Any]:
+        """As a real replica's, see `verl_digen.trainer.replicas.replica_metrics`; nothing is encoded or loaded here."""
+        return {
+            "version": self._version,
+            "prompt_cache": {"hits": 0, "misses": 0, "size": 0, "max_size": 0},
+            "last_update": {"update_s": 0.0, "load_s": 0.0, "drain_s": 0.0},
+        }
+
     # -- as the worker of a checkpoint engine -------------------------------------------------------------
     async def update_weights(self, global_steps: int) -> None:
         """All replicas have version `global_steps` from now on."""
@@ -115,6 +123,11 @@ class VirtualServer:
     def generate(self) -> RemoteMethod:
         """`generate.remote(request_id, prompt_ids, sampling_params)`, as of any server."""
         return RemoteMethod(partial(_generate, self.host, self.replica_rank))
+
+    @property
+    def check_health(self) -> Any:
+        """What the host says."""
+        return self.host.check_health
 
     @property
     def __ray_ready__(self) -> Any:
