@@ -3,6 +3,7 @@
 
 import asyncio
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -68,19 +69,23 @@ def test_only_the_sample_that_asks_carries_the_prompts_conditions(tiny_qwen_imag
     assert [got.negative_condition is not None for got in answers] == [True, False, False]
 
 
-def test_a_prompt_is_encoded_once_while_the_cache_has_room(tiny_qwen_image):
-    server = make_server(tiny_qwen_image, max_batch_size=1, embed_cache_size=2)
-    encoded = []
-    encode = server._encode
+def test_a_prompt_the_encoder_refuses_fails_its_own_samples_alone(tiny_qwen_image):
+    requests = make_requests(GUIDED)
+    requests[4] = replace(requests[4], prompt="a cat " * 2000)
+    server = make_server(tiny_qwen_image, max_batch_size=9)
 
-    def counting(texts):
-        encoded.extend(texts)
-        return encode(texts)
+    async def run():
+        return await asyncio.gather(
+            *[server.generate("id", [], {"request": asked}) for asked in requests], return_exceptions=True
+        )
 
-    server._encode = counting
-    for text in ("a", "b", "a", "c", "a", "b"):
-        server._embed([text])
-    assert encoded == ["a", "b", "c", "b"], "b was the least recently used when c came"
+    answers = asyncio.run(run())
+    expected = generate(make_server(tiny_qwen_image, max_batch_size=9), make_requests(GUIDED))
+    for index, (got, alone) in enumerate(zip(answers, expected, strict=True)):
+        if index == 4:
+            assert isinstance(got, ValueError) and "shorten it in data.train_files" in str(got)
+        else:
+            torch.testing.assert_close(got.trajectory.latents, alone.trajectory.latents, atol=1e-5, rtol=0)
 
 
 def test_a_weight_update_lands_between_trajectories_and_marks_them(tiny_qwen_image):

@@ -18,8 +18,8 @@ from contextlib import asynccontextmanager
 
 from verl_digen.types import Generation, SampleRequest
 
-Execute = Callable[[Sequence[SampleRequest]], Awaitable[list[Generation]]]
-"""Generates one batch; answers in the order of the requests."""
+Execute = Callable[[Sequence[SampleRequest]], Awaitable[Sequence[Generation | Exception]]]
+"""Generates one batch; answers in the order of the requests, with an exception for what fails one of them alone."""
 
 
 class RequestBatcher:
@@ -41,7 +41,7 @@ class RequestBatcher:
         self._worker: asyncio.Task[None] | None = None
 
     async def submit(self, request: SampleRequest) -> Generation:
-        """Generate one sample; returns when its batch is done, raises what its batch raised."""
+        """Generate one sample; returns when its batch is done, raises what failed it or its whole batch."""
         if self._worker is None:
             self._worker = asyncio.create_task(self._run())
         answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
@@ -77,9 +77,13 @@ class RequestBatcher:
                         if not answer.done():
                             answer.set_exception(error)
                     continue
-                for (_, answer), generation in zip(batch, answers, strict=True):
-                    if not answer.done():
-                        answer.set_result(generation)
+                for (_, answer), outcome in zip(batch, answers, strict=True):
+                    if answer.done():
+                        continue
+                    if isinstance(outcome, Exception):
+                        answer.set_exception(outcome)
+                    else:
+                        answer.set_result(outcome)
 
     async def _until_ready(self) -> None:
         """Return when batches may run and there is a full one, or one that has waited long enough."""

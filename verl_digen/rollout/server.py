@@ -11,7 +11,6 @@ import asyncio
 import logging
 import os
 import time
-from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -24,6 +23,7 @@ from verl.utils.torch_dtypes import PrecisionType
 
 from verl_digen.models import load_model
 from verl_digen.rollout.batcher import RequestBatcher
+from verl_digen.rollout.prompt_cache import PromptCache
 from verl_digen.rollout.recording import experts_of
 from verl_digen.rollout.sampler import Sampler
 from verl_digen.types import Condition, Generation, SampleRequest
@@ -50,11 +50,8 @@ class DiffusersServer:
         self._model = load_model(model_config.local_path)
         self._transformer = self._model.load_transformer(dtype).to(self._device)
         self._weights = WeightReceiver(self._transformer, model_config.adapter_config())
-        self._encode = self._model.load_encoder(dtype, self._device)
+        self._prompts = PromptCache(self._model.load_encoder(dtype, self._device), digen.rollout.embed_cache_size)
         self._decode = self._model.load_decoder(dtype, self._device)
-        self._conditions: OrderedDict[str, Condition] = OrderedDict()
-        self._cache_size = digen.rollout.embed_cache_size
-        self._cache_hits = self._cache_misses = 0
         self._last_update: dict[str, float] = {}
         self._sampler = Sampler(
             self._model,
@@ -84,21 +81,36 @@ class DiffusersServer:
         """Generate one sample. The request is `sampling_params["request"]`; the signature is verl's."""
         return await self._batcher.submit(sampling_params["request"])
 
-    async def _generate_batch(self, requests: Sequence[SampleRequest]) -> list[Generation]:
+    async def _generate_batch(self, requests: Sequence[SampleRequest]) -> list[Generation | ValueError]:
         return await asyncio.get_running_loop().run_in_executor(self._compute, self._generate, requests)
 
-    def _generate(self, requests: Sequence[SampleRequest]) -> list[Generation]:
+    def _generate(self, requests: Sequence[SampleRequest]) -> list[Generation | ValueError]:
+        """The samples in order; for one whose prompts the encoder refuses, why."""
         started_s = time.time()
-        sampling = requests[0].sampling
-        is_guided = sampling.guidance_scale > 1.0
-        texts = [request.prompt for request in requests]
-        if is_guided:
-            texts += [request.negative_prompt for request in requests]
-        known = self._embed(texts)
-        positive = [known[request.prompt] for request in requests]
-        negative = [known[request.negative_prompt] for request in requests] if is_guided else None
+        is_guided = requests[0].sampling.guidance_scale > 1.0
+        known = self._prompts.lookup([text for request in requests for text in _prompts(request, is_guided)])
+        refused: dict[int, ValueError] = {}
+        readable: list[SampleRequest] = []
+        conditions: list[list[Condition]] = []
+        for position, request in enumerate(requests):
+            found = [known[text] for text in _prompts(request, is_guided)]
+            usable = [condition for condition in found if not isinstance(condition, ValueError)]
+            if len(usable) == len(found):
+                readable.append(request)
+                conditions.append(usable)
+            else:
+                refused[position] = next(error for error in found if isinstance(error, ValueError))
+        samples = iter(self._denoise(readable, conditions, started_s) if readable else ())
+        return [refused[position] if position in refused else next(samples) for position in range(len(requests))]
+
+    def _denoise(
+        self, requests: Sequence[SampleRequest], conditions: Sequence[Sequence[Condition]], started_s: float
+    ) -> list[Generation]:
+        """Generate samples of which all `conditions` are known: each one's own, then guidance's if there is any."""
+        positive = [known[0] for known in conditions]
+        negative = [known[1] for known in conditions] if len(conditions[0]) > 1 else None
         trajectories, latents = self._sampler.sample(requests, positive, negative, version=self._version)
-        pixels = self._decode(latents, sampling.geometry)
+        pixels = self._decode(latents, requests[0].sampling.geometry)
         interval = {"global_steps": self._version, "generate_start_s": started_s, "generate_end_s": time.time()}
         return [
             Generation(
@@ -110,22 +122,6 @@ class DiffusersServer:
             )
             for index, (request, trajectory) in enumerate(zip(requests, trajectories, strict=True))
         ]
-
-    def _embed(self, texts: Sequence[str]) -> dict[str, Condition]:
-        """Conditions of the distinct `texts`: each prompt is encoded once and kept while the cache has room."""
-        distinct = list(dict.fromkeys(texts))
-        missing = [text for text in distinct if text not in self._conditions]
-        self._cache_misses += len(missing)
-        self._cache_hits += len(texts) - len(missing)
-        if missing:
-            self._conditions.update(zip(missing, self._encode(missing), strict=True))
-        known = {}
-        for text in distinct:
-            self._conditions.move_to_end(text)
-            known[text] = self._conditions[text]
-        while len(self._conditions) > self._cache_size:
-            self._conditions.popitem(last=False)
-        return known
 
     # -- weights ------------------------------------------------------------------------------------------
     async def receive_weights(self, named_tensors: dict[str, Tensor]) -> None:
@@ -186,16 +182,20 @@ class DiffusersServer:
 
     async def check_health(self) -> dict[str, Any]:
         """What this replica is doing; see `verl_digen.trainer.replicas.replica_metrics`."""
-        cache = {"hits": self._cache_hits, "misses": self._cache_misses, "size": len(self._conditions)}
         return {
             "version": self._version,
-            "prompt_cache": {**cache, "max_size": self._cache_size},
+            "prompt_cache": self._prompts.stats(),
             "last_update": self._last_update,
         }
 
     async def ready(self) -> bool:
         """True once the constructor is done."""
         return True
+
+
+def _prompts(request: SampleRequest, is_guided: bool) -> tuple[str, ...]:
+    """What of a request is encoded."""
+    return (request.prompt, request.negative_prompt) if is_guided else (request.prompt,)
 
 
 def _to_cpu(condition: Condition) -> Condition:

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conditions of prompts: each is encoded once and kept while there is room; the one unused for longest goes first.
+
+A prompt that the encoder refuses is an answer too: it fails the samples that have it and no other of the batch.
+
+Bound: `max_size` conditions between two calls; during a call, those of its texts on top.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from verl_digen.models.base import PromptEncoder
+from verl_digen.types import Condition
+
+
+class PromptCache:
+    """Args:
+    encode: prompts -> their conditions, see `verl_digen.models.base.DiffusionModel.load_encoder`.
+    max_size: prompts that are kept.
+    """
+
+    def __init__(self, encode: PromptEncoder, max_size: int):
+        self._encode = encode
+        self._max_size = max_size
+        self._conditions: OrderedDict[str, Condition] = OrderedDict()
+        self._hits = self._misses = 0
+
+    def lookup(self, texts: Sequence[str]) -> dict[str, Condition | ValueError]:
+        """Text -> its condition, or why the encoder refuses it."""
+        distinct = list(dict.fromkeys(texts))
+        missing = [text for text in distinct if text not in self._conditions]
+        self._misses += len(missing)
+        self._hits += len(texts) - len(missing)
+        encoded = self._encode_each(missing) if missing else {}
+        found: dict[str, Condition | ValueError] = {}
+        for text in distinct:
+            condition = encoded[text] if text in encoded else self._conditions[text]
+            found[text] = condition
+            if not isinstance(condition, ValueError):
+                self._conditions[text] = condition
+                self._conditions.move_to_end(text)
+        while len(self._conditions) > self._max_size:
+            self._conditions.popitem(last=False)
+        return found
+
+    def stats(self) -> dict[str, int]:
+        """Texts found (`hits`), encoded (`misses`) and kept (`size`), and how many can be (`max_size`)."""
+        return {"hits": self._hits, "misses": self._misses, "size": len(self._conditions), "max_size": self._max_size}
+
+    def _encode_each(self, texts: Sequence[str]) -> dict[str, Condition | ValueError]:
+        try:
+            return dict(zip(texts, self._encode(texts), strict=True))
+        except ValueError as error:
+            if len(texts) == 1:
+                return {texts[0]: error}
+        return {text: found for one in texts for text, found in self._encode_each([one]).items()}
