@@ -92,7 +92,7 @@ def test_words_are_the_plans_and_overrides_are_hydras():
 
 
 def test_memory_is_the_devices_unless_it_is_given():
-    assert DEVICE_GB.keys() == PEAK_TFLOPS.keys()
+    assert DEVICE_GB.keys() == PEAK_TFLOPS.keys() - {"CPU"}
     assert device_of(Words(device="H200")) == ("H200", 141 * 10**9)
     assert device_of(Words(device="A100", gpu_mem=40)) == ("A100", 40 * 10**9)
 
@@ -117,6 +117,7 @@ def test_there_is_a_published_checkpoint_of_every_architecture():
         (("recipe=[digen_flowgrpo,disaggregated]", "gpus=7"), "gpus must be even with separate pools, got 7"),
         (("recipe=digen_flowgrpo", "gpus=8", "trainer.nnodes=2"), "gpus must be left out where the pools are given"),
         (("recipe=digen_flowgrpo", "device=H1000"), "device must be one of A100, L40S"),
+        (("recipe=digen_flowgrpo", "device=CPU"), "device must be one of A100, L40S"),
         (("recipe=digen_flowgrpo", "mfu=2"), "mfu must lie in (0, 1], got 2.0"),
         (("digen_flowgrpo",), "words must be KEY=VALUE, got 'digen_flowgrpo'"),
     ],

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from verl_digen.config import require, require_one_of
-from verl_digen.simulate.devices import PEAK_TFLOPS
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -23,7 +22,8 @@ if TYPE_CHECKING:
 GB = 10**9
 
 DEVICE_GB = {"A100": 80, "L40S": 48, "H20": 96, "H800": 80, "H100": 80, "H200": 141, "B200": 180}
-"""Memory of a device by the data sheets of NVIDIA; an A100 comes with 40 GB too. For all types of PEAK_TFLOPS."""
+"""Memory of a device by the data sheets of NVIDIA; an A100 comes with 40 GB too. For every accelerator of
+`verl_digen.simulate.devices.PEAK_TFLOPS`."""
 MFU = 0.4
 """Assumed share of the peak: 6.1 steps/s of FLUX.1 at 1024 px on an H100 are 0.46 (huggingface.co/fireworks-ai/
 FLUX.1-dev-fp8-flumina), and training also communicates."""
@@ -51,7 +51,7 @@ class Words:
 
     def __post_init__(self) -> None:
         if self.device is not None:
-            require_one_of("device", self.device, tuple(PEAK_TFLOPS))
+            require_one_of("device", self.device, tuple(DEVICE_GB))
         require(self.gpus is None or self.gpus >= 1, "gpus must be >= 1", self.gpus, "give the devices of the run")
         require(self.gpu_mem is None or self.gpu_mem > 0, "gpu_mem must be > 0 GB", self.gpu_mem, "e.g. 80")
         require(0 < self.mfu <= 1, "mfu must lie in (0, 1]", self.mfu, f"{MFU} is assumed without it")
