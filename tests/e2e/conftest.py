@@ -89,9 +89,9 @@ def kill_one(process: subprocess.Popen[str], actor: str) -> None:
 
 
 def _title(child: Any) -> str:
-    """Ray's workers carry the name of their actor class, and of the method they run, in their title."""
-    title = " ".join(child.cmdline())
-    return title.removeprefix("ray::").split(".")[0]
+    """Ray's workers carry the name of their actor class in their title: ray::[NAME:]CLASS[.METHOD]."""
+    title = " ".join(child.cmdline()).removeprefix("ray::")
+    return title.split(".")[0].split(":")[-1].strip()
 
 
 @pytest.fixture(scope="session")
