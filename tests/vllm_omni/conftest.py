@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 import torch
 from hydra import compose, initialize_config_module
-from torch import Tensor
+from torch import Tensor, nn
 
 from verl_digen.algorithms.window import Window
-from verl_digen.types import Generation, Geometry, SampleRequest, Sampling
+from verl_digen.types import Generation, Geometry, SampleRequest, Sampling, Trajectory
 
 if find_spec("vllm_omni") is None:
     collect_ignore_glob = ["test_*.py"]
@@ -76,16 +76,12 @@ class Replica:
         return ray.get(self.server.check_health.remote())
 
 
-def start_replica(path: Path, rank: int, *overrides: str, **env: str) -> Replica:
-    """A hybrid replica, as the colocated trainer has it; `env` is added to its environment."""
-    import ray
-    from verl.workers.rollout.replica import RolloutMode
-
-    from verl_digen.rollout.vllm_omni.adapter import vLLMOmniServerAdapter
-    from verl_digen.rollout.vllm_omni.server import vLLMOmniHttpServer
+def compose_actor_rollout(path: Path, *overrides: str) -> Any:
+    """The config's `actor_rollout_ref`."""
+    import verl  # noqa: F401 - it loads its plugins, of which one knows recipes
 
     with initialize_config_module("verl.trainer.config", version_base=None):
-        composed = compose(
+        return compose(
             "ppo_trainer",
             overrides=[
                 "recipe=[digen_flowgrpo,vllm_omni]",
@@ -94,6 +90,15 @@ def start_replica(path: Path, rank: int, *overrides: str, **env: str) -> Replica
                 *overrides,
             ],
         ).actor_rollout_ref
+
+
+def start_server(composed: Any, rank: int, *, num_devices: int = 1, **env: str) -> Any:
+    """The server of a hybrid replica, as the colocated trainer has it; `env` is added to its environment."""
+    import ray
+    from verl.workers.rollout.replica import RolloutMode
+
+    from verl_digen.rollout.vllm_omni.server import vLLMOmniHttpServer
+
     server = (
         ray.remote(vLLMOmniHttpServer)
         .options(name=f"vllm_omni_server_{rank}_0", max_concurrency=1000, runtime_env={"env_vars": env})
@@ -104,12 +109,21 @@ def start_replica(path: Path, rank: int, *overrides: str, **env: str) -> Replica
             workers=[],
             replica_rank=rank,
             node_rank=0,
-            gpus_per_node=1,
+            gpus_per_node=num_devices,
             nnodes=1,
-            cuda_visible_devices="0",
+            cuda_visible_devices=",".join(map(str, range(num_devices))),
         )
     )
     ray.get(server.launch_server.remote())
+    return server
+
+
+def start_replica(path: Path, rank: int, *overrides: str, **env: str) -> Replica:
+    """A server on one device, and who sends it weights."""
+    from verl_digen.rollout.vllm_omni.adapter import vLLMOmniServerAdapter
+
+    composed = compose_actor_rollout(path, *overrides)
+    server = start_server(composed, rank, **env)
     sender = vLLMOmniServerAdapter(composed.rollout, composed.model, None, replica_rank=rank)
     return Replica(server, sender, path)
 
@@ -148,3 +162,17 @@ def full_weights(path: Path, version: int) -> dict[str, Tensor]:
 
     state = load_model(path).load_transformer(torch.float32).state_dict()
     return {name: tensor * (1 + 0.05 * version) for name, tensor in state.items()}
+
+
+def by_sampler(path: Path, network: nn.Module, asked: SampleRequest, version: int) -> Trajectory:
+    """The sample as our own sampler makes it, with the weights of `network`."""
+    from verl_digen.models import load_model
+    from verl_digen.rollout.sampler import Sampler
+
+    model = load_model(path)
+    encode = model.load_encoder(torch.float32, torch.device("cpu"))
+    sampler = Sampler(model, network, run_seed=RUN_SEED, device="cpu", latents_dtype=torch.float32)
+    is_guided = asked.sampling.guidance_scale > 1.0
+    negative = encode([asked.negative_prompt]) if is_guided else None
+    (trajectory,), _ = sampler.sample([asked], encode([asked.prompt]), negative, version=version)
+    return trajectory

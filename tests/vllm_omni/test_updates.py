@@ -9,9 +9,8 @@ import ray
 import torch
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict
 
-from tests.vllm_omni.conftest import RUN_SEED, full_weights, request
+from tests.vllm_omni.conftest import by_sampler, full_weights, request
 from verl_digen.models import load_model
-from verl_digen.rollout.sampler import Sampler
 
 NUM_TRAJECTORIES = 200
 NUM_CHECKED = 12
@@ -29,14 +28,6 @@ def adapter_weights(replica, version):
             if "lora_" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
     return wrapped, get_peft_model_state_dict(wrapped, save_embedding_layers=False)
-
-
-def by_sampler(path, network, asked, version):
-    model = load_model(path)
-    encode = model.load_encoder(torch.float32, torch.device("cpu"))
-    sampler = Sampler(model, network, run_seed=RUN_SEED, device="cpu", latents_dtype=torch.float32)
-    (trajectory,), _ = sampler.sample([asked], encode([asked.prompt]), None, version=version)
-    return trajectory
 
 
 def generate_while_updating(replica, weights_of, first_version):

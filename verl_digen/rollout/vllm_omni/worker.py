@@ -120,15 +120,25 @@ class WeightReceiverExtension(CustomPipelineWorkerExtension):
                 "(actor_rollout_ref.model.lora.merge=true). The old weights keep serving"
             )
         compare_with(staged, self._expected_shapes(None))
-        self._pipeline.load_weights((f"{TRANSFORMER}.{name}", tensor) for name, tensor in staged.items())
-        self._check_loaded(staged)
+        loaded = self._pipeline.load_weights((f"{TRANSFORMER}.{name}", tensor) for name, tensor in staged.items())
+        self._check_loaded(staged, loaded)
         self._pipeline.weight_version = manifest.version
         return time.perf_counter() - started_s
 
-    def _check_loaded(self, staged: dict[str, Tensor]) -> None:
-        """vLLM-Omni fuses tensors but changes none of their numbers; so checksums before and after are equal."""
+    def _check_loaded(self, staged: dict[str, Tensor], loaded: set[str]) -> None:
+        """Every parameter was loaded, and with the numbers that were sent.
+
+        vLLM-Omni fuses tensors but changes none of their numbers; so checksums before and after are equal. With tensor
+        parallelism each worker has a part of the numbers, and only the names are compared.
+        """
+        skipped = {f"{TRANSFORMER}.{name}" for name, _ in self._transformer.named_parameters()} - loaded
+        if skipped:
+            raise RuntimeError(
+                f"vLLM-Omni loaded nothing into {len(skipped)} of the network's parameters, e.g. {min(skipped)}. Its "
+                "weights are neither the old nor the new ones; the replica must be started again"
+            )
         if self.od_config.parallel_config.tensor_parallel_size > 1:
-            return  # each worker has a part
+            return
         dtype = self.od_config.dtype
         sent = checksum(tensor.to(dtype) for tensor in staged.values())
         loaded = checksum(parameter.detach().to(dtype) for parameter in self._transformer.parameters())

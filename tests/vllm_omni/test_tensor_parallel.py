@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A replica of two devices, each with a part of every layer: on the CPU two processes and gloo."""
+
+import asyncio
+import os
+
+import ray
+import torch
+
+from tests.vllm_omni.conftest import GUIDED, by_sampler, compose_actor_rollout, full_weights, request, start_server
+from verl_digen.models import load_model
+
+TOLERANCE = 1e-5
+REPLICA = 5
+"""A rank that no other replica of these tests has."""
+SIZE = "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
+
+
+class TrainerRank:
+    """Sends weights to the engine worker beside it, as each trainer rank of a replica does."""
+
+    def __init__(self, rank, composed):
+        from verl_digen.rollout.vllm_omni.adapter import vLLMOmniServerAdapter
+
+        os.environ.update(RANK=str(rank), WORLD_SIZE="2", RAY_LOCAL_WORLD_SIZE="2")
+        self.adapter = vLLMOmniServerAdapter(composed.rollout, composed.model, None, replica_rank=REPLICA)
+
+    def send(self, path, version):
+        asyncio.run(self.adapter.update_weights(iter(full_weights(path, version).items()), global_steps=version))
+
+
+def test_two_devices_generate_what_one_does_before_and_after_an_update(ray_here, tiny_qwen_image):
+    composed = compose_actor_rollout(tiny_qwen_image, SIZE)
+    server = start_server(composed, REPLICA, num_devices=2)
+    ranks = [ray.remote(num_cpus=0)(TrainerRank).remote(rank, composed) for rank in range(2)]
+    model = load_model(tiny_qwen_image)
+    network = model.load_transformer(torch.float32)
+    requests = [request(0), request(4), request(2, GUIDED)]
+    for version in (0, 2):
+        if version:
+            ray.get([rank.send.remote(tiny_qwen_image, version) for rank in ranks], timeout=120)
+            network.load_state_dict(full_weights(tiny_qwen_image, version))
+        answers = ray.get(
+            [server.generate.remote(str(number), [], {"request": asked}) for number, asked in enumerate(requests)]
+        )
+        for asked, got in zip(requests, answers, strict=True):
+            expected = by_sampler(tiny_qwen_image, network, asked, version)
+            found = got.trajectory
+            assert (found.version, found.last_version) == (version, version)
+            torch.testing.assert_close(found.latents, expected.latents, atol=TOLERANCE, rtol=0)
+            torch.testing.assert_close(found.log_probs, expected.log_probs, atol=TOLERANCE, rtol=0)
