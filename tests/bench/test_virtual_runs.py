@@ -93,5 +93,5 @@ def test_a_video_models_tensors_never_pass_through_the_driver(tmp_path):
         f"{tensor_bytes / MIB:.0f} MiB of latents"
     )
     assert max(watch.resident_mib) < 1536
-    assert abs(last - first) < 40, "MiB over 25 steps"
+    assert last - first < 40, "it grows: MiB over 25 steps"
     assert bytes_per_step < tensor_bytes / 1000
