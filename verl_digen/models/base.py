@@ -75,6 +75,8 @@ class DiffusionModel(ABC):
                 f"{self.index['_class_name']} in {str(self.path)!r}; choose a checkpoint such as {self.example}"
             )
         checkpoint.check_components(self.path, self.index, self.components)
+        self._schedule = self.read_config("scheduler/scheduler_config.json")
+        """The arguments of the checkpoint's scheduler, from which `sigmas` makes one."""
 
     def read_config(self, name: str) -> dict[str, Any]:
         """A JSON file of the checkpoint, e.g. "scheduler/scheduler_config.json"."""
@@ -83,6 +85,10 @@ class DiffusionModel(ABC):
     def read_network_config(self, folder: str) -> dict[str, Any]:
         """The constructor's arguments of the diffusers network in `folder`, e.g. "vae"."""
         return checkpoint.read_network_config(self.path, folder)
+
+    def image_vae_scale(self) -> int:
+        """Pixels per latent position and side of diffusers' `AutoencoderKL`: every block but the last halves a side."""
+        return 2 ** (len(self.read_network_config("vae")["block_out_channels"]) - 1)
 
     # -- loading ------------------------------------------------------------------------------------------
     def load_transformer(self, dtype: torch.dtype, *, meta: bool = False) -> nn.Module:

@@ -59,8 +59,7 @@ class Flux(DiffusionModel):
         self._num_channels: int = network["in_channels"]
         self._max_tokens = MAX_TEXT_TOKENS_DEV if network["guidance_embeds"] else MAX_TEXT_TOKENS_SCHNELL
         self.default_embedded_guidance = DEFAULT_GUIDANCE if network["guidance_embeds"] else None
-        self._vae_scale = 2 ** (len(self.read_network_config("vae")["block_out_channels"]) - 1)
-        self._schedule = self.read_config("scheduler/scheduler_config.json")
+        self._vae_scale = self.image_vae_scale()
 
     # -- loading ------------------------------------------------------------------------------------------
     def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:

@@ -19,12 +19,11 @@ from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import Autoencod
 from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE, HunyuanVideoPipeline
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
 from verl_digen.models.base import Collated, Decoder, DiffusionModel, PromptEncoder
 from verl_digen.models.pixels import decode_each
 from verl_digen.models.sizes import check_size
-from verl_digen.models.text import check_length, one_by_one
+from verl_digen.models.text import check_length, one_by_one, pad_embeds
 from verl_digen.types import Condition, Geometry
 
 MAX_TEXT_TOKENS = 256
@@ -58,7 +57,6 @@ class HunyuanVideo(DiffusionModel):
         vae = self.read_network_config("vae")
         self._frame_stride: int = vae["temporal_compression_ratio"]
         self._vae_scale: int = vae["spatial_compression_ratio"]
-        self._schedule = self.read_config("scheduler/scheduler_config.json")
 
     # -- loading ------------------------------------------------------------------------------------------
     def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
@@ -110,13 +108,10 @@ class HunyuanVideo(DiffusionModel):
     # -- the network --------------------------------------------------------------------------------------
     def collate(self, conditions: Sequence[Condition]) -> Collated:
         """{"embeds": [N, L, D], "mask": [N, L] bool, "pooled": [N, E]}, padded to the longest of the N."""
-        embeds = [condition["embeds"] for condition in conditions]
-        padded = pad_sequence(embeds, batch_first=True)
-        lengths = torch.tensor([len(embed) for embed in embeds])
-        mask = torch.arange(padded.shape[1]) < lengths[:, None]
+        padded, mask = pad_embeds([condition["embeds"] for condition in conditions])
         return {
             "embeds": padded,
-            "mask": mask.to(padded.device),
+            "mask": mask,
             "pooled": torch.stack([condition["pooled"] for condition in conditions]),
         }
 

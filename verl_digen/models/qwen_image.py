@@ -21,12 +21,11 @@ from diffusers.pipelines.qwenimage.pipeline_qwenimage import QwenImagePipeline, 
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils.rnn import pad_sequence
 
 from verl_digen.models.base import Collated, Decoder, DiffusionModel, PromptEncoder
 from verl_digen.models.pixels import to_pixels
 from verl_digen.models.sizes import check_size
-from verl_digen.models.text import check_length, one_by_one
+from verl_digen.models.text import check_length, one_by_one, pad_embeds
 from verl_digen.types import Condition, Geometry
 
 MAX_TEXT_TOKENS = 1024
@@ -68,7 +67,6 @@ class QwenImage(DiffusionModel):
             )
         self._num_channels: int = transformer["in_channels"]
         self._vae_scale = 2 ** len(self.read_network_config("vae")["temperal_downsample"])  # sic
-        self._schedule = self.read_config("scheduler/scheduler_config.json")
 
     # -- loading ------------------------------------------------------------------------------------------
     def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
@@ -142,12 +140,10 @@ class QwenImage(DiffusionModel):
     def collate(self, conditions: Sequence[Condition]) -> Collated:
         """{"embeds": [N, L, D]}, plus "mask": [N, L] bool if lengths differ (attention is faster without)."""
         embeds = [condition["embeds"] for condition in conditions]
-        padded = pad_sequence(embeds, batch_first=True)
-        lengths = torch.tensor([len(embed) for embed in embeds])
-        if (lengths == padded.shape[1]).all():
-            return {"embeds": padded}
-        mask = torch.arange(padded.shape[1]) < lengths[:, None]
-        return {"embeds": padded, "mask": mask.to(padded.device)}
+        if len({len(embed) for embed in embeds}) == 1:
+            return {"embeds": torch.stack(embeds)}
+        padded, mask = pad_embeds(embeds)
+        return {"embeds": padded, "mask": mask}
 
     def predict(
         self,

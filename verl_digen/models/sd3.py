@@ -48,8 +48,7 @@ class StableDiffusion3(DiffusionModel):
     def __init__(self, path: str | Path):
         super().__init__(path)
         self._network = self.read_network_config("transformer")
-        self._vae_scale = 2 ** (len(self.read_network_config("vae")["block_out_channels"]) - 1)
-        self._schedule = self.read_config("scheduler/scheduler_config.json")
+        self._vae_scale = self.image_vae_scale()
 
     # -- loading ------------------------------------------------------------------------------------------
     def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:

@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from verl_digen.types import Condition
 
@@ -32,6 +34,14 @@ def one_by_one(encode: Callable[[str], Condition]) -> Callable[[Sequence[str]], 
         return [known[prompt] for prompt in prompts]
 
     return encode_all
+
+
+def pad_embeds(embeds: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """N tensors [L_i, D] -> ([N, L, D], padded with zeros to the longest; bool [N, L]: which are no padding)."""
+    padded = pad_sequence(list(embeds), batch_first=True)
+    lengths = torch.tensor([len(embed) for embed in embeds])
+    mask = torch.arange(padded.shape[1]) < lengths[:, None]
+    return padded, mask.to(padded.device)
 
 
 def check_length(tokenizer: Any, text: str, *, title: str, max_tokens: int, prompt: str | None = None) -> None:

@@ -53,7 +53,6 @@ class Wan(DiffusionModel):
         vae = self.read_network_config("vae")
         self._frame_stride: int = vae["scale_factor_temporal"]
         self._vae_scale: int = vae["scale_factor_spatial"]
-        self._schedule = self.read_config("scheduler/scheduler_config.json")
         self._scheduler_class: str = self.index["scheduler"][1]
         self._has_whole_timesteps = self._scheduler_class == "UniPCMultistepScheduler"
 

@@ -51,8 +51,7 @@ class ZImage(DiffusionModel):
     def __init__(self, path: str | Path):
         super().__init__(path)
         self._num_channels: int = self.read_network_config("transformer")["in_channels"]
-        self._vae_scale = 2 ** (len(self.read_network_config("vae")["block_out_channels"]) - 1)
-        self._schedule = self.read_config("scheduler/scheduler_config.json")
+        self._vae_scale = self.image_vae_scale()
 
     # -- loading ------------------------------------------------------------------------------------------
     def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
