@@ -17,6 +17,7 @@ from verl_digen.algorithms.kl import KINDS as KL_KINDS
 from verl_digen.algorithms.losses import LossConfig
 from verl_digen.algorithms.sde import LAWS
 from verl_digen.algorithms.window import WindowConfig
+from verl_digen.schedulers.require import require, require_one_of
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -24,17 +25,6 @@ if TYPE_CHECKING:
 OLD_LOG_PROBS = ("auto", "recompute", "rollout")
 DTYPES = ("float32", "bfloat16", "float16")
 REDUCE = ("auto", "tile", "fragment", "batch")
-
-
-def require(holds: bool, rule: str, value: object, remedy: str) -> None:
-    """Raise ValueError `rule, got value; remedy` unless `holds`. `rule` starts with the key as typed."""
-    if not holds:
-        raise ValueError(f"{rule}, got {value!r}; {remedy}")
-
-
-def require_one_of(key: str, value: str, known: tuple[str, ...]) -> None:
-    """Raise ValueError listing `known` unless `value` is one of them."""
-    require(value in known, f"{key} must be one of {', '.join(known)}", value, "choose one of these")
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_digen import plugin
-from verl_digen.config import digen_config, require, require_one_of
+from verl_digen.config import digen_config
 from verl_digen.errors import RunStopped, plain
+from verl_digen.schedulers.require import require, require_one_of
 
 UNUSED_KEYS: dict[str, tuple[Any, str]] = {
     "actor_rollout_ref.actor.use_kl_loss": (False, "digen.kl.coef is the weight of the KL term"),

@@ -27,7 +27,7 @@ from typing import Any
 
 from verl_digen.bench.modes import MODES, Mode, interleaved, parse_modes
 from verl_digen.bench.runs import RunFailed, RunResult, Work, run_mode
-from verl_digen.config import require
+from verl_digen.schedulers.require import require
 
 NAME = "bench"
 

@@ -22,8 +22,9 @@ from omegaconf import OmegaConf
 from verl_digen.algorithms.window import draw_window
 from verl_digen.bench.modes import COLOCATED
 from verl_digen.bench.runs import RunResult
-from verl_digen.config import DigenConfig, digen_config, require
+from verl_digen.config import DigenConfig, digen_config
 from verl_digen.observe.timeline import Interval, read_timeline
+from verl_digen.schedulers.require import require
 
 PIPELINED = "gap+tsp"
 """The mode whose timelines are read."""

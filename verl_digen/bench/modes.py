@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from verl_digen.config import require
+from verl_digen.schedulers.require import require
 
 COLOCATED, BARRIER = "colocated", "barrier"
 """The baselines."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from verl_digen.algorithms.window import WindowConfig, draw_window
 from verl_digen.bench.modes import Mode
-from verl_digen.config import require
+from verl_digen.schedulers.require import require
 from verl_digen.simulate.cluster import WARM_UP_STEPS, Split, run_split
 from verl_digen.simulate.devices import Pool
 from verl_digen.simulate.profile import Numbers, Profile

@@ -49,7 +49,6 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
 from verl_digen.algorithms.ema import ema_decay, ema_update_
 from verl_digen.algorithms.losses import is_homogeneous
-from verl_digen.config import require
 from verl_digen.engine import gradients, memory
 from verl_digen.engine.build import add_adapter, build_transformer, check_engine_config, keep_input_dtypes
 from verl_digen.engine.checkpoint import DiffusersCheckpointManager, UpdateState
@@ -65,6 +64,7 @@ from verl_digen.engine.scoring import Scorer, without_adapter
 from verl_digen.engine.shadow import ShadowWeights, local_shards, reshard
 from verl_digen.engine.transaction import GradientTransaction
 from verl_digen.models import load_model
+from verl_digen.schedulers.require import require
 from verl_digen.types import Rows
 
 logger = logging.getLogger(__name__)

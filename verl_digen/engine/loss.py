@@ -25,7 +25,8 @@ from verl_digen.algorithms.kl import kl_loss
 from verl_digen.algorithms.losses import loss_names, policy_loss
 from verl_digen.algorithms.rows import Rows as LossRows
 from verl_digen.algorithms.sde import SdeStep
-from verl_digen.config import DigenConfig, require_one_of
+from verl_digen.config import DigenConfig
+from verl_digen.schedulers.require import require_one_of
 from verl_digen.types import Rows
 
 

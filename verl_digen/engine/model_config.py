@@ -26,9 +26,10 @@ from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import import_external_libs
 from verl.workers.config import MtpConfig
 
-from verl_digen.config import DigenConfig, digen_config, require
+from verl_digen.config import DigenConfig, digen_config
 from verl_digen.models import load_model, read_architecture
 from verl_digen.models.locate import locate, locate_index
+from verl_digen.schedulers.require import require
 
 if TYPE_CHECKING:
     from peft import LoraConfig

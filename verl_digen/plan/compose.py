@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from verl_digen.config import require, require_one_of
+from verl_digen.schedulers.require import require, require_one_of
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

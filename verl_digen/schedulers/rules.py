@@ -9,14 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from verl_digen.schedulers.require import require
+
 AssistMode = Literal["off", "bts", "always"]
 """off: the trainer never generates. bts: where a search says that it shortens the batch. always: at every bubble."""
-
-
-def require(holds: bool, rule: str, value: object, remedy: str) -> None:
-    """Raise ValueError `rule, got value; remedy` unless `holds`. `rule` starts with the key as typed."""
-    if not holds:
-        raise ValueError(f"{rule}, got {value!r}; {remedy}")
 
 
 @dataclass(frozen=True)

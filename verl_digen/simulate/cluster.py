@@ -28,7 +28,8 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 
 from verl_digen.schedulers.durations import KnownDurations
-from verl_digen.schedulers.rules import BatchRules, require
+from verl_digen.schedulers.require import require
+from verl_digen.schedulers.rules import BatchRules
 from verl_digen.schedulers.simulation import TECHNIQUES, Event, PlannerRun, What
 from verl_digen.schedulers.types import TRAINER
 from verl_digen.simulate.devices import Pool

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from verl_digen.schedulers.rules import require
+from verl_digen.schedulers.require import require
 from verl_digen.schedulers.simulation import TECHNIQUES
 from verl_digen.simulate.cluster import Outcome, Split, best_split, ladder, run_colocated, run_split
 from verl_digen.simulate.devices import parse_pool

@@ -17,7 +17,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from verl_digen.schedulers.rules import require
+from verl_digen.schedulers.require import require
 from verl_digen.simulate.devices import PEAK_TFLOPS
 
 SOURCES = ("measured:", "published:", "derived:", "chosen:")

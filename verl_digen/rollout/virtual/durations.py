@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from verl_digen.config import DigenConfig, require
+from verl_digen.config import DigenConfig
 from verl_digen.engine.fragment import FragmentSample
+from verl_digen.schedulers.require import require
 from verl_digen.simulate.cluster import sample_s, train_s
 from verl_digen.simulate.profile import Profile, load_profile, profile_names
 
