@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from verl_digen.algorithms.advantages import SCALES
 from verl_digen.algorithms.kl import KINDS as KL_KINDS
@@ -18,6 +18,7 @@ from verl_digen.algorithms.losses import LossConfig
 from verl_digen.algorithms.sde import LAWS
 from verl_digen.algorithms.window import WindowConfig
 from verl_digen.schedulers.require import require, require_one_of
+from verl_digen.schedulers.rules import AssistPolicy
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -266,6 +267,49 @@ class QueueConfig:
 
 
 @dataclass(frozen=True)
+class TagConfig:
+    """Trainer-assisted generation on separate pools: a trainer without a ready fragment generates a chunk itself."""
+
+    policy: str = "off"
+    """off | bts: where a search on the measured durations says that it shortens the batch | always: at every bubble,
+    which is known to lose time."""
+    chunk_size: int | str = "auto"
+    """Samples of one group that the trainer's ranks generate together. auto: as many as a slot's chunk has."""
+
+    def __post_init__(self) -> None:
+        require_one_of("digen.tag.policy", self.policy, get_args(AssistPolicy))
+        require(
+            self.chunk_size == "auto" or (isinstance(self.chunk_size, int) and self.chunk_size >= 1),
+            "digen.tag.chunk_size must be auto or a number of samples >= 1",
+            self.chunk_size,
+            "auto suits most runs",
+        )
+
+
+@dataclass(frozen=True)
+class StalenessConfig:
+    """How far generation may run ahead of training on separate pools. Every group has one version, recorded with it."""
+
+    max_versions: int = 0
+    """Versions that a group may be behind the weights it trains. 0: strictly on-policy. 1: TCSS; a replica without a
+    chunk left begins the next batch under the weights it has. More: bounded asynchrony, with an off-policy loss."""
+    fraction: float = 1.0
+    """Share of a batch that may be `max_versions` behind; all of it may be less. ROLL Flash's async_generation_ratio is
+    max_versions - 1 + fraction."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.max_versions >= 0, "digen.staleness.max_versions must be >= 0", self.max_versions, "0 is on-policy"
+        )
+        require(
+            0 < self.fraction <= 1,
+            "digen.staleness.fraction must lie in (0, 1]",
+            self.fraction,
+            "digen.staleness.max_versions=0 turns staleness off",
+        )
+
+
+@dataclass(frozen=True)
 class TspConfig:
     """Time-step parallelism: how rows are dealt to ranks and batched into tiles, and when gradients are reduced."""
 
@@ -355,6 +399,8 @@ class DigenConfig:
     gap: GapConfig = field(default_factory=GapConfig)
     queue: QueueConfig = field(default_factory=QueueConfig)
     tsp: TspConfig = field(default_factory=TspConfig)
+    tag: TagConfig = field(default_factory=TagConfig)
+    staleness: StalenessConfig = field(default_factory=StalenessConfig)
     virtual: VirtualConfig = field(default_factory=VirtualConfig)
     old_log_probs: str = "auto"
     """Denominator of the ratio: auto = the update's own first pass (ratio exactly 1) where one optimizer step takes
@@ -374,6 +420,13 @@ class DigenConfig:
         )
         require(
             self.num_logged_images >= 0, "digen.num_logged_images must be >= 0", self.num_logged_images, "0 logs none"
+        )
+        require(
+            self.staleness.max_versions == 0 or not self.ema.validate,
+            "digen.ema.validate must be false with digen.staleness.max_versions > 0, where replicas generate the next "
+            "batch during a validation",
+            self.ema.validate,
+            "set digen.ema.validate=false, or digen.staleness.max_versions=0",
         )
         self.window.validate_for(self.sampling.num_steps)
 

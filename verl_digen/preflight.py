@@ -43,6 +43,9 @@ UNUSED_KEYS: dict[str, tuple[Any, str]] = {
 }
 """Keys of verl's that do nothing for diffusion unless they have this value, and what to use in their place."""
 
+SEPARATE_POOLS = ("digen_disaggregated", "digen_virtual")
+"""Values of `trainer.v1.trainer_mode` with which trainer and replicas have devices of their own."""
+
 
 class Preflight(Callback):
     """Hydra callback: one paragraph on stderr and exit code 2 for a config that cannot run."""
@@ -248,6 +251,22 @@ def check_prompts(config: DictConfig) -> None:
             )
 
 
+def check_pools(config: DictConfig) -> None:
+    """Techniques that need separate pools have them, and one optimizer step per batch."""
+    digen, mode = digen_config(config), config.trainer.v1.trainer_mode
+    is_separate = mode in SEPARATE_POOLS
+    for key, value, off in (
+        ("digen.tag.policy", digen.tag.policy, "off"),
+        ("digen.staleness.max_versions", digen.staleness.max_versions, 0),
+    ):
+        require(
+            is_separate or value == off,
+            f"{key} must be {off} where trainer and replicas take turns on the same devices",
+            value,
+            "use recipe=[...,disaggregated]",
+        )
+
+
 def check_virtual(config: DictConfig) -> None:
     """Virtual devices are virtual on both sides, and their profile is there."""
     is_virtual = config.trainer.v1.trainer_mode == "digen_virtual"
@@ -304,6 +323,7 @@ RULES: tuple[Callable[[DictConfig], None], ...] = (
     check_strategy,
     check_batches,
     check_rollout,
+    check_pools,
     check_virtual,
     check_model,
     check_prompts,

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 from dataclasses import replace
 
-from verl_digen.agent_loop.requests import make_request
+from verl_digen.agent_loop.requests import sample_request
 from verl_digen.config import DigenConfig, SamplingConfig
 
 DIGEN = DigenConfig(sampling=SamplingConfig(num_steps=10, val_num_steps=20, guidance_scale=4.0, negative_prompt="ugly"))
 
 
 def ask(digen=DIGEN, uid="p1", index=0, validate=False, negative=None):
-    return make_request(
-        digen, uid=uid, sample_index=index, prompt="a cat", negative_prompt=negative, step=1, validate=validate
-    )
+    row = {"uid": uid, "raw_prompt": "a cat", "negative_prompt": negative, "global_steps": 1}
+    return sample_request(digen, row, index, validate=validate)
 
 
 def test_a_group_shares_one_window_and_groups_differ():

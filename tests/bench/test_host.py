@@ -11,9 +11,10 @@ import torch
 from verl.checkpoint_engine.base import CheckpointEngineRegistry
 
 import verl_digen.rollout.virtual.checkpoint_engine  # noqa: F401 - it registers itself
-from verl_digen.agent_loop.requests import make_request
+from verl_digen.agent_loop.requests import sample_request
 from verl_digen.algorithms.window import WindowConfig
 from verl_digen.config import DigenConfig, SamplingConfig, VirtualConfig
+from verl_digen.rollout.batcher import Withdrawn
 from verl_digen.rollout.virtual.host import VirtualHost, VirtualServer
 from verl_digen.rollout.virtual.reward import compute_score
 from verl_digen.types import Generation, SampleRequest
@@ -26,9 +27,8 @@ DIGEN = DigenConfig(
 
 
 def request_of(index: int, uid: str = "p0") -> SampleRequest:
-    return make_request(
-        DIGEN, uid=uid, sample_index=index, prompt="a cat", negative_prompt=None, step=1, validate=False
-    )
+    row = {"uid": uid, "raw_prompt": "a cat", "negative_prompt": None, "global_steps": 1}
+    return sample_request(DIGEN, row, index, validate=False)
 
 
 def generate(host: VirtualHost, *calls: tuple[int, SampleRequest]) -> list[Generation]:
@@ -65,8 +65,24 @@ def test_samples_carry_the_version_that_was_published():
     host = VirtualHost(DIGEN)
     assert generate(host, (0, request_of(0)))[0].trajectory.version == 0
     asyncio.run(host.update_weights(global_steps=5))
+    assert generate(host, (3, request_of(0)))[0].trajectory.version == 0, "nobody told the replica to take it"
+    assert asyncio.run(host.activate_weights(3)) == 5
     trajectory = generate(host, (3, request_of(0)))[0].trajectory
     assert (trajectory.version, trajectory.last_version) == (5, 5)
+    assert generate(host, (4, request_of(0)))[0].trajectory.version == 0
+
+
+def test_a_replica_whose_samples_nobody_wants_any_more_is_free_at_once():
+    digen = replace(DIGEN, virtual=replace(DIGEN.virtual, time_scale=1.0))
+    host = VirtualHost(digen)
+
+    async def run():
+        asked = asyncio.gather(*[host.generate(0, request_of(index)) for index in range(2)], return_exceptions=True)
+        await asyncio.sleep(0.01)
+        await host.withdraw(0, "p0")
+        return await asked
+
+    assert [type(answer) for answer in asyncio.run(run())] == [Withdrawn, Withdrawn]
 
 
 def test_a_chunk_takes_its_samples_time_and_replicas_work_side_by_side():

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from verl_digen.algorithms.window import Window
-from verl_digen.rollout.batcher import RequestBatcher
+from verl_digen.rollout.batcher import RequestBatcher, Withdrawn
+from verl_digen.rollout.sampler import SamplingStopped
 from verl_digen.types import Generation, Geometry, SampleRequest, Sampling, Trajectory
 
 SAMPLING = Sampling(Geometry(64, 64), num_steps=4, guidance_scale=1.0, law="flow", noise_level=0.7)
@@ -33,10 +34,13 @@ class Recorder:
         if not hold:
             self.release.set()
 
-    async def __call__(self, requests):
+    async def __call__(self, requests, should_stop):
         self.batches.append(list(requests))
         self.running.set()
-        await self.release.wait()
+        while not self.release.is_set():
+            if should_stop():
+                raise SamplingStopped("stopped")
+            await asyncio.sleep(0)
         return [answer(asked) for asked in requests]
 
 
@@ -108,11 +112,32 @@ def test_a_paused_batcher_keeps_requests_until_it_resumes():
     asyncio.run(run())
 
 
+def test_withdrawn_requests_leave_the_queue_and_stop_a_batch_that_nobody_wants():
+    async def run() -> None:
+        record = Recorder(hold=True)
+        batcher = RequestBatcher(record, max_batch_size=2, wait_s=0.0)
+        uids = ("a", "a", "b", "b", "c")
+        waiting = [asyncio.ensure_future(batcher.submit(request(uid, index))) for index, uid in enumerate(uids)]
+        await record.running.wait()
+        batcher.withdraw("b", 2)
+        batcher.withdraw("a", 0)
+        await asyncio.sleep(0.01)
+        assert [task.done() for task in waiting] == [True, False, True, False, False], "a1 is still wanted"
+        batcher.withdraw("a", 1)
+        record.release.set()
+        outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+        assert [isinstance(outcome, Withdrawn) for outcome in outcomes] == [True, True, True, False, False]
+        assert [[asked.uid for asked in batch] for batch in record.batches] == [["a", "a"], ["b", "c"]]
+        batcher.withdraw("never asked for", 0)
+
+    asyncio.run(run())
+
+
 def test_a_failing_batch_fails_its_own_requests_and_the_next_batch_runs():
     async def run() -> None:
         calls = 0
 
-        async def execute(requests):
+        async def execute(requests, should_stop):
             nonlocal calls
             calls += 1
             if calls == 1:

@@ -591,7 +591,7 @@ def test_a_broken_contract_is_told(call, message):
         ({"num_prompts": 0}, r"data.train_batch_size must be >= 1, got 0"),
         ({"max_versions": -1}, r"digen.staleness.max_versions must be >= 0, got -1"),
         ({"fraction": 0.0}, r"digen.staleness.fraction must lie in \(0, 1\], got 0.0"),
-        ({"assist": "on"}, r"digen.tag.mode must be one of off, bts, always, got 'on'"),
+        ({"assist": "on"}, r"digen.tag.policy must be one of off, bts, always, got 'on'"),
         ({"chunk_size": 0}, r"digen.gap.chunk_size must be >= 1 sample or auto, got 0"),
         ({"min_groups_per_fragment": 9}, r"max_groups_per_fragment must be >= min_groups_per_fragment=9, got 4"),
         ({"max_group_refills": -1}, r"digen.max_refills_per_step must be >= 0, got -1"),

@@ -2,11 +2,21 @@
 import pytest
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
-from verl_digen.trainer.checkpoint import DriverState, load_driver_state, publish, replace_text, save_driver_state
+from verl_digen.trainer.checkpoint import (
+    DriverState,
+    load_driver_state,
+    load_open_prompts,
+    publish,
+    replace_text,
+    save_driver_state,
+)
 
 
 def test_the_driver_state_survives_a_round_trip(tmp_path):
-    save_driver_state(tmp_path / "global_step_3", DriverState(num_prompts_drawn=24), {"position": 24})
+    save_driver_state(
+        tmp_path / "global_step_3", DriverState(num_prompts_drawn=24), {"position": 24}, [{"uid": "p7", "x": 1}]
+    )
+    assert load_open_prompts(tmp_path / "global_step_3") == [{"uid": "p7", "x": 1}]
     assert load_driver_state(tmp_path / "global_step_3") == DriverState(num_prompts_drawn=24)
 
 

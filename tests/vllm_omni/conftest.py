@@ -66,9 +66,12 @@ class Replica:
 
     def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Future[None]:
         """Starts a weight update; verl's sender blocks its thread."""
-        return self._threads.submit(
-            lambda: asyncio.run(self.sender.update_weights(iter(list(weights)), global_steps=version))
-        )
+        return self._threads.submit(lambda: asyncio.run(self._update(list(weights), version)))
+
+    async def _update(self, weights: list[tuple[str, Tensor]], version: int) -> None:
+        """As on separate pools: sealed while the replica generates, then taken between two trajectories."""
+        await self.sender.update_weights(iter(weights), global_steps=version)
+        await self.server.activate_weights.remote()
 
     def health(self) -> dict[str, Any]:
         import ray

@@ -39,6 +39,7 @@ def test_two_devices_generate_what_one_does_before_and_after_an_update(ray_here,
     for version in (0, 2):
         if version:
             ray.get([rank.send.remote(tiny_qwen_image, version) for rank in ranks], timeout=120)
+            ray.get(server.activate_weights.remote())
             network.load_state_dict(full_weights(tiny_qwen_image, version))
         answers = ray.get(
             [server.generate.remote(str(number), [], {"request": asked}) for number, asked in enumerate(requests)]

@@ -2,6 +2,8 @@
 """Chunks in an agent loop worker: generated on the replica the planner chose, scored meanwhile, then published.
 
     generate(order)     returns when all samples are generated, or failed: the slot is free
+    cancel(chunk_id)    lets the replica drop what it has not finished of them; `generate` returns soon
+    adopt(order, ...)   samples that somebody else generated
     collect(chunk_id)   returns when all of them are scored and their rows are in TransferQueue: their tags
 
 Who waits: the driver for both; a sample's scoring for nothing but its generation. Bound: the driver has one chunk per
@@ -60,16 +62,20 @@ class ChunkRunner(Generic[Generated, Scored]):
     """The chunks of one worker. What is done with a sample is given to it, so that it knows nothing of actors.
 
     Example:
-        runner = ChunkRunner(generate, score, publish)
+        runner = ChunkRunner(generate, withdraw, score, publish)
         await runner.generate(order, server)    # GeneratedChunk(failures={}, is_slot_lost=False)
         await runner.collect(order.chunk_id)    # ScoredChunk(tags={0: {...}, 1: {...}}, failures={})
     """
 
     generate_sample: Callable[[ChunkOrder, int, Any], Awaitable[Generated]]
     """(order, sample index, server) -> the sample."""
+    withdraw_sample: Callable[[ChunkOrder, int, Any], Awaitable[None]]
+    """(order, sample index, server): nobody wants the sample any more."""
     score_sample: Callable[[ChunkOrder, Generated], Awaitable[Scored]]
     publish: Callable[[ChunkOrder, Mapping[int, Scored]], Awaitable[Mapping[int, dict[str, Any]]]]
     """Puts the samples' rows where trainer ranks find them -> their tags."""
+    _generating: dict[int, tuple[ChunkOrder, Any]] = field(default_factory=dict)
+    """Chunk -> its order, and the replica's server."""
     _scoring: dict[int, tuple[ChunkOrder, dict[int, asyncio.Task[Scored]]]] = field(default_factory=dict)
 
     async def generate(self, order: ChunkOrder, server: Any) -> GeneratedChunk:
@@ -81,7 +87,9 @@ class ChunkRunner(Generic[Generated, Scored]):
             generated = await self.generate_sample(order, index, server)
             scoring[index] = asyncio.create_task(self._score(order, generated))
 
+        self._generating[order.chunk_id] = order, server
         outcomes = await asyncio.gather(*map(run, order.samples), return_exceptions=True)
+        del self._generating[order.chunk_id]
         errors = {
             index: outcome
             for index, outcome in zip(order.samples, outcomes, strict=True)
@@ -89,6 +97,23 @@ class ChunkRunner(Generic[Generated, Scored]):
         }
         is_lost = any(isinstance(error, RayActorError) for error in errors.values())
         return GeneratedChunk({index: describe(error) for index, error in errors.items()}, is_lost)
+
+    async def cancel(self, chunk_id: int) -> None:
+        """Tell the replica that nobody wants the chunk any more. No effect once it is generated."""
+        if chunk_id in self._generating:
+            order, server = self._generating[chunk_id]
+            await asyncio.gather(*(self.withdraw_sample(order, index, server) for index in order.samples))
+
+    def adopt(self, order: ChunkOrder, generated: Mapping[int, Generated], failure: str = "") -> GeneratedChunk:
+        """Take the samples of `order` that somebody else generated; each is scored from now on.
+
+        Args:
+            failure: why those that are not there were not generated.
+        """
+        scoring = {index: asyncio.create_task(self._score(order, sample)) for index, sample in generated.items()}
+        self._scoring[order.chunk_id] = order, scoring
+        missing = [index for index in order.samples if index not in generated]
+        return GeneratedChunk(dict.fromkeys(missing, failure), is_slot_lost=False)
 
     async def _score(self, order: ChunkOrder, generated: Generated) -> Scored:
         return await self.score_sample(order, generated)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,17 +19,20 @@ import numpy as np
 import ray
 import torch
 import transfer_queue as tq
+from ray.exceptions import RayActorError
 from tensordict import TensorDict
 from verl import DataProto
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from verl_digen.agent_loop.chunks import ChunkOrder, ChunkRunner, GeneratedChunk, ScoredChunk, describe
+from verl_digen.agent_loop.requests import request_id, sample_request
 from verl_digen.agent_loop.server_manager import ServerClient
 from verl_digen.agent_loop.single_turn import NAME, DiffusionSingleTurnAgentLoop
 from verl_digen.observe.images import image_path, is_logged, save_image
 from verl_digen.pipeline.conditions import put_condition
-from verl_digen.types import Generation, SampleScore
+from verl_digen.pipeline.keys import SampleName
+from verl_digen.types import Generation, SampleRequest, SampleScore
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +59,9 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         self.digen = self.llm_client.digen
         self._single_turn = DiffusionSingleTurnAgentLoop(self.llm_client)
         self._run_dir = Path(self.config.trainer.default_local_dir)
-        self._chunks = ChunkRunner(self._generate_for_chunk, self._score_for_chunk, self._publish_chunk)
+        self._chunks = ChunkRunner(
+            self._generate_for_chunk, self._withdraw_from_chunk, self._score_for_chunk, self._publish_chunk
+        )
 
     async def _run_prompt(
         self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool = False
@@ -143,7 +148,7 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
     async def _publish(self, uid: str, partition: str, samples: list[Any]) -> None:
         """Put the group's rows, and its prompt's conditions once."""
         if partition == "val":  # nothing to train: the tags say it all
-            keys = [_key(uid, sample) for sample in samples]
+            keys = [_key(sample) for sample in samples]
             await tq.async_kv_batch_put(keys=keys, partition_id=partition, tags=[sample.tag for sample in samples])
             return
         versions = {sample.tag["min_global_steps"] for sample in samples}
@@ -166,7 +171,7 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
             for sample in samples
         ]
         await tq.async_kv_batch_put(
-            keys=[_key(uid, sample) for sample in samples],
+            keys=[_key(sample) for sample in samples],
             partition_id="train",
             fields=list_of_dict_to_tensordict(rows),
             tags=[sample.tag for sample in samples],
@@ -177,6 +182,38 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         """Generate samples of one group on the replica `server`; see `verl_digen.agent_loop.chunks`."""
         return await self._chunks.generate(order, server)
 
+    async def cancel_chunk(self, chunk_id: int) -> None:
+        """Nobody wants the chunk that is being generated any more."""
+        await self._chunks.cancel(chunk_id)
+
+    async def prepare_assist(self, order: ChunkOrder, server: Any | None) -> tuple[SampleRequest, ...]:
+        """What the trainer's ranks are to generate; the prompt's conditions are in TransferQueue by then.
+
+        Args:
+            server: the replica that encodes the prompt; None if that was done for an earlier chunk.
+
+        Raises:
+            ValueError: the encoder refuses the prompt.
+        """
+        requests = tuple(sample_request(self.digen, order.row, index, validate=False) for index in order.samples)
+        if server is not None:
+            await put_condition(order.uid, *await server.encode.remote(requests[0]))
+        return requests
+
+    async def adopt_chunk(self, order: ChunkOrder, parts: Sequence[Any], failure: str = "") -> GeneratedChunk:
+        """Samples that the trainer's ranks generate; they are scored and collected like a replica's.
+
+        Args:
+            parts: a reference of each rank to what it generated, a list of `Generation`. They do not pass the driver.
+            failure: why there are none.
+        """
+        generated = {
+            generation.trajectory.sample_index: generation
+            for generations in await asyncio.gather(*parts)
+            for generation in generations
+        }
+        return self._chunks.adopt(order, generated, failure)
+
     async def collect_chunk(self, chunk_id: int) -> ScoredChunk:
         """The tags of a generated chunk's samples, when they are scored and published."""
         return await self._chunks.collect(chunk_id)
@@ -184,6 +221,12 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
     async def _generate_for_chunk(self, order: ChunkOrder, index: int, server: Any) -> Generation:
         loop = DiffusionSingleTurnAgentLoop(ServerClient(server, self.digen))
         return await loop.run({"validate": False}, **order.row, session_id=index)
+
+    async def _withdraw_from_chunk(self, order: ChunkOrder, index: int, server: Any) -> None:
+        try:
+            await server.abort_request.remote(request_id(order.uid, index))
+        except RayActorError:
+            logger.debug("sample %d of group %s was withdrawn from a replica that is lost", index, order.uid)
 
     async def _score_for_chunk(self, order: ChunkOrder, generation: Generation) -> ScoredSample:
         return await self._agent_loop_postprocess(generation, False, **order.row)
@@ -195,8 +238,9 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         return {index: sample.tag for index, sample in scored.items()}
 
 
-def _key(uid: str, sample: ScoredSample) -> str:
-    return f"{uid}_{sample.generation.trajectory.sample_index}_0"
+def _key(sample: ScoredSample) -> str:
+    trajectory = sample.generation.trajectory
+    return SampleName(trajectory.uid, trajectory.sample_index, trajectory.version).key
 
 
 class DiffusionAgentLoopManager(AgentLoopManagerTQ):

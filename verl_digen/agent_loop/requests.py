@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from verl_digen.algorithms.window import Window, draw_window
 from verl_digen.config import DigenConfig
 from verl_digen.types import Geometry, SampleRequest, Sampling
@@ -11,22 +14,17 @@ DETERMINISTIC = Window(sde_steps=(), train_steps=())
 """Validation: the ODE, nothing recorded."""
 
 
-def make_request(
-    digen: DigenConfig,
-    *,
-    uid: str,
-    sample_index: int,
-    prompt: str,
-    negative_prompt: str | None,
-    step: int,
-    validate: bool,
-) -> SampleRequest:
+def request_id(uid: str, sample_index: int) -> str:
+    """How a replica's server knows a request."""
+    return f"{uid}_{sample_index}"
+
+
+def sample_request(digen: DigenConfig, row: Mapping[str, Any], sample_index: int, *, validate: bool) -> SampleRequest:
     """One sample's request.
 
     Args:
-        uid: the group. The window is a function of it and the run seed, so a group shares one.
-        negative_prompt: the prompt's own, or None for the config's.
-        step: optimizer step the sample is for; moves a MixGRPO window.
+        row: of the dataset, with `uid`, its group, and `global_steps`, the optimizer step it is for. The window is a
+            function of the uid and the run seed, so a group shares one; the step moves a MixGRPO window.
         validate: True for a deterministic validation sample.
     """
     config = digen.sampling
@@ -34,12 +32,15 @@ def make_request(
     window = (
         DETERMINISTIC
         if validate
-        else draw_window(digen.window, run_seed=digen.seed, uid=uid, num_steps=num_steps, step=step)
+        else draw_window(
+            digen.window, run_seed=digen.seed, uid=row["uid"], num_steps=num_steps, step=row["global_steps"]
+        )
     )
+    negative_prompt = row["negative_prompt"]
     return SampleRequest(
-        uid=uid,
+        uid=row["uid"],
         sample_index=sample_index,
-        prompt=prompt,
+        prompt=row["raw_prompt"],
         negative_prompt=config.negative_prompt if negative_prompt is None else negative_prompt,
         window=window,
         sampling=Sampling(

@@ -10,6 +10,7 @@ from typing import Any
 from ray.exceptions import RayActorError
 from verl.workers.rollout.llm_server import LLMServerClient, LLMServerManager
 
+from verl_digen.agent_loop.requests import request_id
 from verl_digen.config import DigenConfig, digen_config
 from verl_digen.errors import RunStopped
 from verl_digen.types import Generation, SampleRequest
@@ -39,19 +40,19 @@ class DiffusionServerClient(LLMServerClient):
         Raises:
             RunStopped: no replica is left.
         """
-        request_id = f"{request.uid}_{request.sample_index}"
+        name = request_id(request.uid, request.sample_index)
         while True:
             try:
-                replica, server = await self._acquire_server(request_id)
+                replica, server = await self._acquire_server(name)
             except RuntimeError as error:  # verl's, where its balancer has none left
                 raise RunStopped(ALL_LOST) from error
             try:
-                return await server.generate.remote(request_id, [], {"request": request})
+                return await server.generate.remote(name, [], {"request": request})
             except RayActorError as error:
-                logger.warning("replica %s is lost, sample %s goes to another one: %s", replica, request_id, error)
+                logger.warning("replica %s is lost, sample %s goes to another one: %s", replica, name, error)
                 await self._load_balancer.remove_servers.remote([replica])
             finally:
-                self._release_server(replica, request_id=request_id)
+                self._release_server(replica, request_id=name)
 
 
 class ServerClient:
@@ -63,7 +64,8 @@ class ServerClient:
 
     async def generate_sample(self, request: SampleRequest) -> Generation:
         """Generate one sample; RayActorError if the replica died."""
-        return await self.server.generate.remote(f"{request.uid}_{request.sample_index}", [], {"request": request})
+        name = request_id(request.uid, request.sample_index)
+        return await self.server.generate.remote(name, [], {"request": request})
 
 
 class AsyncDiffusionServerManager(LLMServerManager):

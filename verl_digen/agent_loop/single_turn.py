@@ -7,7 +7,7 @@ from typing import Any
 
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, register
 
-from verl_digen.agent_loop.requests import make_request
+from verl_digen.agent_loop.requests import sample_request
 from verl_digen.agent_loop.server_manager import DiffusionServerClient, ServerClient
 from verl_digen.types import Generation
 
@@ -24,15 +24,7 @@ class DiffusionSingleTurnAgentLoop(AgentLoopBase):
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> Generation:  # type: ignore[override]
         """Generate the sample `row["session_id"]` of the group `row["uid"]`."""
-        request = make_request(
-            self.digen,
-            uid=row["uid"],
-            sample_index=row["session_id"],
-            prompt=row["raw_prompt"],
-            negative_prompt=row["negative_prompt"],
-            step=row["global_steps"],
-            validate=sampling_params["validate"],
-        )
+        request = sample_request(self.digen, row, row["session_id"], validate=sampling_params["validate"])
         return await self.server_manager.generate_sample(request)
 
 

@@ -4,6 +4,8 @@
     begin(...), accumulate(fragment) ..., commit() | abort()       one logical batch = one optimizer step
       called alike on every rank with names and numbers; each fetches the samples of its own rows
 
+    assist(requests)                                               in between: generate samples with the weights there
+
     update_actor(samples of this rank)                             for several optimizer steps on the same samples
       conditions fetched by uid -> split into mini-batches -> per epoch and mini-batch: one optimizer step
       the learning rate moves once per call
@@ -29,11 +31,13 @@ from verl.utils.profiler import DistProfiler
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
+from verl_digen.engine.assistant import Assistant
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.fragment import Fragment, fetch_samples
 from verl_digen.engine.loss import DiffusionLoss
 from verl_digen.pipeline.conditions import fetch_conditions
 from verl_digen.plugin import REPLICAS
+from verl_digen.types import Generation, SampleRequest
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +67,9 @@ def share_cpu_cores(num_replicas: int) -> None:
 class DiffusionWorker(ActorRolloutRefWorker):
     """See the module."""
 
+    _assistant: Assistant
+    """Made where the trainer may assist."""
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # pyright: ignore[reportAttributeAccessIssue] - a dynamic enum
     def init_model(self) -> None:
         """Build the engine and the rollout handle."""
@@ -72,6 +79,13 @@ class DiffusionWorker(ActorRolloutRefWorker):
         if self._is_actor:
             self.trainer.set_loss_fn(DiffusionLoss(self.engine.digen))
             self.engine.wire_dtype = PrecisionType.to_dtype(self.config.rollout.dtype)
+            if self.engine.digen.tag.policy != "off":
+                rollout = self.engine.digen.rollout
+                self._assistant = Assistant(
+                    self.engine,
+                    latents_dtype=PrecisionType.to_dtype(rollout.latents_dtype),
+                    decoder_dtype=self.engine.wire_dtype,
+                )
         if self._is_rollout and self.config.rollout.name in REPLICAS:
             # they read the checkpoint whatever rollout.load_format says, so an adapter needs no base sent before it
             self.base_sync_done = True
@@ -82,9 +96,9 @@ class DiffusionWorker(ActorRolloutRefWorker):
         self.engine.exports_average = enabled
 
     # -- one logical batch, fragment by fragment ----------------------------------------------------------
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # pyright: ignore[reportAttributeAccessIssue]
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
     def begin(self, num_samples: int, num_rows: int, partition: str) -> None:
-        """Open a logical batch, see `DiffusersFSDPEngine.begin`.
+        """Open a logical batch, see `DiffusersFSDPEngine.begin`. The driver gets one reference per rank at once.
 
         Args:
             partition: of TransferQueue, where the samples' rows stay until the batch is closed.
@@ -101,6 +115,19 @@ class DiffusionWorker(ActorRolloutRefWorker):
         started_s = time.perf_counter()
         counts = self.engine.accumulate(fragment)
         return {**counts, "accumulate_s": time.perf_counter() - started_s}
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
+    @DistProfiler.annotate(color="blue", role="actor_assist")
+    def assist(self, requests: tuple[SampleRequest, ...], version: int) -> list[Generation]:
+        """Generate this rank's share of the requests, which are of one group, see `Assistant.generate`.
+
+        Only with `digen.tag.policy` other than off. The prompt's conditions must be in TransferQueue.
+
+        Args:
+            version: of the weights, which is recorded with the samples.
+        """
+        condition, negative_condition = fetch_conditions([requests[0].uid])[requests[0].uid]
+        return self._assistant.generate(requests, condition, negative_condition, version=version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
     @DistProfiler.annotate(color="red", role="actor_commit")

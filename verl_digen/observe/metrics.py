@@ -19,7 +19,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, pstdev
 from typing import Any
@@ -57,9 +57,13 @@ def reward_metrics(tags: Sequence[Tag], groups: Sequence[str]) -> dict[str, floa
 
 
 def staleness_metrics(tags: Sequence[Tag], trained_version: int) -> dict[str, float]:
-    """How far the samples' versions lie behind the version they train."""
+    """How far the samples' versions lie behind the version they train: maximum, mean and histogram."""
     ages = [trained_version - tag["min_global_steps"] for tag in tags]
-    return {"rollout/version_age_max_versions": float(max(ages)), "rollout/version_age_mean_versions": fmean(ages)}
+    return {
+        "rollout/version_age_max_versions": float(max(ages)),
+        "rollout/version_age_mean_versions": fmean(ages),
+        **{f"staleness/samples_{age}_versions": float(count) for age, count in sorted(Counter(ages).items())},
+    }
 
 
 def training_metrics(outputs: Mapping[str, float]) -> dict[str, float]:
@@ -78,6 +82,7 @@ def perf_metrics(
     sync_s: float,
     num_devices: int,
     training: Sequence[tuple[float, float]] | None = None,
+    since_s: float = 0.0,
 ) -> dict[str, float]:
     """`perf/*` of a step.
 
@@ -87,6 +92,7 @@ def perf_metrics(
         training: (start, end) of the engine's calls, where it trains while others generate; else it takes its turn.
         sync_s: wall time of the weight update.
         num_devices: devices of all pools.
+        since_s: unix time at which the step began; samples may have been generated before.
     """
     generating = [(tag["generate_start_s"], tag["generate_end_s"]) for tag in tags]
     scoring = [(tag["score_start_s"], tag["score_end_s"]) for tag in tags]
@@ -94,7 +100,8 @@ def perf_metrics(
     if training is None:
         busy_s = union_s(generating + scoring) + train_s
     else:
-        busy_s = union_s([*generating, *scoring, *training])
+        spans = [*generating, *scoring, *training]
+        busy_s = union_s((max(start, since_s), end) for start, end in spans if end > since_s)
     return {
         "perf/step_s": step_s,
         "perf/generate_s": union_s(generating),

@@ -29,8 +29,9 @@ class DiffusersServerAdapter(BaseRollout):
 
     def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1, **kwargs: Any):
         super().__init__(config, model_config, device_mesh, **kwargs)
-        # one device per replica; a replica with its own devices says which one it is
-        self.replica_rank = torch.distributed.get_rank() if replica_rank < 0 else replica_rank
+        # one device per replica; a replica with its own devices says which one it is, and switches when it is told to
+        self._takes_turns = replica_rank < 0
+        self.replica_rank = torch.distributed.get_rank() if self._takes_turns else replica_rank
         self.is_leader_rank = True
         self.sleep_level = 1
         self._wire_dtype = PrecisionType.to_dtype(self.config.dtype)
@@ -52,7 +53,8 @@ class DiffusersServerAdapter(BaseRollout):
         wire_format: str = "named_tensors",
         **kwargs: Any,
     ) -> None:
-        """Send all `weights` and make them version `global_steps` on the server.
+        """Send all `weights`; a server on devices of its own keeps them aside as version `global_steps` until it is
+        told to take them (`activate_weights`), one that takes turns with the trainer takes them at once.
 
         Raises:
             RuntimeError: the server found a tensor missing, unknown or of another shape.
@@ -72,5 +74,6 @@ class DiffusersServerAdapter(BaseRollout):
                 bucket, num_bytes = {}, 0
         if bucket:
             await self._replica.call("receive_weights", bucket)
-        await self._replica.call("commit_weights", kwargs["global_steps"], num_tensors)
+        last = "commit_weights" if self._takes_turns else "seal_weights"
+        await self._replica.call(last, kwargs["global_steps"], num_tensors)
         logger.debug("sent %d tensors in %.3f s", num_tensors, time.perf_counter() - started_s)

@@ -4,6 +4,8 @@
 - A batch holds requests with equal `sampling` (size, steps, guidance), the oldest request's first, ordered by
   (uid, sample_index) so that the same requests always form the same batch.
 - A batch starts when it is full, or when no request has arrived for `wait_s`.
+- A sample that nobody wants any more can be withdrawn: from the queue, or, when its whole batch is unwanted, by
+  stopping the batch at its next step.
 - Whoever holds `exclusive()` runs between batches, never inside one: weight updates use it, so that a trajectory
   has one version and nothing in flight is thrown away.
 
@@ -18,8 +20,15 @@ from contextlib import asynccontextmanager
 
 from verl_digen.types import Generation, SampleRequest
 
-Execute = Callable[[Sequence[SampleRequest]], Awaitable[Sequence[Generation | Exception]]]
-"""Generates one batch; answers in the order of the requests, with an exception for what fails one of them alone."""
+Execute = Callable[[Sequence[SampleRequest], Callable[[], bool]], Awaitable[Sequence[Generation | Exception]]]
+"""Generates one batch, unless the function it is given says that it should stop; answers in the order of the requests,
+with an exception for what fails one of them alone."""
+
+Entry = tuple[SampleRequest, asyncio.Future[Generation]]
+
+
+class Withdrawn(Exception):
+    """Nobody wants the sample any more."""
 
 
 class RequestBatcher:
@@ -33,7 +42,9 @@ class RequestBatcher:
         self._execute = execute
         self._max_batch_size = max_batch_size
         self._wait_s = wait_s
-        self._pending: list[tuple[SampleRequest, asyncio.Future[Generation]]] = []
+        self._pending: list[Entry] = []
+        self._batch: list[Entry] = []
+        """What is being generated."""
         self._arrived = asyncio.Event()
         self._open = asyncio.Event()
         self._open.set()
@@ -48,6 +59,17 @@ class RequestBatcher:
         self._pending.append((request, answer))
         self._arrived.set()
         return await answer
+
+    def withdraw(self, uid: str, sample_index: int) -> None:
+        """Whoever waits for the sample gets `Withdrawn` at once. No effect if nobody does."""
+        for request, answer in [*self._pending, *self._batch]:
+            if (request.uid, request.sample_index) == (uid, sample_index) and not answer.done():
+                answer.set_exception(Withdrawn(f"sample {uid}_{sample_index} is not wanted any more"))
+        self._pending = [entry for entry in self._pending if not entry[1].done()]
+
+    def _is_unwanted(self) -> bool:
+        """Whether all of the running batch was withdrawn; asked from the thread that runs it."""
+        return all(answer.done() for _, answer in self._batch)
 
     def pause(self) -> None:
         """Start no further batch until `resume`; requests wait."""
@@ -69,9 +91,11 @@ class RequestBatcher:
             async with self._running:
                 if not self._open.is_set():  # paused while we waited for the lock
                     continue
-                batch = self._take()
+                if not self._pending:  # withdrawn meanwhile
+                    continue
+                batch = self._batch = self._take()
                 try:
-                    answers = await self._execute([request for request, _ in batch])
+                    answers = await self._execute([request for request, _ in batch], self._is_unwanted)
                 except Exception as error:  # every caller of the batch is told
                     for _, answer in batch:
                         if not answer.done():

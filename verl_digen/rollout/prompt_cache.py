@@ -3,11 +3,13 @@
 
 A prompt that the encoder refuses is an answer too: it fails the samples that have it and no other of the batch.
 
-Bound: `max_size` conditions between two calls; during a call, those of its texts on top.
+Bound: `max_size` conditions between two calls; during a call, those of its texts on top. Threads may share one; who
+asks while another one's prompts are encoded waits for that.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -26,9 +28,14 @@ class PromptCache:
         self._max_size = max_size
         self._conditions: OrderedDict[str, Condition] = OrderedDict()
         self._hits = self._misses = 0
+        self._lock = threading.Lock()
 
     def lookup(self, texts: Sequence[str]) -> dict[str, Condition | ValueError]:
         """Text -> its condition, or why the encoder refuses it."""
+        with self._lock:
+            return self._lookup(texts)
+
+    def _lookup(self, texts: Sequence[str]) -> dict[str, Condition | ValueError]:
         distinct = list(dict.fromkeys(texts))
         missing = [text for text in distinct if text not in self._conditions]
         self._misses += len(missing)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The server actor of a `diffusers` replica: holds the whole pipeline and answers generation requests.
 
-The method names are those verl calls on a rollout server. Weights change only between batches
-(`RequestBatcher.exclusive`), all at once, after names and shapes were compared with what is loaded.
+The method names are those verl calls on a rollout server. New weights are received and sealed while batches run; they
+are taken between two batches (`RequestBatcher.exclusive`), all at once, when the driver says so.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -67,7 +67,9 @@ class DiffusersServer:
         )
         # one thread: the device does one thing at a time, and the event loop stays responsive
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="denoise")
+        self._encoding = ThreadPoolExecutor(max_workers=1, thread_name_prefix="encode")
         self._version = 0
+        self._sealed_version = 0
 
     # -- generation ---------------------------------------------------------------------------------------
     async def generate(
@@ -81,10 +83,39 @@ class DiffusersServer:
         """Generate one sample. The request is `sampling_params["request"]`; the signature is verl's."""
         return await self._batcher.submit(sampling_params["request"])
 
-    async def _generate_batch(self, requests: Sequence[SampleRequest]) -> list[Generation | ValueError]:
-        return await asyncio.get_running_loop().run_in_executor(self._compute, self._generate, requests)
+    async def abort_request(self, request_id: str) -> None:
+        """Nobody wants the sample `UID_INDEX` any more: whoever waits for it gets `Withdrawn`."""
+        uid, _, index = request_id.rpartition("_")
+        self._batcher.withdraw(uid, int(index))
 
-    def _generate(self, requests: Sequence[SampleRequest]) -> list[Generation | ValueError]:
+    async def encode(self, request: SampleRequest) -> tuple[Condition, Condition | None]:
+        """The conditions of the request's prompt and, with guidance, of its negative prompt, on the CPU; while a batch
+        runs. For the trainer, which has no encoder and generates samples of the group too.
+
+        Raises:
+            ValueError: the encoder refuses a prompt.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._encoding, self._encode, request)
+
+    def _encode(self, request: SampleRequest) -> tuple[Condition, Condition | None]:
+        prompts = _prompts(request, request.sampling.guidance_scale > 1.0)
+        known = self._prompts.lookup(prompts)
+        found: list[Condition] = []
+        for text in prompts:
+            condition = known[text]
+            if isinstance(condition, ValueError):
+                raise condition
+            found.append(_to_cpu(condition))
+        return found[0], found[1] if len(found) > 1 else None
+
+    async def _generate_batch(
+        self, requests: Sequence[SampleRequest], should_stop: Callable[[], bool]
+    ) -> list[Generation | ValueError]:
+        return await asyncio.get_running_loop().run_in_executor(self._compute, self._generate, requests, should_stop)
+
+    def _generate(
+        self, requests: Sequence[SampleRequest], should_stop: Callable[[], bool]
+    ) -> list[Generation | ValueError]:
         """The samples in order; for one whose prompts the encoder refuses, why."""
         started_s = time.time()
         is_guided = requests[0].sampling.guidance_scale > 1.0
@@ -100,16 +131,22 @@ class DiffusersServer:
                 conditions.append(usable)
             else:
                 refused[position] = next(error for error in found if isinstance(error, ValueError))
-        samples = iter(self._denoise(readable, conditions, started_s) if readable else ())
+        samples = iter(self._denoise(readable, conditions, started_s, should_stop) if readable else ())
         return [refused[position] if position in refused else next(samples) for position in range(len(requests))]
 
     def _denoise(
-        self, requests: Sequence[SampleRequest], conditions: Sequence[Sequence[Condition]], started_s: float
+        self,
+        requests: Sequence[SampleRequest],
+        conditions: Sequence[Sequence[Condition]],
+        started_s: float,
+        should_stop: Callable[[], bool],
     ) -> list[Generation]:
         """Generate samples of which all `conditions` are known: each one's own, then guidance's if there is any."""
         positive = [known[0] for known in conditions]
         negative = [known[1] for known in conditions] if len(conditions[0]) > 1 else None
-        trajectories, latents = self._sampler.sample(requests, positive, negative, version=self._version)
+        trajectories, latents = self._sampler.sample(
+            requests, positive, negative, version=self._version, should_stop=should_stop
+        )
         pixels = self._decode(latents, requests[0].sampling.geometry)
         interval = {"global_steps": self._version, "generate_start_s": started_s, "generate_end_s": time.time()}
         return [
@@ -128,19 +165,30 @@ class DiffusersServer:
         """Keep one bucket of the next version aside; nothing changes yet."""
         self._weights.stage(named_tensors)
 
-    async def commit_weights(self, version: int, num_tensors: int) -> None:
-        """Make the staged tensors the current weights, between two batches.
+    async def seal_weights(self, version: int, num_tensors: int) -> None:
+        """What was received is version `version`, for `activate_weights` to take.
 
         Raises:
             RuntimeError: a tensor is missing, unknown or of another shape; the old weights keep serving.
         """
+        self._weights.seal(num_tensors)
+        self._sealed_version = version
+
+    async def activate_weights(self) -> int:
+        """Make the newest sealed version the current one, between two batches -> which it is."""
         asked_s = time.perf_counter()
         async with self._batcher.exclusive():
             began_s = time.perf_counter()
-            self._weights.commit(num_tensors)
-            self._version = version
+            self._weights.switch()
+            self._version = self._sealed_version
         load_s, drain_s = time.perf_counter() - began_s, began_s - asked_s
         self._last_update = {"update_s": drain_s + load_s, "load_s": load_s, "drain_s": drain_s}
+        return self._version
+
+    async def commit_weights(self, version: int, num_tensors: int) -> None:
+        """`seal_weights` and `activate_weights`, where trainer and replica take turns."""
+        await self.seal_weights(version, num_tensors)
+        await self.activate_weights()
 
     # -- what verl calls around a step --------------------------------------------------------------------
     async def sleep(self) -> None:

@@ -53,7 +53,7 @@ from verl_digen.schedulers.batch import Batch, Group, GroupQueue, LiveChunk, Req
 from verl_digen.schedulers.bubbles import bubble_at
 from verl_digen.schedulers.durations import Durations
 from verl_digen.schedulers.rules import BatchRules
-from verl_digen.schedulers.search import EPSILON_S, BubbleSearch
+from verl_digen.schedulers.search import EPSILON_S, BubbleSearch, Verdict
 from verl_digen.schedulers.slots import SlotPool
 from verl_digen.schedulers.types import (
     TRAINER,
@@ -174,6 +174,10 @@ class BatchPlanner:
         self._slots.join(slot, replica=replica, version=version)
         self._disturb()
 
+    def has_slot(self, slot: str) -> bool:
+        """Whether the slot joined and is not lost."""
+        return slot in self._slots
+
     def on_slot_lost(self, slot: str) -> None:
         """A slot is gone; the samples it was generating go back, to be issued again."""
         if self._slots.lose(slot).state == "busy":
@@ -195,12 +199,16 @@ class BatchPlanner:
         """A slot has taken `version`, as `LoadWeights` said."""
         self._slots.load(slot, version)
 
-    def assign(self, now_s: float) -> list[SlotDecision]:
-        """What free slots do now, least-loaded replica first. Ask after every event: O(versions) if nothing."""
+    def assign(self, now_s: float, *, begins: bool = True) -> list[SlotDecision]:
+        """What free slots do now, least-loaded replica first. Ask after every event: O(versions) if nothing.
+
+        Args:
+            begins: False ends what is begun and takes new weights, and begins no group.
+        """
         decisions: list[SlotDecision] = []
         self._restart_orphans()
         for version in self._slots.idle_versions():
-            while (group := self._next_group(version)) is not None:
+            while (group := self._next_group(version, begins)) is not None:
                 slot = self._slots.take(version)
                 if slot is None:
                     break
@@ -216,10 +224,10 @@ class BatchPlanner:
         queue = self._begun.get(version)
         return None if queue is None else queue.front(self._groups)
 
-    def _next_group(self, version: int) -> Group | None:
+    def _next_group(self, version: int, begins: bool) -> Group | None:
         """Oldest group that a slot with `version` may take samples of."""
         begun = self._begun_front(version)
-        if version < self.published:  # it loads the newer version before it begins a group
+        if version < self.published or not begins:  # it loads the newer version before it begins a group
             return begun
         fresh = self._fresh.front(self._groups)
         if fresh is None or not self._may_begin(fresh, version):
@@ -323,7 +331,7 @@ class BatchPlanner:
         else:
             self._durations.on_generated(request.generator, num_samples, now_s - request.since_s)
 
-    def on_scored(self, chunk_id: int, rewards: Mapping[int, float], version: int, now_s: float) -> None:
+    def on_scored(self, chunk_id: int, rewards: Mapping[int, float], version: int, now_s: float) -> frozenset[int]:
         """Samples of a chunk have their rewards; before or after `on_generated`, at once or one by one.
 
         Args:
@@ -331,13 +339,16 @@ class BatchPlanner:
             version: weight version the samples were generated under, as recorded with their trajectories. Samples of
                 another version than the chunk's count as failed.
 
+        Returns:
+            The samples that count; nobody wants the others any more.
+
         Raises:
             RuntimeError: such a sample in strict mode; a reward that is not finite.
         """
         live = self._live.get(chunk_id)
         if live is None:
             self._count_late(len(rewards))
-            return
+            return frozenset()
         chunk = live.chunk
         if version != chunk.version:
             if self.rules.max_versions == 0:
@@ -346,8 +357,9 @@ class BatchPlanner:
                     f"{version}; with digen.staleness.max_versions=0 no sample of another version may exist"
                 )
             self.on_failed(chunk_id, list(rewards))
-            return
+            return frozenset()
         group = self._groups[chunk.uid]
+        accepted = live.left.intersection(rewards)
         for index, reward in rewards.items():
             if not isfinite(reward):
                 raise RuntimeError(f"a reward must be finite, got {reward} for sample {index} of group {chunk.uid}")
@@ -362,6 +374,7 @@ class BatchPlanner:
                 self._durations.on_scored(now_s - live.generated_s)
         if len(group.rewards) == self.rules.group_size:
             self._complete(group)
+        return frozenset(accepted)
 
     def on_failed(self, chunk_id: int, samples: Sequence[int]) -> None:
         """Samples of a chunk have no trajectory or no reward: generated again, or their group is dropped."""
@@ -509,9 +522,9 @@ class BatchPlanner:
             return self._assist(group, now_s, "measure", None)
         verdict = self._search.decide(bubble)
         if verdict.choice == "assist":
-            return self._assist(group, now_s, "gain", verdict.gain_s)
+            return self._assist(group, now_s, "gain", verdict)
         self._wait_until_s = now_s + verdict.wait_until_s
-        return Wait("waiting_pays", verdict.wait_until_s)
+        return Wait("waiting_pays", verdict.wait_until_s, verdict.makespan_s)
 
     def _assistable(self) -> Group | None:
         """Oldest group of the trainer's batch that has samples left, under the trainer's version."""
@@ -522,12 +535,14 @@ class BatchPlanner:
         ]
         return min(candidates, key=lambda group: group.place, default=None)
 
-    def _assist(self, group: Group, now_s: float, reason: AssistReason, gain_s: float | None) -> Assist:
+    def _assist(self, group: Group, now_s: float, reason: AssistReason, verdict: Verdict | None) -> Assist:
         chunk = self._issue(group, self.batch, self.rules.trainer_chunk_size(len(self._slots)))
         self._send(chunk, TRAINER, now_s)
         self._batches[chunk.batch].num_assisted += len(chunk.samples)
         self._occupy(chunk, now_s)
-        return Assist(chunk, reason, gain_s)
+        if verdict is None:
+            return Assist(chunk, reason, None)
+        return Assist(chunk, reason, verdict.gain_s, verdict.makespan_s)
 
     def _idle_reason(self, batch: Batch) -> WaitReason:
         if batch.num_open == 0:

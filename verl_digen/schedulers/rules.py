@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 from verl_digen.schedulers.require import require
 
-AssistMode = Literal["off", "bts", "always"]
+AssistPolicy = Literal["off", "bts", "always"]
 """off: the trainer never generates. bts: where a search says that it shortens the batch. always: at every bubble."""
 
 
@@ -39,8 +39,8 @@ class BatchRules:
     """`digen.gap.min_groups_per_fragment`: a smaller fragment trains only when no further group is to come."""
     max_groups_per_fragment: int = 4
     """`digen.gap.max_groups_per_fragment`: groups that completed while the trainer was busy merge up to this."""
-    assist: AssistMode = "off"
-    """`digen.tag.mode`."""
+    assist: AssistPolicy = "off"
+    """`digen.tag.policy`."""
     assist_chunk_size: int | None = None
     """`digen.tag.chunk_size`: samples of a chunk that the trainer generates; None = as the slots' chunks."""
     max_versions: int = 0
@@ -73,8 +73,8 @@ class BatchRules:
             "raise it",
         )
         require(
-            self.assist in get_args(AssistMode),
-            f"digen.tag.mode must be one of {', '.join(get_args(AssistMode))}",
+            self.assist in get_args(AssistPolicy),
+            f"digen.tag.policy must be one of {', '.join(get_args(AssistPolicy))}",
             self.assist,
             "bts is the one that does not lose time",
         )

@@ -53,6 +53,9 @@ class SlotPool:
     def __len__(self) -> int:
         return len(self._slots)
 
+    def __contains__(self, slot_id: str) -> bool:
+        return slot_id in self._slots
+
     @property
     def ids(self) -> list[str]:
         """Ascending."""

@@ -22,7 +22,7 @@ generated; prompts: groups were dropped and their replacement is to come; no_slo
 assist would lengthen the batch; costs_unknown: too little is measured to tell; batch_done: no batch is left."""
 
 AssistReason = Literal["gain", "always", "measure"]
-"""Why the trainer assists. gain: it shortens the batch; always: `digen.tag.mode=always`; measure: once, so that its
+"""Why the trainer assists. gain: it shortens the batch; always: `digen.tag.policy=always`; measure: once, so that its
 cost is known."""
 
 DropReason = Literal["failed", "zero_spread", "surplus"]
@@ -103,6 +103,8 @@ class Assist(NamedTuple):
     reason: AssistReason
     predicted_gain_s: float | None
     """How much earlier the batch ends than if the trainer never assisted again; None where nothing was predicted."""
+    makespan_s: float | None = None
+    """Predicted time from now to the end of the batch's last training call; None where nothing was predicted."""
 
 
 class Commit(NamedTuple):
@@ -121,6 +123,8 @@ class Wait(NamedTuple):
     reason: WaitReason
     predicted_wait_s: float | None = None
     """waiting_pays: until the next fragment is ready; infinite if nobody generates it."""
+    makespan_s: float | None = None
+    """waiting_pays: predicted time from now to the end of the batch's last training call."""
 
 
 SlotDecision = Generate | LoadWeights

@@ -4,6 +4,7 @@
     RUN_DIR/global_step_N/actor/...        written by the engine, see `verl_digen.engine.checkpoint`
     RUN_DIR/global_step_N/data.pt          data loader state
     RUN_DIR/global_step_N/digen.json       counters of the driver
+    RUN_DIR/global_step_N/prompts.pt       prompts that were drawn and not trained yet, in order
     RUN_DIR/latest_checkpointed_iteration.txt   the pointer, replaced last and at once
 
 Invariant (tests/trainer/test_checkpoint.py): whatever fails before the pointer is replaced, the pointer names a
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,10 +34,18 @@ class DriverState:
     """Prompts taken from the data loader so far; numbers the groups, so that resumed runs draw the same noise."""
 
 
-def save_driver_state(step_dir: Path, state: DriverState, dataloader_state: dict[str, Any]) -> None:
-    """Write the driver's files into `step_dir`."""
+def save_driver_state(
+    step_dir: Path, state: DriverState, dataloader_state: dict[str, Any], open_prompts: Sequence[Mapping[str, Any]]
+) -> None:
+    """Write the driver's files into `step_dir`.
+
+    Args:
+        open_prompts: rows that the data loader has given and no optimizer step has trained; a resumed run begins with
+            them.
+    """
     step_dir.mkdir(parents=True, exist_ok=True)
     torch.save(dataloader_state, step_dir / "data.pt")
+    torch.save([dict(row) for row in open_prompts], step_dir / "prompts.pt")
     replace_text(step_dir / "digen.json", json.dumps(asdict(state)))
 
 
@@ -52,6 +62,12 @@ def load_driver_state(step_dir: Path) -> DriverState:
             "start a new run with trainer.resume_mode=disable"
         )
     return DriverState(**json.loads(path.read_text()))
+
+
+def load_open_prompts(step_dir: Path) -> list[dict[str, Any]]:
+    """The rows that were drawn and not trained; none in a checkpoint of before they were saved."""
+    path = step_dir / "prompts.pt"
+    return torch.load(path, weights_only=False) if path.is_file() else []
 
 
 def publish(run_dir: Path, step: int) -> None:

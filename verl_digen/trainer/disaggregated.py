@@ -3,7 +3,9 @@
 
     _setup        trainer ranks, reward workers; then replicas on devices of their own, and a checkpoint engine to them
     step          the conductor: chunks out, fragments in, one commit              (verl_digen.trainer.conductor)
-    on_step_end   version v+1 to every replica, the timeline of the step to disk
+    on_step_end   version v+1 to every replica, which takes it between two chunks; the timeline of the step to disk
+
+The conductor runs in a thread of its own, so that replicas which may begin the next batch are fed between steps too.
 
 What is shared with the colocated trainer (data, checkpoints, validation, metrics) is inherited from it.
 
@@ -12,17 +14,16 @@ Invariant (tests/e2e): after any number of steps the weights are those of the co
 
 from __future__ import annotations
 
-import asyncio
 import socket
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import transfer_queue as tq
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from transfer_queue import KVBatchMeta
-from verl.checkpoint_engine import CheckpointEngineManager
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.debug import marked_timer
 
 from verl_digen.agent_loop.server_manager import AsyncDiffusionServerManager
 from verl_digen.algorithms.window import draw_window
@@ -30,12 +31,18 @@ from verl_digen.config import DigenConfig
 from verl_digen.observe.metrics import training_metrics
 from verl_digen.observe.timeline import Interval, Lane, Recorder, TimelineFile, step_metrics
 from verl_digen.pipeline.conditions import CONDITION_PARTITION
+from verl_digen.pipeline.keys import SampleName
 from verl_digen.schedulers.durations import MeasuredDurations
 from verl_digen.schedulers.planner import BatchPlanner
 from verl_digen.schedulers.rules import BatchRules
 from verl_digen.trainer.conductor import BatchOutcome, Conductor, Lanes
-from verl_digen.trainer.pools import PARTITION, GeneratorPool, Slot, TrainerPool, sample_key
+from verl_digen.trainer.loop_thread import LoopThread
+from verl_digen.trainer.pools import PARTITION, GeneratorPool, Slot, TrainerPool
 from verl_digen.trainer.sync import FlowGRPOTrainerSync
+from verl_digen.weights.staged import StagedCheckpointManager
+
+if TYPE_CHECKING:
+    from verl_digen.schedulers.rules import AssistPolicy
 
 NAME = "digen_disaggregated"
 """`trainer.v1.trainer_mode`."""
@@ -57,6 +64,10 @@ def batch_rules(digen: DigenConfig, *, num_prompts: int, group_size: int) -> Bat
         drop_zero_spread=queue.drop_zero_spread,
         max_group_refills=digen.max_refills_per_step or num_prompts,
         max_sample_refills=queue.max_sample_refills or group_size,
+        assist=cast("AssistPolicy", digen.tag.policy),
+        assist_chunk_size=None if isinstance(digen.tag.chunk_size, str) else digen.tag.chunk_size,
+        max_versions=digen.staleness.max_versions,
+        fraction=digen.staleness.fraction,
     )
 
 
@@ -83,16 +94,15 @@ class FlowGRPOTrainerDisaggregated(FlowGRPOTrainerSync):
         super()._setup()
         server_manager: Any = AsyncDiffusionServerManager.create(config=self.config)  # verl awaits it by itself
         self.llm_server_manager = server_manager
-        self.checkpoint_manager = CheckpointEngineManager(
+        self.checkpoint_manager = StagedCheckpointManager(
             config=omega_conf_to_dataclass(self.config.actor_rollout_ref.rollout.checkpoint_engine),
             actor_wg=self.actor_rollout_wg,
             replicas=self.llm_server_manager.get_replicas(),
         )
-        self._events = asyncio.new_event_loop()
+        self._loop = LoopThread("conductor")
         self._recorder = Recorder()
         self._driver = Lane("driver", 0, socket.gethostname(), 0)
         self._conductor: Conductor | None = None
-        self._drawn: list[dict[str, Any]] = []
         self._previous_intervals: list[Interval] = []
         self._num_devices = self._device_counts()
         self._timeline_file = TimelineFile(self.run_dir / "timeline.jsonl", self._num_devices)
@@ -121,15 +131,19 @@ class FlowGRPOTrainerDisaggregated(FlowGRPOTrainerSync):
         )
         host = self._driver.host
         lanes: dict[str, Lane] = {}
-        slots = []
+        slots: list[Slot] = []
+        slots_of: dict[str, list[str]] = {}
         for number, replica in enumerate(self.checkpoint_manager.replicas):
             lane = Lane("generator", number, host, replica.world_size)
-            for index in range(self.digen.gap.slots_per_replica):
-                slot = Slot(f"{number:04d}/{index}", replica.server_address, replica.server_handle)
-                slots.append(slot)
-                lanes[slot.name] = lane
-                planner.on_slot_joined(slot.name, replica=slot.replica, version=first_batch)
-        self._generator = GeneratorPool(self.agent_loop_manager.agent_loop_workers, slots)
+            names = [f"{number:04d}/{index}" for index in range(self.digen.gap.slots_per_replica)]
+            for name in names:
+                slots.append(Slot(name, replica.server_address, replica.server_handle))
+                lanes[name] = lane
+                slots_of[name] = names
+                planner.on_slot_joined(name, replica=replica.server_address, version=first_batch)
+        self._generator = GeneratorPool(
+            self.agent_loop_manager.agent_loop_workers, slots, trainer=self.actor_rollout_wg
+        )
         num_samples = num_prompts * rollout.n
         self._trainer_pool = TrainerPool(
             self.actor_rollout_wg, num_samples=num_samples, num_rows=num_samples * self._num_trained_steps()
@@ -139,6 +153,7 @@ class FlowGRPOTrainerDisaggregated(FlowGRPOTrainerSync):
             self._generator,
             self._trainer_pool,
             self._draw_prompts,
+            slots_of=slots_of,
             recorder=self._recorder,
             lanes=Lanes(
                 trainer=Lane("trainer", 0, host, self._num_devices["trainer"]),
@@ -162,6 +177,10 @@ class FlowGRPOTrainerDisaggregated(FlowGRPOTrainerSync):
             self._generator.add_prompt(batch, row["uid"], {**row, "global_steps": batch + 1})
         return [row["uid"] for row in rows]
 
+    def _open_prompts(self) -> Sequence[Mapping[str, Any]]:
+        assert self._conductor is not None
+        return [*self._generator.open_prompts(), *self._drawn]
+
     # -- one step -----------------------------------------------------------------------------------------
     def on_step_begin(self) -> None:
         super().on_step_begin()
@@ -171,28 +190,39 @@ class FlowGRPOTrainerDisaggregated(FlowGRPOTrainerSync):
         """One logical batch, up to its optimizer step."""
         if self._conductor is None:
             self._conductor = self._make_conductor()
-        outcome = self._events.run_until_complete(self._conductor.run_batch())
+        outcome = self._loop.run(self._conductor.run_batch())
         metrics.update(training_metrics(outcome.metrics))
         metrics["actor/update_s"] = self._trainer_pool.compute_s
+        metrics.update(outcome.forecast)
         metrics.update(_report_metrics(outcome))
         self._num_refills = outcome.report.num_group_refills
         self._generator.forget_batch(outcome.report.batch)
         _clear(outcome)
-        samples = [(uid, index, tag) for uid, tags in outcome.groups.items() for index, tag in sorted(tags.items())]
-        return KVBatchMeta(
-            partition_id=PARTITION,
-            keys=[sample_key(uid, index) for uid, index, _ in samples],
-            tags=[dict(tag) for _, _, tag in samples],
-        )
+        samples = {
+            SampleName(uid, index, tag["min_global_steps"]).key: dict(tag)
+            for uid, tags in outcome.groups.items()
+            for index, tag in sorted(tags.items())
+        }
+        return KVBatchMeta(partition_id=PARTITION, keys=list(samples), tags=list(samples.values()))
 
     def on_step_end(self) -> None:
         assert self._conductor is not None
-        with self._recorder.interval(
-            "publish", self._conductor.lanes.trainer, step=self.global_steps, version=self.global_steps
+        with (
+            self._recorder.interval(
+                "publish", self._conductor.lanes.trainer, step=self.global_steps, version=self.global_steps
+            ),
+            marked_timer("update_weights", self.timing_raw),
         ):
-            super().on_step_end()
-        self._conductor.publish(self.global_steps)
+            self.checkpoint_manager.stage_weights(self.global_steps)
+        self._forget_lost_replicas()
+        self._loop.run(self._conductor.publish(self.global_steps))
         self._close_timeline()
+
+    def on_validate_begin(self) -> None:
+        """Validation is by the newest weights, on replicas that do nothing else."""
+        if self._conductor is not None:
+            self._loop.run(self._conductor.drain())
+        super().on_validate_begin()
 
     def _close_timeline(self) -> None:
         """The intervals of the step to disk, and as metrics to the step's other ones."""
@@ -221,10 +251,9 @@ class FlowGRPOTrainerDisaggregated(FlowGRPOTrainerSync):
 
 def _clear(outcome: BatchOutcome) -> None:
     """What nobody reads any more; the rows of trained samples are cleared by verl's loop, at the end of the step."""
-    tq.kv_clear(keys=[*outcome.groups, *outcome.unwanted], partition_id=CONDITION_PARTITION)
-    unwanted = [sample_key(uid, index) for uid, tags in outcome.unwanted.items() for index in tags]
-    if unwanted:
-        tq.kv_clear(keys=unwanted, partition_id=PARTITION)
+    tq.kv_clear(keys=[*outcome.groups, *outcome.dropped_uids], partition_id=CONDITION_PARTITION)
+    if outcome.unwanted:
+        tq.kv_clear(keys=[name.key for name in outcome.unwanted], partition_id=PARTITION)
 
 
 def _report_metrics(outcome: BatchOutcome) -> Mapping[str, float]:
@@ -235,6 +264,8 @@ def _report_metrics(outcome: BatchOutcome) -> Mapping[str, float]:
         "batch/num_fragments": float(report.num_fragments),
         "batch/refilled_samples": float(report.num_sample_refills),
         "batch/reissued_samples": float(report.num_reissued),
+        "batch/late_samples": float(report.num_late),
+        "tag/assisted_samples": float(report.num_assisted),
         **{f"batch/dropped_groups_{reason}": float(count) for reason, count in report.dropped.items()},
     }
 

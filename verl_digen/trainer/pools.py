@@ -4,15 +4,23 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verl_digen.agent_loop.chunks import ChunkOrder, GeneratedChunk, ScoredChunk
+from ray.exceptions import RayActorError
+
+from verl_digen.agent_loop.chunks import ChunkOrder, GeneratedChunk, ScoredChunk, describe
+from verl_digen.agent_loop.server_manager import ALL_LOST
 from verl_digen.engine.fragment import Fragment as EngineFragment
 from verl_digen.engine.fragment import FragmentSample
+from verl_digen.errors import RunStopped
+from verl_digen.pipeline.keys import SampleName
 from verl_digen.schedulers.types import Chunk, Fragment
+
+logger = logging.getLogger(__name__)
 
 PARTITION = "train"
 """Of TransferQueue: where samples' rows wait for the trainer."""
@@ -29,29 +37,77 @@ class Slot:
 
 
 class GeneratorPool:
-    """Agent loop workers in front of replicas.
+    """Agent loop workers in front of replicas, and in front of the trainer's ranks where those assist.
 
     Args:
         workers: handles of `DiffusionAgentLoopWorker`; a chunk stays with one of them.
+        trainer: verl's worker group of `DiffusionWorker`.
     """
 
-    def __init__(self, workers: Sequence[Any], slots: Sequence[Slot]):
+    def __init__(self, workers: Sequence[Any], slots: Sequence[Slot], trainer: Any):
         self._workers = list(workers)
         self._slots = {slot.name: slot for slot in slots}
+        self._trainer = trainer
         self._rows: dict[int, dict[str, Mapping[str, Any]]] = {}
         """Batch -> uid -> row."""
+        self._encoded: set[str] = set()
+        """Prompts whose conditions were published for an assist."""
 
     def add_prompt(self, batch: int, uid: str, row: Mapping[str, Any]) -> None:
         """What the agent loop needs of a prompt."""
         self._rows.setdefault(batch, {})[uid] = row
 
+    def open_prompts(self) -> list[Mapping[str, Any]]:
+        """Those of batches that are not over, in order."""
+        return [row for batch in sorted(self._rows) for row in self._rows[batch].values()]
+
     def forget_batch(self, batch: int) -> None:
         """Its prompts are trained or dropped."""
-        del self._rows[batch]
+        self._encoded.difference_update(self._rows.pop(batch))
 
     async def generate(self, slot: str, chunk: Chunk) -> GeneratedChunk:
-        order = ChunkOrder(chunk.id, chunk.uid, chunk.samples, self._rows[chunk.batch][chunk.uid])
-        return await self._worker(chunk).generate_chunk.remote(order, self._slots[slot].server)
+        server = self._slots[slot].server
+        generated = await self._worker(chunk).generate_chunk.remote(self._order(chunk), server)
+        if generated.is_slot_lost:
+            del self._slots[slot]
+        return generated
+
+    async def cancel(self, chunk: Chunk) -> None:
+        await self._worker(chunk).cancel_chunk.remote(chunk.id)
+
+    async def assist(self, chunk: Chunk) -> GeneratedChunk:
+        order, worker = self._order(chunk), self._worker(chunk)
+        try:
+            requests = await self._prepare_assist(order, worker)
+        except ValueError as error:  # the encoder refuses the prompt
+            return await worker.adopt_chunk.remote(order, [], describe(error))
+        return await worker.adopt_chunk.remote(order, self._trainer.assist(requests, chunk.version))
+
+    async def _prepare_assist(self, order: ChunkOrder, worker: Any) -> Any:
+        """What the ranks are to generate; a replica encodes the prompt, the first time."""
+        if order.uid in self._encoded:
+            return await worker.prepare_assist.remote(order, None)
+        for slot in list(self._slots.values()):
+            try:
+                requests = await worker.prepare_assist.remote(order, slot.server)
+            except RayActorError as error:
+                logger.warning("replica %s cannot encode a prompt, another one is asked: %s", slot.replica, error)
+                continue
+            self._encoded.add(order.uid)
+            return requests
+        raise RunStopped(ALL_LOST)
+
+    async def load(self, slots: Sequence[str]) -> int | None:
+        try:
+            return await self._slots[slots[0]].server.activate_weights.remote()
+        except RayActorError as error:
+            logger.warning("replica %s takes no weights any more: %s", self._slots[slots[0]].replica, error)
+            for slot in slots:
+                del self._slots[slot]
+            return None
+
+    def _order(self, chunk: Chunk) -> ChunkOrder:
+        return ChunkOrder(chunk.id, chunk.uid, chunk.samples, self._rows[chunk.batch][chunk.uid])
 
     async def collect(self, chunk: Chunk) -> ScoredChunk:
         return await self._worker(chunk).collect_chunk.remote(chunk.id)
@@ -78,11 +134,11 @@ class TrainerPool:
 
     async def begin(self) -> None:
         self.compute_s = 0.0
-        self._worker_group.begin(self._num_samples, self._num_rows, PARTITION)
+        await asyncio.gather(*self._worker_group.begin(self._num_samples, self._num_rows, PARTITION))
 
     async def accumulate(self, fragment: Fragment, groups: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> None:
         samples = tuple(
-            FragmentSample(sample_key(uid, index), uid, tag["reward"], tag["num_steps"], tag["experts"])
+            FragmentSample(_key(uid, index, tag), uid, tag["reward"], tag["num_steps"], tag["experts"])
             for uid, tags in groups.items()
             for index, tag in sorted(tags.items())
         )
@@ -103,6 +159,5 @@ class TrainerPool:
         return (await asyncio.gather(*references))[0]
 
 
-def sample_key(uid: str, sample_index: int) -> str:
-    """A sample's key in TransferQueue."""
-    return f"{uid}_{sample_index}_0"
+def _key(uid: str, sample_index: int, tag: Mapping[str, Any]) -> str:
+    return SampleName(uid, sample_index, tag["min_global_steps"]).key

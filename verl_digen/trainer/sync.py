@@ -27,6 +27,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,15 @@ from verl_digen.observe.metrics import perf_metrics, reward_metrics, staleness_m
 from verl_digen.observe.metrics_file import MetricsFile
 from verl_digen.observe.progress import progress_line
 from verl_digen.pipeline.conditions import CONDITION_PARTITION
+from verl_digen.pipeline.keys import parse_key
 from verl_digen.reward.manager import DiffusionRewardLoopManager
-from verl_digen.trainer.checkpoint import DriverState, load_driver_state, publish, save_driver_state
+from verl_digen.trainer.checkpoint import (
+    DriverState,
+    load_driver_state,
+    load_open_prompts,
+    publish,
+    save_driver_state,
+)
 from verl_digen.trainer.replay_buffer import GroupReplayBuffer
 from verl_digen.trainer.replicas import forget_lost_replicas, replica_metrics
 from verl_digen.trainer.validation import draw_pictures, validation_metrics, validation_uid
@@ -78,10 +86,14 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
         self.digen = digen_config(config)
         self.run_dir = Path(config.trainer.default_local_dir)
         self._num_prompts_drawn = 0
+        self._drawn: list[dict[str, Any]] = []
+        """Prompts that a loop which takes them one by one has not taken yet."""
         self._num_refills = 0
         self._pictures: Any = None
         self._started_s = time.time()
         self._first_step: int | None = None
+        self._step_began_s = 0.0
+        """Unix time, by the clock that the timeline's moments are given in."""
         os.environ.setdefault("TENSORBOARD_DIR", str(self.run_dir / "tensorboard"))
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self._metrics_file = MetricsFile(self.run_dir / "metrics.jsonl")
@@ -144,7 +156,7 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
     # -- one step -----------------------------------------------------------------------------------------
     def _balance_batch(self, batch: Any, metrics: dict, **unused: Any) -> Any:
         """Put the samples in one order, by group and index; verl deals them to the ranks in equal parts."""
-        order = sorted(range(len(batch.keys)), key=lambda position: _sort_key(batch.keys[position]))
+        order = sorted(range(len(batch.keys)), key=lambda position: parse_key(batch.keys[position]))
         batch.keys = [batch.keys[position] for position in order]
         batch.tags = [batch.tags[position] for position in order]
         return batch
@@ -186,6 +198,7 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
                 sync_s=timing_raw["update_weights"],
                 num_devices=self._get_n_gpus_for_throughput(),
                 training=self._training_intervals(),
+                since_s=self._step_began_s,
             )
         )
         metrics["perf/save_s"] = saving_s
@@ -300,7 +313,12 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
                 self.global_steps,
                 max_ckpt_to_keep=self.config.trainer.max_actor_ckpt_to_keep,
             )
-            save_driver_state(step_dir, DriverState(self._num_prompts_drawn), self.train_dataloader.state_dict())
+            save_driver_state(
+                step_dir,
+                DriverState(self._num_prompts_drawn),
+                self.train_dataloader.state_dict(),
+                self._open_prompts(),
+            )
             publish(self.run_dir, self.global_steps)
         except (OSError, RuntimeError) as error:
             raise RunStopped(
@@ -312,6 +330,10 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
             trainer=self, global_step=self.global_steps, checkpoint_dir=str(step_dir), async_save=False
         )
 
+    def _open_prompts(self) -> Sequence[Mapping[str, Any]]:
+        """Rows that were drawn and not trained: none, at the end of a step."""
+        return ()
+
     def _load_checkpoint(self) -> None:
         super()._load_checkpoint()
         self._metrics_file.keep_until(self.global_steps)
@@ -320,6 +342,7 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
             if self.config.trainer.resume_mode == "resume_path":
                 step_dir = Path(self.config.trainer.resume_from_path)
             self._num_prompts_drawn = load_driver_state(step_dir).num_prompts_drawn
+            self._drawn = load_open_prompts(step_dir)
             logger.info("resumed from %s after %d steps", step_dir, self.global_steps)
 
 
@@ -327,10 +350,5 @@ register_trainer(NAME)(FlowGRPOTrainerSync)  # not as a decorator: verl's erases
 
 
 def _groups(batch: Any) -> list[str]:
-    """Each sample's group id, from its key `{uid}_{sample_index}_0`."""
-    return [key.split("_")[0] for key in batch.keys]
-
-
-def _sort_key(key: str) -> tuple[str, int]:
-    uid, sample_index, _ = key.split("_")
-    return uid, int(sample_index)
+    """Each sample's group id."""
+    return [parse_key(key).uid for key in batch.keys]

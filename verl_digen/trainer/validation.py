@@ -15,6 +15,7 @@ import ray
 
 from verl_digen.observe.images import Shown, image_path, save_before_after, save_grid, step_dir
 from verl_digen.observe.metrics import reward_metrics
+from verl_digen.pipeline.keys import SampleName, parse_key
 from verl_digen.trainer.checkpoint import replace_text
 
 Tag = Mapping[str, Any]
@@ -28,7 +29,7 @@ def validation_uid(index: int) -> str:
 def validation_metrics(tags: Mapping[str, Tag], num_samples: int) -> dict[str, float]:
     """`val/*` of one validation. `tags`: sample key -> tag; `num_samples`: how many were asked for."""
     keys = sorted(tags)
-    rewards = reward_metrics([tags[key] for key in keys], [key.split("_")[0] for key in keys])
+    rewards = reward_metrics([tags[key] for key in keys], [parse_key(key).uid for key in keys])
     metrics = {name.replace("reward/", "val/reward_", 1): value for name, value in rewards.items()}
     metrics["val/reward"] = metrics.pop("val/reward_mean")
     metrics["val/failed_samples"] = float(num_samples - len(keys))
@@ -42,15 +43,20 @@ def validation_metrics(tags: Mapping[str, Tag], num_samples: int) -> dict[str, f
 
 def draw_pictures(run_dir: Path, step: int, tags: Mapping[str, Tag], num_logged: int) -> Any:
     """Start drawing the grid of this validation and the before/after picture; returns a Ray reference to wait for."""
+    first_samples = {name.uid: tag for name, tag in _by_name(tags) if name.sample_index == 0}
     shown = []
     for index in range(num_logged):
         uid = validation_uid(index)
-        tag = tags.get(f"{uid}_0_0")
+        tag = first_samples.get(uid)
         if tag is not None:
             shown.append({"uid": uid, "prompt": tag["prompt"], "reward": tag["reward"]})
     if not shown:
         return None
     return ray.remote(num_cpus=0)(_draw).remote(run_dir, step, shown)
+
+
+def _by_name(tags: Mapping[str, Tag]) -> list[tuple[SampleName, Tag]]:
+    return [(parse_key(key), tag) for key, tag in tags.items()]
 
 
 def _draw(run_dir: Path, step: int, shown: Sequence[dict[str, Any]]) -> None:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The receiving end of a weight update: stage everything, compare with what is loaded, then switch at once.
+"""The receiving end of a weight update: stage everything, compare with what is loaded (seal), then switch at once.
+
+Staging and sealing change nothing, so generation goes on meanwhile; when to switch is for the caller to say.
 
 Invariant (tests/weights): after an update that misses, adds or reshapes a tensor the old weights are untouched.
 """
@@ -31,13 +33,14 @@ class WeightReceiver:
             self.module = get_peft_model(transformer, adapter_config)  # type: ignore[arg-type]
         self._shapes = {name: tensor.shape for name, tensor in tensors_of_update(self.module).items()}
         self._staged: dict[str, Tensor] = {}
+        self._sealed: dict[str, Tensor] = {}
 
     def stage(self, named_tensors: dict[str, Tensor]) -> None:
         """Keep a bucket aside, on the CPU."""
         self._staged.update(named_tensors)
 
-    def commit(self, num_tensors: int) -> None:
-        """Copy the staged tensors into the network.
+    def seal(self, num_tensors: int) -> None:
+        """Check what was staged; `switch` takes it. An update sealed before and not taken is forgotten.
 
         Args:
             num_tensors: how many the sender sent.
@@ -49,12 +52,27 @@ class WeightReceiver:
         if len(staged) != num_tensors:
             raise RuntimeError(f"{num_tensors} tensors were sent but {len(staged)} arrived; the update is dropped")
         compare_with(staged, self._shapes)
-        current = tensors_of_update(
-            self.module
-        )  # looked up anew: moving the module between devices replaces its tensors
+        self._sealed = staged
+
+    def switch(self) -> None:
+        """Copy the sealed tensors into the network.
+
+        Raises:
+            RuntimeError: nothing is sealed.
+        """
+        sealed, self._sealed = self._sealed, {}
+        if not sealed:
+            raise RuntimeError("no weight update is waiting to be taken; seal one first")
+        # looked up anew: moving the module between devices replaces its tensors
+        current = tensors_of_update(self.module)
         with torch.no_grad():
-            for name, tensor in staged.items():
+            for name, tensor in sealed.items():
                 current[name].copy_(tensor)
+
+    def commit(self, num_tensors: int) -> None:
+        """`seal`, and `switch` at once."""
+        self.seal(num_tensors)
+        self.switch()
 
 
 def tensors_of_update(module: nn.Module) -> dict[str, Tensor]:

@@ -11,14 +11,15 @@ Invariants (tests/bench/test_durations.py): a chunk, a fragment and a step take 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from verl_digen.config import DigenConfig
 from verl_digen.engine.fragment import FragmentSample
 from verl_digen.schedulers.require import require
-from verl_digen.simulate.cluster import sample_s, train_s
+from verl_digen.simulate.cluster import assist_s, sample_s, train_s
 from verl_digen.simulate.profile import Profile, load_profile, profile_names
 
 NO_SLOWDOWN = 1.0
@@ -51,6 +52,11 @@ class VirtualDurations:
     def commit_s(self) -> float:
         """Optimizer step and publication."""
         return self.time_scale * self.profile.numbers.commit_s
+
+    def assist_s(self, num_samples: int) -> float:
+        """The trainer's ranks generate a chunk, one sample each at a time."""
+        num_rounds = -(-num_samples // self.num_ranks)
+        return self.time_scale * num_rounds * assist_s(self.profile.numbers, self.num_ranks, NO_SLOWDOWN)
 
     def train_s(self, samples: Sequence[FragmentSample]) -> float:
         """The trainer's ranks train a fragment."""
@@ -98,6 +104,8 @@ class Batch:
 
     uid: str
     ends_s: float
+    is_stopped: asyncio.Event = field(default_factory=asyncio.Event)
+    """Nobody wants it any more."""
 
 
 class ReplicaClock:
@@ -126,3 +134,10 @@ class ReplicaClock:
             self._last = Batch(uid, last.ends_s + self._sample_s)
         assert self._last is not None
         return self._last
+
+    def stop(self, uid: str, now_s: float) -> None:
+        """Nobody wants the group's samples any more: what the replica is busy with, if it is theirs, ends now."""
+        last = self._last
+        if last is not None and last.uid == uid and last.ends_s > now_s:
+            last.ends_s = now_s
+            last.is_stopped.set()

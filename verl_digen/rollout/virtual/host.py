@@ -1,31 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one process of all virtual replicas: waits as long as the profile says, answers with trajectories of zeros.
 
-- Shapes, dtypes, versions, seeds and windows are those a real replica would answer with; latents are views of one
-  buffer that is made once, so the host's own memory does not grow with the batch.
-- A pixel's value is a function of the sample's seed, so that rewards differ and a run can be repeated.
+- What it answers is made by `verl_digen.rollout.virtual.samples`.
 - It stands for the checkpoint engine's workers too: weights reach all virtual replicas at once, at no cost of their
   own, because the profile's `commit_s` is spent on the trainer.
 
-Invariant (tests/bench/test_host.py): a sample comes out the same whichever replica is asked, and the samples of a
-chunk end together.
+Invariant (tests/bench/test_host.py): the samples of a chunk end together.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import replace
+from collections import defaultdict
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
-import torch
-from verl.utils.torch_dtypes import PrecisionType
-
 from verl_digen.config import DigenConfig
-from verl_digen.rollout.recording import initial_seed, record_trajectory, trained_latents
+from verl_digen.rollout.batcher import Withdrawn
 from verl_digen.rollout.virtual.durations import ReplicaClock, virtual_durations
-from verl_digen.types import Generation, SampleRequest
+from verl_digen.rollout.virtual.samples import VirtualSamples
+from verl_digen.types import Condition, Generation, SampleRequest
 
 NAME = "digen_virtual_host"
 """Ray actor name."""
@@ -33,80 +29,58 @@ NAME = "digen_virtual_host"
 MAX_CONCURRENCY = 10_000
 """Requests that wait in the host at once: every sample in flight is one."""
 
-CONDITION_SHAPE = (64, 64)
-"""[L, D] of a virtual prompt's embeddings."""
-
 
 class VirtualHost:
     """An asyncio actor."""
 
     def __init__(self, digen: DigenConfig):
-        self._digen = digen
         self._sample_s = virtual_durations(digen).sample_s
         self._clocks: dict[int, ReplicaClock] = {}
-        self._version = 0
-        self._dtype = PrecisionType.to_dtype(digen.rollout.latents_dtype)
-        self._latents = torch.empty(0)
-        self._condition = {"embeds": torch.zeros(CONDITION_SHAPE)}
+        self._samples = VirtualSamples(digen)
+        self._newest = 0
+        """Version that was published."""
+        self._versions: defaultdict[int, int] = defaultdict(int)
+        """Replica -> version it has."""
 
     async def generate(self, replica_rank: int, request: SampleRequest) -> Generation:
-        """One sample, when the batch that it joins on the replica is done."""
-        started_s, version = time.time(), self._version
+        """One sample, when the batch that it joins on the replica is done; `Withdrawn` if nobody wants it any more."""
+        started_s, version = time.time(), self._versions[replica_rank]
         if replica_rank not in self._clocks:
             self._clocks[replica_rank] = ReplicaClock(self._sample_s)
         batch = self._clocks[replica_rank].join(request.uid, time.monotonic())
         while (remaining_s := batch.ends_s - time.monotonic()) > 0:
-            await asyncio.sleep(remaining_s)
-        return self._answer(request, version, started_s)
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(batch.is_stopped.wait(), remaining_s)
+        if batch.is_stopped.is_set():
+            raise Withdrawn(f"sample {request.uid}_{request.sample_index} is not wanted any more")
+        return self._samples.make(request, (version, self._versions[replica_rank]), started_s)
 
-    def _answer(self, request: SampleRequest, version: int, started_s: float) -> Generation:
-        num_steps, recorded = request.sampling.num_steps, trained_latents(request.window)
-        trajectory = record_trajectory(
-            request,
-            seed=initial_seed(self._digen.seed, request),
-            versions=(version, self._version),
-            path=dict.fromkeys(recorded, torch.empty(0)),
-            sigmas=torch.linspace(1.0, 0.0, num_steps + 1),
-            log_probs_T=torch.zeros(num_steps),
-            empty=torch.empty(0),
-        )
-        geometry = request.sampling.geometry
-        frames = (geometry.num_frames,) if geometry.num_frames > 1 else ()
-        pixels = torch.zeros((*frames, geometry.height_px, geometry.width_px, 3), dtype=torch.uint8)
-        pixels.view(-1)[0] = trajectory.seed % 256
-        return Generation(
-            trajectory=replace(trajectory, latents=self._zeros(len(recorded))),
-            pixels=pixels,
-            condition=self._condition if request.wants_condition else None,
-            negative_condition=(
-                self._condition if request.wants_condition and request.sampling.guidance_scale > 1.0 else None
-            ),
-            extra_fields={
-                "global_steps": self._version,
-                "generate_start_s": started_s,
-                "generate_end_s": time.time(),
-                "experts": (),
-            },
-        )
+    async def encode(self, request: SampleRequest) -> tuple[Condition, Condition | None]:
+        """The conditions of the request's prompts, at once."""
+        return self._samples.conditions(request)
 
-    def _zeros(self, num_latents: int) -> torch.Tensor:
-        """[S, ...] of the shared buffer, which grows to the most ever asked for."""
-        if len(self._latents) < num_latents:
-            self._latents = torch.zeros((num_latents, *self._digen.virtual.latent_shape), dtype=self._dtype)
-        return self._latents[:num_latents]
+    async def withdraw(self, replica_rank: int, uid: str) -> None:
+        """Nobody wants the group's samples any more; if the replica is busy with them, it is free now."""
+        if replica_rank in self._clocks:
+            self._clocks[replica_rank].stop(uid, time.monotonic())
+
+    async def activate_weights(self, replica_rank: int) -> int:
+        """The replica takes the newest version -> which it is."""
+        self._versions[replica_rank] = self._newest
+        return self._newest
 
     async def check_health(self) -> dict[str, Any]:
         """As a real replica's, see `verl_digen.trainer.replicas.replica_metrics`; nothing is encoded or loaded here."""
         return {
-            "version": self._version,
+            "version": self._newest,
             "prompt_cache": {"hits": 0, "misses": 0, "size": 0, "max_size": 0},
             "last_update": {"update_s": 0.0, "load_s": 0.0, "drain_s": 0.0},
         }
 
     # -- as the worker of a checkpoint engine -------------------------------------------------------------
     async def update_weights(self, global_steps: int) -> None:
-        """All replicas have version `global_steps` from now on."""
-        self._version = global_steps
+        """All replicas may take version `global_steps` from now on."""
+        self._newest = global_steps
 
     async def execute_checkpoint_engine(self, method: str, **unused: Any) -> None:
         """There is nobody to meet: no bytes travel."""
@@ -123,6 +97,21 @@ class VirtualServer:
     def generate(self) -> RemoteMethod:
         """`generate.remote(request_id, prompt_ids, sampling_params)`, as of any server."""
         return RemoteMethod(partial(_generate, self.host, self.replica_rank))
+
+    @property
+    def encode(self) -> Any:
+        """What the host says."""
+        return self.host.encode
+
+    @property
+    def activate_weights(self) -> RemoteMethod:
+        """`activate_weights.remote()`, as of any server."""
+        return RemoteMethod(partial(_activate, self.host, self.replica_rank))
+
+    @property
+    def abort_request(self) -> RemoteMethod:
+        """`abort_request.remote(request_id)`, as of any server."""
+        return RemoteMethod(partial(_abort, self.host, self.replica_rank))
 
     @property
     def check_health(self) -> Any:
@@ -146,3 +135,11 @@ def _generate(
     host: Any, replica_rank: int, request_id: str, prompt_ids: list[int], sampling_params: dict[str, Any]
 ) -> Any:
     return host.generate.remote(replica_rank, sampling_params["request"])
+
+
+def _activate(host: Any, replica_rank: int) -> Any:
+    return host.activate_weights.remote(replica_rank)
+
+
+def _abort(host: Any, replica_rank: int, request_id: str) -> Any:
+    return host.withdraw.remote(replica_rank, request_id.rpartition("_")[0])

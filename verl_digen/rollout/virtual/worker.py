@@ -3,6 +3,7 @@
 
 | call | time |
 | --- | --- |
+| `assist` | a chunk on as many ranks, one sample each at a time |
 | `accumulate` | training the fragment's rows on `digen.virtual.trainer_ranks` ranks, with or without TSP |
 | `commit` | none: the profile does not tell it from publication |
 | `update_weights` | the profile's `commit_s`, optimizer step and publication |
@@ -26,6 +27,8 @@ from verl_digen.engine.fragment import Fragment, fetch_samples
 from verl_digen.engine.worker import DiffusionWorker
 from verl_digen.rollout.virtual.checkpoint_engine import VirtualEngine
 from verl_digen.rollout.virtual.durations import virtual_durations
+from verl_digen.rollout.virtual.samples import VirtualSamples
+from verl_digen.types import Generation, SampleRequest
 
 logger = logging.getLogger(__name__)
 
@@ -43,12 +46,13 @@ class VirtualWorker(DiffusionWorker):
         """No model: the durations."""
         digen = digen_config(OmegaConf.create({"digen": self.config.model.digen}))
         self._durations = virtual_durations(digen)
+        self._samples = VirtualSamples(digen)
         self._fetches = digen.virtual.fetch_rows
         self._partition = ""
         self._num_rows = 0
         self.checkpoint_engine = VirtualEngine()
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # pyright: ignore[reportAttributeAccessIssue]
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
     def begin(self, num_samples: int, num_rows: int, partition: str) -> None:
         """Open a logical batch."""
         self._partition = partition
@@ -65,6 +69,13 @@ class VirtualWorker(DiffusionWorker):
         num_rows = sum(sample.num_steps for sample in fragment.samples)
         self._num_rows += num_rows
         return {"num_rows": num_rows, "fetch_s": fetch_s, "accumulate_s": time.perf_counter() - started_s}
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
+    def assist(self, requests: tuple[SampleRequest, ...], version: int) -> list[Generation]:
+        """Take as long as the ranks would; all the samples."""
+        started_s = time.time()
+        _sleep_until(time.perf_counter() + self._durations.assist_s(len(requests)))
+        return [self._samples.make(request, (version, version), started_s) for request in requests]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
     def commit(self) -> dict[str, float]:

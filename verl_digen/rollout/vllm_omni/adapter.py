@@ -45,8 +45,9 @@ class PatientSender(BucketedWeightSender):
 class vLLMOmniServerAdapter(ServerAdapter):
     """See the module; methods are verl's."""
 
-    def __init__(self, config: Any, model_config: Any, *args: Any, **kwargs: Any):
-        super().__init__(config, model_config, *args, **kwargs)
+    def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1):
+        super().__init__(config, model_config, device_mesh, replica_rank)
+        self._takes_turns = replica_rank < 0
         self.sleep_level = 1
         self._wire_dtype = PrecisionType.to_dtype(self.config.dtype)
         self._adapter_config = omega_conf_to_dataclass(model_config).adapter_config()
@@ -70,7 +71,8 @@ class vLLMOmniServerAdapter(ServerAdapter):
         wire_format: str = "named_tensors",
         **unused: Any,
     ) -> None:
-        """Send all `weights` and make them version `global_steps` on the server.
+        """Send all `weights`; a server on devices of its own keeps them aside as version `global_steps` until it is
+        told to take them (`activate_weights`), one that takes turns with the trainer takes them at once.
 
         Raises:
             RuntimeError: what arrived is not what the server holds; names the tensors. The old weights keep serving.
@@ -93,9 +95,10 @@ class vLLMOmniServerAdapter(ServerAdapter):
         await sender.async_send_weights(self._on_the_wire(weights, total))
         if self._has_server:
             manifest = Manifest(global_steps, total.num_tensors, total.value)
-            metrics = await self._replica.call("commit_update", manifest, self._adapter_config)
-            took_s = time.perf_counter() - started_s
-            logger.debug("sent %d tensors in %.3f s: %s", total.num_tensors, took_s, metrics)
+            await self._replica.call(
+                "commit_update" if self._takes_turns else "seal_update", manifest, self._adapter_config
+            )
+            logger.debug("sent %d tensors in %.3f s", total.num_tensors, time.perf_counter() - started_s)
 
     async def _on_the_wire(
         self, weights: Iterable[tuple[str, Tensor]] | AsyncIterator[tuple[str, Tensor]], total: Checksum

@@ -63,6 +63,8 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         self._in_flight: Counter[int] = Counter()
         self._finished = asyncio.Condition()
         self._is_asleep = False
+        self._sealed_version = 0
+        self._adapter_load_s = 0.0
         self._last_update: dict[str, float] = {}
         self._api: asyncio.Task[None] | None = None
         if get_platform().device_name == "cpu":
@@ -159,8 +161,8 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         """Let every worker take what its counterpart will send."""
         await self._call_workers("begin_update", use_shm)
 
-    async def commit_update(self, manifest: Manifest, adapter: LoraConfig | None) -> dict[str, float]:
-        """Make what was sent the weights of `manifest.version` -> how long it took and waited, in seconds.
+    async def seal_update(self, manifest: Manifest, adapter: LoraConfig | None) -> None:
+        """What was sent is complete, for `activate_weights` to take.
 
         Args:
             adapter: its config, if a LoRA adapter was sent and not full weights.
@@ -168,15 +170,28 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         Raises:
             RuntimeError: the update is not what it should be; names the tensors. The old weights keep serving.
         """
-        started_s = time.perf_counter()
         if adapter is None:
-            load_s = await self._call_workers("commit_weights", manifest)
+            await self._call_workers("seal_weights", manifest)
         else:
             kept = await self._versions_to_keep()
-            load_s = await self._call_workers("commit_adapter", manifest, adapter, kept)
-        update_s = time.perf_counter() - started_s
-        self.global_steps = manifest.version
-        self._last_update = {"update_s": update_s, "load_s": max(load_s), "drain_s": update_s - max(load_s)}
+            self._adapter_load_s = max(await self._call_workers("commit_adapter", manifest, adapter, kept))
+        self._sealed_version = manifest.version
+
+    async def activate_weights(self) -> int:
+        """Make the newest sealed version the current one -> which it is. Full weights: between trajectories."""
+        started_s = time.perf_counter()
+        version = self._sealed_version
+        load_s = self._adapter_load_s if self._sends_adapter else max(await self._call_workers("commit_weights"))
+        self.global_steps = version
+        drain_s = max(0.0, time.perf_counter() - started_s - load_s)
+        self._last_update = {"update_s": drain_s + load_s, "load_s": load_s, "drain_s": drain_s}
+        return version
+
+    async def commit_update(self, manifest: Manifest, adapter: LoraConfig | None) -> dict[str, float]:
+        """`seal_update` and `activate_weights`, where trainer and replica take turns -> how long it took and waited,
+        in seconds."""
+        await self.seal_update(manifest, adapter)
+        await self.activate_weights()
         return self._last_update
 
     async def _versions_to_keep(self) -> frozenset[int]:

@@ -2,11 +2,12 @@
 """What a vLLM-Omni worker can do beside generating: take new weights, and tell which version it runs.
 
     begin_update        a thread takes the buckets and keeps them aside in host memory; generation goes on
-    commit_weights      full weights; a barrier call (`engine.BARRIER`), alone between trajectories
+    seal_weights        full weights that were taken in are complete and fit
+    commit_weights      loads them; a barrier call (`engine.BARRIER`), alone between trajectories
     commit_adapter      a LoRA adapter for one version; requests name the one they want, so nothing has to wait
 
-Both commits compare first: names and shapes with the checkpoint's network, a checksum with the sender's. Nothing has
-changed when they raise, and the old weights keep serving.
+What was taken in is compared first: names and shapes with the checkpoint's network, a checksum with the sender's.
+Nothing has changed when that raises, and the old weights keep serving.
 
 | what could go wrong silently | what tells it |
 | --- | --- |
@@ -56,6 +57,10 @@ class WeightReceiverExtension(CustomPipelineWorkerExtension):
     local_rank: int
 
     _staged: dict[str, Tensor]
+    _checksum = 0
+    """Of what is staged."""
+    _sealed: tuple[Manifest, dict[str, Tensor]] | None = None
+    """Full weights to load."""
     _receiving: threading.Thread | None = None
     _receive_error: BaseException | None = None
     _shapes: dict[str, torch.Size] | None = None
@@ -84,6 +89,7 @@ class WeightReceiverExtension(CustomPipelineWorkerExtension):
 
         try:
             BucketedWeightReceiver(zmq_handle(self.local_rank), self.device, use_shm).receive_weights(stage)
+            self._checksum = checksum(self._staged.values())
         except BaseException as error:  # told by the commit, which waits for this thread
             self._receive_error = error
 
@@ -95,23 +101,20 @@ class WeightReceiverExtension(CustomPipelineWorkerExtension):
         staged, self._staged = self._staged, {}
         if self._receive_error is not None:
             raise RuntimeError(f"an update could not be received: {self._receive_error}") from self._receive_error
-        found = checksum(staged.values())
-        if (len(staged), found) != (manifest.num_tensors, manifest.checksum):
+        if (len(staged), self._checksum) != (manifest.num_tensors, manifest.checksum):
             raise RuntimeError(
                 f"{manifest.num_tensors} tensors with checksum {manifest.checksum:x} were sent, but {len(staged)} with "
-                f"checksum {found:x} arrived; the old weights keep serving"
+                f"checksum {self._checksum:x} arrived; the old weights keep serving"
             )
         return staged
 
     # -- full weights -------------------------------------------------------------------------------------
-    def commit_weights(self, manifest: Manifest) -> float:
-        """Load the full weights that were taken in -> seconds it took.
+    def seal_weights(self, manifest: Manifest) -> None:
+        """The full weights that were taken in are complete; `commit_weights` loads them.
 
         Raises:
-            RuntimeError: what was sent is not what is loaded; names the tensors. The old weights keep serving, unless
-                the message says that they do not.
+            RuntimeError: what was sent is not what is loaded; names the tensors. The old weights keep serving.
         """
-        started_s = time.perf_counter()
         staged = self._take_staged(manifest)
         if any(isinstance(module, BaseLayerWithLoRA) for module in self._transformer.modules()):
             raise RuntimeError(
@@ -120,8 +123,21 @@ class WeightReceiverExtension(CustomPipelineWorkerExtension):
                 "(actor_rollout_ref.model.lora.merge=true). The old weights keep serving"
             )
         compare_with(staged, self._expected_shapes(None))
-        loaded = self._pipeline.load_weights((f"{TRANSFORMER}.{name}", tensor) for name, tensor in staged.items())
-        self._check_loaded(staged, loaded)
+        self._sealed = manifest, staged
+
+    def commit_weights(self) -> float:
+        """Load the full weights that were sealed last -> seconds it took.
+
+        Raises:
+            RuntimeError: nothing is sealed; or the network is not what was sent, and the message says that it is
+                neither the old nor the new one.
+        """
+        started_s = time.perf_counter()
+        if self._sealed is None:
+            raise RuntimeError("no weight update is waiting to be loaded; seal one first")
+        (manifest, sealed), self._sealed = self._sealed, None
+        loaded = self._pipeline.load_weights((f"{TRANSFORMER}.{name}", tensor) for name, tensor in sealed.items())
+        self._check_loaded(sealed, loaded)
         self._pipeline.weight_version = manifest.version
         return time.perf_counter() - started_s
 

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trainer-assisted generation on a rank: the project's sampler over the FSDP-sharded weights that are there.
+
+- No second copy of the network, nothing offloaded; the gradient of the open logical batch stays as it is.
+- The samples of a call are split over the data-parallel ranks. A rank that gets none denoises a filler, which is thrown
+  away, because every forward gathers weights from all ranks.
+- Beside the network a rank holds the decoder (the VAE's), which a trainer does not have otherwise. Prompts are encoded
+  by a replica.
+
+Invariant (tests/engine/test_assistant.py): a sample is what a replica with the same weights would have made of it, to
+float error; an open gradient is bitwise as before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from verl_digen.engine.engine import DiffusersFSDPEngine
+from verl_digen.rollout.recording import experts_of
+from verl_digen.rollout.sampler import Sampler
+from verl_digen.types import Condition, Generation, SampleRequest
+
+
+class Assistant:
+    """Args:
+    latents_dtype: `digen.rollout.latents_dtype`. decoder_dtype: `actor_rollout_ref.rollout.dtype`.
+    """
+
+    def __init__(self, engine: DiffusersFSDPEngine, *, latents_dtype: torch.dtype, decoder_dtype: torch.dtype):
+        self._engine = engine
+        self._device = engine.scorer.device
+        self._decode = engine.model.load_decoder(decoder_dtype, self._device)
+        self._sampler = Sampler(
+            engine.model,
+            engine.module,
+            run_seed=engine.digen.seed,
+            device=self._device,
+            latents_dtype=latents_dtype,
+        )
+
+    def generate(
+        self,
+        requests: Sequence[SampleRequest],
+        condition: Condition,
+        negative_condition: Condition | None,
+        *,
+        version: int,
+    ) -> list[Generation]:
+        """This rank's share of `requests`, all of one group; the other ranks call it alike.
+
+        Args:
+            condition, negative_condition: of the group's prompt; the negative one with guidance.
+            version: of the weights.
+        """
+        rank, num_ranks = self._engine.get_data_parallel_rank(), self._engine.get_data_parallel_size()
+        share = requests[rank::num_ranks]
+        batch = share or requests[:1]
+        started_s = time.time()
+        conditions = [self._to_device(condition)] * len(batch)
+        negative = None if negative_condition is None else [self._to_device(negative_condition)] * len(batch)
+        with self._engine.assisting():
+            trajectories, latents = self._sampler.sample(batch, conditions, negative, version=version)
+        if not share:
+            return []
+        pixels = self._decode(latents, share[0].sampling.geometry)
+        interval = {"global_steps": version, "generate_start_s": started_s, "generate_end_s": time.time()}
+        return [
+            Generation(
+                trajectory=trajectory,
+                pixels=pixels[index],
+                extra_fields={**interval, "experts": experts_of(self._engine.model, trajectory)},
+            )
+            for index, trajectory in enumerate(trajectories)
+        ]
+
+    def _to_device(self, condition: Condition) -> Condition:
+        return {name: tensor.to(self._device) for name, tensor in condition.items()}

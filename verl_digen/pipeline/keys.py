@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Under which key a sample's row waits in TransferQueue: `UID_INDEX_VERSION`.
+
+The weight version is part of it, so that a sample which is generated again under newer weights never meets what is left
+of its first attempt.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class SampleName(NamedTuple):
+    """Which sample, generated under which weights."""
+
+    uid: str
+    sample_index: int
+    version: int
+
+    @property
+    def key(self) -> str:
+        """Of its row."""
+        return f"{self.uid}_{self.sample_index}_{self.version}"
+
+
+def parse_key(key: str) -> SampleName:
+    """Inverse of `SampleName.key`."""
+    uid, sample_index, version = key.rsplit("_", 2)
+    return SampleName(uid, int(sample_index), int(version))

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The samples of virtual devices: the shapes, dtypes, versions, seeds and windows of real ones, and zeros in them.
+
+- Latents are views of one buffer that is made once, so a process's own memory does not grow with the batch.
+- A pixel's value is a function of the sample's seed, so that rewards differ and a run can be repeated.
+
+Invariant (tests/bench/test_host.py): a sample comes out the same whoever makes it.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import torch
+from verl.utils.torch_dtypes import PrecisionType
+
+from verl_digen.config import DigenConfig
+from verl_digen.rollout.recording import initial_seed, record_trajectory, trained_latents
+from verl_digen.types import Condition, Generation, SampleRequest
+
+CONDITION_SHAPE = (64, 64)
+"""[L, D] of a virtual prompt's embeddings."""
+
+
+class VirtualSamples:
+    """Makes answers to requests."""
+
+    def __init__(self, digen: DigenConfig):
+        self._digen = digen
+        self._dtype = PrecisionType.to_dtype(digen.rollout.latents_dtype)
+        self._latents = torch.empty(0)
+        self._condition = {"embeds": torch.zeros(CONDITION_SHAPE)}
+
+    def conditions(self, request: SampleRequest) -> tuple[Condition, Condition | None]:
+        """Of the request's prompt and, with guidance, of its negative prompt."""
+        return self._condition, self._condition if request.sampling.guidance_scale > 1.0 else None
+
+    def make(self, request: SampleRequest, versions: tuple[int, int], started_s: float) -> Generation:
+        """The sample, generated from `started_s` (unix time) to now.
+
+        Args:
+            versions: of the weights, at its first and at its last step.
+        """
+        num_steps, recorded = request.sampling.num_steps, trained_latents(request.window)
+        trajectory = record_trajectory(
+            request,
+            seed=initial_seed(self._digen.seed, request),
+            versions=versions,
+            path=dict.fromkeys(recorded, torch.empty(0)),
+            sigmas=torch.linspace(1.0, 0.0, num_steps + 1),
+            log_probs_T=torch.zeros(num_steps),
+            empty=torch.empty(0),
+        )
+        geometry = request.sampling.geometry
+        frames = (geometry.num_frames,) if geometry.num_frames > 1 else ()
+        pixels = torch.zeros((*frames, geometry.height_px, geometry.width_px, 3), dtype=torch.uint8)
+        pixels.view(-1)[0] = trajectory.seed % 256
+        condition, negative_condition = self.conditions(request) if request.wants_condition else (None, None)
+        return Generation(
+            trajectory=replace(trajectory, latents=self._zeros(len(recorded))),
+            pixels=pixels,
+            condition=condition,
+            negative_condition=negative_condition,
+            extra_fields={
+                "global_steps": versions[1],
+                "generate_start_s": started_s,
+                "generate_end_s": time.time(),
+                "experts": (),
+            },
+        )
+
+    def _zeros(self, num_latents: int) -> torch.Tensor:
+        """[S, ...] of the shared buffer, which grows to the most ever asked for."""
+        if len(self._latents) < num_latents:
+            self._latents = torch.zeros((num_latents, *self._digen.virtual.latent_shape), dtype=self._dtype)
+        return self._latents[:num_latents]

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's checkpoint engine manager for replicas that go on generating while new weights arrive.
+
+stage_weights(v)       to every replica, which keeps them aside; nobody pauses
+activate_weights()     of a replica's server: between two trajectories, when the conductor says so
+update_weights(v)      both, on all replicas: before the first step, and around a validation with averaged weights
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+from verl.checkpoint_engine import CheckpointEngineManager
+
+
+class StagedCheckpointManager(CheckpointEngineManager):
+    """Constructor and other methods are verl's."""
+
+    def stage_weights(self, version: int) -> None:
+        """Send the trainer's weights, as `version`, to every replica."""
+        _: Any = super().update_weights(version)  # verl awaits it by itself
+
+    def update_weights(self, global_steps: int | None = None) -> dict[str, Any]:  # type: ignore[override]
+        """Send the trainer's weights, as version `global_steps`, and have every replica take them."""
+        assert global_steps is not None, "a weight update has a version"
+        self.stage_weights(global_steps)
+        ray.get([replica.server_handle.activate_weights.remote() for replica in self.replicas])
+        return {}
+
+    async def abort_replicas(self, reject_request: bool = False) -> None:  # type: ignore[override]
+        """Nothing: generation goes on."""
+
+    async def resume_generation_replicas(self) -> None:  # type: ignore[override]
+        """Nothing was paused."""
