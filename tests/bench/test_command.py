@@ -17,7 +17,10 @@ def digen_bench(*arguments: str) -> int:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--modes", "fast"), "--modes must be among colocated, barrier, gap, gap+tsp, got 'fast'"),
+        (
+            ("--modes", "fast"),
+            "--modes must be among colocated, barrier, gap, gap+tsp, gap+tsp+tag, gap+tsp+tag+tcss, got 'fast'",
+        ),
         (("--steps", "2", "--warm-up", "2"), "--steps must be > --warm-up >= 0, got (2, 2)"),
         (("--repeats", "0"), "--repeats must be >= 1, got 0"),
         (("--time-scale", "0.1"), "--time-scale needs --virtual, got 0.1"),

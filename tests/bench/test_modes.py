@@ -6,15 +6,17 @@ import pytest
 from verl_digen.bench.modes import MODES, interleaved, parse_modes
 
 
-def test_separate_modes_differ_in_the_two_switches_alone():
+def test_separate_modes_differ_in_the_switches_of_their_techniques_alone():
     separate = [mode for mode in MODES.values() if mode.is_disaggregated]
-    assert [mode.name for mode in separate] == ["barrier", "gap", "gap+tsp"]
+    assert [mode.name for mode in separate] == ["barrier", "gap", "gap+tsp", "gap+tsp+tag", "gap+tsp+tag+tcss"]
     assert {mode.recipes for mode in separate} == {("disaggregated",)}
     switched = {mode.name: dict(override.split("=") for override in mode.overrides) for mode in separate}
-    assert {frozenset(switches) for switches in switched.values()} == {
-        frozenset({"digen.gap.enable", "digen.tsp.enable"})
-    }
+    keys = {"digen.gap.enable", "digen.tsp.enable", "digen.tag.policy", "digen.staleness.max_versions"}
     for mode in separate:
+        # tiles of several timesteps are what is compared, not what is given
+        assert switched[mode.name].keys() - {"digen.tsp.steps_per_tile"} == keys
+        assert switched[mode.name]["digen.tag.policy"] == ("bts" if "tag" in mode.techniques else "off")
+        assert switched[mode.name]["digen.staleness.max_versions"] == str(int("tcss" in mode.techniques))
         for technique in ("gap", "tsp"):
             assert switched[mode.name][f"digen.{technique}.enable"] == str(technique in mode.techniques).lower()
     assert (MODES["colocated"].recipes, MODES["colocated"].overrides) == ((), ())
@@ -32,7 +34,7 @@ def test_repeats_are_interleaved():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("barrier,fast", "--modes must be among colocated, barrier, gap, gap[+]tsp, got 'fast'"),
+        ("barrier,fast", "--modes must be among colocated, barrier, gap, gap[+]tsp, .*, got 'fast'"),
         ("", "--modes must name some of"),
         ("gap,gap", "--modes must name a mode once"),
     ],

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is compared: a mode is a few overrides, nothing else differs between two runs. Pure.
 
-| mode | pools | fragments train | rows |
-| --- | --- | --- | --- |
-| `colocated` | one, in turns | the batch in one call | dealt over the ranks |
-| `barrier` | two | the batch in one call, when it is whole | samples dealt, one timestep per tile |
-| `gap` | two | as soon as they are ready | samples dealt, one timestep per tile |
-| `gap+tsp` | two | as soon as they are ready | dealt over the ranks, in tiles |
+| mode | pools | fragments train | rows | |
+| --- | --- | --- | --- | --- |
+| `colocated` | one, in turns | the batch in one call | dealt over the ranks | |
+| `barrier` | two | the batch in one call, when it is whole | samples dealt, one timestep per tile | |
+| `gap` | two | as soon as they are ready | samples dealt, one timestep per tile | |
+| `gap+tsp` | two | as soon as they are ready | dealt over the ranks, in tiles | |
+| `gap+tsp+tag` | two | as soon as they are ready | dealt, in tiles | the trainer assists where a search says so |
+| `gap+tsp+tag+tcss` | two | as soon as they are ready | dealt, in tiles | and the next batch begins one version early |
 
 *Invariants (tests/bench/test_modes.py):* modes differ in the keys of their table alone; repeats are interleaved, so
 that a machine that gets slower meets all modes alike.
@@ -39,18 +41,24 @@ class Mode:
         return "disaggregated" in self.recipes
 
 
-def _separate(name: str, *techniques: str) -> Mode:
-    switches = tuple(f"digen.{switch}.enable={str(switch in techniques).lower()}" for switch in ("gap", "tsp"))
-    return Mode(name, ("disaggregated",), switches, techniques)
+def _separate(*techniques: str) -> Mode:
+    switches = [f"digen.{switch}.enable={str(switch in techniques).lower()}" for switch in ("gap", "tsp")]
+    if "tsp" not in techniques:
+        switches.append("digen.tsp.steps_per_tile=auto")  # a number the user gives is for tiles
+    switches.append(f"digen.tag.policy={'bts' if 'tag' in techniques else 'off'}")
+    switches.append(f"digen.staleness.max_versions={int('tcss' in techniques)}")
+    return Mode("+".join(techniques) or BARRIER, ("disaggregated",), tuple(switches), techniques)
 
 
 MODES = {
     mode.name: mode
     for mode in (
         Mode(COLOCATED, (), (), ()),
-        _separate(BARRIER),
-        _separate("gap", "gap"),
-        _separate("gap+tsp", "gap", "tsp"),
+        _separate(),
+        _separate("gap"),
+        _separate("gap", "tsp"),
+        _separate("gap", "tsp", "tag"),
+        _separate("gap", "tsp", "tag", "tcss"),
     )
 }
 """Name -> mode, in the order of the table."""

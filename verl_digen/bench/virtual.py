@@ -34,6 +34,8 @@ def virtual_overrides(profile: Profile, source: str, split: Split, time_scale: f
         f"actor_rollout_ref.rollout.n={numbers.group_size}",
         f"digen.sampling.num_steps={numbers.num_steps}",
         f"digen.rollout.max_batch_size={numbers.max_chunk_size}",
+        # as the simulator's trainer: at most one sample per rank
+        f"digen.tag.chunk_size={min(numbers.group_size, split.trainer.num_devices)}",
         # the simulator merges all that is ready
         f"digen.gap.max_groups_per_fragment={numbers.num_prompts}",
         *_window_overrides(numbers),
