@@ -265,6 +265,14 @@ def check_pools(config: DictConfig) -> None:
             value,
             "use recipe=[...,disaggregated]",
         )
+    actor, num_prompts = config.actor_rollout_ref.actor, config.data.train_batch_size
+    require(
+        not is_separate or (actor.ppo_mini_batch_size == num_prompts and actor.ppo_epochs == 1),
+        f"actor_rollout_ref.actor.ppo_mini_batch_size must be data.train_batch_size={num_prompts} and "
+        "actor_rollout_ref.actor.ppo_epochs 1 on separate pools, where a batch is one optimizer step",
+        (actor.ppo_mini_batch_size, actor.ppo_epochs),
+        "leave both alone, or leave out recipe disaggregated",
+    )
 
 
 def check_virtual(config: DictConfig) -> None:

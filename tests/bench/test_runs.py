@@ -30,7 +30,8 @@ def test_the_command_is_verls_main_with_the_modes_recipe_and_the_users_overrides
 
 def test_two_modes_differ_in_their_recipes_and_switches_alone(tmp_path):
     barrier, both = (set(command_of(WORK, MODES[name], tmp_path)) for name in ("barrier", "gap+tsp"))
-    assert barrier ^ both == {f"digen.{switch}.enable={on}" for switch in ("gap", "tsp") for on in ("true", "false")}
+    switches = {f"digen.{switch}.enable={on}" for switch in ("gap", "tsp") for on in ("true", "false")}
+    assert barrier ^ both == switches | {"digen.tsp.steps_per_tile=auto"}
 
 
 def test_a_finished_run_has_its_steps_and_no_validation(tmp_path):

@@ -36,6 +36,10 @@ def test_a_good_config_passes(compose_main, runnable):
         ("actor_rollout_ref.rollout.name=sglang", "actor_rollout_ref.rollout.name must be one of diffusers"),
         ("actor_rollout_ref.rollout.tensor_model_parallel_size=2", "tensor_model_parallel_size (times"),
         ("actor_rollout_ref.actor.use_kl_loss=true", "digen.kl.coef is the weight of the KL term"),
+        ("digen.tag.policy=bts", "digen.tag.policy must be off where trainer and replicas take turns"),
+        ("digen.staleness.max_versions=1", "digen.staleness.max_versions must be 0 where trainer and replicas"),
+        ("digen.tag.policy=on", "digen.tag.policy must be one of off, bts, always, got 'on';"),
+        ("digen.staleness.fraction=0", "digen.staleness.fraction must lie in (0, 1], got 0.0;"),
         ("digen.loss_name=ppo", "digen.loss_name must be one of dance_grpo, flow_grpo"),
         ("digen.reward.functions.nonsense=1.0", "digen.reward.functions must name one of jpeg_compressibility"),
         ("reward.custom_reward_function.path=missing.py", "reward.custom_reward_function.path must be an existing"),
@@ -47,6 +51,26 @@ def test_a_bad_value_is_named_by_its_key(compose_main, runnable, override, messa
     if "num_gpus" in message and get_platform().device_name != "cpu":
         pytest.skip("a rule for machines without an accelerator")
     assert message in problem(compose_main, *runnable, override)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("digen.tag.policy=bts", "digen.staleness.max_versions=1"), None),
+        (("actor_rollout_ref.actor.ppo_epochs=2",), "ppo_epochs 1 on separate pools, where a batch is one optimizer"),
+        (("actor_rollout_ref.actor.ppo_mini_batch_size=2",), "ppo_mini_batch_size must be data.train_batch_size=4"),
+        (
+            ("digen.staleness.max_versions=1", "digen.ema.enable=true", "digen.ema.validate=true"),
+            "digen.ema.validate must be false with digen.staleness.max_versions > 0",
+        ),
+    ],
+)
+def test_what_separate_pools_can_do_and_what_not(compose_main, runnable, overrides, message):
+    separate = ["recipe=[digen_flowgrpo,disaggregated]", *runnable[1:], *overrides]
+    if message is None:
+        preflight.check(compose_main(*separate))
+    else:
+        assert message in problem(compose_main, *separate)
 
 
 def test_a_run_without_a_reward_is_refused(compose_main, runnable):

@@ -124,3 +124,25 @@ def test_one_request_is_aborted_and_the_others_are_not(full_replica):
     with pytest.raises(Exception, match="was aborted"):
         ray.get(running[1], timeout=60)
     assert len(ray.get([running[0], running[2]])) == 2
+
+
+@pytest.mark.parametrize("sampling", [SAMPLING, GUIDED], ids=["plain", "guided"])
+def test_prompts_encoded_for_the_trainer_are_those_that_a_sample_carries(full_replica, sampling):
+    asked = replace(request(0, sampling), wants_condition=True)
+    (generation,) = full_replica.generate([asked])
+    condition, negative_condition = ray.get(full_replica.server.encode.remote(asked))
+    torch.testing.assert_close(condition, generation.condition, atol=0, rtol=0)
+    assert (negative_condition is None) == (generation.negative_condition is None)
+    if negative_condition is not None:
+        torch.testing.assert_close(negative_condition, generation.negative_condition, atol=0, rtol=0)
+
+
+def test_an_aborted_request_ends_and_the_replica_goes_on(full_replica):
+    asked = request(0)
+    waiting = full_replica.submit(asked)
+    ray.get(full_replica.server.abort_request.remote(f"{asked.uid}_{asked.sample_index}"))
+    try:
+        ray.get(waiting)
+    except RuntimeError as error:
+        assert "aborted" in str(error)
+    assert full_replica.generate([request(1)])[0].trajectory.sample_index == 1

@@ -120,6 +120,14 @@ class RecordingMixin:
         assert embeds is not None and num_tokens is not None
         return {"embeds": embeds[0, : num_tokens[0]].clone()}
 
+    @torch.no_grad()
+    def encode_condition(self, text: str) -> Condition:
+        """What the trainer's network reads of one prompt, on the CPU, for samples that the trainer generates."""
+        embeds, _ = self.encode_prompt(prompt=text, max_sequence_length=self.tokenizer_max_length)  # type: ignore
+        condition = _to_cpu(self.read_condition(embeds, [embeds.shape[1]]))
+        assert condition is not None
+        return condition
+
     def predict_noise(self, *args: Any, **kwargs: Any) -> Tensor:
         """In fp32, so that guidance combines its branches as the trainer does."""
         return super().predict_noise(*args, **kwargs).float()  # type: ignore[misc]

@@ -32,7 +32,7 @@ from verl_digen.rollout.recording import experts_of
 from verl_digen.rollout.vllm_omni.arguments import check_taken, engine_arguments
 from verl_digen.rollout.vllm_omni.pipeline import RECORDED
 from verl_digen.rollout.vllm_omni.requests import RecordingOrder, adapter_request, to_prompt, to_sampling_params
-from verl_digen.types import Generation, SampleRequest
+from verl_digen.types import Condition, Generation, SampleRequest
 from verl_digen.weights.manifest import Manifest
 
 logger = logging.getLogger(__name__)
@@ -155,6 +155,21 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         """Drop one request at its next step."""
         await self.engine.abort(request_id)
         return {"aborted": True, "request_id": request_id}
+
+    async def encode(self, request: SampleRequest) -> tuple[Condition, Condition | None]:
+        """The conditions of the request's prompt and, with guidance, of its negative prompt, on the CPU; while others
+        are generated. For the trainer, which has no encoder and generates samples of the group too.
+
+        Raises:
+            ValueError: the encoder refuses a prompt.
+        """
+        is_guided = request.sampling.guidance_scale > 1.0
+        texts = (request.prompt, request.negative_prompt) if is_guided else (request.prompt,)
+        try:
+            conditions = (await self._call_workers("encode", texts))[0]  # every worker says the same
+        except RuntimeError as error:
+            raise ValueError(f"the prompts of group {request.uid} cannot be encoded: {error}") from error
+        return conditions[0], conditions[1] if is_guided else None
 
     # -- weights ------------------------------------------------------------------------------------------
     async def begin_update(self, use_shm: bool) -> None:

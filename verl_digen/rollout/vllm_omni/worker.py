@@ -37,6 +37,7 @@ from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExte
 from verl_digen.models import load_model
 from verl_digen.rollout.vllm_omni.pipeline import RecordingMixin
 from verl_digen.rollout.vllm_omni.requests import adapter_request, version_of_adapter
+from verl_digen.types import Condition
 from verl_digen.weights.checksum import checksum
 from verl_digen.weights.manifest import Manifest
 from verl_digen.weights.receiver import compare_with, tensors_of_update
@@ -211,6 +212,10 @@ class WeightReceiverExtension(CustomPipelineWorkerExtension):
             self._pipeline.weight_version = version_of_adapter(self.lora_manager._active_adapter_id)
 
     # -- what is asked of it ------------------------------------------------------------------------------
+    def encode(self, texts: tuple[str, ...]) -> list[Condition]:
+        """The conditions of prompts, between two steps of what is under way."""
+        return [self._pipeline.encode_condition(text) for text in texts]
+
     def prompt_cache_stats(self) -> dict[str, int]:
         """`hits`, `misses` and `size` of the cache of prompt embeddings."""
         return self.model_runner.get_prompt_embed_cache_stats()

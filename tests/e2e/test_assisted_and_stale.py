@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trainer-assisted generation and one-step-stale generation through verl's own main."""
+
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.conftest import Run, finish_main, run_main, start_main
+from tests.e2e.test_disaggregated import RECIPE, assert_same_weights, steps_of
+from tests.e2e.test_training import assert_succeeded
+from verl_digen.observe.timeline import read_timeline
+
+pytestmark = pytest.mark.e2e
+
+ASSISTED = (
+    "trainer.total_training_steps=3",
+    "trainer.save_freq=1",
+    "digen.tag.policy=always",
+    "digen.tag.chunk_size=2",
+)
+
+SLOW_REWARD = """
+import random, time
+
+def compute_score(data_source, solution_image, ground_truth, extra_info=None, **kwargs):
+    time.sleep(random.expovariate(1 / 0.05))
+    return float(solution_image.mean()) / 255
+"""
+
+
+def kill_while(title: str, run_dir: Path, since: Path, process, timeout_s: float = 240) -> None:
+    """Kill the Ray process whose title is `title`, as soon as it is and the file `since` is there."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if since.exists():
+            for child in psutil.Process(process.pid).children(recursive=True):
+                if " ".join(child.cmdline()).startswith(title):
+                    child.send_signal(signal.SIGKILL)
+                    return
+        assert process.poll() is None, "the run ended before it could be killed"
+        time.sleep(0.005)
+    raise AssertionError(f"no process was {title!r} within {timeout_s} s")
+
+
+@pytest.fixture(scope="module")
+def killed_and_resumed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
+    """The work of `three_steps` with an assisting trainer that is killed while it assists, and the rest of it."""
+    run_dir = tmp_path_factory.mktemp("e2e") / "assisted"
+    process = start_main(run_dir, *ASSISTED, recipe=RECIPE)
+    kill_while("ray::WorkerDict.actor_assist", run_dir, run_dir / "latest_checkpointed_iteration.txt", process)
+    killed = finish_main(process, run_dir)
+    return killed, run_main(run_dir, *ASSISTED, "trainer.resume_mode=auto", recipe=RECIPE)
+
+
+def test_a_trainer_killed_while_it_assists_resumes_to_the_weights_of_a_run_without_assistance(
+    three_steps, killed_and_resumed
+):
+    killed, resumed = killed_and_resumed
+    assert killed.exit_code != 0
+    assert_succeeded(resumed)
+    assert_same_weights(three_steps, resumed, 3)
+    assert [row["step"] for row in steps_of(resumed)] == [1, 2, 3]
+    for row in steps_of(resumed):
+        assert row["tag/assisted_samples"] > 0 and row["rollout/version_age_max_versions"] == 0
+        assert row["rollout/log_prob_gap_max"] <= 1e-5
+
+
+def test_the_timeline_names_each_assist_and_why(killed_and_resumed):
+    timeline = read_timeline(killed_and_resumed[1].run_dir / "timeline.jsonl")
+    assists = [interval for interval in timeline.intervals if interval.kind == "assist"]
+    assert {interval.lane.pool for interval in assists} == {"trainer"}
+    assert {interval.detail["reason"] for interval in assists} == {"always"}
+
+
+def test_fifty_stale_steps_lose_nothing_and_stay_within_the_bound(tmp_path):
+    (tmp_path / "reward.py").write_text(SLOW_REWARD)
+    run = run_main(
+        tmp_path / "stale",
+        "trainer.total_training_steps=50",
+        "trainer.save_freq=20",
+        "data.train_batch_size=3",
+        "actor_rollout_ref.rollout.n=2",
+        "digen.sampling.num_steps=4",
+        "digen.sampling.height_px=32",
+        "digen.sampling.width_px=32",
+        "digen.staleness.max_versions=1",
+        "digen.staleness.fraction=0.67",
+        "digen.tag.policy=bts",
+        "digen.reward.functions={}",
+        f"reward.custom_reward_function.path={tmp_path / 'reward.py'}",
+        "actor_rollout_ref.rollout.n_gpus_per_node=2",
+        recipe=RECIPE,
+        timeout_s=500,
+    )
+    assert_succeeded(run)
+    steps = steps_of(run)
+    assert len(steps) == 50
+    ages: Counter[int] = Counter()
+    for row in steps:
+        assert row["batch/num_samples"] == 6 and row["batch/late_samples"] == 0
+        assert row["rollout/version_age_max_versions"] <= 1
+        assert row.get("staleness/samples_1_versions", 0) <= 2 * 2, "at most two of three groups"
+        ages += Counter({age: int(row.get(f"staleness/samples_{age}_versions", 0)) for age in (0, 1)})
+    assert ages.total() == 50 * 6 and ages[1] > 0, "the next batch did begin early"
