@@ -7,6 +7,7 @@ import time
 import pytest
 import ray
 import torch
+from ray.exceptions import RayError
 from verl.checkpoint_engine.base import CheckpointEngineRegistry
 
 import verl_digen.weights.checkpoint_engines  # noqa: F401 - registers them, as verl does
@@ -56,6 +57,8 @@ class Worker:
 
     def __init__(self, backend: str, bucket_bytes: int, is_master: bool):
         kwargs = {"is_master": True} if is_master else {}
+        self.made = []
+        self.num_received = 0
         self.engine = CheckpointEngineRegistry.new(backend, bucket_size=bucket_bytes, **kwargs)
 
     def prepare(self):
@@ -66,6 +69,7 @@ class Worker:
 
     async def send(self, version: int, num_mb: int = 0):
         seen = []
+        self.made.append(seen)
 
         def stream():
             tensors = {f"{i}": torch.zeros(1 << 18) for i in range(num_mb)} if num_mb else weights(version)
@@ -80,10 +84,22 @@ class Worker:
         return {name: tensor async for name, tensor in self.engine.receive_weights()}
 
     async def receive_and_drop(self):
-        return sum([tensor.nbytes async for _, tensor in self.engine.receive_weights()])
+        num_bytes = self.num_received = 0
+        async for _, tensor in self.engine.receive_weights():
+            num_bytes += tensor.nbytes
+            self.num_received += 1
+        return num_bytes
+
+    async def has_received(self, count):
+        """In the last `receive_and_drop`."""
+        while self.num_received < count:
+            await asyncio.sleep(0.001)
+
+    def num_made(self):
+        return [len(seen) for seen in self.made]
 
 
-def exchange(backend, senders, receivers, send, receive="receive"):
+def begin(backend, senders, receivers, send, receive="receive"):
     metadata = ray.get([worker.prepare.remote() for worker in (*senders, *receivers)])
     topology = CheckpointEngineRegistry.get(backend).build_topology(len(senders), len(receivers), metadata)
     joins = []
@@ -93,6 +109,11 @@ def exchange(backend, senders, receivers, send, receive="receive"):
     ray.get(joins)
     sent = [worker.send.remote(*send) for worker in senders]
     got = [getattr(worker, receive).remote() for worker in receivers]
+    return sent, got
+
+
+def exchange(*args):
+    sent, got = begin(*args)
     return ray.get(sent), ray.get(got)
 
 
@@ -123,6 +144,28 @@ def test_every_replica_gets_every_tensor_and_every_trainer_rank_takes_part(ray_h
     _, got = exchange(backend, senders, receivers[:1], (5, 64), "receive_and_drop")
     print(f"{backend}: {got[0] / 2**20 / (time.perf_counter() - started_s):.0f} MB/s")
     assert got == [64 << 20]
+    for worker in (*senders, *receivers):
+        ray.kill(worker)
+
+
+@pytest.mark.parametrize("backend", ["digen_gloo", "digen_ray"])
+def test_after_a_replica_died_in_an_update_the_next_one_reaches_the_others(ray_here, backend):
+    actor = ray.remote(Worker).options(num_cpus=0)
+    senders = [actor.remote(backend, BUCKET_BYTES, rank == 0) for rank in range(2)]
+    receivers = [actor.remote(backend, BUCKET_BYTES, False) for _ in range(3)]
+    exchange(backend, senders, receivers, (1,))
+    for victim in (0, 1):
+        sent, got = begin(backend, senders, receivers, (2, 256), "receive_and_drop")
+        ray.get(receivers[victim].has_received.remote(4))
+        ray.kill(receivers.pop(victim))
+        with pytest.raises(RayError):
+            ray.get([*sent, *got])
+        for found in exchange(backend, senders, receivers, (3,))[1]:
+            assert_equal(found, weights(3))
+        ended, _ = ray.wait([*sent, *got], num_returns=len(sent) + len(got), timeout=30)
+        assert len(ended) == len(sent) + len(got), "nobody waits for the dead"
+    made, expected = ray.get([sender.num_made.remote() for sender in senders])
+    assert made == expected, "making a tensor is a collective of all ranks, also in an update that fails"
     for worker in (*senders, *receivers):
         ray.kill(worker)
 

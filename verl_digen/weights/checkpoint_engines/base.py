@@ -1,5 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engines share: who takes part, and buckets in between."""
+"""What the engines share: who takes part, and buckets in between.
+
+An update fails where a member dies. Then the caller begins another one, with those that are left; for that to work
+
+- the sender makes the rest of the tensors all the same, because each is a collective of the trainer's ranks;
+- who fails leaves, so that nobody waits for it; and what still goes on of an update ends when the next one begins.
+
+Invariant (tests/weights/test_checkpoint_engines.py): the update after one in which a receiver died reaches the others.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +37,8 @@ class BucketEngine(CheckpointEngine):
         self.bucket_size = bucket_size
         self.is_master = is_master
         self.rank = OUTSIDE
+        self.channel: Any = None
+        """What the update goes through, since `init_process_group`."""
 
     @classmethod
     def build_topology(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -59,8 +69,13 @@ class BucketEngine(CheckpointEngine):
             for _ in weights:
                 pass
             return {}
-        async for bucket in to_buckets(weights, self.bucket_size):
-            await self.send(bucket)
+        channel = self.channel  # a later update has its own
+        try:
+            async for bucket in to_buckets(weights, self.bucket_size):
+                await self.send(channel, bucket)
+        finally:
+            for _ in weights:
+                pass
         return {}
 
     async def receive_weights(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -71,8 +86,9 @@ class BucketEngine(CheckpointEngine):
             yield named
 
     async def _buckets(self) -> AsyncIterator[Bucket]:
+        channel = self.channel
         while True:
-            bucket = await self.receive()
+            bucket = await self.receive(channel)
             yield bucket
             if bucket.is_last:
                 return
@@ -83,9 +99,9 @@ class BucketEngine(CheckpointEngine):
         """What the ranks need to find each other, from what `prepare` returned on each of them, by rank."""
 
     @abstractmethod
-    async def send(self, bucket: Bucket) -> None:
+    async def send(self, channel: Any, bucket: Bucket) -> None:
         """To all receivers."""
 
     @abstractmethod
-    async def receive(self) -> Bucket:
+    async def receive(self, channel: Any) -> Bucket:
         """The next bucket."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -47,7 +48,6 @@ class GlooEngine(BucketEngine):
         super().__init__(bucket_size, is_master)
         self._store: TCPStore | None = None
         self._address: tuple[str, int] | None = None
-        self._group: Any = None
         self._generation = 0
         self._num_ranks = 0
 
@@ -77,30 +77,40 @@ class GlooEngine(BucketEngine):
         if self._store is None:
             self._store = TCPStore(*meeting_point.address, is_master=False, timeout=TIMEOUT)
         name = f"{meeting_point.generation}-of-{num_ranks}"
-        self._group = ProcessGroupGloo(PrefixStore(name, self._store), rank, num_ranks, TIMEOUT)
+        self.channel = ProcessGroupGloo(PrefixStore(name, self._store), rank, num_ranks, TIMEOUT)
         self._generation, self._num_ranks = meeting_point.generation, num_ranks
 
-    async def send(self, bucket: Bucket) -> None:
+    async def send(self, channel: Any, bucket: Bucket) -> None:
         header = torch.frombuffer(bytearray(pickle.dumps((bucket.parts, bucket.is_last))), dtype=torch.uint8)
         sizes = torch.tensor([len(header), len(bucket.data)])
-        await asyncio.to_thread(self._broadcast, sizes, header, bucket.data)
+        await self._in_thread(_broadcast, channel, sizes, header, bucket.data)
 
-    async def receive(self) -> Bucket:
-        return await asyncio.to_thread(self._receive)
+    async def receive(self, channel: Any) -> Bucket:
+        return await self._in_thread(_receive, channel)
 
-    def _receive(self) -> Bucket:
-        sizes = torch.empty(2, dtype=torch.int64)
-        self._broadcast(sizes)
-        header, data = (torch.empty(int(size), dtype=torch.uint8) for size in sizes)
-        self._broadcast(header, data)
-        parts, is_last = pickle.loads(header.numpy().tobytes())
-        return Bucket(parts, data, is_last)
+    async def _in_thread(self, function: Callable[..., Any], group: Any, *args: Any) -> Any:
+        """Call it with the group; if it fails, the group is left, which closes its connections."""
+        try:
+            return await asyncio.to_thread(function, group, *args)
+        except RuntimeError:
+            if self.channel is group:
+                self.channel, self._generation = None, 0
+            raise
 
-    def _broadcast(self, *tensors: Tensor) -> None:
-        assert self._group is not None, "init_process_group comes first"
-        for tensor in tensors:
-            if len(tensor):  # gloo takes no empty ones
-                self._group.broadcast([tensor], BroadcastOptions()).wait()
+
+def _receive(group: Any) -> Bucket:
+    sizes = torch.empty(2, dtype=torch.int64)
+    _broadcast(group, sizes)
+    header, data = (torch.empty(int(size), dtype=torch.uint8) for size in sizes)
+    _broadcast(group, header, data)
+    parts, is_last = pickle.loads(header.numpy().tobytes())
+    return Bucket(parts, data, is_last)
+
+
+def _broadcast(group: Any, *tensors: Tensor) -> None:
+    for tensor in tensors:
+        if len(tensor):  # gloo takes no empty ones
+            group.broadcast([tensor], BroadcastOptions()).wait()
 
 
 CheckpointEngineRegistry.register("digen_gloo")(GlooEngine)  # pyright: ignore - verl's register is a static method

@@ -7,6 +7,7 @@ Bound: `MAX_BUCKETS` buckets exist; the sender waits for the slowest receiver.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -26,39 +27,63 @@ class Mailbox:
         self._buckets: dict[int, list[Any]] = {}
         self._num_taken: dict[int, int] = {}
         self._num_receivers = 0
+        self._update = 0
         self._next = 0
         self._changed = asyncio.Condition()
 
-    async def open(self, num_receivers: int) -> int:
-        """Start an update for so many receivers -> number of its first bucket."""
+    async def begin(self, update: int) -> None:
+        """A new update; whoever still waits in an older one is told."""
         async with self._changed:
-            self._num_receivers = num_receivers
+            self._update = update
             self._buckets.clear()
             self._num_taken.clear()
-            return self._next
+            self._changed.notify_all()
 
-    async def post(self, references: list[Any]) -> None:
+    async def open(self, num_receivers: int) -> int:
+        """Take part in the update, with so many receivers -> number of its first bucket."""
+        self._num_receivers = num_receivers
+        return self._next
+
+    async def post(self, update: int, references: list[Any]) -> None:
         """Hand over the next bucket (a list of one reference); returns when there is room for another."""
         async with self._changed:
+            self._require_current(update)
             self._buckets[self._next] = references
             self._num_taken[self._next] = 0
             self._next += 1
             self._changed.notify_all()
-            await self._changed.wait_for(lambda: len(self._buckets) < MAX_BUCKETS)
+            await self._changed.wait_for(lambda: self._update != update or len(self._buckets) < MAX_BUCKETS)
+            self._require_current(update)
 
-    async def take(self, number: int) -> list[Any]:
+    async def take(self, update: int, number: int) -> list[Any]:
         """The bucket `number`, when it is there."""
         async with self._changed:
-            await self._changed.wait_for(lambda: number in self._buckets)
+            await self._changed.wait_for(lambda: self._update != update or number in self._buckets)
+            self._require_current(update)
             return self._buckets[number]
 
-    async def done(self, number: int) -> None:
+    async def done(self, update: int, number: int) -> None:
         """A receiver has bucket `number` in its own memory."""
         async with self._changed:
+            self._require_current(update)
             self._num_taken[number] += 1
             if self._num_taken[number] == self._num_receivers:
                 del self._buckets[number], self._num_taken[number]
                 self._changed.notify_all()
+
+    def _require_current(self, update: int) -> None:
+        if update != self._update:
+            raise RuntimeError(f"weight update {update} was given up, because a replica died; {self._update} has begun")
+
+
+@dataclass
+class Channel:
+    """One update, as one rank sees it."""
+
+    mailbox: Any
+    update: int
+    next: int
+    """Number of the bucket to receive."""
 
 
 class RayObjectEngine(BucketEngine):
@@ -67,35 +92,39 @@ class RayObjectEngine(BucketEngine):
     def __init__(self, bucket_size: int, is_master: bool = False):
         super().__init__(bucket_size, is_master)
         self._mailbox: Any = None
-        self._next: Any = 0
+        self._update = 0
 
     def prepare(self) -> Any:
-        """On the sender: make the mailbox once, open it for an update by `init_process_group`."""
-        if self.is_master and self._mailbox is None:
+        """On the sender: make the mailbox once, begin an update in it -> mailbox, number of the update."""
+        if not self.is_master:
+            return None
+        if self._mailbox is None:
             self._mailbox = ray.remote(Mailbox).options(num_cpus=0).remote()
-        return self._mailbox
+        self._update += 1
+        ray.get(self._mailbox.begin.remote(self._update))
+        return self._mailbox, self._update
 
     @classmethod
     def meet(cls, metadata: list[Any]) -> Any:
-        """The mailbox."""
+        """The sender's."""
         return metadata[0]
 
     def init_process_group(self, rank: int, num_ranks: int, meeting_point: Any) -> None:  # pyright: ignore
         self.rank = rank
         if rank == OUTSIDE:
             return
-        self._mailbox = meeting_point
-        self._next = ray.get(self._mailbox.open.remote(num_ranks - 1))
+        mailbox, update = meeting_point
+        self.channel = Channel(mailbox, update, ray.get(mailbox.open.remote(num_ranks - 1)))
 
-    async def send(self, bucket: Bucket) -> None:
-        await self._mailbox.post.remote([ray.put(bucket)])
+    async def send(self, channel: Channel, bucket: Bucket) -> None:
+        await channel.mailbox.post.remote(channel.update, [ray.put(bucket)])
 
-    async def receive(self) -> Bucket:
-        (reference,) = await self._mailbox.take.remote(self._next)
+    async def receive(self, channel: Channel) -> Bucket:
+        (reference,) = await channel.mailbox.take.remote(channel.update, channel.next)
         bucket: Bucket = await reference
         bucket = Bucket(bucket.parts, bucket.data.clone(), bucket.is_last)
-        await self._mailbox.done.remote(self._next)
-        self._next += 1
+        await channel.mailbox.done.remote(channel.update, channel.next)
+        channel.next += 1
         return bucket
 
 
