@@ -162,7 +162,8 @@ class RewardConfig:
     custom_weight: float = 1.0
     """Weight of `reward.custom_reward_function`, if there is one."""
     max_retries: int = 2
-    """How often a reward function that raised is called again before its sample fails."""
+    """How often a reward function that raised is called again, and a reward worker that died is sent its sample again,
+    before the sample fails."""
     timeout_s: float = 300.0
     """A call that takes longer counts as failed."""
 

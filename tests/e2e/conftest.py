@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINT = ROOT / "examples" / "tiny_qwen_image" / "checkpoint"
@@ -34,6 +35,10 @@ SMALL = (
     "trainer.val_before_train=false",
     "trainer.logger=[]",
 )
+
+
+SEPARATE = "[digen_flowgrpo,disaggregated]"
+"""Recipe."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,24 @@ def run_main(run_dir: Path, *overrides: str, recipe: str = "digen_flowgrpo", tim
     return finish_main(start_main(run_dir, *overrides, recipe=recipe), run_dir, timeout_s)
 
 
+def trained_weights(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
+    """Parameters of a one-rank checkpoint by name."""
+    state = torch.load(run_dir / f"global_step_{step}" / "actor" / "model_world_size_1_rank_0.pt", weights_only=False)
+    return {name: tensor.to_local() if hasattr(tensor, "to_local") else tensor for name, tensor in state.items()}
+
+
+def assert_same_weights(one: Run, other: Run, step: int) -> None:
+    expected, got = trained_weights(one.run_dir, step), trained_weights(other.run_dir, step)
+    assert expected.keys() == got.keys()
+    gap = max((expected[name] - got[name]).abs().max().item() for name in expected)
+    assert gap <= 1e-4, f"parameters differ by {gap}"
+
+
+def steps_of(run: Run) -> list[dict[str, float]]:
+    """The metrics of its steps."""
+    return [row for row in run.metrics if "perf/step_s" in row]
+
+
 def kill_one(process: subprocess.Popen[str], actor: str) -> None:
     """Kill one process of the Ray actor class `actor` that the run started."""
     import psutil
@@ -105,4 +128,17 @@ def three_steps(tmp_path_factory: pytest.TempPathFactory) -> Run:
         "trainer.test_freq=3",
         "trainer.val_before_train=true",
         "trainer.logger=[tensorboard]",
+    )
+
+
+@pytest.fixture(scope="session")
+def separate(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The work of `three_steps` on separate pools."""
+    return run_main(
+        tmp_path_factory.mktemp("e2e") / "separate",
+        "trainer.total_training_steps=3",
+        "trainer.save_freq=3",
+        "trainer.test_freq=3",
+        "trainer.val_before_train=true",
+        recipe=SEPARATE,
     )

@@ -4,6 +4,7 @@
 import signal
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -32,12 +33,13 @@ def compute_score(data_source, solution_image, ground_truth, extra_info=None, **
 """
 
 
-def kill_while(title: str, run_dir: Path, since: Path, process, timeout_s: float = 240) -> None:
+def kill_while(title: str, since: Path, process, timeout_s: float = 240) -> None:
     """Kill the Ray process whose title is `title`, as soon as it is and the file `since` is there."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        if since.exists():
-            for child in psutil.Process(process.pid).children(recursive=True):
+        children = psutil.Process(process.pid).children(recursive=True) if since.exists() else []
+        for child in children:
+            with suppress(psutil.NoSuchProcess):  # it ended meanwhile
                 if " ".join(child.cmdline()).startswith(title):
                     child.send_signal(signal.SIGKILL)
                     return
@@ -51,7 +53,7 @@ def killed_and_resumed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, R
     """The work of `three_steps` with an assisting trainer that is killed while it assists, and the rest of it."""
     run_dir = tmp_path_factory.mktemp("e2e") / "assisted"
     process = start_main(run_dir, *ASSISTED, recipe=RECIPE)
-    kill_while("ray::WorkerDict.actor_assist", run_dir, run_dir / "latest_checkpointed_iteration.txt", process)
+    kill_while("ray::WorkerDict.actor_assist", run_dir / "latest_checkpointed_iteration.txt", process)
     killed = finish_main(process, run_dir)
     return killed, run_main(run_dir, *ASSISTED, "trainer.resume_mode=auto", recipe=RECIPE)
 

@@ -7,37 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import Run, run_main
-from tests.e2e.test_training import assert_succeeded, trained_weights
+from tests.e2e.conftest import SEPARATE, assert_same_weights, run_main, steps_of
+from tests.e2e.test_training import assert_succeeded
 from verl_digen.observe.timeline import read_timeline
 
 pytestmark = pytest.mark.e2e
-RECIPE = "[digen_flowgrpo,disaggregated]"
 NUM_PROMPTS = 4
-
-
-def assert_same_weights(one: Run, other: Run, step: int) -> None:
-    expected, got = trained_weights(one.run_dir, step), trained_weights(other.run_dir, step)
-    assert expected.keys() == got.keys()
-    gap = max((expected[name] - got[name]).abs().max().item() for name in expected)
-    assert gap <= 1e-4, f"parameters differ by {gap}"
-
-
-def steps_of(run: Run) -> list[dict[str, float]]:
-    return [row for row in run.metrics if "perf/step_s" in row]
-
-
-@pytest.fixture(scope="module")
-def separate(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The work of `three_steps` on separate pools."""
-    return run_main(
-        tmp_path_factory.mktemp("e2e") / "separate",
-        "trainer.total_training_steps=3",
-        "trainer.save_freq=3",
-        "trainer.test_freq=3",
-        "trainer.val_before_train=true",
-        recipe=RECIPE,
-    )
 
 
 def test_three_steps_leave_the_weights_of_the_colocated_trainer(three_steps, separate):
@@ -87,7 +62,7 @@ def test_adapters_kl_two_ranks_and_a_group_size_that_no_rank_number_divides(tmp_
         *overrides,
         "trainer.n_gpus_per_node=2",
         "actor_rollout_ref.rollout.n_gpus_per_node=1",
-        recipe=RECIPE,
+        recipe=SEPARATE,
     )
     assert_succeeded(other)
     for ours, theirs in zip(steps_of(other), steps_of(one), strict=True):

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
-import torch
 
-from tests.e2e.conftest import Run, run_main
+from tests.e2e.conftest import Run, run_main, trained_weights
 
 pytestmark = pytest.mark.e2e
 
@@ -18,12 +16,6 @@ def compute_score(data_source, solution_image, ground_truth, extra_info=None):
 
 def assert_succeeded(run: Run) -> None:
     assert run.exit_code == 0, run.output[-8000:]
-
-
-def trained_weights(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
-    """Parameters of a one-rank checkpoint by name."""
-    state = torch.load(run_dir / f"global_step_{step}" / "actor" / "model_world_size_1_rank_0.pt", weights_only=False)
-    return {name: tensor.to_local() if hasattr(tensor, "to_local") else tensor for name, tensor in state.items()}
 
 
 def test_a_run_trains_validates_and_leaves_metrics_pictures_and_a_checkpoint(three_steps):

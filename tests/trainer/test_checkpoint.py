@@ -9,6 +9,7 @@ from verl_digen.trainer.checkpoint import (
     publish,
     replace_text,
     save_driver_state,
+    way_to_resume,
 )
 
 
@@ -42,3 +43,9 @@ def test_a_full_disk_leaves_the_old_pointer(tmp_path, monkeypatch):
 def test_a_checkpoint_of_another_trainer_is_refused_with_the_remedy(tmp_path):
     with pytest.raises(ValueError, match=r"trainer.resume_mode=disable"):
         load_driver_state(tmp_path)
+
+
+def test_a_run_that_stopped_says_after_which_checkpoint_it_can_go_on(tmp_path):
+    assert "no checkpoint yet" in way_to_resume(tmp_path)
+    publish(tmp_path, 6)
+    assert "checkpoint of step 6 is intact" in way_to_resume(tmp_path)

@@ -6,6 +6,9 @@
     adopt(order, ...)   samples that somebody else generated
     collect(chunk_id)   returns when all of them are scored and their rows are in TransferQueue: their tags
 
+A sample that fails, in either, is the driver's to generate again. Where the replica died, all of its chunk are: what
+was generated until then is dropped. `RunStopped` says that nobody could do better, and ends the run.
+
 Who waits: the driver for both; a sample's scoring for nothing but its generation. Bound: the driver has one chunk per
 slot in generation, and collects every chunk that it had generated.
 """
@@ -13,13 +16,13 @@ slot in generation, and collects every chunk that it had generated.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from ray.exceptions import RayActorError
 
-from verl_digen.errors import plain
+from verl_digen.errors import RunStopped, plain
 
 Generated = TypeVar("Generated")
 Scored = TypeVar("Scored")
@@ -90,12 +93,17 @@ class ChunkRunner(Generic[Generated, Scored]):
         self._generating[order.chunk_id] = order, server
         outcomes = await asyncio.gather(*map(run, order.samples), return_exceptions=True)
         del self._generating[order.chunk_id]
+        _raise_stop(outcomes)
         errors = {
             index: outcome
             for index, outcome in zip(order.samples, outcomes, strict=True)
             if isinstance(outcome, BaseException)
         }
         is_lost = any(isinstance(error, RayActorError) for error in errors.values())
+        if is_lost:
+            del self._scoring[order.chunk_id]
+            for task in scoring.values():
+                task.cancel()
         return GeneratedChunk({index: describe(error) for index, error in errors.items()}, is_lost)
 
     async def cancel(self, chunk_id: int) -> None:
@@ -122,6 +130,7 @@ class ChunkRunner(Generic[Generated, Scored]):
         """Wait for the scores of a chunk whose generation has ended; publish the samples that have one."""
         order, scoring = self._scoring.pop(chunk_id)
         outcomes = await asyncio.gather(*scoring.values(), return_exceptions=True)
+        _raise_stop(outcomes)
         scored: dict[int, Scored] = {}
         failures: dict[int, str] = {}
         for index, outcome in zip(scoring, outcomes, strict=True):
@@ -132,6 +141,12 @@ class ChunkRunner(Generic[Generated, Scored]):
         if not scored:
             return ScoredChunk({}, failures)
         return ScoredChunk(await self.publish(order, scored), failures)
+
+
+def _raise_stop(outcomes: Sequence[Any]) -> None:
+    for outcome in outcomes:
+        if isinstance(outcome, RunStopped):
+            raise outcome
 
 
 def describe(error: BaseException) -> str:

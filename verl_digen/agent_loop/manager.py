@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +31,7 @@ from verl_digen.agent_loop.single_turn import NAME, DiffusionSingleTurnAgentLoop
 from verl_digen.observe.images import image_path, is_logged, save_image
 from verl_digen.pipeline.conditions import put_condition
 from verl_digen.pipeline.keys import SampleName
+from verl_digen.reward.workers import RewardWorkers
 from verl_digen.types import Generation, SampleRequest, SampleScore
 
 logger = logging.getLogger(__name__)
@@ -57,6 +57,7 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.digen = self.llm_client.digen
+        self._reward_workers = RewardWorkers(self.reward_loop_worker_handles)
         self._single_turn = DiffusionSingleTurnAgentLoop(self.llm_client)
         self._run_dir = Path(self.config.trainer.default_local_dir)
         self._chunks = ChunkRunner(
@@ -142,7 +143,7 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
             batch=TensorDict({"responses": generation.pixels.unsqueeze(0)}, batch_size=1),
             non_tensor_batch={name: np.array([value], dtype=object) for name, value in columns.items()},
         )
-        result = await random.choice(self.reward_loop_worker_handles).compute_score.remote(data)
+        result = await self._reward_workers.score(data)
         return SampleScore(result["reward_score"], result["reward_extra_info"]), result["interval_s"]
 
     async def _publish(self, uid: str, partition: str, samples: list[Any]) -> None:

@@ -140,9 +140,10 @@ class DiffusionWorker(ActorRolloutRefWorker):
         )
         return combine_updates([tu.get(metrics, "metrics")])
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # pyright: ignore[reportAttributeAccessIssue]
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
     def abort(self) -> None:
-        """Close the logical batch as if it had never been, see `DiffusersFSDPEngine.abort`."""
+        """Close the logical batch as if it had never been, see `DiffusersFSDPEngine.abort`; one reference per rank at
+        once, because a rank may hang in a collective with one that failed."""
         self.engine.abort()
 
     @property

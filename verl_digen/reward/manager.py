@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import ray
 from omegaconf import DictConfig
 from verl import DataProto
 from verl.experimental.reward_loop.reward_loop import RewardLoopManager, RewardLoopWorker
@@ -16,6 +15,7 @@ from verl.trainer.ppo.reward import get_custom_reward_fn, resolve_reward_manager
 from verl_digen.config import DigenConfig, digen_config
 from verl_digen.reward.functions import resolve
 from verl_digen.reward.scoring import Scorer, WeightedReward
+from verl_digen.reward.workers import RestartingActor
 
 CUSTOM = "custom"
 """Name under which `reward.custom_reward_function` is logged."""
@@ -72,8 +72,9 @@ class DiffusionRewardLoopWorker(RewardLoopWorker):
 
 
 class DiffusionRewardLoopManager(RewardLoopManager):
-    """verl's manager with `DiffusionRewardLoopWorker`s."""
+    """verl's manager with `DiffusionRewardLoopWorker`s, which come back after a crash."""
 
     def _init_reward_loop_workers(self) -> None:
-        self.reward_loop_workers_class = ray.remote(DiffusionRewardLoopWorker)
+        max_retries = digen_config(self.config).reward.max_retries
+        self.reward_loop_workers_class = RestartingActor(DiffusionRewardLoopWorker, max_retries)
         super()._init_reward_loop_workers()

@@ -75,6 +75,20 @@ def publish(run_dir: Path, step: int) -> None:
     replace_text(run_dir / POINTER, str(step))
 
 
+def way_to_resume(run_dir: Path) -> str:
+    """What to do after a run that stopped: one clause for its last message."""
+    path = run_dir / POINTER
+    if not path.is_file():
+        return (
+            "there is no checkpoint yet: once the cause is gone, start again, with a trainer.save_freq that is small "
+            "enough (steps between two checkpoints; -1 is never)"
+        )
+    return (
+        f"the checkpoint of step {path.read_text().strip()} is intact: once the cause is gone, start again with "
+        "trainer.resume_mode=auto, which continues after it"
+    )
+
+
 def replace_text(path: Path, text: str) -> None:
     """Write a small file so that a reader sees the old or the new content, also after a crash or on a full disk."""
     temporary = path.with_name(path.name + ".tmp")

@@ -24,12 +24,14 @@ event is a task.
 
 What becomes of a step when something fails:
 
-| what | consequence |
+| what happens | what follows |
 | --- | --- |
 | a sample is not generated or scored | made again, within `digen.queue.max_sample_refills`; else its group is dropped |
 | a group is dropped | replaced by a new prompt, within `digen.max_refills_per_step`; else the batch is smaller |
-| a replica dies | its samples go to the others |
-| `begin`, `accumulate`, `commit` or an assist raises | the open gradient is forgotten, the run stops; resume |
+| a replica dies | its chunk goes to the others, whole; the run goes on without it |
+| an exception in a call of the trainer, a dead rank or agent loop worker, no replica left | `abort`, and it is raised |
+
+Why the last one is not tried again: after a call that failed on some ranks alone, others may hang in a collective.
 
 Invariants (tests/trainer/test_conductor.py)
 - A ready fragment trains at once if the trainer is free; a free slot gets the next chunk at once.
@@ -211,9 +213,15 @@ class Conductor:
         self._feeding = asyncio.ensure_future(self._keep_feeding())
         return self._outcome
 
-    async def publish(self, version: int) -> None:
-        """Every replica has received `version`, and may take it between two chunks."""
+    async def publish(self, version: int, lost_slots: Sequence[str] = ()) -> None:
+        """Every replica has received `version`, and may take it between two chunks.
+
+        Args:
+            lost_slots: of replicas that died, now or before.
+        """
         await self._stop_feeding()
+        for slot in lost_slots:
+            self._lose(slot)
         self.planner.on_published(version)
         self._feed(draws=False)
         self._feeding = asyncio.ensure_future(self._keep_feeding())
@@ -297,8 +305,7 @@ class Conductor:
             generated = task.result()
             del self._chunks[chunk.id]
             if generated.is_slot_lost:
-                logger.warning("slot %s is lost; its %d samples go to others", slot, len(chunk.samples))
-                self.planner.on_slot_lost(slot)
+                self._lose(slot)
             else:
                 self._wait(lane, "staleness_bound" if self.planner.rules.max_versions else "no_chunk_left")
                 self._on_generated(chunk, generated)
@@ -380,12 +387,17 @@ class Conductor:
             version = task.result()
             for loaded in slots:
                 if version is None:
-                    logger.warning("slot %s is lost", loaded)
-                    self.planner.on_slot_lost(loaded)
+                    self._lose(loaded)
                 else:
                     self.planner.on_loaded(loaded, version)
 
         self._start(self.generator.load(slots), on_loaded)
+
+    def _lose(self, slot: str) -> None:
+        """Its replica died; nothing new if that is known."""
+        if self.planner.has_slot(slot):
+            logger.warning("slot %s is lost; the samples it was generating go to others", slot)
+            self.planner.on_slot_lost(slot)
 
     # -- the trainer --------------------------------------------------------------------------------------
     def _on_begun(self, task: asyncio.Task[None]) -> None:

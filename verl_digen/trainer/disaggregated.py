@@ -38,6 +38,7 @@ from verl_digen.schedulers.rules import BatchRules
 from verl_digen.trainer.conductor import BatchOutcome, Conductor, Lanes
 from verl_digen.trainer.loop_thread import LoopThread
 from verl_digen.trainer.pools import PARTITION, GeneratorPool, Slot, TrainerPool
+from verl_digen.trainer.replicas import update_living_replicas
 from verl_digen.trainer.sync import FlowGRPOTrainerSync
 from verl_digen.weights.staged import StagedCheckpointManager
 
@@ -131,18 +132,18 @@ class FlowGRPOTrainerDisaggregated(FlowGRPOTrainerSync):
         )
         host = self._driver.host
         lanes: dict[str, Lane] = {}
-        slots: list[Slot] = []
+        self._slots: list[Slot] = []
         slots_of: dict[str, list[str]] = {}
         for number, replica in enumerate(self.checkpoint_manager.replicas):
             lane = Lane("generator", number, host, replica.world_size)
             names = [f"{number:04d}/{index}" for index in range(self.digen.gap.slots_per_replica)]
             for name in names:
-                slots.append(Slot(name, replica.server_address, replica.server_handle))
+                self._slots.append(Slot(name, replica.server_address, replica.server_handle))
                 lanes[name] = lane
                 slots_of[name] = names
                 planner.on_slot_joined(name, replica=replica.server_address, version=first_batch)
         self._generator = GeneratorPool(
-            self.agent_loop_manager.agent_loop_workers, slots, trainer=self.actor_rollout_wg
+            self.agent_loop_manager.agent_loop_workers, self._slots, trainer=self.actor_rollout_wg
         )
         num_samples = num_prompts * rollout.n
         self._trainer_pool = TrainerPool(
@@ -213,10 +214,18 @@ class FlowGRPOTrainerDisaggregated(FlowGRPOTrainerSync):
             ),
             marked_timer("update_weights", self.timing_raw),
         ):
-            self.checkpoint_manager.stage_weights(self.global_steps)
-        self._forget_lost_replicas()
-        self._loop.run(self._conductor.publish(self.global_steps))
+            update_living_replicas(
+                self.checkpoint_manager,
+                self.llm_server_manager,
+                lambda: self.checkpoint_manager.stage_weights(self.global_steps),
+            )
+        self._loop.run(self._conductor.publish(self.global_steps, self._lost_slots()))
         self._close_timeline()
+
+    def _lost_slots(self) -> list[str]:
+        """Those of replicas that are gone."""
+        living = {replica.server_address for replica in self.checkpoint_manager.replicas}
+        return [slot.name for slot in self._slots if slot.replica not in living]
 
     def on_validate_begin(self) -> None:
         """Validation is by the newest weights, on replicas that do nothing else."""

@@ -22,6 +22,9 @@ from verl_digen.schedulers.types import Chunk, Fragment
 
 logger = logging.getLogger(__name__)
 
+ABORT_TIMEOUT_S = 60.0
+"""A rank may wait, in a collective, for one that failed or died: for ever."""
+
 PARTITION = "train"
 """Of TransferQueue: where samples' rows wait for the trainer."""
 
@@ -69,7 +72,7 @@ class GeneratorPool:
         server = self._slots[slot].server
         generated = await self._worker(chunk).generate_chunk.remote(self._order(chunk), server)
         if generated.is_slot_lost:
-            del self._slots[slot]
+            self._slots.pop(slot, None)
         return generated
 
     async def cancel(self, chunk: Chunk) -> None:
@@ -101,9 +104,9 @@ class GeneratorPool:
         try:
             return await self._slots[slots[0]].server.activate_weights.remote()
         except RayActorError as error:
-            logger.warning("replica %s takes no weights any more: %s", self._slots[slots[0]].replica, error)
+            logger.warning("the replica of slot %s takes no weights any more: %s", slots[0], error)
             for slot in slots:
-                del self._slots[slot]
+                self._slots.pop(slot, None)
             return None
 
     def _order(self, chunk: Chunk) -> ChunkOrder:
@@ -152,7 +155,14 @@ class TrainerPool:
         return metrics
 
     async def abort(self) -> None:
-        self._worker_group.abort()
+        """Does not raise: what it follows is about to end the run."""
+        outcomes = asyncio.gather(*self._worker_group.abort(), return_exceptions=True)
+        try:
+            for rank, outcome in enumerate(await asyncio.wait_for(outcomes, ABORT_TIMEOUT_S)):
+                if isinstance(outcome, BaseException):
+                    logger.error("rank %d of the trainer could not forget the open batch: %s", rank, describe(outcome))
+        except asyncio.TimeoutError:
+            logger.error("ranks of the trainer did not answer for %.0f s: they end with the run", ABORT_TIMEOUT_S)
 
     async def _on_all(self, references: Sequence[Any]) -> dict[str, float]:
         """Wait for every rank; the first one's answer."""

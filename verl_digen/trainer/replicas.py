@@ -1,22 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas whose processes died leave the run, which goes on with the others."""
+"""Replicas whose processes died leave the run, which goes on with the others.
+
+A replica on devices of its own is a server and workers of the checkpoint engine. With one of them dead it is no use:
+without the server it cannot generate, without a worker it would generate under old weights for ever.
+
+Invariant (tests/trainer/test_replicas.py): after an update every replica that is left has the weights.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError
+from verl.workers.rollout.replica import RolloutMode
 
+from verl_digen.agent_loop.chunks import describe
 from verl_digen.agent_loop.server_manager import ALL_LOST
 from verl_digen.errors import RunStopped
 
 logger = logging.getLogger(__name__)
 
 
-def forget_lost_replicas(checkpoint_manager: Any, server_manager: Any) -> None:
-    """Ask every replica's server for a sign of life; nobody talks to those without one any more.
+def update_living_replicas(checkpoint_manager: Any, server_manager: Any, update: Callable[[], Any]) -> None:
+    """Have `update` send weights to the replicas; if one dies meanwhile, once more, to those that are left.
+
+    Raises:
+        RunStopped: no replica is left. Whatever `update` raises while all of them live.
+    """
+    forget_lost_replicas(checkpoint_manager, server_manager)
+    while True:
+        try:
+            update()
+        except RayError as error:
+            if not forget_lost_replicas(checkpoint_manager, server_manager):
+                raise
+            logger.warning("sending weights again, to the replicas that are left, after: %s", describe(error))
+        else:
+            forget_lost_replicas(checkpoint_manager, server_manager)
+            return
+
+
+def forget_lost_replicas(checkpoint_manager: Any, server_manager: Any) -> list[str]:
+    """Ask every replica for a sign of life; nobody talks to those without one any more. Returns their addresses.
 
     Args:
         checkpoint_manager: verl's `CheckpointEngineManager`. server_manager: verl's `LLMServerManager`.
@@ -24,15 +52,24 @@ def forget_lost_replicas(checkpoint_manager: Any, server_manager: Any) -> None:
     Raises:
         RunStopped: none is.
     """
-    signs = [(replica, replica.server_handle.__ray_ready__.remote()) for replica in checkpoint_manager.replicas]
-    lost = [replica for replica, sign in signs if not _arrives(sign)]
+    signs = [
+        (replica, [process.__ray_ready__.remote() for process in _processes(replica)])
+        for replica in checkpoint_manager.replicas
+    ]
+    lost = [replica for replica, signs_of_it in signs if not all(map(_arrives, signs_of_it))]
+    addresses = [replica.server_address for replica in lost]
     if lost:
-        addresses = [replica.server_address for replica in lost]
         logger.warning("rollout replicas lost: %s; the run goes on without them", ", ".join(addresses))
         checkpoint_manager.remove_replicas(lost)
         ray.get(server_manager.global_load_balancer.remove_servers.remote(addresses))
     if not checkpoint_manager.replicas:
         raise RunStopped(ALL_LOST)
+    return addresses
+
+
+def _processes(replica: Any) -> list[Any]:
+    """The trainer's ranks, which are the workers of a colocated replica, are not counted among them."""
+    return [replica.server_handle, *(replica.workers if replica.rollout_mode is RolloutMode.STANDALONE else ())]
 
 
 def replica_metrics(checkpoint_manager: Any) -> dict[str, float]:

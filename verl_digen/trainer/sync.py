@@ -35,12 +35,14 @@ import ray
 import torch
 import transfer_queue as tq
 from omegaconf import open_dict
+from ray.exceptions import RayError
 from tensordict import TensorDict
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils import tensordict_utils as tu
 from verl.utils.debug import marked_timer
 
+from verl_digen.agent_loop.chunks import describe
 from verl_digen.agent_loop.server_manager import AsyncDiffusionServerManager
 from verl_digen.algorithms.advantages import group_advantages
 from verl_digen.config import digen_config
@@ -58,9 +60,10 @@ from verl_digen.trainer.checkpoint import (
     load_open_prompts,
     publish,
     save_driver_state,
+    way_to_resume,
 )
 from verl_digen.trainer.replay_buffer import GroupReplayBuffer
-from verl_digen.trainer.replicas import forget_lost_replicas, replica_metrics
+from verl_digen.trainer.replicas import forget_lost_replicas, replica_metrics, update_living_replicas
 from verl_digen.trainer.validation import draw_pictures, validation_metrics, validation_uid
 from verl_digen.types import TRAJECTORY_COLUMNS
 
@@ -117,6 +120,22 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
         self.reward_loop_manager = reward_loop_manager
         self.llm_server_manager = AsyncDiffusionServerManager.adopt(self.llm_server_manager)
 
+    def fit(self, agent_loop_manager: Any) -> None:
+        """verl's loop.
+
+        Raises:
+            RunStopped: for whatever a remote process raised or died of and nobody handled, with the way to resume.
+        """
+        try:
+            super().fit(agent_loop_manager)
+        except RayError as error:
+            if isinstance(cause := plain(error), RunStopped):
+                raise cause from error
+            logger.error("step %d failed", self.global_steps, exc_info=error)
+            raise RunStopped(
+                f"step {self.global_steps} failed: {describe(error)}; {way_to_resume(self.run_dir)}"
+            ) from error
+
     # -- prompts ------------------------------------------------------------------------------------------
     def _fetch_one_gen_batch(self) -> TensorDict:
         """Number the prompts, so that noise and windows are the same in every run and after every resume."""
@@ -143,15 +162,11 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
         return super()._add_prompts_to_generate(num_prompts)
 
     def on_sample_end(self) -> None:
-        self._forget_lost_replicas()
+        forget_lost_replicas(self.checkpoint_manager, self.llm_server_manager)
         super().on_sample_end()
 
     def on_step_end(self) -> None:
-        super().on_step_end()
-        self._forget_lost_replicas()
-
-    def _forget_lost_replicas(self) -> None:
-        forget_lost_replicas(self.checkpoint_manager, self.llm_server_manager)
+        update_living_replicas(self.checkpoint_manager, self.llm_server_manager, super().on_step_end)
 
     # -- one step -----------------------------------------------------------------------------------------
     def _balance_batch(self, batch: Any, metrics: dict, **unused: Any) -> Any:
@@ -239,7 +254,11 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
     def _serve(self, *, average: bool) -> None:
         """Let the replicas generate with the averaged weights, or with the current ones again."""
         self.actor_rollout_wg.export_average(average)
-        self.checkpoint_manager.update_weights(self.global_steps)
+        update_living_replicas(
+            self.checkpoint_manager,
+            self.llm_server_manager,
+            lambda: self.checkpoint_manager.update_weights(self.global_steps),
+        )
 
     def _validate(self) -> dict[str, float]:
         tags: dict[str, Any] = {}

@@ -82,7 +82,7 @@ class VirtualWorker(DiffusionWorker):
         """How many rows would have been trained."""
         return {"num_rows": self._num_rows}
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # pyright: ignore[reportAttributeAccessIssue]
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
     def abort(self) -> None:
         """Nothing was changed."""
 

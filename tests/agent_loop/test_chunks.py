@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chunks against functions in place of replicas, reward workers and TransferQueue."""
+
+import asyncio
+
+import pytest
+from ray.exceptions import RayActorError
+
+from verl_digen.agent_loop.chunks import ChunkOrder, ChunkRunner
+from verl_digen.errors import RunStopped
+
+ORDER = ChunkOrder(chunk_id=7, uid="p0", samples=(0, 1, 2), row={})
+
+
+def run_chunk(*, generating=None, scoring=None):
+    """A chunk of three samples through a runner -> (generated, scored, what was published, the runner).
+
+    Args:
+        generating, scoring: sample index -> what is raised for it.
+    """
+    published = {}
+
+    async def generate(order, index, server):
+        if generating and index in generating:
+            raise generating[index]
+        return index
+
+    async def score(order, index):
+        if scoring and index in scoring:
+            raise scoring[index]
+        return index / 10
+
+    async def publish(order, scored):
+        published.update(scored)
+        return {index: {"reward": reward} for index, reward in scored.items()}
+
+    async def run():
+        generated = await runner.generate(ORDER, "server")
+        return generated, None if generated.is_slot_lost else await runner.collect(ORDER.chunk_id)
+
+    runner = ChunkRunner(generate, withdraw, score, publish)
+    return *asyncio.run(run()), published, runner
+
+
+async def withdraw(order, index, server):
+    raise AssertionError("nobody withdrew anything")
+
+
+def test_a_cancelled_chunk_tells_its_replica_and_ends_with_failures():
+    withdrawn = []
+    ended = asyncio.Event()
+
+    async def generate(order, index, server):
+        await ended.wait()
+        raise RuntimeError("not wanted any more")
+
+    async def withdraw(order, index, server):
+        withdrawn.append((order.uid, index, server))
+        ended.set()
+
+    async def run():
+        runner = ChunkRunner(generate, withdraw, None, None)
+        waiting = asyncio.ensure_future(runner.generate(ORDER, "server"))
+        await asyncio.sleep(0)
+        await runner.cancel(ORDER.chunk_id)
+        generated = await waiting
+        await runner.cancel(ORDER.chunk_id)
+        return generated, await runner.collect(ORDER.chunk_id)
+
+    generated, scored = asyncio.run(run())
+    assert withdrawn == [("p0", index, "server") for index in range(3)]
+    assert generated.failures == dict.fromkeys(range(3), "RuntimeError: not wanted any more")
+    assert not generated.is_slot_lost and not scored.tags
+
+
+def test_samples_that_somebody_else_generated_are_scored_and_published_too():
+    async def score(order, generated):
+        return generated / 10
+
+    async def publish(order, scored):
+        return {index: {"reward": reward} for index, reward in scored.items()}
+
+    async def run():
+        runner = ChunkRunner(None, withdraw, score, publish)
+        return runner.adopt(ORDER, {0: 0, 2: 2}, "the encoder refused"), await runner.collect(ORDER.chunk_id)
+
+    adopted, scored = asyncio.run(run())
+    assert adopted.failures == {1: "the encoder refused"}
+    assert scored.tags == {0: {"reward": 0.0}, 2: {"reward": 0.2}}
+
+
+def test_samples_are_published_with_their_scores():
+    generated, scored, published, _ = run_chunk()
+    assert generated.failures == scored.failures == {}
+    assert scored.tags == {0: {"reward": 0.0}, 1: {"reward": 0.1}, 2: {"reward": 0.2}}
+    assert published == {0: 0.0, 1: 0.1, 2: 0.2}
+
+
+def test_a_sample_that_fails_takes_no_other_with_it():
+    generated, scored, published, _ = run_chunk(
+        generating={0: ValueError("prompt too long")}, scoring={2: ConnectionError("down")}
+    )
+    assert generated.failures == {0: "ValueError: prompt too long"} and not generated.is_slot_lost
+    assert scored.failures == {2: "ConnectionError: down"}
+    assert list(published) == [1]
+
+
+def test_of_a_replica_that_died_nothing_is_published_or_kept():
+    generated, _, published, runner = run_chunk(generating={1: RayActorError()})
+    assert generated.is_slot_lost
+    assert published == {} and runner._scoring == {}
+
+
+@pytest.mark.parametrize("where", ["generating", "scoring"])
+def test_what_nobody_could_do_better_ends_the_run(where):
+    with pytest.raises(RunStopped, match="all reward workers"):
+        run_chunk(**{where: {1: RunStopped("all reward workers are lost")}})

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What dies or fails in a run on separate pools: it goes on without loss, or stops and can be resumed.
+
+The user's own code makes the faults, in step 2 and once per run folder.
+"""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import SEPARATE, Run, assert_same_weights, finish_main, kill_one, run_main, start_main, steps_of
+from tests.e2e.test_training import assert_succeeded
+from verl_digen.observe.timeline import read_timeline
+
+pytestmark = pytest.mark.e2e
+
+FAULTY = '''
+import os
+import signal
+from pathlib import Path
+
+from verl_digen.algorithms.losses import clipped_ratio, register_loss
+
+RUN_DIR = Path("{run_dir}")
+calls_in_step_2 = 0
+
+
+def is_due(fault):
+    """Whether step 1 is saved, for the first time that it is asked for `fault`."""
+    if not (RUN_DIR / "latest_checkpointed_iteration.txt").exists() or (RUN_DIR / fault).exists():
+        return False
+    (RUN_DIR / fault).touch()
+    return True
+
+
+@register_loss("overflows_once", columns=("log_prob", "old_log_prob", "advantage"), homogeneous=True)
+def overflows_once(rows, config):
+    if is_due("first_call"):
+        return clipped_ratio(rows, config)
+    if (RUN_DIR / "first_call").exists() and is_due("overflow"):
+        raise FloatingPointError("the loss overflowed")
+    return clipped_ratio(rows, config)
+
+
+def compute_score(data_source, solution_image, ground_truth, extra_info=None):
+    if is_due("crash"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 0.0
+'''
+
+NUM_SAMPLES = 16
+
+
+def write_faulty(folder: Path, run_dir: Path) -> Path:
+    path = folder / "faulty_user_code.py"
+    path.write_text(FAULTY.format(run_dir=run_dir))
+    return path
+
+
+def assert_every_sample_trained_once(run: Run) -> None:
+    for row in steps_of(run):
+        assert row["batch/num_samples"] == NUM_SAMPLES
+    timeline = read_timeline(run.run_dir / "timeline.jsonl")
+    for step in timeline.steps:
+        trained = [interval for interval in timeline.intervals if (interval.step, interval.kind) == (step, "train")]
+        groups = [uid for interval in trained for uid in interval.group_ids]
+        assert len(groups) == len(set(groups)) == 4
+        assert sum(interval.num_samples for interval in trained) == NUM_SAMPLES
+
+
+def test_a_dead_replica_and_a_dead_reward_worker_cost_time_and_no_sample(separate, tmp_path):
+    run_dir = tmp_path / "run"
+    process = start_main(
+        run_dir,
+        "trainer.total_training_steps=3",
+        "trainer.save_freq=1",
+        "actor_rollout_ref.rollout.n_gpus_per_node=2",
+        f"reward.custom_reward_function.path={write_faulty(tmp_path, run_dir)}",
+        "digen.reward.custom_weight=0.0",
+        recipe=SEPARATE,
+    )
+    while not (run_dir / "latest_checkpointed_iteration.txt").exists() and process.poll() is None:
+        time.sleep(0.02)
+    if process.poll() is None:
+        kill_one(process, "DiffusersServer")  # before or while step 1 is published
+    run = finish_main(process, run_dir)
+    assert_succeeded(run)
+    assert (run_dir / "crash").exists(), "a reward worker was killed"
+    assert "replicas lost" in run.output
+    assert [row["rollout/num_replicas"] for row in steps_of(run)][1:] == [1, 1]
+    assert_every_sample_trained_once(run)
+    assert_same_weights(separate, run, 3)
+
+
+def test_an_exception_in_training_stops_the_run_and_a_resume_ends_where_it_would_have(separate, tmp_path, monkeypatch):
+    run_dir = tmp_path / "run"
+    write_faulty(tmp_path, run_dir)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    overrides = (
+        "trainer.total_training_steps=3",
+        "trainer.save_freq=1",
+        "trainer.resume_mode=auto",
+        "actor_rollout_ref.model.external_lib=faulty_user_code",
+        "digen.loss_name=overflows_once",
+    )
+    stopped = run_main(run_dir, *overrides, recipe=SEPARATE)
+    assert stopped.exit_code != 0
+    last = stopped.output.strip().splitlines()[-1]
+    assert "step 2 failed: FloatingPointError: the loss overflowed" in last, stopped.output[-3000:]
+    assert "checkpoint of step 1 is intact" in last and "trainer.resume_mode=auto" in last
+    assert [row["step"] for row in steps_of(stopped)] == [1]
+    resumed = run_main(run_dir, *overrides, recipe=SEPARATE)
+    assert_succeeded(resumed)
+    assert [row["step"] for row in steps_of(resumed)] == [1, 2, 3]
+    assert_every_sample_trained_once(resumed)
+    assert_same_weights(separate, resumed, 3)

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reward workers that die, as real Ray actors."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+
+from tests.reward.mortal import MortalWorker
+from verl_digen.errors import RunStopped
+from verl_digen.reward.scoring import ScoringError
+from verl_digen.reward.workers import RestartingActor, RewardWorkers
+
+pytestmark = pytest.mark.slow
+
+MAX_RETRIES = 2
+LARGE = b"x" * 200_000
+"""An argument that Ray puts into its object store, as it does verl's config."""
+ACTORS: list[RestartingActor] = []
+
+
+@pytest.fixture(scope="module")
+def ray_here() -> Iterator[None]:
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def start(folder: Path, count: int, **options: int) -> RewardWorkers:
+    actor = RestartingActor(MortalWorker, MAX_RETRIES, num_cpus=0)
+    ACTORS.append(actor)
+    return RewardWorkers([actor.options(**options).remote(folder, LARGE) for _ in range(count)])
+
+
+def score(workers: RewardWorkers, *samples: tuple[int, int]) -> list[object]:
+    async def run() -> list[object]:
+        return await asyncio.gather(*map(workers.score, samples), return_exceptions=True)
+
+    return asyncio.run(run())
+
+
+def test_a_worker_that_dies_comes_back_and_every_sample_has_its_own_score(ray_here, tmp_path):
+    workers = start(tmp_path, 1)
+    assert score(workers, (1, 0), (2, 1), (3, 0)) == [0.1, 0.2, 0.3]
+
+
+def test_a_sample_that_kills_whoever_scores_it_fails_alone(ray_here, tmp_path):
+    workers = start(tmp_path, 1)
+    (failed,) = score(workers, (1, 1 + MAX_RETRIES))
+    assert isinstance(failed, ScoringError) and "died whenever it scored this sample" in str(failed)
+    assert score(workers, (2, 0)) == [0.2]
+
+
+def test_samples_of_a_worker_that_is_gone_for_good_go_to_the_others_and_without_any_the_run_stops(ray_here, tmp_path):
+    workers = start(tmp_path, 2, max_restarts=0)
+    ray.kill(workers._living[0])
+    assert score(workers, *[(number, 0) for number in range(8)]) == [number / 10 for number in range(8)]
+    assert len(workers._living) == 1
+    ray.kill(workers._living[0])
+    (stopped,) = score(workers, (1, 0))
+    assert isinstance(stopped, RunStopped) and "trainer.resume_mode=auto" in str(stopped)

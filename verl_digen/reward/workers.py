@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reward workers as those see them who have samples scored: a worker that dies costs time, not samples.
+
+| what happens | what follows |
+| --- | --- |
+| a worker's process dies | Ray starts it again, `MAX_RESTARTS` times in a run, and sends it anew what it was scoring |
+| it dies 1 + `digen.reward.max_retries` times on a sample | the sample fails with `ScoringError`, and is counted |
+| it is dead for good | it is left out, and its samples go to the others |
+| all are | `RunStopped` |
+
+Invariant (tests/reward/test_workers.py): a sample has its own score or an error, never another number.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Sequence
+from copy import copy
+from typing import Any
+
+import ray
+from ray.exceptions import ActorDiedError, ActorUnavailableError
+
+from verl_digen.errors import RunStopped
+from verl_digen.reward.scoring import ScoringError
+
+logger = logging.getLogger(__name__)
+
+MAX_RESTARTS = 20
+"""Of one worker in a run. One that dies more often is broken, and would be started for ever."""
+
+ALL_LOST = (
+    "every reward worker is lost (their processes died again and again; look for the reason above: a crash in a reward "
+    "function, or out of memory, where fewer reward.num_workers help); start again with trainer.resume_mode=auto, "
+    "which continues after the last checkpoint"
+)
+
+
+class RestartingActor:
+    """A worker's class as a Ray actor that comes back after a crash; used as Ray's own actor classes are.
+
+    Keeps what the workers are made from: Ray drops a large argument once an actor has started, and could not start it
+    again (2.60). Whoever made this object must keep it.
+
+    Args:
+        max_retries: how often Ray sends it again a sample that it died on.
+        options: further ones of the actor.
+    """
+
+    def __init__(self, worker_class: type, max_retries: int, **options: Any):
+        self._actor: Any = ray.remote(worker_class)
+        self._options = {"max_restarts": MAX_RESTARTS, "max_task_retries": max_retries, **options}
+        self._kept: list[Any] = []
+
+    def options(self, **options: Any) -> RestartingActor:
+        """The same, with further options."""
+        derived = copy(self)
+        derived._options = {**self._options, **options}
+        return derived
+
+    def remote(self, *args: Any) -> Any:
+        """Start one -> its handle."""
+        references = [ray.put(argument) for argument in args]
+        self._kept += references
+        return self._actor.options(**self._options).remote(*references)
+
+
+class RewardWorkers:
+    """Args:
+    handles: of `RestartingActor`s.
+    """
+
+    def __init__(self, handles: Sequence[Any]):
+        self._living = list(handles)
+
+    async def score(self, data: Any) -> dict[str, Any]:
+        """What a worker's `compute_score` says of one sample.
+
+        Raises:
+            ScoringError: its worker died on it too often. RunStopped: no worker is left.
+        """
+        while self._living:
+            worker = random.choice(self._living)
+            try:
+                return await worker.compute_score.remote(data)
+            except ActorDiedError as error:
+                if worker in self._living:  # the first of its samples to hear of it
+                    self._living.remove(worker)
+                    logger.warning("a reward worker is lost, %d are left: %s", len(self._living), error)
+            except ActorUnavailableError as error:
+                raise ScoringError(f"the reward worker died whenever it scored this sample: {error}") from error
+        raise RunStopped(ALL_LOST)
