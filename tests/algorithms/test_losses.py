@@ -8,7 +8,7 @@ import torch
 
 from verl_digen.algorithms import losses
 from verl_digen.algorithms.kl import KINDS, kl_loss
-from verl_digen.algorithms.losses import LossConfig, LossOutput, policy_loss, register_loss
+from verl_digen.algorithms.losses import LossConfig, LossOutput, policy_loss, register_loss, registry
 
 ORACLES = Path(__file__).parents[1] / "fixtures" / "oracles"
 POLICY_INPUTS = ("log_prob", "old_log_prob", "advantage")
@@ -150,6 +150,16 @@ def test_a_tile_of_padding_alone_has_loss_0():
         assert output.loss == 0
 
 
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("log_ratio", [-1e4, -100.0, 100.0, 1e4])
+def test_extreme_ratios_are_finite_in_value_and_gradient(log_ratio: float, advantage: float):
+    log_prob = torch.tensor([log_ratio, 0.0], requires_grad=True)
+    inputs = {"log_prob": log_prob, "old_log_prob": torch.zeros(2), "advantage": torch.full((2,), advantage)}
+    output = policy_loss("flow_grpo", inputs, LossConfig())
+    assert output.loss.isfinite() and all(metric.isfinite() for metric in output.metrics.values())
+    assert gradient(output, log_prob).tolist() == [0.0, -advantage / 2]
+
+
 @pytest.mark.parametrize("name", ["flow_grpo", "dance_grpo"])
 def test_the_loss_is_positively_homogeneous_in_the_advantage(name):
     inputs, config = some_inputs(30), LossConfig(clip_range=1e-4, advantage_clip=math.inf)
@@ -238,19 +248,19 @@ def test_an_unknown_name_is_an_error_listing_the_known_ones():
 
 
 def test_a_registered_loss_is_found_checked_and_called(monkeypatch):
-    monkeypatch.setattr(losses, "_LOSSES", dict(losses._LOSSES))
+    monkeypatch.setattr(registry, "_LOSSES", dict(registry._LOSSES))
 
-    @register_loss("reinforce", columns=("log_prob", "advantage"))
-    def reinforce(rows, config):
+    @register_loss("mine", columns=("log_prob", "advantage"))
+    def mine(rows, config):
         return LossOutput(rows.mean(-rows["advantage"] * rows["log_prob"]), {})
 
     inputs = {"log_prob": torch.tensor([1.0, 2.0]), "advantage": torch.tensor([3.0, 4.0])}
-    assert policy_loss("reinforce", inputs, LossConfig()).loss == -5.5
-    assert "reinforce" in losses.loss_names()
+    assert policy_loss("mine", inputs, LossConfig()).loss == -5.5
+    assert "mine" in losses.loss_names()
     with pytest.raises(ValueError, match="needs advantage"):
-        policy_loss("reinforce", {"log_prob": torch.ones(2)}, LossConfig())
+        policy_loss("mine", {"log_prob": torch.ones(2)}, LossConfig())
     with pytest.raises(ValueError, match="'flow_grpo' exists already"):
-        register_loss("flow_grpo", columns=("log_prob",))(reinforce)
+        register_loss("flow_grpo", columns=("log_prob",))(mine)
 
 
 @pytest.mark.parametrize(

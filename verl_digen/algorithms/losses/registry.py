@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Policy losses by name: filing them, asking what they need, calling them. See the package."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from verl_digen.algorithms.losses.config import LossConfig
+from verl_digen.algorithms.rows import LossOutput, Rows
+
+LossFn = Callable[[Rows, LossConfig], LossOutput]
+
+
+@dataclass(frozen=True)
+class _Loss:
+    compute: LossFn
+    columns: tuple[str, ...]
+    latents: tuple[str, ...]
+    homogeneous: bool
+
+
+_LOSSES: dict[str, _Loss] = {}
+
+
+def register_loss(
+    *names: str, columns: Sequence[str] = (), latents: Sequence[str] = (), homogeneous: bool = False
+) -> Callable[[LossFn], LossFn]:
+    """File a loss under `names`, with the `columns` [N] and `latents` [N, ...] it needs, at least one.
+
+    Args:
+        homogeneous: loss(c A) = c loss(A) for every c > 0, clamping of A apart. False is always safe: with a scale of
+            advantages that only the whole batch has, such a loss waits for the batch.
+
+    Raises:
+        ValueError: a name is taken.
+    """
+
+    def file(compute: LossFn) -> LossFn:
+        for name in names:
+            if name in _LOSSES:
+                raise ValueError(f"a policy loss named {name!r} exists already; choose another name")
+            _LOSSES[name] = _Loss(compute, tuple(columns), tuple(latents), homogeneous)
+        return compute
+
+    return file
+
+
+def loss_names() -> tuple[str, ...]:
+    """The names that `policy_loss` knows, sorted."""
+    return tuple(sorted(_LOSSES))
+
+
+def loss_inputs(name: str) -> tuple[str, ...]:
+    """The inputs that loss `name` needs. ValueError where there is no such loss."""
+    return (*_find(name).columns, *_find(name).latents)
+
+
+def is_homogeneous(name: str) -> bool:
+    """Whether loss `name` grows in proportion to the advantage; see the package. ValueError where it is unknown."""
+    return _find(name).homogeneous
+
+
+def policy_loss(name: str, inputs: Mapping[str, Tensor], config: LossConfig) -> LossOutput:
+    """Loss `name` of N rows, as their share of the logical batch's mean.
+
+    Args:
+        inputs: those that `loss_inputs(name)` lists; optionally `mask` [N], 0 or False in padding rows, and
+            `num_rows`, the unmasked rows of the whole logical batch, a number or [] (default: the unmasked
+            rows here).
+
+    Raises:
+        ValueError: unknown loss; an input is missing or misshapen.
+    """
+    loss = _find(name)
+    rows = Rows.check(f"policy loss {name!r}", inputs, columns=loss.columns, latents=loss.latents)
+    return loss.compute(rows, config)
+
+
+def _find(name: str) -> _Loss:
+    if name not in _LOSSES:
+        raise ValueError(f"unknown policy loss {name!r}; known losses: {', '.join(loss_names())}")
+    return _LOSSES[name]
