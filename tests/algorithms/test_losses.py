@@ -20,6 +20,9 @@ def some_inputs(num_rows=12, seed=0):
     return {
         "log_prob": old + 1e-3 * torch.randn(num_rows, generator=generator),
         "old_log_prob": old,
+        "behaviour_log_prob": old + 1e-3 * torch.randn(num_rows, generator=generator),
+        "trajectory_log_ratio": 1e-3 * torch.randn(num_rows, generator=generator),
+        "reward": torch.randn(num_rows, generator=generator),
         "advantage": 2 * torch.randn(num_rows, generator=generator),
         "mean": torch.randn(num_rows, 3, 4, generator=generator),
         "ref_mean": torch.randn(num_rows, 3, 4, generator=generator),
@@ -152,22 +155,38 @@ def test_a_tile_of_padding_alone_has_loss_0():
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 @pytest.mark.parametrize("log_ratio", [-1e4, -100.0, 100.0, 1e4])
-def test_extreme_ratios_are_finite_in_value_and_gradient(log_ratio: float, advantage: float):
+@pytest.mark.parametrize("name", losses.loss_names())
+def test_extreme_ratios_are_finite_in_value_and_gradient(name: str, log_ratio: float, advantage: float):
     log_prob = torch.tensor([log_ratio, 0.0], requires_grad=True)
-    inputs = {"log_prob": log_prob, "old_log_prob": torch.zeros(2), "advantage": torch.full((2,), advantage)}
-    output = policy_loss("flow_grpo", inputs, LossConfig())
+    inputs = {
+        "log_prob": log_prob,
+        "old_log_prob": torch.tensor([log_ratio / 2, 0.0]),
+        "behaviour_log_prob": torch.zeros(2),
+        "trajectory_log_ratio": log_prob.detach(),
+        "advantage": torch.full((2,), advantage),
+        "reward": torch.full((2,), -1.0),
+    }
+    output = policy_loss(name, inputs, LossConfig())
     assert output.loss.isfinite() and all(metric.isfinite() for metric in output.metrics.values())
-    assert gradient(output, log_prob).tolist() == [0.0, -advantage / 2]
+    far, near = gradient(output, log_prob).tolist()
+    assert math.isfinite(far) and near == pytest.approx(-advantage / 2)
+    if name in ("flow_grpo", "dance_grpo", "decoupled_ppo", "gspo"):
+        assert far == 0.0
 
 
-@pytest.mark.parametrize("name", ["flow_grpo", "dance_grpo"])
-def test_the_loss_is_positively_homogeneous_in_the_advantage(name):
-    inputs, config = some_inputs(30), LossConfig(clip_range=1e-4, advantage_clip=math.inf)
+@pytest.mark.parametrize("mask", [False, True])
+@pytest.mark.parametrize("name", losses.loss_names())
+def test_a_loss_is_filed_as_homogeneous_in_the_advantage_if_and_only_if_it_is(name, mask):
+    inputs = some_inputs(30)
+    config = LossConfig(clip_range=1e-3, cispo_low=1e-3, cispo_high=1e-3, cispo_mask=mask, advantage_clip=math.inf)
     log_prob = inputs["log_prob"].requires_grad_()
     one = policy_loss(name, inputs, config)
-    many = policy_loss(name, inputs | {"advantage": 37.5 * inputs["advantage"]}, config)
-    torch.testing.assert_close(many.loss, 37.5 * one.loss)
-    torch.testing.assert_close(gradient(many, log_prob), 37.5 * gradient(one, log_prob))
+    for factor in (0.02, 37.5):
+        many = policy_loss(name, inputs | {"advantage": factor * inputs["advantage"]}, config)
+        is_proportional = torch.allclose(many.loss, factor * one.loss, rtol=1e-5, atol=0) and torch.allclose(
+            gradient(many, log_prob), factor * gradient(one, log_prob), rtol=1e-5, atol=0
+        )
+        assert is_proportional == losses.is_homogeneous(name)
 
 
 def test_clip_range_high_clips_above_and_clip_range_below():
@@ -240,7 +259,7 @@ def test_a_column_of_another_shape_is_an_error(name):
 
 
 def test_an_unknown_name_is_an_error_listing_the_known_ones():
-    with pytest.raises(ValueError, match=r"unknown policy loss 'ppo'; known losses: .*dance_grpo, flow_grpo"):
+    with pytest.raises(ValueError, match=r"unknown policy loss 'ppo'; known losses: cispo, .*flow_grpo"):
         policy_loss("ppo", {}, LossConfig())
     with pytest.raises(ValueError, match="unknown KL kind 'k3'; known kinds: flow_grpo, exact, velocity"):
         kl_loss("k3", {})

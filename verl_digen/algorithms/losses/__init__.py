@@ -5,6 +5,15 @@
   the inputs it needs; `policy_loss` looks it up, checks the inputs and calls it.
 * Losses reduce with `Rows.mean` only, so they add up over tiles and fragments (see `rows`).
 
+| column [N] | what |
+| --- | --- |
+| `log_prob` | of the row under the weights that train, differentiable |
+| `behaviour_log_prob` | under the policy that generated the sample, recorded at generation |
+| `old_log_prob` | under the policy before the update; where it comes from is said in `denominator` |
+| `trajectory_log_ratio` | log_prob - behaviour_log_prob, its mean over the trained steps of the row's trajectory |
+| `advantage` | of the row's sample |
+| `reward` | of the row's sample: the weighted sum over the reward functions, not centred |
+
 Invariant: while `advantage_clip` does not bind, a loss that is filed as `homogeneous` is positively homogeneous in
 the advantage, loss(c A) = c loss(A) for c > 0. So the scale of advantages may be applied to an accumulated gradient
 instead, and `digen.advantage.scale=batch` does not make training wait for the whole batch's rewards.
@@ -16,10 +25,12 @@ Example, a loss of one's own:
         return LossOutput(rows.mean(-rows["advantage"] * rows["log_prob"]), {})
 """
 
-from verl_digen.algorithms.losses import clipped  # noqa: F401 - files its losses
+from verl_digen.algorithms.losses import clipped, off_policy  # noqa: F401 - they file their losses
 from verl_digen.algorithms.losses.config import LossConfig
+from verl_digen.algorithms.losses.denominator import OLD_LOG_PROBS, Denominator, choose_denominator
 from verl_digen.algorithms.losses.registry import (
     is_homogeneous,
+    is_off_policy,
     loss_inputs,
     loss_names,
     policy_loss,
@@ -28,10 +39,14 @@ from verl_digen.algorithms.losses.registry import (
 from verl_digen.algorithms.rows import LossOutput, Rows
 
 __all__ = [
+    "OLD_LOG_PROBS",
+    "Denominator",
     "LossConfig",
     "LossOutput",
     "Rows",
+    "choose_denominator",
     "is_homogeneous",
+    "is_off_policy",
     "loss_inputs",
     "loss_names",
     "policy_loss",

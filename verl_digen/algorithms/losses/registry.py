@@ -11,6 +11,14 @@ from torch import Tensor
 from verl_digen.algorithms.losses.config import LossConfig
 from verl_digen.algorithms.rows import LossOutput, Rows
 
+BEHAVIOUR = "behaviour_log_prob"
+"""Column: log-prob under the policy that generated the sample, recorded at generation."""
+OLD = "old_log_prob"
+"""Column: log-prob under the policy before the update, see `verl_digen.algorithms.losses.denominator`."""
+TRAJECTORY = "trajectory_log_ratio"
+"""Column: log_prob - behaviour_log_prob under the weights as they are, its mean over the trained steps of the row's
+trajectory, see `off_policy.trajectory_log_ratios`."""
+
 LossFn = Callable[[Rows, LossConfig], LossOutput]
 
 
@@ -20,19 +28,25 @@ class _Loss:
     columns: tuple[str, ...]
     latents: tuple[str, ...]
     homogeneous: bool
+    off_policy: bool
 
 
 _LOSSES: dict[str, _Loss] = {}
 
 
 def register_loss(
-    *names: str, columns: Sequence[str] = (), latents: Sequence[str] = (), homogeneous: bool = False
+    *names: str,
+    columns: Sequence[str] = (),
+    latents: Sequence[str] = (),
+    homogeneous: bool = False,
+    off_policy: bool = False,
 ) -> Callable[[LossFn], LossFn]:
     """File a loss under `names`, with the `columns` [N] and `latents` [N, ...] it needs, at least one.
 
     Args:
         homogeneous: loss(c A) = c loss(A) for every c > 0, clamping of A apart. False is always safe: with a scale of
             advantages that only the whole batch has, such a loss waits for the batch.
+        off_policy: it is sound on samples that are several versions old.
 
     Raises:
         ValueError: a name is taken.
@@ -42,7 +56,7 @@ def register_loss(
         for name in names:
             if name in _LOSSES:
                 raise ValueError(f"a policy loss named {name!r} exists already; choose another name")
-            _LOSSES[name] = _Loss(compute, tuple(columns), tuple(latents), homogeneous)
+            _LOSSES[name] = _Loss(compute, tuple(columns), tuple(latents), homogeneous, off_policy)
         return compute
 
     return file
@@ -61,6 +75,11 @@ def loss_inputs(name: str) -> tuple[str, ...]:
 def is_homogeneous(name: str) -> bool:
     """Whether loss `name` grows in proportion to the advantage; see the package. ValueError where it is unknown."""
     return _find(name).homogeneous
+
+
+def is_off_policy(name: str) -> bool:
+    """Whether loss `name` is sound with `digen.staleness.max_versions` > 1. ValueError where it is unknown."""
+    return _find(name).off_policy
 
 
 def policy_loss(name: str, inputs: Mapping[str, Tensor], config: LossConfig) -> LossOutput:

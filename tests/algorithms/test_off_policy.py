@@ -1,0 +1,353 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Off-policy losses against slow references in plain Python, value and gradient; which policy a ratio is against."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from verl_digen.algorithms.losses import (
+    LossConfig,
+    choose_denominator,
+    is_off_policy,
+    loss_inputs,
+    loss_names,
+    policy_loss,
+    register_loss,
+    registry,
+)
+from verl_digen.algorithms.losses.off_policy import trajectory_log_ratios
+
+STEPS = (3, 1, 4, 2, 3)
+"""Trained steps of each trajectory."""
+CONFIG = LossConfig(
+    clip_range=0.1,
+    clip_range_high=0.2,
+    advantage_clip=1.5,
+    tis_low=0.8,
+    tis_high=1.1,
+    cispo_low=0.15,
+    cispo_high=0.1,
+    topr_threshold=0.3,
+    topr_positive_weight=0.7,
+    topr_negative_weight=1.9,
+    decoupled_cap=1.05,
+    kimi_tau=0.3,
+)
+"""Bounds that bind for some rows and not for others."""
+
+
+class Batch:
+    """Trajectories with float64 numbers that fp32 holds exactly; a ratio is some 30% off."""
+
+    def __init__(self, seed: int):
+        rng = random.Random(seed)
+        self.trajectory = [number for number, count in enumerate(STEPS) for _ in range(count)]
+        of_samples = [(fp32(rng.gauss(0, 1.5)), fp32(rng.gauss(0.3, 1))) for _ in STEPS]
+        self.advantage = [of_samples[number][0] for number in self.trajectory]
+        self.reward = [of_samples[number][1] for number in self.trajectory]
+        self.behaviour = [fp32(rng.gauss(-1, 0.5)) for _ in self.trajectory]
+        self.old = [fp32(value + rng.gauss(0, 0.2)) for value in self.behaviour]
+        self.log_prob = [fp32(value + rng.gauss(0, 0.3)) for value in self.behaviour]
+
+    def inputs(self) -> dict[str, torch.Tensor]:
+        log_prob, behaviour = torch.tensor(self.log_prob), torch.tensor(self.behaviour)
+        return {
+            "log_prob": log_prob.requires_grad_(),
+            "behaviour_log_prob": behaviour,
+            "old_log_prob": torch.tensor(self.old),
+            "advantage": torch.tensor(self.advantage),
+            "reward": torch.tensor(self.reward),
+            "trajectory_log_ratio": trajectory_log_ratios(log_prob.detach() - behaviour, torch.tensor(self.trajectory)),
+        }
+
+
+def fp32(value: float) -> float:
+    return torch.tensor(value, dtype=torch.float32).item()
+
+
+# -- slow references: one trained row at a time ---------------------------------------------------------------
+# `log_probs` is what the loss is differentiated by; `frozen` are the same numbers where the loss stops the gradient.
+Reference = Callable[[Batch, list[float], list[float], LossConfig, int], float]
+
+
+def clamped(value: float, low: float, high: float) -> float:
+    return low if value < low else high if value > high else value
+
+
+def advantage(batch: Batch, config: LossConfig, row: int) -> float:
+    return clamped(batch.advantage[row], -config.advantage_clip, config.advantage_clip)
+
+
+def tis(batch: Batch, log_probs: list[float], frozen: list[float], config: LossConfig, row: int) -> float:
+    ratio = math.exp(frozen[row] - batch.behaviour[row])
+    return -clamped(ratio, config.tis_low, config.tis_high) * advantage(batch, config, row) * log_probs[row]
+
+
+def cispo(batch: Batch, log_probs: list[float], frozen: list[float], config: LossConfig, row: int) -> float:
+    ratio, own = math.exp(frozen[row] - batch.behaviour[row]), advantage(batch, config, row)
+    low, high = 1 - config.cispo_low, 1 + config.cispo_high
+    if config.cispo_mask and ((own > 0 and ratio > high) or (own < 0 and ratio < low)):
+        return 0.0
+    return -clamped(ratio, low, high) * own * log_probs[row]
+
+
+def topr(batch: Batch, log_probs: list[float], frozen: list[float], config: LossConfig, row: int) -> float:
+    weight = 1.0
+    if batch.reward[row] <= config.topr_threshold:
+        weight = min(math.exp(frozen[row] - batch.behaviour[row]), 1.0)
+    return -weight * advantage(batch, config, row) * log_probs[row]
+
+
+def weighted_topr(batch: Batch, log_probs: list[float], frozen: list[float], config: LossConfig, row: int) -> float:
+    is_positive = batch.reward[row] > config.topr_threshold
+    weight = config.topr_positive_weight if is_positive else config.topr_negative_weight
+    return weight * topr(batch, log_probs, frozen, config, row)
+
+
+def clip(ratio: float, own: float, config: LossConfig) -> float:
+    low, high = config.ratio_range
+    return max(-own * ratio, -own * clamped(ratio, low, high))
+
+
+def decoupled_ppo(batch: Batch, log_probs: list[float], frozen: list[float], config: LossConfig, row: int) -> float:
+    weight = min(math.exp(batch.old[row] - batch.behaviour[row]), config.decoupled_cap)
+    return weight * clip(math.exp(log_probs[row] - batch.old[row]), advantage(batch, config, row), config)
+
+
+def gspo(batch: Batch, log_probs: list[float], frozen: list[float], config: LossConfig, row: int) -> float:
+    own = [other for other, number in enumerate(batch.trajectory) if number == batch.trajectory[row]]
+    mean = sum(log_probs[other] - batch.behaviour[other] for other in own) / len(own)
+    return clip(math.exp(mean), advantage(batch, config, row), config)
+
+
+def kimi(batch: Batch, log_probs: list[float], frozen: list[float], config: LossConfig, row: int) -> float:
+    squared = (log_probs[row] - batch.behaviour[row]) ** 2
+    return -advantage(batch, config, row) * log_probs[row] + config.kimi_tau / 2 * squared
+
+
+def reinforce(batch: Batch, log_probs: list[float], frozen: list[float], config: LossConfig, row: int) -> float:
+    return -advantage(batch, config, row) * log_probs[row]
+
+
+REFERENCES: dict[str, Reference] = {
+    function.__name__: function for function in (tis, cispo, topr, weighted_topr, decoupled_ppo, gspo, kimi, reinforce)
+}
+
+
+def reference_loss(name: str, batch: Batch, config: LossConfig, log_probs: list[float], keep: list[bool]) -> float:
+    rows = [row for row, kept in enumerate(keep) if kept]
+    return sum(REFERENCES[name](batch, log_probs, batch.log_prob, config, row) for row in rows) / len(rows)
+
+
+def reference_gradient(name: str, batch: Batch, config: LossConfig, keep: list[bool]) -> list[float]:
+    """By central differences in float64."""
+    found = []
+    for row in range(len(keep)):
+        up, down = list(batch.log_prob), list(batch.log_prob)
+        up[row] += 1e-6
+        down[row] -= 1e-6
+        difference = reference_loss(name, batch, config, up, keep) - reference_loss(name, batch, config, down, keep)
+        found.append(difference / 2e-6)
+    return found
+
+
+@pytest.mark.parametrize("mask", [False, True], ids=["all", "masked"])
+@pytest.mark.parametrize("config", [CONFIG, LossConfig(), LossConfig(clip_range=0.1, cispo_mask=True)], ids=[0, 1, 2])
+@pytest.mark.parametrize("name", REFERENCES)
+def test_loss_and_gradient_are_those_of_the_slow_reference(name: str, config: LossConfig, mask: bool):
+    for seed in range(5):
+        batch = Batch(seed)
+        keep = [not (mask and number in (1, 3)) for number in batch.trajectory]  # whole trajectories are padding
+        inputs = batch.inputs()
+        output = policy_loss(name, inputs | {"mask": torch.tensor(keep)}, config)
+        assert output.loss.item() == pytest.approx(
+            reference_loss(name, batch, config, batch.log_prob, keep), rel=1e-5, abs=1e-6
+        )
+        (found,) = torch.autograd.grad(output.loss, inputs["log_prob"])
+        assert found.tolist() == pytest.approx(reference_gradient(name, batch, config, keep), rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_the_references_meet_both_sides_of_every_bound(name: str):
+    """Else the comparison above would say little."""
+    batches = [Batch(seed) for seed in range(5)]
+    ratios = [
+        math.exp(new - old) for batch in batches for new, old in zip(batch.log_prob, batch.behaviour, strict=True)
+    ]
+    assert min(ratios) < 0.8 and max(ratios) > 1.2 and any(0.9 < ratio < 1.05 for ratio in ratios)
+    rewards = [value for batch in batches for value in batch.reward]
+    assert min(rewards) < 0 < 0.3 < max(rewards)
+    metrics = [policy_loss(name, batch.inputs(), CONFIG).metrics for batch in batches]
+    if name not in ("kimi", "reinforce"):
+        fractions = [metric["clip_fraction"].item() for metric in metrics]
+        assert 0 < sum(fractions) < len(fractions)
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_tiles_and_ranks_add_up_also_where_they_cut_trajectories(name: str):
+    batch = Batch(0)
+    inputs = batch.inputs()
+    whole = policy_loss(name, inputs, CONFIG)
+    (expected,) = torch.autograd.grad(whole.loss, inputs["log_prob"])
+    rng = random.Random(1)
+    for _ in range(10):
+        places = [rng.randrange(4) for _ in batch.trajectory]
+        shares = []
+        for place in set(places):
+            rows = torch.tensor([row for row, own in enumerate(places) if own == place])
+            tile = {key: value[rows] for key, value in inputs.items()}
+            shares.append(policy_loss(name, tile | {"num_rows": torch.tensor(len(places))}, CONFIG).loss)
+        total = torch.stack(shares).sum()
+        torch.testing.assert_close(total, whole.loss, rtol=1e-5, atol=1e-7)
+        (found,) = torch.autograd.grad(total, inputs["log_prob"])
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    "name", ["tis", "cispo", "topr", "weighted_topr", "decoupled_ppo", "gspo", "kimi", "reinforce"]
+)
+def test_at_ratio_1_every_loss_has_flow_grpo_s_gradient(name: str):
+    inputs = Batch(3).inputs()
+    own = inputs["log_prob"].detach()
+    inputs |= {"old_log_prob": own, "behaviour_log_prob": own, "trajectory_log_ratio": torch.zeros_like(own)}
+    found, expected = (
+        torch.autograd.grad(policy_loss(other, inputs, LossConfig()).loss, inputs["log_prob"])[0]
+        for other in (name, "flow_grpo")
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_no_gradient_reaches_what_was_recorded(name: str):
+    """decoupled_ppo apart, whose clip has the policy before the update in it: that the engine hands over detached."""
+    inputs = {key: value.detach().requires_grad_() for key, value in Batch(0).inputs().items()}
+    constants = [key for key in loss_inputs(name) if key in ("reward", "trajectory_log_ratio")]
+    if name in ("tis", "cispo", "topr", "weighted_topr", "decoupled_ppo"):
+        constants.append("behaviour_log_prob")
+    loss = policy_loss(name, inputs, CONFIG).loss
+    for key in constants:
+        assert torch.autograd.grad(loss, inputs[key], retain_graph=True, allow_unused=True)[0] is None, key
+
+
+def test_tis_within_its_bounds_has_the_gradient_of_the_unclipped_ratio():
+    """d r = r d log r: with bounds that do not bind, tis is plain importance sampling."""
+    inputs = Batch(2).inputs()
+    wide = LossConfig(tis_high=1e3, advantage_clip=math.inf)
+    (found,) = torch.autograd.grad(policy_loss("tis", inputs, wide).loss, inputs["log_prob"])
+    ratio = (inputs["log_prob"] - inputs["behaviour_log_prob"]).exp()
+    (expected,) = torch.autograd.grad((-inputs["advantage"] * ratio).mean(), inputs["log_prob"])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_topr_looks_at_the_reward_and_not_at_its_sign_after_centring():
+    inputs = {
+        "log_prob": torch.zeros(2, requires_grad=True),
+        "behaviour_log_prob": torch.ones(2),
+        "advantage": torch.tensor([-1.0, 1.0]),  # the second is the better one of its group
+        "reward": torch.tensor([0.5, -0.5]),
+    }
+    (found,) = torch.autograd.grad(policy_loss("topr", inputs, LossConfig()).loss, inputs["log_prob"])
+    assert found.tolist() == pytest.approx([0.5, -0.5 * math.exp(-1)])
+
+
+def test_rewards_all_on_one_side_make_topr_reinforce_or_tis():
+    inputs = Batch(4).inputs()
+    for reward, other in ((1.0, "reinforce"), (-1.0, "tis")):
+        given = inputs | {"reward": torch.full_like(inputs["reward"], reward)}
+        assert torch.equal(policy_loss("topr", given, LossConfig()).loss, policy_loss(other, inputs, LossConfig()).loss)
+
+
+def test_weights_of_1_make_weighted_topr_topr():
+    inputs = Batch(4).inputs()
+    topr_loss, weighted = (policy_loss(name, inputs, LossConfig()) for name in ("topr", "weighted_topr"))
+    assert torch.equal(topr_loss.loss, weighted.loss)
+
+
+def test_a_trajectory_of_one_step_makes_gspo_flow_grpo():
+    inputs = Batch(0).inputs()
+    inputs["trajectory_log_ratio"] = (inputs["log_prob"] - inputs["behaviour_log_prob"]).detach()
+    inputs["old_log_prob"] = inputs["behaviour_log_prob"]
+    found, expected = (policy_loss(name, inputs, CONFIG).loss for name in ("gspo", "flow_grpo"))
+    torch.testing.assert_close(found, expected)
+
+
+def test_trajectories_are_known_by_their_ids_wherever_their_rows_lie():
+    found = trajectory_log_ratios(torch.tensor([1.0, 10.0, 3.0, -4.0, 5.0]), torch.tensor([7, 0, 7, 0, 7]))
+    assert found.tolist() == [3.0, 3.0, 3.0, 3.0, 3.0]
+    assert trajectory_log_ratios(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).tolist() == []
+
+
+# -- hyper-parameters ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (dict(tis_low=-0.1), r"digen.loss.tis_low and digen.loss.tis_high must be .* got \(-0.1, 1.0\); 0 and 1"),
+        (dict(tis_low=2.0), r"digen.loss.tis_low and .* got \(2.0, 1.0\)"),
+        (dict(tis_low=0.0, tis_high=0.0), "digen.loss.tis_low and"),
+        (dict(tis_high=math.inf), "digen.loss.tis_low and"),
+        (dict(cispo_low=0.0), r"digen.loss.cispo_low must lie in \(0, 1\], got 0.0; 0.1 is the default"),
+        (dict(cispo_high=math.nan), "digen.loss.cispo_high must be > 0 and finite, got nan; leave it alone"),
+        (dict(topr_threshold=math.inf), "digen.loss.topr_threshold must be finite, got inf; .*reinforce or tis"),
+        (dict(topr_positive_weight=0.0), "digen.loss.topr_positive_weight must be > 0 and finite"),
+        (dict(topr_negative_weight=-1.0), "digen.loss.topr_negative_weight must be >= 0 and finite"),
+        (dict(decoupled_cap=0.9), "digen.loss.decoupled_cap must be >= 1 and finite, .* got 0.9"),
+        (dict(kimi_tau=-0.1), "digen.loss.kimi_tau must be >= 0 and finite, got -0.1"),
+    ],
+)
+def test_a_bad_value_is_an_error_that_names_the_key(values: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        LossConfig(**values)
+
+
+# -- which policy the ratio is against ----------------------------------------------------------------------
+def test_losses_that_are_sound_on_old_samples_say_so():
+    assert {name for name in loss_names() if is_off_policy(name)} >= {*REFERENCES}
+    assert not is_off_policy("flow_grpo") and not is_off_policy("dance_grpo")
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "strict", "stale"),
+    [
+        ("flow_grpo", "auto", "first_pass", "rollout"),
+        ("flow_grpo", "recompute", "recompute", "digen.old_log_probs must be auto or rollout with .*flow_grpo"),
+        ("flow_grpo", "rollout", "rollout", "rollout"),
+        ("decoupled_ppo", "auto", "first_pass", "first_pass"),
+        ("decoupled_ppo", "recompute", "recompute", "recompute"),
+        *[("decoupled_ppo", "rollout", *["digen.old_log_probs must be auto or recompute with .*decoupled_ppo"] * 2)],
+        *[
+            (name, setting, "unused", "unused")
+            for name in sorted({*REFERENCES} - {"decoupled_ppo"})
+            for setting in ("auto", "rollout")
+        ],
+        *[(name, "recompute", *["digen.old_log_probs must be auto with"] * 2) for name in ("tis", "gspo", "reinforce")],
+    ],
+)
+def test_the_denominator_is_the_policy_that_generated(name: str, setting: str, strict: str, stale: str):
+    for max_versions, expected in ((0, strict), (1, stale)):
+        if expected.startswith("digen"):
+            with pytest.raises(ValueError, match=expected):
+                choose_denominator(name, setting, max_versions)
+        else:
+            assert choose_denominator(name, setting, max_versions) == expected
+
+
+def test_more_than_one_version_needs_an_off_policy_loss():
+    for name in loss_names():
+        if is_off_policy(name):
+            assert choose_denominator(name, "auto", 3) != "rollout"
+        else:
+            with pytest.raises(ValueError, match=r"digen.loss_name must be one of cispo, .* got '.*'; choose one"):
+                choose_denominator(name, "auto", 2)
+
+
+def test_a_loss_of_one_s_own_that_reads_old_log_prob_gets_the_recorded_ones(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(registry, "_LOSSES", dict(registry._LOSSES))
+    register_loss("mine", columns=("log_prob", "old_log_prob"), off_policy=True)(lambda rows, config: None)  # type: ignore[arg-type]
+    assert choose_denominator("mine", "auto", 3) == "rollout"
+    assert choose_denominator("mine", "auto", 0) == "first_pass"
