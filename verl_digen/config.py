@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from verl_digen.algorithms.advantages import SCALES
 from verl_digen.algorithms.kl import KINDS as KL_KINDS
-from verl_digen.algorithms.losses import LossConfig
+from verl_digen.algorithms.losses import OLD_LOG_PROBS, Denominator, LossConfig, choose_denominator
 from verl_digen.algorithms.sde import LAWS
 from verl_digen.algorithms.window import WindowConfig
 from verl_digen.schedulers.require import require, require_one_of
@@ -23,7 +23,6 @@ from verl_digen.schedulers.rules import AssistPolicy
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-OLD_LOG_PROBS = ("auto", "recompute", "rollout")
 DTYPES = ("float32", "bfloat16", "float16")
 REDUCE = ("auto", "tile", "fragment", "batch")
 
@@ -404,8 +403,9 @@ class DigenConfig:
     staleness: StalenessConfig = field(default_factory=StalenessConfig)
     virtual: VirtualConfig = field(default_factory=VirtualConfig)
     old_log_probs: str = "auto"
-    """Denominator of the ratio: auto = the update's own first pass (ratio exactly 1) where one optimizer step takes
-    the whole batch, else recompute; recompute = a forward with the engine before the update; rollout = as recorded."""
+    """Denominator of the ratio, for losses that read `old_log_prob` (flow_grpo): auto = the update's own first pass
+    (ratio exactly 1) where one optimizer step takes the whole batch, else recompute; recompute = a forward with the
+    engine before the update; rollout = as recorded. With stale samples auto is rollout, see `denominator`."""
     max_refills_per_step: int = 0
     """Groups that may be refilled in one step because a sample failed; 0 means as many as the batch has prompts."""
     num_logged_images: int = 16
@@ -430,6 +430,16 @@ class DigenConfig:
             "set digen.ema.validate=false, or digen.staleness.max_versions=0",
         )
         self.window.validate_for(self.sampling.num_steps)
+
+    @property
+    def denominator(self) -> Denominator:
+        """What `old_log_prob` is, by the loss, `old_log_probs` and the staleness of samples; see
+        `verl_digen.algorithms.losses.denominator`. A property, because a loss of the user's is known late.
+
+        Raises:
+            ValueError: these do not go together.
+        """
+        return choose_denominator(self.loss_name, self.old_log_probs, self.staleness.max_versions)
 
 
 def digen_schema() -> DictConfig:

@@ -292,13 +292,15 @@ def check_virtual(config: DictConfig) -> None:
 
 
 def check_loss(config: DictConfig) -> None:
-    """The policy loss is registered, by us or by a module the user names."""
+    """The policy loss is registered, by us or by a module the user names, and has the log-probs it needs."""
     from verl.utils.import_utils import import_external_libs
 
     from verl_digen.algorithms.losses import loss_names
 
     import_external_libs(config.actor_rollout_ref.model.external_lib)  # a user's loss is filed by being imported
-    require_one_of("digen.loss_name", digen_config(config).loss_name, loss_names())
+    digen = digen_config(config)
+    require_one_of("digen.loss_name", digen.loss_name, loss_names())
+    _ = digen.denominator  # raises
 
 
 def check_rewards(config: DictConfig) -> None:

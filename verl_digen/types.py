@@ -160,6 +160,8 @@ class Rows:
     """[N] fp32."""
     mask: Tensor
     """[N] fp32: 1 for a row that trains, 0 for padding."""
+    rewards: Tensor | None = None
+    """[N] fp32: the weighted sum over the reward functions, not centred; None where nobody said."""
 
     def __len__(self) -> int:
         return self.latents.shape[0]

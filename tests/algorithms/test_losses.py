@@ -276,6 +276,7 @@ def test_a_registered_loss_is_found_checked_and_called(monkeypatch):
     inputs = {"log_prob": torch.tensor([1.0, 2.0]), "advantage": torch.tensor([3.0, 4.0])}
     assert policy_loss("mine", inputs, LossConfig()).loss == -5.5
     assert "mine" in losses.loss_names()
+    assert not losses.is_homogeneous("mine") and not losses.is_off_policy("mine")  # unless it says so
     with pytest.raises(ValueError, match="needs advantage"):
         policy_loss("mine", {"log_prob": torch.ones(2)}, LossConfig())
     with pytest.raises(ValueError, match="'flow_grpo' exists already"):

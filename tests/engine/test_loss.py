@@ -3,20 +3,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
 import torch
 
-from verl_digen.algorithms.losses import (
-    LossConfig,
-    is_homogeneous,
-    loss_inputs,
-    loss_names,
-    policy_loss,
-    register_loss,
-)
 from verl_digen.algorithms.sde import SdeStep
 from verl_digen.config import DigenConfig, KlConfig
 from verl_digen.engine.loss import DiffusionLoss, LossTerms, Reference, combine_metrics
@@ -81,28 +72,6 @@ def test_kl_is_weighed_and_added():
     assert with_kl.kl is not None and without.kl is None
     assert with_kl.kl.item() == pytest.approx(0.1 * kl, rel=1e-5)
     assert (with_kl.total - without.total).item() == pytest.approx(0.1 * kl, rel=1e-5)
-
-
-def test_a_loss_filed_as_homogeneous_is():
-    generator = torch.Generator().manual_seed(0)
-    log_prob, old, advantage = (torch.randn(64, generator=generator, dtype=torch.float64) for _ in range(3))
-    inputs = {"log_prob": old + 0.3 * log_prob, "old_log_prob": old, "advantage": advantage}
-    config = LossConfig(clip_range=0.1, advantage_clip=math.inf)
-    homogeneous = [name for name in loss_names() if is_homogeneous(name)]
-    assert {"flow_grpo", "dance_grpo"} <= set(homogeneous)
-    for name in homogeneous:
-        given = {key: inputs[key] for key in loss_inputs(name)}  # a loss with other inputs: give it some here
-        loss = policy_loss(name, given, config).loss
-        larger = policy_loss(name, given | {"advantage": 7.5 * advantage}, config).loss
-        assert larger.item() == pytest.approx(7.5 * loss.item(), rel=1e-5)
-
-
-def test_a_loss_is_not_homogeneous_unless_it_says_so():
-    @register_loss("says_nothing", columns=("log_prob",))
-    def says_nothing(rows, config):
-        raise AssertionError
-
-    assert not is_homogeneous("says_nothing")
 
 
 def test_unknown_loss_lists_the_known():

@@ -60,6 +60,16 @@ def test_negative_conditions_come_along():
     assert [len(condition["embeds"]) for condition in rows.negative_conditions] == [1, 1, 1]
 
 
+def test_rewards_come_along_where_they_are_known():
+    data = example(steps=((0, 1, 2), (1,)))
+    assert make_rows(read_samples(data)).rewards is None
+    data["rm_scores"] = torch.tensor([[0.5], [2.0]])
+    rows = make_rows(read_samples(data).pick([(1, [0]), (0, [2, 0])]))
+    assert rows.rewards is not None and rows.rewards.tolist() == [2.0, 0.5, 0.5]
+    scored = read_samples(data).with_outcomes(torch.zeros(2), torch.tensor([3.0, 4.0]))
+    assert scored.rewards is not None and scored.rewards.tolist() == [3.0, 4.0]
+
+
 def test_padding_samples_are_left_out():
     samples = read_samples(example(steps=((0,), (1,), (2,)), mask=[0, 1, 1]))
     rows = make_rows(samples.take(samples.trained))

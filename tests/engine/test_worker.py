@@ -107,6 +107,17 @@ def test_mini_batches_and_epochs_recompute_old_log_probs(environment: None, tiny
     assert metrics["lr"] == pytest.approx(1e-3 / 4)  # moved once
 
 
+@pytest.mark.parametrize(("loss", "num_forwards"), [("flow_grpo", 2), ("decoupled_ppo", 2), ("tis", 0), ("gspo", 0)])
+def test_mini_batches_compute_old_log_probs_for_losses_that_read_them(
+    environment: None, tiny_qwen_image: Path, batch: TensorDict, loss: str, num_forwards: int
+):
+    worker = make_worker(tiny_qwen_image, prompts_per_update=1, loss_name=loss)
+    infer, calls = worker.engine.infer_batch, []
+    worker.engine.infer_batch = lambda data: calls.append(data) or infer(data)  # type: ignore[method-assign]
+    worker.update(batch)
+    assert len(calls) == num_forwards
+
+
 def test_recomputed_log_probs_give_a_first_ratio_of_exactly_one(environment: None, tiny_qwen_image: Path):
     worker = make_worker(tiny_qwen_image, old_log_probs="recompute", tsp={"samples_per_tile": 2, "steps_per_tile": 2})
     metrics = worker.update(with_mask(make_batch(tiny_qwen_image, group_size=3), [1, 0, 1, 1, 0, 1]))

@@ -35,6 +35,12 @@ def test_a_reference_and_recomputed_log_probs_cost_a_forward_each():
     assert more.training_flops == SAMPLES * ROWS * (4 + 2) * FORWARD
 
 
+def test_a_loss_over_whole_trajectories_costs_a_forward():
+    assert plan_time(make_run(digen={"loss_name": "gspo"}), None, 0.4).training_flops == (
+        SAMPLES * ROWS * (4 + 1) * FORWARD
+    )
+
+
 def test_frozen_weights_need_no_gradient_of_their_own():
     assert plan_time(make_run(lora=True), None, 0.4).training_flops == SAMPLES * ROWS * (2 + 0.6 + 0.8) * FORWARD
 

@@ -40,7 +40,8 @@ def test_a_good_config_passes(compose_main, runnable):
         ("digen.staleness.max_versions=1", "digen.staleness.max_versions must be 0 where trainer and replicas"),
         ("digen.tag.policy=on", "digen.tag.policy must be one of off, bts, always, got 'on';"),
         ("digen.staleness.fraction=0", "digen.staleness.fraction must lie in (0, 1], got 0.0;"),
-        ("digen.loss_name=ppo", "digen.loss_name must be one of dance_grpo, flow_grpo"),
+        ("digen.loss_name=ppo", "digen.loss_name must be one of cispo, dance_grpo, "),
+        ("digen.loss.kimi_tau=-1", "digen.loss.kimi_tau must be >= 0 and finite, got -1.0;"),
         ("digen.reward.functions.nonsense=1.0", "digen.reward.functions must name one of jpeg_compressibility"),
         ("reward.custom_reward_function.path=missing.py", "reward.custom_reward_function.path must be an existing"),
     ],
@@ -75,6 +76,12 @@ def test_what_separate_pools_can_do_and_what_not(compose_main, runnable, overrid
 
 def test_a_run_without_a_reward_is_refused(compose_main, runnable):
     assert "digen.reward.functions must name" in problem(compose_main, *runnable[:-1])
+
+
+def test_log_probs_that_the_loss_does_not_read_are_refused(compose_main, runnable):
+    message = problem(compose_main, *runnable, "digen.loss_name=tis", "digen.old_log_probs=recompute")
+    assert message.startswith("digen.old_log_probs must be auto with digen.loss_name=tis")
+    preflight.check(compose_main(*runnable, "digen.loss_name=gspo"))
 
 
 def test_all_problems_are_shown_at_once(compose_main, runnable):

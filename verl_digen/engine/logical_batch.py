@@ -69,6 +69,8 @@ class LogicalBatch:
         samples = [self._samples[key] for key in ready.keys]
         if not any(sample.num_steps for sample in samples):
             return 0
-        work = self.planner.deal(samples, ready.advantages, self.fetch)
+        work = self.planner.deal(
+            samples, ready.advantages, self.fetch, whole_samples=self.transaction.loss.reads_trajectories
+        )
         self.transaction.run(work, is_final=ready.divisor is not None, is_last=is_last)
         return work.num_rows

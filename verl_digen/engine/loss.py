@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scored rows -> loss: the policy loss by name, the KL term, and the log-probs the ratio is taken against.
 
-Which old log-probs, by `digen.old_log_probs`:
+The columns a policy loss may read are listed in `verl_digen.algorithms.losses`. Of them, `behaviour_log_prob` is always
+what was recorded at generation. What `old_log_prob` is, is `DigenConfig.denominator`:
 
 | value | one optimizer step takes the batch | several do (mini-batches, epochs) |
 | --- | --- | --- |
-| auto | this forward's own, detached: the ratio is exactly 1, and nothing is computed twice | as recompute |
+| first_pass | this forward's own, detached: the ratio is exactly 1, and nothing is computed twice | as recompute |
 | recompute | a forward of the same tile before its own | a forward before the first step |
 | rollout | recorded at generation | recorded at generation |
+| unused | the loss does not read it | the same |
 
 Invariant: losses of tiles add up to that of the logical batch, because every mean divides by its `num_rows`.
 """
@@ -22,7 +24,8 @@ import torch
 from torch import Tensor
 
 from verl_digen.algorithms.kl import kl_loss
-from verl_digen.algorithms.losses import loss_names, policy_loss
+from verl_digen.algorithms.losses import loss_names, policy_loss, reads_trajectories
+from verl_digen.algorithms.losses.registry import BEHAVIOUR, OLD, TRAJECTORY
 from verl_digen.algorithms.rows import Rows as LossRows
 from verl_digen.algorithms.sde import SdeStep
 from verl_digen.config import DigenConfig
@@ -71,12 +74,15 @@ class DiffusionLoss:
     """The loss function verl's training worker hands to the engine.
 
     Raises:
-        ValueError: `digen.loss_name` is not known, or needs inputs rows do not have.
+        ValueError: `digen.loss_name` is not known, or does not go with `digen.old_log_probs`.
     """
 
     def __init__(self, digen: DigenConfig):
         require_one_of("digen.loss_name", digen.loss_name, loss_names())
         self.digen = digen
+        self.denominator = digen.denominator
+        self.reads_trajectories = reads_trajectories(digen.loss_name)
+        """Whether the loss of a row depends on the other rows of its trajectory."""
         self.unclamped = replace(digen.loss, advantage_clip=math.inf)
 
     def __call__(
@@ -88,6 +94,7 @@ class DiffusionLoss:
         old_log_probs: Tensor | None,
         num_rows: float,
         *,
+        trajectory_log_ratios: Tensor | None = None,
         clamps: bool = True,
     ) -> LossTerms:
         """The share of these rows in the logical batch's loss.
@@ -96,8 +103,9 @@ class DiffusionLoss:
             step, velocity: the rows scored with the current weights, differentiable.
             reference: the same rows under the reference, if the KL term is on.
             rows: on the device of `velocity`, except for sigmas, which may stay on the host.
-            old_log_probs: [N] fp32; None takes this forward's own.
+            old_log_probs: [N] fp32; None takes this forward's own, detached.
             num_rows: unmasked rows of the logical batch, over all ranks.
+            trajectory_log_ratios: [N] fp32, if the loss `reads_trajectories`.
             clamps: False leaves advantages as they are, where they are still to be divided by their scale.
         """
         device = velocity.device
@@ -105,9 +113,14 @@ class DiffusionLoss:
         old = step.log_prob.detach() if old_log_probs is None else old_log_probs
         inputs = shared | {
             "log_prob": step.log_prob,
-            "old_log_prob": old,
+            OLD: old,
+            BEHAVIOUR: rows.log_probs,
             "advantage": rows.advantages,
         }
+        if rows.rewards is not None:
+            inputs["reward"] = rows.rewards
+        if trajectory_log_ratios is not None:
+            inputs[TRAJECTORY] = trajectory_log_ratios
         config = self.digen.loss if clamps else self.unclamped
         policy = policy_loss(self.digen.loss_name, inputs, config)
         metrics = {"policy_loss": policy.loss.detach(), **policy.metrics}

@@ -54,16 +54,19 @@ class Planner:
         self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self._rows_that_fit: dict[torch.Size, int] = {}
 
-    def deal(self, samples: Sequence[FragmentSample], advantages: Tensor, fetch: Fetch) -> Work:
+    def deal(self, samples: Sequence[FragmentSample], advantages: Tensor, fetch: Fetch, *, whole_samples: bool) -> Work:
         """This rank's part of these samples' rows, at least one of weight 0; there are rows.
 
         Args:
             advantages: [samples] fp32.
+            whole_samples: all rows of a sample go to one rank, also with `digen.tsp.enable`.
         """
         rows = fragment_rows(samples)
-        dealt = deal_rows(rows, self.num_ranks, whole_samples=not self.tsp.enable)
+        dealt = deal_rows(rows, self.num_ranks, whole_samples=whole_samples or not self.tsp.enable)
         needed = sorted({row.sample for row in (*dealt[self.rank], *stand_ins(dealt, self.rank).values())})
-        own = fetch([samples[number] for number in needed]).with_advantages(advantages[needed])
+        described = [samples[number] for number in needed]
+        rewards = torch.tensor([sample.reward for sample in described])
+        own = fetch(described).with_outcomes(advantages[needed], rewards)
         places = {number: place for place, number in enumerate(needed)}
         return Work(own, places, self._tiles(dealt, own), num_rows=len(rows))
 

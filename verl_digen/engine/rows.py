@@ -40,6 +40,8 @@ class Samples:
     """[B] bool; False for a sample that only fills the batch."""
     old_log_probs: Sequence[Tensor] | None
     """B x [K] fp32 of the policy before the update, where the caller computed them."""
+    rewards: Tensor | None = None
+    """[B] fp32, not centred; None where the caller did not say."""
 
     def __len__(self) -> int:
         return len(self.conditions)
@@ -75,11 +77,12 @@ class Samples:
             advantages=self.advantages[keep],
             is_real=self.is_real[keep],
             old_log_probs=None if self.old_log_probs is None else per_step(self.old_log_probs),
+            rewards=None if self.rewards is None else self.rewards[keep],
         )
 
-    def with_advantages(self, advantages: Tensor) -> Samples:
-        """The same samples with other advantages [B] fp32."""
-        return replace(self, advantages=advantages)
+    def with_outcomes(self, advantages: Tensor, rewards: Tensor) -> Samples:
+        """The same samples with these advantages and rewards, [B] fp32 each."""
+        return replace(self, advantages=advantages, rewards=rewards)
 
 
 STEP_COLUMNS = ("positions", "sigmas", "next_sigmas", "log_probs")
@@ -91,7 +94,8 @@ def read_samples(data: TensorDict) -> Samples:
 
     Args:
         data: `TRAJECTORY_COLUMNS`; `uid` per sample; `conditions`, uid -> `ConditionPair`.
-            Optional: `advantages` [B] or [B, 1]; `loss_mask` likewise, 0 for padding samples; `old_log_probs` [B, K].
+            Optional: `advantages` [B] or [B, 1]; `loss_mask` likewise, 0 for padding samples; `rm_scores` likewise, the
+            rewards; `old_log_probs` [B, K].
 
     Raises:
         RuntimeError: a column is missing, or a uid has no conditions.
@@ -112,6 +116,7 @@ def read_samples(data: TensorDict) -> Samples:
         advantages=_per_sample(data, "advantages", len(uids), absent=0.0),
         is_real=_per_sample(data, "loss_mask", len(uids), absent=1.0) > 0,
         old_log_probs=[row.float() for row in data["old_log_probs"].unbind()] if "old_log_probs" in data else None,
+        rewards=_per_sample(data, "rm_scores", len(uids), absent=0.0) if "rm_scores" in data else None,
     )
 
 
@@ -152,6 +157,7 @@ def make_rows(samples: Samples) -> Rows:
         log_probs=torch.cat(list(columns["log_probs"])),
         advantages=samples.advantages.repeat_interleave(repeats),
         mask=samples.is_real.float().repeat_interleave(repeats),
+        rewards=None if samples.rewards is None else samples.rewards.repeat_interleave(repeats),
     )
 
 

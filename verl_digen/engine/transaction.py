@@ -10,6 +10,8 @@
   the same forward, and a second gradient in memory, where there is both.
 - When gradients are reduced over the ranks is `reduce`'s to say: at each tile, at the last one of each run, or at the
   last one of the batch; what is pending at `close` is reduced then.
+- A loss that reads a whole trajectory's log-ratio (`gspo`) has a forward of all tiles before the first backward: then
+  a trajectory may lie in several tiles. It must lie on one rank.
 - Metrics of tiles stay where they are computed until `close`, so that a run waits for no device and no rank.
 
 Invariants (tests/engine/test_transaction.py, test_two_ranks_fragments.py)
@@ -28,6 +30,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from verl_digen.algorithms.losses.off_policy import trajectory_log_ratios
 from verl_digen.engine import gradients
 from verl_digen.engine.gradients import Gradient
 from verl_digen.engine.loss import DiffusionLoss, LossTerms, Reference, combine_metrics, is_share
@@ -111,14 +114,22 @@ class GradientTransaction:
         def rows_of(tile: Tile) -> Rows:
             return tile_rows(work.samples, tile, work.places)[0].to(device)
 
+        log_ratios = self._trajectory_log_ratios(work.tiles, rows_of) if self.loss.reads_trajectories else None
         references = self.scorer.references([partial(rows_of, tile) for tile in work.tiles])
-        for number, (tile, reference) in enumerate(zip(work.tiles, references, strict=True), start=1):
-            ends = number == len(work.tiles)
+        for number, (tile, reference) in enumerate(zip(work.tiles, references, strict=True)):
+            ends = number == len(work.tiles) - 1
             rows, old_log_probs = tile_rows(work.samples, tile, work.places)
             self.num_pad_rows += int((rows.mask == 0).sum())
             rows = rows.to(device)
             reduces = self.reduce == "tile" or (ends and (is_last or self.reduce == "fragment"))
-            terms = self._backward(rows, old_log_probs, reference, is_final=is_final, reduces=reduces)
+            terms = self._backward(
+                rows,
+                old_log_probs,
+                reference,
+                None if log_ratios is None else log_ratios[number],
+                is_final=is_final,
+                reduces=reduces,
+            )
             (self._settled if is_final else self._unsettled).append(terms.detach())
         self.num_tiles += len(work.tiles)
         self.num_trained_rows += work.num_rows
@@ -127,13 +138,15 @@ class GradientTransaction:
         """A forward and backward like those of `run`, of which nothing stays."""
         scratch: Gradient = {}
         with gradients.exchanged(self.module, scratch):
-            self._backward(rows, None, None, is_final=True, reduces=self.reduce == "tile")
+            log_ratios = torch.zeros_like(rows.log_probs) if self.loss.reads_trajectories else None
+            self._backward(rows, None, None, log_ratios, is_final=True, reduces=self.reduce == "tile")
 
     def _backward(
         self,
         rows: Rows,
         old_log_probs: Tensor | None,
         reference: Reference | None,
+        log_ratios: Tensor | None,
         *,
         is_final: bool,
         reduces: bool,
@@ -141,7 +154,16 @@ class GradientTransaction:
         old = self._old_log_probs(rows, old_log_probs)
         with gradients.reduced_at_end(self.module, reduces):
             step, velocity = self.scorer(rows)
-            terms = self.loss(step, velocity, reference, rows, old, self.num_rows, clamps=is_final)
+            terms = self.loss(
+                step,
+                velocity,
+                reference,
+                rows,
+                old,
+                self.num_rows,
+                trajectory_log_ratios=log_ratios,
+                clamps=is_final,
+            )
             if is_final or terms.kl is None:
                 self.backward(terms.total * self.num_ranks, False)
             else:
@@ -152,15 +174,27 @@ class GradientTransaction:
 
     def _old_log_probs(self, rows: Rows, computed_before: Tensor | None) -> Tensor | None:
         """[N] what the ratio is taken against, or None for the forward's own; see `verl_digen.engine.loss`."""
-        setting = self.loss.digen.old_log_probs
-        if setting == "rollout":
+        denominator = self.loss.denominator
+        if denominator == "rollout":
             return rows.log_probs
-        if computed_before is not None:
+        if denominator != "unused" and computed_before is not None:
             return computed_before.to(rows.mask.device)
-        if setting == "recompute":  # weights stay as they are until the batch is whole, so now is as good as before
+        if denominator == "recompute":  # weights stay as they are until the batch is whole, so now is as good as before
             with torch.no_grad():
                 return self.scorer(rows)[0].log_prob
         return None
+
+    @torch.no_grad()
+    def _trajectory_log_ratios(self, tiles: Sequence[Tile], rows_of: Callable[[Tile], Rows]) -> list[Tensor]:
+        """Each tile's [N] fp32: the mean log-ratio of the row's trajectory, under the weights as they are."""
+        found = []
+        for tile in tiles:
+            rows = rows_of(tile)
+            found.append(self.scorer(rows)[0].log_prob - rows.log_probs)
+        # a filler's row is in another tile, too, and must not count twice there
+        samples = [-1 if tile.is_filler else row.sample for tile in tiles for row in tile.rows]
+        means = trajectory_log_ratios(torch.cat(found), torch.tensor(samples, device=self.scorer.device))
+        return list(means.split([len(tile.rows) for tile in tiles]))
 
     # -- the gradient out ---------------------------------------------------------------------------------
     def settle(self, divisor: float) -> None:

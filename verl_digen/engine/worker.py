@@ -203,7 +203,8 @@ class DiffusionWorker(ActorRolloutRefWorker):
         ]
         num_updates = len(mini_batches) * self.config.actor.ppo_epochs
         with self.engine.train_mode():
-            if num_updates > 1 and self.engine.digen.old_log_probs != "rollout" and "old_log_probs" not in data:
+            needs_old = self.engine.digen.denominator in ("first_pass", "recompute")
+            if num_updates > 1 and needs_old and "old_log_probs" not in data:
                 for mini_batch in mini_batches:
                     mini_batch["old_log_probs"] = self.engine.infer_batch(mini_batch)["model_output"]["log_probs"]
             outputs = []

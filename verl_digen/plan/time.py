@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from verl_digen.algorithms.losses import loss_names, reads_trajectories
 from verl_digen.plan.run import Run
 from verl_digen.simulate.devices import PEAK_TFLOPS
 
@@ -36,7 +37,9 @@ def plan_time(run: Run, device: str | None, mfu: float) -> StepTime:
     settings, measured = run.settings, run.measured
     generating = settings.num_samples * settings.digen.sampling.num_steps * measured.flops.forward
     row = measured.flops.training(is_frozen=settings.is_lora, recomputes=settings.recomputes)
-    num_forwards = int(settings.digen.old_log_probs == "recompute") + int(settings.digen.kl.coef > 0)
+    digen = settings.digen
+    num_forwards = int(digen.old_log_probs == "recompute") + int(digen.kl.coef > 0)
+    num_forwards += digen.loss_name in loss_names() and reads_trajectories(digen.loss_name)
     row += num_forwards * measured.flops.forward
     training = settings.num_samples * measured.rows_per_sample * row
     if device is None:

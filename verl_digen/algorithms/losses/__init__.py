@@ -34,6 +34,7 @@ from verl_digen.algorithms.losses.registry import (
     loss_inputs,
     loss_names,
     policy_loss,
+    reads_trajectories,
     register_loss,
 )
 from verl_digen.algorithms.rows import LossOutput, Rows
@@ -50,5 +51,6 @@ __all__ = [
     "loss_inputs",
     "loss_names",
     "policy_loss",
+    "reads_trajectories",
     "register_loss",
 ]

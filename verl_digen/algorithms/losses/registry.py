@@ -82,6 +82,11 @@ def is_off_policy(name: str) -> bool:
     return _find(name).off_policy
 
 
+def reads_trajectories(name: str) -> bool:
+    """Whether loss `name` of a row depends on the other rows of its trajectory. ValueError where it is unknown."""
+    return TRAJECTORY in _find(name).columns
+
+
 def policy_loss(name: str, inputs: Mapping[str, Tensor], config: LossConfig) -> LossOutput:
     """Loss `name` of N rows, as their share of the logical batch's mean.
 

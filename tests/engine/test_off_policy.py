@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Off-policy losses in the engine: recorded, earlier and current log-probs, rewards, trajectories cut into tiles."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from tensordict import TensorDict
+
+from tests.engine.harness import assert_close, gradients, select, weights, with_mask
+from tests.engine.off_policy import LOSS, SHAPES, committed, old_batch, old_engine, serial, serial_gspo
+from tests.engine.serial import plain_transformer
+from verl_digen.algorithms.losses import is_off_policy, loss_names
+from verl_digen.config import DigenConfig
+from verl_digen.engine.loss import DiffusionLoss
+from verl_digen.engine.rows import make_rows, read_samples
+
+OFF_POLICY = [name for name in loss_names() if is_off_policy(name)]
+
+
+@pytest.fixture(scope="module")
+def batch(tiny_qwen_image: Path) -> TensorDict:
+    return old_batch(tiny_qwen_image)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("name", OFF_POLICY)
+def test_every_loss_has_the_gradient_of_rows_scored_one_by_one(tiny_qwen_image: Path, batch: TensorDict, name: str):
+    engine = old_engine(tiny_qwen_image, name)
+    module = plain_transformer(tiny_qwen_image, weights(engine))
+    expected = serial(module, tiny_qwen_image, batch, name, list(range(9)))
+    found, output = gradients(engine, batch)
+    assert_close(found, expected, 2e-5)
+    by_fragment, metrics = committed(engine, batch)
+    assert_close(by_fragment, expected, 2e-5)
+    assert metrics["policy_loss"] == pytest.approx(output["metrics"]["policy_loss"], rel=1e-4)
+    if name not in ("reinforce", "kimi", "decoupled_ppo"):
+        assert metrics["ratio_deviation_max"] > 0.05 and 0 < metrics["clip_fraction"] < 1
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gspo_is_the_same_however_trajectories_are_cut_into_tiles(
+    tiny_qwen_image: Path, batch: TensorDict, shape: tuple[int, int]
+):
+    engine = old_engine(tiny_qwen_image, "gspo", shape)
+    expected = serial_gspo(plain_transformer(tiny_qwen_image, weights(engine)), tiny_qwen_image, batch)
+    engine.planner.rehearse(make_rows(read_samples(batch)))  # leaves nothing
+    found, output = gradients(engine, batch)
+    assert_close(found, expected, 2e-5)
+    assert output["metrics"]["num_tiles"] == {1: 18, 2: 6, 3: 6, 100: 1}[shape[0]]
+    assert_close(committed(engine, batch)[0], expected, 2e-5)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_gspo_with_padding_samples(tiny_qwen_image: Path, batch: TensorDict):
+    engine = old_engine(tiny_qwen_image, "gspo")
+    padded = with_mask(select(batch, [0, 1, 3, 6, 6, 0]), [1, 1, 1, 1, 0, 0])
+    module = plain_transformer(tiny_qwen_image, weights(engine))
+    assert_close(gradients(engine, padded)[0], serial(module, tiny_qwen_image, batch, "gspo", [0, 1, 3, 6]), 2e-5)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("name", ["gspo", "tis", "decoupled_ppo"])
+def test_a_kl_term_goes_with_every_loss(tiny_qwen_image: Path, batch: TensorDict, name: str):
+    """The reference is swapped in for all tiles of a call: the forwards of gspo must not run with it."""
+    plain, _ = committed(old_engine(tiny_qwen_image, name), batch)
+    with_kl, _ = committed(old_engine(tiny_qwen_image, name, kl={"coef": 0.3}), batch)
+    silent = LOSS | {"advantage_clip": 1e-9}
+    only_kl, _ = committed(old_engine(tiny_qwen_image, name, kl={"coef": 0.3}, loss=silent), batch)
+    assert_close({key: with_kl[key] - only_kl[key] for key in plain}, plain, 1e-4)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_decoupled_ppo_weighs_the_weights_before_the_update_with_those_that_generated(
+    tiny_qwen_image: Path, batch: TensorDict
+):
+    expected, _ = committed(old_engine(tiny_qwen_image, "flow_grpo"), batch)
+    for log_ratio, weight in ((math.log(0.5), 0.5), (1.0, 1.05)):
+        engine = old_engine(tiny_qwen_image, "decoupled_ppo")
+        with engine.eval_mode():
+            current = engine.infer_batch(batch)["model_output"]["log_probs"]
+        shifted = batch.clone()
+        shifted["log_probs"] = current - log_ratio
+        found, metrics = committed(engine, shifted)
+        assert metrics["behaviour_weight"] == pytest.approx(weight, rel=1e-4)
+        assert metrics["ratio_deviation_max"] == metrics["ratio_deviation_min"] == 0.0
+        assert_close(found, {key: weight * value for key, value in expected.items()}, 1e-4)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_topr_without_rewards_is_refused(tiny_qwen_image: Path, batch: TensorDict):
+    with pytest.raises(ValueError, match="policy loss 'topr' needs reward; its inputs hold"):
+        gradients(old_engine(tiny_qwen_image, "topr"), batch.exclude("rm_scores"))
+
+
+def test_settings_that_do_not_go_with_the_loss_are_refused():
+    for values, message in (
+        (dict(loss_name="tis", old_log_probs="recompute"), "digen.old_log_probs must be auto with digen.loss_name=tis"),
+        (dict(loss_name="decoupled_ppo", old_log_probs="rollout"), "digen.old_log_probs must be auto or recompute"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            DiffusionLoss(DigenConfig(**values))
