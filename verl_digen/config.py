@@ -352,6 +352,21 @@ class TspConfig:
 
 
 @dataclass(frozen=True)
+class PlacementConfig:
+    """Types of the pools' devices, in a cluster that has several: names of Ray's, such as H100, or of custom resources
+    (`ray start --resources='{"NAME": 1}'`). null: any device, also one that another pool would need; name a type for
+    each pool, or for none."""
+
+    trainer_accelerator: str | None = None
+    """Of `trainer.nnodes` x `trainer.n_gpus_per_node` devices."""
+    generator_accelerator: str | None = None
+    """Of `actor_rollout_ref.rollout.nnodes` x `n_gpus_per_node` devices (`recipe=[...,disaggregated]`)."""
+    reward_accelerator: str | None = None
+    """Of the nodes of the `reward.num_workers` reward workers, which divide the devices of
+    `reward.reward_model.{nnodes,n_gpus_per_node}` where `reward.reward_model.enable_resource_pool` is true."""
+
+
+@dataclass(frozen=True)
 class VirtualConfig:
     """Devices that only take time (`recipe=[...,disaggregated,virtual]`): everything else of a run is real."""
 
@@ -401,6 +416,7 @@ class DigenConfig:
     tsp: TspConfig = field(default_factory=TspConfig)
     tag: TagConfig = field(default_factory=TagConfig)
     staleness: StalenessConfig = field(default_factory=StalenessConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
     virtual: VirtualConfig = field(default_factory=VirtualConfig)
     old_log_probs: str = "auto"
     """Denominator of the ratio, for losses that read `old_log_prob` (flow_grpo): auto = the update's own first pass

@@ -116,6 +116,8 @@ def check_device(config: DictConfig) -> None:
     """`trainer.device` is the platform verl chose, and a CPU machine has as many logical GPUs as verl will ask for."""
     from verl.plugin.platform import get_platform
 
+    from verl_digen.platforms.placement import num_reward_devices
+
     platform = get_platform().device_name
     require(
         config.trainer.device != "cpu" or platform == "cpu",
@@ -126,7 +128,7 @@ def check_device(config: DictConfig) -> None:
     if platform == "cpu":
         num_gpus = OmegaConf.select(config, "ray_kwargs.ray_init.num_gpus")
         rollout = config.actor_rollout_ref.rollout
-        needed = _num_ranks(config) + rollout.nnodes * rollout.n_gpus_per_node
+        needed = _num_ranks(config) + rollout.nnodes * rollout.n_gpus_per_node + num_reward_devices(config)
         require(
             num_gpus is not None and num_gpus >= needed,
             f"ray_kwargs.ray_init.num_gpus must be >= {needed}, the devices of the run, where there is no accelerator",
@@ -203,6 +205,35 @@ def check_rollout(config: DictConfig) -> None:
             num_devices,
             "change it, or actor_rollout_ref.rollout.tensor_model_parallel_size",
         )
+
+
+def check_placement(config: DictConfig) -> None:
+    """A type is asked for where there is a pool to be of it, and reward workers can divide their devices. Whether the
+    cluster has such devices is seen as soon as Ray has started (`verl_digen.platforms.placement`)."""
+    from verl_digen.platforms.placement import num_reward_devices
+
+    placement, mode = digen_config(config).placement, config.trainer.v1.trainer_mode
+    require(
+        placement.generator_accelerator is None or mode != "digen_flowgrpo",
+        "digen.placement.generator_accelerator needs replicas on devices of their own",
+        placement.generator_accelerator,
+        "use recipe=[...,disaggregated], or set digen.placement.trainer_accelerator",
+    )
+    types = [placement.trainer_accelerator, placement.generator_accelerator, placement.reward_accelerator]
+    require(
+        mode != "digen_virtual" or not any(types),
+        "digen.placement.* must be null with virtual devices, which take no real ones",
+        types,
+        "leave them out",
+    )
+    num_devices, num_workers = num_reward_devices(config), config.reward.num_workers
+    require(
+        num_devices == 0 or num_devices % num_workers == 0 or num_workers % num_devices == 0,
+        f"reward.num_workers must divide the {num_devices} devices of reward.reward_model.nnodes x n_gpus_per_node, "
+        "or be a multiple of them",
+        num_workers,
+        "as many workers as devices is usual",
+    )
 
 
 def check_model(config: DictConfig) -> None:
@@ -335,6 +366,7 @@ RULES: tuple[Callable[[DictConfig], None], ...] = (
     check_rollout,
     check_pools,
     check_virtual,
+    check_placement,
     check_model,
     check_prompts,
     check_loss,

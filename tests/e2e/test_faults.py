@@ -78,6 +78,11 @@ def test_a_dead_replica_and_a_dead_reward_worker_cost_time_and_no_sample(separat
         "actor_rollout_ref.rollout.n_gpus_per_node=2",
         f"reward.custom_reward_function.path={write_faulty(tmp_path, run_dir)}",
         "digen.reward.custom_weight=0.0",
+        # a cluster of two types, so that processes that come back find their place too
+        "+ray_kwargs.ray_init.resources={H100: 1, L40S: 1}",
+        "digen.placement.trainer_accelerator=H100",
+        "digen.placement.generator_accelerator=L40S",
+        "digen.placement.reward_accelerator=L40S",
         recipe=SEPARATE,
     )
     while not (run_dir / "latest_checkpointed_iteration.txt").exists() and process.poll() is None:

@@ -42,6 +42,10 @@ def test_a_good_config_passes(compose_main, runnable):
         ("digen.staleness.fraction=0", "digen.staleness.fraction must lie in (0, 1], got 0.0;"),
         ("digen.loss_name=ppo", "digen.loss_name must be one of cispo, dance_grpo, "),
         ("digen.loss.kimi_tau=-1", "digen.loss.kimi_tau must be >= 0 and finite, got -1.0;"),
+        (
+            "digen.placement.generator_accelerator=H100",
+            "generator_accelerator needs replicas on devices",
+        ),
         ("digen.reward.functions.nonsense=1.0", "digen.reward.functions must name one of jpeg_compressibility"),
         ("reward.custom_reward_function.path=missing.py", "reward.custom_reward_function.path must be an existing"),
     ],

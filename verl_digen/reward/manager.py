@@ -13,6 +13,7 @@ from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 from verl.trainer.ppo.reward import get_custom_reward_fn, resolve_reward_manager_cls
 
 from verl_digen.config import DigenConfig, digen_config
+from verl_digen.platforms.placement import reward_options
 from verl_digen.reward.functions import resolve
 from verl_digen.reward.scoring import Scorer, WeightedReward
 from verl_digen.reward.workers import RestartingActor
@@ -75,6 +76,8 @@ class DiffusionRewardLoopManager(RewardLoopManager):
     """verl's manager with `DiffusionRewardLoopWorker`s, which come back after a crash."""
 
     def _init_reward_loop_workers(self) -> None:
-        max_retries = digen_config(self.config).reward.max_retries
-        self.reward_loop_workers_class = RestartingActor(DiffusionRewardLoopWorker, max_retries)
+        digen = digen_config(self.config)
+        self.reward_loop_workers_class = RestartingActor(
+            DiffusionRewardLoopWorker, digen.reward.max_retries, **reward_options(self.config, digen)
+        )
         super()._init_reward_loop_workers()

@@ -3,15 +3,15 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl.plugin.platform import get_platform
 from verl.utils.config import omega_conf_to_dataclass
-from verl.workers.rollout.replica import RolloutMode, RolloutReplica
+from verl.workers.rollout.replica import RolloutMode
 
+from verl_digen.rollout.placed import PlacedReplica, cpu_threads
 from verl_digen.rollout.server import DiffusersServer
 
 
@@ -20,7 +20,7 @@ def server_name(replica_rank: int) -> str:
     return f"digen_diffusers_server_{replica_rank}"
 
 
-class DiffusersReplica(RolloutReplica):
+class DiffusersReplica(PlacedReplica):
     """A replica that denoises with the diffusers transformer and the project's sampler.
 
     One process on one device: `actor_rollout_ref.rollout.tensor_model_parallel_size` must be 1.
@@ -35,11 +35,11 @@ class DiffusersReplica(RolloutReplica):
             )
         platform = get_platform()
         model_config = omega_conf_to_dataclass(self.model_config)
-        # a replica that takes turns with the trainer has all cores meanwhile
-        num_sharing = 1
-        if self.rollout_mode is RolloutMode.STANDALONE:
-            num_sharing = self.gpus_per_node + model_config.digen.rollout.num_neighbours
-        num_threads = max(1, len(os.sched_getaffinity(0)) // num_sharing)
+        num_threads = cpu_threads(
+            num_neighbours=model_config.digen.rollout.num_neighbours,
+            num_devices=self.gpus_per_node,
+            is_standalone=self.rollout_mode is RolloutMode.STANDALONE,
+        )
         resource = platform.ray_resource_name()
         node_id, device = await self.workers[0].__ray_call__.remote(
             lambda worker: (

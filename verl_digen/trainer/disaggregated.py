@@ -32,6 +32,7 @@ from verl_digen.observe.metrics import training_metrics
 from verl_digen.observe.timeline import Interval, Lane, Recorder, TimelineFile, step_metrics
 from verl_digen.pipeline.conditions import CONDITION_PARTITION
 from verl_digen.pipeline.keys import SampleName
+from verl_digen.platforms.placement import num_reward_devices
 from verl_digen.schedulers.durations import MeasuredDurations
 from verl_digen.schedulers.planner import BatchPlanner
 from verl_digen.schedulers.rules import BatchRules
@@ -91,7 +92,7 @@ class FlowGRPOTrainerDisaggregated(FlowGRPOTrainerSync):
 
     # -- setting up ---------------------------------------------------------------------------------------
     def _setup(self) -> None:
-        self._enable_hybrid_replicas = False  # verl's switch: no replicas on the trainer's devices
+        self._enable_hybrid_replicas = False
         super()._setup()
         server_manager: Any = AsyncDiffusionServerManager.create(config=self.config)  # verl awaits it by itself
         self.llm_server_manager = server_manager
@@ -115,6 +116,7 @@ class FlowGRPOTrainerDisaggregated(FlowGRPOTrainerSync):
         return {
             "trainer": self.config.trainer.nnodes * self.config.trainer.n_gpus_per_node,
             "generator": rollout.nnodes * rollout.n_gpus_per_node,
+            "reward": num_reward_devices(self.config),
         }
 
     def _get_n_gpus_for_throughput(self) -> int:
@@ -158,7 +160,7 @@ class FlowGRPOTrainerDisaggregated(FlowGRPOTrainerSync):
             recorder=self._recorder,
             lanes=Lanes(
                 trainer=Lane("trainer", 0, host, self._num_devices["trainer"]),
-                reward=Lane("reward", 0, host, 0),
+                reward=Lane("reward", 0, host, self._num_devices["reward"]),
                 slots=lanes,
             ),
         )

@@ -53,6 +53,7 @@ from verl_digen.observe.metrics_file import MetricsFile
 from verl_digen.observe.progress import progress_line
 from verl_digen.pipeline.conditions import CONDITION_PARTITION
 from verl_digen.pipeline.keys import parse_key
+from verl_digen.platforms.placement import TypedPools, check_placement
 from verl_digen.reward.manager import DiffusionRewardLoopManager
 from verl_digen.trainer.checkpoint import (
     DriverState,
@@ -81,6 +82,9 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
     agent_loop_manager: Any
     checkpoint_manager: Any
 
+    _enable_hybrid_replicas = True
+    """verl's switch: replicas on the trainer's devices."""
+
     # verl's base class branches on this name and reads trainer.v1[name]; ours behaves as "sync" does
     trainer_mode = property(lambda self: "sync", lambda self, value: None)  # type: ignore[assignment]
 
@@ -106,8 +110,14 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
         super()._init_resource_pool_mgr()
         for role in self.role_worker_mapping:
             self.role_worker_mapping[role] = ray.remote(DiffusionWorker)
+        self.resource_pool_manager = TypedPools(
+            self.resource_pool_manager.resource_pool_spec,
+            self.resource_pool_manager.mapping,
+            accelerator=self.digen.placement.trainer_accelerator,
+        )
 
     def _setup(self) -> None:
+        check_placement(self.config, self.digen, is_disaggregated=not self._enable_hybrid_replicas)
         # Ours first: its workers start while trainer ranks and replicas do. verl builds its own inside _setup, from a
         # module global: let it build one without workers, and put ours in its place.
         reward_loop_manager = DiffusionRewardLoopManager(self.config)

@@ -8,13 +8,14 @@ from typing import Any
 import ray
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica
 
+from verl_digen.rollout.placed import PlacedReplica
 from verl_digen.rollout.vllm_omni.server import vLLMOmniHttpServer
 
 SERVER_PREFIX = "vllm_omni_"
 """verl names servers after it; `ServerAdapter` finds them by `{rollout.name}_`."""
 
 
-class vLLMOmniReplica(vLLMReplica):
+class vLLMOmniReplica(PlacedReplica, vLLMReplica):
     """A replica of `actor_rollout_ref.rollout.tensor_model_parallel_size` devices on one node."""
 
     def __init__(self, *args: Any, **kwargs: Any):

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pools on devices of a type (`digen.placement.*`), where a cluster has several.
+
+A type is a resource of the Ray cluster: what Ray calls `accelerator_type:NAME`, which it finds out by itself on most
+accelerators, or a custom resource (`ray start --resources='{"NAME": 1}'`). A process asks for the least share of it and
+so lands on a node that has it; the devices themselves are counted by Ray as ever.
+
+Everything is checked before the first process starts: Ray would wait for devices that do not exist for ever.
+
+Invariant (tests/platforms/test_placement.py): what passes `check_placement` can be placed on an idle cluster, as far as
+nodes of a type and their devices are concerned.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from verl.plugin.platform import get_platform
+from verl.single_controller.ray.base import ResourcePoolManager
+
+from verl_digen.config import DigenConfig
+from verl_digen.errors import RunStopped
+
+LEAST_SHARE = 1e-4
+"""Of a resource; Ray counts in these."""
+
+TYPE_PREFIX = "accelerator_type:"
+"""Of the resources in which Ray counts nodes by the type of their accelerators."""
+
+NOT_TYPES = ("CPU", "GPU", "NPU", "memory", "object_store_memory", "node:")
+"""Beginnings of resources that every cluster has."""
+
+
+@dataclass
+class TypedPools(ResourcePoolManager):
+    """verl's pools of devices, all of one type."""
+
+    accelerator: str | None = None
+
+    def create_resource_pool(self) -> None:
+        """Describes the pools; devices are reserved when the first worker of a pool starts."""
+        super().create_resource_pool()
+        for pool in self.resource_pool_dict.values():
+            pool.accelerator_type = type_resource("digen.placement.trainer_accelerator", self.accelerator)
+
+
+def num_reward_devices(config: Any) -> int:
+    """Of reward workers, over all nodes: verl's pool of the reward model, if it is a pool of its own."""
+    model = config.reward.reward_model
+    return model.nnodes * model.n_gpus_per_node if model.enable_resource_pool else 0
+
+
+def reward_options(config: Any, digen: DigenConfig) -> dict[str, Any]:
+    """Options of a reward worker's Ray actor: its devices, or its share of one, and their type."""
+    options: dict[str, Any] = {"resources": {}}
+    share = num_reward_devices(config) / max(1, config.reward.num_workers)
+    if share:
+        device = get_platform().ray_resource_name()
+        if device == "GPU":
+            options["num_gpus"] = share
+        else:
+            options["resources"][device] = share
+    resource = type_resource("digen.placement.reward_accelerator", digen.placement.reward_accelerator)
+    if resource is not None:
+        options["resources"][resource] = LEAST_SHARE
+    return options
+
+
+def check_placement(config: Any, digen: DigenConfig, *, is_disaggregated: bool) -> None:
+    """Look for every pool's type in the cluster, and for enough devices of it.
+
+    Raises:
+        RunStopped: a type that the cluster does not have, or not on as many devices.
+    """
+    placement, rollout = digen.placement, config.actor_rollout_ref.rollout
+    num_generator = rollout.nnodes * rollout.n_gpus_per_node if is_disaggregated else 0
+    pools = (
+        ("trainer", placement.trainer_accelerator, config.trainer.nnodes * config.trainer.n_gpus_per_node),
+        ("generator", placement.generator_accelerator, num_generator),
+        ("reward", placement.reward_accelerator, num_reward_devices(config)),
+    )
+    needed: Counter[str] = Counter()
+    keys: dict[str, list[str]] = {}
+    for pool, accelerator, num_devices in pools:
+        key = f"digen.placement.{pool}_accelerator"
+        resource = type_resource(key, accelerator)
+        if resource is not None:
+            needed[resource] += num_devices
+            keys.setdefault(resource, []).append(f"{key}={accelerator}")
+    for resource, count in needed.items():
+        found = _num_devices(resource, ray.nodes())
+        if found < count:
+            raise RunStopped(
+                f"{' and '.join(keys[resource])} must find {count} devices on nodes with the Ray resource "
+                f"{resource!r}, got {found}; ask for fewer devices in these pools, add nodes, or set another type"
+            )
+
+
+def type_resource(key: str, accelerator: str | None) -> str | None:
+    """The cluster's resource for a type; None for any type.
+
+    Raises:
+        RunStopped: the cluster has none of that name.
+    """
+    if accelerator is None:
+        return None
+    resources = ray.cluster_resources()
+    for name in (f"{TYPE_PREFIX}{accelerator}", accelerator):
+        if name in resources:
+            return name
+    types = ", ".join(_types(resources)) or "it names none"
+    raise RunStopped(
+        f"{key} must be a type of accelerator that the Ray cluster has ({types}), got {accelerator!r}; "
+        "set one of these, null for any, or name the nodes' type with "
+        f"`ray start --resources='{{\"{accelerator}\": 1}}'`"
+    )
+
+
+def _types(resources: Mapping[str, float]) -> list[str]:
+    return sorted(name.removeprefix(TYPE_PREFIX) for name in resources if not name.startswith(NOT_TYPES))
+
+
+def _num_devices(resource: str, nodes: Sequence[Mapping[str, Any]]) -> int:
+    """Devices on the living nodes that have `resource`."""
+    device = get_platform().ray_resource_name()
+    amounts = [node["Resources"] for node in nodes if node["Alive"] and resource in node["Resources"]]
+    return int(sum(amount[device] for amount in amounts if device in amount))

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replicas on devices of a type (`digen.placement.generator_accelerator`), and their share of a CPU."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from verl.workers.rollout.replica import RolloutMode, RolloutReplica
+
+from verl_digen.platforms.placement import type_resource
+
+
+class PlacedReplica(RolloutReplica):
+    """A replica of verl's whose own devices, where it has any, are of one type."""
+
+    def get_ray_class_with_init_args(self) -> Any:
+        """verl asks for it when the pool of a standalone replica is described and its devices are not yet reserved."""
+        if self.rollout_mode is RolloutMode.STANDALONE:
+            section: Any = self.model_config
+            accelerator = section.digen.placement.generator_accelerator
+            self.resource_pool.accelerator_type = type_resource("digen.placement.generator_accelerator", accelerator)
+        return super().get_ray_class_with_init_args()
+
+
+def cpu_threads(*, num_neighbours: int, num_devices: int, is_standalone: bool) -> int:
+    """Threads of one device of a replica, on a machine whose devices are its CPU's cores.
+
+    Args:
+        num_neighbours: trainer ranks of the node.
+        num_devices: of the node's replicas.
+        is_standalone: False where replicas and trainer take turns; then each has all cores meanwhile.
+    """
+    num_sharing = num_devices + num_neighbours if is_standalone else 1
+    return max(1, len(os.sched_getaffinity(0)) // num_sharing)
