@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections import Counter
 from typing import Any
@@ -28,6 +27,7 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 from vllm_omni.entrypoints.async_omni import AsyncOmni
 
 from verl_digen.models import load_model
+from verl_digen.rollout.placed import cpu_threads
 from verl_digen.rollout.recording import experts_of
 from verl_digen.rollout.vllm_omni.arguments import check_taken, engine_arguments
 from verl_digen.rollout.vllm_omni.pipeline import RECORDED
@@ -68,7 +68,13 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         self._last_update: dict[str, float] = {}
         self._api: asyncio.Task[None] | None = None
         if get_platform().device_name == "cpu":
-            torch.set_num_threads(len(os.sched_getaffinity(0)))
+            torch.set_num_threads(
+                cpu_threads(
+                    num_neighbours=self.digen.rollout.num_neighbours,
+                    num_devices=self.config.n_gpus_per_node,
+                    is_standalone=self.rollout_mode == RolloutMode.STANDALONE,
+                )
+            )
         arguments = engine_arguments(
             self.config, self.model_config, can_sleep=self.rollout_mode != RolloutMode.STANDALONE
         )
