@@ -3,10 +3,7 @@ import json
 
 import numpy as np
 import pytest
-import torch
-from PIL import Image
 
-from verl_digen.observe.images import CAPTION_PX, CELL_PX, Shown, save_before_after, save_grid, save_image
 from verl_digen.observe.metrics import perf_metrics, reward_metrics, staleness_metrics, union_s
 from verl_digen.observe.metrics_file import MetricsFile
 from verl_digen.observe.progress import duration, progress_line
@@ -71,21 +68,3 @@ def test_the_progress_line_shows_step_reward_throughput_and_time_left():
     metrics = reward_metrics([tag(0.5)], ["g"]) | perf_metrics([tag(0.5)], step_s=3, train_s=1, sync_s=0, num_devices=1)
     line = progress_line(metrics, step=3, num_steps=10, remaining_s=70)
     assert line.startswith("step 3/10 | reward 0.500") and line.endswith("eta 1m10s") and "0.3 images/s" in line
-
-
-def test_grids_show_every_picture_at_its_place(tmp_path):
-    shown = []
-    for index, colour in enumerate([(255, 0, 0), (0, 255, 0)]):
-        pixels = torch.tensor(colour, dtype=torch.uint8).expand(16, 16, 3)
-        save_image(pixels.expand(3, 16, 16, 3) if index else pixels, tmp_path / f"{index}.png")
-        shown.append(Shown(tmp_path / f"{index}.png", f"prompt {index}", 0.5))
-    save_grid(shown, tmp_path / "grid.png", "title")
-    with Image.open(tmp_path / "grid.png") as grid:
-        assert grid.size == (2 * CELL_PX, 24 + CELL_PX + CAPTION_PX)
-        assert grid.getpixel((CELL_PX // 2, 24 + CELL_PX // 2)) == (255, 0, 0)
-        assert grid.getpixel((CELL_PX + CELL_PX // 2, 24 + CELL_PX // 2)) == (0, 255, 0)
-    save_before_after(shown, shown[::-1], tmp_path / "both.png", ("before", "after"))
-    with Image.open(tmp_path / "both.png") as both:
-        below = 24 + CELL_PX + CAPTION_PX + 24 + CELL_PX // 2
-        assert both.getpixel((CELL_PX // 2, 24 + CELL_PX // 2)) == (255, 0, 0)
-        assert both.getpixel((CELL_PX // 2, below)) == (0, 255, 0)

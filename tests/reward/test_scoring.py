@@ -84,5 +84,12 @@ def test_jpeg_compressibility_is_minus_kilobytes_over_500_at_quality_95():
     Image.fromarray(pixels).save(buffer, format="JPEG", quality=95)
     expected = -buffer.tell() / 1000 / 500
     assert jpeg.compute_score("x", pixels, None) == expected
-    assert jpeg.compute_score("x", np.stack([pixels, pixels]), None) == expected
     assert jpeg.compute_score("x", np.zeros_like(pixels), None) > expected
+
+
+def test_a_video_compresses_as_well_as_its_frames_do_on_average():
+    noisy = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    flat = np.zeros_like(noisy)
+    apart = [jpeg.compute_score("x", frame, None) for frame in (noisy, flat)]
+    assert jpeg.compute_score("x", np.stack([noisy, flat]), None) == pytest.approx(np.mean(apart))
+    assert jpeg.compute_score("x", np.stack([noisy] * 5), None) == pytest.approx(apart[0]), "length does not count"

@@ -28,7 +28,7 @@ from verl_digen.agent_loop.chunks import ChunkOrder, ChunkRunner, GeneratedChunk
 from verl_digen.agent_loop.requests import request_id, sample_request
 from verl_digen.agent_loop.server_manager import ServerClient
 from verl_digen.agent_loop.single_turn import NAME, DiffusionSingleTurnAgentLoop
-from verl_digen.observe.images import image_path, is_logged, save_image
+from verl_digen.observe.images import image_path, is_logged, save_pixels
 from verl_digen.pipeline.conditions import put_condition
 from verl_digen.pipeline.keys import SampleName
 from verl_digen.reward.workers import RewardWorkers
@@ -133,7 +133,7 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         }
         if validate and sample_index == 0 and is_logged(row["index"], self.digen.num_logged_images):
             path = image_path(self._run_dir, row["global_steps"], row["uid"])
-            await asyncio.to_thread(save_image, generation.pixels, path)
+            await asyncio.to_thread(save_pixels, generation.pixels, path)
         return ScoredSample(generation=generation, score=score, tag=tag)
 
     async def _score(self, generation: Generation, row: dict[str, Any]) -> tuple[SampleScore, tuple[float, float]]:

@@ -1,32 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of fixed validation prompts over time: one PNG per prompt, grids, and before/after.
+"""Pictures and videos of fixed validation prompts over time: a file per prompt, grids, and before/after.
 
     RUN_DIR/images/step_000010/val-00003.png     written by the agent loop worker that generated it
+    RUN_DIR/images/step_000010/val-00003.gif     beside it, if it is a video
     RUN_DIR/images/step_000010.png               grid of that validation, with captions and rewards
     RUN_DIR/images/before_after.png              first and last validation side by side
 
-A video is shown by its middle frame.
+- A video's PNG is its filmstrip: `STRIP_FRAMES` frames side by side, the first and the last among them.
+- A video's GIF holds every frame, at most `VIDEO_PX` wide or high. GIF, because PIL writes it, and whatever shows
+  pictures plays it (TensorBoard too); it has 256 colours, so what is measured is measured on the frames.
+
+Invariants (tests/observe): a grid's cells have the pictures' shape; nothing is stretched.
 """
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+import torch
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 from torch import Tensor
 
 CELL_PX = 160
-"""Side of one picture in a grid."""
+"""Height of a picture in a grid, and the least width of its cell."""
 CAPTION_PX = 52
 """Height of the caption under it."""
-CAPTION_COLUMNS, CAPTION_LINES = 26, 3
-"""Letters that fit below a picture; the rest of a long prompt is left out."""
-COLUMNS = 8
-"""Pictures per row."""
+LETTER_PX, CAPTION_LINES = 6, 3
+"""Width of a letter of a caption, and its lines; the rest of a long prompt is left out."""
+GRID_PX = 8 * CELL_PX
+"""Width that a row of cells fills at most, if it has more than one."""
+STRIP_FRAMES = 4
+"""Frames of a video's filmstrip."""
+VIDEO_PX = 416
+"""Longer side of a GIF; half of Wan's 832 px."""
+FRAME_MS = 60
+"""Time of a frame in a GIF, which counts in 10 ms: 16 frames/s, as Wan's."""
 
 
 @dataclass(frozen=True)
@@ -49,57 +62,99 @@ def step_dir(run_dir: Path, step: int) -> Path:
 
 
 def image_path(run_dir: Path, step: int, uid: str) -> Path:
-    """File of one validation picture."""
+    """PNG of one validation sample."""
     return step_dir(run_dir, step) / f"{uid}.png"
 
 
-def save_image(pixels: Tensor, path: Path) -> None:
-    """Write uint8 [H, W, 3], or the middle frame of [F, H, W, 3]."""
-    frame = pixels if pixels.ndim == 3 else pixels[pixels.shape[0] // 2]
+def save_pixels(pixels: Tensor, path: Path) -> None:
+    """Write uint8 [H, W, 3] to the PNG `path`; of [F, H, W, 3] the filmstrip, and the video to the GIF beside it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(np.ascontiguousarray(frame.numpy())).save(path)
+    is_video = pixels.ndim == 4
+    _to_image(filmstrip(pixels) if is_video else pixels).save(path)
+    if is_video:
+        save_video(pixels, video_path(path))
+
+
+def video_path(path: Path) -> Path:
+    """The GIF beside the PNG of a sample; there is one if the sample is a video."""
+    return path.with_suffix(".gif")
+
+
+def filmstrip(frames: Tensor) -> Tensor:
+    """[F, H, W, 3] -> [H, N * W, 3]: N evenly spaced frames from the first to the last."""
+    count = min(STRIP_FRAMES, len(frames))
+    chosen = torch.linspace(0, len(frames) - 1, count).round().long()
+    return torch.cat(list(frames[chosen]), dim=1)
+
+
+def save_video(frames: Tensor, path: Path) -> None:
+    """Write uint8 [F, H, W, 3] as a GIF that repeats."""
+    pictures = [_to_image(frame) for frame in frames]
+    if max(pictures[0].size) > VIDEO_PX:
+        pictures = [ImageOps.contain(picture, (VIDEO_PX, VIDEO_PX)) for picture in pictures]
+    pictures[0].save(path, save_all=True, append_images=pictures[1:], duration=FRAME_MS, loop=0)
 
 
 def save_grid(shown: Sequence[Shown], path: Path, title: str) -> None:
     """A grid of pictures with caption and reward under each."""
-    columns = min(COLUMNS, len(shown))
+    width = _cell_width(shown)
+    columns = _columns(len(shown), width)
     rows = -(-len(shown) // columns)
-    grid = Image.new("RGB", (columns * CELL_PX, 24 + rows * (CELL_PX + CAPTION_PX)), "white")
+    grid = Image.new("RGB", (columns * width, 24 + rows * (CELL_PX + CAPTION_PX)), "white")
     draw = ImageDraw.Draw(grid)
     draw.text((4, 5), title, fill="black", font=_font(13))
     for position, entry in enumerate(shown):
         row, column = divmod(position, columns)
-        _paste(grid, draw, entry, column * CELL_PX, 24 + row * (CELL_PX + CAPTION_PX))
+        _paste(grid, draw, entry, column * width, 24 + row * (CELL_PX + CAPTION_PX), width)
     path.parent.mkdir(parents=True, exist_ok=True)
     grid.save(path)
 
 
 def save_before_after(before: Sequence[Shown], after: Sequence[Shown], path: Path, titles: tuple[str, str]) -> None:
     """Two rows per group of prompts: the first validation above, the last below."""
-    columns = min(COLUMNS, len(before))
+    width = _cell_width([*before, *after])
+    columns = _columns(len(before), width)
     bands = -(-len(before) // columns)
     band_px = 2 * (CELL_PX + CAPTION_PX) + 48
-    picture = Image.new("RGB", (columns * CELL_PX, bands * band_px), "white")
+    picture = Image.new("RGB", (columns * width, bands * band_px), "white")
     draw = ImageDraw.Draw(picture)
     for band in range(bands):
         for line, (entries, title) in enumerate(zip((before, after), titles, strict=True)):
             top = band * band_px + line * (CELL_PX + CAPTION_PX + 24)
             draw.text((4, top + 5), title, fill="black", font=_font(13))
             for column, entry in enumerate(entries[band * columns : (band + 1) * columns]):
-                _paste(picture, draw, entry, column * CELL_PX, top + 24)
+                _paste(picture, draw, entry, column * width, top + 24, width)
     path.parent.mkdir(parents=True, exist_ok=True)
     picture.save(path)
 
 
-def _paste(canvas: Image.Image, draw: ImageDraw.ImageDraw, entry: Shown, left: int, top: int) -> None:
+def _cell_width(shown: Sequence[Shown]) -> int:
+    """Px that the widest of the pictures needs at the height of a cell."""
+    return max(CELL_PX, *(math.ceil(CELL_PX * _aspect(entry.path)) for entry in shown))
+
+
+def _aspect(path: Path) -> float:
+    with Image.open(path) as image:
+        return image.width / image.height
+
+
+def _columns(num_shown: int, width: int) -> int:
+    return max(1, min(num_shown, GRID_PX // width))
+
+
+def _paste(canvas: Image.Image, draw: ImageDraw.ImageDraw, entry: Shown, left: int, top: int, width: int) -> None:
     with Image.open(entry.path) as image:
-        smooth = max(image.size) > CELL_PX
-        scaled = image.resize(
-            (CELL_PX - 4, CELL_PX - 4), Image.Resampling.LANCZOS if smooth else Image.Resampling.NEAREST
-        )
+        smooth = image.height > CELL_PX or image.width > width
+        method = Image.Resampling.LANCZOS if smooth else Image.Resampling.NEAREST
+        scaled = ImageOps.contain(image, (width - 4, CELL_PX - 4), method)
     canvas.paste(scaled, (left + 2, top))
-    caption = textwrap.wrap(f"{entry.reward:.2f}  {entry.prompt}", CAPTION_COLUMNS)[:CAPTION_LINES]
+    letters = width // LETTER_PX
+    caption = textwrap.wrap(f"{entry.reward:.2f}  {entry.prompt}", letters)[:CAPTION_LINES]
     draw.text((left + 4, top + CELL_PX - 2), "\n".join(caption), fill="black", font=_font(11))
+
+
+def _to_image(pixels: Tensor) -> Image.Image:
+    return Image.fromarray(np.ascontiguousarray(pixels.numpy()))
 
 
 def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:

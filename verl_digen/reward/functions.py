@@ -5,8 +5,9 @@ A reward function takes keyword arguments as verl's do and returns a number, or 
 
     def compute_score(data_source, solution_image, ground_truth, extra_info=None) -> float | dict: ...
 
-`solution_image` is a numpy uint8 array [H, W, 3], or [F, H, W, 3] for a video; `extra_info` holds the row's own
-`extra_info` and the `prompt`. The function may be `async`. It may raise: the call is retried, then the sample
+`solution_image` is a numpy uint8 array [H, W, 3], or [F, H, W, 3] for a video: all its frames, as the VAE decoded them.
+A function decides what it makes of them; the built-in ones score each frame and take the mean. `extra_info` holds the
+row's own `extra_info` and the `prompt`. The function may be `async`. It may raise: the call is retried, then the sample
 fails; there is no silent zero.
 """
 

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JPEG compressibility (Black et al. 2023, DDPO; rule as in flow_grpo): minus the kilobytes at quality 95, over 500."""
+"""JPEG compressibility (Black et al. 2023, DDPO; rule as in flow_grpo): minus the kilobytes at quality 95, over 500.
+
+A video is scored frame by frame, each as a picture of its own, and gets the mean: its reward does not depend on its
+length, and what compresses over time (a still picture) is not rewarded for it.
+"""
 
 from __future__ import annotations
 

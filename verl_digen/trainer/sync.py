@@ -292,7 +292,13 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
                 )
         if self._pictures is not None:
             ray.get(self._pictures)
-        self._pictures = draw_pictures(self.run_dir, self.global_steps, tags, self.digen.num_logged_images)
+        self._pictures = draw_pictures(
+            self.run_dir,
+            self.global_steps,
+            tags,
+            self.digen.num_logged_images,
+            to_tensorboard="tensorboard" in self.config.trainer.logger,
+        )
         metrics = validation_metrics(tags, num_samples)
         if self._first_step is None:  # before the first step; later ones are part of their step's metrics
             self._metrics_file.append(self.global_steps, metrics)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Validation: every validation prompt, deterministically, under the same noise each time, so that runs compare.
 
-Rewards and picture paths come back as tags; the grids are drawn by a task of their own.
+Rewards and picture paths come back as tags; the grids are drawn, and sent to TensorBoard, by a task of their own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 
 import ray
 
-from verl_digen.observe.images import Shown, image_path, save_before_after, save_grid, step_dir
+from verl_digen.observe.board import log_pictures
+from verl_digen.observe.images import Shown, image_path, save_before_after, save_grid, step_dir, video_path
 from verl_digen.observe.metrics import reward_metrics
 from verl_digen.pipeline.keys import SampleName, parse_key
 from verl_digen.trainer.checkpoint import replace_text
@@ -41,8 +42,12 @@ def validation_metrics(tags: Mapping[str, Tag], num_samples: int) -> dict[str, f
     return metrics
 
 
-def draw_pictures(run_dir: Path, step: int, tags: Mapping[str, Tag], num_logged: int) -> Any:
-    """Start drawing the grid of this validation and the before/after picture; returns a Ray reference to wait for."""
+def draw_pictures(run_dir: Path, step: int, tags: Mapping[str, Tag], num_logged: int, *, to_tensorboard: bool) -> Any:
+    """Start drawing the grid of this validation and the before/after picture; returns a Ray reference to wait for.
+
+    Args:
+        to_tensorboard: whether the grid and the videos go there too.
+    """
     first_samples = {name.uid: tag for name, tag in _by_name(tags) if name.sample_index == 0}
     shown = []
     for index in range(num_logged):
@@ -52,16 +57,23 @@ def draw_pictures(run_dir: Path, step: int, tags: Mapping[str, Tag], num_logged:
             shown.append({"uid": uid, "prompt": tag["prompt"], "reward": tag["reward"]})
     if not shown:
         return None
-    return ray.remote(num_cpus=0)(_draw).remote(run_dir, step, shown)
+    return ray.remote(num_cpus=0)(_draw).remote(run_dir, step, shown, to_tensorboard)
 
 
 def _by_name(tags: Mapping[str, Tag]) -> list[tuple[SampleName, Tag]]:
     return [(parse_key(key), tag) for key, tag in tags.items()]
 
 
-def _draw(run_dir: Path, step: int, shown: Sequence[dict[str, Any]]) -> None:
+def _draw(run_dir: Path, step: int, shown: Sequence[dict[str, Any]], to_tensorboard: bool) -> None:
+    grid = step_dir(run_dir, step).with_suffix(".png")
     replace_text(step_dir(run_dir, step).with_suffix(".json"), json.dumps(list(shown)))
-    save_grid(_load(run_dir, step), step_dir(run_dir, step).with_suffix(".png"), f"validation after {step} steps")
+    save_grid(_load(run_dir, step), grid, f"validation after {step} steps")
+    if to_tensorboard:
+        videos = {entry["uid"]: video_path(image_path(run_dir, step, entry["uid"])) for entry in shown}
+        pictures = {"val/pictures": grid} | {
+            f"val/videos/{uid}": path for uid, path in videos.items() if path.is_file()
+        }
+        log_pictures(run_dir / "tensorboard" / "pictures", step, pictures)
     steps = sorted(int(path.stem.removeprefix("step_")) for path in (run_dir / "images").glob("step_*.json"))
     first, last = steps[0], steps[-1]
     if first != last:

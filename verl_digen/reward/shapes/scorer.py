@@ -15,6 +15,9 @@ An object is a connected region that differs from the colour of the picture's bo
 returned) says that there are objects at all and that they leave room for a background; it multiplies all of
 the above, `background` by (1 + presence) / 2, so that drawing nothing, or everything, does not pay.
 
+A video is looked at frame by frame, all frames alike, and each part is its mean over them: a shape that is there in
+half of the frames earns half. Motion is not looked at.
+
 What does not pay, over all captions (`tests/reward/test_shapes.py` holds the bounds): a flat picture scores
 at most 0.075 (on the right background), uniform noise at most 0.1. A clean drawing scores at least 0.97; with
 one attribute wrong it loses at least 0.1 (position, count, background) or 0.2 (shape, colour).

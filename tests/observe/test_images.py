@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from verl_digen.observe.board import log_pictures
+from verl_digen.observe.images import (
+    CAPTION_PX,
+    CELL_PX,
+    STRIP_FRAMES,
+    VIDEO_PX,
+    Shown,
+    filmstrip,
+    save_before_after,
+    save_grid,
+    save_pixels,
+    video_path,
+)
+
+RED, GREEN = (255, 0, 0), (0, 255, 0)
+
+
+def picture(colour, height=16, width=16):
+    return torch.tensor(colour, dtype=torch.uint8).expand(height, width, 3)
+
+
+def video(num_frames, height=16, width=16):
+    """Frame n is gray of brightness 10 n."""
+    return torch.stack([picture((10 * number,) * 3, height, width) for number in range(num_frames)])
+
+
+def show(path, pixels):
+    save_pixels(pixels, path)
+    return Shown(path, f"prompt {path.stem}", 0.5)
+
+
+def test_grids_show_every_picture_at_its_place(tmp_path):
+    shown = [show(tmp_path / f"{index}.png", picture(colour)) for index, colour in enumerate([RED, GREEN])]
+    save_grid(shown, tmp_path / "grid.png", "title")
+    with Image.open(tmp_path / "grid.png") as grid:
+        assert grid.size == (2 * CELL_PX, 24 + CELL_PX + CAPTION_PX)
+        assert grid.getpixel((CELL_PX // 2, 24 + CELL_PX // 2)) == RED
+        assert grid.getpixel((CELL_PX + CELL_PX // 2, 24 + CELL_PX // 2)) == GREEN
+    save_before_after(shown, shown[::-1], tmp_path / "both.png", ("before", "after"))
+    with Image.open(tmp_path / "both.png") as both:
+        below = 24 + CELL_PX + CAPTION_PX + 24 + CELL_PX // 2
+        assert both.getpixel((CELL_PX // 2, 24 + CELL_PX // 2)) == RED
+        assert both.getpixel((CELL_PX // 2, below)) == GREEN
+    assert not list(tmp_path.glob("*.gif")), "a picture is no video"
+
+
+def test_a_video_is_a_gif_of_all_its_frames_and_a_filmstrip_in_the_grid(tmp_path):
+    shown = [show(tmp_path / f"{index}.png", video(9)) for index in range(3)]
+    with Image.open(video_path(shown[0].path)) as gif:
+        assert (gif.n_frames, gif.size, gif.info["loop"]) == (9, (16, 16), 0)
+        for number in range(9):
+            gif.seek(number)
+            assert abs(gif.convert("RGB").getpixel((8, 8))[0] - 10 * number) <= 2
+    with Image.open(shown[0].path) as strip:
+        assert strip.size == (16 * STRIP_FRAMES, 16)
+        assert [strip.getpixel((16 * n + 8, 8))[0] for n in range(STRIP_FRAMES)] == [0, 30, 50, 80]
+    save_grid(shown, tmp_path / "grid.png", "title")
+    with Image.open(tmp_path / "grid.png") as grid:
+        assert grid.size == (2 * STRIP_FRAMES * CELL_PX, 24 + 2 * (CELL_PX + CAPTION_PX))
+        assert grid.getpixel((int(3.5 * CELL_PX), 24 + CELL_PX // 2)) == (80, 80, 80)
+
+
+def test_a_short_video_shows_each_frame_once():
+    assert filmstrip(video(2)).shape == (16, 32, 3)
+    assert filmstrip(video(1)).shape == (16, 16, 3)
+
+
+@pytest.mark.parametrize(("height", "width"), [(480, 832), (832, 480)])
+def test_nothing_is_stretched(tmp_path, height, width):
+    still = show(tmp_path / "still.png", picture(RED, height, width))
+    save_grid([still], tmp_path / "grid.png", "title")
+    with Image.open(tmp_path / "grid.png") as grid:
+        pixels = np.asarray(grid)[24 : 24 + CELL_PX]
+    rows, columns = np.nonzero((pixels == RED).all(-1))
+    assert np.ptp(columns) / np.ptp(rows) == pytest.approx(width / height, rel=0.02)
+    save_pixels(video(2, height, width), tmp_path / "moving.png")
+    with Image.open(tmp_path / "moving.gif") as gif:
+        assert gif.size == (round(VIDEO_PX * width / max(height, width)), round(VIDEO_PX * height / max(height, width)))
+
+
+def test_tensorboard_reads_the_very_files(tmp_path):
+    shown = show(tmp_path / "val-00000.png", video(5))
+    for step in (0, 3):
+        log_pictures(
+            tmp_path / "board", step, {"val/pictures": shown.path, "val/videos/val-00000": video_path(shown.path)}
+        )
+    board = EventAccumulator(str(tmp_path / "board"))
+    board.Reload()
+    assert board.Tags()["images"] == ["val/pictures", "val/videos/val-00000"]
+    events = board.Images("val/videos/val-00000")
+    assert [event.step for event in events] == [0, 3]
+    assert events[0].encoded_image_string == video_path(shown.path).read_bytes()
+    assert (events[0].width, events[0].height) == (16, 16)

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures and videos to TensorBoard, as the files they are: PNG is shown, GIF is played.
+
+Invariant (tests/observe/test_images.py): what TensorBoard reads is the file, byte for byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from tensorboard.compat.proto import summary_pb2
+from torch.utils.tensorboard import SummaryWriter
+
+RGB_CHANNELS = 3
+
+
+def log_pictures(folder: Path, step: int, pictures: Mapping[str, Path]) -> None:
+    """Write the files `pictures`, by tag, as of optimizer step `step`.
+
+    Args:
+        folder: of event files, which no other process writes to: TensorBoard follows the newest file of a folder only.
+    """
+    summary_types: Any = summary_pb2  # made while it is imported
+    Summary = summary_types.Summary
+    values = []
+    for tag, path in pictures.items():
+        with Image.open(path) as image:
+            width, height = image.size
+        picture = Summary.Image(
+            width=width, height=height, colorspace=RGB_CHANNELS, encoded_image_string=path.read_bytes()
+        )
+        values.append(Summary.Value(tag=tag, image=picture))
+    with SummaryWriter(str(folder)) as writer:
+        writer._get_file_writer().add_summary(Summary(value=values), step)
