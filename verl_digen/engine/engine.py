@@ -59,6 +59,7 @@ from verl_digen.engine.logical_batch import LogicalBatch
 from verl_digen.engine.loss import DiffusionLoss, combine_metrics
 from verl_digen.engine.model_config import MODEL_TYPE, DiffusionModelConfig
 from verl_digen.engine.planning import Planner
+from verl_digen.engine.row_flops import RowFlops
 from verl_digen.engine.rows import Samples, read_samples, tile_rows
 from verl_digen.engine.scoring import Scorer, without_adapter
 from verl_digen.engine.shadow import ShadowWeights, local_shards, reshard
@@ -118,6 +119,7 @@ class DiffusersFSDPEngine(FSDPEngine):
         self.scorer = Scorer(
             self.model, self.module, self.digen, torch.device(get_device_id()), self.reference, self._is_lora
         )
+        self.row_flops = RowFlops(self.model, self.module, self.digen.sampling, is_frozen=self._is_lora)
         group = self.get_data_parallel_group()
         assert group is not None
         self.planner = Planner(self.digen.tsp, group, self.model.expert_of, rehearse=self._rehearse)
@@ -385,7 +387,9 @@ class DiffusersFSDPEngine(FSDPEngine):
         dist.all_gather_object(gathered, on_host, group=self.get_data_parallel_group())
         combined = {name: value.item() for name, value in combine_metrics(gathered).items()}
         counts = {"num_rows": float(transaction.num_trained_rows), "num_tiles": float(transaction.num_tiles)}
-        return {"model_output": {}, "loss": [loss], "metrics": combined | counts}
+        counts["prompt_tokens"] = combined.pop("num_prompt_tokens") / transaction.num_trained_rows
+        flops = self.row_flops.metrics(counts["prompt_tokens"])
+        return {"model_output": {}, "loss": [loss], "metrics": combined | counts | flops}
 
     @torch.no_grad()
     def _log_probs(self, samples: Samples) -> Tensor:

@@ -80,6 +80,8 @@ class GradientTransaction:
         self.num_tiles = 0
         self.num_pad_rows = 0
         """Rows of weight 0 that this rank trained."""
+        self.num_prompt_tokens = 0
+        """Of this rank's other rows."""
         self.is_poisoned = False
         self._settled: list[LossTerms] = []
         self._unsettled: list[LossTerms] = []
@@ -120,6 +122,7 @@ class GradientTransaction:
             ends = number == len(work.tiles) - 1
             rows, old_log_probs = tile_rows(work.samples, tile, work.places)
             self.num_pad_rows += int((rows.mask == 0).sum())
+            self.num_prompt_tokens += _num_prompt_tokens(rows)
             rows = rows.to(device)
             reduces = self.reduce == "tile" or (ends and (is_last or self.reduce == "fragment"))
             terms = self._backward(
@@ -229,7 +232,8 @@ class GradientTransaction:
         loss = torch.stack([terms.total for terms in self._settled]).sum() * (self.num_ranks * correction)
         metrics = combine_metrics(terms.metrics for terms in self._settled)
         return loss, {name: value * correction if is_share(name) else value for name, value in metrics.items()} | {
-            "num_pad_rows": torch.tensor(float(self.num_pad_rows))
+            "num_pad_rows": torch.tensor(float(self.num_pad_rows)),
+            "num_prompt_tokens": torch.tensor(float(self.num_prompt_tokens)),
         }
 
     def drop(self) -> None:
@@ -238,3 +242,12 @@ class GradientTransaction:
             gradients.recover(self.module)
         gradients.drop(self.module)
         self._kl_gradient = {}
+
+
+def _num_prompt_tokens(rows: Rows) -> int:
+    """Of the rows that train, guidance's not counted."""
+    return sum(
+        len(condition["embeds"])
+        for condition, weight in zip(rows.conditions, rows.mask.tolist(), strict=True)
+        if weight > 0
+    )

@@ -36,6 +36,7 @@ from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.fragment import Fragment, fetch_samples
 from verl_digen.engine.loss import DiffusionLoss
 from verl_digen.pipeline.conditions import fetch_conditions
+from verl_digen.platforms.device_name import accelerator_name
 from verl_digen.plugin import REPLICAS
 from verl_digen.types import Generation, SampleRequest
 
@@ -94,6 +95,11 @@ class DiffusionWorker(ActorRolloutRefWorker):
     def export_average(self, enabled: bool) -> None:
         """Whether `update_weights` sends the EMA in place of the current weights, from now on."""
         self.engine.exports_average = enabled
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # pyright: ignore[reportAttributeAccessIssue]
+    def device_name(self) -> str | None:
+        """The accelerator's name; None on a CPU."""
+        return accelerator_name()
 
     # -- one logical batch, fragment by fragment ----------------------------------------------------------
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]

@@ -22,6 +22,7 @@ from verl.plugin.platform import get_platform
 from verl.utils.torch_dtypes import PrecisionType
 
 from verl_digen.models import load_model
+from verl_digen.platforms.device_name import accelerator_name
 from verl_digen.rollout.batcher import RequestBatcher
 from verl_digen.rollout.prompt_cache import PromptCache
 from verl_digen.rollout.recording import experts_of
@@ -234,6 +235,7 @@ class DiffusersServer:
             "version": self._version,
             "prompt_cache": self._prompts.stats(),
             "last_update": self._last_update,
+            "device": accelerator_name(),
         }
 
     async def ready(self) -> bool:

@@ -92,6 +92,12 @@ def replica_metrics(checkpoint_manager: Any) -> dict[str, float]:
     }
 
 
+def replica_device(checkpoint_manager: Any) -> str | None:
+    """The accelerator of the first replica; None on a CPU."""
+    health: Any = ray.get(checkpoint_manager.replicas[0].server_handle.check_health.remote())
+    return health["device"]
+
+
 def _arrives(sign: Any) -> bool:
     try:
         ray.get(sign)

@@ -28,6 +28,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,8 @@ from verl_digen.trainer.checkpoint import (
     way_to_resume,
 )
 from verl_digen.trainer.replay_buffer import GroupReplayBuffer
-from verl_digen.trainer.replicas import forget_lost_replicas, replica_metrics, update_living_replicas
+from verl_digen.trainer.replicas import forget_lost_replicas, replica_device, replica_metrics, update_living_replicas
+from verl_digen.trainer.utilisation import ROW_FORWARD, PoolDevices, step_utilisation
 from verl_digen.trainer.validation import draw_pictures, validation_metrics, validation_uid
 from verl_digen.types import TRAJECTORY_COLUMNS
 
@@ -226,6 +228,9 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
                 since_s=self._step_began_s,
             )
         )
+        if ROW_FORWARD in metrics:  # not of virtual devices
+            num_forwards = len(batch.tags) * self.digen.sampling.num_steps
+            metrics.update(step_utilisation(metrics, num_forwards=num_forwards, **self._pool_devices))
         metrics["perf/save_s"] = saving_s
         metrics["rollout/refilled_groups"] = float(self._num_refills)
         metrics.update(replica_metrics(self.checkpoint_manager))
@@ -240,6 +245,18 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
                 remaining_s=self._remaining_s(global_steps),
             )
         )
+
+    def _device_counts(self) -> dict[str, int]:
+        """Pool -> devices. Here the same ones do both."""
+        return dict.fromkeys(("trainer", "generator"), self._get_n_gpus_for_throughput())
+
+    @cached_property
+    def _pool_devices(self) -> dict[str, PoolDevices]:
+        names = {
+            "trainer": self.actor_rollout_wg.device_name()[0],
+            "generator": replica_device(self.checkpoint_manager),
+        }
+        return {pool: PoolDevices(count, names[pool]) for pool, count in self._device_counts().items()}
 
     def _training_intervals(self) -> list[tuple[float, float]] | None:
         """When the engine trained, if that was while others generated."""

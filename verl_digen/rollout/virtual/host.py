@@ -75,6 +75,7 @@ class VirtualHost:
             "version": self._newest,
             "prompt_cache": {"hits": 0, "misses": 0, "size": 0, "max_size": 0},
             "last_update": {"update_s": 0.0, "load_s": 0.0, "drain_s": 0.0},
+            "device": None,
         }
 
     # -- as the worker of a checkpoint engine -------------------------------------------------------------

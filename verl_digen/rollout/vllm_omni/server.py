@@ -280,12 +280,14 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         """What this replica is doing; raises if its engine is dead."""
         await self.engine.check_health()
         (cache,) = await self._call_workers("prompt_cache_stats")
+        (device,) = await self._call_workers("device_name")
         return {
             "version": self.global_steps,
             "num_running": self._in_flight.total(),
             "is_asleep": self._is_asleep,
             "prompt_cache": cache,
             "last_update": self._last_update,
+            "device": device,
         }
 
 

@@ -35,6 +35,7 @@ from vllm_omni.diffusion.sched.interface import DiffusionSchedulerOutput
 from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExtension
 
 from verl_digen.models import load_model
+from verl_digen.platforms.device_name import accelerator_name
 from verl_digen.rollout.vllm_omni.pipeline import RecordingMixin
 from verl_digen.rollout.vllm_omni.requests import adapter_request, version_of_adapter
 from verl_digen.types import Condition
@@ -219,6 +220,10 @@ class WeightReceiverExtension(CustomPipelineWorkerExtension):
     def prompt_cache_stats(self) -> dict[str, int]:
         """`hits`, `misses` and `size` of the cache of prompt embeddings."""
         return self.model_runner.get_prompt_embed_cache_stats()
+
+    def device_name(self) -> str | None:
+        """The accelerator's name; None on a CPU."""
+        return accelerator_name()
 
     @property
     def _pipeline(self) -> RecordingMixin:

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a trained row costs, by the length of its prompt: counted from the engine's own layers, never measured.
+
+- Useful work alone: a forward and a backward. Recomputation, old log-probs and the KL reference are left out, so that
+  a setting that adds work does not look like speed.
+- Rows of a batch are counted with the mean length of their prompts.
+
+Invariant (tests/engine/test_row_flops.py): the forward is that of the checkpoint's network, whatever wraps it.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from verl_digen.config import SamplingConfig
+from verl_digen.models.base import DiffusionModel
+from verl_digen.models.flops import Flops, forward_flops
+from verl_digen.types import Geometry
+
+
+class RowFlops:
+    """Args:
+    module: the engine's, in its wrappers.
+    is_frozen: whether its weights are frozen under an adapter.
+    """
+
+    def __init__(self, model: DiffusionModel, module: nn.Module, sampling: SamplingConfig, *, is_frozen: bool):
+        self._model, self._module, self._sampling, self._is_frozen = model, module, sampling, is_frozen
+        self._known: dict[int, Flops] = {}
+        """By number of prompt tokens."""
+
+    def metrics(self, prompt_tokens: float) -> dict[str, float]:
+        """`row_forward_flops` and `row_training_flops` of rows whose prompts have so many tokens in the mean."""
+        flops = self._of(round(prompt_tokens))
+        return {
+            "row_forward_flops": flops.forward,
+            "row_training_flops": flops.training(is_frozen=self._is_frozen, recomputes=False),
+        }
+
+    def _of(self, num_tokens: int) -> Flops:
+        if num_tokens not in self._known:
+            sampling = self._sampling
+            self._known[num_tokens] = forward_flops(
+                self._model,
+                self._module,
+                Geometry(sampling.height_px, sampling.width_px, sampling.num_frames),
+                num_tokens,
+                is_guided=sampling.guidance_scale != 1.0,
+            )
+        return self._known[num_tokens]
