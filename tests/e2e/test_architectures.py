@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every architecture through verl's main, from its tiny checkpoint: three steps of FlowGRPO.
+
+A run per architecture, two for the one with two experts. Full weights and LoRA, colocated and on separate pools, each
+meet pictures and videos; all four of them with all architectures would take half an hour.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from tests.e2e.conftest import Run, run_main
+from tests.e2e.test_training import assert_succeeded, trained_weights
+from tests.tiny_models import build_tiny
+from verl_digen.models import load_model
+
+pytestmark = pytest.mark.e2e
+
+NUM_FRAMES = 5
+RECIPES = {"colocated": "digen_flowgrpo", "disaggregated": "[digen_flowgrpo,disaggregated]"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run."""
+
+    name: str
+    """In `verl_digen.models.tiny.BUILDERS`."""
+    placement: str
+    is_lora: bool = False
+    is_video: bool = False
+    guidance_scale: float = 1.0
+
+    def __str__(self) -> str:
+        return f"{self.name}, {'LoRA' if self.is_lora else 'full weights'}, {self.placement}"
+
+
+CASES = (
+    Case("flux_dev", "disaggregated", is_lora=True),
+    Case("hunyuan_video", "colocated", is_lora=True, is_video=True),
+    Case("sd3", "colocated", guidance_scale=2.0),
+    Case("wan2.1", "disaggregated", is_video=True, guidance_scale=2.0),
+    Case("wan2.2_a14b", "colocated", is_video=True),
+    Case("wan2.2_a14b", "disaggregated", is_lora=True, is_video=True),
+    Case("wan2.2_ti2v_5b", "colocated", is_lora=True, is_video=True),
+    Case("z_image", "disaggregated"),
+)
+
+
+def overrides(case: Case, checkpoint: Path) -> list[str]:
+    given = [
+        f"actor_rollout_ref.model.path={checkpoint}",
+        "digen.reward.functions={shapes: 1.0, jpeg_compressibility: 1.0}",
+        f"digen.sampling.guidance_scale={case.guidance_scale}",
+        # three steps are seen in the log-probs of the next one
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        "trainer.total_training_steps=3",
+        "trainer.save_freq=3",
+    ]
+    if case.is_lora:
+        given.append("actor_rollout_ref.model.lora_rank=4")
+    if case.is_video:
+        given += [
+            f"digen.sampling.num_frames={NUM_FRAMES}",
+            "trainer.test_freq=3",
+            "trainer.val_before_train=true",
+            "trainer.logger=[tensorboard]",
+        ]
+    return given
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_an_architecture_trains_and_generation_agrees_with_training(case: Case, tmp_path: Path) -> None:
+    checkpoint = build_tiny(case.name, tmp_path / "checkpoint")
+    run = run_main(tmp_path / "run", *overrides(case, checkpoint), recipe=RECIPES[case.placement])
+    assert_succeeded(run)
+    assert_trained_on_what_was_generated(run)
+    assert_moved(case, checkpoint, trained_weights(run.run_dir, 3))
+    if case.is_video:
+        assert_shows_videos(run)
+
+
+def assert_trained_on_what_was_generated(run: Run) -> None:
+    steps = [row for row in run.metrics if "perf/step_s" in row]
+    assert [row["step"] for row in steps] == [1, 2, 3]
+    for row in steps:
+        assert all(math.isfinite(value) for name, value in row.items() if name.startswith(("reward/", "actor/")))
+        assert row["reward/zero_spread_groups"] < 4 and row["actor/grad_norm"] > 0
+        assert row["rollout/log_prob_gap_max"] <= 1e-4
+        assert row["actor/ratio_deviation_max"] == 0 and row["actor/ratio_deviation_min"] == 0
+        assert row["actor/num_rows"] == 4 * 4 * 5, "prompts x samples x trained steps"
+        for pool in ("trainer", "generator"):
+            assert row[f"perf/tflops_per_device/{pool}"] > 0
+            assert f"perf/mfu/{pool}" not in row, "the peak of a CPU is not known"
+
+
+def assert_moved(case: Case, checkpoint: Path, trained: dict[str, torch.Tensor]) -> None:
+    """Every network of the checkpoint learnt something."""
+    model = load_model(checkpoint)
+    if case.is_lora:
+        moved = {name for name, tensor in trained.items() if "lora_B" in name and tensor.count_nonzero()}
+    else:
+        start = dict(model.iter_weights(torch.float32))
+        assert start.keys() == trained.keys()
+        moved = {name for name, tensor in start.items() if (trained[name] - tensor).abs().max() > 1e-4}
+    assert moved
+    if len(model.experts) > 1:
+        for expert in model.experts:
+            assert any(f"{expert}." in name for name in moved), expert
+
+
+def assert_shows_videos(run: Run) -> None:
+    for step in (0, 3):
+        folder = run.run_dir / "images" / f"step_{step:06d}"
+        assert folder.with_suffix(".png").is_file()
+        with Image.open(folder / "val-00000.gif") as video:
+            assert video.n_frames == NUM_FRAMES and video.size == (64, 64)
+        with Image.open(folder / "val-00000.png") as strip:
+            assert strip.size == (4 * 64, 64)
+    assert (run.run_dir / "images" / "before_after.png").is_file()
+    assert list((run.run_dir / "tensorboard" / "pictures").iterdir())
