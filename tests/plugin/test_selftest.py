@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+import math
+
+import pytest
+
+from tests.tiny_models import BUILDERS, build_tiny
+from verl_digen.cli import main
+from verl_digen.selftest import ARGUMENTS, Check, check_checkpoint
+
+
+def test_every_tiny_checkpoint_can_be_asked_for():
+    assert ARGUMENTS.keys() == BUILDERS.keys()
+
+
+@pytest.mark.parametrize(("name", "num_checks"), [("z_image", 3), ("wan2.2_a14b", 4)])
+def test_the_selftest_prints_a_line_per_check_and_passes_here(name, num_checks, capsys):
+    assert main(["doctor", "--selftest", name]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == num_checks and all(line.startswith("ok ") and "at most" in line for line in lines)
+
+
+def test_a_sampler_that_does_something_else_than_the_pipeline_fails(tmp_path):
+    path = build_tiny("sd3", tmp_path / "checkpoint")
+    guided = next(check_checkpoint(path, {"guidance_scale": 2.0}))
+    assert not guided.holds and str(guided).startswith("FAIL")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 2e-5])
+def test_a_number_beyond_its_bound_fails(value):
+    assert not Check("x", value, 1e-5).holds
+
+
+def test_an_unknown_model_is_answered_with_the_list(capsys):
+    assert main(["doctor", "--selftest", "sdxl"]) == 2
+    assert "must be one of flux_dev, flux_schnell, " in capsys.readouterr().err

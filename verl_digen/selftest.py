@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`digen doctor --selftest MODEL`: the numerics of one architecture on this machine, in seconds and without a download.
+
+On the architecture's tiny random checkpoint, in fp32 on the CPU:
+
+- our sampler with eta = 0 against the model's own diffusers pipeline, latents;
+- log-probs that training computes against those recorded at sampling;
+- a gradient step: the loss falls by what the gradient says.
+
+These are the tests of `tests/models` in short, for an installation with other versions than the tested ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+from diffusers.schedulers.scheduling_unipc_multistep import UniPCMultistepScheduler
+from torch import Tensor, nn
+
+from verl_digen.algorithms.noise import INITIAL_LATENTS, noise
+from verl_digen.algorithms.window import Window
+from verl_digen.models import load_model
+from verl_digen.models.base import DiffusionModel
+from verl_digen.models.tiny import BUILDERS, build_tiny
+from verl_digen.rollout.sampler import Sampler, score_rows
+from verl_digen.schedulers.require import require_one_of
+from verl_digen.types import Condition, Geometry, Rows, SampleRequest, Sampling, Trajectory
+
+PROMPTS = ("a red circle", "two small blue squares left of a red circle on a green background")
+RUN_SEED = 7
+NUM_STEPS = 6
+SIZE_PX = 64
+LAW, NOISE_LEVEL = "flow", 0.7
+ODE = Window(sde_steps=(), train_steps=())
+TRAINED = Window(sde_steps=(0, 1, 2, 3, 4), train_steps=(0, 1, 2, 3, 4))
+"""On both sides of where Wan2.2's experts change."""
+
+LATENTS_BOUND = 1e-5
+"""Largest difference of a latent: that of tests/models."""
+LOG_PROB_BOUND = 1e-5
+"""Largest difference of a log-prob, in nats."""
+FALL = 1e-3
+"""By how much the gradient step is to lower the loss."""
+FALL_BOUND = 0.1
+"""Largest relative error of that, from the loss's curvature and rounding."""
+
+VIDEO = {"guidance_scale": 1.0, "num_frames": 5}
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "flux_dev": {},
+    "flux_schnell": {"max_sequence_length": 256},
+    "hunyuan_video": {"num_frames": 5},
+    "qwen_image": {},
+    "sd3": {"guidance_scale": 1.0},
+    "wan2.1": VIDEO,
+    "wan2.2_a14b": VIDEO,
+    "wan2.2_ti2v_5b": VIDEO,
+    "z_image": {"guidance_scale": 0.0},
+}
+"""Tiny checkpoint -> what its pipeline is told beside the size: frames of a video, and not to guide. A new model adds
+one line here."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One number and its bound."""
+
+    what: str
+    value: float
+    bound: float
+
+    @property
+    def holds(self) -> bool:
+        return self.value <= self.bound  # False for nan
+
+    def __str__(self) -> str:
+        return f"{'ok  ' if self.holds else 'FAIL'}  {self.what:<72} {self.value:.1e}  (at most {self.bound:.0e})"
+
+
+def run_selftest(name: str) -> Iterator[Check]:
+    """The checks of the tiny checkpoint `name`, as they are done.
+
+    Raises:
+        ValueError: unknown name; lists the known ones.
+    """
+    require_one_of("digen doctor --selftest", name, tuple(sorted(BUILDERS)))
+    with TemporaryDirectory(prefix="digen_selftest_") as folder:
+        yield from check_checkpoint(build_tiny(name, Path(folder) / "checkpoint"), ARGUMENTS[name])
+
+
+def check_checkpoint(path: Path, arguments: dict[str, Any]) -> Iterator[Check]:
+    """The checks of a small checkpoint, as they are done.
+
+    Args:
+        arguments: of its pipeline, see `ARGUMENTS`.
+    """
+    model = load_model(path)
+    transformer = model.load_transformer(torch.float32)
+    conditions = model.load_encoder(torch.float32, torch.device("cpu"))(PROMPTS)
+    geometry = Geometry(SIZE_PX, SIZE_PX, arguments.get("num_frames", 1))
+    sampler = Sampler(model, transformer, run_seed=RUN_SEED, device="cpu", latents_dtype=torch.float32)
+
+    _, latents = sampler.sample(_requests(geometry, ODE), conditions, None, version=0)
+    gap = (latents - _run_pipeline(model, geometry, arguments)).abs().max().item()
+    yield Check(f"sampler with eta = 0 against {model.pipeline}", gap, LATENTS_BOUND)
+
+    trajectories, _ = sampler.sample(_requests(geometry, TRAINED), conditions, None, version=0)
+    tiles = [_rows(model, trajectories, conditions, expert) for expert in range(len(model.experts))]
+    with torch.no_grad():
+        gaps = [(_log_probs(model, transformer, rows, geometry) - rows.log_probs).abs().max().item() for rows in tiles]
+    yield Check("log-probs in training against those of sampling", max(gaps), LOG_PROB_BOUND)
+
+    for expert, rows in zip(model.experts, tiles, strict=True):
+        network = "" if len(tiles) == 1 else f" of {expert}"
+        error = _gradient_step_error(model, transformer, rows, geometry)
+        yield Check(f"gradient step{network}: the loss falls by what it says", error, FALL_BOUND)
+
+
+def _requests(geometry: Geometry, window: Window) -> list[SampleRequest]:
+    how = Sampling(geometry, NUM_STEPS, guidance_scale=1.0, law=LAW, noise_level=NOISE_LEVEL)
+    return [SampleRequest(f"p{number}", 0, prompt, "", window, how) for number, prompt in enumerate(PROMPTS)]
+
+
+def _run_pipeline(model: DiffusionModel, geometry: Geometry, arguments: dict[str, Any]) -> Tensor:
+    """Latents that the model's own pipeline makes of PROMPTS and the sampler's initial noise."""
+    pipeline: Any = DiffusionPipeline.from_pretrained(model.path, dtype=torch.float32)
+    pipeline.set_progress_bar_config(disable=True)
+    if isinstance(pipeline.scheduler, UniPCMultistepScheduler):  # to Euler's step, which is ours
+        pipeline.scheduler = UniPCMultistepScheduler.from_config(
+            pipeline.scheduler.config, solver_order=1, disable_corrector=list(range(NUM_STEPS))
+        )
+    shape = model.latent_shape(geometry)
+    start = torch.stack([noise(RUN_SEED, f"p{number}", 0, INITIAL_LATENTS, shape) for number in range(len(PROMPTS))])
+    made = pipeline(
+        list(PROMPTS),
+        latents=start,
+        height=geometry.height_px,
+        width=geometry.width_px,
+        num_inference_steps=NUM_STEPS,
+        output_type="latent",
+        **arguments,
+    )
+    return torch.as_tensor(made[0])
+
+
+def _rows(
+    model: DiffusionModel, trajectories: Sequence[Trajectory], conditions: Sequence[Condition], expert: int
+) -> Rows:
+    """All trained steps of one expert, sample after sample; the first sample was good, the second bad."""
+    picks = [
+        (number, step)
+        for number, path in enumerate(trajectories)
+        for step, own in enumerate(model.expert_of(path.sigmas).tolist())
+        if own == expert
+    ]
+
+    def gather(column: str, offset: int = 0) -> Tensor:
+        if column == "latents":
+            return torch.stack([trajectories[n].latents[trajectories[n].positions[k] + offset] for n, k in picks])
+        return torch.stack([getattr(trajectories[n], column)[k] for n, k in picks])
+
+    return Rows(
+        latents=gather("latents"),
+        next_latents=gather("latents", offset=1),
+        sigmas=gather("sigmas"),
+        next_sigmas=gather("next_sigmas"),
+        sigma_max=torch.stack([trajectories[n].sigma_max for n, _ in picks]),
+        conditions=[conditions[n] for n, _ in picks],
+        negative_conditions=None,
+        log_probs=gather("log_probs"),
+        advantages=torch.tensor([1.0 if n == 0 else -1.0 for n, _ in picks]),
+        mask=torch.ones(len(picks)),
+    )
+
+
+def _log_probs(model: DiffusionModel, transformer: nn.Module, rows: Rows, geometry: Geometry) -> Tensor:
+    return score_rows(model, transformer, rows, LAW, NOISE_LEVEL, 1.0, geometry)[0].log_prob
+
+
+def _gradient_step_error(model: DiffusionModel, transformer: nn.Module, rows: Rows, geometry: Geometry) -> float:
+    """|fall / predicted fall - 1| of the loss, of a step down the gradient that should lower it by FALL.
+
+    Its weights are as before afterwards. nan if there is no gradient.
+    """
+
+    def loss() -> Tensor:
+        return -(rows.advantages * _log_probs(model, transformer, rows, geometry)).mean()
+
+    before = loss()
+    before.backward()
+    gradients = {parameter: parameter.grad for parameter in transformer.parameters() if parameter.grad is not None}
+    square_norm = sum(gradient.double().square().sum().item() for gradient in gradients.values())
+    if square_norm == 0:
+        return math.nan
+    start = {parameter: parameter.detach().clone() for parameter in gradients}
+    with torch.no_grad():
+        for parameter, gradient in gradients.items():
+            parameter -= gradient * (FALL / square_norm)
+        fall = (before - loss()).item()
+        for parameter, weights in start.items():
+            parameter.copy_(weights)
+    transformer.zero_grad(set_to_none=True)
+    return abs(fall / FALL - 1)
