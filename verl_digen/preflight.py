@@ -237,7 +237,7 @@ def check_placement(config: DictConfig) -> None:
 
 
 def check_model(config: DictConfig) -> None:
-    """The checkpoint is there, its architecture is known and can make pictures of the size asked for."""
+    """The checkpoint is there with all its parts, and its architecture is known and makes what is asked for."""
     section = config.actor_rollout_ref.model
     if OmegaConf.is_missing(section, "path"):
         raise ValueError(
@@ -247,18 +247,16 @@ def check_model(config: DictConfig) -> None:
     if "://" in section.path:  # on a remote file system: verl fetches it once the run has started
         return
     from verl_digen.models import ARCHITECTURES, load_model, read_architecture
-    from verl_digen.models.locate import locate_index
+    from verl_digen.models.locate import locate_configs
     from verl_digen.types import Geometry
 
-    folder = locate_index(section.path)
+    folder = locate_configs(section.path)
     architecture = read_architecture(folder)
     require_one_of("the architecture of actor_rollout_ref.model.path", architecture, tuple(sorted(ARCHITECTURES)))
-    if Path(section.path).expanduser().is_dir():  # of a repository, only the index is here by now
-        sampling = digen_config(config).sampling
-        geometry = Geometry(sampling.height_px, sampling.width_px, sampling.num_frames)
-        model = load_model(folder)
-        model.latent_shape(geometry)
-        model.embedded_guidance(sampling.embedded_guidance_scale)
+    sampling = digen_config(config).sampling
+    model = load_model(folder)
+    model.latent_shape(Geometry(sampling.height_px, sampling.width_px, sampling.num_frames))
+    model.embedded_guidance(sampling.embedded_guidance_scale)
 
 
 def check_prompts(config: DictConfig) -> None:

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
+import json
 from pathlib import Path
 
+import huggingface_hub
 import huggingface_hub.constants
 import pytest
 
-from verl_digen.models.locate import locate, locate_index
+from verl_digen.models.locate import locate, locate_configs, locate_index
 
 COMMIT = "0" * 40
 
@@ -27,7 +29,29 @@ def hub_cache(tmp_path, monkeypatch) -> Path:
 
 def test_a_repository_of_the_hub_is_found_in_its_cache(hub_cache):
     assert locate("acme/tiny") == hub_cache
-    assert locate_index("acme/tiny") == hub_cache
+    assert locate_index("acme/tiny") == locate_configs("acme/tiny") == hub_cache
+
+
+def test_only_what_the_index_names_is_downloaded(hub_cache, monkeypatch):
+    """FLUX.1's repository has its 24 GB once more in one file, SD3.5's its encoders in fp16."""
+    index = {"_class_name": "P", "transformer": ["diffusers", "T"], "image_encoder": [None, None], "boundary": 0.5}
+    (hub_cache / "model_index.json").write_text(json.dumps(index))
+    published = [
+        *("model_index.json", "flux1-dev.safetensors", "image_encoder/model.safetensors", "transformer/notes.md"),
+        *("transformer/config.json", "transformer/model.safetensors", "transformer/model.fp16.safetensors"),
+    ]
+    asked = []
+
+    def snapshot(repository, *, allow_patterns, ignore_patterns):
+        filters = {"allow_patterns": allow_patterns, "ignore_patterns": ignore_patterns}
+        asked.append(list(huggingface_hub.utils.filter_repo_objects(published, **filters)))
+        return str(hub_cache)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    locate("acme/tiny")
+    locate_configs("acme/tiny")
+    with_weights = ["model_index.json", "transformer/config.json", "transformer/model.safetensors"]
+    assert asked == [with_weights, ["model_index.json", "transformer/config.json"]]
 
 
 def test_a_folder_wins_over_a_repository_of_the_same_name(hub_cache, tmp_path):

@@ -1,10 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
+import json
+import shutil
+
 import pytest
 from hydra._internal.callbacks import Callbacks
 from omegaconf import OmegaConf
 
 from tests.plugin.conftest import start_main
+from tests.tiny_models import build_tiny
 from verl_digen import plugin, preflight
+from verl_digen.plan.published import checkpoint_folder
+
+MODEL_RECIPES = (
+    *("digen_flux", "digen_hunyuan_video", "digen_qwen_image", "digen_sd3", "digen_wan2_1", "digen_wan2_2"),
+    *("digen_z_image", "[digen_sd3,flowgrpo_fast]", "[digen_flux,flowgrpo_fast]"),
+)
 
 
 def problem(compose_main, *overrides):
@@ -76,6 +86,62 @@ def test_what_separate_pools_can_do_and_what_not(compose_main, runnable, overrid
         preflight.check(compose_main(*separate))
     else:
         assert message in problem(compose_main, *separate)
+
+
+@pytest.fixture
+def tiny_video(tmp_path):
+    """A tiny Wan2.2 A14B, which a test may damage."""
+    return build_tiny("wan2.2_a14b", tmp_path / "video")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("digen.sampling.num_frames=80", "digen.sampling.num_frames must be 1 plus a multiple of 4 for this Wan"),
+        (
+            "digen.sampling.width_px=40",
+            "digen.sampling.width_px must be a multiple of 16 for this Wan checkpoint, got 40",
+        ),
+        (
+            "digen.sampling.embedded_guidance_scale=3.5",
+            "digen.sampling.embedded_guidance_scale must be null for this Wan",
+        ),
+    ],
+)
+def test_a_video_that_the_model_cannot_make_is_refused(compose_main, runnable, tiny_video, override, message):
+    assert message in problem(compose_main, *runnable, f"actor_rollout_ref.model.path={tiny_video}", override)
+
+
+def test_a_checkpoint_without_one_of_its_parts_is_refused_before_anything_starts(compose_main, runnable, tiny_video):
+    shutil.rmtree(tiny_video / "transformer_2")
+    found = problem(compose_main, *runnable, f"actor_rollout_ref.model.path={tiny_video}")
+    assert "must hold all parts of its WanPipeline" in found and "lacks transformer_2; complete the download" in found
+
+
+def test_an_unknown_architecture_is_answered_with_the_known_ones(compose_main, runnable, tiny_video):
+    index = json.loads((tiny_video / "model_index.json").read_text())
+    (tiny_video / "model_index.json").write_text(
+        json.dumps(index | {"transformer": ["diffusers", "LTXVideoTransformer3DModel"]})
+    )
+    found = problem(compose_main, *runnable, f"actor_rollout_ref.model.path={tiny_video}")
+    assert "must be one of FluxTransformer2DModel, " in found and "got 'LTXVideoTransformer3DModel'" in found
+
+
+def test_a_pipeline_without_a_transformer_is_refused(compose_main, runnable, tiny_video):
+    index = json.loads((tiny_video / "model_index.json").read_text())
+    (tiny_video / "model_index.json").write_text(json.dumps(index | {"transformer": None}))
+    reason = "lists none; U-Net pipelines are not supported"
+    assert reason in problem(compose_main, *runnable, f"actor_rollout_ref.model.path={tiny_video}")
+
+
+@pytest.mark.parametrize("recipe", MODEL_RECIPES)
+def test_the_published_checkpoint_of_a_recipe_makes_what_the_recipe_asks_for(compose_main, recipe):
+    """From the configs that `digen plan` has, so without a download."""
+    config = compose_main(f"recipe={recipe}")
+    with checkpoint_folder(config.actor_rollout_ref.model.path) as folder:
+        config.actor_rollout_ref.model.path = str(folder)
+        preflight.check_model(config)
+        preflight.check_digen(config)
 
 
 def test_a_run_without_a_reward_is_refused(compose_main, runnable):

@@ -2,19 +2,26 @@
 """From what the user typed as `actor_rollout_ref.model.path` to a folder on this machine.
 
 A folder is taken as it is, an hdfs:// address is copied by verl, and anything of the form ORG/NAME that is no folder is
-a repository of the Hugging Face hub: its files come from the hub's cache, and are downloaded into it once per node.
+a repository of the Hugging Face hub: its files come from the hub's cache, and are downloaded into it once per
+node. Only what the pipeline's index names is: repositories often hold the same weights again, in one file or in fp16.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
-NEEDED_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
-"""What a diffusers-format pipeline is read from; leaves out pictures, other formats and other weights."""
+INDEX = "model_index.json"
+NEEDED_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
+"""What a part of a pipeline is read from; leaves out pictures and other formats."""
+CONFIG_FILES = ("config.json", "scheduler_config.json", "tokenizer_config.json")
+"""What of a part is read without its weights; every part has one of them."""
+VARIANTS = ["*.fp16*"]
+"""Weights beside a part's own, which are not read."""
 
 
 def locate(path: str, *, use_shm: bool = False) -> Path:
@@ -27,18 +34,31 @@ def locate(path: str, *, use_shm: bool = False) -> Path:
         from verl.utils.fs import copy_to_local  # verl is not needed to read a local checkpoint
 
         return Path(copy_to_local(path, use_shm=use_shm))
-    from huggingface_hub import snapshot_download
-
-    return Path(_from_hub(path, lambda: snapshot_download(path, allow_patterns=NEEDED_FILES)))
+    return _fetch(path, NEEDED_FILES)
 
 
 def locate_index(path: str) -> Path:
-    """The folder that holds `model_index.json`, without fetching any weights. Errors as `locate`."""
+    """The folder that holds `model_index.json`, without fetching anything else. Errors as `locate`."""
     if not _is_on_hub(path):
         return Path(path).expanduser()
     from huggingface_hub import hf_hub_download
 
-    return Path(_from_hub(path, lambda: hf_hub_download(path, "model_index.json"))).parent
+    return Path(_from_hub(path, lambda: hf_hub_download(path, INDEX))).parent
+
+
+def locate_configs(path: str) -> Path:
+    """The folder that holds the index and every part's config, without fetching any weights. Errors as `locate`."""
+    return _fetch(path, CONFIG_FILES) if _is_on_hub(path) else Path(path).expanduser()
+
+
+def _fetch(path: str, files: tuple[str, ...]) -> Path:
+    """These files of every part that the repository's index names."""
+    from huggingface_hub import snapshot_download
+
+    index = json.loads((locate_index(path) / INDEX).read_text())
+    parts = [name for name, entry in index.items() if isinstance(entry, list) and entry[0] is not None]
+    wanted = [INDEX, *(f"{part}/{file}" for part in parts for file in files)]
+    return Path(_from_hub(path, lambda: snapshot_download(path, allow_patterns=wanted, ignore_patterns=VARIANTS)))
 
 
 def _is_on_hub(path: str) -> bool:
