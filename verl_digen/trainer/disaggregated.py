@@ -255,6 +255,9 @@ class FlowGRPOTrainerDisaggregated(FlowGRPOTrainerSync):
             if interval.kind in ("train", "commit") and interval.step == self.global_steps
         ]
 
+    def _num_generated(self, num_samples: int, metrics: dict[str, float]) -> int:
+        return max(0, num_samples - int(metrics["tag/assisted_samples"]))
+
     def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, global_steps: int, epoch: int) -> None:
         metrics.update(self._timeline_metrics)
         super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch)

@@ -229,7 +229,7 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
             )
         )
         if ROW_FORWARD in metrics:  # not of virtual devices
-            num_forwards = len(batch.tags) * self.digen.sampling.num_steps
+            num_forwards = self._num_generated(len(batch.tags), metrics) * self.digen.sampling.num_steps
             metrics.update(step_utilisation(metrics, num_forwards=num_forwards, **self._pool_devices))
         metrics["perf/save_s"] = saving_s
         metrics["rollout/refilled_groups"] = float(self._num_refills)
@@ -245,6 +245,10 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
                 remaining_s=self._remaining_s(global_steps),
             )
         )
+
+    def _num_generated(self, num_samples: int, metrics: dict[str, float]) -> int:
+        """How many of a step's samples the replicas generated."""
+        return num_samples
 
     def _device_counts(self) -> dict[str, int]:
         """Pool -> devices. Here the same ones do both."""

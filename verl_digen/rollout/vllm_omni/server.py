@@ -280,7 +280,7 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         """What this replica is doing; raises if its engine is dead."""
         await self.engine.check_health()
         (cache,) = await self._call_workers("prompt_cache_stats")
-        (device,) = await self._call_workers("device_name")
+        device, *_ = await self._call_workers("device_name")
         return {
             "version": self.global_steps,
             "num_running": self._in_flight.total(),
