@@ -10,9 +10,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.conftest import Run, finish_main, run_main, start_main
-from tests.e2e.test_disaggregated import RECIPE, assert_same_weights, steps_of
-from tests.e2e.test_training import assert_succeeded
+from tests.e2e.conftest import (
+    SEPARATE,
+    Run,
+    assert_same_weights,
+    assert_succeeded,
+    finish_main,
+    run_main,
+    start_main,
+    steps_of,
+)
 from verl_digen.observe.timeline import read_timeline
 
 pytestmark = pytest.mark.e2e
@@ -52,10 +59,10 @@ def kill_while(title: str, since: Path, process, timeout_s: float = 240) -> None
 def killed_and_resumed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
     """The work of `three_steps` with an assisting trainer that is killed while it assists, and the rest of it."""
     run_dir = tmp_path_factory.mktemp("e2e") / "assisted"
-    process = start_main(run_dir, *ASSISTED, recipe=RECIPE)
+    process = start_main(run_dir, *ASSISTED, recipe=SEPARATE)
     kill_while("ray::WorkerDict.actor_assist", run_dir / "latest_checkpointed_iteration.txt", process)
     killed = finish_main(process, run_dir)
-    return killed, run_main(run_dir, *ASSISTED, "trainer.resume_mode=auto", recipe=RECIPE)
+    return killed, run_main(run_dir, *ASSISTED, "trainer.resume_mode=auto", recipe=SEPARATE)
 
 
 def test_a_trainer_killed_while_it_assists_resumes_to_the_weights_of_a_run_without_assistance(
@@ -95,7 +102,7 @@ def test_fifty_stale_steps_lose_nothing_and_stay_within_the_bound(tmp_path):
         "digen.reward.functions={}",
         f"reward.custom_reward_function.path={tmp_path / 'reward.py'}",
         "actor_rollout_ref.rollout.n_gpus_per_node=2",
-        recipe=RECIPE,
+        recipe=SEPARATE,
         timeout_s=500,
     )
     assert_succeeded(run)

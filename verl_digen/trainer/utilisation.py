@@ -8,8 +8,8 @@
 
 - Useful work leaves out recomputation, old log-probs and the KL reference (`verl_digen.engine.row_flops`), text
   encoding, decoding, and samples that were thrown away. The time leaves out nothing.
-- Samples that the trainer generated (`tag/assisted_samples`) are work of neither pool; `perf/train_s` leaves them out and
-  `perf/generate_s` does not, so with assistance the generator's share is a lower bound.
+- Samples that the trainer generated (`tag/assisted_samples`) are work of neither pool; `perf/train_s` leaves them out
+  and `perf/generate_s` does not, so with assistance the generator's share is a lower bound.
 - `perf/mfu/POOL` is there where the device's peak is known (`verl_digen.models.flops`). On a CPU and on other devices
   there are TFLOP/s alone. Virtual devices compute nothing and have neither.
 """
