@@ -14,12 +14,12 @@ from tests.e2e.conftest import (
     SEPARATE,
     Run,
     assert_same_weights,
-    assert_succeeded,
     finish_main,
     run_main,
     start_main,
     steps_of,
 )
+from tests.e2e.test_training import assert_succeeded
 from verl_digen.observe.timeline import read_timeline
 
 pytestmark = pytest.mark.e2e
