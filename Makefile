@@ -6,14 +6,18 @@ OMNI := .venv-vllm-omni
 # What `make quickstart` hands to verl, e.g. make quickstart ARGS="trainer.total_training_steps=3"
 ARGS ?=
 
-.PHONY: quickstart test test-vllm-omni lint format clean
+.PHONY: quickstart test test-long test-vllm-omni lint format clean
 
 quickstart:  ## train a tiny model here and now
 	@.ci/setup_env.sh
 	PATH="$(CURDIR)/$(BIN):$$PATH" examples/quickstart.sh $(ARGS)
 
-test: lint  ## all checks; the same as in CI
+test: lint  ## what a change must pass
 	$(BIN)/python -m pytest
+
+test-long:  ## every architecture end to end, faults, long runs; CI makes them too
+	@.ci/setup_env.sh dev
+	$(BIN)/python -m pytest -m long
 
 test-vllm-omni:  ## what needs the extra vllm-omni
 	@VENV=$(OMNI) .ci/setup_env.sh dev,vllm-omni

@@ -20,7 +20,7 @@ from tests.e2e.test_training import assert_succeeded, trained_weights
 from tests.tiny_models import build_tiny
 from verl_digen.models import load_model
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 NUM_FRAMES = 5
 RECIPES = {"colocated": "digen_flowgrpo", "disaggregated": "[digen_flowgrpo,disaggregated]"}

@@ -85,6 +85,7 @@ def test_the_timeline_names_each_assist_and_why(killed_and_resumed):
     assert {interval.detail["reason"] for interval in assists} == {"always"}
 
 
+@pytest.mark.long
 def test_fifty_stale_steps_lose_nothing_and_stay_within_the_bound(tmp_path):
     (tmp_path / "reward.py").write_text(SLOW_REWARD)
     run = run_main(

@@ -13,7 +13,7 @@ from tests.e2e.conftest import SEPARATE, Run, assert_same_weights, finish_main, 
 from tests.e2e.test_training import assert_succeeded
 from verl_digen.observe.timeline import read_timeline
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 FAULTY = '''
 import os
