@@ -60,7 +60,8 @@ def killed_and_resumed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, R
     """The work of `three_steps` with an assisting trainer that is killed while it assists, and the rest of it."""
     run_dir = tmp_path_factory.mktemp("e2e") / "assisted"
     process = start_main(run_dir, *ASSISTED, recipe=SEPARATE)
-    kill_while("ray::WorkerDict.actor_assist", run_dir / "latest_checkpointed_iteration.txt", process)
+    # the last thing that the trainer did in step 1 was to send weights
+    kill_while("ray::WorkerDict.actor_assist", run_dir / "metrics.jsonl", process)
     killed = finish_main(process, run_dir)
     return killed, run_main(run_dir, *ASSISTED, "trainer.resume_mode=auto", recipe=SEPARATE)
 
