@@ -47,6 +47,10 @@ SEPARATE_POOLS = ("digen_disaggregated", "digen_virtual")
 """Values of `trainer.v1.trainer_mode` with which trainer and replicas have devices of their own."""
 
 
+SURELY_SHORT_BYTES = 200
+"""A prompt this long fits every model: a token is a byte or more, and none reads fewer than 256."""
+
+
 class Preflight(Callback):
     """Hydra callback: one paragraph on stderr and exit code 2 for a config that cannot run."""
 
@@ -280,6 +284,29 @@ def check_prompts(config: DictConfig) -> None:
             )
 
 
+def check_prompt_lengths(config: DictConfig) -> None:
+    """No prompt is longer than the model reads. For checkpoints on this machine; others tell when they encode."""
+    from verl_digen.data.prompts import read_prompts
+    from verl_digen.models import load_model
+
+    section = config.actor_rollout_ref.model
+    is_here = not OmegaConf.is_missing(section, "path") and Path(section.path).expanduser().is_dir()
+    if not is_here or config.trainer.v1.trainer_mode == "digen_virtual":
+        return
+    texts = [digen_config(config).sampling.negative_prompt]
+    for name in ("train_files", "val_files"):
+        given = config.data[name]
+        files: Any = OmegaConf.to_container(given) if OmegaConf.is_list(given) else given
+        if files is not None:
+            for prompt in read_prompts(files, key=f"data.{name}"):
+                texts += [prompt.text] if prompt.negative is None else [prompt.text, prompt.negative]
+    long = [text for text in dict.fromkeys(texts) if len(text.encode()) > SURELY_SHORT_BYTES]
+    if long:
+        check = load_model(Path(section.path).expanduser()).load_prompt_check()
+        for text in long:
+            check(text)
+
+
 def check_pools(config: DictConfig) -> None:
     """Techniques that need separate pools have them, and one optimizer step per batch."""
     digen, mode = digen_config(config), config.trainer.v1.trainer_mode
@@ -367,6 +394,7 @@ RULES: tuple[Callable[[DictConfig], None], ...] = (
     check_placement,
     check_model,
     check_prompts,
+    check_prompt_lengths,
     check_loss,
     check_rewards,
 )

@@ -385,9 +385,13 @@ def test_a_prompt_of_one_token_too_many_is_an_error(loaded: Loaded) -> None:
     case = loaded.case
     fits = " ".join(["red"] * case.word_limit)
     assert len(loaded.encode([fits])) == 1
+    check = loaded.model.load_prompt_check()
+    check(fits)
     message = rf"a prompt must have at most {case.max_tokens} tokens.* got {case.max_tokens + 1} for 'red red .*data"
     with pytest.raises(ValueError, match=message):
         loaded.encode([f"{fits} red"])
+    with pytest.raises(ValueError, match=message):
+        check(f"{fits} red")
 
 
 def test_a_single_frame_of_a_video_model_is_a_picture(loaded: Loaded) -> None:

@@ -118,6 +118,14 @@ def test_a_checkpoint_without_one_of_its_parts_is_refused_before_anything_starts
     assert "must hold all parts of its WanPipeline" in found and "lacks transformer_2; complete the download" in found
 
 
+def test_a_prompt_that_is_longer_than_the_model_reads_is_refused(compose_main, runnable, tiny_video, tmp_path):
+    (tmp_path / "long.txt").write_text("\n".join(["red " * 500, *["a red circle"] * 3, "red " * 600]))
+    overrides = [f"actor_rollout_ref.model.path={tiny_video}", f"data.train_files={tmp_path / 'long.txt'}"]
+    found = problem(compose_main, *runnable, *overrides)
+    assert found.startswith("a prompt must have at most 512 tokens for Wan, got 601 for 'red red "), found
+    assert "shorten it in data.train_files or data.val_files" in found
+
+
 def test_an_unknown_architecture_is_answered_with_the_known_ones(compose_main, runnable, tiny_video):
     index = json.loads((tiny_video / "model_index.json").read_text())
     (tiny_video / "model_index.json").write_text(

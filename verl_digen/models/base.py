@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 from verl_digen.models import checkpoint
@@ -30,6 +31,8 @@ from verl_digen.types import Condition, Geometry
 
 PromptEncoder = Callable[[Sequence[str]], list[Condition]]
 """Texts -> one condition each, on the encoder's device."""
+PromptCheck = Callable[[str], None]
+"""Raises ValueError for a prompt that is longer than the pipeline reads."""
 Decoder = Callable[[Tensor, Geometry], Tensor]
 """Packed latents [B, ...] -> pixels uint8 [B, H, W, 3] (image) or [B, F, H, W, 3] (video), on the CPU."""
 Collated = dict[str, Any]
@@ -117,11 +120,19 @@ class DiffusionModel(ABC):
             for name, tensor in checkpoint.iter_weights(self.path / expert, self.architecture, dtype):
                 yield prefix + name, tensor
 
+    def load_tokenizer(self, folder: str) -> Any:
+        """The tokenizer in `folder`, of the class that the checkpoint's index names."""
+        return getattr(transformers, self.index[folder][1]).from_pretrained(self.path / folder)
+
+    @abstractmethod
+    def load_prompt_check(self) -> PromptCheck:
+        """Load what tells a prompt's length, and no weights."""
+
     @abstractmethod
     def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
         """Load tokenizers and text encoders.
 
-        The encoder raises ValueError for a prompt longer than the pipeline reads.
+        The encoder raises what `load_prompt_check` does.
         """
 
     @abstractmethod

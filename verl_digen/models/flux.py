@@ -20,10 +20,10 @@ from diffusers.pipelines.flux.pipeline_flux import FluxPipeline, calculate_shift
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
 
-from verl_digen.models.base import Collated, Decoder, DiffusionModel, PromptEncoder
+from verl_digen.models.base import Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder
 from verl_digen.models.pixels import load_image_decoder
 from verl_digen.models.sizes import check_size
-from verl_digen.models.text import check_length, one_by_one
+from verl_digen.models.text import length_check, one_by_one
 from verl_digen.types import Condition, Geometry
 
 MAX_TEXT_TOKENS_DEV = 512
@@ -62,14 +62,19 @@ class Flux(DiffusionModel):
         self._vae_scale = self.image_vae_scale()
 
     # -- loading ------------------------------------------------------------------------------------------
+    def load_prompt_check(self) -> PromptCheck:
+        return length_check(self.load_tokenizer("tokenizer_2"), title=self.title, max_tokens=self._max_tokens)
+
     def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
         """Conditions are {"embeds": [L, D], "pooled": [E]} in `dtype`, L the same for every prompt."""
         pipeline: Any = FluxPipeline.from_pretrained(self.path, transformer=None, vae=None, scheduler=None, dtype=dtype)
         for encoder in (pipeline.text_encoder, pipeline.text_encoder_2):
             encoder.eval().to(device)
 
+        check = self.load_prompt_check()
+
         def encode(prompt: str) -> Condition:
-            check_length(pipeline.tokenizer_2, prompt, title=self.title, max_tokens=self._max_tokens)
+            check(prompt)
             embeds, pooled, _ = pipeline.encode_prompt(prompt, device=device, max_sequence_length=self._max_tokens)
             return {"embeds": embeds[0], "pooled": pooled[0]}
 

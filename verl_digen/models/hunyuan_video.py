@@ -20,10 +20,10 @@ from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PRO
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
 
-from verl_digen.models.base import Collated, Decoder, DiffusionModel, PromptEncoder
+from verl_digen.models.base import Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder
 from verl_digen.models.pixels import decode_each
 from verl_digen.models.sizes import check_size
-from verl_digen.models.text import check_length, one_by_one, pad_embeds
+from verl_digen.models.text import length_check, one_by_one, pad_embeds
 from verl_digen.types import Condition, Geometry
 
 MAX_TEXT_TOKENS = 256
@@ -59,6 +59,12 @@ class HunyuanVideo(DiffusionModel):
         self._vae_scale: int = vae["spatial_compression_ratio"]
 
     # -- loading ------------------------------------------------------------------------------------------
+    def load_prompt_check(self) -> PromptCheck:
+        template = DEFAULT_PROMPT_TEMPLATE
+        limit = template["crop_start"] + MAX_TEXT_TOKENS
+        tokenizer = self.load_tokenizer("tokenizer")
+        return length_check(tokenizer, title=self.title, max_tokens=limit, wrap=template["template"].format)
+
     def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
         """Conditions are {"embeds": [L, D], "pooled": [E]} in `dtype`, L the prompt's own number of tokens."""
         pipeline: Any = HunyuanVideoPipeline.from_pretrained(
@@ -66,11 +72,10 @@ class HunyuanVideo(DiffusionModel):
         )
         for encoder in (pipeline.text_encoder, pipeline.text_encoder_2):
             encoder.eval().to(device)
-        max_tokens = DEFAULT_PROMPT_TEMPLATE["crop_start"] + MAX_TEXT_TOKENS
+        check = self.load_prompt_check()
 
         def encode(prompt: str) -> Condition:
-            text = DEFAULT_PROMPT_TEMPLATE["template"].format(prompt)
-            check_length(pipeline.tokenizer, text, title=self.title, max_tokens=max_tokens, prompt=prompt)
+            check(prompt)
             embeds, pooled, mask = pipeline.encode_prompt(prompt, device=device, max_sequence_length=MAX_TEXT_TOKENS)
             return {"embeds": embeds[0, : int(mask.sum())], "pooled": pooled[0]}
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -22,10 +22,10 @@ from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchE
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from verl_digen.models.base import Collated, Decoder, DiffusionModel, PromptEncoder
+from verl_digen.models.base import Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder
 from verl_digen.models.pixels import to_pixels
 from verl_digen.models.sizes import check_size
-from verl_digen.models.text import check_length, one_by_one, pad_embeds
+from verl_digen.models.text import length_check, one_by_one, pad_embeds
 from verl_digen.types import Condition, Geometry
 
 MAX_TEXT_TOKENS = 1024
@@ -69,6 +69,14 @@ class QwenImage(DiffusionModel):
         self._vae_scale = 2 ** len(self.read_network_config("vae")["temperal_downsample"])  # sic
 
     # -- loading ------------------------------------------------------------------------------------------
+    def load_prompt_check(self) -> PromptCheck:
+        pipeline: Any = QwenImagePipeline.from_pretrained(
+            self.path, transformer=None, vae=None, scheduler=None, text_encoder=None
+        )
+        limit = pipeline.prompt_template_encode_start_idx + MAX_TEXT_TOKENS
+        wrap = pipeline.prompt_template_encode.format
+        return length_check(pipeline.tokenizer, title=self.title, max_tokens=limit, wrap=wrap)
+
     def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
         """Conditions are {"embeds": [L, D]} in `dtype`, L the prompt's own number of tokens."""
         pipeline = QwenImagePipeline.from_pretrained(self.path, transformer=None, vae=None, scheduler=None, dtype=dtype)
@@ -76,11 +84,10 @@ class QwenImage(DiffusionModel):
         pipeline.text_encoder.model.visual = None
         pipeline.text_encoder.lm_head = nn.Identity()
         pipeline.text_encoder.eval().to(device)
-        max_tokens = pipeline.prompt_template_encode_start_idx + MAX_TEXT_TOKENS
+        check = self.load_prompt_check()
 
         def encode(prompt: str) -> Condition:
-            text = pipeline.prompt_template_encode.format(prompt)
-            check_length(pipeline.tokenizer, text, title=self.title, max_tokens=max_tokens, prompt=prompt)
+            check(prompt)
             embeds, _ = pipeline.encode_prompt(prompt, device=device, max_sequence_length=MAX_TEXT_TOKENS)
             return {"embeds": embeds[0]}
 

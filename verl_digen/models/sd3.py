@@ -18,10 +18,10 @@ from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import S
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
 
-from verl_digen.models.base import Collated, Decoder, DiffusionModel, PromptEncoder
+from verl_digen.models.base import Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder
 from verl_digen.models.pixels import load_image_decoder
 from verl_digen.models.sizes import check_size
-from verl_digen.models.text import check_length, one_by_one
+from verl_digen.models.text import length_check, one_by_one
 from verl_digen.types import Condition, Geometry
 
 MAX_TEXT_TOKENS = 256
@@ -51,6 +51,9 @@ class StableDiffusion3(DiffusionModel):
         self._vae_scale = self.image_vae_scale()
 
     # -- loading ------------------------------------------------------------------------------------------
+    def load_prompt_check(self) -> PromptCheck:
+        return length_check(self.load_tokenizer("tokenizer_3"), title=self.title, max_tokens=MAX_TEXT_TOKENS)
+
     def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
         """Conditions are {"embeds": [77 + 256, D], "pooled": [E]} in `dtype`."""
         pipeline: Any = StableDiffusion3Pipeline.from_pretrained(
@@ -59,8 +62,10 @@ class StableDiffusion3(DiffusionModel):
         for encoder in (pipeline.text_encoder, pipeline.text_encoder_2, pipeline.text_encoder_3):
             encoder.eval().to(device)
 
+        check = self.load_prompt_check()
+
         def encode(prompt: str) -> Condition:
-            check_length(pipeline.tokenizer_3, prompt, title=self.title, max_tokens=MAX_TEXT_TOKENS)
+            check(prompt)
             embeds, _, pooled, _ = pipeline.encode_prompt(
                 prompt,
                 prompt_2=None,

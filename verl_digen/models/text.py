@@ -44,21 +44,27 @@ def pad_embeds(embeds: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return padded, mask.to(padded.device)
 
 
-def check_length(tokenizer: Any, text: str, *, title: str, max_tokens: int, prompt: str | None = None) -> None:
-    """Check that the encoder reads all of `text`.
+def length_check(
+    tokenizer: Any, *, title: str, max_tokens: int, wrap: Callable[[str], str] | None = None
+) -> Callable[[str], None]:
+    """A check that the encoder reads all of a prompt.
 
     Args:
-        text: what the tokenizer is given.
         max_tokens: the limit, special tokens included.
-        prompt: the user's part, if `text` is that in a template.
+        wrap: makes of the prompt what the tokenizer is given, e.g. puts it in a template.
 
-    Raises:
-        ValueError: there are more tokens than that.
+    Returns:
+        What raises ValueError for a prompt with more tokens than that.
     """
-    num_tokens = len(tokenizer(text, verbose=False).input_ids)
-    if num_tokens > max_tokens:
-        shown, counted = (text, "") if prompt is None else (prompt, " in its template")
-        raise ValueError(
-            f"a prompt must have at most {max_tokens} tokens{counted} for {title}, got {num_tokens} for "
-            f"{shown[:PROMPT_CHARACTERS_SHOWN]!r}...; shorten it in data.train_files or data.val_files"
-        )
+    in_template = "" if wrap is None or wrap("red") == "red" else " in its template"
+
+    def check(prompt: str) -> None:
+        text = prompt if wrap is None else wrap(prompt)
+        num_tokens = len(tokenizer(text, verbose=False).input_ids)
+        if num_tokens > max_tokens:
+            raise ValueError(
+                f"a prompt must have at most {max_tokens} tokens{in_template} for {title}, got {num_tokens} for "
+                f"{prompt[:PROMPT_CHARACTERS_SHOWN]!r}...; shorten it in data.train_files or data.val_files"
+            )
+
+    return check

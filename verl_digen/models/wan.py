@@ -22,11 +22,11 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
 from diffusers.pipelines.wan.pipeline_wan import WanPipeline, prompt_clean
 from torch import Tensor, nn
 
-from verl_digen.models.base import Collated, Decoder, DiffusionModel, PromptEncoder
+from verl_digen.models.base import Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder
 from verl_digen.models.checkpoint import check_components
 from verl_digen.models.pixels import decode_each
 from verl_digen.models.sizes import check_size
-from verl_digen.models.text import check_length, one_by_one
+from verl_digen.models.text import length_check, one_by_one
 from verl_digen.types import Condition, Geometry
 
 MAX_TEXT_TOKENS = 512
@@ -57,6 +57,10 @@ class Wan(DiffusionModel):
         self._has_whole_timesteps = self._scheduler_class == "UniPCMultistepScheduler"
 
     # -- loading ------------------------------------------------------------------------------------------
+    def load_prompt_check(self) -> PromptCheck:
+        tokenizer = self.load_tokenizer("tokenizer")
+        return length_check(tokenizer, title=self.title, max_tokens=MAX_TEXT_TOKENS, wrap=prompt_clean)
+
     def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
         """Conditions are {"embeds": [L, D]} in `dtype`, L the prompt's own number of tokens."""
         pipeline: Any = WanPipeline.from_pretrained(
@@ -64,13 +68,14 @@ class Wan(DiffusionModel):
         )
         pipeline.text_encoder.eval().to(device)
 
+        check = self.load_prompt_check()
+
         def encode(prompt: str) -> Condition:
-            text = prompt_clean(prompt)
-            check_length(pipeline.tokenizer, text, title=self.title, max_tokens=MAX_TEXT_TOKENS)
+            check(prompt)
             embeds, _ = pipeline.encode_prompt(
                 prompt, do_classifier_free_guidance=False, max_sequence_length=MAX_TEXT_TOKENS, device=device
             )
-            return {"embeds": embeds[0, : len(pipeline.tokenizer(text).input_ids)]}
+            return {"embeds": embeds[0, : len(pipeline.tokenizer(prompt_clean(prompt)).input_ids)]}
 
         return one_by_one(encode)
 

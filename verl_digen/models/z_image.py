@@ -23,10 +23,10 @@ from diffusers.pipelines.z_image.pipeline_z_image import (
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
 
-from verl_digen.models.base import Collated, Decoder, DiffusionModel, PromptEncoder
+from verl_digen.models.base import Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder
 from verl_digen.models.pixels import load_image_decoder
 from verl_digen.models.sizes import check_size
-from verl_digen.models.text import check_length, one_by_one
+from verl_digen.models.text import length_check, one_by_one
 from verl_digen.types import Condition, Geometry
 
 MAX_TEXT_TOKENS = 512
@@ -54,6 +54,17 @@ class ZImage(DiffusionModel):
         self._vae_scale = self.image_vae_scale()
 
     # -- loading ------------------------------------------------------------------------------------------
+    def load_prompt_check(self) -> PromptCheck:
+        tokenizer = self.load_tokenizer("tokenizer")
+
+        def wrap(prompt: str) -> str:
+            message = {"role": "user", "content": prompt}
+            return tokenizer.apply_chat_template(
+                [message], tokenize=False, add_generation_prompt=True, enable_thinking=True
+            )
+
+        return length_check(tokenizer, title=self.title, max_tokens=MAX_TEXT_TOKENS, wrap=wrap)
+
     def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
         """Conditions are {"embeds": [L, D]} in `dtype`, L the prompt's own number of tokens, template included."""
         pipeline: Any = ZImagePipeline.from_pretrained(
@@ -61,14 +72,10 @@ class ZImage(DiffusionModel):
         )
         pipeline.text_encoder.eval().to(device)
 
+        check = self.load_prompt_check()
+
         def encode(prompt: str) -> Condition:
-            text = pipeline.tokenizer.apply_chat_template(
-                [{"role": "user", "content": prompt}],
-                tokenize=False,
-                add_generation_prompt=True,
-                enable_thinking=True,
-            )
-            check_length(pipeline.tokenizer, text, title=self.title, max_tokens=MAX_TEXT_TOKENS, prompt=prompt)
+            check(prompt)
             (embeds,), _ = pipeline.encode_prompt(
                 [prompt], device=device, do_classifier_free_guidance=False, max_sequence_length=MAX_TEXT_TOKENS
             )
