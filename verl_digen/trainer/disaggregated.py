@@ -111,12 +111,12 @@ class FlowGRPOTrainerDisaggregated(FlowGRPOTrainerSync):
         self._timeline_file.keep_until(self.global_steps)
 
     def _device_counts(self) -> dict[str, int]:
-        """Pool -> devices."""
-        rollout = self.config.actor_rollout_ref.rollout
+        """Pool -> devices, of the pools that have any."""
+        rollout, num_reward = self.config.actor_rollout_ref.rollout, num_reward_devices(self.config)
         return {
             "trainer": self.config.trainer.nnodes * self.config.trainer.n_gpus_per_node,
             "generator": rollout.nnodes * rollout.n_gpus_per_node,
-            "reward": num_reward_devices(self.config),
+            **({"reward": num_reward} if num_reward else {}),
         }
 
     def _get_n_gpus_for_throughput(self) -> int:
@@ -160,7 +160,7 @@ class FlowGRPOTrainerDisaggregated(FlowGRPOTrainerSync):
             recorder=self._recorder,
             lanes=Lanes(
                 trainer=Lane("trainer", 0, host, self._num_devices["trainer"]),
-                reward=Lane("reward", 0, host, self._num_devices["reward"]),
+                reward=Lane("reward", 0, host, num_reward_devices(self.config)),
                 slots=lanes,
             ),
         )

@@ -260,7 +260,8 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
             "trainer": self.actor_rollout_wg.device_name()[0],
             "generator": replica_device(self.checkpoint_manager),
         }
-        return {pool: PoolDevices(count, names[pool]) for pool, count in self._device_counts().items()}
+        counts = self._device_counts()
+        return {pool: PoolDevices(counts[pool], name) for pool, name in names.items()}
 
     def _training_intervals(self) -> list[tuple[float, float]] | None:
         """When the engine trained, if that was while others generated."""
