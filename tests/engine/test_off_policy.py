@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tensordict import TensorDict
 
-from tests.engine.harness import assert_close, gradients, select, weights, with_mask
+from tests.engine.harness import assert_close, assert_equal, gradients, select, weights, with_mask
 from tests.engine.off_policy import LOSS, SHAPES, committed, old_batch, old_engine, serial, serial_gspo
 from tests.engine.serial import plain_transformer
 from verl_digen.algorithms.losses import is_off_policy, loss_names
@@ -88,6 +88,19 @@ def test_decoupled_ppo_weighs_the_weights_before_the_update_with_those_that_gene
         assert metrics["behaviour_weight"] == pytest.approx(weight, rel=1e-4)
         assert metrics["ratio_deviation_max"] == metrics["ratio_deviation_min"] == 0.0
         assert_close(found, {key: weight * value for key, value in expected.items()}, 1e-4)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_with_stale_samples_flow_grpo_s_ratio_is_against_the_policy_that_generated(
+    tiny_qwen_image: Path, batch: TensorDict
+):
+    stale, recorded, strict = (
+        committed(old_engine(tiny_qwen_image, "flow_grpo", **digen), batch)
+        for digen in ({"staleness": {"max_versions": 1}}, {"old_log_probs": "rollout"}, {})
+    )
+    assert_equal(stale[0], recorded[0])
+    assert stale[1]["ratio_deviation_max"] > 0.05 and stale[1]["clip_fraction"] > 0
+    assert strict[1]["ratio_deviation_max"] == 0.0
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -72,6 +72,17 @@ def test_a_bad_value_is_named_by_its_key(compose_main, runnable, override, messa
     ("overrides", "message"),
     [
         (("digen.tag.policy=bts", "digen.staleness.max_versions=1"), None),
+        (("digen.loss_name=tis", "digen.staleness.max_versions=3"), None),
+        (
+            ("digen.staleness.max_versions=2",),
+            "digen.loss_name must be one of cispo, decoupled_ppo, gspo, kimi, reinforce, tis, topr, weighted_topr with "
+            "digen.staleness.max_versions=2, got 'flow_grpo'",
+        ),
+        (
+            ("digen.staleness.max_versions=1", "digen.old_log_probs=recompute"),
+            "digen.old_log_probs must be auto or rollout with digen.loss_name=flow_grpo and "
+            "digen.staleness.max_versions=1",
+        ),
         (("actor_rollout_ref.actor.ppo_epochs=2",), "ppo_epochs 1 on separate pools, where a batch is one optimizer"),
         (("actor_rollout_ref.actor.ppo_mini_batch_size=2",), "ppo_mini_batch_size must be data.train_batch_size=4"),
         (
