@@ -206,7 +206,7 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
         return batch
 
     def _update_actor(self, batch: Any, metrics: dict) -> Any:
-        batch.fields = [*TRAJECTORY_COLUMNS, "uid", "advantages"]
+        batch.fields = [*TRAJECTORY_COLUMNS, "uid", "advantages", "rm_scores"]
         output = self.actor_rollout_wg.update_actor(batch)
         metrics.update(training_metrics(output["metrics"]))
         tq.kv_clear(keys=list(dict.fromkeys(_groups(batch))), partition_id=CONDITION_PARTITION)
