@@ -31,9 +31,9 @@ MAX_RESTARTS = 20
 """Of one worker in a run. One that dies more often is broken, and would be started for ever."""
 
 ALL_LOST = (
-    "every reward worker is lost (their processes died again and again; look for the reason above: a crash in a reward "
-    "function, or out of memory, where fewer reward.num_workers help); start again with trainer.resume_mode=auto, "
-    "which continues after the last checkpoint"
+    "every reward worker is lost, the last one with: {error}; if that names no cause, look above for a crash in a "
+    "reward function, or for too little memory, where fewer reward.num_workers help. Then start again with "
+    "trainer.resume_mode=auto, which continues after the last checkpoint"
 )
 
 
@@ -73,6 +73,7 @@ class RewardWorkers:
 
     def __init__(self, handles: Sequence[Any]):
         self._living = list(handles)
+        self._last_error = "none was started"
 
     async def score(self, data: Any) -> dict[str, Any]:
         """What a worker's `compute_score` says of one sample.
@@ -87,7 +88,8 @@ class RewardWorkers:
             except ActorDiedError as error:
                 if worker in self._living:  # the first of its samples to hear of it
                     self._living.remove(worker)
+                    self._last_error = str(error).strip().splitlines()[-1]  # below the remote traceback
                     logger.warning("a reward worker is lost, %d are left: %s", len(self._living), error)
             except ActorUnavailableError as error:
                 raise ScoringError(f"the reward worker died whenever it scored this sample: {error}") from error
-        raise RunStopped(ALL_LOST)
+        raise RunStopped(ALL_LOST.format(error=self._last_error))
