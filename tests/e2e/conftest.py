@@ -55,28 +55,33 @@ class Run:
         return [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def start_main(run_dir: Path, *overrides: str, recipe: str = "digen_flowgrpo") -> subprocess.Popen[str]:
+def start_main(run_dir: Path, *overrides: str, recipe: str = "digen_flowgrpo") -> subprocess.Popen[bytes]:
     """`python -m verl.trainer.main_ppo recipe=... overrides`, a small run unless overrides say otherwise."""
     command = [sys.executable, "-m", "verl.trainer.main_ppo", f"recipe={recipe}", *SMALL]
     command += [f"trainer.default_local_dir={run_dir}", f"hydra.run.dir={run_dir}/hydra", *overrides]
-    return subprocess.Popen(
-        command,
-        cwd=run_dir.parent,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    # not to a pipe: nobody reads while a test waits for something else, and a run whose pipe is full stands still
+    with open(_log_of(run_dir), "w") as log:
+        return subprocess.Popen(
+            command,
+            cwd=run_dir.parent,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
 
 
-def finish_main(process: subprocess.Popen[str], run_dir: Path, timeout_s: float = 300) -> Run:
+def finish_main(process: subprocess.Popen[bytes], run_dir: Path, timeout_s: float = 300) -> Run:
     """Wait for a run to end."""
     try:
-        output, _ = process.communicate(timeout=timeout_s)
+        process.wait(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         process.kill()
         raise
-    return Run(process.returncode, output, run_dir)
+    return Run(process.returncode, _log_of(run_dir).read_text(), run_dir)
+
+
+def _log_of(run_dir: Path) -> Path:
+    return run_dir.with_name(f"{run_dir.name}.log")
 
 
 def run_main(run_dir: Path, *overrides: str, recipe: str = "digen_flowgrpo", timeout_s: float = 300) -> Run:
@@ -102,7 +107,7 @@ def steps_of(run: Run) -> list[dict[str, float]]:
     return [row for row in run.metrics if "perf/step_s" in row]
 
 
-def kill_one(process: subprocess.Popen[str], actor: str) -> None:
+def kill_one(process: subprocess.Popen[bytes], actor: str) -> None:
     """Kill one process of the Ray actor class `actor` that the run started."""
     import psutil
 

@@ -20,10 +20,10 @@ import os
 import signal
 from pathlib import Path
 
-from verl_digen.algorithms.losses import clipped_ratio, register_loss
+from verl_digen.algorithms.losses import register_loss
+from verl_digen.algorithms.losses.clipped import clipped_ratio
 
 RUN_DIR = Path("{run_dir}")
-calls_in_step_2 = 0
 
 
 def is_due(fault):
@@ -83,6 +83,9 @@ def test_a_dead_replica_and_a_dead_reward_worker_cost_time_and_no_sample(separat
         "digen.placement.trainer_accelerator=H100",
         "digen.placement.generator_accelerator=L40S",
         "digen.placement.reward_accelerator=L40S",
+        "reward.reward_model.enable_resource_pool=true",
+        "reward.reward_model.nnodes=1",
+        "reward.reward_model.n_gpus_per_node=1",
         recipe=SEPARATE,
     )
     while not (run_dir / "latest_checkpointed_iteration.txt").exists() and process.poll() is None:
