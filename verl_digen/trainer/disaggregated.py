@@ -92,7 +92,7 @@ class FlowGRPOTrainerDisaggregated(FlowGRPOTrainerSync):
 
     # -- setting up ---------------------------------------------------------------------------------------
     def _setup(self) -> None:
-        self._enable_hybrid_replicas = False
+        self._enable_hybrid_replicas = False  # verl's switch: no replicas on the trainer's devices
         super()._setup()
         server_manager: Any = AsyncDiffusionServerManager.create(config=self.config)  # verl awaits it by itself
         self.llm_server_manager = server_manager
