@@ -129,9 +129,10 @@ def _gradient_gap(reference: RunResult, runs: Sequence[RunResult]) -> float | No
 def table(summaries: Sequence[Summary]) -> str:
     """The summaries as text; `-` where a mode has no such number."""
     has_predictions = any(summary.predicted_step_s is not None for summary in summaries)
+    width = max(len("colocated"), *(len(summary.mode) for summary in summaries)) + 2
     head = (
-        f"{'mode':<11}{'s/step':>8} {'(runs)':<15}{'images/s':>9}{'/device':>9}{'x barrier':>10}{'x colocated':>12}"
-        f"{'trainer idle':>13}{'generator idle':>15}{'overlap':>9}{'reward':>8}{'gradient gap':>13}"
+        f"{'mode':<{width}}{'s/step':>8} {'(runs)':<15}{'images/s':>9}{'/device':>9}"
+        f"{'x barrier':>10}{'x colocated':>12}{'trainer idle':>13}{'generator idle':>15}{'overlap':>9}{'reward':>8}{'gradient gap':>13}"
     )
     if has_predictions:
         head += f"{'simulated':>10}{'off by':>8}"
@@ -139,7 +140,7 @@ def table(summaries: Sequence[Summary]) -> str:
     for summary in summaries:
         low_s, high_s = summary.spread_s
         line = (
-            f"{summary.mode:<11}{summary.step_s:>8.3f} {f'({low_s:.3f}..{high_s:.3f})':<15}"
+            f"{summary.mode:<{width}}{summary.step_s:>8.3f} {f'({low_s:.3f}..{high_s:.3f})':<15}"
             f"{summary.images_per_s:>9.2f}{summary.images_per_s_per_device:>9.3f}"
             f"{_cell(summary.speedup, BARRIER, '.2f'):>10}{_cell(summary.speedup, COLOCATED, '.2f'):>12}"
             f"{_cell(summary.bubbles, 'trainer', '.1%'):>13}{_cell(summary.bubbles, 'generator', '.1%'):>15}"
