@@ -132,7 +132,8 @@ def table(summaries: Sequence[Summary]) -> str:
     width = max(len("colocated"), *(len(summary.mode) for summary in summaries)) + 2
     head = (
         f"{'mode':<{width}}{'s/step':>8} {'(runs)':<15}{'images/s':>9}{'/device':>9}"
-        f"{'x barrier':>10}{'x colocated':>12}{'trainer idle':>13}{'generator idle':>15}{'overlap':>9}{'reward':>8}{'gradient gap':>13}"
+        f"{'x barrier':>10}{'x colocated':>12}{'trainer idle':>13}{'generator idle':>15}"
+        f"{'overlap':>9}{'reward':>8}{'gradient gap':>13}"
     )
     if has_predictions:
         head += f"{'simulated':>10}{'off by':>8}"
