@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from hydra.core.utils import JobReturn, JobStatus
@@ -27,6 +27,9 @@ from verl_digen import plugin
 from verl_digen.config import digen_config
 from verl_digen.errors import RunStopped, plain
 from verl_digen.schedulers.require import require, require_one_of
+
+if TYPE_CHECKING:
+    from verl_digen.data.prompts import Prompt
 
 UNUSED_KEYS: dict[str, tuple[Any, str]] = {
     "actor_rollout_ref.actor.use_kl_loss": (False, "digen.kl.coef is the weight of the KL term"),
@@ -265,14 +268,10 @@ def check_model(config: DictConfig) -> None:
 
 def check_prompts(config: DictConfig) -> None:
     """Prompt files can be read, and there are enough prompts for one step."""
-    from verl_digen.data.prompts import read_prompts
-
     for name in ("train_files", "val_files"):
-        given = config.data[name]
-        if given is None:
+        if config.data[name] is None:
             raise ValueError(f"data.{name} must name a file of prompts, got nothing; set data.{name}=FILE")
-        files: Any = OmegaConf.to_container(given) if OmegaConf.is_list(given) else given
-        num_prompts = len(read_prompts(files, key=f"data.{name}"))
+        num_prompts = len(_read_prompts(config, name))
         if name == "train_files":
             if config.data.train_max_samples > 0:
                 num_prompts = min(num_prompts, config.data.train_max_samples)
@@ -286,7 +285,6 @@ def check_prompts(config: DictConfig) -> None:
 
 def check_prompt_lengths(config: DictConfig) -> None:
     """No prompt is longer than the model reads. For checkpoints on this machine; others tell when they encode."""
-    from verl_digen.data.prompts import read_prompts
     from verl_digen.models import load_model
 
     section = config.actor_rollout_ref.model
@@ -295,10 +293,8 @@ def check_prompt_lengths(config: DictConfig) -> None:
         return
     texts = [digen_config(config).sampling.negative_prompt]
     for name in ("train_files", "val_files"):
-        given = config.data[name]
-        files: Any = OmegaConf.to_container(given) if OmegaConf.is_list(given) else given
-        if files is not None:
-            for prompt in read_prompts(files, key=f"data.{name}"):
+        if config.data[name] is not None:
+            for prompt in _read_prompts(config, name):
                 texts += [prompt.text] if prompt.negative is None else [prompt.text, prompt.negative]
     long = [text for text in dict.fromkeys(texts) if len(text.encode()) > SURELY_SHORT_BYTES]
     if long:
@@ -399,6 +395,15 @@ RULES: tuple[Callable[[DictConfig], None], ...] = (
     check_rewards,
 )
 """In the order in which their messages are shown."""
+
+
+def _read_prompts(config: DictConfig, name: str) -> list[Prompt]:
+    """Of `data.NAME`, a file or several."""
+    from verl_digen.data.prompts import read_prompts
+
+    given = config.data[name]
+    files: Any = OmegaConf.to_container(given) if OmegaConf.is_list(given) else given
+    return read_prompts(files, key=f"data.{name}")
 
 
 def _num_ranks(config: DictConfig) -> int:

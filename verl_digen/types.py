@@ -22,6 +22,11 @@ Condition = dict[str, Tensor]
 """What the transformer reads of ONE prompt, by name, without a batch dimension, e.g. {"embeds": [L, D]}."""
 
 
+def move_condition(condition: Condition, device: torch.device | str) -> Condition:
+    """The same condition on `device`."""
+    return {name: tensor.to(device) for name, tensor in condition.items()}
+
+
 @dataclass(frozen=True)
 class Geometry:
     """Size of what is generated. An image has one frame."""
@@ -50,6 +55,11 @@ class Sampling:
     """Guidance scale a network is given that takes one as an input (FLUX.1 dev, HunyuanVideo); None: its pipeline's
     default."""
 
+    @property
+    def is_guided(self) -> bool:
+        """Whether the negative branch runs too."""
+        return self.guidance_scale > 1.0
+
 
 @dataclass(frozen=True)
 class SampleRequest:
@@ -64,6 +74,11 @@ class SampleRequest:
     sampling: Sampling
     wants_condition: bool = False
     """True for one sample of a group: its answer carries the prompt's conditions (they travel once per prompt)."""
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """What of it is encoded: the prompt, and with guidance the negative one."""
+        return (self.prompt, self.negative_prompt) if self.sampling.is_guided else (self.prompt,)
 
 
 @dataclass(frozen=True)
@@ -179,7 +194,7 @@ class Rows:
 
         def move(condition: Condition) -> Condition:
             if id(condition) not in moved:
-                moved[id(condition)] = {name: tensor.to(device) for name, tensor in condition.items()}
+                moved[id(condition)] = move_condition(condition, device)
             return moved[id(condition)]
 
         def convert(name: str, value: Any) -> Any:

@@ -16,13 +16,18 @@ def update(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor + 1 for name, tensor in module.state_dict().items()}
 
 
+def seal_and_switch(receiver, num_tensors):
+    receiver.seal(num_tensors)
+    receiver.switch()
+
+
 def test_a_complete_update_in_buckets_replaces_every_tensor():
     module = network()
     new = update(module)
     receiver = WeightReceiver(module, None)
     for name, tensor in new.items():
         receiver.stage({name: tensor})
-    receiver.commit(len(new))
+    seal_and_switch(receiver, len(new))
     assert all(torch.equal(tensor, new[name]) for name, tensor in module.state_dict().items())
 
 
@@ -42,11 +47,11 @@ def test_a_wrong_update_is_an_error_that_names_the_tensor_and_changes_nothing(sp
     receiver = WeightReceiver(module, None)
     receiver.stage(new)
     with pytest.raises(RuntimeError, match=message):
-        receiver.commit(len(new))
+        seal_and_switch(receiver, len(new))
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
     good = update(module)
     receiver.stage(good)
-    receiver.commit(len(good))
+    seal_and_switch(receiver, len(good))
 
 
 def test_a_lost_bucket_is_an_error():
@@ -55,7 +60,7 @@ def test_a_lost_bucket_is_an_error():
     new = update(module)
     receiver.stage(dict(list(new.items())[:2]))
     with pytest.raises(RuntimeError, match="4 tensors were sent but 2 arrived"):
-        receiver.commit(len(new))
+        seal_and_switch(receiver, len(new))
 
 
 def test_an_adapter_update_changes_the_adapter_alone_and_a_full_one_is_refused():
@@ -65,11 +70,11 @@ def test_an_adapter_update_changes_the_adapter_alone_and_a_full_one_is_refused()
     sender = get_peft_model(network(), config)
     adapter = {name: torch.randn_like(tensor) for name, tensor in get_peft_model_state_dict(sender).items()}
     receiver.stage(adapter)
-    receiver.commit(len(adapter))
+    seal_and_switch(receiver, len(adapter))
     loaded = get_peft_model_state_dict(receiver.module)
     assert all(torch.equal(loaded[name], tensor) for name, tensor in adapter.items())
     assert torch.equal(base, receiver.module.get_parameter("base_model.model.0.base_layer.weight"))
     full = update(network())
     receiver.stage(full)
     with pytest.raises(RuntimeError, match="are missing from the update"):
-        receiver.commit(len(full))
+        seal_and_switch(receiver, len(full))

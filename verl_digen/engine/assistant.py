@@ -19,9 +19,9 @@ from collections.abc import Sequence
 import torch
 
 from verl_digen.engine.engine import DiffusersFSDPEngine
-from verl_digen.rollout.recording import experts_of
+from verl_digen.rollout.recording import experts_of, generation_facts
 from verl_digen.rollout.sampler import Sampler
-from verl_digen.types import Condition, Generation, SampleRequest
+from verl_digen.types import Condition, Generation, SampleRequest, move_condition
 
 
 class Assistant:
@@ -59,22 +59,26 @@ class Assistant:
         share = requests[rank::num_ranks]
         batch = share or requests[:1]
         started_s = time.time()
-        conditions = [self._to_device(condition)] * len(batch)
-        negative = None if negative_condition is None else [self._to_device(negative_condition)] * len(batch)
+        conditions = [move_condition(condition, self._device)] * len(batch)
+        negative = (
+            None if negative_condition is None else [move_condition(negative_condition, self._device)] * len(batch)
+        )
         with self._engine.assisting():
             trajectories, latents = self._sampler.sample(batch, conditions, negative, version=version)
         if not share:
             return []
         pixels = self._decode(latents, share[0].sampling.geometry)
-        interval = {"global_steps": version, "generate_start_s": started_s, "generate_end_s": time.time()}
+        ended_s = time.time()
         return [
             Generation(
                 trajectory=trajectory,
                 pixels=pixels[index],
-                extra_fields={**interval, "experts": experts_of(self._engine.model, trajectory)},
+                extra_fields=generation_facts(
+                    version=version,
+                    started_s=started_s,
+                    ended_s=ended_s,
+                    experts=experts_of(self._engine.model, trajectory),
+                ),
             )
             for index, trajectory in enumerate(trajectories)
         ]
-
-    def _to_device(self, condition: Condition) -> Condition:
-        return {name: tensor.to(self._device) for name, tensor in condition.items()}

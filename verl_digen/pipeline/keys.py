@@ -7,7 +7,8 @@ of its first attempt.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 
 class SampleName(NamedTuple):
@@ -16,6 +17,11 @@ class SampleName(NamedTuple):
     uid: str
     sample_index: int
     version: int
+
+    @classmethod
+    def of(cls, uid: str, sample_index: int, tag: Mapping[str, Any]) -> SampleName:
+        """By what the agent loop says of the sample; its version is that of its first step."""
+        return cls(uid, sample_index, tag["min_global_steps"])
 
     @property
     def key(self) -> str:

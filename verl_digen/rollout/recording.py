@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,21 @@ def initial_seed(run_seed: int, request: SampleRequest) -> int:
 def experts_of(model: DiffusionModel, trajectory: Trajectory) -> tuple[int, ...]:
     """Which of the model's networks runs each trained step; () where it has one network."""
     return tuple(model.expert_of(trajectory.sigmas).tolist()) if len(model.experts) > 1 else ()
+
+
+def generation_facts(*, version: int, started_s: float, ended_s: float, experts: tuple[int, ...]) -> dict[str, Any]:
+    """`Generation.extra_fields`, whoever generated.
+
+    Args:
+        version: weight version of the last step. started_s, ended_s: unix time.
+        experts: see `experts_of`.
+    """
+    return {
+        "global_steps": version,
+        "generate_start_s": started_s,
+        "generate_end_s": ended_s,
+        "experts": experts,
+    }
 
 
 def trained_latents(window: Window) -> list[int]:

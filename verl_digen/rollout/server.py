@@ -25,9 +25,9 @@ from verl_digen.models import load_model
 from verl_digen.platforms.device_name import accelerator_name
 from verl_digen.rollout.batcher import RequestBatcher
 from verl_digen.rollout.prompt_cache import PromptCache
-from verl_digen.rollout.recording import experts_of
+from verl_digen.rollout.recording import experts_of, generation_facts
 from verl_digen.rollout.sampler import Sampler
-from verl_digen.types import Condition, Generation, SampleRequest
+from verl_digen.types import Condition, Generation, SampleRequest, move_condition
 from verl_digen.weights.receiver import WeightReceiver
 
 logger = logging.getLogger(__name__)
@@ -99,14 +99,13 @@ class DiffusersServer:
         return await asyncio.get_running_loop().run_in_executor(self._encoding, self._encode, request)
 
     def _encode(self, request: SampleRequest) -> tuple[Condition, Condition | None]:
-        prompts = _prompts(request, request.sampling.guidance_scale > 1.0)
-        known = self._prompts.lookup(prompts)
+        known = self._prompts.lookup(request.texts)
         found: list[Condition] = []
-        for text in prompts:
+        for text in request.texts:
             condition = known[text]
             if isinstance(condition, ValueError):
                 raise condition
-            found.append(_to_cpu(condition))
+            found.append(move_condition(condition, "cpu"))
         return found[0], found[1] if len(found) > 1 else None
 
     async def _generate_batch(
@@ -119,13 +118,12 @@ class DiffusersServer:
     ) -> list[Generation | ValueError]:
         """The samples in order; for one whose prompts the encoder refuses, why."""
         started_s = time.time()
-        is_guided = requests[0].sampling.guidance_scale > 1.0
-        known = self._prompts.lookup([text for request in requests for text in _prompts(request, is_guided)])
+        known = self._prompts.lookup([text for request in requests for text in request.texts])
         refused: dict[int, ValueError] = {}
         readable: list[SampleRequest] = []
         conditions: list[list[Condition]] = []
         for position, request in enumerate(requests):
-            found = [known[text] for text in _prompts(request, is_guided)]
+            found = [known[text] for text in request.texts]
             usable = [condition for condition in found if not isinstance(condition, ValueError)]
             if len(usable) == len(found):
                 readable.append(request)
@@ -149,14 +147,21 @@ class DiffusersServer:
             requests, positive, negative, version=self._version, should_stop=should_stop
         )
         pixels = self._decode(latents, requests[0].sampling.geometry)
-        interval = {"global_steps": self._version, "generate_start_s": started_s, "generate_end_s": time.time()}
+        ended_s = time.time()
         return [
             Generation(
                 trajectory=replace(trajectory, last_version=self._version),
                 pixels=pixels[index],
-                condition=_to_cpu(positive[index]) if request.wants_condition else None,
-                negative_condition=_to_cpu(negative[index]) if request.wants_condition and negative else None,
-                extra_fields={**interval, "experts": experts_of(self._model, trajectory)},
+                condition=move_condition(positive[index], "cpu") if request.wants_condition else None,
+                negative_condition=(
+                    move_condition(negative[index], "cpu") if request.wants_condition and negative else None
+                ),
+                extra_fields=generation_facts(
+                    version=self._version,
+                    started_s=started_s,
+                    ended_s=ended_s,
+                    experts=experts_of(self._model, trajectory),
+                ),
             )
             for index, (request, trajectory) in enumerate(zip(requests, trajectories, strict=True))
         ]
@@ -241,12 +246,3 @@ class DiffusersServer:
     async def ready(self) -> bool:
         """True once the constructor is done."""
         return True
-
-
-def _prompts(request: SampleRequest, is_guided: bool) -> tuple[str, ...]:
-    """What of a request is encoded."""
-    return (request.prompt, request.negative_prompt) if is_guided else (request.prompt,)
-
-
-def _to_cpu(condition: Condition) -> Condition:
-    return {name: tensor.cpu() for name, tensor in condition.items()}

@@ -350,7 +350,7 @@ class Conductor:
         # what comes for a batch that is over is handed out with the next one
         published = self._published.setdefault(max(chunk.batch, self.planner.batch), Published())
         for index, tag in scored.tags.items():
-            name = SampleName(chunk.uid, index, tag["min_global_steps"])
+            name = SampleName.of(chunk.uid, index, tag)
             if name.version != tag["max_global_steps"]:
                 raise RuntimeError(
                     f"sample {index} of group {chunk.uid} was generated under weight versions {name.version} and "
@@ -361,7 +361,7 @@ class Conductor:
                 continue
             group = published.groups.setdefault(chunk.uid, {})
             if index in group:  # the group started over since, under newer weights
-                published.unwanted.append(SampleName(chunk.uid, index, group[index]["min_global_steps"]))
+                published.unwanted.append(SampleName.of(chunk.uid, index, group[index]))
             group[index] = tag
 
     def _on_failed(self, chunk: Chunk, failures: Mapping[int, str]) -> None:
@@ -464,7 +464,7 @@ class Conductor:
     def _make_outcome(self, report: BatchReport, metrics: dict[str, float]) -> BatchOutcome:
         published = self._published.pop(report.batch)
         unwanted = published.unwanted + [
-            SampleName(uid, index, tag["min_global_steps"])
+            SampleName.of(uid, index, tag)
             for uid, tags in published.groups.items()
             if uid not in self._trained
             for index, tag in tags.items()

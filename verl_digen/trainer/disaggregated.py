@@ -202,7 +202,7 @@ class FlowGRPOTrainerDisaggregated(FlowGRPOTrainerSync):
         self._generator.forget_batch(outcome.report.batch)
         _clear(outcome)
         samples = {
-            SampleName(uid, index, tag["min_global_steps"]).key: dict(tag)
+            SampleName.of(uid, index, tag).key: dict(tag)
             for uid, tags in outcome.groups.items()
             for index, tag in sorted(tags.items())
         }

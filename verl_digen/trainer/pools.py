@@ -141,7 +141,7 @@ class TrainerPool:
 
     async def accumulate(self, fragment: Fragment, groups: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> None:
         samples = tuple(
-            FragmentSample(_key(uid, index, tag), uid, tag["reward"], tag["num_steps"], tag["experts"])
+            FragmentSample(SampleName.of(uid, index, tag).key, uid, tag["reward"], tag["num_steps"], tag["experts"])
             for uid, tags in groups.items()
             for index, tag in sorted(tags.items())
         )
@@ -167,7 +167,3 @@ class TrainerPool:
     async def _on_all(self, references: Sequence[Any]) -> dict[str, float]:
         """Wait for every rank; the first one's answer."""
         return (await asyncio.gather(*references))[0]
-
-
-def _key(uid: str, sample_index: int, tag: Mapping[str, Any]) -> str:
-    return SampleName(uid, sample_index, tag["min_global_steps"]).key

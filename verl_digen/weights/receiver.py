@@ -69,11 +69,6 @@ class WeightReceiver:
             for name, tensor in sealed.items():
                 current[name].copy_(tensor)
 
-    def commit(self, num_tensors: int) -> None:
-        """`seal`, and `switch` at once."""
-        self.seal(num_tensors)
-        self.switch()
-
 
 def tensors_of_update(module: nn.Module) -> dict[str, Tensor]:
     """What an update of `module` holds, by the names it uses: peft's where it wraps the network, else the network's."""

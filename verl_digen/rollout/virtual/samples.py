@@ -16,7 +16,7 @@ import torch
 from verl.utils.torch_dtypes import PrecisionType
 
 from verl_digen.config import DigenConfig
-from verl_digen.rollout.recording import initial_seed, record_trajectory, trained_latents
+from verl_digen.rollout.recording import generation_facts, initial_seed, record_trajectory, trained_latents
 from verl_digen.types import Condition, Generation, SampleRequest
 
 CONDITION_SHAPE = (64, 64)
@@ -34,7 +34,7 @@ class VirtualSamples:
 
     def conditions(self, request: SampleRequest) -> tuple[Condition, Condition | None]:
         """Of the request's prompt and, with guidance, of its negative prompt."""
-        return self._condition, self._condition if request.sampling.guidance_scale > 1.0 else None
+        return self._condition, self._condition if request.sampling.is_guided else None
 
     def make(self, request: SampleRequest, versions: tuple[int, int], started_s: float) -> Generation:
         """The sample, generated from `started_s` (unix time) to now.
@@ -62,12 +62,7 @@ class VirtualSamples:
             pixels=pixels,
             condition=condition,
             negative_condition=negative_condition,
-            extra_fields={
-                "global_steps": versions[1],
-                "generate_start_s": started_s,
-                "generate_end_s": time.time(),
-                "experts": (),
-            },
+            extra_fields=generation_facts(version=versions[1], started_s=started_s, ended_s=time.time(), experts=()),
         )
 
     def _zeros(self, num_latents: int) -> torch.Tensor:

@@ -37,7 +37,7 @@ from verl_digen.algorithms.noise import INITIAL_LATENTS, sample_seed, step_noise
 from verl_digen.algorithms.sde import sde_step
 from verl_digen.rollout.recording import initial_seed, record_trajectory, trained_latents
 from verl_digen.rollout.vllm_omni.requests import ORDER, RecordingOrder
-from verl_digen.types import Condition, SampleRequest
+from verl_digen.types import Condition, SampleRequest, move_condition
 
 PREFIX = "Recording"
 """What this module puts before the name of a pipeline class."""
@@ -124,9 +124,7 @@ class RecordingMixin:
     def encode_condition(self, text: str) -> Condition:
         """What the trainer's network reads of one prompt, on the CPU, for samples that the trainer generates."""
         embeds, _ = self.encode_prompt(prompt=text, max_sequence_length=self.tokenizer_max_length)  # type: ignore
-        condition = _to_cpu(self.read_condition(embeds, [embeds.shape[1]]))
-        assert condition is not None
-        return condition
+        return move_condition(self.read_condition(embeds, [embeds.shape[1]]), "cpu")
 
     def predict_noise(self, *args: Any, **kwargs: Any) -> Tensor:
         """In fp32, so that guidance combines its branches as the trainer does."""
@@ -243,7 +241,7 @@ def _to_uint8(pixels: Tensor) -> Tensor:
 
 
 def _to_cpu(condition: Condition | None) -> Condition | None:
-    return None if condition is None else {name: tensor.cpu() for name, tensor in condition.items()}
+    return None if condition is None else move_condition(condition, "cpu")
 
 
 def recording_class(name: str) -> type[Any]:

@@ -30,7 +30,7 @@ class RecordingOrder:
 def to_prompt(request: SampleRequest) -> dict[str, Any]:
     """The prompt; a negative one only where it is used, because its presence turns guidance on."""
     prompt: dict[str, Any] = {"prompt": request.prompt}
-    if request.sampling.guidance_scale > 1.0:
+    if request.sampling.is_guided:
         prompt["negative_prompt"] = request.negative_prompt
     return prompt
 

@@ -28,7 +28,7 @@ from vllm_omni.entrypoints.async_omni import AsyncOmni
 
 from verl_digen.models import load_model
 from verl_digen.rollout.placed import cpu_threads
-from verl_digen.rollout.recording import experts_of
+from verl_digen.rollout.recording import experts_of, generation_facts
 from verl_digen.rollout.vllm_omni.arguments import check_taken, engine_arguments
 from verl_digen.rollout.vllm_omni.pipeline import RECORDED
 from verl_digen.rollout.vllm_omni.requests import RecordingOrder, adapter_request, to_prompt, to_sampling_params
@@ -123,12 +123,12 @@ class vLLMOmniHttpServer(vLLMHttpServer):
             pixels=record["pixels"],
             condition=record["condition"],
             negative_condition=record["negative_condition"],
-            extra_fields={
-                "global_steps": record["trajectory"].last_version,
-                "generate_start_s": record["start_s"],
-                "generate_end_s": record["end_s"],
-                "experts": experts_of(self._model, record["trajectory"]),
-            },
+            extra_fields=generation_facts(
+                version=record["trajectory"].last_version,
+                started_s=record["start_s"],
+                ended_s=record["end_s"],
+                experts=experts_of(self._model, record["trajectory"]),
+            ),
         )
 
     async def _run(self, request_id: str, request: SampleRequest, version: int) -> Any:
@@ -169,13 +169,11 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         Raises:
             ValueError: the encoder refuses a prompt.
         """
-        is_guided = request.sampling.guidance_scale > 1.0
-        texts = (request.prompt, request.negative_prompt) if is_guided else (request.prompt,)
         try:
-            conditions = (await self._call_workers("encode", texts))[0]  # every worker says the same
+            conditions = (await self._call_workers("encode", request.texts))[0]  # every worker says the same
         except RuntimeError as error:
             raise ValueError(f"the prompts of group {request.uid} cannot be encoded: {error}") from error
-        return conditions[0], conditions[1] if is_guided else None
+        return conditions[0], conditions[1] if request.sampling.is_guided else None
 
     # -- weights ------------------------------------------------------------------------------------------
     async def begin_update(self, use_shm: bool) -> None:
@@ -208,12 +206,10 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         self._last_update = {"update_s": drain_s + load_s, "load_s": load_s, "drain_s": drain_s}
         return version
 
-    async def commit_update(self, manifest: Manifest, adapter: LoraConfig | None) -> dict[str, float]:
-        """`seal_update` and `activate_weights`, where trainer and replica take turns -> how long it took and waited,
-        in seconds."""
+    async def commit_update(self, manifest: Manifest, adapter: LoraConfig | None) -> None:
+        """`seal_update` and `activate_weights`, where trainer and replica take turns."""
         await self.seal_update(manifest, adapter)
         await self.activate_weights()
-        return self._last_update
 
     async def _versions_to_keep(self) -> frozenset[int]:
         """The current version and those that requests in flight name, when there is room for one more."""
