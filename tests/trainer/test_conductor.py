@@ -202,7 +202,7 @@ def test_a_trainer_that_assists_takes_part_and_the_batch_is_the_same(seed):
     assert pools.trained == sorted(set(pools.trained), key=pools.trained.index) and len(pools.trained) == 12
     assert sum(outcome.report.num_assisted for outcome in outcomes) == len(pools.assisted) > 0
     assert len(set(pools.generated)) == len(pools.generated), "no sample is generated twice"
-    assert sum(outcome.forecast["tag/num_assists"] for outcome in outcomes) == len(pools.assisted)
+    assert sum(outcome.report.num_assists for outcome in outcomes) == len(pools.assisted)
     kinds = [interval.kind for interval in conductor.recorder.drain().intervals]
     assert kinds.count("assist") == len(pools.assisted)
 

@@ -74,6 +74,7 @@ class Batch:
     num_training: int = 0
     num_trained: int = 0
     num_fragments: int = 0
+    num_assists: int = 0
     num_assisted: int = 0
     num_group_refills: int = 0
     num_sample_refills: int = 0
@@ -92,14 +93,17 @@ class Batch:
         """Groups begun that many versions behind or more."""
         return sum(count for age, count in self.begun.items() if age >= age_versions)
 
-    def report(self, group_size: int) -> BatchReport:
-        """Its counts, at the end."""
+    def report(self, group_size: int, *, num_searches: int, prediction_error: float | None) -> BatchReport:
+        """Its counts, at the end, and how well that end was foreseen."""
         return BatchReport(
             batch=self.number,
             num_groups=self.num_trained,
             num_samples=self.num_trained * group_size,
             num_fragments=self.num_fragments,
+            num_assists=self.num_assists,
             num_assisted=self.num_assisted,
+            num_searches=num_searches,
+            prediction_error=prediction_error,
             stale_groups={age: count for age, count in sorted(self.begun.items()) if count},
             dropped={reason: self.dropped[reason] for reason in sorted(self.dropped)},
             num_group_refills=self.num_group_refills,

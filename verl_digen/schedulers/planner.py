@@ -52,8 +52,9 @@ from math import isfinite
 from verl_digen.schedulers.batch import Batch, Group, GroupQueue, LiveChunk, Request
 from verl_digen.schedulers.bubbles import bubble_at
 from verl_digen.schedulers.durations import Durations
+from verl_digen.schedulers.foresight import Foresight
 from verl_digen.schedulers.rules import BatchRules
-from verl_digen.schedulers.search import EPSILON_S, BubbleSearch, Verdict
+from verl_digen.schedulers.search import EPSILON_S, BubbleSearch
 from verl_digen.schedulers.slots import SlotPool
 from verl_digen.schedulers.types import (
     TRAINER,
@@ -119,6 +120,7 @@ class BatchPlanner:
         """What the trainer does: trains, assists, commits, nothing."""
         self._trainer_since_s = 0.0
         self._search = BubbleSearch()
+        self._foresight = Foresight()
         self._wait_until_s: float | None = None
         """The search said to wait until then; None: ask it."""
         self._num_chunks = 0
@@ -446,7 +448,12 @@ class BatchPlanner:
             self._occupy(fragment, now_s)
             return Train(fragment)
         if is_last:
-            report = batch.report(self.rules.group_size)
+            self._foresight.on_end(now_s)
+            report = batch.report(
+                self.rules.group_size,
+                num_searches=self._foresight.num_searches,
+                prediction_error=self._foresight.prediction_error,
+            )
             self._occupy(report, now_s)
             return Commit(report)
         return self._at_bubble(batch, now_s)
@@ -474,6 +481,7 @@ class BatchPlanner:
             del self._groups[group.uid]
         self.batch += 1
         self._search.forget()
+        self._foresight.on_next_batch()
         self._disturb()
 
     def _occupy(self, task: Fragment | Chunk | BatchReport, now_s: float) -> None:
@@ -521,10 +529,15 @@ class BatchPlanner:
         if self._durations.assist_s() is None:
             return self._assist(group, now_s, "measure", None)
         verdict = self._search.decide(bubble)
+        self._foresight.on_verdict(verdict, now_s)
+        if not self._foresight.counts(verdict):
+            self._search.forget()
+            self._wait_until_s = now_s + verdict.wait_until_s
+            return Wait("gain_in_doubt", verdict.wait_until_s)
         if verdict.choice == "assist":
-            return self._assist(group, now_s, "gain", verdict)
+            return self._assist(group, now_s, "gain", verdict.gain_s)
         self._wait_until_s = now_s + verdict.wait_until_s
-        return Wait("waiting_pays", verdict.wait_until_s, verdict.makespan_s)
+        return Wait("waiting_pays", verdict.wait_until_s)
 
     def _assistable(self) -> Group | None:
         """Oldest group of the trainer's batch that has samples left, under the trainer's version."""
@@ -535,14 +548,14 @@ class BatchPlanner:
         ]
         return min(candidates, key=lambda group: group.place, default=None)
 
-    def _assist(self, group: Group, now_s: float, reason: AssistReason, verdict: Verdict | None) -> Assist:
+    def _assist(self, group: Group, now_s: float, reason: AssistReason, predicted_gain_s: float | None) -> Assist:
         chunk = self._issue(group, self.batch, self.rules.trainer_chunk_size(len(self._slots)))
         self._send(chunk, TRAINER, now_s)
-        self._batches[chunk.batch].num_assisted += len(chunk.samples)
+        batch = self._batches[chunk.batch]
+        batch.num_assists += 1
+        batch.num_assisted += len(chunk.samples)
         self._occupy(chunk, now_s)
-        if verdict is None:
-            return Assist(chunk, reason, None)
-        return Assist(chunk, reason, verdict.gain_s, verdict.makespan_s)
+        return Assist(chunk, reason, predicted_gain_s)
 
     def _idle_reason(self, batch: Batch) -> WaitReason:
         if batch.num_open == 0:

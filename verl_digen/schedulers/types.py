@@ -15,11 +15,19 @@ TRAINER = "trainer"
 """Who generates an assist chunk."""
 
 WaitReason = Literal[
-    "no_fragment_ready", "scoring", "prompts", "no_slots", "waiting_pays", "costs_unknown", "batch_done"
+    "no_fragment_ready",
+    "scoring",
+    "prompts",
+    "no_slots",
+    "waiting_pays",
+    "gain_in_doubt",
+    "costs_unknown",
+    "batch_done",
 ]
 """Why the trainer has nothing to do. no_fragment_ready: samples of the batch are being generated; scoring: all are
 generated; prompts: groups were dropped and their replacement is to come; no_slots: nothing generates; waiting_pays: an
-assist would lengthen the batch; costs_unknown: too little is measured to tell; batch_done: no batch is left."""
+assist would lengthen the batch; gain_in_doubt: it would shorten it by less than predictions are usually wrong by;
+costs_unknown: too little is measured to tell; batch_done: no batch is left."""
 
 AssistReason = Literal["gain", "always", "measure"]
 """Why the trainer assists. gain: it shortens the batch; always: `digen.tag.policy=always`; measure: once, so that its
@@ -76,8 +84,14 @@ class BatchReport:
     num_samples: int
     """Trained."""
     num_fragments: int
+    num_assists: int
+    """Chunks the trainer generated."""
     num_assisted: int
-    """Samples the trainer generated, of trained groups or not."""
+    """Samples in them, of trained groups or not."""
+    num_searches: int
+    """Bubbles at which waiting and assisting were compared."""
+    prediction_error: float | None
+    """Of the first of these, see `verl_digen.schedulers.foresight`; None if nothing was predicted."""
     stale_groups: Mapping[int, int]
     """Versions behind -> trained groups; 0 is on-policy."""
     dropped: Mapping[DropReason, int]
@@ -103,8 +117,6 @@ class Assist(NamedTuple):
     reason: AssistReason
     predicted_gain_s: float | None
     """How much earlier the batch ends than if the trainer never assisted again; None where nothing was predicted."""
-    makespan_s: float | None = None
-    """Predicted time from now to the end of the batch's last training call; None where nothing was predicted."""
 
 
 class Commit(NamedTuple):
@@ -122,9 +134,7 @@ class Wait(NamedTuple):
 
     reason: WaitReason
     predicted_wait_s: float | None = None
-    """waiting_pays: until the next fragment is ready; infinite if nobody generates it."""
-    makespan_s: float | None = None
-    """waiting_pays: predicted time from now to the end of the batch's last training call."""
+    """waiting_pays, gain_in_doubt: until the next fragment is ready; infinite if nobody generates it."""
 
 
 SlotDecision = Generate | LoadWeights

@@ -55,7 +55,6 @@ from verl_digen.observe.timeline.recorder import OpenInterval
 from verl_digen.pipeline.keys import SampleName
 from verl_digen.schedulers.planner import BatchPlanner
 from verl_digen.schedulers.types import Assist, BatchReport, Chunk, Commit, Fragment, Generate, LoadWeights, Train, Wait
-from verl_digen.trainer.forecast import Forecast
 
 logger = logging.getLogger(__name__)
 
@@ -117,8 +116,8 @@ class BatchOutcome:
     report: BatchReport
     metrics: dict[str, float]
     """Of the optimizer step."""
-    forecast: dict[str, float]
-    """How well the batch's end was predicted, see `verl_digen.trainer.forecast`."""
+    slowest_decision_s: float
+    """The longest that the planner took to say what the trainer does."""
     groups: Mapping[str, Tags]
     """uid -> the samples that were trained."""
     dropped_uids: Sequence[str]
@@ -187,7 +186,7 @@ class Conductor:
         self._published: dict[int, Published] = {}
         """Batch -> what is there of it."""
         self._waiting: dict[Lane, OpenInterval] = {}
-        self._forecast = Forecast()
+        self._slowest_decision_s = 0.0
         self._feeding: asyncio.Task[None] | None = None
 
     # -- what the caller asks for -------------------------------------------------------------------------
@@ -199,7 +198,7 @@ class Conductor:
         """
         await self._stop_feeding()
         self._outcome, self._trained = None, set()
-        self._forecast.begin(self.recorder.now_s())
+        self._slowest_decision_s = 0.0
         self._start(self.trainer.begin(), self._on_begun)
         try:
             while self._outcome is None:
@@ -276,9 +275,8 @@ class Conductor:
     def _engage_trainer(self) -> float | None:
         """Have the trainer, which is free, do what the planner says -> seconds after which to ask again, if any."""
         now_s = self.recorder.now_s()
-        with self._forecast.deciding():
-            decision = self.planner.next_for_trainer(now_s)
-        self._forecast.on_decision(decision, now_s)
+        decision = self.planner.next_for_trainer(now_s)
+        self._slowest_decision_s = max(self._slowest_decision_s, self.recorder.now_s() - now_s)
         if isinstance(decision, Wait):
             self._wait(self.lanes.trainer, decision.reason)
             wait_s = decision.predicted_wait_s
@@ -449,7 +447,6 @@ class Conductor:
                 f"step {report.batch + 1}: every group was dropped ({dict(report.dropped)}); the last failure was: "
                 f"{self.last_failure or 'none, all rewards of each group were equal'}"
             )
-        self._forecast.on_trained(self.recorder.now_s())
         opened = self.recorder.begin("commit", self.lanes.trainer, step=self._step, version=report.batch)
 
         def on_committed(task: asyncio.Task[dict[str, float]]) -> None:
@@ -472,7 +469,7 @@ class Conductor:
         return BatchOutcome(
             report,
             metrics,
-            self._forecast.metrics(),
+            self._slowest_decision_s,
             groups={uid: published.groups[uid] for uid in sorted(self._trained)},
             dropped_uids=sorted({*published.groups, *(name.uid for name in unwanted)} - self._trained),
             unwanted=unwanted,

@@ -196,7 +196,6 @@ class FlowGRPOTrainerDisaggregated(FlowGRPOTrainerSync):
         outcome = self._loop.run(self._conductor.run_batch())
         metrics.update(training_metrics(outcome.metrics))
         metrics["actor/update_s"] = self._trainer_pool.compute_s
-        metrics.update(outcome.forecast)
         metrics.update(_report_metrics(outcome))
         self._num_refills = outcome.report.num_group_refills
         self._generator.forget_batch(outcome.report.batch)
@@ -279,7 +278,11 @@ def _report_metrics(outcome: BatchOutcome) -> Mapping[str, float]:
         "batch/refilled_samples": float(report.num_sample_refills),
         "batch/reissued_samples": float(report.num_reissued),
         "batch/late_samples": float(report.num_late),
+        "tag/num_assists": float(report.num_assists),
         "tag/assisted_samples": float(report.num_assisted),
+        "bts/num_searches": float(report.num_searches),
+        "bts/decision_ms_max": 1e3 * outcome.slowest_decision_s,
+        **({} if report.prediction_error is None else {"bts/prediction_error": report.prediction_error}),
         **{f"batch/dropped_groups_{reason}": float(count) for reason, count in report.dropped.items()},
     }
 

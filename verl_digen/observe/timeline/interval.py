@@ -59,6 +59,7 @@ Kind = Literal["train", "assist", "generate", "commit", "score", "publish", "val
 WaitReason = Literal[
     "no_fragment_ready",
     "waiting_pays",
+    "gain_in_doubt",
     "costs_unknown",
     "no_slots",
     "scoring",
@@ -78,6 +79,7 @@ WaitReason = Literal[
 | --- | --- | --- |
 | `no_fragment_ready` | trainer | groups of the open batch are still being generated |
 | `waiting_pays` | trainer | the same, and to assist would lengthen the batch |
+| `gain_in_doubt` | trainer | the same, and to assist would shorten it by less than predictions are usually wrong by |
 | `costs_unknown` | trainer | the same, and too little is measured to tell whether to assist |
 | `no_slots` | trainer | the same, and no replica is there to generate them |
 | `scoring` | trainer | the next group is generated, and its rewards are outstanding |

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predictions that were wrong make the trainer careful; exact ones change nothing."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from verl_digen.schedulers.durations import KnownDurations
+from verl_digen.schedulers.foresight import Foresight
+from verl_digen.schedulers.rules import BatchRules
+from verl_digen.schedulers.search import Verdict
+from verl_digen.schedulers.simulation import PlannerRun
+
+ASSIST = Verdict("assist", makespan_s=9.0, waiting_s=10.0, wait_until_s=2.0, depth=1)
+WAIT = Verdict("wait", makespan_s=10.0, waiting_s=10.0, wait_until_s=2.0, depth=1)
+
+
+def foresight_of(*ends_s: float) -> Foresight:
+    """After batches that were said to end in 10 s."""
+    foresight = Foresight()
+    for end_s in ends_s:
+        foresight.on_verdict(WAIT, 100.0)
+        foresight.on_end(100.0 + end_s)
+        foresight.on_next_batch()
+    return foresight
+
+
+def test_any_gain_counts_while_no_prediction_was_wrong():
+    tiny = replace(ASSIST, makespan_s=10.0 - 1e-6)
+    assert foresight_of().counts(tiny) and foresight_of(10.0, 10.0).counts(tiny)
+
+
+def test_a_gain_counts_beyond_twice_the_mean_error():
+    foresight = foresight_of(10.0 / 1.04, 10.0 / 0.96)  # 4 % too long, 4 % too short
+    assert foresight.doubt == pytest.approx(0.04)
+    assert foresight.counts(ASSIST), "a gain of 10 %"
+    assert not foresight.counts(replace(ASSIST, makespan_s=9.3)), "a gain of 7 %"
+    assert foresight.counts(WAIT)
+
+
+def test_the_first_prediction_of_a_batch_is_the_one_that_is_compared():
+    foresight = Foresight()
+    foresight.on_verdict(ASSIST, 100.0)
+    foresight.on_verdict(WAIT, 105.0)
+    foresight.on_end(112.0)
+    assert foresight.prediction_error == pytest.approx((9.0 - 12.0) / 12.0) and foresight.num_searches == 2
+    foresight.on_next_batch()
+    foresight.on_end(120.0)
+    assert foresight.prediction_error is None and foresight.num_searches == 0
+
+
+def test_what_is_predicted_is_what_is_followed():
+    foresight = foresight_of(20.0)
+    foresight.on_verdict(ASSIST, 0.0)  # in doubt: the trainer waits
+    foresight.on_end(10.0)
+    assert foresight.prediction_error == pytest.approx(0.0)
+
+
+@dataclass(frozen=True)
+class Misjudged(KnownDurations):
+    """The planner takes slots to be slower than they are, so assists look better than they are."""
+
+    factor: float = 1.0
+
+    def generate_sample_s(self, slot: str) -> float | None:
+        return self.factor * self.sample_s[slot]
+
+
+def run(assist, *, factor, assist_s, num_batches=20):
+    durations = Misjudged({"a": 0.8}, 0.0, assist_s, 0.05, [1.3, 2.6, 3.9, 5.2], factor=factor)
+    rules = BatchRules(num_prompts=8, group_size=1, assist=assist)
+    played = PlannerRun(rules, durations, ["a"], num_batches=num_batches, commit_s=0.1, keeps_events=False)
+    played.play()
+    return played
+
+
+def test_a_misjudged_slot_costs_a_trainer_bound_run_little():
+    """One slot, whose speed is overrated by the trainer's own: assists cost more than they bring."""
+    without, trusting = run("off", factor=1.3, assist_s=1.0), run("bts", factor=1.3, assist_s=1.0)
+    assert trusting.reports[0].num_assists > 0, "the first batch believes"
+    assert all(report.num_assists == 0 for report in trusting.reports[2:]), "later ones know better"
+    assert trusting.commits_s[-1] < 1.005 * without.commits_s[-1]
+
+
+def test_exact_predictions_keep_every_assist_that_pays():
+    without, played = run("off", factor=1.0, assist_s=0.4), run("bts", factor=1.0, assist_s=0.4)
+    assert all(report.num_assists > 0 for report in played.reports)
+    assert all(abs(report.prediction_error) < 1e-6 for report in played.reports)
+    assert played.commits_s[-1] < without.commits_s[-1]
