@@ -376,6 +376,10 @@ class VirtualConfig:
     """Every duration of the profile is multiplied with it."""
     trainer_ranks: int = 1
     """Devices of the trainer, all in one process. The generator's are `actor_rollout_ref.rollout.n_gpus_per_node`."""
+    trainer_device: str | None = None
+    """Type of the trainer's devices, of `digen simulate`'s: H800, H20, ... null: the profile's own."""
+    generator_device: str | None = None
+    """Type of the generator's."""
     latent_shape: list[int] = field(default_factory=lambda: [16, 8, 8])
     """Of one recorded latent, in `digen.rollout.latents_dtype`. Wan2.1, 480 x 832 px, 81 frames: [16, 21, 60, 104]."""
     fetch_rows: bool = True

@@ -8,7 +8,7 @@ import pytest
 from verl_digen.config import DigenConfig, SamplingConfig, TspConfig, VirtualConfig
 from verl_digen.engine.fragment import FragmentSample
 from verl_digen.rollout.virtual.durations import ReplicaClock, virtual_durations
-from verl_digen.simulate.cluster import sample_s, train_s
+from verl_digen.simulate.costs import sample_s, train_s
 from verl_digen.simulate.profile import load_profile
 
 DIGEN = DigenConfig(
@@ -42,6 +42,16 @@ def test_the_runs_own_batch_counts_not_the_profiles():
     halved = virtual_durations(replace(DIGEN, sampling=SamplingConfig(num_steps=10)))
     assert halved.sample_s == pytest.approx(0.1 * sample_s(replace(NUMBERS, num_steps=10), 1.0))
     assert (durations.score_s, durations.commit_s) == (0.1 * NUMBERS.score_s, 0.1 * NUMBERS.commit_s)
+
+
+def test_devices_of_another_type_compute_at_their_own_speed():
+    virtual = replace(DIGEN.virtual, trainer_device="H800", generator_device="H20")
+    durations = virtual_durations(replace(DIGEN, virtual=virtual))
+    slowdown = 989.0 / 148.0
+    assert durations.sample_s == pytest.approx(0.1 * sample_s(NUMBERS, slowdown))
+    assert durations.train_s(fragment(2, 8, 19)) == virtual_durations(DIGEN).train_s(fragment(2, 8, 19))
+    with pytest.raises(ValueError, match=r"digen\.virtual\.generator_device must name a device type.*got 'TPU'"):
+        virtual_durations(replace(DIGEN, virtual=replace(virtual, generator_device="TPU")))
 
 
 def test_no_profile_and_an_unknown_one_are_told_with_the_key():

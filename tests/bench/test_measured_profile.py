@@ -12,7 +12,7 @@ from verl_digen.bench.measured_profile import measured_profile
 from verl_digen.bench.runs import RunResult
 from verl_digen.config import digen_schema
 from verl_digen.observe.timeline import Interval, Lane, TimelineFile
-from verl_digen.simulate.cluster import sample_s, train_s
+from verl_digen.simulate.costs import sample_s, train_s
 from verl_digen.simulate.profile import parse_profile
 
 SLOT, TRAINER, REWARD = (Lane("generator", 0, "h", 1), Lane("trainer", 0, "h", 2), Lane("reward", 0, "h", 0))

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from tests.bench.cases import finished_run
-from verl_digen.bench.summary import summarise, table, to_json
+from verl_digen.bench.summary import Prediction, summarise, table, to_json
 
 POOLS = {"perf/bubble_fraction/trainer": 0.25, "perf/bubble_fraction/generator": 0.5, "perf/overlap_s": 0.5}
 RUNS = (
@@ -19,7 +19,7 @@ RUNS = (
 
 
 def test_medians_leave_the_warm_up_out_and_ratios_are_made_repeat_by_repeat():
-    barrier, gap = summarise(RUNS, num_warm_up=1, num_devices=2, predictions_s={})
+    barrier, gap = summarise(RUNS, num_warm_up=1, num_devices=2, predictions={})
     assert (barrier.mode, barrier.num_runs, barrier.num_steps) == ("barrier", 2, 6)
     assert barrier.step_s == pytest.approx((2.4 + 4.0) / 2)
     assert barrier.spread_s == (2.2, 4.4)
@@ -35,40 +35,51 @@ def test_medians_leave_the_warm_up_out_and_ratios_are_made_repeat_by_repeat():
 
 
 def test_agreement_is_the_largest_relative_difference_of_any_step_to_the_first_run():
-    barrier, gap = summarise(RUNS, num_warm_up=1, num_devices=2, predictions_s={})
+    barrier, gap = summarise(RUNS, num_warm_up=1, num_devices=2, predictions={})
     assert barrier.max_gradient_gap == 0.0
     assert gap.max_gradient_gap == pytest.approx(0.001)
-    untrained = summarise([finished_run("gap", 0, [1.0, 1.0])], num_warm_up=1, num_devices=2, predictions_s={})
+    untrained = summarise([finished_run("gap", 0, [1.0, 1.0])], num_warm_up=1, num_devices=2, predictions={})
     assert untrained[0].max_gradient_gap is None
 
 
 def test_the_order_of_the_runs_within_a_repeat_decides_no_number():
-    expected = {summary.mode: summary for summary in summarise(RUNS, num_warm_up=1, num_devices=2, predictions_s={})}
+    expected = {summary.mode: summary for summary in summarise(RUNS, num_warm_up=1, num_devices=2, predictions={})}
     rng = random.Random(0)
     for _ in range(10):
         shuffled = [*RUNS[:1], *rng.sample(RUNS[1:], 3)]
-        got = summarise(shuffled, num_warm_up=1, num_devices=2, predictions_s={})
+        got = summarise(shuffled, num_warm_up=1, num_devices=2, predictions={})
         assert {summary.mode: summary for summary in got} == expected
 
 
 def test_the_table_has_a_dash_where_a_mode_has_no_such_number():
     runs = (finished_run("colocated", 0, [3.0, 2.0]), finished_run("gap", 0, [3.0, 1.0], extra=POOLS))
-    lines = table(summarise(runs, num_warm_up=1, num_devices=2, predictions_s={})).splitlines()
+    lines = table(summarise(runs, num_warm_up=1, num_devices=2, predictions={})).splitlines()
     assert len(lines) == 3 and len({len(line) for line in lines}) == 1
     assert " ".join(lines[1].split()) == "colocated 2.000 (2.000..2.000) 5.00 2.500 - 1.00 - - - 0.510 -"
     assert " ".join(lines[2].split()) == "gap 1.000 (1.000..1.000) 10.00 5.000 - 2.00 25.0% 50.0% 50.0% 0.510 -"
 
 
-def test_predictions_are_a_column_of_their_own():
-    summaries = summarise(RUNS[:2], num_warm_up=1, num_devices=32, predictions_s={"barrier": 2.0, "gap": 1.0})
-    lines = table(summaries).splitlines()
-    assert lines[0].split()[-3:] == ["simulated", "off", "by"]
-    assert lines[1].split()[-2:] == ["2.000", "+10.0%"]
-    assert lines[2].split()[-2:] == ["1.000", "+10.0%"]
+def test_predictions_have_columns_of_their_own():
+    predictions = {"barrier": Prediction(2.0, 1.0, None), "gap": Prediction(1.0, 0.88, 2.75)}
+    lines = table(summarise(RUNS[:2], num_warm_up=1, num_devices=32, predictions=predictions)).splitlines()
+    assert lines[0].split()[-6:] == ["simulated", "off", "by", "bound", "over", "it"]
+    assert lines[1].split()[-4:] == ["2.000", "+10.0%", "1.000", "+120.0%"]
+    assert lines[2].split()[-4:] == ["1.000", "+10.0%", "0.880", "+25.0%"]
+    assert lines[1].split()[5] == "-" and lines[2].split()[5] == "~2.50", "simulated: colocated"
+
+
+def test_the_planners_own_error_is_shown_where_it_predicted():
+    runs = (
+        finished_run("gap", 0, [1.0, 1.0, 1.0]),
+        finished_run("gap+tsp+tag", 0, [1.0, 1.0, 1.0], extra={"bts/prediction_error": -0.04}),
+    )
+    lines = table(summarise(runs, num_warm_up=1, num_devices=2, predictions={})).splitlines()
+    assert lines[0].split()[-2:] == ["planner", "off"]
+    assert (lines[1].split()[-1], lines[2].split()[-1]) == ("-", "4.0%")
 
 
 def test_the_json_holds_the_setting_the_summary_and_every_step():
-    summaries = summarise(RUNS, num_warm_up=1, num_devices=2, predictions_s={})
+    summaries = summarise(RUNS, num_warm_up=1, num_devices=2, predictions={})
     data = json.loads(json.dumps(to_json(summaries, RUNS, {"a": 1})))
     assert data["setting"] == {"a": 1}
     assert [mode["mode"] for mode in data["modes"]] == ["barrier", "gap"]

@@ -54,10 +54,23 @@ def test_a_chunk_that_takes_the_same_time_for_any_number_of_samples_is_learnt_as
 def test_slots_differ_and_an_unmeasured_one_is_taken_for_average():
     durations = MeasuredDurations()
     durations.on_generated("slow", 1, 3.0)
+    durations.on_generated("slow", 1, 3.0)
     durations.on_generated("fast", 1, 1.0)
     assert durations.generate_sample_s("slow") == 3.0
     assert durations.generate_sample_s("fast") == 1.0
     assert durations.generate_sample_s("new") == pytest.approx(2.0)
+
+
+def test_a_cold_start_is_forgotten_with_the_second_measure():
+    durations = MeasuredDurations()
+    durations.on_generated("a", 24, 6.8)
+    durations.on_trained(1, 1.0)
+    assert durations.generate_sample_s("a") == pytest.approx(6.8 / 24), "better than nothing"
+    for _ in range(3):
+        durations.on_generated("a", 24, 0.9)
+        durations.on_trained(1, 0.5)
+    assert durations.generate_sample_s("a") == pytest.approx(0.9 / 24)
+    assert durations.train_s() == pytest.approx((0.0, 0.5))
 
 
 def test_a_change_of_speed_is_learnt():

@@ -7,16 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from verl_digen.simulate.cluster import (
-    Split,
-    assist_s,
-    best_split,
-    ladder,
-    run_colocated,
-    run_split,
-    sample_s,
-    train_s,
-)
+from verl_digen.simulate.cluster import Split, best_split, ladder, run_colocated, run_split
+from verl_digen.simulate.costs import assist_s, sample_s, train_s
 from verl_digen.simulate.devices import Pool, parse_pool
 from verl_digen.simulate.profile import Numbers, Profile, load_profile, profile_names
 

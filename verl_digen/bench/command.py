@@ -19,6 +19,8 @@ import json
 import os
 import sys
 from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -27,7 +29,9 @@ from typing import Any
 
 from verl_digen.bench.modes import MODES, Mode, interleaved, parse_modes
 from verl_digen.bench.runs import RunFailed, RunResult, Work, run_mode
+from verl_digen.bench.summary import Prediction
 from verl_digen.schedulers.require import require
+from verl_digen.simulate.devices import Pool, parse_pool
 
 NAME = "bench"
 
@@ -48,8 +52,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--warm-up", type=int, default=2, help="steps of each run left out (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each mode (default: %(default)s)")
     parser.add_argument("--recipe", help=f"the algorithm's (default: {RECIPE}; with --virtual {VIRTUAL_RECIPE})")
-    parser.add_argument("--trainer", type=int, default=1, help="devices that train (default: %(default)s)")
-    parser.add_argument("--generator", type=int, default=1, help="devices that generate (default: %(default)s)")
+    parser.add_argument(
+        "--trainer", default="1", help="devices that train (default: %(default)s); virtual ones may have a type: 16xH800"
+    )
+    parser.add_argument("--generator", default="1", help="devices that generate (default: %(default)s)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: outputs/bench-DATE)")
     parser.add_argument("--profile", type=Path, metavar="FILE", help="write a measured profile for digen simulate")
     parser.add_argument("--device", help="type of the devices, named in the profile, e.g. H100")
@@ -61,7 +67,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     try:
         modes = _modes(args)
-        work, predictions_s = _work(args, modes)
+        plan = _plan(args, modes)
     except ValueError as error:
         print(f"digen bench: {error}", file=sys.stderr)
         return 2
@@ -74,12 +80,12 @@ def run(args: Namespace) -> int:
     runs: list[RunResult] = []
     for repeat, mode in order:
         try:
-            runs.append(run_mode(_for_mode(work, mode, args), mode, repeat, out))
+            runs.append(run_mode(_for_mode(plan, mode), mode, repeat, out))
         except RunFailed as error:
             print(f"digen bench: {error}", file=sys.stderr)
             return 1
         print(_progress(runs[-1], len(runs), len(order), args.warm_up), flush=True)
-    return _report(args, runs, predictions_s, out)
+    return _report(args, runs, plan, out)
 
 
 def _modes(args: Namespace) -> list[Mode]:
@@ -97,8 +103,6 @@ def _modes(args: Namespace) -> list[Mode]:
         )
     require(args.steps > args.warm_up >= 0, "--steps must be > --warm-up >= 0", (args.steps, args.warm_up), "do more")
     require(args.repeats >= 1, "--repeats must be >= 1", args.repeats, "3 show the spread")
-    for option, value in (("--trainer", args.trainer), ("--generator", args.generator)):
-        require(value >= 1, f"{option} must be >= 1 device", value, "a pool needs a device")
     require(args.time_scale > 0, "--time-scale must be > 0", args.time_scale, "1 is the profile's time")
     require(
         args.profile is None or args.device is not None,
@@ -109,32 +113,59 @@ def _modes(args: Namespace) -> list[Mode]:
     return modes
 
 
-def _work(args: Namespace, modes: list[Mode]) -> tuple[Work, dict[str, float]]:
-    """What all modes do, and predicted step times where devices are virtual."""
+@dataclass(frozen=True)
+class Plan:
+    """What all modes do, and on what."""
+
+    work: Work
+    trainer: Pool
+    generator: Pool
+    predictions: Mapping[str, Prediction]
+    """Mode -> what is known beforehand, where devices are virtual."""
+
+    @property
+    def num_devices(self) -> int:
+        """Of both pools."""
+        return self.trainer.num_devices + self.generator.num_devices
+
+
+def _plan(args: Namespace, modes: list[Mode]) -> Plan:
     if args.virtual is None:
         require(args.time_scale == 1.0, "--time-scale needs --virtual", args.time_scale, "real devices take their time")
-        return Work((args.recipe or RECIPE,), (), tuple(args.overrides), args.steps), {}
-    from verl_digen.bench.virtual import predicted_step_s, virtual_overrides, virtual_split
+        work = Work((args.recipe or RECIPE,), (), tuple(args.overrides), args.steps)
+        return Plan(work, *(_real_pool(option, getattr(args, option)) for option in ("trainer", "generator")), {})
+    from verl_digen.bench.virtual import predict, virtual_overrides, virtual_split
     from verl_digen.simulate.profile import load_profile
 
     profile = load_profile(args.virtual)
-    split = virtual_split(profile, args.trainer, args.generator)
+    split = virtual_split(
+        profile,
+        parse_pool("--trainer", args.trainer, default_device=profile.device),
+        parse_pool("--generator", args.generator, default_device=profile.device),
+    )
     overrides = (*VIRTUAL_OVERRIDES, *virtual_overrides(profile, args.virtual, split, args.time_scale))
     work = Work((args.recipe or VIRTUAL_RECIPE,), ("virtual",), (*overrides, *args.overrides), args.steps)
-    return work, {mode.name: predicted_step_s(profile, split, mode, args.time_scale) for mode in modes}
+    predictions = {mode.name: predict(profile, split, mode, args.time_scale) for mode in modes}
+    return Plan(work, split.trainer, split.generator, predictions)
 
 
-def _for_mode(work: Work, mode: Mode, args: Namespace) -> Work:
-    """The devices of a mode."""
-    if args.virtual is not None:
+def _real_pool(option: str, text: str) -> Pool:
+    require(text.isdecimal(), f"--{option} must be a number of devices", text, "types are those of virtual devices")
+    return parse_pool(f"--{option}", text, default_device="CPU")
+
+
+def _for_mode(plan: Plan, mode: Mode) -> Work:
+    """The work, on the devices of a mode."""
+    work = plan.work
+    if plan.predictions:
         return work
     if mode.is_disaggregated:
         devices = (
-            f"trainer.n_gpus_per_node={args.trainer}",
-            f"actor_rollout_ref.rollout.n_gpus_per_node={args.generator}",
+            f"trainer.n_gpus_per_node={plan.trainer.num_devices}",
+            f"actor_rollout_ref.rollout.n_gpus_per_node={plan.generator.num_devices}",
         )
     else:
-        devices = (f"trainer.n_gpus_per_node={1 if _is_cpu() else args.trainer + args.generator}",)
+        devices = (f"trainer.n_gpus_per_node={1 if _is_cpu() else plan.num_devices}",)
     return Work(work.recipes, work.last_recipes, (*devices, *work.overrides), work.num_steps)
 
 
@@ -154,16 +185,16 @@ def _progress(run: RunResult, number: int, total: int, num_warm_up: int) -> str:
     )
 
 
-def _report(args: Namespace, runs: list[RunResult], predictions_s: dict[str, float], out: Path) -> int:
+def _report(args: Namespace, runs: list[RunResult], plan: Plan, out: Path) -> int:
     from verl_digen.bench.summary import summarise, table, to_json
 
     summaries = summarise(
         runs,
         num_warm_up=args.warm_up,
-        num_devices=args.trainer + args.generator,
-        predictions_s=predictions_s,
+        num_devices=plan.num_devices,
+        predictions=plan.predictions,
     )
-    setting = _setting(args)
+    setting = _setting(args, plan)
     print()
     print(setting["devices"])
     print(table(summaries))
@@ -188,7 +219,7 @@ def _report(args: Namespace, runs: list[RunResult], predictions_s: dict[str, flo
     return 0
 
 
-def _setting(args: Namespace) -> dict[str, Any]:
+def _setting(args: Namespace, plan: Plan) -> dict[str, Any]:
     """What the comparison was made on."""
     num_cores = len(os.sched_getaffinity(0))
     pools = f"{args.trainer} trainer + {args.generator} generator"
@@ -197,7 +228,7 @@ def _setting(args: Namespace) -> dict[str, Any]:
     elif _is_cpu():
         devices = f"{pools} on {num_cores} CPU cores; colocated: 1 rank and 1 replica in turns on all cores"
     else:
-        devices = f"{pools} devices; colocated: all {args.trainer + args.generator} in turns"
+        devices = f"{pools} devices; colocated: all {plan.num_devices} in turns"
     return {
         "devices": devices,
         "num_cpu_cores": num_cores,

@@ -13,7 +13,7 @@ runs that trained the same differ by 0.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
@@ -22,7 +22,20 @@ from verl_digen.bench.runs import RunResult
 
 GRADIENT = "actor/grad_norm"
 """What modes are compared by: equal work gives equal gradients, step by step."""
+PLANNER_ERROR = "bts/prediction_error"
 POOLS = ("trainer", "generator")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What is known of a mode on virtual devices without running it."""
+
+    step_s: float
+    """By the simulator."""
+    bound_s: float
+    """No schedule with the mode's techniques is faster, see `verl_digen.simulate.bound`."""
+    colocated_s: float | None
+    """Of the same devices in turns, by the simulator; None where they are of two types."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +63,10 @@ class Summary:
     max_gradient_gap: float | None
     """Largest relative difference of a step's gradient norm to the first mode's first run, over all steps, warm-up
     included; None where nothing is trained."""
-    predicted_step_s: float | None = None
-    """By the simulator, where devices are virtual."""
+    prediction: Prediction | None = None
+    """Where devices are virtual."""
+    planner_error: float | None = None
+    """Median of |`bts/prediction_error`|, how far the live planner was off; None where it predicted nothing."""
 
 
 def summarise(
@@ -59,12 +74,12 @@ def summarise(
     *,
     num_warm_up: int,
     num_devices: int,
-    predictions_s: Mapping[str, float],
+    predictions: Mapping[str, Prediction],
 ) -> list[Summary]:
     """One summary per mode, in the order of first appearance by repeat and run.
 
     Args:
-        predictions_s: mode -> predicted step time, of the modes that have one.
+        predictions: of the modes that have one.
     """
     by_mode: dict[str, list[RunResult]] = {}
     for run in sorted(runs, key=lambda run: run.repeat):
@@ -106,7 +121,8 @@ def summarise(
                 ),
                 final_reward=median(run.steps[-1]["reward/mean"] for run in of_mode),
                 max_gradient_gap=_gradient_gap(reference, of_mode),
-                predicted_step_s=predictions_s.get(name),
+                prediction=predictions.get(name),
+                planner_error=_planner_error(measured),
             )
         )
     return summaries
@@ -126,9 +142,15 @@ def _gradient_gap(reference: RunResult, runs: Sequence[RunResult]) -> float | No
     )
 
 
+def _planner_error(measured: Sequence[Mapping[str, float]]) -> float | None:
+    errors = [abs(row[PLANNER_ERROR]) for row in measured if PLANNER_ERROR in row]
+    return median(errors) if errors else None
+
+
 def table(summaries: Sequence[Summary]) -> str:
-    """The summaries as text; `-` where a mode has no such number."""
-    has_predictions = any(summary.predicted_step_s is not None for summary in summaries)
+    """The summaries as text; `-` where a mode has no such number, `~` before one that was simulated."""
+    has_predictions = any(summary.prediction is not None for summary in summaries)
+    has_planner = any(summary.planner_error is not None for summary in summaries)
     width = max(len("colocated"), *(len(summary.mode) for summary in summaries)) + 2
     head = (
         f"{'mode':<{width}}{'s/step':>8} {'(runs)':<15}{'images/s':>9}{'/device':>9}"
@@ -136,22 +158,25 @@ def table(summaries: Sequence[Summary]) -> str:
         f"{'overlap':>9}{'reward':>8}{'gradient gap':>13}"
     )
     if has_predictions:
-        head += f"{'simulated':>10}{'off by':>8}"
+        head += f"{'simulated':>10}{'off by':>8}{'bound':>9}{'over it':>9}"
+    if has_planner:
+        head += f"{'planner off':>13}"
     lines = [head]
     for summary in summaries:
         low_s, high_s = summary.spread_s
         line = (
             f"{summary.mode:<{width}}{summary.step_s:>8.3f} {f'({low_s:.3f}..{high_s:.3f})':<15}"
             f"{summary.images_per_s:>9.2f}{summary.images_per_s_per_device:>9.3f}"
-            f"{_cell(summary.speedup, BARRIER, '.2f'):>10}{_cell(summary.speedup, COLOCATED, '.2f'):>12}"
+            f"{_cell(summary.speedup, BARRIER, '.2f'):>10}{_colocated(summary):>12}"
             f"{_cell(summary.bubbles, 'trainer', '.1%'):>13}{_cell(summary.bubbles, 'generator', '.1%'):>15}"
             f"{_number(summary.overlap, '.1%'):>9}{summary.final_reward:>8.3f}"
             f"{_number(summary.max_gradient_gap, '.1e'):>13}"
         )
         if has_predictions:
-            predicted_s = summary.predicted_step_s
-            gap = None if predicted_s is None else summary.step_s / predicted_s - 1
-            line += f"{_number(predicted_s, '.3f'):>10}{_number(gap, '+.1%'):>8}"
+            line += _compared(summary.step_s, None if summary.prediction is None else summary.prediction.step_s, 10, 8)
+            line += _compared(summary.step_s, None if summary.prediction is None else summary.prediction.bound_s, 9, 9)
+        if has_planner:
+            line += f"{_number(summary.planner_error, '.1%'):>13}"
         lines.append(line)
     return "\n".join(lines)
 
@@ -160,7 +185,7 @@ def to_json(summaries: Sequence[Summary], runs: Sequence[RunResult], setting: Ma
     """Everything the table rests on."""
     return {
         "setting": dict(setting),
-        "modes": [vars(summary) for summary in summaries],
+        "modes": [asdict(summary) for summary in summaries],
         "runs": [
             {
                 "mode": run.mode.name,
@@ -172,6 +197,17 @@ def to_json(summaries: Sequence[Summary], runs: Sequence[RunResult], setting: Ma
             for run in runs
         ],
     }
+
+
+def _compared(step_s: float, known_s: float | None, width: int, gap_width: int) -> str:
+    gap = None if known_s is None else step_s / known_s - 1
+    return f"{_number(known_s, '.3f'):>{width}}{_number(gap, '+.1%'):>{gap_width}}"
+
+
+def _colocated(summary: Summary) -> str:
+    if COLOCATED in summary.speedup or summary.prediction is None or summary.prediction.colocated_s is None:
+        return _cell(summary.speedup, COLOCATED, ".2f")
+    return f"~{summary.prediction.colocated_s / summary.step_s:.2f}"
 
 
 def _cell(values: Mapping[str, float], key: str, form: str) -> str:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from verl_digen.algorithms.window import WindowConfig, draw_window
 from verl_digen.bench.modes import Mode
+from verl_digen.bench.summary import Prediction
 from verl_digen.schedulers.require import require
-from verl_digen.simulate.cluster import WARM_UP_STEPS, Split, run_split
+from verl_digen.simulate.cluster import WARM_UP_STEPS, Split, run_colocated, run_split
 from verl_digen.simulate.devices import Pool
 from verl_digen.simulate.profile import Numbers, Profile
 
@@ -29,6 +30,8 @@ def virtual_overrides(profile: Profile, source: str, split: Split, time_scale: f
         f"digen.virtual.profile={source}",
         f"digen.virtual.time_scale={time_scale}",
         f"digen.virtual.trainer_ranks={split.trainer.num_devices}",
+        f"digen.virtual.trainer_device={split.trainer.device}",
+        f"digen.virtual.generator_device={split.generator.device}",
         f"actor_rollout_ref.rollout.n_gpus_per_node={split.generator.num_devices}",
         f"data.train_batch_size={numbers.num_prompts}",
         f"actor_rollout_ref.rollout.n={numbers.group_size}",
@@ -55,22 +58,32 @@ def _window_overrides(numbers: Numbers) -> tuple[str, ...]:
     raise RuntimeError(f"no window trains {numbers.num_trained_steps} of {numbers.num_steps} steps")
 
 
-def predicted_step_s(profile: Profile, split: Split, mode: Mode, time_scale: float) -> float:
-    """What the simulator says a step takes."""
-    return run_split(profile, split, mode.techniques, num_steps=NUM_PREDICTED_STEPS).step_s * time_scale
+def predict(profile: Profile, split: Split, mode: Mode, time_scale: float) -> Prediction:
+    """A mode's step: simulated, at least, and of the same devices in turns, which have no time-step parallelism."""
+    outcome = run_split(profile, split, mode.techniques, num_steps=NUM_PREDICTED_STEPS)
+    assert outcome.bound_s is not None
+    colocated_s = None
+    if split.trainer.device == split.generator.device:
+        pool = Pool(split.num_devices, split.trainer.device)
+        colocated_s = run_colocated(profile, pool, has_tsp=False).step_s * time_scale
+    return Prediction(
+        step_s=outcome.step_s * time_scale,
+        bound_s=outcome.bound_s * time_scale,
+        colocated_s=colocated_s,
+    )
 
 
-def virtual_split(profile: Profile, num_trainer: int, num_generator: int) -> Split:
-    """Two pools of the profile's own devices.
+def virtual_split(profile: Profile, trainer: Pool, generator: Pool) -> Split:
+    """Two pools.
 
     Raises:
         ValueError: the trainer is too small for the model.
     """
     require(
-        num_trainer >= profile.numbers.min_trainer_devices,
+        trainer.num_devices >= profile.numbers.min_trainer_devices,
         f"--trainer must be >= {profile.numbers.min_trainer_devices} devices, which hold the training state of "
         f"{profile.model}",
-        num_trainer,
+        trainer.num_devices,
         "give it more",
     )
-    return Split(Pool(num_trainer, profile.device), Pool(num_generator, profile.device))
+    return Split(trainer, generator)

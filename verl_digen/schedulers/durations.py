@@ -5,7 +5,8 @@
   of the others.
 - Training is a fixed part per call and a part per group; assisting, per chunk and per sample (few samples leave ranks
   of the trainer idle). The parts are told apart as soon as calls of two sizes were seen.
-- A running average weighs the newest measure by `NEWEST_WEIGHT`, or by 1/n while fewer were made.
+- A running average weighs the newest measure by `NEWEST_WEIGHT`, or by 1/n while fewer were made. The first measure
+  pays for caches, compilation and memory that later ones find ready: it counts only while it is the only one.
 
 Invariant: constant durations are learnt exactly (to rounding), from the first measures on.
 """
@@ -93,16 +94,16 @@ class KnownDurations:
 
 @dataclass
 class RunningMean:
-    """Exponentially weighted mean; a plain mean over the first 1/NEWEST_WEIGHT values."""
+    """Exponentially weighted mean without the first value; a plain mean over the first 1/NEWEST_WEIGHT after it."""
 
     value: float | None = None
     _count: int = 0
 
     def add(self, value: float) -> None:
-        self._count += 1
         if self.value is None:
             self.value = value
         else:
+            self._count += 1
             self.value += max(NEWEST_WEIGHT, 1 / self._count) * (value - self.value)
 
 

@@ -3,17 +3,7 @@
 
 - Disaggregated runs are played by the live planner (`schedulers.simulation.PlannerRun`); a colocated one is a sum.
 - Steady state: the first `WARM_UP_STEPS` steps are left out.
-
-Time of training g groups on r ranks, with K rows per sample, m rows per tile, and weights gathered while the tile
-before computes (2 gathers per tile, forward and backward; `gather_s` scaled by (r-1)/r):
-
-    serial   ceil(g*G / r) samples per rank, row by row:      ceil(g*G / r) * K * max(row_s, 2 gather_s)
-    TSP      q = ceil(g*G*K / r) rows per rank, in tiles:     floor(q / m) * max(m row_s, 2 gather_s)
-                                                              + max((q mod m) row_s, 2 gather_s) if q mod m
-    assist   a chunk of at most r samples, one per rank:      T * max(step_s, gather_s) + decode_s
-    slot     n samples:                                       n * (T * step_s + decode_s)
-
-Without TSP, 8 samples on 16 ranks leave 8 ranks idle; with it, 8 samples x 9 rows are 4 or 5 rows per rank.
+- What the parts take is said in `verl_digen.simulate.costs`.
 
 Left out: memory (but for `min_trainer_devices`), kernels that are less efficient on small tiles, variance.
 
@@ -32,8 +22,10 @@ from verl_digen.schedulers.require import require
 from verl_digen.schedulers.rules import BatchRules
 from verl_digen.schedulers.simulation import TECHNIQUES, Event, PlannerRun, What
 from verl_digen.schedulers.types import TRAINER
+from verl_digen.simulate.bound import lower_bound_s
+from verl_digen.simulate.costs import assist_s, sample_s, train_s
 from verl_digen.simulate.devices import Pool
-from verl_digen.simulate.profile import Numbers, Profile
+from verl_digen.simulate.profile import Profile
 
 WARM_UP_STEPS = 2
 """Steps until a run is steady: the first has nothing begun early, the second was begun by the first."""
@@ -78,6 +70,8 @@ class Outcome:
     """Share of the samples that the trainer generated."""
     stale: float
     """Share of the groups that were begun one version early."""
+    bound_s: float | None = None
+    """No schedule of these pools with these techniques has a shorter step; None: colocated."""
     events: tuple[Event, ...] = ()
     """Of all steps, if kept."""
     window_s: tuple[float, float] = (0.0, 0.0)
@@ -87,30 +81,6 @@ class Outcome:
     def samples_per_device_s(self) -> float:
         """Images or videos per second and device, over ALL devices."""
         return self.num_samples / self.step_s / self.num_devices
-
-
-def train_s(numbers: Numbers, num_groups: int, num_ranks: int, *, slowdown: float, has_tsp: bool) -> float:
-    """Seconds to train a fragment; the formulas are in the module's docstring."""
-    gathers_s = 2 * numbers.gather_s * (num_ranks - 1) / num_ranks
-    row_s = numbers.row_s * slowdown
-    num_samples = num_groups * numbers.group_size
-    if not has_tsp:
-        return -(-num_samples // num_ranks) * numbers.num_trained_steps * max(row_s, gathers_s)
-    num_rows = -(-num_samples * numbers.num_trained_steps // num_ranks)
-    num_tiles, rest = divmod(num_rows, numbers.rows_per_tile)
-    tiles_s = num_tiles * max(numbers.rows_per_tile * row_s, gathers_s)
-    return tiles_s + (max(rest * row_s, gathers_s) if rest else 0.0)
-
-
-def sample_s(numbers: Numbers, slowdown: float) -> float:
-    """Seconds a slot takes for one sample."""
-    return (numbers.num_steps * numbers.step_s + numbers.decode_s) * slowdown
-
-
-def assist_s(numbers: Numbers, num_ranks: int, slowdown: float) -> float:
-    """Seconds the trainer takes for a chunk of at most one sample per rank."""
-    gather_s = numbers.gather_s * (num_ranks - 1) / num_ranks
-    return numbers.num_steps * max(numbers.step_s * slowdown, gather_s) + numbers.decode_s * slowdown
 
 
 def run_split(
@@ -188,6 +158,7 @@ def run_split(
         },
         assisted=sum(report.num_assisted for report in reports) / num_steady / num_samples,
         stale=sum(report.stale_groups.get(1, 0) for report in reports) / num_steady / numbers.num_prompts,
+        bound_s=lower_bound_s(profile, split.trainer, split.generator, techniques),
         events=tuple(run.events),
         window_s=(run.commits_s[first], run.commits_s[last]),
     )

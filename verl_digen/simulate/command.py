@@ -126,7 +126,7 @@ def table(profile: Profile, runs: Sequence[Outcome]) -> str:
         f"{numbers.num_steps} denoise steps trained; simulated, not measured",
         "",
         f"{'run':<20} {'trainer + generator':<20} {'s/step':>8} {'samples/s/device':>17} {'speedup':>8} "
-        f"{'trainer idle':>13} {'generator idle':>15} {'assisted':>9} {'stale':>6}",
+        f"{'trainer idle':>13} {'generator idle':>15} {'assisted':>9} {'stale':>6} {'at least':>9}",
     ]
     for outcome in runs:
         idle = [outcome.idle["all"]] * 2 if outcome.split is None else list(outcome.idle.values())
@@ -134,9 +134,13 @@ def table(profile: Profile, runs: Sequence[Outcome]) -> str:
         lines.append(
             f"{outcome.name:<20} {split:<20} {outcome.step_s:>8.1f} {outcome.samples_per_device_s:>17.4f} "
             f"{runs[0].step_s / outcome.step_s:>7.2f}x {idle[0]:>13.1%} {idle[1]:>15.1%} {outcome.assisted:>9.1%} "
-            f"{outcome.stale:>6.1%}"
+            f"{outcome.stale:>6.1%} {_bound(outcome):>9}"
         )
     return "\n".join(lines)
+
+
+def _bound(outcome: Outcome) -> str:
+    return "-" if outcome.bound_s is None else f"{outcome.bound_s:.1f}"
 
 
 def to_json(profile: Profile, runs: Sequence[Outcome]) -> dict[str, Any]:
@@ -161,6 +165,7 @@ def to_json(profile: Profile, runs: Sequence[Outcome]) -> dict[str, Any]:
                 "idle": outcome.idle,
                 "assisted": outcome.assisted,
                 "stale": outcome.stale,
+                "bound_s": outcome.bound_s,
             }
             for outcome in runs
         ],

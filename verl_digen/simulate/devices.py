@@ -33,7 +33,7 @@ class Pool:
 
     def slowdown(self, reference: str) -> float:
         """What seconds on `reference` are multiplied with."""
-        return PEAK_TFLOPS[reference] / PEAK_TFLOPS[self.device]
+        return slowdown(self.device, reference)
 
     def __str__(self) -> str:
         return f"{self.num_devices}x{self.device}"
@@ -50,7 +50,21 @@ def parse_pool(option: str, text: str, *, default_device: str) -> Pool:
     assert match is not None
     num_devices, device = int(match[1]), match[2] or default_device
     require(num_devices >= 1, f"{option} must be >= 1 device", num_devices, "a pool needs a device")
+    return Pool(num_devices, known_device(option, device))
+
+
+def known_device(option: str, device: str) -> str:
+    """`device`, which has a peak.
+
+    Raises:
+        ValueError: naming `option`.
+    """
     require(
         device in PEAK_TFLOPS, f"{option} must name a device type of {', '.join(PEAK_TFLOPS)}", device, "choose one"
     )
-    return Pool(num_devices, device)
+    return device
+
+
+def slowdown(device: str, reference: str) -> float:
+    """What seconds on `reference` are multiplied with on `device`."""
+    return PEAK_TFLOPS[reference] / PEAK_TFLOPS[device]

@@ -2,7 +2,7 @@
 """How long virtual devices take: a profile's numbers, by the simulator's formulas, scaled. Pure.
 
 - The run's own P, G, T and K count, not the profile's: what is asked for is what takes time.
-- `digen simulate` and a virtual run share the formulas (`verl_digen.simulate.cluster`), so what differs between the
+- `digen simulate` and a virtual run share the formulas (`verl_digen.simulate.costs`), so what differs between the
   two is what the live system adds.
 
 Invariants (tests/bench/test_durations.py): a chunk, a fragment and a step take what the simulator says, times
@@ -19,29 +19,29 @@ from pathlib import Path
 from verl_digen.config import DigenConfig
 from verl_digen.engine.fragment import FragmentSample
 from verl_digen.schedulers.require import require
-from verl_digen.simulate.cluster import assist_s, sample_s, train_s
+from verl_digen.simulate.costs import assist_s, sample_s, train_s
+from verl_digen.simulate.devices import known_device, slowdown
 from verl_digen.simulate.profile import Profile, load_profile, profile_names
-
-NO_SLOWDOWN = 1.0
-"""Virtual devices are of the profile's type."""
-
 
 @dataclass(frozen=True)
 class VirtualDurations:
     """Args:
     profile: with the run's own batch.
     num_ranks: devices of the trainer.
+    trainer_slowdown, generator_slowdown: what the profile's seconds of compute are multiplied with there.
     """
 
     profile: Profile
     time_scale: float
     num_ranks: int
     has_tsp: bool
+    trainer_slowdown: float
+    generator_slowdown: float
 
     @property
     def sample_s(self) -> float:
         """A replica generates one sample."""
-        return self.time_scale * sample_s(self.profile.numbers, NO_SLOWDOWN)
+        return self.time_scale * sample_s(self.profile.numbers, self.generator_slowdown)
 
     @property
     def score_s(self) -> float:
@@ -56,7 +56,7 @@ class VirtualDurations:
     def assist_s(self, num_samples: int) -> float:
         """The trainer's ranks generate a chunk, one sample each at a time."""
         num_rounds = -(-num_samples // self.num_ranks)
-        return self.time_scale * num_rounds * assist_s(self.profile.numbers, self.num_ranks, NO_SLOWDOWN)
+        return self.time_scale * num_rounds * assist_s(self.profile.numbers, self.num_ranks, self.trainer_slowdown)
 
     def train_s(self, samples: Sequence[FragmentSample]) -> float:
         """The trainer's ranks train a fragment."""
@@ -67,7 +67,7 @@ class VirtualDurations:
             group_size=-(-len(samples) // num_groups),
             num_trained_steps=-(-num_rows // len(samples)),
         )
-        seconds = train_s(numbers, num_groups, self.num_ranks, slowdown=NO_SLOWDOWN, has_tsp=self.has_tsp)
+        seconds = train_s(numbers, num_groups, self.num_ranks, slowdown=self.trainer_slowdown, has_tsp=self.has_tsp)
         return self.time_scale * seconds
 
 
@@ -75,7 +75,7 @@ def virtual_durations(digen: DigenConfig) -> VirtualDurations:
     """The durations of a run's virtual devices.
 
     Raises:
-        ValueError: no profile is named, or there is none of that name.
+        ValueError: no profile is named, or there is none of that name; an unknown type of device.
     """
     virtual = digen.virtual
     require(
@@ -93,8 +93,17 @@ def virtual_durations(digen: DigenConfig) -> VirtualDurations:
     )
     profile = load_profile(virtual.profile)
     numbers = replace(profile.numbers, num_steps=digen.sampling.num_steps)
+
+    def slowdown_of(key: str, device: str | None) -> float:
+        return 1.0 if device is None else slowdown(known_device(f"digen.virtual.{key}", device), profile.device)
+
     return VirtualDurations(
-        replace(profile, numbers=numbers), virtual.time_scale, virtual.trainer_ranks, digen.tsp.enable
+        replace(profile, numbers=numbers),
+        virtual.time_scale,
+        virtual.trainer_ranks,
+        digen.tsp.enable,
+        trainer_slowdown=slowdown_of("trainer_device", virtual.trainer_device),
+        generator_slowdown=slowdown_of("generator_device", virtual.generator_device),
     )
 
 
