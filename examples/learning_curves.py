@@ -57,7 +57,8 @@ def steps_of(mode: Mode, seed: int, num_steps: int, out: Path) -> Steps:
     if len(rows) != num_steps:
         work = Work(("digen_quickstart",), (), (f"digen.seed={seed}",), num_steps)
         rows = run_mode(work, mode, seed, out).steps
-        print(f"{mode.name}, seed {seed}: reward {mean(row['reward/mean'] for row in rows[-LAST_STEPS:]):.3f}", flush=True)
+        reward = mean(row["reward/mean"] for row in rows[-LAST_STEPS:])
+        print(f"{mode.name}, seed {seed}: reward {reward:.3f}", flush=True)
     ends_s = accumulate(row["perf/step_s"] for row in rows)
     return [(end_s, row["reward/mean"]) for end_s, row in zip(ends_s, rows, strict=True)]
 

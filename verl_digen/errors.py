@@ -13,3 +13,9 @@ class RunStopped(RuntimeError):
 def plain(error: BaseException) -> BaseException:
     """What was raised in the remote process, without the traceback Ray wraps around it."""
     return error.cause if isinstance(error, RayTaskError) else error
+
+
+def describe(error: BaseException) -> str:
+    """One line for a tag: the innermost message, without the remote traceback Ray adds."""
+    cause = plain(error)
+    return f"{type(cause).__name__}: {cause}".splitlines()[0]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
+import re
 import shutil
 
 import pytest
@@ -10,6 +11,8 @@ from tests.plugin.conftest import start_main
 from tests.tiny_models import build_tiny
 from verl_digen import plugin, preflight
 from verl_digen.plan.published import checkpoint_folder
+from verl_digen.preflight.inputs import check_model
+from verl_digen.preflight.verl_keys import check_digen
 
 MODEL_RECIPES = (
     *("digen_flux", "digen_hunyuan_video", "digen_qwen_image", "digen_sd3", "digen_wan2_1", "digen_wan2_2"),
@@ -159,12 +162,38 @@ def test_the_published_checkpoint_of_a_recipe_makes_what_the_recipe_asks_for(com
     config = compose_main(f"recipe={recipe}")
     with checkpoint_folder(config.actor_rollout_ref.model.path) as folder:
         config.actor_rollout_ref.model.path = str(folder)
-        preflight.check_model(config)
-        preflight.check_digen(config)
+        check_model(config)
+        check_digen(config)
 
 
 def test_a_run_without_a_reward_is_refused(compose_main, runnable):
     assert "digen.reward.functions must name" in problem(compose_main, *runnable[:-1])
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("def compute_score(**kwargs):\n    return 0.0\n", None),
+        (
+            "import a_package_that_is_not_there\n",
+            "got ModuleNotFoundError: No module named 'a_package_that_is_not_there'",
+        ),
+        ("def compute_scores(**kwargs): ...\n", "got AttributeError: Object not found in module: .*compute_score"),
+        ("def compute_score(:\n", "got SyntaxError: invalid syntax"),
+    ],
+)
+def test_a_reward_file_that_workers_could_not_load_is_told_before_they_start(
+    compose_main, runnable, tmp_path, text, found
+):
+    path = tmp_path / "reward.py"
+    path.write_text(text)
+    overrides = (*runnable, f"reward.custom_reward_function.path={path}")
+    if found is None:
+        preflight.check(compose_main(*overrides))
+    else:
+        message = problem(compose_main, *overrides)
+        assert message.startswith(f"reward.custom_reward_function.path={path} must be a module that can be imported")
+        assert re.search(found, message) and message.endswith("repair the file, or install what it imports")
 
 
 def test_log_probs_that_the_loss_does_not_read_are_refused(compose_main, runnable):

@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar
 
 from ray.exceptions import RayActorError
 
-from verl_digen.errors import RunStopped, plain
+from verl_digen.errors import RunStopped, describe
 
 Generated = TypeVar("Generated")
 Scored = TypeVar("Scored")
@@ -147,9 +147,3 @@ def _raise_stop(outcomes: Sequence[Any]) -> None:
     for outcome in outcomes:
         if isinstance(outcome, RunStopped):
             raise outcome
-
-
-def describe(error: BaseException) -> str:
-    """One line for a tag: the innermost message, without the remote traceback Ray adds."""
-    cause = plain(error)
-    return f"{type(cause).__name__}: {cause}".splitlines()[0]

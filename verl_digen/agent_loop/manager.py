@@ -24,10 +24,11 @@ from verl import DataProto
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
-from verl_digen.agent_loop.chunks import ChunkOrder, ChunkRunner, GeneratedChunk, ScoredChunk, describe
+from verl_digen.agent_loop.chunks import ChunkOrder, ChunkRunner, GeneratedChunk, ScoredChunk
 from verl_digen.agent_loop.requests import request_id, sample_request
 from verl_digen.agent_loop.server_manager import ServerClient
 from verl_digen.agent_loop.single_turn import NAME, DiffusionSingleTurnAgentLoop
+from verl_digen.errors import describe
 from verl_digen.observe.images import image_path, is_logged, save_pixels
 from verl_digen.pipeline.conditions import put_condition
 from verl_digen.pipeline.keys import SampleName

@@ -53,7 +53,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=3, help="runs of each mode (default: %(default)s)")
     parser.add_argument("--recipe", help=f"the algorithm's (default: {RECIPE}; with --virtual {VIRTUAL_RECIPE})")
     parser.add_argument(
-        "--trainer", default="1", help="devices that train (default: %(default)s); virtual ones may have a type: 16xH800"
+        "--trainer", default="1", help="devices that train (default: %(default)s); virtual ones of a type: 16xH800"
     )
     parser.add_argument("--generator", default="1", help="devices that generate (default: %(default)s)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: outputs/bench-DATE)")

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What no schedule beats: a step in which nobody waits. Pure.
 
-    train = training of the whole batch in one call + commit_s          on the trainer's ranks, at best with TSP
-    step >= train                                                       it cannot be shared
-    step >= P*G * sample_s / slots                                      where the trainer never generates
-    step >= t with  t / sample_s * slots  +  (t - train) / assist_s * c  =  P*G
-                                                                        where it generates, c samples at a time, whenever
-                                                                        it does not train
+train = training of the whole batch in one call + commit_s          on the trainer's ranks, at best with TSP
+step >= train                                                       it cannot be shared
+step >= P*G * sample_s / slots                                      where the trainer never generates
+step >= t with  t / sample_s * slots  +  (t - train) / assist_s * c  =  P*G
+                                                                    where it generates, c samples at a time,
+                                                                    whenever it does not train
 """
 
 from __future__ import annotations

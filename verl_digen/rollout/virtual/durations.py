@@ -23,6 +23,7 @@ from verl_digen.simulate.costs import assist_s, sample_s, train_s
 from verl_digen.simulate.devices import known_device, slowdown
 from verl_digen.simulate.profile import Profile, load_profile, profile_names
 
+
 @dataclass(frozen=True)
 class VirtualDurations:
     """Args:

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Devices: the platform, the pools and their sizes, and the techniques that need separate ones."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_digen import plugin
+from verl_digen.config import digen_config
+from verl_digen.schedulers.require import require, require_one_of
+
+COLOCATED = "digen_flowgrpo"
+"""`trainer.v1.trainer_mode` with which trainer and replicas take turns on the same devices."""
+VIRTUAL = "digen_virtual"
+"""The one whose devices only take time."""
+
+
+def check_device(config: DictConfig) -> None:
+    """`trainer.device` is the platform verl chose, and a CPU machine has as many logical GPUs as verl will ask for."""
+    from verl.plugin.platform import get_platform
+
+    from verl_digen.platforms.placement import num_reward_devices
+
+    platform = get_platform().device_name
+    require(
+        config.trainer.device != "cpu" or platform == "cpu",
+        f"trainer.device must be {platform}, the platform verl found",
+        config.trainer.device,
+        "to train on the CPU, set VERL_PLATFORM=cpu in the environment",
+    )
+    if platform == "cpu":
+        num_gpus = OmegaConf.select(config, "ray_kwargs.ray_init.num_gpus")
+        rollout = config.actor_rollout_ref.rollout
+        needed = num_ranks(config) + rollout.nnodes * rollout.n_gpus_per_node + num_reward_devices(config)
+        require(
+            num_gpus is not None and num_gpus >= needed,
+            f"ray_kwargs.ray_init.num_gpus must be >= {needed}, the devices of the run, where there is no accelerator",
+            num_gpus,
+            "raise it (these GPUs are logical), or lower trainer.n_gpus_per_node",
+        )
+
+
+def check_rollout(config: DictConfig) -> None:
+    """The replica exists, and replicas fit the devices."""
+    rollout = config.actor_rollout_ref.rollout
+    require_one_of("actor_rollout_ref.rollout.name", rollout.name, tuple(plugin.REPLICAS))
+    require(
+        rollout.name != "vllm_omni" or find_spec("vllm_omni") is not None,
+        "actor_rollout_ref.rollout.name=vllm_omni needs the package vllm-omni",
+        "not installed",
+        "pip install 'verl-digen[vllm-omni]', or set actor_rollout_ref.rollout.name=diffusers",
+    )
+    size = rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size
+    require(
+        rollout.name != "diffusers" or size == 1,
+        "actor_rollout_ref.rollout.tensor_model_parallel_size (times data and pipeline sizes) must be 1 for "
+        "actor_rollout_ref.rollout.name=diffusers",
+        size,
+        "set it to 1; more devices make more replicas",
+    )
+    pools = {"trainer": num_ranks(config), "actor_rollout_ref.rollout": rollout.nnodes * rollout.n_gpus_per_node}
+    for pool, num_devices in pools.items():
+        require(
+            num_devices % size == 0,
+            f"{pool}.nnodes x {pool}.n_gpus_per_node must be a multiple of a replica's devices ({size})",
+            num_devices,
+            "change it, or actor_rollout_ref.rollout.tensor_model_parallel_size",
+        )
+
+
+def check_placement(config: DictConfig) -> None:
+    """A type is asked for where there is a pool to be of it, and reward workers can divide their devices. Whether the
+    cluster has such devices is seen as soon as Ray has started (`verl_digen.platforms.placement`)."""
+    from verl_digen.platforms.placement import num_reward_devices
+
+    placement, mode = digen_config(config).placement, config.trainer.v1.trainer_mode
+    require(
+        placement.generator_accelerator is None or mode != COLOCATED,
+        "digen.placement.generator_accelerator needs replicas on devices of their own",
+        placement.generator_accelerator,
+        "use recipe=[...,disaggregated], or set digen.placement.trainer_accelerator",
+    )
+    types = [placement.trainer_accelerator, placement.generator_accelerator, placement.reward_accelerator]
+    require(
+        mode != VIRTUAL or not any(types),
+        "digen.placement.* must be null with virtual devices, which take no real ones",
+        types,
+        "leave them out",
+    )
+    num_devices, num_workers = num_reward_devices(config), config.reward.num_workers
+    require(
+        num_devices == 0 or num_devices % num_workers == 0 or num_workers % num_devices == 0,
+        f"reward.num_workers must divide the {num_devices} devices of reward.reward_model.nnodes x n_gpus_per_node, "
+        "or be a multiple of them",
+        num_workers,
+        "as many workers as devices is usual",
+    )
+
+
+def check_pools(config: DictConfig) -> None:
+    """Techniques that need separate pools have them, and one optimizer step per batch."""
+    digen, mode = digen_config(config), config.trainer.v1.trainer_mode
+    is_separate = mode != COLOCATED
+    for key, value, off in (
+        ("digen.tag.policy", digen.tag.policy, "off"),
+        ("digen.staleness.max_versions", digen.staleness.max_versions, 0),
+    ):
+        require(
+            is_separate or value == off,
+            f"{key} must be {off} where trainer and replicas take turns on the same devices",
+            value,
+            "use recipe=[...,disaggregated]",
+        )
+    actor, num_prompts = config.actor_rollout_ref.actor, config.data.train_batch_size
+    require(
+        not is_separate or (actor.ppo_mini_batch_size == num_prompts and actor.ppo_epochs == 1),
+        f"actor_rollout_ref.actor.ppo_mini_batch_size must be data.train_batch_size={num_prompts} and "
+        "actor_rollout_ref.actor.ppo_epochs 1 on separate pools, where a batch is one optimizer step",
+        (actor.ppo_mini_batch_size, actor.ppo_epochs),
+        "leave both alone, or leave out recipe disaggregated",
+    )
+
+
+def check_virtual(config: DictConfig) -> None:
+    """Virtual devices are virtual on both sides, and their profile is there."""
+    is_virtual = config.trainer.v1.trainer_mode == VIRTUAL
+    rollout = config.actor_rollout_ref.rollout.name
+    require(
+        (rollout == "virtual") == is_virtual,
+        "actor_rollout_ref.rollout.name=virtual and trainer.v1.trainer_mode=digen_virtual go together",
+        f"{rollout} and {config.trainer.v1.trainer_mode}",
+        "use recipe=[...,disaggregated,virtual]",
+    )
+    if is_virtual:
+        from verl_digen.rollout.virtual.durations import virtual_durations
+
+        virtual_durations(digen_config(config))
+
+
+def num_ranks(config: DictConfig) -> int:
+    """Trainer ranks: one per device of the trainer's pool."""
+    return config.trainer.nnodes * config.trainer.n_gpus_per_node
