@@ -65,7 +65,7 @@ def test_predictions_have_columns_of_their_own():
     assert lines[0].split()[-6:] == ["simulated", "off", "by", "bound", "over", "it"]
     assert lines[1].split()[-4:] == ["2.000", "+10.0%", "1.000", "+120.0%"]
     assert lines[2].split()[-4:] == ["1.000", "+10.0%", "0.880", "+25.0%"]
-    assert lines[1].split()[5] == "-" and lines[2].split()[5] == "~2.50", "simulated: colocated"
+    assert lines[1].split()[6] == "-" and lines[2].split()[6] == "~2.50", "simulated: colocated"
 
 
 def test_the_planners_own_error_is_shown_where_it_predicted():
