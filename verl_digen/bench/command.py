@@ -133,7 +133,7 @@ def _plan(args: Namespace, modes: list[Mode]) -> Plan:
     if args.virtual is None:
         require(args.time_scale == 1.0, "--time-scale needs --virtual", args.time_scale, "real devices take their time")
         work = Work((args.recipe or RECIPE,), (), tuple(args.overrides), args.steps)
-        return Plan(work, *(_real_pool(option, getattr(args, option)) for option in ("trainer", "generator")), {})
+        return Plan(work, _real_pool("--trainer", args.trainer), _real_pool("--generator", args.generator), {})
     from verl_digen.bench.virtual import predict, virtual_overrides, virtual_split
     from verl_digen.simulate.profile import load_profile
 
@@ -150,8 +150,8 @@ def _plan(args: Namespace, modes: list[Mode]) -> Plan:
 
 
 def _real_pool(option: str, text: str) -> Pool:
-    require(text.isdecimal(), f"--{option} must be a number of devices", text, "types are those of virtual devices")
-    return parse_pool(f"--{option}", text, default_device="CPU")
+    require(text.isdecimal(), f"{option} must be a number of devices", text, "types are those of virtual devices")
+    return parse_pool(option, text, default_device="CPU")
 
 
 def _for_mode(plan: Plan, mode: Mode) -> Work:
