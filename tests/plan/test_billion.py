@@ -75,6 +75,7 @@ def test_a_step_takes_what_was_planned(wan_1b, case, tmp_path):
         assert items["parameters"] == pytest.approx(parameters, rel=WITHIN)
         moments = (value for state in engine.optimizer.state.values() for value in state.values())
         assert items["optimizer"] == pytest.approx(num_bytes(filter(torch.is_tensor, moments)), rel=WITHIN)
+        engine.wire_dtype = planned.settings.dtypes.rollout  # as the worker tells the engine
         exported = sum(value.nbytes for _, value in engine.get_per_tensor_param()[0])
     sent = plan_memory(planned, 64 * 10**9).step["weights to all replicas"]
     assert sent == pytest.approx(exported * planned.settings.num_replicas, rel=WITHIN)

@@ -45,8 +45,16 @@ def check_engine_config(config: FSDPEngineConfig) -> None:
 def build_transformer(
     model: DiffusionModel, model_config: DiffusionModelConfig, engine_config: FSDPEngineConfig, rank: int
 ) -> nn.Module:
-    """The transformer; real on rank 0, from which verl's `fsdp2_load_full_state_dict` broadcasts, else meta."""
-    module = model.load_transformer(PrecisionType.to_dtype(engine_config.model_dtype), meta=rank != 0)
+    """The transformer; real on rank 0, from which verl's `fsdp2_load_full_state_dict` broadcasts, else meta.
+
+    Some networks keep a few parameters in fp32 when they are loaded in another dtype (Wan: norms, time embedding). FSDP2
+    trains the parameters of a unit in one dtype, so without an adapter all have that of `model_dtype`.
+    """
+    dtype = PrecisionType.to_dtype(engine_config.model_dtype)
+    module = model.load_transformer(dtype, meta=rank != 0)
+    if model_config.lora_rank == 0:
+        for parameter in module.parameters():
+            parameter.data = parameter.data.to(dtype)
     if model_config.enable_gradient_checkpointing:
         module.enable_gradient_checkpointing()  # pyright: ignore[reportCallIssue] - of diffusers' ModelMixin
     return module
