@@ -47,8 +47,8 @@ def build_transformer(
 ) -> nn.Module:
     """The transformer; real on rank 0, from which verl's `fsdp2_load_full_state_dict` broadcasts, else meta.
 
-    Some networks keep a few parameters in fp32 when they are loaded in another dtype (Wan: norms, time embedding). FSDP2
-    trains the parameters of a unit in one dtype, so without an adapter all have that of `model_dtype`.
+    Some networks keep a few parameters in fp32 when they are loaded in another dtype (Wan: norms, time embedding).
+    FSDP2 trains the parameters of a unit in one dtype, so without an adapter all have that of `model_dtype`.
     """
     dtype = PrecisionType.to_dtype(engine_config.model_dtype)
     module = model.load_transformer(dtype, meta=rank != 0)
