@@ -101,7 +101,7 @@ def test_timesteps_are_the_schedulers_whole_numbers(
         scheduler.set_timesteps(num_steps)
         sigmas = model.sigmas(num_steps, CLIP)
         assert torch.equal(sigmas, scheduler.sigmas)
-        assert torch.equal(model._timesteps(sigmas[:-1]), scheduler.timesteps)
+        assert torch.equal(model.timesteps(sigmas[:-1]), scheduler.timesteps)
 
 
 def test_an_euler_schedule_has_fractional_timesteps(one_expert: DiffusionModel, tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_an_euler_schedule_has_fractional_timesteps(one_expert: DiffusionModel, 
     model: Any = load_model(configs)
     sigmas = model.sigmas(7, CLIP)
     assert sigmas[0] == 1.0 and sigmas[-1] == 0.0
-    assert torch.equal(model._timesteps(sigmas), sigmas * 1000)
+    assert torch.equal(model.timesteps(sigmas), sigmas * 1000)
 
 
 def test_a_prompt_is_cleaned_as_in_the_pipeline(one_expert: DiffusionModel) -> None:

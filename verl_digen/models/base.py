@@ -29,6 +29,9 @@ from verl_digen.models import checkpoint
 from verl_digen.models.experts import Experts
 from verl_digen.types import Condition, Geometry
 
+TIMESTEPS_PER_SIGMA = 1000
+"""A timestep is sigma times this, in the schedules of all pipelines."""
+
 PromptEncoder = Callable[[Sequence[str]], list[Condition]]
 """Texts -> one condition each, on the encoder's device."""
 PromptCheck = Callable[[str], None]
@@ -152,6 +155,10 @@ class DiffusionModel(ABC):
     @abstractmethod
     def sigmas(self, num_steps: int, geometry: Geometry) -> Tensor:
         """[T+1] fp32 CPU, decreasing from the first sigma to exactly 0: the checkpoint's own schedule."""
+
+    def timesteps(self, sigmas: Tensor) -> Tensor:
+        """[N] what the pipeline's scheduler calls the sigmas."""
+        return sigmas * TIMESTEPS_PER_SIGMA
 
     def embedded_guidance(self, asked: float | None) -> float | None:
         """The guidance scale the network is given: `asked`, or where that is None the pipeline's default.

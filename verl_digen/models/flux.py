@@ -20,7 +20,7 @@ from diffusers.pipelines.flux.pipeline_flux import FluxPipeline, calculate_shift
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
 
-from verl_digen.models.base import Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder
+from verl_digen.models.base import TIMESTEPS_PER_SIGMA, Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder
 from verl_digen.models.pixels import load_image_decoder
 from verl_digen.models.sizes import check_size
 from verl_digen.models.text import length_check, one_by_one
@@ -34,8 +34,6 @@ DEFAULT_GUIDANCE = 3.5
 """The pipeline's default `guidance_scale`."""
 PATCH = 2
 """Latent positions per token and side."""
-TIMESTEPS_PER_SIGMA = 1000
-"""The pipeline's timestep is sigma times this."""
 
 
 class Flux(DiffusionModel):
@@ -57,13 +55,13 @@ class Flux(DiffusionModel):
         super().__init__(path)
         network = self.read_network_config("transformer")
         self._num_channels: int = network["in_channels"]
-        self._max_tokens = MAX_TEXT_TOKENS_DEV if network["guidance_embeds"] else MAX_TEXT_TOKENS_SCHNELL
+        self.max_text_tokens: int = MAX_TEXT_TOKENS_DEV if network["guidance_embeds"] else MAX_TEXT_TOKENS_SCHNELL
         self.default_embedded_guidance = DEFAULT_GUIDANCE if network["guidance_embeds"] else None
         self._vae_scale = self.image_vae_scale()
 
     # -- loading ------------------------------------------------------------------------------------------
     def load_prompt_check(self) -> PromptCheck:
-        return length_check(self.load_tokenizer("tokenizer_2"), title=self.title, max_tokens=self._max_tokens)
+        return length_check(self.load_tokenizer("tokenizer_2"), title=self.title, max_tokens=self.max_text_tokens)
 
     def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
         """Conditions are {"embeds": [L, D], "pooled": [E]} in `dtype`, L the same for every prompt."""
@@ -75,7 +73,7 @@ class Flux(DiffusionModel):
 
         def encode(prompt: str) -> Condition:
             check(prompt)
-            embeds, pooled, _ = pipeline.encode_prompt(prompt, device=device, max_sequence_length=self._max_tokens)
+            embeds, pooled, _ = pipeline.encode_prompt(prompt, device=device, max_sequence_length=self.max_text_tokens)
             return {"embeds": embeds[0], "pooled": pooled[0]}
 
         return one_by_one(encode)
@@ -129,7 +127,7 @@ class Flux(DiffusionModel):
         rows, columns = self._token_grid(geometry)
         return transformer(
             hidden_states=latents.to(dtype),
-            timestep=(sigmas * TIMESTEPS_PER_SIGMA).to(device, dtype) / TIMESTEPS_PER_SIGMA,
+            timestep=self.timesteps(sigmas).to(device, dtype) / TIMESTEPS_PER_SIGMA,
             guidance=condition.get("guidance"),
             pooled_projections=condition["pooled"].to(dtype),
             encoder_hidden_states=condition["embeds"].to(dtype),

@@ -32,8 +32,6 @@ DEFAULT_GUIDANCE = 6.0
 """The pipeline's default `guidance_scale`."""
 GUIDANCE_UNIT = 1000
 """The network is given the guidance scale times this."""
-TIMESTEPS_PER_SIGMA = 1000
-"""The network's timestep is sigma times this."""
 
 
 class HunyuanVideo(DiffusionModel):
@@ -134,7 +132,7 @@ class HunyuanVideo(DiffusionModel):
         guidance = condition.get("guidance")
         return transformer(
             hidden_states=latents.to(dtype),
-            timestep=(sigmas * TIMESTEPS_PER_SIGMA).to(latents.device, dtype),
+            timestep=self.timesteps(sigmas).to(latents.device, dtype),
             encoder_hidden_states=condition["embeds"].to(dtype),
             encoder_attention_mask=condition["mask"].to(dtype),
             pooled_projections=condition["pooled"].to(dtype),

@@ -22,7 +22,7 @@ from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchE
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from verl_digen.models.base import Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder
+from verl_digen.models.base import TIMESTEPS_PER_SIGMA, Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder
 from verl_digen.models.pixels import to_pixels
 from verl_digen.models.sizes import check_size
 from verl_digen.models.text import length_check, one_by_one, pad_embeds
@@ -32,8 +32,6 @@ MAX_TEXT_TOKENS = 1024
 """Longest prompt in tokens, with the 5 that end the template: the pipeline's upper limit; its default is 512."""
 PATCH = 2
 """Latent positions per token and side."""
-TIMESTEPS_PER_SIGMA = 1000
-"""The pipeline's timestep is sigma times this."""
 
 
 def conv_one_frame(conv: QwenImageCausalConv3d, x: Tensor, cache_x: Tensor | None = None) -> Tensor:
@@ -163,7 +161,7 @@ class QwenImage(DiffusionModel):
         # "6. Denoising loop" of QwenImagePipeline.__call__; there too the timestep is rounded to the
         # network's dtype, then divided.
         dtype = self.input_dtype(transformer)
-        timesteps = (sigmas * TIMESTEPS_PER_SIGMA).to(latents.device, dtype) / TIMESTEPS_PER_SIGMA
+        timesteps = self.timesteps(sigmas).to(latents.device, dtype) / TIMESTEPS_PER_SIGMA
         rows, columns = self._token_grid(geometry)
         return transformer(
             hidden_states=latents.to(dtype),

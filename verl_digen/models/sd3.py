@@ -26,8 +26,6 @@ from verl_digen.types import Condition, Geometry
 
 MAX_TEXT_TOKENS = 256
 """T5 tokens, always all of them; the pipeline's default."""
-TIMESTEPS_PER_SIGMA = 1000
-"""The network's timestep is sigma times this."""
 
 
 class StableDiffusion3(DiffusionModel):
@@ -126,7 +124,7 @@ class StableDiffusion3(DiffusionModel):
         dtype = self.input_dtype(transformer)
         return transformer(
             hidden_states=latents.to(dtype),
-            timestep=(sigmas * TIMESTEPS_PER_SIGMA).to(latents.device),
+            timestep=self.timesteps(sigmas).to(latents.device),
             encoder_hidden_states=condition["embeds"].to(dtype),
             pooled_projections=condition["pooled"].to(dtype),
             return_dict=False,

@@ -22,7 +22,7 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
 from diffusers.pipelines.wan.pipeline_wan import WanPipeline, prompt_clean
 from torch import Tensor, nn
 
-from verl_digen.models.base import Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder
+from verl_digen.models.base import TIMESTEPS_PER_SIGMA, Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder
 from verl_digen.models.checkpoint import check_components
 from verl_digen.models.pixels import decode_each
 from verl_digen.models.sizes import check_size
@@ -31,8 +31,6 @@ from verl_digen.types import Condition, Geometry
 
 MAX_TEXT_TOKENS = 512
 """Tokens the network reads of every prompt; the pipeline's default."""
-TIMESTEPS_PER_SIGMA = 1000
-"""The network's timestep is sigma times this."""
 
 
 class Wan(DiffusionModel):
@@ -45,8 +43,9 @@ class Wan(DiffusionModel):
 
     def __init__(self, path: str | Path):
         super().__init__(path)
-        self._boundary: float | None = self.index.get("boundary_ratio")
-        if self._boundary is not None:
+        self.boundary_ratio: float | None = self.index.get("boundary_ratio")
+        """Sigma below which the second expert takes over; None with one network."""
+        if self.boundary_ratio is not None:
             self.experts = ("transformer", "transformer_2")
             check_components(self.path, self.index, self.experts)
         self._network = self.read_network_config("transformer")
@@ -112,18 +111,18 @@ class Wan(DiffusionModel):
         return torch.as_tensor(scheduler.sigmas)
 
     def expert_of(self, sigmas: Tensor) -> Tensor:
-        if self._boundary is None:
+        if self.boundary_ratio is None:
             return super().expert_of(sigmas)
-        return (self._timesteps(sigmas) < self._boundary * TIMESTEPS_PER_SIGMA).long()
+        return (self.timesteps(sigmas) < self.boundary_ratio * TIMESTEPS_PER_SIGMA).long()
 
-    def _timesteps(self, sigmas: Tensor) -> Tensor:
+    def timesteps(self, sigmas: Tensor) -> Tensor:
         """[N] what the scheduler calls the sigmas: int64 if it cuts them to whole numbers, else fp32.
 
         It cuts in fp64. From a sigma in fp32 that is the same number, but for the rare one that is whole already:
         one step of the 20,100 in all schedules of up to 200 steps at shift 3, which is then told a timestep more
         or less.
         """
-        timesteps = sigmas * TIMESTEPS_PER_SIGMA
+        timesteps = super().timesteps(sigmas)
         return timesteps.long() if self._has_whole_timesteps else timesteps
 
     # -- the network --------------------------------------------------------------------------------------
@@ -151,12 +150,12 @@ class Wan(DiffusionModel):
             if len(experts) > 1:
                 raise RuntimeError(
                     f"rows of one forward must belong to one expert, got sigmas {sigmas.tolist()} on both sides of "
-                    f"{self._boundary}; tile them by expert_of"
+                    f"{self.boundary_ratio}; tile them by expert_of"
                 )
             chosen = {"expert": experts[0]}
         return transformer(
             hidden_states=latents.to(dtype),
-            timestep=self._timesteps(sigmas).to(latents.device),
+            timestep=self.timesteps(sigmas).to(latents.device),
             encoder_hidden_states=condition["embeds"].to(dtype),
             return_dict=False,
             **chosen,

@@ -23,7 +23,7 @@ from diffusers.pipelines.z_image.pipeline_z_image import (
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
 
-from verl_digen.models.base import Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder
+from verl_digen.models.base import TIMESTEPS_PER_SIGMA, Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder
 from verl_digen.models.pixels import load_image_decoder
 from verl_digen.models.sizes import check_size
 from verl_digen.models.text import length_check, one_by_one
@@ -33,8 +33,6 @@ MAX_TEXT_TOKENS = 512
 """Tokens of a prompt in its chat template; the pipeline's default."""
 PATCH = 2
 """Latent positions per token and side."""
-TIMESTEPS_PER_SIGMA = 1000
-"""The pipeline's timestep is sigma times this."""
 
 
 class ZImage(DiffusionModel):
@@ -120,7 +118,7 @@ class ZImage(DiffusionModel):
     ) -> Tensor:
         # "6. Denoising loop" of ZImagePipeline.__call__.
         dtype = self.input_dtype(transformer)
-        timesteps = (TIMESTEPS_PER_SIGMA - sigmas * TIMESTEPS_PER_SIGMA) / TIMESTEPS_PER_SIGMA
+        timesteps = (TIMESTEPS_PER_SIGMA - self.timesteps(sigmas)) / TIMESTEPS_PER_SIGMA
         one_frame = latents.to(dtype).unsqueeze(2)
         predicted = transformer(
             list(one_frame.unbind()),
