@@ -1,2 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shims for limitations upstream: one module each, with its version range and the condition under which it goes."""
+
+from __future__ import annotations
+
+import logging
+from importlib.metadata import version
+
+from packaging.specifiers import SpecifierSet
+
+logger = logging.getLogger(__name__)
+
+
+def is_for(shim: str, package: str, versions: SpecifierSet) -> bool:
+    """Whether the module `shim`, made for `versions` of `package`, is for the installed one; warns if it is not."""
+    installed = version(package)
+    if versions.contains(installed):
+        return True
+    logger.warning(
+        "%s was made for %s %s, and %s is installed; it is left out: look there whether it is still needed",
+        shim,
+        package,
+        versions,
+        installed,
+    )
+    return False

@@ -41,7 +41,7 @@ def _transformer() -> SD3Transformer2DModel:
         joint_attention_dim=TEXT_WIDTH,
         caption_projection_dim=32,
         pooled_projection_dim=sum(CLIP_WIDTHS),
-        pos_embed_max_size=24,
+        pos_embed_max_size=32,
         dual_attention_layers=(0,),
         qk_norm="rms_norm",
     )

@@ -6,7 +6,7 @@ from __future__ import annotations
 from diffusers.models.transformers.transformer_z_image import ZImageTransformer2DModel
 from diffusers.pipelines.z_image.pipeline_z_image import ZImagePipeline
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
-from transformers import Qwen3Config, Qwen3Model
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from verl_digen.models.tiny.text import CORPUS, TEXT_WIDTH, VOCABULARY_SIZE, byte_tokenizer
 from verl_digen.models.tiny.vae import LATENT_CHANNELS, image_vae
@@ -50,8 +50,9 @@ def _transformer() -> ZImageTransformer2DModel:
     return transformer
 
 
-def _text_encoder() -> Qwen3Model:
-    encoder = Qwen3Model(
+def _text_encoder() -> Qwen3ForCausalLM:
+    """With its language head, as published checkpoints are stored; who loads them may leave it out."""
+    encoder = Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=VOCABULARY_SIZE,
             hidden_size=TEXT_WIDTH,
@@ -60,6 +61,7 @@ def _text_encoder() -> Qwen3Model:
             num_attention_heads=2,
             num_key_value_heads=1,
             head_dim=16,
+            tie_word_embeddings=True,
         )
     )
     draw_weights(encoder)
