@@ -191,7 +191,8 @@ class RolloutConfig:
     """Samples a replica denoises together (memory decides)."""
     batch_wait_s: float = 0.05
     """How long a `diffusers` replica waits for more requests, after the last one, before it starts a batch that is not
-    full; `vllm_omni` adds requests to a running batch."""
+    full; a `vllm_omni` replica too, if its pipeline runs in one go, and not longer than five times as long in all. With
+    step execution it adds requests to a running batch."""
     num_kept_adapters: int = 4
     """LoRA adapters, one per weight version, that a `vllm_omni` replica keeps for requests in flight; an update waits
     while they name as many versions."""

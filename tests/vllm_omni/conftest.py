@@ -167,6 +167,22 @@ def full_weights(path: Path, version: int) -> dict[str, Tensor]:
     return {name: tensor * (1 + 0.05 * version) for name, tensor in state.items()}
 
 
+def adapter_weights(replica: Replica, version: int) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A peft adapter with numbers that differ from version to version -> (wrapped network, its tensors)."""
+    from peft import get_peft_model, get_peft_model_state_dict
+
+    from verl_digen.models import load_model
+
+    network: Any = load_model(replica.path).load_transformer(torch.float32)
+    wrapped = get_peft_model(network, replica.sender._adapter_config)
+    generator = torch.Generator().manual_seed(version)
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    return wrapped, get_peft_model_state_dict(wrapped, save_embedding_layers=False)
+
+
 def by_sampler(path: Path, network: nn.Module, asked: SampleRequest, version: int) -> Trajectory:
     """The sample as our own sampler makes it, with the weights of `network`."""
     from verl_digen.models import load_model

@@ -6,6 +6,7 @@ import time
 import pytest
 
 from tests.e2e.conftest import finish_main, kill_one, run_main, start_main
+from tests.tiny_models import build_tiny
 
 pytestmark = pytest.mark.e2e
 RECIPE = "[digen_flowgrpo,vllm_omni]"
@@ -76,3 +77,26 @@ def test_a_run_goes_on_with_the_other_replica_when_one_is_killed_and_trains_ever
     for row in steps:
         assert row["actor/num_rows"] == 4 * 4 * 39, "16 samples of 39 trained steps, each once"
         assert row["rollout/log_prob_gap_max"] <= 1e-4
+
+
+def test_a_pipeline_that_runs_in_one_go_trains_with_samples_of_the_trainer_beside_its_own(tmp_path):
+    run = run_main(
+        tmp_path / "run",
+        f"actor_rollout_ref.model.path={build_tiny('sd3', tmp_path / 'checkpoint')}",
+        "digen.reward.functions={shapes: 1.0, jpeg_compressibility: 1.0}",
+        "digen.sampling.guidance_scale=2.0",
+        "digen.tag.policy=always",
+        "digen.tag.chunk_size=2",
+        "trainer.total_training_steps=3",
+        "trainer.test_freq=3",
+        recipe="[digen_flowgrpo,disaggregated,vllm_omni]",
+        timeout_s=600,
+    )
+    assert run.exit_code == 0, run.output[-8000:]
+    steps = [row for row in run.metrics if "perf/step_s" in row]
+    assert [row["step"] for row in steps] == [1, 2, 3]
+    for row in steps:
+        assert row["rollout/log_prob_gap_max"] <= 1e-4
+        assert row["rollout/version_age_max_versions"] == 0
+        assert row["actor/num_rows"] == 4 * 4 * 5, "prompts x samples x trained steps"
+        assert row["tag/assisted_samples"] > 0

@@ -1,53 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A `vllm_omni` replica generates what a `diffusers` replica does."""
 
-import asyncio
 import random
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import ray
 import torch
 
-from tests.vllm_omni.conftest import GUIDED, RUN_SEED, SAMPLING, request
-from verl_digen.config import DigenConfig, RolloutConfig
-from verl_digen.rollout.server import DiffusersServer
-
-TOLERANCE = 1e-5
-
-
-def by_diffusers(path, requests):
-    server = DiffusersServer(
-        SimpleNamespace(dtype="float32"),
-        SimpleNamespace(
-            local_path=path,
-            digen=DigenConfig(seed=RUN_SEED, rollout=RolloutConfig(max_batch_size=1, batch_wait_s=0.0)),
-            adapter_config=lambda: None,
-        ),
-        visible_devices="0",
-        num_threads=1,
-    )
-
-    async def run():
-        return await asyncio.gather(*[server.generate("id", [], {"request": asked}) for asked in requests])
-
-    return asyncio.run(run())
-
-
-def assert_same(got, expected):
-    ours, theirs = got.trajectory, expected.trajectory
-    assert (ours.uid, ours.sample_index, ours.seed) == (theirs.uid, theirs.sample_index, theirs.seed)
-    torch.testing.assert_close(ours.latents, theirs.latents, atol=TOLERANCE, rtol=0)
-    torch.testing.assert_close(ours.log_probs, theirs.log_probs, atol=TOLERANCE, rtol=0)
-    torch.testing.assert_close(ours.sigmas, theirs.sigmas, atol=0, rtol=0)
-    assert torch.equal(ours.positions, theirs.positions)
-    assert (got.pixels.int() - expected.pixels.int()).abs().max() <= 1
-    for name in ("condition", "negative_condition"):
-        mine, yours = getattr(got, name), getattr(expected, name)
-        assert (mine is None) == (yours is None)
-        if mine is not None:
-            torch.testing.assert_close(mine, yours, atol=TOLERANCE, rtol=0)
+from tests.vllm_omni.compare import assert_same, by_diffusers
+from tests.vllm_omni.conftest import GUIDED, SAMPLING, request
 
 
 @pytest.mark.parametrize("sampling", [SAMPLING, GUIDED], ids=["plain", "guided"])

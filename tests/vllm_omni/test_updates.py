@@ -7,27 +7,14 @@ import time
 import pytest
 import ray
 import torch
-from peft import PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import PeftModel
 
-from tests.vllm_omni.conftest import by_sampler, full_weights, request
+from tests.vllm_omni.conftest import adapter_weights, by_sampler, full_weights, request
 from verl_digen.models import load_model
 
 NUM_TRAJECTORIES = 200
 NUM_CHECKED = 12
 """Trajectories that are generated again with the weights they claim to be of."""
-
-
-def adapter_weights(replica, version):
-    """A peft adapter with numbers that differ from version to version -> (wrapped network, its tensors)."""
-    network = load_model(replica.path).load_transformer(torch.float32)
-    config = replica.sender._adapter_config
-    wrapped = get_peft_model(network, config)
-    generator = torch.Generator().manual_seed(version)
-    with torch.no_grad():
-        for name, parameter in wrapped.named_parameters():
-            if "lora_" in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
-    return wrapped, get_peft_model_state_dict(wrapped, save_embedding_layers=False)
 
 
 def generate_while_updating(replica, weights_of, first_version):

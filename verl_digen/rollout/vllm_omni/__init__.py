@@ -6,7 +6,10 @@
 | `replica.py` | task runner | starts the servers of a replica |
 | `server.py` | a Ray actor, with the engine in its process or in front of its workers | verl's server methods |
 | `engine.py` | beside the server | the engine that keeps weight updates between trajectories |
-| `pipeline.py` | engine worker | any pipeline with step execution, stepping with our SDE and recording |
+| `pipeline.py` | engine worker | which pipeline is recorded how |
+| `recorder.py` | engine worker | steps with our SDE, and records |
+| `step_mode.py` | engine worker | any pipeline with step execution |
+| `request_mode.py`, `request_pipelines.py` | engine worker | pipelines without: FLUX.1, SD3, Wan, Z-Image |
 | `worker.py` | engine worker | takes weights in, compares them, loads them |
 | `adapter.py` | trainer rank | sends weights |
 | `cpu/` | all of them, without an accelerator | vLLM-Omni's platform for the CPU |

@@ -11,27 +11,33 @@ Example, two requests denoising (running), one waiting:
     commit_weights runs                # alone
     the waiting one starts             # under the new weights
 
+Pipelines without step execution denoise a whole batch in one call; there the barrier waits for that batch.
+
 Invariant (tests/vllm_omni): whenever updates come, no trajectory has two versions and none is lost.
 """
 
 from __future__ import annotations
 
 import queue
+from dataclasses import replace
 from typing import Any
 
 from vllm_omni.diffusion.data import OmniDiffusionConfig
 from vllm_omni.diffusion.diffusion_engine import DiffusionEngine, DiffusionExecutionMode, _RpcTask
-from vllm_omni.diffusion.sched import StepScheduler
-from vllm_omni.diffusion.sched.interface import SchedulerRequestState
+from vllm_omni.diffusion.request import OmniDiffusionRequest
+from vllm_omni.diffusion.sched import RequestScheduler, StepScheduler
+from vllm_omni.diffusion.sched.base_scheduler import BaseScheduler
+from vllm_omni.diffusion.sched.interface import RequestBatchSamplingParamsKey, SchedulerRequestState
 
-from verl_digen.rollout.vllm_omni.pipeline import RECORDED
+from verl_digen.rollout.vllm_omni.recorder import RECORDED
+from verl_digen.rollout.vllm_omni.requests import ORDER
 
 BARRIER = frozenset({"commit_weights"})
 """Worker methods that change the weights trajectories are made with."""
 
 
-class BarrierScheduler(StepScheduler):
-    """vLLM-Omni's step scheduler, which can be told to admit nothing for a while."""
+class BarrierScheduler(BaseScheduler):
+    """A scheduler of vLLM-Omni that can be told to admit nothing for a while."""
 
     is_held = False
 
@@ -41,6 +47,20 @@ class BarrierScheduler(StepScheduler):
     def has_requests(self) -> bool:
         """False with nothing but held requests, so that the engine's loop sleeps."""
         return bool(self._running) if self.is_held else super().has_requests()
+
+
+class BarrierStepScheduler(BarrierScheduler, StepScheduler):
+    """For pipelines with step execution."""
+
+
+class BarrierRequestScheduler(BarrierScheduler, RequestScheduler):
+    """For the others; requests that are recorded are batched with their like alone."""
+
+    def _build_sampling_params_key(self, request: OmniDiffusionRequest) -> RequestBatchSamplingParamsKey:
+        key = super()._build_sampling_params_key(request)
+        if ORDER not in request.sampling_params.extra_args:
+            return key
+        return replace(key, condition_key=(ORDER, *(key.condition_key or ())))
 
 
 class BarrierQueue(queue.Queue[_RpcTask]):
@@ -71,9 +91,10 @@ class VersionedEngine(DiffusionEngine):
     _rpc_queue: BarrierQueue
 
     def _init_scheduler(self, od_config: OmniDiffusionConfig, scheduler: Any = None, *args: Any, **kwargs: Any) -> None:
-        if self.execution_mode != DiffusionExecutionMode.STEP_BATCH:
-            raise RuntimeError("the version barrier needs step_execution=True")
-        super()._init_scheduler(od_config, scheduler or BarrierScheduler(), *args, **kwargs)
+        if scheduler is None:
+            is_stepwise = self.execution_mode == DiffusionExecutionMode.STEP_BATCH
+            scheduler = BarrierStepScheduler() if is_stepwise else BarrierRequestScheduler()
+        super()._init_scheduler(od_config, scheduler, *args, **kwargs)
 
     def _init_runtime_state(self) -> None:
         super()._init_runtime_state()
@@ -97,7 +118,7 @@ class VersionedEngine(DiffusionEngine):
 
 
 def _is_record(output: Any) -> bool:
-    """True for what `RecordingMixin.post_decode` made."""
+    """True for what `RecordingPipeline.finish_recording` made."""
     if not isinstance(output, dict) or "payload" not in output:
         return False
     payload = output["payload"]

@@ -30,7 +30,7 @@ from verl_digen.models import load_model
 from verl_digen.rollout.placed import cpu_threads
 from verl_digen.rollout.recording import experts_of, generation_facts
 from verl_digen.rollout.vllm_omni.arguments import check_taken, engine_arguments
-from verl_digen.rollout.vllm_omni.pipeline import RECORDED
+from verl_digen.rollout.vllm_omni.recorder import RECORDED
 from verl_digen.rollout.vllm_omni.requests import RecordingOrder, adapter_request, to_prompt, to_sampling_params
 from verl_digen.types import Condition, Generation, SampleRequest
 from verl_digen.weights.manifest import Manifest
@@ -158,7 +158,7 @@ class vLLMOmniHttpServer(vLLMHttpServer):
             ray.actor.exit_actor()
 
     async def abort_request(self, request_id: str, reset_prefix_cache: bool = True) -> dict[str, Any]:
-        """Drop one request at its next step."""
+        """Drop one request at its next step; one whose pipeline runs in one go, when its batch ends."""
         await self.engine.abort(request_id)
         return {"aborted": True, "request_id": request_id}
 

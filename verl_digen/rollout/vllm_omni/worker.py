@@ -14,7 +14,7 @@ Nothing has changed when that raises, and the old weights keep serving.
 | a tensor is lost, doubled or damaged on the way | number and checksum of what was sent |
 | a tensor is missing, unknown or of another shape | the checkpoint's names and shapes |
 | vLLM-Omni skips a tensor, e.g. that of a layer LoRA has wrapped | the checksum of the network after loading |
-| a module of an adapter finds no layer | `RecordingMixin._validate_diffusion_lora_binding` |
+| a module of an adapter finds no layer | `RecordingPipeline._validate_diffusion_lora_binding` |
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -35,16 +37,15 @@ from vllm_omni.diffusion.sched.interface import DiffusionSchedulerOutput
 from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExtension
 
 from verl_digen.models import load_model
+from verl_digen.models.base import DiffusionModel
 from verl_digen.platforms.device_name import accelerator_name
-from verl_digen.rollout.vllm_omni.pipeline import RecordingMixin
+from verl_digen.rollout.vllm_omni.recorder import RecordingPipeline
 from verl_digen.rollout.vllm_omni.requests import adapter_request, version_of_adapter
 from verl_digen.types import Condition
 from verl_digen.weights.checksum import checksum
 from verl_digen.weights.manifest import Manifest
 from verl_digen.weights.receiver import compare_with, tensors_of_update
 
-TRANSFORMER = "transformer"
-"""The pipeline's attribute that is trained."""
 NO_LIMIT = 1 << 16
 """Adapters that vLLM-Omni keeps before it drops the one that was used least recently."""
 
@@ -118,10 +119,11 @@ class WeightReceiverExtension(CustomPipelineWorkerExtension):
             RuntimeError: what was sent is not what is loaded; names the tensors. The old weights keep serving.
         """
         staged = self._take_staged(manifest)
-        if any(isinstance(module, BaseLayerWithLoRA) for module in self._transformer.modules()):
+        wrapped = next((name for name, module in self._modules() if isinstance(module, BaseLayerWithLoRA)), None)
+        if wrapped is not None:
             raise RuntimeError(
                 "full weights were sent to a replica that serves a LoRA adapter, whose layers would skip them, e.g. "
-                f"{self._first_wrapped()}; send the adapter alone, or merged weights from the first update on "
+                f"{wrapped}; send the adapter alone, or merged weights from the first update on "
                 "(actor_rollout_ref.model.lora.merge=true). The old weights keep serving"
             )
         compare_with(staged, self._expected_shapes(None))
@@ -138,7 +140,7 @@ class WeightReceiverExtension(CustomPipelineWorkerExtension):
         if self._sealed is None:
             raise RuntimeError("no weight update is waiting to be loaded; seal one first")
         (manifest, sealed), self._sealed = self._sealed, None
-        loaded = self._pipeline.load_weights((f"{TRANSFORMER}.{name}", tensor) for name, tensor in sealed.items())
+        loaded = self.model_runner.pipeline.load_weights((self._name(name), tensor) for name, tensor in sealed.items())
         self._check_loaded(sealed, loaded)
         self._pipeline.weight_version = manifest.version
         return time.perf_counter() - started_s
@@ -146,10 +148,15 @@ class WeightReceiverExtension(CustomPipelineWorkerExtension):
     def _check_loaded(self, staged: dict[str, Tensor], loaded: set[str]) -> None:
         """Every parameter was loaded, and with the numbers that were sent.
 
-        vLLM-Omni fuses tensors but changes none of their numbers; so checksums before and after are equal. With tensor
-        parallelism each worker has a part of the numbers, and only the names are compared.
+        vLLM-Omni fuses tensors but changes none of their numbers; so checksums before and after are equal. (Of buffers,
+        an update holds some; those are loaded, too.) With tensor parallelism each worker has a part of the numbers, and
+        only the names are compared.
         """
-        skipped = {f"{TRANSFORMER}.{name}" for name, _ in self._transformer.named_parameters()} - loaded
+        held, parameters = {}, set()
+        for network, module in self._networks.items():
+            held |= {f"{network}.{name}": tensor for name, tensor in module.state_dict().items()}
+            parameters |= {f"{network}.{name}" for name, _ in module.named_parameters()}
+        skipped = parameters - loaded
         if skipped:
             raise RuntimeError(
                 f"vLLM-Omni loaded nothing into {len(skipped)} of the network's parameters, e.g. {min(skipped)}. Its "
@@ -159,8 +166,7 @@ class WeightReceiverExtension(CustomPipelineWorkerExtension):
             return
         dtype = self.od_config.dtype
         sent = checksum(tensor.to(dtype) for tensor in staged.values())
-        loaded = checksum(parameter.detach().to(dtype) for parameter in self._transformer.parameters())
-        if sent != loaded:
+        if sent != checksum(tensor.to(dtype) for name, tensor in held.items() if name in loaded):
             raise RuntimeError(
                 "vLLM-Omni did not load all of an update: the network's checksum is not that of what was sent. Its "
                 "weights are neither the old nor the new ones; the replica must be started again"
@@ -193,11 +199,11 @@ class WeightReceiverExtension(CustomPipelineWorkerExtension):
 
     def _to_vllm(self, staged: dict[str, Tensor], config: LoraConfig, adapter_id: int) -> tuple[LoRAModel, PEFTHelper]:
         """peft's adapter in vLLM's words, under the names of the layers as vLLM-Omni has them."""
-        layers = {name for name, _ in self._transformer.named_modules()}
+        layers = {name for name, _ in self._modules()}
         tensors, adapted = {}, set()
         for name, tensor in staged.items():
             module, which, _ = name.removeprefix("base_model.model.").rsplit(".", 2)
-            layer = f"{TRANSFORMER}.{_layer_name(module, layers)}"
+            layer = _layer_name(self._name(module), layers)
             adapted.add(layer)
             tensors[f"{layer}.{which}.weight"] = tensor
         helper = PEFTHelper(
@@ -226,19 +232,32 @@ class WeightReceiverExtension(CustomPipelineWorkerExtension):
         return accelerator_name()
 
     @property
-    def _pipeline(self) -> RecordingMixin:
+    def _pipeline(self) -> RecordingPipeline:
         return self.model_runner.pipeline
 
-    @property
-    def _transformer(self) -> nn.Module:
-        return getattr(self.model_runner.pipeline, TRANSFORMER)
+    @cached_property
+    def _model(self) -> DiffusionModel:
+        return load_model(self.od_config.model)
 
-    def _first_wrapped(self) -> str:
-        return next(name for name, module in self._transformer.named_modules() if isinstance(module, BaseLayerWithLoRA))
+    @property
+    def _networks(self) -> dict[str, nn.Module]:
+        """What is trained, by the names of the pipeline's attributes."""
+        return {name: getattr(self.model_runner.pipeline, name) for name in self._model.experts}
+
+    def _modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """All modules of what is trained, by their names in the pipeline."""
+        for network, root in self._networks.items():
+            for name, module in root.named_modules():
+                yield f"{network}.{name}", module
+
+    def _name(self, name: str) -> str:
+        """The pipeline's name of what an update calls `name`: with several networks that begins with theirs."""
+        (first, *others) = self._model.experts
+        return name if others else f"{first}.{name}"
 
     def _expected_shapes(self, config: LoraConfig | None) -> dict[str, torch.Size]:
         if self._shapes is None:
-            network = load_model(self.od_config.model).load_transformer(self.od_config.dtype, meta=True)
+            network = self._model.load_transformer(self.od_config.dtype, meta=True)
             if config is not None:
                 network = get_peft_model(network, config)  # type: ignore[arg-type]
             self._shapes = {name: tensor.shape for name, tensor in tensors_of_update(network).items()}

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a `diffusers` replica makes of requests, and whether a `vllm_omni` one makes the same."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from tests.vllm_omni.conftest import RUN_SEED
+from verl_digen.config import DigenConfig, RolloutConfig
+from verl_digen.rollout.server import DiffusersServer
+from verl_digen.types import Generation, SampleRequest
+
+TOLERANCE = 1e-5
+
+
+def by_diffusers(path: Path, requests: Sequence[SampleRequest]) -> list[Generation]:
+    """One after the other, with the weights of the checkpoint in fp32."""
+    server = DiffusersServer(
+        SimpleNamespace(dtype="float32"),
+        SimpleNamespace(
+            local_path=path,
+            digen=DigenConfig(seed=RUN_SEED, rollout=RolloutConfig(max_batch_size=1, batch_wait_s=0.0)),
+            adapter_config=lambda: None,
+        ),
+        visible_devices="0",
+        num_threads=1,
+    )
+
+    async def run() -> list[Any]:
+        return await asyncio.gather(*[server.generate("id", [], {"request": asked}) for asked in requests])
+
+    return asyncio.run(run())
+
+
+def assert_same(got: Generation, expected: Generation) -> None:
+    ours, theirs = got.trajectory, expected.trajectory
+    assert (ours.uid, ours.sample_index, ours.seed) == (theirs.uid, theirs.sample_index, theirs.seed)
+    torch.testing.assert_close(ours.latents, theirs.latents, atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(ours.log_probs, theirs.log_probs, atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(ours.sigmas, theirs.sigmas, atol=0, rtol=0)
+    assert torch.equal(ours.positions, theirs.positions)
+    assert got.pixels.shape == expected.pixels.shape
+    assert (got.pixels.int() - expected.pixels.int()).abs().max() <= 1
+    for name in ("condition", "negative_condition"):
+        mine, yours = getattr(got, name), getattr(expected, name)
+        assert (mine is None) == (yours is None)
+        if mine is not None:
+            torch.testing.assert_close(mine, yours, atol=TOLERANCE, rtol=0)

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM-Omni is asked for, and what is refused before its engine starts."""
+
+from __future__ import annotations
+
+import pytest
+from verl.utils.config import omega_conf_to_dataclass
+
+from tests.tiny_models import build_tiny
+from tests.vllm_omni.conftest import compose_actor_rollout
+
+
+def arguments(path, *overrides):
+    from verl_digen.rollout.vllm_omni.arguments import engine_arguments
+
+    composed = compose_actor_rollout(path, *overrides)
+    return engine_arguments(
+        omega_conf_to_dataclass(composed.rollout), omega_conf_to_dataclass(composed.model), can_sleep=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "is_stepwise", "max_num_seqs"),
+    [("qwen_image", True, 8), ("sd3", False, 8), ("z_image", False, 1), ("wan2.1", False, 8)],
+)
+def test_a_pipeline_runs_step_by_step_where_it_can_and_in_batches_where_it_can(
+    tmp_path, name, is_stepwise, max_num_seqs
+):
+    made = arguments(build_tiny(name, tmp_path))
+    assert (made["step_execution"], made["max_num_seqs"]) == (is_stepwise, max_num_seqs)
+
+
+def test_a_pipeline_that_vllm_omni_lacks_is_refused_with_the_remedy(tmp_path):
+    path = build_tiny("hunyuan_video", tmp_path)
+    with pytest.raises(ValueError, match=r"no pipeline HunyuanVideoPipeline; set actor_.*name=diff"):
+        arguments(path)
+
+
+def test_several_devices_on_a_cpu_are_refused_where_their_workers_would_not_answer(tmp_path):
+    path = build_tiny("sd3", tmp_path)
+    with pytest.raises(
+        ValueError, match=r"tensor_model_parallel_size must be 1 on a CPU for StableDiffusion3Pipeline.*got 2"
+    ):
+        arguments(path, "actor_rollout_ref.rollout.tensor_model_parallel_size=2")

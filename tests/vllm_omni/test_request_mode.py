@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pipelines that vLLM-Omni runs in one go: the same samples as of a `diffusers` replica, before and after updates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+import ray
+import torch
+
+from tests.tiny_models import build_tiny
+from tests.vllm_omni.compare import TOLERANCE, assert_same, by_diffusers
+from tests.vllm_omni.conftest import (
+    GUIDED,
+    SAMPLING,
+    Replica,
+    adapter_weights,
+    by_sampler,
+    full_weights,
+    request,
+    start_replica,
+)
+from verl_digen.models import load_model
+from verl_digen.types import Geometry, SampleRequest
+
+NUM_REQUESTS = 6
+VIDEO = Geometry(64, 64, 5)
+FIRST_RANK = 10
+"""Ranks that no other replica of these tests has."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One tiny checkpoint."""
+
+    name: str
+    """In `verl_digen.models.tiny.BUILDERS`."""
+    geometry: Geometry = SAMPLING.geometry
+    embedded_guidance_scale: float | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+    def requests(self, *, is_guided: bool) -> list[SampleRequest]:
+        """Of two groups, with prompts of different lengths, and windows and laws that differ."""
+        sampling = replace(GUIDED if is_guided else SAMPLING, geometry=self.geometry)
+        if is_guided:
+            sampling = replace(sampling, embedded_guidance_scale=self.embedded_guidance_scale)
+        laws = ("flow", "cps")
+        return [request(number, replace(sampling, law=laws[number % 2])) for number in range(NUM_REQUESTS)]
+
+
+CASES = (
+    Case("sd3"),
+    Case("flux_dev", embedded_guidance_scale=2.0),
+    Case("z_image"),
+    Case("wan2.1", VIDEO),
+    Case("wan2.2_a14b", VIDEO),
+)
+
+
+@pytest.fixture(scope="module", params=CASES, ids=str)
+def served(request, ray_here, tmp_path_factory) -> Iterator[tuple[Case, Replica]]:
+    """A replica per checkpoint, one at a time; updates carry full weights."""
+    case: Case = request.param
+    path = build_tiny(case.name, tmp_path_factory.mktemp(case.name))
+    replica = start_replica(path, FIRST_RANK + CASES.index(case))
+    yield case, replica
+    ray.kill(replica.server)
+
+
+@pytest.mark.parametrize("is_guided", [False, True], ids=["plain", "guided"])
+def test_a_batch_gives_the_samples_of_the_diffusers_replica(served, is_guided):
+    case, replica = served
+    requests = case.requests(is_guided=is_guided)
+    got = replica.generate(requests)
+    for sample, expected in zip(got, by_diffusers(replica.path, requests), strict=True):
+        assert_same(sample, expected)
+    alone = replica.generate(requests[:1])
+    torch.testing.assert_close(alone[0].trajectory.latents, got[0].trajectory.latents, atol=TOLERANCE, rtol=0)
+
+
+def test_the_trainer_gets_the_conditions_that_a_sample_carries(served):
+    case, replica = served
+    asked = replace(case.requests(is_guided=True)[0], wants_condition=True)
+    (generation,) = replica.generate([asked])
+    condition, negative_condition = ray.get(replica.server.encode.remote(asked))
+    torch.testing.assert_close(condition, generation.condition, atol=0, rtol=0)
+    torch.testing.assert_close(negative_condition, generation.negative_condition, atol=0, rtol=0)
+
+
+def test_updates_come_between_trajectories_and_with_every_weight(served):
+    case, replica = served
+    requests = case.requests(is_guided=False)
+    network = load_model(replica.path).load_transformer(torch.float32)
+    versions = set()
+    for version in (1, 2):
+        under_way = [replica.submit(asked) for asked in requests]
+        replica.update(full_weights(replica.path, version).items(), version).result()
+        for asked, got in zip(requests * 2, [*ray.get(under_way), *replica.generate(requests)], strict=True):
+            found = got.trajectory
+            assert found.version == found.last_version
+            versions.add(found.version)
+            if asked.sample_index == 0:
+                network.load_state_dict(full_weights(replica.path, found.version))
+                expected = by_sampler(replica.path, network, asked, found.version)
+                torch.testing.assert_close(found.latents, expected.latents, atol=TOLERANCE, rtol=0)
+    assert {1, 2} <= versions
+    replica.update(full_weights(replica.path, 0).items(), 0).result()
+
+
+@pytest.fixture(scope="module")
+def adapted(ray_here, tmp_path_factory) -> Iterator[Replica]:
+    """A replica whose updates carry a LoRA adapter."""
+    path = build_tiny("sd3", tmp_path_factory.mktemp("sd3"))
+    replica = start_replica(path, FIRST_RANK + len(CASES), "actor_rollout_ref.model.lora_rank=4")
+    yield replica
+    ray.kill(replica.server)
+
+
+def test_a_trajectory_has_the_adapter_it_was_asked_for(adapted):
+    requests = CASES[0].requests(is_guided=True)
+    under_way = []
+    for version in (1, 2):
+        adapted.update(adapter_weights(adapted, version)[1].items(), version).result()
+        under_way += [(version, asked, adapted.submit(asked)) for asked in requests]
+    for version, asked, answer in under_way:
+        found = ray.get(answer).trajectory
+        assert (found.version, found.last_version) == (version, version)
+        if asked.sample_index == 0:
+            expected = by_sampler(adapted.path, adapter_weights(adapted, version)[0], asked, version)
+            torch.testing.assert_close(found.latents, expected.latents, atol=TOLERANCE, rtol=0)
+
+
+def test_an_abort_is_answered_and_the_others_of_its_batch_are_not_lost(adapted):
+    adapted.update(adapter_weights(adapted, 3)[1].items(), 3).result()
+    slow = [
+        replace(asked, sampling=replace(asked.sampling, num_steps=400))
+        for asked in CASES[0].requests(is_guided=False)[:2]
+    ]
+    under_way = [adapted.submit(asked) for asked in slow]
+    # workers answer between two batches
+    while ray.wait([adapted.server.check_health.remote()], timeout=0.3)[0]:
+        assert not ray.wait(under_way, timeout=0)[0], "one finished before both had begun"
+    ray.get(adapted.server.abort_request.remote(f"{slow[0].uid}_{slow[0].sample_index}"))
+    with pytest.raises(Exception, match="was aborted"):
+        ray.get(under_way[0], timeout=60)
+    assert ray.get(under_way[1], timeout=60).trajectory.sample_index == slow[1].sample_index

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What pipelines of vLLM-Omni share that record: an order becomes a `Recording`, the project's SDE takes its steps, and
+it ends as a trajectory beside its pixels.
+
+How a pipeline comes to its velocities is for others: `step_mode.py`, `request_mode.py`.
+
+Latents are kept in the order's dtype; the network sees them in its own, as in `verl_digen.rollout.sampler`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.request import LoRARequest
+from vllm_omni.diffusion.data import DiffusionOutput
+
+from verl_digen.algorithms.noise import INITIAL_LATENTS, sample_seed, step_noise
+from verl_digen.algorithms.sde import sde_step
+from verl_digen.rollout.recording import initial_seed, record_trajectory, trained_latents
+from verl_digen.rollout.vllm_omni.requests import RecordingOrder
+from verl_digen.types import Condition, SampleRequest, move_condition
+
+RECORDED = "digen_recorded"
+"""Where a finished request's record is found among vLLM-Omni's trajectory outputs."""
+
+
+@dataclass
+class Recording:
+    """One request under way."""
+
+    order: RecordingOrder
+    seed: int
+    """Of the noise of its steps."""
+    sigmas: Tensor
+    """[T+1] fp32 CPU."""
+    latents: Tensor
+    """[1, ...] x at the next step, in the order's dtype."""
+    condition: Condition
+    negative_condition: Condition | None
+    version: int
+    """Weight version of the first step."""
+    start_s: float
+    """Unix time."""
+    kept_steps: frozenset[int]
+    path: dict[int, Tensor] = field(default_factory=dict)
+    log_probs: list[Tensor] = field(default_factory=list)
+
+    @property
+    def request(self) -> SampleRequest:
+        return self.order.request
+
+
+class RecordingPipeline:
+    """Over a pipeline class of vLLM-Omni."""
+
+    weight_version = 0
+    """Version of the weights that the next step runs with."""
+    incoming_adapter: tuple[LoRAModel, PEFTHelper] | None = None
+    """The adapter that the worker is just registering."""
+
+    def encode_condition(self, text: str) -> Condition:
+        """What the trainer's network reads of one prompt, on the CPU, for samples that the trainer generates.
+
+        Raises:
+            ValueError: the prompt is longer than the encoder reads.
+        """
+        raise NotImplementedError
+
+    def begin_recording(
+        self,
+        order: RecordingOrder,
+        *,
+        shape: Sequence[int],
+        sigmas: Tensor,
+        device: torch.device,
+        condition: Condition,
+        negative_condition: Condition | None,
+        start_s: float,
+    ) -> Recording:
+        """A recording before its first step, with the initial noise of its sample.
+
+        Args:
+            shape: of one sample's latents.
+        """
+        request = order.request
+        noise = step_noise(initial_seed(order.run_seed, request), INITIAL_LATENTS, tuple(shape))
+        return Recording(
+            order=order,
+            seed=sample_seed(order.run_seed, request.uid, request.sample_index),
+            sigmas=sigmas.float().cpu(),
+            latents=noise.unsqueeze(0).to(device, order.latents_dtype),
+            condition=condition,
+            negative_condition=negative_condition,
+            version=self.weight_version,
+            start_s=start_s,
+            kept_steps=frozenset(trained_latents(request.window)),
+        )
+
+    def finish_recording(self, recording: Recording, output: DiffusionOutput) -> None:
+        """Put the record into `output` in place of its pixels, [1, 3, H, W] or [1, 3, F, H, W] in [-1, 1]."""
+        request, pixels = recording.request, output.output
+        assert isinstance(pixels, Tensor)
+        trajectory = record_trajectory(
+            request,
+            seed=initial_seed(recording.order.run_seed, request),
+            versions=(recording.version, self.weight_version),
+            path=recording.path,
+            sigmas=recording.sigmas,
+            log_probs_T=torch.stack(recording.log_probs),
+            empty=recording.latents[:0],
+        )
+        record = {
+            "trajectory": trajectory,
+            "pixels": _to_uint8(pixels[0]),
+            "start_s": recording.start_s,
+            "end_s": time.time(),
+            "condition": _to_cpu(recording.condition) if request.wants_condition else None,
+            "negative_condition": _to_cpu(recording.negative_condition) if request.wants_condition else None,
+        }
+        output.output = {"payload": {"trajectory": {RECORDED: record}}, "metadata": {}}
+
+    # -- vLLM-Omni's hooks for adapters -------------------------------------------------------------------
+    def _load_diffusion_lora_adapter(
+        self, *, lora_request: LoRARequest, lora_path: str, dtype: torch.dtype
+    ) -> tuple[LoRAModel, PEFTHelper]:
+        """The adapter that is being registered; one of another time is gone, and what asks for it must not go on."""
+        if self.incoming_adapter is None:
+            raise RuntimeError(f"the adapter of {lora_request.lora_name} is not there any more")
+        return self.incoming_adapter
+
+    def _validate_diffusion_lora_binding(self, *, lora_model: LoRAModel, bound_lora_names: frozenset[str]) -> None:
+        unbound = sorted(lora_model.loras.keys() - bound_lora_names)
+        if unbound:
+            raise RuntimeError(
+                f"{len(unbound)} modules of the adapter have no layer in {type(self).__name__}, e.g. {unbound[0]}; "
+                "choose other actor_rollout_ref.model.target_modules, or send merged weights "
+                "(actor_rollout_ref.model.lora.merge=true)"
+            )
+
+
+def take_steps(entries: Sequence[tuple[Recording, int, Tensor]]) -> None:
+    """One `sde_step` per law among `entries`: a recording, its step, its velocity dx/dsigma [1, ...] each."""
+    by_law: dict[str, list[tuple[Recording, int, Tensor]]] = {}
+    for entry in entries:
+        by_law.setdefault(entry[0].request.sampling.law, []).append(entry)
+    for law, of_law in by_law.items():
+        _take_steps_of_law(law, of_law)
+
+
+def _take_steps_of_law(law: str, entries: Sequence[tuple[Recording, int, Tensor]]) -> None:
+    noise, noise_levels = [], []
+    for recording, step, _ in entries:
+        if step in recording.kept_steps:
+            recording.path[step] = recording.latents[0]
+        is_sde = step in recording.request.window.sde_steps
+        noise_levels.append(recording.request.sampling.noise_level if is_sde else 0.0)
+        shape = recording.latents.shape[1:]
+        noise.append(step_noise(recording.seed, step, shape) if is_sde else torch.zeros(shape))
+    latents = torch.cat([recording.latents for recording, _, _ in entries])
+    taken = sde_step(
+        torch.cat([velocity for _, _, velocity in entries]),
+        latents,
+        torch.stack([recording.sigmas[step] for recording, step, _ in entries]),
+        torch.stack([recording.sigmas[step + 1] for recording, step, _ in entries]),
+        law=law,
+        noise_level=torch.tensor(noise_levels, dtype=torch.float64),
+        sigma_max=torch.stack([recording.sigmas[1] for recording, _, _ in entries]),
+        noise=torch.stack(noise).to(latents.device),
+        storage_dtype=latents.dtype,
+    )
+    for index, (recording, _, _) in enumerate(entries):
+        recording.latents = taken.next_sample[index : index + 1]
+        recording.log_probs.append(taken.log_prob[index])
+
+
+def _to_uint8(pixels: Tensor) -> Tensor:
+    """[3, (F,) H, W] in [-1, 1] -> uint8 [(F,) H, W, 3] on the CPU, rounded as diffusers' image processor does."""
+    channels_last = pixels.movedim(0, -1)
+    return ((channels_last * 0.5 + 0.5).clamp(0, 1).float() * 255).round().to(torch.uint8).cpu()
+
+
+def _to_cpu(condition: Condition | None) -> Condition | None:
+    return None if condition is None else move_condition(condition, "cpu")

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each architecture without step execution adds to `RequestRecordingMixin`: how a prompt is encoded, and what
+guidance is called.
+
+A new one is a class here and a line in `REQUEST_MIXINS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from diffusers.pipelines.wan.pipeline_wan import prompt_clean
+from torch import Tensor
+from vllm_omni.diffusion.data import OmniDiffusionConfig
+from vllm_omni.inputs.data import OmniDiffusionSamplingParams
+
+from verl_digen.models import flux, sd3, wan, z_image
+from verl_digen.patches import vllm_omni_z_image_sizes
+from verl_digen.rollout.vllm_omni.recorder import Recording
+from verl_digen.rollout.vllm_omni.request_mode import RequestRecordingMixin
+from verl_digen.types import Condition, Sampling
+
+
+class StableDiffusion3Recording(RequestRecordingMixin):
+    def encode_text(self, text: str) -> Condition:
+        embeds, pooled = self.encode_prompt(  # type: ignore[attr-defined]
+            prompt=text, prompt_2="", prompt_3="", max_sequence_length=sd3.MAX_TEXT_TOKENS
+        )
+        return {"embeds": embeds[0], "pooled": pooled[0]}
+
+    def predict_noise(self, *args: Any, timestep: Tensor, **kwargs: Any) -> Tensor:
+        """vLLM-Omni rounds the timestep to the network's dtype; the trainer, like diffusers, does not."""
+        if self._schedule is not None:
+            timestep = self._schedule.timestep.expand_as(timestep)
+        return super().predict_noise(*args, timestep=timestep, **kwargs)
+
+
+class FluxRecording(RequestRecordingMixin):
+    """Its `guidance_scale` is the one the network takes as an input, `true_cfg_scale` is ours."""
+
+    _model: flux.Flux
+
+    def __init__(self, *, od_config: OmniDiffusionConfig, prefix: str = ""):
+        super().__init__(od_config=od_config, prefix=prefix)  # type: ignore[call-arg]
+        # what vLLM-Omni's LoRA manager reads of a network; this one has it under another name
+        transformer: Any = self.transformer  # type: ignore[attr-defined]
+        transformer.stacked_params_mapping = [
+            (packed, part, part) for packed, parts in transformer.packed_modules_mapping.items() for part in parts
+        ]
+
+    def encode_text(self, text: str) -> Condition:
+        embeds, pooled, _ = self.encode_prompt(  # type: ignore[attr-defined]
+            prompt=text, prompt_2=None, max_sequence_length=self._model.max_text_tokens
+        )
+        return {"embeds": embeds[0], "pooled": pooled[0]}
+
+    def set_guidance(self, params: OmniDiffusionSamplingParams, sampling: Sampling) -> None:
+        params.true_cfg_scale = sampling.guidance_scale
+        params.guidance_scale = self._model.embedded_guidance(sampling.embedded_guidance_scale)
+
+
+class WanRecording(RequestRecordingMixin):
+    """Wan2.1 and Wan2.2, text to video."""
+
+    _model: wan.Wan
+
+    def encode_text(self, text: str) -> Condition:
+        # diffusers' pipeline mends more of a text than vLLM-Omni's
+        text = prompt_clean(text)
+        embeds, _ = self.encode_prompt(  # type: ignore[attr-defined]
+            prompt=text, do_classifier_free_guidance=False, max_sequence_length=wan.MAX_TEXT_TOKENS
+        )
+        return {"embeds": embeds[0, : len(self.tokenizer(text).input_ids)]}  # type: ignore[attr-defined]
+
+    def set_guidance(self, params: OmniDiffusionSamplingParams, sampling: Sampling) -> None:
+        """Both experts are guided with one scale."""
+        super().set_guidance(params, sampling)
+        params.boundary_ratio = self._model.boundary_ratio or 0.0
+
+
+class ZImageRecording(RequestRecordingMixin):
+    """Its `guidance_scale` counts from 0; and it takes no conditions with a request, so that `encode_prompt` hands them
+    over."""
+
+    _encode_prompt_of_any: Callable[..., Any] | None = None
+    """vLLM-Omni's prompt cache around the pipeline's `encode_prompt`."""
+
+    def __init__(self, *, od_config: OmniDiffusionConfig, prefix: str = ""):
+        with vllm_omni_z_image_sizes.network_of_checkpoint(od_config):
+            super().__init__(od_config=od_config, prefix=prefix)  # type: ignore[call-arg]
+
+    @property
+    def encode_prompt(self) -> Callable[..., Any]:
+        """What hands over the conditions of the recorded request while there is one, else the pipeline's own."""
+        if self._schedule is not None:
+            return self._conditions_of_request
+        return self._encode_prompt_of_any or super().encode_prompt  # type: ignore[misc]
+
+    @encode_prompt.setter
+    def encode_prompt(self, encode: Callable[..., Any]) -> None:
+        self._encode_prompt_of_any = encode
+
+    def _conditions_of_request(self, **arguments: Any) -> tuple[list[Tensor], list[Tensor]]:
+        """The pipeline runs one request at a time."""
+        assert self._schedule is not None
+        (recording,) = self._schedule.recordings
+        negative = recording.negative_condition
+        return [recording.condition["embeds"]], [] if negative is None else [negative["embeds"]]
+
+    def encode_text(self, text: str) -> Condition:
+        (embeds,), _ = self.encode_prompt(
+            prompt=text, do_classifier_free_guidance=False, max_sequence_length=z_image.MAX_TEXT_TOKENS
+        )
+        return {"embeds": embeds}
+
+    def prompt_fields(self, recording: Recording) -> dict[str, Tensor]:
+        return {}
+
+    def set_guidance(self, params: OmniDiffusionSamplingParams, sampling: Sampling) -> None:
+        params.guidance_scale = sampling.guidance_scale - 1.0
+
+
+REQUEST_MIXINS: dict[str, type[RequestRecordingMixin]] = {
+    "FluxPipeline": FluxRecording,
+    "StableDiffusion3Pipeline": StableDiffusion3Recording,
+    "WanPipeline": WanRecording,
+    "ZImagePipeline": ZImageRecording,
+}
+"""Name in vLLM-Omni's registry -> what goes over the pipeline class."""

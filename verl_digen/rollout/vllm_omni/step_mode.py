@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Any vLLM-Omni pipeline with step execution, stepping with the project's SDE and recording its path.
+
+    prepare_encode   the pipeline's own, then: initial noise of the sample's seed, schedule, conditions kept aside
+    denoise_step     the pipeline's own velocity of all requests in the batch, then ONE `sde_step` for all of them
+    step_scheduler   takes the latents that were made there
+    post_decode      the pipeline's own pixels, with the trajectory beside them
+
+- Requests at different steps, with different windows, laws and schedules share a batch.
+- A request without an order (a warm-up, the HTTP API) runs as if this file did not exist.
+
+Invariant (tests/vllm_omni): the same request, weights and run seed give what `Sampler` gives, whoever shares the batch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm_omni.diffusion.data import DiffusionOutput
+from vllm_omni.diffusion.worker.input_batch import InputBatch
+from vllm_omni.diffusion.worker.utils import StepRequestState
+
+from verl_digen.rollout.vllm_omni.recorder import RECORDED, Recording, RecordingPipeline, take_steps
+from verl_digen.rollout.vllm_omni.requests import ORDER, RecordingOrder
+from verl_digen.types import Condition, move_condition
+
+STEP_METHODS = ("prepare_encode", "denoise_step", "step_scheduler", "post_decode")
+"""vLLM-Omni's `SupportsStepExecution`, which cannot be asked of a class."""
+
+
+class StepRecordingMixin(RecordingPipeline):
+    """Over a pipeline class that implements vLLM-Omni's `SupportsStepExecution`."""
+
+    def prepare_encode(self, state: StepRequestState, **kwargs: Any) -> StepRequestState:
+        start_s = time.time()
+        state = super().prepare_encode(state, **kwargs)  # type: ignore[misc]
+        if ORDER not in state.sampling.extra_args:
+            return state
+        order: RecordingOrder = state.sampling.extra_args[ORDER]
+        assert state.latents is not None and state.scheduler is not None
+        recording = self.begin_recording(
+            order,
+            shape=state.latents.shape[1:],
+            sigmas=state.scheduler.sigmas,
+            device=state.latents.device,
+            # copies: vLLM-Omni pads the originals in place when it batches them
+            condition=self.read_condition(state.prompt_embeds, state.txt_seq_lens),
+            negative_condition=(
+                self.read_condition(state.negative_prompt_embeds, state.negative_txt_seq_lens)
+                if state.do_true_cfg
+                else None
+            ),
+            start_s=start_s,
+        )
+        state.latents = recording.latents.to(state.latents.dtype)
+        state.extra[RECORDED] = recording
+        return state
+
+    def read_condition(self, embeds: Tensor | None, num_tokens: list[int] | None) -> Condition:
+        """What the trainer's network reads of one prompt, out of vLLM-Omni's state of one request.
+
+        Args:
+            embeds: [1, L, D]. num_tokens: L without padding, one entry.
+        """
+        assert embeds is not None and num_tokens is not None
+        return {"embeds": embeds[0, : num_tokens[0]].clone()}
+
+    @torch.no_grad()
+    def encode_condition(self, text: str) -> Condition:
+        embeds, _ = self.encode_prompt(prompt=text, max_sequence_length=self.tokenizer_max_length)  # type: ignore
+        return move_condition(self.read_condition(embeds, [embeds.shape[1]]), "cpu")
+
+    def predict_noise(self, *args: Any, **kwargs: Any) -> Tensor:
+        """In fp32, so that guidance combines its branches as the trainer does."""
+        return super().predict_noise(*args, **kwargs).float()  # type: ignore[misc]
+
+    def denoise_step(
+        self, input_batch: InputBatch, *, states: Sequence[StepRequestState] | None = None, **kwargs: Any
+    ) -> Tensor | None:
+        velocity = super().denoise_step(input_batch, states=states, **kwargs)  # type: ignore[misc]
+        if velocity is not None and states is not None:
+            take_steps(_recorded_rows(states, velocity))
+        return velocity
+
+    def step_scheduler(self, state: StepRequestState, noise_pred: Tensor | None, **kwargs: Any) -> None:
+        if RECORDED not in state.extra:
+            super().step_scheduler(state, noise_pred, **kwargs)  # type: ignore[misc]
+            return
+        assert state.latents is not None
+        state.latents = state.extra[RECORDED].latents.to(state.latents.dtype)
+        state.step_index += 1
+
+    def post_decode(self, state: StepRequestState, **kwargs: Any) -> DiffusionOutput | None:
+        output = super().post_decode(state, **kwargs)  # type: ignore[misc]
+        if output is not None and RECORDED in state.extra:
+            self.finish_recording(state.extra[RECORDED], output)
+        return output
+
+
+def _recorded_rows(states: Sequence[StepRequestState], velocity: Tensor) -> list[tuple[Recording, int, Tensor]]:
+    """The recorded requests of a batch, their step and their velocity; rows of `velocity` lie state after state."""
+    entries, row = [], 0
+    for state in states:
+        assert state.latents is not None
+        if RECORDED in state.extra:
+            entries.append((state.extra[RECORDED], state.step_index, velocity[row : row + 1]))
+        row += state.latents.shape[0]
+    return entries
