@@ -134,17 +134,19 @@ def test_a_trajectory_has_the_adapter_it_was_asked_for(adapted):
             torch.testing.assert_close(found.latents, expected.latents, atol=TOLERANCE, rtol=0)
 
 
-def test_an_abort_is_answered_and_the_others_of_its_batch_are_not_lost(adapted):
+def test_the_trainer_need_not_wait_for_a_batch_and_an_abort_loses_one_sample_of_it(adapted):
     adapted.update(adapter_weights(adapted, 3)[1].items(), 3).result()
-    slow = [
+    first, second = (
         replace(asked, sampling=replace(asked.sampling, num_steps=400))
         for asked in CASES[0].requests(is_guided=False)[:2]
-    ]
-    under_way = [adapted.submit(asked) for asked in slow]
-    # workers answer between two batches
-    while ray.wait([adapted.server.check_health.remote()], timeout=0.3)[0]:
+    )
+    under_way = [adapted.submit(first), adapted.submit(second)]
+    while adapted.health()["num_running"] < 2:
         assert not ray.wait(under_way, timeout=0)[0], "one finished before both had begun"
-    ray.get(adapted.server.abort_request.remote(f"{slow[0].uid}_{slow[0].sample_index}"))
+    condition, _ = ray.get(adapted.server.encode.remote(replace(first, prompt="a prompt that was not asked for yet")))
+    assert condition["embeds"].isfinite().all()
+    ray.get(adapted.server.abort_request.remote(f"{first.uid}_{first.sample_index}"))
+    assert not ray.wait(under_way[1:], timeout=0)[0], "the batch is not under way any more"
     with pytest.raises(Exception, match="was aborted"):
         ray.get(under_way[0], timeout=60)
-    assert ray.get(under_way[1], timeout=60).trajectory.sample_index == slow[1].sample_index
+    assert ray.get(under_way[1], timeout=60).trajectory.sample_index == second.sample_index

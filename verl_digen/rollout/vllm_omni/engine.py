@@ -11,7 +11,9 @@ Example, two requests denoising (running), one waiting:
     commit_weights runs                # alone
     the waiting one starts             # under the new weights
 
-Pipelines without step execution denoise a whole batch in one call; there the barrier waits for that batch.
+Pipelines without step execution denoise a whole batch in one call. There the barrier waits for that batch, and so would
+every other call, with the requests that come after it: vLLM-Omni reads its messages in order. Those in `ASIDE` do not
+wait if the worker is in this process: they run beside the batch, in the thread that asks.
 
 Invariant (tests/vllm_omni): whenever updates come, no trajectory has two versions and none is lost.
 """
@@ -24,6 +26,7 @@ from typing import Any
 
 from vllm_omni.diffusion.data import OmniDiffusionConfig
 from vllm_omni.diffusion.diffusion_engine import DiffusionEngine, DiffusionExecutionMode, _RpcTask
+from vllm_omni.diffusion.executor.uniproc_executor import UniProcDiffusionExecutor
 from vllm_omni.diffusion.request import OmniDiffusionRequest
 from vllm_omni.diffusion.sched import RequestScheduler, StepScheduler
 from vllm_omni.diffusion.sched.base_scheduler import BaseScheduler
@@ -34,6 +37,10 @@ from verl_digen.rollout.vllm_omni.requests import ORDER
 
 BARRIER = frozenset({"commit_weights"})
 """Worker methods that change the weights trajectories are made with."""
+
+
+ASIDE = frozenset({"begin_update", "seal_weights", "encode", "prompt_cache_stats", "device_name"})
+"""Worker methods that leave alone what a batch under way reads."""
 
 
 class BarrierScheduler(BaseScheduler):
@@ -99,6 +106,19 @@ class VersionedEngine(DiffusionEngine):
     def _init_runtime_state(self) -> None:
         super()._init_runtime_state()
         self._rpc_queue = BarrierQueue(self.scheduler)
+
+    def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        unique_reply_rank: int | None = None,
+    ) -> Any:
+        is_stepwise = self.execution_mode == DiffusionExecutionMode.STEP_BATCH
+        if method in ASIDE and not is_stepwise and isinstance(self.executor, UniProcDiffusionExecutor):
+            return self.executor.collective_rpc(method, timeout, args, kwargs, unique_reply_rank)
+        return super().collective_rpc(method, timeout, args, kwargs, unique_reply_rank)
 
     def _fail_pending_rpcs(self, exc: BaseException) -> None:
         self._rpc_queue.is_closing = True

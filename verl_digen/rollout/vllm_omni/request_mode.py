@@ -8,8 +8,8 @@
     predict_noise    the pipeline's own, in fp32
 
 - Requests of a batch share their size, number of steps and guidance; windows, laws and noise levels may differ.
-  vLLM-Omni puts them together and starts no other until all are done: nothing joins a running batch, and an abort is
-  answered when it ends.
+  vLLM-Omni puts them together and starts no other until all are done: nothing joins a running batch, and who aborts a
+  request of it is answered at once but saves no work.
 - Weights change between two calls of `forward`, so a trajectory has one version by construction.
 - A request that fails fails those in its batch.
 - A request without an order (a warm-up, the HTTP API) runs as if this file did not exist.
@@ -22,6 +22,7 @@ Invariant (tests/vllm_omni/test_request_mode.py): as `step_mode.py`'s.
 from __future__ import annotations
 
 import copy
+import threading
 import time
 from collections.abc import Sequence
 from functools import cached_property
@@ -97,6 +98,8 @@ class RequestRecordingMixin(RecordingPipeline):
     _own_scheduler: Any
     _schedule: RecordedSchedule | None = None
     """Of the recorded batch under way."""
+    _encoding = threading.Lock()
+    """Held by who uses the text encoders: a batch, or the trainer's `encode_condition` beside one (`engine.ASIDE`)."""
 
     @cached_property
     def _model(self) -> DiffusionModel:
@@ -141,7 +144,8 @@ class RequestRecordingMixin(RecordingPipeline):
     def forward(self, req: DiffusionRequestBatch) -> list[DiffusionOutput] | DiffusionOutput:
         first = req.requests[0].sampling_params
         if ORDER not in first.extra_args:  # `BarrierRequestScheduler` keeps those with and those without apart
-            return super().forward(req)  # type: ignore[misc]
+            with self._encoding:
+                return super().forward(req)  # type: ignore[misc]
         if first.lora_request is not None:  # the worker has activated it for the whole batch
             self.weight_version = version_of_adapter(first.lora_request.lora_int_id)
         recordings = [self._begin(request.sampling_params.extra_args[ORDER]) for request in req.requests]
@@ -172,8 +176,10 @@ class RequestRecordingMixin(RecordingPipeline):
         )
 
     def _encode(self, text: str) -> Condition:
-        self._check_prompt(text)
-        return move_condition(self.encode_text(text), self.od_config.dtype)
+        with self._encoding:
+            self._check_prompt(text)
+            condition = self.encode_text(text)
+        return {name: tensor.to(self.od_config.dtype) for name, tensor in condition.items()}
 
     def _hand_over(self, request: OmniDiffusionRequest, recording: Recording) -> OmniDiffusionRequest:
         """The request as the pipeline gets it; vLLM-Omni's own stays as it is."""

@@ -83,7 +83,7 @@ class ZImageRecording(RequestRecordingMixin):
     """Its `guidance_scale` counts from 0; and it takes no conditions with a request, so that `encode_prompt` hands them
     over."""
 
-    _encode_prompt_of_any: Callable[..., Any] | None = None
+    _cached_encode_prompt: Callable[..., Any] | None = None
     """vLLM-Omni's prompt cache around the pipeline's `encode_prompt`."""
 
     def __init__(self, *, od_config: OmniDiffusionConfig, prefix: str = ""):
@@ -93,13 +93,15 @@ class ZImageRecording(RequestRecordingMixin):
     @property
     def encode_prompt(self) -> Callable[..., Any]:
         """What hands over the conditions of the recorded request while there is one, else the pipeline's own."""
-        if self._schedule is not None:
-            return self._conditions_of_request
-        return self._encode_prompt_of_any or super().encode_prompt  # type: ignore[misc]
+        return self._own_encode_prompt if self._schedule is None else self._conditions_of_request
 
     @encode_prompt.setter
     def encode_prompt(self, encode: Callable[..., Any]) -> None:
-        self._encode_prompt_of_any = encode
+        self._cached_encode_prompt = encode
+
+    @property
+    def _own_encode_prompt(self) -> Callable[..., Any]:
+        return self._cached_encode_prompt or super().encode_prompt  # type: ignore[misc]
 
     def _conditions_of_request(self, **arguments: Any) -> tuple[list[Tensor], list[Tensor]]:
         """The pipeline runs one request at a time."""
@@ -109,7 +111,7 @@ class ZImageRecording(RequestRecordingMixin):
         return [recording.condition["embeds"]], [] if negative is None else [negative["embeds"]]
 
     def encode_text(self, text: str) -> Condition:
-        (embeds,), _ = self.encode_prompt(
+        (embeds,), _ = self._own_encode_prompt(
             prompt=text, do_classifier_free_guidance=False, max_sequence_length=z_image.MAX_TEXT_TOKENS
         )
         return {"embeds": embeds}

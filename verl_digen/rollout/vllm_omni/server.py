@@ -158,7 +158,7 @@ class vLLMOmniHttpServer(vLLMHttpServer):
             ray.actor.exit_actor()
 
     async def abort_request(self, request_id: str, reset_prefix_cache: bool = True) -> dict[str, Any]:
-        """Drop one request at its next step; one whose pipeline runs in one go, when its batch ends."""
+        """Drop one request at its next step; if its pipeline runs in one go, its batch goes on without a reader."""
         await self.engine.abort(request_id)
         return {"aborted": True, "request_id": request_id}
 

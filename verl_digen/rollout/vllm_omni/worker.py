@@ -220,7 +220,7 @@ class WeightReceiverExtension(CustomPipelineWorkerExtension):
 
     # -- what is asked of it ------------------------------------------------------------------------------
     def encode(self, texts: tuple[str, ...]) -> list[Condition]:
-        """The conditions of prompts, between two steps of what is under way."""
+        """The conditions of prompts, between two steps of what is under way, or beside it (`engine.ASIDE`)."""
         return [self._pipeline.encode_condition(text) for text in texts]
 
     def prompt_cache_stats(self) -> dict[str, int]:
