@@ -26,17 +26,21 @@ NUM_STEPS, NUM_SAMPLES, NUM_LATENTS = 50, 8, 3
 MIB = 2**20
 
 
-def test_32_virtual_devices_take_the_simulated_time_and_what_the_live_system_adds(tmp_path, monkeypatch, capsys):
+def test_32_virtual_devices_of_two_types_take_the_simulated_time_and_what_the_live_system_adds(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(ROOT)
     parser = ArgumentParser()
     command.add_arguments(parser)
-    arguments = "--virtual wan2.1-14b --trainer 16 --generator 16 --time-scale 0.02 --modes gap+tsp"
+    arguments = "--virtual wan2.1-14b --trainer 16xH800 --generator 16xA100 --time-scale 0.02 --modes gap+tsp"
     arguments += f" --steps 3 --warm-up 1 --repeats 1 --out {tmp_path / 'bench'}"
     assert command.run(parser.parse_args(arguments.split())) == 0, capsys.readouterr()
     data = json.loads((tmp_path / "bench" / "bench.json").read_text())
     mode = data["modes"][0]
     # waiting cannot be shorter than the planner's schedule; the rest is what Ray and the queue cost on this machine
-    assert 0.98 < mode["step_s"] / mode["predicted_step_s"] < 2.0
+    assert 0.98 < mode["step_s"] / mode["prediction"]["step_s"] < 2.0
+    assert mode["prediction"]["bound_s"] <= mode["prediction"]["step_s"]
+    assert mode["prediction"]["colocated_s"] is None
     for row in data["runs"][0]["steps"]:
         assert row["rollout/num_replicas"] == 16
         assert row["batch/num_samples"] == 16 * 8
