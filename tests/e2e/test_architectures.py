@@ -15,7 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.e2e.conftest import Run, run_main
+from tests.e2e.conftest import Run, run_main, steps_of
 from tests.e2e.test_training import assert_succeeded, trained_weights
 from tests.tiny_models import build_tiny
 from verl_digen.models import load_model
@@ -87,7 +87,7 @@ def test_an_architecture_trains_and_generation_agrees_with_training(case: Case, 
 
 
 def assert_trained_on_what_was_generated(run: Run) -> None:
-    steps = [row for row in run.metrics if "perf/step_s" in row]
+    steps = steps_of(run)
     assert [row["step"] for row in steps] == [1, 2, 3]
     for row in steps:
         assert all(math.isfinite(value) for name, value in row.items() if name.startswith(("reward/", "actor/")))

@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from tests.e2e.conftest import Run, run_main, trained_weights
+from tests.e2e.conftest import Run, run_main, steps_of, trained_weights
 
 pytestmark = pytest.mark.e2e
 
@@ -20,7 +20,7 @@ def assert_succeeded(run: Run) -> None:
 
 def test_a_run_trains_validates_and_leaves_metrics_pictures_and_a_checkpoint(three_steps):
     assert_succeeded(three_steps)
-    steps = [row for row in three_steps.metrics if "perf/step_s" in row]
+    steps = steps_of(three_steps)
     assert [row["step"] for row in steps] == [1, 2, 3]
     assert steps[-1]["val/reward"] > 0 and three_steps.metrics[0]["val/failed_samples"] == 0
     for row in steps:

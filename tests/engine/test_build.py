@@ -5,16 +5,10 @@ import pytest
 import torch
 
 from tests.engine.harness import make_batch, make_engine, train
-from tests.tiny_models import build_tiny
 
 LORA = {"lora_rank": 4, "lora_alpha": 8, "target_modules": ["to_q", "to_out.0"]}
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-
-
-@pytest.fixture(scope="module")
-def tiny_wan(tmp_path_factory):
-    return build_tiny("wan2.1", tmp_path_factory.mktemp("tiny_wan") / "checkpoint")
 
 
 def test_full_weights_train_in_one_dtype_where_the_network_keeps_some_in_fp32(tiny_wan):

@@ -13,7 +13,7 @@ import torch
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 
 from tests.engine.harness import gradients, make_batch, make_engine, process_group, train
-from tests.plan.test_reality import WITHIN, num_bytes, plan
+from tests.plan.test_reality import WITHIN, adapter_words, num_bytes, optimizer_bytes, parameter_bytes, plan
 from tests.tiny_models import build_tiny
 from verl_digen.models.tiny.text import TEXT_WIDTH
 from verl_digen.models.tiny.wan import LATENT_CHANNELS
@@ -55,14 +55,7 @@ def wan_1b(tmp_path_factory):
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_takes_what_was_planned(wan_1b, case, tmp_path):
     model, dtype = CASES[case]
-    overrides = [f"actor_rollout_ref.actor.fsdp_config.model_dtype={dtype}"]
-    if model:
-        targets = "[" + ",".join(LORA["target_modules"]) + "]"
-        overrides += [
-            f"actor_rollout_ref.model.lora_rank={LORA['lora_rank']}",
-            f"actor_rollout_ref.model.target_modules={targets}",
-        ]
-    planned = plan(wan_1b, *overrides)
+    planned = plan(wan_1b, f"actor_rollout_ref.actor.fsdp_config.model_dtype={dtype}", *adapter_words(model))
     items = plan_memory(planned, 64 * 10**9).training.items
     batch = make_batch(wan_1b, group_size=1, windows=((0,), (1,)))
     with process_group(0, 1, str(tmp_path / "store")):
@@ -71,10 +64,8 @@ def test_a_step_takes_what_was_planned(wan_1b, case, tmp_path):
         assert items["gradients"] == pytest.approx(num_bytes(grads.values()), rel=WITHIN)
         del grads
         train(engine, batch)
-        parameters = num_bytes([*engine.module.parameters(), *engine.module.buffers()])
-        assert items["parameters"] == pytest.approx(parameters, rel=WITHIN)
-        moments = (value for state in engine.optimizer.state.values() for value in state.values())
-        assert items["optimizer"] == pytest.approx(num_bytes(filter(torch.is_tensor, moments)), rel=WITHIN)
+        assert items["parameters"] == pytest.approx(parameter_bytes(engine), rel=WITHIN)
+        assert items["optimizer"] == pytest.approx(optimizer_bytes(engine), rel=WITHIN)
         engine.wire_dtype = planned.settings.dtypes.rollout  # as the worker tells the engine
         exported = sum(value.nbytes for _, value in engine.get_per_tensor_param()[0])
     sent = plan_memory(planned, 64 * 10**9).step["weights to all replicas"]

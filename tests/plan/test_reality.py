@@ -12,18 +12,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.engine.harness import NUM_STEPS, SIZE_PX, gradients, make_batch, make_engine, process_group, train
-from tests.tiny_models import build_tiny
 from verl_digen.plan.compose import Words, compose_run
 from verl_digen.plan.memory import plan_memory
 from verl_digen.plan.run import Run, read_run
 
 WITHIN = 0.05
 LORA = {"lora_rank": 4, "lora_alpha": 8, "target_modules": ["to_q", "to_out.0"]}
-
-
-@pytest.fixture(scope="module")
-def tiny_wan(tmp_path_factory):
-    return build_tiny("wan2.1", tmp_path_factory.mktemp("tiny_wan") / "checkpoint")
 
 
 def plan(path, *overrides: str) -> Run:
@@ -58,16 +52,30 @@ def num_bytes(tensors) -> int:
     return sum((value.to_local() if isinstance(value, DTensor) else value).nbytes for value in tensors)
 
 
+def parameter_bytes(engine) -> int:
+    return num_bytes([*engine.module.parameters(), *engine.module.buffers()])
+
+
+def optimizer_bytes(engine) -> int:
+    moments = (value for state in engine.optimizer.state.values() for value in state.values())
+    return num_bytes(filter(torch.is_tensor, moments))
+
+
+def adapter_words(options) -> list[str]:
+    """Overrides for an engine's model options: those of an adapter, or none."""
+    if not options:
+        return []
+    return [
+        f"actor_rollout_ref.model.lora_rank={options['lora_rank']}",
+        f"actor_rollout_ref.model.target_modules=[{','.join(options['target_modules'])}]",
+    ]
+
+
 @pytest.fixture(scope="module", params=["full", "lora"])
 def reality(request, tiny_wan, tmp_path_factory):
     """(an engine's bytes, the plan of the same run)."""
     options = LORA if request.param == "lora" else {}
-    targets = "[" + ",".join(LORA["target_modules"]) + "]"
-    overrides = [
-        f"actor_rollout_ref.model.lora_rank={LORA['lora_rank']}",
-        f"actor_rollout_ref.model.target_modules={targets}",
-    ]
-    planned = plan(tiny_wan, *(overrides if options else []))
+    planned = plan(tiny_wan, *adapter_words(options))
     with process_group(0, 1, str(tmp_path_factory.mktemp("rendezvous") / "store")):
         engine = make_engine(tiny_wan, model=dict(options), digen={"ema": {"enable": True}})
         batch = make_batch(tiny_wan)
@@ -75,11 +83,9 @@ def reality(request, tiny_wan, tmp_path_factory):
         train(engine, batch)
         assert engine.state.ema is not None
         found = {
-            "parameters": num_bytes([*engine.module.parameters(), *engine.module.buffers()]),
+            "parameters": parameter_bytes(engine),
             "gradients": num_bytes(grads.values()),
-            "optimizer": num_bytes(
-                value for state in engine.optimizer.state.values() for value in state.values() if torch.is_tensor(value)
-            ),
+            "optimizer": optimizer_bytes(engine),
             "EMA": num_bytes(engine.state.ema.shards.values()),
         }
     return found, planned

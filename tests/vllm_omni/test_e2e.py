@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from tests.e2e.conftest import finish_main, kill_one, run_main, start_main
+from tests.e2e.conftest import finish_main, kill_one, run_main, start_main, steps_of
 from tests.tiny_models import build_tiny
 
 pytestmark = pytest.mark.e2e
@@ -28,7 +28,7 @@ RECIPE = "[digen_flowgrpo,vllm_omni]"
 def test_five_steps_train_what_was_generated(tmp_path, overrides):
     run = run_main(tmp_path / "run", "trainer.total_training_steps=5", *overrides, recipe=RECIPE, timeout_s=600)
     assert run.exit_code == 0, run.output[-8000:]
-    steps = [row for row in run.metrics if "perf/step_s" in row]
+    steps = steps_of(run)
     assert [row["step"] for row in steps] == [1, 2, 3, 4, 5]
     for row in steps:
         assert row["rollout/log_prob_gap_max"] <= 1e-4
@@ -46,7 +46,7 @@ def test_pools_of_their_own_work_at_the_same_time_with_adapters_from_one_to_the_
         timeout_s=600,
     )
     assert run.exit_code == 0, run.output[-8000:]
-    steps = [row for row in run.metrics if "perf/step_s" in row]
+    steps = steps_of(run)
     assert len(steps) == 3
     for row in steps:
         assert row["rollout/log_prob_gap_max"] <= 1e-4
@@ -70,7 +70,7 @@ def test_a_run_goes_on_with_the_other_replica_when_one_is_killed_and_trains_ever
         kill_one(process, "vLLMOmniHttpServer")
     run = finish_main(process, run_dir, timeout_s=600)
     assert run.exit_code == 0, run.output[-8000:]
-    steps = [row for row in run.metrics if "perf/step_s" in row]
+    steps = steps_of(run)
     assert [row["step"] for row in steps] == [1, 2, 3, 4, 5]
     assert [row["rollout/num_replicas"] for row in steps][:2] == [2, 2] and steps[-1]["rollout/num_replicas"] == 1
     assert "vllm_omni" in run.output and "lost" in run.output
@@ -93,7 +93,7 @@ def test_a_pipeline_that_runs_in_one_go_trains_with_samples_of_the_trainer_besid
         timeout_s=600,
     )
     assert run.exit_code == 0, run.output[-8000:]
-    steps = [row for row in run.metrics if "perf/step_s" in row]
+    steps = steps_of(run)
     assert [row["step"] for row in steps] == [1, 2, 3]
     for row in steps:
         assert row["rollout/log_prob_gap_max"] <= 1e-4

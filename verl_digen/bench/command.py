@@ -31,6 +31,7 @@ from verl_digen.bench.modes import MODES, Mode, interleaved, parse_modes
 from verl_digen.bench.runs import RunFailed, RunResult, Work, run_mode
 from verl_digen.bench.summary import Prediction
 from verl_digen.schedulers.require import require
+from verl_digen.simulate.cluster import Split
 from verl_digen.simulate.devices import Pool, parse_pool
 
 NAME = "bench"
@@ -118,22 +119,17 @@ class Plan:
     """What all modes do, and on what."""
 
     work: Work
-    trainer: Pool
-    generator: Pool
+    split: Split
     predictions: Mapping[str, Prediction]
     """Mode -> what is known beforehand, where devices are virtual."""
-
-    @property
-    def num_devices(self) -> int:
-        """Of both pools."""
-        return self.trainer.num_devices + self.generator.num_devices
 
 
 def _plan(args: Namespace, modes: list[Mode]) -> Plan:
     if args.virtual is None:
         require(args.time_scale == 1.0, "--time-scale needs --virtual", args.time_scale, "real devices take their time")
         work = Work((args.recipe or RECIPE,), (), tuple(args.overrides), args.steps)
-        return Plan(work, _real_pool("--trainer", args.trainer), _real_pool("--generator", args.generator), {})
+        split = Split(_real_pool("--trainer", args.trainer), _real_pool("--generator", args.generator))
+        return Plan(work, split, {})
     from verl_digen.bench.virtual import predict, virtual_overrides, virtual_split
     from verl_digen.simulate.profile import load_profile
 
@@ -146,7 +142,7 @@ def _plan(args: Namespace, modes: list[Mode]) -> Plan:
     overrides = (*VIRTUAL_OVERRIDES, *virtual_overrides(profile, args.virtual, split, args.time_scale))
     work = Work((args.recipe or VIRTUAL_RECIPE,), ("virtual",), (*overrides, *args.overrides), args.steps)
     predictions = {mode.name: predict(profile, split, mode, args.time_scale) for mode in modes}
-    return Plan(work, split.trainer, split.generator, predictions)
+    return Plan(work, split, predictions)
 
 
 def _real_pool(option: str, text: str) -> Pool:
@@ -161,11 +157,11 @@ def _for_mode(plan: Plan, mode: Mode) -> Work:
         return work
     if mode.is_disaggregated:
         devices = (
-            f"trainer.n_gpus_per_node={plan.trainer.num_devices}",
-            f"actor_rollout_ref.rollout.n_gpus_per_node={plan.generator.num_devices}",
+            f"trainer.n_gpus_per_node={plan.split.trainer.num_devices}",
+            f"actor_rollout_ref.rollout.n_gpus_per_node={plan.split.generator.num_devices}",
         )
     else:
-        devices = (f"trainer.n_gpus_per_node={1 if _is_cpu() else plan.num_devices}",)
+        devices = (f"trainer.n_gpus_per_node={1 if _is_cpu() else plan.split.num_devices}",)
     return Work(work.recipes, work.last_recipes, (*devices, *work.overrides), work.num_steps)
 
 
@@ -191,7 +187,7 @@ def _report(args: Namespace, runs: list[RunResult], plan: Plan, out: Path) -> in
     summaries = summarise(
         runs,
         num_warm_up=args.warm_up,
-        num_devices=plan.num_devices,
+        num_devices=plan.split.num_devices,
         predictions=plan.predictions,
     )
     setting = _setting(args, plan)
@@ -228,7 +224,7 @@ def _setting(args: Namespace, plan: Plan) -> dict[str, Any]:
     elif _is_cpu():
         devices = f"{pools} on {num_cores} CPU cores; colocated: 1 rank and 1 replica in turns on all cores"
     else:
-        devices = f"{pools} devices; colocated: all {plan.num_devices} in turns"
+        devices = f"{pools} devices; colocated: all {plan.split.num_devices} in turns"
     return {
         "devices": devices,
         "num_cpu_cores": num_cores,

@@ -530,14 +530,13 @@ class BatchPlanner:
             return self._assist(group, now_s, "measure", None)
         verdict = self._search.decide(bubble)
         self._foresight.on_verdict(verdict, now_s)
-        if not self._foresight.counts(verdict):
-            self._search.forget()
-            self._wait_until_s = now_s + verdict.wait_until_s
-            return Wait("gain_in_doubt", verdict.wait_until_s)
-        if verdict.choice == "assist":
+        counts = self._foresight.counts(verdict)
+        if verdict.choice == "assist" and counts:
             return self._assist(group, now_s, "gain", verdict.gain_s)
+        if not counts:
+            self._search.forget()
         self._wait_until_s = now_s + verdict.wait_until_s
-        return Wait("waiting_pays", verdict.wait_until_s)
+        return Wait("waiting_pays" if counts else "gain_in_doubt", verdict.wait_until_s)
 
     def _assistable(self) -> Group | None:
         """Oldest group of the trainer's batch that has samples left, under the trainer's version."""

@@ -4,7 +4,8 @@ it ends as a trajectory beside its pixels.
 
 How a pipeline comes to its velocities is for others: `step_mode.py`, `request_mode.py`.
 
-Latents are kept in the order's dtype; the network sees them in its own, as in `verl_digen.rollout.sampler`.
+Latents are kept in the order's dtype and velocities in fp32; the network sees latents in its own dtype, as in
+`verl_digen.rollout.sampler`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,6 +73,10 @@ class RecordingPipeline:
             ValueError: the prompt is longer than the encoder reads.
         """
         raise NotImplementedError
+
+    def predict_noise(self, *args: Any, **kwargs: Any) -> Tensor:
+        """In fp32, so that guidance combines its branches as the trainer does."""
+        return super().predict_noise(*args, **kwargs).float()  # type: ignore[misc]
 
     def begin_recording(
         self,

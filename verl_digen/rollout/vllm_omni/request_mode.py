@@ -5,7 +5,6 @@
                      which denoises a static batch of requests from first step to last; then the records
     scheduler        is ours meanwhile: the sigmas are the model file's, and ONE `sde_step` per step takes all requests
                      (`RecordedSchedule`)
-    predict_noise    the pipeline's own, in fp32
 
 - Requests of a batch share their size, number of steps and guidance; windows, laws and noise levels may differ.
   vLLM-Omni puts them together and starts no other until all are done: nothing joins a running batch, and who aborts a
@@ -192,10 +191,6 @@ class RequestRecordingMixin(RecordingPipeline):
         handed_over.sampling_params = params
         handed_over.prompt = {**request.prompt, **self.prompt_fields(recording)}  # type: ignore[typeddict-item]
         return handed_over
-
-    def predict_noise(self, *args: Any, **kwargs: Any) -> Tensor:
-        """In fp32, so that guidance combines its branches as the trainer does."""
-        return super().predict_noise(*args, **kwargs).float()  # type: ignore[misc]
 
     @torch.no_grad()
     def encode_condition(self, text: str) -> Condition:

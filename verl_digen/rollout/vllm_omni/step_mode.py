@@ -74,10 +74,6 @@ class StepRecordingMixin(RecordingPipeline):
         embeds, _ = self.encode_prompt(prompt=text, max_sequence_length=self.tokenizer_max_length)  # type: ignore
         return move_condition(self.read_condition(embeds, [embeds.shape[1]]), "cpu")
 
-    def predict_noise(self, *args: Any, **kwargs: Any) -> Tensor:
-        """In fp32, so that guidance combines its branches as the trainer does."""
-        return super().predict_noise(*args, **kwargs).float()  # type: ignore[misc]
-
     def denoise_step(
         self, input_batch: InputBatch, *, states: Sequence[StepRequestState] | None = None, **kwargs: Any
     ) -> Tensor | None:
