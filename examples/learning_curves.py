@@ -9,14 +9,16 @@
 | TCSS | at most one version old | flow_grpo, its ratio against the log-probs of generation |
 | 3 versions, tis | at most three versions old | tis |
 
-Writes learning_curves.png (mean over the seeds, the band is their spread) and .json, and prints a table. Runs that are
-there are not run again. About 3 minutes a run on 2 CPU cores.
+Writes learning_curves.png (mean over the seeds, the band is their spread) and .json, and prints a table. Finished runs
+are not run again, one that was cut short starts afresh. About 3 minutes a run on 2 CPU cores; `make quickstart` before,
+for its checkpoint.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -53,8 +55,12 @@ Steps = Sequence[tuple[float, float]]
 
 def steps_of(mode: Mode, seed: int, num_steps: int, out: Path) -> Steps:
     """Of one run, which is made if it is not there."""
-    rows = read_steps(run_dir_of(out, mode, seed))
+    run_dir = run_dir_of(out, mode, seed)
+    rows = read_steps(run_dir)
     if len(rows) != num_steps:
+        if run_dir.exists():
+            print(f"{run_dir} was cut short after {len(rows)} of {num_steps} steps and starts afresh", flush=True)
+            shutil.rmtree(run_dir)
         work = Work(("digen_quickstart",), (), (f"digen.seed={seed}",), num_steps)
         rows = run_mode(work, mode, seed, out).steps
         reward = mean(row["reward/mean"] for row in rows[-LAST_STEPS:])
@@ -92,19 +98,20 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--out", type=Path, default=Path("outputs/learning_curves"))
     args = parser.parse_args()
+    out = args.out / f"{args.steps}_steps"
     runs: dict[str, list[Steps]] = {name: [] for name in CURVES}
     for seed in range(args.seeds):
         for name, mode in CURVES.items():
-            runs[name].append(steps_of(mode, seed, args.steps, args.out))
-    draw(runs, args.out / "learning_curves.png")
-    (args.out / "learning_curves.json").write_text(json.dumps(runs) + "\n", encoding="utf-8")
+            runs[name].append(steps_of(mode, seed, args.steps, out))
+    draw(runs, out / "learning_curves.png")
+    (out / "learning_curves.json").write_text(json.dumps(runs) + "\n", encoding="utf-8")
     print(f"{'':<18}{'reward (seeds)':<26}{'s/step':>8}")
     for name, of_seeds in runs.items():
         last = [mean(reward for _, reward in steps[-LAST_STEPS:]) for steps in of_seeds]
         step_s = mean(steps[-1][0] / len(steps) for steps in of_seeds)
         spread = f"{mean(last):.3f} ({min(last):.3f}..{max(last):.3f})"
         print(f"{name:<18}{spread:<26}{step_s:>8.2f}")
-    print(args.out / "learning_curves.png")
+    print(out / "learning_curves.png")
 
 
 if __name__ == "__main__":
