@@ -149,6 +149,15 @@ def test_an_unknown_architecture_is_answered_with_the_known_ones(compose_main, r
     assert "must be one of FluxTransformer2DModel, " in found and "got 'LTXVideoTransformer3DModel'" in found
 
 
+def test_a_checkpoint_that_vllm_omni_does_not_serve_is_refused_before_anything_starts(compose_main, runnable, tmp_path):
+    path = build_tiny("hunyuan_video", tmp_path / "hunyuan")
+    overrides = [f"actor_rollout_ref.model.path={path}", "digen.sampling.num_frames=5"]
+    preflight.check(compose_main(*runnable, *overrides))
+    found = problem(compose_main, *runnable, *overrides, "actor_rollout_ref.rollout.name=vllm_omni")
+    assert "name=vllm_omni needs a checkpoint of one of FluxPipeline, " in found
+    assert "got 'HunyuanVideoPipeline'; set actor_rollout_ref.rollout.name=diffusers" in found
+
+
 def test_a_pipeline_without_a_transformer_is_refused(compose_main, runnable, tiny_video):
     index = json.loads((tiny_video / "model_index.json").read_text())
     (tiny_video / "model_index.json").write_text(json.dumps(index | {"transformer": None}))

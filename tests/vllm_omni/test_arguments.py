@@ -8,6 +8,7 @@ from verl.utils.config import omega_conf_to_dataclass
 
 from tests.tiny_models import build_tiny
 from tests.vllm_omni.conftest import compose_actor_rollout
+from verl_digen.rollout.vllm_omni.served import SERVED
 
 
 def arguments(path, *overrides):
@@ -30,9 +31,17 @@ def test_a_pipeline_runs_step_by_step_where_it_can_and_in_batches_where_it_can(
     assert (made["step_execution"], made["max_num_seqs"]) == (is_stepwise, max_num_seqs)
 
 
+def test_every_pipeline_that_is_served_has_its_recorder_and_vllm_omni_has_it():
+    from vllm_omni.diffusion.registry import DiffusionModelRegistry
+
+    from verl_digen.rollout.vllm_omni.pipeline import MIXINS
+
+    assert set(MIXINS) == set(SERVED) <= set(DiffusionModelRegistry.models)
+
+
 def test_a_pipeline_that_vllm_omni_lacks_is_refused_with_the_remedy(tmp_path):
     path = build_tiny("hunyuan_video", tmp_path)
-    with pytest.raises(ValueError, match=r"no pipeline HunyuanVideoPipeline; set actor_.*name=diff"):
+    with pytest.raises(ValueError, match=r"got 'HunyuanVideoPipeline'; set actor_.*name=diff"):
         arguments(path)
 
 

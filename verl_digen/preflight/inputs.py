@@ -21,7 +21,7 @@ SURELY_SHORT_BYTES = 200
 
 
 def check_model(config: DictConfig) -> None:
-    """The checkpoint is there with all its parts, and its architecture is known and makes what is asked for."""
+    """The checkpoint is there, with all its parts; the model can make what is asked for, and the back end serves it."""
     section = config.actor_rollout_ref.model
     if OmegaConf.is_missing(section, "path"):
         raise ValueError(
@@ -32,6 +32,7 @@ def check_model(config: DictConfig) -> None:
         return
     from verl_digen.models import ARCHITECTURES, load_model, read_architecture
     from verl_digen.models.locate import locate_configs
+    from verl_digen.rollout.vllm_omni.served import require_served
     from verl_digen.types import Geometry
 
     folder = locate_configs(section.path)
@@ -39,6 +40,8 @@ def check_model(config: DictConfig) -> None:
     require_one_of("the architecture of actor_rollout_ref.model.path", architecture, tuple(sorted(ARCHITECTURES)))
     sampling = digen_config(config).sampling
     model = load_model(folder)
+    if config.actor_rollout_ref.rollout.name == "vllm_omni":
+        require_served(model.pipeline)
     model.latent_shape(Geometry(sampling.height_px, sampling.width_px, sampling.num_frames))
     model.embedded_guidance(sampling.embedded_guidance_scale)
 

@@ -6,6 +6,7 @@
 | `replica.py` | task runner | starts the servers of a replica |
 | `server.py` | a Ray actor, with the engine in its process or in front of its workers | verl's server methods |
 | `engine.py` | beside the server | the engine that keeps weight updates between trajectories |
+| `served.py` | everywhere | which pipelines there are |
 | `pipeline.py` | engine worker | which pipeline is recorded how |
 | `recorder.py` | engine worker | steps with our SDE, and records |
 | `step_mode.py` | engine worker | any pipeline with step execution |

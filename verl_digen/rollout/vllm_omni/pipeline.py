@@ -17,38 +17,29 @@ from typing import Any
 from vllm_omni.diffusion.registry import DiffusionModelRegistry
 
 from verl_digen.patches import vllm_omni_wan_import
+from verl_digen.rollout.vllm_omni.recorder import RecordingPipeline
 from verl_digen.rollout.vllm_omni.request_pipelines import REQUEST_MIXINS
-from verl_digen.rollout.vllm_omni.step_mode import STEP_METHODS, StepRecordingMixin
+from verl_digen.rollout.vllm_omni.served import require_served
+from verl_digen.rollout.vllm_omni.step_mode import StepRecordingMixin
 
 PREFIX = "Recording"
 """What this module puts before the name of a pipeline class."""
+
+MIXINS: dict[str, type[RecordingPipeline]] = {"QwenImagePipeline": StepRecordingMixin, **REQUEST_MIXINS}
+"""Name in vLLM-Omni's registry -> what records it."""
 
 
 def recording_class(name: str) -> type[Any]:
     """vLLM-Omni's pipeline class `name` with a subclass of `RecordingPipeline` over it.
 
     Raises:
-        ValueError: vLLM-Omni has no such pipeline, or none of ours records it.
+        ValueError: not one of `served.SERVED`.
     """
-    if name not in DiffusionModelRegistry.models:
-        raise ValueError(
-            "actor_rollout_ref.rollout.name=vllm_omni cannot serve actor_rollout_ref.model.path: vLLM-Omni has no "
-            f"pipeline {name}; set actor_rollout_ref.rollout.name=diffusers"
-        )
+    require_served(name)
     if name == vllm_omni_wan_import.PIPELINE:
         vllm_omni_wan_import.apply()
     pipeline = DiffusionModelRegistry.models[name].load_model_cls()
-    if all(hasattr(pipeline, method) for method in STEP_METHODS):
-        mixin: type[Any] = StepRecordingMixin
-    elif name in REQUEST_MIXINS:
-        mixin = REQUEST_MIXINS[name]
-    else:
-        raise ValueError(
-            f"actor_rollout_ref.rollout.name=vllm_omni cannot serve actor_rollout_ref.model.path: {name} has no step "
-            f"execution in vLLM-Omni, and of those without one {', '.join(sorted(REQUEST_MIXINS))} are recorded; set "
-            "actor_rollout_ref.rollout.name=diffusers"
-        )
-    return type(f"{PREFIX}{name}", (mixin, pipeline), {"__module__": __name__})
+    return type(f"{PREFIX}{name}", (MIXINS[name], pipeline), {"__module__": __name__})
 
 
 def __getattr__(name: str) -> type[Any]:

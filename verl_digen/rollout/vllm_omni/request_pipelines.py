@@ -2,7 +2,7 @@
 """What each architecture without step execution adds to `RequestRecordingMixin`: how a prompt is encoded, and what
 guidance is called.
 
-A new one is a class here and a line in `REQUEST_MIXINS`.
+A new one is a class here, a line in `REQUEST_MIXINS` and one in `served.SERVED`.
 """
 
 from __future__ import annotations

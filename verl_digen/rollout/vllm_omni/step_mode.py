@@ -28,9 +28,6 @@ from verl_digen.rollout.vllm_omni.recorder import RECORDED, Recording, Recording
 from verl_digen.rollout.vllm_omni.requests import ORDER, RecordingOrder
 from verl_digen.types import Condition, move_condition
 
-STEP_METHODS = ("prepare_encode", "denoise_step", "step_scheduler", "post_decode")
-"""vLLM-Omni's `SupportsStepExecution`, which cannot be asked of a class."""
-
 
 class StepRecordingMixin(RecordingPipeline):
     """Over a pipeline class that implements vLLM-Omni's `SupportsStepExecution`."""
