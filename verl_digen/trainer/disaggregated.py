@@ -19,7 +19,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import transfer_queue as tq
-from tensordict import NonTensorData, NonTensorStack, TensorDict
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.utils.config import omega_conf_to_dataclass
@@ -71,20 +70,6 @@ def batch_rules(digen: DigenConfig, *, num_prompts: int, group_size: int) -> Bat
         max_versions=digen.staleness.max_versions,
         fraction=digen.staleness.fraction,
     )
-
-
-def prompt_rows(batch: TensorDict) -> list[dict[str, Any]]:
-    """verl's batch of prompts as one mapping each."""
-
-    def column(value: Any) -> Sequence[Any]:
-        if isinstance(value, NonTensorStack):
-            return [item.data if isinstance(item, NonTensorData) else item for item in value]
-        if isinstance(value, NonTensorData):
-            return [value.data] * len(batch)
-        return list(value)
-
-    columns = {str(name): column(batch.get(name)) for name in batch.keys()}  # noqa: SIM118 - a TensorDict
-    return [{name: values[index] for name, values in columns.items()} for index in range(len(batch))]
 
 
 class FlowGRPOTrainerDisaggregated(FlowGRPOTrainerSync):
@@ -173,16 +158,18 @@ class FlowGRPOTrainerDisaggregated(FlowGRPOTrainerSync):
         return len(window.train_steps)
 
     def _draw_prompts(self, batch: int, count: int) -> list[str]:
-        while len(self._drawn) < count:
-            self._drawn += prompt_rows(self._fetch_one_gen_batch())
-        rows, self._drawn = self._drawn[:count], self._drawn[count:]
+        rows = self._take_prompts(count)
         for row in rows:
             self._generator.add_prompt(batch, row["uid"], {**row, "global_steps": batch + 1})
         return [row["uid"] for row in rows]
 
     def _open_prompts(self) -> Sequence[Mapping[str, Any]]:
         assert self._conductor is not None
-        return [*self._generator.open_prompts(), *self._drawn]
+        under_way = [
+            {name: value for name, value in row.items() if name != "global_steps"}
+            for row in self._generator.open_prompts()
+        ]
+        return [*under_way, *super()._open_prompts()]
 
     # -- one step -----------------------------------------------------------------------------------------
     def on_step_begin(self) -> None:

@@ -47,6 +47,7 @@ from verl_digen.agent_loop.chunks import describe
 from verl_digen.agent_loop.server_manager import AsyncDiffusionServerManager
 from verl_digen.algorithms.advantages import group_advantages
 from verl_digen.config import digen_config
+from verl_digen.data.rows import prompt_batch, prompt_rows
 from verl_digen.engine.worker import DiffusionWorker
 from verl_digen.errors import RunStopped, plain
 from verl_digen.observe.metrics import perf_metrics, reward_metrics, staleness_metrics, training_metrics
@@ -96,7 +97,7 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
         self.run_dir = Path(config.trainer.default_local_dir)
         self._num_prompts_drawn = 0
         self._drawn: list[dict[str, Any]] = []
-        """Prompts that a loop which takes them one by one has not taken yet."""
+        """Prompts that were drawn and not taken yet."""
         self._num_refills = 0
         self._pictures: Any = None
         self._started_s = time.time()
@@ -150,7 +151,19 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
 
     # -- prompts ------------------------------------------------------------------------------------------
     def _fetch_one_gen_batch(self) -> TensorDict:
-        """Number the prompts, so that noise and windows are the same in every run and after every resume."""
+        batch = self._draw_batch()
+        self._drawn += prompt_rows(batch)
+        return prompt_batch(self._take_prompts(len(batch)))
+
+    def _take_prompts(self, count: int) -> list[dict[str, Any]]:
+        """The next rows: first those that a checkpoint's run had drawn and not trained."""
+        while len(self._drawn) < count:
+            self._drawn += prompt_rows(self._draw_batch())
+        rows, self._drawn = self._drawn[:count], self._drawn[count:]
+        return rows
+
+    def _draw_batch(self) -> TensorDict:
+        """verl's next batch, numbered so that noise and windows are the same in every run and after every resume."""
         batch = super()._fetch_one_gen_batch()
         uids = [f"p{self._num_prompts_drawn + index:08d}" for index in range(len(batch))]
         self._num_prompts_drawn += len(batch)
@@ -388,8 +401,8 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
         )
 
     def _open_prompts(self) -> Sequence[Mapping[str, Any]]:
-        """Rows that were drawn and not trained: none, at the end of a step."""
-        return ()
+        """Rows that were drawn and not trained, at the end of a step."""
+        return self._drawn
 
     def _load_checkpoint(self) -> None:
         super()._load_checkpoint()
