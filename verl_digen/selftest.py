@@ -56,6 +56,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "flux_dev": {},
     "flux_schnell": {"max_sequence_length": 256},
     "hunyuan_video": {"num_frames": 5},
+    "hunyuan_video15": {"num_frames": 5},
     "qwen_image": {},
     "sd3": {"guidance_scale": 1.0},
     "wan2.1": VIDEO,
@@ -131,6 +132,8 @@ def _run_pipeline(model: DiffusionModel, geometry: Geometry, arguments: dict[str
     """Latents that the model's own pipeline makes of PROMPTS and the sampler's initial noise."""
     pipeline: Any = DiffusionPipeline.from_pretrained(model.path, dtype=torch.float32)
     pipeline.set_progress_bar_config(disable=True)
+    if hasattr(pipeline, "guider"):  # which is a part of it, and no argument
+        pipeline.guider = pipeline.guider.new(guidance_scale=1.0)
     if isinstance(pipeline.scheduler, UniPCMultistepScheduler):  # to Euler's step, which is ours
         pipeline.scheduler = UniPCMultistepScheduler.from_config(
             pipeline.scheduler.config, solver_order=1, disable_corrector=list(range(NUM_STEPS))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import AutoencoderKLHunyuanVideo15
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from diffusers.schedulers.scheduling_unipc_multistep import UniPCMultistepScheduler
 from torch import Tensor, nn
@@ -32,6 +33,11 @@ def true_cfg(scale: float) -> dict[str, Any]:
 
 def plain_cfg(scale: float) -> dict[str, Any]:
     return {"guidance_scale": scale, "negative_prompt": [NEGATIVE] * len(PROMPTS)}
+
+
+def guided_by_guider(scale: float) -> dict[str, Any]:
+    """Pipelines whose scale is their guider's, see `Loaded.run_pipeline`."""
+    return {"negative_prompt": [NEGATIVE] * len(PROMPTS)}
 
 
 def cfg_from_zero(scale: float) -> dict[str, Any]:
@@ -69,6 +75,7 @@ CASES = (
     Case("flux_schnell", true_cfg, word_limit=255, pipeline_args={"max_sequence_length": 256}),
     # 21 frames are 6 of the latent, more than the VAE decodes in one temporal tile
     Case("hunyuan_video", true_cfg, (Geometry(64, 64, 5), Geometry(32, 48, 21)), max_tokens=351, word_limit=254),
+    Case("hunyuan_video15", guided_by_guider, VIDEOS, max_tokens=1108, word_limit=994),
     Case("qwen_image", true_cfg, max_tokens=1058, word_limit=1018),
     Case("sd3", plain_cfg, word_limit=255),
     Case("wan2.1", plain_cfg, VIDEOS, max_tokens=512, word_limit=511),
@@ -106,18 +113,23 @@ class Loaded:
             loaded.scheduler = UniPCMultistepScheduler.from_config(
                 loaded.scheduler.config, solver_order=1, disable_corrector=list(range(100))
             )
+        if isinstance(loaded.vae, AutoencoderKLHunyuanVideo15):
+            loaded.vae.enable_slicing()  # its attention takes one video at a time
         return loaded
 
     def run_pipeline(
         self, geometry: Geometry, scale: float, latents: Tensor, *, pipeline: Any = None, **more: Any
     ) -> Tensor:
         """What it makes of PROMPTS and these initial latents."""
+        pipeline = pipeline or self.pipeline
+        if self.case.guidance is guided_by_guider:
+            pipeline.guider = pipeline.guider.new(guidance_scale=scale)
         size = {"height": geometry.height_px, "width": geometry.width_px}
         if self.case.is_video:
             size["num_frames"] = geometry.num_frames
         arguments = {"num_inference_steps": NUM_STEPS, "output_type": "latent"} | self.case.pipeline_args
         arguments |= self.case.guidance(scale) | more
-        made = (pipeline or self.pipeline)(list(PROMPTS), latents=latents, **size, **arguments)
+        made = pipeline(list(PROMPTS), latents=latents, **size, **arguments)
         return torch.as_tensor(made[0])
 
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 ARCHITECTURES: dict[str, str] = {
     "FluxTransformer2DModel": "verl_digen.models.flux:Flux",
+    "HunyuanVideo15Transformer3DModel": "verl_digen.models.hunyuan_video15:HunyuanVideo15",
     "HunyuanVideoTransformer3DModel": "verl_digen.models.hunyuan_video:HunyuanVideo",
     "QwenImageTransformer2DModel": "verl_digen.models.qwen_image:QwenImage",
     "SD3Transformer2DModel": "verl_digen.models.sd3:StableDiffusion3",

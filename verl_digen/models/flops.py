@@ -25,8 +25,9 @@ from verl_digen.models.base import DiffusionModel
 from verl_digen.simulate.devices import PEAK_TFLOPS
 from verl_digen.types import Geometry
 
-IMAGE, TEXT, JOINT, ROW = "image", "text", "joint", "row"
-"""Which tokens a layer sees: the picture's, the prompt's, both, or one per row (timestep, modulation)."""
+IMAGE, TEXT, JOINT, ROW, NONE = "image", "text", "joint", "row", "none"
+"""Which tokens a layer sees: the picture's, the prompt's, both, one per row (timestep, modulation), or none that count
+(text quoted in a prompt; a first frame)."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,15 @@ LAYOUTS = {
         streams=((r"time_embedder|time_proj", ROW), (r"text_embedder|attn2\.to_[kv]", TEXT)),
         attention=((r"attn2", IMAGE, TEXT), (r"", IMAGE, IMAGE)),
         text_tokens=512,
+    ),
+    "HunyuanVideo15Transformer3DModel": Layout(
+        patch="x_embedder.proj",
+        streams=(
+            (r"context_embedder_2|image_embedder", NONE),
+            (rf"{MODULATION}|time_embed", ROW),
+            (r"context_embedder|ff_context|attn\.add_|to_add_out", TEXT),
+        ),
+        attention=((r"context_embedder", TEXT, TEXT), (r"", JOINT, JOINT)),
     ),
     "HunyuanVideoTransformer3DModel": Layout(
         patch="x_embedder.proj",
@@ -140,10 +150,14 @@ def forward_flops(
     layout = LAYOUTS[model.architecture]
     layers = dict(_layers(transformer, model.experts))
     patch = layers[layout.patch]
-    num_image = math.prod(model.latent_shape(geometry)) // math.prod(patch[1:])
+    latents = model.latent_shape(geometry)
+    if len(patch) > 2:  # a convolution, which may read more channels than the latents have
+        num_image = math.prod(latents[1:]) // math.prod(patch[2:])
+    else:
+        num_image = math.prod(latents) // math.prod(patch[1:])
     num_image = _padded(num_image, layout.multiple)
     num_text = _padded(layout.text_tokens or num_prompt_tokens, layout.multiple)
-    tokens = {IMAGE: num_image, TEXT: num_text, JOINT: num_image + num_text, ROW: 1}
+    tokens = {IMAGE: num_image, TEXT: num_text, JOINT: num_image + num_text, ROW: 1, NONE: 0}
     linear = attention = 0
     for name, shape in layers.items():
         stream = next((stream for pattern, stream in layout.streams if re.search(pattern, name)), IMAGE)

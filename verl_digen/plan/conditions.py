@@ -25,10 +25,13 @@ class Layout:
     """Width of a token."""
     pooled: str | None = None
     """Width of the pooled vector, if there is one."""
+    glyphs: str | None = None
+    """Width of a token of quoted text, if that is read apart. The planned prompt quotes nothing."""
 
 
 LAYOUTS = {
     "FluxTransformer2DModel": Layout("joint_attention_dim", "pooled_projection_dim"),
+    "HunyuanVideo15Transformer3DModel": Layout("text_embed_dim", glyphs="text_embed_2_dim"),
     "HunyuanVideoTransformer3DModel": Layout("text_embed_dim", "pooled_projection_dim"),
     "QwenImageTransformer2DModel": Layout("joint_attention_dim"),
     "SD3Transformer2DModel": Layout("joint_attention_dim", "pooled_projection_dim"),
@@ -48,6 +51,8 @@ def empty_condition(model: DiffusionModel, prompt_tokens: int) -> Condition:
     condition = {"embeds": torch.zeros(_num_tokens(model, prompt_tokens), config[layout.width])}
     if layout.pooled is not None:
         condition["pooled"] = torch.zeros(config[layout.pooled])
+    if layout.glyphs is not None:
+        condition["glyphs"] = torch.zeros(0, config[layout.glyphs])
     return condition
 
 

@@ -20,6 +20,7 @@ BUILDERS: dict[str, str] = {
     "flux_dev": "verl_digen.models.tiny.flux:make_dev",
     "flux_schnell": "verl_digen.models.tiny.flux:make_schnell",
     "hunyuan_video": "verl_digen.models.tiny.hunyuan_video:make",
+    "hunyuan_video15": "verl_digen.models.tiny.hunyuan_video15:make",
     "qwen_image": "verl_digen.models.tiny.qwen_image:make",
     "sd3": "verl_digen.models.tiny.sd3:make",
     "wan2.1": "verl_digen.models.tiny.wan:make_2_1",

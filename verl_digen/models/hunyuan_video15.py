@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HunyuanVideo 1.5: text to video, as diffusers' `HunyuanVideo15Pipeline` runs it.
+
+- Latents are [C, F, H, W], F = 1 + (frames - 1) / 4; a position is 16x16 px with the published VAE. One frame is a
+  picture.
+- Two text encoders: Qwen2.5-VL's hidden states of the prompt in a chat template, which is cut away again; and ByT5's of
+  the glyphs to be drawn, the prompt's quoted text. A prompt without quotation marks has none.
+- The network could go on from a first frame. Its latents, their mask and its embedding are zeros here.
+- How to guide is the checkpoint's `guider`. It must be plain classifier-free guidance; the scale is
+  `digen.sampling.guidance_scale`, whatever the guider's own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+from types import MethodType
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import transformers
+from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import AutoencoderKLHunyuanVideo15
+from diffusers.pipelines.hunyuan_video1_5 import pipeline_hunyuan_video1_5 as theirs
+from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+from torch import Tensor, nn
+
+from verl_digen.models.base import Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder
+from verl_digen.models.hunyuan_video15_forward import forward_text_to_video
+from verl_digen.models.pixels import decode_each
+from verl_digen.models.sizes import check_size
+from verl_digen.models.text import PROMPT_CHARACTERS_SHOWN, length_check, one_by_one, pad_embeds
+from verl_digen.types import Condition, Geometry
+
+# Functions of the class, and not of a pipeline: none can be made without a VAE.
+encode_text = theirs.HunyuanVideo15Pipeline._get_mllm_prompt_embeds
+encode_glyphs = theirs.HunyuanVideo15Pipeline._get_byt5_prompt_embeds
+_TEXT = inspect.signature(encode_text).parameters
+SYSTEM_MESSAGE: str = _TEXT["system_message"].default
+"""What the chat template says before a prompt."""
+MAX_TEXT_TOKENS: int = _TEXT["crop_start"].default + _TEXT["tokenizer_max_length"].default
+"""Qwen tokens of a prompt in its template; the pipeline's limit."""
+MAX_GLYPH_TOKENS: int = inspect.signature(encode_glyphs).parameters["tokenizer_max_length"].default
+"""ByT5 tokens, one per byte, of a prompt's quoted text with what the pipeline writes around it; its limit."""
+PLAIN_GUIDANCE = {"guidance_rescale": 0.0, "use_original_formulation": False, "start": 0.0, "stop": 1.0}
+"""Settings with which a guider does what `DiffusionModel.guide` does; its class's defaults."""
+
+
+class HunyuanVideo15(DiffusionModel):
+    architecture = "HunyuanVideo15Transformer3DModel"
+    pipeline = "HunyuanVideo15Pipeline"
+    title = "HunyuanVideo 1.5"
+    example = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"
+    components: ClassVar[tuple[str, ...]] = (
+        *("guider", "scheduler", "transformer", "vae"),
+        *("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"),
+    )
+    lora_targets: ClassVar[tuple[str, ...]] = (
+        *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
+        *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
+    )
+    """Attention of both streams and of the text refiner, as for HunyuanVideo."""
+
+    def __init__(self, path: str | Path):
+        super().__init__(path)
+        self._network = self.read_network_config("transformer")
+        if self._network["use_meanflow"]:
+            raise ValueError(
+                "actor_rollout_ref.model.path must hold a transformer with use_meanflow=false, got true in "
+                f"{str(self.path)!r}; choose a checkpoint that is not distilled to a few steps, such as {self.example}"
+            )
+        self._check_guider()
+        vae = self.read_network_config("vae")
+        self._num_channels: int = vae["latent_channels"]
+        self._frame_stride: int = vae["temporal_compression_ratio"]
+        self._vae_scale: int = vae["spatial_compression_ratio"]
+
+    def _check_guider(self) -> None:
+        name = self.index["guider"][1]
+        config = PLAIN_GUIDANCE | self.read_config("guider/guider_config.json")
+        others = [f"{key}={config[key]}" for key, plain in PLAIN_GUIDANCE.items() if config[key] != plain]
+        if name != "ClassifierFreeGuidance" or others:
+            raise ValueError(
+                "actor_rollout_ref.model.path must hold a guider of plain classifier-free guidance, got "
+                f"{' '.join([name, *others])} in {str(self.path)!r}; change that in its model_index.json and guider/"
+                f"guider_config.json, or choose a checkpoint such as {self.example}"
+            )
+
+    # -- loading ------------------------------------------------------------------------------------------
+    def load_transformer(self, dtype: torch.dtype, *, meta: bool = False) -> nn.Module:
+        network = super().load_transformer(dtype, meta=meta)
+        network.forward = MethodType(forward_text_to_video, network)
+        return network
+
+    def load_prompt_check(self) -> PromptCheck:
+        tokenizer, glyph_tokenizer = self.load_tokenizer("tokenizer"), self.load_tokenizer("tokenizer_2")
+
+        def in_template(prompt: str) -> str:
+            chats = theirs.format_text_input([prompt], SYSTEM_MESSAGE)
+            return tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)[0]
+
+        check_all = length_check(tokenizer, title=self.title, max_tokens=MAX_TEXT_TOKENS, wrap=in_template)
+
+        def check(prompt: str) -> None:
+            check_all(prompt)
+            glyphs = theirs.extract_glyph_texts(prompt)
+            num_tokens = 0 if glyphs is None else len(glyph_tokenizer(glyphs).input_ids)
+            if num_tokens > MAX_GLYPH_TOKENS:
+                raise ValueError(
+                    f"the quoted text of a prompt must have at most {MAX_GLYPH_TOKENS} ByT5 tokens for {self.title}, "
+                    f"got {num_tokens} for {prompt[:PROMPT_CHARACTERS_SHOWN]!r}...; quote less of it in "
+                    "data.train_files or data.val_files"
+                )
+
+        return check
+
+    def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
+        """Conditions are {"embeds": [L, D], "glyphs": [G, E]} in `dtype`: L and G tokens of the prompt's own, G may be
+        0."""
+
+        def load(folder: str) -> Any:
+            network = getattr(transformers, self.index[folder][1]).from_pretrained(self.path / folder, dtype=dtype)
+            return network.eval().to(device)
+
+        encoder, glyph_encoder = load("text_encoder"), load("text_encoder_2")
+        tokenizer, glyph_tokenizer = self.load_tokenizer("tokenizer"), self.load_tokenizer("tokenizer_2")
+        check = self.load_prompt_check()
+
+        def encode(prompt: str) -> Condition:
+            check(prompt)
+            embeds, mask = encode_text(encoder, tokenizer, prompt, device)
+            glyphs, glyph_mask = encode_glyphs(glyph_tokenizer, glyph_encoder, prompt, device)
+            return {"embeds": embeds[0][mask[0].bool()], "glyphs": glyphs[0][glyph_mask[0].bool()]}
+
+        return one_by_one(encode)
+
+    def load_decoder(self, dtype: torch.dtype, device: torch.device) -> Decoder:
+        """The VAE decodes sides of more than 256 px in overlapping tiles, as in the pipeline's example: its attention
+        makes a mask of positions x positions."""
+        vae: Any = AutoencoderKLHunyuanVideo15.from_pretrained(self.path / "vae", dtype=dtype)
+        vae.eval().to(device)
+        vae.enable_tiling()
+
+        @torch.no_grad()
+        def decode(latents: Tensor, geometry: Geometry) -> Tensor:
+            # The end of HunyuanVideo15Pipeline.__call__.
+            return decode_each(vae, latents.to(device, dtype) / vae.config.scaling_factor)
+
+        return decode
+
+    # -- the shape of the problem -------------------------------------------------------------------------
+    def latent_shape(self, geometry: Geometry) -> tuple[int, ...]:
+        px_per_token = self._vae_scale * self._network["patch_size"]
+        check_size(geometry, title=self.title, px_multiple=px_per_token, frame_stride=self._frame_stride)
+        return (
+            self._num_channels,
+            1 + (geometry.num_frames - 1) // self._frame_stride,
+            geometry.height_px // self._vae_scale,
+            geometry.width_px // self._vae_scale,
+        )
+
+    def sigmas(self, num_steps: int, geometry: Geometry) -> Tensor:
+        # "4. Prepare timesteps" of HunyuanVideo15Pipeline.__call__.
+        scheduler: Any = FlowMatchEulerDiscreteScheduler.from_config(self._schedule)
+        scheduler.set_timesteps(sigmas=np.linspace(1.0, 0.0, num_steps + 1)[:-1])
+        return torch.as_tensor(scheduler.sigmas)
+
+    # -- the network --------------------------------------------------------------------------------------
+    def collate(self, conditions: Sequence[Condition]) -> Collated:
+        """{"embeds": [N, L, D], "mask": [N, L] bool, "glyphs": [N, G, E], "glyph_mask": [N, G] bool}, padded to the
+        longest of the N."""
+        embeds, mask = pad_embeds([condition["embeds"] for condition in conditions])
+        glyphs, glyph_mask = pad_embeds([condition["glyphs"] for condition in conditions])
+        return {"embeds": embeds, "mask": mask, "glyphs": glyphs, "glyph_mask": glyph_mask}
+
+    def predict(
+        self,
+        transformer: nn.Module,
+        latents: Tensor,
+        sigmas: Tensor,
+        condition: Collated,
+        geometry: Geometry,
+    ) -> Tensor:
+        # "7. Denoising loop" of HunyuanVideo15Pipeline.__call__; there too the timestep is rounded to the network's
+        # dtype, which the latents have.
+        dtype = self.input_dtype(transformer)
+        num_rows, num_channels, *size = latents.shape
+        no_frame = latents.new_zeros(num_rows, self._network["in_channels"] - num_channels, *size)
+        return transformer(
+            hidden_states=torch.cat([latents, no_frame], dim=1).to(dtype),
+            timestep=self.timesteps(sigmas).to(latents.device, dtype),
+            encoder_hidden_states=condition["embeds"].to(dtype),
+            encoder_attention_mask=condition["mask"].to(dtype),
+            encoder_hidden_states_2=condition["glyphs"].to(dtype),
+            encoder_attention_mask_2=condition["glyph_mask"].to(dtype),
+        )[0]

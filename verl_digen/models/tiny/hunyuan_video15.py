@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tiny HunyuanVideo 1.5: 5 frames of 64x64 px are latents [4, 2, 4, 4]."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diffusers.guiders.classifier_free_guidance import ClassifierFreeGuidance
+from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import AutoencoderKLHunyuanVideo15
+from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15Transformer3DModel
+from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import HunyuanVideo15Pipeline
+from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+from transformers import ByT5Tokenizer, Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel
+
+from verl_digen.models.hunyuan_video15 import SYSTEM_MESSAGE
+from verl_digen.models.tiny.text import CORPUS, TEXT_WIDTH, VOCABULARY_SIZE, byte_tokenizer, t5_encoder
+from verl_digen.models.tiny.weights import draw_weights
+
+LATENT_CHANNELS = 4
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Qwen's, for text."""
+
+
+def make() -> HunyuanVideo15Pipeline:
+    """25 MB, because the width of what reads glyphs is fixed in the class; the published schedule and guider."""
+    return HunyuanVideo15Pipeline(
+        text_encoder=_text_encoder(),
+        tokenizer=_tokenizer(),
+        transformer=_transformer(),
+        vae=_vae(),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=5.0),
+        text_encoder_2=t5_encoder(),
+        tokenizer_2=ByT5Tokenizer(),
+        guider=ClassifierFreeGuidance(guidance_scale=6.0),
+    )
+
+
+def _transformer() -> HunyuanVideo15Transformer3DModel:
+    transformer = HunyuanVideo15Transformer3DModel(
+        in_channels=2 * LATENT_CHANNELS + 1,
+        out_channels=LATENT_CHANNELS,
+        num_attention_heads=2,
+        attention_head_dim=16,
+        num_layers=2,
+        num_refiner_layers=1,
+        text_embed_dim=TEXT_WIDTH,
+        text_embed_2_dim=TEXT_WIDTH,
+        rope_axes_dim=(4, 6, 6),
+        task_type="t2v",
+    )
+    draw_weights(transformer)
+    return transformer
+
+
+def _tokenizer() -> Any:
+    # Of its words the template begins with 108 tokens, as of the real one's: what is cut away.
+    tokenizer = byte_tokenizer([f"system\n{SYSTEM_MESSAGE}", "user\n", "assistant\n", *CORPUS], SPECIAL_TOKENS)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def _text_encoder() -> Qwen2_5_VLTextModel:
+    encoder = Qwen2_5_VLTextModel(
+        Qwen2_5_VLTextConfig(
+            vocab_size=VOCABULARY_SIZE,
+            hidden_size=TEXT_WIDTH,
+            intermediate_size=64,
+            num_hidden_layers=4,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            bos_token_id=0,
+            eos_token_id=0,
+            rope_parameters={"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e6},
+        )
+    )
+    draw_weights(encoder)
+    return encoder
+
+
+def _vae() -> AutoencoderKLHunyuanVideo15:
+    widths: Any = (8, 8, 8, 8, 8)  # annotated as a tuple of one
+    vae = AutoencoderKLHunyuanVideo15(
+        latent_channels=LATENT_CHANNELS, block_out_channels=widths, layers_per_block=1, scaling_factor=1.03682
+    )
+    draw_weights(vae)
+    return vae
