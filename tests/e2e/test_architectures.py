@@ -44,6 +44,7 @@ class Case:
 CASES = (
     Case("flux_dev", "disaggregated", is_lora=True),
     Case("hunyuan_video", "colocated", is_lora=True, is_video=True),
+    Case("hunyuan_video15", "disaggregated", is_lora=True, is_video=True, guidance_scale=2.0),
     Case("sd3", "colocated", guidance_scale=2.0),
     Case("wan2.1", "disaggregated", is_video=True, guidance_scale=2.0),
     Case("wan2.2_a14b", "colocated", is_video=True),
