@@ -26,6 +26,8 @@ PUBLISHED = {
     "Wan-AI/Wan2.2-T2V-A14B-Diffusers": (2 * 14e9, 0.03),
     "Wan-AI/Wan2.2-TI2V-5B-Diffusers": (5e9, 0.01),
     "hunyuanvideo-community/HunyuanVideo": (13e9, 0.02),
+    # of the published weights
+    "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v": (8.327e9, 0.0001),
 }
 """Repository -> (parameters of the transformer, tables included; relative tolerance)."""
 TEXT_ENCODERS = {
@@ -33,8 +35,17 @@ TEXT_ENCODERS = {
     "black-forest-labs/FLUX.1-dev": {"text_encoder": 123e6, "text_encoder_2": 4.76e9},
     "Wan-AI/Wan2.1-T2V-14B-Diffusers": {"text_encoder": 5.68e9},
     "hunyuanvideo-community/HunyuanVideo": {"text_encoder": 7.5e9, "text_encoder_2": 123e6},
+    "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v": {
+        "text_encoder": 7.071e9,
+        "text_encoder_2": 219e6,
+        "vae": 1.261e9,
+    },
 }
-SIZES = {"WanPipeline": Geometry(704, 1280, 81), "HunyuanVideoPipeline": Geometry(480, 832, 81)}
+SIZES = {
+    "WanPipeline": Geometry(704, 1280, 81),
+    "HunyuanVideoPipeline": Geometry(480, 832, 81),
+    "HunyuanVideo15Pipeline": Geometry(480, 832, 121),
+}
 
 
 def test_every_repository_is_compared_with_what_is_published():

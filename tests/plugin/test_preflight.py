@@ -15,8 +15,8 @@ from verl_digen.preflight.inputs import check_model
 from verl_digen.preflight.verl_keys import check_digen
 
 MODEL_RECIPES = (
-    *("digen_flux", "digen_hunyuan_video", "digen_qwen_image", "digen_sd3", "digen_wan2_1", "digen_wan2_2"),
-    *("digen_z_image", "[digen_sd3,flowgrpo_fast]", "[digen_flux,flowgrpo_fast]"),
+    *("digen_flux", "digen_hunyuan_video", "digen_hunyuan_video15", "digen_qwen_image", "digen_sd3", "digen_wan2_1"),
+    *("digen_wan2_2", "digen_z_image", "[digen_sd3,flowgrpo_fast]", "[digen_flux,flowgrpo_fast]"),
 )
 
 

@@ -63,11 +63,13 @@ def write_configs(repository: str, folder: Path) -> None:
     for name, (_, part) in entry["parts"].items():
         (folder / name).mkdir()
         if part is not None:
-            file = folder / name / ("scheduler_config.json" if name == "scheduler" else "config.json")
+            file = folder / name / _CONFIG_FILES.get(name, "config.json")
             file.write_text(json.dumps(parts[part]["config"]), encoding="utf-8")
 
 
-_OF_DIFFUSERS = frozenset({"scheduler", "transformer", "transformer_2", "vae"})
+_OF_DIFFUSERS = frozenset({"guider", "scheduler", "transformer", "transformer_2", "vae"})
+_CONFIG_FILES = {"guider": "guider_config.json", "scheduler": "scheduler_config.json"}
+"""What is not called config.json."""
 
 
 @cache
