@@ -223,7 +223,7 @@ class GapConfig:
     """Samples of one group that a slot generates together. auto: a group is spread over all slots, within what
     `digen.rollout.max_batch_size` lets a replica denoise at once. 1: every sample goes out alone."""
     slots_per_replica: int = 1
-    """Chunks that a replica works on at a time. 2 keep it busy while what one made is sent and the next is asked for."""
+    """Chunks that a replica works on at a time. 2 keep it busy while what one made is sent and a next is asked for."""
     min_groups_per_fragment: int = 1
     """A smaller fragment trains only when no further group is to come."""
     max_groups_per_fragment: int = 4
