@@ -158,6 +158,19 @@ def test_a_checkpoint_that_vllm_omni_does_not_serve_is_refused_before_anything_s
     assert "got 'HunyuanVideoPipeline'; set actor_rollout_ref.rollout.name=diffusers" in found
 
 
+def test_an_adapter_that_vllm_omni_cannot_bind_is_refused_before_anything_starts(compose_main, runnable, tmp_path):
+    path = build_tiny("hunyuan_video15", tmp_path / "hunyuan15")
+    served = [f"actor_rollout_ref.model.path={path}", "actor_rollout_ref.rollout.name=vllm_omni"]
+    check_model(compose_main(*runnable, *served))
+    for rank in ("actor_rollout_ref.model.lora_rank=4", "+actor_rollout_ref.model.lora.rank=4"):
+        served_adapter = [*served, rank]
+        found = problem(compose_main, *runnable, *served_adapter)
+        assert "actor_rollout_ref.model.exclude_modules must leave out refiner_blocks for an adapter" in found
+        assert "got None; set it to '.*refiner_blocks.*', or actor_rollout_ref.model.lora.merge=true" in found
+        for remedy in ("exclude_modules='.*refiner_blocks.*'", "lora.merge=true", "target_modules=[attn.add_q_proj]"):
+            check_model(compose_main(*runnable, *served_adapter, f"actor_rollout_ref.model.{remedy}"))
+
+
 def test_a_pipeline_without_a_transformer_is_refused(compose_main, runnable, tiny_video):
     index = json.loads((tiny_video / "model_index.json").read_text())
     (tiny_video / "model_index.json").write_text(json.dumps(index | {"transformer": None}))

@@ -39,6 +39,8 @@ class Case:
     """In `verl_digen.models.tiny.BUILDERS`."""
     geometry: Geometry = SAMPLING.geometry
     embedded_guidance_scale: float | None = None
+    ending: str = ""
+    """Of the second group's prompt."""
 
     def __str__(self) -> str:
         return self.name
@@ -49,7 +51,8 @@ class Case:
         if is_guided:
             sampling = replace(sampling, embedded_guidance_scale=self.embedded_guidance_scale)
         laws = ("flow", "cps")
-        return [request(number, replace(sampling, law=laws[number % 2])) for number in range(NUM_REQUESTS)]
+        asked = [request(number, replace(sampling, law=laws[number % 2])) for number in range(NUM_REQUESTS)]
+        return [replace(one, prompt=one.prompt + self.ending) if one.uid == "p1" else one for one in asked]
 
 
 CASES = (
@@ -58,6 +61,7 @@ CASES = (
     Case("z_image"),
     Case("wan2.1", VIDEO),
     Case("wan2.2_a14b", VIDEO),
+    Case("hunyuan_video15", VIDEO, ending=' that says "red" and “2”'),
 )
 
 

@@ -32,7 +32,7 @@ def check_model(config: DictConfig) -> None:
         return
     from verl_digen.models import ARCHITECTURES, load_model, read_architecture
     from verl_digen.models.locate import locate_configs
-    from verl_digen.rollout.vllm_omni.served import require_served
+    from verl_digen.rollout.vllm_omni.served import require_bound, require_served
     from verl_digen.types import Geometry
 
     folder = locate_configs(section.path)
@@ -42,6 +42,13 @@ def check_model(config: DictConfig) -> None:
     model = load_model(folder)
     if config.actor_rollout_ref.rollout.name == "vllm_omni":
         require_served(model.pipeline)
+        lora = {"rank": section.lora_rank, "merge": False} | OmegaConf.to_container(section.lora)  # type: ignore[operator]
+        require_bound(
+            model.pipeline,
+            sends_adapter=lora["rank"] > 0 and not lora["merge"],
+            targets=section.target_modules,
+            excluded=section.exclude_modules,
+        )
     model.latent_shape(Geometry(sampling.height_px, sampling.width_px, sampling.num_frames))
     model.embedded_guidance(sampling.embedded_guidance_scale)
 

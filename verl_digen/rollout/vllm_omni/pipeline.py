@@ -7,7 +7,7 @@ worker in another process finds it by name.
 | vLLM-Omni runs the pipeline | mixin | requests of a batch |
 | --- | --- | --- |
 | step by step (Qwen-Image) | `step_mode.StepRecordingMixin` | come and go at every step |
-| in one go (FLUX.1, Stable Diffusion 3, Wan, Z-Image) | `request_pipelines.REQUEST_MIXINS` | begin and end together |
+| in one go (the others) | `request_pipelines.REQUEST_MIXINS` | begin and end together |
 """
 
 from __future__ import annotations

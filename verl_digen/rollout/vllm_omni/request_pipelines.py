@@ -13,6 +13,7 @@ from typing import Any
 from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from torch import Tensor
 from vllm_omni.diffusion.data import OmniDiffusionConfig
+from vllm_omni.diffusion.distributed.utils import get_local_device
 from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
 from verl_digen.models import flux, sd3, wan, z_image
@@ -43,11 +44,7 @@ class FluxRecording(RequestRecordingMixin):
 
     def __init__(self, *, od_config: OmniDiffusionConfig, prefix: str = ""):
         super().__init__(od_config=od_config, prefix=prefix)  # type: ignore[call-arg]
-        # what vLLM-Omni's LoRA manager reads of a network; this one has it under another name
-        transformer: Any = self.transformer  # type: ignore[attr-defined]
-        transformer.stacked_params_mapping = [
-            (packed, part, part) for packed, parts in transformer.packed_modules_mapping.items() for part in parts
-        ]
+        _name_packed_layers(self.transformer)  # type: ignore[attr-defined]
 
     def encode_text(self, text: str) -> Condition:
         embeds, pooled, _ = self.encode_prompt(  # type: ignore[attr-defined]
@@ -79,16 +76,13 @@ class WanRecording(RequestRecordingMixin):
         params.boundary_ratio = self._model.boundary_ratio or 0.0
 
 
-class ZImageRecording(RequestRecordingMixin):
-    """Its `guidance_scale` counts from 0; and it takes no conditions with a request, so that `encode_prompt` hands them
-    over."""
+class HandsOverEncoded(RequestRecordingMixin):
+    """Over a pipeline that takes no conditions with a request, so that `encode_prompt` hands them over."""
 
+    supports_request_batch = False
+    """What vLLM-Omni asks a pipeline; one request at a time."""
     _cached_encode_prompt: Callable[..., Any] | None = None
     """vLLM-Omni's prompt cache around the pipeline's `encode_prompt`."""
-
-    def __init__(self, *, od_config: OmniDiffusionConfig, prefix: str = ""):
-        with vllm_omni_z_image_sizes.network_of_checkpoint(od_config):
-            super().__init__(od_config=od_config, prefix=prefix)  # type: ignore[call-arg]
 
     @property
     def encode_prompt(self) -> Callable[..., Any]:
@@ -103,12 +97,25 @@ class ZImageRecording(RequestRecordingMixin):
     def _own_encode_prompt(self) -> Callable[..., Any]:
         return self._cached_encode_prompt or super().encode_prompt  # type: ignore[misc]
 
-    def _conditions_of_request(self, **arguments: Any) -> tuple[list[Tensor], list[Tensor]]:
-        """The pipeline runs one request at a time."""
+    def _conditions_of_request(self, **arguments: Any) -> tuple[Any, ...]:
         assert self._schedule is not None
         (recording,) = self._schedule.recordings
-        negative = recording.negative_condition
-        return [recording.condition["embeds"]], [] if negative is None else [negative["embeds"]]
+        return self.encoded(recording)
+
+    def encoded(self, recording: Recording) -> tuple[Any, ...]:
+        """What the pipeline's `encode_prompt` would return."""
+        raise NotImplementedError
+
+    def prompt_fields(self, recording: Recording) -> dict[str, Tensor]:
+        return {}
+
+
+class ZImageRecording(HandsOverEncoded):
+    """Its `guidance_scale` counts from 0."""
+
+    def __init__(self, *, od_config: OmniDiffusionConfig, prefix: str = ""):
+        with vllm_omni_z_image_sizes.network_of_checkpoint(od_config):
+            super().__init__(od_config=od_config, prefix=prefix)  # type: ignore[call-arg]
 
     def encode_text(self, text: str) -> Condition:
         (embeds,), _ = self._own_encode_prompt(
@@ -116,15 +123,45 @@ class ZImageRecording(RequestRecordingMixin):
         )
         return {"embeds": embeds}
 
-    def prompt_fields(self, recording: Recording) -> dict[str, Tensor]:
-        return {}
+    def encoded(self, recording: Recording) -> tuple[Any, ...]:
+        negative = recording.negative_condition
+        return [recording.condition["embeds"]], [] if negative is None else [negative["embeds"]]
 
     def set_guidance(self, params: OmniDiffusionSamplingParams, sampling: Sampling) -> None:
         params.guidance_scale = sampling.guidance_scale - 1.0
 
 
+class HunyuanVideo15Recording(HandsOverEncoded):
+    """Text to video."""
+
+    def __init__(self, *, od_config: OmniDiffusionConfig, prefix: str = ""):
+        super().__init__(od_config=od_config, prefix=prefix)  # type: ignore[call-arg]
+        _name_packed_layers(self.transformer)  # type: ignore[attr-defined]
+
+    def encode_text(self, text: str) -> Condition:
+        embeds, mask, glyphs, glyph_mask, *_ = self._own_encode_prompt(
+            prompt=text, device=get_local_device(), dtype=self.od_config.dtype
+        )
+        return {"embeds": embeds[0][mask[0].bool()], "glyphs": glyphs[0][glyph_mask[0].bool()]}
+
+    def encoded(self, recording: Recording) -> tuple[Any, ...]:
+        given: list[Tensor | None] = []
+        for condition in (recording.condition, recording.negative_condition):
+            collated = {} if condition is None else self._model.collate([condition])
+            given += [collated.get(name) for name in ("embeds", "mask", "glyphs", "glyph_mask")]
+        return tuple(given)
+
+
+def _name_packed_layers(transformer: Any) -> None:
+    """Give a network what vLLM-Omni's LoRA manager reads, where it has that under another name."""
+    transformer.stacked_params_mapping = [
+        (packed, part, part) for packed, parts in transformer.packed_modules_mapping.items() for part in parts
+    ]
+
+
 REQUEST_MIXINS: dict[str, type[RequestRecordingMixin]] = {
     "FluxPipeline": FluxRecording,
+    "HunyuanVideo15Pipeline": HunyuanVideo15Recording,
     "StableDiffusion3Pipeline": StableDiffusion3Recording,
     "WanPipeline": WanRecording,
     "ZImagePipeline": ZImageRecording,
