@@ -10,7 +10,7 @@
 | `pipeline.py` | engine worker | which pipeline is recorded how |
 | `recorder.py` | engine worker | steps with our SDE, and records |
 | `step_mode.py` | engine worker | any pipeline with step execution |
-| `request_mode.py`, `request_pipelines.py` | engine worker | pipelines without: FLUX.1, SD3, Wan, Z-Image |
+| `request_mode.py`, `request_pipelines.py` | engine worker | pipelines without: all others |
 | `worker.py` | engine worker | takes weights in, compares them, loads them |
 | `adapter.py` | trainer rank | sends weights |
 | `cpu/` | all of them, without an accelerator | vLLM-Omni's platform for the CPU |
