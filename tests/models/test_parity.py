@@ -24,6 +24,7 @@ from verl_digen.algorithms.noise import INITIAL_LATENTS, noise
 from verl_digen.algorithms.window import Window
 from verl_digen.models import ARCHITECTURES, load_model
 from verl_digen.models.base import DiffusionModel
+from verl_digen.models.locate import CONFIG_FILES
 from verl_digen.rollout.sampler import Sampler, score_rows
 from verl_digen.types import Condition, Geometry, Rows, SampleRequest, Sampling, Trajectory
 
@@ -313,6 +314,16 @@ def test_a_model_is_made_without_reading_weights(loaded: Loaded, tmp_path: Path)
     assert sigmas.shape == (11,) and sigmas.dtype == torch.float32
     assert sigmas[0] == pytest.approx(1.0, abs=2e-6) and sigmas[-1] == 0.0
     assert (sigmas.diff() < 0).all()
+
+
+def test_a_model_is_made_of_what_is_fetched_of_a_repository_before_a_run(loaded: Loaded, tmp_path: Path) -> None:
+    parts = (*loaded.model.components, *loaded.model.experts)
+    for name in ("model_index.json", *(f"{part}/{file}" for part in parts for file in CONFIG_FILES)):
+        if (loaded.path / name).is_file():
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            shutil.copy(loaded.path / name, tmp_path / name)
+    geometry = loaded.case.sizes[0]
+    assert load_model(tmp_path).latent_shape(geometry) == loaded.model.latent_shape(geometry)
 
 
 def test_an_older_config_file_is_silent_about_newer_arguments(loaded: Loaded, tmp_path: Path) -> None:

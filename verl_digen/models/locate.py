@@ -18,7 +18,7 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 INDEX = "model_index.json"
 NEEDED_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 """What a part of a pipeline is read from; leaves out pictures and other formats."""
-CONFIG_FILES = ("config.json", "scheduler_config.json", "tokenizer_config.json")
+CONFIG_FILES = ("config.json", "guider_config.json", "scheduler_config.json", "tokenizer_config.json")
 """What of a part is read without its weights; every part has one of them."""
 VARIANTS = ["*.fp16*"]
 """Weights beside a part's own, which are not read."""

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from verl_digen.data.prompts import Prompt
 
 SURELY_SHORT_BYTES = 200
-"""A prompt this long fits every model: a token is a byte or more, and none reads fewer than 256."""
+"""A prompt this long fits every model: a token is a byte or more, and none reads fewer than 256. (Eight quotations in
+one can be too much for HunyuanVideo 1.5, whose encoder then says so.)"""
 
 
 def check_model(config: DictConfig) -> None:
