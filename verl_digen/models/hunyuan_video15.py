@@ -15,7 +15,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from pathlib import Path
-from types import MethodType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -27,7 +26,7 @@ from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchE
 from torch import Tensor, nn
 
 from verl_digen.models.base import Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder
-from verl_digen.models.hunyuan_video15_forward import forward_text_to_video
+from verl_digen.models.hunyuan_video15_forward import run_text_to_video
 from verl_digen.models.pixels import decode_each
 from verl_digen.models.sizes import check_size
 from verl_digen.models.text import PROMPT_CHARACTERS_SHOWN, length_check, one_by_one, pad_embeds
@@ -45,6 +44,11 @@ MAX_GLYPH_TOKENS: int = inspect.signature(encode_glyphs).parameters["tokenizer_m
 """ByT5 tokens, one per byte, of a prompt's quoted text with what the pipeline writes around it; its limit."""
 PLAIN_GUIDANCE = {"guidance_rescale": 0.0, "use_original_formulation": False, "start": 0.0, "stop": 1.0}
 """Settings with which a guider does what `DiffusionModel.guide` does; its class's defaults."""
+TEXT_INPUTS = {
+    **{"embeds": "encoder_hidden_states", "mask": "encoder_attention_mask"},
+    **{"glyphs": "encoder_hidden_states_2", "glyph_mask": "encoder_attention_mask_2"},
+}
+"""Collated condition -> the network's argument."""
 
 
 class HunyuanVideo15(DiffusionModel):
@@ -90,7 +94,7 @@ class HunyuanVideo15(DiffusionModel):
     # -- loading ------------------------------------------------------------------------------------------
     def load_transformer(self, dtype: torch.dtype, *, meta: bool = False) -> nn.Module:
         network = super().load_transformer(dtype, meta=meta)
-        network.forward = MethodType(forward_text_to_video, network)
+        run_text_to_video(network)
         return network
 
     def load_prompt_check(self) -> PromptCheck:
@@ -168,11 +172,15 @@ class HunyuanVideo15(DiffusionModel):
 
     # -- the network --------------------------------------------------------------------------------------
     def collate(self, conditions: Sequence[Condition]) -> Collated:
-        """{"embeds": [N, L, D], "mask": [N, L] bool, "glyphs": [N, G, E], "glyph_mask": [N, G] bool}, padded to the
-        longest of the N."""
-        embeds, mask = pad_embeds([condition["embeds"] for condition in conditions])
-        glyphs, glyph_mask = pad_embeds([condition["glyphs"] for condition in conditions])
-        return {"embeds": embeds, "mask": mask, "glyphs": glyphs, "glyph_mask": glyph_mask}
+        """{"embeds": [N, L, D], "glyphs": [N, G, E]}, each padded to the longest of the N; plus "mask": [N, L] and
+        "glyph_mask": [N, G], bool, where lengths differ (attention is faster without)."""
+        collated: Collated = {}
+        for name, mask_name in (("embeds", "mask"), ("glyphs", "glyph_mask")):
+            tensors = [condition[name] for condition in conditions]
+            collated[name], mask = pad_embeds(tensors)
+            if len({len(tensor) for tensor in tensors}) > 1:
+                collated[mask_name] = mask
+        return collated
 
     def predict(
         self,
@@ -190,8 +198,5 @@ class HunyuanVideo15(DiffusionModel):
         return transformer(
             hidden_states=torch.cat([latents, no_frame], dim=1).to(dtype),
             timestep=self.timesteps(sigmas).to(latents.device, dtype),
-            encoder_hidden_states=condition["embeds"].to(dtype),
-            encoder_attention_mask=condition["mask"].to(dtype),
-            encoder_hidden_states_2=condition["glyphs"].to(dtype),
-            encoder_attention_mask_2=condition["glyph_mask"].to(dtype),
+            **{TEXT_INPUTS[name]: tensor.to(dtype) for name, tensor in condition.items()},
         )[0]

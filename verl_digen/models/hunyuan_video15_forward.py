@@ -1,39 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HunyuanVideo 1.5's network without a first frame, as text to video runs it.
+"""HunyuanVideo 1.5's network without a first frame, as text to video runs it: diffusers' own but for two things.
 
-diffusers' own forward looks at values to decide on shapes: whether there is a first frame, and which text tokens are
-padding, to put those last. A device is waited for in every forward, and without memory (`digen plan`) there are no
-values. Here every token stays where it is, under its mask: text tokens have no positions, so their order is nothing to
-the network. The 729 masked tokens that stand for no first frame are left out.
+- Its forward looks at values to decide on shapes: whether there is a first frame, and which text tokens are padding, to
+  put those last. A device is waited for in every forward, and without memory (`digen plan`) there are no values. Here
+  every token stays where it is, under its mask: text tokens have no positions, so their order is nothing to the
+  network. The 729 masked tokens that stand for no first frame are left out.
+- Its blocks make a mask of all pairs of tokens, gigabytes for a video, padded or not. Here a mask says which tokens are
+  asked, and there is none where nothing is padded. What a masked token itself asks is nobody's business.
 
-Invariant (tests/models): velocities are those of diffusers' own forward, to 1e-5.
+Invariant (tests/models): velocities and gradients are those of diffusers' own forward, to 1e-5.
 """
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+from diffusers.models.embeddings import apply_rotary_emb
+from torch import Tensor, nn
 
 PROMPT_TYPE, GLYPH_TYPE = 0, 1
 """What the network is told that a text token is."""
 
 
-def forward_text_to_video(
+def run_text_to_video(network: Any) -> None:
+    """Let a `HunyuanVideo15Transformer3DModel` run as described above; its weights stay what they are."""
+    network.forward = MethodType(_forward, network)
+    for block in network.transformer_blocks:
+        block.attn.set_processor(_KeyMasked())
+
+
+def _forward(
     network: Any,
     hidden_states: Tensor,
     timestep: Tensor,
     encoder_hidden_states: Tensor,
-    encoder_attention_mask: Tensor,
     encoder_hidden_states_2: Tensor,
-    encoder_attention_mask_2: Tensor,
+    encoder_attention_mask: Tensor | None = None,
+    encoder_attention_mask_2: Tensor | None = None,
 ) -> tuple[Tensor]:
-    """In place of `HunyuanVideo15Transformer3DModel.forward`, with its arguments.
+    """In place of the class's own, with its arguments.
 
     Args:
         hidden_states: [N, C, F, H, W]. timestep: [N]. encoder_hidden_states, encoder_attention_mask: [N, L, D] and
-            [N, L] of prompts; the same with _2: [N, G, E] and [N, G] of glyphs, G may be 0.
+            [N, L] of prompts; the same with _2: [N, G, E] and [N, G] of glyphs, G may be 0. No mask: no padding.
 
     Returns:
         (velocity [N, C', F, H, W],)
@@ -50,12 +62,59 @@ def forward_text_to_video(
     prompt = of_type(network.context_embedder(encoder_hidden_states, timestep, encoder_attention_mask), PROMPT_TYPE)
     glyphs = of_type(network.context_embedder_2(encoder_hidden_states_2), GLYPH_TYPE)
     text = torch.cat([glyphs, prompt], dim=1)
-    mask = torch.cat([encoder_attention_mask_2, encoder_attention_mask], dim=1).bool()
+    masks = ((encoder_attention_mask_2, glyphs), (encoder_attention_mask, prompt))
+    is_asked = None
+    if encoder_attention_mask is not None or encoder_attention_mask_2 is not None:
+        parts = [torch.ones_like(tokens[..., 0]) if mask is None else mask for mask, tokens in masks]
+        is_asked = torch.cat([torch.ones_like(video[..., 0]), *parts], dim=1).bool()[:, None, None]
 
     recomputes = network.gradient_checkpointing and torch.is_grad_enabled()
     for block in network.transformer_blocks:
-        given = (video, text, time, mask, positions)
+        given = (video, text, time, is_asked, positions)
         video, text = network._gradient_checkpointing_func(block, *given) if recomputes else block(*given)
 
     patches = network.proj_out(network.norm_out(video, time)).unflatten(1, grid).unflatten(-1, (-1, *patch))
     return (patches.permute(0, 4, 1, 5, 2, 6, 3, 7).flatten(6, 7).flatten(4, 5).flatten(2, 3),)
+
+
+class _KeyMasked:
+    """A block's joint attention of video and text, of which the video's tokens have positions."""
+
+    _attention_backend = None
+    _parallel_config = None
+    """Both are set by diffusers."""
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        image_rotary_emb: tuple[Tensor, Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """
+        Args:
+            hidden_states, encoder_hidden_states: [N, V, D] of the video, [N, T, D] of text. attention_mask: bool
+                [N, 1, 1, V + T], which tokens are asked.
+        """
+
+        def heads(layer: nn.Module, tokens: Tensor) -> Tensor:
+            return layer(tokens).unflatten(2, (attn.heads, -1))
+
+        def placed(tokens: Tensor) -> Tensor:
+            return apply_rotary_emb(tokens, image_rotary_emb, sequence_dim=1)  # type: ignore[return-value]
+
+        query = placed(attn.norm_q(heads(attn.to_q, hidden_states)))
+        key = placed(attn.norm_k(heads(attn.to_k, hidden_states)))
+        text_query = attn.norm_added_q(heads(attn.add_q_proj, encoder_hidden_states))
+        text_key = attn.norm_added_k(heads(attn.add_k_proj, encoder_hidden_states))
+        answers = dispatch_attention_fn(
+            torch.cat([query, text_query], dim=1),
+            torch.cat([key, text_key], dim=1),
+            torch.cat([heads(attn.to_v, hidden_states), heads(attn.add_v_proj, encoder_hidden_states)], dim=1),
+            attn_mask=attention_mask,
+            backend=self._attention_backend,
+            parallel_config=self._parallel_config,
+        ).flatten(2, 3)
+        video, text = answers.split([hidden_states.shape[1], encoder_hidden_states.shape[1]], dim=1)
+        return attn.to_out[1](attn.to_out[0](video)), attn.to_add_out(text)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from torch import Tensor
 from vllm_omni.diffusion.data import OmniDiffusionConfig
@@ -145,10 +146,12 @@ class HunyuanVideo15Recording(HandsOverEncoded):
         return {"embeds": embeds[0][mask[0].bool()], "glyphs": glyphs[0][glyph_mask[0].bool()]}
 
     def encoded(self, recording: Recording) -> tuple[Any, ...]:
+        """Tokens and masks of prompt and glyphs, and the same of the negative prompt."""
         given: list[Tensor | None] = []
         for condition in (recording.condition, recording.negative_condition):
-            collated = {} if condition is None else self._model.collate([condition])
-            given += [collated.get(name) for name in ("embeds", "mask", "glyphs", "glyph_mask")]
+            for name in ("embeds", "glyphs"):
+                tokens = None if condition is None else condition[name].unsqueeze(0)
+                given += [tokens, None if tokens is None else torch.ones_like(tokens[..., 0])]
         return tuple(given)
 
 
