@@ -6,14 +6,21 @@ OMNI := .venv-vllm-omni
 # What `make quickstart` hands to verl, e.g. make quickstart ARGS="trainer.total_training_steps=3"
 ARGS ?=
 
-.PHONY: quickstart test test-long test-vllm-omni lint format clean
+.PHONY: quickstart test test-unit test-e2e test-long test-vllm-omni lint format clean
 
 quickstart:  ## train a tiny model here and now
 	@.ci/setup_env.sh
 	PATH="$(CURDIR)/$(BIN):$$PATH" examples/quickstart.sh $(ARGS)
 
-test: lint  ## what a change must pass
-	$(BIN)/python -m pytest
+test: lint test-unit test-e2e  ## what a change must pass
+
+test-unit:  ## several at a time, a file each
+	@.ci/setup_env.sh dev
+	$(BIN)/python -m pytest -m "not (e2e or gpu or long)" -n logical --maxprocesses 4 --dist loadfile
+
+test-e2e:  ## one after the other: a run takes all cores
+	@.ci/setup_env.sh dev
+	$(BIN)/python -m pytest -m "e2e and not (gpu or long)"
 
 test-long:  ## every architecture end to end, faults, long runs; CI makes them too
 	@.ci/setup_env.sh dev
