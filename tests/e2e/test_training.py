@@ -66,11 +66,24 @@ def test_a_resumed_run_continues_as_if_it_had_not_stopped(tmp_path):
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("trainer.n_gpus_per_node=2", "actor_rollout_ref.model.lora_rank=4", "digen.kl.coef=0.01"),
-        ("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.lora.merge=true", "digen.kl.coef=0.01"),
-        ("digen.kl.coef=0.01", "digen.sampling.guidance_scale=2.0", "actor_rollout_ref.actor.ppo_mini_batch_size=2"),
+        pytest.param(
+            ("trainer.n_gpus_per_node=2", "actor_rollout_ref.model.lora_rank=4", "digen.kl.coef=0.01"),
+            id="two ranks, LoRA adapter",
+        ),
+        pytest.param(
+            ("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.lora.merge=true", "digen.kl.coef=0.01"),
+            id="LoRA merged",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            (
+                *("digen.kl.coef=0.01", "digen.sampling.guidance_scale=2.0"),
+                "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+            ),
+            id="full weights, guided, two updates per batch",
+            marks=pytest.mark.long,
+        ),
     ],
-    ids=["two ranks, LoRA adapter", "LoRA merged", "full weights, guided, two updates per batch"],
 )
 def test_variants_train_and_generation_agrees_with_training(tmp_path, overrides):
     run = run_main(tmp_path / "run", "trainer.total_training_steps=2", *overrides)
