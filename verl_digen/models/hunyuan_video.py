@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from verl_digen.models.base import Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder
 from verl_digen.models.pixels import decode_each
-from verl_digen.models.sizes import check_size
+from verl_digen.models.sizes import video_latent_shape
 from verl_digen.models.text import length_check, one_by_one, pad_embeds
 from verl_digen.types import Condition, Geometry
 
@@ -93,13 +93,13 @@ class HunyuanVideo(DiffusionModel):
 
     # -- the shape of the problem -------------------------------------------------------------------------
     def latent_shape(self, geometry: Geometry) -> tuple[int, ...]:
-        px_per_token = self._vae_scale * self._network["patch_size"]
-        check_size(geometry, title=self.title, px_multiple=px_per_token, frame_stride=self._frame_stride)
-        return (
-            self._network["in_channels"],
-            1 + (geometry.num_frames - 1) // self._frame_stride,
-            geometry.height_px // self._vae_scale,
-            geometry.width_px // self._vae_scale,
+        return video_latent_shape(
+            geometry,
+            title=self.title,
+            num_channels=self._network["in_channels"],
+            vae_scale=self._vae_scale,
+            patch_size=self._network["patch_size"],
+            frame_stride=self._frame_stride,
         )
 
     def sigmas(self, num_steps: int, geometry: Geometry) -> Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one rule for picture and video sizes, and its error messages.
+"""The one rule for picture and video sizes, its error messages, and the shape of a video's latents.
 
 Invariant (tests/models): an error names the key as typed, the value, and the nearest valid one.
 """
@@ -52,3 +52,23 @@ def check_size(
                 f"digen.sampling.{key} must be at most {max_px} for this {title} checkpoint, "
                 f"got {value}; the nearest is {max_px}"
             )
+
+
+def video_latent_shape(
+    geometry: Geometry, *, title: str, num_channels: int, vae_scale: int, patch_size: int, frame_stride: int
+) -> tuple[int, int, int, int]:
+    """[C, F, H, W] of a video whose VAE takes `vae_scale` px and, after the first, `frame_stride` frames to a position.
+
+    Args:
+        patch_size: positions along a side that the network reads as one token.
+
+    Raises:
+        ValueError: see `check_size`.
+    """
+    check_size(geometry, title=title, px_multiple=vae_scale * patch_size, frame_stride=frame_stride)
+    return (
+        num_channels,
+        1 + (geometry.num_frames - 1) // frame_stride,
+        geometry.height_px // vae_scale,
+        geometry.width_px // vae_scale,
+    )

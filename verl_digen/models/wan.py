@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from verl_digen.models.base import TIMESTEPS_PER_SIGMA, Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder
 from verl_digen.models.checkpoint import check_components
 from verl_digen.models.pixels import decode_each
-from verl_digen.models.sizes import check_size
+from verl_digen.models.sizes import video_latent_shape
 from verl_digen.models.text import length_check, one_by_one
 from verl_digen.types import Condition, Geometry
 
@@ -95,13 +95,13 @@ class Wan(DiffusionModel):
 
     # -- the shape of the problem -------------------------------------------------------------------------
     def latent_shape(self, geometry: Geometry) -> tuple[int, ...]:
-        _, patch, _ = self._network["patch_size"]
-        check_size(geometry, title=self.title, px_multiple=self._vae_scale * patch, frame_stride=self._frame_stride)
-        return (
-            self._network["in_channels"],
-            1 + (geometry.num_frames - 1) // self._frame_stride,
-            geometry.height_px // self._vae_scale,
-            geometry.width_px // self._vae_scale,
+        return video_latent_shape(
+            geometry,
+            title=self.title,
+            num_channels=self._network["in_channels"],
+            vae_scale=self._vae_scale,
+            patch_size=self._network["patch_size"][1],
+            frame_stride=self._frame_stride,
         )
 
     def sigmas(self, num_steps: int, geometry: Geometry) -> Tensor:

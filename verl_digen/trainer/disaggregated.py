@@ -160,16 +160,12 @@ class FlowGRPOTrainerDisaggregated(FlowGRPOTrainerSync):
     def _draw_prompts(self, batch: int, count: int) -> list[str]:
         rows = self._take_prompts(count)
         for row in rows:
-            self._generator.add_prompt(batch, row["uid"], {**row, "global_steps": batch + 1})
+            self._generator.add_prompt(batch, row["uid"], row)
         return [row["uid"] for row in rows]
 
     def _open_prompts(self) -> Sequence[Mapping[str, Any]]:
         assert self._conductor is not None
-        under_way = [
-            {name: value for name, value in row.items() if name != "global_steps"}
-            for row in self._generator.open_prompts()
-        ]
-        return [*under_way, *super()._open_prompts()]
+        return [*self._generator.open_prompts(), *super()._open_prompts()]
 
     # -- one step -----------------------------------------------------------------------------------------
     def on_step_begin(self) -> None:

@@ -52,7 +52,7 @@ class GeneratorPool:
         self._slots = {slot.name: slot for slot in slots}
         self._trainer = trainer
         self._rows: dict[int, dict[str, Mapping[str, Any]]] = {}
-        """Batch -> uid -> row."""
+        """Batch -> uid -> row of the dataset."""
         self._encoded: set[str] = set()
         """Prompts whose conditions were published for an assist."""
 
@@ -110,7 +110,8 @@ class GeneratorPool:
             return None
 
     def _order(self, chunk: Chunk) -> ChunkOrder:
-        return ChunkOrder(chunk.id, chunk.uid, chunk.samples, self._rows[chunk.batch][chunk.uid])
+        row = {**self._rows[chunk.batch][chunk.uid], "global_steps": chunk.batch + 1}
+        return ChunkOrder(chunk.id, chunk.uid, chunk.samples, row)
 
     async def collect(self, chunk: Chunk) -> ScoredChunk:
         return await self._worker(chunk).collect_chunk.remote(chunk.id)
