@@ -5,8 +5,11 @@ BIN := .venv/bin
 OMNI := .venv-vllm-omni
 # What `make quickstart` hands to verl, e.g. make quickstart ARGS="trainer.total_training_steps=3"
 ARGS ?=
+# How many runs `make chaos` simulates, and which
+ORDERS ?= 10000
+SEED ?= 7
 
-.PHONY: quickstart test test-unit test-e2e test-long test-vllm-omni lint format clean
+.PHONY: quickstart test test-unit test-e2e test-long mutations chaos test-vllm-omni lint format clean
 
 quickstart:  ## train a tiny model here and now
 	@.ci/setup_env.sh
@@ -22,9 +25,17 @@ test-e2e:  ## one after the other: a run takes all cores
 	@.ci/setup_env.sh dev
 	$(BIN)/python -m pytest -m "e2e and not (gpu or long)"
 
-test-long:  ## every architecture end to end, faults, long runs; CI makes them too
+test-long:  ## every architecture end to end, faults, long runs, two at a time; CI makes them too
 	@.ci/setup_env.sh dev
-	$(BIN)/python -m pytest -m long
+	$(BIN)/python -m pytest -m long -n logical --maxprocesses 2 --dist loadgroup
+
+mutations:  ## wrong code, one line at a time: a test must notice each (10 minutes)
+	@.ci/setup_env.sh dev
+	$(BIN)/python tests/mutations.py
+
+chaos:  ## runs with random faults on a virtual clock; no Ray (5 minutes on 2 cores)
+	@.ci/setup_env.sh dev
+	$(BIN)/python -W ignore -m tests.chaos --orders $(ORDERS) --seed $(SEED)
 
 test-vllm-omni:  ## what needs the extra vllm-omni
 	@VENV=$(OMNI) .ci/setup_env.sh dev,vllm-omni

@@ -51,7 +51,7 @@ setup(
         "safetensors",
         "tensorboard",
         "tensordict",
-        "torch",
+        "torch>=2.13,<2.14",  # private names of FSDP2 are used, see tests/contracts
         "transformers",
     ],
     extras_require={

@@ -8,7 +8,7 @@
 # Downloads  stabilityai/stable-diffusion-3.5-medium, once per node: 7.9 B parameters with encoders and VAE, of 2
 #            bytes each (4 where they are published in fp32). Accept its licence on the hub and run `huggingface-cli
 #            login` first.
-# Minutes    Not measured. By arithmetic a step takes at least 43 s for 576 pictures; 9 s with
+# Minutes    Not measured. Calculated: a step takes at least 43 s for 576 pictures; 9 s with
 #            recipe=[digen_sd3,flowgrpo_fast], at 40 % of the peak of 8 H100.
 # You see    A validation, then a line per step with the reward, which should rise; what it reaches was not
 #            measured. rollout/log_prob_gap_max stays small. In outputs/digen/sd3/images: before_after.png, the same
@@ -16,6 +16,7 @@
 #
 # Prompt files: one prompt per line, or JSONL, or parquet. The reward is one that needs no model: pictures that compress
 # well. For your own: 'digen.reward.functions={}' reward.custom_reward_function.path=FILE
+# A checkpoint is saved every 30 steps (trainer.save_freq) and after the last one; the newest two are kept.
 set -euo pipefail
 usage="usage: $0 PROMPTS VALIDATION_PROMPTS [KEY=VALUE ...]"
 exec python -m verl.trainer.main_ppo recipe=digen_sd3 \

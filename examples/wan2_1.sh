@@ -7,7 +7,7 @@
 #            recipe=digen_wan2_1 gpus=8 gpu_mem=80
 # Downloads  Wan-AI/Wan2.1-T2V-14B-Diffusers, once per node: 20 B parameters with encoder and VAE, of 2 bytes each
 #            (4 where they are published in fp32).
-# Minutes    Not measured. By arithmetic a step takes at least 324 s for 96 videos of 33 frames, 240 x 416, at 40 %
+# Minutes    Not measured. Calculated: a step takes at least 324 s for 96 videos of 33 frames, 240 x 416, at 40 %
 #            of the peak of 8 H100.
 # You see    A validation, then a line per step with the reward, which should rise; what it reaches was not
 #            measured. rollout/log_prob_gap_max stays small. In outputs/digen/wan2_1/images: before_after.png, the
@@ -15,6 +15,7 @@
 #
 # Prompt files: one prompt per line, or JSONL, or parquet. The reward is one that needs no model: pictures that compress
 # well. For your own: 'digen.reward.functions={}' reward.custom_reward_function.path=FILE
+# A checkpoint is saved every 30 steps (trainer.save_freq) and after the last one; the newest two are kept.
 set -euo pipefail
 usage="usage: $0 PROMPTS VALIDATION_PROMPTS [KEY=VALUE ...]"
 exec python -m verl.trainer.main_ppo recipe=digen_wan2_1 \

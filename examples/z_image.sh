@@ -6,13 +6,14 @@
 # GPUs       8 of 80 GB: the plan says 40.4 GB. Ask again: digen plan recipe=digen_z_image gpus=8 gpu_mem=80
 # Downloads  Tongyi-MAI/Z-Image-Turbo, once per node: 10 B parameters with encoder and VAE, of 2 bytes each (4 where
 #            they are published in fp32).
-# Minutes    Not measured. By arithmetic a step takes at least 15 s for 384 pictures, at 40 % of the peak of 8 H100.
+# Minutes    Not measured. Calculated: a step takes at least 15 s for 384 pictures, at 40 % of the peak of 8 H100.
 # You see    A validation, then a line per step with the reward, which should rise; what it reaches was not
 #            measured. rollout/log_prob_gap_max stays small. In outputs/digen/z_image/images: before_after.png, the
 #            same prompts and noise over time.
 #
 # Prompt files: one prompt per line, or JSONL, or parquet. The reward is one that needs no model: pictures that compress
 # well. For your own: 'digen.reward.functions={}' reward.custom_reward_function.path=FILE
+# A checkpoint is saved every 30 steps (trainer.save_freq) and after the last one; the newest two are kept.
 set -euo pipefail
 usage="usage: $0 PROMPTS VALIDATION_PROMPTS [KEY=VALUE ...]"
 exec python -m verl.trainer.main_ppo recipe=digen_z_image \

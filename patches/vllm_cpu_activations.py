@@ -4,7 +4,7 @@
 Limitation:  an activation looks its compiled operator up when it is made, on a CPU too, where it computes in PyTorch
              and never calls it. The published wheel of vLLM has no operators for a CPU.
 Effect:      without this, FLUX.1 (whose T5 has gelu_new) and Z-Image (silu_and_mul) cannot be served on a CPU.
-Affects:     vllm ==0.28.0
+Affects:     vllm ==0.28.*
 Remove when: an activation that computes in PyTorch needs no operator; tests/vllm_omni/test_patches.py::
              test_an_activation_looks_up_an_operator_that_a_cpu_does_not_call fails then.
 """

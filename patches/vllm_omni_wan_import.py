@@ -5,7 +5,7 @@ Limitation:  vllm_omni.diffusion.models.wan2_2 imports its image- and speech-to-
              torchvision at their top.
 Effect:      without this, Wan cannot be served with a CPU build of PyTorch, where the torchvision that vLLM brings
              cannot be imported and has to go.
-Affects:     vllm-omni ==0.28.0
+Affects:     vllm-omni ==0.28.*
 Remove when: that package can be imported without torchvision; tests/vllm_omni/test_patches.py::
              test_importing_wan_imports_torchvision fails then.
 """

@@ -3,7 +3,7 @@
 
 Limitation:  ZImagePipeline.__init__ makes its network without sizes; their defaults are those of published checkpoints.
 Effect:      without this, a checkpoint of another size cannot be loaded; its first tensor has another shape.
-Affects:     vllm-omni ==0.28.0
+Affects:     vllm-omni ==0.28.*
 Remove when: ZImagePipeline reads the sizes; tests/vllm_omni/test_patches.py::test_z_image_ignores_a_checkpoints_sizes
              fails then.
 """

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -35,6 +37,11 @@ class Command(Protocol):
         ...
 
 
+EXIT_REFUSED = 2
+"""The command line cannot be carried out."""
+EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 130, 141
+"""128 + the number of the signal, as shells have it."""
+
 COMMANDS: tuple[Command, ...] = (doctor, timeline, simulate, bench, plan)
 
 
@@ -54,4 +61,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.add_arguments(subparser)
         subparser.set_defaults(run=command.run)
     args = parser.parse_args(argv)
-    return args.run(args)
+    try:
+        code = args.run(args)
+        sys.stdout.flush()  # a reader that went away is noticed here, and not while Python exits
+        return code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to print has no reader
+        return EXIT_BROKEN_PIPE
+    except KeyboardInterrupt:
+        print(f"digen {args.command}: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except OSError as error:  # a file or folder that was named, and cannot be read or written
+        print(f"digen {args.command}: {error}; name another file or folder", file=sys.stderr)
+        return EXIT_REFUSED

@@ -9,7 +9,11 @@
 
 from __future__ import annotations
 
+import math
+import pickle
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, get_args
 
 from verl_digen.algorithms.advantages import SCALES
@@ -17,12 +21,27 @@ from verl_digen.algorithms.kl import KINDS as KL_KINDS
 from verl_digen.algorithms.losses import OLD_LOG_PROBS, Denominator, LossConfig, choose_denominator
 from verl_digen.algorithms.sde import LAWS
 from verl_digen.algorithms.window import WindowConfig
-from verl_digen.schedulers.require import require, require_one_of
-from verl_digen.schedulers.rules import AssistPolicy
+from verl_digen.rollout.loopback import is_loopback
+from verl_digen.schedulers.deadlines import DeadlinesConfig
+from verl_digen.schedulers.require import require, require_one_of, suggestion
+from verl_digen.schedulers.rules import MAX_GROUPS_PER_FRAGMENT, AssistPolicy
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+MAX_SIDE_PX = 16_384
+"""Larger than any diffusion model makes; a slip of the keyboard."""
+MAX_FRAMES = 10_000
+"""Ten minutes at 16 frames/s."""
+MAX_STEPS = 1000
+"""Timesteps that a model was trained on: more denoising steps would repeat some."""
+MAX_SAMPLES = 1_000_000
+"""Samples, chunks or groups in one place; more than a cluster generates at once."""
+MAX_RETRIES = 1000
+MAX_SEED = 2**63
+"""PyTorch's generators take seeds of 64 bits."""
+MAY_BE_INFINITE = frozenset({"digen.loss.advantage_clip"})
+"""Keys whose infinity means: no bound."""
 DTYPES = ("float32", "bfloat16", "float16")
 REDUCE = ("auto", "tile", "fragment", "batch")
 
@@ -54,17 +73,23 @@ class SamplingConfig:
     """True classifier-free guidance in validation."""
 
     def __post_init__(self) -> None:
-        for name in ("height_px", "width_px", "num_frames"):
+        for name, most in (("height_px", MAX_SIDE_PX), ("width_px", MAX_SIDE_PX), ("num_frames", MAX_FRAMES)):
             value = getattr(self, name)
             require(value >= 1, f"digen.sampling.{name} must be >= 1", value, "give the size in pixels or frames")
+            require(value <= most, f"digen.sampling.{name} must be <= {most}", value, "give pixels or frames")
         for name in ("num_steps", "val_num_steps"):
             value = getattr(self, name)
+            usual = "10 is usual in training, 40 in validation"
+            require(value >= 2, f"digen.sampling.{name} must be >= 2", value, usual)
             require(
-                value >= 2, f"digen.sampling.{name} must be >= 2", value, "10 is usual in training, 40 in validation"
+                value <= MAX_STEPS,
+                f"digen.sampling.{name} must be <= {MAX_STEPS}, the timesteps that a model was trained on",
+                value,
+                usual,
             )
         for name in ("guidance_scale", "val_guidance_scale"):
             value = getattr(self, name)
-            require(value >= 1.0, f"digen.sampling.{name} must be >= 1", value, "1.0 turns guidance off")
+            require(1 <= value <= 1000, f"digen.sampling.{name} must lie in [1, 1000]", value, "1.0 turns guidance off")
         require(
             self.embedded_guidance_scale is None or self.embedded_guidance_scale >= 0,
             "digen.sampling.embedded_guidance_scale must be null or >= 0",
@@ -157,7 +182,9 @@ class RewardConfig:
     """Which reward functions score a sample. verl's `reward.custom_reward_function` is added as `custom`."""
 
     functions: dict[str, float] = field(default_factory=dict)
-    """Name -> weight; the reward is the weighted sum. A name of `verl_digen.reward.functions`, or "module:function"."""
+    """Name -> weight; the reward is the weighted sum. A name of `verl_digen.reward.functions`, or
+    package.module.function. Given as a whole on the command line, it replaces the recipe's; `functions.NAME=WEIGHT`
+    adds or changes one. A weight of 0 only logs."""
     custom_weight: float = 1.0
     """Weight of `reward.custom_reward_function`, if there is one."""
     max_retries: int = 2
@@ -167,20 +194,64 @@ class RewardConfig:
     """A call that takes longer counts as failed."""
 
     def __post_init__(self) -> None:
-        require(self.max_retries >= 0, "digen.reward.max_retries must be >= 0", self.max_retries, "2 is the default")
+        for name, weight in self.functions.items():  # OmegaConf lets a list into a mapping of numbers
+            is_number = isinstance(weight, int | float)
+            require(is_number, f"digen.reward.functions.{name} must be a number", weight, "1.0 is usual")
+        require(
+            0 <= self.max_retries <= MAX_RETRIES,
+            f"digen.reward.max_retries must lie in [0, {MAX_RETRIES}]",
+            self.max_retries,
+            "2 is the default",
+        )
         require(self.timeout_s > 0, "digen.reward.timeout_s must be > 0 seconds", self.timeout_s, "300 is the default")
+
+    def weights(self, *, has_custom: bool) -> dict[str, float]:
+        """Name -> weight of every function that is called; `custom` is the user's own."""
+        return dict(self.functions) | ({"custom": self.custom_weight} if has_custom else {})
 
 
 @dataclass(frozen=True)
 class HttpConfig:
-    """vLLM-Omni's HTTP API in front of each replica (`actor_rollout_ref.rollout.name=vllm_omni`)."""
+    """The HTTP API in front of each replica (`actor_rollout_ref.rollout.name=vllm_omni`): pictures, the model's name,
+    health, and no other route."""
 
     enable: bool = False
-    """Off: no port is opened. On: a free port, which the replica logs."""
+    """Off: no HTTP port is opened. On: a free port, which the replica logs."""
     host: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 opens it to the network."""
-    api_key: str | None = None
-    """What clients must send as bearer token; null lets in whoever reaches the port."""
+    """Address to listen on. Any address but a loopback one needs `api_key_env`."""
+    api_key_env: str | None = None
+    """Name of the environment variable with the key that clients send as bearer token. The key itself has no place in a
+    config, which is printed and saved. null: no key."""
+    max_size_px: int | None = None
+    """Largest width and height of a picture. null: the larger of digen.sampling.height_px and width_px."""
+    max_steps: int | None = None
+    """Most denoise steps of a picture. null: digen.sampling.val_num_steps."""
+    max_images: int = 4
+    """Most pictures of one request."""
+    max_requests: int = 4
+    """Requests in flight at a time; a further one is answered 503. They take turns with the training samples."""
+    max_body_bytes: int = 65_536
+    """Largest body of a request; a prompt takes a few hundred bytes."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_images", 1), ("max_requests", 1), ("max_body_bytes", 1)):
+            value = getattr(self, name)
+            require(value >= least, f"digen.rollout.http.{name} must be >= {least}", value, "leave it out")
+        for name, least in (("max_size_px", 1), ("max_steps", 2)):
+            value = getattr(self, name)
+            require(
+                value is None or value >= least,
+                f"digen.rollout.http.{name} must be null or >= {least}",
+                value,
+                "null is what the run samples with",
+            )
+        require(
+            not self.enable or self.api_key_env is not None or is_loopback(self.host),
+            "digen.rollout.http.host must be a loopback address (127.0.0.1) where no key is asked for: anyone who "
+            "reaches the port could use the replica",
+            self.host,
+            "name the environment variable with the key in digen.rollout.http.api_key_env, or leave host out",
+        )
 
 
 @dataclass(frozen=True)
@@ -196,20 +267,71 @@ class RolloutConfig:
     num_kept_adapters: int = 4
     """LoRA adapters, one per weight version, that a `vllm_omni` replica keeps for requests in flight; an update waits
     while they name as many versions."""
+    update_timeout_s: float = 600.0
+    """Longest wait in s between two parts of a weight update of a `vllm_omni` replica, on either side. The trainer
+    gathers a tensor of a sharded model between two parts, which takes seconds; `digen.deadlines.publish_s` bounds the
+    whole update."""
+    allow_untested_versions: bool = False
+    """Start a `vllm_omni` replica with other versions of vLLM and vLLM-Omni than those it was tested with."""
     http: HttpConfig = field(default_factory=HttpConfig)
     embed_cache_size: int = 1024
     """Prompts whose embeddings a replica keeps."""
+    max_restarts: int = 8
+    """Lost replicas started again in a run, all together; 0: a lost replica stays lost. More than a few say that the
+    cause should be looked for."""
     num_neighbours: int = 0
     """Trainer ranks beside the replicas of a node that compute at the same time. On a CPU, replicas and these share the
     cores. Recipe `disaggregated` sets it."""
     latents_dtype: str = "float32"
     """Storage dtype of trajectories; latents are rounded to it before the log-prob is taken."""
+    probe_every: int = 20
+    """Weight updates between two probes of each replica: a forward on fixed inputs that must change when the weights
+    do. The first three updates are probed too. A probe reads all weights once and denoises one small picture by one
+    step; on a `vllm_omni` replica by three, once the requests under way are done. 0: none."""
+    max_log_prob_gap: float | None = None
+    """Largest difference, in nats, between a recorded log-prob and the trainer's own before the run stops
+    (`rollout/log_prob_gap_max`). null: it is only reported, because what is healthy depends on dtype and noise level:
+    fp32 shows 1e-5. In bf16, set it to some ten times what the run's first steps show."""
 
     def __post_init__(self) -> None:
-        for name, least in (("max_batch_size", 1), ("embed_cache_size", 1), ("num_kept_adapters", 2)):
+        for name, least in (
+            ("max_batch_size", 1),
+            ("embed_cache_size", 1),
+            ("num_kept_adapters", 2),
+            ("max_restarts", 0),
+        ):
             value = getattr(self, name)
-            require(value >= least, f"digen.rollout.{name} must be >= {least}", value, f"set it to {least} or more")
-        require(self.batch_wait_s >= 0, "digen.rollout.batch_wait_s must be >= 0 s", self.batch_wait_s, "0.05 is usual")
+            require(
+                least <= value <= MAX_SAMPLES,
+                f"digen.rollout.{name} must lie in [{least}, {MAX_SAMPLES}]",
+                value,
+                f"set it to {least} or more; memory decides",
+            )
+        require(
+            0 <= self.batch_wait_s <= 600,
+            "digen.rollout.batch_wait_s must lie in [0, 600] s",
+            self.batch_wait_s,
+            "0.05 is usual",
+        )
+        require(
+            0 <= self.num_neighbours <= MAX_SAMPLES,
+            "digen.rollout.num_neighbours must be >= 0 trainer ranks",
+            self.num_neighbours,
+            "leave it to recipe=disaggregated",
+        )
+        require(self.probe_every >= 0, "digen.rollout.probe_every must be >= 0", self.probe_every, "20 is the default")
+        require(
+            self.max_log_prob_gap is None or self.max_log_prob_gap > 0,
+            "digen.rollout.max_log_prob_gap must be > 0 nats, or null",
+            self.max_log_prob_gap,
+            "null turns the gate off",
+        )
+        require(
+            self.update_timeout_s > 0,
+            "digen.rollout.update_timeout_s must be > 0 s",
+            self.update_timeout_s,
+            "600 suits most runs",
+        )
         require_one_of("digen.rollout.latents_dtype", self.latents_dtype, DTYPES)
 
 
@@ -226,8 +348,9 @@ class GapConfig:
     """Chunks that a replica works on at a time. 2 keep it busy while what one made is sent and a next is asked for."""
     min_groups_per_fragment: int = 1
     """A smaller fragment trains only when no further group is to come."""
-    max_groups_per_fragment: int = 4
-    """Groups that completed while the trainer was busy merge into one fragment up to this."""
+    max_groups_per_fragment: int = MAX_GROUPS_PER_FRAGMENT
+    """Groups that completed while the trainer was busy merge into one fragment up to this. The default was chosen by
+    simulation, see `verl_digen.schedulers.rules`."""
 
     def __post_init__(self) -> None:
         require(
@@ -275,7 +398,8 @@ class TagConfig:
     """off | bts: where a search on the measured durations says that it shortens the batch | always: at every bubble,
     which is known to lose time."""
     chunk_size: int | str = "auto"
-    """Samples of one group that the trainer's ranks generate together. auto: as many as a slot's chunk has."""
+    """Samples of one group that the trainer's ranks generate together. auto: one per rank, or equally many more where
+    a slot's chunk has more than the trainer has ranks; a group's size at most."""
 
     def __post_init__(self) -> None:
         require_one_of("digen.tag.policy", self.policy, get_args(AssistPolicy))
@@ -423,6 +547,8 @@ class DigenConfig:
     staleness: StalenessConfig = field(default_factory=StalenessConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     virtual: VirtualConfig = field(default_factory=VirtualConfig)
+    deadlines: DeadlinesConfig = field(default_factory=DeadlinesConfig)
+    """How long the run waits for whom, see `verl_digen.schedulers.deadlines`."""
     old_log_probs: str = "auto"
     """Denominator of the ratio, for losses that read `old_log_prob` (flow_grpo): auto = the update's own first pass
     (ratio exactly 1) where one optimizer step takes the whole batch, else recompute; recompute = a forward with the
@@ -433,6 +559,12 @@ class DigenConfig:
     """Validation prompts shown in the picture grids."""
 
     def __post_init__(self) -> None:
+        require(
+            -MAX_SEED <= self.seed < MAX_SEED,
+            "digen.seed must lie in [-2**63, 2**63)",
+            self.seed,
+            "any small number does",
+        )
         require_one_of("digen.old_log_probs", self.old_log_probs, OLD_LOG_PROBS)
         require(
             self.max_refills_per_step >= 0,
@@ -450,6 +582,20 @@ class DigenConfig:
             self.ema.validate,
             "set digen.ema.validate=false, or digen.staleness.max_versions=0",
         )
+        scoring_s = self.reward.timeout_s * (1 + self.reward.max_retries)
+        require(
+            self.deadlines.score_s >= scoring_s,
+            "digen.deadlines.score_s must be >= digen.reward.timeout_s x (1 + digen.reward.max_retries), which is "
+            f"{scoring_s:g} s",
+            self.deadlines.score_s,
+            "raise it, or lower digen.reward.timeout_s",
+        )
+        require(
+            not self.rollout.http.enable or self.sampling.num_frames == 1,
+            "digen.rollout.http.enable must be false with digen.sampling.num_frames > 1: the HTTP API draws pictures",
+            self.sampling.num_frames,
+            "leave digen.rollout.http.enable out",
+        )
         self.window.validate_for(self.sampling.num_steps)
 
     @property
@@ -461,6 +607,12 @@ class DigenConfig:
             ValueError: these do not go together.
         """
         return choose_denominator(self.loss_name, self.old_log_probs, self.staleness.max_versions)
+
+
+@cache
+def _schema() -> DictConfig:
+    """Made once, because that takes 10 ms; for merging from, which copies it."""
+    return digen_schema()
 
 
 def digen_schema() -> DictConfig:
@@ -497,10 +649,68 @@ def digen_config(config: DictConfig) -> DigenConfig:
     )
     try:
         # as plain data: a key added with `+` would pass in a section that is typed already
-        values = OmegaConf.to_container(section, resolve=True)
-        merged = OmegaConf.merge(digen_schema(), values)
-        result = OmegaConf.to_object(merged)
+        return _validated(pickle.dumps(OmegaConf.to_container(section, resolve=True)))
     except OmegaConfBaseException as error:
-        raise ValueError(f"digen.{error.full_key or ''}: {error.msg or error}".splitlines()[0]) from error
+        raise ValueError(_named(error)) from error
+
+
+@lru_cache(maxsize=8)
+def _validated(values: bytes) -> DigenConfig:
+    """`digen_config` of a pickled section. Making it takes 20 ms, and the rules of a start ask a dozen times."""
+    from omegaconf import OmegaConf
+
+    merged = OmegaConf.merge(_schema(), pickle.loads(values))
+    problems = list(_not_finite("digen", OmegaConf.to_container(merged)))
+    result = _built(merged, problems)
     assert isinstance(result, DigenConfig)
     return result
+
+
+def _built(merged: Any, problems: list[str]) -> Any:
+    """The dataclasses; where there are problems or come some, all of them at once, one per section.
+
+    Raises:
+        ValueError: a paragraph per problem.
+    """
+    from omegaconf import DictConfig, OmegaConf
+
+    if not problems:
+        try:
+            return OmegaConf.to_object(merged)
+        except ValueError as error:
+            across = str(error)
+    else:
+        across = None
+    for name in merged:
+        node = merged._get_node(name)
+        is_told = any(problem.startswith(f"digen.{name}.") for problem in problems)
+        if isinstance(node, DictConfig) and not node._is_none() and not is_told:
+            try:
+                OmegaConf.to_object(node)
+            except ValueError as error:
+                problems.append(str(error))
+    values: Any = OmegaConf.to_container(merged)
+    try:
+        DigenConfig(**{name: value for name, value in values.items() if not isinstance(value, dict)})
+    except ValueError as error:
+        problems.append(str(error))
+    raise ValueError("\n".join(problems or [str(across)]))
+
+
+def _not_finite(key: str, value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        for name, child in value.items():
+            yield from _not_finite(f"{key}.{name}", child)
+    elif isinstance(value, float) and (math.isnan(value) or (math.isinf(value) and key not in MAY_BE_INFINITE)):
+        yield f"{key} must be a finite number, got {value}; leave it out for the default"
+
+
+def _named(error: Any) -> str:
+    """OmegaConf's message about a key, with the key as typed and a known one that is close."""
+    from omegaconf.errors import ConfigKeyError
+
+    hint = ""
+    if isinstance(error, ConfigKeyError) and error.parent_node is not None:
+        hint = suggestion(str(error.key), [str(name) for name in error.parent_node])
+    said = (error.msg or str(error)).splitlines()[0]
+    return f"digen.{error.full_key or ''}: {said}; {hint}the keys and their types are in verl_digen/config.py"

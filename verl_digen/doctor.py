@@ -25,6 +25,10 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
+from verl_digen.models.tiny import BUILDERS
+from verl_digen.schedulers.require import require_one_of
+from verl_digen.versions import SUPPORTED, outside
+
 NAME = "doctor"
 
 PACKAGES = (
@@ -77,6 +81,11 @@ def run(args: Namespace) -> int:
 
 def selftest(name: str) -> int:
     """Print a line per check of the architecture `name`; the exit code."""
+    try:  # before what takes seconds to import
+        require_one_of("digen doctor --selftest", name, sorted(BUILDERS))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
     import diffusers
     import transformers
 
@@ -85,14 +94,10 @@ def selftest(name: str) -> int:
     for library in (diffusers, transformers):  # progress bars of files that are loaded in a blink
         library.logging.set_verbosity_error()
         library.logging.disable_progress_bar()
-    try:
-        checks = []
-        for check in run_selftest(name):
-            print(check, flush=True)
-            checks.append(check)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
+    checks = []
+    for check in run_selftest(name):
+        print(check, flush=True)
+        checks.append(check)
     return 0 if all(check.holds for check in checks) else 1
 
 
@@ -119,7 +124,9 @@ def examine() -> Report:
 def to_text(report: Report) -> str:
     """The report for people."""
     lines = ["versions"]
-    lines += [f"  {name:<14} {number}" for name, number in report.versions.items()]
+    for name, number in report.versions.items():
+        tested = f"  (tested: {SUPPORTED[name].tested})" if name in SUPPORTED else ""
+        lines.append(f"  {name:<14} {number}{tested}")
     lines += ["", f"platform: {report.platform} ({report.platform_reason})"]
     lines += [f"  {device}" for device in report.devices]
     lines += ["", f"plugin: {'loaded' if report.plugin_loaded else 'not loaded'}", "", "registered"]
@@ -156,6 +163,9 @@ def _check_requirements(report: Report) -> None:
             continue
         if not requirement.specifier.contains(found, prereleases=True):
             report.add_problem(f"{requirement.name} {found} is not {requirement.specifier}", remedy)
+    installed = {name: number for name, number in report.versions.items() if name in SUPPORTED}
+    for name, number, wanted in outside(installed, tested=False):
+        report.add_problem(f"{name} {number} is not {wanted}, which can work", f"pip install '{name}{wanted}'")
 
 
 def _check_plugin(report: Report) -> None:

@@ -30,6 +30,9 @@ from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf, flag_override
 
+from verl_digen.patches import hydra_override_errors, hydra_replaced_mappings
+from verl_digen.schedulers.require import suggestion
+
 VERL_CONFIGS = "pkg://verl.trainer.config"
 RECIPES = "pkg://verl_digen.recipes"
 PRIMARY = "ppo_trainer.yaml"
@@ -78,6 +81,8 @@ class RecipeSource(ConfigSource):
             f"{GROUP}/digen_schema.yaml": self._load_schema,
             f"{GROUP}/digen_machine.yaml": self._load_machine,
         }
+        self._missed = ""
+        """The last recipe that was asked for and is not there."""
 
     @staticmethod
     def scheme() -> str:
@@ -85,7 +90,8 @@ class RecipeSource(ConfigSource):
 
     def __repr__(self) -> str:
         """Hydra prints this below "Config search path:" when a config is missing; in a list its name is all it says."""
-        return f"{super().__repr__()}, recipes: {', '.join(self.list(GROUP, ObjectType.CONFIG))}"
+        names = self.list(GROUP, ObjectType.CONFIG)
+        return f"{super().__repr__()}, recipes: {', '.join(names)}; {suggestion(self._missed, names)}".rstrip("; ")
 
     def load_config(self, config_path: str) -> ConfigResult:
         served = self._served.get(self._normalize_file_name(config_path))
@@ -93,7 +99,10 @@ class RecipeSource(ConfigSource):
 
     def is_config(self, config_path: str) -> bool:
         name = self._normalize_file_name(config_path)
-        return name in self._served or ("/" in name and self._files.is_config(_file_of(name)))
+        is_there = name in self._served or ("/" in name and self._files.is_config(_file_of(name)))
+        if not is_there and name.startswith(f"{GROUP}/"):
+            self._missed = _file_of(name).removesuffix(".yaml")
+        return is_there
 
     def is_group(self, config_path: str) -> bool:
         return config_path == GROUP or (config_path != "" and self._files.is_group(config_path))
@@ -130,17 +139,21 @@ class RecipeSearchPath(SearchPathPlugin):
 
 def register() -> None:
     """Tell Hydra, in this process."""
+    hydra_replaced_mappings.apply()
+    hydra_override_errors.apply()  # around what is there, so after it
     for plugin in (RecipeSlot, RecipeSource, RecipeSearchPath):
         Plugins.instance().register(plugin)
 
 
 def _is_verl(path: str | None) -> bool:
-    """Whether a search path entry is verl's config folder, as a package or as a folder."""
+    """Whether a search path entry is verl's config folder, given as a package or as a path."""
     if path is None or "://" in path.removeprefix("file://"):
-        return path == VERL_CONFIGS
+        # "pkg://verl.trainer/config" where main is imported: Hydra takes both separators
+        return path is not None and path.replace("/", ".") == VERL_CONFIGS.replace("/", ".")
     import verl  # not above: Hydra may have been imported before verl, and verl is importing us right now
 
-    return Path(path.removeprefix("file://")).resolve() == Path(verl.__file__).parent / "trainer" / "config"
+    configs = Path(verl.__file__).parent / "trainer" / "config"
+    return Path(path.removeprefix("file://")).resolve() == configs.resolve()
 
 
 def _file_of(config_path: str) -> str:

@@ -115,3 +115,52 @@ def test_of_a_replica_that_died_nothing_is_published_or_kept():
 def test_what_nobody_could_do_better_ends_the_run(where):
     with pytest.raises(RunStopped, match="all reward workers"):
         run_chunk(**{where: {1: RunStopped("all reward workers are lost")}})
+
+
+def test_of_a_discarded_chunk_nothing_is_scored_or_published_from_then_on():
+    scored = []
+    first, rest = asyncio.Event(), asyncio.Event()
+
+    async def generate(order, index, server):
+        await (first if index == 0 else rest).wait()
+        return index
+
+    async def score(order, index):
+        scored.append(index)
+        await asyncio.Event().wait()
+
+    async def run():
+        runner = ChunkRunner(generate, withdraw, score, None)
+        generating = asyncio.ensure_future(runner.generate(ORDER, "server"))
+        first.set()
+        while not scored:
+            await asyncio.sleep(0)
+        (scoring,) = runner._scoring[ORDER.chunk_id][1].values()
+        runner.discard(ORDER.chunk_id)
+        rest.set()
+        generated = await generating
+        assert scoring.cancelled() and not runner._scoring
+        runner.discard(ORDER.chunk_id)
+        return generated
+
+    generated = asyncio.run(run())
+    assert generated.failures == {} and scored == [0]
+
+
+def test_a_chunk_discarded_while_it_is_collected_is_not_published():
+    async def score(order, index):
+        await asyncio.Event().wait()
+
+    async def publish(order, scored):
+        raise AssertionError("published")
+
+    async def run():
+        runner = ChunkRunner(None, withdraw, score, publish)
+        runner.adopt(ORDER, {0: 0})
+        collecting = asyncio.ensure_future(runner.collect(ORDER.chunk_id))
+        await asyncio.sleep(0)
+        runner.discard(ORDER.chunk_id)
+        return await asyncio.gather(collecting, return_exceptions=True)
+
+    (outcome,) = asyncio.run(run())
+    assert isinstance(outcome, KeyError)

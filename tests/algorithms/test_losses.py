@@ -284,6 +284,24 @@ def test_a_registered_loss_is_found_checked_and_called(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            dict(columns=("log_probs",)),
+            "columns of the policy loss 'mine' must be one of log_prob, .*, got 'log_probs'",
+        ),
+        (dict(latents=("old_mean",)), "latents of the policy loss 'mine' must be one of latents, .*, got 'old_mean'"),
+        (dict(columns=("mean",)), "columns of the policy loss 'mine' must be one of"),
+        (dict(), "a policy loss must have a name and an input"),
+    ],
+)
+def test_a_loss_that_asks_for_what_training_does_not_have_is_refused_when_it_is_registered(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        register_loss("mine", **arguments)
+    assert "mine" not in losses.loss_names()
+
+
+@pytest.mark.parametrize(
     ("values", "message"),
     [
         (dict(clip_range=0.0), r"digen.loss.clip_range must lie in \(0, 1\), got 0.0"),

@@ -1,14 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a profile asks of a virtual run, and what is predicted for it."""
 
-import pytest
+from dataclasses import replace
 
+import pytest
+from omegaconf import OmegaConf
+
+import verl_digen.trainer.register  # noqa: F401 - the order in which verl imports us
 from verl_digen.algorithms.window import WindowConfig, draw_window
 from verl_digen.bench.modes import MODES
-from verl_digen.bench.virtual import predict, virtual_overrides, virtual_split
-from verl_digen.simulate.cluster import run_colocated, run_split
+from verl_digen.bench.virtual import predict, simulated_baselines, virtual_overrides, virtual_split
+from verl_digen.config import digen_config
+from verl_digen.simulate.cluster import run_colocated, run_split, simulated_rules
 from verl_digen.simulate.devices import Pool
 from verl_digen.simulate.profile import load_profile, profile_names
+from verl_digen.trainer.disaggregated import batch_rules
 
 
 @pytest.mark.parametrize("name", profile_names())
@@ -29,6 +35,30 @@ def test_the_run_is_given_the_batch_and_the_window_of_the_profile(name):
     assert len(window.train_steps) == numbers.num_trained_steps
 
 
+@pytest.mark.parametrize("name", profile_names())
+@pytest.mark.parametrize("mode", ["barrier", "gap+tsp", "gap+tsp+tag", "gap+tsp+tag+tcss"])
+def test_the_run_plans_with_the_rules_that_are_simulated_and_these_are_the_defaults(name, mode):
+    profile = load_profile(name)
+    split = virtual_split(profile, Pool(20, "H800"), Pool(12, "H800"))
+    given = (*MODES[mode].overrides, *virtual_overrides(profile, name, split, 1.0))
+    yaml_reads_as_false = "digen.tag.policy=off"  # Hydra does not, and it is the default
+    own = [override for override in given if override.startswith("digen.") and override != yaml_reads_as_false]
+    settings = OmegaConf.from_dotlist(own)
+    numbers = profile.numbers
+    rules = batch_rules(
+        digen_config(settings),
+        num_prompts=numbers.num_prompts,
+        group_size=numbers.group_size,
+        num_trainer_ranks=split.trainer.num_devices,
+    )
+    simulated = simulated_rules(profile, split, MODES[mode].techniques)
+    refills = {name: getattr(rules, name) for name in ("max_group_refills", "max_sample_refills")}  # none is needed
+    assert rules == replace(simulated, **refills)
+    assert rules.trainer_chunk_size(12) == min(numbers.group_size, 20)
+    planning = ("digen.gap.", "digen.tag.", "digen.queue.", "digen.staleness.")
+    assert not [override for override in virtual_overrides(profile, name, split, 1.0) if override.startswith(planning)]
+
+
 def test_the_prediction_is_the_simulators_scaled():
     profile = load_profile("wan2.1-14b")
     split = virtual_split(profile, Pool(16, "H800"), Pool(16, "H800"))
@@ -37,10 +67,21 @@ def test_the_prediction_is_the_simulators_scaled():
         prediction = predict(profile, split, MODES[name], 0.1)
         assert prediction.step_s == pytest.approx(0.1 * simulated.step_s)
         assert prediction.bound_s == pytest.approx(0.1 * simulated.bound_s)
-        colocated = run_colocated(profile, Pool(32, "H800"), has_tsp=False)
-        assert prediction.colocated_s == pytest.approx(0.1 * colocated.step_s)
+
+
+def test_the_baselines_are_the_simulators_scaled():
+    profile = load_profile("wan2.1-14b")
+    split = virtual_split(profile, Pool(16, "H800"), Pool(16, "H800"))
+    found = {baseline.name: baseline.step_s for baseline in simulated_baselines(profile, split, 0.1)}
+    together = Pool(32, "H800")
+    assert found == {
+        "colocated, 32xH800 together": pytest.approx(0.1 * run_colocated(profile, together, has_tsp=False).step_s),
+        "colocated+tsp, 32xH800 together": pytest.approx(0.1 * run_colocated(profile, together, has_tsp=True).step_s),
+        "barrier, 16xH800 + 16xH800": pytest.approx(0.1 * run_split(profile, split, (), num_steps=5).step_s),
+    }
     mixed = virtual_split(profile, Pool(16, "H800"), Pool(16, "H20"))
-    assert predict(profile, mixed, MODES["gap"], 0.1).colocated_s is None
+    names = [baseline.name for baseline in simulated_baselines(profile, mixed, 0.1)]
+    assert "colocated+tsp, 32 together, as H20" in names and "colocated+tsp, 16xH800 alone" in names
 
 
 def test_a_trainer_too_small_for_the_model_is_refused():

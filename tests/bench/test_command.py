@@ -19,7 +19,8 @@ def digen_bench(*arguments: str) -> int:
     [
         (
             ("--modes", "fast"),
-            "--modes must be among colocated, barrier, gap, gap+tsp, gap+tsp+tag, gap+tsp+tag+tcss, got 'fast'",
+            "--modes must be among colocated, colocated+tsp, barrier, gap, gap+tsp, gap+tsp+tag, gap+tsp+tag+tcss, got "
+            "'fast'",
         ),
         (("--steps", "2", "--warm-up", "2"), "--steps must be > --warm-up >= 0, got (2, 2)"),
         (("--repeats", "0"), "--repeats must be >= 1, got 0"),

@@ -66,5 +66,5 @@ def test_the_profile_gives_back_the_durations_it_was_measured_from(tmp_path):
 
 
 def test_modes_that_are_missing_are_named(tmp_path):
-    with pytest.raises(ValueError, match=r"--profile needs the modes colocated and gap\+tsp.*got 'gap\+tsp'"):
+    with pytest.raises(ValueError, match=r"--profile needs the modes colocated\+tsp and gap\+tsp.*got 'gap\+tsp'"):
         measured_profile([pipelined_run(tmp_path)], num_warm_up=1, model="tiny", device="H100")

@@ -19,7 +19,14 @@ def test_separate_modes_differ_in_the_switches_of_their_techniques_alone():
         assert switched[mode.name]["digen.staleness.max_versions"] == str(int("tcss" in mode.techniques))
         for technique in ("gap", "tsp"):
             assert switched[mode.name][f"digen.{technique}.enable"] == str(technique in mode.techniques).lower()
-    assert (MODES["colocated"].recipes, MODES["colocated"].overrides) == ((), ())
+
+
+def test_a_colocated_run_is_there_with_the_same_tiles_as_separate_pools_have_and_without():
+    with_tsp, without = MODES["colocated+tsp"], MODES["colocated"]
+    assert with_tsp.recipes == without.recipes == ()
+    assert set(with_tsp.overrides) <= set(MODES["gap+tsp"].overrides)
+    assert set(without.overrides) <= set(MODES["gap"].overrides)
+    assert with_tsp.overrides == ("digen.tsp.enable=true",)
 
 
 def test_repeats_are_interleaved():
@@ -34,7 +41,7 @@ def test_repeats_are_interleaved():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("barrier,fast", "--modes must be among colocated, barrier, gap, gap[+]tsp, .*, got 'fast'"),
+        ("barrier,fast", "--modes must be among colocated, colocated[+]tsp, barrier, gap, gap[+]tsp, .*, got 'fast'"),
         ("", "--modes must name some of"),
         ("gap,gap", "--modes must name a mode once"),
     ],

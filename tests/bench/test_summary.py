@@ -7,7 +7,7 @@ import random
 import pytest
 
 from tests.bench.cases import finished_run
-from verl_digen.bench.summary import Prediction, summarise, table, to_json
+from verl_digen.bench.summary import Baseline, Prediction, best_baseline, summarise, table, to_json
 
 POOLS = {"perf/bubble_fraction/trainer": 0.25, "perf/bubble_fraction/generator": 0.5, "perf/overlap_s": 0.5}
 RUNS = (
@@ -42,6 +42,17 @@ def test_agreement_is_the_largest_relative_difference_of_any_step_to_the_first_r
     assert untrained[0].max_gradient_gap is None
 
 
+def test_gradients_of_equal_norms_that_point_elsewhere_do_not_agree():
+    norms = [2.0, 4.0]
+    for projections, gap in (([1.0, -2.0], 1.0), ([1.0, 2.2], 0.05), ([1.0, 2.0], 0.0)):
+        runs = (
+            finished_run("barrier", 0, [1.0, 1.0], gradients=norms, projections=[1.0, 2.0]),
+            finished_run("gap", 0, [1.0, 1.0], gradients=norms, projections=projections),
+        )
+        found = summarise(runs, num_warm_up=1, num_devices=2, predictions={})[1].max_gradient_gap
+        assert found == pytest.approx(gap)
+
+
 def test_the_order_of_the_runs_within_a_repeat_decides_no_number():
     expected = {summary.mode: summary for summary in summarise(RUNS, num_warm_up=1, num_devices=2, predictions={})}
     rng = random.Random(0)
@@ -51,21 +62,56 @@ def test_the_order_of_the_runs_within_a_repeat_decides_no_number():
         assert {summary.mode: summary for summary in got} == expected
 
 
+def rows_of(text: str) -> list[str]:
+    """Header and rows of a table, without the lines that say what it is of."""
+    lines = text.splitlines()
+    return lines[lines.index("") + 1 :]
+
+
 def test_the_table_has_a_dash_where_a_mode_has_no_such_number():
     runs = (finished_run("colocated", 0, [3.0, 2.0]), finished_run("gap", 0, [3.0, 1.0], extra=POOLS))
-    lines = table(summarise(runs, num_warm_up=1, num_devices=2, predictions={})).splitlines()
+    lines = rows_of(table(summarise(runs, num_warm_up=1, num_devices=2, predictions={})))
     assert len(lines) == 3 and len({len(line) for line in lines}) == 1
-    assert " ".join(lines[1].split()) == "colocated 2.000 (2.000..2.000) 5.00 2.500 - 1.00 - - - 0.510 -"
-    assert " ".join(lines[2].split()) == "gap 1.000 (1.000..1.000) 10.00 5.000 - 2.00 25.0% 50.0% 50.0% 0.510 -"
+    assert " ".join(lines[1].split()) == "colocated 2.000 (2.000..2.000) 5.00 2.500 1.00 0.0% - - - 0.510 -"
+    assert " ".join(lines[2].split()) == "gap 1.000 (1.000..1.000) 10.00 5.000 2.00 0.0% 25.0% 50.0% 50.0% 0.510 -"
 
 
-def test_predictions_have_columns_of_their_own():
-    predictions = {"barrier": Prediction(2.0, 1.0, None), "gap": Prediction(1.0, 0.88, 2.75)}
-    lines = table(summarise(RUNS[:2], num_warm_up=1, num_devices=32, predictions=predictions)).splitlines()
-    assert lines[0].split()[-6:] == ["simulated", "off", "by", "bound", "over", "it"]
+def test_modes_are_compared_with_the_fastest_run_that_overlaps_nothing():
+    runs = [
+        finished_run(mode, 0, [9.0, step_s])
+        for mode, step_s in (("colocated", 4.0), ("colocated+tsp", 2.0), ("barrier", 5.0), ("gap", 1.0))
+    ]
+    summaries = summarise(runs, num_warm_up=1, num_devices=2, predictions={})
+    assert best_baseline(summaries) == "colocated+tsp"
+    text = table(summaries)
+    assert "best baseline: colocated+tsp; x best" in text
+    assert [line.split()[5] for line in rows_of(text)[1:]] == ["0.50", "1.00", "0.40", "2.00"]
+    assert best_baseline(summarise(runs[3:], num_warm_up=1, num_devices=2, predictions={})) is None
+
+
+def test_stale_samples_stand_beside_strict_ones():
+    stale = {
+        "staleness/samples_0_versions": 6.0,
+        "staleness/samples_1_versions": 3.0,
+        "staleness/samples_2_versions": 1.0,
+    }
+    runs = (finished_run("gap", 0, [1.0, 1.0]), finished_run("gap+tsp+tag+tcss", 0, [1.0, 1.0], extra=stale))
+    strict, with_stale = summarise(runs, num_warm_up=1, num_devices=2, predictions={})
+    assert (strict.stale, with_stale.stale) == (0.0, 0.4)
+    assert [line.split()[6] for line in rows_of(table([strict, with_stale]))[1:]] == ["0.0%", "40.0%"]
+
+
+def test_predictions_have_columns_of_their_own_and_baselines_are_simulated_ones():
+    predictions = {"barrier": Prediction(2.0, 1.0), "gap": Prediction(1.0, 0.88)}
+    simulated = [Baseline("colocated", 4.4), Baseline("colocated+tsp", 2.75)]
+    summaries = summarise(RUNS[:2], num_warm_up=1, num_devices=32, predictions=predictions, simulated=simulated)
+    text = table(summaries)
+    assert "best baseline: colocated+tsp (simulated)" in text and "measures the control plane" in text
+    lines = rows_of(text)
+    assert lines[0].split()[-6:] == ["simulated", "control", "at", "least", "over", "it"]
     assert lines[1].split()[-4:] == ["2.000", "+10.0%", "1.000", "+120.0%"]
     assert lines[2].split()[-4:] == ["1.000", "+10.0%", "0.880", "+25.0%"]
-    assert lines[1].split()[6] == "-" and lines[2].split()[6] == "~2.50", "simulated: colocated"
+    assert [line.split()[5] for line in lines[1:]] == ["1.25", "2.50"]
 
 
 def test_the_planners_own_error_is_shown_where_it_predicted():
@@ -73,7 +119,7 @@ def test_the_planners_own_error_is_shown_where_it_predicted():
         finished_run("gap", 0, [1.0, 1.0, 1.0]),
         finished_run("gap+tsp+tag", 0, [1.0, 1.0, 1.0], extra={"bts/prediction_error": -0.04}),
     )
-    lines = table(summarise(runs, num_warm_up=1, num_devices=2, predictions={})).splitlines()
+    lines = rows_of(table(summarise(runs, num_warm_up=1, num_devices=2, predictions={})))
     assert lines[0].split()[-2:] == ["planner", "off"]
     assert (lines[1].split()[-1], lines[2].split()[-1]) == ("-", "4.0%")
 

@@ -1,25 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
+import logging
 
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
+from verl_digen.data import dataset as dataset_module
 from verl_digen.data.dataset import DiffusionPromptDataset
-from verl_digen.data.prompts import Prompt, read_prompts
+from verl_digen.data.lengths import describe_dropped, find_too_long, without
+from verl_digen.data.prompts import Prompt, default_ground_truth, default_source, read_prompts
 
 
 def test_parquet_as_verl_users_write_it_is_read(tmp_path):
     rows = [
         {
             "prompt": [{"role": "system", "content": "draw"}, {"role": "user", "content": "a cat"}],
+            "negative_prompt": [{"role": "user", "content": "blurry"}],
             "data_source": "ocr",
             "reward_model": {"style": "rule", "ground_truth": "CAT"},
             "extra_info": {"split": "train"},
-        }
+            "ability": "ocr",
+        },
+        {"prompt": [{"role": "user", "content": "a dog"}], "data_source": None, "reward_model": None},
     ]
-    pyarrow.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
-    assert read_prompts(str(tmp_path / "train.parquet")) == [Prompt("a cat", "ocr", "CAT", None, {"split": "train"})]
+    pyarrow.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "animals.parquet")
+    first, second = read_prompts(str(tmp_path / "animals.parquet"))
+    assert first == Prompt("a cat", "ocr", "CAT", "blurry", {"split": "train", "ability": "ocr"})
+    assert second == Prompt("a dog", "animals", "a dog", None, {"ability": None})
 
 
 def test_jsonl_and_text_files_are_read_in_order_with_defaults(tmp_path):
@@ -29,6 +37,83 @@ def test_jsonl_and_text_files_are_read_in_order_with_defaults(tmp_path):
     assert [prompt.text for prompt in prompts] == ["a dog", "a bird", "a fish"]
     assert prompts[0].negative == "blurry" and prompts[0].data_source == "a"
     assert prompts[1].ground_truth == "a bird" and prompts[1].data_source == "b"
+    assert prompts[2].place == f"line 3 of '{tmp_path / 'b.txt'}'"
+
+
+def test_flow_grpos_geneval_metadata_reach_the_reward(tmp_path):
+    (tmp_path / "geneval").mkdir()
+    row = {"tag": "counting", "include": [{"class": "cup", "count": 2}], "exclude": [], "prompt": "two cups"}
+    (tmp_path / "geneval" / "train_metadata.jsonl").write_text(json.dumps(row))
+    (prompt,) = read_prompts(str(tmp_path / "geneval" / "train_metadata.jsonl"))
+    assert prompt == Prompt("two cups", "geneval", "two cups", None, {k: row[k] for k in ("tag", "include", "exclude")})
+
+
+def test_a_rows_own_extra_info_wins_over_a_column_of_the_same_name(tmp_path):
+    row = {"prompt": "a", "tag": "column", "other": 1, "extra_info": {"tag": "own"}}
+    (tmp_path / "x.jsonl").write_text(json.dumps(row))
+    assert read_prompts(str(tmp_path / "x.jsonl"))[0].extra_info == {"tag": "own", "other": 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "source", "truth"),
+    [
+        ('A sign that says "Step Goal Achieved" and "more"', "ocr", "Step Goal Achieved"),
+        ('A sign that says "Hi"', "my-OCR_set", "Hi"),
+        ("A sign", "ocr", "A sign"),
+        ('A sign that says ""', "ocr", 'A sign that says ""'),
+        ('A sign that says "Hi"', "pickscore", 'A sign that says "Hi"'),
+        ('A mediocre "x"', "mediocre", 'A mediocre "x"'),
+    ],
+)
+def test_the_quoted_text_of_an_ocr_prompt_is_its_ground_truth(text, source, truth):
+    assert default_ground_truth(text, source) == truth
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("dataset/ocr/train.txt", "ocr"),
+        ("dataset/geneval/test_metadata.jsonl", "geneval"),
+        ("dataset/pickscore/pickscore.txt", "pickscore"),
+        ("x/drawbench_test.txt", "drawbench_test"),
+    ],
+)
+def test_a_file_named_after_its_part_has_its_folder_as_source(tmp_path, path, source):
+    assert default_source(tmp_path / path) == source
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "texts"),
+    [
+        ("bom.txt", b"\xef\xbb\xbfa cat\na dog\n", ["a cat", "a dog"]),
+        ("bom.jsonl", b'\xef\xbb\xbf{"prompt": "a cat"}\n', ["a cat"]),
+        ("array.json", b'[{"prompt": "a cat"},\n {"prompt": "a dog"}]', ["a cat", "a dog"]),
+        ("array.jsonl", b'[{"prompt": "a cat"}]', ["a cat"]),
+        ("strings.json", b'["a cat", "a dog"]', ["a cat", "a dog"]),
+        ("strings.jsonl", b'"a cat"\n"a dog"\n', ["a cat", "a dog"]),
+        ("one.json", b'{\n "prompt": "a cat"\n}\n', ["a cat"]),
+        ("lines.json", b'{"prompt": "a cat"}\n{"prompt": "a dog"}\n', ["a cat", "a dog"]),
+        ("separator.jsonl", '{"prompt": "a\u2028b\u0085c"}\n'.encode(), ["a\u2028b\u0085c"]),
+        ("separator.txt", "a\u2028b\n".encode(), ["a\u2028b"]),
+        ("windows.txt", b"a cat\r\na dog\r\n", ["a cat", "a dog"]),
+        ("mac.txt", b"a cat\ra dog\r", ["a cat", "a dog"]),
+        ("upper.JSONL", b'{"prompt": "a cat"}', ["a cat"]),
+        ("upper.TXT", b"a cat", ["a cat"]),
+        ("emoji.txt", "a \U0001f431 cat\n".encode(), ["a \U0001f431 cat"]),
+        ("parts.jsonl", b'{"prompt": [{"role": "user", "content": [{"type": "text", "text": "a cat"}]}]}', ["a cat"]),
+    ],
+)
+def test_a_file_of_an_unusual_form_is_read(tmp_path, name, content, texts):
+    (tmp_path / name).write_bytes(content)
+    assert [prompt.text for prompt in read_prompts(str(tmp_path / name))] == texts
+
+
+def test_the_prompt_of_a_chat_is_its_users_last_message(tmp_path):
+    roles = {"system": "draw", "user": "a cat", "assistant": "done", "User": "no role"}
+    chat = [{"role": role, "content": content} for role, content in roles.items()]
+    chat.insert(3, {"role": "user", "content": "a dog"})
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"prompt": chat}))
+    assert [prompt.text for prompt in read_prompts(str(tmp_path / "chat.jsonl"))] == ["a dog"]
 
 
 @pytest.mark.parametrize(
@@ -36,22 +121,85 @@ def test_jsonl_and_text_files_are_read_in_order_with_defaults(tmp_path):
     [
         ("missing.jsonl", None, "must name an existing file"),
         ("empty.txt", "\n \n", "is empty"),
-        ("nocolumn.jsonl", '{"text": "a cat"}\n', "must have a column 'prompt', got columns ['text']"),
-        ("broken.jsonl", '{"prompt": \n', "line 1"),
-        ("list.jsonl", "[1]\n", "must be a JSON object"),
-        ("number.jsonl", '{"prompt": 5}\n', "must be a non-empty string"),
+        ("empty.jsonl", "", "is empty"),
+        ("empty.json", "[]", "is empty"),
+        ("nocolumn.jsonl", '{"text": "a cat"}\n', "must have a column 'prompt', got columns ['text']; rename"),
+        ("broken.jsonl", '{"prompt": "a"}\n{"prompt": \n', "line 2"),
+        ("broken.json", '[{"prompt": "a"}', "is not a JSON array"),
+        ("words.jsonl", "a cat\n", "line 1"),
+        ("deep.json", "[" * 100_000, "nested too deeply"),
+        ("list.jsonl", "[1]\n", "item 1 of"),
+        ("list.jsonl", '{"prompt": "a"}\n[1]\n', "must be a JSON object, got [1];"),
+        ("number.json", "7", "item 1 of"),
+        ("wrapped.json", '{"data": [{"prompt": "a cat"}]}', "must have a column 'prompt', got columns ['data'];"),
+        ("number.jsonl", '{"prompt": 5}\n', "must have a prompt that is a non-empty string"),
+        ("blank.jsonl", '{"prompt": " \\n"}\n', "must have a prompt that is a non-empty string"),
+        ("null.jsonl", '{"prompt": null}\n', "must have a prompt that is a non-empty string"),
+        ("system.jsonl", '{"prompt": [{"role": "system", "content": "a"}]}', "a chat with a user message, got"),
+        ("silent.jsonl", '{"prompt": [{"role": "user"}]}', "a chat with a user message, got"),
+        ("image.jsonl", '{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}', "a chat with a user message"),
+        ("nul.jsonl", '{"prompt": "a\\u0000b"}', "without NUL characters"),
+        ("nul.txt", "a\0c\0a\0t\0\n", "without NUL characters"),
+        ("half.jsonl", '{"prompt": "a \\ud83d cat"}', "halves of surrogate pairs"),
+        (
+            "negative.jsonl",
+            '{"prompt": "a", "negative_prompt": 7}',
+            "must have a negative_prompt that is a string, got 7",
+        ),
+        ("negative.jsonl", '{"prompt": "a", "negative_prompt": "\\u0000"}', "must have a negative_prompt without NUL"),
+        ("source.jsonl", '{"prompt": "a", "data_source": 7}', "must have a data_source that is a string, got 7;"),
+        ("source.jsonl", '{"prompt": "a", "data_source": ""}', "must have a data_source that is a string, got '';"),
+        ("extra.jsonl", '{"prompt": "a", "extra_info": "x"}', "must have a extra_info that is an object, got 'x';"),
+        ("extra.jsonl", '{"prompt": "a", "extra_info": []}', "must have a extra_info that is an object, got [];"),
+        ("model.jsonl", '{"prompt": "a", "reward_model": "x"}', "must have a reward_model that is an object, got 'x'"),
         ("prompts.csv", "a,b\n", "must name files ending in one of"),
+        ("prompts", "a\n", "must name files ending in one of"),
         ("bad.parquet", "not parquet", "is not a readable parquet file"),
+        ("latin.txt", b"a cat\nd\xe9j\xe0 vu\n", "line 2 of"),
+        ("latin.jsonl", b'{"prompt": "\xe9"}', "must be UTF-8, got the byte 0xe9; save the file as UTF-8"),
+        ("sixteen.txt", "a cat".encode("utf-16"), "must be UTF-8, got the byte 0xff"),
+        ("folder.txt", {"a.txt": "a"}, "must name files, got the folder"),
+        ("folder", {"train.jsonl": "", "README": ""}, "train.jsonl"),
+        ("folder", {}, "the folder has none of .parquet, .jsonl, .json, .txt"),
+        ("long" * 100 + ".txt", None, "must name files that can be read"),
+        ("s3://bucket/a.txt", None, "prompts are read from this machine: fetch it first"),
     ],
 )
 def test_a_bad_file_is_an_error_that_names_key_file_and_rule(tmp_path, name, content, rule):
     path = tmp_path / name
-    if content is not None:
-        path.write_text(content)
+    if isinstance(content, dict):
+        path.mkdir()
+        for inner, text in content.items():
+            (path / inner).write_text(text)
+    elif content is not None:
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
     with pytest.raises(ValueError) as failure:
-        read_prompts(str(path), "data.val_files")
+        read_prompts(str(path) if "://" not in name else name, "data.val_files")
     message = str(failure.value)
-    assert rule in message and name in message and message.startswith("data.val_files") and "\n" not in message
+    assert rule in message and message.startswith("data.val_files") and "\n" not in message
+    assert name.rpartition("/")[2] in message and len(message) < 1000
+    assert ";" in message  # the remedy follows
+
+
+@pytest.mark.parametrize("files", [None, "", 5, {}, {"a": 1}, [], [5], ["a.txt", None], [["a.txt"]], True])
+def test_what_is_no_path_is_refused(files):
+    with pytest.raises(ValueError, match=r"data\.train_files must name a prompt file or a list of them, got"):
+        read_prompts(files)
+
+
+def test_a_file_that_cannot_be_read_is_told_with_its_reason(tmp_path):
+    (tmp_path / "memory.txt").symlink_to("/proc/self/mem")  # readable by permission, and an input/output error
+    with pytest.raises(
+        ValueError, match=r"must name files that can be read, got '.*memory.txt' \(Input/output error\)"
+    ):
+        read_prompts(str(tmp_path / "memory.txt"))
+
+
+def test_an_error_does_not_print_a_whole_file(tmp_path):
+    (tmp_path / "x.json").write_text(json.dumps([[{"prompt": "a"}] * 10_000]))
+    with pytest.raises(ValueError) as failure:
+        read_prompts(str(tmp_path / "x.json"))
+    assert len(str(failure.value)) < 400
 
 
 def test_the_dataset_gives_verls_rows_and_honours_max_samples(tmp_path):
@@ -66,3 +214,37 @@ def test_the_dataset_gives_verls_rows_and_honours_max_samples(tmp_path):
         "extra_info": {},
         "index": 1,
     }
+
+
+def test_long_prompts_are_found_by_text_or_negative_prompt_and_the_tokenizer_is_loaded_once():
+    loaded = []
+
+    def load_check():
+        loaded.append(1)
+
+        def check(text):
+            if len(text) > 300:
+                raise ValueError(f"{len(text)} characters")
+
+        return check
+
+    short, long = "a" * 200, "b" * 301
+    prompts = [Prompt(short, "s", ""), Prompt(long, "s", ""), Prompt("a", "s", "", long), Prompt("c" * 300, "s", "")]
+    found = find_too_long(prompts, load_check)
+    assert [prompts.index(one.prompt) for one in found] == [1, 2] and found[0].reason == "301 characters"
+    assert without(prompts, found) == [prompts[0], prompts[3]] and loaded == [1]
+    assert "2 of 4 prompts of data.train_files are left out" in describe_dropped("data.train_files", found, 4)
+    assert find_too_long(prompts[:1], load_check) == [] and loaded == [1]
+
+
+def test_the_dataset_warns_of_what_it_leaves_out_and_refuses_to_be_empty(tmp_path, tiny_wan, caplog):
+    from omegaconf import OmegaConf
+
+    (tmp_path / "p.txt").write_text("short\n" + "red " * 600)
+    config = OmegaConf.create({"filter_overlong_prompts": True, "custom_cls": {"checkpoint": str(tiny_wan)}})
+    with caplog.at_level(logging.WARNING, logger=dataset_module.__name__):
+        assert len(DiffusionPromptDataset(str(tmp_path / "p.txt"), config=config)) == 1
+    assert "1 of 2 prompts" in caplog.text and "line 2 of" in caplog.text
+    (tmp_path / "p.txt").write_text("red " * 600)
+    with pytest.raises(ValueError, match="must hold a prompt that the model reads to its end, got none"):
+        DiffusionPromptDataset(str(tmp_path / "p.txt"), config=config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -13,6 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+
+from tests.weight_change import SGD, assert_same_change
+from verl_digen.models import load_model
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINT = ROOT / "examples" / "tiny_qwen_image" / "checkpoint"
@@ -33,9 +37,13 @@ SMALL = (
     "digen.num_logged_images=4",
     "trainer.test_freq=-1",
     "trainer.val_before_train=false",
+    "trainer.save_freq=-1",
+    "trainer.max_actor_ckpt_to_keep=null",
     "trainer.logger=[]",
 )
 
+AVERAGED = ("digen.ema.enable=true", "digen.ema.every_steps=2")
+"""A run with an average of the weights, which changes nothing in what is trained."""
 
 SEPARATE = "[digen_flowgrpo,disaggregated]"
 """Recipe."""
@@ -70,7 +78,7 @@ def start_main(run_dir: Path, *overrides: str, recipe: str = "digen_flowgrpo") -
         )
 
 
-def finish_main(process: subprocess.Popen[bytes], run_dir: Path, timeout_s: float = 300) -> Run:
+def finish_main(process: subprocess.Popen[bytes], run_dir: Path, timeout_s: float = 600) -> Run:
     """Wait for a run to end."""
     try:
         process.wait(timeout=timeout_s)
@@ -84,7 +92,7 @@ def _log_of(run_dir: Path) -> Path:
     return run_dir.with_name(f"{run_dir.name}.log")
 
 
-def run_main(run_dir: Path, *overrides: str, recipe: str = "digen_flowgrpo", timeout_s: float = 300) -> Run:
+def run_main(run_dir: Path, *overrides: str, recipe: str = "digen_flowgrpo", timeout_s: float = 600) -> Run:
     """`start_main` and `finish_main`."""
     return finish_main(start_main(run_dir, *overrides, recipe=recipe), run_dir, timeout_s)
 
@@ -96,10 +104,20 @@ def trained_weights(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
 
 
 def assert_same_weights(one: Run, other: Run, step: int) -> None:
-    expected, got = trained_weights(one.run_dir, step), trained_weights(other.run_dir, step)
-    assert expected.keys() == got.keys()
-    gap = max((expected[name] - got[name]).abs().max().item() for name in expected)
-    assert gap <= 1e-4, f"parameters differ by {gap}"
+    """`other` changed the checkpoint's weights as `one` did, and not as `one` did with one update less, or none."""
+    start = dict(load_model(CHECKPOINT).iter_weights(torch.float32))
+    unequal = {"no training": start, "one update less": trained_weights(one.run_dir, step - 1)}
+    expected, got = (trained_weights(run.run_dir, step) for run in (one, other))
+    assert_same_change(start, expected, got, unequal=unequal)
+
+
+def assert_same_gradients(one: Run, other: Run) -> None:
+    """Every step's gradient has the same norm and the same fixed projection, which knows its direction."""
+    for ours, theirs in zip(steps_of(other), steps_of(one), strict=True):
+        norm = theirs["actor/grad_norm"]
+        assert norm > 0 and ours["actor/grad_norm"] == pytest.approx(norm, rel=1e-3)
+        assert ours["actor/grad_projection"] == pytest.approx(theirs["actor/grad_projection"], abs=1e-3 * norm)
+        assert ours["reward/mean"] == pytest.approx(theirs["reward/mean"], abs=1e-4)
 
 
 def steps_of(run: Run) -> list[dict[str, float]]:
@@ -107,13 +125,13 @@ def steps_of(run: Run) -> list[dict[str, float]]:
     return [row for row in run.metrics if "perf/step_s" in row]
 
 
-def kill_one(process: subprocess.Popen[bytes], actor: str) -> None:
-    """Kill one process of the Ray actor class `actor` that the run started."""
+def kill_one(process: subprocess.Popen[bytes], actor: str, by: signal.Signals = signal.SIGKILL) -> None:
+    """Send a signal to one process of the Ray actor class `actor` that the run started."""
     import psutil
 
     actors = [child for child in psutil.Process(process.pid).children(recursive=True) if _title(child) == actor]
     assert actors, f"the run has no process of {actor}"
-    actors[0].kill()
+    actors[0].send_signal(by)
 
 
 def _title(child: Any) -> str:
@@ -124,15 +142,17 @@ def _title(child: Any) -> str:
 
 @pytest.fixture(scope="session")
 def three_steps(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run of 3 steps with a checkpoint at the end and validations, shared by the tests that only look."""
+    """A run of 3 steps with checkpoints, an average and validations, shared by the tests that only look."""
     run_dir = tmp_path_factory.mktemp("e2e") / "three"
     return run_main(
         run_dir,
+        *SGD,
         "trainer.total_training_steps=3",
-        "trainer.save_freq=3",
+        "trainer.save_freq=1",
         "trainer.test_freq=3",
         "trainer.val_before_train=true",
         "trainer.logger=[tensorboard]",
+        *AVERAGED,
     )
 
 
@@ -141,9 +161,9 @@ def separate(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The work of `three_steps` on separate pools."""
     return run_main(
         tmp_path_factory.mktemp("e2e") / "separate",
+        *SGD,
         "trainer.total_training_steps=3",
-        "trainer.save_freq=3",
+        "trainer.save_freq=1",
         "trainer.test_freq=3",
-        "trainer.val_before_train=true",
         recipe=SEPARATE,
     )

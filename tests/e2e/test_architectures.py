@@ -15,8 +15,8 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.e2e.conftest import Run, run_main, steps_of
-from tests.e2e.test_training import assert_succeeded, trained_weights
+from tests.e2e.conftest import Run, run_main, steps_of, trained_weights
+from tests.e2e.test_training import assert_succeeded
 from tests.tiny_models import build_tiny
 from verl_digen.models import load_model
 
@@ -99,6 +99,7 @@ def assert_trained_on_what_was_generated(run: Run) -> None:
         for pool in ("trainer", "generator"):
             assert row[f"perf/tflops_per_device/{pool}"] > 0
             assert f"perf/mfu/{pool}" not in row, "the peak of a CPU is not known"
+    assert steps[-1]["rollout/probe_change"] > 0, "replicas compute with what they are sent"
 
 
 def assert_moved(case: Case, checkpoint: Path, trained: dict[str, torch.Tensor]) -> None:

@@ -20,11 +20,14 @@ from tests.e2e.conftest import (
     steps_of,
 )
 from tests.e2e.test_training import assert_succeeded
+from tests.weight_change import SGD
 from verl_digen.observe.timeline import read_timeline
 
-pytestmark = pytest.mark.e2e
+# in one process, where files run side by side: its tests share a run
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.xdist_group("assisted")]
 
 ASSISTED = (
+    *SGD,
     "trainer.total_training_steps=3",
     "trainer.save_freq=1",
     "digen.tag.policy=always",
@@ -86,13 +89,12 @@ def test_the_timeline_names_each_assist_and_why(killed_and_resumed):
     assert {interval.detail["reason"] for interval in assists} == {"always"}
 
 
-@pytest.mark.long
-def test_fifty_stale_steps_lose_nothing_and_stay_within_the_bound(tmp_path):
+def test_thirty_stale_steps_lose_nothing_and_stay_within_the_bound(tmp_path):
     (tmp_path / "reward.py").write_text(SLOW_REWARD)
     run = run_main(
         tmp_path / "stale",
-        "trainer.total_training_steps=50",
-        "trainer.save_freq=20",
+        "trainer.total_training_steps=30",
+        "trainer.save_freq=15",
         "data.train_batch_size=3",
         "actor_rollout_ref.rollout.n=2",
         "digen.sampling.num_steps=4",
@@ -109,11 +111,11 @@ def test_fifty_stale_steps_lose_nothing_and_stay_within_the_bound(tmp_path):
     )
     assert_succeeded(run)
     steps = steps_of(run)
-    assert len(steps) == 50
+    assert len(steps) == 30
     ages: Counter[int] = Counter()
     for row in steps:
         assert row["batch/num_samples"] == 6 and row["batch/late_samples"] == 0
         assert row["rollout/version_age_max_versions"] <= 1
         assert row.get("staleness/samples_1_versions", 0) <= 2 * 2, "at most two of three groups"
         ages += Counter({age: int(row.get(f"staleness/samples_{age}_versions", 0)) for age in (0, 1)})
-    assert ages.total() == 50 * 6 and ages[1] > 0, "the next batch did begin early"
+    assert ages.total() == 30 * 6 and ages[1] > 0, "the next batch did begin early"

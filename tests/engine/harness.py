@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig
 
 from verl_digen.algorithms.advantages import group_advantages
+from verl_digen.algorithms.projection import project
 from verl_digen.algorithms.window import Window
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.export import plain_name
@@ -262,6 +264,13 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], rtol: fl
         assert difference <= rtol * max(value.double().norm().item(), 1e-5 * largest), (name, difference, largest)
 
 
+def assert_same_projection(metrics: dict[str, Any], gradient: dict[str, Tensor]) -> None:
+    """The step's `grad_projection` is that of this gradient, and large enough to show a change of sign."""
+    expected = sum(project(name, value).item() for name, value in gradient.items())
+    assert abs(metrics["grad_projection"] - expected) <= 2e-5 * metrics["grad_norm"]
+    assert abs(expected) > 1e-3 * metrics["grad_norm"]
+
+
 def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     """Bitwise."""
     assert found.keys() == expected.keys()
@@ -278,9 +287,15 @@ class RefusesToBeWritten:
 
 # -- ranks ------------------------------------------------------------------------------------------------
 @contextmanager
-def process_group(rank: int, world_size: int, file: str):
+def process_group(rank: int, world_size: int, file: str, timeout_s: float = 1800.0):
     """A gloo group, by file so that no port is taken."""
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world_size)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{file}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
     try:
         yield
     finally:

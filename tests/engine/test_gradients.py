@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tests.engine.harness import process_group
+from verl_digen.algorithms.projection import project
 from verl_digen.engine import gradients
+from verl_digen.engine.gathered import recover
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +111,15 @@ def test_gradients_in_different_places_are_added(group: None, policy: dict):
         torch.testing.assert_close(value, (first[name] + second[name]) / 2, rtol=1e-6, atol=1e-6)
 
 
+def test_pieces_of_one_place_are_summed_and_others_are_taken_over():
+    mine = {(0, "sharded"): torch.tensor([1.0, 2.0])}
+    gradients.add_(mine, {(0, "sharded"): torch.tensor([10.0, 20.0]), (1, "unsharded"): torch.tensor([5.0])})
+    assert {key: piece.tolist() for key, piece in mine.items()} == {
+        (0, "sharded"): [11.0, 22.0],
+        (1, "unsharded"): [5.0],
+    }
+
+
 def test_drop_leaves_nothing_of_any_place(group: None, policy: dict):
     module = make_module(**policy)
     backward(module, 0, last=True)
@@ -120,7 +131,7 @@ def test_drop_leaves_nothing_of_any_place(group: None, policy: dict):
 
 def test_module_recovers_from_an_exception_half_way_and_keeps_its_gradient(group: None):
     module, other = make_module(), make_module()
-    gradients.recover(module)  # before any forward, too
+    recover(module)  # before any forward, too
     for seed in range(2):
         backward(module, seed, last=False)
         backward(other, seed, last=False)
@@ -133,7 +144,7 @@ def test_module_recovers_from_an_exception_half_way_and_keeps_its_gradient(group
     with pytest.raises(KeyError):
         backward(module, 7, last=True)
     handle.remove()
-    gradients.recover(module)
+    recover(module)
     gradients.put(module, held)
     backward(module, 2, last=True), backward(other, 2, last=True)
     assert equal(sharded(module), sharded(other))
@@ -144,3 +155,23 @@ def test_size_of_an_unreduced_gradient_counts_what_trains(group: None, policy: d
     num_trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
     assert gradients.unreduced_bytes(module) == 4 * num_trained
     assert gradients.unreduced_bytes(make_module(param_dtype=torch.bfloat16)) == 2 * num_trained
+
+
+def test_the_projection_of_a_reversed_gradient_is_the_opposite_and_a_permuted_one_has_another(group: None):
+    module = make_module()
+    backward(module, 0, last=True)
+    found = gradients.projection(module).item()
+    norm = torch.cat([value.reshape(-1) for value in sharded(module).values()]).norm().item()
+    assert found == pytest.approx(sum(project(*named).item() for named in sharded(module).items()), rel=1e-5)
+    assert abs(found) > 1e-2 * norm
+    whole = gradients.take(module)
+    gradients.scale_(whole, -1.0)
+    gradients.put(module, whole)
+    assert gradients.projection(module).item() == pytest.approx(-found, rel=1e-6)
+    local = module[0].weight.grad.to_local()
+    local.copy_(local.flip(0))
+    assert abs(gradients.projection(module).item() + found) > 1e-2 * norm
+
+
+def test_without_a_gradient_the_projection_is_zero(group: None):
+    assert gradients.projection(make_module()).item() == 0.0

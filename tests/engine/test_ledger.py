@@ -92,6 +92,15 @@ def test_samples_held_back_are_let_go_when_the_bound_allows():
     assert last.keys == ("b0", "b1") and last.divisor == pytest.approx((20 / 6) ** 0.5, abs=1e-3)
 
 
+def test_the_widest_group_so_far_sets_what_may_train_under_max_group():
+    ledger = AdvantageLedger(AdvantageConfig(scale="max_group"), num_samples=12, clip=1.0, is_homogeneous=True)
+    ledger.add(["a0", "a1"], ["a"] * 2, [0.0, 4.0])
+    assert ledger.take().keys == ("a0", "a1")
+    # its last sample is 1.7 of its own group's scale from the mean, and 0.4 of the first one's
+    ledger.add(["b0", "b1", "b2", "b3"], ["b"] * 4, [0.0, 0.0, 0.0, 1.0])
+    assert ledger.take().keys == ("b0", "b1", "b2", "b3") and ledger.held == ()
+
+
 def test_a_loss_that_is_not_homogeneous_waits_for_the_batch():
     ledger = AdvantageLedger(AdvantageConfig(), num_samples=4, clip=5.0, is_homogeneous=False)
     ledger.add(["a0", "a1"], ["a"] * 2, [1.0, 0.0])

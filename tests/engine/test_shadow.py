@@ -6,8 +6,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-from verl_digen.engine.shadow import ShadowWeights
+from tests.engine.harness import assert_equal
+from verl_digen.engine.gathered import recover
+from verl_digen.engine.shadow import ShadowWeights, local_shards
 
 
 @pytest.fixture
@@ -39,6 +43,30 @@ def test_gives_back_after_an_error(module: nn.Module):
     with pytest.raises(KeyError), shadow.swapped_in(module):
         raise KeyError
     assert torch.equal(module[0].weight, trained)
+
+
+@pytest.mark.parametrize("reshards", [True, False])
+def test_gives_back_after_a_forward_that_failed(module: nn.Module, one_rank: None, reshards: bool):
+    """An exception leaves FSDP2 with gathered parameters, which are not the weights."""
+    for unit in (module[1], module):
+        fully_shard(unit, mesh=init_device_mesh("cpu", (1,)), reshard_after_forward=reshards)
+    shadow = ShadowWeights(module)
+    with torch.no_grad():
+        module[0].weight.add_(1)
+    trained = {name: shard.clone() for name, shard in local_shards(module).items()}
+    inputs = torch.ones(1, 2)
+    right = module(inputs)
+
+    def fail(*unused: object) -> None:
+        raise KeyError
+
+    handle = module[1].register_forward_pre_hook(fail)
+    with pytest.raises(KeyError), shadow.swapped_in(module):
+        module(inputs)
+    handle.remove()
+    recover(module)  # as `abort` does
+    assert_equal(local_shards(module), trained)
+    assert torch.equal(module(inputs), right)
 
 
 def test_state_of_other_parameters_is_refused(module: nn.Module):

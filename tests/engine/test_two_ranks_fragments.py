@@ -15,6 +15,7 @@ from tests.engine.cases import CASES, REWARDS, Case, optimizer_state
 from tests.engine.harness import (
     LORA,
     assert_close,
+    assert_same_projection,
     begin,
     fetch_from,
     fragment,
@@ -177,6 +178,7 @@ def test_committed_gradient_is_that_of_the_serial_loop(
     assert_close(found, expected, 2e-5 if CASES[name].guidance_scale > 1 else 1e-5)
     assert metrics["ratio_deviation_max"] == metrics["ratio_deviation_min"] == 0.0
     assert metrics["num_rows"] == 18
+    assert_same_projection(metrics, expected)
     kl = 0.3 * metrics["kl"] if CASES[name].kl else 0.0
     assert metrics["policy_loss"] + kl == pytest.approx(loss, rel=1e-4, abs=1e-6)
 
@@ -188,6 +190,7 @@ def test_groups_that_were_dropped_do_not_count(two_ranks: dict, one_rank: None, 
     assert_close(found, gradient, 1e-5)
     assert metrics["num_rows"] == 15
     assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+    assert_same_projection(metrics, gradient)
 
 
 def test_each_rank_fetches_the_samples_of_its_rows_alone(two_ranks: dict):

@@ -108,7 +108,10 @@ def test_there_is_a_published_checkpoint_of_every_architecture():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("recipe=digen_flowgrpo", "gpus=8"), "actor_rollout_ref.model.path must be a checkpoint"),
+        (
+            ("recipe=digen_flowgrpo", "gpus=8"),
+            "model.path must be a text, got None; give a checkpoint",
+        ),
         (("recipe=digen_flowgrpo", "actor_rollout_ref.model.path=a/b"), "or one of Qwen/Qwen-Image"),
         (("recipe=nope",), "the config cannot be composed: "),
         (("recipe=digen_flowgrpo", "gpus=many"), "gpus must be a number, got 'many'; e.g. gpus=8"),

@@ -2,17 +2,23 @@
 import json
 import re
 import shutil
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hydra._internal.callbacks import Callbacks
 from omegaconf import OmegaConf
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from tests.plugin.conftest import start_main
 from tests.tiny_models import build_tiny
 from verl_digen import plugin, preflight
+from verl_digen.data.dataset import DiffusionPromptDataset
 from verl_digen.plan.published import checkpoint_folder
-from verl_digen.preflight.inputs import check_model
+from verl_digen.preflight.model import check_model
+from verl_digen.preflight.notes import notes
 from verl_digen.preflight.verl_keys import check_digen
+from verl_digen.trainer.validation import allow_no_prompts
 
 MODEL_RECIPES = (
     *("digen_flux", "digen_hunyuan_video", "digen_hunyuan_video15", "digen_qwen_image", "digen_sd3", "digen_wan2_1"),
@@ -41,6 +47,13 @@ def test_a_good_config_passes(compose_main, runnable):
         ("data.train_files=null", "data.train_files must name a file of prompts, got nothing;"),
         ("data.train_files=missing.txt", "data.train_files must name an existing file, got 'missing.txt';"),
         ("data.train_batch_size=64", "data.train_files must hold data.train_batch_size=64 prompts or more, got 8;"),
+        (
+            "data.train_max_samples=3",
+            "prompts or more (data.train_max_samples=3 of 8), got 3; raise data.train_max_samples, or lower",
+        ),
+        ("data.val_max_samples=0", "data.val_max_samples must be -1, which takes all prompts, or a number"),
+        ("data.train_files=5", "data.train_files must name a prompt file or a list of them, got 5;"),
+        ("data.val_files={a: 1}", "data.val_files must name a prompt file or a list of them, got {'a': 1};"),
         ("trainer.n_gpus_per_node=3", "data.train_batch_size x actor_rollout_ref.rollout.n must be a multiple of"),
         ("trainer.n_gpus_per_node=16", "ray_kwargs.ray_init.num_gpus must be >= 16"),
         ("actor_rollout_ref.rollout.n=1", "actor_rollout_ref.rollout.n must be >= 2"),
@@ -136,8 +149,14 @@ def test_a_prompt_that_is_longer_than_the_model_reads_is_refused(compose_main, r
     (tmp_path / "long.txt").write_text("\n".join(["red " * 500, *["a red circle"] * 3, "red " * 600]))
     overrides = [f"actor_rollout_ref.model.path={tiny_video}", f"data.train_files={tmp_path / 'long.txt'}"]
     found = problem(compose_main, *runnable, *overrides)
-    assert found.startswith("a prompt must have at most 512 tokens for Wan, got 601 for 'red red "), found
-    assert "shorten it in data.train_files or data.val_files" in found
+    place = f"line 5 of '{tmp_path / 'long.txt'}'"
+    assert found.startswith(f"{place}: a prompt must have at most 512 tokens for Wan, got 601 for 'red red "), found
+    assert "shorten it in data.train_files or data.val_files, or set data.filter_overlong_prompts=true" in found
+    filtered = compose_main(*runnable, *overrides, "data.filter_overlong_prompts=true")
+    preflight.check(filtered)
+    assert any(f"1 of 5 prompts of data.train_files are left out, the first in {place}" in n for n in notes(filtered))
+    kept = DiffusionPromptDataset(filtered.data.train_files, config=filtered.data)
+    assert len(kept) == 4 and kept[3]["raw_prompt"] == "a red circle"
 
 
 def test_an_unknown_architecture_is_answered_with_the_known_ones(compose_main, runnable, tiny_video):
@@ -190,6 +209,18 @@ def test_the_published_checkpoint_of_a_recipe_makes_what_the_recipe_asks_for(com
 
 def test_a_run_without_a_reward_is_refused(compose_main, runnable):
     assert "digen.reward.functions must name" in problem(compose_main, *runnable[:-1])
+
+
+def test_verls_loaders_are_made_where_a_run_does_not_validate_and_names_no_prompts_for_it(compose_main, runnable):
+    never = "data.val_files=null", "trainer.test_freq=-1", "trainer.val_before_train=false"
+    config = compose_main(*runnable, *never, "data.validation_shuffle=true")
+    preflight.check(config)
+    allow_no_prompts(config)
+    trainer: Any = SimpleNamespace(
+        config=config, trainer_mode="sync", tokenizer=None, processor=None, parameter_sync_step=1
+    )
+    PPOTrainer._init_dataloader(trainer)
+    assert len(trainer.train_dataset) == 8 and list(trainer.val_dataloader) == []
 
 
 @pytest.mark.parametrize(

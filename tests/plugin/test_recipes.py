@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,8 @@ from omegaconf import OmegaConf
 
 from tests.plugin.conftest import start_main
 from verl_digen.config import DigenConfig, digen_config
+from verl_digen.preflight.unknown import unknown_problems
+from verl_digen.recipe_source import _is_verl
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
@@ -46,6 +50,7 @@ def test_every_recipe_composes_at_the_root(compose_main, name):
     assert "recipe" not in config
     if "digen" in config:
         assert digen_config(config)
+        assert unknown_problems(config) == []
 
 
 def test_a_recipe_without_the_base_leaves_our_section_out(compose_main):
@@ -85,8 +90,8 @@ def test_fields_are_overridden_without_a_plus(compose_main):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("digen.sampling.nun_steps=6", "Key 'nun_steps' not in 'SamplingConfig'"),
-        ("digen.nonsense=1", "Key 'nonsense' not in 'DigenConfig'"),
+        ("digen.sampling.nun_steps=6", "did you mean digen.sampling.num_steps"),
+        ("digen.nonsense=1", "digen.nonsense must be a key of the config"),
         ("digen.sampling.num_steps=many", "Value 'many' of type 'str' could not be converted to Integer"),
     ],
 )
@@ -105,15 +110,68 @@ def test_a_users_recipe_on_the_search_path_builds_on_ours(compose_main, tmp_path
     assert (config.digen.seed, config.trainer.experiment_name) == (7, "flowgrpo")
 
 
+def test_a_slip_in_a_users_recipe_is_told(compose_main, tmp_path):
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_text(
+        "# @package _global_\ndefaults: [digen_flowgrpo, _self_]\ntrainer: {save_frq: 7}\n"
+    )
+    config = compose_main(f"hydra.searchpath=[file://{tmp_path}]", "recipe=mine")
+    (problem,) = unknown_problems(config)
+    assert problem.startswith("trainer.save_frq must be a key that is read, got 7; did you mean trainer.save_freq?")
+
+
 def test_other_hydra_applications_are_left_alone(tmp_path):
     (tmp_path / "ppo_trainer.yaml").write_text("recipe: a key of theirs\n")
     with initialize_config_dir(str(tmp_path), version_base=None):
         assert compose("ppo_trainer", overrides=["recipe=changed"]) == {"recipe": "changed"}
 
 
-def test_verls_config_folder_given_as_a_path_has_recipes(tmp_path):
+@pytest.mark.parametrize("through_a_link", [False, True])
+def test_verls_config_folder_given_as_a_path_has_recipes(tmp_path, through_a_link):
     import verl
 
     folder = Path(verl.__file__).parent / "trainer" / "config"
+    if through_a_link:
+        (tmp_path / "verl").symlink_to(folder.parents[1])
+        folder = tmp_path / "verl" / "trainer" / "config"
     with initialize_config_dir(str(folder), version_base=None):
         assert compose("ppo_trainer", overrides=["recipe=digen_flowgrpo"]).digen.seed == 42
+
+
+def test_verl_installed_behind_a_link_has_recipes(tmp_path, monkeypatch):
+    import verl
+
+    (tmp_path / "verl").symlink_to(Path(verl.__file__).resolve().parent)
+    monkeypatch.setattr(verl, "__file__", str(tmp_path / "verl" / "__init__.py"))
+    assert _is_verl(str(Path(verl.__file__).resolve().parent / "trainer" / "config"))
+
+
+MAIN_OF_ANOTHER_PROGRAM = """
+import sys
+
+import ray
+
+def tripped(*args, **kwargs):
+    print("ray.init was reached")
+    raise SystemExit(7)
+
+ray.init = tripped
+from verl.trainer.main_ppo import main
+main()
+"""
+
+
+def test_another_program_that_calls_verls_main_has_recipes_and_checks(tmp_path, runnable):
+    (tmp_path / "launcher.py").write_text(MAIN_OF_ANOTHER_PROGRAM)
+
+    def start(*overrides):
+        command = [sys.executable, "launcher.py", *runnable, *overrides]
+        return subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    good, bad = start(), start("digen.loss_name=ppo")
+    stdout, stderr = good.communicate(timeout=240)
+    assert good.returncode == 7 and "ray.init was reached" in stdout, stderr
+    assert "verl-digen: reward = 1 x jpeg_compressibility" in stderr
+    stdout, stderr = bad.communicate(timeout=240)
+    assert bad.returncode == 2 and "ray.init was reached" not in stdout
+    assert "digen.loss_name must be one of" in stderr and "Traceback" not in stderr

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import math
+import subprocess
+import sys
 
 import pytest
 
@@ -30,6 +32,14 @@ def test_a_number_beyond_its_bound_fails(value):
     assert not Check("x", value, 1e-5).holds
 
 
-def test_an_unknown_model_is_answered_with_the_list(capsys):
-    assert main(["doctor", "--selftest", "sdxl"]) == 2
-    assert "must be one of flux_dev, flux_schnell, " in capsys.readouterr().err
+@pytest.mark.parametrize(("name", "said"), [("?", "got '?'; choose"), ("wan2.3", "did you mean wan2.1?"), ("", "''")])
+def test_an_unknown_model_is_answered_with_the_list(capsys, name, said):
+    assert main(["doctor", "--selftest", name]) == 2
+    err = capsys.readouterr().err
+    assert "must be one of flux_dev, flux_schnell, " in err and said in err
+
+
+def test_an_unknown_model_is_told_before_anything_heavy_is_imported():
+    code = "import sys; from verl_digen.cli import main; main(['doctor', '--selftest', '?']); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert "must be one of" in done.stderr and not {"torch", "diffusers"} & set(done.stdout.split())

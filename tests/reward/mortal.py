@@ -1,23 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A reward worker that dies. In a file of its own, so that its process starts without torch."""
+"""A reward worker that dies or stops. In a file of its own, so that its process starts without torch."""
 
 import asyncio
 import os
+import time
 from pathlib import Path
 
 
 class MortalWorker:
-    """Dies on a sample as often as the sample says."""
+    """Takes `starts_s` to start. Gets a signal while it scores a sample, as often as the sample says."""
 
-    def __init__(self, folder: Path, unused: bytes):
+    def __init__(self, folder: Path, unused: bytes, starts_s: float):
         self.folder = folder
+        time.sleep(starts_s)
 
-    async def compute_score(self, sample: tuple[int, int]) -> float:
-        name, num_deaths = sample
+    async def compute_score(self, sample: tuple[int, int, int]) -> float:
+        name, num_signals, number = sample
         record = self.folder / str(name)
         count = len(record.read_text()) if record.exists() else 0
-        if count < num_deaths:
+        if count < num_signals:
             record.write_text("x" * (count + 1))
-            os._exit(1)
-        await asyncio.sleep(0.05)
+            os.kill(os.getpid(), number)
+        await asyncio.sleep(0.05 * name)
         return name / 10

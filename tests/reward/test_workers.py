@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward workers that die, as real Ray actors."""
+"""Reward workers that die or stop, as real Ray actors."""
 
 import asyncio
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,15 +29,18 @@ def ray_here() -> Iterator[None]:
     ray.shutdown()
 
 
-def start(folder: Path, count: int, **options: int) -> RewardWorkers:
+def start(folder: Path, count: int, answer_s: float = 60.0, starts_s: float = 0.0, **options: int) -> RewardWorkers:
     actor = RestartingActor(MortalWorker, MAX_RETRIES, num_cpus=0)
     ACTORS.append(actor)
-    return RewardWorkers([actor.options(**options).remote(folder, LARGE) for _ in range(count)])
+    return RewardWorkers([actor.options(**options).remote(folder, LARGE, starts_s) for _ in range(count)], answer_s)
 
 
-def score(workers: RewardWorkers, *samples: tuple[int, int]) -> list[object]:
+def score(workers: RewardWorkers, *samples: tuple[int, int], by: signal.Signals = signal.SIGKILL) -> list[object]:
+    """Scores of samples (name, how many signals `by` their worker gets on it first)."""
+
     async def run() -> list[object]:
-        return await asyncio.gather(*map(workers.score, samples), return_exceptions=True)
+        scores = [workers.score((*sample, by)) for sample in samples]
+        return await asyncio.gather(*scores, return_exceptions=True)
 
     return asyncio.run(run())
 
@@ -44,6 +48,17 @@ def score(workers: RewardWorkers, *samples: tuple[int, int]) -> list[object]:
 def test_a_worker_that_dies_comes_back_and_every_sample_has_its_own_score(ray_here, tmp_path):
     workers = start(tmp_path, 1)
     assert score(workers, (1, 0), (2, 1), (3, 0)) == [0.1, 0.2, 0.3]
+
+
+def test_a_worker_that_stops_is_ended_and_comes_back_and_every_sample_has_its_own_score(ray_here, tmp_path, caplog):
+    workers = start(tmp_path, 1, answer_s=3.0)
+    assert score(workers, (1, 1), (2, 0), (3, 0), by=signal.SIGSTOP) == [0.1, 0.2, 0.3]
+    assert "gives no sign of life" in caplog.text
+
+
+def test_a_worker_that_takes_long_to_start_or_to_score_and_lives_is_waited_for(ray_here, tmp_path, caplog):
+    assert score(start(tmp_path, 1, answer_s=2.0, starts_s=6.0), (60, 0)) == [6.0]
+    assert "no sign of life" not in caplog.text
 
 
 def test_a_sample_that_kills_whoever_scores_it_fails_alone(ray_here, tmp_path):

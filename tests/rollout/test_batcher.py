@@ -44,6 +44,18 @@ class Recorder:
         return [answer(asked) for asked in requests]
 
 
+class FailsFirst:
+    """Executes batches at once, but the first one ends with `error`."""
+
+    def __init__(self, error: BaseException):
+        self.errors = [error]
+
+    async def __call__(self, requests, should_stop):
+        if self.errors:
+            raise self.errors.pop()
+        return [answer(asked) for asked in requests]
+
+
 def test_every_request_gets_its_own_answer_whatever_the_arrival_order():
     async def run(seed: int) -> list[list[tuple[str, int]]]:
         record = Recorder()
@@ -135,16 +147,7 @@ def test_withdrawn_requests_leave_the_queue_and_stop_a_batch_that_nobody_wants()
 
 def test_a_failing_batch_fails_its_own_requests_and_the_next_batch_runs():
     async def run() -> None:
-        calls = 0
-
-        async def execute(requests, should_stop):
-            nonlocal calls
-            calls += 1
-            if calls == 1:
-                raise ValueError("out of memory")
-            return [answer(asked) for asked in requests]
-
-        batcher = RequestBatcher(execute, max_batch_size=2, wait_s=0.0)
+        batcher = RequestBatcher(FailsFirst(ValueError("out of memory")), max_batch_size=2, wait_s=0.0)
         first = await asyncio.gather(
             *[batcher.submit(request("a", index)) for index in range(2)], return_exceptions=True
         )
@@ -152,6 +155,33 @@ def test_a_failing_batch_fails_its_own_requests_and_the_next_batch_runs():
         assert (await batcher.submit(request("b", 0))).trajectory.uid == "b"
 
     asyncio.run(run())
+
+
+def test_a_batch_with_a_wrong_number_of_answers_fails_and_the_next_one_runs():
+    async def run() -> None:
+        sizes = iter((0, 1))
+
+        async def execute(requests, should_stop):
+            return [answer(asked) for asked in requests][: next(sizes)]
+
+        batcher = RequestBatcher(execute, max_batch_size=1, wait_s=0.0)
+        with pytest.raises(RuntimeError, match="a batch of 1 requests got 0 answers"):
+            await batcher.submit(request("a", 0))
+        assert (await batcher.submit(request("b", 0))).trajectory.uid == "b"
+
+    asyncio.run(asyncio.wait_for(run(), timeout=20))
+
+
+def test_when_the_running_batch_is_cancelled_every_caller_is_told_and_the_next_request_is_served():
+    async def run() -> None:
+        batcher = RequestBatcher(FailsFirst(asyncio.CancelledError()), max_batch_size=1, wait_s=0.0)
+        outcomes = await asyncio.gather(
+            *[batcher.submit(request("a", index)) for index in range(2)], return_exceptions=True
+        )
+        assert ["stopped generating" in str(outcome) for outcome in outcomes] == [True, True]
+        assert (await batcher.submit(request("b", 0))).trajectory.uid == "b"
+
+    asyncio.run(asyncio.wait_for(run(), timeout=20))
 
 
 @pytest.mark.parametrize("seed", range(3))

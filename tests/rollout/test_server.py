@@ -13,15 +13,24 @@ from verl_digen.algorithms.window import Window
 from verl_digen.config import DigenConfig, RolloutConfig
 from verl_digen.rollout.server import DiffusersServer
 from verl_digen.types import Geometry, SampleRequest, Sampling
+from verl_digen.weights.probe import check_probes
 
 SAMPLING = Sampling(Geometry(64, 64), num_steps=4, guidance_scale=1.0, law="flow", noise_level=0.7)
 GUIDED = Sampling(Geometry(64, 64), num_steps=4, guidance_scale=3.0, law="flow", noise_level=0.7)
 
 
+@pytest.fixture(autouse=True)
+def keep_the_devices_of_this_process(monkeypatch):
+    """Undo what a server does to its process, which is this one."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+
+
 def make_server(path, max_batch_size=4, embed_cache_size=16):
     digen = DigenConfig(
         seed=7,
-        rollout=RolloutConfig(max_batch_size=max_batch_size, batch_wait_s=0.01, embed_cache_size=embed_cache_size),
+        rollout=RolloutConfig(
+            max_batch_size=max_batch_size, batch_wait_s=0.01, embed_cache_size=embed_cache_size, probe_every=5
+        ),
     )
     return DiffusersServer(
         SimpleNamespace(dtype="float32"),
@@ -124,3 +133,41 @@ def test_after_a_refused_update_the_old_weights_serve(tiny_qwen_image):
     server = make_server(tiny_qwen_image)
     after = generate(server, make_requests()[:1])[0]
     assert torch.equal(before.trajectory.latents, after.trajectory.latents) and after.trajectory.version == 0
+
+
+def publish(server, weights, version):
+    async def update():
+        await server.receive_weights(weights)
+        await server.commit_weights(version=version, num_tensors=len(weights))
+        return (await server.check_health())["probes"]
+
+    return asyncio.run(update())
+
+
+def test_a_probe_follows_the_weights_and_two_replicas_agree_on_it(tiny_qwen_image):
+    servers = [make_server(tiny_qwen_image) for _ in range(2)]
+    start = {name: tensor.clone() for name, tensor in servers[0]._weights.module.state_dict().items()}
+    for version, factor in enumerate((1.0, 1.0001)):
+        weights = {name: factor * tensor for name, tensor in start.items()}
+        probes = {f"r{number}": publish(server, weights, version) for number, server in enumerate(servers)}
+    assert [probe.version for probe in probes["r0"]] == [0, 1]
+    metrics = check_probes(probes)
+    assert metrics["rollout/probe_spread"] == 0.0 and 0 < metrics["rollout/probe_change"] < 0.1
+    assert asyncio.run(servers[0].probe()) == probes["r0"][-1]
+
+
+def test_a_network_that_does_not_use_what_it_is_sent_is_found_out(tiny_qwen_image):
+    server = make_server(tiny_qwen_image)
+    start = {name: tensor.clone() for name, tensor in server._weights.module.state_dict().items()}
+    # computes with weights that no update reaches
+    server._weights.module.forward = make_server(tiny_qwen_image)._weights.module.forward
+    publish(server, start, 0)
+    probes = publish(server, {name: 1.1 * tensor for name, tensor in start.items()}, 1)
+    with pytest.raises(RuntimeError, match=r"replica r0 took version 1 .* computes bitwise what it did before"):
+        check_probes({"r0": probes})
+
+
+def test_probes_are_taken_at_the_first_updates_and_then_now_and_then(tiny_qwen_image):
+    server = make_server(tiny_qwen_image)
+    start = {name: tensor.clone() for name, tensor in server._weights.module.state_dict().items()}
+    assert [publish(server, start, version)[-1].version for version in range(7)] == [0, 1, 2, 2, 2, 5, 5]

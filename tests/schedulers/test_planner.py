@@ -591,12 +591,31 @@ def test_a_broken_contract_is_told(call, message):
         ({"num_prompts": 0}, r"data.train_batch_size must be >= 1, got 0"),
         ({"max_versions": -1}, r"digen.staleness.max_versions must be >= 0, got -1"),
         ({"fraction": 0.0}, r"digen.staleness.fraction must lie in \(0, 1\], got 0.0"),
+        ({"num_trainer_ranks": 0}, r"the number of trainer ranks must be >= 1, got 0"),
         ({"assist": "on"}, r"digen.tag.policy must be one of off, bts, always, got 'on'"),
         ({"chunk_size": 0}, r"digen.gap.chunk_size must be >= 1 sample or auto, got 0"),
-        ({"min_groups_per_fragment": 9}, r"max_groups_per_fragment must be >= min_groups_per_fragment=9, got 4"),
+        ({"min_groups_per_fragment": 9}, r"max_groups_per_fragment must be >= min_groups_per_fragment=9, got 8"),
         ({"max_group_refills": -1}, r"digen.max_refills_per_step must be >= 0, got -1"),
     ],
 )
 def test_a_bad_rule_is_told_by_its_key(wrong, message):
     with pytest.raises(ValueError, match=message):
         replace(STRICT, **wrong)
+
+
+@pytest.mark.parametrize(
+    ("group_size", "num_ranks", "num_slots", "size"),
+    [
+        (24, 24, 8, 24),  # a slot's chunk is 3: no rank of the trainer is left without a sample
+        (12, 24, 8, 12),
+        (16, 4, 8, 4),
+        (12, 1, 2, 6),  # one rank takes what one slot takes
+        (12, 5, 2, 5),  # a slot's chunk of 6 would leave four ranks idle in the second round
+        (64, 2, 4, 8),
+    ],
+)
+def test_an_assist_of_default_size_gives_every_rank_as_many_samples(group_size, num_ranks, num_slots, size):
+    rules = BatchRules(num_prompts=8, group_size=group_size, num_trainer_ranks=num_ranks, max_chunk_size=8)
+    assert rules.trainer_chunk_size(num_slots) == size
+    assert replace(rules, assist_chunk_size=3).trainer_chunk_size(num_slots) == 3
+    assert replace(rules, assist_chunk_size=100).trainer_chunk_size(num_slots) == group_size

@@ -8,10 +8,12 @@ import pytest
 
 from verl_digen.simulate.bound import lower_bound_s
 from verl_digen.simulate.cluster import Split, best_split, ladder, run_split
+from verl_digen.simulate.costs import train_s
 from verl_digen.simulate.devices import PEAK_TFLOPS, Pool
 from verl_digen.simulate.profile import Numbers, Profile, load_profile, profile_names
 
 EVERYTHING = ("gap", "tsp", "tag", "tcss")
+ROUNDING = 1e-9
 NUMBERS = Numbers(
     num_prompts=2,
     group_size=5,
@@ -39,22 +41,49 @@ def test_by_hand():
     assert lower_bound_s(slow, one, two, EVERYTHING) == pytest.approx(30 * 0.5 + 1.0), "training cannot be shared"
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_no_schedule_beats_it(seed):
+def test_assists_count_with_the_samples_that_all_ranks_make_together():
+    """5 ranks make 5 samples in 2 s; training takes 6 rows of 0.2 s on each."""
+    profile = Profile("p", "m", "s", "H800", NUMBERS, {})
+    bound_s = lower_bound_s(profile, Pool(5, "H800"), Pool(1, "H800"), EVERYTHING)
+    assert bound_s == pytest.approx((10 + 1.2 * 2.5) / (0.5 + 2.5))
+
+
+@pytest.mark.parametrize("has_tsp", [True, False])
+def test_one_call_trains_a_batch_in_the_least_time_however_it_is_cut(has_tsp):
+    rng = random.Random(0)
+    for _ in range(300):
+        numbers = replace(
+            NUMBERS,
+            group_size=rng.randint(2, 12),
+            num_trained_steps=rng.randint(1, 9),
+            rows_per_tile=rng.randint(1, 8),
+            gather_s=rng.uniform(0.0, 0.8),
+        )
+        num_ranks, num_prompts = rng.randint(1, 12), rng.randint(2, 6)
+        calls_s = [train_s(numbers, n, num_ranks, slowdown=1.0, has_tsp=has_tsp) for n in range(1, num_prompts + 1)]
+        cheapest_s = [0.0]
+        for count in range(1, num_prompts + 1):
+            cheapest_s.append(min(calls_s[first - 1] + cheapest_s[count - first] for first in range(1, count + 1)))
+        assert calls_s[-1] == pytest.approx(cheapest_s[-1], rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_no_simulated_schedule_beats_it(seed):
     rng = random.Random(seed)
     profile = load_profile(rng.choice(profile_names()))
     devices = [device for device in PEAK_TFLOPS if device != "CPU"]
     trainer = Pool(rng.randint(profile.numbers.min_trainer_devices, 48), rng.choice(devices))
     split = Split(trainer, Pool(rng.randint(1, 48), rng.choice(devices)))
+    fraction = rng.choice([0.25, 0.5, 1.0])
     for techniques in ladder(EVERYTHING):
-        outcome = run_split(profile, split, techniques, num_steps=12)
-        assert outcome.bound_s is not None and outcome.step_s >= 0.97 * outcome.bound_s  # ends of the steady window
+        outcome = run_split(profile, split, techniques, num_steps=12, stale_fraction=fraction)
+        assert outcome.bound_s is not None
+        assert outcome.step_s >= outcome.bound_s * (1 - ROUNDING), techniques
 
 
-@pytest.mark.parametrize("num_devices", [16, 32])
 @pytest.mark.parametrize("name", profile_names())
-def test_with_everything_on_the_best_split_comes_close(name, num_devices):
+def test_with_everything_on_the_best_split_comes_close(name):
     profile = load_profile(name)
-    split = best_split(profile, Pool(num_devices, profile.device), EVERYTHING, num_steps=10)
-    outcome = run_split(profile, split, EVERYTHING, num_steps=10)
-    assert outcome.bound_s is not None and outcome.step_s < 1.05 * outcome.bound_s
+    split = best_split(profile, Pool(32, profile.device), EVERYTHING, num_steps=5)
+    outcome = run_split(profile, split, EVERYTHING, num_steps=30)
+    assert outcome.bound_s is not None and outcome.step_s < 1.03 * outcome.bound_s

@@ -7,7 +7,17 @@ from itertools import pairwise
 
 import pytest
 
-from verl_digen.simulate.cluster import Split, best_split, ladder, run_colocated, run_split
+from verl_digen.simulate.cluster import (
+    Split,
+    baselines,
+    best_baseline,
+    best_split,
+    ladder,
+    run_colocated,
+    run_split,
+    simulated_rules,
+    steady_window,
+)
 from verl_digen.simulate.costs import assist_s, sample_s, train_s
 from verl_digen.simulate.devices import Pool, parse_pool
 from verl_digen.simulate.profile import Numbers, Profile, load_profile, profile_names
@@ -30,6 +40,7 @@ NUMBERS = Numbers(
 )
 PROFILE = Profile("p", "a model", "a setting", "H800", NUMBERS, {})
 TECHNIQUES = ("gap", "tsp", "tag", "tcss")
+STRICT = TECHNIQUES[:-1]
 
 
 def h800(trainer: int, generator: int) -> Split:
@@ -39,20 +50,24 @@ def h800(trainer: int, generator: int) -> Split:
 def test_training_time_by_hand():
     # serial: 8 samples on 16 ranks, one each on 8 of them, 9 rows of max(0.4, 2 * 0.3 * 15 / 16)
     assert train_s(NUMBERS, 1, 16, slowdown=1.0, has_tsp=False) == pytest.approx(9 * 0.5625)
-    # TSP: 72 rows on 16 ranks, 5 rows at most, a tile of 4 and one of 1
-    assert train_s(NUMBERS, 1, 16, slowdown=1.0, has_tsp=True) == pytest.approx(4 * 0.4 + 0.5625)
+    # TSP: 72 rows on 16 ranks, 5 rows at most, in even tiles of 3 and 2
+    assert train_s(NUMBERS, 1, 16, slowdown=1.0, has_tsp=True) == pytest.approx(5 * 0.4)
+    # a row alone is waited for by the next tile's weights
+    assert train_s(replace(NUMBERS, num_trained_steps=2), 1, 16, slowdown=1.0, has_tsp=True) == pytest.approx(0.5625)
     # one rank gathers nothing
     assert train_s(NUMBERS, 1, 1, slowdown=1.0, has_tsp=False) == pytest.approx(72 * 0.4)
     assert train_s(NUMBERS, 1, 1, slowdown=1.0, has_tsp=True) == pytest.approx(72 * 0.4)
     # a device half as fast computes twice as long, and gathers as fast
-    assert train_s(NUMBERS, 1, 16, slowdown=2.0, has_tsp=True) == pytest.approx(4 * 0.8 + 0.8)
+    assert train_s(NUMBERS, 1, 16, slowdown=2.0, has_tsp=True) == pytest.approx(5 * 0.8)
 
 
 def test_generation_time_by_hand():
     assert sample_s(NUMBERS, 1.0) == pytest.approx(10 * 0.1 + 0.5)
     # sharded weights arrive slower than they are used: 0.3 * 3 / 4 > 0.1
-    assert assist_s(NUMBERS, 4, 1.0) == pytest.approx(10 * 0.225 + 0.5)
-    assert assist_s(NUMBERS, 1, 1.0) == sample_s(NUMBERS, 1.0)
+    assert assist_s(NUMBERS, 3, 4, 1.0) == assist_s(NUMBERS, 4, 4, 1.0) == pytest.approx(10 * 0.225 + 0.5)
+    # a rank's three samples are denoised together, which takes longer than to gather
+    assert assist_s(NUMBERS, 12, 4, 1.0) == pytest.approx(10 * 0.3 + 3 * 0.5)
+    assert assist_s(NUMBERS, 1, 1, 1.0) == sample_s(NUMBERS, 1.0)
 
 
 def test_a_colocated_step_by_hand():
@@ -60,6 +75,68 @@ def test_a_colocated_step_by_hand():
     run = run_colocated(PROFILE, Pool(16, "H800"), has_tsp=False)
     assert run.step_s == pytest.approx(3.0 + 0.2 + 2.0 + 18 * 0.5625 + 1.0)
     assert run.idle["all"] == pytest.approx(2.2 / run.step_s)
+
+
+@pytest.mark.parametrize(
+    ("ahead", "window"),
+    [
+        ([0.0, 0.0, 0.0, 0.0], (1, 3)),
+        ([9.0, 4.0, 5.0, 6.0, 4.0, 5.0], (1, 4)),
+        ([9.0, 4.0, 8.0, 8.0], (2, 3)),
+        ([9.0, 4.0, 5.0, 6.0, 7.0], (1, 4)),
+    ],
+)
+def test_steps_are_counted_between_commits_with_as_much_generated_ahead(ahead, window):
+    assert steady_window(ahead) == window
+
+
+def test_a_window_that_used_up_more_than_it_generated_is_charged_for_it():
+    """Stale generation by slots that fall behind: the samples begun early are fewer at every commit."""
+    profile, split = load_profile("wan2.1-14b"), h800(40, 3)
+    short = run_split(profile, split, ("gap", "tsp", "tcss"), num_steps=4)
+    assert short.bound_s is not None and short.step_s >= short.bound_s * (1 - 1e-9)
+
+
+def test_two_pools_of_one_type_are_compared_with_all_devices_together_and_two_types_with_either_alone_too():
+    assert [(run.name, run.devices) for run in baselines(PROFILE, [Pool(4, "H800"), Pool(8, "H800")])] == [
+        ("colocated", "12xH800 together"),
+        ("colocated+tsp", "12xH800 together"),
+    ]
+    mixed = baselines(PROFILE, [Pool(4, "H800"), Pool(1, "H20")])
+    assert [(run.name, run.devices) for run in mixed] == [
+        ("colocated", "5 together, as H20"),
+        ("colocated+tsp", "5 together, as H20"),
+        ("colocated", "4xH800 alone"),  # one H20 alone does not hold the training state
+        ("colocated+tsp", "4xH800 alone"),
+    ]
+    assert mixed[1].step_s == run_colocated(PROFILE, Pool(5, "H20"), has_tsp=True).step_s
+    barrier = run_split(PROFILE, Split(Pool(4, "H800"), Pool(1, "H20")), (), num_steps=5)
+    overlapped = run_split(PROFILE, Split(Pool(4, "H800"), Pool(1, "H20")), ("gap", "tsp"), num_steps=5)
+    assert best_baseline([*mixed, barrier, overlapped]) is min([*mixed, barrier], key=lambda run: run.step_s)
+
+
+@pytest.mark.parametrize("name", profile_names())
+@pytest.mark.parametrize("num_trainer", [24, 28])
+def test_the_default_chunk_of_an_assist_is_as_good_as_the_best_there_is(name, num_trainer):
+    """On splits of 32 devices, in most of which the trainer has time to assist."""
+    profile, split = load_profile(name), h800(num_trainer, 32 - num_trainer)
+    rules = simulated_rules(profile, split, STRICT)
+
+    def step_s(size: int | None) -> float:
+        return run_split(profile, split, STRICT, num_steps=4, rules=replace(rules, assist_chunk_size=size)).step_s
+
+    group_size = profile.numbers.group_size
+    assert step_s(None) <= 1.03 * min(step_s(size) for size in (1, 3, group_size // 2, group_size))
+
+
+@pytest.mark.parametrize("name", profile_names())
+@pytest.mark.parametrize("devices", [(22, 10), (11, 5)])
+def test_the_default_limit_of_a_fragment_is_within_1_percent_of_none(name, devices):
+    profile, split = load_profile(name), h800(*devices)
+    rules = simulated_rules(profile, split, TECHNIQUES)
+    unlimited = replace(rules, max_groups_per_fragment=profile.numbers.num_prompts)
+    default_s = run_split(profile, split, TECHNIQUES, num_steps=10).step_s
+    assert default_s <= 1.01 * run_split(profile, split, TECHNIQUES, num_steps=10, rules=unlimited).step_s
 
 
 def test_a_barrier_step_by_hand():
@@ -125,7 +202,7 @@ def test_1024_devices_for_100_steps_take_less_than_10_seconds():
     ("call", "message"),
     [
         (lambda: run_split(PROFILE, h800(1, 8), (), num_steps=5), "--trainer must be >= 2 devices.*got 1"),
-        (lambda: run_split(PROFILE, h800(2, 8), (), num_steps=2), "--steps must be > 2.*got 2"),
+        (lambda: run_split(PROFILE, h800(2, 8), (), num_steps=3), "--steps must be > 3.*got 3"),
         (lambda: run_split(PROFILE, h800(2, 8), ("gap", "x"), num_steps=5), "--techniques must be among.*got 'x'"),
         (lambda: best_split(PROFILE, Pool(2, "H800"), (), num_steps=5), "--devices must be > 2.*got 2"),
         (lambda: parse_pool("--trainer", "many", default_device="H800"), "--trainer must be a number.*got 'many'"),

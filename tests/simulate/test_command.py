@@ -26,9 +26,14 @@ def test_table_json_and_picture_tell_the_same_runs(tmp_path, capsys):
     names = ["colocated", "colocated+tsp", "barrier", "gap", "gap+tsp", "gap+tsp+tag", "gap+tsp+tag+tcss"]
     assert [run["name"] for run in data["runs"]] == names
     lines = capsys.readouterr().out.splitlines()
-    for run, line in zip(data["runs"], lines[-len(names) :], strict=True):
+    rows = lines[lines.index("") + 2 :][: len(names)]
+    best_s = min(run["step_s"] for run in data["runs"][:3])
+    assert data["best_baseline"]["step_s"] == best_s and f"{best_s:.1f} s/step" in lines[2]
+    for run, line in zip(data["runs"], rows, strict=True):
         assert line.startswith(run["name"])
         assert f"{run['step_s']:.1f}" in line.split()
+        assert f"{best_s / run['step_s']:.2f}x" in line.split()
+        assert run["speedup"] == pytest.approx(best_s / run["step_s"])
         assert run["samples_per_device_s"] == pytest.approx(4 * 8 / run["step_s"] / 32)
     assert data["numbers"]["num_prompts"] == {"value": 4, "source": "chosen: --prompts"}
     assert all(entry["source"] for entry in data["numbers"].values())
@@ -44,15 +49,17 @@ def test_each_run_gets_its_own_best_split_and_a_slower_one_is_not_taken(tmp_path
     assert digen_simulate(*arguments, "--trainer", "4", "--generator", "4", "--json", str(written)) == 0
     halves = {run["name"]: run["step_s"] for run in json.loads(written.read_text())["runs"]}
     assert list(best) == list(halves) == ["colocated", "colocated+tsp", "barrier", "gap", "gap+tsp"]
+    assert best["colocated+tsp"] == halves["colocated+tsp"]
     assert all(best[name] <= halves[name] for name in best)
     assert best["gap+tsp"] < halves["gap+tsp"]
 
 
-def test_two_device_types_have_no_colocated_baseline(capsys):
+def test_two_device_types_are_compared_with_all_at_the_slower_speed_and_with_either_alone(capsys):
     arguments = ("--profile", "flux1-12b", "--trainer", "8xH800", "--generator", "8xH20", "--techniques", "gap")
     assert digen_simulate(*arguments, "--prompts", "2", "--steps", "4") == 0
     out = capsys.readouterr().out
-    assert "colocated" not in out and "8xH800 + 8xH20" in out
+    for devices in ("16 together, as H20", "8xH800 alone", "8xH20 alone", "8xH800 + 8xH20"):
+        assert devices in out
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,18 @@ class Process:
     def version_now(self):
         return self.version
 
+    def process_id(self):
+        return os.getpid()
+
+    def check_health(self):
+        return {
+            "version": self.version,
+            "received_version": self.version,
+            "probes": [],
+            "prompt_cache": {"hits": 3, "misses": 1},
+            "last_update": {"load_s": 1.0, "drain_s": 2.0},
+        }
+
     def die(self):
         os._exit(1)
 
@@ -28,6 +40,9 @@ class Balancer:
 
     def remove_servers(self, addresses):
         self.removed += addresses
+
+    def forget(self):
+        self.removed = []
 
     def all_removed(self):
         return self.removed

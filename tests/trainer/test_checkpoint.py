@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
+import pickle
+from pathlib import Path
+
+import numpy as np
 import pytest
+import torch
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
 from verl_digen.trainer.checkpoint import (
@@ -49,3 +54,25 @@ def test_a_run_that_stopped_says_after_which_checkpoint_it_can_go_on(tmp_path):
     assert "no checkpoint yet" in way_to_resume(tmp_path)
     publish(tmp_path, 6)
     assert "checkpoint of step 6 is intact" in way_to_resume(tmp_path)
+
+
+def test_prompts_are_saved_as_plain_values_and_a_file_that_would_run_code_is_refused(tmp_path):
+    row = {
+        "uid": "p1",
+        "index": np.int64(7),
+        "negative_prompt": None,
+        "extra_info": {"boxes": np.array([[1.5, 2.0]]), "tags": ("a", "b"), "is_easy": True},
+    }
+    save_driver_state(tmp_path, DriverState(1), {}, [row])
+    (found,) = load_open_prompts(tmp_path)
+    assert found == {
+        "uid": "p1",
+        "index": 7,
+        "negative_prompt": None,
+        "extra_info": {"boxes": [[1.5, 2.0]], "tags": ["a", "b"], "is_easy": True},
+    }
+    with pytest.raises(ValueError, match=r"a prompt's row must hold texts.* of type object"):
+        save_driver_state(tmp_path, DriverState(1), {}, [{"extra_info": object()}])
+    torch.save([{"uid": Path("p1")}], tmp_path / "prompts.pt")
+    with pytest.raises(pickle.UnpicklingError):
+        load_open_prompts(tmp_path)

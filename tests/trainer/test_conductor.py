@@ -8,15 +8,19 @@ from collections import Counter
 
 import pytest
 
+from tests.chaos.loop import run_in_virtual_time
 from verl_digen.agent_loop.chunks import GeneratedChunk, ScoredChunk
-from verl_digen.errors import RunStopped
+from verl_digen.errors import DeadlineMissed, RunStopped
 from verl_digen.observe.timeline import Lane, Recorder
+from verl_digen.schedulers.deadlines import Deadlines, DeadlinesConfig
 from verl_digen.schedulers.durations import MeasuredDurations
 from verl_digen.schedulers.planner import BatchPlanner
 from verl_digen.schedulers.rules import BatchRules
-from verl_digen.trainer.conductor import Conductor, Lanes
+from verl_digen.trainer.conductor import Conductor, Joining, Lanes
 
 GROUP_SIZE = 4
+
+DEADLINES = DeadlinesConfig()
 
 
 class Pools:
@@ -69,6 +73,12 @@ class Pools:
         self.calls.append(("cancel", chunk.uid))
         self.withdrawn.add(chunk.id)
 
+    async def discard(self, chunk):
+        self.calls.append(("discard", chunk.id))
+
+    async def end_replica(self, slots):
+        self.calls.append(("end", tuple(slots)))
+
     async def assist(self, chunk):
         self.calls.append(("assist", chunk.uid, chunk.samples))
         assert self.is_open
@@ -119,9 +129,9 @@ class Pools:
         self.calls.append(("abort",))
 
 
-def make_conductor(pools, num_prompts=3, slots=("s0", "s1"), **rules):
+def make_conductor(pools, num_prompts=3, slots=("s0", "s1"), now_s=None, slots_of=None, deadlines=DEADLINES, **rules):
     clock = itertools.count()
-    recorder = Recorder(now_s=lambda: float(next(clock)))
+    recorder = Recorder(now_s=now_s or (lambda: float(next(clock))))
     planner = BatchPlanner(
         BatchRules(num_prompts, GROUP_SIZE, **{"max_group_refills": 2, "max_sample_refills": 3, **rules}),
         MeasuredDurations(),
@@ -137,7 +147,8 @@ def make_conductor(pools, num_prompts=3, slots=("s0", "s1"), **rules):
         pools,
         pools,
         lambda batch, count: [f"p{next(numbers):03d}" for _ in range(count)],
-        slots_of={slot: [slot] for slot in slots},
+        slots_of=slots_of or {slot: [slot] for slot in slots},
+        deadlines=Deadlines(deadlines),
         recorder=recorder,
         lanes=Lanes(Lane("trainer", 0, "here", 1), Lane("reward", 0, "here", 0), lanes),
     )
@@ -361,3 +372,305 @@ def test_the_timeline_shows_who_generated_trained_and_waited():
         ("trainer", "commit"),
     }
     assert sum(interval.num_samples for interval in intervals if interval.kind == "train") == 3 * GROUP_SIZE
+
+
+async def spin():
+    """Let everything happen that can happen without time passing."""
+    for _ in range(200):
+        await asyncio.sleep(0)
+
+
+class SlowLoad(Pools):
+    """The slots of `gated` load when `gate` is set."""
+
+    def __init__(self, *gated):
+        super().__init__()
+        self.gate, self.gated = asyncio.Event(), set(gated)
+
+    async def load(self, slots):
+        if self.gated.intersection(slots):
+            await self.gate.wait()
+        return await super().load(slots)
+
+
+@pytest.mark.parametrize("is_handled", [False, True], ids=["load in flight", "load ended, its event not handled"])
+def test_a_replica_lost_while_it_loads_is_lost_and_the_run_goes_on(is_handled):
+    async def batches():
+        pools = SlowLoad("s1")
+        conductor = make_conductor(pools, num_prompts=2, max_versions=1)
+        await conductor.run_batch()
+        pools.staged = 1
+        await conductor.publish(1)
+        await spin()
+        await conductor.run_batch()  # on the other slot
+        pools.staged = 2
+        if is_handled:
+            pools.gate.set()
+        await conductor.publish(2, lost_slots=["s1"])
+        pools.gate.set()
+        await spin()
+        outcome = await conductor.run_batch()
+        assert not conductor.planner.has_slot("s1")
+        return outcome
+
+    assert len(asyncio.run(asyncio.wait_for(batches(), 20)).groups) == 2
+
+
+def test_a_lost_slot_takes_the_other_slots_of_its_replica_with_it_also_while_one_waits_to_load():
+    async def batches():
+        pools = Pools()
+        replica = ["s1", "s2"]
+        conductor = make_conductor(
+            pools,
+            num_prompts=2,
+            slots=("s0", *replica),
+            slots_of={"s0": ["s0"], **dict.fromkeys(replica, replica)},
+            max_versions=1,
+        )
+        lost = asyncio.Event()
+        generate = pools.generate
+
+        async def dies_when_told(slot, chunk):
+            if slot == "s2" and chunk.batch == 1:
+                await lost.wait()
+                return GeneratedChunk(dict.fromkeys(chunk.samples, "died"), is_slot_lost=True)
+            return await generate(slot, chunk)
+
+        pools.generate = dies_when_told
+        await conductor.run_batch()
+        await spin()  # s2 generates for the next batch, under the old version
+        pools.staged = 1
+        await conductor.publish(1)
+        await spin()
+        assert ("load", ("s0",)) in pools.calls and not any(set(replica) & set(call[1]) for call in loads(pools))
+        lost.set()
+        outcome = await conductor.run_batch()
+        assert not any(map(conductor.planner.has_slot, replica))
+        return outcome
+
+    assert len(asyncio.run(asyncio.wait_for(batches(), 20)).groups) == 2
+
+
+def loads(pools):
+    return [call for call in pools.calls if call[0] == "load"]
+
+
+def test_a_trainer_whose_slots_are_overdue_waits_for_an_event_and_asks_once_more_at_most():
+    """One slot takes 1,000 times as long as measured; assisting never pays."""
+    overdue_s = 100.0
+
+    class Overdue(Pools):
+        is_overdue = False
+        searches = 0
+
+        async def generate(self, slot, chunk):
+            await asyncio.sleep(overdue_s if self.is_overdue else 0.1)
+            return await self._make(chunk)
+
+        async def accumulate(self, fragment, groups):
+            await asyncio.sleep(0.05)
+            self.trained += fragment.uids
+
+        async def assist(self, chunk):
+            await asyncio.sleep(1000)
+            return await self._make(chunk)
+
+    async def batches():
+        pools = Overdue()
+        loop = asyncio.get_running_loop()
+        conductor = make_conductor(pools, num_prompts=2, now_s=loop.time, assist="bts", chunk_size=1)
+        await conductor.run_batch()
+        pools.staged = 1
+        await conductor.publish(1)
+        pools.is_overdue = True
+        asked = []
+        ask = conductor.planner.next_for_trainer
+        conductor.planner.next_for_trainer = lambda now_s: asked.append(now_s) or ask(now_s)
+        begun_s = loop.time()
+        await conductor.run_batch()
+        return len(asked), loop.time() - begun_s
+
+    num_asked, step_s = run_in_virtual_time(batches())
+    num_events = 8 + 8 + 2 + 1 + 1  # generated, scored, trained, begun, committed
+    assert step_s >= overdue_s and num_asked <= 2 * num_events
+
+
+SHORT = DeadlinesConfig(
+    first_s=1.0,
+    generate_s=50.0,
+    assist_s=60.0,
+    score_s=70.0,
+    train_s=80.0,
+    commit_s=90.0,
+    load_s=40.0,
+    answer_s=5.0,
+    abort_s=3.0,
+)
+
+
+class Hanging(Pools):
+    """The calls in `hangs`, each as (method, slot or None), do not answer."""
+
+    def __init__(self, *hangs):
+        super().__init__()
+        self.hangs = set(hangs)
+
+    async def _hang(self, method, slot=None):
+        if (method, slot) in self.hangs:
+            await asyncio.Event().wait()
+
+    async def generate(self, slot, chunk):
+        await self._hang("generate", slot)
+        return await super().generate(slot, chunk)
+
+    async def load(self, slots):
+        await self._hang("load", slots[0])
+        return await super().load(slots)
+
+    async def collect(self, chunk):
+        await self._hang("collect")
+        return await super().collect(chunk)
+
+    async def cancel(self, chunk):
+        await self._hang("cancel")
+        await super().cancel(chunk)
+
+    async def discard(self, chunk):
+        await self._hang("discard")
+        self.hangs.discard(("collect", None))
+        await super().discard(chunk)
+
+    async def assist(self, chunk):
+        await self._hang("assist")
+        return await super().assist(chunk)
+
+    async def begin(self):
+        await self._hang("begin")
+        await super().begin()
+
+    async def accumulate(self, fragment, groups):
+        await self._hang("accumulate")
+        await super().accumulate(fragment, groups)
+
+    async def commit(self):
+        await self._hang("commit")
+        return await super().commit()
+
+    async def abort(self):
+        await self._hang("abort")
+        await super().abort()
+
+
+def run_hanging(pools, num_batches=2, **rules):
+    """Batches until the end or an error -> (outcomes or the error, virtual seconds, the conductor)."""
+
+    async def batches():
+        loop = asyncio.get_running_loop()
+        conductor = make_conductor(pools, now_s=loop.time, deadlines=SHORT, **rules)
+        outcomes = []
+        try:
+            for number in range(num_batches):
+                outcomes.append(await conductor.run_batch())
+                pools.staged = number + 1
+                await conductor.publish(number + 1)
+                await conductor.drain()
+        except RunStopped as error:
+            return error, loop.time(), conductor
+        return outcomes, loop.time(), conductor
+
+    return run_in_virtual_time(batches())
+
+
+@pytest.mark.parametrize("method, bound_s", [("generate", 50.0), ("load", 40.0)])
+def test_a_replica_that_hangs_is_ended_within_its_bound_and_no_sample_is_lost(method, bound_s):
+    pools = Hanging((method, "s1"))
+    outcomes, took_s, conductor = run_hanging(pools)
+    assert [len(outcome.groups) for outcome in outcomes] == [3, 3]
+    assert ("end", ("s1",)) in pools.calls and not conductor.planner.has_slot("s1")
+    assert bound_s <= took_s <= bound_s + 1
+    trained = [key for key in pools.generated if key[0] in pools.trained]
+    assert len(trained) == len(set(trained)) == 6 * GROUP_SIZE
+    if method == "generate":
+        assert [call for call in pools.calls if call[0] == "discard"], "the chunk's worker forgets it"
+
+
+def test_samples_whose_scores_are_overdue_are_generated_again_and_trained_once():
+    pools = Hanging(("collect", None))
+    outcomes, took_s, _ = run_hanging(pools, num_batches=1, **{"max_sample_refills": 100, "max_group_refills": 3})
+    (outcome,) = outcomes
+    assert len(outcome.groups) == 3 and 70.0 <= took_s <= 80.0
+    assert outcome.report.num_sample_refills > 0
+    trained = {(uid, index) for uid in outcome.groups for index in range(GROUP_SIZE)}
+    unwanted = {(name.uid, name.sample_index) for name in outcome.unwanted}
+    assert len(trained) == 3 * GROUP_SIZE and not unwanted & trained, "trained under the same name: not cleared"
+
+
+def test_samples_whose_scores_were_given_up_are_cleared_if_their_group_is_dropped():
+    pools = Hanging(("collect", None))
+    outcomes, _, _ = run_hanging(pools, num_batches=1, **{"max_sample_refills": 0, "max_group_refills": 6})
+    (outcome,) = outcomes
+    assert outcome.dropped_uids and set(outcome.dropped_uids) == {name.uid for name in outcome.unwanted}
+    assert len(outcome.unwanted) == len(outcome.dropped_uids) * GROUP_SIZE
+
+
+@pytest.mark.parametrize(
+    "method, bound_s, named",
+    [
+        ("begin", 80.0, "opening a batch"),
+        ("accumulate", 80.0, r"training fragment 0 \(1 groups\)"),
+        ("commit", 90.0, "the optimizer step"),
+        ("assist", 60.0, r"chunk \d+ \(1 samples of group p\d+\) on the trainer"),
+    ],
+)
+def test_a_trainer_that_hangs_ends_the_run_within_its_bound_and_the_message_names_the_call(method, bound_s, named):
+    pools = Hanging((method, None), ("abort", None))
+    rules = {"assist": "always", "assist_chunk_size": 1} if method == "assist" else {}
+    error, took_s, _ = run_hanging(pools, **rules)
+    assert isinstance(error, DeadlineMissed)
+    assert bound_s <= took_s <= bound_s + SHORT.abort_s + 1
+    with pytest.raises(DeadlineMissed, match=rf"step 1: {named}.* raise digen\.deadlines\.\w+_s"):
+        raise error
+
+
+def test_an_agent_loop_worker_that_takes_no_message_ends_the_run():
+    error, _, _ = run_hanging(Hanging(("generate", "s1"), ("discard", None)))
+    with pytest.raises(DeadlineMissed, match=r"discarding chunk \d+ .*digen\.deadlines\.answer_s"):
+        raise error
+
+
+def test_a_replica_that_takes_no_cancellation_is_judged_by_its_chunk_alone():
+    pools = Hanging(("cancel", None))
+
+    async def generate(slot, chunk):
+        if chunk.uid == "p001":
+            await asyncio.sleep(30.0)  # slow, and in time
+        return await Hanging.generate(pools, slot, chunk)
+
+    pools.generate = generate
+    outcomes, _, conductor = run_hanging(pools, num_batches=1, extra_prompts=1, slots=("s0", "s1", "s2"))
+    assert list(outcomes[0].groups) == ["p000", "p002", "p003"]
+    assert all(map(conductor.planner.has_slot, ("s0", "s1", "s2")))
+
+
+def test_a_replica_that_joins_at_a_publication_generates_under_the_newest_weights():
+    """`Pools.generate` requires of each chunk that its slot has the weights that the chunk is for."""
+
+    async def batches():
+        pools = Pools()
+        conductor = make_conductor(pools, num_prompts=4, slots=("s0", "s1"), max_versions=1)
+        await conductor.run_batch()
+        pools.staged = 1
+        await conductor.publish(1, lost_slots=["s1"])
+        await conductor.run_batch()
+        pools.staged = 2
+        pools.slot_versions |= {"s1b": 2}  # it has taken them
+        lane = Lane("generator", 1, "here", 1)
+        await conductor.publish(2, lost_slots=["s1"], joining=[Joining("s1b", lane, ["s1b"])])
+        await conductor.run_batch()
+        slots = [call[1] for call in pools.calls if call[0] == "generate"]
+        return slots, conductor.recorder.drain().intervals
+
+    slots, intervals = asyncio.run(asyncio.wait_for(batches(), 20))
+    assert "s1b" in slots and "s1" not in slots[slots.index("s1b") :]
+    joined = [interval for interval in intervals if interval.lane.index == 1 and interval.kind == "generate"]
+    assert joined[-1].version == 2

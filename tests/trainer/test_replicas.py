@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replicas that die, as real Ray actors, under a stand-in for verl's managers."""
 
+import asyncio
+import os
+import signal
+from contextlib import suppress
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import ray
 from ray.exceptions import RayActorError
@@ -10,28 +15,33 @@ from verl.workers.rollout.replica import RolloutMode
 
 from tests.trainer.mortal import Balancer, Process
 from verl_digen.errors import RunStopped
-from verl_digen.trainer.replicas import update_living_replicas
+from verl_digen.schedulers.deadlines import DeadlinesConfig
+from verl_digen.trainer.replicas import replica_metrics, update_living_replicas
 
 pytestmark = pytest.mark.slow
+
+DEADLINES = DeadlinesConfig(answer_s=20.0, blip_s=0.5)
+SHORT_DEADLINES = DeadlinesConfig(answer_s=3.0, blip_s=0.5)
+"""For processes that never answer: a test waits for all of it."""
 
 
 class Managers:
     """What `update_living_replicas` uses of verl's checkpoint manager and server manager."""
 
-    def __init__(self, count, mode=RolloutMode.STANDALONE):
-        process = ray.remote(Process).options(num_cpus=0)
+    def __init__(self, balancer, processes, mode=RolloutMode.STANDALONE):
         self.replicas = [
             SimpleNamespace(
-                server_handle=process.remote(),
-                workers=[process.remote()],
+                server_handle=server,
+                servers=[server],
+                workers=[worker],
                 server_address=f"r{number}",
                 rollout_mode=mode,
+                resource_pool=None,
             )
-            for number in range(count)
+            for number, (server, worker) in enumerate(zip(processes[::2], processes[1::2], strict=True))
         ]
-        self.global_load_balancer = ray.remote(Balancer).options(num_cpus=0).remote()
+        self.global_load_balancer = balancer
         self.updates = []
-        ray.get([process.version_now.remote() for replica in self.replicas for process in processes(replica)])
 
     def remove_replicas(self, lost):
         self.replicas = [replica for replica in self.replicas if replica not in lost]
@@ -48,53 +58,122 @@ def processes(replica):
     return replica.server_handle, *replica.workers
 
 
+class Processes:
+    """Living processes. To start one takes a second, so those that survive a test serve the next."""
+
+    def __init__(self):
+        self.balancer = ray.remote(Balancer).options(num_cpus=0).remote()
+        self.living = []
+
+    def managers(self, count, **options):
+        """Of so many replicas, at version 0, none of which is lost."""
+        ours, self.living = self.living[: 2 * count], self.living[2 * count :]
+        ours += [ray.remote(Process).options(num_cpus=0).remote() for _ in range(2 * count - len(ours))]
+        ray.get([self.balancer.forget.remote(), *(process.take.remote(0) for process in ours)])
+        return Managers(self.balancer, ours, **options)
+
+    def take_back(self, managers):
+        """The living ones of the replicas that are left; others may be about to die."""
+        for process in [process for replica in managers.replicas for process in processes(replica)]:
+            with suppress(RayActorError):
+                ray.get(process.version_now.remote(), timeout=20)
+                self.living.append(process)
+
+
 @pytest.fixture(scope="module")
-def ray_here():
+def all_processes():
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
-    yield
+    yield Processes()
     ray.shutdown()
 
 
-def update(managers, version, kill=None):
-    update_living_replicas(managers, managers, lambda: managers.update(version, kill))
+@pytest.fixture
+def start(all_processes):
+    """start(number of replicas, **options of `Managers`): the managers of real processes."""
+    started = []
+
+    def begin(count, **options):
+        started.append(all_processes.managers(count, **options))
+        return started[-1]
+
+    yield begin
+    for managers in started:
+        all_processes.take_back(managers)
+
+
+def kill(process):
+    """End a process for certain: `ray.kill` returns while it may still answer a call."""
+    ray.kill(process)
+    with pytest.raises(RayActorError):
+        for _ in range(1000):
+            ray.get(process.version_now.remote(), timeout=20)
+
+
+def update(managers, version, kill=None, deadlines=DEADLINES):
+    update_living_replicas(managers, managers, lambda: managers.update(version, kill), deadlines, asyncio.run)
     ours = [process for replica in managers.replicas for process in processes(replica)]
     assert set(ray.get([process.version_now.remote() for process in ours])) == {version}
     return [replica.server_address for replica in managers.replicas]
 
 
-def test_a_replica_that_died_before_an_update_is_not_sent_one(ray_here):
-    managers = Managers(3)
-    ray.kill(managers.replicas[1].server_handle)
+def test_a_replica_that_died_before_an_update_is_not_sent_one(start):
+    managers = start(3)
+    kill(managers.replicas[1].server_handle)
     assert update(managers, 1) == ["r0", "r2"]
     assert managers.updates == [["r0", "r2"]]
     assert ray.get(managers.global_load_balancer.all_removed.remote()) == ["r1"]
 
 
 @pytest.mark.parametrize("part", [0, 1], ids=["server", "worker"])
-def test_when_a_replica_dies_in_an_update_the_others_get_it_again(ray_here, part):
-    managers = Managers(2)
+def test_when_a_replica_dies_in_an_update_the_others_get_it_again(start, part):
+    managers = start(2)
     assert update(managers, 1, kill=processes(managers.replicas[0])[part]) == ["r1"]
     assert managers.updates == [["r0", "r1"], ["r1"]]
 
 
-def test_the_workers_of_a_colocated_replica_are_the_trainers_ranks_and_say_nothing_about_it(ray_here):
-    managers = Managers(1, RolloutMode.HYBRID)
-    ray.kill(managers.replicas[0].workers[0])
-    update_living_replicas(managers, managers, lambda: None)
+def test_the_workers_of_a_colocated_replica_are_the_trainers_ranks_and_say_nothing_about_it(start):
+    managers = start(1, mode=RolloutMode.HYBRID)
+    kill(managers.replicas[0].workers[0])
+    update_living_replicas(managers, managers, lambda: None, DEADLINES, asyncio.run)
     assert len(managers.replicas) == 1
 
 
-def test_an_update_that_fails_while_all_replicas_live_is_an_error(ray_here):
-    managers = Managers(1)
+def test_an_update_that_fails_while_all_replicas_live_is_an_error(start):
+    managers = start(1)
     with pytest.raises(RayActorError):
-        update_living_replicas(managers, managers, raise_dead)
+        update_living_replicas(managers, managers, raise_dead, DEADLINES, asyncio.run)
 
 
 def raise_dead():
     raise RayActorError()
 
 
-def test_without_a_replica_the_run_stops(ray_here):
-    managers = Managers(1)
+def test_without_a_replica_the_run_stops(start):
+    managers = start(1)
     with pytest.raises(RunStopped, match="every rollout replica is lost"):
         update(managers, 1, kill=managers.replicas[0].server_handle)
+
+
+def test_replicas_of_which_a_process_is_stopped_are_left_out_and_all_of_their_processes_are_ended(start):
+    managers = start(3)
+    stopped = [process for replica in managers.replicas[:2] for process in processes(replica)]
+    ids = ray.get([process.process_id.remote() for process in stopped])
+    server, _, _, worker = ids
+    os.kill(server, signal.SIGSTOP)
+    os.kill(worker, signal.SIGSTOP)
+    assert update(managers, 1, deadlines=SHORT_DEADLINES) == ["r2"]
+    for process in stopped:
+        with pytest.raises(RayActorError):
+            ray.get(process.version_now.remote(), timeout=20)
+    psutil.wait_procs([psutil.Process(pid) for pid in ids if psutil.pid_exists(pid)], timeout=20)
+    assert not any(map(psutil.pid_exists, ids)), "their devices are free"
+
+
+def test_metrics_leave_out_a_replica_that_died_since_the_update(start):
+    managers = start(2)
+    kill(managers.replicas[0].server_handle)
+    metrics = replica_metrics(managers, DEADLINES, published=0)
+    assert metrics["rollout/num_replicas"] == 1.0 and metrics["rollout/prompt_cache_hit_rate"] == 0.75
+    kill(managers.replicas[1].server_handle)
+    with pytest.raises(RunStopped, match="every rollout replica is lost"):
+        replica_metrics(managers, DEADLINES, published=0)

@@ -21,6 +21,7 @@ from hydra import compose, initialize_config_module
 from torch import Tensor, nn
 
 from verl_digen.algorithms.window import Window
+from verl_digen.rollout.loopback import is_loopback
 from verl_digen.types import Generation, Geometry, SampleRequest, Sampling, Trajectory
 
 if find_spec("vllm_omni") is None:
@@ -44,6 +45,10 @@ def request(number: int, sampling: Sampling = SAMPLING) -> SampleRequest:
         sampling=sampling,
         wants_condition=number % 3 == 0,
     )
+
+
+KEY = "a secret"
+"""The key of the HTTP API of `full_replica`."""
 
 
 @dataclass
@@ -79,8 +84,8 @@ class Replica:
         return ray.get(self.server.check_health.remote())
 
 
-def compose_actor_rollout(path: Path, *overrides: str) -> Any:
-    """The config's `actor_rollout_ref`."""
+def compose_config(path: Path, *overrides: str) -> Any:
+    """verl's whole config."""
     import verl  # noqa: F401 - it loads its plugins, of which one knows recipes
 
     with initialize_config_module("verl.trainer.config", version_base=None):
@@ -90,9 +95,15 @@ def compose_actor_rollout(path: Path, *overrides: str) -> Any:
                 "recipe=[digen_flowgrpo,vllm_omni]",
                 f"actor_rollout_ref.model.path={path}",
                 f"digen.seed={RUN_SEED}",
+                "digen.rollout.probe_every=1",
                 *overrides,
             ],
-        ).actor_rollout_ref
+        )
+
+
+def compose_actor_rollout(path: Path, *overrides: str) -> Any:
+    """The config's `actor_rollout_ref`."""
+    return compose_config(path, *overrides).actor_rollout_ref
 
 
 def start_server(composed: Any, rank: int, *, num_devices: int = 1, **env: str) -> Any:
@@ -131,6 +142,62 @@ def start_replica(path: Path, rank: int, *overrides: str, **env: str) -> Replica
     return Replica(server, sender, path)
 
 
+def listening_sockets(actor: Any) -> set[tuple[str, int]]:
+    """(host, port) of every TCP socket that an actor's process and its children listen on."""
+    import ray
+
+    def look(self: Any) -> set[tuple[str, int]]:
+        import psutil
+
+        here = psutil.Process()
+        return {
+            (connection.laddr.ip, connection.laddr.port)
+            for process in (here, *here.children(recursive=True))
+            for connection in process.net_connections("tcp")
+            if connection.status == psutil.CONN_LISTEN
+        }
+
+    return ray.get(actor.__ray_call__.remote(look))
+
+
+def exposed_sockets(actor: Any) -> list[str]:
+    """Addresses beyond loopback of `listening_sockets`, sorted; ports differ from process to process."""
+    return sorted(host for host, _ in listening_sockets(actor) if not is_loopback(host))
+
+
+def exposed_sockets_of_ray() -> list[str]:
+    """Ports that Ray opens in each of its processes."""
+    import ray
+
+    @ray.remote(num_cpus=0)
+    class Bare:
+        pass
+
+    actor = Bare.remote()
+    addresses = exposed_sockets(actor)
+    ray.kill(actor)
+    return addresses
+
+
+@pytest.fixture(scope="module")
+def one_worker() -> Iterator[None]:
+    """Parallel state of one process, which vLLM's layers ask for, over the store of `loopback_store`."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm_omni.diffusion.distributed import parallel_state
+
+    from verl_digen.rollout.vllm_omni.loopback_store import loopback_store
+
+    torch.distributed.init_process_group("gloo", store=loopback_store(0, rank=0, num_workers=1), rank=0, world_size=1)
+    group = torch.distributed.group.WORLD
+    with set_current_vllm_config(VllmConfig()):
+        parallel_state.init_distributed_environment(world_size=1, rank=0, local_rank=0)
+        assert torch.distributed.group.WORLD is group, "a process group that is there is taken (init_device)"
+        parallel_state.initialize_model_parallel()
+        yield
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_distributed_environment()
+
+
 @pytest.fixture(scope="session")
 def ray_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     import ray
@@ -149,8 +216,16 @@ def ray_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def full_replica(ray_here: None, tiny_qwen_image: Path) -> Replica:
-    """Updates carry full weights."""
-    return start_replica(tiny_qwen_image, 0, "digen.rollout.embed_cache_size=8")
+    """Updates carry full weights, in buckets of 1 MB; it has an HTTP API."""
+    return start_replica(
+        tiny_qwen_image,
+        0,
+        "digen.rollout.embed_cache_size=8",
+        "digen.rollout.http.enable=true",
+        "digen.rollout.http.api_key_env=DIGEN_TEST_KEY",
+        "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=1",
+        DIGEN_TEST_KEY=KEY,
+    )
 
 
 @pytest.fixture(scope="session")
@@ -183,14 +258,16 @@ def adapter_weights(replica: Replica, version: int) -> tuple[nn.Module, dict[str
     return wrapped, get_peft_model_state_dict(wrapped, save_embedding_layers=False)
 
 
-def by_sampler(path: Path, network: nn.Module, asked: SampleRequest, version: int) -> Trajectory:
+def by_sampler(
+    path: Path, network: nn.Module, asked: SampleRequest, version: int, *, run_seed: int = RUN_SEED
+) -> Trajectory:
     """The sample as our own sampler makes it, with the weights of `network`."""
     from verl_digen.models import load_model
     from verl_digen.rollout.sampler import Sampler
 
     model = load_model(path)
     encode = model.load_encoder(torch.float32, torch.device("cpu"))
-    sampler = Sampler(model, network, run_seed=RUN_SEED, device="cpu", latents_dtype=torch.float32)
+    sampler = Sampler(model, network, run_seed=run_seed, device="cpu", latents_dtype=torch.float32)
     is_guided = asked.sampling.guidance_scale > 1.0
     negative = encode([asked.negative_prompt]) if is_guided else None
     (trajectory,), _ = sampler.sample([asked], encode([asked.prompt]), negative, version=version)

@@ -7,7 +7,8 @@ import pytest
 from verl.utils.config import omega_conf_to_dataclass
 
 from tests.tiny_models import build_tiny
-from tests.vllm_omni.conftest import compose_actor_rollout
+from tests.vllm_omni.conftest import compose_actor_rollout, compose_config
+from verl_digen.preflight.vllm_omni import check_vllm_omni
 from verl_digen.rollout.vllm_omni.served import SERVED
 
 
@@ -51,3 +52,32 @@ def test_several_devices_on_a_cpu_are_refused_where_their_workers_would_not_answ
         ValueError, match=r"tensor_model_parallel_size must be 1 on a CPU for StableDiffusion3Pipeline.*got 2"
     ):
         arguments(path, "actor_rollout_ref.rollout.tensor_model_parallel_size=2")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("actor_rollout_ref.rollout.data_parallel_size=2", r"data_parallel_size must be 1 .*got 2"),
+        ("actor_rollout_ref.rollout.pipeline_model_parallel_size=2", r"pipeline_model_parallel_size must be 1 .*got 2"),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size=64", r"must be <= \d+, the devices of a node, .*got 64"),
+        (
+            "+actor_rollout_ref.rollout.engine_kwargs.vllm_omni.cache_backend=tea_cache",
+            r"cache_backend must not be set: .*got 'tea_cache'",
+        ),
+        (
+            "+actor_rollout_ref.rollout.engine_kwargs.vllm_omni.vae_use_tilling=true",
+            "did you mean vae_use_tiling",
+        ),
+        (
+            "+actor_rollout_ref.rollout.engine_kwargs.vllm_omni.enable_cpu_offload=true",
+            "enable_cpu_offload must be false for a pipeline that runs in one go",
+        ),
+        ("digen.rollout.http={enable: true, api_key_env: DIGEN_NO_SUCH_KEY}", "DIGEN_NO_SUCH_KEY is empty or not set"),
+    ],
+    ids=str,
+)
+def test_what_a_replica_cannot_do_is_refused_before_ray_starts(tmp_path, override, message):
+    path = build_tiny("sd3", tmp_path)
+    check_vllm_omni(compose_config(path))
+    with pytest.raises(ValueError, match=message):
+        check_vllm_omni(compose_config(path, override))

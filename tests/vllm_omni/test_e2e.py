@@ -35,6 +35,7 @@ def test_five_steps_train_what_was_generated(tmp_path, overrides):
         assert row["rollout/version_age_max_versions"] == 0
         assert row["actor/grad_norm"] > 0
         assert row["rollout/refilled_groups"] == 0
+    assert steps[-1]["rollout/probe_change"] > 0, "replicas compute with what they are sent"
 
 
 def test_pools_of_their_own_work_at_the_same_time_with_adapters_from_one_to_the_other(tmp_path):
@@ -51,9 +52,10 @@ def test_pools_of_their_own_work_at_the_same_time_with_adapters_from_one_to_the_
     for row in steps:
         assert row["rollout/log_prob_gap_max"] <= 1e-4
         assert row["perf/overlap_s"] > 0
+    assert steps[-1]["rollout/probe_change"] > 0
 
 
-def test_a_run_goes_on_with_the_other_replica_when_one_is_killed_and_trains_every_sample_once(tmp_path):
+def test_a_killed_replica_is_started_again_and_every_sample_trains_once(tmp_path):
     run_dir = tmp_path / "run"
     process = start_main(
         run_dir,
@@ -72,7 +74,8 @@ def test_a_run_goes_on_with_the_other_replica_when_one_is_killed_and_trains_ever
     assert run.exit_code == 0, run.output[-8000:]
     steps = steps_of(run)
     assert [row["step"] for row in steps] == [1, 2, 3, 4, 5]
-    assert [row["rollout/num_replicas"] for row in steps][:2] == [2, 2] and steps[-1]["rollout/num_replicas"] == 1
+    assert [row["rollout/num_restarts"] for row in steps][:2] == [0, 0] and steps[-1]["rollout/num_restarts"] == 1
+    assert steps[-1]["rollout/num_replicas"] == 2, "another one took its place"
     assert "vllm_omni" in run.output and "lost" in run.output
     for row in steps:
         assert row["actor/num_rows"] == 4 * 4 * 39, "16 samples of 39 trained steps, each once"

@@ -1,26 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HTTP API of a replica: off unless asked for, on loopback, behind the key."""
+"""The HTTP API of a real replica, and which sockets replicas listen on. Its routes: tests/rollout/test_http_api.py."""
 
 import base64
 import io
 import json
-import os
+import threading
 import urllib.error
 import urllib.request
-from importlib.util import find_spec
 
-import pytest
 import ray
 from PIL import Image
 
-from tests.vllm_omni.conftest import request, start_replica
+from tests.vllm_omni.conftest import KEY, exposed_sockets, exposed_sockets_of_ray, listening_sockets, request
+from verl_digen.rollout.loopback import is_loopback
 
-KEY = "a secret"
+BODY = {"prompt": "a red circle", "size": "64x64", "num_inference_steps": 40}
 
 
-def call(address, path, body=None, key=None):
-    """(status, JSON) of a request."""
-    host, port = address
+def call(replica, path, body=None, key=None):
+    """(status, JSON or the header Retry-After) of a request."""
+    host, port = ray.get(replica.server.http_address.remote())
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     data = None if body is None else json.dumps(body).encode()
     try:
@@ -29,44 +28,47 @@ def call(address, path, body=None, key=None):
         ) as answer:
             return answer.status, json.load(answer)
     except urllib.error.HTTPError as error:
-        return error.code, None
+        return error.code, error.headers["Retry-After"]
 
 
-def test_no_port_is_open_unless_asked_for(full_replica):
-    _, port = ray.get(full_replica.server.get_server_address.remote())
-    assert port == "replica-0"
+def test_a_replica_listens_on_nothing_but_loopback(full_replica):
+    host, port = ray.get(full_replica.server.http_address.remote())
+    assert (host, port) in listening_sockets(full_replica.server) and is_loopback(host)
+    assert exposed_sockets(full_replica.server) == exposed_sockets_of_ray()
 
 
-def test_it_listens_on_loopback_wants_the_key_and_draws_beside_training(ray_here, tiny_qwen_image, tmp_path):
-    env = {}
-    if find_spec("torchaudio") is None:  # the web server imports it for speech models; none is built for this PyTorch
-        (tmp_path / "torchaudio").mkdir()
-        for module in ("__init__", "functional", "transforms"):
-            (tmp_path / "torchaudio" / f"{module}.py").write_text("def __getattr__(name): return None")
-        env["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    replica = start_replica(
-        tiny_qwen_image,
-        2,
-        "digen.rollout.http.enable=true",
-        f"digen.rollout.http.api_key={KEY}",
-        **env,
-    )
-    address = ray.get(replica.server.get_server_address.remote())
-    assert address[0] == "127.0.0.1" and isinstance(address[1], int)
-    assert call(address, "/v1/models")[0] == 401
-    status, models = call(address, "/v1/models", key=KEY)
-    assert status == 200 and models["data"]
-    body = {"prompt": "a red circle", "size": "64x64", "n": 1, "num_inference_steps": 4}
-    assert call(address, "/v1/images/generations", body)[0] == 401
-    sample = replica.submit(request(0))
-    status, answer = call(address, "/v1/images/generations", body, key=KEY)
+def test_without_the_api_a_replica_opens_no_port_at_all(lora_replica):
+    assert ray.get(lora_replica.server.http_address.remote()) is None
+    assert exposed_sockets(lora_replica.server) == exposed_sockets_of_ray()
+
+
+def test_pictures_are_drawn_beside_training_for_those_with_the_key(full_replica):
+    assert call(full_replica, "/v1/models")[0] == 401
+    assert call(full_replica, "/v1/images/generations", BODY)[0] == 401
+    assert call(full_replica, "/v1/omni/sleep", {}, KEY)[0] == 404
+    assert call(full_replica, "/v1/models", key=KEY)[0] == 200
+    sample = full_replica.submit(request(0))
+    status, answer = call(full_replica, "/v1/images/generations", BODY | {"seed": 3}, KEY)
     assert status == 200
     picture = Image.open(io.BytesIO(base64.b64decode(answer["data"][0]["b64_json"])))
     assert picture.size == (64, 64)
+    assert call(full_replica, "/v1/images/generations", BODY | {"seed": 3}, KEY) == (200, answer)
     assert ray.get(sample).trajectory.uid == "p0"
 
 
-@pytest.mark.skipif(find_spec("torchaudio") is not None, reason="nothing is missing here")
-def test_what_is_missing_for_it_is_named(ray_here, tiny_qwen_image):
-    with pytest.raises(Exception, match=r"digen\.rollout\.http\.enable=true needs .*torchaudio is missing"):
-        start_replica(tiny_qwen_image, 3, "digen.rollout.http.enable=true")
+def test_sleep_during_a_request_loses_nothing_and_one_during_sleep_is_told_when_to_retry(full_replica):
+    answers = []
+    client = threading.Thread(
+        target=lambda: answers.append(call(full_replica, "/v1/images/generations", BODY, KEY)), daemon=True
+    )
+    client.start()
+    while not full_replica.health()["num_running"]:
+        assert client.is_alive(), "it ended before it could be put to sleep"
+    ray.get(full_replica.server.sleep.remote(), timeout=60)
+    assert full_replica.health()["is_asleep"]
+    client.join(timeout=60)
+    assert answers[0][0] == 200
+    status, retry_after_s = call(full_replica, "/v1/images/generations", BODY, KEY)
+    assert status == 503 and int(retry_after_s) > 0
+    ray.get(full_replica.server.wake_up.remote(), timeout=60)
+    assert call(full_replica, "/v1/images/generations", BODY, KEY)[0] == 200

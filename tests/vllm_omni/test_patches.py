@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
-import inspect
+import importlib
+import json
+import sys
 from importlib.metadata import version
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
+import torch
 
+from tests.tiny_models import build_tiny
 from verl_digen.patches import vllm_cpu_activations, vllm_omni_wan_import, vllm_omni_z_image_sizes
 
 
@@ -23,26 +25,53 @@ def test_the_installed_version_is_one_that_a_shim_was_made_for(shim, package):
 
 def test_an_activation_looks_up_an_operator_that_a_cpu_does_not_call():
     """When this fails, patches/vllm_cpu_activations.py can go."""
+    from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers import activation
 
-    for name, found in {"gelu_new": activation.NewGELU, "silu_and_mul": activation.SiluAndMul}.items():
-        made = inspect.getsource(found.__init__)
-        assert "or current_platform.is_cpu()" in made and f"self.op = torch.ops._C.{name}" in made
-        assert "return self.forward_native(x)" in inspect.getsource(found.forward_cpu)
+    activations = {"gelu_new": activation.NewGELU, "silu_and_mul": activation.SiluAndMul}
+    assert set(activations) == set(vllm_cpu_activations.OPERATORS)
+    with set_current_vllm_config(VllmConfig()):
+        for name, found in activations.items():
+            assert not hasattr(torch.ops._C, name), "this vLLM was built for a CPU, or the shim was applied before"
+            with pytest.raises(AttributeError, match=name):
+                found()
+        vllm_cpu_activations.apply()
+        for found in activations.values():
+            assert found().forward_cpu(torch.ones(1, 4)).isfinite().all()
 
 
-def test_importing_wan_imports_torchvision():
+def test_importing_wan_imports_torchvision(monkeypatch):
     """When this fails, patches/vllm_omni_wan_import.py can go."""
-    spec = find_spec("vllm_omni.diffusion.models")
-    assert spec is not None and spec.submodule_search_locations is not None
-    package = Path(spec.submodule_search_locations[0]) / "wan2_2"
-    assert "from .pipeline_wan2_2_i2v import" in (package / "__init__.py").read_text()
-    assert "\nimport torchvision" in (package / "pipeline_wan2_2_i2v.py").read_text()
+    package = vllm_omni_wan_import.PACKAGE
+    for name in [name for name in sys.modules if name == package or name.startswith(f"{package}.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    with pytest.raises(ImportError, match="torchvision"):
+        importlib.import_module(package)
 
 
-def test_z_image_ignores_a_checkpoints_sizes():
+class Made(Exception):
+    """A network was to be made, with these sizes."""
+
+
+def test_z_image_ignores_a_checkpoints_sizes(one_worker, tmp_path, monkeypatch):
     """When this fails, patches/vllm_omni_z_image_sizes.py can go."""
-    from vllm_omni.diffusion.models.z_image.pipeline_z_image import ZImagePipeline
+    from vllm_omni.diffusion.data import OmniDiffusionConfig
+    from vllm_omni.diffusion.models.z_image import pipeline_z_image
 
-    made = "self.transformer = ZImageTransformer2DModel(quant_config=od_config.quantization_config)"
-    assert made in inspect.getsource(ZImagePipeline.__init__)
+    class Network:
+        def __init__(self, dim: int = 0, n_layers: int = 0, **more: object):
+            raise Made(dim, n_layers)
+
+    monkeypatch.setattr(pipeline_z_image, "ZImageTransformer2DModel", Network)
+    path = build_tiny("z_image", tmp_path)
+    config = OmniDiffusionConfig.from_kwargs(model=str(path), dtype="float32")
+    config.enrich_config()
+    with pytest.raises(Made, match=r"\(0, 0\)"):
+        pipeline_z_image.ZImagePipeline(od_config=config)
+    sizes = json.loads((path / "transformer" / "config.json").read_text())
+    with (
+        vllm_omni_z_image_sizes.network_of_checkpoint(config),
+        pytest.raises(Made, match=rf"\({sizes['dim']}, {sizes['n_layers']}\)"),
+    ):
+        pipeline_z_image.ZImagePipeline(od_config=config)

@@ -22,6 +22,12 @@ from tests.vllm_omni.conftest import (
     request,
     start_replica,
 )
+from tests.vllm_omni.probes import (
+    assert_probes_tell_what_is_used,
+    keep_old_weights,
+    load_weights,
+    register_empty_adapters,
+)
 from verl_digen.models import load_model
 from verl_digen.types import Geometry, SampleRequest
 
@@ -112,6 +118,7 @@ def test_updates_come_between_trajectories_and_with_every_weight(served):
                 expected = by_sampler(replica.path, network, asked, found.version)
                 torch.testing.assert_close(found.latents, expected.latents, atol=TOLERANCE, rtol=0)
     assert {1, 2} <= versions
+    assert_probes_tell_what_is_used(replica, load_weights, keep_old_weights, requests)
     replica.update(full_weights(replica.path, 0).items(), 0).result()
 
 
@@ -136,6 +143,7 @@ def test_a_trajectory_has_the_adapter_it_was_asked_for(adapted):
         if asked.sample_index == 0:
             expected = by_sampler(adapted.path, adapter_weights(adapted, version)[0], asked, version)
             torch.testing.assert_close(found.latents, expected.latents, atol=TOLERANCE, rtol=0)
+    assert_probes_tell_what_is_used(adapted, adapter_weights, register_empty_adapters, requests)
 
 
 def test_the_trainer_need_not_wait_for_a_batch_and_an_abort_loses_one_sample_of_it(adapted):

@@ -3,16 +3,31 @@
 
 import asyncio
 import os
+from contextlib import suppress
 
+import pytest
 import ray
 import torch
+from ray.exceptions import RayActorError, RayTaskError
 
-from tests.vllm_omni.conftest import GUIDED, by_sampler, compose_actor_rollout, full_weights, request, start_server
+from tests.vllm_omni.conftest import (
+    GUIDED,
+    by_sampler,
+    compose_actor_rollout,
+    exposed_sockets,
+    exposed_sockets_of_ray,
+    full_weights,
+    request,
+    start_server,
+)
 from verl_digen.models import load_model
+from verl_digen.weights.probe import check_probes
 
 TOLERANCE = 1e-5
 REPLICA = 5
 """A rank that no other replica of these tests has."""
+MAX_FAILED = 20
+"""Samples that may fail before a dead worker is noticed."""
 SIZE = "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
 
 
@@ -25,8 +40,8 @@ class TrainerRank:
         os.environ.update(RANK=str(rank), WORLD_SIZE="2", RAY_LOCAL_WORLD_SIZE="2")
         self.adapter = vLLMOmniServerAdapter(composed.rollout, composed.model, None, replica_rank=REPLICA)
 
-    def send(self, path, version):
-        asyncio.run(self.adapter.update_weights(iter(full_weights(path, version).items()), global_steps=version))
+    def send(self, path, version, weights):
+        asyncio.run(self.adapter.update_weights(iter(full_weights(path, weights).items()), global_steps=version))
 
 
 def test_two_devices_generate_what_one_does_before_and_after_an_update(ray_here, tiny_qwen_image):
@@ -38,7 +53,7 @@ def test_two_devices_generate_what_one_does_before_and_after_an_update(ray_here,
     requests = [request(0), request(4), request(2, GUIDED)]
     for version in (0, 2):
         if version:
-            ray.get([rank.send.remote(tiny_qwen_image, version) for rank in ranks], timeout=120)
+            ray.get([rank.send.remote(tiny_qwen_image, version, version) for rank in ranks], timeout=120)
             ray.get(server.activate_weights.remote())
             network.load_state_dict(full_weights(tiny_qwen_image, version))
         answers = ray.get(
@@ -50,3 +65,25 @@ def test_two_devices_generate_what_one_does_before_and_after_an_update(ray_here,
             assert (found.version, found.last_version) == (version, version)
             torch.testing.assert_close(found.latents, expected.latents, atol=TOLERANCE, rtol=0)
             torch.testing.assert_close(found.log_probs, expected.log_probs, atol=TOLERANCE, rtol=0)
+    for version, weights in ((3, 2), (4, 4)):
+        ray.get([rank.send.remote(tiny_qwen_image, version, weights) for rank in ranks], timeout=120)
+        ray.get(server.activate_weights.remote())
+        older, newer = ray.get(server.check_health.remote())["probes"]
+        assert (older.version, newer.version) == (version - 1, version)
+        is_other = older.checksum != newer.checksum
+        assert is_other == (weights == 4) == (older.fingerprint != newer.fingerprint)
+    assert check_probes({"r0": [older, newer]})["rollout/probe_change"] > 0.001
+    assert exposed_sockets(server) == exposed_sockets_of_ray(), "the workers of a replica meet on loopback"
+
+    def kill_a_worker(self):
+        import multiprocessing
+
+        workers = multiprocessing.active_children()
+        assert len(workers) == 2
+        workers[0].kill()
+
+    ray.get(server.__ray_call__.remote(kill_a_worker))
+    with pytest.raises(RayActorError):  # the replica is lost, and not one that goes on failing every sample
+        for _ in range(MAX_FAILED):
+            with suppress(RayTaskError):
+                ray.get(server.generate.remote("after", [], {"request": requests[0]}), timeout=120)

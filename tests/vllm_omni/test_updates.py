@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weight updates of a `vllm_omni` replica: between trajectories, complete, or not at all."""
 
+import asyncio
 import random
 import time
+from dataclasses import replace
 
 import pytest
 import ray
@@ -10,6 +12,13 @@ import torch
 from peft import PeftModel
 
 from tests.vllm_omni.conftest import adapter_weights, by_sampler, full_weights, request
+from tests.vllm_omni.probes import (
+    assert_probes_tell_what_is_used,
+    keep_old_weights,
+    load_weights,
+    register_empty_adapters,
+)
+from verl_digen.agent_loop.requests import DETERMINISTIC
 from verl_digen.models import load_model
 
 NUM_TRAJECTORIES = 200
@@ -78,6 +87,54 @@ def test_each_trajectory_has_the_adapter_that_was_current_when_it_was_asked_for(
         expected = by_sampler(lora_replica.path, network, asked[number], found.version)
         torch.testing.assert_close(found.latents, expected.latents, atol=1e-4, rtol=0)
     print("last update:", lora_replica.health()["last_update"])
+
+
+def test_the_average_is_validated_where_it_is_sent_under_the_version_of_the_current_policy(lora_replica):
+    """As `digen.ema.validate` does: the average, then the current policy again, both of one version."""
+    validation = replace(request(0), window=DETERMINISTIC, wants_condition=False)
+    training = request(0)
+    found = []
+    for numbers in (50, 51, 50):
+        network, adapter = adapter_weights(lora_replica, numbers)
+        lora_replica.update(adapter.items(), 50).result()
+        picture, sample = lora_replica.generate([validation, training])
+        assert sample.trajectory.version == 50
+        expected = by_sampler(lora_replica.path, network, training, 50)
+        torch.testing.assert_close(sample.trajectory.latents, expected.latents, atol=1e-4, rtol=0)
+        found.append((picture.pixels, sample.trajectory.latents))
+    (current, current_latents), (average, average_latents), (again, again_latents) = found
+    assert (average.int() - current.int()).abs().max() > 5 and (average_latents - current_latents).abs().max() > 1e-2
+    assert (again.int() - current.int()).abs().max() <= 1, "the batch of a step decides about last bits"
+    torch.testing.assert_close(again_latents, current_latents, atol=1e-4, rtol=0)
+
+
+def test_probes_tell_whether_full_weights_are_used(full_replica):
+    requests = [request(number) for number in range(6)]
+    assert_probes_tell_what_is_used(full_replica, load_weights, keep_old_weights, requests)
+    full_replica.update(full_weights(full_replica.path, 0).items(), 0).result()
+
+
+def test_probes_tell_whether_an_adapter_is_used(lora_replica):
+    requests = [request(number) for number in range(6)]
+    assert_probes_tell_what_is_used(lora_replica, adapter_weights, register_empty_adapters, requests)
+
+
+def test_an_update_whose_sender_fails_half_way_leaves_the_replica_ready_for_the_next(full_replica):
+    good = full_weights(full_replica.path, 2)
+
+    def interrupted():
+        yield from list(good.items())[: len(good) // 2]
+        raise ConnectionError("another replica was lost")
+
+    (before,) = full_replica.generate([request(0)])
+    with pytest.raises(ConnectionError):
+        asyncio.run(full_replica.sender.update_weights(interrupted(), global_steps=60))
+    (after,) = full_replica.generate([request(0)])
+    assert torch.equal(after.trajectory.latents, before.trajectory.latents)
+    full_replica.update(good.items(), 60).result(timeout=60)
+    (new,) = full_replica.generate([request(0)])
+    assert new.trajectory.version == 60 and not torch.equal(new.trajectory.latents, before.trajectory.latents)
+    full_replica.update(full_weights(full_replica.path, 0).items(), 61).result()
 
 
 SPOILED = [

@@ -2,8 +2,10 @@
 """The checkpoint engines between real Ray actors: two trainer ranks, two replicas, updates of several buckets."""
 
 import asyncio
+import pickle
 import time
 
+import psutil
 import pytest
 import ray
 import torch
@@ -11,7 +13,7 @@ from ray.exceptions import RayError
 from verl.checkpoint_engine.base import CheckpointEngineRegistry
 
 import verl_digen.weights.checkpoint_engines  # noqa: F401 - registers them, as verl does
-from verl_digen.weights.buckets import from_buckets, to_buckets
+from verl_digen.weights.buckets import Bucket, from_buckets, to_buckets
 from verl_digen.weights.checkpoint_engines.gloo import GlooEngine, Member
 
 BUCKET_BYTES = 1 << 16
@@ -60,6 +62,14 @@ class Worker:
         self.made = []
         self.num_received = 0
         self.engine = CheckpointEngineRegistry.new(backend, bucket_size=bucket_bytes, **kwargs)
+        self.own_listeners = self._listeners()
+
+    def _listeners(self):
+        return {tuple(c.laddr) for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+
+    def hosts_of_new_listeners(self):
+        """Addresses that this process has begun to listen on since its engine was made."""
+        return {host for host, _ in self._listeners() - self.own_listeners}
 
     def prepare(self):
         return self.engine.prepare()
@@ -134,6 +144,8 @@ def test_every_replica_gets_every_tensor_and_every_trainer_rank_takes_part(ray_h
         assert all(seen == list(weights(version)) for seen in sent), "making a tensor is a collective of all ranks"
         for found in got:
             assert_equal(found, weights(version))
+    hosts = set().union(*ray.get([worker.hosts_of_new_listeners.remote() for worker in (*senders, *receivers)]))
+    assert hosts == ({"127.0.0.1"} if backend == "digen_gloo" else set()), "one node: nothing is open to others"
     ray.kill(receivers[1])  # a replica comes back as a new process
     receivers[1] = actor.remote(backend, BUCKET_BYTES, False)
     for found in exchange(backend, senders, receivers, (3,))[1]:
@@ -175,3 +187,29 @@ def test_a_gloo_group_is_kept_while_all_of_its_members_are():
     assert GlooEngine.meet([sender, Member(3, None)]).generation == 3
     assert GlooEngine.meet([sender, Member(3, None), Member(0, None)]).generation == 4
     assert GlooEngine.meet([Member(0, ("host", 1)), Member(0, None)]).generation == 1
+
+
+def test_a_header_says_what_lies_in_a_bucket_and_nothing_else_is_read(tmp_path):
+    async def first():
+        async for bucket in to_buckets(weights(1).items(), BUCKET_BYTES):
+            return bucket
+
+    bucket = asyncio.run(first())
+    assert Bucket.of(bucket.header(), bucket.data) == bucket
+    with pytest.raises(ValueError, match="does not fit its 3 bytes"):
+        Bucket.of(bucket.header(), bucket.data[:3])
+    touched = tmp_path / "touched"
+    for header in (pickle.dumps(_Touch(str(touched))), b"", b"[]", b"[[[1]], true]", b'[[], "yes"]', b"\xff"):
+        with pytest.raises(ValueError, match="header of a weight bucket"):
+            Bucket.of(header, bucket.data)
+    assert not touched.exists()
+
+
+class _Touch:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path: str):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (self.path, "w")

@@ -78,3 +78,46 @@ def test_an_adapter_update_changes_the_adapter_alone_and_a_full_one_is_refused()
     receiver.stage(full)
     with pytest.raises(RuntimeError, match="are missing from the update"):
         seal_and_switch(receiver, len(full))
+
+
+def test_an_adapter_that_wraps_no_layer_is_refused():
+    with pytest.raises((RuntimeError, ValueError), match="nowhere"):
+        WeightReceiver(network(), LoraConfig(r=2, target_modules=["nowhere"]))
+
+
+def test_an_update_without_tensors_is_an_error():
+    receiver = WeightReceiver(network(), None)
+    with pytest.raises(RuntimeError, match="4 tensors are missing from the update"):
+        seal_and_switch(receiver, 0)
+
+
+class HandsOutCopies(nn.Sequential):
+    """A network whose state is not where it computes."""
+
+    def state_dict(self, *args, **kwargs):
+        return {name: tensor.clone() for name, tensor in super().state_dict(*args, **kwargs).items()}
+
+
+def test_weights_that_would_go_into_copies_are_an_error():
+    module = HandsOutCopies(nn.Linear(3, 4), nn.Linear(4, 2))
+    receiver = WeightReceiver(module, None)
+    new = update(module)
+    receiver.stage(new)
+    with pytest.raises(RuntimeError, match=r"4 tensors would be loaded into copies, not into the network: 0\.weight"):
+        seal_and_switch(receiver, len(new))
+
+
+def test_a_probe_tells_full_weights_apart_and_of_an_adapter_what_moves_the_output():
+    full = WeightReceiver(network(), None)
+    before = full.probe(0, (1.0,))
+    with torch.no_grad():
+        full.module.get_parameter("1.bias").add_(1e-6)
+    after = full.probe(1, (1.0,))
+    assert (before.num_tensors, before.version, after.version) == (4, 0, 1) and before.checksum != after.checksum
+    adapter = WeightReceiver(network(), LoraConfig(r=2, target_modules=["0"]))
+    checksums = [adapter.probe(0, ()).checksum]
+    for which in ("lora_A", "lora_B"):
+        with torch.no_grad():
+            adapter.module.get_parameter(f"base_model.model.0.{which}.default.weight").add_(1.0)
+        checksums.append(adapter.probe(0, ()).checksum)
+    assert checksums[0] == checksums[1] != checksums[2]

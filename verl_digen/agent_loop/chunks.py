@@ -5,6 +5,7 @@
     cancel(chunk_id)    lets the replica drop what it has not finished of them; `generate` returns soon
     adopt(order, ...)   samples that somebody else generated
     collect(chunk_id)   returns when all of them are scored and their rows are in TransferQueue: their tags
+    discard(chunk_id)   forgets the chunk in any state: a sample that comes later is neither scored nor published
 
 A sample that fails, in either, is the driver's to generate again. Where the replica died, all of its chunk are: what
 was generated until then is dropped. `RunStopped` says that nobody could do better, and ends the run.
@@ -42,17 +43,17 @@ class ChunkOrder:
 
 @dataclass(frozen=True)
 class GeneratedChunk:
-    """What the driver hears when a chunk's generation has ended."""
+    """The answer to the driver when a chunk's generation has ended."""
 
     failures: Mapping[int, str]
     """Sample index -> why it was not generated."""
     is_slot_lost: bool
-    """The replica's process died."""
+    """Whether the replica's process died."""
 
 
 @dataclass(frozen=True)
 class ScoredChunk:
-    """What the driver hears when a chunk's samples are scored and published."""
+    """The answer to the driver when a chunk's samples are scored and published."""
 
     tags: Mapping[int, dict[str, Any]]
     """Sample index -> small facts: reward, version, seed, intervals."""
@@ -62,7 +63,7 @@ class ScoredChunk:
 
 @dataclass
 class ChunkRunner(Generic[Generated, Scored]):
-    """The chunks of one worker. What is done with a sample is given to it, so that it knows nothing of actors.
+    """The chunks of one worker. Generating, scoring and publishing are given to it, so that it knows nothing of actors.
 
     Example:
         runner = ChunkRunner(generate, withdraw, score, publish)
@@ -73,7 +74,7 @@ class ChunkRunner(Generic[Generated, Scored]):
     generate_sample: Callable[[ChunkOrder, int, Any], Awaitable[Generated]]
     """(order, sample index, server) -> the sample."""
     withdraw_sample: Callable[[ChunkOrder, int, Any], Awaitable[None]]
-    """(order, sample index, server): nobody wants the sample any more."""
+    """(order, sample index, server): lets the replica drop the sample."""
     score_sample: Callable[[ChunkOrder, Generated], Awaitable[Scored]]
     publish: Callable[[ChunkOrder, Mapping[int, Scored]], Awaitable[Mapping[int, dict[str, Any]]]]
     """Puts the samples' rows where trainer ranks find them -> their tags."""
@@ -88,7 +89,8 @@ class ChunkRunner(Generic[Generated, Scored]):
 
         async def run(index: int) -> None:
             generated = await self.generate_sample(order, index, server)
-            scoring[index] = asyncio.create_task(self._score(order, generated))
+            if order.chunk_id in self._scoring:  # else discarded
+                scoring[index] = asyncio.create_task(self._score(order, generated))
 
         self._generating[order.chunk_id] = order, server
         outcomes = await asyncio.gather(*map(run, order.samples), return_exceptions=True)
@@ -101,16 +103,20 @@ class ChunkRunner(Generic[Generated, Scored]):
         }
         is_lost = any(isinstance(error, RayActorError) for error in errors.values())
         if is_lost:
-            del self._scoring[order.chunk_id]
-            for task in scoring.values():
-                task.cancel()
+            self.discard(order.chunk_id)
         return GeneratedChunk({index: describe(error) for index, error in errors.items()}, is_lost)
 
     async def cancel(self, chunk_id: int) -> None:
-        """Tell the replica that nobody wants the chunk any more. No effect once it is generated."""
+        """Withdraw the chunk's samples from its replica. No effect once it is generated."""
         if chunk_id in self._generating:
             order, server = self._generating[chunk_id]
             await asyncio.gather(*(self.withdraw_sample(order, index, server) for index in order.samples))
+
+    def discard(self, chunk_id: int) -> None:
+        """Forget the chunk: no sample of it is scored or published from now on. No effect on an unknown one."""
+        _, scoring = self._scoring.pop(chunk_id, (None, {}))
+        for task in scoring.values():
+            task.cancel()
 
     def adopt(self, order: ChunkOrder, generated: Mapping[int, Generated], failure: str = "") -> GeneratedChunk:
         """Take the samples of `order` that somebody else generated; each is scored from now on.
@@ -127,9 +133,14 @@ class ChunkRunner(Generic[Generated, Scored]):
         return await self.score_sample(order, generated)
 
     async def collect(self, chunk_id: int) -> ScoredChunk:
-        """Wait for the scores of a chunk whose generation has ended; publish the samples that have one."""
-        order, scoring = self._scoring.pop(chunk_id)
+        """Wait for the scores of a chunk whose generation has ended; publish the samples that have one.
+
+        Raises:
+            RunStopped: of a sample. KeyError: the chunk was discarded.
+        """
+        order, scoring = self._scoring[chunk_id]
         outcomes = await asyncio.gather(*scoring.values(), return_exceptions=True)
+        del self._scoring[chunk_id]
         _raise_stop(outcomes)
         scored: dict[int, Scored] = {}
         failures: dict[int, str] = {}

@@ -25,9 +25,10 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorke
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from verl_digen.agent_loop.chunks import ChunkOrder, ChunkRunner, GeneratedChunk, ScoredChunk
-from verl_digen.agent_loop.requests import request_id, sample_request
+from verl_digen.agent_loop.custom import make_agent_loop
+from verl_digen.agent_loop.requests import SINGLE_TURN, request_id, sample_request
 from verl_digen.agent_loop.server_manager import ServerClient
-from verl_digen.agent_loop.single_turn import NAME, DiffusionSingleTurnAgentLoop
+from verl_digen.agent_loop.single_turn import DiffusionSingleTurnAgentLoop
 from verl_digen.errors import describe
 from verl_digen.observe.images import image_path, is_logged, save_pixels
 from verl_digen.pipeline.conditions import put_condition
@@ -58,7 +59,7 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.digen = self.llm_client.digen
-        self._reward_workers = RewardWorkers(self.reward_loop_worker_handles)
+        self._reward_workers = RewardWorkers(self.reward_loop_worker_handles, self.digen.deadlines.answer_s)
         self._single_turn = DiffusionSingleTurnAgentLoop(self.llm_client)
         self._run_dir = Path(self.config.trainer.default_local_dir)
         self._chunks = ChunkRunner(
@@ -104,7 +105,7 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
     ) -> ScoredSample:
         """One sample. verl makes an agent loop for each through Hydra, which costs more than a small picture; ours
         keeps nothing, so one serves all. A user's own loop (another `agent_name`) is made verl's way."""
-        if agent_name != NAME:
+        if agent_name != SINGLE_TURN:
             return await super()._run_agent_loop(sampling_params, trajectory, agent_name=agent_name, trace=trace, **row)
         output = await self._single_turn.run(sampling_params, **row)
         return await self._agent_loop_postprocess(output, trajectory["validate"], **row)
@@ -185,8 +186,12 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         return await self._chunks.generate(order, server)
 
     async def cancel_chunk(self, chunk_id: int) -> None:
-        """Nobody wants the chunk that is being generated any more."""
+        """Let the replica drop the chunk that it generates."""
         await self._chunks.cancel(chunk_id)
+
+    async def discard_chunk(self, chunk_id: int) -> None:
+        """Forget the chunk, in whatever state it is."""
+        self._chunks.discard(chunk_id)
 
     async def prepare_assist(self, order: ChunkOrder, server: Any | None) -> tuple[SampleRequest, ...]:
         """What the trainer's ranks are to generate; the prompt's conditions are in TransferQueue by then.
@@ -221,7 +226,7 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         return await self._chunks.collect(chunk_id)
 
     async def _generate_for_chunk(self, order: ChunkOrder, index: int, server: Any) -> Generation:
-        loop = DiffusionSingleTurnAgentLoop(ServerClient(server, self.digen))
+        loop = make_agent_loop(self.rollout_config.agent.default_agent_loop, self, ServerClient(server, self.digen))
         return await loop.run({"validate": False}, **order.row, session_id=index)
 
     async def _withdraw_from_chunk(self, order: ChunkOrder, index: int, server: Any) -> None:

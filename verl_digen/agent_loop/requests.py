@@ -10,6 +10,8 @@ from verl_digen.algorithms.window import Window, draw_window
 from verl_digen.config import DigenConfig
 from verl_digen.types import Geometry, SampleRequest, Sampling
 
+SINGLE_TURN = "diffusion_single_turn"
+"""`actor_rollout_ref.rollout.agent.default_agent_loop` of a run without an agent loop of the user's own."""
 DETERMINISTIC = Window(sde_steps=(), train_steps=())
 """Validation: the ODE, nothing recorded."""
 

@@ -3,34 +3,46 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from functools import cached_property
 from typing import Any
 
-from ray.exceptions import RayActorError
+import ray
+from ray.exceptions import ActorDiedError, RayActorError
 from verl.workers.rollout.llm_server import LLMServerClient, LLMServerManager
 
 from verl_digen.agent_loop.requests import request_id
 from verl_digen.config import DigenConfig, digen_config
 from verl_digen.errors import RunStopped
+from verl_digen.rollout.blips import through_blips
+from verl_digen.schedulers.deadlines import Deadlines
 from verl_digen.types import Generation, SampleRequest
 
 logger = logging.getLogger(__name__)
 
 ALL_LOST = (
-    "every rollout replica is lost (their processes died; look for the reason above, out of memory is a common one); "
+    "every rollout replica is lost (their processes died or hung; look for the reason above, out of memory is common); "
     "start again with trainer.resume_mode=auto, which continues after the last checkpoint"
 )
-"""Said by whoever notices."""
+"""The message of RunStopped, wherever that is noticed."""
 
 
 class DiffusionServerClient(LLMServerClient):
-    """Sends each sample to the least-loaded replica (verl's load balancer)."""
+    """Sends each sample to the least-loaded replica (verl's load balancer).
+
+    A replica that is overdue is asked for a sign of life. If it gives none, it is lost and its process is ended; if it
+    does, its queue is long, and it is waited for.
+    """
 
     @cached_property
     def digen(self) -> DigenConfig:
         """The run's `digen:` section, read once per process: an agent loop is made for every sample."""
         return digen_config(self.config)
+
+    @cached_property
+    def _deadlines(self) -> Deadlines:
+        return Deadlines(self.digen.deadlines)
 
     async def generate_sample(self, request: SampleRequest) -> Generation:
         """Generate one sample on some replica; on another one, where its replica is lost meanwhile.
@@ -47,12 +59,41 @@ class DiffusionServerClient(LLMServerClient):
             except RuntimeError as error:  # verl's, where its balancer has none left
                 raise RunStopped(ALL_LOST) from error
             try:
-                return await server.generate.remote(name, [], {"request": request})
+                return await self._generate_on(replica, server, request)
             except RayActorError as error:
                 logger.warning("replica %s is lost, sample %s goes to another one: %s", replica, name, error)
                 await self._load_balancer.remove_servers.remote([replica])
             finally:
                 self._release_server(replica, request_id=name)
+
+    async def _generate_on(self, replica: str, server: Any, request: SampleRequest) -> Generation:
+        """The sample; RayActorError if the replica died, or hangs and was ended."""
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        generating = asyncio.ensure_future(ServerClient(server, self.digen).generate_sample(request))
+        try:
+            while not generating.done():
+                bound = self._deadlines.bound("generate", replica)
+                await asyncio.wait([generating], timeout=bound.seconds)
+                if not generating.done():
+                    await self._require_life(replica, server, waited_s=loop.time() - began_s)
+        finally:
+            generating.cancel()
+        self._deadlines.observe("generate", replica, seconds=loop.time() - began_s)
+        return generating.result()
+
+    async def _require_life(self, replica: str, server: Any, waited_s: float) -> None:
+        """End a replica that says nothing, or that has had all the time that a run waits for anything."""
+        config = self.digen.deadlines
+        try:
+            if waited_s < config.no_progress_s:
+                await asyncio.wait_for(through_blips(server.check_health.remote, config.blip_s), config.answer_s)
+                return
+        except asyncio.TimeoutError:
+            pass
+        logger.error("replica %s has not answered for %.0f s: it is ended", replica, waited_s)
+        ray.kill(server)
+        raise ActorDiedError
 
 
 class ServerClient:
@@ -63,9 +104,11 @@ class ServerClient:
         self.digen = digen
 
     async def generate_sample(self, request: SampleRequest) -> Generation:
-        """Generate one sample; RayActorError if the replica died."""
+        """Generate one sample; RayActorError if the replica died, or could not be reached for longer than a blip."""
         name = request_id(request.uid, request.sample_index)
-        return await self.server.generate.remote(name, [], {"request": request})
+        return await through_blips(
+            lambda: self.server.generate.remote(name, [], {"request": request}), self.digen.deadlines.blip_s
+        )
 
 
 class AsyncDiffusionServerManager(LLMServerManager):

@@ -7,12 +7,9 @@ from typing import Any
 
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, register
 
-from verl_digen.agent_loop.requests import sample_request
+from verl_digen.agent_loop.requests import SINGLE_TURN, sample_request
 from verl_digen.agent_loop.server_manager import DiffusionServerClient, ServerClient
 from verl_digen.types import Generation
-
-NAME = "diffusion_single_turn"
-"""`actor_rollout_ref.rollout.agent.default_agent_loop`."""
 
 
 class DiffusionSingleTurnAgentLoop(AgentLoopBase):
@@ -28,4 +25,4 @@ class DiffusionSingleTurnAgentLoop(AgentLoopBase):
         return await self.server_manager.generate_sample(request)
 
 
-register(NAME)(DiffusionSingleTurnAgentLoop)  # not as a decorator: verl's erases the class's type
+register(SINGLE_TURN)(DiffusionSingleTurnAgentLoop)  # not as a decorator: verl's erases the class's type

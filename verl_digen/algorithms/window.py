@@ -14,6 +14,7 @@ import random
 from dataclasses import dataclass
 
 from verl_digen.algorithms.seeds import keyed_seed
+from verl_digen.schedulers.require import require, require_one_of
 
 KINDS = ("all", "consecutive", "fraction")
 
@@ -47,14 +48,15 @@ class WindowConfig:
     """fraction: share of the stochastic steps that is trained, at least one step. 0.6 in DanceGRPO."""
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"digen.window.kind must be one of {', '.join(KINDS)}, got {self.kind!r}")
-        if self.size < 1:
-            raise ValueError(f"digen.window.size must be >= 1 step, got {self.size}")
-        if self.shift_every is not None and self.shift_every < 1:
-            raise ValueError(f"digen.window.shift_every must be >= 1 optimizer step or null, got {self.shift_every}")
-        if not 0 < self.fraction <= 1:
-            raise ValueError(f"digen.window.fraction must lie in (0, 1], got {self.fraction}")
+        require_one_of("digen.window.kind", self.kind, KINDS)
+        require(self.size >= 1, "digen.window.size must be >= 1 step", self.size, "2 or 3 is usual")
+        require(
+            self.shift_every is None or self.shift_every >= 1,
+            "digen.window.shift_every must be >= 1 optimizer step or null",
+            self.shift_every,
+            "null keeps the window where it is",
+        )
+        require(0 < self.fraction <= 1, "digen.window.fraction must lie in (0, 1]", self.fraction, "0.6 is DanceGRPO's")
         if self.range is not None:
             if len(self.range) != 2 or not 0 <= self.range[0] < self.range[1]:
                 raise ValueError(f"digen.window.range must be [lo, hi] in steps, 0 <= lo < hi, got {list(self.range)}")

@@ -9,8 +9,10 @@ A, B, C), the first steps of each are left out, medians are taken over the rest.
     digen bench --virtual wan2.1-14b --trainer 24 --generator 8 --time-scale 0.05
     digen bench --profile mine.json --device H100            and then: digen simulate --profile mine.json --devices 64
 
-What is after `--` goes to verl. The devices are those of --trainer and --generator. A colocated run gets all of them;
-without accelerators it is one rank and one replica that take turns on all cores, and two pools share the same cores.
+What is after `--` goes to verl. The devices are those of --trainer and --generator. A colocated run gets all of them,
+in turns: as many ranks and as many replicas as devices. Without accelerators a device is an equal share of the cores:
+on 2 cores a colocated run has two ranks and two replicas of one core each, any other mode a rank and a replica. Modes
+are compared with the best baseline, the fastest that overlaps nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import json
 import os
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from importlib.metadata import version
@@ -29,7 +31,7 @@ from typing import Any
 
 from verl_digen.bench.modes import MODES, Mode, interleaved, parse_modes
 from verl_digen.bench.runs import RunFailed, RunResult, Work, run_mode
-from verl_digen.bench.summary import Prediction
+from verl_digen.bench.summary import Baseline, Prediction
 from verl_digen.schedulers.require import require
 from verl_digen.simulate.cluster import Split
 from verl_digen.simulate.devices import Pool, parse_pool
@@ -100,10 +102,12 @@ def _modes(args: Namespace) -> list[Mode]:
             args.virtual is None or mode.is_disaggregated,
             "--modes must have separate pools with --virtual",
             mode.name,
-            "drop it: digen simulate has a colocated baseline",
+            "drop it: colocated baselines are simulated with every virtual run",
         )
     require(args.steps > args.warm_up >= 0, "--steps must be > --warm-up >= 0", (args.steps, args.warm_up), "do more")
     require(args.repeats >= 1, "--repeats must be >= 1", args.repeats, "3 show the spread")
+    for word in args.overrides:
+        require("=" in word or word.startswith("~"), "overrides must be KEY=VALUE", word, "see --help")
     require(args.time_scale > 0, "--time-scale must be > 0", args.time_scale, "1 is the profile's time")
     require(
         args.profile is None or args.device is not None,
@@ -122,6 +126,8 @@ class Plan:
     split: Split
     predictions: Mapping[str, Prediction]
     """Mode -> what is known beforehand, where devices are virtual."""
+    baselines: Sequence[Baseline]
+    """Simulated ones, where devices are virtual."""
 
 
 def _plan(args: Namespace, modes: list[Mode]) -> Plan:
@@ -129,8 +135,8 @@ def _plan(args: Namespace, modes: list[Mode]) -> Plan:
         require(args.time_scale == 1.0, "--time-scale needs --virtual", args.time_scale, "real devices take their time")
         work = Work((args.recipe or RECIPE,), (), tuple(args.overrides), args.steps)
         split = Split(_real_pool("--trainer", args.trainer), _real_pool("--generator", args.generator))
-        return Plan(work, split, {})
-    from verl_digen.bench.virtual import predict, virtual_overrides, virtual_split
+        return Plan(work, split, {}, ())
+    from verl_digen.bench.virtual import predict, simulated_baselines, virtual_overrides, virtual_split
     from verl_digen.simulate.profile import load_profile
 
     profile = load_profile(args.virtual)
@@ -142,7 +148,7 @@ def _plan(args: Namespace, modes: list[Mode]) -> Plan:
     overrides = (*VIRTUAL_OVERRIDES, *virtual_overrides(profile, args.virtual, split, args.time_scale))
     work = Work((args.recipe or VIRTUAL_RECIPE,), ("virtual",), (*overrides, *args.overrides), args.steps)
     predictions = {mode.name: predict(profile, split, mode, args.time_scale) for mode in modes}
-    return Plan(work, split, predictions)
+    return Plan(work, split, predictions, simulated_baselines(profile, split, args.time_scale))
 
 
 def _real_pool(option: str, text: str) -> Pool:
@@ -161,7 +167,7 @@ def _for_mode(plan: Plan, mode: Mode) -> Work:
             f"actor_rollout_ref.rollout.n_gpus_per_node={plan.split.generator.num_devices}",
         )
     else:
-        devices = (f"trainer.n_gpus_per_node={1 if _is_cpu() else plan.split.num_devices}",)
+        devices = (f"trainer.n_gpus_per_node={plan.split.num_devices}",)
     return Work(work.recipes, work.last_recipes, (*devices, *work.overrides), work.num_steps)
 
 
@@ -189,6 +195,7 @@ def _report(args: Namespace, runs: list[RunResult], plan: Plan, out: Path) -> in
         num_warm_up=args.warm_up,
         num_devices=plan.split.num_devices,
         predictions=plan.predictions,
+        simulated=plan.baselines,
     )
     setting = _setting(args, plan)
     print()
@@ -220,9 +227,9 @@ def _setting(args: Namespace, plan: Plan) -> dict[str, Any]:
     num_cores = len(os.sched_getaffinity(0))
     pools = f"{args.trainer} trainer + {args.generator} generator"
     if args.virtual is not None:
-        devices = f"{pools}, virtual: {args.virtual}, times x {args.time_scale:g}; on {num_cores} cores"
+        devices = f"{pools}, virtual: {args.virtual}, simulated times x {args.time_scale:g}; on {num_cores} cores"
     elif _is_cpu():
-        devices = f"{pools} on {num_cores} CPU cores; colocated: 1 rank and 1 replica in turns on all cores"
+        devices = f"{pools} on {num_cores} CPU cores; colocated: {plan.split.num_devices} ranks and replicas in turns"
     else:
         devices = f"{pools} devices; colocated: all {plan.split.num_devices} in turns"
     return {

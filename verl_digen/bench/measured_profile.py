@@ -20,11 +20,11 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from verl_digen.algorithms.window import draw_window
-from verl_digen.bench.modes import COLOCATED
 from verl_digen.bench.runs import RunResult
 from verl_digen.config import DigenConfig, digen_config
 from verl_digen.observe.timeline import Interval, read_timeline
 from verl_digen.schedulers.require import require
+from verl_digen.simulate.cluster import COLOCATED_TSP
 
 PIPELINED = "gap+tsp"
 """The mode whose timelines are read."""
@@ -41,10 +41,10 @@ def measured_profile(runs: Sequence[RunResult], *, num_warm_up: int, model: str,
         ValueError: a mode that is needed was not run.
     """
     pipelined = [run for run in runs if run.mode.name == PIPELINED]
-    colocated = [run for run in runs if run.mode.name == COLOCATED]
+    colocated = [run for run in runs if not run.mode.is_disaggregated]
     require(
         bool(pipelined) and bool(colocated),
-        f"--profile needs the modes {COLOCATED} and {PIPELINED}, from which it measures",
+        f"--profile needs the modes {COLOCATED_TSP} and {PIPELINED}, from which it measures",
         ",".join(sorted({run.mode.name for run in runs})),
         "add them to --modes",
     )

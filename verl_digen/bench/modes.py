@@ -3,12 +3,15 @@
 
 | mode | pools | fragments train | rows | |
 | --- | --- | --- | --- | --- |
-| `colocated` | one, in turns | the batch in one call | dealt over the ranks | |
+| `colocated` | one, in turns | the batch in one call | samples dealt, one timestep per tile | |
+| `colocated+tsp` | one, in turns | the batch in one call | in tiles of samples x timesteps | |
 | `barrier` | two | the batch in one call, when it is whole | samples dealt, one timestep per tile | |
 | `gap` | two | as soon as they are ready | samples dealt, one timestep per tile | |
 | `gap+tsp` | two | as soon as they are ready | dealt over the ranks, in tiles | |
 | `gap+tsp+tag` | two | as soon as they are ready | dealt, in tiles | the trainer assists where a search says so |
 | `gap+tsp+tag+tcss` | two | as soon as they are ready | dealt, in tiles | and the next batch begins one version early |
+
+All but the last are strict: every sample is generated under the weights that it trains.
 
 *Invariants (tests/bench/test_modes.py):* modes differ in the keys of their table alone; repeats are interleaved, so
 that a machine that gets slower meets all modes alike.
@@ -20,9 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from verl_digen.schedulers.require import require
-
-COLOCATED, BARRIER = "colocated", "barrier"
-"""The baselines."""
+from verl_digen.simulate.cluster import BARRIER, COLOCATED, COLOCATED_TSP
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,14 @@ class Mode:
         return "disaggregated" in self.recipes
 
 
+def _tsp(is_on: bool) -> list[str]:
+    if is_on:
+        return ["digen.tsp.enable=true"]
+    return ["digen.tsp.enable=false", "digen.tsp.steps_per_tile=auto"]  # a number the user gives is for tiles
+
+
 def _separate(*techniques: str) -> Mode:
-    switches = [f"digen.{switch}.enable={str(switch in techniques).lower()}" for switch in ("gap", "tsp")]
-    if "tsp" not in techniques:
-        switches.append("digen.tsp.steps_per_tile=auto")  # a number the user gives is for tiles
+    switches = [f"digen.gap.enable={str('gap' in techniques).lower()}", *_tsp("tsp" in techniques)]
     switches.append(f"digen.tag.policy={'bts' if 'tag' in techniques else 'off'}")
     switches.append(f"digen.staleness.max_versions={int('tcss' in techniques)}")
     return Mode("+".join(techniques) or BARRIER, ("disaggregated",), tuple(switches), techniques)
@@ -53,7 +58,8 @@ def _separate(*techniques: str) -> Mode:
 MODES = {
     mode.name: mode
     for mode in (
-        Mode(COLOCATED, (), (), ()),
+        Mode(COLOCATED, (), tuple(_tsp(False)), ()),
+        Mode(COLOCATED_TSP, (), tuple(_tsp(True)), ("tsp",)),
         _separate(),
         _separate("gap"),
         _separate("gap", "tsp"),

@@ -5,6 +5,8 @@
 - A ratio is made repeat by repeat, of runs that followed each other, and the median of these is taken: a machine that
   gets slower over the hours changes it little.
 - Devices are those of all pools, the same number for every mode, whichever of them idle.
+- Modes are compared with the best baseline: the fastest that overlaps nothing, of those that were run; on virtual
+  devices of those that were simulated, because devices that take turns are not run there.
 
 *Invariants (tests/bench/test_summary.py):* the order of the runs does not matter; a mode's ratio to itself is 1;
 runs that trained the same differ by 0.
@@ -12,18 +14,23 @@ runs that trained the same differ by 0.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from verl_digen.bench.modes import BARRIER, COLOCATED
 from verl_digen.bench.runs import RunResult
+from verl_digen.simulate.cluster import BASELINES
 
-GRADIENT = "actor/grad_norm"
-"""What modes are compared by: equal work gives equal gradients, step by step."""
+GRADIENT_NORM = "actor/grad_norm"
+GRADIENT_PROJECTION = "actor/grad_projection"
+"""With the norm, what modes are compared by: equal work gives equal gradients, step by step. A norm alone would take a
+reversed or permuted gradient for the same."""
 PLANNER_ERROR = "bts/prediction_error"
 POOLS = ("trainer", "generator")
+SAMPLES_BY_AGE = re.compile(r"staleness/samples_([0-9]+)_versions")
+"""Metrics that count the samples of a step by the age of the weights that generated them."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +38,17 @@ class Prediction:
     """What is known of a mode on virtual devices without running it."""
 
     step_s: float
-    """By the simulator."""
+    """Simulated."""
     bound_s: float
-    """No schedule with the mode's techniques is faster, see `verl_digen.simulate.bound`."""
-    colocated_s: float | None
-    """Of the same devices in turns, by the simulator; None where they are of two types."""
+    """Calculated: no simulated schedule with the mode's techniques is faster, see `verl_digen.simulate.bound`."""
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """A run that overlaps nothing, simulated."""
+
+    name: str
+    step_s: float
 
 
 @dataclass(frozen=True)
@@ -53,16 +66,19 @@ class Summary:
     images_per_s: float
     images_per_s_per_device: float
     speedup: Mapping[str, float]
-    """Baseline -> how many times faster than it; of the baselines that were run."""
+    """Baseline -> how many times as fast as it; of the baselines that were run, or that were simulated."""
     bubbles: Mapping[str, float]
     """Pool -> idle share; empty where pools take turns."""
+    stale: float | None
+    """Share of the samples that were generated under weights older than those they train; 0 is strict. None where the
+    runs did not count them."""
     overlap: float | None
     """Share of the step in which trainer and generator worked at once."""
     final_reward: float
     """Mean of the last step, median over runs."""
     max_gradient_gap: float | None
-    """Largest relative difference of a step's gradient norm to the first mode's first run, over all steps, warm-up
-    included; None where nothing is trained."""
+    """Largest difference of a step's gradient, of its norm or of its fixed ±1 projection, to that of the first mode's
+    first run, relative to the norm; over all steps, warm-up included. None where nothing is trained."""
     prediction: Prediction | None = None
     """Where devices are virtual."""
     planner_error: float | None = None
@@ -75,11 +91,13 @@ def summarise(
     num_warm_up: int,
     num_devices: int,
     predictions: Mapping[str, Prediction],
+    simulated: Sequence[Baseline] = (),
 ) -> list[Summary]:
     """One summary per mode, in the order of first appearance by repeat and run.
 
     Args:
         predictions: of the modes that have one.
+        simulated: baselines to compare with in place of those that were run.
     """
     by_mode: dict[str, list[RunResult]] = {}
     for run in sorted(runs, key=lambda run: run.repeat):
@@ -105,8 +123,11 @@ def summarise(
                 images_per_s=images_per_s,
                 images_per_s_per_device=images_per_s / num_devices,
                 speedup={
+                    baseline.name: median(baseline.step_s / own[repeat] for repeat in own) for baseline in simulated
+                }
+                or {
                     baseline: median(medians[baseline][repeat] / own[repeat] for repeat in own)
-                    for baseline in (BARRIER, COLOCATED)
+                    for baseline in BASELINES
                     if baseline in medians
                 },
                 bubbles={
@@ -114,6 +135,7 @@ def summarise(
                     for pool in POOLS
                     if all(f"perf/bubble_fraction/{pool}" in row for row in measured)
                 },
+                stale=_stale_share(measured),
                 overlap=(
                     median(row["perf/overlap_s"] / row["perf/step_s"] for row in measured)
                     if all("perf/overlap_s" in row for row in measured)
@@ -128,17 +150,34 @@ def summarise(
     return summaries
 
 
+def _stale_share(measured: Sequence[Mapping[str, float]]) -> float | None:
+    ages = [
+        (int(match[1]), count)
+        for row in measured
+        for name, count in row.items()
+        if (match := SAMPLES_BY_AGE.fullmatch(name))
+    ]
+    num_samples = sum(count for _, count in ages)
+    return sum(count for age, count in ages if age > 0) / num_samples if num_samples else None
+
+
+def best_baseline(summaries: Sequence[Summary]) -> str | None:
+    """The fastest of the baselines; None where there is none. The same for every mode."""
+    return min(summaries[0].speedup, key=lambda name: summaries[0].speedup[name], default=None)
+
+
 def _median(run: RunResult, name: str, num_warm_up: int) -> float:
     return median(row[name] for row in run.steps[num_warm_up:])
 
 
 def _gradient_gap(reference: RunResult, runs: Sequence[RunResult]) -> float | None:
-    if not all(GRADIENT in row for run in (reference, *runs) for row in run.steps):
+    if not all(GRADIENT_NORM in row for run in (reference, *runs) for row in run.steps):
         return None
     return max(
-        abs(row[GRADIENT] - expected[GRADIENT]) / max(abs(expected[GRADIENT]), 1e-30)
+        abs(row[name] - expected[name]) / max(expected[GRADIENT_NORM], 1e-30)
         for run in runs
         for row, expected in zip(run.steps, reference.steps, strict=True)
+        for name in (GRADIENT_NORM, GRADIENT_PROJECTION)
     )
 
 
@@ -148,32 +187,43 @@ def _planner_error(measured: Sequence[Mapping[str, float]]) -> float | None:
 
 
 def table(summaries: Sequence[Summary]) -> str:
-    """The summaries as text; `-` where a mode has no such number, `~` before one that was simulated."""
+    """The summaries as text; `-` where a mode has no such number."""
+    best = best_baseline(summaries)
     has_predictions = any(summary.prediction is not None for summary in summaries)
     has_planner = any(summary.planner_error is not None for summary in summaries)
     width = max(len("colocated"), *(len(summary.mode) for summary in summaries)) + 2
+    samples = "devices that only take time" if has_predictions else "this machine"
+    lines = [f"seconds, images, idle shares: measured, on {samples}"]
+    if best is not None:
+        lines.append(f"best baseline: {best}{' (simulated)' if has_predictions else ''}; x best: times as fast as it")
+    lines.append("stale: share of samples generated under weights older than those they train; 0 % is strict")
+    if has_predictions:
+        lines += [
+            "control: measured over simulated, which measures the control plane (Ray, queue, planner) and no device",
+            "at least: calculated, a step in which nobody waits",
+        ]
     head = (
         f"{'mode':<{width}}{'s/step':>8} {'(runs)':<15}{'images/s':>9}{'/device':>9}"
-        f"{'x barrier':>10}{'x colocated':>12}{'trainer idle':>13}{'generator idle':>15}"
+        f"{'x best':>8}{'stale':>8}{'trainer idle':>13}{'generator idle':>15}"
         f"{'overlap':>9}{'reward':>8}{'gradient gap':>13}"
     )
     if has_predictions:
-        head += f"{'simulated':>10}{'off by':>8}{'bound':>9}{'over it':>9}"
+        head += f"{'simulated':>10}{'control':>9}{'at least':>9}{'over it':>9}"
     if has_planner:
         head += f"{'planner off':>13}"
-    lines = [head]
+    lines += ["", head]
     for summary in summaries:
         low_s, high_s = summary.spread_s
         line = (
             f"{summary.mode:<{width}}{summary.step_s:>8.3f} {f'({low_s:.3f}..{high_s:.3f})':<15}"
             f"{summary.images_per_s:>9.2f}{summary.images_per_s_per_device:>9.3f}"
-            f"{_cell(summary.speedup, BARRIER, '.2f'):>10}{_colocated(summary):>12}"
+            f"{'-' if best is None else format(summary.speedup[best], '.2f'):>8}{_number(summary.stale, '.1%'):>8}"
             f"{_cell(summary.bubbles, 'trainer', '.1%'):>13}{_cell(summary.bubbles, 'generator', '.1%'):>15}"
             f"{_number(summary.overlap, '.1%'):>9}{summary.final_reward:>8.3f}"
             f"{_number(summary.max_gradient_gap, '.1e'):>13}"
         )
         if has_predictions:
-            line += _compared(summary.step_s, None if summary.prediction is None else summary.prediction.step_s, 10, 8)
+            line += _compared(summary.step_s, None if summary.prediction is None else summary.prediction.step_s, 10, 9)
             line += _compared(summary.step_s, None if summary.prediction is None else summary.prediction.bound_s, 9, 9)
         if has_planner:
             line += f"{_number(summary.planner_error, '.1%'):>13}"
@@ -202,12 +252,6 @@ def to_json(summaries: Sequence[Summary], runs: Sequence[RunResult], setting: Ma
 def _compared(step_s: float, known_s: float | None, width: int, gap_width: int) -> str:
     gap = None if known_s is None else step_s / known_s - 1
     return f"{_number(known_s, '.3f'):>{width}}{_number(gap, '+.1%'):>{gap_width}}"
-
-
-def _colocated(summary: Summary) -> str:
-    if COLOCATED in summary.speedup or summary.prediction is None or summary.prediction.colocated_s is None:
-        return _cell(summary.speedup, COLOCATED, ".2f")
-    return f"~{summary.prediction.colocated_s / summary.step_s:.2f}"
 
 
 def _cell(values: Mapping[str, float], key: str, form: str) -> str:

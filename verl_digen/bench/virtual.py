@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from verl_digen.algorithms.window import WindowConfig, draw_window
 from verl_digen.bench.modes import Mode
-from verl_digen.bench.summary import Prediction
+from verl_digen.bench.summary import Baseline, Prediction
 from verl_digen.schedulers.require import require
-from verl_digen.simulate.cluster import WARM_UP_STEPS, Split, run_colocated, run_split
+from verl_digen.simulate.cluster import WARM_UP_STEPS, Split, baselines, run_split
 from verl_digen.simulate.devices import Pool
 from verl_digen.simulate.profile import Numbers, Profile
 
@@ -37,10 +37,6 @@ def virtual_overrides(profile: Profile, source: str, split: Split, time_scale: f
         f"actor_rollout_ref.rollout.n={numbers.group_size}",
         f"digen.sampling.num_steps={numbers.num_steps}",
         f"digen.rollout.max_batch_size={numbers.max_chunk_size}",
-        # as the simulator's trainer: at most one sample per rank
-        f"digen.tag.chunk_size={min(numbers.group_size, split.trainer.num_devices)}",
-        # the simulator merges all that is ready
-        f"digen.gap.max_groups_per_fragment={numbers.num_prompts}",
         *_window_overrides(numbers),
     )
 
@@ -59,18 +55,19 @@ def _window_overrides(numbers: Numbers) -> tuple[str, ...]:
 
 
 def predict(profile: Profile, split: Split, mode: Mode, time_scale: float) -> Prediction:
-    """A mode's step: simulated, at least, and of the same devices in turns, which have no time-step parallelism."""
+    """A mode's step: simulated, and at least."""
     outcome = run_split(profile, split, mode.techniques, num_steps=NUM_PREDICTED_STEPS)
     assert outcome.bound_s is not None
-    colocated_s = None
-    if split.trainer.device == split.generator.device:
-        pool = Pool(split.num_devices, split.trainer.device)
-        colocated_s = run_colocated(profile, pool, has_tsp=False).step_s * time_scale
-    return Prediction(
-        step_s=outcome.step_s * time_scale,
-        bound_s=outcome.bound_s * time_scale,
-        colocated_s=colocated_s,
-    )
+    return Prediction(step_s=outcome.step_s * time_scale, bound_s=outcome.bound_s * time_scale)
+
+
+def simulated_baselines(profile: Profile, split: Split, time_scale: float) -> list[Baseline]:
+    """The runs that take turns on the same devices, which virtual devices do not run, and the barrier."""
+    barrier = run_split(profile, split, (), num_steps=NUM_PREDICTED_STEPS)
+    return [
+        Baseline(f"{run.name}, {run.devices}", run.step_s * time_scale)
+        for run in (*baselines(profile, [split.trainer, split.generator]), barrier)
+    ]
 
 
 def virtual_split(profile: Profile, trainer: Pool, generator: Pool) -> Split:

@@ -3,34 +3,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch.utils.data import Dataset
 
-from verl_digen.data.prompts import read_prompts
+from verl_digen.data.lengths import PromptCheck, describe_dropped, find_too_long, without
+from verl_digen.data.prompts import Prompt, read_prompts
+
+logger = logging.getLogger(__name__)
 
 
 class DiffusionPromptDataset(Dataset):
     """Prompts as rows for verl's loader; the constructor's signature is verl's.
 
     Args:
-        data_files: path(s) of prompt files, see `verl_digen.data.prompts`.
+        data_files: path(s) of prompt files, see `verl_digen.data.prompts`. None: no prompts, of a run that does not
+            validate.
+        config: the `data:` section. With `filter_overlong_prompts`, prompts that are longer than the checkpoint
+            `custom_cls.checkpoint` reads are left out.
         max_samples: keep the first so many prompts; -1 keeps all.
+
+    Raises:
+        ValueError: a malformed file, or one of which no prompt is left.
     """
 
     def __init__(
         self,
-        data_files: str | Sequence[str],
+        data_files: Any,
         tokenizer: Any = None,
         config: DictConfig | None = None,
         processor: Any = None,
         max_samples: int = -1,
     ):
+        self.prompts: list[Prompt] = []
+        if data_files is None:
+            return
         files: Any = OmegaConf.to_container(data_files) if isinstance(data_files, ListConfig) else data_files
         prompts = read_prompts(files)
         self.prompts = prompts[:max_samples] if max_samples > 0 else prompts
+        if config is not None and config.filter_overlong_prompts:
+            self._leave_out_too_long(str(files), config.custom_cls.checkpoint)
+
+    def _leave_out_too_long(self, files: str, checkpoint: str) -> None:
+        def load_check() -> PromptCheck:
+            from verl_digen.models import load_model
+            from verl_digen.models.locate import locate
+
+            return load_model(locate(checkpoint)).load_prompt_check()
+
+        too_long = find_too_long(self.prompts, load_check)
+        if too_long:
+            logger.warning("%s", describe_dropped(files, too_long, len(self.prompts)))
+        self.prompts = without(self.prompts, too_long)
+        if not self.prompts:
+            raise ValueError(f"{files} must hold a prompt that the model reads to its end, got none; shorten them")
 
     def __len__(self) -> int:
         return len(self.prompts)

@@ -1,20 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read prompt files: verl-style parquet, JSONL, or plain text with one prompt per line.
+"""Read prompts from files (`verl_digen.data.files`), and what a row of one means.
 
-- `prompt` is the only required column: a string, or verl's chat list, of which the user's text is taken.
-- `data_source` defaults to the file's name, `reward_model.ground_truth` to the prompt itself.
-- A bad file is a ValueError that names the file, the line and the remedy.
+| column | means | else |
+| --- | --- | --- |
+| `prompt` | the text: a string, or verl's chat list, of which the last user message is taken | required |
+| `negative_prompt` | its own negative prompt, in the same two forms | `digen.sampling.negative_prompt` |
+| `data_source` | where it is from; validation is reported for each | see `default_source` |
+| `reward_model.ground_truth` | what reward functions compare with | see `default_ground_truth` |
+| `extra_info` | a mapping for reward functions | `{}` |
+| any other | joins `extra_info`, e.g. GenEval's `tag`, `include`, `exclude` | - |
+
+A bad row is a ValueError that names the key, the file, the line, the rule, the value and the remedy.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+import os.path
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-SUFFIXES = (".parquet", ".jsonl", ".json", ".txt")
+from verl_digen.data.files import SUFFIXES, rows_of, shown
+
+COLUMNS = ("prompt", "negative_prompt", "data_source", "reward_model", "extra_info")
+"""Columns with a meaning of their own; others join `extra_info`."""
+SPLIT_WORDS = {"train", "training", "test", "val", "valid", "validation", "eval", "dev", "metadata"}
+"""Words of a file's name that say nothing of where its prompts are from."""
+UNREADABLE = re.compile("[\0\ud800-\udfff]")
+"""Characters that no tokenizer takes."""
+QUOTED = re.compile(r'"([^"]+)"')
 
 
 @dataclass(frozen=True)
@@ -24,13 +40,15 @@ class Prompt:
     text: str
     data_source: str
     ground_truth: Any
-    """What the reward functions compare with; the prompt's text unless the row says otherwise."""
+    """The ground truth that reward functions compare with."""
     negative: str | None = None
     """This prompt's own negative prompt, or None for `digen.sampling.negative_prompt`."""
     extra_info: dict[str, Any] = field(default_factory=dict)
+    place: str = field(default="", compare=False)
+    """Where it was read, for messages: "line 3 of 'train.jsonl'"."""
 
 
-def read_prompts(files: str | Sequence[str], key: str = "data.train_files") -> list[Prompt]:
+def read_prompts(files: Any, key: str = "data.train_files") -> list[Prompt]:
     """All prompts of `files`, in order.
 
     Args:
@@ -38,87 +56,98 @@ def read_prompts(files: str | Sequence[str], key: str = "data.train_files") -> l
         key: the config key the paths were typed under, for error messages.
 
     Raises:
-        ValueError: a missing, empty or malformed file.
+        ValueError: something that is no path; a missing, empty, unreadable or malformed file.
     """
-    paths = [files] if isinstance(files, str) else list(files)
-    if not paths:
-        raise ValueError(f"{key} must name at least one prompt file, got {files!r}; give a path to one of {SUFFIXES}")
-    return [prompt for path in paths for prompt in _read_file(Path(path).expanduser(), key)]
+    paths = [files] if isinstance(files, str) else files
+    if not isinstance(paths, list | tuple) or not paths or not all(isinstance(path, str) and path for path in paths):
+        raise ValueError(
+            f"{key} must name a prompt file or a list of them, got {shown(files)}; give a path to one of "
+            f"{', '.join(SUFFIXES)}"
+        )
+    return [prompt for path in paths for prompt in _read_file(Path(os.path.expanduser(path)), key)]
+
+
+def default_source(path: Path) -> str:
+    """The file's name, or its folder's if the name says only which part it is: "ocr" for ocr/train.txt."""
+    words = re.split(r"[\W_]+", path.stem.lower())
+    return path.absolute().parent.name or path.stem if SPLIT_WORDS.issuperset(words) else path.stem
+
+
+def default_ground_truth(text: str, data_source: str) -> str:
+    """The prompt itself; of prompts for OCR, the quoted text that the picture should show, as flow_grpo has it."""
+    quoted = QUOTED.search(text) if "ocr" in re.split(r"[\W_]+", data_source.lower()) else None
+    return text if quoted is None else quoted[1]
 
 
 def _read_file(path: Path, key: str) -> list[Prompt]:
-    if path.suffix not in SUFFIXES:
-        raise ValueError(f"{key} must name files ending in one of {', '.join(SUFFIXES)}, got {str(path)!r}; convert it")
-    if not path.is_file():
-        raise ValueError(
-            f"{key} must name an existing file, got {str(path)!r}; check the path (it is relative to the "
-            f"working directory {Path.cwd()})"
-        )
-    prompts = [_to_prompt(row, path, number, key) for number, row in _rows(path, key)]
+    prompts = [_to_prompt(row, path, f"{key}: {place}", place) for place, row in rows_of(path, key)]
     if not prompts:
         raise ValueError(f"{key} must name files with at least one prompt, but {str(path)!r} is empty; add prompts")
     return prompts
 
 
-def _rows(path: Path, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(1-based row or line number, row) of every non-blank row."""
-    if path.suffix == ".parquet":
-        import pyarrow.parquet  # a heavy import that text users do not need
-
-        try:
-            table = pyarrow.parquet.read_table(path)
-        except Exception as error:
-            raise ValueError(
-                f"{key}: {str(path)!r} is not a readable parquet file ({error}); write it again"
-            ) from error
-        yield from enumerate(table.to_pylist(), start=1)
-        return
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
-        if path.suffix == ".txt":
-            yield number, {"prompt": line.strip()}
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{key}: line {number} of {str(path)!r} is not JSON ({error}); one object per line"
-            ) from error
-        if not isinstance(row, dict):
-            raise ValueError(
-                f'{key}: line {number} of {str(path)!r} must be a JSON object, got {row!r}; write {{"prompt": "..."}}'
-            )
-        yield number, row
-
-
-def _to_prompt(row: dict[str, Any], path: Path, number: int, key: str) -> Prompt:
+def _to_prompt(row: dict[str, Any], path: Path, where: str, place: str) -> Prompt:
     if "prompt" not in row:
         raise ValueError(
-            f"{key}: row {number} of {str(path)!r} must have a column 'prompt', got columns "
-            f"{sorted(row)}; rename the column that holds the text"
+            f"{where} must have a column 'prompt', got columns {shown(sorted(map(str, row)))}; rename the column that "
+            "holds the text"
         )
     text = _text(row["prompt"])
-    if not text:
+    if text is None or not text.strip():
         raise ValueError(
-            f"{key}: the prompt in row {number} of {str(path)!r} must be a non-empty string or a chat with "
-            f"a user message, got {row['prompt']!r}; fill it in or remove the row"
+            f"{where} must have a prompt that is a non-empty string or a chat with a user message, got "
+            f"{shown(row['prompt'])}; fill it in or remove the row"
         )
-    reward_model = row.get("reward_model") or {}
+    negative = _text(row.get("negative_prompt"))
+    if negative is None and row.get("negative_prompt") is not None:
+        raise ValueError(
+            f"{where} must have a negative_prompt that is a string, got {shown(row['negative_prompt'])}; write a "
+            "string, or leave the column out"
+        )
+    for name, value in (("prompt", text), ("negative_prompt", negative or "")):
+        if UNREADABLE.search(value):
+            raise ValueError(
+                f"{where} must have a {name} without NUL characters and halves of surrogate pairs, got {shown(value)}; "
+                "remove them, or save the file as UTF-8 if it is in another encoding"
+            )
+    source = row.get("data_source")
+    if not (source is None or (isinstance(source, str) and source.strip())):
+        raise ValueError(
+            f"{where} must have a data_source that is a string, got {shown(source)}; write a name, or leave the column "
+            "out"
+        )
+    source = source or default_source(path)
+    truth = _mapping(row, "reward_model", where).get("ground_truth")
+    extra_info = {name: value for name, value in row.items() if name not in COLUMNS}
     return Prompt(
         text=text,
-        data_source=row.get("data_source") or path.stem,
-        ground_truth=reward_model.get("ground_truth", text),
-        negative=_text(row.get("negative_prompt")),
-        extra_info=row.get("extra_info") or {},
+        data_source=source,
+        ground_truth=default_ground_truth(text, source) if truth is None else truth,
+        negative=negative,
+        extra_info=extra_info | _mapping(row, "extra_info", where),
+        place=place,
     )
 
 
+def _mapping(row: Mapping[str, Any], column: str, where: str) -> dict[str, Any]:
+    value = row.get(column)
+    if not (value is None or isinstance(value, dict)):
+        raise ValueError(
+            f"{where} must have a {column} that is an object, got {shown(value)}; write an object of names and values, "
+            "or leave the column out"
+        )
+    return value or {}
+
+
 def _text(value: Any) -> str | None:
-    """The text of a string prompt, or of the last user message of a chat list."""
+    """The text of a string, or of the last user message of a chat list; None where there is none."""
     if isinstance(value, str):
         return value
-    if isinstance(value, list):
-        texts = [turn["content"] for turn in value if isinstance(turn, dict) and turn.get("role") == "user"]
-        return texts[-1] if texts and isinstance(texts[-1], str) else None
-    return None
+    if not isinstance(value, list):
+        return None
+    contents = [turn.get("content") for turn in value if isinstance(turn, dict) and turn.get("role") == "user"]
+    content = contents[-1] if contents else None
+    if isinstance(content, list):  # parts, as in a chat with several modalities
+        is_text = [isinstance(part, dict) and isinstance(part.get("text"), str) for part in content]
+        return "".join(part["text"] for part in content) if content and all(is_text) else None
+    return content if isinstance(content, str) else None

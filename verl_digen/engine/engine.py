@@ -54,6 +54,7 @@ from verl_digen.engine.build import add_adapter, build_transformer, check_engine
 from verl_digen.engine.checkpoint import DiffusersCheckpointManager, UpdateState
 from verl_digen.engine.export import NamedTensors, export
 from verl_digen.engine.fragment import Fetch, Fragment
+from verl_digen.engine.gathered import recover, reshard
 from verl_digen.engine.ledger import AdvantageLedger
 from verl_digen.engine.logical_batch import LogicalBatch
 from verl_digen.engine.loss import DiffusionLoss, combine_metrics
@@ -62,7 +63,7 @@ from verl_digen.engine.planning import Planner
 from verl_digen.engine.row_flops import RowFlops
 from verl_digen.engine.rows import Samples, read_samples, tile_rows
 from verl_digen.engine.scoring import Scorer, without_adapter
-from verl_digen.engine.shadow import ShadowWeights, local_shards, reshard
+from verl_digen.engine.shadow import ShadowWeights, local_shards
 from verl_digen.engine.transaction import GradientTransaction
 from verl_digen.models import load_model
 from verl_digen.schedulers.require import require
@@ -261,7 +262,7 @@ class DiffusersFSDPEngine(FSDPEngine):
             try:
                 yield self.module
             except BaseException:
-                gradients.recover(self.module)
+                recover(self.module)
                 raise
             finally:
                 reshard(self.module)
@@ -322,7 +323,8 @@ class DiffusersFSDPEngine(FSDPEngine):
 
         Returns:
             verl's shape: `loss`, a number that averaged over ranks is the batch's loss; `metrics`,
-            floats that are the same on all ranks; `model_output`, with `log_probs` [B, K] (jagged if K
+            floats that are the same on all ranks, among them `grad_projection`, see
+            `verl_digen.engine.gradients.projection`; `model_output`, with `log_probs` [B, K] (jagged if K
             differs; 0 for padding samples) when `forward_only`.
         """
         samples = read_samples(data)
@@ -389,7 +391,13 @@ class DiffusersFSDPEngine(FSDPEngine):
         counts = {"num_rows": float(transaction.num_trained_rows), "num_tiles": float(transaction.num_tiles)}
         counts["prompt_tokens"] = combined.pop("num_prompt_tokens") / transaction.num_trained_rows
         flops = self.row_flops.metrics(counts["prompt_tokens"])
-        return {"model_output": {}, "loss": [loss], "metrics": combined | counts | flops}
+        projection = gradients.projection(self.module).item() / self._loss_scale()
+        numbers = combined | counts | flops | {"grad_projection": projection}
+        return {"model_output": {}, "loss": [loss], "metrics": numbers}
+
+    def _loss_scale(self) -> float:
+        """Loss scale of fp16 training; the gradient is divided by it in the optimizer step."""
+        return 1.0 if self.scaler is None else self.scaler.get_scale()
 
     @torch.no_grad()
     def _log_probs(self, samples: Samples) -> Tensor:

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradient of an FSDP2 module in all the places where FSDP2 keeps it: look, scale, move aside, reduce, drop.
 
+- `projection` is one number of the reduced gradient that tells directions apart, where its norm does not.
+
 - A gradient that was reduced over the ranks is in each parameter's `grad`, sharded. One that was not is in the
   unsharded parameters and, in the reduce dtype, beside them; FSDP2 has no public way to reach those two.
 - FSDP2 reduces in a backward. `reduce_pending` does it without one, by the callback that FSDP2 runs at the end of
   every backward; so a batch's gradient need not know which tile is the last.
-- Everything that reads FSDP2's private state is in this file; it is that of PyTorch 2.13.
+- FSDP2's private state is read in this file and in `gathered.py`; it is that of PyTorch 2.13.
 
 Invariants (tests/engine/test_gradients.py): a gradient that was moved aside and back, or reduced later, is bitwise
-the one that was not; after `drop` nothing is left of it, in whatever place it was.
+the one that was not; after `drop` nothing is left of it, in whatever place it was; the projection is the same on any
+number of ranks.
 """
 
 from __future__ import annotations
@@ -20,6 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from verl_digen.algorithms.projection import project
+from verl_digen.engine.export import plain_name
+from verl_digen.engine.gathered import reshard
 
 Gradient = dict[tuple[int, str], Tensor]
 """A gradient outside of its module: (number of the parameter, place) -> piece. Empty: no gradient."""
@@ -110,13 +119,6 @@ def reduce_pending(module: nn.Module) -> None:
     module._get_fsdp_state()._root_post_backward_final_callback()
 
 
-def recover(module: nn.Module) -> None:
-    """Bring the module back from a forward or backward that an exception left half-way; the gradient stays."""
-    assert isinstance(module, FSDPModule)
-    if module._get_fsdp_state()._is_root:  # set by the first forward, before which there is nothing to recover from
-        module.reset_iter_state()
-
-
 def unreduced_bytes(module: nn.Module) -> int:
     """What the whole gradient takes on each rank while it is not reduced."""
     total = 0
@@ -125,4 +127,29 @@ def unreduced_bytes(module: nn.Module) -> int:
             policy = parameter.mp_policy
             dtype = policy.reduce_dtype or policy.param_dtype or parameter.sharded_param.dtype
             total += parameter.sharded_param.numel() * dtype.itemsize  # a DTensor counts the whole
+    return total
+
+
+@torch.no_grad()
+def projection(module: nn.Module) -> Tensor:
+    """[] fp32: the fixed ±1 projection (`verl_digen.algorithms.projection`) of the whole reduced gradient, by the
+    checkpoint's names; the same on all ranks. Nothing is gathered: one all-reduce of one number per mesh."""
+    reshard(module)
+    mine: dict[tuple[Any, Any], Tensor] = {}
+    for name, parameter in module.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        assert isinstance(parameter, DTensor)
+        layout = parameter.device_mesh, parameter.placements
+        share = torch.zeros((), device=parameter.device)
+        if parameter.grad is not None:
+            assert isinstance(parameter.grad, DTensor)
+            _, offset = compute_local_shape_and_global_offset(parameter.shape, *layout)
+            share = project(plain_name(name), parameter.grad.to_local(), parameter.shape, offset)
+        mine[layout] = mine.get(layout, 0.0) + share
+    total = torch.zeros(())
+    for (mesh, placements), share in mine.items():
+        # replicas of a shard count once
+        parts = [Partial() if placement.is_shard() else Replicate() for placement in placements]
+        total = total + DTensor.from_local(share, mesh, parts).full_tensor().cpu()
     return total

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scored rows -> loss: the policy loss by name, the KL term, and the log-probs the ratio is taken against.
 
-The columns a policy loss may read are listed in `verl_digen.algorithms.losses`. Of them, `behaviour_log_prob` is always
+What a policy loss may read is listed in `verl_digen.algorithms.losses`. Of them, `behaviour_log_prob` is always
 what was recorded at generation. What `old_log_prob` is, is `DigenConfig.denominator`:
 
 | value | one optimizer step takes the batch | several do (mini-batches, epochs) |
@@ -111,11 +111,19 @@ class DiffusionLoss:
         device = velocity.device
         shared: dict[str, Tensor] = {"mask": rows.mask, "num_rows": torch.tensor(num_rows, device=device)}
         old = step.log_prob.detach() if old_log_probs is None else old_log_probs
-        inputs = shared | {
+        moments = shared | {
+            "mean": step.mean,
+            "velocity": velocity,
+            "std": step.std,
+            "dt": (rows.next_sigmas - rows.sigmas).to(device),
+        }
+        inputs = moments | {
             "log_prob": step.log_prob,
             OLD: old,
             BEHAVIOUR: rows.log_probs,
             "advantage": rows.advantages,
+            "latents": rows.latents,
+            "next_latents": rows.next_latents,
         }
         if rows.rewards is not None:
             inputs["reward"] = rows.rewards
@@ -126,18 +134,7 @@ class DiffusionLoss:
         metrics = {"policy_loss": policy.loss.detach(), **policy.metrics}
         weighed_kl = None
         if reference is not None:
-            kl = kl_loss(
-                self.digen.kl.kind,
-                shared
-                | {
-                    "mean": step.mean,
-                    "ref_mean": reference.mean,
-                    "velocity": velocity,
-                    "ref_velocity": reference.velocity,
-                    "std": step.std,
-                    "dt": (rows.next_sigmas - rows.sigmas).to(device),
-                },
-            )
+            kl = kl_loss(self.digen.kl.kind, moments | {"ref_mean": reference.mean, "ref_velocity": reference.velocity})
             weighed_kl = self.digen.kl.coef * kl.loss
             metrics |= kl.metrics
         metrics |= rollout_gap(shared | {"log_prob": step.log_prob.detach(), "recorded": rows.log_probs})

@@ -12,7 +12,6 @@ verl's two spellings (`lora_rank`, `lora.rank`) or an adapter's own config it ca
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from verl.workers.config import MtpConfig
 
 from verl_digen.config import DigenConfig, digen_config
 from verl_digen.models import load_model, read_architecture
+from verl_digen.models.json_file import read_object
 from verl_digen.models.locate import locate, locate_index
 from verl_digen.schedulers.require import require
 
@@ -166,7 +166,14 @@ class DiffusionModelConfig(BaseConfig):
             adapter_path,
             "give the folder `lora_adapter` of a checkpoint",
         )
-        saved = json.loads(file.read_text())
+        saved = read_object(file, "actor_rollout_ref.model.lora_adapter_path")
+        missing = sorted({"r", "lora_alpha"} - saved.keys())
+        _require(
+            not missing,
+            f"lora_adapter_path must hold a {ADAPTER_CONFIG_NAME} with r and lora_alpha",
+            f"one without {missing}",
+            "save it with peft",
+        )
         _require(
             self.lora_rank in (0, saved["r"]),
             f"lora_rank must be that of lora_adapter_path, {saved['r']}, or 0",

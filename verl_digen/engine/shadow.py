@@ -15,15 +15,9 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-
-def reshard(module: nn.Module) -> None:
-    """Let every FSDP2 unit of `module` drop its gathered parameters."""
-    for unit in module.modules():
-        if isinstance(unit, FSDPModule):
-            unit.reshard()
+from verl_digen.engine.gathered import recover, reshard
 
 
 def local_shards(module: nn.Module) -> dict[str, Tensor]:
@@ -56,6 +50,9 @@ class ShadowWeights:
         _write(module, self.shards)
         try:
             yield
+        except BaseException:
+            recover(module)
+            raise
         finally:
             _write(module, kept)
 

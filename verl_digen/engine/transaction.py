@@ -14,7 +14,7 @@
   a trajectory may lie in several tiles. It must lie on one rank.
 - Metrics of tiles stay where they are computed until `close`, so that a run waits for no device and no rank.
 
-Invariants (tests/engine/test_transaction.py, test_two_ranks_fragments.py)
+Invariants (tests/engine/test_transaction.py, test_two_ranks_fragments.py, test_properties.py)
 - The gradient is that of the serial loop over rows, whatever the tiles, runs, their order, `reduce`, and the number
   of ranks.
 - After an exception nothing but dropping the transaction is legal.
@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from verl_digen.algorithms.losses.off_policy import trajectory_log_ratios
 from verl_digen.engine import gradients
+from verl_digen.engine.gathered import recover
 from verl_digen.engine.gradients import Gradient
 from verl_digen.engine.loss import DiffusionLoss, LossTerms, Reference, combine_metrics, is_share
 from verl_digen.engine.rows import Samples, tile_rows
@@ -239,7 +240,7 @@ class GradientTransaction:
     def drop(self) -> None:
         """Forget the gradient, and bring the module back from wherever an exception left it."""
         if self.is_poisoned:
-            gradients.recover(self.module)
+            recover(self.module)
         gradients.drop(self.module)
         self._kl_gradient = {}
 

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import importlib
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from verl_digen.models.json_file import read_object
 
 if TYPE_CHECKING:
     from verl_digen.models.base import DiffusionModel
@@ -35,8 +36,8 @@ def read_architecture(path: str | Path) -> str:
             f"actor_rollout_ref.model.path must be a folder with a diffusers model_index.json, got {str(path)!r}; "
             "check the path, or download the checkpoint first (huggingface-cli download REPO --local-dir DIR)"
         )
-    entry = json.loads(index.read_text()).get("transformer")
-    if entry is None:
+    entry = read_object(index, "actor_rollout_ref.model.path").get("transformer")
+    if not (isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], str)):
         raise ValueError(
             f"actor_rollout_ref.model.path must hold a pipeline with a transformer, but {index} lists none; "
             "U-Net pipelines are not supported"

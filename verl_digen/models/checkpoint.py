@@ -11,7 +11,6 @@ Invariant (tests/models): the meta network filled from `iter_weights` has the lo
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,19 +22,21 @@ from diffusers.utils.constants import SAFE_WEIGHTS_INDEX_NAME, SAFETENSORS_WEIGH
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from verl_digen.models.json_file import read_object
+
 
 def read_config(path: Path, name: str) -> dict[str, Any]:
     """The JSON file `name` of the checkpoint in `path`.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none, or it is damaged.
     """
     file = path / name
     if not file.is_file():
         raise ValueError(
             f"actor_rollout_ref.model.path must hold {name}, but {str(path)!r} has none; complete the download"
         )
-    return json.loads(file.read_text())
+    return read_object(file, "actor_rollout_ref.model.path")
 
 
 def read_network_config(path: Path, folder: str) -> dict[str, Any]:
@@ -87,7 +88,7 @@ def iter_weights(folder: Path, architecture: str, dtype: torch.dtype) -> Iterato
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     names = {SAFETENSORS_WEIGHTS_NAME}
     if index.is_file():
-        names = set(json.loads(index.read_text())["weight_map"].values())
+        names = set(read_object(index, "actor_rollout_ref.model.path")["weight_map"].values())
     missing = sorted(name for name in names if not (folder / name).is_file())
     if missing:
         raise ValueError(

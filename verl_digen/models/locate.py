@@ -8,10 +8,11 @@ node. Only what the pipeline's index names is: repositories often hold the same 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+
+from verl_digen.models.json_file import read_object
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -55,7 +56,7 @@ def _fetch(path: str, files: tuple[str, ...]) -> Path:
     """These files of every part that the repository's index names."""
     from huggingface_hub import snapshot_download
 
-    index = json.loads((locate_index(path) / INDEX).read_text())
+    index = read_object(locate_index(path) / INDEX, "actor_rollout_ref.model.path")
     parts = [name for name, entry in index.items() if isinstance(entry, list) and entry[0] is not None]
     wanted = [INDEX, *(f"{part}/{file}" for part in parts for file in files)]
     return Path(_from_hub(path, lambda: snapshot_download(path, allow_patterns=wanted, ignore_patterns=VARIANTS)))

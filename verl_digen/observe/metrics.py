@@ -6,6 +6,8 @@
 | `reward/mean`, `_std`, `_min`, `_max` | reward | over the samples of the logical batch |
 | `reward/NAME` | reward | mean of one reward function, or of one of its details |
 | `reward/zero_spread_groups` | groups | groups whose samples all scored the same: they carry no gradient |
+| `actor/grad_norm` | | of the committed gradient, before it is clipped |
+| `actor/grad_projection` | | a fixed ±1 projection of it: tells directions apart, see `engine.gradients.projection` |
 | `rollout/version_age_max_versions` | versions | between the generating and the trained weights; 0 in strict mode |
 | `rollout/log_prob_gap_max`, `_mean` | nats | the trainer's log-probs against those recorded at generation |
 | `rollout/ratio`, `rollout/ratio_deviation_max` | | the same as a ratio: 1 and 0 if both compute alike |

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Say before the first out-of-memory whether a run fits its devices, what it moves, and how long a step takes.
+"""Calculate before the first out-of-memory whether a run fits its devices, what it moves, and how long a step takes.
 
 The words are those of verl's main; nothing is downloaded for a local folder or a checkpoint this knows. Beside them
   gpus=8              devices of the whole run (separate pools share them), in place of the pools' own keys
@@ -74,13 +74,16 @@ def make_plan(words: Sequence[str]) -> Plan:
     from verl_digen.plan.remedies import LORA_RANK, find_remedies
     from verl_digen.plan.run import read_run
     from verl_digen.plan.time import plan_time
+    from verl_digen.preflight.plannable import check_plannable
 
     own, overrides = split_words(words)
 
     def read(*more: str) -> Run:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # verl warns of every engine it has no library for
-            return read_run(compose_run([*overrides, *more], own), own.prompt_tokens)
+            config = compose_run([*overrides, *more], own)
+            check_plannable(config)
+            return read_run(config, own.prompt_tokens)
 
     planned = read()
     device, device_bytes = device_of(own)
@@ -177,8 +180,9 @@ def _seconds(plan: Plan) -> list[str]:
         return [work, "no seconds: the peak of this device is not known; device=H100 plans for one"]
     return [
         work,
-        f"at {plan.words.mfu:.0%} of the peak of {plan.device}: {time.generating_s:.1f} s to generate, "
-        f"{time.training_s:.1f} s to train, a step in {time.step_s:.1f} s or more",
+        f"calculated, not measured, at {plan.words.mfu:.0%} of the peak of {plan.device}: "
+        f"{time.generating_s:.1f} s to generate, {time.training_s:.1f} s to train, "
+        f"a step in {time.step_s:.1f} s or more",
     ]
 
 
@@ -189,16 +193,28 @@ def _verdict(plan: Plan) -> list[str]:
     limit = f"{memory.limit_bytes / 1e9:.1f} of {plan.device_bytes / 1e9:.0f} GB"
     peak = max(memory.training.total, memory.generating.total)
     if memory.fits:
-        return [f"FITS  {peak / 1e9:.1f} GB are needed, {limit} may be used"]
-    lines = [f"DOES NOT FIT  {peak / 1e9:.1f} GB are needed, {limit} may be used"]
+        return [f"FITS  {peak / 1e9:.1f} GB are needed (calculated), {limit} may be used"]
+    lines = [f"DOES NOT FIT  {peak / 1e9:.1f} GB are needed (calculated), {limit} may be used"]
     lines += [
         f"  then {remedy.override}: {remedy.training_bytes / 1e9:.1f} GB to train, "
         f"{remedy.generating_bytes / 1e9:.1f} to generate{', fits' if remedy.fits else ''}"
         for remedy in plan.remedies
     ]
     if not plan.remedies or not plan.remedies[-1].fits:
-        lines.append("  no setting makes it fit; lower digen.sampling.height_px, width_px or num_frames")
+        lines.append(f"  no setting makes it fit; {_way_out(memory)}")
     return lines
+
+
+def _way_out(memory: Memory) -> str:
+    """Advice where no setting helps: smaller samples do not where weights alone are too large."""
+    assert memory.limit_bytes is not None
+    weights = sum(memory.generating.items.values())
+    if weights > memory.limit_bytes:
+        return (
+            f"what a replica holds before it generates is {weights / 1e9:.1f} GB, so use devices with more memory, or "
+            "recipe=[...,vllm_omni] with actor_rollout_ref.rollout.tensor_model_parallel_size"
+        )
+    return "lower digen.sampling.height_px, width_px or num_frames"
 
 
 # -- for programs -----------------------------------------------------------------------------------------------

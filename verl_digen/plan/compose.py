@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from verl_digen.schedulers.require import require, require_one_of
+from verl_digen.schedulers.require import require, require_one_of, suggestion
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -77,7 +77,15 @@ def split_words(arguments: Sequence[str]) -> tuple[Words, list[str]]:
     overrides = []
     for argument in arguments:
         key, separator, value = argument.partition("=")
-        require(bool(separator) or argument.startswith("~"), "words must be KEY=VALUE", argument, "see --help")
+        require(
+            bool(separator and key.strip()) or argument.startswith("~"),
+            "words must be KEY=VALUE",
+            argument,
+            "see --help",
+        )
+        meant = suggestion(key, kinds)
+        is_known = "." in key or key in kinds or not meant
+        require(is_known, "words must be keys of the config, or of the plan", argument, f"{meant}see --help")
         if key not in kinds:
             overrides.append(argument)
             continue
@@ -97,19 +105,28 @@ def compose_run(overrides: Sequence[str], words: Words) -> DictConfig:
     import verl  # noqa: F401 - loads the plugin, and with it the recipes
     from hydra import compose, initialize_config_module
     from hydra.errors import HydraException
+    from omegaconf import flag_override
     from omegaconf.errors import OmegaConfBaseException
+
+    from verl_digen.preflight.recipes import check_recipes
 
     overrides = list(overrides)
     with _platform_of(words), initialize_config_module("verl.trainer.config", version_base=None):
         try:
-            config = compose("ppo_trainer", overrides=overrides)
+            config = compose("ppo_trainer", overrides=overrides, return_hydra_config=True)
+            check_recipes(config)
+            with flag_override(config, ["struct", "readonly"], False):
+                del config["hydra"]
             if words.gpus is None:
                 return config
             given = [key for key in POOL_KEYS if any(word.partition("=")[0].lstrip("+") == key for word in overrides)]
             require(not given, "gpus must be left out where the pools are given", given, "drop one or the other")
             return compose("ppo_trainer", overrides=[*overrides, *_pools(words.gpus, is_split(config))])
         except (HydraException, OmegaConfBaseException) as error:
-            raise ValueError(f"the config cannot be composed: {str(error).strip().splitlines()[0]}") from error
+            lines = str(error).strip().splitlines()
+            recipes = next((line.partition(", recipes: ")[2] for line in lines if ", recipes: " in line), "")
+            more = f"; recipes: {recipes}" if recipes else ""
+            raise ValueError(f"the config cannot be composed: {lines[0]}{more}") from error
 
 
 def is_split(config: DictConfig) -> bool:

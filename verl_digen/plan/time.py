@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds of a step at an assumed share of the devices' peak.
+"""Seconds of a step, calculated at an assumed share of the devices' peak; none of them was measured.
 
 - Generation: every sample's T forwards. Training: every row's forward and backward, one forward more where old
   log-probs are recomputed, and one for the KL reference.

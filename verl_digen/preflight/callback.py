@@ -14,6 +14,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from verl_digen.errors import RunStopped, plain
+from verl_digen.preflight.notes import notes
 from verl_digen.preflight.rules import check
 
 
@@ -48,3 +49,5 @@ def _check_or_exit(config: DictConfig) -> None:
     except Exception:
         traceback.print_exc()
         raise SystemExit(1) from None
+    for note in notes(config):
+        print(f"verl-digen: {note}", file=sys.stderr, flush=True)

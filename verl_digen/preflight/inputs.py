@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run reads: the checkpoint, prompts, the loss, rewards."""
+"""Prompt files."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,142 +12,138 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_digen.config import digen_config
 from verl_digen.preflight.pools import VIRTUAL
-from verl_digen.schedulers.require import require, require_one_of
+from verl_digen.schedulers.require import require
 
 if TYPE_CHECKING:
+    from verl_digen.data.lengths import PromptCheck, TooLong
     from verl_digen.data.prompts import Prompt
-
-SURELY_SHORT_BYTES = 200
-"""A prompt this long fits every model: a token is a byte or more, and none reads fewer than 256. (Eight quotations in
-one can be too much for HunyuanVideo 1.5, whose encoder then says so.)"""
-
-
-def check_model(config: DictConfig) -> None:
-    """The checkpoint is there, with all its parts; the model can make what is asked for, and the back end serves it."""
-    section = config.actor_rollout_ref.model
-    if OmegaConf.is_missing(section, "path"):
-        raise ValueError(
-            "actor_rollout_ref.model.path must be a checkpoint in the diffusers format, a folder or a repository of "
-            "the hub, got nothing; set actor_rollout_ref.model.path=..."
-        )
-    if "://" in section.path:  # on a remote file system: verl fetches it once the run has started
-        return
-    from verl_digen.models import ARCHITECTURES, load_model, read_architecture
-    from verl_digen.models.locate import locate_configs
-    from verl_digen.rollout.vllm_omni.served import require_bound, require_served
-    from verl_digen.types import Geometry
-
-    folder = locate_configs(section.path)
-    architecture = read_architecture(folder)
-    require_one_of("the architecture of actor_rollout_ref.model.path", architecture, tuple(sorted(ARCHITECTURES)))
-    sampling = digen_config(config).sampling
-    model = load_model(folder)
-    if config.actor_rollout_ref.rollout.name == "vllm_omni":
-        require_served(model.pipeline)
-        lora = {"rank": section.lora_rank, "merge": False} | OmegaConf.to_container(section.lora)  # type: ignore[operator]
-        require_bound(
-            model.pipeline,
-            sends_adapter=lora["rank"] > 0 and not lora["merge"],
-            targets=section.target_modules,
-            excluded=section.exclude_modules,
-        )
-    model.latent_shape(Geometry(sampling.height_px, sampling.width_px, sampling.num_frames))
-    model.embedded_guidance(sampling.embedded_guidance_scale)
 
 
 def check_prompts(config: DictConfig) -> None:
     """Prompt files can be read, there are enough prompts for one step, and none is longer than the model reads."""
-    prompts: list[Prompt] = []
-    for name in ("train_files", "val_files"):
-        if config.data[name] is None:
-            raise ValueError(f"data.{name} must name a file of prompts, got nothing; set data.{name}=FILE")
-        of_file = _read_prompts(config, name)
-        prompts += of_file
-        if name == "train_files":
-            num_prompts, most = len(of_file), config.data.train_max_samples
-            require(
-                (min(num_prompts, most) if most > 0 else num_prompts) >= config.data.train_batch_size,
-                f"data.train_files must hold data.train_batch_size={config.data.train_batch_size} prompts or more",
-                num_prompts,
-                "add prompts, or lower data.train_batch_size",
-            )
-    _check_lengths(config, prompts)
-
-
-def _check_lengths(config: DictConfig, prompts: Iterable[Prompt]) -> None:
-    """No prompt is longer than the model reads. For checkpoints on this machine; others tell when they encode."""
-    from verl_digen.models import load_model
-
-    section = config.actor_rollout_ref.model
-    is_here = not OmegaConf.is_missing(section, "path") and Path(section.path).expanduser().is_dir()
-    if not is_here or config.trainer.v1.trainer_mode == VIRTUAL:
-        return
-    texts = [digen_config(config).sampling.negative_prompt]
-    for prompt in prompts:
-        texts += [prompt.text] if prompt.negative is None else [prompt.text, prompt.negative]
-    long = [text for text in dict.fromkeys(texts) if len(text.encode()) > SURELY_SHORT_BYTES]
-    if long:
-        check = load_model(Path(section.path).expanduser()).load_prompt_check()
-        for text in long:
-            check(text)
-
-
-def check_loss(config: DictConfig) -> None:
-    """The policy loss is registered, by us or by a module the user names, and has the log-probs it needs."""
-    from verl.utils.import_utils import import_external_libs
-
-    from verl_digen.algorithms.losses import loss_names
-
-    import_external_libs(config.actor_rollout_ref.model.external_lib)  # a user's loss is filed by being imported
-    digen = digen_config(config)
-    require_one_of("digen.loss_name", digen.loss_name, loss_names())
-    _ = digen.denominator  # raises
-
-
-def check_rewards(config: DictConfig) -> None:
-    """There is a reward, and every function named can be found."""
-    from verl_digen.reward.functions import resolve
-
-    functions = digen_config(config).reward.functions
-    custom = config.reward.custom_reward_function.path
-    require(
-        bool(functions) or custom is not None,
-        "digen.reward.functions must name a reward function and its weight",
-        dict(functions),
-        "set e.g. digen.reward.functions.jpeg_compressibility=1.0, or reward.custom_reward_function.path",
-    )
-    for name in functions:
-        resolve(name)
-    require(
-        custom is None or "://" in custom or Path(custom).is_file(),
-        "reward.custom_reward_function.path must be an existing file",
-        custom,
-        "check the path",
-    )
-    if custom is not None and "://" not in custom:
-        _load_custom_reward(config)
-
-
-def _load_custom_reward(config: DictConfig) -> None:
-    """As reward workers will."""
-    from verl.trainer.ppo.reward import get_custom_reward_fn
-
-    section = config.reward.custom_reward_function
-    try:
-        get_custom_reward_fn(config)
-    except Exception as error:  # whatever the user's module raises while it is imported
-        cause = error.__cause__ or error
+    validating = validates(config)
+    if OmegaConf.select(config, "data.train_files") is None:
+        raise ValueError("data.train_files must name a file of prompts, got nothing; set data.train_files=FILE")
+    if validating and OmegaConf.select(config, "data.val_files") is None:
         raise ValueError(
-            f"reward.custom_reward_function.path={section.path} must be a module that can be imported and has a "
-            f"function reward.custom_reward_function.name={section.name}, got {type(cause).__name__}: {cause}; repair "
-            "the file, or install what it imports"
-        ) from error
+            f"data.val_files must name a file of prompts where a run validates ({', '.join(validating)}), got nothing; "
+            "set data.val_files=FILE, or trainer.test_freq=-1 trainer.val_before_train=false"
+        )
+    train, val = prompts_of(config, "train"), prompts_of(config, "val")
+    found = [*train.too_long, *val.too_long]
+    if found and not config.data.filter_overlong_prompts:
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        raise ValueError(
+            f"{found[0].prompt.place}{more}: {found[0].reason}, or set data.filter_overlong_prompts=true, which leaves "
+            "such prompts out"
+        )
+    num_prompts, batch = len(train.prompts) - len(train.too_long), config.data.train_batch_size
+    require(
+        num_prompts >= batch,
+        f"data.train_files must hold data.train_batch_size={batch} prompts or more{train.reduced}",
+        num_prompts,
+        f"{train.remedy}, or lower data.train_batch_size",
+    )
+    require(
+        not validating or len(val.prompts) > len(val.too_long),
+        f"data.val_files must hold a prompt{val.reduced}",
+        0,
+        val.remedy,
+    )
 
 
-def _read_prompts(config: DictConfig, name: str) -> list[Prompt]:
-    """Of `data.NAME`, a file or several."""
+def validates(config: DictConfig) -> list[str]:
+    """The settings for which a run validates, as typed; empty where it does not."""
+    trainer = config.trainer
+    found = ["trainer.val_before_train=true"] if trainer.val_before_train else []
+    return found + ([f"trainer.test_freq={trainer.test_freq}"] if trainer.test_freq > 0 else [])
+
+
+def check_validation(config: DictConfig) -> None:
+    """A run that shall only validate does: verl's `val_only` ends a run after the validation before training."""
+    require(
+        not config.trainer.val_only or config.trainer.val_before_train,
+        "trainer.val_before_train must be true with trainer.val_only=true, which would train otherwise",
+        config.trainer.val_before_train,
+        "leave trainer.val_before_train out, or set trainer.val_only=false",
+    )
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """The prompts of `data.train_files` or `data.val_files`, and what is taken of them."""
+
+    part: str
+    num_read: int
+    prompts: Sequence[Prompt]
+    """After `data.*_max_samples`."""
+    too_long: Sequence[TooLong]
+    """Prompts that are too long; left out of `prompts` where `data.filter_overlong_prompts` is true."""
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether `data.*_max_samples` takes fewer than there are."""
+        return len(self.prompts) < self.num_read
+
+    @property
+    def reduced(self) -> str:
+        """Why fewer prompts are taken than the files hold, for a message."""
+        reasons = [f"data.{self.part}_max_samples={len(self.prompts)} of {self.num_read}"] if self.is_cut else []
+        if self.too_long:
+            reasons.append(f"data.filter_overlong_prompts=true leaves out {len(self.too_long)}")
+        return f" ({', '.join(reasons)})" if reasons else ""
+
+    @property
+    def remedy(self) -> str:
+        return f"raise data.{self.part}_max_samples" if self.is_cut else "add prompts"
+
+
+def prompts_of(config: DictConfig, part: str) -> PromptSet:
+    """Read `data.PART_files`, PART being train or val. None are named where a run does not validate: an empty set.
+
+    Raises:
+        ValueError: a file is missing or malformed, or `data.PART_max_samples` or the run's negative prompt is wrong.
+    """
+    from verl_digen.data.lengths import find_too_long
     from verl_digen.data.prompts import read_prompts
 
-    given = config.data[name]
-    files: Any = OmegaConf.to_container(given) if OmegaConf.is_list(given) else given
-    return read_prompts(files, key=f"data.{name}")
+    given, most = OmegaConf.select(config, f"data.{part}_files"), config.data[f"{part}_max_samples"]
+    require(
+        isinstance(most, int) and (most == -1 or most >= 1),
+        f"data.{part}_max_samples must be -1, which takes all prompts, or a number of prompts >= 1",
+        most,
+        "leave it at -1",
+    )
+    if given is None:
+        return PromptSet(part, 0, (), ())
+    files: Any = OmegaConf.to_container(given) if OmegaConf.is_list(given) or OmegaConf.is_dict(given) else given
+    read = read_prompts(files, key=f"data.{part}_files")
+    taken = read[:most] if most > 0 else read
+    if not _has_tokenizers(config):
+        return PromptSet(part, len(read), taken, ())
+    _check_negative(config)
+    return PromptSet(part, len(read), taken, find_too_long(taken, lambda: _load_prompt_check(config)))
+
+
+def _check_negative(config: DictConfig) -> None:
+    from verl_digen.data.lengths import SURELY_SHORT_BYTES
+
+    negative = digen_config(config).sampling.negative_prompt
+    if len(negative.encode()) > SURELY_SHORT_BYTES:
+        try:
+            _load_prompt_check(config)(negative)
+        except ValueError as error:
+            raise ValueError(f"digen.sampling.negative_prompt: {error}") from error
+
+
+def _has_tokenizers(config: DictConfig) -> bool:
+    """Whether prompts can be measured now: the checkpoint is on this machine. Others tell when they encode."""
+    section = config.actor_rollout_ref.model
+    is_here = not OmegaConf.is_missing(section, "path") and Path(section.path).expanduser().is_dir()
+    return is_here and config.trainer.v1.trainer_mode != VIRTUAL
+
+
+def _load_prompt_check(config: DictConfig) -> PromptCheck:
+    from verl_digen.models import load_model
+
+    return load_model(Path(config.actor_rollout_ref.model.path).expanduser()).load_prompt_check()

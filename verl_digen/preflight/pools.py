@@ -9,21 +9,28 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_digen import plugin
 from verl_digen.config import digen_config
-from verl_digen.schedulers.require import require, require_one_of
+from verl_digen.schedulers.require import require, require_one_of, suggestion
 
 COLOCATED = "digen_flowgrpo"
 """`trainer.v1.trainer_mode` with which trainer and replicas take turns on the same devices."""
 VIRTUAL = "digen_virtual"
 """The one whose devices only take time."""
+MODES = (COLOCATED, "digen_disaggregated", VIRTUAL)
+CPUS_PER_RANK = 3
+"""CPUs that verl's placement group asks for beside each device (`RayResourcePool.max_colocate_count`)."""
 
 
 def check_device(config: DictConfig) -> None:
-    """`trainer.device` is the platform verl chose, and a CPU machine has as many logical GPUs as verl will ask for."""
+    """`trainer.device` is the platform verl chose, and a CPU machine has as many logical devices as verl will ask for.
+
+    Ray would wait forever for devices or CPUs that no node has.
+    """
     from verl.plugin.platform import get_platform
 
     from verl_digen.platforms.placement import num_reward_devices
 
     platform = get_platform().device_name
+    require_one_of("trainer.device", config.trainer.device, sorted({platform, "cpu", "cuda", "npu"}))
     require(
         config.trainer.device != "cpu" or platform == "cpu",
         f"trainer.device must be {platform}, the platform verl found",
@@ -31,21 +38,31 @@ def check_device(config: DictConfig) -> None:
         "to train on the CPU, set VERL_PLATFORM=cpu in the environment",
     )
     if platform == "cpu":
-        num_gpus = OmegaConf.select(config, "ray_kwargs.ray_init.num_gpus")
+        num_gpus = OmegaConf.select(config, "ray_kwargs.ray_init.num_gpus", throw_on_missing=True)
         rollout = config.actor_rollout_ref.rollout
         needed = num_ranks(config) + rollout.nnodes * rollout.n_gpus_per_node + num_reward_devices(config)
         require(
-            num_gpus is not None and num_gpus >= needed,
+            isinstance(num_gpus, int) and num_gpus >= needed,
             f"ray_kwargs.ray_init.num_gpus must be >= {needed}, the devices of the run, where there is no accelerator",
             num_gpus,
             "raise it (these GPUs are logical), or lower trainer.n_gpus_per_node",
+        )
+    num_cpus = OmegaConf.select(config, "ray_kwargs.ray_init.num_cpus", throw_on_missing=True)
+    if num_cpus is not None:
+        least = CPUS_PER_RANK * num_ranks(config) + config.reward.num_workers
+        require(
+            isinstance(num_cpus, int) and num_cpus >= least,
+            f"ray_kwargs.ray_init.num_cpus must be >= {least}, {CPUS_PER_RANK} for each trainer rank and one for each "
+            "of reward.num_workers",
+            num_cpus,
+            "raise it (these CPUs are logical), or null to count the machine's",
         )
 
 
 def check_rollout(config: DictConfig) -> None:
     """The replica exists, and replicas fit the devices."""
     rollout = config.actor_rollout_ref.rollout
-    require_one_of("actor_rollout_ref.rollout.name", rollout.name, tuple(plugin.REPLICAS))
+    require_one_of("actor_rollout_ref.rollout.name", rollout.name, plugin.REPLICAS)
     require(
         rollout.name != "vllm_omni" or find_spec("vllm_omni") is not None,
         "actor_rollout_ref.rollout.name=vllm_omni needs the package vllm-omni",
@@ -59,6 +76,12 @@ def check_rollout(config: DictConfig) -> None:
         "actor_rollout_ref.rollout.name=diffusers",
         size,
         "set it to 1; more devices make more replicas",
+    )
+    require(
+        config.trainer.v1.trainer_mode == COLOCATED or rollout.nnodes >= 1,
+        "actor_rollout_ref.rollout.nnodes must be >= 1 with replicas on devices of their own",
+        rollout.nnodes,
+        "give the nodes that generate",
     )
     pools = {"trainer": num_ranks(config), "actor_rollout_ref.rollout": rollout.nnodes * rollout.n_gpus_per_node}
     for pool, num_devices in pools.items():
@@ -96,6 +119,46 @@ def check_placement(config: DictConfig) -> None:
         "or be a multiple of them",
         num_workers,
         "as many workers as devices is usual",
+    )
+
+
+def check_mode(config: DictConfig) -> None:
+    """The trainer is one of ours, and verl shares devices between trainer and replicas where it does."""
+    mode, is_shared = config.trainer.v1.trainer_mode, config.actor_rollout_ref.hybrid_engine
+    require_one_of("trainer.v1.trainer_mode", mode, MODES)
+    require(
+        is_shared == (mode == COLOCATED),
+        f"actor_rollout_ref.hybrid_engine must be {str(mode == COLOCATED).lower()} with trainer.v1.trainer_mode={mode}",
+        is_shared,
+        "leave both to the recipes: recipe=[...,disaggregated] has separate pools",
+    )
+
+
+def check_weight_path(config: DictConfig) -> None:
+    """Weights go from the trainer to the replicas by an engine that is registered here."""
+    from verl.checkpoint_engine import CheckpointEngineRegistry
+    from verl.utils.import_utils import import_external_libs
+
+    section, mode = config.actor_rollout_ref.rollout.checkpoint_engine, config.trainer.v1.trainer_mode
+    key = "actor_rollout_ref.rollout.checkpoint_engine.backend"
+    if mode == COLOCATED:
+        require_one_of(key, section.backend, ("naive",))
+        return
+    try:
+        import_external_libs(section.custom_backend_module)
+    except ImportError as error:
+        raise ValueError(
+            "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module must be a module that can be imported, "
+            f"got {section.custom_backend_module!r} ({error}); leave it to the recipes"
+        ) from error
+    registered = set(CheckpointEngineRegistry._registry) - {"naive"}
+    virtual = {name for name in registered if name == VIRTUAL}
+    known = virtual if mode == VIRTUAL else registered - virtual
+    require(
+        section.backend in known,
+        f"{key} must be one of {', '.join(sorted(known)) or 'those that custom_backend_module registers'}",
+        section.backend,
+        f"{suggestion(str(section.backend), known)}leave it to the recipes",
     )
 
 

@@ -1,31 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The installation, and verl's own keys: those that diffusion leaves alone, and batches that divide."""
+"""The installation, the `digen:` section, and batches that divide."""
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from verl_digen import plugin
 from verl_digen.config import digen_config
 from verl_digen.preflight.pools import num_ranks
-from verl_digen.schedulers.require import require
-
-UNUSED_KEYS: dict[str, tuple[Any, str]] = {
-    "actor_rollout_ref.actor.use_kl_loss": (False, "digen.kl.coef is the weight of the KL term"),
-    "algorithm.use_kl_in_reward": (False, "digen.kl.coef is the weight of the KL term"),
-    "actor_rollout_ref.actor.use_dynamic_bsz": (
-        False,
-        "digen.tsp.samples_per_tile and digen.tsp.steps_per_tile are the size of a forward",
-    ),
-    "actor_rollout_ref.actor.fsdp_config.use_no_sync_for_gradient_accumulation": (
-        False,
-        "digen.tsp.reduce says when gradients are reduced",
-    ),
-    "trainer.use_v1": (True, "the legacy trainer has no hook for diffusion"),
-}
-"""Keys of verl's that do nothing for diffusion unless they have this value, and what to use in their place."""
+from verl_digen.schedulers.require import require, suggestion
 
 
 def check_plugin(config: DictConfig) -> None:
@@ -42,14 +27,8 @@ def check_digen(config: DictConfig) -> None:
     digen_config(config)
 
 
-def check_unused(config: DictConfig) -> None:
-    """Keys that would do nothing are left alone."""
-    for key, (value, remedy) in UNUSED_KEYS.items():
-        given = OmegaConf.select(config, key)
-        require(given == value, f"{key} must be {str(value).lower()} for diffusion models", given, remedy)
-
-
 def check_strategy(config: DictConfig) -> None:
+    """Weights are sharded by FSDP2."""
     strategy = config.actor_rollout_ref.actor.strategy
     require(
         strategy == "fsdp2",
@@ -59,16 +38,56 @@ def check_strategy(config: DictConfig) -> None:
     )
 
 
+def check_shards(config: DictConfig) -> None:
+    """Ranks divide into groups that shard the weights, each of which holds all of them."""
+    size, ranks = config.actor_rollout_ref.actor.fsdp_config.fsdp_size, num_ranks(config)
+    require(
+        size == -1 or size >= ranks or ranks % size == 0,
+        f"actor_rollout_ref.actor.fsdp_config.fsdp_size must divide the trainer's ranks ({ranks})",
+        size,
+        "-1 shards over all ranks",
+    )
+
+
+def check_optimizer(config: DictConfig) -> None:
+    """The optimizer's class is there."""
+    key, optim = "actor_rollout_ref.actor.optim", config.actor_rollout_ref.actor.optim
+    module, name = optim.optimizer_impl, optim.optimizer
+    try:
+        found = importlib.import_module(module)
+    except Exception as error:  # whatever the module raises while it is imported
+        raise ValueError(
+            f"{key}.optimizer_impl must be a module that can be imported, got {module!r} ({type(error).__name__}: "
+            f"{error}); torch.optim is the default, others must be installed"
+        ) from error
+    names = [one for one, value in vars(found).items() if isinstance(value, type)]
+    require(
+        isinstance(getattr(found, name, None), type),
+        f"{key}.optimizer must be a class of {key}.optimizer_impl={module}",
+        name,
+        f"{suggestion(name, names)}AdamW is usual",
+    )
+
+
+def check_callback(config: DictConfig) -> None:
+    """The class that is called after a checkpoint can be imported."""
+    from verl.utils.import_utils import load_class_from_fqn
+
+    name = config.trainer.checkpoint_callback_class
+    try:
+        if name:
+            load_class_from_fqn(name, "CheckpointCallback")
+    except Exception as error:  # whatever the user's module raises while it is imported
+        raise ValueError(
+            f"trainer.checkpoint_callback_class must be a class that can be imported, got {name!r} "
+            f"({type(error).__name__}: {str(error).splitlines()[0]}); give package.module.Class, or null"
+        ) from error
+
+
 def check_batches(config: DictConfig) -> None:
     """Prompts, groups and samples divide as verl divides them."""
     num_prompts, group_size = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
     mini_batch, ranks = config.actor_rollout_ref.actor.ppo_mini_batch_size, num_ranks(config)
-    require(
-        group_size >= 2,
-        "actor_rollout_ref.rollout.n must be >= 2, because an advantage compares the samples of one prompt",
-        group_size,
-        "flow_grpo uses 24",
-    )
     require(
         num_prompts * group_size % ranks == 0,
         "data.train_batch_size x actor_rollout_ref.rollout.n must be a multiple of the trainer's ranks "
@@ -77,7 +96,7 @@ def check_batches(config: DictConfig) -> None:
         "change one of these four",
     )
     require(
-        0 < mini_batch <= num_prompts and num_prompts % mini_batch == 0,
+        num_prompts % mini_batch == 0,
         f"actor_rollout_ref.actor.ppo_mini_batch_size must divide data.train_batch_size={num_prompts}",
         mini_batch,
         "leave it alone for one optimizer step per batch",

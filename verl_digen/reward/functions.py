@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward functions by name, and what a reward function is.
+"""Reward functions by name, how they are called, and the sum they make.
 
 A reward function takes keyword arguments as verl's do and returns a number, or a dict with `score` and details:
 
@@ -14,7 +14,8 @@ fails; there is no silent zero.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 RewardFunction = Callable[..., Any]
@@ -25,25 +26,94 @@ BUILT_IN: dict[str, str] = {
 }
 """Name -> "module:function"."""
 
+CUSTOM = "custom"
+"""Name under which `reward.custom_reward_function` is weighed and logged."""
+
+ARGUMENTS = ("data_source", "solution_image", "ground_truth", "extra_info")
+"""Keyword arguments of every call."""
+
 
 def resolve(name: str) -> RewardFunction:
-    """The reward function called `name`: a built-in one, or "package.module:function".
+    """The reward function called `name`: a built-in one, "package.module:function" or "package.module.function".
+
+    The form without a colon is the one that Hydra takes on the command line as it is.
 
     Raises:
-        ValueError: unknown name (lists the built-in ones), or a module without that function.
+        ValueError: unknown name (lists the built-in ones), a module that cannot be imported or lacks that function, or
+            something that cannot be called as a reward function.
     """
     target = BUILT_IN.get(name, name)
-    module_name, separator, function_name = target.partition(":")
-    if not separator:
+    separator = ":" if ":" in target else "."
+    module_name, _, function_name = target.rpartition(separator)
+    if not module_name or not function_name:
         raise ValueError(
-            f"digen.reward.functions must name one of {', '.join(sorted(BUILT_IN))}, or package.module:function, "
+            f"digen.reward.functions must name one of {', '.join(sorted(BUILT_IN))}, or package.module.function, "
             f"got {name!r}; a function in a file of your own goes to reward.custom_reward_function.path"
         )
     try:
         function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
+    except (Exception, SystemExit) as error:  # whatever the user's module raises while it is imported
         raise ValueError(
-            f"digen.reward.functions: {name!r} could not be loaded ({error}); check the module's name and that it is "
-            "installed"
+            f"digen.reward.functions: {name!r} could not be loaded ({type(error).__name__}: {error}); check the "
+            "module's name and that it is installed"
         ) from error
+    require_reward_function(f"digen.reward.functions: {name!r}", function)
     return function
+
+
+def require_reward_function(key: str, function: Any, extra: Mapping[str, Any] | None = None) -> None:
+    """Raise ValueError unless `function` can be called as a reward function.
+
+    Args:
+        key: where it was named, for the message.
+        extra: keyword arguments that the user gives it beside `ARGUMENTS`.
+    """
+    is_function = callable(function) and not isinstance(function, type) and not inspect.isgeneratorfunction(function)
+    if not is_function:
+        raise ValueError(
+            f"{key} must be a function that returns a number or a dict with 'score', got "
+            f"{_describe(function)}; write def compute_score({', '.join(ARGUMENTS)}=None)"
+        )
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of a compiled function, which does not tell
+        return
+    given = dict.fromkeys(ARGUMENTS) | dict(extra or {})
+    try:
+        signature.bind(**given)
+    except TypeError as error:
+        raise ValueError(
+            f"{key} must take the keyword arguments {', '.join(given)}, got a function of {signature} ({error}); "
+            f"{_remedy(signature, given)}"
+        ) from error
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    return f"the generator {value.__name__}" if callable(value) else repr(value)
+
+
+def _remedy(signature: inspect.Signature, given: Mapping[str, Any]) -> str:
+    names = set(signature.parameters)
+    if set(given) - set(ARGUMENTS) - names and names.issuperset(ARGUMENTS[:2]):
+        return "take the other names out of reward.custom_reward_function.reward_kwargs, or let the function take them"
+    if "solution_str" in names:
+        return "this is verl's form for text: rename solution_str to solution_image, a uint8 array [H, W, 3]"
+    if {"images", "prompts"} & names:
+        return (
+            "this is flow_grpo's form: write a compute_score of these arguments that calls it with [solution_image], "
+            "[extra_info['prompt']] and [extra_info]"
+        )
+    return f"write def compute_score({', '.join(ARGUMENTS)}=None), or let it take **kwargs"
+
+
+def formula(weights: Mapping[str, float]) -> str:
+    """The reward as a person reads it.
+
+    Example:
+        formula({"custom": 1.0, "jpeg": 0.2, "ocr": 0.0})  # "reward = 1 x custom + 0.2 x jpeg (only logged: ocr)"
+    """
+    terms = [f"{weight:g} x {name}" for name, weight in weights.items() if weight != 0]
+    logged = [name for name, weight in weights.items() if weight == 0]
+    return f"reward = {' + '.join(terms)}" + (f" (only logged: {', '.join(logged)})" if logged else "")

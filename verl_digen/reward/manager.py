@@ -14,12 +14,9 @@ from verl.trainer.ppo.reward import get_custom_reward_fn, resolve_reward_manager
 
 from verl_digen.config import DigenConfig, digen_config
 from verl_digen.platforms.placement import reward_options
-from verl_digen.reward.functions import resolve
+from verl_digen.reward.functions import CUSTOM, resolve
 from verl_digen.reward.scoring import Scorer, WeightedReward
 from verl_digen.reward.workers import RestartingActor
-
-CUSTOM = "custom"
-"""Name under which `reward.custom_reward_function` is logged."""
 
 
 def make_scorer(digen: DigenConfig, custom: Any) -> Scorer:

@@ -4,6 +4,7 @@
 | what happens | what follows |
 | --- | --- |
 | a worker's process dies | Ray starts it again, `MAX_RESTARTS` times in a run, and sends it anew what it was scoring |
+| it gives no sign of life for `digen.deadlines.answer_s` | it is ended, so that it is started again |
 | it dies 1 + `digen.reward.max_retries` times on a sample | the sample fails with `ScoringError`, and is counted |
 | it is dead for good | it is left out, and its samples go to the others |
 | all are | `RunStopped` |
@@ -13,6 +14,7 @@ Invariant (tests/reward/test_workers.py): a sample has its own score or an error
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
 from collections.abc import Sequence
@@ -20,8 +22,9 @@ from copy import copy
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
 
+from verl_digen.actors import is_starting
 from verl_digen.errors import RunStopped
 from verl_digen.reward.scoring import ScoringError
 
@@ -29,6 +32,9 @@ logger = logging.getLogger(__name__)
 
 MAX_RESTARTS = 20
 """Of one worker in a run. One that dies more often is broken, and would be started for ever."""
+
+MAX_CALLS = 100_000
+"""Calls that a worker has open at a time. Ray's 1000 would have a sign of life wait behind the samples of a batch."""
 
 ALL_LOST = (
     "every reward worker is lost, the last one with: {error}; if that names no cause, look above for a crash in a "
@@ -50,7 +56,12 @@ class RestartingActor:
 
     def __init__(self, worker_class: type, max_retries: int, **options: Any):
         self._actor: Any = ray.remote(worker_class)
-        self._options = {"max_restarts": MAX_RESTARTS, "max_task_retries": max_retries, **options}
+        self._options = {
+            "max_restarts": MAX_RESTARTS,
+            "max_task_retries": max_retries,
+            "max_concurrency": MAX_CALLS,
+            **options,
+        }
         self._kept: list[Any] = []
 
     def options(self, **options: Any) -> RestartingActor:
@@ -69,10 +80,13 @@ class RestartingActor:
 class RewardWorkers:
     """Args:
     handles: of `RestartingActor`s.
+    answer_s: `digen.deadlines.answer_s`. A worker that scores for longer is asked for a sign of life.
     """
 
-    def __init__(self, handles: Sequence[Any]):
+    def __init__(self, handles: Sequence[Any], answer_s: float):
         self._living = list(handles)
+        self._answer_s = answer_s
+        self._asked: dict[Any, asyncio.Task[None]] = {}
         self._last_error = "none was started"
 
     async def score(self, data: Any) -> dict[str, Any]:
@@ -84,7 +98,7 @@ class RewardWorkers:
         while self._living:
             worker = random.choice(self._living)
             try:
-                return await worker.compute_score.remote(data)
+                return await self._score_on(worker, data)
             except ActorDiedError as error:
                 if worker in self._living:  # the first of its samples to hear of it
                     self._living.remove(worker)
@@ -93,3 +107,37 @@ class RewardWorkers:
             except ActorUnavailableError as error:
                 raise ScoringError(f"the reward worker died whenever it scored this sample: {error}") from error
         raise RunStopped(ALL_LOST.format(error=self._last_error))
+
+    async def _score_on(self, worker: Any, data: Any) -> dict[str, Any]:
+        """The worker's answer, for which it may take any time as long as it lives."""
+        scoring = asyncio.ensure_future(worker.compute_score.remote(data))
+        try:
+            while not scoring.done():
+                await asyncio.wait([scoring], timeout=self._answer_s)
+                if not scoring.done():
+                    await self._require_life(worker)
+        finally:
+            scoring.cancel()
+        return scoring.result()
+
+    async def _require_life(self, worker: Any) -> None:
+        """End a worker that says nothing; once, for all samples that wait for it."""
+        if worker not in self._asked:
+            self._asked[worker] = asyncio.create_task(self._end_if_silent(worker))
+            self._asked[worker].add_done_callback(lambda asked: self._asked.pop(worker))
+        await asyncio.shield(self._asked[worker])
+
+    async def _end_if_silent(self, worker: Any) -> None:
+        try:
+            await asyncio.wait_for(worker.__ray_ready__.remote(), self._answer_s)
+        except asyncio.TimeoutError:
+            if is_starting(worker):  # or starting again
+                return
+            logger.error(
+                "a reward worker gives no sign of life for %.0f s (digen.deadlines.answer_s): it is ended, and started "
+                "again. A reward function that holds Python's lock for so long looks the same",
+                self._answer_s,
+            )
+            ray.kill(worker, no_restart=False)
+        except RayActorError as error:
+            logger.warning("a reward worker is out of reach: %s", error)  # its samples hear of it by themselves

@@ -36,11 +36,12 @@ class DiffusersServerAdapter(BaseRollout):
         self.sleep_level = 1
         self._wire_dtype = PrecisionType.to_dtype(self.config.dtype)
         self._bucket_bytes = self.config.checkpoint_engine.update_weights_bucket_megabytes << 20
-        self._replica = ReplicaHandle(server_name(self.replica_rank))
+        self._replica = ReplicaHandle(server_name(self.replica_rank), self.model_config.digen.deadlines.blip_s)
 
     async def resume(self, tags: list[str]) -> None:
         """Wake the server before its weights are replaced."""
         if "weights" in tags:
+            self._replica.find_successor()
             await self._replica.call("wake_up")
 
     async def release(self) -> None:
@@ -59,6 +60,7 @@ class DiffusersServerAdapter(BaseRollout):
         Raises:
             RuntimeError: the server found a tensor missing, unknown or of another shape.
         """
+        self._replica.find_successor()
         if wire_format != "named_tensors":
             raise ValueError(f"the diffusers replica takes full tensors only, got wire_format={wire_format!r}")
         started_s = time.perf_counter()

@@ -6,8 +6,9 @@
 - A batch starts when it is full, or when no request has arrived for `wait_s`.
 - A sample that nobody wants any more can be withdrawn: from the queue, or, when its whole batch is unwanted, by
   stopping the batch at its next step.
-- Whoever holds `exclusive()` runs between batches, never inside one: weight updates use it, so that a trajectory
+- The holder of `exclusive()` runs between batches, never inside one: weight updates use it, so that a trajectory
   has one version and nothing in flight is thrown away.
+- Every request is answered, also when the task that runs the batches is cancelled.
 
 Bound: `pending` is bounded by the callers, each of which waits for its own answer.
 """
@@ -28,7 +29,7 @@ Entry = tuple[SampleRequest, asyncio.Future[Generation]]
 
 
 class Withdrawn(Exception):
-    """Nobody wants the sample any more."""
+    """The sample was withdrawn."""
 
 
 class RequestBatcher:
@@ -55,13 +56,22 @@ class RequestBatcher:
         """Generate one sample; returns when its batch is done, raises what failed it or its whole batch."""
         if self._worker is None:
             self._worker = asyncio.create_task(self._run())
+            self._worker.add_done_callback(self._on_worker_ended)
         answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         self._pending.append((request, answer))
         self._arrived.set()
         return await answer
 
+    def _on_worker_ended(self, worker: asyncio.Task[None]) -> None:
+        """Tell every caller, where the worker was cancelled; the next request starts another one."""
+        self._worker = None
+        for _, answer in [*self._batch, *self._pending]:
+            if not answer.done():
+                answer.set_exception(RuntimeError("the replica stopped generating before this sample was done"))
+        self._batch, self._pending = [], []
+
     def withdraw(self, uid: str, sample_index: int) -> None:
-        """Whoever waits for the sample gets `Withdrawn` at once. No effect if nobody does."""
+        """Answer the sample's caller with `Withdrawn` at once. No effect if nobody waits for the sample."""
         for request, answer in [*self._pending, *self._batch]:
             if (request.uid, request.sample_index) == (uid, sample_index) and not answer.done():
                 answer.set_exception(Withdrawn(f"sample {uid}_{sample_index} is not wanted any more"))
@@ -96,11 +106,10 @@ class RequestBatcher:
                 batch = self._batch = self._take()
                 try:
                     answers = await self._execute([request for request, _ in batch], self._is_unwanted)
+                    if len(answers) != len(batch):
+                        raise RuntimeError(f"a batch of {len(batch)} requests got {len(answers)} answers")
                 except Exception as error:  # every caller of the batch is told
-                    for _, answer in batch:
-                        if not answer.done():
-                            answer.set_exception(error)
-                    continue
+                    answers = [error] * len(batch)
                 for (_, answer), outcome in zip(batch, answers, strict=True):
                     if answer.done():
                         continue

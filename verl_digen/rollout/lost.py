@@ -8,24 +8,39 @@ from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorUnavailableError, RayActorError
 from torch import Tensor
 from verl.workers.rollout.utils import ensure_async_iterator
+
+from verl_digen.rollout.blips import through_blips
 
 logger = logging.getLogger(__name__)
 
 
 class ReplicaHandle:
-    """The server of one replica, by its actor's name, until it dies.
+    """The server of one replica, by its actor's name, until it dies. Its methods may be called twice.
 
     Args:
         name: Ray actor name, looked up at the first call.
+        blip_s: `digen.deadlines.blip_s`. A server that is out of reach for longer is ended: it would miss weights.
     """
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, blip_s: float):
         self.name = name
         self.is_lost = False
+        self._blip_s = blip_s
         self._actor: Any = None
+
+    def find_successor(self) -> None:
+        """Serve the server that was started in place of a lost one, if there is one by now."""
+        if not self.is_lost:
+            return
+        try:
+            actor = ray.get_actor(self.name)
+        except ValueError:
+            return  # the lost one is forgotten, and there is no other
+        if actor != self._actor:
+            self._actor, self.is_lost = actor, False
 
     async def call(self, method: str, *args: Any) -> Any:
         """The method's answer; None, with a warning the first time, from a replica that is lost."""
@@ -33,10 +48,12 @@ class ReplicaHandle:
             return None
         try:
             actor = self._look_up()
-            return await getattr(actor, method).remote(*args)
+            return await through_blips(lambda: getattr(actor, method).remote(*args), self._blip_s)
         except RayActorError as error:
             logger.warning("replica %s is lost and gets no more weights: %s", self.name, error)
             self.is_lost = True
+            if isinstance(error, ActorUnavailableError):
+                ray.kill(actor)
             return None
 
     def _look_up(self) -> Any:

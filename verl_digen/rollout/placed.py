@@ -29,7 +29,7 @@ def cpu_threads(*, num_neighbours: int, num_devices: int, is_standalone: bool) -
     Args:
         num_neighbours: trainer ranks of the node.
         num_devices: of the node's replicas.
-        is_standalone: False where replicas and trainer take turns; then each has all cores meanwhile.
+        is_standalone: False where replicas and trainer take turns; then replicas have the cores for themselves.
     """
-    num_sharing = num_devices + num_neighbours if is_standalone else 1
+    num_sharing = num_devices + (num_neighbours if is_standalone else 0)
     return max(1, len(os.sched_getaffinity(0)) // num_sharing)

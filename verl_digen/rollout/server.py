@@ -11,6 +11,7 @@ import asyncio
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -24,10 +25,12 @@ from verl.utils.torch_dtypes import PrecisionType
 from verl_digen.models import load_model
 from verl_digen.platforms.device_name import accelerator_name
 from verl_digen.rollout.batcher import RequestBatcher
+from verl_digen.rollout.fingerprint import PROMPT, fingerprint
 from verl_digen.rollout.prompt_cache import PromptCache
 from verl_digen.rollout.recording import experts_of, generation_facts
 from verl_digen.rollout.sampler import Sampler
 from verl_digen.types import Condition, Generation, SampleRequest, move_condition
+from verl_digen.weights.probe import Probe, is_probe_due
 from verl_digen.weights.receiver import WeightReceiver
 
 logger = logging.getLogger(__name__)
@@ -51,9 +54,15 @@ class DiffusersServer:
         self._model = load_model(model_config.local_path)
         self._transformer = self._model.load_transformer(dtype).to(self._device)
         self._weights = WeightReceiver(self._transformer, model_config.adapter_config())
-        self._prompts = PromptCache(self._model.load_encoder(dtype, self._device), digen.rollout.embed_cache_size)
+        self._encoder = self._model.load_encoder(dtype, self._device)
+        self._prompts = PromptCache(self._encoder, digen.rollout.embed_cache_size)
         self._decode = self._model.load_decoder(dtype, self._device)
         self._last_update: dict[str, float] = {}
+        self._probe_every = digen.rollout.probe_every
+        self._probe_condition: Condition | None = None
+        """Encoded at the first probe."""
+        self._probes: deque[Probe] = deque(maxlen=2)
+        self._num_updates = 0
         self._sampler = Sampler(
             self._model,
             self._weights.module,
@@ -70,7 +79,7 @@ class DiffusersServer:
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="denoise")
         self._encoding = ThreadPoolExecutor(max_workers=1, thread_name_prefix="encode")
         self._version = 0
-        self._sealed_version = 0
+        self._sealed_version: int | None = None
 
     # -- generation ---------------------------------------------------------------------------------------
     async def generate(
@@ -172,24 +181,50 @@ class DiffusersServer:
         self._weights.stage(named_tensors)
 
     async def seal_weights(self, version: int, num_tensors: int) -> None:
-        """What was received is version `version`, for `activate_weights` to take.
+        """What was received is version `version`, for `activate_weights` to take. Twice does no harm.
 
         Raises:
             RuntimeError: a tensor is missing, unknown or of another shape; the old weights keep serving.
         """
+        if not self._weights.is_staged and version == self._sealed_version:
+            return  # asked again, because the first answer was lost
         self._weights.seal(num_tensors)
         self._sealed_version = version
 
     async def activate_weights(self) -> int:
-        """Make the newest sealed version the current one, between two batches -> which it is."""
+        """Make the newest sealed version the current one, between two batches -> which it is. Twice does no harm.
+
+        At the first updates and every `digen.rollout.probe_every`-th a probe follows, which `check_health` reports.
+        """
         asked_s = time.perf_counter()
         async with self._batcher.exclusive():
+            if not self._weights.is_sealed and self._version == self._sealed_version:
+                return self._version  # asked again, because the first answer was lost
             began_s = time.perf_counter()
             self._weights.switch()
+            assert self._sealed_version is not None  # switch found an update
             self._version = self._sealed_version
+            if is_probe_due(self._num_updates, self._probe_every):
+                self._probes.append(await self._on_device(self._take_probe))
+        self._num_updates += 1
         load_s, drain_s = time.perf_counter() - began_s, began_s - asked_s
         self._last_update = {"update_s": drain_s + load_s, "load_s": load_s, "drain_s": drain_s}
         return self._version
+
+    async def probe(self) -> Probe:
+        """Run the network on fixed inputs with the weights that it has, between two batches."""
+        async with self._batcher.exclusive():
+            return await self._on_device(self._take_probe)
+
+    def _take_probe(self) -> Probe:
+        if self._probe_condition is None:
+            (self._probe_condition,) = self._encoder([PROMPT])
+        computed = fingerprint(self._model, self._weights.module, self._probe_condition)
+        return self._weights.probe(self._version, computed)
+
+    async def _on_device(self, function: Callable[[], Any]) -> Any:
+        """Call it in the thread that computes."""
+        return await asyncio.get_running_loop().run_in_executor(self._compute, function)
 
     async def commit_weights(self, version: int, num_tensors: int) -> None:
         """`seal_weights` and `activate_weights`, where trainer and replica take turns."""
@@ -238,8 +273,10 @@ class DiffusersServer:
         """What this replica is doing; see `verl_digen.trainer.replicas.replica_metrics`."""
         return {
             "version": self._version,
+            "received_version": self._sealed_version,
             "prompt_cache": self._prompts.stats(),
             "last_update": self._last_update,
+            "probes": tuple(self._probes),
             "device": accelerator_name(),
         }
 

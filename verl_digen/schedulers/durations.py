@@ -56,10 +56,8 @@ class KnownDurations:
 
     sample_s: Mapping[str, float]
     """Slot -> seconds to generate one sample."""
-    assist_chunk_s: float
-    """Fixed part of a chunk on the trainer."""
-    assist_sample_s: float
-    """Each of its samples."""
+    assisted_s: Sequence[float]
+    """The trainer generates a chunk of 1, 2, ... samples, up to the largest there is."""
     scoring_s: float
     fragment_s: Sequence[float]
     """Train a fragment of 1, 2, ... groups, up to the largest there is."""
@@ -68,16 +66,15 @@ class KnownDurations:
         return self.sample_s[slot]
 
     def assist_s(self) -> tuple[float, float] | None:
-        return self.assist_chunk_s, self.assist_sample_s
+        """The line through the smallest and the largest chunk."""
+        return _line(self.assisted_s)
 
     def score_s(self) -> float | None:
         return self.scoring_s
 
     def train_s(self) -> tuple[float, float] | None:
         """The line through the smallest and the largest fragment."""
-        first_s, last_s, num_more = self.fragment_s[0], self.fragment_s[-1], len(self.fragment_s) - 1
-        group_s = (last_s - first_s) / num_more if num_more else first_s
-        return max(0.0, first_s - group_s), group_s
+        return _line(self.fragment_s)
 
     def on_generated(self, slot: str, num_samples: int, seconds: float) -> None:
         pass
@@ -90,6 +87,13 @@ class KnownDurations:
 
     def on_trained(self, num_groups: int, seconds: float) -> None:
         pass
+
+
+def _line(seconds: Sequence[float]) -> tuple[float, float]:
+    """(fixed part, part per item) of calls with 1, 2, ... items, through the first and the last."""
+    num_more = len(seconds) - 1
+    item_s = (seconds[-1] - seconds[0]) / num_more if num_more else seconds[0]
+    return max(0.0, seconds[0] - item_s), item_s
 
 
 @dataclass

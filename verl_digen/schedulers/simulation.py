@@ -151,8 +151,7 @@ def simulate(workload: Workload, costs: Costs, techniques: Collection[str]) -> S
     train_s = costs.train_s if costs.train_without_tsp_s is None or "tsp" in techniques else costs.train_without_tsp_s
     durations = KnownDurations(
         sample_s=dict.fromkeys(slots, costs.generate_s),
-        assist_chunk_s=0.0,
-        assist_sample_s=costs.assist_s,
+        assisted_s=[costs.assist_s],
         scoring_s=costs.score_s,
         fragment_s=[count * train_s for count in range(1, 2 if is_pipelined else workload.num_fragments + 1)],
     )
@@ -250,7 +249,7 @@ class PlannerRun:
             self._busy(TRAINER, "train", now_s, end_s, tuple(map(int, uids)))
             self._expect(end_s, "train", decision.fragment)
         elif isinstance(decision, Assist):
-            end_s = now_s + durations.assist_chunk_s + len(decision.chunk.samples) * durations.assist_sample_s
+            end_s = now_s + durations.assisted_s[len(decision.chunk.samples) - 1]
             self._busy(TRAINER, "assist", now_s, end_s, (int(decision.chunk.uid),))
             self._expect(end_s, "assist", decision.chunk)
         elif isinstance(decision, Commit):

@@ -1,18 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What no schedule beats: a step in which nobody waits. Pure.
+"""A lower bound of a step's seconds in the simulator's model: a step in which nobody waits. Pure.
 
-train = training of the whole batch in one call + commit_s          on the trainer's ranks, at best with TSP
-step >= train                                                       it cannot be shared
-step >= P*G * sample_s / slots                                      where the trainer never generates
+train = training of the whole batch in one call + commit_s             on the trainer's ranks; with even tiles no
+                                                                       number of smaller calls takes less
+step >= train                                                          it cannot be shared
+step >= P*G * sample_s / slots                                         where the trainer never generates
 step >= t with  t / sample_s * slots  +  (t - train) / assist_s * c  =  P*G
-                                                                    where it generates, c samples at a time,
-                                                                    whenever it does not train
+                                                                       where it generates, c samples at a time,
+                                                                       whenever it does not train
+
+It bounds the mean step of any window that generates at least as many samples as it trains, or is charged for those it
+does not (`verl_digen.simulate.cluster.run_split`), with staleness as without. c is what
+`digen.tag.chunk_size=auto` gives: samples of one group. Of other costs than those of `verl_digen.simulate.costs` it
+says nothing.
+
+Invariants (tests/simulate/test_bound.py): no simulated run of any split and techniques is below it, to rounding; no
+way to cut the batch into training calls takes less than one call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
+from verl_digen.schedulers.rules import BatchRules
 from verl_digen.simulate.costs import assist_s, sample_s, train_s
 from verl_digen.simulate.devices import Pool
 from verl_digen.simulate.profile import Profile
@@ -33,5 +43,14 @@ def lower_bound_s(profile: Profile, trainer: Pool, generator: Pool, techniques: 
     samples_per_s = generator.num_devices / sample_s(numbers, generator.slowdown(profile.device))
     if "tag" not in techniques or num_samples / samples_per_s <= training_s:
         return max(training_s, num_samples / samples_per_s)
-    assisted_per_s = min(numbers.group_size, trainer.num_devices) / assist_s(numbers, trainer.num_devices, slowdown)
+    rules = BatchRules(
+        numbers.num_prompts,
+        numbers.group_size,
+        max_chunk_size=numbers.max_chunk_size,
+        num_trainer_ranks=trainer.num_devices,
+    )
+    largest = rules.trainer_chunk_size(generator.num_devices)
+    assisted_per_s = max(
+        count / assist_s(numbers, count, trainer.num_devices, slowdown) for count in range(1, largest + 1)
+    )
     return (num_samples + training_s * assisted_per_s) / (samples_per_s + assisted_per_s)

@@ -14,8 +14,9 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 from verl_digen.schedulers.durations import KnownDurations
 from verl_digen.schedulers.require import require
@@ -30,8 +31,18 @@ from verl_digen.simulate.profile import Profile
 WARM_UP_STEPS = 2
 """Steps until a run is steady: the first has nothing begun early, the second was begun by the first."""
 
+COLOCATED, COLOCATED_TSP, BARRIER = "colocated", "colocated+tsp", "barrier"
+BASELINES = (COLOCATED, COLOCATED_TSP, BARRIER)
+"""Names of runs in which generation and training do not overlap; others are compared with the fastest of them."""
+
 COLOCATED_STEPS = 8
 """Steps of a colocated run that are written down; all are the same."""
+
+SAME_SAMPLES = 1e-6
+"""Samples: two amounts of work closer than this are the same."""
+
+SEARCH_STEPS = 10
+"""Simulated steps of a split that is tried; of the best one, as many as asked for are simulated."""
 
 GRID_POINTS = 9
 """Splits tried before the search narrows down on the best one's neighbours."""
@@ -58,6 +69,8 @@ class Outcome:
     """A run in its steady state."""
 
     name: str
+    devices: str
+    """The devices, in words."""
     split: Split | None
     """None: colocated."""
     num_devices: int
@@ -71,7 +84,8 @@ class Outcome:
     stale: float
     """Share of the groups that were begun one version early."""
     bound_s: float | None = None
-    """No schedule of these pools with these techniques has a shorter step; None: colocated."""
+    """No simulated schedule of these pools with these techniques has a shorter step, see `verl_digen.simulate.bound`;
+    None: colocated."""
     events: tuple[Event, ...] = ()
     """Of all steps, if kept."""
     window_s: tuple[float, float] = (0.0, 0.0)
@@ -83,6 +97,23 @@ class Outcome:
         return self.num_samples / self.step_s / self.num_devices
 
 
+def simulated_rules(
+    profile: Profile, split: Split, techniques: Collection[str], *, stale_fraction: float = 1.0
+) -> BatchRules:
+    """The planner's rules: of the config's defaults, but for the techniques and what the profile says."""
+    numbers = profile.numbers
+    return BatchRules(
+        num_prompts=numbers.num_prompts,
+        group_size=numbers.group_size,
+        is_pipelined="gap" in techniques,
+        max_chunk_size=numbers.max_chunk_size,
+        assist="bts" if "tag" in techniques else "off",
+        num_trainer_ranks=split.trainer.num_devices,
+        max_versions=1 if "tcss" in techniques else 0,
+        fraction=stale_fraction,
+    )
+
+
 def run_split(
     profile: Profile,
     split: Split,
@@ -91,8 +122,12 @@ def run_split(
     num_steps: int,
     stale_fraction: float = 1.0,
     keeps_events: bool = False,
+    rules: BatchRules | None = None,
 ) -> Outcome:
     """A disaggregated run; `stale_fraction` of a batch may be begun early with "tcss".
+
+    Args:
+        rules: others than `simulated_rules`, which are a run's defaults.
 
     Raises:
         ValueError: an unknown technique, too few steps, or a trainer that is too small.
@@ -101,7 +136,10 @@ def run_split(
     for technique in techniques:
         require(technique in TECHNIQUES, f"--techniques must be among {', '.join(TECHNIQUES)}", technique, "drop it")
     require(
-        num_steps > WARM_UP_STEPS, f"--steps must be > {WARM_UP_STEPS}, which are left out", num_steps, "10 are enough"
+        num_steps > WARM_UP_STEPS + 1,
+        f"--steps must be > {WARM_UP_STEPS + 1}: {WARM_UP_STEPS} are left out, and with tcss the last one",
+        num_steps,
+        "40 are enough",
     )
     require(
         trainer.num_devices >= numbers.min_trainer_devices,
@@ -109,49 +147,44 @@ def run_split(
         trainer.num_devices,
         "give it more",
     )
-    is_pipelined = "gap" in techniques
+    if rules is None:
+        rules = simulated_rules(profile, split, techniques, stale_fraction=stale_fraction)
     slowdown = trainer.slowdown(profile.device)
     num_slots = split.generator.num_devices
     slots = [f"slot{index:0{len(str(num_slots))}d}" for index in range(num_slots)]
     slot_sample_s = sample_s(numbers, split.generator.slowdown(profile.device))
     durations = KnownDurations(
         sample_s=dict.fromkeys(slots, slot_sample_s),
-        assist_chunk_s=assist_s(numbers, trainer.num_devices, slowdown),
-        assist_sample_s=0.0,
+        assisted_s=[
+            assist_s(numbers, count, trainer.num_devices, slowdown)
+            for count in range(1, rules.trainer_chunk_size(num_slots) + 1)
+        ],
         scoring_s=numbers.score_s,
         fragment_s=[
             train_s(numbers, count, trainer.num_devices, slowdown=slowdown, has_tsp="tsp" in techniques)
-            for count in range(1, numbers.num_prompts + 1)
+            for count in range(1, (rules.max_groups_per_fragment if rules.is_pipelined else numbers.num_prompts) + 1)
         ],
-    )
-    rules = BatchRules(
-        num_prompts=numbers.num_prompts,
-        group_size=numbers.group_size,
-        is_pipelined=is_pipelined,
-        max_chunk_size=numbers.max_chunk_size,
-        max_groups_per_fragment=numbers.num_prompts,
-        assist="bts" if "tag" in techniques else "off",
-        assist_chunk_size=min(numbers.group_size, trainer.num_devices),
-        max_versions=1 if "tcss" in techniques else 0,
-        fraction=stale_fraction,
     )
     run = PlannerRun(
         rules, durations, slots, num_batches=num_steps, commit_s=numbers.commit_s, keeps_events=keeps_events
     )
     run.play()
-    first, last = WARM_UP_STEPS - 1, num_steps - 1
+    num_samples = numbers.num_prompts * numbers.group_size
+    ahead = _generated_ahead(run, slot_sample_s, num_samples)
     if "tcss" in techniques:
-        last -= 1  # nothing is begun early in the last step, because no step follows
+        ahead.pop()  # nothing is begun early in the last step, because no step follows
+    first, last = steady_window(ahead)
     window_s = run.commits_s[last] - run.commits_s[first]
     busy_s = {pool: seconds - run.busy_at_commit_s[first][pool] for pool, seconds in run.busy_at_commit_s[last].items()}
     num_steady, reports = last - first, run.reports[first + 1 : last + 1]
-    num_samples = numbers.num_prompts * numbers.group_size
     return Outcome(
-        name="+".join(technique for technique in TECHNIQUES if technique in techniques) or "barrier",
+        name="+".join(technique for technique in TECHNIQUES if technique in techniques) or BARRIER,
+        devices=str(split),
         split=split,
         num_devices=split.num_devices,
         num_samples=num_samples,
-        step_s=window_s / num_steady,
+        # samples that the window used up and did not make again cost the time in which all slots would make them
+        step_s=(window_s + max(0.0, ahead[first] - ahead[last]) * slot_sample_s / num_slots) / num_steady,
         idle={
             "trainer": max(0.0, 1 - busy_s[TRAINER] / window_s),  # not -0.0 by rounding
             "generator": max(0.0, 1 - busy_s["generator"] / window_s / num_slots),
@@ -164,8 +197,41 @@ def run_split(
     )
 
 
-def run_colocated(profile: Profile, pool: Pool, *, has_tsp: bool) -> Outcome:
-    """The baseline: all devices generate, the last samples are scored, all devices train, and so on.
+def steady_window(ahead: Sequence[float]) -> tuple[int, int]:
+    """(first, last) commit of the steps that count, the first `WARM_UP_STEPS` left out: whole periods of the run.
+
+    The window in which generation gained or lost least on training per step; of equal ones, the longest, then the
+    earliest. O(steps^2).
+
+    Args:
+        ahead: at each commit, samples that are generated and not trained; at least one more than `WARM_UP_STEPS`.
+
+    Example:
+        steady_window([9.0, 4.0, 5.0, 6.0, 4.0, 5.0])   # (1, 4): three steps, a period
+    """
+
+    def change_per_step(window: tuple[int, int]) -> int:
+        first, last = window
+        return round(abs(ahead[last] - ahead[first]) / (last - first) / SAME_SAMPLES)
+
+    windows = combinations(range(WARM_UP_STEPS - 1, len(ahead)), 2)
+    return min(windows, key=lambda window: (change_per_step(window), window[0] - window[1], window[0]))
+
+
+def _generated_ahead(run: PlannerRun, slot_sample_s: float, num_samples: int) -> list[float]:
+    """At each commit, samples that slots have generated for later steps; one that is half done is half a sample."""
+    ahead, needed = [], 0
+    for report, busy_s in zip(run.reports, run.busy_at_commit_s, strict=True):
+        needed += num_samples - report.num_assisted
+        ahead.append(busy_s["generator"] / slot_sample_s - needed)
+    return ahead
+
+
+def run_colocated(profile: Profile, pool: Pool, *, has_tsp: bool, devices: str | None = None) -> Outcome:
+    """A baseline: all devices generate, the last samples are scored, all devices train, and so on.
+
+    Args:
+        devices: `pool` in words, where it stands for others.
 
     step = ceil(P*G / N) * (T step_s + decode_s) + score_s + switch_s + training of P groups on N ranks + commit_s
     """
@@ -189,7 +255,8 @@ def run_colocated(profile: Profile, pool: Pool, *, has_tsp: bool) -> Outcome:
             events.append(Event("all", what, now_s, now_s + seconds, (step,)))
             now_s += seconds
     return Outcome(
-        name="colocated+tsp" if has_tsp else "colocated",
+        name=COLOCATED_TSP if has_tsp else COLOCATED,
+        devices=f"{pool} together" if devices is None else devices,
         split=None,
         num_devices=num_devices,
         num_samples=num_samples,
@@ -200,6 +267,33 @@ def run_colocated(profile: Profile, pool: Pool, *, has_tsp: bool) -> Outcome:
         events=tuple(events),
         window_s=(0.0, now_s),
     )
+
+
+def baselines(profile: Profile, pools: Sequence[Pool]) -> list[Outcome]:
+    """Runs that overlap nothing: all devices of `pools` together, without and with TSP.
+
+    Devices of two types together go at the slower one's speed; those of either type alone, without the others, are a
+    baseline too, where they hold the training state.
+    """
+    num_devices = sum(pool.num_devices for pool in pools)
+    slowest = max(pools, key=lambda pool: pool.slowdown(profile.device)).device
+    if len({pool.device for pool in pools}) == 1:
+        candidates = [(Pool(num_devices, slowest), None)]
+    else:
+        candidates = [(Pool(num_devices, slowest), f"{num_devices} together, as {slowest}")]
+        candidates += [
+            (pool, f"{pool} alone") for pool in pools if pool.num_devices >= profile.numbers.min_trainer_devices
+        ]
+    return [
+        run_colocated(profile, pool, has_tsp=has_tsp, devices=devices)
+        for pool, devices in candidates
+        for has_tsp in (False, True)
+    ]
+
+
+def best_baseline(runs: Iterable[Outcome]) -> Outcome:
+    """The fastest of the runs that overlap nothing: `baselines`, and the barrier."""
+    return min((run for run in runs if run.name in BASELINES), key=lambda run: run.step_s)
 
 
 def ladder(techniques: Iterable[str]) -> list[tuple[str, ...]]:
@@ -227,8 +321,10 @@ def best_split(
         return Split(replace(pool, num_devices=num_trainer), replace(pool, num_devices=pool.num_devices - num_trainer))
 
     def step_s(num_trainer: int) -> float:
-        run = run_split(profile, split(num_trainer), techniques, num_steps=num_steps, stale_fraction=stale_fraction)
-        return run.step_s
+        tried = split(num_trainer)
+        return run_split(
+            profile, tried, techniques, num_steps=min(num_steps, SEARCH_STEPS), stale_fraction=stale_fraction
+        ).step_s
 
     return split(_lowest(smallest, largest, step_s))
 

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predict steps and idle time on a cluster, technique by technique, and find the best split of its devices.
+"""Simulate steps and idle time on a cluster, technique by technique, and find the best split of its devices.
 
-Plays the planner that runs live on the durations of a profile: of a shipped one, derived from FLOPs and bandwidths, or
-of your own JSON file with measured ones. A prediction is as good as its profile, and knows no variance.
+Plays the planner that runs live, with the defaults of its settings, on the durations of a profile: of a shipped one,
+calculated from FLOPs and bandwidths, or of your own JSON file with measured ones. A prediction is as good as its
+profile, and knows no variance. Ratios are to the fastest run that overlaps nothing: colocated, with and without TSP, or
+two pools with a barrier.
 
     digen simulate --profile qwen-image-20b --devices 32
     digen simulate --profile my.json --trainer 16xH800 --generator 24xH20 --techniques gap,tsp --picture runs.png
@@ -11,6 +13,7 @@ of your own JSON file with measured ones. A prediction is as good as its profile
 from __future__ import annotations
 
 import json
+import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
@@ -18,16 +21,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from verl_digen.schedulers.require import require
+from verl_digen.schedulers.require import require, suggestion
 from verl_digen.schedulers.simulation import TECHNIQUES
-from verl_digen.simulate.cluster import Outcome, Split, best_split, ladder, run_colocated, run_split
+from verl_digen.simulate.cluster import Outcome, Split, baselines, best_baseline, best_split, ladder, run_split
 from verl_digen.simulate.devices import parse_pool
 from verl_digen.simulate.profile import Profile, load_profile, profile_names
 
 NAME = "simulate"
 
-DEFAULT_STEPS = 10
-"""Of which the first two are left out."""
+PICTURE_SUFFIXES = (".png", ".pdf", ".svg", ".jpg", ".jpeg", ".webp")
+"""Formats that matplotlib draws."""
+
+MAX_SEARCHED = 4096
+"""Devices of which the best split is searched: half a minute for each row of the table, on one core."""
+
+DEFAULT_STEPS = 40
+"""Simulated steps, less the first two. With tcss, generation may take 20 steps to get as far ahead as it may."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -52,6 +61,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     try:
+        check_writable("--json", args.json)
+        check_writable("--picture", args.picture, PICTURE_SUFFIXES)
         profile = resized(load_profile(args.profile), args.prompts, args.samples_per_prompt)
         runs = simulate_all(profile, args)
     except ValueError as error:
@@ -65,6 +76,31 @@ def run(args: Namespace) -> int:
 
         draw(profile, runs, args.picture)
     return 0
+
+
+def check_writable(option: str, path: Path | None, suffixes: Sequence[str] = ()) -> None:
+    """Raise ValueError unless `path` lies in a folder that is there, and ends in one of `suffixes` if there are any.
+
+    Asked before the work begins, whose result would be lost.
+    """
+    if path is None:
+        return
+    require(
+        not suffixes or path.suffix.lower() in suffixes,
+        f"{option} must end in one of {', '.join(suffixes)}",
+        str(path),
+        f"{suggestion(path.suffix, suffixes)}e.g. runs.png",
+    )
+    folder = path.parent
+    require(
+        folder.is_dir()
+        and os.access(folder, os.W_OK | os.X_OK)
+        and not path.is_dir()
+        and (os.path.exists(path) or not path.is_symlink()),
+        f"{option} must be a file in a folder that is there and can be written",
+        str(path),
+        "make the folder, or name another",
+    )
 
 
 def resized(profile: Profile, num_prompts: int | None, group_size: int | None) -> Profile:
@@ -100,42 +136,50 @@ def simulate_all(profile: Profile, args: Namespace) -> list[Outcome]:
         f"{num_options} of these options",
         "give either the one or the other two",
     )
-    runs: list[Outcome] = []
     if given is None:
         pool = parse_pool("--devices", str(args.devices), default_device=profile.device)
+        require(
+            pool.num_devices <= MAX_SEARCHED,
+            f"--devices must be <= {MAX_SEARCHED}: every split that is tried is simulated, device by device",
+            pool.num_devices,
+            "give the split, --trainer and --generator",
+        )
+        pools = [pool]
     else:
-        pool = replace(given.trainer, num_devices=given.num_devices)
-    if (
-        given is None or given.trainer.device == given.generator.device
-    ):  # a colocated run on two types of devices goes as the slower one
-        runs.append(run_colocated(profile, pool, has_tsp=False))
-        if "tsp" in techniques:
-            runs.append(run_colocated(profile, pool, has_tsp=True))
+        pools = [given.trainer, given.generator]
+    runs = baselines(profile, pools)
     for chosen in ladder(techniques):
-        split = given if given is not None else best_split(profile, pool, chosen, **options)
+        split = best_split(profile, pools[0], chosen, **options) if given is None else given
         runs.append(run_split(profile, split, chosen, keeps_events=args.picture is not None, **options))
     return runs
 
 
 def table(profile: Profile, runs: Sequence[Outcome]) -> str:
-    """The runs as text."""
-    numbers = profile.numbers
+    """The runs as text, each beside the fastest baseline."""
+    numbers, best = profile.numbers, best_baseline(runs)
+    width = max(len(outcome.devices) for outcome in runs) + 1
     lines = [
         f"{profile.model}: {profile.setting}",
         f"{numbers.num_prompts} prompts x {numbers.group_size} samples per step, {numbers.num_trained_steps} of "
-        f"{numbers.num_steps} denoise steps trained; simulated, not measured",
+        f"{numbers.num_steps} denoise steps trained",
+        f"simulated, not measured; best baseline: {best.name} ({best.devices}), {best.step_s:.1f} s/step",
         "",
-        f"{'run':<20} {'trainer + generator':<20} {'s/step':>8} {'samples/s/device':>17} {'speedup':>8} "
+        f"{'run':<20} {'devices':<{width}} {'s/step':>8} {'samples/s/device':>17} {'x best':>8} "
         f"{'trainer idle':>13} {'generator idle':>15} {'assisted':>9} {'stale':>6} {'at least':>9}",
     ]
     for outcome in runs:
         idle = [outcome.idle["all"]] * 2 if outcome.split is None else list(outcome.idle.values())
-        split = f"{outcome.num_devices} together" if outcome.split is None else str(outcome.split)
         lines.append(
-            f"{outcome.name:<20} {split:<20} {outcome.step_s:>8.1f} {outcome.samples_per_device_s:>17.4f} "
-            f"{runs[0].step_s / outcome.step_s:>7.2f}x {idle[0]:>13.1%} {idle[1]:>15.1%} {outcome.assisted:>9.1%} "
+            f"{outcome.name:<20} {outcome.devices:<{width}} {outcome.step_s:>8.1f} "
+            f"{outcome.samples_per_device_s:>17.4f} {best.step_s / outcome.step_s:>7.2f}x "
+            f"{idle[0]:>13.1%} {idle[1]:>15.1%} {outcome.assisted:>9.1%} "
             f"{outcome.stale:>6.1%} {_bound(outcome):>9}"
         )
+    lines += [
+        "",
+        "x best: times as fast as the best baseline. stale: share of groups begun under weights one version old; 0 %",
+        "is strict. at least: calculated, a step in which nobody waits.",
+    ]
     return "\n".join(lines)
 
 
@@ -145,6 +189,7 @@ def _bound(outcome: Outcome) -> str:
 
 def to_json(profile: Profile, runs: Sequence[Outcome]) -> dict[str, Any]:
     """The runs, and every number they rest on with its source."""
+    best = best_baseline(runs)
     return {
         "profile": profile.name,
         "model": profile.model,
@@ -153,14 +198,17 @@ def to_json(profile: Profile, runs: Sequence[Outcome]) -> dict[str, Any]:
         "numbers": {
             key: {"value": value, "source": profile.sources[key]} for key, value in vars(profile.numbers).items()
         },
+        "best_baseline": {"name": best.name, "devices": best.devices, "step_s": best.step_s},
         "runs": [
             {
                 "name": outcome.name,
+                "devices": outcome.devices,
                 "trainer": None if outcome.split is None else str(outcome.split.trainer),
                 "generator": None if outcome.split is None else str(outcome.split.generator),
                 "num_devices": outcome.num_devices,
                 "num_samples": outcome.num_samples,
                 "step_s": outcome.step_s,
+                "speedup": best.step_s / outcome.step_s,
                 "samples_per_device_s": outcome.samples_per_device_s,
                 "idle": outcome.idle,
                 "assisted": outcome.assisted,

@@ -5,9 +5,9 @@ Time of training g groups on r ranks, with K rows per sample, m rows per tile, a
 before computes (2 gathers per tile, forward and backward; `gather_s` scaled by (r-1)/r):
 
     serial   ceil(g*G / r) samples per rank, row by row:      ceil(g*G / r) * K * max(row_s, 2 gather_s)
-    TSP      q = ceil(g*G*K / r) rows per rank, in tiles:     floor(q / m) * max(m row_s, 2 gather_s)
-                                                              + max((q mod m) row_s, 2 gather_s) if q mod m
-    assist   a chunk of at most r samples, one per rank:      T * max(step_s, gather_s) + decode_s
+    TSP      q = ceil(g*G*K / r) rows per rank, in the        sum over the tiles of max(rows * row_s, 2 gather_s)
+             fewest even tiles of at most m rows:
+    assist   a chunk of n samples, k = ceil(n / r) per rank:  T * max(k step_s, gather_s) + k decode_s
     slot     n samples:                                       n * (T * step_s + decode_s)
 
 Without TSP, 8 samples on 16 ranks leave 8 ranks idle; with it, 8 samples x 9 rows are 4 or 5 rows per rank.
@@ -26,9 +26,10 @@ def train_s(numbers: Numbers, num_groups: int, num_ranks: int, *, slowdown: floa
     if not has_tsp:
         return -(-num_samples // num_ranks) * numbers.num_trained_steps * max(row_s, gathers_s)
     num_rows = -(-num_samples * numbers.num_trained_steps // num_ranks)
-    num_tiles, rest = divmod(num_rows, numbers.rows_per_tile)
-    tiles_s = num_tiles * max(numbers.rows_per_tile * row_s, gathers_s)
-    return tiles_s + (max(rest * row_s, gathers_s) if rest else 0.0)
+    num_tiles = -(-num_rows // numbers.rows_per_tile)
+    smaller, num_larger = divmod(num_rows, num_tiles)  # even parts, as `verl_digen.schedulers.tiles` makes them
+    smaller_s, larger_s = (max(rows * row_s, gathers_s) for rows in (smaller, smaller + 1))
+    return (num_tiles - num_larger) * smaller_s + num_larger * larger_s
 
 
 def sample_s(numbers: Numbers, slowdown: float) -> float:
@@ -36,7 +37,9 @@ def sample_s(numbers: Numbers, slowdown: float) -> float:
     return (numbers.num_steps * numbers.step_s + numbers.decode_s) * slowdown
 
 
-def assist_s(numbers: Numbers, num_ranks: int, slowdown: float) -> float:
-    """Seconds the trainer takes for a chunk of at most one sample per rank."""
+def assist_s(numbers: Numbers, num_samples: int, num_ranks: int, slowdown: float) -> float:
+    """Seconds the trainer takes to generate a chunk; each rank denoises its samples together."""
     gather_s = numbers.gather_s * (num_ranks - 1) / num_ranks
-    return numbers.num_steps * max(numbers.step_s * slowdown, gather_s) + numbers.decode_s * slowdown
+    on_a_rank = -(-num_samples // num_ranks)
+    denoise_s = numbers.num_steps * max(on_a_rank * numbers.step_s * slowdown, gather_s)
+    return denoise_s + on_a_rank * numbers.decode_s * slowdown

@@ -97,8 +97,7 @@ def _draw_run(axis: Axes, profile: Profile, run: Outcome, horizon_s: float) -> N
     axis.tick_params(left=False, labelsize=8)
     for side in ("top", "right", "left"):
         axis.spines[side].set_visible(False)
-    split = f"{run.num_devices} devices" if run.split is None else f"{run.split}"
-    title = f"{run.name}   {split}   {run.step_s:.1f} s/step   {run.samples_per_device_s:.3f} samples/s/device"
+    title = f"{run.name}   {run.devices}   {run.step_s:.1f} s/step   {run.samples_per_device_s:.3f} samples/s/device"
     axis.set_title(title, loc="left", fontsize=9, pad=2)
 
 

@@ -17,7 +17,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from verl_digen.schedulers.require import require
+from verl_digen.schedulers.require import require, suggestion
 from verl_digen.simulate.devices import PEAK_TFLOPS
 
 SOURCES = ("measured:", "published:", "derived:", "chosen:")
@@ -95,9 +95,13 @@ def load_profile(name: str) -> Profile:
         path.is_file(),
         "--profile must be a file or one of the shipped profiles",
         name,
-        f"shipped are {', '.join(profile_names())}",
+        f"{suggestion(name, profile_names())}shipped are {', '.join(profile_names())}",
     )
-    return parse_profile(path.stem, path.read_text(encoding="utf-8"))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--profile must be a file of JSON, got {name!r} ({error}); name another file") from error
+    return parse_profile(path.stem, text)
 
 
 def parse_profile(name: str, text: str) -> Profile:

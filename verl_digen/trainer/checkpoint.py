@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 POINTER = "latest_checkpointed_iteration.txt"
@@ -45,7 +46,7 @@ def save_driver_state(
     """
     step_dir.mkdir(parents=True, exist_ok=True)
     torch.save(dataloader_state, step_dir / "data.pt")
-    torch.save([dict(row) for row in open_prompts], step_dir / "prompts.pt")
+    torch.save([_plain(dict(row)) for row in open_prompts], step_dir / "prompts.pt")
     replace_text(step_dir / "digen.json", json.dumps(asdict(state)))
 
 
@@ -65,9 +66,33 @@ def load_driver_state(step_dir: Path) -> DriverState:
 
 
 def load_open_prompts(step_dir: Path) -> list[dict[str, Any]]:
-    """The rows that were drawn and not trained; none in a checkpoint of before they were saved."""
+    """The rows that were drawn and not trained; none in a checkpoint of before they were saved.
+
+    Raises:
+        pickle.UnpicklingError: the file holds more than values, such as code to run.
+    """
     path = step_dir / "prompts.pt"
-    return torch.load(path, weights_only=False) if path.is_file() else []
+    return torch.load(path, weights_only=True) if path.is_file() else []
+
+
+def _plain(value: Any) -> Any:
+    """Values of a prompt's row as Python has them, of which a file can be read without running code.
+
+    Raises:
+        ValueError: a type that is none of a prompt file.
+    """
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    if value is None or isinstance(value, str | int | float | bool | torch.Tensor):
+        return value
+    raise ValueError(
+        "a prompt's row must hold texts, numbers, lists and mappings to be saved in a checkpoint, got "
+        f"{value!r} of type {type(value).__name__}; convert that column of data.train_files"
+    )
 
 
 def publish(run_dir: Path, step: int) -> None:

@@ -10,15 +10,18 @@
                        or, at a bubble, assist: generate a chunk itself ... scored and published
 
 Nothing here decides: which chunk goes where, when a fragment is ready, whether the trainer assists and when the batch
-is whole is said by `verl_digen.schedulers`, which simulates with the same code. Nothing here waits by polling: every
-event is a task.
+is whole is said by `verl_digen.schedulers`, which simulates with the same code.
+
+Nothing here polls: every event is a task. A free trainer asks the planner after every event, and between two events at
+most once more, at the moment that the planner named. If that moment passes too (a slot is slower than predicted), the
+trainer waits for the next event.
 
     run_batch ... publish ... run_batch ... publish       the caller saves, logs and moves weights in between
                ^^^^^^^^^^^ keep_feeding                   where the next batch may begin early, slots go on
 
 | who waits | for whom | bound |
 | --- | --- | --- |
-| conductor | the next event | one chunk per slot, its scores, one call of the trainer |
+| conductor | the next event | one chunk per slot, its scores, one call of the trainer; each has a deadline |
 | trainer | a ready fragment | the batch |
 | slot | the conductor, between two chunks | one round trip |
 
@@ -28,8 +31,11 @@ What becomes of a step when something fails:
 | --- | --- |
 | a sample is not generated or scored | made again, within `digen.queue.max_sample_refills`; else its group is dropped |
 | a group is dropped | replaced by a new prompt, within `digen.max_refills_per_step`; else the batch is smaller |
-| a replica dies | its chunk goes to the others, whole; the run goes on without it |
+| a replica dies | all of its slots are lost; their chunks go to the others, whole; the run goes on without it |
+| a chunk or a load is overdue | the same, and the replica's processes are ended |
+| scoring a chunk is overdue | its samples count as not scored |
 | an exception in a call of the trainer, a dead rank or agent loop worker, no replica left | `abort`, and it is raised |
+| a call of the trainer, or of an agent loop worker that only tells it something, is overdue | the same |
 
 Why the last one is not tried again: after a call that failed on some ranks alone, others may hang in a collective.
 
@@ -37,29 +43,45 @@ Invariants (tests/trainer/test_conductor.py)
 - A ready fragment trains at once if the trainer is free; a free slot gets the next chunk at once.
 - A group is trained once, whole, under one weight version; what was published of others is handed out to be cleared.
 - An exception anywhere aborts the open gradient: the model is its last committed state.
+- Nothing that hangs is waited for beyond its bound (`verl_digen.schedulers.deadlines`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from verl_digen.agent_loop.chunks import GeneratedChunk, ScoredChunk
-from verl_digen.errors import RunStopped
+from verl_digen.errors import DeadlineMissed, RunStopped
 from verl_digen.observe.timeline import Lane, Recorder
 from verl_digen.observe.timeline.recorder import OpenInterval
 from verl_digen.pipeline.keys import SampleName
+from verl_digen.schedulers.deadlines import Deadlines
 from verl_digen.schedulers.planner import BatchPlanner
-from verl_digen.schedulers.types import Assist, BatchReport, Chunk, Commit, Fragment, Generate, LoadWeights, Train, Wait
+from verl_digen.schedulers.types import (
+    TRAINER,
+    Assist,
+    BatchReport,
+    Chunk,
+    Commit,
+    Fragment,
+    Generate,
+    LoadWeights,
+    Train,
+    Wait,
+)
+from verl_digen.trainer.calls import CallsUnderWay, OnOverdue, end_run
 
 logger = logging.getLogger(__name__)
 
-MIN_RECONSIDER_S = 0.02
-"""A trainer that waits for a predicted moment asks again no sooner than this."""
+RECONSIDER_MARGIN_S = 0.01
+"""Added to a predicted moment, so that it has passed by every clock when the trainer asks again."""
+
+REWARD = "rewards"
+"""Name of the reward workers as a callee of `Deadlines`; others are a slot's id or TRAINER."""
 
 Tags = Mapping[int, Mapping[str, Any]]
 """Sample index -> what the agent loop knows of the sample."""
@@ -73,7 +95,15 @@ class Generator(Protocol):
         ...
 
     async def cancel(self, chunk: Chunk) -> None:
-        """Nobody wants the chunk that is being generated any more; `generate` returns soon."""
+        """Let the replica drop the chunk that it generates; `generate` returns soon."""
+        ...
+
+    async def discard(self, chunk: Chunk) -> None:
+        """Have the chunk forgotten, in whatever state it is: nothing of it is published from now on."""
+        ...
+
+    async def end_replica(self, slots: Sequence[str]) -> None:
+        """End the processes of a replica that hangs, all of whose slots are given: its devices are free then."""
         ...
 
     async def assist(self, chunk: Chunk) -> GeneratedChunk:
@@ -136,6 +166,16 @@ class Lanes:
     """Slot -> its replica."""
 
 
+@dataclass(frozen=True)
+class Joining:
+    """A replica that has the newest weights and no slot."""
+
+    replica: str
+    lane: Lane
+    slots: Sequence[str]
+    """Names that no slot had before."""
+
+
 @dataclass
 class Published:
     """What was published of one batch's groups."""
@@ -144,6 +184,8 @@ class Published:
     """uid -> sample index -> tag of the sample that counts."""
     unwanted: list[SampleName] = field(default_factory=list)
     """Samples that came too late, or that were generated again since."""
+    doubtful: list[SampleName] = field(default_factory=list)
+    """Samples whose scoring was given up: published perhaps."""
 
 
 class Conductor:
@@ -151,6 +193,7 @@ class Conductor:
     planner: decides.
     draw_prompts: takes so many prompts for a batch; returns their uids.
     slots_of: slot -> all slots of its replica.
+    deadlines: how long each call may take; told how long calls took.
     recorder, lanes: where and as whom to note who did what.
     """
 
@@ -162,29 +205,31 @@ class Conductor:
         draw_prompts: Callable[[int, int], Sequence[str]],
         *,
         slots_of: Mapping[str, Sequence[str]],
+        deadlines: Deadlines,
         recorder: Recorder,
         lanes: Lanes,
     ):
         self.planner, self.generator, self.trainer, self.draw_prompts = planner, generator, trainer, draw_prompts
-        self.slots_of, self.recorder, self.lanes = slots_of, recorder, lanes
+        self.deadlines, self.recorder, self.lanes = deadlines, recorder, lanes
+        self.slots_of = dict(slots_of)
+        self._slot_lanes = dict(lanes.slots)
         self.last_failure = ""
         """Why the sample that failed last did."""
-        self._tasks: dict[asyncio.Task[Any], Callable[[asyncio.Task[Any]], None]] = {}
-        """What is under way -> what to do with its outcome."""
+        self._calls = CallsUnderWay(deadlines.config)
         self._chunks: dict[int, Chunk] = {}
-        """Those that are being generated."""
+        """Chunks that are being generated."""
         self._withdrawn: set[int] = set()
-        """Those of them that nobody wants any more."""
+        """Ids of chunks in generation that were cancelled."""
         self._unloaded: set[str] = set()
         """Slots that wait for the others of their replica before it takes new weights."""
         self._is_open = False
         """Whether the trainer has a logical batch open."""
         self._trainer_is_free = False
         self._outcome: BatchOutcome | None = None
-        """Of the batch under way, once it is committed."""
+        """The batch under way, once it is committed."""
         self._trained: set[str] = set()
         self._published: dict[int, Published] = {}
-        """Batch -> what is there of it."""
+        """Batch -> its published samples."""
         self._waiting: dict[Lane, OpenInterval] = {}
         self._slowest_decision_s = 0.0
         self._feeding: asyncio.Task[None] | None = None
@@ -199,29 +244,50 @@ class Conductor:
         await self._stop_feeding()
         self._outcome, self._trained = None, set()
         self._slowest_decision_s = 0.0
-        self._start(self.trainer.begin(), self._on_begun)
+        self._calls.start(
+            self.trainer.begin(),
+            what=f"step {self._step}: opening a batch in the trainer",
+            bound=self.deadlines.bound("train", TRAINER),
+            on_ended=self._on_begun,
+        )
+        may_ask_again = True
         try:
             while self._outcome is None:
                 self._feed()
-                timeout_s = self._engage_trainer() if self._trainer_is_free else None
-                await self._next_events(timeout_s)
+                wait_s = self._engage_trainer() if self._trainer_is_free else None
+                may_ask_again = await self._next_events(wait_s if may_ask_again else None)
         except BaseException:
             if self._is_open:
-                await self.trainer.abort()
+                await self._abort()
             raise
         self._feeding = asyncio.ensure_future(self._keep_feeding())
         return self._outcome
 
-    async def publish(self, version: int, lost_slots: Sequence[str] = ()) -> None:
+    async def _abort(self) -> None:
+        """Have the trainer forget the open batch, if it still can; the exception under way is the one to be raised."""
+        abort_s = self.deadlines.config.abort_s
+        try:
+            await asyncio.wait_for(self.trainer.abort(), abort_s)
+        except asyncio.TimeoutError:
+            logger.error("ranks of the trainer did not answer `abort` for %.0f s; they end with the run", abort_s)
+
+    async def publish(self, version: int, lost_slots: Sequence[str] = (), joining: Sequence[Joining] = ()) -> None:
         """Every replica has received `version`, and may take it between two chunks.
 
         Args:
-            lost_slots: of replicas that died, now or before.
+            lost_slots: slots of replicas that died, now or before.
+            joining: replicas that were started again, or whose slots were lost without need.
         """
         await self._stop_feeding()
         for slot in lost_slots:
             self._lose(slot)
         self.planner.on_published(version)
+        for replica in joining:
+            logger.warning("replica %s joins with slots %s", replica.replica, ", ".join(replica.slots))
+            for slot in replica.slots:
+                self.slots_of[slot] = replica.slots
+                self._slot_lanes[slot] = replica.lane
+                self.planner.on_slot_joined(slot, replica=replica.replica, version=version)
         self._feed(draws=False)
         self._feeding = asyncio.ensure_future(self._keep_feeding())
 
@@ -229,7 +295,7 @@ class Conductor:
         """Return when nothing is being generated and every slot has the newest weights; `run_batch` goes on."""
         await self._stop_feeding()
         self._feed(draws=False, begins=False)
-        while self._tasks:
+        while self._calls:
             await self._next_events(None)
             self._feed(draws=False, begins=False)
 
@@ -237,17 +303,18 @@ class Conductor:
         """Handle what ends between two batches, and begin what may begin, until cancelled."""
         while True:
             self._feed(draws=False)
-            if not self._tasks:
+            if not self._calls:
                 return
             await self._next_events(None)
 
     async def _stop_feeding(self) -> None:
-        """An exception of it is raised here."""
+        """End `_keep_feeding`; whatever it raised is raised here."""
         if self._feeding is not None:
             feeding, self._feeding = self._feeding, None
             feeding.cancel()
-            with suppress(asyncio.CancelledError):
-                await feeding
+            await asyncio.wait([feeding])  # unlike `await feeding`, ends with CancelledError only if the caller is
+            if not feeding.cancelled():
+                feeding.result()
 
     # -- deciding -----------------------------------------------------------------------------------------
     @property
@@ -270,17 +337,21 @@ class Conductor:
                 self._start_chunk(decision)
         for chunk_id in self.planner.take_cancelled():
             self._withdrawn.add(chunk_id)
-            self._start(self.generator.cancel(self._chunks[chunk_id]), _require_success)
+            self._tell(
+                self.generator.cancel(self._chunks[chunk_id]),
+                f"cancelling chunk {chunk_id}",
+                on_overdue=_leave_to_the_chunk,
+            )
 
     def _engage_trainer(self) -> float | None:
-        """Have the trainer, which is free, do what the planner says -> seconds after which to ask again, if any."""
+        """Have the free trainer do what the planner says -> seconds after which to ask again; None: never."""
         now_s = self.recorder.now_s()
         decision = self.planner.next_for_trainer(now_s)
         self._slowest_decision_s = max(self._slowest_decision_s, self.recorder.now_s() - now_s)
         if isinstance(decision, Wait):
             self._wait(self.lanes.trainer, decision.reason)
             wait_s = decision.predicted_wait_s
-            return None if wait_s is None or wait_s == float("inf") else max(wait_s, MIN_RECONSIDER_S)
+            return None if wait_s is None or wait_s == float("inf") else wait_s + RECONSIDER_MARGIN_S
         self._stop_waiting(self.lanes.trainer)
         self._trainer_is_free = False
         if isinstance(decision, Commit):
@@ -294,21 +365,37 @@ class Conductor:
     # -- slots --------------------------------------------------------------------------------------------
     def _start_chunk(self, decision: Generate) -> None:
         slot, chunk = decision
-        lane = self.lanes.slots[slot]
+        lane = self._slot_lanes[slot]
         self._stop_waiting(lane)
         opened = self._begin_chunk("generate", lane, chunk)
 
-        def on_generated(task: asyncio.Task[GeneratedChunk]) -> None:
+        def on_generated(task: asyncio.Task[GeneratedChunk], took_s: float) -> None:
             self.recorder.end(opened)
             generated = task.result()
             del self._chunks[chunk.id]
             if generated.is_slot_lost:
+                self._withdrawn.discard(chunk.id)
                 self._lose(slot)
-            else:
-                self._wait(lane, "staleness_bound" if self.planner.rules.max_versions else "no_chunk_left")
-                self._on_generated(chunk, generated)
+                return
+            self._wait(lane, "staleness_bound" if self.planner.rules.max_versions else "no_chunk_left")
+            if chunk.id not in self._withdrawn:
+                self.deadlines.observe("generate", slot, size=len(chunk.samples), seconds=took_s)
+            self._on_generated(chunk, generated)
 
-        self._start(self.generator.generate(slot, chunk), on_generated)
+        def on_overdue(error: DeadlineMissed) -> None:
+            self.recorder.end(opened)
+            del self._chunks[chunk.id]
+            self._withdrawn.discard(chunk.id)
+            self._give_up(slot, error)
+            self._tell(self.generator.discard(chunk), f"discarding chunk {chunk.id}")
+
+        self._calls.start(
+            self.generator.generate(slot, chunk),
+            what=f"{_described(chunk)} on slot {slot}",
+            bound=self.deadlines.bound("generate", slot, size=len(chunk.samples)),
+            on_ended=on_generated,
+            on_overdue=on_overdue,
+        )
 
     def _begin_chunk(self, kind: Any, lane: Lane, chunk: Chunk) -> OpenInterval:
         self._chunks[chunk.id] = chunk
@@ -323,7 +410,7 @@ class Conductor:
         )
 
     def _on_generated(self, chunk: Chunk, generated: GeneratedChunk) -> None:
-        """Whoever generated a chunk is free; its samples are being scored."""
+        """Have the samples of a generated chunk collected once they are scored; its generator is free."""
         self.planner.on_generated(chunk.id, self.recorder.now_s())
         if generated.failures:
             self._on_failed(chunk, generated.failures)
@@ -336,17 +423,36 @@ class Conductor:
             num_samples=len(chunk.samples) - len(generated.failures),
         )
 
-        def on_scored(task: asyncio.Task[ScoredChunk]) -> None:
+        def on_scored(task: asyncio.Task[ScoredChunk], took_s: float) -> None:
             self.recorder.end(opened)
-            self._on_scored(chunk, task.result())
+            scored = task.result()
+            self.deadlines.observe("score", REWARD, size=len(chunk.samples), seconds=took_s)
+            self._on_scored(chunk, scored)
 
-        self._start(self.generator.collect(chunk), on_scored)
+        def on_overdue(error: DeadlineMissed) -> None:
+            self.recorder.end(opened)
+            self._published_with(chunk).doubtful.extend(
+                SampleName(chunk.uid, index, chunk.version) for index in chunk.samples
+            )
+            self._on_failed(chunk, dict.fromkeys(chunk.samples, str(error)))
+            self._tell(self.generator.discard(chunk), f"discarding chunk {chunk.id}")
+
+        self._calls.start(
+            self.generator.collect(chunk),
+            what=f"scoring {_described(chunk)}",
+            bound=self.deadlines.bound("score", REWARD, size=len(chunk.samples)),
+            on_ended=on_scored,
+            on_overdue=on_overdue,
+        )
+
+    def _published_with(self, chunk: Chunk) -> Published:
+        """The samples that are handed out with the chunk's batch, or with the next one if that is over."""
+        return self._published.setdefault(max(chunk.batch, self.planner.batch), Published())
 
     def _on_scored(self, chunk: Chunk, scored: ScoredChunk) -> None:
         if scored.failures:
             self._on_failed(chunk, scored.failures)
-        # what comes for a batch that is over is handed out with the next one
-        published = self._published.setdefault(max(chunk.batch, self.planner.batch), Published())
+        published = self._published_with(chunk)
         for index, tag in scored.tags.items():
             name = SampleName.of(chunk.uid, index, tag)
             if name.version != tag["max_global_steps"]:
@@ -376,29 +482,49 @@ class Conductor:
         if not self._unloaded.issuperset(slots):
             return
         self._unloaded.difference_update(slots)
-        lane = self.lanes.slots[slot]
+        lane = self._slot_lanes[slot]
         self._stop_waiting(lane)
         opened = self.recorder.begin("publish", lane, step=self.planner.published, version=self.planner.published)
 
-        def on_loaded(task: asyncio.Task[int | None]) -> None:
+        def on_loaded(task: asyncio.Task[int | None], took_s: float) -> None:
             self.recorder.end(opened)
             version = task.result()
+            if version is None:
+                self._lose(slot)
+                return
+            self.deadlines.observe("load", slots[0], seconds=took_s)
             for loaded in slots:
-                if version is None:
-                    self._lose(loaded)
-                else:
+                if self.planner.has_slot(loaded):  # else reported lost while it loaded
                     self.planner.on_loaded(loaded, version)
 
-        self._start(self.generator.load(slots), on_loaded)
+        def on_overdue(error: DeadlineMissed) -> None:
+            self.recorder.end(opened)
+            self._give_up(slot, error)
+
+        self._calls.start(
+            self.generator.load(slots),
+            what=f"loading version {self.planner.published} on slot {slot}",
+            bound=self.deadlines.bound("load", slots[0]),
+            on_ended=on_loaded,
+            on_overdue=on_overdue,
+        )
+
+    def _give_up(self, slot: str, error: DeadlineMissed) -> None:
+        """Lose a replica that hangs, and end its processes."""
+        logger.error("the replica of slot %s is given up: %s", slot, error)
+        self._lose(slot)
+        self._tell(self.generator.end_replica(self.slots_of[slot]), f"ending the replica of slot {slot}")
 
     def _lose(self, slot: str) -> None:
-        """Its replica died; nothing new if that is known."""
-        if self.planner.has_slot(slot):
-            logger.warning("slot %s is lost; the samples it was generating go to others", slot)
-            self.planner.on_slot_lost(slot)
+        """Take all slots of a replica that died out of the plan. No effect on those that are out already."""
+        for lost in self.slots_of[slot]:
+            self._unloaded.discard(lost)
+            if self.planner.has_slot(lost):
+                logger.warning("slot %s is lost; the samples it was generating go to others", lost)
+                self.planner.on_slot_lost(lost)
 
     # -- the trainer --------------------------------------------------------------------------------------
-    def _on_begun(self, task: asyncio.Task[None]) -> None:
+    def _on_begun(self, task: asyncio.Task[None], took_s: float) -> None:
         task.result()
         self._is_open = self._trainer_is_free = True
 
@@ -414,14 +540,20 @@ class Conductor:
             num_samples=sum(map(len, groups.values())),
         )
 
-        def on_trained(task: asyncio.Task[None]) -> None:
+        def on_trained(task: asyncio.Task[None], took_s: float) -> None:
             self.recorder.end(opened)
             task.result()
+            self.deadlines.observe("train", TRAINER, size=len(groups), seconds=took_s)
             self.planner.on_trained(fragment.id, self.recorder.now_s())
             self._trained.update(fragment.uids)
             self._trainer_is_free = True
 
-        self._start(self.trainer.accumulate(fragment, groups), on_trained)
+        self._calls.start(
+            self.trainer.accumulate(fragment, groups),
+            what=f"step {self._step}: training fragment {fragment.id} ({len(groups)} groups) on the trainer",
+            bound=self.deadlines.bound("train", TRAINER, size=len(groups)),
+            on_ended=on_trained,
+        )
 
     def _start_assist(self, decision: Assist) -> None:
         chunk = decision.chunk
@@ -432,14 +564,20 @@ class Conductor:
         if decision.predicted_gain_s is not None:
             opened.detail["predicted_gain_s"] = decision.predicted_gain_s
 
-        def on_assisted(task: asyncio.Task[GeneratedChunk]) -> None:
+        def on_assisted(task: asyncio.Task[GeneratedChunk], took_s: float) -> None:
             self.recorder.end(opened)
             generated = task.result()
+            self.deadlines.observe("assist", TRAINER, size=len(chunk.samples), seconds=took_s)
             del self._chunks[chunk.id]
             self._trainer_is_free = True
             self._on_generated(chunk, generated)
 
-        self._start(self.generator.assist(chunk), on_assisted)
+        self._calls.start(
+            self.generator.assist(chunk),
+            what=f"step {self._step}: {_described(chunk)} on the trainer",
+            bound=self.deadlines.bound("assist", TRAINER, size=len(chunk.samples)),
+            on_ended=on_assisted,
+        )
 
     def _start_commit(self, report: BatchReport) -> None:
         if report.num_groups == 0:
@@ -449,22 +587,35 @@ class Conductor:
             )
         opened = self.recorder.begin("commit", self.lanes.trainer, step=self._step, version=report.batch)
 
-        def on_committed(task: asyncio.Task[dict[str, float]]) -> None:
+        def on_committed(task: asyncio.Task[dict[str, float]], took_s: float) -> None:
             self.recorder.end(opened)
             metrics = task.result()
+            self.deadlines.observe("commit", TRAINER, seconds=took_s)
             self._is_open = False
             self.planner.on_committed(report.batch)
             self._outcome = self._make_outcome(report, metrics)
 
-        self._start(self.trainer.commit(), on_committed)
+        self._calls.start(
+            self.trainer.commit(),
+            what=f"step {self._step}: the optimizer step of the trainer",
+            bound=self.deadlines.bound("commit", TRAINER),
+            on_ended=on_committed,
+        )
 
     def _make_outcome(self, report: BatchReport, metrics: dict[str, float]) -> BatchOutcome:
         published = self._published.pop(report.batch)
-        unwanted = published.unwanted + [
-            SampleName.of(uid, index, tag)
-            for uid, tags in published.groups.items()
-            if uid not in self._trained
-            for index, tag in tags.items()
+        trained = {
+            SampleName.of(uid, index, tag).key for uid in self._trained for index, tag in published.groups[uid].items()
+        }
+        unwanted = [
+            *published.unwanted,
+            *(
+                SampleName.of(uid, index, tag)
+                for uid, tags in published.groups.items()
+                if uid not in self._trained
+                for index, tag in tags.items()
+            ),
+            *(name for name in published.doubtful if name.key not in trained),
         ]
         return BatchOutcome(
             report,
@@ -476,19 +627,24 @@ class Conductor:
         )
 
     # -- events -------------------------------------------------------------------------------------------
-    def _start(self, work: Awaitable[Any], handle: Callable[[asyncio.Task[Any]], None]) -> None:
-        self._tasks[asyncio.ensure_future(work)] = handle  # type: ignore[index]
+    def _tell(self, work: Coroutine[Any, Any, None], what: str, on_overdue: OnOverdue = end_run) -> None:
+        """Begin a call that takes no work and whose answer says nothing."""
+        self._calls.start(
+            work,
+            what=what,
+            bound=self.deadlines.bound("answer", what),
+            on_ended=_require_success,
+            on_overdue=on_overdue,
+        )
 
-    async def _next_events(self, timeout_s: float | None) -> None:
-        """Wait until something has ended (or for `timeout_s`), and handle all that has."""
-        if not self._tasks:
+    async def _next_events(self, timeout_s: float | None) -> bool:
+        """Wait until something has ended (or for `timeout_s`), and handle all that has. Whether anything had."""
+        if not self._calls:
             raise RunStopped(
                 f"step {self._step}: nothing is under way and the batch is not whole; every replica is lost, or the "
                 f"prompts ran out. The last failure was: {self.last_failure or 'none'}"
             )
-        done, _ = await asyncio.wait(self._tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            self._tasks.pop(task)(task)
+        return await self._calls.next_events(timeout_s)
 
     def _wait(self, lane: Lane, reason: Any) -> None:
         """Note that a lane has nothing to do, from now on."""
@@ -503,5 +659,14 @@ class Conductor:
             self.recorder.end(self._waiting.pop(lane))
 
 
-def _require_success(task: asyncio.Task[None]) -> None:
+def _described(chunk: Chunk) -> str:
+    return f"chunk {chunk.id} ({len(chunk.samples)} samples of group {chunk.uid})"
+
+
+def _require_success(task: asyncio.Task[None], took_s: float) -> None:
     task.result()
+
+
+def _leave_to_the_chunk(error: DeadlineMissed) -> None:
+    """Do nothing about a replica that takes no cancellation: the bound of its chunk says when it hangs."""
+    logger.warning("%s", error)

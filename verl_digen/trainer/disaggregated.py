@@ -14,16 +14,21 @@ Invariant (tests/e2e): after any number of steps the weights are those of the co
 
 from __future__ import annotations
 
+import itertools
+import logging
 import socket
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import ray
 import transfer_queue as tq
+from ray.exceptions import GetTimeoutError, RayActorError
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.debug import marked_timer
 
+from verl_digen.agent_loop.chunks import describe
 from verl_digen.agent_loop.server_manager import AsyncDiffusionServerManager
 from verl_digen.algorithms.window import draw_window
 from verl_digen.config import DigenConfig
@@ -35,21 +40,26 @@ from verl_digen.platforms.placement import num_reward_devices
 from verl_digen.schedulers.durations import MeasuredDurations
 from verl_digen.schedulers.planner import BatchPlanner
 from verl_digen.schedulers.rules import BatchRules
-from verl_digen.trainer.conductor import BatchOutcome, Conductor, Lanes
-from verl_digen.trainer.loop_thread import LoopThread
+from verl_digen.trainer.agreement import check_log_prob_gap
+from verl_digen.trainer.conductor import BatchOutcome, Conductor, Joining, Lanes
 from verl_digen.trainer.pools import PARTITION, GeneratorPool, Slot, TrainerPool
-from verl_digen.trainer.replicas import update_living_replicas
+from verl_digen.trainer.replicas import end_processes
+from verl_digen.trainer.restarts import start_standalone
 from verl_digen.trainer.sync import FlowGRPOTrainerSync
 from verl_digen.weights.staged import StagedCheckpointManager
 
 if TYPE_CHECKING:
     from verl_digen.schedulers.rules import AssistPolicy
 
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
 NAME = "digen_disaggregated"
 """`trainer.v1.trainer_mode`."""
 
 
-def batch_rules(digen: DigenConfig, *, num_prompts: int, group_size: int) -> BatchRules:
+def batch_rules(digen: DigenConfig, *, num_prompts: int, group_size: int, num_trainer_ranks: int) -> BatchRules:
     """The planner's rules, from the config."""
     gap, queue = digen.gap, digen.queue
     return BatchRules(
@@ -66,6 +76,7 @@ def batch_rules(digen: DigenConfig, *, num_prompts: int, group_size: int) -> Bat
         max_group_refills=digen.max_refills_per_step or num_prompts,
         max_sample_refills=queue.max_sample_refills or group_size,
         assist=cast("AssistPolicy", digen.tag.policy),
+        num_trainer_ranks=num_trainer_ranks,
         assist_chunk_size=None if isinstance(digen.tag.chunk_size, str) else digen.tag.chunk_size,
         max_versions=digen.staleness.max_versions,
         fraction=digen.staleness.fraction,
@@ -85,8 +96,9 @@ class FlowGRPOTrainerDisaggregated(FlowGRPOTrainerSync):
             config=omega_conf_to_dataclass(self.config.actor_rollout_ref.rollout.checkpoint_engine),
             actor_wg=self.actor_rollout_wg,
             replicas=self.llm_server_manager.get_replicas(),
+            load_s=self.digen.deadlines.load_s,
         )
-        self._loop = LoopThread("conductor")
+        self._restarts = self._make_restarts()
         self._recorder = Recorder()
         self._driver = Lane("driver", 0, socket.gethostname(), 0)
         self._conductor: Conductor | None = None
@@ -112,7 +124,12 @@ class FlowGRPOTrainerDisaggregated(FlowGRPOTrainerSync):
         rollout = self.config.actor_rollout_ref.rollout
         num_prompts, first_batch = self.config.data.train_batch_size, self.global_steps - 1
         planner = BatchPlanner(
-            batch_rules(self.digen, num_prompts=num_prompts, group_size=rollout.n),
+            batch_rules(
+                self.digen,
+                num_prompts=num_prompts,
+                group_size=rollout.n,
+                num_trainer_ranks=self._num_devices["trainer"],
+            ),
             MeasuredDurations(),
             first_batch=first_batch,
             num_batches=self.total_training_steps - first_batch,
@@ -120,17 +137,21 @@ class FlowGRPOTrainerDisaggregated(FlowGRPOTrainerSync):
         host = self._driver.host
         lanes: dict[str, Lane] = {}
         self._slots: list[Slot] = []
-        slots_of: dict[str, list[str]] = {}
-        for number, replica in enumerate(self.checkpoint_manager.replicas):
-            lane = Lane("generator", number, host, replica.world_size)
-            names = [f"{number:04d}/{index}" for index in range(self.digen.gap.slots_per_replica)]
-            for name in names:
-                self._slots.append(Slot(name, replica.server_address, replica.server_handle))
-                lanes[name] = lane
-                slots_of[name] = names
-                planner.on_slot_joined(name, replica=replica.server_address, version=first_batch)
+        self._lanes: dict[str, Lane] = {}
+        slots_of: dict[str, Sequence[str]] = {}
+        for replica in self.checkpoint_manager.replicas:
+            joining = self._make_slots(replica)
+            for name in joining.slots:
+                lanes[name] = joining.lane
+                slots_of[name] = joining.slots
+                planner.on_slot_joined(name, replica=joining.replica, version=first_batch)
         self._generator = GeneratorPool(
-            self.agent_loop_manager.agent_loop_workers, self._slots, trainer=self.actor_rollout_wg
+            self.agent_loop_manager.agent_loop_workers,
+            self._slots,
+            trainer=self.actor_rollout_wg,
+            end_replica=self._end_replica,
+            answer_s=self.digen.deadlines.answer_s,
+            blip_s=self.digen.deadlines.blip_s,
         )
         num_samples = num_prompts * rollout.n
         self._trainer_pool = TrainerPool(
@@ -142,6 +163,7 @@ class FlowGRPOTrainerDisaggregated(FlowGRPOTrainerSync):
             self._trainer_pool,
             self._draw_prompts,
             slots_of=slots_of,
+            deadlines=self._deadlines,
             recorder=self._recorder,
             lanes=Lanes(
                 trainer=Lane("trainer", 0, host, self._num_devices["trainer"]),
@@ -149,6 +171,31 @@ class FlowGRPOTrainerDisaggregated(FlowGRPOTrainerSync):
                 slots=lanes,
             ),
         )
+
+    def _make_slots(self, replica: Any) -> Joining:
+        """Slots of a replica that has none, under new names, in a lane that no other living replica has."""
+        address = replica.server_address
+        if address not in self._lanes:
+            living = {other.server_address for other in self.checkpoint_manager.replicas}
+            taken = {lane.index for other, lane in self._lanes.items() if other in living}
+            number = next(number for number in itertools.count() if number not in taken)
+            self._lanes[address] = Lane("generator", number, self._driver.host, replica.world_size)
+        lane = self._lanes[address]
+        num_before = len(self._slots)
+        slots = [
+            Slot(f"{lane.index:04d}/{num_before + index}", address, replica.server_handle)
+            for index in range(self.digen.gap.slots_per_replica)
+        ]
+        self._slots += slots
+        return Joining(address, lane, [slot.name for slot in slots])
+
+    async def _start_replica(self, number: int) -> Any:
+        return await start_standalone(self.llm_server_manager, number, self.digen.deadlines.start_s)
+
+    async def _end_replica(self, address: str) -> None:
+        for replica in self.checkpoint_manager.replicas:
+            if replica.server_address == address:
+                end_processes(replica)
 
     def _num_trained_steps(self) -> int:
         """Of one sample; what is planned, where windows differ in it."""
@@ -167,6 +214,10 @@ class FlowGRPOTrainerDisaggregated(FlowGRPOTrainerSync):
         assert self._conductor is not None
         return [*self._generator.open_prompts(), *super()._open_prompts()]
 
+    def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """The result of the conductor's `work`; ProcessLost if the run cannot go on meanwhile."""
+        return self._loop.run(self._heartbeats.unless_lost(work))
+
     # -- one step -----------------------------------------------------------------------------------------
     def on_step_begin(self) -> None:
         super().on_step_begin()
@@ -176,8 +227,9 @@ class FlowGRPOTrainerDisaggregated(FlowGRPOTrainerSync):
         """One logical batch, up to its optimizer step."""
         if self._conductor is None:
             self._conductor = self._make_conductor()
-        outcome = self._loop.run(self._conductor.run_batch())
+        outcome = self._run(self._conductor.run_batch())
         metrics.update(training_metrics(outcome.metrics))
+        check_log_prob_gap(metrics, self.digen.rollout.max_log_prob_gap, step=self.global_steps)
         metrics["actor/update_s"] = self._trainer_pool.compute_s
         metrics.update(_report_metrics(outcome))
         self._num_refills = outcome.report.num_group_refills
@@ -198,23 +250,40 @@ class FlowGRPOTrainerDisaggregated(FlowGRPOTrainerSync):
             ),
             marked_timer("update_weights", self.timing_raw),
         ):
-            update_living_replicas(
-                self.checkpoint_manager,
-                self.llm_server_manager,
-                lambda: self.checkpoint_manager.stage_weights(self.global_steps),
-            )
-        self._loop.run(self._conductor.publish(self.global_steps, self._lost_slots()))
+            self._add_started_replicas()
+            self._update_replicas(lambda: self.checkpoint_manager.stage_weights(self.global_steps))
+        lost, joining = self._lost_slots(), self._join_replicas()
+        self._run(self._conductor.publish(self.global_steps, lost, joining))
+        self._restarts.replace_lost(len(self.checkpoint_manager.replicas))
         self._close_timeline()
 
+    def _join_replicas(self) -> list[Joining]:
+        """Have every living replica without a slot in the plan take the newest weights; it gets slots."""
+        assert self._conductor is not None
+        planned = {slot.replica for slot in self._slots if self._conductor.planner.has_slot(slot.name)}
+        joining: list[Joining] = []
+        for replica in self.checkpoint_manager.replicas:
+            if replica.server_address in planned:
+                continue
+            try:
+                ray.get(replica.server_handle.activate_weights.remote(), timeout=self.digen.deadlines.load_s)
+            except (RayActorError, GetTimeoutError) as error:
+                logger.warning("replica %s does not join: %s", replica.server_address, describe(error))
+                continue
+            joined = self._make_slots(replica)
+            self._generator.add_slots([slot for slot in self._slots if slot.name in joined.slots])
+            joining.append(joined)
+        return joining
+
     def _lost_slots(self) -> list[str]:
-        """Those of replicas that are gone."""
+        """Slots of replicas that are gone."""
         living = {replica.server_address for replica in self.checkpoint_manager.replicas}
         return [slot.name for slot in self._slots if slot.replica not in living]
 
     def on_validate_begin(self) -> None:
         """Validation is by the newest weights, on replicas that do nothing else."""
         if self._conductor is not None:
-            self._loop.run(self._conductor.drain())
+            self._run(self._conductor.drain())
         super().on_validate_begin()
 
     def _close_timeline(self) -> None:

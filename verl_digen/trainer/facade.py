@@ -3,23 +3,34 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import transfer_queue as tq
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
 from verl_digen.agent_loop.manager import DiffusionAgentLoopManager
+from verl_digen.preflight import check
+from verl_digen.preflight.notes import notes
 from verl_digen.trainer.sync import FlowGRPOTrainerSync
+
+logger = logging.getLogger(__name__)
 
 
 class RayFlowGRPOTrainer(RayPPOTrainer):
     """Keeps `RayPPOTrainer(config, ...)`, `init_workers()` and `fit()`, and delegates to the v1 trainer.
 
     The config decides on workers, pools, datasets and tokenizers as it does under `verl.trainer.main_ppo`; the other
-    constructor arguments of `RayPPOTrainer` are accepted and not used.
+    constructor arguments of `RayPPOTrainer` are accepted and not used. The config is checked as recipes check it.
+
+    Raises:
+        ValueError: the rules that the config breaks, one line each.
     """
 
     def __init__(self, config: Any, *unused_args: Any, **unused_kwargs: Any):
+        check(config)
+        for note in notes(config):
+            logger.warning("%s", note)
         # no super().__init__(): the legacy trainer's own setup is what this class replaces
         self.config = config
         config.transfer_queue.enable = True

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An event loop in a thread of its own: what it waits for goes on while the caller does something else.
+"""An event loop in a thread of its own: what it waits for goes on while the caller does something else. And blocking
+work in a thread of its own, so that it can be given up.
 
 verl's loop is synchronous: between two steps the driver saves, validates and moves weights. Replicas that may begin the
 next batch meanwhile are fed from here.
@@ -9,8 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, TypeVar
+
+from verl_digen.errors import DeadlineMissed
+from verl_digen.schedulers.deadlines import Bound
 
 Result = TypeVar("Result")
 
@@ -27,6 +33,40 @@ class LoopThread:
         # a daemon: a run that stops does not wait for replicas
         threading.Thread(target=self._loop.run_forever, name=name, daemon=True).start()
 
+    def time(self) -> float:
+        """Seconds on the loop's clock."""
+        return self._loop.time()
+
+    def begin(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
+        """Start `work` in the loop; it goes on while the caller does something else. Cancelling the future ends it."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Run `work` in the loop -> its result, or its exception."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        return self.begin(work).result()
+
+
+def within(bound: Bound, work: Callable[[], Result], *, what: str) -> Result:
+    """The result of blocking `work`, which runs in a thread of its own and is left alone when it is overdue.
+
+    Args:
+        what: a noun phrase that names the work.
+
+    Raises:
+        DeadlineMissed: it is overdue. Whatever `work` raises.
+    """
+    outcome: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name=what, daemon=True).start()
+    try:
+        return outcome.result(bound.seconds)
+    except FutureTimeout as error:
+        if outcome.done():
+            raise  # its own
+        raise DeadlineMissed(what, bound.seconds, bound.key) from error

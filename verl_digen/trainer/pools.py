@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,15 +18,13 @@ from verl_digen.engine.fragment import Fragment as EngineFragment
 from verl_digen.engine.fragment import FragmentSample
 from verl_digen.errors import RunStopped
 from verl_digen.pipeline.keys import SampleName
+from verl_digen.rollout.blips import through_blips
 from verl_digen.schedulers.types import Chunk, Fragment
 
 logger = logging.getLogger(__name__)
 
-ABORT_TIMEOUT_S = 60.0
-"""A rank may wait, in a collective, for one that failed or died: for ever."""
-
 PARTITION = "train"
-"""Of TransferQueue: where samples' rows wait for the trainer."""
+"""Partition of TransferQueue where samples' rows wait for the trainer."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +43,23 @@ class GeneratorPool:
     Args:
         workers: handles of `DiffusionAgentLoopWorker`; a chunk stays with one of them.
         trainer: verl's worker group of `DiffusionWorker`.
+        end_replica: ends the processes of the replica with this address.
+        answer_s: how long a replica may take to encode a prompt.
+        blip_s: how long a replica may be unreachable.
     """
 
-    def __init__(self, workers: Sequence[Any], slots: Sequence[Slot], trainer: Any):
+    def __init__(
+        self,
+        workers: Sequence[Any],
+        slots: Sequence[Slot],
+        trainer: Any,
+        *,
+        end_replica: Callable[[str], Awaitable[None]],
+        answer_s: float,
+        blip_s: float,
+    ):
         self._workers = list(workers)
+        self._end_replica, self._answer_s, self._blip_s = end_replica, answer_s, blip_s
         self._slots = {slot.name: slot for slot in slots}
         self._trainer = trainer
         self._rows: dict[int, dict[str, Mapping[str, Any]]] = {}
@@ -72,11 +83,27 @@ class GeneratorPool:
         server = self._slots[slot].server
         generated = await self._worker(chunk).generate_chunk.remote(self._order(chunk), server)
         if generated.is_slot_lost:
-            self._slots.pop(slot, None)
+            self._take_slots([slot])
         return generated
 
     async def cancel(self, chunk: Chunk) -> None:
         await self._worker(chunk).cancel_chunk.remote(chunk.id)
+
+    async def discard(self, chunk: Chunk) -> None:
+        await self._worker(chunk).discard_chunk.remote(chunk.id)
+
+    async def end_replica(self, slots: Sequence[str]) -> None:
+        replicas = {slot.replica for slot in self._take_slots(slots)}
+        for replica in replicas:
+            await self._end_replica(replica)
+
+    def add_slots(self, slots: Sequence[Slot]) -> None:
+        """Slots of a replica that joins."""
+        self._slots.update({slot.name: slot for slot in slots})
+
+    def _take_slots(self, names: Sequence[str]) -> list[Slot]:
+        """Leave slots out from now on -> those that were not left out before."""
+        return [self._slots.pop(name) for name in names if name in self._slots]
 
     async def assist(self, chunk: Chunk) -> GeneratedChunk:
         order, worker = self._order(chunk), self._worker(chunk)
@@ -92,9 +119,9 @@ class GeneratorPool:
             return await worker.prepare_assist.remote(order, None)
         for slot in list(self._slots.values()):
             try:
-                requests = await worker.prepare_assist.remote(order, slot.server)
-            except RayActorError as error:
-                logger.warning("replica %s cannot encode a prompt, another one is asked: %s", slot.replica, error)
+                requests = await asyncio.wait_for(worker.prepare_assist.remote(order, slot.server), self._answer_s)
+            except (RayActorError, asyncio.TimeoutError) as error:
+                logger.warning("replica %s does not encode a prompt, another one is asked: %r", slot.replica, error)
                 continue
             self._encoded.add(order.uid)
             return requests
@@ -102,11 +129,10 @@ class GeneratorPool:
 
     async def load(self, slots: Sequence[str]) -> int | None:
         try:
-            return await self._slots[slots[0]].server.activate_weights.remote()
+            return await through_blips(self._slots[slots[0]].server.activate_weights.remote, self._blip_s)
         except RayActorError as error:
             logger.warning("the replica of slot %s takes no weights any more: %s", slots[0], error)
-            for slot in slots:
-                self._slots.pop(slot, None)
+            self._take_slots(slots)
             return None
 
     def _order(self, chunk: Chunk) -> ChunkOrder:
@@ -156,14 +182,11 @@ class TrainerPool:
         return metrics
 
     async def abort(self) -> None:
-        """Does not raise: what it follows is about to end the run."""
-        outcomes = asyncio.gather(*self._worker_group.abort(), return_exceptions=True)
-        try:
-            for rank, outcome in enumerate(await asyncio.wait_for(outcomes, ABORT_TIMEOUT_S)):
-                if isinstance(outcome, BaseException):
-                    logger.error("rank %d of the trainer could not forget the open batch: %s", rank, describe(outcome))
-        except asyncio.TimeoutError:
-            logger.error("ranks of the trainer did not answer for %.0f s: they end with the run", ABORT_TIMEOUT_S)
+        """Have every rank forget the open batch. Logs what they raise: another exception is about to end the run."""
+        outcomes = await asyncio.gather(*self._worker_group.abort(), return_exceptions=True)
+        for rank, outcome in enumerate(outcomes):
+            if isinstance(outcome, BaseException):
+                logger.error("rank %d of the trainer could not forget the open batch: %s", rank, describe(outcome))
 
     async def _on_all(self, references: Sequence[Any]) -> dict[str, float]:
         """Wait for every rank; the first one's answer."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import transfer_queue as tq
@@ -20,11 +21,14 @@ class GroupReplayBuffer(ReplayBuffer):
         super().__init__(**kwargs, poll_interval=POLL_INTERVAL_S, gen_batch_size=1, sync_refill_failed_groups=True)
         self.last_error = ""
         """Why the group that failed last did."""
+        self.on_poll: Callable[[int], None] = lambda num_ended: None
+        """Told at every look how many groups have ended; ends the wait by raising."""
 
     def _evict_terminal_groups(
         self, global_steps: int, partition_id: str, eviction_reasons: tuple[set[str], set[str], set[str], Counter]
     ) -> tuple[set[str], int, int, dict]:
         failed = eviction_reasons[2]
+        self.on_poll(len(self.finished_keys[partition_id]) + len(failed))
         if failed:
             self.last_error = tq.kv_list(partition_id)[partition_id][max(failed)]["error"]
         return super()._evict_terminal_groups(global_steps, partition_id, eviction_reasons)

@@ -27,7 +27,9 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -49,14 +51,18 @@ from verl_digen.algorithms.advantages import group_advantages
 from verl_digen.config import digen_config
 from verl_digen.data.rows import prompt_batch, prompt_rows
 from verl_digen.engine.worker import DiffusionWorker
-from verl_digen.errors import RunStopped, plain
+from verl_digen.errors import DeadlineMissed, ProcessLost, RunStopped, plain
 from verl_digen.observe.metrics import perf_metrics, reward_metrics, staleness_metrics, training_metrics
 from verl_digen.observe.metrics_file import MetricsFile
 from verl_digen.observe.progress import progress_line
 from verl_digen.pipeline.conditions import CONDITION_PARTITION
 from verl_digen.pipeline.keys import parse_key
+from verl_digen.pipeline.queue_calls import cancel_calls, controller
 from verl_digen.platforms.placement import TypedPools, check_placement
 from verl_digen.reward.manager import DiffusionRewardLoopManager
+from verl_digen.schedulers.deadlines import Bound, CallKind, Deadlines
+from verl_digen.schedulers.types import TRAINER
+from verl_digen.trainer.agreement import check_log_prob_gap
 from verl_digen.trainer.checkpoint import (
     DriverState,
     load_driver_state,
@@ -65,10 +71,22 @@ from verl_digen.trainer.checkpoint import (
     save_driver_state,
     way_to_resume,
 )
+from verl_digen.trainer.heartbeats import Heartbeats
+from verl_digen.trainer.loop_thread import LoopThread, within
+from verl_digen.trainer.patience import Patience
 from verl_digen.trainer.replay_buffer import GroupReplayBuffer
-from verl_digen.trainer.replicas import forget_lost_replicas, replica_device, replica_metrics, update_living_replicas
+from verl_digen.trainer.replicas import (
+    end_processes,
+    forget_lost_replicas,
+    replica_device,
+    replica_metrics,
+    silent_replicas,
+    update_living_replicas,
+)
+from verl_digen.trainer.restarts import Restarts, start_colocated
 from verl_digen.trainer.utilisation import ROW_FORWARD, PoolDevices, step_utilisation
-from verl_digen.trainer.validation import draw_pictures, validation_metrics, validation_uid
+from verl_digen.trainer.validation import allow_no_prompts, draw_pictures, validation_metrics, validation_uid
+from verl_digen.trainer.watchdog import Watchdog
 from verl_digen.types import TRAJECTORY_COLUMNS
 
 logger = logging.getLogger(__name__)
@@ -92,6 +110,7 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
     trainer_mode = property(lambda self: "sync", lambda self, value: None)  # type: ignore[assignment]
 
     def __init__(self, config: Any):
+        allow_no_prompts(config)
         super().__init__(config)
         self.digen = digen_config(config)
         self.run_dir = Path(config.trainer.default_local_dir)
@@ -109,6 +128,15 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
         self._metrics_file = MetricsFile(self.run_dir / "metrics.jsonl")
 
     # -- setting up ---------------------------------------------------------------------------------------
+    def init(self) -> None:
+        """verl's: start all processes, load the models, send the first weights.
+
+        Raises:
+            DeadlineMissed: that took longer than `digen.deadlines.setup_s`.
+        """
+        bound = Bound(self.digen.deadlines.setup_s, "digen.deadlines.setup_s")
+        within(bound, super().init, what="starting the processes and loading the models")
+
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
         for role in self.role_worker_mapping:
@@ -120,6 +148,15 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
         )
 
     def _setup(self) -> None:
+        self._loop = LoopThread("driver")
+        self._deadlines = Deadlines(self.digen.deadlines)
+        self._watchdog = Watchdog(
+            self._loop.begin,
+            end_silent_replicas=self._end_silent_replicas,
+            end_all=self._end_all,
+        )
+        self._heartbeats = Heartbeats(self._loop.begin, self.digen.deadlines, cancel_calls)
+        self._patience = Patience(self.digen.deadlines, self._loop.time)
         check_placement(self.config, self.digen, is_disaggregated=not self._enable_hybrid_replicas)
         # Ours first: its workers start while trainer ranks and replicas do. verl builds its own inside _setup, from a
         # module global: let it build one without workers, and put ours in its place.
@@ -132,22 +169,92 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
             reward.num_workers = num_reward_workers
         self.reward_loop_manager = reward_loop_manager
         self.llm_server_manager = AsyncDiffusionServerManager.adopt(self.llm_server_manager)
+        self._restarts = self._make_restarts()
+
+    def _make_restarts(self) -> Restarts:
+        """When the replicas are there."""
+        return Restarts(
+            self._loop.begin,
+            self._start_replica,
+            num_replicas=len(self.checkpoint_manager.replicas),
+            max_restarts=self.digen.rollout.max_restarts,
+            start_s=self.digen.deadlines.start_s,
+        )
+
+    async def _start_replica(self, number: int) -> Any:
+        """A new replica of the first rank that has none."""
+        return await start_colocated(
+            self.llm_server_manager, self._ranks_without_replica.pop(0), self.digen.deadlines.start_s
+        )
+
+    # -- deadlines ----------------------------------------------------------------------------------------
+    @contextmanager
+    def _watch(self, kind: CallKind, what: str) -> Iterator[None]:
+        """Bound blocking calls of verl's, and learn how long they take."""
+        began_s = self._loop.time()
+        with self._watchdog.watch(f"step {self.global_steps}: {what}", self._deadlines.bound(kind, TRAINER)):
+            yield
+        self._deadlines.observe(kind, TRAINER, seconds=self._loop.time() - began_s)
+
+    @contextmanager
+    def _watch_files(self, what: str) -> Iterator[None]:
+        """Bound the writing or reading of a checkpoint."""
+        bound = Bound(self.digen.deadlines.save_s, "digen.deadlines.save_s")
+        with self._watchdog.watch(what, bound):
+            yield
+
+    async def _end_silent_replicas(self) -> list[str]:
+        silent = await silent_replicas(self.checkpoint_manager.replicas, self.digen.deadlines)
+        for replica in silent:
+            end_processes(replica)
+        return [replica.server_address for replica in silent]
+
+    def _end_all(self) -> None:
+        for worker in self.actor_rollout_wg.workers:
+            ray.kill(worker)
+        for replica in self.checkpoint_manager.replicas:
+            end_processes(replica)
 
     def fit(self, agent_loop_manager: Any) -> None:
         """verl's loop.
 
         Raises:
-            RunStopped: for whatever a remote process raised or died of and nobody handled, with the way to resume.
+            RunStopped: an exception of a remote process that nothing handled, its death, or a missed deadline; with the
+                way to resume.
         """
-        try:
+        with self._ends_explained():
+            self._watch_processes(agent_loop_manager.agent_loop_workers)
             super().fit(agent_loop_manager)
-        except RayError as error:
+
+    @contextmanager
+    def _ends_explained(self) -> Iterator[None]:
+        """Raise whatever ends the run as RunStopped, with the way to resume."""
+        try:
+            yield
+        except (DeadlineMissed, ProcessLost) as error:
+            raise RunStopped(f"{error}; {way_to_resume(self.run_dir)}") from error
+        except (RayError, CancelledError) as error:
+            if self._heartbeats.lost is not None:  # it ended the call
+                raise RunStopped(f"{self._heartbeats.lost}; {way_to_resume(self.run_dir)}") from error
             if isinstance(cause := plain(error), RunStopped):
                 raise cause from error
             logger.error("step %d failed", self.global_steps, exc_info=error)
             raise RunStopped(
                 f"step {self.global_steps} failed: {describe(error)}; {way_to_resume(self.run_dir)}"
             ) from error
+
+    def _watch_processes(self, agent_loop_workers: Sequence[Any]) -> None:
+        """Hear of a lost process wherever the driver waits."""
+        self._heartbeats.watch("TransferQueue's controller", controller())
+        for number, worker in enumerate(agent_loop_workers):
+            self._heartbeats.watch(f"agent loop worker {number}", worker)
+
+        def on_poll(num_ended: int) -> None:
+            self._heartbeats.check()
+            what = f"the groups of step {self.global_steps} ({num_ended} have ended)"
+            self._patience.check(num_ended, what)
+
+        self.replay_buffer.on_poll = on_poll
 
     # -- prompts ------------------------------------------------------------------------------------------
     def _fetch_one_gen_batch(self) -> TensorDict:
@@ -172,6 +279,7 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
 
     def prepare_step(self) -> dict:
         self._num_refills = 0
+        self._patience.restart()
         return super().prepare_step()
 
     def _add_prompts_to_generate(self, num_prompts: int) -> int:
@@ -187,11 +295,37 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
         return super()._add_prompts_to_generate(num_prompts)
 
     def on_sample_end(self) -> None:
-        forget_lost_replicas(self.checkpoint_manager, self.llm_server_manager)
-        super().on_sample_end()
+        forget_lost_replicas(self.checkpoint_manager, self.llm_server_manager, self.digen.deadlines, self._loop.run)
+        with self._watch("load", "putting the replicas to sleep"):
+            super().on_sample_end()
 
     def on_step_end(self) -> None:
-        update_living_replicas(self.checkpoint_manager, self.llm_server_manager, super().on_step_end)
+        self._restart_lost_replicas()
+        self._update_replicas(super().on_step_end)
+
+    def _restart_lost_replicas(self) -> None:
+        """Start replicas in place of lost ones, while the others sleep."""
+        living = {replica.replica_rank for replica in self.checkpoint_manager.replicas}
+        self._ranks_without_replica = [rank for rank in range(self._restarts.num_replicas) if rank not in living]
+        self._restarts.replace_lost(len(living))
+        self._restarts.wait()
+        self._add_started_replicas()
+
+    def _add_started_replicas(self) -> None:
+        """Replicas that were started in place of lost ones get weights and validation samples from now on."""
+        started = self._restarts.take_ready()
+        if started:
+            self.checkpoint_manager.add_replicas(started)
+            servers = {replica.server_address: replica.server_handle for replica in started}
+            added = self.llm_server_manager.global_load_balancer.add_servers.remote(servers)
+            ray.get(added, timeout=self.digen.deadlines.answer_s)
+
+    def _update_replicas(self, update: Callable[[], Any]) -> None:
+        """Have `update` send the newest weights to every replica that lives."""
+        with self._watch("publish", "sending weights to the replicas"):
+            update_living_replicas(
+                self.checkpoint_manager, self.llm_server_manager, update, self.digen.deadlines, self._loop.run
+            )
 
     # -- one step -----------------------------------------------------------------------------------------
     def _balance_batch(self, batch: Any, metrics: dict, **unused: Any) -> Any:
@@ -220,8 +354,10 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
 
     def _update_actor(self, batch: Any, metrics: dict) -> Any:
         batch.fields = [*TRAJECTORY_COLUMNS, "uid", "advantages", "rm_scores"]
-        output = self.actor_rollout_wg.update_actor(batch)
+        with self._watch("train", "training the batch"):
+            output = self.actor_rollout_wg.update_actor(batch)
         metrics.update(training_metrics(output["metrics"]))
+        check_log_prob_gap(metrics, self.digen.rollout.max_log_prob_gap, step=self.global_steps)
         tq.kv_clear(keys=list(dict.fromkeys(_groups(batch))), partition_id=CONDITION_PARTITION)
         return batch
 
@@ -245,8 +381,9 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
             num_forwards = self._num_generated(len(batch.tags), metrics) * self.digen.sampling.num_steps
             metrics.update(step_utilisation(metrics, num_forwards=num_forwards, **self._pool_devices))
         metrics["perf/save_s"] = saving_s
+        metrics["rollout/num_restarts"] = float(self._restarts.num_begun)
         metrics["rollout/refilled_groups"] = float(self._num_refills)
-        metrics.update(replica_metrics(self.checkpoint_manager))
+        metrics.update(replica_metrics(self.checkpoint_manager, self.digen.deadlines, published=global_steps))
         metrics["training/global_step"] = global_steps
         metrics["training/epoch"] = epoch
         self._metrics_file.append(global_steps, metrics)
@@ -271,7 +408,7 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
     def _pool_devices(self) -> dict[str, PoolDevices]:
         names = {
             "trainer": self.actor_rollout_wg.device_name()[0],
-            "generator": replica_device(self.checkpoint_manager),
+            "generator": replica_device(self.checkpoint_manager, self.digen.deadlines),
         }
         counts = self._device_counts()
         return {pool: PoolDevices(counts[pool], name) for pool, name in names.items()}
@@ -298,12 +435,9 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
 
     def _serve(self, *, average: bool) -> None:
         """Let the replicas generate with the averaged weights, or with the current ones again."""
-        self.actor_rollout_wg.export_average(average)
-        update_living_replicas(
-            self.checkpoint_manager,
-            self.llm_server_manager,
-            lambda: self.checkpoint_manager.update_weights(self.global_steps),
-        )
+        with self._watch("publish", "exporting the averaged weights"):
+            self.actor_rollout_wg.export_average(average)
+        self._update_replicas(lambda: self.checkpoint_manager.update_weights(self.global_steps))
 
     def _validate(self) -> dict[str, float]:
         tags: dict[str, Any] = {}
@@ -325,8 +459,7 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
                 raise RunStopped(
                     f"validation at step {self.global_steps}: every prompt failed; the last: {reasons[-1]}"
                 )
-        if self._pictures is not None:
-            ray.get(self._pictures)
+        self._finish_pictures()
         self._pictures = draw_pictures(
             self.run_dir,
             self.global_steps,
@@ -343,16 +476,30 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
             metrics["val/reward"],
             len(tags),
         )
-        if self.global_steps >= self.total_training_steps and self._pictures is not None:
-            ray.get(self._pictures)
+        if self.global_steps >= self.total_training_steps:
+            self._finish_pictures()
         return metrics
 
+    def _finish_pictures(self) -> None:
+        """Wait for the pictures of the last validation, if there was one."""
+        if self._pictures is not None:
+            ray.get(self._pictures, timeout=self.digen.deadlines.save_s)
+
     def _wait_for_validation(self, uids: list[str], tags: dict[str, Any]) -> list[str]:
-        """Wait for the prompts, move their samples' tags into `tags`, clear them; returns why some failed."""
+        """Wait for the prompts, move their samples' tags into `tags`, clear them; returns why some failed.
+
+        Raises:
+            DeadlineMissed: no prompt ended for `digen.deadlines.no_progress_s`. A replica that hangs is noticed before.
+        """
+        self._patience.restart()
         while True:
+            self._heartbeats.check()
             statuses = tq.kv_list("val")["val"]
-            if all(statuses[uid]["status"] in ("finished", "failure") for uid in uids):
+            ended = [uid for uid in uids if statuses[uid]["status"] in ("finished", "failure")]
+            if len(ended) == len(uids):
                 break
+            what = f"validation after step {self.global_steps} ({len(ended)} of {len(uids)} prompts have ended)"
+            self._patience.check(len(ended), what)
             time.sleep(self.replay_buffer.poll_interval)
         reasons = [statuses[uid]["error"] for uid in uids if statuses[uid]["status"] == "failure"]
         samples = {key: tag for key, tag in statuses.items() if "reward" in tag}
@@ -377,12 +524,13 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
         """verl's checkpoint, with the pointer replaced only when everything is on disk."""
         step_dir = self.run_dir / f"global_step_{self.global_steps}"
         try:
-            self.actor_rollout_wg.save_checkpoint(
-                str(step_dir / "actor"),
-                None,
-                self.global_steps,
-                max_ckpt_to_keep=self.config.trainer.max_actor_ckpt_to_keep,
-            )
+            with self._watch_files(f"writing the checkpoint of step {self.global_steps}"):
+                self.actor_rollout_wg.save_checkpoint(
+                    str(step_dir / "actor"),
+                    None,
+                    self.global_steps,
+                    max_ckpt_to_keep=self.config.trainer.max_actor_ckpt_to_keep,
+                )
             save_driver_state(
                 step_dir,
                 DriverState(self._num_prompts_drawn),
@@ -390,6 +538,8 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
                 self._open_prompts(),
             )
             publish(self.run_dir, self.global_steps)
+        except DeadlineMissed:
+            raise
         except (OSError, RuntimeError) as error:
             raise RunStopped(
                 f"the checkpoint of step {self.global_steps} could not be written under trainer.default_local_dir="
@@ -405,7 +555,8 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
         return self._drawn
 
     def _load_checkpoint(self) -> None:
-        super()._load_checkpoint()
+        with self._watch_files("reading a checkpoint"):
+            super()._load_checkpoint()
         self._metrics_file.keep_until(self.global_steps)
         if self.global_steps > 0:
             step_dir = self.run_dir / f"global_step_{self.global_steps}"

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much of its devices each pool used in a step: `perf/tflops_per_device/POOL` and `perf/mfu/POOL`.
 
-| pool | useful work | in the time |
+Calculated work, by the FLOPs of the layers, over measured time:
+
+| pool | useful work, calculated | in the time, measured |
 | --- | --- | --- |
 | trainer | forward and backward of every trained row | `perf/train_s`, of the engine's calls |
 | generator | all denoise steps of the samples that were trained | `perf/generate_s`, in which any was generated |

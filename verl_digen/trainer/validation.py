@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl_digen.observe.board import log_pictures
 from verl_digen.observe.images import Shown, image_path, save_before_after, save_grid, step_dir, video_path
@@ -20,6 +21,16 @@ from verl_digen.pipeline.keys import SampleName, parse_key
 from verl_digen.trainer.checkpoint import replace_text
 
 Tag = Mapping[str, Any]
+
+
+def allow_no_prompts(config: DictConfig) -> None:
+    """Let verl make its loader of validation prompts where a run that does not validate names none.
+
+    verl's default batch is all of them, and torch refuses a batch of 0, and to shuffle nothing.
+    """
+    if OmegaConf.select(config, "data.val_files") is None:
+        with open_dict(config.data):
+            config.data.update(val_files=None, val_batch_size=1, validation_shuffle=False)
 
 
 def validation_uid(index: int) -> str:

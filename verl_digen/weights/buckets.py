@@ -6,6 +6,7 @@ A tensor larger than a bucket is cut over several; small ones share one. Cutting
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 
@@ -19,10 +20,45 @@ class Bucket:
     """Part of an update."""
 
     parts: tuple[TensorMeta, ...]
-    """What lies in `data`, in order, each at its `offset`."""
+    """Tensors, or pieces of them, that lie in `data`, in order, each at its `offset`."""
     data: Tensor
     """uint8 [num_bytes], on the CPU."""
     is_last: bool
+
+    def header(self) -> bytes:
+        """All but `data`, as JSON."""
+        rows = [[getattr(part, name) for name in _PLAIN] + [list(part.shape), str(part.dtype)] for part in self.parts]
+        return json.dumps([rows, self.is_last]).encode()
+
+    @classmethod
+    def of(cls, header: bytes, data: Tensor) -> Bucket:
+        """Inverse of `header`.
+
+        Raises:
+            ValueError: the header is not one of `header`, or does not fit `data`.
+        """
+        try:
+            rows, is_last = json.loads(header)
+            parts = tuple(
+                TensorMeta(**dict(zip(_PLAIN, plain, strict=True)), shape=torch.Size(shape), dtype=_DTYPES[dtype])
+                for *plain, shape, dtype in rows
+            )
+            is_sound = isinstance(is_last, bool) and all(
+                isinstance(part.name, str)
+                and min(part.chunk_offset, part.chunk_size, part.offset) >= 0
+                and part.offset + part.chunk_size <= len(data)
+                for part in parts
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"the header of a weight bucket cannot be read: {error!r}") from error
+        if not is_sound:
+            raise ValueError(f"the header of a weight bucket does not fit its {len(data)} bytes")
+        return cls(parts, data, is_last)
+
+
+_PLAIN = ("name", "chunk_offset", "chunk_size", "offset")
+"""Fields of `TensorMeta` that JSON has types for."""
+_DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
 async def to_buckets(

@@ -3,7 +3,8 @@
 
 Staging and sealing change nothing, so generation goes on meanwhile; when to switch is for the caller to say.
 
-Invariant (tests/weights): after an update that misses, adds or reshapes a tensor the old weights are untouched.
+Invariants (tests/weights): after an update that misses, adds or reshapes a tensor the old weights are untouched; every
+tensor that was sent is loaded into the one that the network computes with.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+
+from verl_digen.weights.checksum import checksum
+from verl_digen.weights.probe import Probe, decides
 
 MAX_NAMES_SHOWN = 5
 """Tensor names an error lists before it says how many more there are."""
@@ -32,6 +36,11 @@ class WeightReceiver:
 
             self.module = get_peft_model(transformer, adapter_config)  # type: ignore[arg-type]
         self._shapes = {name: tensor.shape for name, tensor in tensors_of_update(self.module).items()}
+        if not self._shapes:
+            raise RuntimeError(
+                "a weight update must set at least one tensor of the network, but the adapter wraps no layer; "
+                "actor_rollout_ref.model.target_modules must name layers of the transformer"
+            )
         self._staged: dict[str, Tensor] = {}
         self._sealed: dict[str, Tensor] = {}
 
@@ -54,20 +63,43 @@ class WeightReceiver:
         compare_with(staged, self._shapes)
         self._sealed = staged
 
+    @property
+    def is_staged(self) -> bool:
+        """Whether anything was received since the last `seal`."""
+        return bool(self._staged)
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether an update waits to be taken."""
+        return bool(self._sealed)
+
     def switch(self) -> None:
         """Copy the sealed tensors into the network.
 
         Raises:
-            RuntimeError: nothing is sealed.
+            RuntimeError: nothing is sealed; or a tensor would go into a copy that the network does not compute with.
         """
         sealed, self._sealed = self._sealed, {}
         if not sealed:
             raise RuntimeError("no weight update is waiting to be taken; seal one first")
         # looked up anew: moving the module between devices replaces its tensors
         current = tensors_of_update(self.module)
+        live = {tensor.data_ptr() for tensor in [*self.module.parameters(), *self.module.buffers()]}
+        copies = [name for name in sealed if current[name].data_ptr() not in live]
+        _raise_for("would be loaded into copies, not into the network", copies)
         with torch.no_grad():
             for name, tensor in sealed.items():
                 current[name].copy_(tensor)
+
+    def probe(self, version: int, fingerprint: tuple[float, ...]) -> Probe:
+        """The report on the weights as they are loaded now; reads every number of them once, where they lie.
+
+        Args:
+            version: of these weights. fingerprint: what the network computes with them.
+        """
+        current = tensors_of_update(self.module)
+        decisive = [tensor for name, tensor in current.items() if decides(name)]
+        return Probe(version, checksum(decisive), len(current), fingerprint)
 
 
 def tensors_of_update(module: nn.Module) -> dict[str, Tensor]:

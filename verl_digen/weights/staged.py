@@ -15,17 +15,25 @@ from verl.checkpoint_engine import CheckpointEngineManager
 
 
 class StagedCheckpointManager(CheckpointEngineManager):
-    """Constructor and other methods are verl's."""
+    """verl's manager; `load_s` bounds the replicas' switch to weights that they have received."""
+
+    def __init__(self, *args: Any, load_s: float, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._load_s = load_s
 
     def stage_weights(self, version: int) -> None:
         """Send the trainer's weights, as `version`, to every replica."""
         _: Any = super().update_weights(version)  # verl awaits it by itself
 
     def update_weights(self, global_steps: int | None = None) -> dict[str, Any]:  # type: ignore[override]
-        """Send the trainer's weights, as version `global_steps`, and have every replica take them."""
+        """Send the trainer's weights, as version `global_steps`, and have every replica take them.
+
+        Raises:
+            RayError: a process died; GetTimeoutError: a replica did not take them in time.
+        """
         assert global_steps is not None, "a weight update has a version"
         self.stage_weights(global_steps)
-        ray.get([replica.server_handle.activate_weights.remote() for replica in self.replicas])
+        ray.get([replica.server_handle.activate_weights.remote() for replica in self.replicas], timeout=self._load_s)
         return {}
 
     async def abort_replicas(self, reject_request: bool = False) -> None:  # type: ignore[override]

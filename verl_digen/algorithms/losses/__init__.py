@@ -13,6 +13,14 @@
 | `trajectory_log_ratio` | log_prob - behaviour_log_prob, its mean over the trained steps of the row's trajectory |
 | `advantage` | of the row's sample |
 | `reward` | of the row's sample: the weighted sum over the reward functions, not centred |
+| `std` | of the step's Gaussian, sqrt(-dt) included |
+| `dt` | sigma' - sigma of the step, < 0 |
+
+| latents [N, ...] | what |
+| --- | --- |
+| `latents`, `next_latents` | x and x' of the recorded step |
+| `mean` | of the step's Gaussian under the weights that train, differentiable |
+| `velocity` | the network's guided prediction under these weights, differentiable |
 
 Invariant: while `advantage_clip` does not bind, a loss that is filed as `homogeneous` is positively homogeneous in
 the advantage, loss(c A) = c loss(A) for c > 0. So the scale of advantages may be applied to an accumulated gradient

@@ -63,7 +63,7 @@ class LossConfig:
             self.advantage_clip > 0,
             "digen.loss.advantage_clip must be > 0",
             self.advantage_clip,
-            ".inf never clamps",
+            "inf (in a file .inf) never clamps",
         )
         require(
             0 <= self.tis_low <= self.tis_high and 0 < self.tis_high < math.inf,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from verl_digen.algorithms.losses.config import LossConfig
 from verl_digen.algorithms.rows import LossOutput, Rows
+from verl_digen.schedulers.require import require_one_of
 
 BEHAVIOUR = "behaviour_log_prob"
 """Column: log-prob under the policy that generated the sample, recorded at generation."""
@@ -18,6 +19,11 @@ OLD = "old_log_prob"
 TRAJECTORY = "trajectory_log_ratio"
 """Column: log_prob - behaviour_log_prob under the weights as they are, its mean over the trained steps of the row's
 trajectory, see `off_policy.trajectory_log_ratios`."""
+
+COLUMNS = ("log_prob", BEHAVIOUR, OLD, TRAJECTORY, "advantage", "reward", "std", "dt")
+"""[N] each; see the package."""
+LATENTS = ("latents", "next_latents", "mean", "velocity")
+"""[N, ...] each; see the package."""
 
 LossFn = Callable[[Rows, LossConfig], LossOutput]
 
@@ -41,16 +47,26 @@ def register_loss(
     homogeneous: bool = False,
     off_policy: bool = False,
 ) -> Callable[[LossFn], LossFn]:
-    """File a loss under `names`, with the `columns` [N] and `latents` [N, ...] it needs, at least one.
+    """File a loss under `names`, with the inputs it needs, at least one.
 
     Args:
+        columns: of `COLUMNS`, [N] each.
+        latents: of `LATENTS`, [N, ...] each.
         homogeneous: loss(c A) = c loss(A) for every c > 0, clamping of A apart. False is always safe: with a scale of
             advantages that only the whole batch has, such a loss waits for the batch.
         off_policy: it is sound on samples that are several versions old.
 
     Raises:
-        ValueError: a name is taken.
+        ValueError: a name is taken, or an input is not among those that training has.
     """
+    for argument, given, known in (("columns", columns, COLUMNS), ("latents", latents, LATENTS)):
+        for name in given:
+            require_one_of(f"{argument} of the policy loss {names[0] if names else ''!r}", name, known)
+    if not names or not (columns or latents):
+        raise ValueError(
+            f"a policy loss must have a name and an input, got names {names} and inputs {(*columns, *latents)}; "
+            "write @register_loss(NAME, columns=(...))"
+        )
 
     def file(compute: LossFn) -> LossFn:
         for name in names:

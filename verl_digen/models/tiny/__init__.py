@@ -14,8 +14,6 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
-import torch
-
 BUILDERS: dict[str, str] = {
     "flux_dev": "verl_digen.models.tiny.flux:make_dev",
     "flux_schnell": "verl_digen.models.tiny.flux:make_schnell",
@@ -39,6 +37,8 @@ def build_tiny(name: str, path: str | Path, seed: int = 0) -> Path:
     """
     if name not in BUILDERS:
         raise ValueError(f"unknown tiny checkpoint {name!r}; known ones: {', '.join(sorted(BUILDERS))}")
+    import torch  # takes a second, and the names above are asked for without it
+
     module, _, function = BUILDERS[name].partition(":")
     with torch.random.fork_rng():
         torch.manual_seed(seed)

@@ -24,6 +24,8 @@ from verl_digen.observe.timeline.trace import to_trace
 NAME = "timeline"
 
 ALL, LAST = "all", "last"
+METRICS = "metrics.jsonl"
+"""In the folder of every run."""
 NUM_CAUSES = 3
 """Causes of idle time in the table."""
 
@@ -93,6 +95,12 @@ def _open(run_dir: Path) -> Timeline:
         raise ValueError(f"RUN_DIR must be the folder of a run, got {str(run_dir)!r}, which is no folder")
     path = run_dir / file.NAME
     if not path.is_file():
+        if (run_dir / METRICS).is_file():
+            raise ValueError(
+                f"RUN_DIR must be the folder of a run on separate pools, got {str(run_dir)!r}, whose trainer and "
+                "replicas took turns: such a run has no timeline; its metrics.jsonl has perf/* of every step, and "
+                "recipe=[...,disaggregated] records one"
+            )
         raise ValueError(
             f"RUN_DIR must hold a {file.NAME}, which a run writes from its first step on; {str(run_dir)!r} holds none: "
             "give the run's trainer.default_local_dir"

@@ -55,9 +55,8 @@ class VirtualDurations:
         return self.time_scale * self.profile.numbers.commit_s
 
     def assist_s(self, num_samples: int) -> float:
-        """The trainer's ranks generate a chunk, one sample each at a time."""
-        num_rounds = -(-num_samples // self.num_ranks)
-        return self.time_scale * num_rounds * assist_s(self.profile.numbers, self.num_ranks, self.trainer_slowdown)
+        """The trainer's ranks generate a chunk."""
+        return self.time_scale * assist_s(self.profile.numbers, num_samples, self.num_ranks, self.trainer_slowdown)
 
     def train_s(self, samples: Sequence[FragmentSample]) -> float:
         """The trainer's ranks train a fragment."""

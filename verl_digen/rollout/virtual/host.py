@@ -73,8 +73,10 @@ class VirtualHost:
         """As a real replica's, see `verl_digen.trainer.replicas.replica_metrics`; nothing is encoded or loaded here."""
         return {
             "version": self._newest,
+            "received_version": self._newest,
             "prompt_cache": {"hits": 0, "misses": 0, "size": 0, "max_size": 0},
             "last_update": {"update_s": 0.0, "load_s": 0.0, "drain_s": 0.0},
+            "probes": (),  # there is no network
             "device": None,
         }
 

@@ -3,7 +3,7 @@
 
 | call | time |
 | --- | --- |
-| `assist` | a chunk on as many ranks, one sample each at a time |
+| `assist` | a chunk, divided among the ranks |
 | `accumulate` | training the fragment's rows on `digen.virtual.trainer_ranks` ranks, with or without TSP |
 | `commit` | none: the profile does not tell it from publication |
 | `update_weights` | the profile's `commit_s`, optimizer step and publication |

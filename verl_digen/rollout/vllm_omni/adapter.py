@@ -28,17 +28,22 @@ from verl_digen.weights.manifest import Manifest
 logger = logging.getLogger(__name__)
 
 
-TIMEOUT_S = 600
-"""A replica that takes no bucket for so long is taken for dead."""
+class BoundedSender(BucketedWeightSender):
+    """verl's sender, with a limit on each wait for the receiver.
 
+    Args:
+        timeout_s: longest wait for the receiver to take one part.
+    """
 
-class PatientSender(BucketedWeightSender):
-    """verl's sender, which would wait for a dead receiver for ever."""
+    def __init__(self, *args: Any, timeout_s: float, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._timeout_ms = round(timeout_s * 1000)
 
     def _init_socket(self) -> None:
         super()._init_socket()
         assert self.socket is not None
-        self.socket.setsockopt(zmq.RCVTIMEO, TIMEOUT_S * 1000)
+        for option in (zmq.RCVTIMEO, zmq.SNDTIMEO):
+            self.socket.setsockopt(option, self._timeout_ms)
         self.socket.setsockopt(zmq.LINGER, 0)
 
 
@@ -50,12 +55,18 @@ class vLLMOmniServerAdapter(ServerAdapter):
         self._takes_turns = replica_rank < 0
         self.sleep_level = 1
         self._wire_dtype = PrecisionType.to_dtype(self.config.dtype)
-        self._adapter_config = omega_conf_to_dataclass(model_config).adapter_config()
-        self._replica = ReplicaHandle(f"{self._get_server_name_prefix()}server_{self.replica_rank}_{self.node_rank}")
+        model = omega_conf_to_dataclass(model_config)
+        self._adapter_config = model.adapter_config()
+        self._timeout_s = model.digen.rollout.update_timeout_s
+        self._replica = ReplicaHandle(
+            f"{self._get_server_name_prefix()}server_{self.replica_rank}_{self.node_rank}",
+            model.digen.deadlines.blip_s,
+        )
 
     async def resume(self, tags: list[str]) -> None:
         """Wake the server before its weights are replaced."""
         if self._has_server and self.config.free_cache_engine and "weights" in tags:
+            self._replica.find_successor()
             await self._replica.call("wake_up")
 
     async def release(self) -> None:
@@ -82,17 +93,25 @@ class vLLMOmniServerAdapter(ServerAdapter):
         assert global_steps is not None, "a weight update has a version"
         started_s = time.perf_counter()
         if self._has_server:
+            self._replica.find_successor()
             await self._replica.call("begin_update", self.use_shm)
         if self._replica.is_lost:
             await drain(weights)
             return
         total = Checksum()
-        sender = PatientSender(
+        sender = BoundedSender(
             zmq_handle=self.zmq_handle,
             bucket_size_mb=self.config.checkpoint_engine.update_weights_bucket_megabytes,
             use_shm=self.use_shm,
+            timeout_s=self._timeout_s,
         )
-        await sender.async_send_weights(self._on_the_wire(weights, total))
+        try:
+            await sender.async_send_weights(self._on_the_wire(weights, total))
+        except zmq.Again as error:
+            raise RuntimeError(
+                f"{self._replica.name} took no part of a weight update for digen.rollout.update_timeout_s="
+                f"{self._timeout_s:g} s; it is dead or hung, or the limit is too low"
+            ) from error
         if self._has_server:
             manifest = Manifest(global_steps, total.num_tensors, total.value)
             await self._replica.call(

@@ -8,21 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from verl.plugin.platform import get_platform
+from vllm_omni.diffusion.data import parse_attention_config
 
 from verl_digen.engine.model_config import DiffusionModelConfig
 from verl_digen.rollout.vllm_omni.pipeline import PREFIX, recording_class
+from verl_digen.rollout.vllm_omni.settings import KEY, check_settings
 from verl_digen.rollout.vllm_omni.step_mode import StepRecordingMixin
 
 PACKAGE = "verl_digen.rollout.vllm_omni"
 
-OWN_ARGUMENTS = frozenset(
-    {
-        *("model", "custom_pipeline_args", "worker_extension_cls", "engine_backend", "step_execution"),
-        *("max_num_seqs", "dtype", "num_gpus", "tensor_parallel_size", "max_cpu_loras", "request_batch_max_wait_ms"),
-    }
-)
-"""What `actor_rollout_ref.rollout.engine_kwargs.vllm_omni` may not set: we do, or a key of ours does."""
-
+NOT_KEPT = frozenset({"init_timeout", "stage_init_timeout"})
+"""Settings that vLLM-Omni uses at its start and keeps in no config."""
 
 WAIT_PER_WINDOW = 5
 """vLLM-Omni ends its wait for a fuller batch when none came for this part of the longest wait, or for 50 ms."""
@@ -36,19 +32,14 @@ def engine_arguments(rollout: Any, model: DiffusionModelConfig, *, can_sleep: bo
         can_sleep: whether a trainer on the same devices will want their memory.
 
     Raises:
-        ValueError: a pipeline that cannot record or not on so many devices, or engine_kwargs that contradict us.
+        ValueError: a pipeline that cannot record or not on so many devices, or a setting that a run may not make.
     """
     digen = model.digen.rollout
     pipeline = json.loads((Path(model.local_path) / "model_index.json").read_text())["_class_name"]
     recording = recording_class(pipeline)  # says what is wrong here, not in another process
     is_stepwise = issubclass(recording, StepRecordingMixin)
     extra = _extra(rollout)
-    clashes = sorted(extra.keys() & OWN_ARGUMENTS)
-    if clashes:
-        raise ValueError(
-            f"actor_rollout_ref.rollout.engine_kwargs.vllm_omni must not set {', '.join(clashes)}; "
-            "verl's own keys and those under digen.rollout do"
-        )
+    check_settings(extra, is_stepwise=is_stepwise)
     size = rollout.tensor_model_parallel_size
     if size > 1 and not is_stepwise and get_platform().device_name == "cpu":
         raise ValueError(
@@ -75,17 +66,21 @@ def engine_arguments(rollout: Any, model: DiffusionModelConfig, *, can_sleep: bo
 
 
 def check_taken(rollout: Any, engine_config: Any) -> None:
-    """Raise ValueError for engine_kwargs that vLLM-Omni did not take, of which it says nothing itself.
+    """Raise RuntimeError for a setting that vLLM-Omni did not take, of which it says nothing itself.
 
     Args:
         engine_config: the `OmniDiffusionConfig` it runs with.
     """
     for key, value in _extra(rollout).items():
-        taken = getattr(engine_config, key, None)
-        if taken != value:
-            raise ValueError(
-                f"actor_rollout_ref.rollout.engine_kwargs.vllm_omni.{key}={value!r} is not taken by vLLM-Omni, which "
-                f"runs with {taken!r}; drop the key, or spell it as a field of its OmniDiffusionConfig"
+        if key in NOT_KEPT:
+            continue
+        wanted: Any = value
+        if key == "diffusion_attention_backend":
+            key, wanted = "diffusion_attention_config", parse_attention_config(attention_backend=value)
+        taken = getattr(engine_config, key)
+        if taken != wanted:
+            raise RuntimeError(
+                f"{KEY}: {key} was to be {wanted!r}, and vLLM-Omni runs with {taken!r}; drop the setting"
             )
 
 

@@ -15,6 +15,9 @@ Pipelines without step execution denoise a whole batch in one call. There the ba
 every other call, with the requests that come after it: vLLM-Omni reads its messages in order. Those in `ASIDE` do not
 wait if the worker is in this process: they run beside the batch, in the thread that asks.
 
+A probe (`RecordingOrder.is_probe`) is the next request to start, and runs alone: who shares a batch decides about last
+bits, and a probe of the same weights must give the same numbers.
+
 Invariant (tests/vllm_omni): whenever updates come, no trajectory has two versions and none is lost.
 """
 
@@ -44,12 +47,24 @@ ASIDE = frozenset({"begin_update", "seal_weights", "encode", "prompt_cache_stats
 
 
 class BarrierScheduler(BaseScheduler):
-    """A scheduler of vLLM-Omni that can be told to admit nothing for a while."""
+    """A scheduler of vLLM-Omni that can be told to admit nothing for a while, and runs probes first and alone."""
 
     is_held = False
 
+    def add_request(self, request: OmniDiffusionRequest) -> str:
+        request_id = super().add_request(request)
+        if _is_probe(request):
+            self._waiting.remove(request_id)
+            self._waiting.appendleft(request_id)
+        return request_id
+
     def _can_schedule_waiting(self, state: SchedulerRequestState) -> bool:
-        return not self.is_held and super()._can_schedule_waiting(state)
+        if self.is_held or (self._running and (_is_probe(state.req) or self._runs_probe())):
+            return False
+        return super()._can_schedule_waiting(state)
+
+    def _runs_probe(self) -> bool:
+        return any(_is_probe(self._request_states[request_id].req) for request_id in self._running)
 
     def has_requests(self) -> bool:
         """False with nothing but held requests, so that the engine's loop sleeps."""
@@ -135,6 +150,12 @@ class VersionedEngine(DiffusionEngine):
             return output if _is_record(output) else post_process(output, **kwargs)
 
         self.post_process_func = keep_records
+
+
+def _is_probe(request: OmniDiffusionRequest) -> bool:
+    """False for a request without an order (a warm-up)."""
+    extra = request.sampling_params.extra_args
+    return ORDER in extra and extra[ORDER].is_probe
 
 
 def _is_record(output: Any) -> bool:

@@ -1,34 +1,302 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM-Omni's own HTTP API in front of a replica's engine (`digen.rollout.http`): to look at what the policy draws.
+"""The HTTP API of a replica (`digen.rollout.http`): pictures of the policy as it is now, for people.
 
-Its requests run beside the training samples with the current full weights; with LoRA adapters, the bare model's. They
-are not recorded.
+| route | answer |
+| --- | --- |
+| `GET /health` | 200; 503 while the replica sleeps |
+| `GET /v1/models` | the checkpoint's name |
+| `POST /v1/images/generations` | base64 PNGs, in the format of OpenAI's images API |
+
+- The app has these routes and no others: no administration, no documentation, no file upload, no fetching of URLs.
+- A picture is a validation sample of the newest weights. It is counted like a training sample, so a replica finishes it
+  before it sleeps or loads weights.
+- `Door` stands before every route: host name, key, content type and size of the body are checked there. Without CORS
+  headers, a browser shows nothing of it to web pages.
+
+Invariants (tests/rollout/test_http_api.py): a path outside the table is 404; without the key everything is 401; a
+request beyond a limit never reaches the engine.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+import base64
+import hashlib
+import io
+import os
+import secrets
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Literal
+from urllib.parse import urlsplit
 
-from verl.workers.rollout.utils import run_uvicorn
-from vllm.entrypoints.openai.api_server import build_app
-from vllm.entrypoints.openai.cli_args import make_arg_parser
-from vllm_omni.entrypoints.async_omni import AsyncOmni
-from vllm_omni.entrypoints.openai import api_server
-from vllm_omni.utils.tracking_parser import TrackingArgumentParser
+from fastapi import FastAPI, HTTPException
+from fastapi.responses import JSONResponse
+from PIL import Image
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from torch import Tensor
 
-from verl_digen.config import HttpConfig
+from verl_digen.agent_loop.requests import DETERMINISTIC
+from verl_digen.config import DigenConfig
+from verl_digen.rollout.loopback import is_loopback
+from verl_digen.types import Geometry, SampleRequest, Sampling
+
+RETRY_AFTER_S = 5
+"""Value of the Retry-After header of a 503: a colocated replica sleeps for seconds to minutes."""
+BODY_TIMEOUT_S = 30.0
+"""A client that has not sent its body by then is answered 408."""
+
+Draw = Callable[[SampleRequest], Awaitable[Tensor]]
+"""One sample -> pixels, uint8 [H, W, 3]. Raises ValueError for a request that the model refuses."""
 
 
-async def serve_http_api(engine: AsyncOmni, model: str, config: HttpConfig) -> tuple[int, asyncio.Task[Any]]:
-    """Start to serve -> (port, the server's task)."""
-    words = ["--model", model, "--host", config.host]
-    if config.api_key is not None:
-        words += ["--api-key", config.api_key]
-    args = make_arg_parser(TrackingArgumentParser()).parse_args(words)
-    app = build_app(args, ("generate",))
-    for path, methods in (("/v1/chat/completions", {"POST"}), ("/v1/models", {"GET"})):
-        api_server._remove_route_from_app(app, path, methods)
-    app.include_router(api_server.router)
-    await api_server.omni_init_app_state(engine, app.state, args)
-    return await run_uvicorn(app, args, config.host)
+class ImageRequest(BaseModel):
+    """Body of `POST /v1/images/generations`; an unknown field is an error."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    prompt: str = Field(min_length=1)
+    negative_prompt: str | None = None
+    """null: `digen.sampling.negative_prompt`."""
+    n: int = Field(default=1, ge=1)
+    """Pictures."""
+    size: str | None = Field(default=None, pattern=r"^[1-9][0-9]{0,4}x[1-9][0-9]{0,4}$")
+    """WIDTHxHEIGHT in px; null: `digen.sampling.width_px` and `height_px`."""
+    num_inference_steps: int | None = Field(default=None, ge=2)
+    """null: `digen.sampling.val_num_steps`."""
+    guidance_scale: float | None = Field(default=None, ge=1.0, allow_inf_nan=False)
+    """True classifier-free guidance; null: `digen.sampling.val_guidance_scale`."""
+    seed: int | None = None
+    """Equal seeds give equal pictures under equal weights; null: a new one."""
+    model: str | None = None
+    """Accepted, because OpenAI's clients send it; a replica has one model."""
+    response_format: Literal["b64_json"] = "b64_json"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Upper bounds of one request."""
+
+    size_px: int
+    """Width, and height."""
+    num_steps: int
+    num_images: int
+    num_requests: int
+    """In flight at a time; a further one is answered 503."""
+
+    @classmethod
+    def of(cls, digen: DigenConfig) -> Limits:
+        """The limits of `digen.rollout.http`; null there is what the run samples with."""
+        http, sampling = digen.rollout.http, digen.sampling
+        return cls(
+            size_px=max(sampling.height_px, sampling.width_px) if http.max_size_px is None else http.max_size_px,
+            num_steps=sampling.val_num_steps if http.max_steps is None else http.max_steps,
+            num_images=http.max_images,
+            num_requests=http.max_requests,
+        )
+
+    def check(self, sampling: Sampling, num_images: int) -> None:
+        """Raise HTTPException 400 for a request beyond a limit; names the limit's key."""
+        geometry = sampling.geometry
+        for what, value, limit, key in (
+            ("size", max(geometry.width_px, geometry.height_px), self.size_px, "max_size_px"),
+            ("num_inference_steps", sampling.num_steps, self.num_steps, "max_steps"),
+            ("n", num_images, self.num_images, "max_images"),
+        ):
+            if value > limit:
+                raise HTTPException(400, f"{what} must be <= {limit} (digen.rollout.http.{key}), got {value}")
+
+
+class Door:
+    """ASGI middleware: lets in requests with the right host name, key, content type and size, and nothing else.
+
+    Args:
+        key: bearer token that every request must carry; None asks for none.
+        host: the address served on. On loopback the Host header must name loopback too, so that a web page cannot reach
+            the API through a host name of its own.
+        max_body_bytes: largest body.
+    """
+
+    def __init__(self, app: ASGIApp, *, key: str | None, host: str, max_body_bytes: int):
+        self._app = app
+        self._key_hash = None if key is None else _hash(key)
+        self._asks_host = is_loopback(host)
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":  # a websocket; there is no route for one
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        headers = Headers(scope=scope)
+        refusal = self._refusal(scope["method"], headers)
+        body = b""
+        if refusal is None:
+            try:
+                body = await asyncio.wait_for(self._read(receive), BODY_TIMEOUT_S)
+            except asyncio.TimeoutError:
+                refusal = _error(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s")
+            except _TooLarge:
+                refusal = self._too_large()
+        if refusal is not None:
+            await refusal(scope, receive, send)
+            return
+        await self._app(scope, _replay(body, receive), send)
+
+    def _refusal(self, method: str, headers: Headers) -> JSONResponse | None:
+        """The answer to a request that may not enter, from its headers."""
+        host = urlsplit(f"//{headers.get('host', '')}").hostname
+        if self._asks_host and (host is None or not is_loopback(host)):
+            return _error(421, "the Host header must name this machine's loopback address")
+        if self._key_hash is not None:
+            scheme, _, token = headers.get("authorization", "").partition(" ")
+            if scheme.lower() != "bearer" or not secrets.compare_digest(_hash(token.strip()), self._key_hash):
+                return _error(401, "a valid bearer token is needed", {"WWW-Authenticate": "Bearer"})
+        if method == "POST" and headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            return _error(415, "the body must be application/json")
+        length = headers.get("content-length", "0")
+        return self._too_large() if length.isdecimal() and int(length) > self._max_body_bytes else None
+
+    def _too_large(self) -> JSONResponse:
+        return _error(413, f"the body must be <= {self._max_body_bytes} bytes (digen.rollout.http.max_body_bytes)")
+
+    async def _read(self, receive: Receive) -> bytes:
+        body, is_complete = b"", False
+        while not is_complete:
+            message = await receive()
+            body += message.get("body", b"")
+            if len(body) > self._max_body_bytes:
+                raise _TooLarge
+            is_complete = not message.get("more_body", False)
+        return body
+
+
+class _TooLarge(Exception):
+    """The body is larger than it may be."""
+
+
+def build_app(draw: Draw, *, is_awake: Callable[[], bool], name: str, digen: DigenConfig, key: str | None) -> ASGIApp:
+    """The app, behind its `Door`.
+
+    Args:
+        is_awake: False while the replica takes no requests.
+        name: of the model, as `/v1/models` shows it.
+        key: value of the environment variable `digen.rollout.http.api_key_env`.
+    """
+    limits, http = Limits.of(digen), digen.rollout.http
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    num_in_flight = 0
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        _require_awake(is_awake())
+        return {"status": "ok"}
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, object]:
+        return {"object": "list", "data": [{"id": name, "object": "model", "owned_by": "verl-digen"}]}
+
+    @app.post("/v1/images/generations")
+    async def generations(body: ImageRequest) -> dict[str, list[dict[str, str]]]:
+        nonlocal num_in_flight
+        requests = sample_requests(body, digen, limits)
+        _require_awake(is_awake())
+        if num_in_flight >= limits.num_requests:
+            raise _unavailable(f"{num_in_flight} requests are in flight, as many as digen.rollout.http.max_requests")
+        num_in_flight += 1
+        try:
+            pictures = await asyncio.gather(*(_draw_png(draw, request) for request in requests))
+        except ValueError as error:
+            raise HTTPException(400, str(error)) from error
+        finally:
+            num_in_flight -= 1
+        return {"data": [{"b64_json": base64.b64encode(png).decode()} for png in pictures]}
+
+    return Door(app, key=key, host=http.host, max_body_bytes=http.max_body_bytes)
+
+
+def sample_requests(body: ImageRequest, digen: DigenConfig, limits: Limits) -> list[SampleRequest]:
+    """The samples that a body asks for: validation samples of one group.
+
+    Raises:
+        HTTPException: 400, a limit is exceeded.
+    """
+    config = digen.sampling
+    width_px, height_px = map(int, body.size.split("x")) if body.size else (config.width_px, config.height_px)
+    sampling = Sampling(
+        geometry=Geometry(height_px, width_px),
+        num_steps=config.val_num_steps if body.num_inference_steps is None else body.num_inference_steps,
+        guidance_scale=config.val_guidance_scale if body.guidance_scale is None else body.guidance_scale,
+        law=digen.sde.law,
+        noise_level=digen.sde.noise_level,
+        embedded_guidance_scale=config.embedded_guidance_scale,
+    )
+    limits.check(sampling, body.n)
+    uid = f"http-{uuid.uuid4().hex if body.seed is None else body.seed}"
+    negative_prompt = config.negative_prompt if body.negative_prompt is None else body.negative_prompt
+    return [SampleRequest(uid, index, body.prompt, negative_prompt, DETERMINISTIC, sampling) for index in range(body.n)]
+
+
+async def _draw_png(draw: Draw, request: SampleRequest) -> bytes:
+    pixels = await draw(request)
+    return await asyncio.to_thread(_to_png, pixels)
+
+
+def _to_png(pixels: Tensor) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(pixels.numpy()).save(file, format="PNG")
+    return file.getvalue()
+
+
+def read_key(variable: str | None) -> str | None:
+    """The key in the environment variable of that name; None where no variable is named.
+
+    Raises:
+        ValueError: the variable is not set in this process, or empty. The key itself is in no message.
+    """
+    if variable is None:
+        return None
+    key = os.environ.get(variable, "")
+    if not key:
+        raise ValueError(
+            f"digen.rollout.http.api_key_env must name an environment variable that holds the key, and {variable} is "
+            "empty or not set here; export it where the run is started, and before `ray start` on every node"
+        )
+    return key
+
+
+def _require_awake(is_awake: bool) -> None:
+    if not is_awake:
+        raise _unavailable("the replica sleeps or takes no requests at the moment")
+
+
+def _unavailable(reason: str) -> HTTPException:
+    return HTTPException(503, reason, headers={"Retry-After": str(RETRY_AFTER_S)})
+
+
+def _error(status: int, reason: str, headers: dict[str, str] | None = None) -> JSONResponse:
+    return JSONResponse({"detail": reason}, status, headers)
+
+
+def _hash(text: str) -> bytes:
+    """Equal lengths, so that comparing takes the same time whatever the key's."""
+    return hashlib.sha256(text.encode()).digest()
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Messages of a request whose body has been read."""
+    is_read = False
+
+    async def replay() -> Message:
+        nonlocal is_read
+        if is_read:
+            return await receive()
+        is_read = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replay

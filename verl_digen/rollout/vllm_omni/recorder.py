@@ -11,8 +11,10 @@ Latents are kept in the order's dtype and velocities in fp32; the network sees l
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from torch import Tensor
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
+from vllm_omni.diffusion.cache.prompt_embed_cache import PromptEmbedCache
 from vllm_omni.diffusion.data import DiffusionOutput
 
 from verl_digen.algorithms.noise import INITIAL_LATENTS, sample_seed, step_noise
@@ -63,8 +66,14 @@ class RecordingPipeline:
 
     weight_version = 0
     """Version of the weights that the next step runs with."""
+    adapter_versions: Mapping[int, int] = MappingProxyType({})
+    """Serial of each registered adapter -> its weight version."""
     incoming_adapter: tuple[LoRAModel, PEFTHelper] | None = None
-    """The adapter that the worker is just registering."""
+    """The adapter that the worker is registering."""
+    _prompt_embed_cache: PromptEmbedCache
+    """vLLM-Omni's, around the pipeline's `encode_prompt`."""
+    bound_modules: frozenset[str] = frozenset()
+    """Modules of the adapter that was activated last, as vLLM-Omni bound them to layers."""
 
     def encode_condition(self, text: str) -> Condition:
         """What the trainer's network reads of one prompt, on the CPU, for samples that the trainer generates.
@@ -73,6 +82,15 @@ class RecordingPipeline:
             ValueError: the prompt is longer than the encoder reads.
         """
         raise NotImplementedError
+
+    @contextmanager
+    def prompt_cache_for(self, order: RecordingOrder) -> Iterator[None]:
+        """The prompt cache as it is for a sample; off for a probe, which is no part of its hit rate."""
+        self._prompt_embed_cache.enabled = not order.is_probe
+        try:
+            yield
+        finally:
+            self._prompt_embed_cache.enabled = True
 
     def predict_noise(self, *args: Any, **kwargs: Any) -> Tensor:
         """In fp32, so that guidance combines its branches as the trainer does."""
@@ -135,12 +153,17 @@ class RecordingPipeline:
     def _load_diffusion_lora_adapter(
         self, *, lora_request: LoRARequest, lora_path: str, dtype: torch.dtype
     ) -> tuple[LoRAModel, PEFTHelper]:
-        """The adapter that is being registered; one of another time is gone, and what asks for it must not go on."""
+        """The adapter that is being registered.
+
+        Raises:
+            RuntimeError: a request names one that was dropped.
+        """
         if self.incoming_adapter is None:
             raise RuntimeError(f"the adapter of {lora_request.lora_name} is not there any more")
         return self.incoming_adapter
 
     def _validate_diffusion_lora_binding(self, *, lora_model: LoRAModel, bound_lora_names: frozenset[str]) -> None:
+        self.bound_modules = bound_lora_names
         unbound = sorted(lora_model.loras.keys() - bound_lora_names)
         if unbound:
             raise RuntimeError(

@@ -7,11 +7,11 @@
                      (`RecordedSchedule`)
 
 - Requests of a batch share their size, number of steps and guidance; windows, laws and noise levels may differ.
-  vLLM-Omni puts them together and starts no other until all are done: nothing joins a running batch, and who aborts a
-  request of it is answered at once but saves no work.
+  vLLM-Omni puts them together and starts no other until all are done: nothing joins a running batch. An abort of one
+  request is answered at once and saves no work.
 - Weights change between two calls of `forward`, so a trajectory has one version by construction.
-- A request that fails fails those in its batch.
-- A request without an order (a warm-up, the HTTP API) runs as if this file did not exist.
+- A prompt that the encoder refuses fails its own request. An error in the pipeline's `forward` fails the whole batch.
+- A request without an order (a warm-up) runs as if this file did not exist.
 
 What an architecture adds is in `request_pipelines.py`.
 
@@ -38,7 +38,7 @@ from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 from verl_digen.models import load_model
 from verl_digen.models.base import DiffusionModel, PromptCheck
 from verl_digen.rollout.vllm_omni.recorder import Recording, RecordingPipeline, take_steps
-from verl_digen.rollout.vllm_omni.requests import ORDER, RecordingOrder, version_of_adapter
+from verl_digen.rollout.vllm_omni.requests import ORDER, RecordingOrder
 from verl_digen.types import Condition, Sampling, move_condition
 
 
@@ -146,9 +146,16 @@ class RequestRecordingMixin(RecordingPipeline):
             with self._encoding:
                 return super().forward(req)  # type: ignore[misc]
         if first.lora_request is not None:  # the worker has activated it for the whole batch
-            self.weight_version = version_of_adapter(first.lora_request.lora_int_id)
-        recordings = [self._begin(request.sampling_params.extra_args[ORDER]) for request in req.requests]
-        handed_over = [self._hand_over(*pair) for pair in zip(req.requests, recordings, strict=True)]
+            self.weight_version = self.adapter_versions[first.lora_request.lora_int_id]
+        begun = [self._begin_or_refuse(request.sampling_params.extra_args[ORDER]) for request in req.requests]
+        readable = [pair for pair in zip(req.requests, begun, strict=True) if isinstance(pair[1], Recording)]
+        made = iter(self._denoise(readable) if readable else ())
+        return [next(made) if isinstance(found, Recording) else found for found in begun]
+
+    def _denoise(self, readable: Sequence[tuple[OmniDiffusionRequest, Recording]]) -> list[DiffusionOutput]:
+        """Run the pipeline's own `forward` for requests whose recordings have begun; their outputs, in order."""
+        recordings = [recording for _, recording in readable]
+        handed_over = [self._hand_over(request, recording) for request, recording in readable]
         timesteps = self._model.timesteps(recordings[0].sigmas[:-1]).to(get_local_device())
         self._schedule = RecordedSchedule(recordings, timesteps, self._own_scheduler.config)
         try:
@@ -160,6 +167,13 @@ class RequestRecordingMixin(RecordingPipeline):
             self.finish_recording(recording, output)
         return outputs
 
+    def _begin_or_refuse(self, order: RecordingOrder) -> Recording | DiffusionOutput:
+        """A recording, or the error output of a request whose prompt the encoder refuses."""
+        try:
+            return self._begin(order)
+        except ValueError as error:
+            return DiffusionOutput.from_exception(error)
+
     def _begin(self, order: RecordingOrder) -> Recording:
         start_s = time.time()
         request = order.request
@@ -169,16 +183,19 @@ class RequestRecordingMixin(RecordingPipeline):
             shape=self._model.latent_shape(sampling.geometry),
             sigmas=self._model.sigmas(sampling.num_steps, sampling.geometry),
             device=get_local_device(),
-            condition=self._encode(request.prompt),
-            negative_condition=self._encode(request.negative_prompt) if sampling.is_guided else None,
+            condition=self._encode_for(order, request.prompt),
+            negative_condition=self._encode_for(order, request.negative_prompt) if sampling.is_guided else None,
             start_s=start_s,
         )
 
+    def _encode_for(self, order: RecordingOrder, text: str) -> Condition:
+        with self._encoding, self.prompt_cache_for(order):
+            return self._encode(text)
+
     def _encode(self, text: str) -> Condition:
-        with self._encoding:
-            self._check_prompt(text)
-            condition = self.encode_text(text)
-        return {name: tensor.to(self.od_config.dtype) for name, tensor in condition.items()}
+        """Call it with `_encoding` held."""
+        self._check_prompt(text)
+        return {name: tensor.to(self.od_config.dtype) for name, tensor in self.encode_text(text).items()}
 
     def _hand_over(self, request: OmniDiffusionRequest, recording: Recording) -> OmniDiffusionRequest:
         """The request as the pipeline gets it; vLLM-Omni's own stays as it is."""
@@ -194,4 +211,5 @@ class RequestRecordingMixin(RecordingPipeline):
 
     @torch.no_grad()
     def encode_condition(self, text: str) -> Condition:
-        return move_condition(self._encode(text), "cpu")
+        with self._encoding:
+            return move_condition(self._encode(text), "cpu")

@@ -25,6 +25,8 @@ class RecordingOrder:
     """`digen.seed`."""
     latents_dtype: torch.dtype
     """What latents are kept in between steps and in the record."""
+    is_probe: bool = False
+    """True: it runs alone, before requests that wait, and leaves the prompt cache alone (`probing.py`)."""
 
 
 def to_prompt(request: SampleRequest) -> dict[str, Any]:
@@ -55,11 +57,31 @@ def to_sampling_params(order: RecordingOrder, adapter: LoRARequest | None) -> Om
     )
 
 
-def adapter_request(version: int) -> LoRARequest:
-    """How a request names the LoRA adapter of a weight version; vLLM wants an id above 0 and an absolute path."""
-    return LoRARequest(f"version {version}", version + 1, f"/in-memory/version-{version}")
+@dataclass(frozen=True)
+class Published:
+    """One weight update that a replica was sent."""
+
+    serial: int
+    """Counts updates from 1. Two updates may make the same version: the current policy and its average."""
+    version: int
 
 
-def version_of_adapter(adapter_id: int) -> int:
-    """Inverse of `adapter_request`."""
-    return adapter_id - 1
+START = Published(serial=1, version=0)
+"""The weights of the checkpoint, before the first update."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """An update as a worker has loaded or registered it."""
+
+    published: Published
+    num_tensors: int
+    checksum: int
+    """`verl_digen.weights.probe.Probe.checksum`."""
+    load_s: float
+    """Seconds it took to load, without the wait for trajectories."""
+
+
+def adapter_request(published: Published) -> LoRARequest:
+    """The LoRA adapter of an update as a request names it: by its serial. vLLM wants an absolute path."""
+    return LoRARequest(f"update {published.serial}", published.serial, f"/in-memory/update-{published.serial}")

@@ -15,6 +15,9 @@ SERVED = (
 )
 """As `model_index.json` and vLLM-Omni's registry name them; `pipeline.py` has what records each."""
 
+STEPWISE = frozenset({"QwenImagePipeline"})
+"""Pipelines of `SERVED` that vLLM-Omni runs step by step; the others run in one go."""
+
 UNADAPTED = {"HunyuanVideo15Pipeline": "refiner_blocks"}
 """Pipeline -> part of the names of layers that LoRA wraps unless told otherwise, and to which vLLM-Omni binds no
 adapter, because they are diffusers' own there."""

@@ -2,40 +2,63 @@
 """The server actor of a `vllm_omni` replica: verl's vLLM server, with vLLM-Omni's engine behind its methods.
 
 - One device: the engine runs in this process. More (tensor parallel): its workers are processes of their own.
-- A request is admitted while the gate is open. `abort_all_requests` closes the gate and lets what is under way finish;
+- A request is admitted while the gate is open. `abort_all_requests` closes the gate and lets requests in flight finish;
   a weight update does not need it (`engine.py`).
+- A replica whose engine is dead or hung ends its process, so that the run sees it as lost.
+- A probe (`probing.py`) is generated at the first updates and every `digen.rollout.probe_every`-th; `check_health`
+  reports the last two.
 - `sleep` drains first, is level 1, and fails if a worker does not acknowledge it.
-- No port is opened, unless `digen.rollout.http.enable=true` (`http.py`).
+- The engine's processes meet on a loopback port (`loopback_store.py`). No other port is opened, unless
+  `digen.rollout.http.enable=true` (`http.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import multiprocessing
+import os
 import time
-from collections import Counter
+from collections import Counter, deque
+from pathlib import Path
 from typing import Any
 
-import ray
 import torch
 from peft import LoraConfig
+from torch import Tensor
 from verl.plugin.platform import get_platform
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.rollout.replica import RolloutMode
+from verl.workers.rollout.utils import run_uvicorn
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+from vllm.lora.request import LoRARequest
 from vllm_omni.entrypoints.async_omni import AsyncOmni
 
 from verl_digen.models import load_model
 from verl_digen.rollout.placed import cpu_threads
 from verl_digen.rollout.recording import experts_of, generation_facts
 from verl_digen.rollout.vllm_omni.arguments import check_taken, engine_arguments
+from verl_digen.rollout.vllm_omni.http import build_app, read_key
+from verl_digen.rollout.vllm_omni.probing import UID, fingerprint_of, probe_order
 from verl_digen.rollout.vllm_omni.recorder import RECORDED
-from verl_digen.rollout.vllm_omni.requests import RecordingOrder, adapter_request, to_prompt, to_sampling_params
-from verl_digen.types import Condition, Generation, SampleRequest
+from verl_digen.rollout.vllm_omni.requests import (
+    START,
+    Published,
+    RecordingOrder,
+    Taken,
+    adapter_request,
+    to_prompt,
+    to_sampling_params,
+)
+from verl_digen.types import Condition, Generation, SampleRequest, Trajectory
 from verl_digen.weights.manifest import Manifest
+from verl_digen.weights.probe import Probe, is_probe_due
 
 logger = logging.getLogger(__name__)
+
+LOOPBACK_INTERFACE = "lo"
+"""Linux's name for it; vLLM runs on nothing else."""
 
 
 class vLLMOmniHttpServer(vLLMHttpServer):
@@ -54,19 +77,11 @@ class vLLMOmniHttpServer(vLLMHttpServer):
     ) -> None:
         """Load the model and start the engine; the arguments, for replicas of several nodes, are not used."""
         self.digen = self.model_config.digen
-        self.global_steps = 0
         self._model = load_model(self.model_config.local_path)
+        self._check_prompt = self._model.load_prompt_check()
         self._latents_dtype = PrecisionType.to_dtype(self.digen.rollout.latents_dtype)
         self._sends_adapter = self.model_config.adapter_config() is not None
-        self._gate = asyncio.Event()
-        self._gate.set()
-        self._in_flight: Counter[int] = Counter()
-        self._finished = asyncio.Condition()
-        self._is_asleep = False
-        self._sealed_version = 0
-        self._adapter_load_s = 0.0
-        self._last_update: dict[str, float] = {}
-        self._api: asyncio.Task[None] | None = None
+        self._init_state()
         if get_platform().device_name == "cpu":
             torch.set_num_threads(
                 cpu_threads(
@@ -78,20 +93,47 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         arguments = engine_arguments(
             self.config, self.model_config, can_sleep=self.rollout_mode != RolloutMode.STANDALONE
         )
+        # all workers are of this node: they talk over loopback, and on a port that nobody has chosen for something else
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
+        os.environ.pop("MASTER_PORT", None)
         http = self.digen.rollout.http
-        serve_http_api = _load_http_api() if http.enable else None
+        key = read_key(http.api_key_env) if http.enable else None
         # its constructor starts an event loop of its own in a thread, and waits for it
         self.engine = await asyncio.to_thread(lambda: AsyncOmni(**arguments))
         check_taken(self.config, self.engine.get_diffusion_od_config())
-        if serve_http_api is not None:
-            self._server_port, self._api = await serve_http_api(self.engine, self.model_config.local_path, http)
-            self._server_address = http.host
+        if http.enable:
+            name = Path(self.model_config.path).name
+            app = build_app(self._draw, is_awake=self._gate.is_set, name=name, digen=self.digen, key=key)
+            port, self._api = await run_uvicorn(app, None, http.host)  # type: ignore[arg-type] - any ASGI app serves
+            self._http_address = http.host, port
+            logger.info("replica %d serves its HTTP API on http://%s:%d", self.replica_rank, http.host, port)
+
+    def _init_state(self) -> None:
+        """The state before the first request and the first update."""
+        self.global_steps = 0
+        self._gate = asyncio.Event()
+        self._gate.set()
+        self._in_flight: Counter[Published] = Counter()
+        self._finished = asyncio.Condition()
+        self._is_asleep = False
+        self._last_serial = START.serial
+        self._sealed = self._served = START
+        self._adapter = Taken(START, num_tensors=0, checksum=0, load_s=0.0)
+        self._activating = asyncio.Lock()
+        self._num_updates = 0
+        self._probes: deque[Probe] = deque(maxlen=2)
+        self._last_update: dict[str, float] = {}
+        self._api: asyncio.Task[Any] | None = None
+        self._http_address: tuple[str, int] | None = None
 
     def get_server_address(self) -> tuple[str, Any]:
-        """(host, port) of the HTTP API; without one a name that only tells replicas apart."""
-        if self._server_port is None:
-            return self._server_address, f"replica-{self.replica_rank}"
-        return self._server_address, self._server_port
+        """The node's address and a name that is unique among the replicas. The HTTP API's port may be the same on two
+        nodes."""
+        return self._server_address, f"replica-{self.replica_rank}"
+
+    async def http_address(self) -> tuple[str, int] | None:
+        """(host, port) of the HTTP API; None without one."""
+        return self._http_address
 
     # -- generation ---------------------------------------------------------------------------------------
     async def generate(  # type: ignore[override]
@@ -106,18 +148,16 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         """Generate one sample. The request is `sampling_params["request"]`; the signature is verl's.
 
         Raises:
+            ValueError: the encoder refuses a prompt; no other request is touched.
             RuntimeError: the engine failed the request; its message.
         """
         request: SampleRequest = sampling_params["request"]
+        for text in request.texts:  # here, because in the engine it would fail the requests that share a step with it
+            self._check_prompt(text)
         await self._gate.wait()
-        version = self.global_steps  # an adapter's request keeps it; full weights may change while it waits its turn
-        self._in_flight[version] += 1
-        try:
-            record = (await self._run(request_id, request, version)).multimodal_output["trajectory"][RECORDED]
-        finally:
-            self._in_flight[version] -= 1
-            async with self._finished:
-                self._finished.notify_all()
+        order = RecordingOrder(request, self.digen.seed, self._latents_dtype)
+        # an adapter's request keeps what is served; full weights may change while it waits its turn
+        record = await self._record(request_id, order, self._served)
         return Generation(
             trajectory=record["trajectory"],
             pixels=record["pixels"],
@@ -131,22 +171,41 @@ class vLLMOmniHttpServer(vLLMHttpServer):
             ),
         )
 
-    async def _run(self, request_id: str, request: SampleRequest, version: int) -> Any:
-        order = RecordingOrder(request, self.digen.seed, self._latents_dtype)
-        adapter = adapter_request(version) if self._sends_adapter else None
+    async def _record(self, request_id: str, order: RecordingOrder, published: Published) -> dict[str, Any]:
+        """What `RecordingPipeline.finish_recording` made of one request, which is in flight meanwhile."""
+        self._in_flight[published] += 1
+        try:
+            return (await self._run(request_id, order, published)).multimodal_output["trajectory"][RECORDED]
+        finally:
+            self._in_flight[published] -= 1
+            async with self._finished:
+                self._finished.notify_all()
+
+    async def _run(self, request_id: str, order: RecordingOrder, published: Published) -> Any:
+        """The engine's last output for one request, within `digen.deadlines.first_s`."""
+        adapter = adapter_request(published) if self._sends_adapter else None
+        sample = f"sample {order.request.uid}_{order.request.sample_index}"
+        timeout_s = self.digen.deadlines.first_s
+        try:
+            output = await asyncio.wait_for(self._last_output(request_id, order, adapter), timeout_s)
+        except asyncio.TimeoutError:
+            self._leave(
+                f"{sample} took more than digen.deadlines.first_s={timeout_s:g} s, so its engine counts as hung"
+            )
+            raise
+        except Exception as error:  # vLLM-Omni raises a failed request's error here, a dead engine's too
+            await self._leave_if_dead()
+            raise RuntimeError(f"vLLM-Omni failed {sample} on replica {self.replica_rank}: {error}") from error
+        if output is None or "trajectory" not in output.multimodal_output:  # an abort leaves this
+            raise RuntimeError(f"{sample} was aborted")
+        return output
+
+    async def _last_output(self, request_id: str, order: RecordingOrder, adapter: LoRARequest | None) -> Any:
         last = None
         async for output in self.engine.generate(
-            to_prompt(request), request_id=request_id, sampling_params_list=[to_sampling_params(order, adapter)]
+            to_prompt(order.request), request_id=request_id, sampling_params_list=[to_sampling_params(order, adapter)]
         ):
             last = output
-        if last is not None and last.error:
-            await self._leave_if_dead()
-            raise RuntimeError(
-                f"vLLM-Omni failed sample {request.uid}_{request.sample_index} on replica {self.replica_rank}: "
-                f"{last.error}"
-            )
-        if last is None or "trajectory" not in last.multimodal_output:  # what an abort leaves
-            raise RuntimeError(f"sample {request.uid}_{request.sample_index} was aborted")
         return last
 
     async def _leave_if_dead(self) -> None:
@@ -154,17 +213,33 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         try:
             await self.engine.check_health()
         except Exception as error:
-            logger.critical("the engine of replica %d is dead, the replica leaves: %s", self.replica_rank, error)
-            ray.actor.exit_actor()
+            self._leave(f"its engine is dead: {error}")
+
+    def _leave(self, reason: str) -> None:
+        """End this process and its engine workers, a hung thread included; the run sees a lost replica."""
+        logger.critical("replica %d leaves the run: %s", self.replica_rank, reason)
+        for worker in multiprocessing.active_children():
+            worker.kill()
+        os._exit(1)
+
+    async def _draw(self, request: SampleRequest) -> Tensor:
+        """Pixels for the HTTP API.
+
+        Raises:
+            ValueError: a size that the architecture cannot produce, or a prompt that the encoder refuses.
+        """
+        self._model.latent_shape(request.sampling.geometry)
+        generation = await self.generate(f"{request.uid}_{request.sample_index}", [], {"request": request})
+        return generation.pixels
 
     async def abort_request(self, request_id: str, reset_prefix_cache: bool = True) -> dict[str, Any]:
-        """Drop one request at its next step; if its pipeline runs in one go, its batch goes on without a reader."""
+        """Drop one request at its next step. A pipeline that runs in one go finishes it, and nobody reads it."""
         await self.engine.abort(request_id)
         return {"aborted": True, "request_id": request_id}
 
     async def encode(self, request: SampleRequest) -> tuple[Condition, Condition | None]:
-        """The conditions of the request's prompt and, with guidance, of its negative prompt, on the CPU; while others
-        are generated. For the trainer, which has no encoder and generates samples of the group too.
+        """Encode the request's prompt and, with guidance, its negative prompt, into conditions on the CPU, while others
+        are generated. The trainer, which has no encoder, generates samples of the group too.
 
         Raises:
             ValueError: the encoder refuses a prompt.
@@ -177,11 +252,12 @@ class vLLMOmniHttpServer(vLLMHttpServer):
 
     # -- weights ------------------------------------------------------------------------------------------
     async def begin_update(self, use_shm: bool) -> None:
-        """Let every worker take what its counterpart will send."""
-        await self._call_workers("begin_update", use_shm)
+        """Let every worker receive the buckets that the trainer rank beside it will send. An older update that was
+        interrupted is abandoned."""
+        await self._call_workers("begin_update", use_shm, self.digen.rollout.update_timeout_s)
 
     async def seal_update(self, manifest: Manifest, adapter: LoraConfig | None) -> None:
-        """What was sent is complete, for `activate_weights` to take.
+        """Check that the update is complete; `activate_weights` makes it the current one.
 
         Args:
             adapter: its config, if a LoRA adapter was sent and not full weights.
@@ -189,40 +265,71 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         Raises:
             RuntimeError: the update is not what it should be; names the tensors. The old weights keep serving.
         """
+        self._last_serial += 1
+        published = Published(self._last_serial, manifest.version)
         if adapter is None:
-            await self._call_workers("seal_weights", manifest)
+            await self._call_workers("seal_weights", manifest, published)
         else:
-            kept = await self._versions_to_keep()
-            self._adapter_load_s = max(await self._call_workers("commit_adapter", manifest, adapter, kept))
-        self._sealed_version = manifest.version
+            kept = await self._serials_to_keep()
+            self._adapter = _slowest(await self._call_workers("commit_adapter", manifest, adapter, published, kept))
+        self._sealed = published
 
     async def activate_weights(self) -> int:
-        """Make the newest sealed version the current one -> which it is. Full weights: between trajectories."""
-        started_s = time.perf_counter()
-        version = self._sealed_version
-        load_s = self._adapter_load_s if self._sends_adapter else max(await self._call_workers("commit_weights"))
-        self.global_steps = version
-        drain_s = max(0.0, time.perf_counter() - started_s - load_s)
-        self._last_update = {"update_s": drain_s + load_s, "load_s": load_s, "drain_s": drain_s}
-        return version
+        """Make the newest sealed update the current one -> its version. Full weights: between trajectories. Twice does
+        no harm."""
+        async with self._activating:
+            if self._sealed == self._served != START:  # asked again, because the first answer was lost
+                return self._served.version
+            started_s = time.perf_counter()
+            # workers may have sealed a newer update while this one waited for trajectories: they load that
+            taken = self._adapter if self._sends_adapter else _slowest(await self._call_workers("commit_weights"))
+            self._served = taken.published
+            self.global_steps = taken.published.version
+            drain_s = max(0.0, time.perf_counter() - started_s - taken.load_s)
+            self._last_update = {"update_s": drain_s + taken.load_s, "load_s": taken.load_s, "drain_s": drain_s}
+            if is_probe_due(self._num_updates, self.digen.rollout.probe_every):
+                self._probes.append(await self._take_probe(taken))
+            self._num_updates += 1
+            return taken.published.version
+
+    async def _take_probe(self, taken: Taken) -> Probe:
+        """Generate the probe with the weights that were just activated.
+
+        Raises:
+            RuntimeError: the engine generated it with others.
+        """
+        published = taken.published
+        record = await self._record(f"{UID}-{published.serial}", probe_order(self._model), published)
+        trajectory: Trajectory = record["trajectory"]
+        if (trajectory.version, trajectory.last_version) != (published.version, published.version):
+            raise RuntimeError(
+                f"replica {self.replica_rank} took version {published.version} and generates with version "
+                f"{trajectory.version}"
+            )
+        fingerprint = fingerprint_of(self._model, trajectory)
+        return Probe(published.version, taken.checksum, taken.num_tensors, fingerprint)
 
     async def commit_update(self, manifest: Manifest, adapter: LoraConfig | None) -> None:
         """`seal_update` and `activate_weights`, where trainer and replica take turns."""
         await self.seal_update(manifest, adapter)
         await self.activate_weights()
 
-    async def _versions_to_keep(self) -> frozenset[int]:
-        """The current version and those that requests in flight name, when there is room for one more."""
+    async def _serials_to_keep(self) -> frozenset[int]:
+        """Serials of the current update and of those that requests in flight name, when there is room for one more."""
 
         def live() -> frozenset[int]:
-            return frozenset(+self._in_flight) | {self.global_steps}
+            return frozenset(published.serial for published in (*+self._in_flight, self._served))
 
         async with self._finished:
             await self._finished.wait_for(lambda: len(live()) < self.digen.rollout.num_kept_adapters)
         return live()
 
     async def _call_workers(self, method: str, *args: Any) -> list[Any]:
-        """Each worker's answer; RuntimeError with its message if the call failed."""
+        """Each worker's answer.
+
+        Raises:
+            RuntimeError: the call failed; the worker's message.
+        """
         (answer,) = await self.engine.collective_rpc(method, args=args)  # one stage
         if isinstance(answer, dict) and "error" in answer:
             raise RuntimeError(f"replica {self.replica_rank}: {answer['error']}")
@@ -230,7 +337,7 @@ class vLLMOmniHttpServer(vLLMHttpServer):
 
     # -- around a step ------------------------------------------------------------------------------------
     async def wait_for_requests_to_drain(self) -> None:
-        """Return when nothing is under way."""
+        """Return when no request is in flight."""
         async with self._finished:
             await self._finished.wait_for(lambda: self._in_flight.total() == 0)
 
@@ -251,7 +358,7 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         self._gate.set()
 
     async def abort_all_requests(self, reset_prefix_cache: bool = True, reject_request: bool = False) -> dict[str, Any]:
-        """Admit no more requests. What is under way is finished, not discarded."""
+        """Admit no more requests. Requests in flight are finished, not discarded."""
         self._gate.clear()
         return {"aborted_count": 0, "request_ids": []}
 
@@ -273,29 +380,27 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         """Diffusion has no KV cache."""
 
     async def check_health(self) -> dict[str, Any]:
-        """What this replica is doing; raises if its engine is dead."""
+        """State of this replica; raises if its engine is dead."""
         await self.engine.check_health()
+        if self._api is not None and self._api.done():
+            raise RuntimeError(f"the HTTP API of replica {self.replica_rank} ended: {self._api}")
         (cache,) = await self._call_workers("prompt_cache_stats")
         device, *_ = await self._call_workers("device_name")
         return {
             "version": self.global_steps,
+            "received_version": self._sealed.version,
             "num_running": self._in_flight.total(),
             "is_asleep": self._is_asleep,
             "prompt_cache": cache,
             "last_update": self._last_update,
+            "probes": tuple(self._probes),
             "device": device,
         }
 
 
-def _load_http_api() -> Any:
-    try:
-        from verl_digen.rollout.vllm_omni.http import serve_http_api  # vLLM's whole web server
-    except ImportError as error:
-        raise ValueError(
-            f"digen.rollout.http.enable=true needs what vLLM-Omni's web server imports, and {error.name} is missing; "
-            "install it, or set digen.rollout.http.enable=false"
-        ) from error
-    return serve_http_api
+def _slowest(answers: list[Taken]) -> Taken:
+    """What all workers of a replica answer, but for the time it took."""
+    return max(answers, key=lambda taken: taken.load_s)
 
 
 def _check_acknowledged(acks: list[Any], what: str, replica_rank: int) -> None:

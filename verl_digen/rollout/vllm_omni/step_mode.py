@@ -7,7 +7,7 @@
     post_decode      the pipeline's own pixels, with the trajectory beside them
 
 - Requests at different steps, with different windows, laws and schedules share a batch.
-- A request without an order (a warm-up, the HTTP API) runs as if this file did not exist.
+- A request without an order (a warm-up) runs as if this file did not exist.
 
 Invariant (tests/vllm_omni): the same request, weights and run seed give what `Sampler` gives, whoever shares the batch.
 """
@@ -34,10 +34,11 @@ class StepRecordingMixin(RecordingPipeline):
 
     def prepare_encode(self, state: StepRequestState, **kwargs: Any) -> StepRequestState:
         start_s = time.time()
-        state = super().prepare_encode(state, **kwargs)  # type: ignore[misc]
         if ORDER not in state.sampling.extra_args:
-            return state
+            return super().prepare_encode(state, **kwargs)  # type: ignore[misc]
         order: RecordingOrder = state.sampling.extra_args[ORDER]
+        with self.prompt_cache_for(order):
+            state = super().prepare_encode(state, **kwargs)  # type: ignore[misc]
         assert state.latents is not None and state.scheduler is not None
         recording = self.begin_recording(
             order,

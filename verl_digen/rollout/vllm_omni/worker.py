@@ -1,26 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a vLLM-Omni worker can do beside generating: take new weights, and tell which version it runs.
+"""An extension of vLLM-Omni's worker: it takes new weights, and knows which version it runs.
 
-    begin_update        a thread takes the buckets and keeps them aside in host memory; generation goes on
-    seal_weights        full weights that were taken in are complete and fit
+    begin_update        a thread receives the buckets into host memory; generation goes on
+    seal_weights        checks that full weights are complete and fit
     commit_weights      loads them; a barrier call (`engine.BARRIER`), alone between trajectories
-    commit_adapter      a LoRA adapter for one version; requests name the one they want, so nothing has to wait
+    commit_adapter      registers the LoRA adapter of one update; requests name the one they want, so nothing waits
 
-What was taken in is compared first: names and shapes with the checkpoint's network, a checksum with the sender's.
-Nothing has changed when that raises, and the old weights keep serving.
+A received update is compared first: names and shapes with the checkpoint's network, a checksum with the sender's. Until
+then nothing has changed, and after an error the old weights keep serving.
 
-| what could go wrong silently | what tells it |
+| silent fault | check |
 | --- | --- |
-| a tensor is lost, doubled or damaged on the way | number and checksum of what was sent |
+| a tensor is lost, doubled or damaged in transfer | number and checksum of what was sent |
 | a tensor is missing, unknown or of another shape | the checkpoint's names and shapes |
-| vLLM-Omni skips a tensor, e.g. that of a layer LoRA has wrapped | the checksum of the network after loading |
-| a module of an adapter finds no layer | `RecordingPipeline._validate_diffusion_lora_binding` |
+| vLLM-Omni skips a tensor, e.g. of a layer that LoRA has wrapped | the checksum of the network after loading |
+| vLLM-Omni keeps an older adapter of the same id | an id per update, and the answer of `add_adapter` |
+| a module of an adapter finds no layer | it is activated when it is registered: modules bound = modules sent |
+| what was loaded or bound is not what the network computes with | the server's probe (`probing.py`) |
 """
 
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Iterator
 from functools import cached_property
@@ -29,18 +30,20 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm_omni.diffusion.sched.interface import DiffusionSchedulerOutput
 from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExtension
+from vllm_omni.platforms import current_omni_platform
 
 from verl_digen.models import load_model
 from verl_digen.models.base import DiffusionModel
 from verl_digen.platforms.device_name import accelerator_name
+from verl_digen.rollout.vllm_omni.loopback_store import loopback_store
+from verl_digen.rollout.vllm_omni.receiving import Receiving, Staged
 from verl_digen.rollout.vllm_omni.recorder import RecordingPipeline
-from verl_digen.rollout.vllm_omni.requests import adapter_request, version_of_adapter
+from verl_digen.rollout.vllm_omni.requests import Published, Taken, adapter_request
 from verl_digen.types import Condition
 from verl_digen.weights.checksum import checksum
 from verl_digen.weights.manifest import Manifest
@@ -58,62 +61,57 @@ class WeightReceiverExtension(CustomPipelineWorkerExtension):
     od_config: Any
     device: torch.device
     local_rank: int
+    rank: int
 
-    _staged: dict[str, Tensor]
-    _checksum = 0
-    """Of what is staged."""
-    _sealed: tuple[Manifest, dict[str, Tensor]] | None = None
+    _sealed: tuple[Published, Staged] | None = None
     """Full weights to load."""
-    _receiving: threading.Thread | None = None
-    _receive_error: BaseException | None = None
+    _receiving: Receiving | None = None
+    """The update under way."""
     _shapes: dict[str, torch.Size] | None = None
-    """Of an update, read when the first one comes; all that get so far are of one kind."""
+    """Tensor shapes of an update, read when the first one comes; all updates of a run are of one kind."""
+
+    def init_device(self) -> None:
+        """vLLM-Omni's, with the default process group made before, over a store that listens on loopback alone."""
+        num_workers = self.od_config.num_gpus
+        torch.distributed.init_process_group(
+            backend=current_omni_platform.dist_backend,
+            store=loopback_store(self.od_config.master_port, rank=self.rank, num_workers=num_workers),
+            rank=self.rank,
+            world_size=num_workers,
+        )
+        super().init_device()  # type: ignore[misc]
 
     def init_lora_manager(self) -> None:
-        """vLLM-Omni's; but which adapter goes when is said by `commit_adapter`, who knows what requests need."""
+        """vLLM-Omni's, without its eviction: `commit_adapter` knows which adapters requests need."""
         super().init_lora_manager()  # type: ignore[misc]
         if self.lora_manager is not None:
             self.lora_manager.max_cached_adapters = NO_LIMIT
 
     # -- taking in ----------------------------------------------------------------------------------------
-    def begin_update(self, use_shm: bool) -> None:
-        """Start to take the buckets that this worker's counterpart sends."""
-        if self._receiving is not None and self._receiving.is_alive():
-            raise RuntimeError("an update is being received already; a sender sends one at a time")
-        self._staged = {}
-        self._receive_error = None
-        self._receiving = threading.Thread(target=self._receive, args=(use_shm,), name="receive-weights", daemon=True)
-        self._receiving.start()
+    def begin_update(self, use_shm: bool, timeout_s: float) -> None:
+        """Start to receive the buckets that the trainer rank beside this worker sends.
 
-    def _receive(self, use_shm: bool) -> None:
-        def stage(named_tensors: list[tuple[str, Tensor]], is_last: bool) -> None:
-            # copied: the bucket is used again
-            self._staged.update({name: tensor.to("cpu", copy=True) for name, tensor in named_tensors})
+        An older update that never ended, because its sender was lost, is abandoned.
+        """
+        if self._receiving is not None:
+            self._receiving.abandon()
+        self._receiving = Receiving(zmq_handle(self.local_rank), self.device, use_shm=use_shm, timeout_s=timeout_s)
 
-        try:
-            BucketedWeightReceiver(zmq_handle(self.local_rank), self.device, use_shm).receive_weights(stage)
-            self._checksum = checksum(self._staged.values())
-        except BaseException as error:  # told by the commit, which waits for this thread
-            self._receive_error = error
-
-    def _take_staged(self, manifest: Manifest) -> dict[str, Tensor]:
+    def _take_staged(self, manifest: Manifest) -> Staged:
         if self._receiving is None:
             raise RuntimeError("begin_update must come before a commit")
-        self._receiving.join()
-        self._receiving = None
-        staged, self._staged = self._staged, {}
-        if self._receive_error is not None:
-            raise RuntimeError(f"an update could not be received: {self._receive_error}") from self._receive_error
-        if (len(staged), self._checksum) != (manifest.num_tensors, manifest.checksum):
+        receiving, self._receiving = self._receiving, None
+        staged = receiving.result()
+        if (len(staged.tensors), staged.checksum) != (manifest.num_tensors, manifest.checksum):
             raise RuntimeError(
-                f"{manifest.num_tensors} tensors with checksum {manifest.checksum:x} were sent, but {len(staged)} with "
-                f"checksum {self._checksum:x} arrived; the old weights keep serving"
+                f"{manifest.num_tensors} tensors with checksum {manifest.checksum:x} were sent, but "
+                f"{len(staged.tensors)} with checksum {staged.checksum:x} arrived; the old weights keep serving"
             )
         return staged
 
     # -- full weights -------------------------------------------------------------------------------------
-    def seal_weights(self, manifest: Manifest) -> None:
-        """The full weights that were taken in are complete; `commit_weights` loads them.
+    def seal_weights(self, manifest: Manifest, published: Published) -> None:
+        """The full weights that were taken in are complete; `commit_weights` loads them, as the update `published`.
 
         Raises:
             RuntimeError: what was sent is not what is loaded; names the tensors. The old weights keep serving.
@@ -126,11 +124,11 @@ class WeightReceiverExtension(CustomPipelineWorkerExtension):
                 f"{wrapped}; send the adapter alone, or merged weights from the first update on "
                 "(actor_rollout_ref.model.lora.merge=true). The old weights keep serving"
             )
-        compare_with(staged, self._expected_shapes(None))
-        self._sealed = manifest, staged
+        compare_with(staged.tensors, self._expected_shapes(None))
+        self._sealed = published, staged
 
-    def commit_weights(self) -> float:
-        """Load the full weights that were sealed last -> seconds it took.
+    def commit_weights(self) -> Taken:
+        """Load the full weights that were sealed last.
 
         Raises:
             RuntimeError: nothing is sealed; or the network is not what was sent, and the message says that it is
@@ -139,11 +137,11 @@ class WeightReceiverExtension(CustomPipelineWorkerExtension):
         started_s = time.perf_counter()
         if self._sealed is None:
             raise RuntimeError("no weight update is waiting to be loaded; seal one first")
-        (manifest, sealed), self._sealed = self._sealed, None
-        loaded = self.model_runner.pipeline.load_weights((self._name(name), tensor) for name, tensor in sealed.items())
-        self._check_loaded(sealed, loaded)
-        self._pipeline.weight_version = manifest.version
-        return time.perf_counter() - started_s
+        (published, sealed), self._sealed = self._sealed, None
+        named_tensors = ((self._name(name), tensor) for name, tensor in sealed.tensors.items())
+        self._check_loaded(sealed.tensors, self.model_runner.pipeline.load_weights(named_tensors))
+        self._pipeline.weight_version = published.version
+        return _taken(published, sealed, started_s)
 
     def _check_loaded(self, staged: dict[str, Tensor], loaded: set[str]) -> None:
         """Every parameter was loaded, and with the numbers that were sent.
@@ -173,29 +171,61 @@ class WeightReceiverExtension(CustomPipelineWorkerExtension):
             )
 
     # -- adapters -----------------------------------------------------------------------------------------
-    def commit_adapter(self, manifest: Manifest, config: LoraConfig, kept: frozenset[int]) -> float:
-        """Register the adapter that was taken in, for requests that name its version -> seconds it took.
+    def commit_adapter(
+        self, manifest: Manifest, config: LoraConfig, published: Published, kept: frozenset[int]
+    ) -> Taken:
+        """Register the received adapter as the one of `published`.
 
         Args:
-            kept: versions that requests in flight name; adapters of others are dropped.
+            kept: serials of the updates that requests in flight name; adapters of others are dropped.
 
         Raises:
-            RuntimeError: what was sent is not the adapter of `config`; names the tensors. Versions before it are
-                still served.
+            RuntimeError: the update is not the adapter of `config`, or vLLM-Omni did not take all of it; names the
+                tensors or modules. Older adapters still serve.
         """
         started_s = time.perf_counter()
         staged = self._take_staged(manifest)
-        compare_with(staged, self._expected_shapes(config))
-        adapter = self._to_vllm(staged, config, adapter_request(manifest.version).lora_int_id)
-        for adapter_id in self.lora_manager.list_adapters():
-            if version_of_adapter(adapter_id) not in kept:
-                self.lora_manager.remove_adapter(adapter_id)
+        compare_with(staged.tensors, self._expected_shapes(config))
+        adapter = self._to_vllm(staged.tensors, config, published.serial)
+        for serial in self.lora_manager.list_adapters():
+            if serial not in kept:
+                self.lora_manager.remove_adapter(serial)
+        self._register(published, adapter)
+        serials = self.lora_manager.list_adapters()
+        self._pipeline.adapter_versions = {
+            serial: version
+            for serial, version in {**self._pipeline.adapter_versions, published.serial: published.version}.items()
+            if serial in serials
+        }
+        return _taken(published, staged, started_s)
+
+    def _register(self, published: Published, adapter: tuple[LoRAModel, PEFTHelper]) -> None:
+        """Hand an adapter to vLLM-Omni and activate it once, which binds its modules to layers.
+
+        Every step activates the adapter of its own requests, so those in flight are not touched.
+        """
+        request = adapter_request(published)
+        modules = frozenset(adapter[0].loras)
         self._pipeline.incoming_adapter = adapter
+        self._pipeline.bound_modules = frozenset()
         try:
-            self.lora_manager.add_adapter(adapter_request(manifest.version))
+            if not self.lora_manager.add_adapter(request):
+                raise RuntimeError(
+                    f"vLLM-Omni kept an older adapter in place of update {published.serial} (version "
+                    f"{published.version}); the old weights keep serving"
+                )
+            self.lora_manager.set_active_adapter(request)
+            bound = self._pipeline.bound_modules
+            if not modules or bound != modules:
+                raise RuntimeError(
+                    f"vLLM-Omni bound {len(bound)} of the {len(modules)} modules of an adapter to layers, not e.g. "
+                    f"{min(modules - bound, default='any')}; the old weights keep serving"
+                )
+        except Exception:
+            self.lora_manager.remove_adapter(published.serial)
+            raise
         finally:
             self._pipeline.incoming_adapter = None
-        return time.perf_counter() - started_s
 
     def _to_vllm(self, staged: dict[str, Tensor], config: LoraConfig, adapter_id: int) -> tuple[LoRAModel, PEFTHelper]:
         """peft's adapter in vLLM's words, under the names of the layers as vLLM-Omni has them."""
@@ -216,7 +246,7 @@ class WeightReceiverExtension(CustomPipelineWorkerExtension):
         """vLLM-Omni's, and the version of the adapter that this step runs with."""
         super()._activate_step_lora(scheduler_output)  # type: ignore[misc]
         if self.lora_manager is not None and self.lora_manager._active_adapter_id is not None:
-            self._pipeline.weight_version = version_of_adapter(self.lora_manager._active_adapter_id)
+            self._pipeline.weight_version = self._pipeline.adapter_versions[self.lora_manager._active_adapter_id]
 
     # -- what is asked of it ------------------------------------------------------------------------------
     def encode(self, texts: tuple[str, ...]) -> list[Condition]:
@@ -262,6 +292,11 @@ class WeightReceiverExtension(CustomPipelineWorkerExtension):
                 network = get_peft_model(network, config)  # type: ignore[arg-type]
             self._shapes = {name: tensor.shape for name, tensor in tensors_of_update(network).items()}
         return self._shapes
+
+
+def _taken(published: Published, staged: Staged, started_s: float) -> Taken:
+    load_s = time.perf_counter() - started_s
+    return Taken(published, len(staged.tensors), staged.deciding_checksum, load_s)
 
 
 def _layer_name(module: str, layers: set[str]) -> str:

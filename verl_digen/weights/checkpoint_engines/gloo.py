@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`digen_gloo`: buckets broadcast over gloo, in a process group of their own; the default group is left alone."""
+"""`digen_gloo`: buckets broadcast over gloo, in a process group of their own; the default group is left alone.
+
+- The store listens on one address: loopback in a cluster of one node, else the sender's node address. So do gloo's own
+  connections.
+- Bucket headers are JSON, so a peer cannot make the receiver run code.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import pickle
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,10 +30,10 @@ TIMEOUT = timedelta(minutes=30)
 
 @dataclass(frozen=True)
 class Member:
-    """What a rank says of itself before an update."""
+    """A rank's state before an update."""
 
     generation: int
-    """Of the group it is in; 0 in none."""
+    """Generation of its group; 0 if it has none."""
     address: tuple[str, int] | None
     """Host and port of the store, on the sender."""
 
@@ -54,9 +59,13 @@ class GlooEngine(BucketEngine):
     def prepare(self) -> Member:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The sender opens the store once."""
         if self.is_master and self._store is None:
-            host = ray.util.get_node_ip_address().strip("[]")
-            self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
-            self._address = host, self._store.port
+            host = _own_address()
+            listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+            port = listener.getsockname()[1]
+            self._store = TCPStore(
+                host, port, is_master=True, wait_for_workers=False, timeout=TIMEOUT, master_listen_fd=listener.detach()
+            )
+            self._address = host, port
         return Member(self._generation, self._address)
 
     @classmethod
@@ -77,11 +86,14 @@ class GlooEngine(BucketEngine):
         if self._store is None:
             self._store = TCPStore(*meeting_point.address, is_master=False, timeout=TIMEOUT)
         name = f"{meeting_point.generation}-of-{num_ranks}"
-        self.channel = ProcessGroupGloo(PrefixStore(name, self._store), rank, num_ranks, TIMEOUT)
+        options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue] - its stub lacks it
+        options._devices = [ProcessGroupGloo.create_device(hostname=_own_address())]
+        options._timeout = TIMEOUT
+        self.channel = ProcessGroupGloo(PrefixStore(name, self._store), rank, num_ranks, options)
         self._generation, self._num_ranks = meeting_point.generation, num_ranks
 
     async def send(self, channel: Any, bucket: Bucket) -> None:
-        header = torch.frombuffer(bytearray(pickle.dumps((bucket.parts, bucket.is_last))), dtype=torch.uint8)
+        header = torch.frombuffer(bytearray(bucket.header()), dtype=torch.uint8)
         sizes = torch.tensor([len(header), len(bucket.data)])
         await self._in_thread(_broadcast, channel, sizes, header, bucket.data)
 
@@ -98,13 +110,17 @@ class GlooEngine(BucketEngine):
             raise
 
 
+def _own_address() -> str:
+    """Where this process listens: on loopback, unless the cluster has other nodes."""
+    return "127.0.0.1" if len(ray.nodes()) == 1 else ray.util.get_node_ip_address().strip("[]")
+
+
 def _receive(group: Any) -> Bucket:
     sizes = torch.empty(2, dtype=torch.int64)
     _broadcast(group, sizes)
     header, data = (torch.empty(int(size), dtype=torch.uint8) for size in sizes)
     _broadcast(group, header, data)
-    parts, is_last = pickle.loads(header.numpy().tobytes())
-    return Bucket(parts, data, is_last)
+    return Bucket.of(header.numpy().tobytes(), data)
 
 
 def _broadcast(group: Any, *tensors: Tensor) -> None:

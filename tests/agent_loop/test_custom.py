@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An agent loop of the user's own, in this process: on separate pools it is asked as on colocated ones."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_module
+from omegaconf import DictConfig, OmegaConf
+from verl.experimental.agent_loop import agent_loop as verls
+
+from verl_digen.agent_loop.chunks import ChunkOrder
+from verl_digen.agent_loop.custom import make_agent_loop
+from verl_digen.agent_loop.manager import DiffusionAgentLoopWorker
+from verl_digen.agent_loop.single_turn import DiffusionSingleTurnAgentLoop
+from verl_digen.config import DigenConfig
+from verl_digen.preflight.agent_loop import check_agent_loop
+
+ROW = {"uid": "g0", "raw_prompt": "a cat", "negative_prompt": None, "global_steps": 1}
+AGENT = "actor_rollout_ref.rollout.agent"
+
+
+class InCapitals(DiffusionSingleTurnAgentLoop):
+    """Asks for the prompt in capitals."""
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> Any:
+        return await super().run(sampling_params, **row | {"raw_prompt": row["raw_prompt"].upper()})
+
+
+class Server:
+    """A replica's handle that answers with what it was asked for."""
+
+    def __init__(self) -> None:
+        self.generate = SimpleNamespace(remote=self._generate)
+
+    async def _generate(self, name: str, tokens: list[int], params: dict[str, Any]) -> tuple[str, str]:
+        return name, params["request"].prompt
+
+
+def make_worker(agent_loop: str) -> Any:
+    """verl's worker without the processes that its constructor reaches for."""
+    worker = object.__new__(DiffusionAgentLoopWorker)
+    given = {
+        "digen": DigenConfig(),
+        "config": OmegaConf.create({"data": {}}),
+        "rollout_config": SimpleNamespace(agent=SimpleNamespace(default_agent_loop=agent_loop)),
+        "tokenizer": None,
+        "processor": None,
+        "hf_model_type": None,
+        "dataset_cls": None,
+        "tools": [],
+    }
+    vars(worker).update(given)
+    return worker
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = OmegaConf.create({"name": "in_capitals", "_target_": f"{__name__}.InCapitals"})
+    monkeypatch.setitem(verls._agent_loop_registry, "in_capitals", entry)  # as verl's worker does from the user's file
+
+
+@pytest.mark.parametrize(("name", "prompt"), [("diffusion_single_turn", "a cat"), ("in_capitals", "A CAT")])
+def test_a_chunks_sample_is_made_by_the_runs_agent_loop_on_the_chosen_replica(registered, name, prompt):
+    order = ChunkOrder(chunk_id=1, uid="g0", samples=(2,), row=ROW)
+    found = asyncio.run(make_worker(name)._generate_for_chunk(order, 2, Server()))
+    assert found == ("g0_2", prompt)
+
+
+def test_a_loop_that_is_not_registered_is_told_with_the_known_ones():
+    with pytest.raises(ValueError, match=r"default_agent_loop must be one of .*diffusion_single_turn.*got 'nonesuch'"):
+        make_agent_loop("nonesuch", make_worker("nonesuch"), None)
+
+
+@pytest.fixture(scope="module")
+def composed() -> DictConfig:
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose("ppo_trainer", overrides=["recipe=[digen_quickstart,disaggregated]"])
+
+
+def checked(config: DictConfig, **changes: Any) -> str:
+    """The message for these changes of the agent section; empty where they pass."""
+    changed = config.copy()
+    for key, value in changes.items():
+        OmegaConf.update(changed, "digen.tag.policy" if key == "tag" else f"{AGENT}.{key}", value)
+    try:
+        check_agent_loop(changed)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("text", "changes", "message"),
+    [
+        (None, {}, ""),
+        ("- {name: mine, _target_: tests.agent_loop.test_custom.InCapitals}", {"default_agent_loop": "mine"}, ""),
+        ("- {name: mine, _target_: no_such.Loop}", {}, ""),
+        (
+            "- {name: mine, _target_: tests.agent_loop.test_custom.InCapitals}",
+            {"default_agent_loop": "mine", "tag": "bts"},
+            f"digen.tag.policy must be off with {AGENT}.default_agent_loop=mine, because trainer ranks",
+        ),
+        (None, {"default_agent_loop": "mine"}, "default_agent_loop must be one of diffusion_single_turn, got 'mine';"),
+        (None, {"default_agent_loop": "single_turn_agent"}, "must be one of diffusion_single_turn, got 'single_turn_"),
+        (
+            "- {name: mine, _target_: no_such.Loop}",
+            {"default_agent_loop": "mine"},
+            "the agent loop 'mine' must be a class that can be imported, got 'no_such.Loop' (",
+        ),
+        (
+            "- {name: mine, _target_: collections.Counter}",
+            {"default_agent_loop": "mine"},
+            "the agent loop 'mine' must be a subclass of verl_digen.agent_loop.single_turn.",
+        ),
+        ("name: mine", {}, "must list agent loops with a name and a _target_ each, got {'name': 'mine'};"),
+        ("- mine", {}, "must list agent loops with a name and a _target_ each, got ['mine'];"),
+        ("- {name: mine", {}, "agent_loop_config_path must be a YAML file, got "),
+    ],
+)
+def test_the_agent_loop_of_a_run_is_checked_before_it_starts(composed, tmp_path, text, changes, message):
+    if text is not None:
+        (tmp_path / "loops.yaml").write_text(text)
+        changes = changes | {"agent_loop_config_path": str(tmp_path / "loops.yaml")}
+    found = checked(composed, **changes)
+    assert message in found and bool(message) == bool(found)
+
+
+def test_a_missing_file_of_agent_loops_is_refused(composed):
+    found = checked(composed, agent_loop_config_path="missing.yaml")
+    assert f"{AGENT}.agent_loop_config_path must be an existing file, got 'missing.yaml';" in found

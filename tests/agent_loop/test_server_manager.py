@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A client in front of replicas made of events: one that hangs is ended, one that is slow is waited for."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+import ray
+from ray.exceptions import ActorDiedError, ActorUnavailableError
+
+from tests.chaos.loop import run_in_virtual_time
+from verl_digen.agent_loop.requests import sample_request
+from verl_digen.agent_loop.server_manager import DiffusionServerClient
+from verl_digen.config import DigenConfig
+from verl_digen.errors import RunStopped
+from verl_digen.schedulers.deadlines import DeadlinesConfig
+
+DIGEN = DigenConfig(
+    deadlines=DeadlinesConfig(first_s=100.0, generate_s=50.0, answer_s=5.0, blip_s=10.0, no_progress_s=1000.0)
+)
+ROW = {"uid": "val-00000", "raw_prompt": "a cat", "negative_prompt": None, "global_steps": 1}
+
+
+def remote(method):
+    return SimpleNamespace(remote=lambda *args: asyncio.ensure_future(method(*args)))
+
+
+class Server:
+    """Takes `takes_s` per sample; answers no sign of life if it is silent; is ended by `ray.kill`."""
+
+    def __init__(self, takes_s=1.0, is_silent=False, errors=()):
+        self.takes_s, self.is_silent, self.errors = takes_s, is_silent, list(errors)
+        self.is_ended = False
+        self.num_asked = 0
+        self.generate, self.check_health = remote(self._generate), remote(self._check_health)
+
+    async def _generate(self, *request):
+        self.num_asked += 1
+        if self.errors:
+            raise self.errors.pop(0)
+        await asyncio.sleep(self.takes_s)
+        return f"from {self.name}"
+
+    async def _check_health(self):
+        if self.is_silent:
+            await asyncio.Event().wait()
+        return {}
+
+
+class Balancer:
+    """verl's, giving out its replicas in order."""
+
+    def __init__(self, **servers):
+        self.servers = servers
+        for name, server in servers.items():
+            server.name = name
+        self.acquire_server, self.remove_servers = remote(self._acquire), remote(self._remove)
+
+    async def _acquire(self, request_id):
+        if not self.servers:
+            raise RuntimeError("No available servers in load balancer")
+        return next(iter(self.servers.items()))
+
+    async def _remove(self, names):
+        for name in names:
+            self.servers.pop(name, None)
+
+
+class Client(DiffusionServerClient):
+    """Without verl's constructor, which wants its config."""
+
+    def __init__(self, balancer):
+        self._load_balancer = balancer
+        self.__dict__["digen"] = DIGEN
+
+    async def _acquire_server(self, request_id):
+        return await self._load_balancer.acquire_server.remote(request_id)
+
+    def _release_server(self, server_id, request_id=None):
+        pass
+
+
+def generate(monkeypatch, **servers):
+    """One sample -> (the sample, virtual seconds)."""
+    monkeypatch.setattr(ray, "kill", lambda server: setattr(server, "is_ended", True))
+
+    async def run():
+        client = Client(Balancer(**servers))
+        sample = await client.generate_sample(sample_request(DIGEN, ROW, 0, validate=True))
+        return sample, asyncio.get_running_loop().time()
+
+    return run_in_virtual_time(run())
+
+
+def test_a_replica_that_hangs_is_ended_and_its_sample_goes_to_another_one(monkeypatch):
+    hung, other = Server(takes_s=1e9, is_silent=True), Server()
+    sample, took_s = generate(monkeypatch, hung=hung, other=other)
+    assert sample == "from other" and hung.is_ended and not other.is_ended
+    assert took_s == pytest.approx(100.0 + 5.0 + 1.0), "first_s, answer_s, then the sample"
+
+
+def test_a_replica_with_a_long_queue_gives_signs_of_life_and_is_waited_for(monkeypatch):
+    slow = Server(takes_s=900.0)
+    assert generate(monkeypatch, slow=slow) == ("from slow", pytest.approx(900.0))
+    assert not slow.is_ended and slow.num_asked == 1
+
+
+def test_a_replica_that_lives_and_never_ends_is_ended_when_a_run_may_wait_no_longer(monkeypatch):
+    stuck, other = Server(takes_s=1e9), Server()
+    sample, took_s = generate(monkeypatch, stuck=stuck, other=other)
+    assert sample == "from other" and stuck.is_ended and 1000.0 <= took_s <= 1102.0
+
+
+def test_a_blip_is_no_death(monkeypatch):
+    blinks = Server(errors=[ActorUnavailableError("away", None)] * 2)
+    assert generate(monkeypatch, blinks=blinks, other=Server()) == ("from blinks", pytest.approx(0.5 + 1.0 + 1.0))
+
+
+def test_a_replica_out_of_reach_for_longer_than_a_blip_or_dead_is_left_for_another_one(monkeypatch):
+    away = Server(errors=[ActorUnavailableError("away", None)] * 99)
+    dead = Server(errors=[ActorDiedError()])
+    sample, took_s = generate(monkeypatch, away=away, dead=dead, other=Server())
+    assert sample == "from other" and took_s == pytest.approx(DIGEN.deadlines.blip_s + 1.0)
+
+
+def test_without_a_replica_the_run_stops(monkeypatch):
+    with pytest.raises(RunStopped, match="every rollout replica is lost"):
+        generate(monkeypatch, dead=Server(errors=[ActorDiedError()]))

@@ -1,0 +1,341 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One run of a world: the project's trainer for separate pools, from its conductor down, on processes of `roles`.
+
+What is the project's: `step`, `on_step_end`, `on_validate_begin` and all they call (conductor, planner, pools, chunk
+runners, agent loop workers, reward workers, replica updates), and how a validation is waited for. What is modelled:
+verl's loop around them (`_fit`), and how weights travel (`Sender`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+from zlib import crc32
+
+import ray
+import ray._private.state
+import transfer_queue as tq
+from omegaconf import OmegaConf
+from verl.workers.rollout.replica import RolloutMode
+from verl.workers.rollout.router import GlobalRequestLoadBalancer
+
+from tests.chaos.checks import Checks, Problem
+from tests.chaos.faults import AGENT, ENGINE, QUEUE, RANK, REWARD, SERVER, Fault
+from tests.chaos.loop import Stuck, VirtualLoop, who_waits
+from tests.chaos.processes import Cluster, Handle
+from tests.chaos.roles import Agent, Engine, Queue, QueueClient, Rank, RankGroup, Reward, Server, prompt_row
+from tests.chaos.survival import may_end
+from tests.chaos.world import World
+from verl_digen.agent_loop.server_manager import DiffusionServerClient
+from verl_digen.errors import RunStopped
+from verl_digen.observe.timeline import Lane, Recorder
+from verl_digen.pipeline.keys import SampleName
+from verl_digen.rollout.virtual.samples import VirtualSamples
+from verl_digen.schedulers.deadlines import Deadlines
+from verl_digen.trainer.disaggregated import FlowGRPOTrainerDisaggregated
+from verl_digen.trainer.heartbeats import Heartbeats
+from verl_digen.trainer.patience import Patience
+from verl_digen.trainer.replicas import replica_metrics
+from verl_digen.trainer.restarts import Restarts
+from verl_digen.trainer.watchdog import Watchdog
+
+RESTART_S = 5.0
+"""Virtual seconds that starting a replica again takes."""
+
+VALIDATION_PROMPTS = ("val0", "val1")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome of a run."""
+
+    world: World
+    problems: tuple[Problem, ...]
+    end: str
+    """'whole', 'stopped: REASON', or how it failed."""
+    struck: tuple[Fault, ...]
+    """Faults whose call was made."""
+    fingerprint: int
+    """The same for the same order of calls."""
+    waiting: tuple[str, ...] = field(default=(), compare=False)
+    """Where a stuck run waits: calls without an answer, then tasks."""
+
+
+@dataclass(eq=False)
+class Replica:
+    """verl's `RolloutReplica`, as far as a run reads it."""
+
+    server_address: str
+    server_handle: Handle
+    workers: list[Handle]
+    rollout_mode: RolloutMode = RolloutMode.STANDALONE
+    world_size: int = 1
+    resource_pool: None = None
+
+    @property
+    def servers(self) -> list[Handle]:
+        return [self.server_handle]
+
+
+class Sender:
+    """verl's checkpoint engine manager, with `StagedCheckpointManager.stage_weights`."""
+
+    def __init__(self, cluster: Cluster, ranks: RankGroup, replicas: Sequence[Replica]):
+        self._cluster, self._ranks, self.replicas = cluster, ranks, list(replicas)
+
+    def remove_replicas(self, replicas: Sequence[Replica]) -> None:
+        self.replicas = [replica for replica in self.replicas if replica not in replicas]
+
+    def add_replicas(self, replicas: Sequence[Replica]) -> None:
+        self.replicas.extend(replicas)
+
+    def stage_weights(self, version: int) -> None:
+        weights = self._cluster.get(self._ranks.update_weights(version))[0]
+        workers = [worker for replica in self.replicas for worker in replica.workers]
+        self._cluster.get([worker.update_weights.remote(version, weights) for worker in workers])
+
+
+class Trainer(FlowGRPOTrainerDisaggregated):
+    """The project's trainer, made without verl's constructor, which starts Ray."""
+
+    def __init__(self, world: World, simulation: Simulation):
+        self.world, self.simulation, self.digen = world, simulation, simulation.digen
+        loop = simulation.loop
+        self.config = OmegaConf.create(
+            {
+                "data": {"train_batch_size": world.num_prompts},
+                "actor_rollout_ref": {"rollout": {"n": world.group_size}},
+                "trainer": {"nnodes": 1, "n_gpus_per_node": world.num_ranks},
+                "reward": {"reward_model": {"enable_resource_pool": False}},
+            }
+        )
+        self.actor_rollout_wg = simulation.ranks
+        self.agent_loop_manager = SimpleNamespace(agent_loop_workers=simulation.agents)
+        self.checkpoint_manager = simulation.sender
+        self.llm_server_manager = SimpleNamespace(global_load_balancer=simulation.balancer)
+        self.replay_buffer = SimpleNamespace(poll_interval=2.0)
+        self.global_steps, self.total_training_steps, self.timing_raw = 1, world.num_batches, {}
+        self._loop = loop
+        self._recorder = Recorder(now_s=loop.time)
+        self._driver = Lane("driver", 0, socket.gethostname(), 0)
+        self._conductor = None
+        self._num_devices = {"trainer": world.num_ranks, "generator": world.num_replicas}
+        self._num_drawn = 0
+        self._deadlines = Deadlines(self.digen.deadlines)
+        self._watchdog = Watchdog(
+            loop.begin,
+            end_silent_replicas=self._end_silent_replicas,
+            end_all=self._end_all,
+        )
+        self._heartbeats = Heartbeats(loop.begin, self.digen.deadlines, simulation.queue_client.cancel_calls)
+        self._patience = Patience(self.digen.deadlines, loop.time)
+        self.run_dir = Path("unused")
+        self._restarts = Restarts(
+            loop.begin,
+            simulation.restart_replica,
+            num_replicas=world.num_replicas,
+            max_restarts=self.digen.rollout.max_restarts,
+            start_s=self.digen.deadlines.start_s,
+        )
+
+    def _take_prompts(self, count: int) -> list[dict[str, Any]]:
+        uids = [f"p{self._num_drawn + number:04d}" for number in range(count)]
+        self._num_drawn += count
+        return [prompt_row(uid) for uid in uids]
+
+    def _draw_prompts(self, batch: int, count: int) -> list[str]:
+        uids = super()._draw_prompts(batch, count)
+        self.simulation.checks.drawn |= dict.fromkeys(uids, batch)
+        return uids
+
+    def _close_timeline(self) -> None:
+        """No timeline."""
+
+    def run(self) -> None:
+        """Do as `FlowGRPOTrainerSync.fit`, with a loop over steps in place of verl's."""
+        with self._ends_explained():
+            self._watch_processes(self.simulation.agents)
+            self._fit()
+
+    def _fit(self) -> None:
+        for step in range(1, self.world.num_batches + 1):
+            self.global_steps = step
+            self._step_began_s = self._recorder.now_s()
+            batch = self.step({}, self.timing_raw)
+            self.on_step_end()
+            if step in self.world.validates:
+                self.on_validate_begin()
+                self._validate_some()
+            replica_metrics(self.checkpoint_manager, self.digen.deadlines, published=step)
+            tq.kv_clear(keys=batch.keys, partition_id=batch.partition_id)
+        self.on_validate_begin()  # all that is under way ends
+
+    def _validate_some(self) -> None:
+        """As `_validate`, without pictures and a data loader."""
+        uids = list(VALIDATION_PROMPTS)
+        tq.kv_batch_put(keys=uids, partition_id="val", tags=[{"status": "pending"} for _ in uids])
+        agents = self.simulation.agents
+        self.simulation.checks.validating |= dict.fromkeys(uids, self.global_steps)
+        ray.get(
+            [
+                agents[number % len(agents)].validate.remote(uid, self.global_steps)  # type: ignore[list-item]
+                for number, uid in enumerate(uids)
+            ]
+        )
+        self._wait_for_validation(uids, {})
+
+
+class Simulation:
+    """All processes of a world, and the trainer."""
+
+    def __init__(self, world: World):
+        self.loop = VirtualLoop()
+        self.cluster = cluster = Cluster(self.loop, world.seed, world.faults)
+        self.checks = checks = Checks(world.group_size, world.num_ranks, world.max_versions)
+        self.digen = digen = world.digen()
+        samples = self._samples = VirtualSamples(digen)
+        self.num_restarts = 0
+        """Replicas that were started in place of lost ones."""
+        self.queue = Queue()
+        self.queue_client = QueueClient(cluster, cluster.start(f"{QUEUE} 0", self.queue, "TransferQueueController"))
+        self.rank_targets = [
+            Rank(cluster, number, world.num_ranks, self.queue, samples, checks) for number in range(world.num_ranks)
+        ]
+        self.ranks = RankGroup([cluster.start(f"{RANK} {n}", rank) for n, rank in enumerate(self.rank_targets)])
+        rewards = [cluster.start(f"{REWARD} {n}", Reward(cluster, f"{REWARD} {n}")) for n in range(world.num_rewards)]
+        replicas = [self._start_replica(number, samples) for number in range(world.num_replicas)]
+        self.sender = Sender(cluster, self.ranks, replicas)
+        self.balancer = cluster.start(
+            "balancer 0",
+            GlobalRequestLoadBalancer({replica.server_address: replica.server_handle for replica in replicas}),
+        )
+        self.agents = []
+        for number in range(world.num_agents):
+            client = DiffusionServerClient(None, self.balancer)  # type: ignore[arg-type]
+            client.__dict__["digen"] = digen  # a cached property, of a config that is not there
+            self.agents.append(cluster.start(f"{AGENT} {number}", Agent(client, digen, rewards, world.group_size)))
+        self.trainer = Trainer(world, self)
+
+    def _start_replica(self, number: int, samples: VirtualSamples) -> Replica:
+        name = f"{SERVER} {number}"
+        handle = self.cluster.start(name, Server(self.cluster, name, self.digen, samples, self.checks))
+        return Replica(
+            name, handle, [self.cluster.start(f"{ENGINE} {number}", Engine(name, self.digen.deadlines.blip_s))]
+        )
+
+    async def restart_replica(self, number: int) -> Replica:
+        """A replica in place of a lost one: its processes take a while to start."""
+        await asyncio.sleep(RESTART_S)
+        self.num_restarts += 1
+        return self._start_replica(number, self._samples)
+
+    def watch_outcomes(self) -> None:
+        """Have every outcome of the conductor checked."""
+        make = self.trainer._make_conductor
+
+        def make_watched() -> Any:
+            conductor = make()
+            run_batch = conductor.run_batch
+
+            async def watched() -> Any:
+                outcome = await run_batch()
+                self.checks.on_outcome(outcome.report.batch, outcome, conductor.planner.rules)
+                return outcome
+
+            conductor.run_batch = watched  # type: ignore[method-assign]
+            return conductor
+
+        self.trainer._make_conductor = make_watched  # type: ignore[method-assign]
+
+    def left(self) -> dict[str, list[str]]:
+        """Partition -> keys of what is left in the queue and would not be handed out with the next outcome."""
+        conductor = self.trainer._conductor
+        assert conductor is not None
+        late: set[str] = set()
+        for published in conductor._published.values():
+            late |= published.groups.keys() | {name.uid for name in published.unwanted}
+            late |= {name.key for name in published.unwanted}
+            late |= {SampleName.of(uid, *item).key for uid, tags in published.groups.items() for item in tags.items()}
+        partitions = self.queue.partitions.items()
+        return {name: [key for key in rows if key not in late] for name, rows in partitions if name != "val"}
+
+
+@contextmanager
+def in_place_of_ray(simulation: Simulation) -> Iterator[None]:
+    """Ray, TransferQueue and the clock of the main thread are the simulation's."""
+    client, cluster = simulation.queue_client, simulation.cluster
+    functions: list[tuple[Any, Sequence[str], Any]] = [
+        (ray, ("get", "get_actor", "kill"), cluster),
+        (ray._private.state, ("actors",), cluster),
+        (
+            tq,
+            ("async_kv_put", "async_kv_batch_put", "async_kv_clear", "kv_batch_put", "kv_clear", "kv_list"),
+            client,
+        ),
+    ]
+    patches = [
+        mock.patch.object(module, name, getattr(ours, name)) for module, names, ours in functions for name in names
+    ]
+    patches += [mock.patch("time.sleep", cluster.sleep)]
+    for patch in patches:
+        patch.start()
+    try:
+        yield
+    finally:
+        for patch in patches:
+            patch.stop()
+
+
+def simulate(world: World, change: Callable[[Simulation], None] | None = None) -> Verdict:
+    """Run a world to its end.
+
+    Args:
+        change: breaks something before the run begins, to see that it is found.
+    """
+    random.seed(world.seed)  # verl's balancer and the reward workers draw from the module's generator
+    simulation = Simulation(world)
+    simulation.watch_outcomes()
+    if change is not None:
+        change(simulation)
+    checks, cluster, loop = simulation.checks, simulation.cluster, simulation.loop
+    waiting: tuple[str, ...] = ()
+    with in_place_of_ray(simulation):
+        try:
+            simulation.trainer.run()
+            end = "whole"
+            checks.on_end(simulation.left())
+        except RunStopped as error:
+            end = f"stopped: {error}"
+            _check_stop(simulation, world, str(error))
+        except Stuck as error:
+            end = f"stuck: {error}"
+            waiting = (*(f"no answer: {call}" for call in cluster.unanswered()), *who_waits(loop))
+            checks.note("stuck", end)
+        except Exception as error:
+            end = f"crashed: {type(error).__name__}: {error}"
+            checks.note("crashed", end)
+        with suppress(Stuck):
+            loop.close()
+    calls = [(name, sorted(process.num_calls.items())) for name, process in sorted(cluster.processes.items())]
+    fingerprint = crc32(repr((calls, loop.time(), end)).encode())
+    return Verdict(world, tuple(checks.problems), end, tuple(cluster.struck), fingerprint, waiting)
+
+
+def _check_stop(simulation: Simulation, world: World, reason: str) -> None:
+    """A run may stop where its faults allow it, with the trainer's gradient dropped."""
+    checks, cluster = simulation.checks, simulation.cluster
+    if not may_end(world, cluster.struck):
+        checks.note("crashed", f"stopped without need: {reason}")
+    if any(fault.process_kind == RANK for fault in cluster.struck):
+        return  # a rank that failed need not answer
+    checks.require(
+        not any(rank.holds_gradient for rank in simulation.rank_targets), "leaked", "a gradient is left open"
+    )

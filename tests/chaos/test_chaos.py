@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random worlds in which nothing may go wrong, worlds in which something once did, and bugs that must be found."""
+
+import pytest
+
+from tests.chaos.faults import AGENT, CALLS, KINDS, QUEUE, RANK, REWARD, Fault, Kind, is_possible
+from tests.chaos.planted import BUGS, Bug, hunt, planted
+from tests.chaos.shrink import shrink
+from tests.chaos.simulation import simulate
+from tests.chaos.sweep import run_worlds
+from tests.chaos.world import World
+
+NUM_ORDERS = 1000
+
+
+def test_nothing_is_lost_duplicated_mixed_leaked_stuck_or_crashed_in_a_thousand_orders():
+    tally = run_worlds(0, NUM_ORDERS)
+    assert not tally.failed, f"python -m tests.chaos --world {tally.failed[0]}"
+    assert tally.ends["whole"] > NUM_ORDERS / 2
+    assert set(tally.struck) == {kind.value for kind in KINDS}, "every kind of fault struck"
+
+
+EVERY_CALL = World(
+    seed=2,
+    num_replicas=3,
+    num_rewards=2,
+    num_batches=3,
+    chunk_size=1,
+    assist="always",
+    max_versions=1,
+    extra_prompts=2,
+    validates=(1,),
+)
+"""A small world in which every remote call is made, but for what follows a failure."""
+
+LONG = Fault("server 1", "generate", 1, Kind.HANGS)
+"""Makes a run long enough for a few signs of life."""
+
+ONLY_AFTER = {
+    (RANK, "abort"): Fault("rank 0", "accumulate", 1, Kind.RAISES),
+    (AGENT, "discard_chunk"): LONG,
+    (AGENT, "__ray_ready__"): LONG,
+    (QUEUE, "__ray_ready__"): LONG,
+    (REWARD, "__ray_ready__"): Fault("reward 0", "compute_score", 0, Kind.HANGS),
+}
+"""Call -> the failure that it follows."""
+
+
+@pytest.mark.parametrize("process_kind", CALLS)
+def test_a_run_survives_or_ends_with_a_reason_whichever_call_fails(process_kind):
+    struck = set()
+    for method in CALLS[process_kind]:
+        for kind in (kind for kind in KINDS if is_possible(process_kind, method, kind)):
+            for call in (0, 1):
+                faults = [Fault(f"{process_kind} 0", method, call, kind)]
+                faults += [ONLY_AFTER[process_kind, method]] if (process_kind, method) in ONLY_AFTER else []
+                verdict = simulate(EVERY_CALL.with_faults(*faults))
+                assert not verdict.problems, (verdict.world, verdict.problems)
+                struck |= {fault.method for fault in verdict.struck}
+    assert struck >= set(CALLS[process_kind]), "every call is made in this world"
+
+
+REGRESSIONS = {
+    "a replica dies during a validation, and its metrics are asked for": World(
+        validates=(1,), faults=(Fault("server 1", "check_health", 0, Kind.DIES_BEFORE),)
+    ),
+    "two replicas hang in one publication, the second while the first one's weights are sent again": World(
+        num_replicas=3,
+        group_size=1,
+        faults=(Fault("engine 2", "update_weights", 0, Kind.HANGS), Fault("server 0", "seal_weights", 1, Kind.HANGS)),
+    ),
+    "a replica is loading for two steps, in which the trainer generates everything": World(
+        seed=12000517,
+        num_replicas=1,
+        group_size=1,
+        num_batches=2,
+        assist="always",
+        faults=(Fault("server 0", "activate_weights", 0, Kind.SLOW),),
+    ),
+}
+"""Worlds that once failed."""
+
+
+@pytest.mark.parametrize("name", REGRESSIONS)
+def test_what_once_went_wrong_goes_well(name):
+    verdict = simulate(REGRESSIONS[name])
+    assert verdict.struck == verdict.world.faults and not verdict.problems
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_planted_bug_is_found(name):
+    bug = BUGS[name]
+    if bug.world is None:
+        assert hunt(bug, max_orders=300) is not None
+        return
+    assert not simulate(bug.world).problems
+    with planted(bug):
+        assert simulate(bug.world).problems
+
+
+def test_a_bug_that_is_planted_nowhere_is_an_error():
+    with pytest.raises(ValueError, match="must have this line once"), planted(Bug("verl_digen.errors", "no such", "")):
+        pass
+
+
+def test_a_world_that_fails_shrinks_to_the_fault_that_matters():
+    needless = (Fault("server 0", "generate", 1, Kind.SLOW), Fault("reward 0", "compute_score", 0, Kind.TWICE))
+    deadly = Fault("server 1", "generate", 0, Kind.DIES_BEFORE)
+    bug = BUGS["the samples of a lost slot are never generated again"]
+    large = World(num_replicas=3, num_prompts=3, num_batches=2, num_rewards=2, faults=(*needless, deadly))
+    with planted(bug):
+        small = shrink(simulate(large), simulate)
+    assert small.problems and small.world == World(faults=(deadly,))

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The virtual clock, the processes on it, and that a run is a function of its world."""
+
+import asyncio
+
+import pytest
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError
+
+from tests.chaos.faults import Fault, Kind
+from tests.chaos.loop import MAX_TIME_S, Stuck, VirtualLoop, who_waits
+from tests.chaos.processes import Cluster
+from tests.chaos.simulation import simulate
+from tests.chaos.world import World, draw_world
+
+
+class Counter:
+    """A process that counts."""
+
+    count = 0
+
+    async def add(self, number):
+        self.count += number
+        return self.count
+
+    def fail(self):
+        raise ValueError("no")
+
+
+def start(*faults):
+    loop = VirtualLoop()
+    cluster, target = Cluster(loop, 0, faults), Counter()
+    return cluster, target, cluster.start("counter 0", target)
+
+
+def test_an_hour_passes_at_once_and_what_was_started_goes_on_with_the_next_call():
+    loop, seen = VirtualLoop(), []
+
+    async def later():
+        await asyncio.sleep(10)
+        seen.append(loop.time())
+
+    async def begin():
+        loop.create_task(later())
+        await asyncio.sleep(3)
+
+    loop.run(begin())
+    assert loop.time() == 3 and not seen
+    loop.run(asyncio.sleep(3600))
+    assert seen == [10]
+
+
+def test_a_loop_in_which_nothing_can_happen_any_more_is_stuck_and_says_who_waits():
+    loop = VirtualLoop()
+
+    async def waits_for_ever():
+        await asyncio.Event().wait()
+
+    with pytest.raises(Stuck, match="nothing is ready and no timer is set"):
+        loop.run(waits_for_ever())
+    assert any("waits_for_ever" in chain and "Event.wait" in chain for chain in who_waits(loop))
+
+
+def test_a_loop_that_polls_for_ever_is_stuck_too():
+    async def polls():
+        while True:
+            await asyncio.sleep(MAX_TIME_S / 100)
+
+    with pytest.raises(Stuck, match="not over after"):
+        VirtualLoop().run(polls())
+
+
+def test_an_answer_arrives_and_an_error_arrives_as_rays():
+    cluster, _, handle = start()
+    assert cluster.get(handle.add.remote(2)) == 2
+    assert max(cluster.get([handle.add.remote(1), handle.add.remote(1)])) == 4
+    with pytest.raises(ValueError, match="no"):
+        cluster.get(handle.fail.remote())
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "count", "is_alive"),
+    [
+        (Kind.DIES_BEFORE, ActorDiedError, 0, False),
+        (Kind.DIES_AFTER, ActorDiedError, 1, False),
+        (Kind.AWAY_BEFORE, ActorUnavailableError, 0, True),
+        (Kind.AWAY_AFTER, ActorUnavailableError, 1, True),
+        (Kind.RAISES, MemoryError, 0, True),
+        (Kind.TWICE, None, 2, True),
+        (Kind.SLOW, None, 1, True),
+    ],
+)
+def test_a_fault_strikes_the_call_it_names(kind, error, count, is_alive):
+    cluster, target, handle = start(Fault("counter 0", "add", 1, kind))
+    assert cluster.get(handle.add.remote(0)) == 0
+    reference = handle.add.remote(1)
+    if error is None:
+        assert cluster.get(reference) == count
+    else:
+        with pytest.raises(error):
+            cluster.get(reference)
+    assert target.count == count and [fault.kind for fault in cluster.struck] == [kind]
+    if is_alive:
+        assert cluster.get(handle.add.remote(1)) == count + 1
+    else:
+        with pytest.raises(RayActorError):
+            cluster.get(handle.add.remote(1))
+
+
+def test_a_process_that_hangs_answers_nothing_until_it_is_killed():
+    cluster, _, handle = start(Fault("counter 0", "add", 0, Kind.HANGS))
+    references = [handle.add.remote(1), handle.add.remote(1)]
+    for reference in references:
+        with pytest.raises(GetTimeoutError):
+            cluster.get(reference, timeout=3600)
+    assert cluster.unanswered() == ["counter 0.add #0", "counter 0.add #1"]
+    cluster.kill(handle)
+    for reference in references:
+        with pytest.raises(ActorDiedError):
+            cluster.get(reference)
+
+
+def test_a_run_is_a_function_of_its_world():
+    for seed in range(8):
+        world = draw_world(seed)
+        assert simulate(world) == simulate(world)
+    assert len({simulate(World(seed=seed)).fingerprint for seed in range(8)}) == 8
+
+
+def test_a_world_is_printed_as_it_is_written():
+    world = draw_world(3)
+    assert eval(repr(world), {"World": World, "Fault": Fault, "Kind": Kind}) == world

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Methods of verl, Hydra and torch that we override: they exist there, and ours take what theirs are called with.
+
+A method that upstream renames would leave ours behind as dead code that nobody calls, without an error. `OVERRIDDEN` is
+the whole list; a class that overrides another method, or one that is gone upstream, fails. Held apart: hooks whose
+callers are tested in `test_public_names.py`, the platform's members in `test_verl_surface.py`, vLLM-Omni's names.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import verl  # noqa: F401 - first: it loads the plugin
+
+import verl_digen
+import verl_digen.trainer.register
+
+FOREIGN = ("verl", "peft", "ray", "transfer_queue", "torch", "hydra")
+SKIPPED = ("vllm_omni", "verl_digen.recipes", "verl_digen.patches", "verl_digen.platforms.cpu")
+
+OVERRIDDEN = {
+    "agent_loop.manager:DiffusionAgentLoopWorker": "_run_agent_loop _run_prompt _agent_loop_postprocess",
+    "agent_loop.server_manager:AsyncDiffusionServerManager": "get_client",
+    "agent_loop.single_turn:DiffusionSingleTurnAgentLoop": "run",
+    "engine.checkpoint:DiffusersCheckpointManager": "save_checkpoint load_checkpoint",
+    "engine.engine:DiffusersFSDPEngine": "initialize _build_module _build_lora_module _build_fsdp_module train_mode "
+    "eval_mode save_checkpoint load_checkpoint forward_backward_batch disable_adapter optimizer_step "
+    "get_per_tensor_param train_batch",
+    "engine.model_config:DiffusionModelConfig": "_mutable_fields",
+    "engine.worker:DiffusionWorker": "init_model compute_log_prob update_actor",
+    "models.experts:Experts": "forward",
+    "platforms.placement:TypedPools": "create_resource_pool",
+    "preflight.callback:Preflight": "on_run_start on_job_start on_job_end",
+    "recipe_source:RecipeSlot": "scheme load_config is_config is_group available list",
+    "recipe_source:RecipeSource": "scheme load_config is_config is_group available list",
+    "recipe_source:RecipeSearchPath": "manipulate_search_path",
+    "reward.manager:DiffusionRewardManager": "run_single",
+    "reward.manager:DiffusionRewardLoopWorker": "_init_reward_fn compute_score",
+    "reward.manager:DiffusionRewardLoopManager": "_init_reward_loop_workers",
+    "rollout.adapter:DiffusersServerAdapter": "resume release update_weights",
+    "rollout.placed:PlacedReplica": "get_ray_class_with_init_args",
+    "rollout.replica:DiffusersReplica": "launch_servers",
+    "rollout.virtual.checkpoint_engine:VirtualEngine": "prepare build_topology init_process_group finalize "
+    "send_weights receive_weights",
+    "rollout.virtual.replica:VirtualReplica": "init_standalone launch_servers",
+    "rollout.virtual.trainer:FlowGRPOTrainerVirtual": "_init_resource_pool_mgr",
+    "rollout.virtual.worker:VirtualWorker": "init_model update_weights save_checkpoint load_checkpoint",
+    "trainer.disaggregated:FlowGRPOTrainerDisaggregated": "on_step_end _setup _get_n_gpus_for_throughput on_step_begin "
+    "step on_validate_begin _compute_metrics",
+    "trainer.facade:RayFlowGRPOTrainer": "init_workers fit",
+    "trainer.replay_buffer:GroupReplayBuffer": "_evict_terminal_groups",
+    "trainer.sync:FlowGRPOTrainerSync": "init on_sample_end on_step_end _init_resource_pool_mgr _setup fit "
+    "_fetch_one_gen_batch prepare_step _add_prompts_to_generate _balance_batch _compute_old_log_prob "
+    "_compute_advantage _update_actor _compute_metrics on_validate_begin on_validate_end _validate _log_rollout_data "
+    "_save_checkpoint _load_checkpoint",
+    "weights.checkpoint_engines.base:BucketEngine": "build_topology finalize send_weights receive_weights",
+    "weights.checkpoint_engines.gloo:GlooEngine": "prepare init_process_group",
+    "weights.checkpoint_engines.objects:RayObjectEngine": "prepare init_process_group",
+    "weights.staged:StagedCheckpointManager": "update_weights abort_replicas resume_generation_replicas",
+}
+"""Class -> names that it overrides of a foreign base."""
+
+
+def our_classes() -> Iterator[tuple[str, type]]:
+    for module in pkgutil.walk_packages(verl_digen.__path__, "verl_digen."):
+        if any(name in module.name for name in SKIPPED):
+            continue
+        loaded = importlib.import_module(module.name)
+        for name, value in vars(loaded).items():
+            if inspect.isclass(value) and value.__module__ == module.name:
+                yield f"{module.name.removeprefix('verl_digen.')}:{name}", value
+
+
+def foreign_method(cls: type, name: str) -> Any:
+    """The attribute of the nearest foreign base; None if none has it."""
+    for base in cls.__mro__[1:]:
+        if base.__module__.partition(".")[0] in FOREIGN and name in vars(base):
+            return vars(base)[name]
+    return None
+
+
+def overridden_by(cls: type) -> set[str]:
+    return {
+        name
+        for name in vars(cls)
+        if not name.startswith("__") and name != "_abc_impl" and foreign_method(cls, name) is not None
+    }
+
+
+def load(target: str) -> type:
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(f"verl_digen.{module}"), name)
+
+
+@pytest.mark.parametrize("target", OVERRIDDEN)
+def test_what_we_override_is_there_upstream(target):
+    missing = {name for name in OVERRIDDEN[target].split() if foreign_method(load(target), name) is None}
+    assert not missing, "gone upstream: nobody calls ours any more"
+
+
+def test_the_list_is_complete():
+    found = {target: overridden_by(cls) for target, cls in our_classes()}
+    assert {target: names for target, names in found.items() if names} == {
+        target: set(names.split()) for target, names in OVERRIDDEN.items()
+    }
+
+
+@pytest.mark.parametrize("target", OVERRIDDEN)
+def test_ours_take_the_arguments_that_theirs_take(target):
+    """As many by position and every name: however verl calls the method, the call reaches ours."""
+    cls = load(target)
+    for name in OVERRIDDEN[target].split():
+        ours, theirs = inspect.getattr_static(cls, name), foreign_method(cls, name)
+        if not callable(inspect.unwrap(getattr(theirs, "__func__", theirs))):
+            continue
+        wanted = parameters(theirs)
+        taken = parameters(ours)
+        kinds = {parameter.kind for parameter in taken}
+        if inspect.Parameter.VAR_KEYWORD in kinds:
+            continue
+        named = {parameter.name for parameter in wanted if parameter.kind not in VARIABLE} - {RAYS_OWN}
+        lacking = named - {parameter.name for parameter in taken}
+        assert not lacking, f"{target}.{name}: verl's has {sorted(lacking)}"
+
+
+RAYS_OWN = "_ray_trace_ctx"
+"""A parameter that Ray adds to the methods of a class when it makes an actor of it."""
+VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def parameters(method: Any) -> list[inspect.Parameter]:
+    function = inspect.unwrap(getattr(method, "__func__", method))
+    return [value for name, value in inspect.signature(function).parameters.items() if name not in ("self", "cls")]

@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Private and undocumented names of other projects that this one uses, each held by what it does.
+
+| name | used in | relied on |
+| --- | --- | --- |
+| FSDP2 `_get_fsdp_state`, `_fsdp_param_group`, `fsdp_params` | engine/gradients.py | every parameter's record, once |
+| FSDP2 `sharded_param`, `_unsharded_param`, `unsharded_accumulated_grad` | engine/gradients.py | a gradient's places |
+| FSDP2 `_root_post_backward_final_callback` | engine/gradients.py | reduces what no backward reduced |
+| FSDP2 `_is_root`, `reset_iter_state` | engine/gathered.py | a forward that failed leaves a usable module |
+| FSDP2 `_mp_policy` | engine/build.py | read at every forward; its `cast_forward_inputs` |
+| FSDP2 `mp_policy` of a parameter | engine/gradients.py | the reduce dtype |
+| peft `BaseTunerLayer._disable_adapters` | engine/scoring.py | a forward without it, `requires_grad` untouched |
+| verl `TrainingWorker._postprocess_output` | engine/worker.py | metrics as `update` returns them |
+| verl `EngineRegistry._engines`, `RolloutReplicaRegistry._registry` | doctor.py | dicts of names |
+| verl `_ROLLOUT_REGISTRY` | plugin.py | a dict of (name, mode) |
+| verl `RolloutReplica._server_handle`, `_server_address` | rollout/replica.py | what the public properties return |
+| verl `register`'s attributes of a method | engine/worker.py | dispatch and `blocking` are kept with the method |
+| TransferQueue `KVBatchMeta` and the `kv_*` calls | trainer/, pipeline/ | names of fields and parameters |
+| Ray `ActorUnavailableError`, `ActorDiedError`, `RayActorError` | agent_loop/, trainer/ | which is a kind of which |
+| Ray `_private.state.actors` | actors.py | an actor that starts again (tests/reward/test_workers.py) |
+| Ray `ActorHandle._actor_id` | trainer/replicas.py | the id that an ActorUnavailableError names |
+| TransferQueue client `_loop` | pipeline/queue_calls.py | runs its blocking calls (tests/e2e/test_faults.py) |
+| Hydra `JobReturn._return_value` | preflight/callback.py | the exception, unraised |
+| omegaconf `_get_node`, `_is_none` | config.py | a child as a node, not as its value |
+| TensorBoard `_get_file_writer` | observe/board.py | encoded pictures as they are |
+| diffusers `_unpack_latents`, `_prepare_latent_image_ids` | models/ | the packing of two pipelines |
+
+`test_overrides.py` has the methods we override, `tests/vllm_omni` what we use of vLLM-Omni.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+import torch
+import verl  # noqa: F401 - first: it loads the plugin
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from tests.engine.harness import process_group
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with process_group(0, 1, str(tmp_path_factory.mktemp("rendezvous") / "store")):
+        yield
+
+
+# -- FSDP2 ----------------------------------------------------------------------------------------------------------
+class Breakable(nn.Linear):
+    is_broken = False
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.is_broken:
+            raise ArithmeticError("half-way")
+        return super().forward(rows)
+
+
+class Layers(nn.Module):
+    """Two units under a root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(3, 3), Breakable(3, 3)
+        self.seen_dtype: torch.dtype | None = None
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        self.seen_dtype = rows.dtype
+        return self.second(self.first(rows))
+
+
+def sharded(module: Layers, **policy: Any) -> Layers:
+    for part in (module.first, module.second, module):
+        fully_shard(part, mp_policy=MixedPrecisionPolicy(**policy))
+    return module
+
+
+ROWS = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
+
+
+def reference_gradient() -> torch.Tensor:
+    plain = Layers()
+    plain(ROWS).square().sum().backward()
+    assert plain.first.weight.grad is not None
+    return plain.first.weight.grad
+
+
+def gradient(module: Layers) -> torch.Tensor | None:
+    grad = cast("Any", module.first.weight.grad)
+    return None if grad is None else grad.full_tensor()
+
+
+def test_fsdp2_keeps_one_record_per_parameter_in_the_groups_of_its_units(one_rank):
+    module = sharded(Layers())
+    records = [
+        record for part in (module.first, module.second) for record in state_of(part)._fsdp_param_group.fsdp_params
+    ]
+    assert {record.sharded_param for record in records} == set(module.parameters())
+    assert all(record.sharded_param.requires_grad for record in records)
+    assert state_of(module)._fsdp_param_group is None, "the root has no parameter of its own"
+
+
+def test_fsdp2_puts_a_gradient_that_waits_beside_the_unsharded_parameters_and_the_root_callback_reduces_it(one_rank):
+    module = sharded(Layers())
+    cast("Any", module).set_requires_gradient_sync(False)
+    module(ROWS).square().sum().backward()
+    assert gradient(module) is None
+    records = state_of(module.first)._fsdp_param_group.fsdp_params
+    waiting = [record.unsharded_accumulated_grad or record._unsharded_param.grad for record in records[:1]]
+    assert torch.allclose(waiting[0], reference_gradient())
+    cast("Any", module).set_requires_gradient_sync(True)
+    state_of(module)._root_post_backward_final_callback()
+    found = gradient(module)
+    assert found is not None and torch.allclose(found, reference_gradient())
+
+
+def test_fsdp2_accumulates_in_the_reduce_dtype_what_waits(one_rank):
+    module = sharded(Layers(), param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    cast("Any", module).set_requires_gradient_sync(False)
+    module(ROWS).square().sum().backward()
+    record = state_of(module.first)._fsdp_param_group.fsdp_params[0]
+    assert record.unsharded_accumulated_grad.dtype is torch.float32
+    assert (record.mp_policy.reduce_dtype, record.mp_policy.param_dtype) == (torch.float32, torch.bfloat16)
+
+
+def test_fsdp2_shards_again_after_a_forward_that_failed_half_way_and_a_reset(one_rank):
+    module = sharded(Layers())
+    assert not state_of(module)._is_root
+    module(ROWS).sum().backward()
+    assert state_of(module)._is_root, "set by the first forward"
+    module.zero_grad()
+    module.second.is_broken = True
+    with pytest.raises(ArithmeticError):
+        module(ROWS)
+    assert not isinstance(module.second.weight, DTensor), "left as it was gathered"
+    module.second.is_broken = False
+    cast("Any", module).reset_iter_state()
+    assert all(isinstance(parameter, DTensor) for parameter in module.parameters())
+    module(ROWS).square().sum().backward()
+    found = gradient(module)
+    assert found is not None and torch.allclose(found, reference_gradient())
+
+
+@pytest.mark.parametrize("casts", [True, False])
+def test_fsdp2_reads_its_policy_for_the_inputs_at_every_forward(one_rank, casts):
+    module = sharded(Layers(), param_dtype=torch.bfloat16)
+    for part in (module.first, module.second, module):
+        state = state_of(part)
+        state._mp_policy = replace(state._mp_policy, cast_forward_inputs=casts)
+    module(ROWS if casts else ROWS.bfloat16())
+    assert module.seen_dtype is torch.bfloat16
+    if not casts:
+        with pytest.raises(RuntimeError):  # fp32 rows meet bf16 weights
+            module(ROWS)
+
+
+def state_of(part: nn.Module) -> Any:
+    return cast("Any", part)._get_fsdp_state()
+
+
+# -- peft -----------------------------------------------------------------------------------------------------------
+def test_peft_runs_without_the_adapter_and_lets_it_train_all_the_same():
+    from peft import LoraConfig, get_peft_model
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    base = nn.Sequential(nn.Linear(3, 3))
+    expected = base(ROWS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it knows no such architecture
+        adapted: Any = get_peft_model(cast("Any", base), LoraConfig(target_modules=["0"], init_lora_weights=False))
+    layer = next(part for part in adapted.modules() if isinstance(part, BaseTunerLayer))
+    trained = {name for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+    assert not torch.allclose(adapted(ROWS), expected)
+    layer._disable_adapters = True
+    assert torch.equal(adapted(ROWS), expected)
+    layer._disable_adapters = False
+    assert not torch.allclose(adapted(ROWS), expected)
+    assert {name for name, parameter in adapted.named_parameters() if parameter.requires_grad} == trained != set()
+
+
+# -- verl -----------------------------------------------------------------------------------------------------------
+def test_verl_turns_an_engines_output_into_metrics():
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.engine_workers import TrainingWorker
+
+    class Engine:
+        def get_data_parallel_group(self) -> None:
+            return None
+
+    worker: Any = object.__new__(TrainingWorker)
+    worker.engine, worker.flops_counter, worker.device_name = Engine(), None, "cpu"
+    output = {"loss": [1.0, 2.0], "metrics": {"grad_norm": torch.tensor(4.0), "lr": 0.1, "kl": [0.5]}}
+    made = worker._postprocess_output(
+        output, global_token_num=None, delta_time=0.0, forward_only=False, images_seqlens=None
+    )
+    metrics = tu.get(made, "metrics")
+    assert (metrics["loss"], metrics["grad_norm"], metrics["lr"], metrics["kl"]) == (3.0, 4.0, 0.1, [0.5])
+
+
+def test_verls_registries_are_dicts_that_hold_what_the_plugin_filed():
+    from verl.workers.engine import EngineRegistry
+    from verl.workers.rollout.base import _ROLLOUT_REGISTRY
+    from verl.workers.rollout.replica import RolloutReplicaRegistry
+
+    import verl_digen.trainer.register  # noqa: F401 - files the engines
+    from verl_digen.plugin import REPLICAS
+
+    assert set(REPLICAS) <= set(RolloutReplicaRegistry._registry)
+    assert ("diffusers", "async") in _ROLLOUT_REGISTRY
+    engines = [
+        engine
+        for backends in EngineRegistry._engines.values()
+        for devices in backends.values()
+        for engine in devices.values()
+    ]
+    assert any(engine.__module__.startswith("verl_digen.") for engine in engines)
+
+
+def test_a_replicas_server_is_what_its_properties_return():
+    from verl_digen.rollout.virtual.replica import VirtualReplica
+
+    replica: Any = object.__new__(VirtualReplica)
+    replica._server_handle, replica._server_address = "handle", "address"
+    assert (replica.server_handle, replica.server_address) == ("handle", "address")
+
+
+def test_verl_keeps_how_a_worker_method_is_dispatched_with_the_method():
+    from verl.single_controller.base.decorator import MAGIC_ATTR, Dispatch
+
+    from verl_digen.engine.worker import DiffusionWorker
+
+    attributes = getattr(DiffusionWorker.commit, MAGIC_ATTR)
+    assert attributes["dispatch_mode"] == Dispatch.ONE_TO_ALL  # pyright: ignore[reportAttributeAccessIssue]
+    assert attributes["blocking"] is False, "commit returns references at once"
+
+
+# -- TransferQueue --------------------------------------------------------------------------------------------------
+def test_transfer_queues_calls_have_the_parameters_that_are_given_by_name():
+    import transfer_queue as tq
+
+    given = {
+        "kv_batch_put": {"keys", "partition_id", "fields", "tags"},
+        "async_kv_batch_put": {"keys", "partition_id", "fields", "tags"},
+        "async_kv_put": {"key", "partition_id", "tag"},
+        "kv_batch_get": {"keys", "partition_id", "select_fields"},
+        "kv_clear": {"keys", "partition_id"},
+        "kv_list": {"partition_id"},
+    }
+    for name, names in given.items():
+        assert names <= set(inspect.signature(getattr(tq, name)).parameters), name
+        assert inspect.iscoroutinefunction(getattr(tq, name)) == name.startswith("async_")
+
+
+def test_a_batch_of_transfer_queues_is_made_of_keys_and_tags():
+    from transfer_queue import KVBatchMeta
+
+    batch = KVBatchMeta(partition_id="train", keys=["a", "b"], tags=[{"reward": 1.0}, {"reward": 2.0}])
+    assert (batch.partition_id, batch.keys, len(batch)) == ("train", ["a", "b"], 2)
+    assert [tag["reward"] for tag in batch.tags] == [1.0, 2.0]
+
+
+# -- Ray, Hydra, omegaconf, TensorBoard, diffusers ------------------------------------------------------------------
+def test_a_blip_and_a_death_of_an_actor_are_told_apart_and_both_are_actor_errors():
+    from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, RayError, RayTaskError
+
+    assert issubclass(ActorUnavailableError, RayActorError) and issubclass(ActorDiedError, RayActorError)
+    assert not issubclass(ActorUnavailableError, ActorDiedError) and not issubclass(
+        ActorDiedError, ActorUnavailableError
+    )
+    assert issubclass(RayActorError, RayError) and issubclass(RayTaskError, RayError)
+    assert not issubclass(RayTaskError, RayActorError), "an exception in a method is not the death of its actor"
+
+
+def test_hydra_keeps_the_exception_of_a_job_without_raising_it():
+    from hydra.core.utils import JobReturn, JobStatus
+
+    failed, error = JobReturn(), ValueError("why")
+    failed.return_value, failed.status = error, JobStatus.FAILED
+    assert failed._return_value is error
+    with pytest.raises(ValueError, match="why"):
+        _ = failed.return_value
+
+
+def test_omegaconf_hands_out_children_as_nodes():
+    from omegaconf import DictConfig, OmegaConf
+
+    config = OmegaConf.create({"section": {"key": 1}, "nothing": DictConfig(None), "key": 2})
+    section, nothing = config._get_node("section"), config._get_node("nothing")
+    assert isinstance(section, DictConfig) and not section._is_none()
+    assert isinstance(nothing, DictConfig) and nothing._is_none(), "config['nothing'] is None"
+    assert not isinstance(config._get_node("key"), DictConfig)
+
+
+def test_tensorboard_takes_a_summary_that_was_made_elsewhere(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(tmp_path)) as writer:
+        writer._get_file_writer().add_summary(Summary(value=[Summary.Value(tag="a", simple_value=2.0)]), 7)
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("a")] == [(7, 2.0)]
+
+
+def test_diffusers_packs_latents_as_its_pipelines_say():
+    from diffusers import FluxPipeline, QwenImagePipeline
+
+    packed = torch.arange(2 * 6 * 16, dtype=torch.float32).reshape(2, 6, 16)  # 2 x 3 patches of 2 x 2 latents
+    unpacked = QwenImagePipeline._unpack_latents(packed, height=32, width=48, vae_scale_factor=8)
+    assert unpacked.shape == (2, 4, 1, 4, 6)
+    assert torch.equal(unpacked[0, :, 0, 0, 0], packed[0, 0, ::4]), "a patch is channels x 2 x 2"
+    ids = FluxPipeline._prepare_latent_image_ids(1, 2, 3, torch.device("cpu"), torch.float32)
+    assert ids.tolist() == [[0.0, row, column] for row in (0.0, 1.0) for column in (0.0, 1.0, 2.0)]

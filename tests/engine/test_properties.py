@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random logical batches on 1 to 4 ranks against their gradient by the slow way.
+
+Each seed is a batch: groups, samples, trained steps, fragments and their order, what was planned and never came,
+settings of the loss and of `digen.tsp`, the kind of engine, and calls that must leave no trace: fragments that are
+refused, generation in between, an exception half-way and the abort after it.
+
+Four processes run all of them, as one process group, two, and two others. They are forks, because this process has
+imported the libraries already.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.multiprocessing.spawn import start_processes
+
+from tests.engine.cases import optimizer_state
+from tests.engine.harness import SIZE_PX, make_engine, process_group
+from tests.engine.random_batches import FLAVOURS, FLAVOURS_ON, Accident, RandomBatch, draw
+from tests.engine.slow_gradient import SIGMAS, expected
+from tests.engine.toy import LATENTS, TEXT_WIDTH, build_toy, register_toy
+from verl_digen.engine.engine import DiffusersFSDPEngine
+from verl_digen.engine.export import plain_name
+from verl_digen.engine.fragment import Fetch, FragmentSample
+from verl_digen.engine.gathered import reshard
+from verl_digen.engine.rows import Samples
+from verl_digen.types import Geometry
+
+pytestmark = pytest.mark.slow
+
+SEEDS = range(209)
+RANKS = (1, 2, 1, 3, 2, 1, 4, 2, 1, 3, 2)
+"""Ranks of seeds 0 to 10, and so on: more ranks take longer."""
+TOLERANCE = 1e-5
+"""Largest error, as a share of the sum over rows of the norms of their gradients; fp32."""
+TIMEOUT_S = 120
+"""For one collective: a rank that is missing is an error."""
+
+
+def num_ranks_of(seed: int) -> int:
+    """1 to 4."""
+    return RANKS[seed % len(RANKS)]
+
+
+@cache
+def batch_of(seed: int) -> RandomBatch:
+    """The batch of this seed."""
+    return draw(seed, num_ranks_of(seed))
+
+
+def teams(process: int, seeds: Iterable[int]) -> Iterator[tuple[int, int, str, Sequence[int]]]:
+    """(ranks, rank, name, some of the seeds) of the process groups that `process` belongs to, one after the other.
+
+    All four; then three of them, beside which the fourth is a group of its own; then two and two.
+    """
+    on = {count: [seed for seed in seeds if num_ranks_of(seed) == count] for count in range(1, 5)}
+    yield 4, process, "all", on[4]
+    yield (3, process, "three", on[3]) if process < 3 else (1, 0, "single", on[1])
+    yield 2, process % 2, f"pair{process // 2}", on[2][process // 2 :: 2]
+
+
+# -- on a rank ------------------------------------------------------------------------------------------------
+@dataclass
+class Trained:
+    """A rank's view of a batch after its commit."""
+
+    gradient: dict[str, Tensor]
+    """Its shards, as the optimizer step found them, by the checkpoint's names."""
+    metrics: dict[str, float]
+    problems: list[str]
+    """Promises that were broken."""
+
+
+class Failure(Exception):
+    """Stands for what a device, or a fetch, raises half-way."""
+
+
+def work(process: int, batches: Mapping[int, RandomBatch], folder: Path) -> None:
+    """Train the batches of this process's teams, and leave a file {seed: Trained} of each."""
+    torch.set_num_threads(1)
+    register_toy()
+    for num_ranks, rank, team, seeds in teams(process, batches):
+        if not seeds:
+            continue
+        os.environ["LOCAL_RANK"] = str(rank)
+        with process_group(rank, num_ranks, str(folder / f"store {team}"), timeout_s=TIMEOUT_S):
+            flavours = dict.fromkeys(batches[seed].flavour for seed in seeds)
+            engines = {flavour: make_toy_engine(folder, flavour) for flavour in flavours}
+            found = {}
+            for seed in seeds:
+                try:
+                    found[seed] = train(engines[batches[seed].flavour], batches[seed])
+                except Exception as error:
+                    raise RuntimeError(str(batches[seed])) from error
+            torch.save(found, folder / f"trained {team} {rank}")
+
+
+def make_toy_engine(folder: Path, flavour: str) -> DiffusersFSDPEngine:
+    """With a KL reference, for batches that have a KL term."""
+    num_experts = 2 if flavour == "experts" else 1
+    options = {"digen": {"kl": {"coef": 1.0}}, "optim": {"optimizer": "SGD", "clip_grad": 1e9}} | FLAVOURS[flavour]
+    return make_engine(folder / f"toy {num_experts}", **options)
+
+
+def configure(engine: DiffusersFSDPEngine, batch: RandomBatch) -> None:
+    """Give the engine the batch's settings and weights, as if it had been built with them."""
+    engine.digen = engine.scorer.digen = batch.digen
+    engine.planner.tsp = batch.digen.tsp
+    engine._reduce = None
+    reshard(engine.module)
+    with torch.no_grad():
+        for name, parameter in engine.module.named_parameters():
+            if parameter.requires_grad:
+                assert isinstance(parameter, DTensor)
+                weight = batch.weights[plain_name(name)]
+                layout = parameter.device_mesh, parameter.placements
+                parameter.to_local().copy_(distribute_tensor(weight, *layout, src_data_rank=None).to_local())
+
+
+def train(engine: DiffusersFSDPEngine, batch: RandomBatch) -> Trained:
+    """Train the batch, a second time where the first attempt failed."""
+    configure(engine, batch)
+    trained = Trained({}, {}, [])
+    num_steps = 0
+
+    def on_step(*unused: Any) -> None:
+        nonlocal num_steps
+        num_steps += 1
+        for name, parameter in engine.module.named_parameters():
+            if parameter.grad is not None:
+                assert isinstance(parameter.grad, DTensor)
+                trained.gradient[plain_name(name)] = parameter.grad.to_local().clone()
+
+    before = optimizer_state(engine)
+    optimizer: Any = engine.optimizer
+    handle = optimizer.register_step_pre_hook(on_step)
+    try:
+        trained.metrics = commit_in_the_end(engine, batch, before, trained.problems)
+    finally:
+        handle.remove()
+    num_counted, _, num_scheduled = (optimizer_state(engine)["counters"] - before["counters"])[:3].tolist()
+    if not num_steps == num_counted == num_scheduled == 1:
+        trained.problems.append(f"{num_steps} steps, {num_counted} counted, {num_scheduled} of the schedule")
+    return trained
+
+
+def commit_in_the_end(
+    engine: DiffusersFSDPEngine, batch: RandomBatch, before: dict[str, Tensor], problems: list[str]
+) -> dict[str, float]:
+    """Metrics of the commit. An attempt that fails is aborted, and must leave everything as it was `before`."""
+    if batch.accident is not None:
+        with failing(engine, batch.accident) as before_fetch, suppress(Failure):
+            return attempt(engine, batch, before_fetch, problems)
+        for name, call in (("accumulate", lambda: engine.accumulate(batch.fragments[0])), ("commit", engine.commit)):
+            if not is_refused(call, "an earlier call on this logical batch failed"):
+                problems.append(f"{name} after a failure")
+        engine.abort()
+        after = optimizer_state(engine)
+        problems += [f"{name} after abort" for name, value in after.items() if not torch.equal(value, before[name])]
+    return attempt(engine, batch, lambda: None, problems)
+
+
+def attempt(
+    engine: DiffusersFSDPEngine, batch: RandomBatch, before_fetch: Callable[[], None], problems: list[str]
+) -> dict[str, float]:
+    """From begin to commit; the commit's metrics."""
+    fetch = fetch_from(batch)
+
+    def fetched(samples: Sequence[FragmentSample]) -> Samples:
+        before_fetch()
+        return fetch(samples)
+
+    engine.begin(batch.num_samples, batch.num_rows, fetched)
+    for call in batch.calls:
+        if call.fragment is None:
+            assist(engine, fails=call.kind == "failing assist")
+        elif call.kind == "train":
+            engine.accumulate(call.fragment)
+        elif not is_refused(lambda fragment=call.fragment: engine.accumulate(fragment)):
+            problems.append(f"{call.fragment} was not refused")
+    return engine.commit()["metrics"]
+
+
+@contextmanager
+def failing(engine: DiffusersFSDPEngine, accident: Accident) -> Iterator[Callable[[], None]]:
+    """Within the context the fetch, forward or backward of this number fails. Gives what to call before a fetch."""
+    left = accident.number
+
+    def strike(*unused: Any) -> None:
+        nonlocal left
+        if engine.module.training:  # and does not generate
+            left -= 1
+            if left == -1:
+                raise Failure
+
+    block = next(module for name, module in engine.module.named_modules() if name.endswith("block"))
+    handles = []
+    if accident.where == "forward":
+        handles.append(block.register_forward_pre_hook(strike))
+    if accident.where == "backward":
+        handles.append(block.register_full_backward_pre_hook(strike))
+    try:
+        yield strike if accident.where == "fetch" else lambda: None
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def assist(engine: DiffusersFSDPEngine, *, fails: bool) -> None:
+    """A forward of each network, as generation has them."""
+    latents, condition = torch.ones(1, *LATENTS), {"embeds": torch.ones(1, TEXT_WIDTH)}
+    geometry = Geometry(SIZE_PX, SIZE_PX)
+    with suppress(Failure), engine.assisting() as module:
+        for sigmas in (SIGMAS[1:2], SIGMAS[4:5])[: len(engine.model.experts)]:
+            engine.model.velocity(module, latents, sigmas, [condition], None, 1.0, geometry)
+        if fails:
+            raise Failure
+
+
+def is_refused(call: Callable[[], Any], message: str = "") -> bool:
+    """Whether the call raises an error with this message."""
+    try:
+        call()
+    except (RuntimeError, ValueError) as error:
+        return message in str(error)
+    return False
+
+
+def fetch_from(batch: RandomBatch) -> Fetch:
+    """Fetches from the batch, where a rank would from TransferQueue."""
+
+    def fetch(samples: Sequence[FragmentSample]) -> Samples:
+        recorded = [batch.samples[sample.key] for sample in samples]
+        steps = [torch.tensor(sample.steps, dtype=torch.int64) for sample in recorded]
+        is_guided = batch.digen.sampling.guidance_scale > 1
+        conditions = [batch.conditions[sample.uid] for sample in samples]
+        return Samples(
+            columns={
+                "latents": [sample.latents for sample in recorded],
+                "positions": steps,
+                "sigmas": [SIGMAS[own] for own in steps],
+                "next_sigmas": [SIGMAS[own + 1] for own in steps],
+                "sigma_max": [SIGMAS[1:2] for _ in steps],
+                "log_probs": [sample.log_probs for sample in recorded],
+            },
+            conditions=[
+                ({"embeds": positive}, {"embeds": negative} if is_guided else None) for positive, negative in conditions
+            ],
+            advantages=torch.zeros(len(samples)),
+            is_real=torch.ones(len(samples), dtype=torch.bool),
+            old_log_probs=None,
+        )
+
+    return fetch
+
+
+# -- what they found ------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def batches(request: pytest.FixtureRequest) -> dict[int, RandomBatch]:
+    """By seed, those that tests were selected for: one seed alone is a matter of seconds."""
+    chosen = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
+    parameters: list[dict[str, Any]] = [item.callspec.params for item in chosen if hasattr(item, "callspec")]
+    return {seed: batch_of(seed) for seed in sorted(one["seed"] for one in parameters)}
+
+
+@pytest.fixture(scope="module")
+def trained(batches: dict[int, RandomBatch], tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Trained]]:
+    """By seed, what each rank found."""
+    folder = tmp_path_factory.mktemp("properties")
+    for num_experts in (1, 2):
+        build_toy(folder / f"toy {num_experts}", num_experts=num_experts)
+    start_processes(work, args=(batches, folder), nprocs=4, start_method="fork")
+    by_seed: dict[int, list[Trained]] = {}
+    for file in sorted(folder.glob("trained *")):
+        for seed, one in torch.load(file, weights_only=False).items():
+            by_seed.setdefault(seed, []).append(one)
+    return by_seed
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_committed_gradient_is_that_of_the_slow_way(
+    batches: dict[int, RandomBatch], trained: dict[int, list[Trained]], seed: int
+):
+    batch, ranks = batches[seed], trained[seed]
+    assert [rank.problems for rank in ranks] == [[]] * batch.num_ranks, str(batch)
+    right = expected(batch)
+    rounding = {name: TOLERANCE * magnitude for name, magnitude in right.magnitude.items()}
+    for gradient in whole_gradients(batch, ranks):
+        for name, value in right.gradient.items():
+            # a network that no row runs has no gradient
+            found = gradient.get(name, torch.zeros_like(value)).double()
+            error = (found - value).norm().item()
+            assert error <= rounding[name], f"{name} is off by {error / right.magnitude[name]:.1e}: {batch}"
+    norm = torch.stack([value.norm() for value in right.gradient.values()]).norm().item()
+    for rank in ranks:
+        metrics = rank.metrics
+        loss = metrics["policy_loss"] + batch.digen.kl.coef * metrics.get("kl", 0.0)
+        assert metrics["policy_loss"] == pytest.approx(right.policy_loss, rel=0, abs=TOLERANCE * right.loss_magnitude)
+        assert loss == pytest.approx(right.loss, rel=0, abs=TOLERANCE * right.loss_magnitude)
+        assert metrics["grad_norm"] == pytest.approx(norm, rel=0, abs=sum(rounding.values()))
+        assert metrics["num_rows"] == batch.num_trained_rows
+        assert metrics["num_fragments"] == len(batch.fragments)
+
+
+def whole_gradients(batch: RandomBatch, ranks: Sequence[Trained]) -> list[dict[str, Tensor]]:
+    """The gradient, put together of the ranks' shards; that of each rank where every rank has it whole."""
+    if batch.flavour == "replicated":
+        return [rank.gradient for rank in ranks]
+    return [{name: torch.cat([rank.gradient[name] for rank in ranks]) for name in ranks[0].gradient}]
+
+
+def test_the_seeds_draw_what_the_engine_may_meet():
+    batches = [batch_of(seed) for seed in SEEDS]
+    assert {(batch.num_ranks, batch.flavour) for batch in batches} == {
+        (num_ranks, flavour) for num_ranks, flavours in FLAVOURS_ON.items() for flavour in flavours
+    }
+    for reduce in ("tile", "fragment", "batch", "auto"):
+        assert len({(batch.flavour, batch.digen.kl.coef) for batch in batches if batch.digen.tsp.reduce == reduce}) == 8
+    late = [batch for batch in batches if batch.digen.advantage.scale in ("batch", "max_group")]
+    assert sum(len(batch.fragments) > 1 and batch.digen.kl.coef > 0 for batch in late) > 20
+    assert {batch.accident.where for batch in batches if batch.accident} == {"fetch", "forward", "backward"}
+    assert len({call.why for batch in batches for call in batch.calls if call.kind == "refuse"}) == 7

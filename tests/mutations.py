@@ -1,0 +1,861 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether the tests notice: wrong code, one change at a time, and the test that goes red (`make mutations`).
+
+    python tests/mutations.py [-k WORDS] [--list]
+
+The tree is copied, each mutation of `TABLE` is made in the copy and its tests run there. The working tree is never
+touched. All tests are run on the unchanged copy first: a test that fails anyway catches nothing. Exit status 1 if a
+mutation survives, if its text is not in the file exactly once, or if its tests cannot be run.
+
+Each mutation runs in a fork of this process, which has imported the heavy libraries already.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+TIMEOUT_S = 600
+"""A mutation whose tests hang is caught; this is how long they may."""
+OUTCOMES = {0: "SURVIVED", 1: "caught", -1: "caught: no end"}
+"""pytest's exit status -> what it says of a mutation. Any other: the tests could not be run."""
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One wrong line."""
+
+    path: str
+    """Below verl_digen/."""
+    wrong: str
+    """The fault, in words."""
+    old: str
+    """Text that is in the file exactly once."""
+    new: str
+    tests: str
+    """Files or node ids below tests/, with spaces between; and -k WORDS for some of them."""
+
+
+LEDGER = "engine/test_ledger.py"
+TRANSACTION = "engine/test_transaction.py"
+ENGINE = "engine/test_engine.py"
+RANDOM = "engine/test_properties.py::test_committed_gradient_is_that_of_the_slow_way"
+SAMPLER = "rollout/test_sampler.py"
+SDE = "algorithms/test_sde.py"
+ADVANTAGES = "algorithms/test_advantages.py"
+LOSSES = "algorithms/test_losses.py"
+OFF_POLICY = "algorithms/test_off_policy.py"
+RECEIVER = "weights/test_receiver.py"
+PROBE = "weights/test_probe.py"
+PLANNER = "schedulers/test_planner.py"
+CONDUCTOR = "trainer/test_conductor.py"
+SCORING = "reward/test_scoring.py"
+PROMPTS = "data/test_prompts.py"
+
+TABLE: tuple[Mutation, ...] = (
+    # -- engine -------------------------------------------------------------------------------------------
+    Mutation(
+        "engine/engine.py",
+        "the average of the weights moves one step early",
+        "(k + 1) % config.every_steps == 0",
+        "k % config.every_steps == 0",
+        f"{ENGINE} -k ema_follows",
+    ),
+    Mutation(
+        "engine/engine.py",
+        "an optimizer step is not counted",
+        "self.state.num_updates += 1",
+        "self.state.num_updates += 0",
+        f"{ENGINE} -k ema_follows",
+    ),
+    Mutation(
+        "engine/engine.py",
+        "the learning rate does not move at a commit",
+        '"lr": self.lr_scheduler_step(),',
+        '"lr": 0.0,',
+        f"{TRANSACTION} -k commit_is_one_update",
+    ),
+    Mutation(
+        "engine/engine.py",
+        "a gradient that is not finite counts as a step",
+        "if not math.isfinite(grad_norm):",
+        "if False:",
+        f"{TRANSACTION} -k not_finite",
+    ),
+    Mutation(
+        "engine/engine.py",
+        "the gradient's projection is that of another gradient",
+        "gradients.projection(self.module).item() / self._loss_scale()",
+        "-gradients.projection(self.module).item() / self._loss_scale()",
+        f"{TRANSACTION} -k 'serial_loop and one_fragment'",
+    ),
+    Mutation(
+        "engine/shadow.py",
+        "weights stay swapped after a validation",
+        "_write(module, kept)",
+        "_write(module, self.shards)",
+        "engine/test_shadow.py",
+    ),
+    Mutation(
+        "engine/loss.py",
+        "the KL term is subtracted",
+        "return self.policy if self.kl is None else self.policy + self.kl",
+        "return self.policy if self.kl is None else self.policy - self.kl",
+        "engine/test_loss.py",
+    ),
+    Mutation(
+        "engine/loss.py",
+        "advantages that are still to be divided are clamped",
+        "config = self.digen.loss if clamps else self.unclamped",
+        "config = self.digen.loss",
+        "engine/test_loss.py",
+    ),
+    # -- ledger -------------------------------------------------------------------------------------------
+    Mutation(
+        "engine/ledger.py",
+        "samples that might be clamped train, the others wait",
+        "abs(self._early[index]) <= largest",
+        "abs(self._early[index]) > largest",
+        LEDGER,
+    ),
+    Mutation(
+        "engine/ledger.py",
+        "samples held back are forgotten",
+        "self._waiting = [index for index in self._waiting if index not in given]",
+        "self._waiting = []",
+        LEDGER,
+    ),
+    Mutation(
+        "engine/ledger.py",
+        "the scale's bound divides by the samples so far",
+        "squares / max(self.num_samples - self.config.ddof, 1)",
+        "squares / max(len(self.rewards) - self.config.ddof, 1)",
+        LEDGER,
+    ),
+    Mutation(
+        "engine/ledger.py",
+        "the clip's bound is twice as wide",
+        "return self.clip * least_scale * (1 - ROUNDING)",
+        "return 2 * self.clip * least_scale * (1 - ROUNDING)",
+        LEDGER,
+    ),
+    Mutation(
+        "engine/ledger.py",
+        "groups that were dropped leave the batch open for ever",
+        "if self.is_scale_late and (is_last or self.is_complete):",
+        "if self.is_scale_late and self.is_complete:",
+        LEDGER,
+    ),
+    Mutation(
+        "engine/ledger.py",
+        "the group that came last sets what may train",
+        "self._largest_scale = max(self._largest_scale, self._scale(rewards, groups))",
+        "self._largest_scale = self._scale(rewards, groups)",
+        LEDGER,
+    ),
+    # -- transaction and gradients --------------------------------------------------------------------------
+    Mutation(
+        "engine/transaction.py",
+        "centred rewards are multiplied by their scale",
+        "gradients.scale_(gradient, 1 / divisor)",
+        "gradients.scale_(gradient, divisor)",
+        f"{TRANSACTION} -k 'serial_loop and max_group'",
+    ),
+    Mutation(
+        "engine/transaction.py",
+        "the KL term's gradient is lost",
+        "gradients.add_(gradient, self._kl_gradient)",
+        "gradients.add_(gradient, {})",
+        f"{TRANSACTION} -k 'serial_loop and lora_kl_velocity'",
+    ),
+    Mutation(
+        "engine/transaction.py",
+        "groups that were dropped count as trained",
+        "correction = self.num_rows / self.num_trained_rows",
+        "correction = 1.0",
+        f"{TRANSACTION} -k dropped_do_not_count",
+    ),
+    Mutation(
+        "engine/transaction.py",
+        "a failed batch may be trained on",
+        "        self.is_poisoned = True\n        yield",
+        "        yield",
+        f"{TRANSACTION} -k only_abort_is_legal",
+    ),
+    Mutation(
+        "engine/transaction.py",
+        "the gradient of an aborted batch stays",
+        "            recover(self.module)\n        gradients.drop(self.module)",
+        "            recover(self.module)",
+        f"{TRANSACTION} -k 'only_abort_is_legal or failing_train_batch'",
+    ),
+    Mutation(
+        "engine/transaction.py",
+        "FSDP's mean over the ranks is taken for their sum",
+        "self.backward(terms.total * self.num_ranks, False)",
+        "self.backward(terms.total, False)",
+        f"{RANDOM}[3]",
+    ),
+    Mutation(
+        "engine/transaction.py",
+        "the KL term that is kept apart pushes away",
+        "self.backward(terms.kl * self.num_ranks, False)",
+        "self.backward(-terms.kl * self.num_ranks, False)",
+        f"{RANDOM}[3]",
+    ),
+    Mutation(
+        "engine/transaction.py",
+        "the KL term's gradient is divided by the scale of the rewards",
+        "        gradients.scale_(gradient, 1 / divisor)\n        gradients.add_(gradient, self._kl_gradient)\n",
+        "        gradients.add_(gradient, self._kl_gradient)\n        gradients.scale_(gradient, 1 / divisor)\n",
+        f"{RANDOM}[3]",
+    ),
+    Mutation(
+        "engine/transaction.py",
+        "what is pending when a batch closes is not reduced over the ranks",
+        "        gradients.reduce_pending(self.module)\n",
+        "",
+        f"{RANDOM}[12]",
+    ),
+    Mutation(
+        "engine/transaction.py",
+        "centred rewards are clamped before they are divided",
+        "clamps=is_final",
+        "clamps=True",
+        f"{RANDOM}[0]",
+    ),
+    Mutation(
+        "engine/transaction.py",
+        "a filler's row counts twice in the ratio of its trajectory",
+        "-1 if tile.is_filler else row.sample",
+        "row.sample",
+        f"{RANDOM}[28]",
+    ),
+    Mutation(
+        "engine/transaction.py",
+        "recorded log-probs are not what the ratio is against",
+        'if denominator == "rollout":',
+        "if False:",
+        f"{RANDOM}[2]",
+    ),
+    Mutation(
+        "engine/logical_batch.py",
+        "samples that are held back never train",
+        "        self._train(is_last=True)\n",
+        "",
+        f"{RANDOM}[41]",
+    ),
+    Mutation(
+        "engine/logical_batch.py",
+        "a fragment that is refused leaves its id",
+        "        samples = fragment.samples\n",
+        "        samples = fragment.samples\n        self.fragment_ids.add(fragment.fragment_id)\n",
+        f"{RANDOM}[4]",
+    ),
+    Mutation(
+        "engine/planning.py",
+        "a rank takes the advantages of the fragment's first samples",
+        "with_outcomes(advantages[needed], rewards)",
+        "with_outcomes(advantages[: len(needed)], rewards)",
+        f"{RANDOM}[3]",
+    ),
+    Mutation(
+        "engine/planning.py",
+        "trajectories are cut where the loss needs them whole",
+        "whole_samples=whole_samples or not self.tsp.enable",
+        "whole_samples=not self.tsp.enable",
+        f"{RANDOM}[3]",
+    ),
+    Mutation(
+        "engine/rows.py",
+        "rows have the advantages of other samples",
+        "advantages=samples.advantages.repeat_interleave(repeats)",
+        "advantages=samples.advantages.flip(0).repeat_interleave(repeats)",
+        f"{RANDOM}[3]",
+    ),
+    Mutation(
+        "engine/rows.py",
+        "all rows of a tile have the first one's prompt",
+        "conditions=per_row([positive for positive, _ in samples.conditions])",
+        "conditions=per_row([samples.conditions[0][0] for _ in samples.conditions])",
+        f"{RANDOM}[3]",
+    ),
+    Mutation(
+        "engine/scoring.py",
+        "LoRA's reference is the policy itself",
+        "layer._disable_adapters = True",
+        "layer._disable_adapters = False",
+        f"{RANDOM}[5]",
+    ),
+    Mutation(
+        "engine/shadow.py",
+        "the reference's weights stay after a forward that failed",
+        "            recover(module)\n            raise\n",
+        "            raise\n",
+        "engine/test_shadow.py",
+    ),
+    Mutation(
+        "engine/gradients.py",
+        "the newer of two gradients replaces the older",
+        "gradient[key].add_(piece)",
+        "gradient[key] = piece",
+        "engine/test_gradients.py",
+    ),
+    Mutation(
+        "engine/gradients.py",
+        "a gradient that was moved aside does not come back",
+        "        gradient.update(take(module))\n        put(module, own)",
+        "        gradient.update(take(module))",
+        "engine/test_gradients.py",
+    ),
+    Mutation(
+        "engine/gradients.py",
+        "what no backward reduced is never reduced",
+        "module._get_fsdp_state()._root_post_backward_final_callback()",
+        "pass",
+        "engine/test_gradients.py",
+    ),
+    Mutation(
+        "algorithms/projection.py",
+        "every shard is projected as if it were the first",
+        "+ starts[0] + done) * strides[0]",
+        "+ done) * strides[0]",
+        "algorithms/test_projection.py",
+    ),
+    # -- sampler and noise ------------------------------------------------------------------------------------
+    Mutation(
+        "rollout/sampler.py",
+        "the next step starts from the mean, without noise",
+        "latents = taken.next_sample",
+        "latents = taken.mean.to(self.latents_dtype)",
+        SAMPLER,
+    ),
+    Mutation(
+        "rollout/sampler.py",
+        "the wrong steps are stochastic",
+        "is_sde = [step in request.window.sde_steps for request in requests]",
+        "is_sde = [step in request.window.train_steps for request in requests]",
+        SAMPLER,
+    ),
+    Mutation(
+        "rollout/sampler.py",
+        "all samples of a group have the same noise",
+        "sample_seed(self.run_seed, request.uid, request.sample_index)",
+        "sample_seed(self.run_seed, request.uid, 0)",
+        SAMPLER,
+    ),
+    Mutation(
+        "rollout/sampler.py",
+        "the noise of the first step has no end",
+        "sigma_max=sigmas[1],",
+        "sigma_max=sigmas[2],",
+        SAMPLER,
+    ),
+    Mutation(
+        "rollout/sampler.py",
+        "replay scores the step with its sigmas of the step before",
+        "        rows.next_sigmas,\n        law=law,",
+        "        rows.next_sigmas * 0.999,\n        law=law,",
+        SAMPLER,
+    ),
+    Mutation(
+        "algorithms/noise.py",
+        "every step has the same noise",
+        'keyed_seed("noise", int(seed), int(step))',
+        'keyed_seed("noise", int(seed), 0)',
+        "algorithms/test_noise.py",
+    ),
+    # -- sde --------------------------------------------------------------------------------------------------
+    Mutation("algorithms/sde.py", "the drift has the wrong sign", "return 1 + drift,", "return 1 - drift,", SDE),
+    Mutation(
+        "algorithms/sde.py",
+        "noise grows with the step, not with its root",
+        "s * (-dt).sqrt()",
+        "s * (-dt)",
+        SDE,
+    ),
+    Mutation(
+        "algorithms/sde.py",
+        "the log-density's normalisation has the wrong sign",
+        "/ (2 * std.square()) - std.log()",
+        "/ (2 * std.square()) + std.log()",
+        SDE,
+    ),
+    Mutation(
+        "algorithms/sde.py",
+        "x is rounded after its log-prob is taken",
+        ".to(storage_dtype or torch.float32)",
+        ".to(torch.float32)",
+        SDE,
+    ),
+    Mutation(
+        "algorithms/sde.py",
+        "cps mixes in new noise where it should keep the old",
+        "sigma_next * angle.cos()",
+        "sigma_next * angle.sin()",
+        SDE,
+    ),
+    Mutation(
+        "algorithms/window.py",
+        "a moving window stands still",
+        "lo, hi = lo + moved, hi + moved",
+        "lo, hi = lo, hi",
+        "algorithms/test_window.py",
+    ),
+    # -- advantages and losses --------------------------------------------------------------------------------
+    Mutation(
+        "algorithms/advantages.py",
+        "rewards are centred on the batch's mean",
+        "values[samples] - values[samples].mean()",
+        "values[samples] - values.mean()",
+        ADVANTAGES,
+    ),
+    Mutation(
+        "algorithms/advantages.py",
+        "the smallest group's spread is taken for the largest",
+        "divisor.max().item()",
+        "divisor.min().item()",
+        ADVANTAGES,
+    ),
+    Mutation(
+        "algorithms/advantages.py",
+        "the population's spread in place of the sample's",
+        "values.std(correction=ddof)",
+        "values.std(correction=0)",
+        ADVANTAGES,
+    ),
+    Mutation(
+        "algorithms/losses/ratio.py",
+        "the clip takes the better of two, not the worse",
+        "return torch.maximum(-advantage * ratio",
+        "return torch.minimum(-advantage * ratio",
+        LOSSES,
+    ),
+    Mutation(
+        "algorithms/losses/clipped.py",
+        "the ratio is upside down",
+        'rows["log_prob"] - rows["old_log_prob"]',
+        'rows["old_log_prob"] - rows["log_prob"]',
+        LOSSES,
+    ),
+    Mutation(
+        "algorithms/losses/ratio.py",
+        "advantages are not clamped",
+        'return rows["advantage"].clamp(-config.advantage_clip, config.advantage_clip)',
+        'return rows["advantage"]',
+        LOSSES,
+    ),
+    Mutation(
+        "algorithms/losses/off_policy.py",
+        "the weight of stale samples has no cap",
+        "behaviour_ratio.clamp(max=config.decoupled_cap)",
+        "behaviour_ratio",
+        OFF_POLICY,
+    ),
+    Mutation(
+        "algorithms/losses/off_policy.py",
+        "the pull back to the generating policy pushes away",
+        '* rows["log_prob"] + config.kimi_tau * half_square',
+        '* rows["log_prob"] - config.kimi_tau * half_square',
+        OFF_POLICY,
+    ),
+    Mutation(
+        "algorithms/losses/off_policy.py",
+        "a trajectory's ratio is the sum over its rows",
+        "return (sums / counts)[places]",
+        "return sums[places]",
+        OFF_POLICY,
+    ),
+    Mutation(
+        "algorithms/ema.py",
+        "the average forgets what it should keep",
+        "ema.lerp_(tensor.to(ema.device, ema.dtype), 1 - decay)",
+        "ema.lerp_(tensor.to(ema.device, ema.dtype), decay)",
+        "algorithms/test_ema.py",
+    ),
+    # -- weights ----------------------------------------------------------------------------------------------
+    Mutation(
+        "weights/receiver.py",
+        "an update is checked and not loaded",
+        "current[name].copy_(tensor)",
+        "pass",
+        RECEIVER,
+    ),
+    Mutation(
+        "weights/receiver.py",
+        "a tensor that is missing from an update is no error",
+        "sorted(shapes.keys() - staged.keys())",
+        "[]",
+        RECEIVER,
+    ),
+    Mutation(
+        "weights/receiver.py",
+        "an update goes into copies without a word",
+        "if current[name].data_ptr() not in live]",
+        "if False]",
+        RECEIVER,
+    ),
+    Mutation(
+        "weights/probe.py",
+        "weights that do not take effect are no error",
+        "    if change == 0:\n",
+        "    if change < 0:\n",
+        PROBE,
+    ),
+    Mutation(
+        "weights/probe.py",
+        "replicas that compute different outputs with the same weights are no error",
+        "if spread > MAX_SPREAD:",
+        "if spread > 1:",
+        PROBE,
+    ),
+    Mutation(
+        "weights/probe.py",
+        "a version that reaches nobody is no error",
+        "if version != published:",
+        "if version is not None and version < published - 1:",
+        PROBE,
+    ),
+    Mutation(
+        "weights/checksum.py",
+        "a lost tensor leaves the checksum as it is",
+        "bits if self._sum is None else self._sum + bits.to(self._sum.device)",
+        "bits",
+        "weights/test_checksum.py",
+    ),
+    Mutation(
+        "weights/buckets.py",
+        "tensors of a bucket lie over each other",
+        "num_bytes += part.chunk_size",
+        "num_bytes += 0",
+        "weights/test_checkpoint_engines.py",
+    ),
+    Mutation(
+        "rollout/server.py",
+        "samples carry the version that was sealed, not the one that generated them",
+        "            self._version = self._sealed_version\n",
+        "            pass\n",
+        "rollout/test_server.py -k 'weight_update or probe'",
+    ),
+    # -- conductor and planner ----------------------------------------------------------------------------------
+    Mutation(
+        "schedulers/planner.py",
+        "a group more than allowed is begun under old weights",
+        "self._batches[group.batch].num_begun(age) < self.rules.stale_allowance(age)",
+        "self._batches[group.batch].num_begun(age) <= self.rules.stale_allowance(age)",
+        PLANNER,
+    ),
+    Mutation(
+        "schedulers/planner.py",
+        "samples of another version count",
+        "        if version != chunk.version:\n",
+        "        if False:\n",
+        PLANNER,
+    ),
+    Mutation(
+        "schedulers/planner.py",
+        "samples of a lost slot are forgotten",
+        "self._give_back(live, live.left)",
+        "pass",
+        PLANNER,
+    ),
+    Mutation(
+        "schedulers/planner.py",
+        "a sample that failed is generated once more than allowed",
+        "batch.num_sample_refills + len(failed) > self.rules.max_sample_refills",
+        "batch.num_sample_refills + len(failed) > self.rules.max_sample_refills + 1",
+        PLANNER,
+    ),
+    Mutation(
+        "schedulers/planner.py",
+        "a group that starts over keeps its old rewards",
+        "                group.rewards.clear()\n",
+        "",
+        PLANNER,
+    ),
+    Mutation(
+        "schedulers/planner.py",
+        "a chunk's samples are issued a second time",
+        "        del group.unissued[:size]\n",
+        "        del group.unissued[:size - 1]\n",
+        PLANNER,
+    ),
+    Mutation(
+        "trainer/conductor.py",
+        "the open gradient of a failed batch stays",
+        "            if self._is_open:\n                await self._abort()\n",
+        "",
+        CONDUCTOR,
+    ),
+    Mutation(
+        "trainer/conductor.py",
+        "replicas are never told of new weights",
+        "        self.planner.on_published(version)\n",
+        "",
+        CONDUCTOR,
+    ),
+    Mutation(
+        "trainer/conductor.py",
+        "a cancelled chunk is generated to its end",
+        "self.generator.cancel(self._chunks[chunk_id]),",
+        "asyncio.sleep(0),",
+        CONDUCTOR,
+    ),
+    Mutation(
+        "schedulers/deal.py",
+        "ranks with a row more are always the first",
+        "turn = (turn + rest) % num_ranks",
+        "turn = 0",
+        "schedulers/test_deal.py",
+    ),
+    Mutation(
+        "schedulers/tiles.py",
+        "the last tile of a rank has no weight",
+        "tiles += [Tile(rows) for rows in own]",
+        "tiles += [Tile(rows, is_filler=rows is own[-1]) for rows in own]",
+        f"{RANDOM}[3]",
+    ),
+    Mutation(
+        "schedulers/tiles.py",
+        "a rank without rows has no tile, and the others wait for it",
+        "* (most - len(own))",
+        "* 0",
+        "schedulers/test_tiles.py",
+    ),
+    Mutation(
+        "trainer/heartbeats.py",
+        "work goes on after an agent loop worker is lost",
+        "        for task in self._guarded:\n            task.cancel()\n",
+        "",
+        "trainer/test_heartbeats.py",
+    ),
+    Mutation(
+        "trainer/heartbeats.py",
+        "a process that hangs counts as alive",
+        "            if is_starting(process):\n",
+        "            if what:\n",
+        "trainer/test_heartbeats.py",
+    ),
+    Mutation(
+        "trainer/watchdog.py",
+        "a second replica that hangs in one publication ends the run",
+        "        while self._missed is None:\n",
+        "        for _ in range(2 if self._missed is None else 0):\n",
+        "trainer/test_watchdog.py",
+    ),
+    Mutation(
+        "trainer/restarts.py",
+        "a replica that is starting is started again",
+        " - num_living - len(self._starting)",
+        " - num_living",
+        "trainer/test_restarts.py",
+    ),
+    Mutation(
+        "trainer/replicas.py",
+        "a replica that was out of reach stays, without the new weights",
+        "                _end_replica_of(error.actor_id, checkpoint_manager.replicas)\n",
+        "                pass\n",
+        "chaos",
+    ),
+    Mutation(
+        "reward/workers.py",
+        "a reward worker that hangs is waited for for ever",
+        "            ray.kill(worker, no_restart=False)\n",
+        "            pass\n",
+        "chaos",
+    ),
+    Mutation(
+        "rollout/lost.py",
+        "a replica out of reach for a moment gets no more weights",
+        "through_blips(lambda: getattr(actor, method).remote(*args), self._blip_s)",
+        "getattr(actor, method).remote(*args)",
+        "chaos",
+    ),
+    Mutation(
+        "trainer/agreement.py",
+        "a gap that is not a number passes the gate",
+        "if not gap <= max_gap:",
+        "if gap > max_gap:",
+        "trainer/test_agreement.py",
+    ),
+    # -- rewards, data, bench -------------------------------------------------------------------------------------
+    Mutation(
+        "reward/scoring.py",
+        "rewards are not weighted",
+        "total += reward.weight * value",
+        "total += value",
+        SCORING,
+    ),
+    Mutation(
+        "reward/scoring.py",
+        "a scorer that fails is not asked again",
+        "for attempt in range(1 + self.max_retries):",
+        "for attempt in range(1):",
+        SCORING,
+    ),
+    Mutation(
+        "reward/scoring.py",
+        "a score that is not finite passes",
+        "if not math.isfinite(value):",
+        "if False:",
+        SCORING,
+    ),
+    Mutation(
+        "data/prompts.py",
+        "a chat's first message is taken for its last",
+        "content = contents[-1] if contents else None",
+        "content = contents[0] if contents else None",
+        PROMPTS,
+    ),
+    Mutation(
+        "data/prompts.py",
+        "columns of the user's own are lost",
+        "extra_info=extra_info | _mapping(",
+        "extra_info=_mapping(",
+        PROMPTS,
+    ),
+    Mutation(
+        "data/prompts.py",
+        "the truth of an OCR prompt is the whole prompt",
+        "return text if quoted is None else quoted[1]",
+        "return text",
+        PROMPTS,
+    ),
+    Mutation(
+        "bench/summary.py",
+        "gradients are compared by their norm alone",
+        "for name in (GRADIENT_NORM, GRADIENT_PROJECTION)",
+        "for name in (GRADIENT_NORM,)",
+        "bench/test_summary.py",
+    ),
+)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-k", default="", metavar="WORDS", help="only mutations whose path or description has WORDS")
+    parser.add_argument("--list", action="store_true", help="print the table and run nothing")
+    options = parser.parse_args(arguments)
+    chosen = [mutation for mutation in TABLE if options.k in f"{mutation.path} {mutation.wrong}"]
+    with tempfile.TemporaryDirectory(prefix="digen_mutations_") as folder:
+        copy = Path(folder) / "tree"
+        copy_tree(copy)
+        misplaced = [mutation for mutation in chosen if count_in(copy, mutation) != 1]
+        for mutation in misplaced:
+            print(f"verl_digen/{mutation.path} has {count_in(copy, mutation)} times, not once: {mutation.old!r}")
+        if options.list:
+            for mutation in chosen:
+                print(f"{mutation.path:<36} {mutation.wrong}")
+        if misplaced or options.list:
+            return int(bool(misplaced))
+        import_heavy_libraries()
+        return run(copy, Path(folder) / "log", chosen)
+
+
+def run(copy: Path, log: Path, chosen: Sequence[Mutation]) -> int:
+    """Run all tests on the unchanged copy, then every mutation; print the table. The exit status."""
+    for tests in dict.fromkeys(mutation.tests for mutation in chosen):
+        status = run_tests(copy, tests, log)
+        if status != 0:
+            print(f"{log.read_text()}\ntests/{tests} must pass on the unchanged tree, and pytest ended with {status}")
+            return 1
+    num_bad = 0
+    for number, mutation in enumerate(chosen, start=1):
+        file = copy / "verl_digen" / mutation.path
+        sound = file.read_text()
+        file.write_text(sound.replace(mutation.old, mutation.new))
+        began_s = time.monotonic()
+        try:
+            status = run_tests(copy, mutation.tests, log)
+        finally:
+            file.write_text(sound)
+        failed = re.search(r"^(?:FAILED|ERROR) (?:tests/)?(\S+)", log.read_text(), re.MULTILINE)
+        outcome = OUTCOMES.get(status, f"NOT RUN (pytest ended with {status})")
+        is_caught = outcome.startswith("caught")
+        num_bad += not is_caught
+        where = failed.group(1) if failed is not None and is_caught else ""
+        seconds = time.monotonic() - began_s
+        print(f"{number:>3} {outcome:<9}{seconds:>5.0f} s  {mutation.path:<34}{mutation.wrong:<66} {where}", flush=True)
+    print(f"{len(chosen) - num_bad} of {len(chosen)} mutations are caught")
+    return int(num_bad > 0)
+
+
+def copy_tree(copy: Path) -> None:
+    """The files that git knows, as they are in the working tree."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
+    for name in filter(None, listed.decode().split("\0")):
+        source, target = ROOT / name, copy / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_symlink():
+            target.symlink_to(os.readlink(source))
+        elif source.exists():  # deleted and not committed
+            shutil.copy2(source, target)
+
+
+def count_in(copy: Path, mutation: Mutation) -> int:
+    """How often the text to be replaced is in its file."""
+    return (copy / "verl_digen" / mutation.path).read_text().count(mutation.old)
+
+
+def import_heavy_libraries() -> None:
+    """Modules that every child imports; none of this project, whose code is the copy's there."""
+    import datasets  # noqa: F401
+    import diffusers  # noqa: F401
+    import peft  # noqa: F401
+    import pytest  # noqa: F401
+    import ray  # noqa: F401
+    import tensordict  # noqa: F401
+    import torch
+    import transformers  # noqa: F401
+
+    torch.set_num_threads(1)
+    assert "verl_digen" not in sys.modules
+
+
+def run_tests(copy: Path, tests: str, log: Path) -> int:
+    """Run pytest in a fork of this process, in the copy: its exit status, -1 where it did not end in time."""
+    import pytest
+
+    words = shlex.split(tests)
+    options = words[words.index("-k") :] if "-k" in words else []
+    paths = [f"tests/{word}" for word in words[: len(words) - len(options)]]
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        with open(log, "w") as output:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+            os.chdir(copy)
+            sys.path.insert(0, str(copy))
+            # seconds apart and of one size, two mutations of a file would share its bytecode
+            sys.dont_write_bytecode = True
+            os.environ |= {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+            status = int(pytest.main(["-x", "-q", "--no-header", "-p", "no:cacheprovider", *options, *paths]))
+            sys.stdout.flush()
+            os._exit(status)
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else 1
+        time.sleep(0.02)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return -1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

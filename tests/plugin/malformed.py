@@ -1,0 +1,364 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts that cannot be meant, each with the key that its message must name; and unusual ones that are right.
+
+A start is what is typed after `recipe=digen_flowgrpo` and the overrides of `runnable`; `TMP` is a folder of the test.
+"""
+
+TRAINER, ACTOR, ROLLOUT, MODEL = (
+    "trainer",
+    "actor_rollout_ref.actor",
+    "actor_rollout_ref.rollout",
+    "actor_rollout_ref.model",
+)
+
+
+def _each(key: str, *values: str) -> list[tuple[str, str]]:
+    return [(f"{key}={value}", key) for value in values]
+
+
+NUMBERS = [
+    *_each(f"{ACTOR}.optim.lr", "nan", "inf", "-1", "abc", "null", "true"),
+    *_each(f"{ACTOR}.optim.weight_decay", "nan", "-0.1", "much"),
+    *_each(f"{ACTOR}.optim.clip_grad", "0", "-1", "nan", "null"),
+    *_each(f"{ACTOR}.optim.betas", "0.9", "[0.9]", "[0.9,1.0]", "[0.9,0.99,0.999]", "null"),
+    *_each(f"{ACTOR}.optim.lr_warmup_steps", "-2", "1.5", "few"),
+    *_each(f"{ACTOR}.optim.lr_warmup_steps_ratio", "2", "-0.1", "nan"),
+    *_each(f"{ACTOR}.ppo_mini_batch_size", "0", "-1", "x"),
+    *_each(f"{ACTOR}.ppo_epochs", "0", "-1", "1.5", "100000"),
+    *_each(f"{ROLLOUT}.n", "2.5", "1e10", "abc", "0", "1", "-3", "null", "[4]", "999999999"),
+    *_each(f"{ROLLOUT}.val_kwargs.n", "0", "-1", "many"),
+    *_each(f"{ROLLOUT}.n_gpus_per_node", "null", "0", "-1", "eight"),
+    *_each(f"{ROLLOUT}.tensor_model_parallel_size", "0", "-1", "two"),
+    *_each(f"{ROLLOUT}.agent.num_workers", "0", "-2", "some"),
+    *_each(f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes", "0", "-5", "2GB"),
+    *_each("data.train_batch_size", "null", "many", "0", "-8", "4.0", "1e3", "100000000000"),
+    *_each("data.dataloader_num_workers", "-1", "100000", "two"),
+    *_each("trainer.n_gpus_per_node", "0", "-1", "null", "eight", "1.5", "true"),
+    *_each("trainer.nnodes", "0", "-1", "null", "one"),
+    *_each("trainer.total_training_steps", "0", "-5", "1.5", "abc", "1e12"),
+    *_each("trainer.total_epochs", "0", "-1", "null"),
+    *_each("trainer.test_freq", "0", "-2", "null", "often"),
+    *_each("trainer.save_freq", "0", "often", "2.5"),
+    *_each("trainer.max_actor_ckpt_to_keep", "0", "-1", "all"),
+    *_each("reward.num_workers", "0", "-2", "null", "few"),
+    *_each("transfer_queue.backend.SimpleStorage.num_data_storage_units", "0", "-1", "null"),
+    *_each("digen.sampling.height_px", "0", "-64", "1000000000000000000000", "20000"),
+    *_each("digen.sampling.num_steps", "0", "1", "-5", "99999999999"),
+    *_each("digen.sampling.val_num_steps", "1", "5000"),
+    *_each("digen.sampling.num_frames", "0", "2000000000"),
+    *_each("digen.sampling.guidance_scale", "nan", "inf", "0.5", "-4", "1e9"),
+    *_each("digen.sampling.embedded_guidance_scale", "nan", "-1"),
+    *_each("digen.sde.noise_level", "nan", "inf", "0", "-0.7"),
+    *_each("digen.kl.coef", "nan", "inf", "-0.1"),
+    *_each("digen.loss.clip_range", "nan", "inf", "0", "2"),
+    *_each("digen.loss.advantage_clip", "nan", "0", "-1"),
+    *_each("digen.advantage.eps", "nan", "0", "inf"),
+    *_each("digen.advantage.ddof", "2", "-1"),
+    *_each("digen.reward.functions.jpeg_compressibility", "nan", "inf", "-inf"),
+    *_each("digen.reward.custom_weight", "nan", "inf"),
+    *_each("digen.reward.timeout_s", "0", "nan", "inf", "-1"),
+    *_each("digen.reward.max_retries", "-1", "1000000000"),
+    *_each("digen.rollout.max_batch_size", "0", "-8", "10000000000"),
+    *_each("digen.rollout.batch_wait_s", "-1", "nan", "inf", "100000"),
+    *_each("digen.rollout.embed_cache_size", "0", "-1"),
+    *_each("digen.tsp.samples_per_tile", "0", "-1", "lots"),
+    *_each("digen.window.fraction", "0", "1.5", "nan"),
+    *_each("digen.max_refills_per_step", "-1"),
+    *_each("digen.num_logged_images", "-1"),
+    *_each("digen.seed", "99999999999999999999"),
+    *_each(f"{MODEL}.lora_rank", "-1", "big", "2.5", "1000000", "true"),
+    *_each(f"{ACTOR}.fsdp_config.fsdp_size", "0", "-2", "all"),
+    *_each(f"{ACTOR}.fsdp_config.mixed_precision", "5"),
+    *_each(f"{ACTOR}.optim.override_optimizer_config", "5"),
+    *_each(f"{ROLLOUT}.engine_kwargs", "5"),
+    *_each("actor_rollout_ref.nccl_timeout", "0", "abc", "null"),
+    *_each("data.seed", "abc", "1.5"),
+    *_each("data.filter_overlong_prompts", "maybe", "null"),
+    *_each("global_profiler.steps", "5", "[0]"),
+    *_each("trainer.balance_batch", "maybe"),
+    *_each("trainer.del_local_ckpt_after_load", "maybe"),
+    *_each("ray_kwargs.ray_init.runtime_env", "5"),
+    *_each(f"{MODEL}.lora_alpha", "0", "-64", "nan"),
+]
+"""Out of range, not finite, or no number at all."""
+
+NAMES = [
+    *_each(f"{ROLLOUT}.dtype", "float99", "int4", "null", "16"),
+    *_each(f"{ROLLOUT}.name", "difusers", "sglang", "null"),
+    *_each(f"{ROLLOUT}.checkpoint_engine.backend", "bogus", "digen_gloo"),
+    *_each(f"{ROLLOUT}.agent.agent_loop_manager_class", "no.such.Class", "null", "5"),
+    *_each(f"{ACTOR}.fsdp_config.model_dtype", "int4", "float", "null"),
+    *_each(f"{ACTOR}.strategy", "fsdp", "megatron", "null"),
+    *_each(f"{ACTOR}.checkpoint.save_contents", "[hf_modl]", "model", "null", "5"),
+    *_each(f"{ACTOR}.optim.lr_scheduler_type", "linear", "null"),
+    *_each(f"{MODEL}.external_lib", "nosuch", "[nosuch]", "5"),
+    *_each(f"{MODEL}.target_modules", "[to_qq]", "nothing.*like.*it", "'('", "5"),
+    *_each(f"{MODEL}.exclude_modules", "[no_such_part]", "*"),
+    *_each(f"{MODEL}.path", "5", "nowhere", "null", "[a]", "TMP"),
+    *_each(f"{MODEL}.lora_adapter_path", "nowhere", "5", "TMP"),
+    ("+actor_rollout_ref.model.lora_rnk=4", f"{MODEL}.lora_rnk"),
+    ("+actor_rollout_ref.model.lora.alfa=alfa", f"{MODEL}.lora"),
+    *_each(f"{MODEL}.path", "''", "TMP/file"),
+    *_each(f"{MODEL}.target_modules", "[]", "''"),
+    (f"{ACTOR}.fsdp_config.mixed_precision.param_dtype=int3", f"{ACTOR}.fsdp_config.mixed_precision"),
+    *_each(f"{ACTOR}.optim.optimizer", "AdamWW", "lr_scheduler"),
+    *_each(f"{ACTOR}.optim.optimizer_impl", "no.such", "''"),
+    *_each("global_profiler.tool", "nosuch"),
+    *_each("trainer.checkpoint_callback_class", "nosuch.X", "json"),
+    *_each("trainer.logger", "[tensorbord]", "tensorbord", "5", "[console,5]"),
+    *_each("trainer.resume_mode", "maybe", "null", "true", "resume_path"),
+    *_each("trainer.resume_from_path", "TMP/global_step_3", "5"),
+    *_each("trainer.device", "gpu", "tpu"),
+    *_each("trainer.v1.trainer_mode", "foo", "sync", "digen_virtual", "digen_disaggregated"),
+    *_each("trainer.project_name", "../../x", "/etc/x", "null", "''", "5"),
+    *_each("trainer.experiment_name", "a/../../../b", "[x]"),
+    *_each("trainer.default_local_dir", "''", "TMP/loop", "TMP/loop/run"),
+    *_each("data.train_files", "''", "[]", "nan", "[[a]]", "TMP", "TMP/loop", "TMP/loop/x.txt"),
+    *_each("trainer.default_local_dir", "null", "TMP/file", "TMP/file/below", "/proc/x", "5"),
+    *_each("trainer.rollout_data_dir", "TMP/file", "5"),
+    *_each("trainer.val_only", "maybe", "1", "null"),
+    *_each("trainer.val_before_train", "yes please"),
+    ("reward.reward_manager.name=naive", "reward.reward_manager"),
+    ("reward.reward_manager.name=dapo", "reward.reward_manager"),
+    *_each("reward.reward_manager.source", "register"),
+    *_each("data.custom_cls.name", "NoSuchDataset", "null"),
+    *_each("data.custom_cls.path", "nowhere.py", "null"),
+    *_each("trainer.v1.sampler.custom_sampler.name", "NoSuchSampler", "null"),
+    *_each("actor_rollout_ref.hybrid_engine", "false", "null", "maybe"),
+    *_each("digen.loss_name", "ppo", "flow-grpo", "5"),
+    *_each("digen.sde.law", "flo", "5"),
+    *_each("digen.advantage.scale", "std", "groups"),
+    *_each("digen.kl.kind", "k3"),
+    *_each("digen.window.kind", "alll"),
+    *_each("digen.tsp.reduce", "tyle"),
+    *_each("digen.tag.policy", "on"),
+    *_each("digen.rollout.latents_dtype", "fp32"),
+    *_each("digen.old_log_probs", "recorded"),
+]
+"""Names of nothing, and paths that lead nowhere."""
+
+ADDED_UNKNOWN = [
+    ("+trainer.save_frq=3", "did you mean trainer.save_freq?"),
+    ("++trainer.save_frq=3", "did you mean trainer.save_freq?"),
+    ("+trainer.a_key_of_my_own=1", "e.g. +mine.a_key_of_my_own=..."),
+    ("+trainer={save_frq: 3}", "did you mean trainer.save_freq?"),
+    ("+trainer.v1.sampler.sampler_kwrgs.a=1", "did you mean trainer.v1.sampler.sampler_kwargs"),
+    ("+trainer.v1.sync.parameter_sync_step=2", "did you mean trainer.v1.separate_async.parameter_sync_step"),
+    ("+data.train_file=x", "did you mean data.train_files"),
+    ("+data.custom_cls.nam=x", "did you mean data.custom_cls.name"),
+    ("+actor_rollout_ref.rollout.temprature=1", f"did you mean {ROLLOUT}.temperature"),
+    ("+actor_rollout_ref.rollout.engine_kwarg.vllm_omni.a=1", f"did you mean {ROLLOUT}.engine_kwargs"),
+    ("+actor_rollout_ref.actor.optim.learning_rate=1e-3", f"{ACTOR}.optim.learning_rate must be a key that is read"),
+    (
+        "+actor_rollout_ref.actor.fsdp_config.mixed_precison.param_dtype=bf16",
+        f"did you mean {ACTOR}.fsdp_config.mixed_",
+    ),
+    ("+actor_rollout_ref.actr.optim.lr=1", "did you mean actor_rollout_ref.actor"),
+    ("+algorithm.clip_range=1e-4", "did you mean digen.loss.clip_range"),
+    ("+reward.custom_reward_function.reward_kwarg.scale=2", "did you mean reward.custom_reward_function.reward_kwargs"),
+    ("+reward.functions.shapes=1", "did you mean digen.reward.functions"),
+    ("+transfer_queue.metrics.prt=1", "did you mean transfer_queue.metrics.port"),
+    ("+traner.save_freq=3", "did you mean trainer"),
+    ("+save_freq=3", "did you mean trainer.save_freq"),
+    ("+lr=1e-3", "did you mean actor_rollout_ref.actor.optim.lr"),
+    ("+dat.train_batch_size=4", "did you mean data"),
+]
+"""(a key that is added and that nothing reads, a part of what is said)."""
+
+ADDED = [
+    "+ray_kwargs.ray_init._temp_dir=TMP",
+    "+ray_kwargs.ray_init.address=auto",
+    "++ray_kwargs.ray_init.ignore_reinit_error=true",
+    "+ray_kwargs.ray_init.runtime_env.env_vars.VLLM_LOGGING_LEVEL=INFO",
+    "+ray_kwargs.ray_init.resources={mine: 1}",
+    f"+{ROLLOUT}.engine_kwargs.vllm.enable_lora=true",
+    f"+{ROLLOUT}.engine_kwargs.vllm_omni.vae_use_tiling=true",
+    f"+{ROLLOUT}.checkpoint_engine.engine_kwargs.naive.a=1",
+    f"+{ROLLOUT}.custom.a_key_of_my_agent=1",
+    f"+{ACTOR}.optim.override_optimizer_config.foreach=false",
+    f"+{ACTOR}.optim.override_optimizer_config={{foreach: false}}",
+    f"+{ACTOR}.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap=[Block]",
+    f"++{ACTOR}.fsdp_config.mixed_precision={{param_dtype: fp32, reduce_dtype: fp32, buffer_dtype: fp32}}",
+    f"+{ACTOR}.profiler.tool_config.torch.contents=[cpu]".replace("+", "++"),
+    f"+{MODEL}.lora.rank=4",
+    "+global_profiler.global_tool_config.nsys.worker_nsight_options.trace=cuda".replace("+", "++"),
+    "+reward.custom_reward_function.reward_kwargs.scale=2",
+    "+trainer.v1.sampler.sampler_kwargs.group_size=4",
+    "+trainer.v1.sampler.sampler_kwargs={a: 1, b: [2]}",
+    "+transfer_queue.backend.Mine.address=here",
+    "+data.apply_chat_template_kwargs.enable_thinking=false",
+    "++trainer.save_freq=5",
+    "+mine.key=1",
+    "+workflow.repeat_times=1",
+    "+note='a key of my own'",
+    "++hydra.job.chdir=false",
+]
+"""Keys that verl's users add."""
+
+SECTIONS = [
+    *_each("trainer", "5", "null"),
+    *_each("digen", "5", "null"),
+    *_each("ray_kwargs", "null"),
+    *_each("ray_kwargs.ray_init", "5"),
+    *_each("data", "null"),
+    *_each("reward", "[]"),
+    *_each("reward.reward_model", "5"),
+    *_each(f"{ROLLOUT}.agent", "null"),
+    *_each(f"{ACTOR}.optim", "3e-4"),
+    *_each(f"{ACTOR}.checkpoint", "hf_model"),
+    ("~trainer.nnodes", "trainer.nnodes"),
+    ("~data.train_batch_size", "data.train_batch_size"),
+    ("~actor_rollout_ref.actor.optim.lr", f"{ACTOR}.optim.lr"),
+    ("trainer.nnodes=${nosuch}", "trainer.nnodes"),
+    ("data.train_batch_size=${oc.env:NO_SUCH_VARIABLE}", "data.train_batch_size"),
+]
+"""Values in place of sections, keys taken out, interpolations that lead nowhere."""
+
+WITHOUT_EFFECT = [
+    *_each("digen.gap.enable", "false"),
+    *_each("digen.gap.slots_per_replica", "2"),
+    *_each("digen.queue.drop_zero_spread", "true"),
+    *_each("digen.staleness.fraction", "0.5"),
+    *_each("digen.tag.chunk_size", "4"),
+    *_each("digen.virtual.time_scale", "0.5"),
+    *_each("digen.placement.generator_accelerator", "H100"),
+    *_each("critic.enable", "true", "maybe"),
+    *_each("distillation.enabled", "true"),
+    *_each("reward.reward_model.enable", "true"),
+    *_each("algorithm.adv_estimator", "gae", "nosuch", "null"),
+]
+"""Keys that are read, but not in this run; and features that a run of ours has not."""
+
+ACROSS_KEYS = [
+    *_each(f"{ACTOR}.ppo_mini_batch_size", "3"),
+    *_each(f"{ROLLOUT}.tensor_model_parallel_size", "2"),
+    *_each("data.train_max_samples", "3", "0", "-2", "all"),
+    *_each("data.val_max_samples", "0", "half"),
+    *_each("data.val_files", "null"),
+    *_each("ray_kwargs.ray_init.num_cpus", "1", "all"),
+    *_each("ray_kwargs.ray_init.num_gpus", "0", "-1", "many", "null"),
+    *_each("digen.sampling.height_px", "33"),
+    *_each("digen.sampling.embedded_guidance_scale", "3.5"),
+]
+"""Numbers that are wrong beside others of the run."""
+
+ALONE = [*ACROSS_KEYS, *NAMES, *SECTIONS, *WITHOUT_EFFECT]
+"""(override, key that the message names), a start for each."""
+
+
+TOGETHER = [
+    (("digen.reward.functions={shapes: [1]}",), "functions.shapes must be a number, got [1]; 1.0 is usual"),
+    ((f"{MODEL}.target_modules={{a: b}}",), "must be a text, got {'a': 'b'}; null takes the architecture's own list"),
+    (
+        ("trainer.n_gpus_per_node=4", f"{ACTOR}.fsdp_config.fsdp_size=3"),
+        "fsdp_size must divide the trainer's ranks (4)",
+    ),
+    (("trainer.val_only=true", "trainer.val_before_train=false"), "trainer.val_before_train must be true with"),
+    (("data.val_files=null", "trainer.val_before_train=false"), "(trainer.test_freq=20), got nothing; set data.val_"),
+    (("data.val_files=null", "trainer.test_freq=-1"), "(trainer.val_before_train=true), got nothing; set data.val_"),
+]
+"""Overrides of which each is right by itself, and a part of what is said."""
+
+
+def batches() -> list[list[tuple[str, str]]]:
+    """`NUMBERS` dealt to few starts: a key, and a section under `digen:`, is told once in a start."""
+    dealt: list[dict[str, tuple[str, str]]] = []
+    for override, key in NUMBERS:
+        slot = ".".join(key.split(".")[:-1][:2]) if key.startswith("digen.") else key
+        batch = next((batch for batch in dealt if slot not in batch), None)
+        if batch is None:
+            dealt.append(batch := {})
+        batch[slot] = (override, key)
+    return [list(batch.values()) for batch in dealt]
+
+
+SEPARATE_MALFORMED = [
+    *_each(f"{ROLLOUT}.nnodes", "0", "-1", "null"),
+    *_each(f"{ROLLOUT}.n_gpus_per_node", "0", "eight"),
+    *_each(f"{ROLLOUT}.checkpoint_engine.backend", "bogus", "naive", "digen_virtual", "null"),
+    *_each(f"{ROLLOUT}.checkpoint_engine.custom_backend_module", "nosuch"),
+    *_each("actor_rollout_ref.hybrid_engine", "true"),
+    *_each("digen.gap.chunk_size", "0", "some"),
+    *_each("digen.gap.slots_per_replica", "0"),
+    *_each("digen.gap.max_groups_per_fragment", "0"),
+    *_each("digen.queue.extra_prompts", "-1"),
+    *_each("digen.staleness.max_versions", "-1", "5"),
+    *_each("digen.staleness.fraction", "nan", "0", "2", "0.5"),
+]
+"""The same for a start with `recipe=[digen_flowgrpo,disaggregated]`."""
+
+RECIPES = [
+    ("recipe=disaggregated", "recipe=[digen_flowgrpo,disaggregated]"),
+    ("recipe=[disaggregated,virtual]", "recipe=[digen_flowgrpo,disaggregated,virtual]"),
+    ("recipe=vllm_omni", "recipe=[digen_flowgrpo,vllm_omni]"),
+    ("recipe=[digen_quickstart,digen_sd3]", "choose one of digen_quickstart, digen_sd3"),
+    ("recipe=[digen_flowgrpo,digen_dancegrpo]", "choose one of digen_flowgrpo, digen_dancegrpo"),
+    ("recipe=[disaggregated,digen_quickstart]", "name recipe=[digen_quickstart,disaggregated]"),
+    ("recipe=[vllm_omni,digen_sd3,flowgrpo_fast]", "name recipe=[digen_sd3,vllm_omni,flowgrpo_fast]"),
+    ("recipe=[digen_quickstart,digen_quickstart]", "name recipe=[digen_quickstart]"),
+    ("recipe=[digen_flowgrpo,virtual]", "name recipe=[digen_flowgrpo,disaggregated,virtual]"),
+    ("recipe=[digen_flowgrpo,virtual,disaggregated]", "name recipe=[digen_flowgrpo,disaggregated,virtual]"),
+]
+"""(what is typed, the remedy)."""
+
+NO_VALIDATION = ("trainer.test_freq=-1", "trainer.val_before_train=false")
+
+UNUSUAL = [
+    (),
+    (f"{ACTOR}.optim.lr=0",),
+    (f"{ACTOR}.optim.lr=1",),
+    (f"{ACTOR}.optim.lr_scheduler_type=cosine", f"{ACTOR}.optim.lr_warmup_steps=10", f"{ACTOR}.optim.min_lr_ratio=0.1"),
+    (f"{ACTOR}.optim.betas=[0,0.99]",),
+    (f"{ACTOR}.ppo_mini_batch_size=2", f"{ACTOR}.ppo_epochs=3"),
+    (f"{ACTOR}.checkpoint.save_contents=[model,hf_model]",),
+    (f"{ROLLOUT}.n=5",),
+    (f"{ROLLOUT}.n=${{data.train_batch_size}}",),
+    (f"{MODEL}.lora_rank=4", f"{MODEL}.target_modules=[to_q,attn.to_k]"),
+    (f"{MODEL}.lora_rank=4", f"{MODEL}.target_modules=all-linear"),
+    (f"{MODEL}.lora_rank=4", f"{MODEL}.target_modules='.*to_[qk]'", f"{MODEL}.exclude_modules='.*add_.*'"),
+    (f"{MODEL}.external_lib=json",),
+    (f"{MODEL}.external_lib=[json,math]",),
+    ("data.train_batch_size=8",),
+    ("data.train_max_samples=4",),
+    ("data.val_files=null", *NO_VALIDATION),
+    ("~data.val_files", *NO_VALIDATION),
+    ("data.seed=3",),
+    (f"{ACTOR}.optim.optimizer=SGD",),
+    (f"{ACTOR}.fsdp_config.fsdp_size=8",),
+    ("trainer.n_gpus_per_node=4", f"{ACTOR}.fsdp_config.fsdp_size=2"),
+    ("global_profiler.steps=[1,2]", "global_profiler.tool=torch"),
+    ("data.val_files=null", *NO_VALIDATION, "data.filter_overlong_prompts=true"),
+    ("trainer.val_only=true",),
+    ("trainer.logger=[]",),
+    ("trainer.logger=console",),
+    ("trainer.logger=[console,tensorboard,file]",),
+    ("trainer.total_training_steps=1", "trainer.test_freq=1", "trainer.save_freq=1"),
+    ("trainer.project_name=a/b", "trainer.experiment_name='a name with spaces, and 图'"),
+    ("trainer.default_local_dir=TMP/new/folder", "trainer.rollout_data_dir=TMP/rollouts"),
+    ("trainer.balance_batch=true",),
+    ("trainer.max_actor_ckpt_to_keep=1",),
+    ("digen.loss.advantage_clip=inf",),
+    ("digen.seed=-7",),
+    ("digen.seed=0",),
+    ("digen.reward.functions.jpeg_compressibility=-2",),
+    ("digen.reward.functions.jpeg_compressibility=0", "digen.reward.functions.shapes=1"),
+    ("digen.sampling.height_px=32", "digen.sampling.width_px=1024"),
+    ("digen.sampling.negative_prompt=''",),
+    ("digen.window.kind=consecutive", "digen.window.range=[0,3]", "digen.window.size=1"),
+    ("digen.max_refills_per_step=100",),
+    ("digen.num_logged_images=0",),
+    ("reward.num_workers=3",),
+    *((word,) for word in ADDED),
+    ("hydra.run.dir=TMP/hydra",),
+]
+"""Starts that a run must not refuse."""
+
+SEPARATE_UNUSUAL = [
+    (),
+    (f"{ROLLOUT}.n_gpus_per_node=3",),
+    (f"{ROLLOUT}.checkpoint_engine.backend=digen_ray",),
+    ("digen.tag.policy=always", "digen.tag.chunk_size=2"),
+    ("digen.staleness.max_versions=1", "digen.staleness.fraction=0.25"),
+    ("digen.gap.enable=false", "digen.queue.replicate_prompts=false"),
+    ("digen.queue.drop_zero_spread=true", "digen.queue.extra_prompts=2"),
+]

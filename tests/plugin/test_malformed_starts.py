@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts that cannot be meant are one paragraph before Ray starts, and unusual ones are none."""
+
+import os
+import re
+import shutil
+from contextlib import suppress
+
+import pytest
+import ray
+from hydra.errors import HydraException
+from omegaconf import OmegaConf, open_dict
+
+from tests.plugin.malformed import (
+    ADDED_UNKNOWN,
+    ALONE,
+    RECIPES,
+    SEPARATE_MALFORMED,
+    SEPARATE_UNUSUAL,
+    TOGETHER,
+    UNUSUAL,
+    batches,
+)
+from verl_digen import preflight
+from verl_digen.patches.hydra_override_errors import _keys as known_keys
+from verl_digen.preflight.unknown import READERS, _verls_keys, unknown_problems
+from verl_digen.preflight.unused import REFUSED, UNUSED
+
+SEPARATE = "recipe=[digen_flowgrpo,disaggregated]"
+
+
+@pytest.fixture(autouse=True)
+def no_ray(monkeypatch, tmp_path):
+    """Ray must not start, and paths are of an empty folder with one file in it."""
+
+    def started(*args, **kwargs):
+        raise AssertionError("Ray was started")
+
+    monkeypatch.setattr(ray, "init", started)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("NO_SUCH_VARIABLE", raising=False)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "loop").symlink_to("loop")
+
+
+def said_of(start, *overrides):
+    """The paragraph that a user reads, or None. Anything else fails the test."""
+    try:
+        preflight.check(start(*overrides))
+    except (ValueError, HydraException) as error:
+        return str(error)
+    return None
+
+
+def assert_told(message, override, key):
+    """Some line names the key and the value, and says what to do."""
+    assert message is not None, f"{override} was accepted"
+    value = override.partition("=")[2].strip("'")
+    lines = [line for line in message.splitlines() if key in line]
+    assert lines, f"{key} is not named in: {message}"
+    assert any("; " in line for line in lines), f"no remedy in: {message}"
+    assert any(shows(line, value) for line in message.splitlines()), f"{value} is not in: {message}"
+    assert "Traceback" not in message
+
+
+def shows(line, value):
+    """Whether a line has the value, as typed or as Python prints it."""
+    texts = {value, value.strip("[]"), value.strip("[]").split(",")[-1], value.capitalize()}
+    with suppress(ValueError, OverflowError):
+        texts |= {str(float(value)), str(int(float(value)))}
+    if value in ("null", "''") or value.startswith("${") or value == "":
+        return True
+    return any(re.search(rf"(?<![\w.]){re.escape(text)}(?![\w])", line) for text in texts if text)
+
+
+@pytest.mark.parametrize(("override", "key"), ALONE, ids=[override for override, _ in ALONE])
+def test_a_malformed_start_is_told_by_key_value_and_remedy(start, runnable, tmp_path, override, key):
+    typed = override.replace("TMP", str(tmp_path))
+    assert_told(said_of(start, *runnable, typed), typed, key)
+
+
+@pytest.mark.parametrize(("override", "part"), ADDED_UNKNOWN, ids=[override for override, _ in ADDED_UNKNOWN])
+def test_an_added_key_that_nothing_reads_is_told(start, runnable, override, part):
+    said = said_of(start, *runnable, override)
+    assert said is not None and part in said and "; " in said and len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("overrides", "part"), TOGETHER, ids=[" ".join(overrides) for overrides, _ in TOGETHER])
+def test_overrides_that_do_not_go_together_are_told(start, runnable, tmp_path, overrides, part):
+    said = said_of(start, *runnable, *(word.replace("TMP", str(tmp_path)) for word in overrides))
+    assert said is not None and part in said and len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize("batch", batches(), ids=lambda batch: f"{len(batch)} numbers from {batch[0][0]}")
+def test_malformed_numbers_are_all_told_at_once(start, runnable, batch):
+    said = said_of(start, *runnable, *(override for override, _ in batch))
+    assert said is not None
+    for override, key in batch:
+        lines = [line for line in said.splitlines() if line.startswith((f"{key} ", f"{key}:"))]
+        assert len(lines) == 1, f"{override} is not told once in: {said}"
+        assert_told(lines[0], override, key)
+
+
+@pytest.mark.parametrize(("override", "key"), SEPARATE_MALFORMED, ids=[override for override, _ in SEPARATE_MALFORMED])
+def test_a_malformed_start_of_separate_pools_is_told_too(start, runnable, override, key):
+    assert_told(said_of(start, SEPARATE, *runnable[1:], override), override, key)
+
+
+@pytest.mark.parametrize(("recipe", "remedy"), RECIPES, ids=[recipe for recipe, _ in RECIPES])
+def test_recipes_that_do_not_go_together_are_answered_with_those_that_do(start, recipe, remedy):
+    said = said_of(start, recipe)
+    assert said is not None and remedy in said and recipe.partition("=")[2].strip("[]") in said
+    assert len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize("overrides", UNUSUAL, ids=" ".join)
+def test_an_unusual_start_is_accepted(start, runnable, tmp_path, overrides):
+    assert said_of(start, *runnable, *(word.replace("TMP", str(tmp_path)) for word in overrides)) is None
+
+
+@pytest.mark.parametrize("overrides", SEPARATE_UNUSUAL, ids=" ".join)
+def test_an_unusual_start_of_separate_pools_is_accepted(start, runnable, overrides):
+    assert said_of(start, SEPARATE, *runnable[1:], *overrides) is None
+
+
+def test_keys_of_verls_without_effect_are_refused_with_their_counterparts(start, runnable):
+    config = start(*runnable)
+    for key in (*UNUSED, *REFUSED):
+        given = OmegaConf.select(config, key)
+        OmegaConf.update(config, key, not given if isinstance(given, bool) else f"not {given}")
+    with pytest.raises(ValueError) as raised:
+        preflight.check(config)
+    lines = str(raised.value).splitlines()
+    for key, (_, remedy) in [*UNUSED.items(), *REFUSED.items()]:
+        assert any(line.startswith(f"{key} must be ") and line.endswith(remedy) for line in lines), key
+
+
+def test_every_key_without_effect_is_one_of_verls(compose_main):
+    verls = compose_main()
+    for key in (*UNUSED, *REFUSED):
+        section, _, name = key.rpartition(".")
+        assert name in OmegaConf.select(verls, section), key
+
+
+def test_verls_yaml_has_the_keys_of_its_composed_config(start):
+    composed = {key for key in known_keys(start(), "") if key.partition(".")[0] not in ("hydra", "model_engine")}
+    assert composed <= set(known_keys(OmegaConf.create(_verls_keys()), "")) and "trainer.save_freq" in composed
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_section_that_a_class_of_ones_own_reads_may_have_any_key(start, runnable, reader):
+    key, ours = READERS[reader]
+    config = start(*runnable, f"+{reader}.mine=1")
+    assert [problem.split()[0] for problem in unknown_problems(config)] == [f"{reader}.mine"]
+    OmegaConf.update(config, key, f"My{ours}")
+    assert unknown_problems(config) == []
+
+
+def test_all_problems_of_a_start_are_told_at_once(start, runnable):
+    said = said_of(
+        *(start, *runnable, "trainer.nnodes=0", "digen.kl.coef=nan", "digen.sde.law=flo", "algorithm.gamma=0.9"),
+        *("trainer.logger=[tensorbord]", "actor_rollout_ref.model.path=nowhere", "data.train_batch_size=many"),
+    )
+    named = [line.split()[0] for line in said.splitlines()]
+    assert sorted(named) == sorted(
+        [
+            *("trainer.nnodes", "trainer.logger", "data.train_batch_size", "digen.sde.law", "digen.kl.coef"),
+            *("algorithm.gamma", "actor_rollout_ref.model.path"),
+        ]
+    )
+
+
+def test_a_bad_value_is_blamed_on_the_key_that_was_typed_and_on_no_other(start, runnable):
+    for override in ("data.train_batch_size=0", "trainer.n_gpus_per_node=0", "digen.seed=99999999999999999999"):
+        said = said_of(start, *runnable, override)
+        assert [line.split()[0] for line in said.splitlines()] == [override.partition("=")[0]]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("[]", "a JSON object, got a list"),
+        ("{", "is damaged"),
+        ("{}", "lists none"),
+        ('{"transformer": "x"}', "lists none"),
+        ('{"transformer": ["diffusers", "QwenImageTransformer2DModel"]}', "damaged (KeyError: '_class_name')"),
+    ],
+)
+def test_a_damaged_index_is_told_with_its_key(start, runnable, tmp_path, text, found):
+    (tmp_path / "model_index.json").write_text(text)
+    said = said_of(start, *runnable, f"actor_rollout_ref.model.path={tmp_path}")
+    assert said is not None and "actor_rollout_ref.model.path must hold" in said and found in said
+
+
+def _no_weights(network):
+    for file in network.glob("*.safetensors"):
+        file.unlink()
+
+
+def _cut_short(network):
+    for file in network.glob("*.safetensors"):
+        file.write_bytes(file.read_bytes()[:-1])
+
+
+def _empty(network):
+    for file in network.glob("*.safetensors"):
+        file.write_bytes(b"")
+
+
+def _no_safetensors(network):
+    for file in network.glob("*.safetensors"):
+        file.write_bytes(b"\x04\0\0\0\0\0\0\0junk")
+
+
+def _shard_missing(network):
+    (network / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00001.safetensors"}}')
+
+
+@pytest.mark.parametrize(
+    ("damage", "found"),
+    [
+        (_no_weights, "has no *.safetensors; complete the download"),
+        (_cut_short, "was cut short; download it again"),
+        (_empty, "with 0 bytes, which was cut short"),
+        (_no_safetensors, "with 12 bytes, which was cut short"),
+        (_shard_missing, "lacks model-00001.safetensors; complete the download"),
+    ],
+)
+def test_weights_that_are_not_whole_are_told_before_they_are_loaded(start, runnable, tmp_path, damage, found):
+    path = tmp_path / "checkpoint"
+    shutil.copytree(runnable[1].partition("=")[2], path)
+    damage(path / "transformer")
+    said = said_of(start, *runnable, f"actor_rollout_ref.model.path={path}")
+    assert said is not None and said.startswith("actor_rollout_ref.model.path must hold") and found in said
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("{", "which is damaged"), ("[]", "a JSON object, got a list"), ("{}", "without ['lora_alpha', 'r']")],
+)
+def test_a_damaged_adapter_is_told_with_its_key(start, runnable, tmp_path, text, found):
+    (tmp_path / "adapter_config.json").write_text(text)
+    said = said_of(start, *runnable, f"actor_rollout_ref.model.lora_adapter_path={tmp_path}")
+    assert said is not None and said.startswith("actor_rollout_ref.model.lora_adapter_path must hold") and found in said
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_cannot_be_written_is_told(start, runnable, tmp_path):
+    (tmp_path / "closed").mkdir(mode=0o500)
+    said = said_of(start, *runnable, f"trainer.default_local_dir={tmp_path}/closed/run")
+    assert said is not None and said.startswith("trainer.default_local_dir must be a folder that can be written")
+
+
+def test_a_checkpoint_to_resume_from_is_accepted(start, runnable, tmp_path):
+    (tmp_path / "global_step_3" / "actor").mkdir(parents=True)
+    resumed = f"trainer.resume_from_path={tmp_path}/global_step_3"
+    assert said_of(start, *runnable, "trainer.resume_mode=resume_path", resumed) is None
+
+
+def test_the_fast_composition_is_the_real_one(start, compose_main, runnable):
+    overrides = (*runnable, "digen.seed=3", "+trainer.mine=1", "trainer.logger=[console]")
+    fast, real = start(*overrides), compose_main(*overrides)
+    for config in (fast, real):
+        with open_dict(config):
+            del config["hydra"]
+    assert fast == real

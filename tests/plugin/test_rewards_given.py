@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reward a run trains on: which functions the command line gives, and which of them cannot be called."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from hydra._internal.callbacks import Callbacks
+from hydra.errors import ConfigCompositionException
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from verl_digen.config import RewardConfig
+from verl_digen.patches.hydra_replaced_mappings import merge_overrides
+from verl_digen.preflight.rewards import (
+    check_reward_devices,
+    check_reward_keys,
+    check_reward_manager,
+    check_rewards,
+    reward_formula,
+)
+from verl_digen.reward.functions import formula, require_reward_function, resolve
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = sorted(path for path in (ROOT / "examples").glob("*.sh") if path.stem != "quickstart")
+
+
+def functions(config: DictConfig) -> dict[str, float]:
+    return OmegaConf.to_container(config.digen.reward.functions)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], {"shapes": 1.0}),
+        (["digen.reward.functions={jpeg_compressibility: 0.5}"], {"jpeg_compressibility": 0.5}),
+        (["digen.reward.functions={}"], {}),
+        (["digen.reward.functions.jpeg_compressibility=0.5"], {"shapes": 1.0, "jpeg_compressibility": 0.5}),
+        (["digen.reward.functions.shapes=0.5"], {"shapes": 0.5}),
+        (["+digen.reward.functions={jpeg_compressibility: 0.5}"], {"shapes": 1.0, "jpeg_compressibility": 0.5}),
+        (["~digen.reward.functions.shapes"], {}),
+        (["digen.reward.functions={a: 1}", "digen.reward.functions={b: 2}"], {"b": 2.0}),
+        (["digen.reward.functions={a: 1}", "digen.reward.functions.b=2"], {"a": 1.0, "b": 2.0}),
+        (["digen.reward.functions.b=2", "digen.reward.functions={a: 1}"], {"a": 1.0}),
+        (["digen.reward.functions={my_rewards.ocr.score: 1}"], {"my_rewards.ocr.score": 1.0}),
+    ],
+)
+def test_functions_given_as_a_whole_replace_the_recipes_and_one_alone_is_added(compose_main, overrides, expected):
+    assert functions(compose_main("recipe=digen_quickstart", *overrides)) == expected
+
+
+def test_other_mappings_are_merged_as_ever(compose_main):
+    config = compose_main("recipe=digen_quickstart", "actor_rollout_ref.actor.optim={lr: 1.0}")
+    assert config.actor_rollout_ref.actor.optim.lr == 1.0 and config.actor_rollout_ref.actor.optim.clip_grad == 1.0
+
+
+def test_hydra_by_itself_merges_a_mapping():
+    """The limitation that `patches/hydra_replaced_mappings.py` is for."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    config = OmegaConf.create({"digen": {"reward": {"functions": {"shapes": 1.0}}}})
+    merge_overrides(OverridesParser.create().parse_overrides(["digen.reward.functions={}"]), config)
+    assert config.digen.reward.functions == {"shapes": 1.0}
+
+
+def command_of(script: Path) -> list[str]:
+    """The script's overrides, for two prompt files."""
+    command = script.read_text().split("verl.trainer.main_ppo", 1)[1].replace("\\\n", " ")
+    words = shlex.split(re.sub(r'"\$\{(1|2):\?\$usage\}"', "prompts.txt", command))
+    assert words[-1] == "${@:3}"
+    return words[:-1]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_the_advice_of_a_script_for_a_reward_of_ones_own_trains_on_it_alone(compose_main, script, tmp_path):
+    advice = re.search(r"For your own: ('digen.reward.functions=.*?=)FILE", script.read_text())
+    assert advice is not None
+    (tmp_path / "mine.py").write_text("def compute_score(**sample):\n    return 0.0\n")
+    config = compose_main(*command_of(script), *shlex.split(f"{advice[1]}{tmp_path / 'mine.py'}"))
+    assert reward_formula(config) == "reward = 1 x custom"
+    check_rewards(config)
+    assert reward_formula(compose_main(*command_of(script))) == "reward = 1 x jpeg_compressibility"
+    assert config.trainer.save_freq > 0 and config.trainer.max_actor_ckpt_to_keep > 0
+
+
+def test_the_readmes_line_for_a_reward_weighs_just_what_it_names(compose_main, tmp_path):
+    line = next(line for line in (ROOT / "README.md").read_text().splitlines() if "path=brightness.py" in line)
+    (tmp_path / "brightness.py").write_text("def compute_score(**sample):\n    return 0.0\n")
+    words = shlex.split(line.replace("brightness.py", str(tmp_path / "brightness.py")))
+    config = compose_main("recipe=digen_quickstart", *words[1:])
+    assert reward_formula(config) == "reward = 0.2 x jpeg_compressibility + 1 x custom"
+    check_rewards(config)
+
+
+def test_the_formula_names_what_is_only_logged():
+    assert formula({"custom": 1.0, "ocr": 0.25, "jpeg": 0.0}) == "reward = 1 x custom + 0.25 x ocr (only logged: jpeg)"
+
+
+@pytest.mark.parametrize(
+    ("save_freq", "lines"),
+    [(5, ["verl-digen: reward = 1 x jpeg_compressibility"]), (-1, None)],
+)
+def test_a_run_says_its_reward_at_start_and_warns_if_it_saves_nothing(compose_main, runnable, capsys, save_freq, lines):
+    config = compose_main(*runnable, f"trainer.save_freq={save_freq}")
+    Callbacks(config).on_run_start(config=config, config_name="ppo_trainer")
+    said = capsys.readouterr().err.splitlines()
+    if lines is not None:
+        assert said == lines
+    else:
+        assert len(said) == 2 and said[1].startswith("verl-digen: trainer.save_freq=-1: no checkpoint will be saved")
+
+
+@pytest.fixture(scope="module")
+def composed() -> DictConfig:
+    from hydra import compose, initialize_config_module
+
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose("ppo_trainer", overrides=["recipe=digen_quickstart"])
+
+
+def refused(check, config: DictConfig, **changes: object) -> str:
+    """The message of a check for a copy of `config` with changes."""
+    changed = config.copy()
+    with open_dict(changed):
+        for key, value in changes.items():
+            OmegaConf.update(changed, key.replace("__", "."), value, merge=False, force_add=True)
+    with pytest.raises(ValueError) as raised:
+        check(changed)
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+PATH, NAME = "reward__custom_reward_function__path", "reward__custom_reward_function__name"
+KWARGS = "reward__custom_reward_function__reward_kwargs"
+
+
+@pytest.mark.parametrize(
+    ("text", "kwargs", "message"),
+    [
+        ("compute_score = 5", None, "must be a function that returns a number or a dict with 'score', got 5;"),
+        ("class compute_score: ...", None, "got the class compute_score;"),
+        ("def compute_score(**sample):\n    yield 1", None, "got the generator compute_score;"),
+        (
+            "def compute_score(images, prompts, metadata): ...",
+            None,
+            "this is flow_grpo's form: write a compute_score of these arguments that calls it with [solution_image]",
+        ),
+        (
+            "def compute_score(data_source, solution_str, ground_truth, extra_info=None): ...",
+            None,
+            "this is verl's form for text: rename solution_str to solution_image",
+        ),
+        ("def compute_score(): ...", None, "write def compute_score(data_source, solution_image, ground_truth, extra"),
+        (
+            "def compute_score(data_source, solution_image): ...",
+            None,
+            "got a function of (data_source, solution_image)",
+        ),
+        (
+            "def compute_score(data_source, solution_image, ground_truth, extra_info): ...",
+            {"scale": 2},
+            "take the other names out of reward.custom_reward_function.reward_kwargs",
+        ),
+        (
+            "def compute_score(data_source, solution_image, ground_truth, extra_info, url): ...",
+            None,
+            "missing a required argument: 'url'",
+        ),
+        ("def compute_score(**sample): ...", 5, "reward_kwargs must be a mapping of arguments, got 5;"),
+        ("def compute_score(**sample): ...", [1], "reward_kwargs must be a mapping of arguments, got [1];"),
+        ("import sys\nsys.exit(3)", None, "got SystemExit: 3; repair the file"),
+        ("import no_such_package", None, "got ModuleNotFoundError: No module named 'no_such_package'; repair"),
+        ("raise KeyError('x')", None, "got KeyError: 'x'; repair the file"),
+        ("def compute_score(:", None, "got SyntaxError: invalid syntax"),
+        ("\0", None, "repair the file"),
+        ("def score(**sample): ...", None, "has a function reward.custom_reward_function.name=compute_score"),
+    ],
+)
+def test_a_function_that_a_run_could_not_call_is_refused_with_its_rule(composed, tmp_path, text, kwargs, message):
+    path = tmp_path / "reward.py"
+    path.write_text(text)
+    found = refused(check_rewards, composed, **{PATH: str(path), KWARGS: kwargs})
+    assert found.startswith("reward.custom_reward_function") and message in found
+
+
+@pytest.mark.parametrize(
+    ("text", "kwargs"),
+    [
+        ("def compute_score(**sample): ...", None),
+        ("async def compute_score(data_source, solution_image, ground_truth, extra_info=None): ...", None),
+        ("def compute_score(data_source, solution_image, ground_truth, extra_info, url): ...", {"url": "x"}),
+        ("def compute_score(solution_image, ground_truth, *, data_source, **rest): ...", {"scale": 2}),
+        ("class Score:\n    def __call__(self, **sample): ...\ncompute_score = Score()", None),
+        ("from functools import partial\ncompute_score = partial(lambda a, **sample: 1.0, 2)", None),
+    ],
+)
+def test_a_function_of_an_unusual_form_that_can_be_called_is_accepted(composed, tmp_path, text, kwargs):
+    path = tmp_path / "reward.py"
+    path.write_text(text)
+    config = composed.copy()
+    with open_dict(config):
+        config.reward.custom_reward_function = {"path": str(path), "name": "compute_score", "reward_kwargs": kwargs}
+    check_rewards(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({PATH: 7}, "reward.custom_reward_function.path must be an existing file, or pkg://MODULE, got 7;"),
+        ({PATH: ""}, "path must be an existing file, or pkg://MODULE, got '';"),
+        ({PATH: "missing.py"}, "got 'missing.py'; check the path (it is relative to the working directory "),
+        ({PATH: "/tmp"}, "path must be an existing file, or pkg://MODULE, got '/tmp';"),
+        ({PATH: "s3://bucket/reward.py"}, "path must be an existing file, or pkg://MODULE, got 's3://bucket"),
+        ({PATH: "pkg://no_such.module"}, "got ModuleNotFoundError: No module named 'no_such'; repair the file"),
+        ({PATH: str(ROOT / "README.md")}, "got ImportError: Could not load module"),
+        ({PATH: __file__, NAME: None}, "reward.custom_reward_function.name must be the name of a function in"),
+        ({PATH: __file__, NAME: 7}, "reward.custom_reward_function.name must be the name of a function in"),
+        ({"digen__reward__functions": {}}, "digen.reward.functions must name a reward function and its weight"),
+        ({"digen__reward__functions": {"shapes": 0.0}}, "must have a weight that is not 0"),
+        ({"digen__reward__functions": {"nonsense": 1.0}}, "must name one of jpeg_compressibility, shapes, or package."),
+        ({"digen__reward__functions": {"no_such.module:f": 1.0}}, "'no_such.module:f' could not be loaded"),
+        ({"digen__reward__functions": {"json.no_such": 1.0}}, "(AttributeError: module 'json' has no attribute"),
+        ({"digen__reward__functions": {"json:": 1.0}}, "must name one of jpeg_compressibility, shapes, or package."),
+        ({"digen__reward__functions": {"math:pi": 1.0}}, "'math:pi' must be a function that returns a number"),
+        ({"digen__reward__functions": {"json.dumps": 1.0}}, "'json.dumps' must take the keyword arguments"),
+        ({"digen__reward__functions": {"shapes": float("nan")}}, "functions.shapes must be a finite number, got nan"),
+        ({"digen__reward__functions": {"shapes": float("inf")}}, "functions.shapes must be a finite number, got inf"),
+        ({"digen__reward__custom_weight": float("nan")}, "digen.reward.custom_weight must be a finite number, got nan"),
+    ],
+)
+def test_a_reward_that_cannot_be_found_or_weighed_is_refused(composed, changes, message):
+    assert message in refused(check_rewards, composed, **changes)
+
+
+@pytest.mark.parametrize(
+    ("check", "changes", "message"),
+    [
+        (
+            check_reward_devices,
+            {"reward__reward_model__enable_resource_pool": True},
+            "reward.reward_model.nnodes must be >= 1 with reward.reward_model.enable_resource_pool=true, got 0;",
+        ),
+        (
+            check_reward_devices,
+            {
+                "reward__reward_model__enable_resource_pool": True,
+                "reward__reward_model__nnodes": 1,
+                "reward__reward_model__n_gpus_per_node": 0,
+            },
+            "reward.reward_model.n_gpus_per_node must be >= 1",
+        ),
+        (check_reward_keys, {"reward__reward_model__enable": True}, "reward.reward_model.enable must be false"),
+        (
+            check_reward_keys,
+            {"custom_reward_function__path": "mine.py"},
+            "custom_reward_function.path must be left out: verl's main does not read its older section "
+            "'custom_reward_function', got ['mine.py']; the keys are under reward.custom_reward_function now",
+        ),
+        (check_reward_keys, {"reward_model__rollout__name": "vllm"}, "reward_model.rollout.name must be left out"),
+        (check_reward_manager, {"reward__reward_manager__source": "register"}, "source must be importlib, because"),
+        (check_reward_manager, {"reward__reward_manager__name": "naive"}, "must name a class that can be imported"),
+        (check_reward_manager, {"reward__reward_manager__module__path": "pkg://nowhere"}, "got 'DiffusionRewardMan"),
+    ],
+)
+def test_keys_around_rewards_that_would_do_nothing_or_fail_later_are_refused(composed, check, changes, message):
+    assert message in refused(check, composed, **changes)
+
+
+def test_the_quick_starts_reward_passes_every_check(composed):
+    for check in (check_rewards, check_reward_keys, check_reward_devices, check_reward_manager):
+        check(composed)
+
+
+def test_a_name_with_a_colon_and_one_with_dots_are_the_same_function():
+    from verl_digen.reward.jpeg import compute_score
+
+    assert resolve("verl_digen.reward.jpeg:compute_score") is compute_score
+    assert resolve("verl_digen.reward.jpeg.compute_score") is compute_score
+
+
+def test_a_compiled_function_that_hides_its_signature_is_not_refused():
+    require_reward_function("key", max)
+
+
+def test_a_weight_that_is_no_number_is_an_error_of_hydra(compose_main):
+    with pytest.raises(ConfigCompositionException):
+        compose_main("recipe=digen_quickstart", "digen.reward.functions={shapes: much}")
+
+
+def test_the_custom_function_is_weighed_only_if_there_is_one():
+    reward = RewardConfig({"ocr": 2.0}, custom_weight=0.5)
+    assert reward.weights(has_custom=False) == {"ocr": 2.0}
+    assert reward.weights(has_custom=True) == {"ocr": 2.0, "custom": 0.5}

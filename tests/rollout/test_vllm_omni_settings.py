@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which settings and versions of vLLM-Omni are taken, asked where it need not be installed."""
+
+from __future__ import annotations
+
+from importlib.metadata import requires
+
+import pytest
+from packaging.requirements import Requirement
+
+from verl_digen.rollout.vllm_omni import settings
+from verl_digen.rollout.vllm_omni.settings import ALLOWED, REFUSED, TESTED, check_settings, check_versions
+
+CORRUPTING = {
+    "cache_backend": "tea_cache",
+    "diffusion_kv_cache_dtype": "fp8",
+    "quantization": "fp8",
+    "quantization_config": {"method": "fp8"},
+    "VSA_sparsity": 0.5,
+    "flow_shift": 5.0,
+}
+GOOD = {bool: True, int: 900, str: "auto"}
+
+
+@pytest.mark.parametrize(("name", "value"), CORRUPTING.items())
+def test_a_setting_that_changes_the_numbers_of_a_step_is_refused_with_its_reason(name, value):
+    with pytest.raises(ValueError, match=rf"engine_kwargs\.vllm_omni\.{name} must not be set: .*drop the key"):
+        check_settings({name: value}, is_stepwise=True)
+
+
+@pytest.mark.parametrize("value", ["tea_cache", "cache_dit", "mag_cache"])
+def test_every_cache_of_denoise_steps_is_refused(value):
+    with pytest.raises(ValueError, match="the recorded log-probs would be wrong"):
+        check_settings({"cache_backend": value}, is_stepwise=False)
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_another_key_or_the_project_sets_is_refused(name):
+    with pytest.raises(ValueError, match=f"{name} must not be set"):
+        check_settings({name: None}, is_stepwise=True)
+
+
+@pytest.mark.parametrize("name", sorted(ALLOWED))
+def test_a_setting_of_speed_or_memory_is_taken_with_a_value_of_its_type(name):
+    check_settings({name: GOOD[ALLOWED[name]]}, is_stepwise=True)
+    with pytest.raises(ValueError, match=f"{name} must be of type {ALLOWED[name].__name__}"):
+        check_settings({name: [1]}, is_stepwise=True)
+    if ALLOWED[name] is int:
+        with pytest.raises(ValueError, match="must be of type int"):
+            check_settings({name: True}, is_stepwise=True)
+
+
+def test_an_unknown_setting_is_refused_with_the_nearest_name():
+    with pytest.raises(ValueError, match="got 'vae_use_tilling': did you mean vae_use_tiling"):
+        check_settings({"vae_use_tilling": True}, is_stepwise=True)
+
+
+def test_a_quantizing_attention_is_refused():
+    check_settings({"diffusion_attention_backend": "FLASH_ATTN"}, is_stepwise=True)
+    with pytest.raises(ValueError, match=r"diffusion_attention_backend must be one of .*got 'SAGE_ATTN'"):
+        check_settings({"diffusion_attention_backend": "SAGE_ATTN"}, is_stepwise=True)
+
+
+def test_offload_is_refused_where_prompts_are_encoded_beside_a_batch():
+    check_settings({"enable_cpu_offload": True}, is_stepwise=True)
+    check_settings({"enable_cpu_offload": False}, is_stepwise=False)
+    with pytest.raises(ValueError, match="enable_cpu_offload must be false for a pipeline that runs in one go"):
+        check_settings({"enable_cpu_offload": True}, is_stepwise=False)
+
+
+def test_no_setting_is_both_taken_and_refused():
+    assert not ALLOWED.keys() & REFUSED.keys()
+
+
+def test_another_version_is_refused_with_the_tested_one_unless_it_is_asked_for(monkeypatch):
+    monkeypatch.setattr(settings, "version", dict(TESTED).__getitem__)
+    check_versions(allow_untested=False)
+    monkeypatch.setattr(settings, "version", {**TESTED, "vllm-omni": "0.30.0"}.__getitem__)
+    with pytest.raises(ValueError, match=r"tested with vllm-omni==0\.28\.0 .*got '0\.30\.0'.*allow_untested"):
+        check_versions(allow_untested=False)
+    check_versions(allow_untested=True)
+
+
+def test_the_tested_versions_are_those_that_the_extra_installs():
+    pinned = [Requirement(line) for line in requires("verl-digen") or [] if 'extra == "vllm-omni"' in line]
+    assert {one.name: str(one.specifier) for one in pinned} == {name: f"=={tested}" for name, tested in TESTED.items()}

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bad input to the `digen` commands is one line and exit code 2; none ends in a traceback."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from verl_digen import cli
+from verl_digen.plan.command import _way_out
+from verl_digen.plan.compose import split_words
+from verl_digen.plan.memory import Memory, Phase
+
+PROFILE = ("simulate", "--profile", "qwen-image-20b", "--devices", "32")
+
+
+def digen(capsys, *words):
+    """(exit code, what is said on stderr)."""
+    return cli.main(words), capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((*PROFILE, "--picture", "x.xyz"), "--picture must end in one of .png, "),
+        ((*PROFILE, "--picture", "x.pgn"), "did you mean .png?"),
+        ((*PROFILE, "--picture", "no/such/folder/x.png"), "--picture must be a file in a folder that is there"),
+        ((*PROFILE, "--json", "."), "--json must be a file in a folder that is there"),
+        ((*PROFILE[:-1], "1000000"), "--devices must be <= 4096"),
+        ((*PROFILE, "--steps", "3"), "--steps must be "),
+        (("plan", "recipe=digen_qwen_image", "gpu_memory=80"), "got 'gpu_memory=80'; did you mean gpu_mem?"),
+        (
+            ("plan", "gpus=8"),
+            "recipe must begin with the recipe of an algorithm or a model, got None; add one in front",
+        ),
+        (("plan", "recipe=[digen_sd3,digen_sd3]"), "recipe must name a recipe once"),
+        (("plan", "recipe=disaggregated"), "e.g. recipe=[digen_flowgrpo,disaggregated]"),
+        (("plan", "recipe=digen_sd"), "did you mean digen_sd3?"),
+        (("plan", "recipe=digen_sd3", "+trainer.save_frq=3"), "did you mean trainer.save_freq?"),
+        (("plan", "recipe=digen_sd3", "图=1"), "must be KEY=VALUE in Hydra's grammar"),
+        (("plan", "recipe=digen_sd3", "=3"), "words must be KEY=VALUE, got '=3'"),
+        (("plan", "recipe=digen_sd3", "gpus="), "gpus must be a number, got ''"),
+        (("plan", "recipe=digen_sd3", "gpu_mem=nan"), "gpu_mem must be > 0 GB, got nan"),
+        (("plan", "recipe=digen_sd3", "trainer=5"), "trainer must be a section with keys of its own, got 5"),
+        (
+            ("plan", "recipe=digen_sd3", "actor_rollout_ref.model.path=."),
+            "must be a folder with a diffusers model_index",
+        ),
+        (("doctor", "--selftest", "wan2.3"), "did you mean wan2.1?"),
+        (
+            (*PROFILE, "--json", "loop"),
+            "--json must be a file in a folder that is there and can be written, got 'loop'",
+        ),
+        (("simulate", "--profile", "qwen-image-20"), "did you mean qwen-image-20b?"),
+        (("simulate", "--profile", "bytes"), "--profile must be a file of JSON, got 'bytes'"),
+        (("simulate", "--profile", "loop"), "--profile must be a file or one of the shipped profiles, got 'loop'"),
+        (("bench", "nosuch"), "overrides must be KEY=VALUE, got 'nosuch'"),
+        (("timeline", "no_such_run"), "RUN_DIR must be the folder of a run"),
+    ],
+)
+def test_a_bad_word_is_one_line_before_any_work(capsys, tmp_path, monkeypatch, words, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "bytes").write_bytes(b"\xff\0")
+    code, err = digen(capsys, *words)
+    assert code == 2
+    assert said in err and len(err.splitlines()) == 1
+
+
+def test_a_plan_is_refused_where_the_run_is(capsys):
+    code, err = digen(capsys, "plan", "recipe=digen_qwen_image", "gpus=7", "gpu_mem=80")
+    assert code == 2
+    assert "must be a multiple of the trainer's ranks" in err and "got 128; change one of these" in err
+
+
+def test_a_colocated_run_is_answered_with_what_it_has_in_place_of_a_timeline(capsys, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("")
+    code, err = digen(capsys, "timeline", str(tmp_path))
+    assert code == 2
+    assert "such a run has no timeline" in err and "recipe=[...,disaggregated] records one" in err
+
+
+@pytest.mark.parametrize(
+    ("raised", "code"), [(KeyboardInterrupt(), 130), (BrokenPipeError(), 141), (PermissionError(13, "Denied", "x"), 2)]
+)
+def test_an_interruption_a_closed_pipe_and_a_closed_folder_leave_no_traceback(monkeypatch, capfd, raised, code):
+    def fail(args):
+        raise raised
+
+    command = SimpleNamespace(NAME="fail", __doc__="Fail.", add_arguments=lambda parser: None, run=fail)
+    monkeypatch.setattr(cli, "COMMANDS", (command,))
+    monkeypatch.setattr(os, "dup2", lambda *descriptors: None)  # the test's own output goes on
+    assert cli.main(["fail"]) == code
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_words_of_the_plan_and_keys_of_the_config_are_told_apart():
+    words, overrides = split_words(["gpus=8", "recipe=x", "trainer.nnodes=2", "~data.seed"])
+    assert words.gpus == 8 and overrides == ["recipe=x", "trainer.nnodes=2", "~data.seed"]
+
+
+@pytest.mark.parametrize(("weights", "said"), [(30, "use devices with more memory"), (10, "lower digen.sampling.")])
+def test_a_remedy_that_cannot_help_is_not_given(weights, said):
+    def phase(size):
+        return Phase(items={"weights": size}, row_bytes=0, num_rows=1, rows_name="row")
+
+    memory = Memory(training=phase(1), generating=phase(weights), host={}, step={}, checkpoint_bytes=0, limit_bytes=20)
+    assert said in _way_out(memory)

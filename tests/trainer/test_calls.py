@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls under way, in virtual time."""
+
+import asyncio
+import logging
+
+import pytest
+
+from tests.chaos.loop import run_in_virtual_time
+from verl_digen.errors import DeadlineMissed
+from verl_digen.schedulers.deadlines import Bound, DeadlinesConfig
+from verl_digen.trainer.calls import CallsUnderWay
+
+CONFIG = DeadlinesConfig(report_s=100.0, no_progress_s=1000.0)
+
+
+class Book:
+    """Calls, and their ends."""
+
+    def __init__(self):
+        self.calls = CallsUnderWay(CONFIG)
+        self.ended, self.overdue = [], []
+
+    def start(self, name, takes_s, bound_s):
+        self.calls.start(
+            asyncio.sleep(takes_s),
+            what=name,
+            bound=Bound(bound_s, "digen.deadlines.train_s"),
+            on_ended=lambda task, took_s: self.ended.append((name, round(took_s, 3))),
+            on_overdue=lambda error: self.overdue.append((name, str(error))),
+        )
+
+
+def test_a_call_that_ends_in_time_is_handled_with_the_seconds_it_took():
+    async def run():
+        book = Book()
+        book.start("a", 5.0, 10.0)
+        assert await book.calls.next_events() and not len(book.calls)
+        return book
+
+    book = run_in_virtual_time(run())
+    assert book.ended == [("a", 5.0)] and book.overdue == []
+
+
+def test_an_overdue_call_is_cancelled_and_named_within_its_bound_while_others_go_on():
+    async def run():
+        book = Book()
+        book.start("slow", 500.0, 600.0)
+        book.start("hangs", 1e9, 20.0)
+        began_s = asyncio.get_running_loop().time()
+        assert await book.calls.next_events()
+        assert asyncio.get_running_loop().time() - began_s == pytest.approx(20.0, abs=0.01)
+        assert len(book.calls) == 1
+        assert await book.calls.next_events()
+        await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) == 1, "the overdue one was cancelled"
+        return book
+
+    book = run_in_virtual_time(run())
+    assert book.ended == [("slow", 500.0)]
+    ((name, message),) = book.overdue
+    assert name == "hangs" and "for 20 s" in message and "raise digen.deadlines.train_s" in message
+
+
+def test_calls_that_end_together_are_handled_in_the_order_of_their_start():
+    async def run():
+        book = Book()
+        for name in "abcdefgh":
+            book.start(name, 1.0, 10.0)
+        await book.calls.next_events()
+        return [name for name, _ in book.ended]
+
+    assert run_in_virtual_time(run()) == list("abcdefgh")
+
+
+def test_a_long_wait_is_reported_again_and_again_and_then_ends_the_run(caplog):
+    async def run():
+        book = Book()
+        book.start("a", 1e9, 1e6)
+        book.start("b", 1e9, 1e6)
+        await book.calls.next_events()
+
+    with caplog.at_level(logging.WARNING), pytest.raises(DeadlineMissed, match=r"a for 1000.* b for .*no_progress_s"):
+        run_in_virtual_time(run())
+    reports = [record.getMessage() for record in caplog.records if "nothing happened" in record.getMessage()]
+    assert [text.split(" s;")[0] for text in reports] == [f"nothing happened for {s}" for s in (100, 200, 400, 800)]
+    assert all("a for" in text and "b for" in text for text in reports)
+
+
+def test_a_timeout_of_the_caller_is_no_event():
+    async def run():
+        book = Book()
+        book.start("a", 50.0, 60.0)
+        return [await book.calls.next_events(10.0), await book.calls.next_events(100.0)]
+
+    assert run_in_virtual_time(run()) == [False, True]

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Signs of life of processes that die or hang, and a wait that polls, in virtual time."""
+
+import asyncio
+import threading
+from concurrent.futures import CancelledError
+from types import SimpleNamespace
+
+import pytest
+import ray
+from ray.exceptions import ActorDiedError, ActorUnavailableError
+
+from tests.chaos.loop import run_in_virtual_time
+from verl_digen.errors import DeadlineMissed, ProcessLost
+from verl_digen.schedulers.deadlines import Bound, DeadlinesConfig
+from verl_digen.trainer import heartbeats
+from verl_digen.trainer.heartbeats import Heartbeats
+from verl_digen.trainer.loop_thread import within
+from verl_digen.trainer.patience import Patience
+
+CONFIG = DeadlinesConfig(answer_s=10.0, blip_s=4.0, no_progress_s=100.0, report_s=30.0)
+
+
+class Process:
+    """Answers signs of life until `fails_s`; from then on raises `error`, or hangs where that is None. With
+    `is_starting` it does not answer because it is being started again."""
+
+    def __init__(self, fails_s, error=None, is_starting=False):
+        self.fails_s, self.error, self.is_starting, self.is_killed = fails_s, error, is_starting, False
+        self.__dict__["__ray_ready__"] = SimpleNamespace(remote=self.answer)
+
+    async def answer(self):
+        loop = asyncio.get_running_loop()
+        if loop.time() >= self.fails_s:
+            if self.error is None:
+                await loop.create_future()
+            raise self.error
+
+
+@pytest.fixture(autouse=True)
+def no_ray(monkeypatch):
+    monkeypatch.setattr(ray, "kill", lambda process: setattr(process, "is_killed", True))
+    monkeypatch.setattr(heartbeats, "is_starting", lambda process: process.is_starting)
+
+
+def watch(process, work_s):
+    """Work of `work_s` beside the process -> (when it ended, what raised, calls of TransferQueue cancelled)."""
+
+    async def run():
+        cancelled = []
+        loop = asyncio.get_running_loop()
+        beats = Heartbeats(asyncio.ensure_future, CONFIG, lambda: cancelled.append(loop.time()))
+        beats.watch("agent loop worker 3", process)
+        try:
+            await beats.unless_lost(asyncio.sleep(work_s))
+            raised = None
+        except ProcessLost as error:
+            raised = error
+            with pytest.raises(ProcessLost):
+                beats.check()
+            with pytest.raises(ProcessLost):
+                await beats.unless_lost(asyncio.sleep(1.0))
+        ended_s = loop.time()
+        await asyncio.sleep(3.0)
+        return ended_s, raised, cancelled
+
+    return run_in_virtual_time(run())
+
+
+def test_work_goes_on_while_signs_of_life_come():
+    for process in (Process(fails_s=1e9), Process(fails_s=25.0, is_starting=True)):
+        assert watch(process, work_s=1000.0) == (1000.0, None, []) and not process.is_killed
+
+
+@pytest.mark.parametrize(
+    "error, ended_s, reason",
+    [
+        (None, 44.0, r"agent loop worker 3 gives no sign of life for 10 s \(digen\.deadlines\.answer_s\)"),
+        (ActorDiedError(), 30.0, "agent loop worker 3 is lost"),
+        (ActorUnavailableError("reset", None), 34.0, "agent loop worker 3 is lost .*unavailable"),
+    ],
+    ids=["hangs", "died", "out of reach"],
+)
+def test_work_ends_when_a_process_is_lost_which_is_ended_with_all_calls_of_the_queue(error, ended_s, reason):
+    process = Process(fails_s=25.0, error=error)
+    now_s, raised, cancelled = watch(process, work_s=1000.0)
+    assert now_s == pytest.approx(ended_s)
+    with pytest.raises(ProcessLost, match=reason):
+        raise raised
+    assert process.is_killed
+    assert len(cancelled) >= 3, "again and again: the driver may begin another call"
+
+
+def test_what_work_raises_is_raised_as_it_is():
+    async def run():
+        beats = Heartbeats(asyncio.ensure_future, CONFIG, list)
+        work = asyncio.get_running_loop().create_future()
+        work.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await beats.unless_lost(work)
+
+    run_in_virtual_time(run())
+
+
+def test_a_count_that_stands_still_for_too_long_is_an_error_and_one_that_moves_is_not(caplog):
+    now = SimpleNamespace(s=0.0)
+    patience = Patience(CONFIG, lambda: now.s)
+    for count, now.s in [(0, 0.0), (0, 90.0), (1, 110.0), (1, 205.0)]:
+        patience.check(count, "the groups of step 3")
+    now.s = 300.0
+    patience.restart()
+    patience.check(1, "the groups of step 4")
+    now.s = 390.0
+    patience.check(1, "the groups of step 4")
+    assert "nothing happened for 90 s; waiting for the groups of step 4" in caplog.text
+    now.s = 401.0
+    with pytest.raises(DeadlineMissed, match=r"the groups of step 4 .* 101 s.*raise digen\.deadlines\.no_progress_s"):
+        patience.check(1, "the groups of step 4")
+
+
+def test_blocking_work_is_given_up_when_it_is_overdue():
+    bound = Bound(0.2, "digen.deadlines.setup_s")
+    assert within(Bound(60.0, "unused"), lambda: 7, what="counting") == 7
+    for error in (KeyError("mine"), TimeoutError("its own"), CancelledError()):
+        with pytest.raises(type(error)) as raised:
+            within(Bound(60.0, "unused"), lambda error=error: _raise(error), what="failing")
+        assert raised.value is error
+    never = threading.Event()
+    with pytest.raises(DeadlineMissed, match=r"loading the models .*raise digen\.deadlines\.setup_s"):
+        within(bound, never.wait, what="loading the models")
+    never.set()
+
+
+def _raise(error):
+    raise error

@@ -1,0 +1,395 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Behaviour of vLLM and vLLM-Omni that this project builds on and that they do not document. No engine is started.
+
+The first tests to fail with another version; each names the place that would break.
+"""
+
+from __future__ import annotations
+
+import inspect
+import queue
+from dataclasses import fields, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from vllm.lora.layers import BaseLayerWithLoRA
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+from vllm_omni.diffusion.cache.prompt_embed_cache import install_prompt_embed_cache
+from vllm_omni.diffusion.data import DiffusionOutput, OmniDiffusionConfig
+from vllm_omni.diffusion.diffusion_engine import DiffusionEngine, DiffusionExecutionMode, _RpcTask
+from vllm_omni.diffusion.lora.manager import DiffusionLoRAManager
+from vllm_omni.diffusion.registry import DiffusionModelRegistry
+from vllm_omni.diffusion.request import OmniDiffusionRequest
+from vllm_omni.diffusion.sched.interface import DiffusionRequestStatus
+from vllm_omni.diffusion.worker import diffusion_worker
+from vllm_omni.diffusion.worker.utils import StepRequestState
+from vllm_omni.entrypoints.async_omni import AsyncOmni
+
+from tests.vllm_omni.conftest import RUN_SEED, request
+from verl_digen.rollout.vllm_omni.engine import BarrierQueue, BarrierRequestScheduler, BarrierStepScheduler
+from verl_digen.rollout.vllm_omni.pipeline import MIXINS, recording_class
+from verl_digen.rollout.vllm_omni.recorder import RECORDED, RecordingPipeline
+from verl_digen.rollout.vllm_omni.request_pipelines import HandsOverEncoded
+from verl_digen.rollout.vllm_omni.requests import (
+    ORDER,
+    Published,
+    RecordingOrder,
+    adapter_request,
+    to_prompt,
+    to_sampling_params,
+)
+from verl_digen.rollout.vllm_omni.served import SERVED, STEPWISE
+from verl_digen.rollout.vllm_omni.settings import ALLOWED
+from verl_digen.rollout.vllm_omni.step_mode import StepRecordingMixin
+from verl_digen.rollout.vllm_omni.worker import WeightReceiverExtension
+
+
+def engine_request(
+    number: int = 0, *, published: Published | None = None, is_recorded: bool = True, is_probe: bool = False
+) -> Any:
+    """A sample as vLLM-Omni's engine gets it."""
+    asked = request(number)
+    adapter = None if published is None else adapter_request(published)
+    params = to_sampling_params(RecordingOrder(asked, RUN_SEED, torch.float32, is_probe), adapter)
+    if not is_recorded:
+        params.extra_args.pop(ORDER)
+    return OmniDiffusionRequest(prompt=to_prompt(asked), sampling_params=params, request_id=f"r{number}")
+
+
+def scheduler_of(kind: type, max_num_seqs: int = 4) -> Any:
+    scheduler = kind()
+    scheduler.initialize(SimpleNamespace(max_num_seqs=max_num_seqs, parallel_config=None, diffusion_kv_mode=None))
+    return scheduler
+
+
+def scheduled(scheduler: Any) -> list[str]:
+    return list(scheduler.schedule().scheduled_request_ids)
+
+
+# -- the scheduler and its barrier (engine.py) ------------------------------------------------------------
+def test_a_held_scheduler_starts_nothing_keeps_what_runs_and_starts_the_rest_later():
+    scheduler = scheduler_of(BarrierStepScheduler)
+    scheduler.add_request(engine_request(0))
+    assert scheduled(scheduler) == ["r0"] and scheduler.num_running_requests() == 1
+    scheduler.add_request(engine_request(1))
+    scheduler.is_held = True
+    assert scheduled(scheduler) == ["r0"] and scheduler.has_requests()
+    scheduler._running.clear()
+    assert not scheduler.has_requests(), "the engine's loop sleeps"
+    scheduler.is_held = False
+    assert scheduler.has_requests()
+
+
+def test_requests_of_two_adapters_never_share_a_batch():
+    scheduler = scheduler_of(BarrierStepScheduler)
+    for number, serial in enumerate((2, 2, 3)):
+        scheduler.add_request(engine_request(number, published=Published(serial, 7)))
+    assert scheduled(scheduler) == ["r0", "r1"]
+
+
+def test_requests_with_and_without_an_order_never_share_a_batch():
+    scheduler = scheduler_of(BarrierRequestScheduler)
+    for number, is_recorded in enumerate((True, True, False)):
+        scheduler.add_request(engine_request(number, is_recorded=is_recorded))
+    assert scheduled(scheduler) == ["r0", "r1"]
+
+
+@pytest.mark.parametrize("kind", [BarrierStepScheduler, BarrierRequestScheduler])
+def test_a_probe_starts_next_and_runs_alone_and_no_sample_is_lost(kind):
+    scheduler = scheduler_of(kind)
+    scheduler.add_request(engine_request(0))
+    assert scheduled(scheduler) == ["r0"]
+    for number in (1, 2):
+        scheduler.add_request(engine_request(number))
+    scheduler.add_request(engine_request(3, is_probe=True))
+    assert scheduled(scheduler) == ["r0"], "what runs is finished, and nothing joins it"
+    for finished, running in (("r0", ["r3"]), ("r3", ["r1", "r2"])):
+        scheduler.finish_requests(finished, DiffusionRequestStatus.FINISHED_COMPLETED)
+        scheduler.pop_request_state(finished)
+        assert scheduled(scheduler) == running
+
+
+class BareEngine(DiffusionEngine):
+    """An engine without a model: its queue of calls, and an executor that writes them down."""
+
+    def __init__(self, scheduler: Any):
+        self.scheduler = scheduler
+        self._rpc_queue = BarrierQueue(scheduler)
+        self.called: list[str] = []
+        self.executor = SimpleNamespace(collective_rpc=lambda method, **kwargs: self.called.append(method))
+
+    def call(self, method: str) -> Any:
+        task = _RpcTask(method=method, args=(), kwargs=None, deadline=None, unique_reply_rank=None)
+        self._rpc_queue.put(task)
+        return task.future
+
+
+def test_the_engines_loop_takes_calls_one_by_one_and_leaves_a_barrier_call_while_samples_run():
+    scheduler = scheduler_of(BarrierStepScheduler)
+    engine = BareEngine(scheduler)
+    scheduler.add_request(engine_request(0))
+    scheduled(scheduler)
+    engine.call("encode")
+    done = engine.call("commit_weights")
+    engine._process_rpc_queue()
+    assert engine.called == ["encode"] and scheduler.is_held and not done.done()
+    scheduler._running.clear()
+    engine._process_rpc_queue()
+    assert engine.called == ["encode", "commit_weights"] and not scheduler.is_held and done.done()
+
+
+def test_an_engine_that_stops_fails_every_call_that_waits():
+    scheduler = scheduler_of(BarrierStepScheduler)
+    engine = BareEngine(scheduler)
+    scheduler._running.append("r0")
+    waiting = engine.call("commit_weights")
+    engine._rpc_queue.is_closing = True
+    engine._fail_pending_rpcs(RuntimeError("stopping"))
+    with pytest.raises(RuntimeError, match="stopping"):
+        waiting.result(timeout=0)
+
+
+def test_the_engine_makes_its_scheduler_and_queue_in_methods_that_can_be_overridden():
+    engine: Any = DiffusionEngine.__new__(DiffusionEngine)
+    engine.od_config = SimpleNamespace(max_num_seqs=1, parallel_config=None, request_batch_max_wait_ms=0)
+    engine.execution_mode = DiffusionExecutionMode.STEP_BATCH
+    ours = BarrierStepScheduler()
+    engine._init_scheduler(SimpleNamespace(max_num_seqs=1, parallel_config=None, diffusion_kv_mode=None), ours)
+    assert engine.scheduler is ours
+    engine._init_runtime_state()
+    assert isinstance(engine._rpc_queue, queue.Queue) and engine._rpc_queue.empty()
+    for name in ("_init_process_hooks", "_init_scheduler", "_init_runtime_state", "_process_rpc_queue"):
+        assert f"self.{name}(" in inspect.getsource(DiffusionEngine), f"nobody calls {name}"
+
+
+# -- adapters (worker.py, recorder.py) --------------------------------------------------------------------
+class Pipeline(nn.Module):
+    """A network of two layers, with the hooks of `RecordingPipeline`."""
+
+    def __init__(self) -> None:
+        from vllm.model_executor.layers.linear import ReplicatedLinear
+
+        super().__init__()
+        self.transformer = nn.ModuleDict({name: ReplicatedLinear(8, 8, bias=False) for name in ("first", "second")})
+        for parameter in self.parameters():
+            nn.init.normal_(parameter)
+        self.incoming: Any = None
+        self.bound: frozenset[str] = frozenset()
+
+    def _load_diffusion_lora_adapter(self, *, lora_request: Any, lora_path: str, dtype: torch.dtype) -> Any:
+        return self.incoming
+
+    def _validate_diffusion_lora_binding(self, *, lora_model: Any, bound_lora_names: frozenset[str]) -> None:
+        self.bound = bound_lora_names
+
+
+def adapter(serial: int, *modules: str) -> tuple[LoRAModel, PEFTHelper]:
+    names = [f"transformer.{module}" for module in modules]
+    tensors = {}
+    for name in names:
+        tensors[f"{name}.lora_A.weight"] = torch.full((4, 8), float(serial))
+        tensors[f"{name}.lora_B.weight"] = torch.ones(8, 4)
+    helper = PEFTHelper(r=4, lora_alpha=8, target_modules=names, use_rslora=False)
+    return LoRAModel.from_lora_tensors(serial, tensors, helper, device="cpu", dtype=torch.float32), helper
+
+
+def manager_of(pipeline: Any) -> Any:
+    return DiffusionLoRAManager(pipeline, torch.device("cpu"), torch.float32, max_cached_adapters=8)
+
+
+def register(manager: Any, serial: int, *modules: str) -> bool:
+    manager.pipeline.incoming = adapter(serial, *modules)
+    return manager.add_adapter(adapter_request(Published(serial, 1)))
+
+
+def test_vllm_names_an_adapters_modules_by_its_tensors():
+    assert set(adapter(1, "first", "second")[0].loras) == {"transformer.first", "transformer.second"}
+
+
+def test_an_adapter_id_is_registered_once_and_the_answer_says_so(one_worker):
+    manager = manager_of(Pipeline())
+    assert register(manager, 2, "first") is True
+    assert register(manager, 2, "second") is False, "the first one is kept, and nothing else is said"
+    assert register(manager, 3, "first") is True
+    assert manager.list_adapters() == [2, 3]
+    assert manager.remove_adapter(2) is True and manager.list_adapters() == [3]
+    assert isinstance(manager.pipeline.transformer["first"], BaseLayerWithLoRA)
+
+
+def test_activating_binds_modules_by_name_and_says_which(one_worker):
+    manager = manager_of(Pipeline())
+    register(manager, 2, "first", "second")
+    manager.set_active_adapter(adapter_request(Published(2, 1)))
+    assert manager.pipeline.bound == {"transformer.first", "transformer.second"}
+    assert manager._active_adapter_id == 2
+    register(manager, 3, "first", "elsewhere")
+    manager.set_active_adapter(adapter_request(Published(3, 1)))
+    assert manager.pipeline.bound == {"transformer.first"}, "a module without a layer is left out without a word"
+
+
+def test_more_adapters_than_the_cache_holds_push_the_oldest_out(one_worker):
+    manager = manager_of(Pipeline())
+    manager.max_cached_adapters = 2
+    for serial in (2, 3, 4):
+        register(manager, serial, "first")
+    assert manager.list_adapters() == [3, 4], "so `WeightReceiverExtension` sets no limit"
+
+
+# -- the worker and its extension (worker.py) -------------------------------------------------------------
+def test_an_extension_comes_before_the_worker_and_can_override_its_start():
+    wrapper: Any = diffusion_worker.WorkerWrapperBase.__new__(diffusion_worker.WorkerWrapperBase)
+    wrapper.base_worker_class = diffusion_worker.DiffusionWorker
+    wrapper.custom_pipeline_args = {"pipeline_class": "x"}
+    wrapper.worker_extension_cls = WeightReceiverExtension
+    extended = wrapper._prepare_worker_class()
+    assert extended.__mro__[1:3] == (WeightReceiverExtension, diffusion_worker.CustomPipelineWorkerExtension)
+    for name in ("init_device", "init_lora_manager", "_activate_step_lora"):
+        assert getattr(extended, name) is getattr(WeightReceiverExtension, name)
+        assert callable(getattr(diffusion_worker.DiffusionWorker, name))
+    assert callable(extended.re_init_pipeline)
+
+
+def test_a_step_activates_the_adapter_of_its_requests():
+    activated: list[Any] = []
+    worker: Any = diffusion_worker.DiffusionWorker.__new__(diffusion_worker.DiffusionWorker)
+    worker._step_lora_state = {}
+    worker.lora_manager = SimpleNamespace(set_active_adapter=lambda asked, scale: activated.append(asked))
+    scheduler = scheduler_of(BarrierStepScheduler)
+    scheduler.add_request(engine_request(0, published=Published(5, 1)))
+    worker._activate_step_lora(scheduler.schedule())
+    worker._activate_step_lora(scheduler.schedule())
+    assert [asked.lora_int_id for asked in activated] == [5, 5]
+
+
+# -- requests and outputs (requests.py, recorder.py, request_mode.py) -------------------------------------
+def test_a_prompt_cache_can_be_turned_off_for_a_probe():
+    class Encoder(RecordingPipeline):
+        def encode_prompt(self, prompt: str) -> str:
+            return prompt.upper()
+
+    pipeline: Any = Encoder()
+    install_prompt_embed_cache(pipeline)
+    before = pipeline._prompt_embed_cache.stats()
+    order = RecordingOrder(request(0), RUN_SEED, torch.float32, is_probe=True)
+    with pipeline.prompt_cache_for(order):
+        assert pipeline.encode_prompt("a cat") == "A CAT"
+    assert pipeline._prompt_embed_cache.stats() == before
+    with pipeline.prompt_cache_for(replace(order, is_probe=False)):
+        pipeline.encode_prompt("a cat")
+    assert pipeline._prompt_embed_cache.stats()["misses"] == 1
+
+
+def test_one_request_of_a_batch_can_fail_alone():
+    failed = DiffusionOutput.from_exception(ValueError("the prompt is too long"))
+    assert failed.error == "the prompt is too long" and failed.output is None
+    assert DiffusionOutput(output=torch.zeros(1)).error is None
+
+
+def test_a_failed_request_is_raised_out_of_generate():
+    """So a dead engine is found in `except`, not in an output's `error` (server.py)."""
+    omni: Any = SimpleNamespace(errored=False)
+    failed: Any = SimpleNamespace(
+        engine_outputs=SimpleNamespace(error="worker died", error_status_code=None, error_type=None)
+    )
+    with pytest.raises(Exception, match="worker died"):
+        AsyncOmni._check_engine_output_error(omni, failed, "r0", 0)
+    fine: Any = SimpleNamespace(engine_outputs=SimpleNamespace(error=None))
+    AsyncOmni._check_engine_output_error(omni, fine, "r0", 0)
+
+
+def test_a_record_reaches_the_client_among_the_trajectory_outputs():
+    from vllm_omni.diffusion.output_formatter import _build_multimodal_output
+
+    processed: Any = SimpleNamespace(outputs={"trajectory": {RECORDED: "record"}}, metadata={})
+    assert _build_multimodal_output(processed, None)["trajectory"] == {RECORDED: "record"}
+
+
+def test_sampling_parameters_carry_the_order_the_adapter_and_the_size():
+    params = engine_request(0, published=Published(5, 1)).sampling_params
+    assert isinstance(params.extra_args[ORDER], RecordingOrder)
+    assert params.lora_request.lora_int_id == 5 and params.lora_scale == 1.0
+    assert (params.height, params.width, params.num_inference_steps) == (64, 64, 6)
+
+
+def test_a_steps_state_has_the_fields_that_are_recorded():
+    names = {field.name for field in fields(StepRequestState)} | set(dir(StepRequestState))
+    assert names >= {
+        *("sampling", "latents", "scheduler", "extra", "step_index", "do_true_cfg"),
+        *("prompt_embeds", "txt_seq_lens", "negative_prompt_embeds", "negative_txt_seq_lens"),
+    }
+
+
+# -- pipelines (pipeline.py, step_mode.py, request_pipelines.py) -------------------------------------------
+ENCODERS: dict[str, set[str]] = {
+    "FluxPipeline": {"prompt", "prompt_2", "max_sequence_length"},
+    "HunyuanVideo15Pipeline": {"prompt", "device", "dtype"},
+    "QwenImagePipeline": {"prompt", "max_sequence_length"},
+    "StableDiffusion3Pipeline": {"prompt", "prompt_2", "prompt_3", "max_sequence_length"},
+    "WanPipeline": {"prompt", "do_classifier_free_guidance", "max_sequence_length"},
+    "ZImagePipeline": {"prompt", "do_classifier_free_guidance", "max_sequence_length"},
+}
+"""Pipeline -> arguments of `encode_prompt` that are passed."""
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_a_pipeline_encodes_prompts_denoises_and_says_how_it_runs(name):
+    recording = recording_class(name)
+    own = recording.__bases__[1]
+    assert inspect.signature(own.encode_prompt).parameters.keys() >= ENCODERS[name]
+    assert issubclass(recording, StepRecordingMixin) == (name in STEPWISE)
+    assert callable(own.load_weights)
+    assert hasattr(own, "predict_noise") == (name != "ZImagePipeline"), "guidance is combined there, in fp32"
+    if name in STEPWISE:
+        assert all(callable(getattr(own, step)) for step in ("prepare_encode", "denoise_step", "step_scheduler"))
+        assert callable(own.post_decode)
+    else:
+        assert "req" in inspect.signature(own.forward).parameters
+        expected = not issubclass(MIXINS[name], HandsOverEncoded)
+        assert getattr(recording, "supports_request_batch", False) is expected
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "module", "network"),
+    [
+        ("FluxPipeline", "flux.flux_transformer", "FluxTransformer2DModel"),
+        ("HunyuanVideo15Pipeline", "hunyuan_video.hunyuan_video_15_transformer", "HunyuanVideo15Transformer3DModel"),
+    ],
+)
+def test_a_network_names_its_packed_layers_where_no_lora_manager_looks(pipeline, module, network):
+    """`_name_packed_layers` can go when this fails."""
+    import importlib
+
+    found = getattr(importlib.import_module(f"vllm_omni.diffusion.models.{module}"), network)
+    assert found.packed_modules_mapping
+    assert not hasattr(found, "stacked_params_mapping")
+
+
+# -- the engine's front (server.py, arguments.py) ---------------------------------------------------------
+@pytest.mark.parametrize(
+    ("method", "parameters"),
+    [
+        ("generate", {"prompt", "request_id", "sampling_params_list"}),
+        ("collective_rpc", {"method", "args"}),
+        ("abort", {"request_id"}),
+        ("sleep", {"level"}),
+        ("wake_up", set()),
+        ("check_health", set()),
+        ("get_diffusion_od_config", set()),
+    ],
+)
+def test_the_front_has_the_methods_that_the_server_calls(method, parameters):
+    assert inspect.signature(getattr(AsyncOmni, method)).parameters.keys() >= parameters
+
+
+def test_settings_that_are_passed_on_are_fields_of_the_engines_config_or_of_its_start():
+    known = {field.name for field in fields(OmniDiffusionConfig)}
+    elsewhere = {"diffusion_attention_backend", "fa_deterministic", "init_timeout", "stage_init_timeout"}
+    assert ALLOWED.keys() - known <= elsewhere
+
+
+def test_every_pipeline_that_is_served_is_in_the_registry():
+    assert set(SERVED) <= set(DiffusionModelRegistry.models)

@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server's methods over a fake engine: faults of the engine, and which adapter a request names."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm_omni.entrypoints.async_omni import AsyncOmni
+
+from tests.vllm_omni.conftest import RUN_SEED, request
+from verl_digen.config import DigenConfig, RolloutConfig
+from verl_digen.rollout.vllm_omni.recorder import RECORDED
+from verl_digen.rollout.vllm_omni.requests import ORDER, START, Published, Taken
+from verl_digen.rollout.vllm_omni.server import vLLMOmniHttpServer
+from verl_digen.schedulers.deadlines import DeadlinesConfig
+from verl_digen.types import Trajectory
+from verl_digen.weights.manifest import Manifest
+
+PATH, STEPS, SIGMAS = (
+    torch.tensor([[4.0, 0.0], [2.0, 2.0], [2.0, 2.0]]),
+    torch.arange(2),
+    torch.tensor([1.0, 0.5, 0.25]),
+)
+"""Latents of two steps: the first moves x by (-2, 2), the second leaves it."""
+CHECKSUM = 0x5EED
+
+
+class Left(BaseException):
+    """In place of the end of the process."""
+
+
+class Server(vLLMOmniHttpServer):
+    """Says when it would leave."""
+
+    def _leave(self, reason):
+        raise Left(reason)
+
+
+class Engine:
+    """Answers every request with a record once it may; remembers what it was asked."""
+
+    def __init__(self):
+        self.adapters = []
+        self.probes = []
+        self.version = 0
+        self.sealed = START
+        self.calls = []
+        self.error: Exception | None = None
+        self.is_dead = False
+        self.may_finish = asyncio.Event()
+        self.may_finish.set()
+        self.has_begun = asyncio.Event()
+
+    async def generate(self, prompt, *, request_id, sampling_params_list):
+        self.adapters.append(sampling_params_list[0].lora_request)
+        self.has_begun.set()
+        await self.may_finish.wait()
+        if self.error is not None:
+            raise self.error
+        order = sampling_params_list[0].extra_args[ORDER]
+        self.probes.append(request_id) if order.is_probe else None
+        one = torch.zeros(1)
+        asked = order.request
+        trajectory = Trajectory(
+            asked.uid, 0, PATH, STEPS, SIGMAS[:2], SIGMAS[1:], one, one, 0, self.version, self.version
+        )
+        record = {"trajectory": trajectory, "pixels": one, "start_s": 0.0, "end_s": 1.0}
+        record |= {"condition": None, "negative_condition": None}
+        yield SimpleNamespace(multimodal_output={"trajectory": {RECORDED: record}})
+
+    async def check_health(self):
+        if self.is_dead:
+            raise RuntimeError("worker died")
+
+    async def collective_rpc(self, method, args=()):
+        self.calls.append((method, args))
+        await asyncio.sleep(0)
+        if method == "seal_weights":
+            self.sealed = args[1]
+        elif method == "commit_weights":
+            return ([Taken(self.sealed, 9, CHECKSUM, 0.0)],)
+        elif method == "commit_adapter":
+            return ([Taken(args[2], 9, CHECKSUM, 0.0)],)
+        return ([None],)
+
+    async def sleep(self, level):
+        self.calls.append(("sleep", level))
+        return [SimpleNamespace(status="SUCCESS")]
+
+
+def make_server(engine, *, sends_adapter=False, first_s=60.0, probe_every=0, check_prompt=lambda text: None) -> Any:
+    server: Any = Server.__new__(Server)
+    server.engine = engine
+    server.replica_rank = 0
+    server.rollout_mode = None
+    server.config = SimpleNamespace(free_cache_engine=True)
+    server.digen = DigenConfig(
+        seed=RUN_SEED,
+        deadlines=DeadlinesConfig(first_s=first_s),
+        rollout=RolloutConfig(probe_every=probe_every),
+    )
+    server._check_prompt = check_prompt
+    server._latents_dtype = torch.float32
+    server._model = SimpleNamespace(
+        experts=("transformer",),
+        expert_of=lambda sigmas: torch.zeros(len(sigmas), dtype=torch.int64),
+        sigmas=lambda num_steps, geometry: torch.linspace(1.0, 0.0, num_steps + 1),
+    )
+    server._sends_adapter = sends_adapter
+    server._init_state()
+    return server
+
+
+def generate(server, number=0):
+    asked = request(number)
+    return server.generate(f"{asked.uid}_{asked.sample_index}", [], {"request": asked})
+
+
+def test_the_fake_engine_has_vllm_omnis_methods():
+    for name in ("generate", "check_health", "collective_rpc", "sleep"):
+        assert hasattr(AsyncOmni, name)
+
+
+def test_a_replica_leaves_when_a_request_fails_because_its_engine_is_dead():
+    async def run():
+        engine = Engine()
+        engine.error, engine.is_dead = RuntimeError("Engine core died"), True
+        await generate(make_server(engine))
+
+    with pytest.raises(Left, match="its engine is dead: worker died"):
+        asyncio.run(run())
+
+
+def test_a_request_that_fails_in_an_engine_that_lives_fails_alone():
+    async def run():
+        engine = Engine()
+        server = make_server(engine)
+        engine.error = RuntimeError("out of memory")
+        with pytest.raises(RuntimeError, match="vLLM-Omni failed sample p0_0 on replica 0: out of memory"):
+            await generate(server)
+        engine.error = None
+        assert (await generate(server)).trajectory.uid == "p0"
+        assert server._in_flight.total() == 0
+
+    asyncio.run(run())
+
+
+def test_a_replica_leaves_when_a_request_takes_longer_than_its_limit():
+    async def run():
+        engine = Engine()
+        engine.may_finish.clear()
+        await generate(make_server(engine, first_s=0.05))
+
+    with pytest.raises(Left, match=r"p0_0 took more than digen\.deadlines\.first_s=0\.05 s"):
+        asyncio.run(run())
+
+
+def test_a_prompt_that_the_encoder_refuses_never_reaches_the_engine():
+    def refuse(text):
+        raise ValueError("2000 tokens, the encoder reads 512")
+
+    async def run():
+        engine = Engine()
+        with pytest.raises(ValueError, match="the encoder reads 512"):
+            await generate(make_server(engine, check_prompt=refuse))
+        assert not engine.adapters
+
+    asyncio.run(run())
+
+
+def test_two_updates_of_one_version_are_two_adapters_and_each_request_keeps_its_own():
+    async def run():
+        engine = Engine()
+        server = make_server(engine, sends_adapter=True)
+        engine.may_finish.clear()
+        config: Any = object()
+        await server.commit_update(Manifest(7, 1, 0), config)
+        current = asyncio.ensure_future(generate(server))
+        await engine.has_begun.wait()
+        await server.commit_update(Manifest(7, 1, 0), config)
+        engine.has_begun.clear()
+        average = asyncio.ensure_future(generate(server))
+        await engine.has_begun.wait()
+        await server.commit_update(Manifest(8, 1, 0), config)
+        first, second = engine.adapters
+        assert first.lora_int_id != second.lora_int_id
+        (_, of_first), (_, of_second), (_, of_third) = engine.calls
+        assert of_first[2:] == (Published(2, 7), {START.serial})
+        assert of_second[2:] == (Published(3, 7), {2})
+        assert of_third[2:] == (Published(4, 8), {2, 3}), "adapters of requests in flight are kept"
+        engine.may_finish.set()
+        await asyncio.gather(current, average)
+        assert server.global_steps == 8
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("sends_adapter", [False, True])
+def test_updates_are_probed_when_due_with_what_they_activated_and_the_last_two_are_kept(sends_adapter):
+    async def run():
+        engine = Engine()
+        server = make_server(engine, sends_adapter=sends_adapter, probe_every=5)
+        config: Any = object() if sends_adapter else None
+        await server.abort_all_requests()  # verl closes the gate around an update, and a probe is no sample
+        for version in range(7):
+            engine.version = version
+            await server.commit_update(Manifest(version, 9, 0), config)
+        assert engine.probes == [f"probe-{serial}" for serial in (2, 3, 4, 7)]
+        assert [adapter and adapter.lora_int_id for adapter in engine.adapters] == (
+            [2, 3, 4, 7] if sends_adapter else [None] * 4
+        )
+        velocities = torch.tensor([4.0, -4.0, 0.0, 0.0])
+        assert [(probe.version, probe.checksum, probe.num_tensors) for probe in server._probes] == [
+            (2, CHECKSUM, 9),
+            (5, CHECKSUM, 9),
+        ]
+        assert server._probes[-1].fingerprint[0] == pytest.approx(velocities.square().mean().sqrt().item())
+
+    asyncio.run(run())
+
+
+def test_weights_activated_twice_are_loaded_and_probed_once():
+    async def run():
+        engine = Engine()
+        server = make_server(engine, probe_every=5)
+        engine.version = 3
+        await server.seal_update(Manifest(3, 9, 0), None)
+        assert await asyncio.gather(server.activate_weights(), server.activate_weights()) == [3, 3]
+        assert await server.activate_weights() == 3
+        assert [method for method, _ in engine.calls] == ["seal_weights", "commit_weights"]
+        assert engine.probes == ["probe-2"]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("loaded", [3, 4])
+def test_what_the_workers_loaded_is_served_though_another_update_is_sealed_meanwhile(loaded):
+    """A pipeline that runs in one go seals beside a batch (`engine.ASIDE`), before or after they look."""
+
+    class Late(Engine):
+        async def collective_rpc(self, method, args=()):
+            if method == "commit_weights" and self.sealed.version == 3:
+                older = self.sealed
+                await server.seal_update(Manifest(4, 9, 0), None)
+                self.version = loaded
+                return ([Taken(older if loaded == 3 else self.sealed, 9, CHECKSUM, 0.0)],)
+            self.version = self.sealed.version
+            return await super().collective_rpc(method, args)
+
+    async def run():
+        nonlocal server
+        server = make_server(engine, probe_every=5)
+        await server.seal_update(Manifest(3, 9, 0), None)
+        assert [await server.activate_weights(), await server.activate_weights()] == [loaded, 4]
+        assert server.global_steps == 4 and [probe.version for probe in server._probes] == sorted({loaded, 4})
+
+    engine: Any = Late()
+    server: Any = None
+    asyncio.run(run())
+
+
+def test_a_probe_that_runs_with_another_version_is_an_error():
+    async def run():
+        with pytest.raises(RuntimeError, match="replica 0 took version 3 and generates with version 0"):
+            await make_server(Engine(), probe_every=5).commit_update(Manifest(3, 9, 0), None)
+
+    asyncio.run(run())
+
+
+def test_a_probe_that_does_not_end_within_its_limit_ends_the_replica():
+    async def run():
+        engine = Engine()
+        engine.may_finish.clear()
+        await make_server(engine, probe_every=5, first_s=0.05).commit_update(Manifest(3, 9, 0), None)
+
+    with pytest.raises(Left, match=r"probe_0 took more than digen\.deadlines\.first_s=0\.05 s"):
+        asyncio.run(run())
+
+
+def test_sleep_waits_for_a_probe():
+    async def run():
+        engine = Engine()
+        engine.may_finish.clear()
+        server = make_server(engine, probe_every=5)
+        updating = asyncio.ensure_future(server.commit_update(Manifest(0, 9, 0), None))
+        await engine.has_begun.wait()
+        sleeping = asyncio.ensure_future(server.sleep())
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert ("sleep", 1) not in engine.calls
+        engine.may_finish.set()
+        await asyncio.gather(updating, sleeping)
+        assert engine.calls[-1] == ("sleep", 1)
+
+    asyncio.run(run())
+
+
+def test_sleep_waits_for_a_picture_of_the_http_api_and_loses_nothing():
+    async def run():
+        engine = Engine()
+        engine.may_finish.clear()
+        server = make_server(engine)
+        server._model.latent_shape = lambda geometry: (4, 8, 8)
+        picture = asyncio.ensure_future(server._draw(request(0)))
+        await engine.has_begun.wait()
+        sleeping = asyncio.ensure_future(server.sleep())
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not sleeping.done() and ("sleep", 1) not in engine.calls
+        assert not server._gate.is_set(), "the API answers 503 from here on"
+        engine.may_finish.set()
+        assert (await picture).shape == (1,)
+        await sleeping
+        assert engine.calls == [("sleep", 1)]
+
+    asyncio.run(run())

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An agent loop of the user's own, made as verl makes it: from its registry, by name.
+
+The names in a file of verl's form, `actor_rollout_ref.rollout.agent.agent_loop_config_path`, are registered by verl's
+worker when it starts; `actor_rollout_ref.rollout.agent.default_agent_loop` says which one a run uses. A loop is
+`DiffusionSingleTurnAgentLoop` or a subclass: its `run` returns one `Generation` of the row's sample. The samples of a
+group share the prompt's conditions, so all of them must ask for the same prompt.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hydra.utils
+from verl.experimental.agent_loop.agent_loop import DictConfigWrap, ToolListWrap, _agent_loop_registry
+
+from verl_digen.agent_loop.requests import SINGLE_TURN
+from verl_digen.agent_loop.single_turn import DiffusionSingleTurnAgentLoop
+
+
+def make_agent_loop(name: str, worker: Any, client: Any) -> Any:
+    """The agent loop called `name`, which asks `client` for samples.
+
+    Args:
+        worker: verl's agent loop worker, for what verl gives every loop.
+
+    Raises:
+        ValueError: no loop of that name is registered in this process.
+    """
+    if name == SINGLE_TURN:
+        return DiffusionSingleTurnAgentLoop(client)
+    if name not in _agent_loop_registry:
+        raise ValueError(
+            f"actor_rollout_ref.rollout.agent.default_agent_loop must be one of {', '.join(_agent_loop_registry)}, got "
+            f"{name!r}; name it in the file actor_rollout_ref.rollout.agent.agent_loop_config_path"
+        )
+    return hydra.utils.instantiate(
+        config=_agent_loop_registry[name],
+        trainer_config=DictConfigWrap(config=worker.config),
+        server_manager=client,
+        tokenizer=worker.tokenizer,
+        processor=worker.processor,
+        hf_model_type=worker.hf_model_type,
+        dataset_cls=worker.dataset_cls,
+        data_config=DictConfigWrap(worker.config.data),
+        tools=ToolListWrap(worker.tools),
+    )

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checkpoint, what is trained of it, and the loss it is trained with."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_digen.config import digen_config
+from verl_digen.preflight.pools import VIRTUAL
+from verl_digen.schedulers.require import require, require_one_of, suggestion
+
+if TYPE_CHECKING:
+    from verl_digen.models.base import DiffusionModel
+
+KEY = "actor_rollout_ref.model"
+OF_VERL = frozenset({"_target_", "digen", "model_type", "hf_config", "tokenizer", "processor", "mtp"})
+"""Fields of `DiffusionModelConfig` that a user has no reason to set."""
+ALL_LINEAR = "all-linear"
+"""peft's word for every linear layer."""
+
+
+def check_model(config: DictConfig) -> None:
+    """The checkpoint is there with all its parts, makes what is asked for, is served, and has the layers to train."""
+    section = config.actor_rollout_ref.model
+    if "://" in section.path:  # on a remote file system: verl fetches it once the run has started
+        return
+    from verl_digen.rollout.vllm_omni.served import require_bound, require_served
+    from verl_digen.types import Geometry
+
+    model = _load(section.path)
+    if config.actor_rollout_ref.rollout.name == "vllm_omni":
+        require_served(model.pipeline)
+        lora = {"rank": section.lora_rank, "merge": False} | OmegaConf.to_container(section.lora, throw_on_missing=True)  # type: ignore[operator]
+        require_bound(
+            model.pipeline,
+            sends_adapter=lora["rank"] > 0 and not lora["merge"],
+            targets=section.target_modules,
+            excluded=section.exclude_modules,
+        )
+    for key in ("target_modules", "exclude_modules"):
+        _check_names(model, f"{KEY}.{key}", section[key])
+    sampling = digen_config(config).sampling
+    model.latent_shape(Geometry(sampling.height_px, sampling.width_px, sampling.num_frames))
+    model.embedded_guidance(sampling.embedded_guidance_scale)
+
+
+def check_model_section(config: DictConfig) -> None:
+    """The keys of `actor_rollout_ref.model` are known, and an adapter to go on with can be read."""
+    from verl_digen.engine.model_config import DiffusionModelConfig
+
+    section: Any = OmegaConf.to_container(config.actor_rollout_ref.model, resolve=True, throw_on_missing=True)
+    names = {field.name for field in fields(DiffusionModelConfig)}
+    known = sorted(names - OF_VERL)
+    for name in sorted(section.keys() - {*names, "_target_"}):
+        raise ValueError(
+            f"{KEY}.{name} must be a key of a diffusion model, got {section[name]!r}; {suggestion(name, known)}"
+            f"known are {', '.join(known)}"
+        )
+    if config.trainer.v1.trainer_mode == VIRTUAL or not _is_here(section["path"]):
+        return
+    section.pop("_target_", None)
+    DiffusionModelConfig(**section | {"external_lib": None, "digen": digen_config(config)})
+
+
+def check_loss(config: DictConfig) -> None:
+    """The policy loss is registered, by us or by a module the user names, and has the log-probs it needs."""
+    from verl_digen.algorithms.losses import loss_names
+
+    _import_external(config.actor_rollout_ref.model.external_lib)  # a user's loss is filed by being imported
+    digen = digen_config(config)
+    require_one_of("digen.loss_name", digen.loss_name, loss_names())
+    _ = digen.denominator  # raises
+
+
+def _load(path: str) -> DiffusionModel:
+    from verl_digen.models import ARCHITECTURES, load_model, read_architecture
+    from verl_digen.models.locate import locate_configs
+
+    folder = locate_configs(path)
+    architecture = read_architecture(folder)
+    require_one_of(f"the architecture of {KEY}.path", architecture, sorted(ARCHITECTURES))
+    try:
+        return load_model(folder)
+    except (AttributeError, LookupError, TypeError) as error:  # configs that are JSON, and not those of this pipeline
+        raise ValueError(
+            f"{KEY}.path must hold the configs of a diffusers pipeline, got {str(folder)!r}, in which they are damaged "
+            f"({type(error).__name__}: {error}); complete the download"
+        ) from error
+
+
+def _is_here(path: Any) -> bool:
+    return isinstance(path, str) and Path(path).expanduser().is_dir()
+
+
+def _check_names(model: DiffusionModel, key: str, given: Any) -> None:
+    """Every name the user gives is that of a module, in the way peft reads it: a suffix, or a whole regex."""
+    if given is None or given == ALL_LINEAR:
+        return
+    import torch
+
+    names = [name for name, _ in model.load_transformer(torch.float32, meta=True).named_modules() if name]
+    if isinstance(given, str):
+        try:
+            found = any(re.fullmatch(given, name) for name in names)
+        except re.error as error:
+            raise ValueError(f"{key} must be a regular expression, got {given!r} ({error}); repair it") from error
+        require(
+            found,
+            f"{key} must match a module of this {model.title}",
+            given,
+            f"a regular expression must match a whole name, such as {names[-1]!r}; null takes {_own(model)}",
+        )
+        return
+    for target in given:
+        require(
+            any(name == target or name.endswith(f".{target}") for name in names),
+            f"{key} must hold endings of names of modules of this {model.title}",
+            target,
+            f"{suggestion(target, _endings(names))}null takes {_own(model)}",
+        )
+
+
+def _own(model: DiffusionModel) -> str:
+    return f"the architecture's own, {', '.join(model.lora_targets)}"
+
+
+def _endings(names: Iterable[str]) -> set[str]:
+    """The last one and the last two parts of each name: `to_out.0`, `to_q`."""
+    endings = {".".join(name.split(".")[-count:]) for name in names for count in (1, 2)}
+    return {ending for ending in endings if not ending.isdecimal()}
+
+
+def _import_external(given: Any) -> None:
+    from verl.utils.import_utils import import_external_libs
+
+    modules = OmegaConf.to_container(given) if OmegaConf.is_list(given) else given
+    try:
+        import_external_libs(modules)
+    except (Exception, SystemExit) as error:  # whatever the user's module raises while it is imported
+        raise ValueError(
+            f"{KEY}.external_lib must name modules that can be imported, got {modules!r} ({type(error).__name__}: "
+            f"{error}); check the names, and that their folder is on PYTHONPATH"
+        ) from error

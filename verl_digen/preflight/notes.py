@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Notes that a run prints once, before it starts: the reward's formula, and settings that may not be meant."""
+
+from __future__ import annotations
+
+from omegaconf import DictConfig
+
+from verl_digen.data.lengths import describe_dropped
+from verl_digen.preflight.inputs import prompts_of
+from verl_digen.preflight.pools import VIRTUAL
+from verl_digen.preflight.rewards import reward_formula
+
+
+def notes(config: DictConfig) -> list[str]:
+    """One sentence each, of a config that passed all checks."""
+    found = [reward_formula(config)]
+    for part in ("train", "val") if config.data.filter_overlong_prompts else ():
+        of_part = prompts_of(config, part)
+        if of_part.too_long:
+            found.append(describe_dropped(f"data.{part}_files", of_part.too_long, len(of_part.prompts)))
+    if config.trainer.save_freq <= 0 and config.trainer.v1.trainer_mode != VIRTUAL:
+        found.append(
+            f"trainer.save_freq={config.trainer.save_freq}: no checkpoint will be saved, and what is learnt ends with "
+            "the process; set trainer.save_freq=30 to keep it"
+        )
+    return found

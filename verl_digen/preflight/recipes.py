@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The recipes named by `recipe=`: one recipe of an algorithm or a model, then what changes how it runs.
+
+A recipe wins over those before it. So the wrong order, or two models, composes without a word into a mixture that
+nobody asked for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf
+
+from verl_digen.schedulers.require import require
+
+MACHINE = ("digen_cpu", "digen_machine")
+"""Recipes of a machine: they may stand beside any other."""
+CHANGES = ("disaggregated", "flowgrpo_fast", "virtual", "vllm_omni")
+"""Recipes that change the run of one that stands before them."""
+
+
+def named_recipes(config: DictConfig) -> list[str]:
+    """The words of `recipe=`, in order; empty where the config has no record of its command line."""
+    task = OmegaConf.select(config, "hydra.overrides.task")
+    if task is None:
+        return []
+    words: Any = OmegaConf.to_container(task, resolve=False)  # a word may hold an interpolation
+    given = [word for word in words if word.lstrip("+").partition("=")[0] == "recipe"]
+    if not given:
+        return []
+    value = OverridesParser.create().parse_overrides([given[-1]])[0].value()
+    return [str(name) for name in (value if isinstance(value, list) else [value]) if name is not None]
+
+
+def check_recipes(config: DictConfig) -> None:
+    """One algorithm's or model's recipe, in front, and none twice.
+
+    Raises:
+        ValueError: says in which order to name them.
+    """
+    names = named_recipes(config)
+    said = f"recipe=[{','.join(names)}]"
+    section = OmegaConf.select(config, "digen")
+    require(
+        "digen" not in config or OmegaConf.is_dict(section),
+        "digen must be a section with keys of its own",
+        section,
+        "leave it out, or set its keys, e.g. digen.seed=1",
+    )
+    require(
+        OmegaConf.select(config, "digen.seed") is not None,
+        "recipe must begin with the recipe of an algorithm or a model",
+        said if names else None,
+        f"add one in front, e.g. recipe=[{','.join(['digen_flowgrpo', *names])}]",
+    )
+    bases = [name for name in names if name.startswith("digen_") and name not in MACHINE]
+    require(
+        len(set(names)) == len(names),
+        "recipe must name a recipe once",
+        said,
+        f"name recipe=[{','.join(dict.fromkeys(names))}]",
+    )
+    require(
+        len(bases) <= 1,
+        "recipe must name one recipe of an algorithm or a model, because the last one would overwrite parts of the "
+        "others",
+        said,
+        f"choose one of {', '.join(bases)}",
+    )
+    ordered = sorted(names, key=lambda name: (name in CHANGES, name == "virtual"))
+    require(
+        names == ordered,
+        "recipe must name what changes a run after the recipe that it changes",
+        said,
+        f"name recipe=[{','.join(ordered)}]",
+    )
+    require(
+        "virtual" not in names or "disaggregated" in names,
+        "recipe=virtual needs recipe=disaggregated in front of it",
+        said,
+        f"name recipe=[{','.join([*(name for name in names if name != 'virtual'), 'disaggregated', 'virtual'])}]",
+    )

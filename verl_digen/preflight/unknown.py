@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys that nothing reads: added on the command line with `+`, or in a recipe of the user's.
+
+Hydra refuses an unknown key unless it is added. A section's keys are the fields of its dataclass (`_target_`), which
+verl makes of it in the workers, and those of verl's own yaml. Not looked into, because their keys are the user's:
+
+- mappings inside a dataclass's section (`engine_kwargs`, `override_optimizer_config`, `mixed_precision`, `wrap_policy`,
+  `profiler.tool_config`, `custom`), and sections that are empty in verl's yaml (`sampler_kwargs`);
+- `OPEN`: what is handed on as a whole, or has a rule of its own;
+- a section that a class of the user's own reads (`READERS`);
+- a section of the user's own, `+mine.key=value`, unless its name is nearly one of verl's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import yaml
+from hydra.utils import get_object
+from omegaconf import DictConfig, OmegaConf
+
+from verl_digen.patches.hydra_override_errors import closest_keys
+
+VERLS_YAML = "_generated_ppo_trainer.yaml"
+"""verl's composed config, which it ships beside the parts."""
+OPEN = frozenset(
+    {
+        *("hydra", "digen", "ray_kwargs", "global_profiler", "transfer_queue.backend", "actor_rollout_ref.model"),
+        *("critic", "distillation", "custom_reward_function", "reward_model", "sandbox_fusion", "skip"),
+    }
+)
+EMPTY = frozenset({"trainer.v1.sync"})
+"""Empty in verl's yaml, and not the user's: it is of a trainer of verl's."""
+EXTRA: Mapping[str, frozenset[str]] = {
+    "data.custom_cls": frozenset({"checkpoint"}),
+    "reward.custom_reward_function": frozenset({"reward_kwargs"}),
+}
+"""Section -> keys that are read, and not in verl's yaml."""
+READERS: Mapping[str, tuple[str, str]] = {
+    "data": ("data.custom_cls.name", "DiffusionPromptDataset"),
+    "reward": ("reward.reward_manager.name", "DiffusionRewardManager"),
+    "trainer.v1.sampler": ("trainer.v1.sampler.custom_sampler.name", "GroupReplayBuffer"),
+}
+"""Section -> key with the name of the class that reads it, and ours."""
+
+
+def unknown_problems(config: DictConfig) -> list[str]:
+    """A paragraph for each key that nothing reads."""
+    found = list(_unknown(config, "", _verls_keys()))
+    problems = []
+    for key, value, beside in found:
+        section, _, name = key.rpartition(".")
+        close = [f"{section}.{one}".lstrip(".") for one in get_close_matches(name, beside - {"_target_"}, n=1)]
+        close = close or closest_keys(key, config, [one for one, _, _ in found])
+        meant = f"did you mean {' or '.join(close)}? " if close else ""
+        shown = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+        problems.append(
+            f"{key} must be a key that is read, got {shown!r}; {meant}leave it out, or put a key of your own into a "
+            f"section of your own, e.g. +mine.{name}=..."
+        )
+    return problems
+
+
+def _unknown(section: DictConfig, path: str, verls: Any) -> Iterator[tuple[str, Any, set[str]]]:
+    """(key, value, known keys beside it)."""
+    known = _known(section, path, verls)
+    for name in section:
+        key = f"{path}.{name}" if path else str(name)
+        child: Any = section._get_node(name)
+        if key in OPEN:
+            continue
+        if known is not None and name not in known and (path or _is_slip(str(name), child, section, known)):
+            yield key, child if OmegaConf.is_config(child) else child._value(), known
+        elif isinstance(child, DictConfig) and not (
+            child._is_none() or child._is_missing() or child._is_interpolation()
+        ):
+            yield from _unknown(child, key, verls.get(name) if isinstance(verls, dict) else None)
+
+
+def _known(section: DictConfig, path: str, verls: Any) -> set[str] | None:
+    """The section's keys; None where they are the user's."""
+    if path in READERS and OmegaConf.select(section._get_root(), READERS[path][0]) != READERS[path][1]:
+        return None
+    names = set(verls or ()) | EXTRA.get(path, frozenset()) | {"_target_"}
+    target = section._get_node("_target_", validate_access=False)
+    if target is not None:
+        own = _fields(str(target._value()))
+        return None if own is None else names | own
+    parent: Any = section._get_parent()
+    of_dataclass = parent is not None and "_target_" in parent and path not in EXTRA
+    return names if not of_dataclass and (verls or path in EMPTY) else None
+
+
+def _fields(target: str) -> set[str] | None:
+    """The fields of a dataclass; None where the name is of something else, which verl tells itself."""
+    try:
+        found = get_object(target)
+    except Exception:  # whatever the user's module raises while it is imported
+        return None
+    return {field.name for field in fields(found)} if is_dataclass(found) else None
+
+
+def _is_slip(name: str, child: Any, root: DictConfig, known: set[str]) -> bool:
+    """Whether a new top-level name is nearly one that is known, or a value with the name of a key somewhere below."""
+    if get_close_matches(name, known, n=1, cutoff=0.8):
+        return True
+    return not isinstance(child, DictConfig) and any(
+        one.rpartition(".")[2] == name for one in closest_keys(name, root, [name])
+    )
+
+
+@cache
+def _verls_keys() -> Any:
+    text = files("verl.trainer.config").joinpath(VERLS_YAML).read_text(encoding="utf-8")
+    return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)) | {"model_engine": None}

@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Types and ranges of the keys of verl's that a run of ours reads; those under `digen:` are in `verl_digen.config`.
+
+- `VALUES` is the whole schema: key as typed, pydantic type, remedy. Numbers are finite, and are numbers and not texts.
+- A bound without a meaning of its own is there to catch a slip of the keyboard; its constant says how it was chosen.
+- A section that is no mapping is named before the keys in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
+
+from verl_digen.schedulers.require import suggestion
+
+MAX_DEVICES = 100_000
+"""More than any cluster has."""
+MAX_COUNT = 10**9
+"""Prompts, samples, steps: more than a run can make in years."""
+MAX_LORA_RANK = 4096
+"""The width of the widest network here is 5120; an adapter of that rank is no longer smaller than the weights."""
+
+STRICT = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+def _never_or_positive(value: int) -> int:
+    if value != -1 and value < 1:
+        raise ValueError("must be -1 or >= 1")
+    return value
+
+
+def _inside_its_folder(value: str) -> str:
+    if not value.strip() or Path(value).is_absolute() or ".." in Path(value).parts:
+        raise ValueError("must be a name, or a path below the folder of all runs")
+    return value
+
+
+Devices = Annotated[int, Field(ge=1, le=MAX_DEVICES)]
+Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
+FewWorkers = Annotated[int, Field(ge=1, le=4096)]
+CountOrAll = Annotated[int, AfterValidator(_never_or_positive)]
+Warmup = Annotated[int, Field(ge=-1, le=MAX_COUNT)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Dtype = Literal["float32", "fp32", "bfloat16", "bf16", "float16", "fp16"]
+Text = Annotated[str, Field(min_length=1)]
+Names = Annotated[list[Text], Field(min_length=1)]
+Name = Annotated[str, AfterValidator(_inside_its_folder)]
+Contents = list[Literal["model", "optimizer", "extra", "hf_model"]]
+Tool = Literal["nsys", "npu", "torch", "torch_memory", "precision_debugger"]
+Precision = dict[Literal["param_dtype", "reduce_dtype", "buffer_dtype"], Dtype]
+Logger = Literal[
+    "wandb", "mlflow", "swanlab", "vemlp_wandb", "tensorboard", "console", "clearml", "trackio", "file", "rl_insight"
+]
+"""verl's `Tracking.supported_backend`, without the name that it calls deprecated."""
+WORDS = (
+    ("Value error, ", ""),
+    ("Input should", "must"),
+    ("String should", "must"),
+    ("List should", "must"),
+    ("greater than or equal to", ">="),
+    ("less than or equal to", "<="),
+    ("greater than", ">"),
+    ("less than", "<"),
+    ("a valid string", "a text"),
+    ("a valid boolean", "true or false"),
+    ("a valid integer", "a whole number"),
+    ("a valid dictionary", "a mapping"),
+    ("a valid ", "a "),
+    ("must have at least 1 character", "must not be empty"),
+    ("must have at least 1 item after validation, not 0", "must not be empty"),
+)
+"""pydantic's words -> ours."""
+
+MODEL, ACTOR, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+NEVER = "give a number of steps, or -1 for never"
+DEVICES = "give the devices of a node, and the nodes"
+
+
+@dataclass(frozen=True)
+class Value:
+    """A key, what it may be, and what to do about any other value."""
+
+    type: Any
+    remedy: str
+    where: str | None = None
+    """`KEY=VALUE`: only where that other key has that value. None: always."""
+
+
+VALUES: dict[str, Value] = {
+    "trainer.nnodes": Value(Devices, DEVICES),
+    "trainer.n_gpus_per_node": Value(Devices, DEVICES),
+    "trainer.total_epochs": Value(Count, "give the passes over data.train_files"),
+    "trainer.total_training_steps": Value(Count | None, "give the optimizer steps; null counts trainer.total_epochs"),
+    "trainer.test_freq": Value(CountOrAll, NEVER),
+    "trainer.save_freq": Value(CountOrAll, NEVER),
+    "trainer.val_before_train": Value(bool, "give true or false"),
+    "trainer.val_only": Value(bool, "give true or false"),
+    "trainer.max_actor_ckpt_to_keep": Value(Count | None, "give the checkpoints to keep; null keeps all"),
+    "trainer.logger": Value(list[Logger] | Logger, "give e.g. [tensorboard] or [console,wandb]"),
+    "trainer.project_name": Value(Name, "change trainer.default_local_dir to write elsewhere"),
+    "trainer.experiment_name": Value(Name, "change trainer.default_local_dir to write elsewhere"),
+    "trainer.default_local_dir": Value(Text, "give the folder of the run"),
+    "trainer.resume_mode": Value(Literal["auto", "disable", "resume_path"], "auto goes on after the last checkpoint"),
+    "trainer.rollout_data_dir": Value(Text | None, "give a folder; null writes nothing"),
+    "trainer.esi_redundant_time": Value(NotNegative, "give seconds; 0 is verl's default"),
+    "data.train_batch_size": Value(Count, "give the prompts of a step"),
+    "data.val_batch_size": Value(Count | None, "null takes all validation prompts at once"),
+    "data.dataloader_num_workers": Value(Annotated[int, Field(ge=0, le=4096)], "0 reads in the driver, and is enough"),
+    "data.shuffle": Value(bool, "give true or false"),
+    "data.seed": Value(int | None, "leave it out: it is digen.seed"),
+    "data.filter_overlong_prompts": Value(bool, "give true or false"),
+    "trainer.balance_batch": Value(bool, "give true or false"),
+    "trainer.del_local_ckpt_after_load": Value(bool, "give true or false"),
+    "actor_rollout_ref.nccl_timeout": Value(Count, "give seconds; 600 is verl's default"),
+    "global_profiler.tool": Value(Tool | None, "null profiles nothing"),
+    "global_profiler.steps": Value(list[Count] | None, "give the steps to profile, e.g. [2,3]; null profiles none"),
+    "ray_kwargs.ray_init": Value(dict, "leave it out, or give single arguments, e.g. +ray_kwargs.ray_init.num_gpus=8"),
+    "ray_kwargs.ray_init.runtime_env": Value(
+        dict, "leave it out, or set +ray_kwargs.ray_init.runtime_env.env_vars.NAME"
+    ),
+    "data.validation_shuffle": Value(bool, "give true or false"),
+    f"{MODEL}.path": Value(Text, "give a checkpoint in the diffusers format, a folder or a repository of the hub"),
+    f"{MODEL}.lora_rank": Value(Annotated[int, Field(ge=0, le=MAX_LORA_RANK)], "0 trains all weights, 32 is usual"),
+    f"{MODEL}.lora_alpha": Value(Count, "twice actor_rollout_ref.model.lora_rank is usual"),
+    f"{MODEL}.enable_gradient_checkpointing": Value(bool, "give true or false"),
+    f"{MODEL}.enable_activation_offload": Value(bool, "give true or false"),
+    f"{MODEL}.use_shm": Value(bool, "give true or false"),
+    f"{MODEL}.external_lib": Value(Text | list[Text] | None, "give the names of modules that can be imported"),
+    f"{MODEL}.target_modules": Value(Text | Names | None, "null takes the architecture's own list"),
+    f"{MODEL}.exclude_modules": Value(Text | list[Text] | None, "give names or a regular expression, or null"),
+    f"{MODEL}.lora_adapter_path": Value(Text | None, "give the folder of an adapter, or null"),
+    f"{ACTOR}.ppo_mini_batch_size": Value(Count, "leave it out: one optimizer step per batch"),
+    f"{ACTOR}.ppo_epochs": Value(Annotated[int, Field(ge=1, le=1000)], "1 is on-policy"),
+    f"{ACTOR}.optim.lr": Value(NotNegative, "3e-4 is usual with LoRA, 1e-5 for all weights"),
+    f"{ACTOR}.optim.weight_decay": Value(NotNegative, "1e-4 is flow_grpo's"),
+    f"{ACTOR}.optim.clip_grad": Value(Positive, "1.0 is usual"),
+    f"{ACTOR}.optim.betas": Value(
+        Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)],
+        "[0.9,0.999] is usual",
+    ),
+    f"{ACTOR}.optim.lr_scheduler_type": Value(Literal["constant", "cosine"], "choose one of these"),
+    f"{ACTOR}.optim.lr_warmup_steps": Value(Warmup | None, "-1 takes the ratio"),
+    f"{ACTOR}.optim.lr_warmup_steps_ratio": Value(Fraction, "give the share of all steps, 0 to 1"),
+    f"{ACTOR}.optim.min_lr_ratio": Value(Fraction | None, "give the share of the learning rate, 0 to 1"),
+    f"{ACTOR}.optim.num_cycles": Value(NotNegative, "0.5 is half a cosine"),
+    f"{ACTOR}.optim.optimizer": Value(Text, "AdamW is usual"),
+    f"{ACTOR}.optim.optimizer_impl": Value(Text, "give the module of the optimizer, e.g. torch.optim"),
+    f"{ACTOR}.fsdp_config.model_dtype": Value(Dtype, "bf16 for a frozen base, fp32 to train all weights"),
+    f"{ACTOR}.fsdp_config.param_offload": Value(bool, "give true or false"),
+    f"{ACTOR}.fsdp_config.optimizer_offload": Value(bool, "give true or false"),
+    f"{ACTOR}.fsdp_config.reshard_after_forward": Value(bool, "give true or false"),
+    f"{ACTOR}.fsdp_config.fsdp_size": Value(CountOrAll, "-1 shards over all ranks"),
+    f"{ACTOR}.fsdp_config.mixed_precision": Value(
+        Precision | None, "give e.g. {param_dtype: bf16, reduce_dtype: fp32}"
+    ),
+    f"{ACTOR}.optim.override_optimizer_config": Value(
+        dict | None, "give the optimizer's arguments, e.g. {foreach: false}"
+    ),
+    f"{ACTOR}.checkpoint.save_contents": Value(Contents, "give e.g. [model,optimizer,extra]"),
+    f"{ACTOR}.checkpoint.load_contents": Value(Contents, "leave it out: what was saved is loaded"),
+    f"{ROLLOUT}.n": Value(
+        Annotated[int, Field(ge=2, le=10**6)], "an advantage compares the samples of one prompt; flow_grpo uses 24"
+    ),
+    f"{ROLLOUT}.nnodes": Value(Annotated[int, Field(ge=0, le=MAX_DEVICES)], DEVICES),
+    f"{ROLLOUT}.n_gpus_per_node": Value(Devices, DEVICES),
+    f"{ROLLOUT}.tensor_model_parallel_size": Value(Devices, "give the devices of a replica"),
+    f"{ROLLOUT}.data_parallel_size": Value(Devices, "1 is the default"),
+    f"{ROLLOUT}.pipeline_model_parallel_size": Value(Devices, "1 is the default"),
+    f"{ROLLOUT}.dtype": Value(Dtype, "bfloat16 is usual"),
+    f"{ROLLOUT}.free_cache_engine": Value(bool, "give true or false"),
+    f"{ROLLOUT}.engine_kwargs": Value(
+        dict, "leave it out, or set +actor_rollout_ref.rollout.engine_kwargs.vllm_omni.NAME"
+    ),
+    f"{ROLLOUT}.enforce_eager": Value(bool, "give true or false"),
+    f"{ROLLOUT}.val_kwargs.n": Value(Annotated[int, Field(ge=1, le=10**6)], "1 sample of each prompt is usual"),
+    f"{ROLLOUT}.agent.num_workers": Value(FewWorkers, "one for each node is enough"),
+    f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes": Value(
+        Annotated[int, Field(ge=1, le=1_000_000)], "2048 is verl's default"
+    ),
+    "reward.num_workers": Value(FewWorkers, "8 is verl's default"),
+    "reward.reward_model.enable_resource_pool": Value(bool, "give true or false"),
+    "reward.reward_model.nnodes": Value(
+        Devices, "give the nodes of the reward workers' own devices", "reward.reward_model.enable_resource_pool=true"
+    ),
+    "reward.reward_model.n_gpus_per_node": Value(
+        Devices, "give the reward workers' devices of a node", "reward.reward_model.enable_resource_pool=true"
+    ),
+    "actor_rollout_ref.hybrid_engine": Value(bool, "leave it to the recipes"),
+    "transfer_queue.backend.SimpleStorage.num_data_storage_units": Value(FewWorkers, "8 is verl's default"),
+    "transfer_queue.backend.SimpleStorage.total_storage_size": Value(Count, "100000 is verl's default"),
+}
+
+
+def value_problems(config: DictConfig) -> dict[str, str | None]:
+    """Keys of `VALUES` whose value they may not have -> a paragraph; None where another entry of the result says it:
+    the key's value is an interpolation of that one. A section that is no mapping is an entry in place of its keys."""
+    problems: dict[str, str | None] = {}
+    parents = dict.fromkeys(name for key in VALUES for name in _parents(key))
+    broken = [name for name in parents if not _is_section(config, name)]
+    for key, value in VALUES.items():
+        section = next((name for name in broken if key.startswith(f"{name}.")), None)
+        if section is not None:
+            given = _select(config, section)
+            problems[section] = f"{section} must be a section with keys of its own, got {given!r}; leave it out"
+        elif value.where is None or _holds(config, value.where):
+            _check(config, key, value, problems)
+    return problems
+
+
+def _check(config: DictConfig, key: str, value: Value, problems: dict[str, str | None]) -> None:
+    node: Any = OmegaConf.select(config, key.rpartition(".")[0])._get_node(
+        key.rpartition(".")[2], validate_access=False
+    )
+    source = str(node._value()) if node is not None and node._is_interpolation() else ""
+    if any(f"{other}}}" in source or f"{other}," in source for other in problems):
+        problems[key] = None
+        return
+    try:
+        given = _select(config, key)
+        TypeAdapter(value.type, config=STRICT).validate_python(given)
+    except OmegaConfBaseException as error:  # an interpolation that leads nowhere
+        problems[key] = f"{key} must have a value, but {source}: {str(error).splitlines()[0]}; {value.remedy}"
+    except ValidationError as error:
+        problems[key] = _paragraph(key, given, error.errors(include_url=False), value.remedy)
+
+
+def _is_section(config: DictConfig, name: str) -> bool:
+    return OmegaConf.is_dict(OmegaConf.select(config, name))
+
+
+def _paragraph(key: str, given: Any, errors: list[Any], remedy: str) -> str:
+    """pydantic's first error, of the alternative that came closest, in this project's form."""
+    first = max(
+        errors, key=lambda error: (sum(isinstance(part, int) for part in error["loc"]), error["type"] == "too_short")
+    )
+    rule = first["msg"]
+    for theirs, ours in WORDS:
+        rule = rule.replace(theirs, ours)
+    wrong = first["input"]
+    within = "" if wrong is given or wrong == given else f" in {given!r}"
+    names = _literals(first)
+    hint = suggestion(str(wrong), names) if names else ""
+    return f"{key} {rule}, got {wrong!r}{within}; {hint}{remedy}"
+
+
+def _literals(error: Any) -> tuple[str, ...]:
+    expected = error.get("ctx", {}).get("expected", "") if error["type"] == "literal_error" else ""
+    return tuple(expected.replace(" or ", ", ").replace("'", "").split(", ")) if expected else ()
+
+
+def _holds(config: DictConfig, condition: str) -> bool:
+    key, _, value = condition.partition("=")
+    return str(_select(config, key)).lower() == value
+
+
+def _select(config: DictConfig, key: str) -> Any:
+    value = OmegaConf.select(config, key)
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
+
+def _parents(key: str) -> Iterator[str]:
+    """`a.b.c` -> `a`, `a.b`."""
+    parts = key.split(".")
+    yield from (".".join(parts[:count]) for count in range(1, len(parts)))

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules for `actor_rollout_ref.rollout.name=vllm_omni`."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_digen.config import digen_config
+from verl_digen.preflight.pools import COLOCATED
+from verl_digen.rollout.vllm_omni.served import STEPWISE
+from verl_digen.rollout.vllm_omni.settings import check_settings, check_versions
+from verl_digen.schedulers.require import require
+
+
+def check_vllm_omni(config: DictConfig) -> None:
+    """The installed versions are the tested ones, a replica is tensor parallel within one node, and its settings leave
+    the numbers of a step alone."""
+    rollout = config.actor_rollout_ref.rollout
+    digen = digen_config(config).rollout
+    require(
+        rollout.name == "vllm_omni" or not digen.http.enable,
+        "digen.rollout.http.enable must be false unless actor_rollout_ref.rollout.name=vllm_omni",
+        rollout.name,
+        "leave it out",
+    )
+    if rollout.name != "vllm_omni" or find_spec("vllm_omni") is None:  # `check_rollout` says that it is missing
+        return
+    check_versions(allow_untested=digen.allow_untested_versions)
+    for name in ("data_parallel_size", "pipeline_model_parallel_size"):
+        require(
+            rollout[name] == 1,
+            f"actor_rollout_ref.rollout.{name} must be 1 with actor_rollout_ref.rollout.name=vllm_omni, whose replicas "
+            "are tensor parallel",
+            rollout[name],
+            "set it to 1; more devices make more replicas",
+        )
+    is_colocated = config.trainer.v1.trainer_mode == COLOCATED
+    num_devices = (config.trainer if is_colocated else rollout).n_gpus_per_node
+    require(
+        rollout.tensor_model_parallel_size <= num_devices,
+        f"actor_rollout_ref.rollout.tensor_model_parallel_size must be <= {num_devices}, the devices of a node, with "
+        "actor_rollout_ref.rollout.name=vllm_omni",
+        rollout.tensor_model_parallel_size,
+        "lower it",
+    )
+    if digen.http.enable:
+        from verl_digen.rollout.vllm_omni.http import read_key
+
+        read_key(digen.http.api_key_env)
+    settings: Any = OmegaConf.select(rollout, "engine_kwargs.vllm_omni")
+    if settings is not None:
+        check_settings(
+            OmegaConf.to_container(settings, resolve=True),  # type: ignore[arg-type] - its keys are names
+            is_stepwise=_pipeline(config) in STEPWISE,
+        )
+
+
+def _pipeline(config: DictConfig) -> str | None:
+    """The pipeline of the checkpoint; None where `check_model` says that there is none, or verl fetches it later."""
+    from verl_digen.models import load_model
+    from verl_digen.models.locate import locate_configs
+
+    section = config.actor_rollout_ref.model
+    if OmegaConf.is_missing(section, "path") or "://" in section.path:
+        return None
+    return load_model(Path(locate_configs(section.path))).pipeline

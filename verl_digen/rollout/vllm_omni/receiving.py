@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One weight update on its way into a worker: a thread takes the buckets and keeps them in host memory.
+
+The thread ends in three ways: the last bucket has come, no part came for `timeout_s`, or the update was abandoned.
+verl's receiver, which does the transfer, has no deadline of its own.
+
+Example:
+    receiving = Receiving(handle, device, use_shm=True, timeout_s=600)
+    ... the sender sends ...
+    receiving.result()      # the tensors and their checksum
+    receiving.abandon()     # instead: the sender was lost, and a new update begins
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import zmq
+from torch import Tensor
+from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
+
+from verl_digen.weights.checksum import Checksum
+from verl_digen.weights.probe import decides
+
+POLL_MS = 50
+"""Time between two looks at whether an update was abandoned."""
+STOP_S = 30.0
+"""Longest wait for an abandoned thread, which may be copying a bucket."""
+
+
+class Abandoned(RuntimeError):
+    """The update was given up before its last bucket came."""
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A received update."""
+
+    tensors: dict[str, Tensor]
+    """On the CPU, as they were sent."""
+    checksum: int
+    """`verl_digen.weights.checksum` of them."""
+    deciding_checksum: int
+    """The same of those that decide what the network computes (`verl_digen.weights.probe.decides`)."""
+
+
+class BoundedSocket(zmq.Socket):
+    """A socket whose `recv` ends when it is abandoned, or when nothing has come for `timeout_s`."""
+
+    abandoned: threading.Event
+    timeout_s: float
+
+    def recv(self, *args: Any, **kwargs: Any) -> Any:
+        deadline_s = time.monotonic() + self.timeout_s
+        while not self.poll(POLL_MS):
+            if self.abandoned.is_set():
+                raise Abandoned("the update was abandoned for a newer one")
+            if time.monotonic() >= deadline_s:
+                raise TimeoutError(
+                    f"no part of it came for {self.timeout_s:g} s; if the sender was only slow, raise "
+                    "digen.rollout.update_timeout_s"
+                )
+        return super().recv(*args, **kwargs)
+
+
+class BoundedReceiver(BucketedWeightReceiver):
+    """verl's receiver on a `BoundedSocket`."""
+
+    def __init__(
+        self, handle: str, device: torch.device, use_shm: bool, *, abandoned: threading.Event, timeout_s: float
+    ):
+        super().__init__(handle, device, use_shm)
+        self._abandoned, self._timeout_s = abandoned, timeout_s
+
+    def _init_socket(self) -> None:
+        self.socket = self.zmq_context.socket(zmq.REP, socket_class=BoundedSocket)
+        self.socket.abandoned, self.socket.timeout_s = self._abandoned, self._timeout_s
+        self.socket.setsockopt(zmq.LINGER, round(self._timeout_s * 1000))  # the last answer must not be lost
+        self.socket.connect(self.zmq_handle)
+
+
+class Receiving:
+    """See the module.
+
+    Args:
+        handle: address of verl's zmq socket; the sender binds it.
+        device: the worker's, for buckets that are shared on the device.
+        use_shm: True where buckets come through shared memory.
+        timeout_s: longest wait for the next part.
+    """
+
+    def __init__(self, handle: str, device: torch.device, *, use_shm: bool, timeout_s: float):
+        self._abandoned = threading.Event()
+        self._timeout_s = timeout_s
+        self._receiver = BoundedReceiver(handle, device, use_shm, abandoned=self._abandoned, timeout_s=timeout_s)
+        self._tensors: dict[str, Tensor] = {}
+        self._deciding, self._rest = Checksum(), Checksum()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="receive-weights", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        def stage(named_tensors: list[tuple[str, Tensor]], is_last: bool) -> None:
+            # copied: the bucket is used again
+            self._tensors.update({name: tensor.to("cpu", copy=True) for name, tensor in named_tensors})
+
+        try:
+            self._receiver.receive_weights(stage)
+            for name, tensor in self._tensors.items():
+                (self._deciding if decides(name) else self._rest).add(tensor)
+        except BaseException as error:  # raised again by `result`, in the thread that asks
+            self._error = error
+
+    def result(self) -> Staged:
+        """Wait for the last bucket.
+
+        Raises:
+            RuntimeError: the update did not arrive; says why.
+        """
+        while self._thread.is_alive():  # each wait of the thread is bounded, so this one is
+            self._thread.join(self._timeout_s)
+        if self._error is not None:
+            raise RuntimeError(f"an update could not be received: {self._error}") from self._error
+        deciding = self._deciding.value
+        return Staged(self._tensors, (deciding + self._rest.value) % 2**64, deciding)
+
+    def abandon(self) -> None:
+        """End the thread and drop what it has received.
+
+        Raises:
+            RuntimeError: the thread does not end.
+        """
+        self._abandoned.set()
+        self._thread.join(STOP_S)
+        if self._thread.is_alive():
+            raise RuntimeError(f"the receiver of an abandoned weight update did not stop within {STOP_S:g} s")

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of vLLM-Omni that a run may make (`actor_rollout_ref.rollout.engine_kwargs.vllm_omni`), and its tested
+versions. Imports nothing of it: asked before Ray starts, on any machine.
+
+A setting is passed on if it changes speed, memory or waiting. A setting that changes the numbers of a step would make
+the recorded log-probs those of another policy than the trainer's: it is refused. So is one that a key of verl or of
+`digen.rollout` makes already, and an unknown one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from importlib.metadata import version
+from typing import Any
+
+from verl_digen.schedulers.require import require, require_one_of
+
+KEY = "actor_rollout_ref.rollout.engine_kwargs.vllm_omni"
+
+TESTED = {"vllm": "0.28.0", "vllm-omni": "0.28.0"}
+"""Package -> the version that this code was tested with; setup.py pins the same."""
+
+ALLOWED: dict[str, type] = {
+    "diffusion_attention_backend": str,
+    "diffusion_compile_dynamic": bool,
+    "diffusion_compile_granularity": str,
+    "distributed_executor_backend": str,
+    "enable_cpu_offload": bool,
+    "enable_diffusion_pipeline_profiler": bool,
+    "enable_multithread_weight_load": bool,
+    "fa_deterministic": bool,
+    "init_timeout": int,
+    "num_weight_load_threads": int,
+    "stage_init_timeout": int,
+    "vae_use_slicing": bool,
+    "vae_use_tiling": bool,
+}
+"""Setting -> type of its value."""
+
+EXACT_ATTENTION = (
+    *("auto", "FLASH_ATTN", "FLASH_ATTN_HUB", "FLASH_ATTN_3_HUB", "TORCH_SDPA", "CUDNN_ATTN", "FLASHINFER_ATTN"),
+)
+"""Attention back ends that neither quantize nor leave anything out."""
+
+_DEVICES = (
+    "the devices of a replica share the tensors of a layer and nothing else "
+    "(actor_rollout_ref.rollout.tensor_model_parallel_size)"
+)
+_NUMBERS = "it computes with other numbers than the trainer, so the recorded log-probs would be wrong"
+_STEPS = "steps and schedule are the project's own (digen.sampling, digen.sde)"
+_WEIGHTS = "the trainer sends weights and adapters"
+
+REFUSED: dict[str, str] = {
+    **dict.fromkeys(("cache_backend", "cache_config", "enable_cache_dit_summary"), _NUMBERS),
+    **dict.fromkeys(("diffusion_kv_cache_dtype", "quantization", "quantization_config", "force_cutlass_fp8"), _NUMBERS),
+    **dict.fromkeys(("diffusion_kv_cache_skip_steps", "diffusion_kv_cache_skip_layers", "VSA_sparsity"), _NUMBERS),
+    **dict.fromkeys(("diffusion_attention_config", "fastvideo_vsa_topk"), _NUMBERS),
+    **dict.fromkeys(("flow_shift", "boundary_ratio", "skip_time_steps", "streaming_output"), _STEPS),
+    **dict.fromkeys(("lora_path", "lora_scale", "lora_backend", "max_cpu_loras"), _WEIGHTS),
+    **dict.fromkeys(("diffusion_load_format", "enable_layerwise_offload"), _WEIGHTS),
+    **dict.fromkeys(("enable_distributed_layerwise_offload", "model", "revision"), _WEIGHTS),
+    **dict.fromkeys(("parallel_config", "cfg_parallel_size", "ulysses_degree", "ring_degree"), _DEVICES),
+    **dict.fromkeys(("allgather_degree", "sequence_parallel_size", "pipeline_parallel_size"), _DEVICES),
+    **dict.fromkeys(("data_parallel_size", "tensor_parallel_size", "num_gpus"), _DEVICES),
+    **dict.fromkeys(("use_hsdp", "text_encoder_tp_size", "vae_patch_parallel_size"), _DEVICES),
+    "dtype": "actor_rollout_ref.rollout.dtype sets it",
+    "enforce_eager": "actor_rollout_ref.rollout.enforce_eager sets it",
+    "enable_sleep_mode": "actor_rollout_ref.rollout.free_cache_engine sets it",
+    "enable_prompt_embed_cache": "it is always on, of digen.rollout.embed_cache_size prompts",
+    "prompt_embed_cache_size": "digen.rollout.embed_cache_size sets it",
+    "max_num_seqs": "digen.rollout.max_batch_size sets it",
+    "request_batch_max_wait_ms": "digen.rollout.batch_wait_s sets it",
+    "step_execution": "it follows from the model",
+    **dict.fromkeys(
+        ("custom_pipeline_args", "worker_extension_cls", "engine_backend", "diffusion_model_runner_cls"),
+        "verl-digen records and updates weights through it",
+    ),
+}
+"""Setting -> why a run may not make it."""
+
+
+def check_settings(settings: Mapping[str, Any], *, is_stepwise: bool) -> None:
+    """Raise ValueError for the first setting that a run may not make; names it, the reason and the remedy.
+
+    Args:
+        settings: `engine_kwargs.vllm_omni`.
+        is_stepwise: whether vLLM-Omni runs the pipeline step by step (`served.STEPWISE`).
+    """
+    for name, value in settings.items():
+        if name in REFUSED:
+            raise ValueError(f"{KEY}.{name} must not be set: {REFUSED[name]}; got {value!r}: drop the key")
+        if name not in ALLOWED:
+            near = get_close_matches(name, [*ALLOWED, *REFUSED], n=1)
+            raise ValueError(
+                f"{KEY} takes {', '.join(ALLOWED)}; got {name!r}: "
+                + (f"did you mean {near[0]}?" if near else "drop the key")
+            )
+        kind = ALLOWED[name]
+        require(
+            isinstance(value, kind) and (kind is bool or not isinstance(value, bool)),
+            f"{KEY}.{name} must be of type {kind.__name__}",
+            value,
+            "correct it, or drop the key",
+        )
+    require_one_of(
+        f"{KEY}.diffusion_attention_backend", settings.get("diffusion_attention_backend", "auto"), EXACT_ATTENTION
+    )
+    require(
+        is_stepwise or not settings.get("enable_cpu_offload", False),
+        f"{KEY}.enable_cpu_offload must be false for a pipeline that runs in one go, whose text encoders work beside a "
+        "batch and would move its network off the device",
+        True,
+        "drop the key",
+    )
+
+
+def check_versions(*, allow_untested: bool) -> None:
+    """Raise ValueError unless the installed versions are the tested ones.
+
+    Args:
+        allow_untested: `digen.rollout.allow_untested_versions`.
+    """
+    for package, tested in TESTED.items():
+        require(
+            allow_untested or version(package) == tested,
+            f"actor_rollout_ref.rollout.name=vllm_omni was tested with {package}=={tested} and uses internals of it",
+            version(package),
+            f"pip install {package}=={tested}, or run tests/vllm_omni/test_contracts.py against yours and set "
+            "digen.rollout.allow_untested_versions=true",
+        )

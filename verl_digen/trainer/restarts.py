@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replicas started in place of lost ones; they join when weights are published next.
+
+- On devices of its own a replica starts beside the run, under a new number, so that none of its names is a lost one's.
+- On the trainer's devices it starts between two steps, while the others sleep, with the rank of the lost one.
+- At most `digen.rollout.max_restarts` in a run, all replicas together; a start that fails counts.
+
+Invariant (tests/trainer/test_restarts.py): living, starting and ready replicas are never more than there were.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from verl_digen.agent_loop.chunks import describe
+from verl_digen.rollout.blips import pauses_s
+
+logger = logging.getLogger(__name__)
+
+
+class Restarts:
+    """Args:
+    begin: starts a coroutine beside the caller -> its future (`LoopThread.begin`).
+    start: starts the replica of a number; raises where it cannot.
+    num_replicas: how many there were at the start; their numbers are below it.
+    max_restarts: in the run.
+    start_s: bound of one start.
+    """
+
+    def __init__(
+        self,
+        begin: Callable[[Any], Any],
+        start: Callable[[int], Awaitable[Any]],
+        *,
+        num_replicas: int,
+        max_restarts: int,
+        start_s: float,
+    ):
+        self._begin, self._start = begin, start
+        self.num_replicas, self._max_restarts, self._start_s = num_replicas, max_restarts, start_s
+        self._starting: list[Any] = []
+        self.num_begun = 0
+        """Starts so far, well or not."""
+
+    def replace_lost(self, num_living: int) -> None:
+        """Start as many replicas as are missing, within the limit."""
+        num_missing = self.num_replicas - num_living - len(self._starting)
+        num_allowed = self._max_restarts - self.num_begun
+        if num_missing > num_allowed:
+            logger.warning(
+                "%d lost replicas stay lost: digen.rollout.max_restarts=%d is used up",
+                num_missing - num_allowed,
+                self._max_restarts,
+            )
+        for _ in range(min(num_missing, num_allowed)):
+            number = self.num_replicas + self.num_begun
+            self.num_begun += 1
+            logger.warning("replica %d is started in place of a lost one", number)
+            self._starting.append(self._begin(asyncio.wait_for(self._start(number), self._start_s)))
+
+    def wait(self) -> None:
+        """Block until every start has ended, well or not; each has its bound."""
+        concurrent.futures.wait(self._starting)
+
+    def take_ready(self) -> list[Any]:
+        """Replicas that have started since the last call."""
+        ended = [future for future in self._starting if future.done()]
+        self._starting = [future for future in self._starting if future not in ended]
+        ready = []
+        for future in ended:
+            error = future.exception()
+            if error is None:
+                ready.append(future.result())
+            else:
+                logger.error("a replica could not be started again: %s", describe(error))
+        return ready
+
+
+async def start_standalone(server_manager: Any, number: int, start_s: float) -> Any:
+    """Start a replica of verl's on devices of its own, as soon as those are free.
+
+    Args:
+        server_manager: verl's `LLMServerManager`, which started the first ones.
+        start_s: how long to wait for devices.
+    """
+    return await asyncio.to_thread(_start, server_manager, number, lambda replica: replica.init_standalone(), start_s)
+
+
+async def start_colocated(server_manager: Any, rank: int, start_s: float) -> Any:
+    """Start a replica of verl's on the trainer's devices, in place of the lost one of the same rank, as soon as that
+    one's name is free.
+
+    Args:
+        server_manager: verl's `LLMServerManager`, which started the first ones. start_s: how long to wait.
+    """
+    return await asyncio.to_thread(
+        _start, server_manager, rank, lambda replica: replica.init_hybrid(server_manager.worker_group), start_s
+    )
+
+
+def _start(server_manager: Any, rank: int, init: Callable[[Any], Awaitable[None]], start_s: float) -> Any:
+    """A started replica; in a thread, because verl blocks in coroutines."""
+    replica = server_manager.rollout_replica_class(
+        replica_rank=rank,
+        config=server_manager.rollout_config,
+        model_config=server_manager.model_config,
+        gpus_per_node=server_manager.rollout_config.n_gpus_per_node,
+    )
+    asyncio.run(_init_when_free(replica, init, start_s))
+    return replica
+
+
+async def _init_when_free(replica: Any, init: Callable[[Any], Awaitable[None]], start_s: float) -> None:
+    for pause_s in pauses_s(start_s):
+        try:
+            return await init(replica)
+        except (
+            ValueError
+        ) as error:  # verl's and Ray's, while the lost replica's devices or names are not given back yet
+            logger.info("a replica waits %.1f s for its devices: %s", pause_s, error)
+        await asyncio.sleep(pause_s)
+    await init(replica)

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Proof that a weight update took effect: what each replica reports of its weights, and what that must satisfy. Pure.
+
+A replica takes a `Probe` when it switches to new weights, at the first updates and then every
+`digen.rollout.probe_every` ones: a forward of its network on fixed inputs, as a few numbers (how:
+`rollout/fingerprint.py`, `rollout/vllm_omni/probing.py`). The driver compares the last probes (`check_probes`):
+
+| what is wrong | how it shows |
+| --- | --- |
+| the replica's network does not use the weights that it received | they changed and its fingerprint did not |
+| a replica holds the same weights as another and computes with others | their fingerprints are far apart |
+| the update broke the network | the fingerprint is not finite |
+| an update did not reach a replica | it has received an older version |
+
+Invariants (tests/weights/test_probe.py): each row above raises; equal or properly changed probes never do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+MAX_SPREAD = 0.05
+"""Largest difference of two replicas' fingerprints under the same weights, relative to their size. bf16 kernels of two
+types of accelerators differ by about 1 %; a network with other weights by about 100 %."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One replica under one set of weights. Written by the replica's server, read by the driver.
+
+    Example:
+        Probe(version=3, checksum=0x5EED, num_tensors=120, fingerprint=(0.91, -13.2))
+    """
+
+    version: int
+    """Weight version that the replica had just taken."""
+    checksum: int
+    """`verl_digen.weights.checksum` of the weights that decide (`decides`); equal for equal weights."""
+    num_tensors: int
+    """Tensors of the update that were loaded."""
+    fingerprint: tuple[float, ...]
+    """Two numbers per network of the checkpoint: root mean square and ±1 projection of its velocity on fixed inputs,
+    the projection divided by the root of the number of elements."""
+
+
+def decides(name: str) -> bool:
+    """Whether a change of the tensor `name` of an update must change what the network computes.
+
+    A LoRA adapter's A does not while B is still zero, and weight decay alone changes it.
+    """
+    return "lora_A" not in name.split(".")
+
+
+def is_probe_due(num_updates: int, every: int) -> bool:
+    """Whether to probe at a replica's update number `num_updates`, counted from 0: at the first three, then every
+    `every`-th; never where that is 0."""
+    return every > 0 and (num_updates < 3 or num_updates % every == 0)
+
+
+def check_probes(probes: Mapping[str, Sequence[Probe]]) -> dict[str, float]:
+    """Compare every replica's newest probe with its last one, and with the others'.
+
+    Args:
+        probes: replica -> its last two probes, older first; fewer where it has taken fewer.
+
+    Returns:
+        | name | meaning |
+        | --- | --- |
+        | `rollout/probe_spread` | largest difference of fingerprints under equal weights, relative to their size |
+        | `rollout/probe_change` | smallest change between a replica's two probes, relative; where weights changed |
+
+    Raises:
+        RuntimeError: a row of the module's table; says which replica and where to look.
+
+    Example:
+        old, new = Probe(0, 7, 9, (1.0, 2.0)), Probe(1, 8, 9, (1.0, 2.1))
+        check_probes({"r0": [old, new]})   # {"rollout/probe_change": 0.043}
+        check_probes({"r0": [old, replace(new, fingerprint=old.fingerprint)]})   # RuntimeError
+    """
+    newest = {name: taken[-1] for name, taken in probes.items() if taken}
+    for name, probe in newest.items():
+        if not all(map(math.isfinite, probe.fingerprint)):
+            raise RuntimeError(
+                f"replica {name} computes {probe.fingerprint} with the weights of version {probe.version}, which "
+                "must be finite; look at actor/grad_norm of the last steps, lower "
+                "actor_rollout_ref.actor.optim.lr and resume from an earlier checkpoint"
+            )
+    changes = [_change(name, *pair) for name, taken in probes.items() for pair in pairwise(taken)]
+    spread = _spread(newest)
+    metrics = {} if spread is None else {"rollout/probe_spread": spread}
+    changed = [change for change in changes if change is not None]
+    return metrics | ({"rollout/probe_change": min(changed)} if changed else {})
+
+
+def check_reached(received: Mapping[str, int | None], serving: Sequence[int], published: int) -> dict[str, float]:
+    """Check that a published version reached every replica. It may serve an older one until it has time to switch.
+
+    Args:
+        received: replica -> newest version that it was sent whole; None before the first.
+        serving: versions that the replicas generate with. published: the newest one.
+
+    Returns:
+        `rollout/version_lag_max_versions`, the largest number of versions that a replica is behind.
+
+    Raises:
+        RuntimeError: a replica was not sent the published version.
+    """
+    for name, version in received.items():
+        if version != published:
+            raise RuntimeError(
+                f"version {published} was published and replica {name} has received {version}, so weight updates do "
+                "not reach it; look in the run's log for errors of update_weights and seal_weights, and for replicas "
+                "that are lost"
+            )
+    return {"rollout/version_lag_max_versions": float(published - min(serving))}
+
+
+def _change(name: str, before: Probe, now: Probe) -> float | None:
+    """Relative change of the fingerprint; None where the weights are the same."""
+    if before.checksum == now.checksum:
+        return None
+    change = _distance(before.fingerprint, now.fingerprint)
+    if change == 0:
+        raise RuntimeError(
+            f"replica {name} took version {now.version} ({now.num_tensors} tensors, checksum {now.checksum:x}, after "
+            f"{before.checksum:x} of version {before.version}) and its network computes bitwise what it did before, so "
+            "it does not use these weights; check that actor_rollout_ref.model.target_modules names layers that the "
+            "replica adapts, or set actor_rollout_ref.model.lora.merge=true. digen.rollout.probe_every=0 turns this "
+            "check off"
+        )
+    return change
+
+
+def _spread(probes: Mapping[str, Probe]) -> float | None:
+    """Largest relative difference between replicas with the same weights; None where no two have."""
+    by_weights: dict[int, list[tuple[str, Probe]]] = {}
+    for name, probe in sorted(probes.items()):
+        by_weights.setdefault(probe.checksum, []).append((name, probe))
+    largest = None
+    for group in by_weights.values():
+        for (one, first), (other, second) in pairwise(group):
+            spread = _distance(first.fingerprint, second.fingerprint)
+            if spread > MAX_SPREAD:
+                raise RuntimeError(
+                    f"replicas {one} and {other} have the same weights (versions {first.version} and {second.version}) "
+                    f"and compute different outputs on the same input: {first.fingerprint} and {second.fingerprint}, "
+                    f"{spread:.1%} apart where {MAX_SPREAD:.0%} is legal; look for a replica with another dtype, "
+                    "quantisation or checkpoint. digen.rollout.probe_every=0 turns this check off"
+                )
+            largest = max(largest or 0.0, spread)
+    return largest
+
+
+def _distance(one: Sequence[float], other: Sequence[float]) -> float:
+    """Norm of the difference over the norm of the larger."""
+    size = max(math.hypot(*one), math.hypot(*other))
+    return math.dist(one, other) / size if size else 0.0
