@@ -510,8 +510,15 @@ TABLE: tuple[Mutation, ...] = (
     Mutation(
         "weights/probe.py",
         "weights that do not take effect are no error",
-        "    if change == 0:\n",
-        "    if change < 0:\n",
+        "        if changes[-1] == 0:\n",
+        "        if changes[-1] < 0:\n",
+        PROBE,
+    ),
+    Mutation(
+        "weights/probe.py",
+        "of two networks one that does not change is no error",
+        "        if old == new:\n",
+        "        if old == new or number:\n",
         PROBE,
     ),
     Mutation(

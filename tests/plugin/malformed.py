@@ -41,6 +41,7 @@ NUMBERS = [
     *_each("trainer.save_freq", "0", "often", "2.5"),
     *_each("trainer.max_actor_ckpt_to_keep", "0", "-1", "all"),
     *_each("reward.num_workers", "0", "-2", "null", "few"),
+    *_each("transfer_queue.backend.storage_backend", "SimpleStorag", "MooncakeStore", "redis", "null"),
     *_each("transfer_queue.backend.SimpleStorage.num_data_storage_units", "0", "-1", "null"),
     *_each("digen.sampling.height_px", "0", "-64", "1000000000000000000000", "20000"),
     *_each("digen.sampling.num_steps", "0", "1", "-5", "99999999999"),

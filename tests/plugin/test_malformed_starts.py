@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts that cannot be meant are one paragraph before Ray starts, and unusual ones are none."""
 
+import json
 import os
 import re
 import shutil
@@ -216,9 +217,22 @@ def _shard_missing(network):
     (network / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00001.safetensors"}}')
 
 
+def _with_config(**changed):
+    def damage(network):
+        config = json.loads((network / "config.json").read_text())
+        (network / "config.json").write_text(json.dumps(config | changed))
+
+    return damage
+
+
 @pytest.mark.parametrize(
     ("damage", "found"),
     [
+        (_with_config(num_layers=-1), "/transformer' has weights that the network lacks: transformer_blocks.0."),
+        (_with_config(num_layers=1), "has weights that the network lacks: transformer_blocks.1."),
+        (_with_config(num_layers=3), "/transformer' has no weights for transformer_blocks.2."),
+        (_with_config(num_layers="many"), "which describes none (TypeError"),
+        (_with_config(in_channels=60), "/transformer' has other shapes for img_in.weight"),
         (_no_weights, "has no *.safetensors; complete the download"),
         (_cut_short, "was cut short; download it again"),
         (_empty, "with 0 bytes, which was cut short"),

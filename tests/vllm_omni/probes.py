@@ -56,7 +56,7 @@ def assert_probes_tell_what_is_used(
 
     under_way = [replica.submit(asked) for asked in requests]
     _, again = probe(1, 202)
-    assert (again.checksum, again.fingerprint) == (first.checksum, first.fingerprint)
+    assert (again.checksums, again.fingerprint) == (first.checksums, first.fingerprint)
     pair = probe(2, 203)
     assert pair[0] == again and check_probes({"r0": pair})["rollout/probe_change"] > 0
     assert [one.trajectory.sample_index for one in ray.get(under_way)] == [asked.sample_index for asked in requests]
@@ -64,7 +64,7 @@ def assert_probes_tell_what_is_used(
     with broken(replica, spoil):
         probe(3, 204)
         pair = probe(4, 205)
-        assert pair[0].checksum != pair[1].checksum
+        assert pair[0].checksums != pair[1].checksums
         with pytest.raises(RuntimeError, match=r"replica r0 took version 205 .* computes bitwise what it did before"):
             check_probes({"r0": pair})
     assert check_probes({"r0": probe(5, 206)})["rollout/probe_change"] > 0

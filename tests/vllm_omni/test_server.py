@@ -26,7 +26,7 @@ PATH, STEPS, SIGMAS = (
     torch.tensor([1.0, 0.5, 0.25]),
 )
 """Latents of two steps: the first moves x by (-2, 2), the second leaves it."""
-CHECKSUM = 0x5EED
+CHECKSUMS = (0x5EED,)
 
 
 class Left(BaseException):
@@ -82,9 +82,9 @@ class Engine:
         if method == "seal_weights":
             self.sealed = args[1]
         elif method == "commit_weights":
-            return ([Taken(self.sealed, 9, CHECKSUM, 0.0)],)
+            return ([Taken(self.sealed, 9, CHECKSUMS, 0.0)],)
         elif method == "commit_adapter":
-            return ([Taken(args[2], 9, CHECKSUM, 0.0)],)
+            return ([Taken(args[2], 9, CHECKSUMS, 0.0)],)
         return ([None],)
 
     async def sleep(self, level):
@@ -214,9 +214,9 @@ def test_updates_are_probed_when_due_with_what_they_activated_and_the_last_two_a
             [2, 3, 4, 7] if sends_adapter else [None] * 4
         )
         velocities = torch.tensor([4.0, -4.0, 0.0, 0.0])
-        assert [(probe.version, probe.checksum, probe.num_tensors) for probe in server._probes] == [
-            (2, CHECKSUM, 9),
-            (5, CHECKSUM, 9),
+        assert [(probe.version, probe.checksums, probe.num_tensors) for probe in server._probes] == [
+            (2, CHECKSUMS, 9),
+            (5, CHECKSUMS, 9),
         ]
         assert server._probes[-1].fingerprint[0] == pytest.approx(velocities.square().mean().sqrt().item())
 
@@ -247,7 +247,7 @@ def test_what_the_workers_loaded_is_served_though_another_update_is_sealed_meanw
                 older = self.sealed
                 await server.seal_update(Manifest(4, 9, 0), None)
                 self.version = loaded
-                return ([Taken(older if loaded == 3 else self.sealed, 9, CHECKSUM, 0.0)],)
+                return ([Taken(older if loaded == 3 else self.sealed, 9, CHECKSUMS, 0.0)],)
             self.version = self.sealed.version
             return await super().collective_rpc(method, args)
 

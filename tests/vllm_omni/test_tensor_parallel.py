@@ -70,7 +70,7 @@ def test_two_devices_generate_what_one_does_before_and_after_an_update(ray_here,
         ray.get(server.activate_weights.remote())
         older, newer = ray.get(server.check_health.remote())["probes"]
         assert (older.version, newer.version) == (version - 1, version)
-        is_other = older.checksum != newer.checksum
+        is_other = older.checksums != newer.checksums
         assert is_other == (weights == 4) == (older.fingerprint != newer.fingerprint)
     assert check_probes({"r0": [older, newer]})["rollout/probe_change"] > 0.001
     assert exposed_sockets(server) == exposed_sockets_of_ray(), "the workers of a replica meet on loopback"

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from verl_digen.weights.probe import Probe, check_probes, check_reached, decides, is_probe_due
+from verl_digen.weights.probe import Probe, check_probes, check_reached, decides, is_probe_due, network_of
 
-FIRST = Probe(version=0, checksum=7, num_tensors=9, fingerprint=(1.0, 2.0))
-SECOND = Probe(version=1, checksum=8, num_tensors=9, fingerprint=(1.0, 2.1))
+FIRST = Probe(version=0, checksums=(7,), num_tensors=9, fingerprint=(1.0, 2.0))
+SECOND = Probe(version=1, checksums=(8,), num_tensors=9, fingerprint=(1.0, 2.1))
 
 
 def test_weights_that_change_and_an_output_that_does_not_are_an_error_that_names_the_replica():
@@ -15,8 +15,35 @@ def test_weights_that_change_and_an_output_that_does_not_are_an_error_that_names
         check_probes({"r0": [FIRST, SECOND], "r1": [FIRST, replace(SECOND, fingerprint=FIRST.fingerprint)]})
 
 
+def test_each_network_of_a_checkpoint_must_change_with_its_own_weights():
+    before = Probe(version=0, checksums=(7, 8), num_tensors=9, fingerprint=(1.0, 2.0, 3.0, 4.0))
+    both = replace(before, version=1, checksums=(17, 18), fingerprint=(1.1, 2.0, 3.0, 4.1))
+    assert check_probes({"r0": [before, both]}) == {
+        "rollout/probe_change": pytest.approx(0.1 / math.hypot(3.0, 4.1))
+    }
+    one = replace(both, checksums=(17, 8), fingerprint=(1.1, 2.0, 3.0, 4.0))
+    assert check_probes({"r0": [before, one]})["rollout/probe_change"] > 0, "the other's weights are what they were"
+    stuck = replace(both, fingerprint=(1.1, 2.0, 3.0, 4.0))
+    with pytest.raises(RuntimeError, match=r"replica r0 took version 1 .* network 2 of 2 computes bitwise"):
+        check_probes({"r0": [before, stuck]})
+
+
+def test_a_fingerprint_has_two_numbers_of_every_network():
+    with pytest.raises(ValueError, match="two numbers for each of 2 networks, got 2"):
+        Probe(version=0, checksums=(7, 8), num_tensors=9, fingerprint=(1.0, 2.0))
+
+
+def test_a_tensor_belongs_to_the_network_that_its_name_begins_with():
+    experts = ("transformer", "transformer_2")
+    assert [network_of(f"{name}.proj.weight", experts) for name in experts] == [0, 1]
+    assert network_of("base_model.model.transformer_2.proj.lora_B.weight", experts) == 1
+    assert network_of("proj.weight", experts[:1]) == 0
+    with pytest.raises(RuntimeError, match=r"transformer, transformer_2, got 'proj\.weight'"):
+        network_of("proj.weight", experts)
+
+
 def test_the_smallest_change_of_a_replica_is_reported_relative_to_its_size():
-    far = [replace(FIRST, checksum=1, fingerprint=(9.0, 9.0)), replace(SECOND, checksum=2)]
+    far = [replace(FIRST, checksums=(1,), fingerprint=(9.0, 9.0)), replace(SECOND, checksums=(2,))]
     assert check_probes({"r0": [FIRST, SECOND], "r1": far}) == {
         "rollout/probe_change": pytest.approx(0.1 / math.hypot(1.0, 2.1))
     }

@@ -6,6 +6,9 @@ from torch import nn
 
 from verl_digen.weights.receiver import WeightReceiver
 
+NETWORK = ("transformer",)
+"""Names of the checkpoint's networks."""
+
 
 def network() -> nn.Module:
     torch.manual_seed(0)
@@ -24,7 +27,7 @@ def seal_and_switch(receiver, num_tensors):
 def test_a_complete_update_in_buckets_replaces_every_tensor():
     module = network()
     new = update(module)
-    receiver = WeightReceiver(module, None)
+    receiver = WeightReceiver(module, None, NETWORK)
     for name, tensor in new.items():
         receiver.stage({name: tensor})
     seal_and_switch(receiver, len(new))
@@ -44,7 +47,7 @@ def test_a_wrong_update_is_an_error_that_names_the_tensor_and_changes_nothing(sp
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     new = update(module)
     spoil(new)
-    receiver = WeightReceiver(module, None)
+    receiver = WeightReceiver(module, None, NETWORK)
     receiver.stage(new)
     with pytest.raises(RuntimeError, match=message):
         seal_and_switch(receiver, len(new))
@@ -56,7 +59,7 @@ def test_a_wrong_update_is_an_error_that_names_the_tensor_and_changes_nothing(sp
 
 def test_a_lost_bucket_is_an_error():
     module = network()
-    receiver = WeightReceiver(module, None)
+    receiver = WeightReceiver(module, None, NETWORK)
     new = update(module)
     receiver.stage(dict(list(new.items())[:2]))
     with pytest.raises(RuntimeError, match="4 tensors were sent but 2 arrived"):
@@ -65,7 +68,7 @@ def test_a_lost_bucket_is_an_error():
 
 def test_an_adapter_update_changes_the_adapter_alone_and_a_full_one_is_refused():
     config = LoraConfig(r=2, target_modules=["0"], init_lora_weights=False)
-    receiver = WeightReceiver(network(), config)
+    receiver = WeightReceiver(network(), config, NETWORK)
     base = receiver.module.get_parameter("base_model.model.0.base_layer.weight").clone()
     sender = get_peft_model(network(), config)
     adapter = {name: torch.randn_like(tensor) for name, tensor in get_peft_model_state_dict(sender).items()}
@@ -82,11 +85,11 @@ def test_an_adapter_update_changes_the_adapter_alone_and_a_full_one_is_refused()
 
 def test_an_adapter_that_wraps_no_layer_is_refused():
     with pytest.raises((RuntimeError, ValueError), match="nowhere"):
-        WeightReceiver(network(), LoraConfig(r=2, target_modules=["nowhere"]))
+        WeightReceiver(network(), LoraConfig(r=2, target_modules=["nowhere"]), NETWORK)
 
 
 def test_an_update_without_tensors_is_an_error():
-    receiver = WeightReceiver(network(), None)
+    receiver = WeightReceiver(network(), None, NETWORK)
     with pytest.raises(RuntimeError, match="4 tensors are missing from the update"):
         seal_and_switch(receiver, 0)
 
@@ -100,7 +103,7 @@ class HandsOutCopies(nn.Sequential):
 
 def test_weights_that_would_go_into_copies_are_an_error():
     module = HandsOutCopies(nn.Linear(3, 4), nn.Linear(4, 2))
-    receiver = WeightReceiver(module, None)
+    receiver = WeightReceiver(module, None, NETWORK)
     new = update(module)
     receiver.stage(new)
     with pytest.raises(RuntimeError, match=r"4 tensors would be loaded into copies, not into the network: 0\.weight"):
@@ -108,16 +111,16 @@ def test_weights_that_would_go_into_copies_are_an_error():
 
 
 def test_a_probe_tells_full_weights_apart_and_of_an_adapter_what_moves_the_output():
-    full = WeightReceiver(network(), None)
-    before = full.probe(0, (1.0,))
+    full = WeightReceiver(network(), None, NETWORK)
+    before = full.probe(0, (1.0, 2.0))
     with torch.no_grad():
         full.module.get_parameter("1.bias").add_(1e-6)
-    after = full.probe(1, (1.0,))
-    assert (before.num_tensors, before.version, after.version) == (4, 0, 1) and before.checksum != after.checksum
-    adapter = WeightReceiver(network(), LoraConfig(r=2, target_modules=["0"]))
-    checksums = [adapter.probe(0, ()).checksum]
+    after = full.probe(1, (1.0, 2.0))
+    assert (before.num_tensors, before.version, after.version) == (4, 0, 1) and before.checksums != after.checksums
+    adapter = WeightReceiver(network(), LoraConfig(r=2, target_modules=["0"]), NETWORK)
+    checksums = [adapter.probe(0, (1.0, 2.0)).checksums]
     for which in ("lora_A", "lora_B"):
         with torch.no_grad():
             adapter.module.get_parameter(f"base_model.model.0.{which}.default.weight").add_(1.0)
-        checksums.append(adapter.probe(0, ()).checksum)
+        checksums.append(adapter.probe(0, (1.0, 2.0)).checksums)
     assert checksums[0] == checksums[1] != checksums[2]

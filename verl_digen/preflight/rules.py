@@ -36,6 +36,7 @@ from verl_digen.preflight.verl_keys import (
     check_optimizer,
     check_plugin,
     check_shards,
+    check_storage,
     check_strategy,
 )
 from verl_digen.preflight.versions import check_versions
@@ -67,6 +68,7 @@ RULES: tuple[Rule, ...] = (
     check_shards,
     check_optimizer,
     check_callback,
+    check_storage,
     check_mode,
     check_rollout,
     check_vllm_omni,

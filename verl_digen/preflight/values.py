@@ -53,6 +53,8 @@ Dtype = Literal["float32", "fp32", "bfloat16", "bf16", "float16", "fp16"]
 Text = Annotated[str, Field(min_length=1)]
 Names = Annotated[list[Text], Field(min_length=1)]
 Name = Annotated[str, AfterValidator(_inside_its_folder)]
+Storage = Literal["SimpleStorage", "MooncakeStore", "Yuanrong"]
+"""TransferQueue's."""
 Contents = list[Literal["model", "optimizer", "extra", "hf_model"]]
 Tool = Literal["nsys", "npu", "torch", "torch_memory", "precision_debugger"]
 Precision = dict[Literal["param_dtype", "reduce_dtype", "buffer_dtype"], Dtype]
@@ -194,6 +196,7 @@ VALUES: dict[str, Value] = {
         Devices, "give the reward workers' devices of a node", "reward.reward_model.enable_resource_pool=true"
     ),
     "actor_rollout_ref.hybrid_engine": Value(bool, "leave it to the recipes"),
+    "transfer_queue.backend.storage_backend": Value(Storage, "SimpleStorage needs nothing installed beside it"),
     "transfer_queue.backend.SimpleStorage.num_data_storage_units": Value(FewWorkers, "8 is verl's default"),
     "transfer_queue.backend.SimpleStorage.total_storage_size": Value(Count, "100000 is verl's default"),
 }

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 
 from omegaconf import DictConfig
 
@@ -11,6 +12,9 @@ from verl_digen import plugin
 from verl_digen.config import digen_config
 from verl_digen.preflight.pools import num_ranks
 from verl_digen.schedulers.require import require, suggestion
+
+STORAGES = {"MooncakeStore": ("mooncake", "mooncake-transfer-engine"), "Yuanrong": ("yr", "openyuanrong-datasystem")}
+"""Storages of TransferQueue -> the module they import, and the package that has it."""
 
 
 def check_plugin(config: DictConfig) -> None:
@@ -82,6 +86,24 @@ def check_callback(config: DictConfig) -> None:
             f"trainer.checkpoint_callback_class must be a class that can be imported, got {name!r} "
             f"({type(error).__name__}: {str(error).splitlines()[0]}); give package.module.Class, or null"
         ) from error
+
+
+def check_storage(config: DictConfig) -> None:
+    """The library of TransferQueue's storage is installed, and has settings."""
+    key, name = "transfer_queue.backend.storage_backend", config.transfer_queue.backend.storage_backend
+    library, package = STORAGES.get(name, (None, None))
+    if library is None:
+        return
+    if importlib.util.find_spec(library) is None:
+        raise ValueError(
+            f"{key}={name} needs the module {library}, which is not installed; pip install {package}, or leave it out"
+        )
+    require(
+        name in config.transfer_queue.backend,
+        f"transfer_queue.backend.{name} must have the settings of {key}",
+        None,
+        f"add them, +transfer_queue.backend.{name}.KEY=VALUE",
+    )
 
 
 def check_batches(config: DictConfig) -> None:

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weight files of a checkpoint on this machine: all are there, and none was cut short while it was copied."""
+"""Weight files of a checkpoint on this machine: all are there, none was cut short while it was copied, and they hold the
+tensors of the network that the configuration beside them describes."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -19,16 +22,18 @@ MAX_HEADER_BYTES = 10**8
 
 
 def check_weights(config: DictConfig) -> None:
-    """Every network of a local checkpoint has its weight files, whole."""
+    """Every network of a local checkpoint has its weight files, whole, with its own tensors in them."""
     path = config.actor_rollout_ref.model.path
     folder = Path(path).expanduser()
     if config.trainer.v1.trainer_mode == VIRTUAL or not folder.is_dir() or not (folder / "model_index.json").is_file():
         return
     for network in sorted(folder.glob("transformer*/config.json")):
-        _check_network(network.parent)
+        if shapes := _shapes_in_files(network.parent):
+            _check_tensors(network, shapes)
 
 
-def _check_network(folder: Path) -> None:
+def _shapes_in_files(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Tensors of the safetensors in `folder`; none where the weights have another format."""
     names = {file.name for file in folder.glob("*.safetensors")}
     for index in folder.glob(f"*{INDEX_SUFFIX}"):
         named = set(read_object(index, KEY).get("weight_map", {}).values())
@@ -39,25 +44,71 @@ def _check_network(folder: Path) -> None:
             )
     if not names and not any(folder.glob("*.bin")):
         raise ValueError(f"{KEY} must hold weights, but {str(folder)!r} has no *.safetensors; complete the download")
+    shapes: dict[str, tuple[int, ...]] = {}
     for name in sorted(names):
-        if not _is_whole(folder / name):
+        of_file = _shapes_of(folder / name)
+        if of_file is None:
             size = (folder / name).stat().st_size
             raise ValueError(
                 f"{KEY} must hold whole weight files, got {str(folder / name)!r} with {size} bytes, which was cut "
                 "short; download it again"
             )
+        shapes |= of_file
+    return shapes
 
 
-def _is_whole(file: Path) -> bool:
-    """Whether the file is as long as its header says."""
+def _shapes_of(file: Path) -> dict[str, tuple[int, ...]] | None:
+    """Tensors that the file's header names; None where the file is not as long as that says."""
     size = file.stat().st_size
     with open(file, "rb") as content:
         length = int.from_bytes(content.read(LENGTH_BYTES), "little")
         if not 0 < length <= min(size, MAX_HEADER_BYTES):
-            return False
+            return None
         try:
             header = json.loads(content.read(length))
-            ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
+            tensors = {name: tensor for name, tensor in header.items() if name != "__metadata__"}
+            end = max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
+            shapes = {name: tuple(tensor["shape"]) for name, tensor in tensors.items()}
         except (ValueError, LookupError, TypeError, AttributeError):
-            return False
-    return size == LENGTH_BYTES + length + max(ends, default=0)
+            return None
+    return shapes if size == LENGTH_BYTES + length + end else None
+
+
+def _check_tensors(config: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """The weights are those of the network that `config` describes: diffusers would draw at random what is missing."""
+    try:
+        text = config.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return  # told by `check_model`
+    expected = dict(_expected(config.parent, text))
+    for problem, names in (
+        ("has no weights for", sorted(expected.keys() - shapes.keys())),
+        ("has weights that the network lacks:", sorted(shapes.keys() - expected.keys())),
+        (
+            "has other shapes for",
+            sorted(name for name in expected.keys() & shapes.keys() if expected[name] != shapes[name]),
+        ),
+    ):
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise ValueError(
+                f"{KEY} must hold the weights of the network in its {config.parent.name}/config.json, but "
+                f"{str(config.parent)!r} {problem} {', '.join(names[:3])}{more}; take both from the same checkpoint"
+            )
+
+
+@lru_cache(maxsize=4)
+def _expected(folder: Path, text: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Tensors of the network with this configuration, by name."""
+    import torch
+
+    from verl_digen.models.checkpoint import make_meta_network
+
+    try:
+        network = make_meta_network(folder, str(json.loads(text)["_class_name"]), torch.float32)
+    except (ValueError, LookupError, TypeError, AttributeError, RuntimeError, ZeroDivisionError) as error:
+        raise ValueError(
+            f"{KEY} must hold the configuration of a network, got {str(folder / 'config.json')!r}, which describes none "
+            f"({type(error).__name__}: {str(error).splitlines()[0]}); complete the download"
+        ) from error
+    return tuple((name, tuple(tensor.shape)) for name, tensor in network.state_dict().items())

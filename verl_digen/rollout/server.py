@@ -53,7 +53,7 @@ class DiffusersServer:
         dtype = PrecisionType.to_dtype(config.dtype)
         self._model = load_model(model_config.local_path)
         self._transformer = self._model.load_transformer(dtype).to(self._device)
-        self._weights = WeightReceiver(self._transformer, model_config.adapter_config())
+        self._weights = WeightReceiver(self._transformer, model_config.adapter_config(), self._model.experts)
         self._encoder = self._model.load_encoder(dtype, self._device)
         self._prompts = PromptCache(self._encoder, digen.rollout.embed_cache_size)
         self._decode = self._model.load_decoder(dtype, self._device)

@@ -7,10 +7,12 @@ losing, doubling or changing a number does not (a swap of two numbers does: name
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+
+from verl_digen.weights.probe import decides, network_of
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of a number -> the integer type that reads its bits."""
@@ -38,6 +40,34 @@ class Checksum:
     def value(self) -> int:
         """In [0, 2**64); waits for the device."""
         return 0 if self._sum is None else int(self._sum) % 2**64
+
+
+class DecidingChecksums:
+    """The checksum of each network's tensors that decide what it computes (`verl_digen.weights.probe.decides`).
+
+    Args:
+        networks: see `verl_digen.weights.probe.network_of`.
+
+    Example:
+        sums = DecidingChecksums(["transformer"])
+        sums.add("proj_out.lora_A.weight", torch.tensor([2.0]))   # decides nothing
+        sums.add("proj_out.lora_B.weight", torch.tensor([1.0]))   # sums.values == (0x3f800000,)
+    """
+
+    def __init__(self, networks: Sequence[str]):
+        self._networks = tuple(networks)
+        self._sums = tuple(Checksum() for _ in networks)
+
+    def add(self, name: str, tensor: Tensor) -> bool:
+        """Count `tensor` if it decides, and say whether it does. Nothing waits for the device here."""
+        if counts := decides(name):
+            self._sums[network_of(name, self._networks)].add(tensor)
+        return counts
+
+    @property
+    def values(self) -> tuple[int, ...]:
+        """For each network, in [0, 2**64); waits for the device."""
+        return tuple(total.value for total in self._sums)
 
 
 def checksum(tensors: Iterable[Tensor]) -> int:

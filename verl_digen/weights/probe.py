@@ -26,24 +26,39 @@ MAX_SPREAD = 0.05
 """Largest difference of two replicas' fingerprints under the same weights, relative to their size. bf16 kernels of two
 types of accelerators differ by about 1 %; a network with other weights by about 100 %."""
 
+PEFT_PREFIX = "base_model.model."
+"""Of the names of a network that peft wraps."""
+
 
 @dataclass(frozen=True)
 class Probe:
     """One replica under one set of weights. Written by the replica's server, read by the driver.
 
     Example:
-        Probe(version=3, checksum=0x5EED, num_tensors=120, fingerprint=(0.91, -13.2))
+        Probe(version=3, checksums=(0x5EED,), num_tensors=120, fingerprint=(0.91, -13.2))
     """
 
     version: int
     """Weight version that the replica had just taken."""
-    checksum: int
-    """`verl_digen.weights.checksum` of the weights that decide (`decides`); equal for equal weights."""
+    checksums: tuple[int, ...]
+    """For each network of the checkpoint in order, `verl_digen.weights.checksum` of its weights that decide
+    (`decides`); equal for equal weights."""
     num_tensors: int
     """Tensors of the update that were loaded."""
     fingerprint: tuple[float, ...]
     """Two numbers per network of the checkpoint: root mean square and ±1 projection of its velocity on fixed inputs,
     the projection divided by the root of the number of elements."""
+
+    def __post_init__(self) -> None:
+        if len(self.fingerprint) != 2 * len(self.checksums):
+            raise ValueError(
+                f"a fingerprint must have two numbers for each of {len(self.checksums)} networks, "
+                f"got {len(self.fingerprint)}"
+            )
+
+    def of_network(self, number: int) -> tuple[float, ...]:
+        """The fingerprint of one network."""
+        return self.fingerprint[2 * number : 2 * number + 2]
 
 
 def decides(name: str) -> bool:
@@ -52,6 +67,26 @@ def decides(name: str) -> bool:
     A LoRA adapter's A does not while B is still zero, and weight decay alone changes it.
     """
     return "lora_A" not in name.split(".")
+
+
+def network_of(name: str, networks: Sequence[str]) -> int:
+    """Number of the network of a checkpoint that the tensor `name` of an update belongs to.
+
+    Args:
+        networks: names of the networks in order (`DiffusionModel.experts`); several prefix the names of their tensors.
+
+    Raises:
+        RuntimeError: none of them does.
+
+    Example:
+        network_of("base_model.model.transformer_2.proj_out.lora_B.weight", ("transformer", "transformer_2"))   # 1
+    """
+    if len(networks) == 1:
+        return 0
+    first = name.removeprefix(PEFT_PREFIX).partition(".")[0]
+    if first not in networks:
+        raise RuntimeError(f"a tensor of an update must belong to one of {', '.join(networks)}, got {name!r}")
+    return networks.index(first)
 
 
 def is_probe_due(num_updates: int, every: int) -> bool:
@@ -76,7 +111,7 @@ def check_probes(probes: Mapping[str, Sequence[Probe]]) -> dict[str, float]:
         RuntimeError: a row of the module's table; says which replica and where to look.
 
     Example:
-        old, new = Probe(0, 7, 9, (1.0, 2.0)), Probe(1, 8, 9, (1.0, 2.1))
+        old, new = Probe(0, (7,), 9, (1.0, 2.0)), Probe(1, (8,), 9, (1.0, 2.1))
         check_probes({"r0": [old, new]})   # {"rollout/probe_change": 0.043}
         check_probes({"r0": [old, replace(new, fingerprint=old.fingerprint)]})   # RuntimeError
     """
@@ -88,11 +123,10 @@ def check_probes(probes: Mapping[str, Sequence[Probe]]) -> dict[str, float]:
                 "must be finite; look at actor/grad_norm of the last steps, lower "
                 "actor_rollout_ref.actor.optim.lr and resume from an earlier checkpoint"
             )
-    changes = [_change(name, *pair) for name, taken in probes.items() for pair in pairwise(taken)]
+    changes = [change for name, taken in probes.items() for pair in pairwise(taken) for change in _changes(name, *pair)]
     spread = _spread(newest)
     metrics = {} if spread is None else {"rollout/probe_spread": spread}
-    changed = [change for change in changes if change is not None]
-    return metrics | ({"rollout/probe_change": min(changed)} if changed else {})
+    return metrics | ({"rollout/probe_change": min(changes)} if changes else {})
 
 
 def check_reached(received: Mapping[str, int | None], serving: Sequence[int], published: int) -> dict[str, float]:
@@ -118,27 +152,30 @@ def check_reached(received: Mapping[str, int | None], serving: Sequence[int], pu
     return {"rollout/version_lag_max_versions": float(published - min(serving))}
 
 
-def _change(name: str, before: Probe, now: Probe) -> float | None:
-    """Relative change of the fingerprint; None where the weights are the same."""
-    if before.checksum == now.checksum:
-        return None
-    change = _distance(before.fingerprint, now.fingerprint)
-    if change == 0:
-        raise RuntimeError(
-            f"replica {name} took version {now.version} ({now.num_tensors} tensors, checksum {now.checksum:x}, after "
-            f"{before.checksum:x} of version {before.version}) and its network computes bitwise what it did before, so "
-            "it does not use these weights; check that actor_rollout_ref.model.target_modules names layers that the "
-            "replica adapts, or set actor_rollout_ref.model.lora.merge=true. digen.rollout.probe_every=0 turns this "
-            "check off"
-        )
-    return change
+def _changes(name: str, before: Probe, now: Probe) -> list[float]:
+    """Relative change of the fingerprint of each network whose weights are others."""
+    changes = []
+    for number, (old, new) in enumerate(zip(before.checksums, now.checksums, strict=True)):
+        if old == new:
+            continue
+        changes.append(_distance(before.of_network(number), now.of_network(number)))
+        if changes[-1] == 0:
+            which = f"network {number + 1} of {len(now.checksums)}" if len(now.checksums) > 1 else "its network"
+            raise RuntimeError(
+                f"replica {name} took version {now.version} ({now.num_tensors} tensors, checksum {new:x}, after "
+                f"{old:x} of version {before.version}) and {which} computes bitwise what it did before, so it does not "
+                "use these weights; check that actor_rollout_ref.model.target_modules names layers that the replica "
+                "adapts, or set actor_rollout_ref.model.lora.merge=true. digen.rollout.probe_every=0 turns this check "
+                "off"
+            )
+    return changes
 
 
 def _spread(probes: Mapping[str, Probe]) -> float | None:
     """Largest relative difference between replicas with the same weights; None where no two have."""
-    by_weights: dict[int, list[tuple[str, Probe]]] = {}
+    by_weights: dict[tuple[int, ...], list[tuple[str, Probe]]] = {}
     for name, probe in sorted(probes.items()):
-        by_weights.setdefault(probe.checksum, []).append((name, probe))
+        by_weights.setdefault(probe.checksums, []).append((name, probe))
     largest = None
     for group in by_weights.values():
         for (one, first), (other, second) in pairwise(group):

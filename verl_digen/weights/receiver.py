@@ -9,13 +9,13 @@ tensor that was sent is loaded into the one that the network computes with.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from verl_digen.weights.checksum import checksum
-from verl_digen.weights.probe import Probe, decides
+from verl_digen.weights.checksum import DecidingChecksums
+from verl_digen.weights.probe import Probe
 
 MAX_NAMES_SHOWN = 5
 """Tensor names an error lists before it says how many more there are."""
@@ -27,10 +27,12 @@ class WeightReceiver:
     Args:
         transformer: the loaded network.
         adapter_config: peft `LoraConfig` if updates carry a LoRA adapter alone, else None (full or merged weights).
+        networks: names of the networks that `transformer` holds, in order (`DiffusionModel.experts`).
     """
 
-    def __init__(self, transformer: nn.Module, adapter_config: object | None):
+    def __init__(self, transformer: nn.Module, adapter_config: object | None, networks: Sequence[str]):
         self.module: nn.Module = transformer
+        self._networks = tuple(networks)
         if adapter_config is not None:
             from peft import get_peft_model
 
@@ -98,8 +100,10 @@ class WeightReceiver:
             version: of these weights. fingerprint: what the network computes with them.
         """
         current = tensors_of_update(self.module)
-        decisive = [tensor for name, tensor in current.items() if decides(name)]
-        return Probe(version, checksum(decisive), len(current), fingerprint)
+        sums = DecidingChecksums(self._networks)
+        for name, tensor in current.items():
+            sums.add(name, tensor)
+        return Probe(version, sums.values, len(current), fingerprint)
 
 
 def tensors_of_update(module: nn.Module) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ The thread ends in three ways: the last bucket has come, no part came for `timeo
 verl's receiver, which does the transfer, has no deadline of its own.
 
 Example:
-    receiving = Receiving(handle, device, use_shm=True, timeout_s=600)
+    receiving = Receiving(handle, device, networks=model.experts, use_shm=True, timeout_s=600)
     ... the sender sends ...
     receiving.result()      # the tensors and their checksum
     receiving.abandon()     # instead: the sender was lost, and a new update begins
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +24,7 @@ import zmq
 from torch import Tensor
 from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
 
-from verl_digen.weights.checksum import Checksum
-from verl_digen.weights.probe import decides
+from verl_digen.weights.checksum import Checksum, DecidingChecksums
 
 POLL_MS = 50
 """Time between two looks at whether an update was abandoned."""
@@ -44,8 +44,8 @@ class Staged:
     """On the CPU, as they were sent."""
     checksum: int
     """`verl_digen.weights.checksum` of them."""
-    deciding_checksum: int
-    """The same of those that decide what the network computes (`verl_digen.weights.probe.decides`)."""
+    deciding_checksums: tuple[int, ...]
+    """`verl_digen.weights.probe.Probe.checksums` of them."""
 
 
 class BoundedSocket(zmq.Socket):
@@ -89,16 +89,19 @@ class Receiving:
     Args:
         handle: address of verl's zmq socket; the sender binds it.
         device: the worker's, for buckets that are shared on the device.
+        networks: names of the networks that the update is for, in order (`DiffusionModel.experts`).
         use_shm: True where buckets come through shared memory.
         timeout_s: longest wait for the next part.
     """
 
-    def __init__(self, handle: str, device: torch.device, *, use_shm: bool, timeout_s: float):
+    def __init__(
+        self, handle: str, device: torch.device, *, networks: Sequence[str], use_shm: bool, timeout_s: float
+    ):
         self._abandoned = threading.Event()
         self._timeout_s = timeout_s
         self._receiver = BoundedReceiver(handle, device, use_shm, abandoned=self._abandoned, timeout_s=timeout_s)
         self._tensors: dict[str, Tensor] = {}
-        self._deciding, self._rest = Checksum(), Checksum()
+        self._deciding, self._rest = DecidingChecksums(networks), Checksum()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="receive-weights", daemon=True)
         self._thread.start()
@@ -111,7 +114,8 @@ class Receiving:
         try:
             self._receiver.receive_weights(stage)
             for name, tensor in self._tensors.items():
-                (self._deciding if decides(name) else self._rest).add(tensor)
+                if not self._deciding.add(name, tensor):
+                    self._rest.add(tensor)
         except BaseException as error:  # raised again by `result`, in the thread that asks
             self._error = error
 
@@ -125,8 +129,8 @@ class Receiving:
             self._thread.join(self._timeout_s)
         if self._error is not None:
             raise RuntimeError(f"an update could not be received: {self._error}") from self._error
-        deciding = self._deciding.value
-        return Staged(self._tensors, (deciding + self._rest.value) % 2**64, deciding)
+        deciding = self._deciding.values
+        return Staged(self._tensors, (sum(deciding) + self._rest.value) % 2**64, deciding)
 
     def abandon(self) -> None:
         """End the thread and drop what it has received.

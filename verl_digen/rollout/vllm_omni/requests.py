@@ -76,8 +76,8 @@ class Taken:
 
     published: Published
     num_tensors: int
-    checksum: int
-    """`verl_digen.weights.probe.Probe.checksum`."""
+    checksums: tuple[int, ...]
+    """`verl_digen.weights.probe.Probe.checksums`."""
     load_s: float
     """Seconds it took to load, without the wait for trajectories."""
 

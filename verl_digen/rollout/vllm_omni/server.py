@@ -118,7 +118,7 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         self._is_asleep = False
         self._last_serial = START.serial
         self._sealed = self._served = START
-        self._adapter = Taken(START, num_tensors=0, checksum=0, load_s=0.0)
+        self._adapter = Taken(START, num_tensors=0, checksums=(), load_s=0.0)
         self._activating = asyncio.Lock()
         self._num_updates = 0
         self._probes: deque[Probe] = deque(maxlen=2)
@@ -307,7 +307,7 @@ class vLLMOmniHttpServer(vLLMHttpServer):
                 f"{trajectory.version}"
             )
         fingerprint = fingerprint_of(self._model, trajectory)
-        return Probe(published.version, taken.checksum, taken.num_tensors, fingerprint)
+        return Probe(published.version, taken.checksums, taken.num_tensors, fingerprint)
 
     async def commit_update(self, manifest: Manifest, adapter: LoraConfig | None) -> None:
         """`seal_update` and `activate_weights`, where trainer and replica take turns."""

@@ -95,7 +95,13 @@ class WeightReceiverExtension(CustomPipelineWorkerExtension):
         """
         if self._receiving is not None:
             self._receiving.abandon()
-        self._receiving = Receiving(zmq_handle(self.local_rank), self.device, use_shm=use_shm, timeout_s=timeout_s)
+        self._receiving = Receiving(
+            zmq_handle(self.local_rank),
+            self.device,
+            networks=self._model.experts,
+            use_shm=use_shm,
+            timeout_s=timeout_s,
+        )
 
     def _take_staged(self, manifest: Manifest) -> Staged:
         if self._receiving is None:
@@ -296,7 +302,7 @@ class WeightReceiverExtension(CustomPipelineWorkerExtension):
 
 def _taken(published: Published, staged: Staged, started_s: float) -> Taken:
     load_s = time.perf_counter() - started_s
-    return Taken(published, len(staged.tensors), staged.deciding_checksum, load_s)
+    return Taken(published, len(staged.tensors), staged.deciding_checksums, load_s)
 
 
 def _layer_name(module: str, layers: set[str]) -> str:
