@@ -52,7 +52,7 @@ LEDGER = "engine/test_ledger.py"
 TRANSACTION = "engine/test_transaction.py"
 ENGINE = "engine/test_engine.py"
 RANDOM = "engine/test_properties.py::test_committed_gradient_is_that_of_the_slow_way"
-SAMPLER = "rollout/test_sampler.py"
+SAMPLER = "sampling/test_sampler.py"
 SDE = "algorithms/test_sde.py"
 ADVANTAGES = "algorithms/test_advantages.py"
 LOSSES = "algorithms/test_losses.py"
@@ -336,35 +336,35 @@ TABLE: tuple[Mutation, ...] = (
     ),
     # -- sampler and noise ------------------------------------------------------------------------------------
     Mutation(
-        "rollout/sampler.py",
+        "sampling/sampler.py",
         "the next step starts from the mean, without noise",
         "latents = taken.next_sample",
         "latents = taken.mean.to(self.latents_dtype)",
         SAMPLER,
     ),
     Mutation(
-        "rollout/sampler.py",
+        "sampling/sampler.py",
         "the wrong steps are stochastic",
         "is_sde = [step in request.window.sde_steps for request in requests]",
         "is_sde = [step in request.window.train_steps for request in requests]",
         SAMPLER,
     ),
     Mutation(
-        "rollout/sampler.py",
+        "sampling/sampler.py",
         "all samples of a group have the same noise",
         "sample_seed(self.run_seed, request.uid, request.sample_index)",
         "sample_seed(self.run_seed, request.uid, 0)",
         SAMPLER,
     ),
     Mutation(
-        "rollout/sampler.py",
+        "sampling/sampler.py",
         "the noise of the first step has no end",
         "sigma_max=sigmas[1],",
         "sigma_max=sigmas[2],",
         SAMPLER,
     ),
     Mutation(
-        "rollout/sampler.py",
+        "sampling/sampler.py",
         "replay scores the step with its sigmas of the step before",
         "        rows.next_sigmas,\n        law=law,",
         "        rows.next_sigmas * 0.999,\n        law=law,",

@@ -8,7 +8,7 @@ from typing import Any
 
 import ray._private.state
 
-from verl_digen.rollout.blips import through_blips
+from verl_digen.blips import through_blips
 from verl_digen.schedulers.deadlines import DeadlinesConfig
 
 STARTING = frozenset({"DEPENDENCIES_UNREADY", "PENDING_CREATION", "RESTARTING"})

@@ -21,9 +21,9 @@ from verl_digen.algorithms.kl import KINDS as KL_KINDS
 from verl_digen.algorithms.losses import OLD_LOG_PROBS, Denominator, LossConfig, choose_denominator
 from verl_digen.algorithms.sde import LAWS
 from verl_digen.algorithms.window import WindowConfig
-from verl_digen.rollout.loopback import is_loopback
+from verl_digen.loopback import is_loopback
+from verl_digen.require import require, require_one_of, suggestion
 from verl_digen.schedulers.deadlines import DeadlinesConfig
-from verl_digen.schedulers.require import require, require_one_of, suggestion
 from verl_digen.schedulers.rules import MAX_GROUPS_PER_FRAGMENT, AssistPolicy
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from typing import Any
 from packaging.requirements import Requirement
 
 from verl_digen.models.tiny import BUILDERS
-from verl_digen.schedulers.require import require_one_of
+from verl_digen.require import require_one_of
 from verl_digen.versions import SUPPORTED, outside
 
 NAME = "doctor"
@@ -310,7 +310,7 @@ def _engines() -> list[str]:
 def _replicas() -> list[str]:
     from verl.workers.rollout.replica import RolloutReplicaRegistry
 
-    from verl_digen.plugin import REPLICAS
+    from verl_digen.rollout.registry import REPLICAS
 
     return [name for name in REPLICAS if name in RolloutReplicaRegistry._registry]
 

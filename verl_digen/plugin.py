@@ -22,7 +22,6 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
-from typing import Any
 
 from verl_digen.hooks import after_import
 
@@ -47,53 +46,29 @@ def _register_recipes() -> None:
 
 def _register_trainers() -> None:
     importlib.import_module("verl_digen.trainer.register")
+    importlib.import_module("verl_digen.virtual.trainer")
 
 
 def _register_engine() -> None:
     importlib.import_module("verl_digen.engine.register")
 
 
-def _load_diffusers_replica() -> type[Any]:
-    from verl_digen.rollout.replica import DiffusersReplica
-
-    return DiffusersReplica
-
-
-def _load_vllm_omni_replica() -> type[Any]:
-    from verl_digen.observe.log_levels import kept_log_levels
-
-    with kept_log_levels():
-        from verl_digen.rollout.vllm_omni.replica import vLLMOmniReplica
-
-    return vLLMOmniReplica
-
-
-def _load_virtual_replica() -> type[Any]:
-    from verl_digen.rollout.virtual.replica import VirtualReplica
-
-    return VirtualReplica
-
-
-REPLICAS: dict[str, tuple[Callable[[], type[Any]], str]] = {
-    "diffusers": (_load_diffusers_replica, "verl_digen.rollout.adapter.DiffusersServerAdapter"),
-    "virtual": (_load_virtual_replica, "verl_digen.rollout.adapter.DiffusersServerAdapter"),
-    "vllm_omni": (_load_vllm_omni_replica, "verl_digen.rollout.vllm_omni.adapter.vLLMOmniServerAdapter"),
-}
-"""`actor_rollout_ref.rollout.name` -> loader of the replica's class, and name of its weight sender's class."""
-
-
 def _register_replicas() -> None:
     from verl.workers.rollout.replica import RolloutReplicaRegistry
 
-    for name, (load, _) in REPLICAS.items():
-        RolloutReplicaRegistry.register(name, load)
+    from verl_digen.rollout.registry import REPLICAS
+
+    for name, entry in REPLICAS.items():
+        RolloutReplicaRegistry.register(name, entry.load)
 
 
 def _register_weight_senders() -> None:
     from verl.workers.rollout.base import _ROLLOUT_REGISTRY
 
-    for name, (_, sender) in REPLICAS.items():
-        _ROLLOUT_REGISTRY[(name, "async")] = sender
+    from verl_digen.rollout.registry import REPLICAS
+
+    for name, entry in REPLICAS.items():
+        _ROLLOUT_REGISTRY[(name, "async")] = entry.sender
 
 
 def _reporting_failure(noun: str, register: Callable[[], None]) -> Callable[[], None]:

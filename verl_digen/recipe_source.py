@@ -31,7 +31,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf, flag_override
 
 from verl_digen.patches import hydra_override_errors, hydra_replaced_mappings
-from verl_digen.schedulers.require import suggestion
+from verl_digen.require import suggestion
 
 VERL_CONFIGS = "pkg://verl.trainer.config"
 RECIPES = "pkg://verl_digen.recipes"

@@ -29,7 +29,7 @@ from verl_digen.algorithms.window import Window
 from verl_digen.models import load_model
 from verl_digen.models.base import DiffusionModel
 from verl_digen.models.tiny import build_tiny
-from verl_digen.rollout.sampler import Sampler, score_rows
+from verl_digen.sampling.sampler import Sampler, score_rows
 from verl_digen.types import Condition, Geometry, Rows, SampleRequest, Sampling, Trajectory
 
 PROMPTS = ("a red circle", "two small blue squares left of a red circle on a green background")

@@ -9,10 +9,10 @@ import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from tests.chaos.loop import run_in_virtual_time
-from verl_digen.agent_loop.requests import sample_request
 from verl_digen.agent_loop.server_manager import DiffusionServerClient
 from verl_digen.config import DigenConfig
 from verl_digen.errors import RunStopped
+from verl_digen.sampling.requests import sample_request
 from verl_digen.schedulers.deadlines import DeadlinesConfig
 
 DIGEN = DigenConfig(

@@ -11,8 +11,8 @@ from verl_digen.algorithms.window import WindowConfig, draw_window
 from verl_digen.bench.modes import MODES
 from verl_digen.bench.virtual import predict, simulated_baselines, virtual_overrides, virtual_split
 from verl_digen.config import digen_config
+from verl_digen.devices import Pool
 from verl_digen.simulate.cluster import run_colocated, run_split, simulated_rules
-from verl_digen.simulate.devices import Pool
 from verl_digen.simulate.profile import load_profile, profile_names
 from verl_digen.trainer.disaggregated import batch_rules
 

@@ -7,9 +7,9 @@ import pytest
 
 from verl_digen.config import DigenConfig, SamplingConfig, TspConfig, VirtualConfig
 from verl_digen.engine.fragment import FragmentSample
-from verl_digen.rollout.virtual.durations import ReplicaClock, virtual_durations
 from verl_digen.simulate.costs import sample_s, train_s
 from verl_digen.simulate.profile import load_profile
+from verl_digen.virtual.durations import ReplicaClock, virtual_durations
 
 DIGEN = DigenConfig(
     sampling=SamplingConfig(num_steps=20),

@@ -10,14 +10,14 @@ import pytest
 import torch
 from verl.checkpoint_engine.base import CheckpointEngineRegistry
 
-import verl_digen.rollout.virtual.checkpoint_engine  # noqa: F401 - it registers itself
-from verl_digen.agent_loop.requests import sample_request
+import verl_digen.virtual.checkpoint_engine  # noqa: F401 - it registers itself
 from verl_digen.algorithms.window import WindowConfig
 from verl_digen.config import DigenConfig, SamplingConfig, VirtualConfig
 from verl_digen.rollout.batcher import Withdrawn
-from verl_digen.rollout.virtual.host import VirtualHost, VirtualServer
-from verl_digen.rollout.virtual.reward import compute_score
+from verl_digen.sampling.requests import sample_request
 from verl_digen.types import Generation, SampleRequest
+from verl_digen.virtual.host import VirtualHost, VirtualServer
+from verl_digen.virtual.reward import compute_score
 
 DIGEN = DigenConfig(
     sampling=SamplingConfig(height_px=16, width_px=16, num_steps=10, guidance_scale=4.5),

@@ -26,7 +26,6 @@ from tests.chaos.processes import Cluster, Handle, Reference
 from tests.chaos.rewards import reward_of
 from verl_digen.agent_loop.chunks import ChunkRunner
 from verl_digen.agent_loop.manager import DiffusionAgentLoopWorker
-from verl_digen.agent_loop.requests import SINGLE_TURN
 from verl_digen.agent_loop.server_manager import DiffusionServerClient
 from verl_digen.agent_loop.single_turn import DiffusionSingleTurnAgentLoop
 from verl_digen.config import DigenConfig
@@ -36,8 +35,9 @@ from verl_digen.pipeline.keys import parse_key
 from verl_digen.reward.workers import RewardWorkers
 from verl_digen.rollout.batcher import RequestBatcher
 from verl_digen.rollout.lost import ReplicaHandle
-from verl_digen.rollout.virtual.samples import VirtualSamples
+from verl_digen.sampling.requests import SINGLE_TURN
 from verl_digen.types import Generation, SampleRequest
+from verl_digen.virtual.samples import VirtualSamples
 
 DENOISE_S, SCORE_S, TRAIN_S, COMMIT_S, LOAD_S = 2.0, 0.5, 1.5, 0.5, 1.0
 """Mean times of what devices do."""

@@ -38,7 +38,6 @@ from verl_digen.agent_loop.server_manager import DiffusionServerClient
 from verl_digen.errors import RunStopped
 from verl_digen.observe.timeline import Lane, Recorder
 from verl_digen.pipeline.keys import SampleName
-from verl_digen.rollout.virtual.samples import VirtualSamples
 from verl_digen.schedulers.deadlines import Deadlines
 from verl_digen.trainer.disaggregated import FlowGRPOTrainerDisaggregated
 from verl_digen.trainer.heartbeats import Heartbeats
@@ -46,6 +45,7 @@ from verl_digen.trainer.patience import Patience
 from verl_digen.trainer.replicas import replica_metrics
 from verl_digen.trainer.restarts import Restarts
 from verl_digen.trainer.watchdog import Watchdog
+from verl_digen.virtual.samples import VirtualSamples
 
 RESTART_S = 5.0
 """Virtual seconds that starting a replica again takes."""

@@ -31,7 +31,7 @@ OVERRIDDEN = {
     "engine.engine:DiffusersFSDPEngine": "initialize _build_module _build_lora_module _build_fsdp_module train_mode "
     "eval_mode save_checkpoint load_checkpoint forward_backward_batch disable_adapter optimizer_step "
     "get_per_tensor_param train_batch",
-    "engine.model_config:DiffusionModelConfig": "_mutable_fields",
+    "model_config:DiffusionModelConfig": "_mutable_fields",
     "engine.worker:DiffusionWorker": "init_model compute_log_prob update_actor",
     "models.experts:Experts": "forward",
     "platforms.placement:TypedPools": "create_resource_pool",
@@ -45,14 +45,14 @@ OVERRIDDEN = {
     "rollout.adapter:DiffusersServerAdapter": "resume release update_weights",
     "rollout.placed:PlacedReplica": "get_ray_class_with_init_args",
     "rollout.replica:DiffusersReplica": "launch_servers",
-    "rollout.virtual.checkpoint_engine:VirtualEngine": "prepare build_topology init_process_group finalize "
+    "virtual.checkpoint_engine:VirtualEngine": "prepare build_topology init_process_group finalize "
     "send_weights receive_weights",
-    "rollout.virtual.replica:VirtualReplica": "init_standalone launch_servers",
-    "rollout.virtual.trainer:FlowGRPOTrainerVirtual": "_init_resource_pool_mgr",
-    "rollout.virtual.worker:VirtualWorker": "init_model update_weights save_checkpoint load_checkpoint",
+    "virtual.replica:VirtualReplica": "init_standalone launch_servers",
+    "virtual.trainer:FlowGRPOTrainerVirtual": "_init_resource_pool_mgr",
+    "virtual.worker:VirtualWorker": "init_model update_weights save_checkpoint load_checkpoint",
     "trainer.disaggregated:FlowGRPOTrainerDisaggregated": "on_step_end _setup _get_n_gpus_for_throughput on_step_begin "
     "step on_validate_begin _compute_metrics",
-    "trainer.facade:RayFlowGRPOTrainer": "init_workers fit",
+    "facade:RayFlowGRPOTrainer": "init_workers fit",
     "trainer.replay_buffer:GroupReplayBuffer": "_evict_terminal_groups",
     "trainer.sync:FlowGRPOTrainerSync": "init on_sample_end on_step_end _init_resource_pool_mgr _setup fit "
     "_fetch_one_gen_batch prepare_step _add_prompts_to_generate _balance_batch _compute_old_log_prob "

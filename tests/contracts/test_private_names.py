@@ -210,7 +210,7 @@ def test_verls_registries_are_dicts_that_hold_what_the_plugin_filed():
     from verl.workers.rollout.replica import RolloutReplicaRegistry
 
     import verl_digen.trainer.register  # noqa: F401 - files the engines
-    from verl_digen.plugin import REPLICAS
+    from verl_digen.rollout.registry import REPLICAS
 
     assert set(REPLICAS) <= set(RolloutReplicaRegistry._registry)
     assert ("diffusers", "async") in _ROLLOUT_REGISTRY
@@ -224,7 +224,7 @@ def test_verls_registries_are_dicts_that_hold_what_the_plugin_filed():
 
 
 def test_a_replicas_server_is_what_its_properties_return():
-    from verl_digen.rollout.virtual.replica import VirtualReplica
+    from verl_digen.virtual.replica import VirtualReplica
 
     replica: Any = object.__new__(VirtualReplica)
     replica._server_handle, replica._server_address = "handle", "address"

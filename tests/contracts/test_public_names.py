@@ -14,7 +14,7 @@ from verl.workers.rollout.llm_server import LLMServerManager
 from verl.workers.rollout.replica import RolloutReplica
 
 NAMES = {
-    "verl_digen.trainer.facade:RayFlowGRPOTrainer": RayPPOTrainer,
+    "verl_digen.facade:RayFlowGRPOTrainer": RayPPOTrainer,
     "verl_digen.agent_loop.manager:DiffusionAgentLoopWorker": AgentLoopWorker,
     "verl_digen.agent_loop.single_turn:DiffusionSingleTurnAgentLoop": AgentLoopBase,
     "verl_digen.agent_loop.server_manager:AsyncDiffusionServerManager": LLMServerManager,

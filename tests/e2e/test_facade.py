@@ -17,7 +17,7 @@ import ray
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from verl_digen.trainer.facade import RayFlowGRPOTrainer
+from verl_digen.facade import RayFlowGRPOTrainer
 
 with initialize_config_module("verl.trainer.config", version_base=None):
     config = compose("ppo_trainer", overrides=sys.argv[1:])

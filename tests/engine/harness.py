@@ -29,11 +29,11 @@ from verl_digen.engine.export import plain_name
 from verl_digen.engine.fragment import Fetch, Fragment, FragmentSample
 from verl_digen.engine.gradients import Gradient, put, take
 from verl_digen.engine.loss import DiffusionLoss
-from verl_digen.engine.model_config import DiffusionModelConfig
 from verl_digen.engine.rows import read_samples
 from verl_digen.engine.shadow import local_shards
+from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models import load_model
-from verl_digen.rollout.sampler import Sampler
+from verl_digen.sampling.sampler import Sampler
 from verl_digen.types import Geometry, SampleRequest, Sampling
 
 SIZE_PX = 32

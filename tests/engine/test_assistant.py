@@ -26,7 +26,7 @@ from tests.engine.harness import (
 )
 from verl_digen.algorithms.window import Window
 from verl_digen.engine.assistant import Assistant
-from verl_digen.rollout.sampler import Sampler
+from verl_digen.sampling.sampler import Sampler
 from verl_digen.types import Condition, Generation, Geometry, SampleRequest, Sampling
 
 VERSION = 7

@@ -31,7 +31,7 @@ def make_config(path: Path, prompts_per_update: int = 2, epochs: int = 1, **dige
     assert isinstance(config, DictConfig)
     section = config.actor_rollout_ref
     section.model = {
-        "_target_": "verl_digen.engine.model_config.DiffusionModelConfig",
+        "_target_": "verl_digen.model_config.DiffusionModelConfig",
         "path": str(path),
         "digen": digen_section(**digen),
     }

@@ -25,7 +25,7 @@ from verl_digen.algorithms.window import Window
 from verl_digen.models import ARCHITECTURES, load_model
 from verl_digen.models.base import DiffusionModel
 from verl_digen.models.locate import CONFIG_FILES
-from verl_digen.rollout.sampler import Sampler, score_rows
+from verl_digen.sampling.sampler import Sampler, score_rows
 from verl_digen.types import Condition, Geometry, Rows, SampleRequest, Sampling, Trajectory
 
 RUN_SEED = 7

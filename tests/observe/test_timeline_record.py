@@ -16,18 +16,14 @@ import pytest
 
 from tests.observe.timeline_runs import START_S, interval, lane, random_intervals, simulated_run
 from verl_digen.observe.timeline import (
-    ClockOffset,
     Recorder,
     TimelineFile,
     UnixClock,
-    clock,
     read_timeline,
     recorder,
-    sample_clock,
     step_metrics,
 )
 from verl_digen.observe.timeline import interval as interval_module
-from verl_digen.observe.timeline.clock import SAME_CLOCK
 from verl_digen.observe.timeline.interval import KINDS, WAIT_REASONS, from_line, join_parts, to_line
 
 
@@ -121,7 +117,7 @@ def test_parts_join_and_two_runs_of_a_chunk_do_not():
     assert joined[0].detail == {"seen": "last"}
 
 
-@pytest.mark.parametrize("module", [interval_module, clock, recorder])
+@pytest.mark.parametrize("module", [interval_module, recorder])
 def test_examples_in_the_docstrings_are_true(module):
     names = {"Recorder": Recorder, "Lane": interval_module.Lane}
     result = doctest.testmod(module, extraglobs=names)
@@ -138,83 +134,6 @@ def test_all_but_the_picture_imports_without_torch_ray_or_matplotlib():
 
 
 # -- clocks -----------------------------------------------------------------------------------------------
-class Hosts:
-    """A driver and a host whose clock is `offset_s` ahead; a message takes some time each way."""
-
-    def __init__(self, rng, offset_s, max_delay_s=0.05):
-        self._rng, self.offset_s, self._max_delay_s = rng, offset_s, max_delay_s
-        self.true_s = START_S
-
-    def driver_now_s(self):
-        return self.true_s
-
-    def read_remote(self):
-        self.true_s += self._rng.uniform(0, self._max_delay_s)
-        answer = self.true_s + self.offset_s
-        self.true_s += self._rng.uniform(0, self._max_delay_s) * self._rng.choice([0.1, 1, 10])
-        return answer
-
-
-TICK_S = 1e-6
-"""What unix seconds as floats may be off by."""
-
-
-def test_the_estimate_is_within_its_error_of_the_truth_and_the_error_is_half_the_shortest_round_trip():
-    rng = random.Random(0)
-    for _ in range(500):
-        hosts = Hosts(rng, offset_s=rng.uniform(-100, 100))
-        samples = sample_clock(hosts.read_remote, hosts.driver_now_s, num_samples=rng.randint(1, 12))
-        estimate = ClockOffset.estimate(samples)
-        assert abs(estimate.offset_s - hosts.offset_s) <= estimate.error_s + TICK_S
-        shortest_s = min(sample.received_s - sample.sent_s for sample in samples)
-        assert estimate.error_s == pytest.approx(shortest_s / 2, abs=TICK_S)
-
-
-def test_the_error_bound_is_reached_when_one_way_takes_all_the_time():
-    there = ClockOffset.estimate([(100.0, 107.0, 102.0)])  # 5 s ahead; 2 s there, 0 back
-    back = ClockOffset.estimate([(100.0, 105.0, 102.0)])
-    assert (there.offset_s, there.error_s) == (6.0, 1.0)
-    assert (back.offset_s, back.error_s) == (4.0, 1.0)
-
-
-def test_an_offset_that_still_fits_does_not_move_and_one_that_does_not_is_replaced():
-    rng = random.Random(2)
-    kept = []
-    for _ in range(200):
-        hosts = Hosts(rng, offset_s=rng.uniform(-1e-4, 1e-4))
-        agreed = SAME_CLOCK.checked(sample_clock(hosts.read_remote, hosts.driver_now_s))
-        assert abs(agreed.offset_s - hosts.offset_s) <= agreed.error_s + TICK_S
-        hosts.offset_s += 3.0  # the other host's clock was set
-        moved = agreed.checked(sample_clock(hosts.read_remote, hosts.driver_now_s))
-        assert moved.offset_s == pytest.approx(3.0, abs=0.1)
-        assert abs(moved.offset_s - hosts.offset_s) <= moved.error_s + TICK_S
-        samples = sample_clock(hosts.read_remote, hosts.driver_now_s)
-        fresh, again = ClockOffset.estimate(samples), moved.checked(samples)
-        fits = abs(fresh.offset_s - moved.offset_s) <= fresh.error_s
-        assert again.offset_s == (moved if fits else fresh).offset_s
-        assert abs(again.offset_s - hosts.offset_s) <= again.error_s + TICK_S
-        kept.append(fits)
-    assert {True, False} == set(kept), "both cases were tried"
-    assert SAME_CLOCK.checked([(100.0, 100.5, 101.0)]).offset_s == 0.0
-
-
-def test_aligned_intervals_are_in_the_order_in_which_things_happened():
-    hosts = Hosts(random.Random(3), offset_s=42.0, max_delay_s=0.01)
-    remote = [interval("generate", 42.0, 43.0)]  # at 0 to 1 by the driver's clock
-    offset = SAME_CLOCK.checked(sample_clock(hosts.read_remote, hosts.driver_now_s))
-    (aligned,) = offset.align(remote)
-    assert aligned.start_s - START_S == pytest.approx(0.0, abs=offset.error_s + TICK_S)
-    assert aligned.duration_s == pytest.approx(1.0, abs=TICK_S)
-    assert SAME_CLOCK.align(remote) == remote
-
-
-def test_bad_clock_samples_are_refused():
-    with pytest.raises(ValueError, match="needs >= 1 sample, got 0"):
-        ClockOffset.estimate([])
-    with pytest.raises(ValueError, match=r"before its question, got -1\.0"):
-        ClockOffset.estimate([(100.0, 100.0, 101.0), (100.0, 100.0, 99.0)])
-
-
 def test_the_unix_clock_starts_at_the_time_of_day_and_never_goes_back():
     now_s = UnixClock()
     readings = [now_s() for _ in range(1000)]

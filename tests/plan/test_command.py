@@ -8,12 +8,12 @@ import pytest
 
 from verl_digen.algorithms.window import draw_window
 from verl_digen.config import digen_config
+from verl_digen.devices import PEAK_TFLOPS
 from verl_digen.models import ARCHITECTURES, load_model
 from verl_digen.plan import command
 from verl_digen.plan.compose import DEVICE_GB, Words, compose_run, device_of, split_words
 from verl_digen.plan.published import checkpoint_folder, repositories
-from verl_digen.rollout.recording import trained_latents
-from verl_digen.simulate.devices import PEAK_TFLOPS
+from verl_digen.sampling.recording import trained_latents
 
 WAN_14B = (
     "recipe=digen_flowgrpo",

@@ -9,6 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.models.cases import PROMPTS
+from verl_digen.devices import PEAK_TFLOPS
 from verl_digen.models import ARCHITECTURES, load_model
 from verl_digen.models.flops import (
     LAYOUTS,
@@ -21,7 +22,6 @@ from verl_digen.models.flops import (
     utilisation_metrics,
 )
 from verl_digen.plan.conditions import empty_condition
-from verl_digen.simulate.devices import PEAK_TFLOPS
 from verl_digen.types import Geometry
 
 SIGMAS = torch.tensor([0.9, 0.95])

@@ -8,7 +8,7 @@ import torch
 
 from verl_digen.algorithms.window import Window
 from verl_digen.rollout.batcher import RequestBatcher, Withdrawn
-from verl_digen.rollout.sampler import SamplingStopped
+from verl_digen.sampling.sampler import SamplingStopped
 from verl_digen.types import Generation, Geometry, SampleRequest, Sampling, Trajectory
 
 SAMPLING = Sampling(Geometry(64, 64), num_steps=4, guidance_scale=1.0, law="flow", noise_level=0.7)

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 
+from verl_digen.devices import Pool, parse_pool
 from verl_digen.simulate.cluster import (
     Split,
     baselines,
@@ -19,7 +20,6 @@ from verl_digen.simulate.cluster import (
     steady_window,
 )
 from verl_digen.simulate.costs import assist_s, sample_s, train_s
-from verl_digen.simulate.devices import Pool, parse_pool
 from verl_digen.simulate.profile import Numbers, Profile, load_profile, profile_names
 
 NUMBERS = Numbers(

@@ -21,7 +21,7 @@ from hydra import compose, initialize_config_module
 from torch import Tensor, nn
 
 from verl_digen.algorithms.window import Window
-from verl_digen.rollout.loopback import is_loopback
+from verl_digen.loopback import is_loopback
 from verl_digen.types import Generation, Geometry, SampleRequest, Sampling, Trajectory
 
 if find_spec("vllm_omni") is None:
@@ -263,7 +263,7 @@ def by_sampler(
 ) -> Trajectory:
     """The sample as our own sampler makes it, with the weights of `network`."""
     from verl_digen.models import load_model
-    from verl_digen.rollout.sampler import Sampler
+    from verl_digen.sampling.sampler import Sampler
 
     model = load_model(path)
     encode = model.load_encoder(torch.float32, torch.device("cpu"))

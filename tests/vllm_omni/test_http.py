@@ -12,7 +12,7 @@ import ray
 from PIL import Image
 
 from tests.vllm_omni.conftest import KEY, exposed_sockets, exposed_sockets_of_ray, listening_sockets, request
-from verl_digen.rollout.loopback import is_loopback
+from verl_digen.loopback import is_loopback
 
 BODY = {"prompt": "a red circle", "size": "64x64", "num_inference_steps": 40}
 

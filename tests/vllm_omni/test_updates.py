@@ -18,8 +18,8 @@ from tests.vllm_omni.probes import (
     load_weights,
     register_empty_adapters,
 )
-from verl_digen.agent_loop.requests import DETERMINISTIC
 from verl_digen.models import load_model
+from verl_digen.sampling.requests import DETERMINISTIC
 
 NUM_TRAJECTORIES = 200
 NUM_CHECKED = 12

@@ -18,9 +18,7 @@ def test_weights_that_change_and_an_output_that_does_not_are_an_error_that_names
 def test_each_network_of_a_checkpoint_must_change_with_its_own_weights():
     before = Probe(version=0, checksums=(7, 8), num_tensors=9, fingerprint=(1.0, 2.0, 3.0, 4.0))
     both = replace(before, version=1, checksums=(17, 18), fingerprint=(1.1, 2.0, 3.0, 4.1))
-    assert check_probes({"r0": [before, both]}) == {
-        "rollout/probe_change": pytest.approx(0.1 / math.hypot(3.0, 4.1))
-    }
+    assert check_probes({"r0": [before, both]}) == {"rollout/probe_change": pytest.approx(0.1 / math.hypot(3.0, 4.1))}
     one = replace(both, checksums=(17, 8), fingerprint=(1.1, 2.0, 3.0, 4.0))
     assert check_probes({"r0": [before, one]})["rollout/probe_change"] > 0, "the other's weights are what they were"
     stuck = replace(both, fingerprint=(1.1, 2.0, 3.0, 4.0))

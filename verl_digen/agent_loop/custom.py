@@ -14,8 +14,8 @@ from typing import Any
 import hydra.utils
 from verl.experimental.agent_loop.agent_loop import DictConfigWrap, ToolListWrap, _agent_loop_registry
 
-from verl_digen.agent_loop.requests import SINGLE_TURN
 from verl_digen.agent_loop.single_turn import DiffusionSingleTurnAgentLoop
+from verl_digen.sampling.requests import SINGLE_TURN
 
 
 def make_agent_loop(name: str, worker: Any, client: Any) -> Any:

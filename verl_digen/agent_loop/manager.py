@@ -26,7 +26,6 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from verl_digen.agent_loop.chunks import ChunkOrder, ChunkRunner, GeneratedChunk, ScoredChunk
 from verl_digen.agent_loop.custom import make_agent_loop
-from verl_digen.agent_loop.requests import SINGLE_TURN, request_id, sample_request
 from verl_digen.agent_loop.server_manager import ServerClient
 from verl_digen.agent_loop.single_turn import DiffusionSingleTurnAgentLoop
 from verl_digen.errors import describe
@@ -34,6 +33,7 @@ from verl_digen.observe.images import image_path, is_logged, save_pixels
 from verl_digen.pipeline.conditions import put_condition
 from verl_digen.pipeline.keys import SampleName
 from verl_digen.reward.workers import RewardWorkers
+from verl_digen.sampling.requests import SINGLE_TURN, request_id, sample_request
 from verl_digen.types import Generation, SampleRequest, SampleScore
 
 logger = logging.getLogger(__name__)

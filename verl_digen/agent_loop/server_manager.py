@@ -12,10 +12,10 @@ import ray
 from ray.exceptions import ActorDiedError, RayActorError
 from verl.workers.rollout.llm_server import LLMServerClient, LLMServerManager
 
-from verl_digen.agent_loop.requests import request_id
+from verl_digen.blips import through_blips
 from verl_digen.config import DigenConfig, digen_config
 from verl_digen.errors import RunStopped
-from verl_digen.rollout.blips import through_blips
+from verl_digen.sampling.requests import request_id
 from verl_digen.schedulers.deadlines import Deadlines
 from verl_digen.types import Generation, SampleRequest
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, register
 
-from verl_digen.agent_loop.requests import SINGLE_TURN, sample_request
 from verl_digen.agent_loop.server_manager import DiffusionServerClient, ServerClient
+from verl_digen.sampling.requests import SINGLE_TURN, sample_request
 from verl_digen.types import Generation
 
 

@@ -14,7 +14,7 @@ import random
 from dataclasses import dataclass
 
 from verl_digen.algorithms.seeds import keyed_seed
-from verl_digen.schedulers.require import require, require_one_of
+from verl_digen.require import require, require_one_of
 
 KINDS = ("all", "consecutive", "fraction")
 

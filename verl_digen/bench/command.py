@@ -32,9 +32,9 @@ from typing import Any
 from verl_digen.bench.modes import MODES, Mode, interleaved, parse_modes
 from verl_digen.bench.runs import RunFailed, RunResult, Work, run_mode
 from verl_digen.bench.summary import Baseline, Prediction
-from verl_digen.schedulers.require import require
+from verl_digen.devices import Pool, parse_pool
+from verl_digen.require import require
 from verl_digen.simulate.cluster import Split
-from verl_digen.simulate.devices import Pool, parse_pool
 
 NAME = "bench"
 
@@ -113,7 +113,7 @@ def _modes(args: Namespace) -> list[Mode]:
         args.profile is None or args.device is not None,
         "--profile needs --device, the type of the devices that are measured",
         args.device,
-        "name one that verl_digen/simulate/devices.py knows",
+        "name one that verl_digen/devices.py knows",
     )
     return modes
 

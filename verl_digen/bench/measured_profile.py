@@ -23,7 +23,7 @@ from verl_digen.algorithms.window import draw_window
 from verl_digen.bench.runs import RunResult
 from verl_digen.config import DigenConfig, digen_config
 from verl_digen.observe.timeline import Interval, read_timeline
-from verl_digen.schedulers.require import require
+from verl_digen.require import require
 from verl_digen.simulate.cluster import COLOCATED_TSP
 
 PIPELINED = "gap+tsp"
@@ -35,7 +35,7 @@ def measured_profile(runs: Sequence[RunResult], *, num_warm_up: int, model: str,
 
     Args:
         model: its name, in words.
-        device: type, one of `verl_digen.simulate.devices`.
+        device: type, one of `verl_digen.devices`.
 
     Raises:
         ValueError: a mode that is needed was not run.

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from verl_digen.schedulers.require import require
+from verl_digen.require import require
 from verl_digen.simulate.cluster import BARRIER, COLOCATED, COLOCATED_TSP
 
 

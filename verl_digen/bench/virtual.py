@@ -10,9 +10,9 @@ from __future__ import annotations
 from verl_digen.algorithms.window import WindowConfig, draw_window
 from verl_digen.bench.modes import Mode
 from verl_digen.bench.summary import Baseline, Prediction
-from verl_digen.schedulers.require import require
+from verl_digen.devices import Pool
+from verl_digen.require import require
 from verl_digen.simulate.cluster import WARM_UP_STEPS, Split, baselines, run_split
-from verl_digen.simulate.devices import Pool
 from verl_digen.simulate.profile import Numbers, Profile
 
 NUM_PREDICTED_STEPS = WARM_UP_STEPS + 3

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 import torch
 
 from verl_digen.engine.engine import DiffusersFSDPEngine
-from verl_digen.rollout.recording import experts_of, generation_facts
-from verl_digen.rollout.sampler import Sampler
+from verl_digen.sampling.recording import experts_of, generation_facts
+from verl_digen.sampling.sampler import Sampler
 from verl_digen.types import Condition, Generation, SampleRequest, move_condition
 
 

@@ -15,9 +15,9 @@ from torch.distributed.fsdp import FSDPModule
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.config import FSDPEngineConfig
 
-from verl_digen.engine.model_config import DiffusionModelConfig
+from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models.base import DiffusionModel
-from verl_digen.schedulers.require import require
+from verl_digen.require import require
 
 
 def check_engine_config(config: FSDPEngineConfig) -> None:

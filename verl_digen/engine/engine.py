@@ -58,15 +58,15 @@ from verl_digen.engine.gathered import recover, reshard
 from verl_digen.engine.ledger import AdvantageLedger
 from verl_digen.engine.logical_batch import LogicalBatch
 from verl_digen.engine.loss import DiffusionLoss, combine_metrics
-from verl_digen.engine.model_config import MODEL_TYPE, DiffusionModelConfig
 from verl_digen.engine.planning import Planner
 from verl_digen.engine.row_flops import RowFlops
 from verl_digen.engine.rows import Samples, read_samples, tile_rows
 from verl_digen.engine.scoring import Scorer, without_adapter
 from verl_digen.engine.shadow import ShadowWeights, local_shards
 from verl_digen.engine.transaction import GradientTransaction
+from verl_digen.model_config import MODEL_TYPE, DiffusionModelConfig
 from verl_digen.models import load_model
-from verl_digen.schedulers.require import require
+from verl_digen.require import require
 from verl_digen.types import Rows
 
 logger = logging.getLogger(__name__)

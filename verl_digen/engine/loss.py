@@ -29,7 +29,7 @@ from verl_digen.algorithms.losses.registry import BEHAVIOUR, OLD, TRAJECTORY
 from verl_digen.algorithms.rows import Rows as LossRows
 from verl_digen.algorithms.sde import SdeStep
 from verl_digen.config import DigenConfig
-from verl_digen.schedulers.require import require_one_of
+from verl_digen.require import require_one_of
 from verl_digen.types import Rows
 
 

@@ -20,7 +20,7 @@ from verl_digen.config import DigenConfig
 from verl_digen.engine.loss import Reference
 from verl_digen.engine.shadow import ShadowWeights
 from verl_digen.models.base import DiffusionModel
-from verl_digen.rollout.sampler import score_rows
+from verl_digen.sampling.sampler import score_rows
 from verl_digen.types import Geometry, Rows
 
 

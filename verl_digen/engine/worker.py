@@ -37,7 +37,7 @@ from verl_digen.engine.fragment import Fragment, fetch_samples
 from verl_digen.engine.loss import DiffusionLoss
 from verl_digen.pipeline.conditions import fetch_conditions
 from verl_digen.platforms.device_name import accelerator_name
-from verl_digen.plugin import REPLICAS
+from verl_digen.rollout.registry import REPLICAS
 from verl_digen.types import Generation, SampleRequest
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@
 - Norms, activations, rotary embeddings and what the tokens of other rows pad are left out: well below 2 %.
 - Backward costs a linear layer 2 W per token for its input's gradient, and 2 W for its own unless it is frozen.
   Attention costs twice its forward. Recomputation costs one forward more.
-- Peaks are those of `verl_digen.simulate.devices`: dense bf16, of the data sheets.
+- Peaks are those of `verl_digen.devices`: dense bf16, of the data sheets.
 
 Invariants (tests/plan/test_flops.py): within 2 % of what `torch.utils.flop_counter.FlopCounterMode` counts, for every
 architecture, forward and backward, with and without guidance.
@@ -21,8 +21,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from verl_digen.devices import PEAK_TFLOPS
 from verl_digen.models.base import DiffusionModel
-from verl_digen.simulate.devices import PEAK_TFLOPS
 from verl_digen.types import Geometry
 
 IMAGE, TEXT, JOINT, ROW, NONE = "image", "text", "joint", "row", "none"
@@ -203,7 +203,7 @@ def peak_flops(device_name: str) -> float | None:
 
 
 def device_type(device_name: str) -> str | None:
-    """The type of `verl_digen.simulate.devices` that a device is, or None."""
+    """The type of `verl_digen.devices` that a device is, or None."""
     words = set(re.split(r"[\s_-]+", device_name))
     found = [kind for kind in PEAK_TFLOPS if kind in words]
     is_apart = BOARDS_APART.search(device_name) is not None and "A100" not in found

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from verl_digen.schedulers.require import require, require_one_of, suggestion
+from verl_digen.require import require, require_one_of, suggestion
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -23,7 +23,7 @@ GB = 10**9
 
 DEVICE_GB = {"A100": 80, "L40S": 48, "H20": 96, "H800": 80, "H100": 80, "H200": 141, "B200": 180}
 """Memory of a device by the data sheets of NVIDIA; an A100 comes with 40 GB too. For every accelerator of
-`verl_digen.simulate.devices.PEAK_TFLOPS`."""
+`verl_digen.devices.PEAK_TFLOPS`."""
 MFU = 0.4
 """Assumed share of the peak: 6.1 steps/s of FLUX.1 at 1024 px on an H100 are 0.46 (huggingface.co/fireworks-ai/
 FLUX.1-dev-fp8-flumina), and training also communicates."""

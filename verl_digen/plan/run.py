@@ -19,7 +19,7 @@ from verl.utils.torch_dtypes import PrecisionType
 from verl_digen.algorithms.window import draw_window
 from verl_digen.config import DigenConfig, digen_config
 from verl_digen.engine.build import add_adapter
-from verl_digen.engine.model_config import DiffusionModelConfig
+from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models import load_model
 from verl_digen.models.flops import Flops, forward_flops
 from verl_digen.plan.activations import Activations, trace_activations
@@ -27,8 +27,8 @@ from verl_digen.plan.compose import is_split
 from verl_digen.plan.conditions import empty_condition
 from verl_digen.plan.networks import Counts, count_network, count_parts
 from verl_digen.plan.published import checkpoint_folder
-from verl_digen.rollout.recording import trained_latents
-from verl_digen.schedulers.require import require
+from verl_digen.require import require
+from verl_digen.sampling.recording import trained_latents
 from verl_digen.types import Condition, Geometry
 
 ADAMS = ("AdamW", "Adam")

@@ -14,8 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verl_digen.algorithms.losses import loss_names, reads_trajectories
+from verl_digen.devices import PEAK_TFLOPS
 from verl_digen.plan.run import Run
-from verl_digen.simulate.devices import PEAK_TFLOPS
 
 
 @dataclass(frozen=True)

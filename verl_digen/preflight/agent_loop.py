@@ -8,14 +8,14 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from verl_digen.config import digen_config
-from verl_digen.schedulers.require import require
+from verl_digen.require import require
 
 SECTION = "actor_rollout_ref.rollout.agent"
 
 
 def check_agent_loop(config: DictConfig) -> None:
     """The run's agent loop is known and can be imported, and makes every sample of the run."""
-    from verl_digen.agent_loop.requests import SINGLE_TURN
+    from verl_digen.sampling.requests import SINGLE_TURN
 
     agent = config.actor_rollout_ref.rollout.agent
     named = {} if agent.agent_loop_config_path is None else _named_loops(agent.agent_loop_config_path)

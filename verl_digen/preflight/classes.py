@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_digen.schedulers.require import require, suggestion
+from verl_digen.require import require, suggestion
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_digen.config import digen_config
 from verl_digen.preflight.pools import VIRTUAL
-from verl_digen.schedulers.require import require
+from verl_digen.require import require
 
 if TYPE_CHECKING:
     from verl_digen.data.lengths import PromptCheck, TooLong

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_digen.config import digen_config
 from verl_digen.preflight.pools import VIRTUAL
-from verl_digen.schedulers.require import require, require_one_of, suggestion
+from verl_digen.require import require, require_one_of, suggestion
 
 if TYPE_CHECKING:
     from verl_digen.models.base import DiffusionModel
@@ -52,7 +52,7 @@ def check_model(config: DictConfig) -> None:
 
 def check_model_section(config: DictConfig) -> None:
     """The keys of `actor_rollout_ref.model` are known, and an adapter to go on with can be read."""
-    from verl_digen.engine.model_config import DiffusionModelConfig
+    from verl_digen.model_config import DiffusionModelConfig
 
     section: Any = OmegaConf.to_container(config.actor_rollout_ref.model, resolve=True, throw_on_missing=True)
     names = {field.name for field in fields(DiffusionModelConfig)}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from verl_digen.schedulers.require import require
+from verl_digen.require import require
 
 STEP_PREFIX = "global_step_"
 """Folder of a checkpoint, before the number of its step."""

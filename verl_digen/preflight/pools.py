@@ -7,9 +7,9 @@ from importlib.util import find_spec
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_digen import plugin
 from verl_digen.config import digen_config
-from verl_digen.schedulers.require import require, require_one_of, suggestion
+from verl_digen.require import require, require_one_of, suggestion
+from verl_digen.rollout.registry import REPLICAS
 
 COLOCATED = "digen_flowgrpo"
 """`trainer.v1.trainer_mode` with which trainer and replicas take turns on the same devices."""
@@ -62,7 +62,7 @@ def check_device(config: DictConfig) -> None:
 def check_rollout(config: DictConfig) -> None:
     """The replica exists, and replicas fit the devices."""
     rollout = config.actor_rollout_ref.rollout
-    require_one_of("actor_rollout_ref.rollout.name", rollout.name, plugin.REPLICAS)
+    require_one_of("actor_rollout_ref.rollout.name", rollout.name, REPLICAS)
     require(
         rollout.name != "vllm_omni" or find_spec("vllm_omni") is not None,
         "actor_rollout_ref.rollout.name=vllm_omni needs the package vllm-omni",
@@ -197,7 +197,7 @@ def check_virtual(config: DictConfig) -> None:
         "use recipe=[...,disaggregated,virtual]",
     )
     if is_virtual:
-        from verl_digen.rollout.virtual.durations import virtual_durations
+        from verl_digen.virtual.durations import virtual_durations
 
         virtual_durations(digen_config(config))
 

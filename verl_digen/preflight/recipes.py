@@ -12,7 +12,7 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from verl_digen.schedulers.require import require
+from verl_digen.require import require
 
 MACHINE = ("digen_cpu", "digen_machine")
 """Recipes of a machine: they may stand beside any other."""

@@ -10,8 +10,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_digen.config import digen_config
+from verl_digen.require import require
 from verl_digen.reward.functions import formula, require_reward_function, resolve
-from verl_digen.schedulers.require import require
 
 CUSTOM_KEY = "reward.custom_reward_function"
 MODULE_PREFIX = "pkg://"

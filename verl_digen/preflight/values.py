@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
-from verl_digen.schedulers.require import suggestion
+from verl_digen.require import suggestion
 
 MAX_DEVICES = 100_000
 """More than any cluster has."""

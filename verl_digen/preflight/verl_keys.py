@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from verl_digen import plugin
 from verl_digen.config import digen_config
 from verl_digen.preflight.pools import num_ranks
-from verl_digen.schedulers.require import require, suggestion
+from verl_digen.require import require, suggestion
 
 STORAGES = {"MooncakeStore": ("mooncake", "mooncake-transfer-engine"), "Yuanrong": ("yr", "openyuanrong-datasystem")}
 """Storages of TransferQueue -> the module they import, and the package that has it."""

@@ -11,9 +11,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_digen.config import digen_config
 from verl_digen.preflight.pools import COLOCATED
+from verl_digen.require import require
 from verl_digen.rollout.vllm_omni.served import STEPWISE
 from verl_digen.rollout.vllm_omni.settings import check_settings, check_versions
-from verl_digen.schedulers.require import require
 
 
 def check_vllm_omni(config: DictConfig) -> None:

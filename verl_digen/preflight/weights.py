@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weight files of a checkpoint on this machine: all are there, none was cut short while it was copied, and they hold the
-tensors of the network that the configuration beside them describes."""
+"""Weight files of a checkpoint on this machine: all are there, none was cut short while it was copied, and they hold
+the tensors of the network that the configuration beside them describes."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _expected(folder: Path, text: str) -> tuple[tuple[str, tuple[int, ...]], ...
         network = make_meta_network(folder, str(json.loads(text)["_class_name"]), torch.float32)
     except (ValueError, LookupError, TypeError, AttributeError, RuntimeError, ZeroDivisionError) as error:
         raise ValueError(
-            f"{KEY} must hold the configuration of a network, got {str(folder / 'config.json')!r}, which describes none "
-            f"({type(error).__name__}: {str(error).splitlines()[0]}); complete the download"
+            f"{KEY} must hold the configuration of a network, got {str(folder / 'config.json')!r}, which describes "
+            f"none ({type(error).__name__}: {str(error).splitlines()[0]}); complete the download"
         ) from error
     return tuple((name, tuple(tensor.shape)) for name, tensor in network.state_dict().items())

@@ -12,7 +12,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError
 from torch import Tensor
 from verl.workers.rollout.utils import ensure_async_iterator
 
-from verl_digen.rollout.blips import through_blips
+from verl_digen.blips import through_blips
 
 logger = logging.getLogger(__name__)
 

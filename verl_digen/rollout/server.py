@@ -27,8 +27,8 @@ from verl_digen.platforms.device_name import accelerator_name
 from verl_digen.rollout.batcher import RequestBatcher
 from verl_digen.rollout.fingerprint import PROMPT, fingerprint
 from verl_digen.rollout.prompt_cache import PromptCache
-from verl_digen.rollout.recording import experts_of, generation_facts
-from verl_digen.rollout.sampler import Sampler
+from verl_digen.sampling.recording import experts_of, generation_facts
+from verl_digen.sampling.sampler import Sampler
 from verl_digen.types import Condition, Generation, SampleRequest, move_condition
 from verl_digen.weights.probe import Probe, is_probe_due
 from verl_digen.weights.receiver import WeightReceiver

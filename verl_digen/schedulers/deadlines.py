@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Literal
 
+from verl_digen.require import require
 from verl_digen.schedulers.durations import RunningLine
-from verl_digen.schedulers.require import require
 
 CallKind = Literal["generate", "assist", "score", "train", "commit", "load", "publish", "answer", "start"]
 """Kinds of calls to a replica, the trainer or an agent loop worker. "answer": any call that takes no work."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from verl_digen.schedulers.require import require
+from verl_digen.require import require
 
 AssistPolicy = Literal["off", "bts", "always"]
 """off: the trainer never generates. bts: where a search says that it shortens the batch. always: at every bubble."""

@@ -21,9 +21,9 @@ from heapq import heappop, heappush
 from math import isfinite
 from typing import Any, Literal, NamedTuple
 
+from verl_digen.require import require
 from verl_digen.schedulers.durations import KnownDurations
 from verl_digen.schedulers.planner import BatchPlanner
-from verl_digen.schedulers.require import require
 from verl_digen.schedulers.rules import BatchRules
 from verl_digen.schedulers.search import EPSILON_S
 from verl_digen.schedulers.types import TRAINER, Assist, BatchReport, Commit, Generate, Train

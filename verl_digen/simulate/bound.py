@@ -22,9 +22,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from verl_digen.devices import Pool
 from verl_digen.schedulers.rules import BatchRules
 from verl_digen.simulate.costs import assist_s, sample_s, train_s
-from verl_digen.simulate.devices import Pool
 from verl_digen.simulate.profile import Profile
 
 

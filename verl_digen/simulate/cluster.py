@@ -18,14 +18,14 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
+from verl_digen.devices import Pool
+from verl_digen.require import require
 from verl_digen.schedulers.durations import KnownDurations
-from verl_digen.schedulers.require import require
 from verl_digen.schedulers.rules import BatchRules
 from verl_digen.schedulers.simulation import TECHNIQUES, Event, PlannerRun, What
 from verl_digen.schedulers.types import TRAINER
 from verl_digen.simulate.bound import lower_bound_s
 from verl_digen.simulate.costs import assist_s, sample_s, train_s
-from verl_digen.simulate.devices import Pool
 from verl_digen.simulate.profile import Profile
 
 WARM_UP_STEPS = 2

@@ -21,10 +21,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from verl_digen.schedulers.require import require, suggestion
+from verl_digen.devices import parse_pool
+from verl_digen.require import require, suggestion
 from verl_digen.schedulers.simulation import TECHNIQUES
 from verl_digen.simulate.cluster import Outcome, Split, baselines, best_baseline, best_split, ladder, run_split
-from verl_digen.simulate.devices import parse_pool
 from verl_digen.simulate.profile import Profile, load_profile, profile_names
 
 NAME = "simulate"

@@ -17,8 +17,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from verl_digen.schedulers.require import require, suggestion
-from verl_digen.simulate.devices import PEAK_TFLOPS
+from verl_digen.devices import PEAK_TFLOPS
+from verl_digen.require import require, suggestion
 
 SOURCES = ("measured:", "published:", "derived:", "chosen:")
 """What a number's source begins with."""
@@ -121,7 +121,7 @@ def parse_profile(name: str, text: str) -> Profile:
         data["device"] in PEAK_TFLOPS,
         f"device of profile {name} must be one of {', '.join(PEAK_TFLOPS)}",
         data["device"],
-        "add it to verl_digen/simulate/devices.py",
+        "add it to verl_digen/devices.py",
     )
     entries = data["numbers"]
     known = [field.name for field in fields(Numbers)]

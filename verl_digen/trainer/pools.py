@@ -14,11 +14,11 @@ from ray.exceptions import RayActorError
 
 from verl_digen.agent_loop.chunks import ChunkOrder, GeneratedChunk, ScoredChunk, describe
 from verl_digen.agent_loop.server_manager import ALL_LOST
+from verl_digen.blips import through_blips
 from verl_digen.engine.fragment import Fragment as EngineFragment
 from verl_digen.engine.fragment import FragmentSample
 from verl_digen.errors import RunStopped
 from verl_digen.pipeline.keys import SampleName
-from verl_digen.rollout.blips import through_blips
 from verl_digen.schedulers.types import Chunk, Fragment
 
 logger = logging.getLogger(__name__)

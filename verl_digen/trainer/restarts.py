@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from verl_digen.agent_loop.chunks import describe
-from verl_digen.rollout.blips import pauses_s
+from verl_digen.blips import pauses_s
 
 logger = logging.getLogger(__name__)
 

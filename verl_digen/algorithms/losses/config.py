@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from verl_digen.schedulers.require import require
+from verl_digen.require import require
 
 DEFAULTS = "leave it alone for the default"
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 from typing import Literal
 
 from verl_digen.algorithms.losses.registry import BEHAVIOUR, OLD, is_off_policy, loss_inputs, loss_names
-from verl_digen.schedulers.require import require
+from verl_digen.require import require
 
 OLD_LOG_PROBS = ("auto", "recompute", "rollout")
 """Values of `digen.old_log_probs`."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from verl_digen.algorithms.losses.config import LossConfig
 from verl_digen.algorithms.rows import LossOutput, Rows
-from verl_digen.schedulers.require import require_one_of
+from verl_digen.require import require_one_of
 
 BEHAVIOUR = "behaviour_log_prob"
 """Column: log-prob under the policy that generated the sample, recorded at generation."""

@@ -1,25 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """The timeline: where every device-second of a run went.
 
-- Whoever works or waits says so with a `Recorder`; the driver collects, aligns clocks, and appends to
+- The driver notes with a `Recorder` when each device begins and ends its work, and appends to
   `RUN_DIR/timeline.jsonl`, whose schema is in `verl_digen.observe.timeline.interval`.
 - Metrics, picture and trace are pure functions of these intervals, in a live run and afterwards alike.
 
-    Recorder (each process) --drain--> driver: ClockOffset.align --> TimelineFile --> read_timeline
-                                          |                                              |
-                                     step_metrics                                  step_metrics, draw, to_trace
+    Recorder --drain--> TimelineFile --> read_timeline
+                |                             |
+           step_metrics            step_metrics, draw, to_trace
 
 Of these modules only `gantt` imports a heavy library (matplotlib), and none imports Ray or torch.
 """
 
 from verl_digen.observe.timeline.analysis import step_metrics
-from verl_digen.observe.timeline.clock import ClockOffset, UnixClock, sample_clock
+from verl_digen.observe.timeline.clock import UnixClock
 from verl_digen.observe.timeline.file import Timeline, TimelineFile, read_timeline
 from verl_digen.observe.timeline.interval import Interval, Kind, Lane, Pool, WaitReason
 from verl_digen.observe.timeline.recorder import Drained, OpenInterval, Recorder
 
 __all__ = [
-    "ClockOffset",
     "Drained",
     "Interval",
     "Kind",
@@ -32,6 +31,5 @@ __all__ = [
     "UnixClock",
     "WaitReason",
     "read_timeline",
-    "sample_clock",
     "step_metrics",
 ]

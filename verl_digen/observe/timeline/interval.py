@@ -103,7 +103,7 @@ UNATTRIBUTED = "unattributed"
 """The cause of idle time that no interval covers. Never written, always reported."""
 
 JOIN_GAP_S = 0.01
-"""How far apart the parts of a cut interval may lie. They touch, unless a new clock offset came between them."""
+"""How far apart the parts of a cut interval may lie. They touch, but for rounding."""
 
 
 @dataclass(frozen=True)

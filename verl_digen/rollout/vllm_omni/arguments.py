@@ -10,7 +10,7 @@ from typing import Any
 from verl.plugin.platform import get_platform
 from vllm_omni.diffusion.data import parse_attention_config
 
-from verl_digen.engine.model_config import DiffusionModelConfig
+from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.rollout.vllm_omni.pipeline import PREFIX, recording_class
 from verl_digen.rollout.vllm_omni.settings import KEY, check_settings
 from verl_digen.rollout.vllm_omni.step_mode import StepRecordingMixin

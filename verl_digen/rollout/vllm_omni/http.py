@@ -39,9 +39,9 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from torch import Tensor
 
-from verl_digen.agent_loop.requests import DETERMINISTIC
 from verl_digen.config import DigenConfig
-from verl_digen.rollout.loopback import is_loopback
+from verl_digen.loopback import is_loopback
+from verl_digen.sampling.requests import DETERMINISTIC
 from verl_digen.types import Geometry, SampleRequest, Sampling
 
 RETRY_AFTER_S = 5

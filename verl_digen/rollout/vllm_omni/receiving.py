@@ -94,9 +94,7 @@ class Receiving:
         timeout_s: longest wait for the next part.
     """
 
-    def __init__(
-        self, handle: str, device: torch.device, *, networks: Sequence[str], use_shm: bool, timeout_s: float
-    ):
+    def __init__(self, handle: str, device: torch.device, *, networks: Sequence[str], use_shm: bool, timeout_s: float):
         self._abandoned = threading.Event()
         self._timeout_s = timeout_s
         self._receiver = BoundedReceiver(handle, device, use_shm, abandoned=self._abandoned, timeout_s=timeout_s)

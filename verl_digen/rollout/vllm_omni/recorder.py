@@ -5,7 +5,7 @@ it ends as a trajectory beside its pixels.
 How a pipeline comes to its velocities is for others: `step_mode.py`, `request_mode.py`.
 
 Latents are kept in the order's dtype and velocities in fp32; the network sees latents in its own dtype, as in
-`verl_digen.rollout.sampler`.
+`verl_digen.sampling.sampler`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from vllm_omni.diffusion.data import DiffusionOutput
 
 from verl_digen.algorithms.noise import INITIAL_LATENTS, sample_seed, step_noise
 from verl_digen.algorithms.sde import sde_step
-from verl_digen.rollout.recording import initial_seed, record_trajectory, trained_latents
 from verl_digen.rollout.vllm_omni.requests import RecordingOrder
+from verl_digen.sampling.recording import initial_seed, record_trajectory, trained_latents
 from verl_digen.types import Condition, SampleRequest, move_condition
 
 RECORDED = "digen_recorded"

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from verl_digen.schedulers.require import require
+from verl_digen.require import require
 
 SERVED = (
     "FluxPipeline",

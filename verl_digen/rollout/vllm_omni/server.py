@@ -37,7 +37,6 @@ from vllm_omni.entrypoints.async_omni import AsyncOmni
 
 from verl_digen.models import load_model
 from verl_digen.rollout.placed import cpu_threads
-from verl_digen.rollout.recording import experts_of, generation_facts
 from verl_digen.rollout.vllm_omni.arguments import check_taken, engine_arguments
 from verl_digen.rollout.vllm_omni.http import build_app, read_key
 from verl_digen.rollout.vllm_omni.probing import UID, fingerprint_of, probe_order
@@ -51,6 +50,7 @@ from verl_digen.rollout.vllm_omni.requests import (
     to_prompt,
     to_sampling_params,
 )
+from verl_digen.sampling.recording import experts_of, generation_facts
 from verl_digen.types import Condition, Generation, SampleRequest, Trajectory
 from verl_digen.weights.manifest import Manifest
 from verl_digen.weights.probe import Probe, is_probe_due

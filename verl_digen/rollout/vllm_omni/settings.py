@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from importlib.metadata import version
 from typing import Any
 
-from verl_digen.schedulers.require import require, require_one_of
+from verl_digen.require import require, require_one_of
 
 KEY = "actor_rollout_ref.rollout.engine_kwargs.vllm_omni"
 

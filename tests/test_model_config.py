@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from tests.engine.harness import digen_section
 from verl_digen.config import DigenConfig
-from verl_digen.engine.model_config import DiffusionModelConfig
+from verl_digen.model_config import DiffusionModelConfig
 
 
 def config(checkpoint: Path, **changes) -> DiffusionModelConfig:
@@ -25,7 +25,7 @@ def test_verl_builds_it_from_the_composed_config(tiny_qwen_image: Path):
         {
             "digen": digen_section(seed=7, reward={"functions": {"jpeg": 1.0}}),
             "model": {
-                "_target_": "verl_digen.engine.model_config.DiffusionModelConfig",
+                "_target_": "verl_digen.model_config.DiffusionModelConfig",
                 "path": str(tiny_qwen_image),
                 "digen": "${digen}",
                 "lora": {"rank": 8, "alpha": 16, "merge": True},

@@ -25,10 +25,10 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl_digen.config import digen_config
 from verl_digen.engine.fragment import Fragment, fetch_samples
 from verl_digen.engine.worker import DiffusionWorker
-from verl_digen.rollout.virtual.checkpoint_engine import VirtualEngine
-from verl_digen.rollout.virtual.durations import virtual_durations
-from verl_digen.rollout.virtual.samples import VirtualSamples
 from verl_digen.types import Generation, SampleRequest
+from verl_digen.virtual.checkpoint_engine import VirtualEngine
+from verl_digen.virtual.durations import virtual_durations
+from verl_digen.virtual.samples import VirtualSamples
 
 logger = logging.getLogger(__name__)
 

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from verl_digen.config import DigenConfig
+from verl_digen.devices import known_device, slowdown
 from verl_digen.engine.fragment import FragmentSample
-from verl_digen.schedulers.require import require
+from verl_digen.require import require
 from verl_digen.simulate.costs import assist_s, sample_s, train_s
-from verl_digen.simulate.devices import known_device, slowdown
 from verl_digen.simulate.profile import Profile, load_profile, profile_names
 
 

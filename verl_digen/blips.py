@@ -3,7 +3,7 @@
 
 A call may have been executed although its answer was lost. So only calls that may be made twice go through here.
 
-Invariant (tests/rollout/test_blips.py): pauses grow, and their sum is at most the patience.
+Invariant (tests/test_blips.py): pauses grow, and their sum is at most the patience.
 """
 
 from __future__ import annotations

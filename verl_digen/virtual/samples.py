@@ -16,7 +16,7 @@ import torch
 from verl.utils.torch_dtypes import PrecisionType
 
 from verl_digen.config import DigenConfig
-from verl_digen.rollout.recording import generation_facts, initial_seed, record_trajectory, trained_latents
+from verl_digen.sampling.recording import generation_facts, initial_seed, record_trajectory, trained_latents
 from verl_digen.types import Condition, Generation, SampleRequest
 
 CONDITION_SHAPE = (64, 64)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 from dataclasses import replace
 
-from verl_digen.agent_loop.requests import sample_request
 from verl_digen.config import DigenConfig, SamplingConfig
+from verl_digen.sampling.requests import sample_request
 
 DIGEN = DigenConfig(sampling=SamplingConfig(num_steps=10, val_num_steps=20, guidance_scale=4.0, negative_prompt="ugly"))
 

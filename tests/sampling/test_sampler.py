@@ -17,7 +17,7 @@ from verl_digen.algorithms.noise import INITIAL_LATENTS, noise, sample_seed
 from verl_digen.algorithms.window import Window
 from verl_digen.models import load_model
 from verl_digen.models.base import DiffusionModel, PromptEncoder
-from verl_digen.rollout.sampler import Sampler, SamplingStopped, score_rows
+from verl_digen.sampling.sampler import Sampler, SamplingStopped, score_rows
 from verl_digen.types import Condition, Geometry, Rows, SampleRequest, Sampling, Trajectory
 
 CPU = torch.device("cpu")

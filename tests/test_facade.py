@@ -3,7 +3,7 @@ import pytest
 import transfer_queue
 from hydra import compose, initialize_config_module
 
-from verl_digen.trainer.facade import RayFlowGRPOTrainer
+from verl_digen.facade import RayFlowGRPOTrainer
 
 
 def test_a_pipeline_of_ones_own_is_checked_before_anything_starts(monkeypatch):

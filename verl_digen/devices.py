@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from verl_digen.schedulers.require import require
+from verl_digen.require import require
 
 PEAK_TFLOPS = {
     "A100": 312.0,

@@ -29,7 +29,7 @@ from verl_digen.config import DigenConfig, digen_config
 from verl_digen.models import load_model, read_architecture
 from verl_digen.models.json_file import read_object
 from verl_digen.models.locate import locate, locate_index
-from verl_digen.schedulers.require import require
+from verl_digen.require import require
 
 if TYPE_CHECKING:
     from peft import LoraConfig

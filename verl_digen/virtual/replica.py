@@ -12,7 +12,7 @@ from ray.actor import ActorHandle
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica
 
 from verl_digen.config import digen_config
-from verl_digen.rollout.virtual.host import MAX_CONCURRENCY, NAME, VirtualHost, VirtualServer
+from verl_digen.virtual.host import MAX_CONCURRENCY, NAME, VirtualHost, VirtualServer
 
 
 class VirtualReplica(RolloutReplica):

@@ -6,8 +6,8 @@ from __future__ import annotations
 import ray
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 
-from verl_digen.rollout.virtual.worker import VirtualWorker
 from verl_digen.trainer.disaggregated import FlowGRPOTrainerDisaggregated
+from verl_digen.virtual.worker import VirtualWorker
 
 NAME = "digen_virtual"
 """`trainer.v1.trainer_mode`."""

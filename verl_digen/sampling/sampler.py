@@ -8,7 +8,7 @@
 - x is rounded to `latents_dtype` when it is made (the initial noise too), and only the rounded x is used
   further: by the log-prob, the next forward, the record and the replay.
 
-Invariants (tests/rollout/test_sampler.py)
+Invariants (tests/sampling/test_sampler.py)
 - A sample is a function of its request, the weights and the run seed: who else is in its batch, and in which
   order, changes it by float error only.
 - `score_rows` on what `sample` recorded, under the same weights, gives the recorded log-probs.
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from verl_digen.algorithms.noise import INITIAL_LATENTS, sample_seed, step_noise
 from verl_digen.algorithms.sde import SdeStep, sde_step
 from verl_digen.models.base import DiffusionModel
-from verl_digen.rollout.recording import initial_seed, record_trajectory, trained_latents
+from verl_digen.sampling.recording import initial_seed, record_trajectory, trained_latents
 from verl_digen.types import Condition, Geometry, Rows, SampleRequest, Sampling, Trajectory
 
 

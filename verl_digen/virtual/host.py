@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one process of all virtual replicas: waits as long as the profile says, answers with trajectories of zeros.
 
-- What it answers is made by `verl_digen.rollout.virtual.samples`.
+- What it answers is made by `verl_digen.virtual.samples`.
 - It stands for the checkpoint engine's workers too: weights reach all virtual replicas at once, at no cost of their
   own, because the profile's `commit_s` is spent on the trainer.
 
@@ -19,9 +19,9 @@ from typing import Any
 
 from verl_digen.config import DigenConfig
 from verl_digen.rollout.batcher import Withdrawn
-from verl_digen.rollout.virtual.durations import ReplicaClock, virtual_durations
-from verl_digen.rollout.virtual.samples import VirtualSamples
 from verl_digen.types import Condition, Generation, SampleRequest
+from verl_digen.virtual.durations import ReplicaClock, virtual_durations
+from verl_digen.virtual.samples import VirtualSamples
 
 NAME = "digen_virtual_host"
 """Ray actor name."""
