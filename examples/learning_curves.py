@@ -27,7 +27,7 @@ from statistics import mean
 import matplotlib
 
 from verl_digen.bench.modes import Mode
-from verl_digen.bench.runs import Work, read_steps, run_dir_of, run_mode
+from verl_digen.bench.runs import BenchWork, read_steps, run_dir_of, run_mode
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -61,7 +61,7 @@ def steps_of(mode: Mode, seed: int, num_steps: int, out: Path) -> Steps:
         if run_dir.exists():
             print(f"{run_dir} was cut short after {len(rows)} of {num_steps} steps and starts afresh", flush=True)
             shutil.rmtree(run_dir)
-        work = Work(("digen_quickstart",), (), (f"digen.seed={seed}",), num_steps)
+        work = BenchWork(("digen_quickstart",), (), (f"digen.seed={seed}",), num_steps)
         rows = run_mode(work, mode, seed, out).steps
         reward = mean(row["reward/mean"] for row in rows[-LAST_STEPS:])
         print(f"{mode.name}, seed {seed}: reward {reward:.3f}", flush=True)

@@ -30,7 +30,7 @@ from verl_digen.models import load_model
 from verl_digen.models.base import DiffusionModel
 from verl_digen.models.tiny import build_tiny
 from verl_digen.sampling.sampler import Sampler, score_rows
-from verl_digen.types import Condition, Geometry, Rows, SampleRequest, Sampling, Trajectory
+from verl_digen.types import Condition, Geometry, SampleRequest, Sampling, TrainingRows, Trajectory
 
 PROMPTS = ("a red circle", "two small blue squares left of a red circle on a green background")
 RUN_SEED = 7
@@ -148,7 +148,7 @@ def _run_pipeline(model: DiffusionModel, geometry: Geometry, arguments: dict[str
 
 def _rows(
     model: DiffusionModel, trajectories: Sequence[Trajectory], conditions: Sequence[Condition], expert: int
-) -> Rows:
+) -> TrainingRows:
     """All trained steps of one expert, sample after sample; the first sample was good, the second bad."""
     picks = [
         (number, step)
@@ -162,7 +162,7 @@ def _rows(
             return torch.stack([trajectories[n].latents[trajectories[n].positions[k] + offset] for n, k in picks])
         return torch.stack([getattr(trajectories[n], column)[k] for n, k in picks])
 
-    return Rows(
+    return TrainingRows(
         latents=gather("latents"),
         next_latents=gather("latents", offset=1),
         sigmas=gather("sigmas"),
@@ -176,11 +176,13 @@ def _rows(
     )
 
 
-def _log_probs(model: DiffusionModel, transformer: nn.Module, rows: Rows, geometry: Geometry) -> Tensor:
+def _log_probs(model: DiffusionModel, transformer: nn.Module, rows: TrainingRows, geometry: Geometry) -> Tensor:
     return score_rows(model, transformer, rows, LAW, NOISE_LEVEL, 1.0, geometry)[0].log_prob
 
 
-def _gradient_step_error(model: DiffusionModel, transformer: nn.Module, rows: Rows, geometry: Geometry) -> float:
+def _gradient_step_error(
+    model: DiffusionModel, transformer: nn.Module, rows: TrainingRows, geometry: Geometry
+) -> float:
     """|fall / predicted fall - 1| of the loss, of a step down the gradient that should lower it by FALL.
 
     Its weights are as before afterwards. nan if there is no gradient.

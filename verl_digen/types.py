@@ -152,7 +152,7 @@ class SampleScore:
 
 
 @dataclass(frozen=True)
-class Rows:
+class TrainingRows:
     """N rows of one tile, ready for a forward. Made by the engine from trajectories; never leaves its rank."""
 
     latents: Tensor
@@ -181,11 +181,11 @@ class Rows:
     def __len__(self) -> int:
         return self.latents.shape[0]
 
-    def __getitem__(self, tile: slice) -> Rows:
+    def __getitem__(self, tile: slice) -> TrainingRows:
         sliced = {name: value[tile] for name, value in vars(self).items() if value is not None}
         return replace(self, **sliced)
 
-    def to(self, device: torch.device) -> Rows:
+    def to(self, device: torch.device) -> TrainingRows:
         """The same rows on `device`; conditions keep being shared between rows of one prompt.
 
         Sigmas stay on the host, where the SDE kernel reads them: a device would have to wait for each.
@@ -202,8 +202,8 @@ class Rows:
                 return value if name in SCHEDULE_COLUMNS else value.to(device)
             return None if value is None else [move(condition) for condition in value]
 
-        return Rows(**{name: convert(name, value) for name, value in vars(self).items()})
+        return TrainingRows(**{name: convert(name, value) for name, value in vars(self).items()})
 
 
 SCHEDULE_COLUMNS = ("sigmas", "next_sigmas", "sigma_max")
-"""Fields of `Rows` that stay on the host."""
+"""Fields of `TrainingRows` that stay on the host."""

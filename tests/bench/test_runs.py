@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from verl_digen.bench.modes import MODES
-from verl_digen.bench.runs import RunFailed, Work, command_of, outcome_of
+from verl_digen.bench.runs import BenchWork, RunFailed, command_of, outcome_of
 
-WORK = Work(("digen_quickstart",), ("virtual",), ("digen.seed=7", "trainer.logger=[console]"), num_steps=2)
+WORK = BenchWork(("digen_quickstart",), ("virtual",), ("digen.seed=7", "trainer.logger=[console]"), num_steps=2)
 
 
 def ended_run(run_dir: Path, num_steps: int) -> Path:

@@ -29,7 +29,7 @@ from verl_digen.agent_loop.manager import DiffusionAgentLoopWorker
 from verl_digen.agent_loop.server_manager import DiffusionServerClient
 from verl_digen.agent_loop.single_turn import DiffusionSingleTurnAgentLoop
 from verl_digen.config import DigenConfig
-from verl_digen.engine.fragment import Fragment
+from verl_digen.engine.fragment import FragmentSpec
 from verl_digen.pipeline.conditions import CONDITION_PARTITION
 from verl_digen.pipeline.keys import parse_key
 from verl_digen.reward.workers import RewardWorkers
@@ -251,7 +251,7 @@ class Rank:
             raise RuntimeError("a logical batch is open already")
         self.is_open, self._uids, self._partition = True, [], partition
 
-    async def accumulate(self, fragment: Fragment) -> dict[str, float]:
+    async def accumulate(self, fragment: FragmentSpec) -> dict[str, float]:
         if not self.is_open:
             raise RuntimeError("no logical batch is open")
         rows, conditions = (self._queue.partitions.get(name, {}) for name in (self._partition, CONDITION_PARTITION))

@@ -26,7 +26,7 @@ from verl_digen.algorithms.projection import project
 from verl_digen.algorithms.window import Window
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.export import plain_name
-from verl_digen.engine.fragment import Fetch, Fragment, FragmentSample
+from verl_digen.engine.fragment import Fetch, FragmentSample, FragmentSpec
 from verl_digen.engine.gradients import Gradient, put, take
 from verl_digen.engine.loss import DiffusionLoss
 from verl_digen.engine.rows import read_samples
@@ -152,9 +152,9 @@ def samples_of(batch: TensorDict, rewards: list[float]) -> dict[str, list[Fragme
     return groups
 
 
-def fragment(groups: dict[str, list[FragmentSample]], *uids: str) -> Fragment:
+def fragment(groups: dict[str, list[FragmentSample]], *uids: str) -> FragmentSpec:
     """These groups, in this order."""
-    return Fragment("+".join(uids), tuple(sample for uid in uids for sample in groups[uid]))
+    return FragmentSpec("+".join(uids), tuple(sample for uid in uids for sample in groups[uid]))
 
 
 def fetch_from(batch: TensorDict) -> Fetch:

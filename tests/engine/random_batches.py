@@ -18,7 +18,7 @@ from tests.engine.harness import digen_section
 from tests.engine.slow_gradient import SIGMAS, leaves, score
 from tests.engine.toy import BOUNDARY, LATENTS, LORA, TEXT_WIDTH, toy_weights
 from verl_digen.config import DigenConfig, digen_config
-from verl_digen.engine.fragment import Fragment, FragmentSample
+from verl_digen.engine.fragment import FragmentSample, FragmentSpec
 
 FLAVOURS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -54,7 +54,7 @@ class Call:
 
     kind: str
     """train; refuse, a fragment that must be turned down without a trace; assist; or failing assist."""
-    fragment: Fragment | None = None
+    fragment: FragmentSpec | None = None
     why: str = ""
     """The fault of a fragment that must be refused."""
 
@@ -95,7 +95,7 @@ class RandomBatch:
         return sum(len(sample.steps) for sample in self.samples.values())
 
     @property
-    def fragments(self) -> list[Fragment]:
+    def fragments(self) -> list[FragmentSpec]:
         """Those that train, in their order."""
         return [call.fragment for call in self.calls if call.kind == "train" and call.fragment is not None]
 
@@ -201,9 +201,9 @@ def _draw_calls(
     uids = rng.sample(list(groups), len(groups))
     cuts = sorted(rng.sample(range(1, len(uids)), rng.randint(0, len(uids) - 1)))
     calls: list[Call] = []
-    came: list[Fragment] = []
+    came: list[FragmentSpec] = []
     for start, end in zip([0, *cuts], [*cuts, len(uids)], strict=True):
-        fragment = Fragment(f"f{start}", tuple(sample for uid in uids[start:end] for sample in groups[uid]))
+        fragment = FragmentSpec(f"f{start}", tuple(sample for uid in uids[start:end] for sample in groups[uid]))
         if rng.random() < 0.3:
             calls.append(_draw_refused(rng, came, fragment, num_samples))
         if rng.random() < 0.2:
@@ -215,7 +215,7 @@ def _draw_calls(
     return tuple(calls)
 
 
-def _draw_refused(rng: random.Random, came: Sequence[Fragment], following: Fragment, num_samples: int) -> Call:
+def _draw_refused(rng: random.Random, came: Sequence[FragmentSpec], following: FragmentSpec, num_samples: int) -> Call:
     """A fragment that is `following`, which comes for real afterwards, and something that may not come."""
     good = following.samples
     bad = {
@@ -229,4 +229,4 @@ def _draw_refused(rng: random.Random, came: Sequence[Fragment], following: Fragm
         bad["id came before"] = good
     why = rng.choice(list(bad))
     fragment_id = came[0].fragment_id if why == "id came before" else following.fragment_id
-    return Call("refuse", Fragment(fragment_id, bad[why]), why)
+    return Call("refuse", FragmentSpec(fragment_id, bad[why]), why)

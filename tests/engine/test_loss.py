@@ -11,12 +11,12 @@ import torch
 from verl_digen.algorithms.sde import SdeStep
 from verl_digen.config import DigenConfig, KlConfig
 from verl_digen.engine.loss import DiffusionLoss, LossTerms, Reference, combine_metrics
-from verl_digen.types import Rows
+from verl_digen.types import TrainingRows
 
 
-def make_rows(mask=(1.0, 1.0, 0.0)) -> Rows:
+def make_rows(mask=(1.0, 1.0, 0.0)) -> TrainingRows:
     num_rows = len(mask)
-    return Rows(
+    return TrainingRows(
         latents=torch.zeros(num_rows, 2),
         next_latents=torch.zeros(num_rows, 2),
         sigmas=torch.full((num_rows,), 0.8),

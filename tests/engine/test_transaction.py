@@ -32,10 +32,10 @@ from tests.engine.harness import (
     with_advantages,
 )
 from verl_digen.algorithms.losses import LossConfig, register_loss
-from verl_digen.algorithms.rows import LossOutput, Rows
+from verl_digen.algorithms.rows import LossInputs, LossOutput
 from verl_digen.engine import gradients
 from verl_digen.engine.engine import DiffusersFSDPEngine
-from verl_digen.engine.fragment import Fragment, FragmentSample, fragment_rows
+from verl_digen.engine.fragment import FragmentSample, FragmentSpec, fragment_rows
 from verl_digen.engine.rows import make_rows
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -119,7 +119,7 @@ def test_a_sample_without_rows_counts_for_advantages_alone(tiny_qwen_image: Path
     kept = [sample for sample in groups["g0"] if sample.key != "1"]
     left_out = FragmentSample("1", "g0", REWARDS[1], num_steps=0)
     engine.begin(3, 6, fetch_from(batch))
-    engine.accumulate(Fragment("best and worst", (*kept, left_out)))
+    engine.accumulate(FragmentSpec("best and worst", (*kept, left_out)))
     with stepped_gradients(engine) as found:
         assert engine.commit()["metrics"]["num_rows"] == 6
     whole = with_advantages(batch, REWARDS, "group", case.clip)
@@ -133,7 +133,7 @@ def test_a_loss_that_is_not_homogeneous_trains_with_the_last_group(
     tiny_qwen_image: Path, batch: TensorDict, caplog: pytest.LogCaptureFixture
 ):
     @register_loss("squared_for_test", columns=("log_prob", "advantage"))
-    def squared(rows: Rows, config: LossConfig) -> LossOutput:
+    def squared(rows: LossInputs, config: LossConfig) -> LossOutput:
         return LossOutput(rows.mean(rows["log_prob"] * rows["advantage"].square()), {})
 
     digen = {"loss_name": "squared_for_test"}
@@ -154,7 +154,7 @@ def test_a_loss_may_read_latents(tiny_qwen_image: Path, batch: TensorDict):
     """-A log π by the density's own formula from x', its mean and its std, against the loss that reads log π."""
 
     @register_loss("density_for_test", columns=("std", "advantage"), latents=("mean", "next_latents"), homogeneous=True)
-    def density(rows: Rows, config: LossConfig) -> LossOutput:
+    def density(rows: LossInputs, config: LossConfig) -> LossOutput:
         squared = (rows["next_latents"] - rows["mean"]).square().flatten(1).mean(1)
         advantage = rows["advantage"].clamp(-config.advantage_clip, config.advantage_clip)
         return LossOutput(rows.mean(advantage * squared / (2 * rows["std"].square())), {})
@@ -317,12 +317,12 @@ def test_illegal_calls_are_refused_by_name(tiny_qwen_image: Path, batch: TensorD
         "save_checkpoint needs": lambda: engine.save_checkpoint(str(tmp_path)),
         "load_checkpoint needs": lambda: engine.load_checkpoint(str(tmp_path)),
         "fragment g0 came twice": lambda: engine.accumulate(fragment(groups, "g0")),
-        "a group trains once": lambda: engine.accumulate(Fragment("new", tuple(groups["g0"]))),
+        "a group trains once": lambda: engine.accumulate(FragmentSpec("new", tuple(groups["g0"]))),
         "3 trained steps and 1 experts": lambda: engine.accumulate(
-            Fragment("experts", (FragmentSample("x", "x", 0.0, num_steps=3, experts=(0,)),))
+            FragmentSpec("experts", (FragmentSample("x", "x", 0.0, num_steps=3, experts=(0,)),))
         ),
         "begun for 9 samples": lambda: engine.accumulate(
-            Fragment("many", tuple(FragmentSample(f"x{index}", "x", 0.0, 1) for index in range(7)))
+            FragmentSpec("many", tuple(FragmentSample(f"x{index}", "x", 0.0, 1) for index in range(7)))
         ),
     }
     for message, call in refused.items():

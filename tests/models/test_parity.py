@@ -26,7 +26,7 @@ from verl_digen.models import ARCHITECTURES, load_model
 from verl_digen.models.base import DiffusionModel
 from verl_digen.models.locate import CONFIG_FILES
 from verl_digen.sampling.sampler import Sampler, score_rows
-from verl_digen.types import Condition, Geometry, Rows, SampleRequest, Sampling, Trajectory
+from verl_digen.types import Condition, Geometry, SampleRequest, Sampling, TrainingRows, Trajectory
 
 RUN_SEED = 7
 GUIDED = 2.0
@@ -207,7 +207,7 @@ def test_replay_gives_the_recorded_log_probs(loaded: Loaded, scale: float) -> No
 
 def rows_of(
     trajectories: Sequence[Trajectory], positives: Sequence[Condition], negatives: Sequence[Condition] | None
-) -> Rows:
+) -> TrainingRows:
     """All trained steps of all trajectories, mixed: sample after sample within each step."""
     pairs = list(itertools.product(range(len(TRAINED.train_steps)), range(len(trajectories))))
 
@@ -217,7 +217,7 @@ def rows_of(
     def latents(offset: int) -> Tensor:
         return torch.stack([trajectories[n].latents[trajectories[n].positions[k] + offset] for k, n in pairs])
 
-    return Rows(
+    return TrainingRows(
         latents=latents(0),
         next_latents=latents(1),
         sigmas=gather("sigmas"),
@@ -231,13 +231,13 @@ def rows_of(
     )
 
 
-def take(rows: Rows, indices: list[int]) -> Rows:
+def take(rows: TrainingRows, indices: list[int]) -> TrainingRows:
     def pick(value: Any) -> Any:
         if value is None:
             return None
         return value[indices] if isinstance(value, Tensor) else [value[index] for index in indices]
 
-    return Rows(**{name: pick(value) for name, value in vars(rows).items()})
+    return TrainingRows(**{name: pick(value) for name, value in vars(rows).items()})
 
 
 def test_the_tiny_network_notices_what_it_is_given(loaded: Loaded) -> None:

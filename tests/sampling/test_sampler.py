@@ -18,7 +18,7 @@ from verl_digen.algorithms.window import Window
 from verl_digen.models import load_model
 from verl_digen.models.base import DiffusionModel, PromptEncoder
 from verl_digen.sampling.sampler import Sampler, SamplingStopped, score_rows
-from verl_digen.types import Condition, Geometry, Rows, SampleRequest, Sampling, Trajectory
+from verl_digen.types import Condition, Geometry, SampleRequest, Sampling, TrainingRows, Trajectory
 
 CPU = torch.device("cpu")
 SQUARE = Geometry(height_px=64, width_px=64)
@@ -89,7 +89,7 @@ def run(
 
 def rows_of(
     trajectories: Sequence[Trajectory], conditions: Sequence[Condition], negatives: Sequence[Condition] | None
-) -> Rows:
+) -> TrainingRows:
     """All trained steps of all trajectories, in an order that mixes them."""
     pairs = [(n, k) for n, path in enumerate(trajectories) for k in range(len(path.positions))]
     random.Random(0).shuffle(pairs)
@@ -100,7 +100,7 @@ def rows_of(
     def latents(offset: int) -> Tensor:
         return torch.stack([trajectories[n].latents[trajectories[n].positions[k] + offset] for n, k in pairs])
 
-    return Rows(
+    return TrainingRows(
         latents=latents(0),
         next_latents=latents(1),
         sigmas=gather("sigmas"),

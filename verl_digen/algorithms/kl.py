@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from verl_digen.algorithms.rows import LossOutput, Rows
+from verl_digen.algorithms.rows import LossInputs, LossOutput
 from verl_digen.algorithms.sde import latent_mean
 
 
@@ -32,24 +32,24 @@ def kl_loss(kind: str, inputs: Mapping[str, Tensor]) -> LossOutput:
     if kind not in KINDS:
         raise ValueError(f"unknown KL kind {kind!r}; known kinds: {', '.join(KINDS)}")
     columns, latents, divergence = KINDS[kind]
-    rows = Rows.check(f"KL kind {kind!r}", inputs, columns=columns, latents=latents)
+    rows = LossInputs.check(f"KL kind {kind!r}", inputs, columns=columns, latents=latents)
     loss = rows.mean(divergence(rows))
     return LossOutput(loss, {"kl": loss.detach()})
 
 
-def _flow_grpo(rows: Rows) -> Tensor:
+def _flow_grpo(rows: LossInputs) -> Tensor:
     return _exact(rows) * -rows["dt"]
 
 
-def _exact(rows: Rows) -> Tensor:
+def _exact(rows: LossInputs) -> Tensor:
     return latent_mean((rows["mean"] - rows["ref_mean"]).square()) / (2 * rows["std"].square())
 
 
-def _velocity(rows: Rows) -> Tensor:
+def _velocity(rows: LossInputs) -> Tensor:
     return latent_mean((rows["velocity"] - rows["ref_velocity"]).square())
 
 
-KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...], Callable[[Rows], Tensor]]] = {
+KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...], Callable[[LossInputs], Tensor]]] = {
     "flow_grpo": (("std", "dt"), ("mean", "ref_mean"), _flow_grpo),
     "exact": (("std",), ("mean", "ref_mean"), _exact),
     "velocity": ((), ("velocity", "ref_velocity"), _velocity),

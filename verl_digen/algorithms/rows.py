@@ -27,11 +27,11 @@ class LossOutput:
 
 
 @dataclass(frozen=True)
-class Rows:
+class LossInputs:
     """The checked inputs of one loss.
 
     Example:
-        rows = Rows.check("loss 'x'", {"log_prob": log_prob_N, "num_rows": 64}, columns=("log_prob",))
+        rows = LossInputs.check("loss 'x'", {"log_prob": log_prob_N, "num_rows": 64}, columns=("log_prob",))
         rows["log_prob"]                # [N] fp32
         rows.mean(-rows["log_prob"])    # [] sum over unmasked rows / 64
     """
@@ -51,7 +51,7 @@ class Rows:
         *,
         columns: Sequence[str] = (),
         latents: Sequence[str] = (),
-    ) -> "Rows":
+    ) -> "LossInputs":
         """Pick out of `inputs` what `consumer`, named in errors, needs.
 
         Args:

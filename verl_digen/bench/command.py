@@ -30,7 +30,7 @@ from statistics import median
 from typing import Any
 
 from verl_digen.bench.modes import MODES, Mode, interleaved, parse_modes
-from verl_digen.bench.runs import RunFailed, RunResult, Work, run_mode
+from verl_digen.bench.runs import BenchWork, RunFailed, RunResult, run_mode
 from verl_digen.bench.summary import Baseline, Prediction
 from verl_digen.devices import Pool, parse_pool
 from verl_digen.require import require
@@ -70,7 +70,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     try:
         modes = _modes(args)
-        plan = _plan(args, modes)
+        setup = _setup(args, modes)
     except ValueError as error:
         print(f"digen bench: {error}", file=sys.stderr)
         return 2
@@ -83,12 +83,12 @@ def run(args: Namespace) -> int:
     runs: list[RunResult] = []
     for repeat, mode in order:
         try:
-            runs.append(run_mode(_for_mode(plan, mode), mode, repeat, out))
+            runs.append(run_mode(_for_mode(setup, mode), mode, repeat, out))
         except RunFailed as error:
             print(f"digen bench: {error}", file=sys.stderr)
             return 1
         print(_progress(runs[-1], len(runs), len(order), args.warm_up), flush=True)
-    return _report(args, runs, plan, out)
+    return _report(args, runs, setup, out)
 
 
 def _modes(args: Namespace) -> list[Mode]:
@@ -119,10 +119,10 @@ def _modes(args: Namespace) -> list[Mode]:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BenchSetup:
     """What all modes do, and on what."""
 
-    work: Work
+    work: BenchWork
     split: Split
     predictions: Mapping[str, Prediction]
     """Mode -> what is known beforehand, where devices are virtual."""
@@ -130,12 +130,12 @@ class Plan:
     """Simulated ones, where devices are virtual."""
 
 
-def _plan(args: Namespace, modes: list[Mode]) -> Plan:
+def _setup(args: Namespace, modes: list[Mode]) -> BenchSetup:
     if args.virtual is None:
         require(args.time_scale == 1.0, "--time-scale needs --virtual", args.time_scale, "real devices take their time")
-        work = Work((args.recipe or RECIPE,), (), tuple(args.overrides), args.steps)
+        work = BenchWork((args.recipe or RECIPE,), (), tuple(args.overrides), args.steps)
         split = Split(_real_pool("--trainer", args.trainer), _real_pool("--generator", args.generator))
-        return Plan(work, split, {}, ())
+        return BenchSetup(work, split, {}, ())
     from verl_digen.bench.virtual import predict, simulated_baselines, virtual_overrides, virtual_split
     from verl_digen.simulate.profile import load_profile
 
@@ -146,9 +146,9 @@ def _plan(args: Namespace, modes: list[Mode]) -> Plan:
         parse_pool("--generator", args.generator, default_device=profile.device),
     )
     overrides = (*VIRTUAL_OVERRIDES, *virtual_overrides(profile, args.virtual, split, args.time_scale))
-    work = Work((args.recipe or VIRTUAL_RECIPE,), ("virtual",), (*overrides, *args.overrides), args.steps)
+    work = BenchWork((args.recipe or VIRTUAL_RECIPE,), ("virtual",), (*overrides, *args.overrides), args.steps)
     predictions = {mode.name: predict(profile, split, mode, args.time_scale) for mode in modes}
-    return Plan(work, split, predictions, simulated_baselines(profile, split, args.time_scale))
+    return BenchSetup(work, split, predictions, simulated_baselines(profile, split, args.time_scale))
 
 
 def _real_pool(option: str, text: str) -> Pool:
@@ -156,19 +156,19 @@ def _real_pool(option: str, text: str) -> Pool:
     return parse_pool(option, text, default_device="CPU")
 
 
-def _for_mode(plan: Plan, mode: Mode) -> Work:
+def _for_mode(setup: BenchSetup, mode: Mode) -> BenchWork:
     """The work, on the devices of a mode."""
-    work = plan.work
-    if plan.predictions:
+    work = setup.work
+    if setup.predictions:
         return work
     if mode.is_disaggregated:
         devices = (
-            f"trainer.n_gpus_per_node={plan.split.trainer.num_devices}",
-            f"actor_rollout_ref.rollout.n_gpus_per_node={plan.split.generator.num_devices}",
+            f"trainer.n_gpus_per_node={setup.split.trainer.num_devices}",
+            f"actor_rollout_ref.rollout.n_gpus_per_node={setup.split.generator.num_devices}",
         )
     else:
-        devices = (f"trainer.n_gpus_per_node={plan.split.num_devices}",)
-    return Work(work.recipes, work.last_recipes, (*devices, *work.overrides), work.num_steps)
+        devices = (f"trainer.n_gpus_per_node={setup.split.num_devices}",)
+    return BenchWork(work.recipes, work.last_recipes, (*devices, *work.overrides), work.num_steps)
 
 
 def _is_cpu() -> bool:
@@ -187,17 +187,17 @@ def _progress(run: RunResult, number: int, total: int, num_warm_up: int) -> str:
     )
 
 
-def _report(args: Namespace, runs: list[RunResult], plan: Plan, out: Path) -> int:
+def _report(args: Namespace, runs: list[RunResult], setup: BenchSetup, out: Path) -> int:
     from verl_digen.bench.summary import summarise, table, to_json
 
     summaries = summarise(
         runs,
         num_warm_up=args.warm_up,
-        num_devices=plan.split.num_devices,
-        predictions=plan.predictions,
-        simulated=plan.baselines,
+        num_devices=setup.split.num_devices,
+        predictions=setup.predictions,
+        simulated=setup.baselines,
     )
-    setting = _setting(args, plan)
+    setting = _setting(args, setup)
     print()
     print(setting["devices"])
     print(table(summaries))
@@ -222,16 +222,16 @@ def _report(args: Namespace, runs: list[RunResult], plan: Plan, out: Path) -> in
     return 0
 
 
-def _setting(args: Namespace, plan: Plan) -> dict[str, Any]:
+def _setting(args: Namespace, setup: BenchSetup) -> dict[str, Any]:
     """What the comparison was made on."""
     num_cores = len(os.sched_getaffinity(0))
     pools = f"{args.trainer} trainer + {args.generator} generator"
     if args.virtual is not None:
         devices = f"{pools}, virtual: {args.virtual}, simulated times x {args.time_scale:g}; on {num_cores} cores"
     elif _is_cpu():
-        devices = f"{pools} on {num_cores} CPU cores; colocated: {plan.split.num_devices} ranks and replicas in turns"
+        devices = f"{pools} on {num_cores} CPU cores; colocated: {setup.split.num_devices} ranks and replicas in turns"
     else:
-        devices = f"{pools} devices; colocated: all {plan.split.num_devices} in turns"
+        devices = f"{pools} devices; colocated: all {setup.split.num_devices} in turns"
     return {
         "devices": devices,
         "num_cpu_cores": num_cores,

@@ -26,7 +26,7 @@ class RunFailed(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Work:
+class BenchWork:
     """What every mode does."""
 
     recipes: tuple[str, ...]
@@ -55,7 +55,7 @@ def run_dir_of(out: Path, mode: Mode, repeat: int) -> Path:
     return out / f"{mode.name}-{repeat + 1}"
 
 
-def command_of(work: Work, mode: Mode, run_dir: Path) -> list[str]:
+def command_of(work: BenchWork, mode: Mode, run_dir: Path) -> list[str]:
     """The command line of a run."""
     recipes = ",".join((*work.recipes, *mode.recipes, *work.last_recipes))
     return [
@@ -71,7 +71,7 @@ def command_of(work: Work, mode: Mode, run_dir: Path) -> list[str]:
     ]
 
 
-def run_mode(work: Work, mode: Mode, repeat: int, out: Path) -> RunResult:
+def run_mode(work: BenchWork, mode: Mode, repeat: int, out: Path) -> RunResult:
     """Run one mode to its end.
 
     Raises:

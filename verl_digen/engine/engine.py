@@ -53,7 +53,7 @@ from verl_digen.engine import gradients, memory
 from verl_digen.engine.build import add_adapter, build_transformer, check_engine_config, keep_input_dtypes
 from verl_digen.engine.checkpoint import DiffusersCheckpointManager, UpdateState
 from verl_digen.engine.export import NamedTensors, export
-from verl_digen.engine.fragment import Fetch, Fragment
+from verl_digen.engine.fragment import Fetch, FragmentSpec
 from verl_digen.engine.gathered import recover, reshard
 from verl_digen.engine.ledger import AdvantageLedger
 from verl_digen.engine.logical_batch import LogicalBatch
@@ -61,13 +61,13 @@ from verl_digen.engine.loss import DiffusionLoss, combine_metrics
 from verl_digen.engine.planning import Planner
 from verl_digen.engine.row_flops import RowFlops
 from verl_digen.engine.rows import Samples, read_samples, tile_rows
-from verl_digen.engine.scoring import Scorer, without_adapter
+from verl_digen.engine.scoring import PolicyForward, without_adapter
 from verl_digen.engine.shadow import ShadowWeights, local_shards
 from verl_digen.engine.transaction import GradientTransaction
 from verl_digen.model_config import MODEL_TYPE, DiffusionModelConfig
 from verl_digen.models import load_model
 from verl_digen.require import require
-from verl_digen.types import Rows
+from verl_digen.types import TrainingRows
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class DiffusersFSDPEngine(FSDPEngine):
                 self.state.ema = ShadowWeights(self.module, copies_on)
             if self.digen.kl.coef > 0 and not self._is_lora:
                 self.reference = ShadowWeights(self.module, copies_on)
-        self.scorer = Scorer(
+        self.scorer = PolicyForward(
             self.model, self.module, self.digen, torch.device(get_device_id()), self.reference, self._is_lora
         )
         self.row_flops = RowFlops(self.model, self.module, self.digen.sampling, is_frozen=self._is_lora)
@@ -192,7 +192,7 @@ class DiffusersFSDPEngine(FSDPEngine):
             self._open = LogicalBatch(ledger, self._transaction(loss, num_rows), self.planner, fetch)
             self._loaded = loading.pop_all()
 
-    def accumulate(self, fragment: Fragment) -> dict[str, int]:
+    def accumulate(self, fragment: FragmentSpec) -> dict[str, int]:
         """Add the gradient of complete groups. No collective but those of the forwards and backwards themselves.
 
         Returns:
@@ -372,7 +372,7 @@ class DiffusersFSDPEngine(FSDPEngine):
             logger.info("gradients are reduced at every %s (%.1f GB unreduced)", self._reduce, waiting / 1e9)
         return self._reduce
 
-    def _rehearse(self, rows: Rows) -> None:
+    def _rehearse(self, rows: TrainingRows) -> None:
         """A tile as in training, or as in scoring where there is no training, without effect; rows on the host."""
         rows = rows.to(self.scorer.device)
         if self.engine_config.forward_only:

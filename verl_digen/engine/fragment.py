@@ -34,11 +34,11 @@ class FragmentSample:
 
 
 @dataclass(frozen=True)
-class Fragment:
+class FragmentSpec:
     """Complete groups that one training call consumes.
 
     Example:
-        Fragment("f0", tuple(FragmentSample(f"p7_{i}_0", "p7", rewards[i], num_steps=9) for i in range(24)))
+        FragmentSpec("f0", tuple(FragmentSample(f"p7_{i}_0", "p7", rewards[i], num_steps=9) for i in range(24)))
     """
 
     fragment_id: str

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from verl_digen.engine.fragment import Fetch, Fragment, FragmentSample, fragment_rows
+from verl_digen.engine.fragment import Fetch, FragmentSample, FragmentSpec, fragment_rows
 from verl_digen.engine.ledger import AdvantageLedger
 from verl_digen.engine.planning import Planner
 from verl_digen.engine.transaction import GradientTransaction
@@ -28,7 +28,7 @@ class LogicalBatch:
         """Samples that did not train with their own fragment."""
         self._samples: dict[str, FragmentSample] = {}
 
-    def add(self, fragment: Fragment) -> None:
+    def add(self, fragment: FragmentSpec) -> None:
         """Take a fragment in.
 
         Raises:
@@ -50,7 +50,7 @@ class LogicalBatch:
         self.fragment_ids.add(fragment.fragment_id)
         self._samples |= {sample.key: sample for sample in samples}
 
-    def train(self, fragment: Fragment) -> int:
+    def train(self, fragment: FragmentSpec) -> int:
         """Train what can be trained now that this fragment is in; returns how many rows, over all ranks."""
         num_rows = self._train(is_last=self.ledger.is_complete)
         held = {*self.ledger.held}

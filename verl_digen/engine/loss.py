@@ -26,11 +26,11 @@ from torch import Tensor
 from verl_digen.algorithms.kl import kl_loss
 from verl_digen.algorithms.losses import loss_names, policy_loss, reads_trajectories
 from verl_digen.algorithms.losses.registry import BEHAVIOUR, OLD, TRAJECTORY
-from verl_digen.algorithms.rows import Rows as LossRows
+from verl_digen.algorithms.rows import LossInputs
 from verl_digen.algorithms.sde import SdeStep
 from verl_digen.config import DigenConfig
 from verl_digen.require import require_one_of
-from verl_digen.types import Rows
+from verl_digen.types import TrainingRows
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class DiffusionLoss:
         step: SdeStep,
         velocity: Tensor,
         reference: Reference | None,
-        rows: Rows,
+        rows: TrainingRows,
         old_log_probs: Tensor | None,
         num_rows: float,
         *,
@@ -143,7 +143,7 @@ class DiffusionLoss:
 
 def rollout_gap(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """How far the engine's log-probs are from those `recorded` at generation; 0 if both compute alike."""
-    rows = LossRows.check("rollout gap", inputs, columns=("log_prob", "recorded"))
+    rows = LossInputs.check("rollout gap", inputs, columns=("log_prob", "recorded"))
     gap = rows["log_prob"] - rows["recorded"]
     return {
         "rollout_log_prob_gap_mean": rows.mean(gap.abs()),

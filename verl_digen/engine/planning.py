@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who trains which rows in which tiles: descriptions and samples -> this rank's `Work`.
+"""Who trains which rows in which tiles: descriptions and samples -> this rank's `TileWork`.
 
 - By fragments, every rank deals all rows over the ranks by itself and fetches the samples of its own; nothing is
   exchanged.
@@ -26,10 +26,10 @@ from verl_digen.config import TspConfig
 from verl_digen.engine import memory
 from verl_digen.engine.fragment import Fetch, FragmentSample, fragment_rows
 from verl_digen.engine.rows import Samples, make_rows
-from verl_digen.engine.transaction import Work
+from verl_digen.engine.transaction import TileWork
 from verl_digen.schedulers.deal import Row, deal_rows, stand_ins
 from verl_digen.schedulers.tiles import Tile, choose_shape, plan_tiles
-from verl_digen.types import Rows
+from verl_digen.types import TrainingRows
 
 logger = logging.getLogger(__name__)
 
@@ -48,13 +48,15 @@ class Planner:
         tsp: TspConfig,
         group: dist.ProcessGroup,
         expert_of: Callable[[Tensor], Tensor],
-        rehearse: Callable[[Rows], None],
+        rehearse: Callable[[TrainingRows], None],
     ):
         self.tsp, self.group, self.expert_of, self.rehearse = tsp, group, expert_of, rehearse
         self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self._rows_that_fit: dict[torch.Size, int] = {}
 
-    def deal(self, samples: Sequence[FragmentSample], advantages: Tensor, fetch: Fetch, *, whole_samples: bool) -> Work:
+    def deal(
+        self, samples: Sequence[FragmentSample], advantages: Tensor, fetch: Fetch, *, whole_samples: bool
+    ) -> TileWork:
         """This rank's part of these samples' rows, at least one of weight 0; there are rows.
 
         Args:
@@ -68,9 +70,9 @@ class Planner:
         rewards = torch.tensor([sample.reward for sample in described])
         own = fetch(described).with_outcomes(advantages[needed], rewards)
         places = {number: place for place, number in enumerate(needed)}
-        return Work(own, places, self._tiles(dealt, own), num_rows=len(rows))
+        return TileWork(own, places, self._tiles(dealt, own), num_rows=len(rows))
 
-    def local(self, samples: Samples) -> Work:
+    def local(self, samples: Samples) -> TileWork:
         """All rows of this rank's samples. Collective.
 
         Raises:
@@ -88,7 +90,7 @@ class Planner:
                 f"every rank needs rows of every network, {sorted(_experts(dealt))}, but rank {lacking[0]} lacks some; "
                 "hand the samples over as fragments, whose rows are dealt evenly"
             )
-        return Work(
+        return TileWork(
             samples,
             places={sample: sample for sample in range(len(samples))},
             tiles=self._tiles(dealt, samples),
@@ -116,7 +118,7 @@ class Planner:
             logger.info("tiles hold up to %d rows of latents %s", self._rows_that_fit[shape], list(shape))
         return self._rows_that_fit[shape]
 
-    def _rehearsal(self, samples: Samples, expert: int, num_rows: int) -> Rows:
+    def _rehearsal(self, samples: Samples, expert: int, num_rows: int) -> TrainingRows:
         """A row of `expert`, of the longest prompt that has one, so many times, with weight 0."""
 
         def length(pick: tuple[int, int]) -> int:

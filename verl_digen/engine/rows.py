@@ -23,7 +23,7 @@ from verl.utils import tensordict_utils as tu
 
 from verl_digen.pipeline.conditions import ConditionPair
 from verl_digen.schedulers.tiles import Tile
-from verl_digen.types import TRAJECTORY_COLUMNS, Condition, Rows
+from verl_digen.types import TRAJECTORY_COLUMNS, Condition, TrainingRows
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def _per_sample(data: TensorDict, name: str, num_samples: int, absent: float) ->
     return torch.stack([value.reshape(()) for value in data[name].unbind()]).float()
 
 
-def make_rows(samples: Samples) -> Rows:
+def make_rows(samples: Samples) -> TrainingRows:
     """All N rows of `samples`, sample after sample.
 
     Example: two samples with trained steps at positions [0, 1] and [1] of their latents
@@ -146,7 +146,7 @@ def make_rows(samples: Samples) -> Rows:
     negatives = [negative for _, negative in samples.conditions if negative is not None]
     if negatives and len(negatives) != len(samples):
         raise RuntimeError("some prompts of a batch have negative conditions and some have none; sample all alike")
-    return Rows(
+    return TrainingRows(
         latents=torch.cat(starts),
         next_latents=torch.cat(ends),
         sigmas=torch.cat(list(columns["sigmas"])),
@@ -161,7 +161,7 @@ def make_rows(samples: Samples) -> Rows:
     )
 
 
-def tile_rows(samples: Samples, tile: Tile, places: Mapping[int, int]) -> tuple[Rows, Tensor | None]:
+def tile_rows(samples: Samples, tile: Tile, places: Mapping[int, int]) -> tuple[TrainingRows, Tensor | None]:
     """The rows of a tile and their old log-probs [N] fp32, None where the samples have none.
 
     Args:

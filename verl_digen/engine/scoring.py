@@ -21,10 +21,10 @@ from verl_digen.engine.loss import Reference
 from verl_digen.engine.shadow import ShadowWeights
 from verl_digen.models.base import DiffusionModel
 from verl_digen.sampling.sampler import score_rows
-from verl_digen.types import Geometry, Rows
+from verl_digen.types import Geometry, TrainingRows
 
 
-class Scorer:
+class PolicyForward:
     """Scores rows with `module` as it is.
 
     Args:
@@ -44,7 +44,7 @@ class Scorer:
         self.model, self.module, self.digen, self.device = model, module, digen, device
         self.start_weights, self.has_adapter = start_weights, has_adapter
 
-    def __call__(self, rows: Rows) -> tuple[SdeStep, Tensor]:
+    def __call__(self, rows: TrainingRows) -> tuple[SdeStep, Tensor]:
         """(steps, guided velocity [N, ...] fp32) of rows on the device; differentiable where gradients are on."""
         sampling = self.digen.sampling
         return score_rows(
@@ -58,7 +58,7 @@ class Scorer:
             embedded_guidance_scale=sampling.embedded_guidance_scale,
         )
 
-    def references(self, tiles: Sequence[Callable[[], Rows]]) -> Iterator[Reference | None]:
+    def references(self, tiles: Sequence[Callable[[], TrainingRows]]) -> Iterator[Reference | None]:
         """The reference of each tile, in order; None without a KL term.
 
         Args:
@@ -76,7 +76,7 @@ class Scorer:
                     reference = self._reference(rows())
                 yield reference
 
-    def _reference(self, rows: Rows) -> Reference:
+    def _reference(self, rows: TrainingRows) -> Reference:
         step, velocity = self(rows)
         return Reference(step.mean, velocity)
 

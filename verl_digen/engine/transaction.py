@@ -36,13 +36,13 @@ from verl_digen.engine.gathered import recover
 from verl_digen.engine.gradients import Gradient
 from verl_digen.engine.loss import DiffusionLoss, LossTerms, Reference, combine_metrics, is_share
 from verl_digen.engine.rows import Samples, tile_rows
-from verl_digen.engine.scoring import Scorer
+from verl_digen.engine.scoring import PolicyForward
 from verl_digen.schedulers.tiles import Tile
-from verl_digen.types import Rows
+from verl_digen.types import TrainingRows
 
 
 @dataclass(frozen=True)
-class Work:
+class TileWork:
     """Tiles of this rank and where their rows are; every rank has as many tiles."""
 
     samples: Samples
@@ -66,7 +66,7 @@ class GradientTransaction:
     def __init__(
         self,
         module: nn.Module,
-        scorer: Scorer,
+        scorer: PolicyForward,
         loss: DiffusionLoss,
         *,
         num_rows: int,
@@ -105,7 +105,7 @@ class GradientTransaction:
             )
 
     # -- rows in ------------------------------------------------------------------------------------------
-    def run(self, work: Work, *, is_final: bool, is_last: bool) -> None:
+    def run(self, work: TileWork, *, is_final: bool, is_last: bool) -> None:
         """Forward and backward over the tiles.
 
         Args:
@@ -114,7 +114,7 @@ class GradientTransaction:
         """
         device = self.scorer.device
 
-        def rows_of(tile: Tile) -> Rows:
+        def rows_of(tile: Tile) -> TrainingRows:
             return tile_rows(work.samples, tile, work.places)[0].to(device)
 
         log_ratios = self._trajectory_log_ratios(work.tiles, rows_of) if self.loss.reads_trajectories else None
@@ -138,7 +138,7 @@ class GradientTransaction:
         self.num_tiles += len(work.tiles)
         self.num_trained_rows += work.num_rows
 
-    def rehearse(self, rows: Rows) -> None:
+    def rehearse(self, rows: TrainingRows) -> None:
         """A forward and backward like those of `run`, of which nothing stays."""
         scratch: Gradient = {}
         with gradients.exchanged(self.module, scratch):
@@ -147,7 +147,7 @@ class GradientTransaction:
 
     def _backward(
         self,
-        rows: Rows,
+        rows: TrainingRows,
         old_log_probs: Tensor | None,
         reference: Reference | None,
         log_ratios: Tensor | None,
@@ -176,7 +176,7 @@ class GradientTransaction:
                     self.backward(terms.kl * self.num_ranks, False)
         return terms
 
-    def _old_log_probs(self, rows: Rows, computed_before: Tensor | None) -> Tensor | None:
+    def _old_log_probs(self, rows: TrainingRows, computed_before: Tensor | None) -> Tensor | None:
         """[N] what the ratio is taken against, or None for the forward's own; see `verl_digen.engine.loss`."""
         denominator = self.loss.denominator
         if denominator == "rollout":
@@ -189,7 +189,7 @@ class GradientTransaction:
         return None
 
     @torch.no_grad()
-    def _trajectory_log_ratios(self, tiles: Sequence[Tile], rows_of: Callable[[Tile], Rows]) -> list[Tensor]:
+    def _trajectory_log_ratios(self, tiles: Sequence[Tile], rows_of: Callable[[Tile], TrainingRows]) -> list[Tensor]:
         """Each tile's [N] fp32: the mean log-ratio of the row's trajectory, under the weights as they are."""
         found = []
         for tile in tiles:
@@ -245,7 +245,7 @@ class GradientTransaction:
         self._kl_gradient = {}
 
 
-def _num_prompt_tokens(rows: Rows) -> int:
+def _num_prompt_tokens(rows: TrainingRows) -> int:
     """Of the rows that train, guidance's not counted."""
     return sum(
         len(condition["embeds"])

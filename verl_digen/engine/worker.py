@@ -33,7 +33,7 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from verl_digen.engine.assistant import Assistant
 from verl_digen.engine.engine import DiffusersFSDPEngine
-from verl_digen.engine.fragment import Fragment, fetch_samples
+from verl_digen.engine.fragment import FragmentSpec, fetch_samples
 from verl_digen.engine.loss import DiffusionLoss
 from verl_digen.pipeline.conditions import fetch_conditions
 from verl_digen.platforms.device_name import accelerator_name
@@ -113,7 +113,7 @@ class DiffusionWorker(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
     @DistProfiler.annotate(color="red", role="actor_accumulate")
-    def accumulate(self, fragment: Fragment) -> dict[str, float]:
+    def accumulate(self, fragment: FragmentSpec) -> dict[str, float]:
         """Add a fragment's gradient, see `DiffusersFSDPEngine.accumulate`; its numbers, and `accumulate_s`.
 
         The driver gets one reference per rank at once, and every rank's numbers of rows are those of all ranks.

@@ -31,7 +31,7 @@ IMAGE, TEXT, JOINT, ROW, NONE = "image", "text", "joint", "row", "none"
 
 
 @dataclass(frozen=True)
-class Layout:
+class FlopsLayout:
     """Which layer of an architecture sees which tokens."""
 
     patch: str
@@ -48,12 +48,12 @@ class Layout:
 
 MODULATION = r"norm\w*\.linear|time_text_embed"
 LAYOUTS = {
-    "QwenImageTransformer2DModel": Layout(
+    "QwenImageTransformer2DModel": FlopsLayout(
         patch="img_in",
         streams=((rf"{MODULATION}|img_mod|txt_mod", ROW), (r"txt_in|txt_mlp|attn\.add_|to_add_out", TEXT)),
         attention=((r"", JOINT, JOINT),),
     ),
-    "FluxTransformer2DModel": Layout(
+    "FluxTransformer2DModel": FlopsLayout(
         patch="x_embedder",
         streams=(
             (MODULATION, ROW),
@@ -62,18 +62,18 @@ LAYOUTS = {
         ),
         attention=((r"", JOINT, JOINT),),
     ),
-    "SD3Transformer2DModel": Layout(
+    "SD3Transformer2DModel": FlopsLayout(
         patch="pos_embed.proj",
         streams=((MODULATION, ROW), (r"context_embedder|ff_context|attn\.add_|to_add_out", TEXT)),
         attention=((r"attn2", IMAGE, IMAGE), (r"", JOINT, JOINT)),
     ),
-    "WanTransformer3DModel": Layout(
+    "WanTransformer3DModel": FlopsLayout(
         patch="patch_embedding",
         streams=((r"time_embedder|time_proj", ROW), (r"text_embedder|attn2\.to_[kv]", TEXT)),
         attention=((r"attn2", IMAGE, TEXT), (r"", IMAGE, IMAGE)),
         text_tokens=512,
     ),
-    "HunyuanVideo15Transformer3DModel": Layout(
+    "HunyuanVideo15Transformer3DModel": FlopsLayout(
         patch="x_embedder.proj",
         streams=(
             (r"context_embedder_2|image_embedder", NONE),
@@ -82,7 +82,7 @@ LAYOUTS = {
         ),
         attention=((r"context_embedder", TEXT, TEXT), (r"", JOINT, JOINT)),
     ),
-    "HunyuanVideoTransformer3DModel": Layout(
+    "HunyuanVideoTransformer3DModel": FlopsLayout(
         patch="x_embedder.proj",
         streams=(
             (rf"{MODULATION}|norm_out", ROW),
@@ -91,7 +91,7 @@ LAYOUTS = {
         ),
         attention=((r"context_embedder", TEXT, TEXT), (r"", JOINT, JOINT)),
     ),
-    "ZImageTransformer2DModel": Layout(
+    "ZImageTransformer2DModel": FlopsLayout(
         patch="all_x_embedder.2-1",
         streams=(
             (r"t_embedder|adaLN_modulation", ROW),

@@ -18,7 +18,7 @@ CLIP_TOKENS = 77
 
 
 @dataclass(frozen=True)
-class Layout:
+class ConditionLayout:
     """What an architecture reads of a prompt. Names are keys of the transformer's config."""
 
     width: str
@@ -30,13 +30,13 @@ class Layout:
 
 
 LAYOUTS = {
-    "FluxTransformer2DModel": Layout("joint_attention_dim", "pooled_projection_dim"),
-    "HunyuanVideo15Transformer3DModel": Layout("text_embed_dim", glyphs="text_embed_2_dim"),
-    "HunyuanVideoTransformer3DModel": Layout("text_embed_dim", "pooled_projection_dim"),
-    "QwenImageTransformer2DModel": Layout("joint_attention_dim"),
-    "SD3Transformer2DModel": Layout("joint_attention_dim", "pooled_projection_dim"),
-    "WanTransformer3DModel": Layout("text_dim"),
-    "ZImageTransformer2DModel": Layout("cap_feat_dim"),
+    "FluxTransformer2DModel": ConditionLayout("joint_attention_dim", "pooled_projection_dim"),
+    "HunyuanVideo15Transformer3DModel": ConditionLayout("text_embed_dim", glyphs="text_embed_2_dim"),
+    "HunyuanVideoTransformer3DModel": ConditionLayout("text_embed_dim", "pooled_projection_dim"),
+    "QwenImageTransformer2DModel": ConditionLayout("joint_attention_dim"),
+    "SD3Transformer2DModel": ConditionLayout("joint_attention_dim", "pooled_projection_dim"),
+    "WanTransformer3DModel": ConditionLayout("text_dim"),
+    "ZImageTransformer2DModel": ConditionLayout("cap_feat_dim"),
 }
 """Architecture -> layout. A new model adds a line."""
 

@@ -26,7 +26,7 @@ from verl_digen.algorithms.noise import INITIAL_LATENTS, sample_seed, step_noise
 from verl_digen.algorithms.sde import SdeStep, sde_step
 from verl_digen.models.base import DiffusionModel
 from verl_digen.sampling.recording import initial_seed, record_trajectory, trained_latents
-from verl_digen.types import Condition, Geometry, Rows, SampleRequest, Sampling, Trajectory
+from verl_digen.types import Condition, Geometry, SampleRequest, Sampling, TrainingRows, Trajectory
 
 
 class SamplingStopped(Exception):
@@ -147,7 +147,7 @@ class Sampler:
 def score_rows(
     model: DiffusionModel,
     transformer: nn.Module,
-    rows: Rows,
+    rows: TrainingRows,
     law: str,
     noise_level: float,
     guidance_scale: float,

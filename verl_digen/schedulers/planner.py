@@ -70,8 +70,8 @@ from verl_digen.schedulers.types import (
     SlotDecision,
     Train,
     TrainerDecision,
+    TrainerWaitReason,
     Wait,
-    WaitReason,
 )
 
 
@@ -556,7 +556,7 @@ class BatchPlanner:
         self._occupy(chunk, now_s)
         return Assist(chunk, reason, predicted_gain_s)
 
-    def _idle_reason(self, batch: Batch) -> WaitReason:
+    def _idle_reason(self, batch: Batch) -> TrainerWaitReason:
         if batch.num_open == 0:
             return "prompts"
         if not self._slots:

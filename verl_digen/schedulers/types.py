@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 TRAINER = "trainer"
 """Who generates an assist chunk."""
 
-WaitReason = Literal[
+TrainerWaitReason = Literal[
     "no_fragment_ready",
     "scoring",
     "prompts",
@@ -132,7 +132,7 @@ class Commit(NamedTuple):
 class Wait(NamedTuple):
     """Do nothing; ask again after the next event."""
 
-    reason: WaitReason
+    reason: TrainerWaitReason
     predicted_wait_s: float | None = None
     """waiting_pays, gain_in_doubt: until the next fragment is ready; infinite if nobody generates it."""
 

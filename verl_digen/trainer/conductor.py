@@ -56,7 +56,7 @@ from typing import Any, Protocol
 
 from verl_digen.agent_loop.chunks import GeneratedChunk, ScoredChunk
 from verl_digen.errors import DeadlineMissed, RunStopped
-from verl_digen.observe.timeline import Lane, Recorder
+from verl_digen.observe.timeline import Kind, Lane, Recorder, WaitReason
 from verl_digen.observe.timeline.recorder import OpenInterval
 from verl_digen.pipeline.keys import SampleName
 from verl_digen.schedulers.deadlines import Deadlines
@@ -177,7 +177,7 @@ class Joining:
 
 
 @dataclass
-class Published:
+class PublishedSamples:
     """What was published of one batch's groups."""
 
     groups: dict[str, dict[int, Mapping[str, Any]]] = field(default_factory=dict)
@@ -228,7 +228,7 @@ class Conductor:
         self._outcome: BatchOutcome | None = None
         """The batch under way, once it is committed."""
         self._trained: set[str] = set()
-        self._published: dict[int, Published] = {}
+        self._published: dict[int, PublishedSamples] = {}
         """Batch -> its published samples."""
         self._waiting: dict[Lane, OpenInterval] = {}
         self._slowest_decision_s = 0.0
@@ -397,7 +397,7 @@ class Conductor:
             on_overdue=on_overdue,
         )
 
-    def _begin_chunk(self, kind: Any, lane: Lane, chunk: Chunk) -> OpenInterval:
+    def _begin_chunk(self, kind: Kind, lane: Lane, chunk: Chunk) -> OpenInterval:
         self._chunks[chunk.id] = chunk
         return self.recorder.begin(
             kind,
@@ -445,9 +445,9 @@ class Conductor:
             on_overdue=on_overdue,
         )
 
-    def _published_with(self, chunk: Chunk) -> Published:
+    def _published_with(self, chunk: Chunk) -> PublishedSamples:
         """The samples that are handed out with the chunk's batch, or with the next one if that is over."""
-        return self._published.setdefault(max(chunk.batch, self.planner.batch), Published())
+        return self._published.setdefault(max(chunk.batch, self.planner.batch), PublishedSamples())
 
     def _on_scored(self, chunk: Chunk, scored: ScoredChunk) -> None:
         if scored.failures:
@@ -558,7 +558,7 @@ class Conductor:
     def _start_assist(self, decision: Assist) -> None:
         chunk = decision.chunk
         # the prompt's conditions are published for it, even if none of its samples ever is
-        self._published.setdefault(chunk.batch, Published()).groups.setdefault(chunk.uid, {})
+        self._published.setdefault(chunk.batch, PublishedSamples()).groups.setdefault(chunk.uid, {})
         opened = self._begin_chunk("assist", self.lanes.trainer, chunk)
         opened.detail["reason"] = decision.reason
         if decision.predicted_gain_s is not None:
@@ -646,7 +646,7 @@ class Conductor:
             )
         return await self._calls.next_events(timeout_s)
 
-    def _wait(self, lane: Lane, reason: Any) -> None:
+    def _wait(self, lane: Lane, reason: WaitReason) -> None:
         """Note that a lane has nothing to do, from now on."""
         opened = self._waiting.get(lane)
         if opened is not None and opened.work.get("reason") == reason and opened.step == self._step:

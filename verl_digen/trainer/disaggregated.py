@@ -42,7 +42,7 @@ from verl_digen.schedulers.planner import BatchPlanner
 from verl_digen.schedulers.rules import BatchRules
 from verl_digen.trainer.agreement import check_log_prob_gap
 from verl_digen.trainer.conductor import BatchOutcome, Conductor, Joining, Lanes
-from verl_digen.trainer.pools import PARTITION, GeneratorPool, Slot, TrainerPool
+from verl_digen.trainer.pools import PARTITION, GeneratorPool, SlotHandle, TrainerPool
 from verl_digen.trainer.replicas import end_processes
 from verl_digen.trainer.restarts import start_standalone
 from verl_digen.trainer.sync import FlowGRPOTrainerSync
@@ -136,7 +136,7 @@ class FlowGRPOTrainerDisaggregated(FlowGRPOTrainerSync):
         )
         host = self._driver.host
         lanes: dict[str, Lane] = {}
-        self._slots: list[Slot] = []
+        self._slots: list[SlotHandle] = []
         self._lanes: dict[str, Lane] = {}
         slots_of: dict[str, Sequence[str]] = {}
         for replica in self.checkpoint_manager.replicas:
@@ -183,7 +183,7 @@ class FlowGRPOTrainerDisaggregated(FlowGRPOTrainerSync):
         lane = self._lanes[address]
         num_before = len(self._slots)
         slots = [
-            Slot(f"{lane.index:04d}/{num_before + index}", address, replica.server_handle)
+            SlotHandle(f"{lane.index:04d}/{num_before + index}", address, replica.server_handle)
             for index in range(self.digen.gap.slots_per_replica)
         ]
         self._slots += slots

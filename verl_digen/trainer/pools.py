@@ -15,8 +15,7 @@ from ray.exceptions import RayActorError
 from verl_digen.agent_loop.chunks import ChunkOrder, GeneratedChunk, ScoredChunk, describe
 from verl_digen.agent_loop.server_manager import ALL_LOST
 from verl_digen.blips import through_blips
-from verl_digen.engine.fragment import Fragment as EngineFragment
-from verl_digen.engine.fragment import FragmentSample
+from verl_digen.engine.fragment import FragmentSample, FragmentSpec
 from verl_digen.errors import RunStopped
 from verl_digen.pipeline.keys import SampleName
 from verl_digen.schedulers.types import Chunk, Fragment
@@ -28,7 +27,7 @@ PARTITION = "train"
 
 
 @dataclass(frozen=True)
-class Slot:
+class SlotHandle:
     """A place where a replica works on one chunk at a time."""
 
     name: str
@@ -51,7 +50,7 @@ class GeneratorPool:
     def __init__(
         self,
         workers: Sequence[Any],
-        slots: Sequence[Slot],
+        slots: Sequence[SlotHandle],
         trainer: Any,
         *,
         end_replica: Callable[[str], Awaitable[None]],
@@ -97,11 +96,11 @@ class GeneratorPool:
         for replica in replicas:
             await self._end_replica(replica)
 
-    def add_slots(self, slots: Sequence[Slot]) -> None:
+    def add_slots(self, slots: Sequence[SlotHandle]) -> None:
         """Slots of a replica that joins."""
         self._slots.update({slot.name: slot for slot in slots})
 
-    def _take_slots(self, names: Sequence[str]) -> list[Slot]:
+    def _take_slots(self, names: Sequence[str]) -> list[SlotHandle]:
         """Leave slots out from now on -> those that were not left out before."""
         return [self._slots.pop(name) for name in names if name in self._slots]
 
@@ -172,7 +171,7 @@ class TrainerPool:
             for uid, tags in groups.items()
             for index, tag in sorted(tags.items())
         )
-        counts = await self._on_all(self._worker_group.accumulate(EngineFragment(f"f{fragment.id}", samples)))
+        counts = await self._on_all(self._worker_group.accumulate(FragmentSpec(f"f{fragment.id}", samples)))
         self.compute_s += counts["accumulate_s"]
 
     async def commit(self) -> dict[str, float]:

@@ -108,7 +108,7 @@ def virtual_durations(digen: DigenConfig) -> VirtualDurations:
 
 
 @dataclass
-class Batch:
+class Busy:
     """Samples of one group that a virtual replica denoises together."""
 
     uid: str
@@ -123,24 +123,24 @@ class ReplicaClock:
 
     Example, 2 s per sample:
         clock = ReplicaClock(sample_s=2.0)
-        first = clock.join("p0", now_s=0.0)    # Batch("p0", ends_s=2.0)
-        clock.join("p0", now_s=0.0) is first   # True: Batch("p0", ends_s=4.0)
-        clock.join("p1", now_s=1.0)            # Batch("p1", ends_s=6.0)
+        first = clock.join("p0", now_s=0.0)    # Busy("p0", ends_s=2.0)
+        clock.join("p0", now_s=0.0) is first   # True: Busy("p0", ends_s=4.0)
+        clock.join("p1", now_s=1.0)            # Busy("p1", ends_s=6.0)
     """
 
     def __init__(self, sample_s: float):
         self._sample_s = sample_s
-        self._last: Batch | None = None
+        self._last: Busy | None = None
 
-    def join(self, uid: str, now_s: float) -> Batch:
+    def join(self, uid: str, now_s: float) -> Busy:
         """A request arrives -> its batch, whose end moves as more join."""
         last = self._last
         if last is None or last.ends_s <= now_s:
-            self._last = Batch(uid, now_s + self._sample_s)
+            self._last = Busy(uid, now_s + self._sample_s)
         elif last.uid == uid:
             last.ends_s += self._sample_s
         else:
-            self._last = Batch(uid, last.ends_s + self._sample_s)
+            self._last = Busy(uid, last.ends_s + self._sample_s)
         assert self._last is not None
         return self._last
 

@@ -23,7 +23,7 @@ from omegaconf import OmegaConf
 from verl.single_controller.base.decorator import Dispatch, register
 
 from verl_digen.config import digen_config
-from verl_digen.engine.fragment import Fragment, fetch_samples
+from verl_digen.engine.fragment import FragmentSpec, fetch_samples
 from verl_digen.engine.worker import DiffusionWorker
 from verl_digen.types import Generation, SampleRequest
 from verl_digen.virtual.checkpoint_engine import VirtualEngine
@@ -59,7 +59,7 @@ class VirtualWorker(DiffusionWorker):
         self._num_rows = 0
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
-    def accumulate(self, fragment: Fragment) -> dict[str, float]:
+    def accumulate(self, fragment: FragmentSpec) -> dict[str, float]:
         """Take as long as its training would; `num_rows`, `fetch_s` and `accumulate_s`."""
         started_s = time.perf_counter()
         if self._fetches:

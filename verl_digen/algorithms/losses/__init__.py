@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Policy losses over rows, by name.
 
-* A loss is a function of checked `Rows` and a `LossConfig`. `register_loss` files it under its names with
+* A loss is a function of checked `LossInputs` and a `LossConfig`. `register_loss` files it under its names with
   the inputs it needs; `policy_loss` looks it up, checks the inputs and calls it.
-* Losses reduce with `Rows.mean` only, so they add up over tiles and fragments (see `rows`).
+* Losses reduce with `LossInputs.mean` only, so they add up over tiles and fragments (see `rows`).
 
 | column [N] | what |
 | --- | --- |
@@ -29,7 +29,7 @@ instead, and `digen.advantage.scale=batch` does not make training wait for the w
 Example, a loss of one's own:
 
     @register_loss("my_loss", columns=("log_prob", "advantage"), homogeneous=True)
-    def my_loss(rows: Rows, config: LossConfig) -> LossOutput:
+    def my_loss(rows: LossInputs, config: LossConfig) -> LossOutput:
         return LossOutput(rows.mean(-rows["advantage"] * rows["log_prob"]), {})
 """
 
@@ -45,14 +45,14 @@ from verl_digen.algorithms.losses.registry import (
     reads_trajectories,
     register_loss,
 )
-from verl_digen.algorithms.rows import LossOutput, Rows
+from verl_digen.algorithms.rows import LossInputs, LossOutput
 
 __all__ = [
     "OLD_LOG_PROBS",
     "Denominator",
     "LossConfig",
+    "LossInputs",
     "LossOutput",
-    "Rows",
     "choose_denominator",
     "is_homogeneous",
     "is_off_policy",

@@ -30,18 +30,18 @@ from torch import Tensor
 from verl_digen.algorithms.losses.config import LossConfig
 from verl_digen.algorithms.losses.ratio import clamped_advantage, ppo_clip, ratio_metrics, ratio_of
 from verl_digen.algorithms.losses.registry import BEHAVIOUR, OLD, TRAJECTORY, register_loss
-from verl_digen.algorithms.rows import LossOutput, Rows
+from verl_digen.algorithms.rows import LossInputs, LossOutput
 
 
 @register_loss("tis", columns=("log_prob", BEHAVIOUR, "advantage"), homogeneous=True, off_policy=True)
-def truncated_importance_sampling(rows: Rows, config: LossConfig) -> LossOutput:
+def truncated_importance_sampling(rows: LossInputs, config: LossConfig) -> LossOutput:
     """mean[-sg[clamp(r, tis_low, tis_high)] A log_prob]."""
     weight, metrics = _truncated_ratio(rows, config.tis_low, config.tis_high)
     return _weighted_reinforce(rows, config, weight, metrics)
 
 
 @register_loss("cispo", columns=("log_prob", BEHAVIOUR, "advantage"), homogeneous=True, off_policy=True)
-def clipped_weights(rows: Rows, config: LossConfig) -> LossOutput:
+def clipped_weights(rows: LossInputs, config: LossConfig) -> LossOutput:
     """mean[-sg[m clamp(r, 1 - a, 1 + b)] A log_prob], a = cispo_low, b = cispo_high.
 
     m = 1; with `cispo_mask` 0 where A > 0 and r > 1 + b, or A < 0 and r < 1 - a: the rows that PPO's clip leaves
@@ -57,7 +57,7 @@ def clipped_weights(rows: Rows, config: LossConfig) -> LossOutput:
 
 
 @register_loss("topr", columns=("log_prob", BEHAVIOUR, "advantage", "reward"), homogeneous=True, off_policy=True)
-def tapered_reinforce(rows: Rows, config: LossConfig) -> LossOutput:
+def tapered_reinforce(rows: LossInputs, config: LossConfig) -> LossOutput:
     """mean[-w A log_prob], w = 1 where the reward is above `topr_threshold`, else sg[clamp(r, 0, 1)]."""
     return _tapered(rows, config, positive_weight=1.0, negative_weight=1.0)
 
@@ -65,13 +65,13 @@ def tapered_reinforce(rows: Rows, config: LossConfig) -> LossOutput:
 @register_loss(
     "weighted_topr", columns=("log_prob", BEHAVIOUR, "advantage", "reward"), homogeneous=True, off_policy=True
 )
-def weighted_tapered_reinforce(rows: Rows, config: LossConfig) -> LossOutput:
+def weighted_tapered_reinforce(rows: LossInputs, config: LossConfig) -> LossOutput:
     """`topr` with w times `topr_positive_weight` and `topr_negative_weight`."""
     return _tapered(rows, config, config.topr_positive_weight, config.topr_negative_weight)
 
 
 @register_loss("decoupled_ppo", columns=("log_prob", OLD, BEHAVIOUR, "advantage"), homogeneous=True, off_policy=True)
-def decoupled_clip(rows: Rows, config: LossConfig) -> LossOutput:
+def decoupled_clip(rows: LossInputs, config: LossConfig) -> LossOutput:
     """PPO's clip against the policy before the update, weighed with how that differs from the one that generated.
 
     mean[sg[min(exp(old_log_prob - behaviour_log_prob), decoupled_cap)] max(-A q, -A clamp(q, 1 - c, 1 + c'))],
@@ -89,7 +89,7 @@ def decoupled_clip(rows: Rows, config: LossConfig) -> LossOutput:
 
 
 @register_loss("gspo", columns=("log_prob", TRAJECTORY, "advantage"), homogeneous=True, off_policy=True)
-def trajectory_clip(rows: Rows, config: LossConfig) -> LossOutput:
+def trajectory_clip(rows: LossInputs, config: LossConfig) -> LossOutput:
     """PPO's clip of the trajectory's ratio: mean[max(-A s, -A clamp(s, 1 - c, 1 + c'))].
 
     s = exp(`trajectory_log_ratio`), which is that of the weights as they are, without gradient: a trajectory's rows
@@ -115,7 +115,7 @@ def trajectory_log_ratios(log_ratio: Tensor, trajectories: Tensor) -> Tensor:
 
 
 @register_loss("kimi", columns=("log_prob", BEHAVIOUR, "advantage"), off_policy=True)
-def squared_log_ratio(rows: Rows, config: LossConfig) -> LossOutput:
+def squared_log_ratio(rows: LossInputs, config: LossConfig) -> LossOutput:
     """mean[-A log_prob + tau / 2 (log_prob - behaviour_log_prob)^2], tau = `kimi_tau`; not homogeneous in A."""
     half_square = 0.5 * _behaviour_log_ratio(rows).square()
     per_row = -clamped_advantage(rows, config) * rows["log_prob"] + config.kimi_tau * half_square
@@ -123,26 +123,26 @@ def squared_log_ratio(rows: Rows, config: LossConfig) -> LossOutput:
 
 
 @register_loss("reinforce", columns=("log_prob", "advantage"), homogeneous=True, off_policy=True)
-def reinforce(rows: Rows, config: LossConfig) -> LossOutput:
+def reinforce(rows: LossInputs, config: LossConfig) -> LossOutput:
     """mean[-A log_prob], whoever generated the sample."""
     return LossOutput(rows.mean(-clamped_advantage(rows, config) * rows["log_prob"]), {})
 
 
-def _behaviour_log_ratio(rows: Rows) -> Tensor:
+def _behaviour_log_ratio(rows: LossInputs) -> Tensor:
     return rows["log_prob"] - rows[BEHAVIOUR]
 
 
-def _truncated_ratio(rows: Rows, low: float, high: float) -> tuple[Tensor, dict[str, Tensor]]:
+def _truncated_ratio(rows: LossInputs, low: float, high: float) -> tuple[Tensor, dict[str, Tensor]]:
     """(sg[clamp(r, low, high)] [N], metrics)."""
     log_ratio = _behaviour_log_ratio(rows).detach()
     return ratio_of(log_ratio).clamp(low, high), ratio_metrics(rows, log_ratio, low, high)
 
 
-def _weighted_reinforce(rows: Rows, config: LossConfig, weight: Tensor, metrics: dict[str, Tensor]) -> LossOutput:
+def _weighted_reinforce(rows: LossInputs, config: LossConfig, weight: Tensor, metrics: dict[str, Tensor]) -> LossOutput:
     return LossOutput(rows.mean(-weight * clamped_advantage(rows, config) * rows["log_prob"]), metrics)
 
 
-def _tapered(rows: Rows, config: LossConfig, positive_weight: float, negative_weight: float) -> LossOutput:
+def _tapered(rows: LossInputs, config: LossConfig, positive_weight: float, negative_weight: float) -> LossOutput:
     is_positive = rows["reward"] > config.topr_threshold
     truncated, metrics = _truncated_ratio(rows, 0.0, 1.0)
     weight = torch.where(is_positive, positive_weight, negative_weight * truncated)

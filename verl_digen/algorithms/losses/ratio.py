@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from verl_digen.algorithms.losses.config import LossConfig
-from verl_digen.algorithms.rows import Rows
+from verl_digen.algorithms.rows import LossInputs
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to +- this before exp (as verl does), so that no ratio is infinite: 0 from a clip times
@@ -19,7 +19,7 @@ def ratio_of(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def clamped_advantage(rows: Rows, config: LossConfig) -> Tensor:
+def clamped_advantage(rows: LossInputs, config: LossConfig) -> Tensor:
     """[N], within +- `advantage_clip`."""
     return rows["advantage"].clamp(-config.advantage_clip, config.advantage_clip)
 
@@ -31,7 +31,7 @@ def ppo_clip(ratio: Tensor, advantage: Tensor, config: LossConfig) -> Tensor:
 
 
 @torch.no_grad()
-def ratio_metrics(rows: Rows, log_ratio: Tensor, low: float, high: float) -> dict[str, Tensor]:
+def ratio_metrics(rows: LossInputs, log_ratio: Tensor, low: float, high: float) -> dict[str, Tensor]:
     """How far the policy is from the one it is compared with, of log-ratios [N].
 
     `ratio_deviation`, `_min`, `_max` are of r - 1 (its digits would drown in r), `clip_fraction` the share of

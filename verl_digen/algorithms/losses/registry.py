@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from verl_digen.algorithms.losses.config import LossConfig
-from verl_digen.algorithms.rows import LossOutput, Rows
+from verl_digen.algorithms.rows import LossInputs, LossOutput
 from verl_digen.require import require_one_of
 
 BEHAVIOUR = "behaviour_log_prob"
@@ -25,7 +25,7 @@ COLUMNS = ("log_prob", BEHAVIOUR, OLD, TRAJECTORY, "advantage", "reward", "std",
 LATENTS = ("latents", "next_latents", "mean", "velocity")
 """[N, ...] each; see the package."""
 
-LossFn = Callable[[Rows, LossConfig], LossOutput]
+LossFn = Callable[[LossInputs, LossConfig], LossOutput]
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def policy_loss(name: str, inputs: Mapping[str, Tensor], config: LossConfig) -> 
         ValueError: unknown loss; an input is missing or misshapen.
     """
     loss = _find(name)
-    rows = Rows.check(f"policy loss {name!r}", inputs, columns=loss.columns, latents=loss.latents)
+    rows = LossInputs.check(f"policy loss {name!r}", inputs, columns=loss.columns, latents=loss.latents)
     return loss.compute(rows, config)
 
 

@@ -31,7 +31,7 @@ CAPACITY = 65_536
 """Intervals held between two drains, about 30 MB; a step of 1,000 devices makes some thousands."""
 
 
-class Work(TypedDict, total=False):
+class IntervalFacts(TypedDict, total=False):
     """What an interval worked on; fields of `Interval`."""
 
     version: int | None
@@ -58,7 +58,7 @@ class OpenInterval:
     kind: Kind
     lane: Lane
     step: int
-    work: Work
+    work: IntervalFacts
     start_s: float
     detail: dict[str, str | int | float | bool] = field(default_factory=dict)
     """May be filled until the end."""
@@ -102,7 +102,7 @@ class Recorder:
         self._open: dict[int, OpenInterval] = {}
         self._num_lost = 0
 
-    def begin(self, kind: Kind, lane: Lane, *, step: int, **work: Unpack[Work]) -> OpenInterval:
+    def begin(self, kind: Kind, lane: Lane, *, step: int, **work: Unpack[IntervalFacts]) -> OpenInterval:
         """Something starts now; `end` it."""
         opened = OpenInterval(kind, lane, step, work, self.now_s())
         opened.until(opened.start_s, is_cut=False)  # a broken rule is raised here, where the caller is to blame
@@ -123,7 +123,7 @@ class Recorder:
 
     @contextmanager
     def interval(
-        self, kind: Kind, lane: Lane, *, step: int, **work: Unpack[Work]
+        self, kind: Kind, lane: Lane, *, step: int, **work: Unpack[IntervalFacts]
     ) -> Iterator[dict[str, str | int | float | bool]]:
         """Note what the body does; yields the `detail` to fill."""
         opened = self.begin(kind, lane, step=step, **work)
