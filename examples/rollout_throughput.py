@@ -60,7 +60,7 @@ def back_ends(model: str, dtype: str) -> dict[str, Generate]:
             height=geometry.height_px,
             width=geometry.width_px,
             num_inference_steps=request.sampling.num_steps,
-            true_cfg_scale=request.sampling.guidance_scale,
+            true_cfg_scale=request.sampling.true_cfg_scale,
             seed=request.sample_index,
         )
         return await run(to_prompt(request), params)
@@ -90,7 +90,7 @@ async def images_per_s(generate: Generate, num_concurrent: int, sampling: Sampli
 
 async def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     generators = back_ends(str(args.model), args.dtype)
-    sampling = Sampling(Geometry(args.size_px, args.size_px), args.num_steps, args.guidance_scale, "flow", 0.7)
+    sampling = Sampling(Geometry(args.size_px, args.size_px), args.num_steps, args.true_cfg_scale, "flow", 0.7)
     table = {}
     for num_concurrent in (1, 4, MAX_CONCURRENT):
         seen: dict[str, list[float]] = {name: [] for name in generators}
@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--size_px", type=int, default=64)
     parser.add_argument("--num_steps", type=int, default=10)
-    parser.add_argument("--guidance_scale", type=float, default=1.0)
+    parser.add_argument("--true_cfg_scale", type=float, default=1.0)
     parser.add_argument("--repeats", type=int, default=7)
     args = parser.parse_args()
     if get_platform().device_name == "cpu":

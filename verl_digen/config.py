@@ -58,18 +58,18 @@ class SamplingConfig:
     """Frames of a video; 1 is an image."""
     num_steps: int = 10
     """T in training. flow_grpo trains with 10."""
-    guidance_scale: float = 1.0
+    true_cfg_scale: float = 1.0
     """True classifier-free guidance in training; 1.0 is off (one branch, half the cost)."""
     negative_prompt: str = " "
     """Negative prompt of every sample whose data row names none; used with guidance only."""
     shared_initial_noise: bool = False
     """All samples of a group start from the same noise (DanceGRPO's choice)."""
-    embedded_guidance_scale: float | None = None
+    guidance_scale: float | None = None
     """Guidance scale given to networks that take one as an input (FLUX.1 dev, HunyuanVideo), in training and in
     validation; null is the pipeline's default (3.5, 6.0)."""
     val_num_steps: int = 40
     """T in validation, which is deterministic (ODE). flow_grpo evaluates with 40."""
-    val_guidance_scale: float = 1.0
+    val_true_cfg_scale: float = 1.0
     """True classifier-free guidance in validation."""
 
     def __post_init__(self) -> None:
@@ -87,13 +87,13 @@ class SamplingConfig:
                 value,
                 usual,
             )
-        for name in ("guidance_scale", "val_guidance_scale"):
+        for name in ("true_cfg_scale", "val_true_cfg_scale"):
             value = getattr(self, name)
             require(1 <= value <= 1000, f"digen.sampling.{name} must lie in [1, 1000]", value, "1.0 turns guidance off")
         require(
-            self.embedded_guidance_scale is None or self.embedded_guidance_scale >= 0,
-            "digen.sampling.embedded_guidance_scale must be null or >= 0",
-            self.embedded_guidance_scale,
+            self.guidance_scale is None or self.guidance_scale >= 0,
+            "digen.sampling.guidance_scale must be null or >= 0",
+            self.guidance_scale,
             "null is the model's own",
         )
 

@@ -118,7 +118,7 @@ def check_checkpoint(path: Path, arguments: dict[str, Any]) -> Iterator[Check]:
 
 
 def _requests(geometry: Geometry, window: Window) -> list[SampleRequest]:
-    how = Sampling(geometry, NUM_STEPS, guidance_scale=1.0, law=LAW, noise_level=NOISE_LEVEL)
+    how = Sampling(geometry, NUM_STEPS, true_cfg_scale=1.0, law=LAW, noise_level=NOISE_LEVEL)
     return [SampleRequest(f"p{number}", 0, prompt, "", window, how) for number, prompt in enumerate(PROMPTS)]
 
 

@@ -43,7 +43,7 @@ class Sampling:
     geometry: Geometry
     num_steps: int
     """T."""
-    guidance_scale: float
+    true_cfg_scale: float
     """True classifier-free guidance w: v = v_neg + w (v_pos - v_neg); 1.0 runs the positive branch alone."""
     law: str
     """SDE law, see `verl_digen.algorithms.sde`."""
@@ -51,14 +51,14 @@ class Sampling:
     """eta of the SDE steps."""
     shared_initial_noise: bool = False
     """True: all samples of a group start from the same noise."""
-    embedded_guidance_scale: float | None = None
+    guidance_scale: float | None = None
     """Guidance scale a network is given that takes one as an input (FLUX.1 dev, HunyuanVideo); None: its pipeline's
     default."""
 
     @property
     def is_guided(self) -> bool:
         """Whether the negative branch runs too."""
-        return self.guidance_scale > 1.0
+        return self.true_cfg_scale > 1.0
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from verl_digen.virtual.host import VirtualHost, VirtualServer
 from verl_digen.virtual.reward import compute_score
 
 DIGEN = DigenConfig(
-    sampling=SamplingConfig(height_px=16, width_px=16, num_steps=10, guidance_scale=4.5),
+    sampling=SamplingConfig(height_px=16, width_px=16, num_steps=10, true_cfg_scale=4.5),
     window=WindowConfig(kind="consecutive", size=2),
     virtual=VirtualConfig(profile="wan2.1-14b", time_scale=1e-4, latent_shape=[16, 3, 6, 8]),
 )

@@ -35,7 +35,7 @@ class Case:
     placement: str
     is_lora: bool = False
     is_video: bool = False
-    guidance_scale: float = 1.0
+    true_cfg_scale: float = 1.0
 
     def __str__(self) -> str:
         return f"{self.name}, {'LoRA' if self.is_lora else 'full weights'}, {self.placement}"
@@ -44,9 +44,9 @@ class Case:
 CASES = (
     Case("flux_dev", "disaggregated", is_lora=True),
     Case("hunyuan_video", "colocated", is_lora=True, is_video=True),
-    Case("hunyuan_video15", "disaggregated", is_lora=True, is_video=True, guidance_scale=2.0),
-    Case("sd3", "colocated", guidance_scale=2.0),
-    Case("wan2.1", "disaggregated", is_video=True, guidance_scale=2.0),
+    Case("hunyuan_video15", "disaggregated", is_lora=True, is_video=True, true_cfg_scale=2.0),
+    Case("sd3", "colocated", true_cfg_scale=2.0),
+    Case("wan2.1", "disaggregated", is_video=True, true_cfg_scale=2.0),
     Case("wan2.2_a14b", "colocated", is_video=True),
     Case("wan2.2_a14b", "disaggregated", is_lora=True, is_video=True),
     Case("wan2.2_ti2v_5b", "colocated", is_lora=True, is_video=True),
@@ -58,7 +58,7 @@ def overrides(case: Case, checkpoint: Path) -> list[str]:
     given = [
         f"actor_rollout_ref.model.path={checkpoint}",
         "digen.reward.functions={shapes: 1.0, jpeg_compressibility: 1.0}",
-        f"digen.sampling.guidance_scale={case.guidance_scale}",
+        f"digen.sampling.true_cfg_scale={case.true_cfg_scale}",
         # three steps are seen in the log-probs of the next one
         "actor_rollout_ref.actor.optim.lr=1e-3",
         "trainer.total_training_steps=3",

@@ -56,7 +56,7 @@ def test_adapters_kl_two_ranks_and_a_group_size_that_no_rank_number_divides(tmp_
         "actor_rollout_ref.model.lora_rank=4",
         "digen.kl.coef=0.01",
         "digen.advantage.scale=group",
-        "digen.sampling.guidance_scale=2.0",
+        "digen.sampling.true_cfg_scale=2.0",
         "actor_rollout_ref.rollout.n=3",
         "data.train_batch_size=2",
     )

@@ -68,7 +68,7 @@ def test_a_resumed_run_continues_as_if_it_had_not_stopped(three_steps, tmp_path)
         ),
         pytest.param(
             (
-                *("digen.kl.coef=0.01", "digen.sampling.guidance_scale=2.0"),
+                *("digen.kl.coef=0.01", "digen.sampling.true_cfg_scale=2.0"),
                 "actor_rollout_ref.actor.ppo_mini_batch_size=2",
             ),
             id="full weights, guided, two updates per batch",

@@ -46,7 +46,7 @@ class Case:
     kl: str | None = None
     tsp: dict[str, Any] = field(default_factory=dict)
     is_lora: bool = False
-    guidance_scale: float = 1.0
+    true_cfg_scale: float = 1.0
     fsdp: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     clip: float = CLIP
@@ -58,7 +58,7 @@ class Case:
             "tsp": self.tsp,
             "advantage": {"scale": self.scale},
             "loss": {"advantage_clip": self.clip},
-            "sampling": {"guidance_scale": self.guidance_scale},
+            "sampling": {"true_cfg_scale": self.true_cfg_scale},
             "old_log_probs": self.old_log_probs,
         }
         if self.kl is not None:
@@ -74,7 +74,7 @@ class Case:
         return engine
 
     def make_batch(self, path: Path) -> TensorDict:
-        return make_batch(path, windows=WINDOWS, guidance_scale=self.guidance_scale)
+        return make_batch(path, windows=WINDOWS, true_cfg_scale=self.true_cfg_scale)
 
     def committed(self, path: Path) -> tuple[dict[str, Tensor], dict[str, float]]:
         """(gradient that the optimizer step found, metrics) of the fragments."""
@@ -120,7 +120,7 @@ class Case:
             reference=plain_transformer(path) if self.kl else None,
             kl_coef=KL,
             kl_kind=self.kl or "flow_grpo",
-            guidance_scale=self.guidance_scale,
+            true_cfg_scale=self.true_cfg_scale,
         )
 
     def whole(self, path: Path) -> dict[str, float]:
@@ -147,7 +147,7 @@ CASES = {
     "lora_kl_by_tile": Case(is_lora=True, kl="exact", scale="max_group", tsp={"reduce": "tile"}, clip=float("inf")),
     "lora_kl_velocity": Case(is_lora=True, kl="velocity", tsp={"reduce": "fragment"}),
     "kl_checkpointed": Case(kl="flow_grpo", model={"enable_gradient_checkpointing": True}),
-    "guided": Case(guidance_scale=3.0, tsp={"samples_per_tile": 2, "steps_per_tile": 2}),
+    "guided": Case(true_cfg_scale=3.0, tsp={"samples_per_tile": 2, "steps_per_tile": 2}),
     "replicated": Case(fsdp={"fsdp_size": 1}, tsp={"reduce": "batch"}),
     "recomputed": Case(old_log_probs="recompute"),
 }

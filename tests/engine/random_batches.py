@@ -108,7 +108,7 @@ class RandomBatch:
             f"seed {self.seed}: {self.flavour} on {self.num_ranks} ranks; {len(self.samples)} of {self.num_samples} "
             f"samples, {self.num_trained_rows} rows for {self.num_rows}; {', '.join(calls)}; {self.accident}; "
             f"{digen.loss_name}, {digen.old_log_probs}, {digen.advantage}, {digen.kl}, {digen.tsp}, "
-            f"advantage_clip={digen.loss.advantage_clip}, guidance_scale={digen.sampling.guidance_scale}"
+            f"advantage_clip={digen.loss.advantage_clip}, true_cfg_scale={digen.sampling.true_cfg_scale}"
         )
 
 
@@ -178,7 +178,7 @@ def _draw_settings(rng: random.Random) -> DigenConfig:
             eps=rng.choice([1e-4, 1e-2]),
         ),
         kl=replace(base.kl, coef=rng.choice([0.0, 0.3]), kind=rng.choice(["flow_grpo", "exact", "velocity"])),
-        sampling=replace(base.sampling, guidance_scale=rng.choice([1.0, 1.0, 2.5])),
+        sampling=replace(base.sampling, true_cfg_scale=rng.choice([1.0, 1.0, 2.5])),
         tsp=replace(
             base.tsp,
             enable=is_parallel,

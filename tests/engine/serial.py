@@ -36,7 +36,7 @@ def plain_lora(path: Path, config: LoraConfig, adapter: dict[str, Tensor]) -> Pe
     return module
 
 
-def flow_step(module: nn.Module, path: Path, batch: TensorDict, sample: int, step: int, guidance_scale: float):
+def flow_step(module: nn.Module, path: Path, batch: TensorDict, sample: int, step: int, true_cfg_scale: float):
     """(mean of x', its s, dt, x', v) of one recorded step under law flow, batch size 1."""
     latents = batch["latents"][sample]
     position = int(batch["positions"][sample][step])
@@ -50,7 +50,7 @@ def flow_step(module: nn.Module, path: Path, batch: TensorDict, sample: int, ste
         sigma[None],
         [positive],
         None if negative is None else [negative],
-        guidance_scale,
+        true_cfg_scale,
         Geometry(SIZE_PX, SIZE_PX),
     )
     shifted = batch["sigma_max"][sample] if sigma == 1 else sigma
@@ -68,7 +68,7 @@ def serial_loss_and_gradient(
     reference: nn.Module | None = None,
     kl_coef: float = 0.0,
     kl_kind: str = "flow_grpo",
-    guidance_scale: float = 1.0,
+    true_cfg_scale: float = 1.0,
 ) -> tuple[float, dict[str, Tensor]]:
     """FlowGRPO on the first pass (old log-probs are this pass's), sample by sample, step by step."""
     module.zero_grad()
@@ -76,7 +76,7 @@ def serial_loss_and_gradient(
     total = 0.0
     for sample in samples:
         for step in range(len(batch["positions"][sample])):
-            mean, s, dt, x_next, v = flow_step(module, path, batch, sample, step, guidance_scale)
+            mean, s, dt, x_next, v = flow_step(module, path, batch, sample, step, true_cfg_scale)
             std = s * torch.sqrt(-dt)
             density = -((x_next - mean) ** 2) / (2 * std**2) - torch.log(std) - 0.5 * math.log(2 * math.pi)
             log_prob = density.mean()
@@ -85,7 +85,7 @@ def serial_loss_and_gradient(
             loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - 1e-4, 1 + 1e-4))
             if reference is not None:
                 with torch.no_grad():
-                    reference_mean, *_, reference_v = flow_step(reference, path, batch, sample, step, guidance_scale)
+                    reference_mean, *_, reference_v = flow_step(reference, path, batch, sample, step, true_cfg_scale)
                 kl = {
                     "flow_grpo": ((mean - reference_mean) ** 2).mean() / (2 * s.squeeze() ** 2),
                     "exact": ((mean - reference_mean) ** 2).mean() / (2 * std.squeeze() ** 2),

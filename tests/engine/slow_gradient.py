@@ -140,10 +140,10 @@ def score(batch: RandomBatch, sample: Recorded, step: int, weights: Mapping[str,
     x, x_next = sample.latents[step].double(), sample.latents[step + 1].double()
     positive, negative = (text.double().mean(dim=0) for text in batch.conditions[sample.described.uid])
     v = _velocity(batch.flavour, weights, x, sigma, positive)
-    guidance_scale = batch.digen.sampling.guidance_scale
-    if guidance_scale != 1:
+    true_cfg_scale = batch.digen.sampling.true_cfg_scale
+    if true_cfg_scale != 1:
         unguided = _velocity(batch.flavour, weights, x, sigma, negative)
-        v = unguided + guidance_scale * (v - unguided)
+        v = unguided + true_cfg_scale * (v - unguided)
     s = batch.digen.sde.noise_level * math.sqrt(sigma / (1 - (second_sigma if sigma == 1 else sigma)))
     std = s * math.sqrt(-dt)
     mean = x * (1 + s**2 / (2 * sigma) * dt) + v * (1 + s**2 * (1 - sigma) / (2 * sigma)) * dt

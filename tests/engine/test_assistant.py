@@ -33,8 +33,8 @@ VERSION = 7
 MODELS: dict[str, dict[str, Any]] = {"full": {}, "lora": LORA}
 
 
-def requests(count: int, guidance_scale: float = 3.0) -> list[SampleRequest]:
-    sampling = Sampling(Geometry(SIZE_PX, SIZE_PX), NUM_STEPS, guidance_scale, "flow", 0.7)
+def requests(count: int, true_cfg_scale: float = 3.0) -> list[SampleRequest]:
+    sampling = Sampling(Geometry(SIZE_PX, SIZE_PX), NUM_STEPS, true_cfg_scale, "flow", 0.7)
     window = Window((0, 1, 2), (0, 1))
     return [SampleRequest("p3", index, "a cat", "", window, sampling, index == 0) for index in range(count)]
 

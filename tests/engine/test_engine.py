@@ -60,14 +60,14 @@ def test_lora_gradient_equals_serial_loop(tiny_qwen_image: Path, batch: TensorDi
 
 
 def test_guided_gradient_equals_serial_loop(tiny_qwen_image: Path):
-    batch = make_batch(tiny_qwen_image, guidance_scale=3.0, group_size=2)
+    batch = make_batch(tiny_qwen_image, true_cfg_scale=3.0, group_size=2)
     engine = make_engine(
         tiny_qwen_image,
-        digen={"sampling": {"guidance_scale": 3.0}, "tsp": {"samples_per_tile": 5, "steps_per_tile": 1}},
+        digen={"sampling": {"true_cfg_scale": 3.0}, "tsp": {"samples_per_tile": 5, "steps_per_tile": 1}},
     )
     found, _ = gradients(engine, batch)
     module = plain_transformer(tiny_qwen_image)
-    _, expected = serial_loss_and_gradient(module, tiny_qwen_image, batch, range(4), guidance_scale=3.0)
+    _, expected = serial_loss_and_gradient(module, tiny_qwen_image, batch, range(4), true_cfg_scale=3.0)
     assert_close(found, expected, 2e-5)
 
 

@@ -243,7 +243,7 @@ def fetch_from(batch: RandomBatch) -> Fetch:
     def fetch(samples: Sequence[FragmentSample]) -> Samples:
         recorded = [batch.samples[sample.key] for sample in samples]
         steps = [torch.tensor(sample.steps, dtype=torch.int64) for sample in recorded]
-        is_guided = batch.digen.sampling.guidance_scale > 1
+        is_guided = batch.digen.sampling.true_cfg_scale > 1
         conditions = [batch.conditions[sample.uid] for sample in samples]
         return Samples(
             columns={

@@ -13,8 +13,8 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 @pytest.mark.parametrize("scale", [1.0, 2.0], ids=["unguided", "guided"])
 def test_a_training_step_reports_what_its_rows_cost(tiny_qwen_image, scale):
-    batch = make_batch(tiny_qwen_image, guidance_scale=scale)
-    engine = make_engine(tiny_qwen_image, digen={"sampling": {"guidance_scale": scale}})
+    batch = make_batch(tiny_qwen_image, true_cfg_scale=scale)
+    engine = make_engine(tiny_qwen_image, digen={"sampling": {"true_cfg_scale": scale}})
     metrics = train(engine, batch)[0]["metrics"]
     assert metrics["num_rows"] == 18
     by_group = [len(batch["conditions"][uid][0]["embeds"]) for uid in sorted(batch["conditions"])]

@@ -54,7 +54,7 @@ def test_committed_gradient_is_that_of_the_serial_loop(tiny_qwen_image: Path, na
     case = CASES[name]
     found, metrics = case.committed(tiny_qwen_image)
     loss, expected = case.serial(tiny_qwen_image)
-    assert_close(found, expected, 2e-5 if case.guidance_scale > 1 else 1e-5)
+    assert_close(found, expected, 2e-5 if case.true_cfg_scale > 1 else 1e-5)
     assert metrics["ratio_deviation_max"] == metrics["ratio_deviation_min"] == 0.0
     assert metrics["num_rows"] == 18
     assert_same_projection(metrics, expected)

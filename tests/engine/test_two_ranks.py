@@ -38,7 +38,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "lora": {"digen": {"tsp": {"samples_per_tile": 1, "steps_per_tile": 2}}, "model": LORA},
     "full_kl": {"digen": {"tsp": {"samples_per_tile": 1, "steps_per_tile": 2}, "kl": {"coef": 0.3}}},
     "lora_kl": {"digen": {"tsp": {"samples_per_tile": 1, "steps_per_tile": 2}, "kl": {"coef": 0.3}}, "model": LORA},
-    "guided": {"digen": {"tsp": {"samples_per_tile": 2, "steps_per_tile": 2}, "sampling": {"guidance_scale": 3.0}}},
+    "guided": {"digen": {"tsp": {"samples_per_tile": 2, "steps_per_tile": 2}, "sampling": {"true_cfg_scale": 3.0}}},
     "replicated": {"digen": {"tsp": {"samples_per_tile": 2, "steps_per_tile": 2}}, "fsdp": {"fsdp_size": 1}},
     "checkpointed": {
         "digen": {"tsp": {"samples_per_tile": 4, "steps_per_tile": 2}},
@@ -63,7 +63,7 @@ def share(batch, order=(0, 1, 2, 3, 4, 5)):
 
 
 def batch_for(name: str, path: Path):
-    return share(make_batch(path, windows=UNEVEN, guidance_scale=3.0 if name == "guided" else 1.0))
+    return share(make_batch(path, windows=UNEVEN, true_cfg_scale=3.0 if name == "guided" else 1.0))
 
 
 def gradients_after_training(path: Path, folder: Path) -> dict[str, Any]:

@@ -42,17 +42,17 @@ def requests(
     how = Sampling(
         geometry=geometry,
         num_steps=NUM_STEPS,
-        guidance_scale=scale,
+        true_cfg_scale=scale,
         law="flow",
         noise_level=0.7,
-        embedded_guidance_scale=embedded,
+        guidance_scale=embedded,
     )
     return [SampleRequest(f"p{n}", 0, prompt, NEGATIVE, window, how) for n, prompt in enumerate(PROMPTS)]
 
 
 def sample(loaded: Loaded, asked: Sequence[SampleRequest]) -> tuple[list[Trajectory], Tensor]:
     sampler = Sampler(loaded.model, loaded.transformer, run_seed=RUN_SEED, device=CPU, latents_dtype=torch.float32)
-    return sampler.sample(asked, *conditions(loaded, asked[0].sampling.guidance_scale), version=3)
+    return sampler.sample(asked, *conditions(loaded, asked[0].sampling.true_cfg_scale), version=3)
 
 
 def conditions(loaded: Loaded, scale: float) -> tuple[list[Condition], list[Condition] | None]:
@@ -104,7 +104,7 @@ def test_embedded_guidance_is_the_pipelines(loaded: Loaded) -> None:
     geometry = loaded.case.sizes[0]
     if loaded.model.default_embedded_guidance is None:
         assert loaded.model.embedded_guidance(None) is None
-        with pytest.raises(ValueError, match=r"digen\.sampling\.embedded_guidance_scale must be null .* got 2\.0"):
+        with pytest.raises(ValueError, match=r"digen\.sampling\.guidance_scale must be null .* got 2\.0"):
             sample(loaded, requests(geometry, 1.0, embedded=2.0))
         return
     _, by_default = sample(loaded, requests(geometry, 1.0))

@@ -319,7 +319,7 @@ def test_both_guidance_branches_run_in_one_call(
 def test_guidance_without_negative_conditions_is_an_error(
     model: QwenImage, transformer: nn.Module, conditions: list[Condition]
 ) -> None:
-    with pytest.raises(RuntimeError, match=r"guidance_scale=4\.0 needs negative conditions"):
+    with pytest.raises(RuntimeError, match=r"true_cfg_scale=4\.0 needs negative conditions"):
         model.velocity(transformer, draw(1, 16, 16), torch.tensor([0.5]), conditions[:1], None, 4.0, SQUARE)
 
 

@@ -47,8 +47,8 @@ NUMBERS = [
     *_each("digen.sampling.num_steps", "0", "1", "-5", "99999999999"),
     *_each("digen.sampling.val_num_steps", "1", "5000"),
     *_each("digen.sampling.num_frames", "0", "2000000000"),
-    *_each("digen.sampling.guidance_scale", "nan", "inf", "0.5", "-4", "1e9"),
-    *_each("digen.sampling.embedded_guidance_scale", "nan", "-1"),
+    *_each("digen.sampling.true_cfg_scale", "nan", "inf", "0.5", "-4", "1e9"),
+    *_each("digen.sampling.guidance_scale", "nan", "-1"),
     *_each("digen.sde.noise_level", "nan", "inf", "0", "-0.7"),
     *_each("digen.kl.coef", "nan", "inf", "-0.1"),
     *_each("digen.loss.clip_range", "nan", "inf", "0", "2"),
@@ -239,7 +239,7 @@ ACROSS_KEYS = [
     *_each("ray_kwargs.ray_init.num_cpus", "1", "all"),
     *_each("ray_kwargs.ray_init.num_gpus", "0", "-1", "many", "null"),
     *_each("digen.sampling.height_px", "33"),
-    *_each("digen.sampling.embedded_guidance_scale", "3.5"),
+    *_each("digen.sampling.guidance_scale", "3.5"),
 ]
 """Numbers that are wrong beside others of the run."""
 

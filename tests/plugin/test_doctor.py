@@ -16,7 +16,7 @@ def test_doctor_finds_everything_in_place_here(capsys):
     assert {"verl", "torch", "ray", "diffusers", "TransferQueue"} <= set(report["versions"])
     registered = report["registered"]
     assert "digen_flowgrpo" in registered["recipes"]
-    assert "digen_flowgrpo" in registered["trainers"]
+    assert "digen_colocated" in registered["trainers"]
     assert "diffusers" in registered["replicas"]
     assert "flow_grpo" in registered["losses"]
     assert report["devices"]

@@ -61,7 +61,7 @@ def test_everything_is_in_verls_registries(filled_registries):
     from verl.workers.rollout.replica import RolloutReplicaRegistry
 
     assert "cpu" in PlatformRegistry.registered_names()
-    assert get_trainer_cls("digen_flowgrpo").__module__.startswith("verl_digen.trainer")
+    assert get_trainer_cls("digen_colocated").__module__.startswith("verl_digen.trainer")
     assert "fsdp2" in EngineRegistry._engines["diffusion_model"]
     assert RolloutReplicaRegistry.get("diffusers").__name__ == "DiffusersReplica"
     assert get_rollout_class("diffusers").__name__ == "DiffusersServerAdapter"

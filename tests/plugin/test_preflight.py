@@ -130,8 +130,8 @@ def tiny_video(tmp_path):
             "digen.sampling.width_px must be a multiple of 16 for this Wan checkpoint, got 40",
         ),
         (
-            "digen.sampling.embedded_guidance_scale=3.5",
-            "digen.sampling.embedded_guidance_scale must be null for this Wan",
+            "digen.sampling.guidance_scale=3.5",
+            "digen.sampling.guidance_scale must be null for this Wan",
         ),
     ],
 )

@@ -11,7 +11,7 @@ from verl_digen.rollout.batcher import RequestBatcher, Withdrawn
 from verl_digen.sampling.sampler import SamplingStopped
 from verl_digen.types import Generation, Geometry, SampleRequest, Sampling, Trajectory
 
-SAMPLING = Sampling(Geometry(64, 64), num_steps=4, guidance_scale=1.0, law="flow", noise_level=0.7)
+SAMPLING = Sampling(Geometry(64, 64), num_steps=4, true_cfg_scale=1.0, law="flow", noise_level=0.7)
 
 
 def request(uid: str, index: int, sampling: Sampling = SAMPLING) -> SampleRequest:

@@ -43,7 +43,7 @@ class Replica:
 
 def app_of(replica, *, key=None, **http):
     digen = DigenConfig(
-        sampling=SamplingConfig(height_px=64, width_px=96, val_num_steps=20, val_guidance_scale=3.0),
+        sampling=SamplingConfig(height_px=64, width_px=96, val_num_steps=20, val_true_cfg_scale=3.0),
         rollout=RolloutConfig(http=HttpConfig(enable=True, **http)),
     )
     return build_app(replica.draw, is_awake=lambda: replica.is_awake, name="tiny", digen=digen, key=key)
@@ -124,7 +124,7 @@ def test_a_picture_is_a_validation_sample_of_the_policy():
     first, second = replica.requests
     assert (first.uid, first.sample_index, second.sample_index) == ("http-7", 0, 1)
     assert first.window.sde_steps == () and first.sampling.geometry.num_frames == 1
-    assert (first.sampling.num_steps, first.sampling.guidance_scale) == (20, 3.0)
+    assert (first.sampling.num_steps, first.sampling.true_cfg_scale) == (20, 3.0)
 
 
 def test_without_a_seed_no_two_requests_are_the_same_sample():
@@ -175,7 +175,7 @@ def test_limits_can_be_set():
         {**BODY, "size": "0x64"},
         {**BODY, "size": "64"},
         {**BODY, "num_inference_steps": 1},
-        {**BODY, "guidance_scale": 0.5},
+        {**BODY, "true_cfg_scale": 0.5},
         {**BODY, "response_format": "url"},
         {**BODY, "lora": {"path": "/etc"}},
         {**BODY, "url": "http://elsewhere.example"},

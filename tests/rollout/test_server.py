@@ -15,8 +15,8 @@ from verl_digen.rollout.server import DiffusersServer
 from verl_digen.types import Geometry, SampleRequest, Sampling
 from verl_digen.weights.probe import check_probes
 
-SAMPLING = Sampling(Geometry(64, 64), num_steps=4, guidance_scale=1.0, law="flow", noise_level=0.7)
-GUIDED = Sampling(Geometry(64, 64), num_steps=4, guidance_scale=3.0, law="flow", noise_level=0.7)
+SAMPLING = Sampling(Geometry(64, 64), num_steps=4, true_cfg_scale=1.0, law="flow", noise_level=0.7)
+GUIDED = Sampling(Geometry(64, 64), num_steps=4, true_cfg_scale=3.0, law="flow", noise_level=0.7)
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ from dataclasses import replace
 from verl_digen.config import DigenConfig, SamplingConfig
 from verl_digen.sampling.requests import sample_request
 
-DIGEN = DigenConfig(sampling=SamplingConfig(num_steps=10, val_num_steps=20, guidance_scale=4.0, negative_prompt="ugly"))
+DIGEN = DigenConfig(sampling=SamplingConfig(num_steps=10, val_num_steps=20, true_cfg_scale=4.0, negative_prompt="ugly"))
 
 
 def ask(digen=DIGEN, uid="p1", index=0, validate=False, negative=None):
@@ -22,7 +22,7 @@ def test_a_group_shares_one_window_and_groups_differ():
 def test_validation_is_deterministic_and_records_nothing():
     request = ask(validate=True)
     assert request.window.sde_steps == () and request.window.train_steps == ()
-    assert request.sampling.num_steps == 20 and request.sampling.guidance_scale == 1.0
+    assert request.sampling.num_steps == 20 and request.sampling.true_cfg_scale == 1.0
     assert not request.wants_condition
 
 

@@ -47,11 +47,11 @@ def encode(model: DiffusionModel) -> PromptEncoder:
     return model.load_encoder(torch.float32, CPU)
 
 
-def sampling(guidance_scale: float, geometry: Geometry = SQUARE, law: str = "flow", **changes: bool) -> Sampling:
+def sampling(true_cfg_scale: float, geometry: Geometry = SQUARE, law: str = "flow", **changes: bool) -> Sampling:
     return Sampling(
         geometry=geometry,
         num_steps=NUM_STEPS,
-        guidance_scale=guidance_scale,
+        true_cfg_scale=true_cfg_scale,
         law=law,
         noise_level=0.7,
         **changes,
@@ -83,7 +83,7 @@ def run(
     dtype: torch.dtype = torch.float32,
 ) -> tuple[list[Trajectory], Tensor]:
     sampler = Sampler(model, transformer, run_seed=RUN_SEED, device=CPU, latents_dtype=dtype)
-    negatives = encode([r.negative_prompt for r in requests]) if requests[0].sampling.guidance_scale > 1 else None
+    negatives = encode([r.negative_prompt for r in requests]) if requests[0].sampling.true_cfg_scale > 1 else None
     return sampler.sample(requests, encode([r.prompt for r in requests]), negatives, version=3)
 
 
@@ -122,16 +122,16 @@ def close(actual: Tensor, expected: Tensor, atol: float = 1e-5) -> None:
 
 
 @pytest.mark.parametrize("geometry", [SQUARE, WIDE])
-@pytest.mark.parametrize("guidance_scale", [1.0, 4.0])
+@pytest.mark.parametrize("true_cfg_scale", [1.0, 4.0])
 def test_without_sde_steps_it_is_the_diffusers_pipeline(
     model: DiffusionModel,
     transformer: nn.Module,
     encode: PromptEncoder,
     tiny_qwen_image: Path,
     geometry: Geometry,
-    guidance_scale: float,
+    true_cfg_scale: float,
 ) -> None:
-    how = sampling(guidance_scale, geometry)
+    how = sampling(true_cfg_scale, geometry)
     trajectories, latents = run(
         model,
         transformer,
@@ -147,8 +147,8 @@ def test_without_sde_steps_it_is_the_diffusers_pipeline(
     def expected(output_type: str) -> Tensor:
         images = pipeline(
             list(PROMPTS),
-            negative_prompt=[NEGATIVE] * 2 if guidance_scale > 1 else None,
-            true_cfg_scale=guidance_scale,
+            negative_prompt=[NEGATIVE] * 2 if true_cfg_scale > 1 else None,
+            true_cfg_scale=true_cfg_scale,
             height=geometry.height_px,
             width=geometry.width_px,
             num_inference_steps=NUM_STEPS,
@@ -167,22 +167,22 @@ def test_without_sde_steps_it_is_the_diffusers_pipeline(
 
 
 @pytest.mark.parametrize("law", ["flow", "flow_clipped", "dance", "cps"])
-@pytest.mark.parametrize("guidance_scale", [1.0, 4.0])
+@pytest.mark.parametrize("true_cfg_scale", [1.0, 4.0])
 def test_replay_gives_the_recorded_log_probs(
-    model: DiffusionModel, transformer: nn.Module, encode: PromptEncoder, guidance_scale: float, law: str
+    model: DiffusionModel, transformer: nn.Module, encode: PromptEncoder, true_cfg_scale: float, law: str
 ) -> None:
-    how = sampling(guidance_scale, law=law)
+    how = sampling(true_cfg_scale, law=law)
     requests = mixed_requests(how)
     trajectories, _ = run(model, transformer, encode, requests)
-    negatives = encode([NEGATIVE] * len(requests)) if guidance_scale > 1 else None
+    negatives = encode([NEGATIVE] * len(requests)) if true_cfg_scale > 1 else None
     rows = rows_of(trajectories, encode([r.prompt for r in requests]), negatives)
     assert len(rows) == 2 * sum(len(window.train_steps) for window in WINDOWS)
-    step, velocity = score_rows(model, transformer, rows, law, how.noise_level, guidance_scale, SQUARE)
+    step, velocity = score_rows(model, transformer, rows, law, how.noise_level, true_cfg_scale, SQUARE)
     close(step.log_prob, rows.log_probs)
     assert velocity.shape == rows.latents.shape
     assert (rows.log_probs != 0).all()
     other_prompts = replace(rows, conditions=encode([NEGATIVE] * len(rows)))
-    wrong, _ = score_rows(model, transformer, other_prompts, law, how.noise_level, guidance_scale, SQUARE)
+    wrong, _ = score_rows(model, transformer, other_prompts, law, how.noise_level, true_cfg_scale, SQUARE)
     assert (wrong.log_prob - rows.log_probs).abs().max() > 1e-3  # and a wrong replay does not
 
 
@@ -226,15 +226,15 @@ def test_rounding_to_storage_dtype_comes_before_the_log_prob(
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 8])
-@pytest.mark.parametrize("guidance_scale", [1.0, 4.0])
+@pytest.mark.parametrize("true_cfg_scale", [1.0, 4.0])
 def test_batches_and_order_of_requests_change_nothing(
     model: DiffusionModel,
     transformer: nn.Module,
     encode: PromptEncoder,
     batch_size: int,
-    guidance_scale: float,
+    true_cfg_scale: float,
 ) -> None:
-    requests = mixed_requests(sampling(guidance_scale))
+    requests = mixed_requests(sampling(true_cfg_scale))
     expected, expected_latents = run(model, transformer, encode, requests)
     order = list(range(len(requests)))
     random.Random(batch_size).shuffle(order)

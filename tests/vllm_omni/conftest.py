@@ -28,8 +28,8 @@ if find_spec("vllm_omni") is None:
     collect_ignore_glob = ["test_*.py"]
 
 RUN_SEED = 11
-SAMPLING = Sampling(Geometry(64, 64), num_steps=6, guidance_scale=1.0, law="flow", noise_level=0.7)
-GUIDED = Sampling(Geometry(64, 64), num_steps=6, guidance_scale=3.0, law="flow", noise_level=0.7)
+SAMPLING = Sampling(Geometry(64, 64), num_steps=6, true_cfg_scale=1.0, law="flow", noise_level=0.7)
+GUIDED = Sampling(Geometry(64, 64), num_steps=6, true_cfg_scale=3.0, law="flow", noise_level=0.7)
 
 
 def request(number: int, sampling: Sampling = SAMPLING) -> SampleRequest:
@@ -268,7 +268,7 @@ def by_sampler(
     model = load_model(path)
     encode = model.load_encoder(torch.float32, torch.device("cpu"))
     sampler = Sampler(model, network, run_seed=run_seed, device="cpu", latents_dtype=torch.float32)
-    is_guided = asked.sampling.guidance_scale > 1.0
+    is_guided = asked.sampling.true_cfg_scale > 1.0
     negative = encode([asked.negative_prompt]) if is_guided else None
     (trajectory,), _ = sampler.sample([asked], encode([asked.prompt]), negative, version=version)
     return trajectory

@@ -44,7 +44,7 @@ class Case:
     name: str
     """In `verl_digen.models.tiny.BUILDERS`."""
     geometry: Geometry = SAMPLING.geometry
-    embedded_guidance_scale: float | None = None
+    guidance_scale: float | None = None
     ending: str = ""
     """Of the second group's prompt."""
 
@@ -55,7 +55,7 @@ class Case:
         """Of two groups, with prompts of different lengths, and windows and laws that differ."""
         sampling = replace(GUIDED if is_guided else SAMPLING, geometry=self.geometry)
         if is_guided:
-            sampling = replace(sampling, embedded_guidance_scale=self.embedded_guidance_scale)
+            sampling = replace(sampling, guidance_scale=self.guidance_scale)
         laws = ("flow", "cps")
         asked = [request(number, replace(sampling, law=laws[number % 2])) for number in range(NUM_REQUESTS)]
         return [replace(one, prompt=one.prompt + self.ending) if one.uid == "p1" else one for one in asked]
@@ -63,7 +63,7 @@ class Case:
 
 CASES = (
     Case("sd3"),
-    Case("flux_dev", embedded_guidance_scale=2.0),
+    Case("flux_dev", guidance_scale=2.0),
     Case("z_image"),
     Case("wan2.1", VIDEO),
     Case("wan2.2_a14b", VIDEO),

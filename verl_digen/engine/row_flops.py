@@ -45,6 +45,6 @@ class RowFlops:
                 self._module,
                 Geometry(sampling.height_px, sampling.width_px, sampling.num_frames),
                 num_tokens,
-                is_guided=sampling.guidance_scale != 1.0,
+                is_guided=sampling.true_cfg_scale != 1.0,
             )
         return self._known[num_tokens]

@@ -53,9 +53,9 @@ class PolicyForward:
             rows,
             law=self.digen.sde.law,
             noise_level=self.digen.sde.noise_level,
-            guidance_scale=sampling.guidance_scale,
+            true_cfg_scale=sampling.true_cfg_scale,
             geometry=Geometry(sampling.height_px, sampling.width_px, sampling.num_frames),
-            embedded_guidance_scale=sampling.embedded_guidance_scale,
+            guidance_scale=sampling.guidance_scale,
         )
 
     def references(self, tiles: Sequence[Callable[[], TrainingRows]]) -> Iterator[Reference | None]:

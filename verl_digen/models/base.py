@@ -171,8 +171,8 @@ class DiffusionModel(ABC):
         """
         if asked is not None and self.default_embedded_guidance is None:
             raise ValueError(
-                f"digen.sampling.embedded_guidance_scale must be null for this {self.title} checkpoint, whose network "
-                f"takes no guidance scale, got {asked}; digen.sampling.guidance_scale is classifier-free guidance"
+                f"digen.sampling.guidance_scale must be null for this {self.title} checkpoint, whose network "
+                f"takes no guidance scale, got {asked}; digen.sampling.true_cfg_scale is classifier-free guidance"
             )
         return self.default_embedded_guidance if asked is None else asked
 
@@ -228,32 +228,32 @@ class DiffusionModel(ABC):
         sigmas: Tensor,
         conditions: Sequence[Condition],
         negative_conditions: Sequence[Condition] | None,
-        guidance_scale: float,
+        true_cfg_scale: float,
         geometry: Geometry,
-        embedded_guidance_scale: float | None = None,
+        guidance_scale: float | None = None,
     ) -> Tensor:
         """Guided velocity dx/dsigma [N, ...] fp32 of N rows, both branches in one forward.
 
         Args:
             latents: [N, ...]. sigmas: [N] fp32. conditions: N entries. negative_conditions: N entries; not
-                read when `guidance_scale` is 1, which runs the positive branch alone.
-            embedded_guidance_scale: as for `embedded_guidance`.
+                read when `true_cfg_scale` is 1, which runs the positive branch alone.
+            guidance_scale: as for `embedded_guidance`.
 
         Raises:
             RuntimeError: guidance without negative conditions, or rows of different experts.
         """
-        is_guided = guidance_scale != 1.0
+        is_guided = true_cfg_scale != 1.0
         if is_guided and negative_conditions is None:
-            raise RuntimeError(f"guidance_scale={guidance_scale} needs negative conditions, got None")
+            raise RuntimeError(f"true_cfg_scale={true_cfg_scale} needs negative conditions, got None")
         if is_guided and negative_conditions is not None:
             conditions = [*conditions, *negative_conditions]
             latents, sigmas = torch.cat([latents, latents]), torch.cat([sigmas, sigmas])
         collated = self.collate(conditions)
-        embedded = self.embedded_guidance(embedded_guidance_scale)
+        embedded = self.embedded_guidance(guidance_scale)
         if embedded is not None:
             collated["guidance"] = torch.full((len(latents),), embedded, dtype=torch.float32, device=latents.device)
         predicted = self.predict(transformer, latents, sigmas, collated, geometry).float()
         if not is_guided:
             return predicted
         positive, negative = predicted.chunk(2)
-        return self.guide(positive, negative, guidance_scale)
+        return self.guide(positive, negative, true_cfg_scale)

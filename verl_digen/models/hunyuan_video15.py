@@ -7,7 +7,7 @@
   the glyphs to be drawn, the prompt's quoted text. A prompt without quotation marks has none.
 - The network could go on from a first frame. Its latents, their mask and its embedding are zeros here.
 - How to guide is the checkpoint's `guider`. It must be plain classifier-free guidance; the scale is
-  `digen.sampling.guidance_scale`, whatever the guider's own.
+  `digen.sampling.true_cfg_scale`, whatever the guider's own.
 """
 
 from __future__ import annotations

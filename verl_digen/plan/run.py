@@ -88,7 +88,7 @@ class Settings:
 
     @property
     def is_guided(self) -> bool:
-        return self.digen.sampling.guidance_scale != 1.0
+        return self.digen.sampling.true_cfg_scale != 1.0
 
     @property
     def num_replicas(self) -> int:
@@ -203,7 +203,7 @@ def _measure(folder: Any, settings: Settings, model_config: DiffusionModelConfig
     geometry = Geometry(sampling.height_px, sampling.width_px, sampling.num_frames)
     model = load_model(folder)
     shape = model.latent_shape(geometry)
-    model.embedded_guidance(sampling.embedded_guidance_scale)
+    model.embedded_guidance(sampling.guidance_scale)
     network = model.load_transformer(dtypes.model, meta=True)
     if settings.is_lora:
         network = add_adapter(network, model_config, rank=1)

@@ -47,7 +47,7 @@ def check_model(config: DictConfig) -> None:
         _check_names(model, f"{KEY}.{key}", section[key])
     sampling = digen_config(config).sampling
     model.latent_shape(Geometry(sampling.height_px, sampling.width_px, sampling.num_frames))
-    model.embedded_guidance(sampling.embedded_guidance_scale)
+    model.embedded_guidance(sampling.guidance_scale)
 
 
 def check_model_section(config: DictConfig) -> None:

@@ -11,7 +11,7 @@ from verl_digen.config import digen_config
 from verl_digen.require import require, require_one_of, suggestion
 from verl_digen.rollout.registry import REPLICAS
 
-COLOCATED = "digen_flowgrpo"
+COLOCATED = "digen_colocated"
 """`trainer.v1.trainer_mode` with which trainer and replicas take turns on the same devices."""
 VIRTUAL = "digen_virtual"
 """The one whose devices only take time."""

@@ -44,7 +44,7 @@ def fingerprint(model: DiffusionModel, transformer: nn.Module, condition: Condit
     numbers: list[float] = []
     for _, sigma in sorted(asked.items()):
         velocity = model.velocity(
-            transformer, latents, torch.tensor([sigma]), [condition], None, guidance_scale=1.0, geometry=GEOMETRY
+            transformer, latents, torch.tensor([sigma]), [condition], None, true_cfg_scale=1.0, geometry=GEOMETRY
         )
         numbers += summary(velocity)
     return tuple(numbers)

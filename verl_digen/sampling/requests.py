@@ -48,11 +48,11 @@ def sample_request(digen: DigenConfig, row: Mapping[str, Any], sample_index: int
         sampling=Sampling(
             geometry=Geometry(config.height_px, config.width_px, config.num_frames),
             num_steps=num_steps,
-            guidance_scale=config.val_guidance_scale if validate else config.guidance_scale,
+            true_cfg_scale=config.val_true_cfg_scale if validate else config.true_cfg_scale,
             law=digen.sde.law,
             noise_level=digen.sde.noise_level,
             shared_initial_noise=config.shared_initial_noise,
-            embedded_guidance_scale=config.embedded_guidance_scale,
+            guidance_scale=config.guidance_scale,
         ),
         wants_condition=sample_index == 0 and not validate,
     )

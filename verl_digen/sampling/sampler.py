@@ -104,9 +104,9 @@ class Sampler:
                 sigma,
                 conditions,
                 negative_conditions,
-                sampling.guidance_scale,
+                sampling.true_cfg_scale,
                 sampling.geometry,
-                sampling.embedded_guidance_scale,
+                sampling.guidance_scale,
             )
             # Drawn while an accelerator is still busy with the forward.
             is_sde = [step in request.window.sde_steps for request in requests]
@@ -150,13 +150,13 @@ def score_rows(
     rows: TrainingRows,
     law: str,
     noise_level: float,
-    guidance_scale: float,
+    true_cfg_scale: float,
     geometry: Geometry,
-    embedded_guidance_scale: float | None = None,
+    guidance_scale: float | None = None,
 ) -> tuple[SdeStep, Tensor]:
     """Replay N recorded steps, differentiably -> (steps under `transformer`, guided velocity [N, ...] fp32).
 
-    `law` to `embedded_guidance_scale` are those the rows were sampled with. Rows of different steps and prompts share
+    `law` to `guidance_scale` are those the rows were sampled with. Rows of different steps and prompts share
     the forward, if they belong to one expert (`DiffusionModel.expert_of`).
     """
     velocity = model.velocity(
@@ -165,9 +165,9 @@ def score_rows(
         rows.sigmas,
         rows.conditions,
         rows.negative_conditions,
-        guidance_scale,
+        true_cfg_scale,
         geometry,
-        embedded_guidance_scale,
+        guidance_scale,
     )
     step = sde_step(
         velocity,

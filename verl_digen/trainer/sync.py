@@ -92,7 +92,7 @@ from verl_digen.types import TRAJECTORY_COLUMNS
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 
-NAME = "digen_flowgrpo"
+NAME = "digen_colocated"
 """`trainer.v1.trainer_mode`."""
 
 

@@ -67,8 +67,8 @@ class ImageRequest(BaseModel):
     """WIDTHxHEIGHT in px; null: `digen.sampling.width_px` and `height_px`."""
     num_inference_steps: int | None = Field(default=None, ge=2)
     """null: `digen.sampling.val_num_steps`."""
-    guidance_scale: float | None = Field(default=None, ge=1.0, allow_inf_nan=False)
-    """True classifier-free guidance; null: `digen.sampling.val_guidance_scale`."""
+    true_cfg_scale: float | None = Field(default=None, ge=1.0, allow_inf_nan=False)
+    """True classifier-free guidance; null: `digen.sampling.val_true_cfg_scale`."""
     seed: int | None = None
     """Equal seeds give equal pictures under equal weights; null: a new one."""
     model: str | None = None
@@ -231,10 +231,10 @@ def sample_requests(body: ImageRequest, digen: DigenConfig, limits: Limits) -> l
     sampling = Sampling(
         geometry=Geometry(height_px, width_px),
         num_steps=config.val_num_steps if body.num_inference_steps is None else body.num_inference_steps,
-        guidance_scale=config.val_guidance_scale if body.guidance_scale is None else body.guidance_scale,
+        true_cfg_scale=config.val_true_cfg_scale if body.true_cfg_scale is None else body.true_cfg_scale,
         law=digen.sde.law,
         noise_level=digen.sde.noise_level,
-        embedded_guidance_scale=config.embedded_guidance_scale,
+        guidance_scale=config.guidance_scale,
     )
     limits.check(sampling, body.n)
     uid = f"http-{uuid.uuid4().hex if body.seed is None else body.seed}"

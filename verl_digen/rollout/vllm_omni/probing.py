@@ -40,7 +40,7 @@ def probe_order(model: DiffusionModel) -> RecordingOrder:
     num_steps = _num_steps(model)
     recorded = tuple(range(num_steps - 1))
     # noise level 0: these steps are recorded, and ODE steps
-    sampling = Sampling(GEOMETRY, num_steps, guidance_scale=1.0, law="flow", noise_level=0.0)
+    sampling = Sampling(GEOMETRY, num_steps, true_cfg_scale=1.0, law="flow", noise_level=0.0)
     request = SampleRequest(UID, 0, PROMPT, "", Window(recorded, recorded), sampling)
     return RecordingOrder(request, SEED, torch.float32, is_probe=True)
 

@@ -125,7 +125,7 @@ class RequestRecordingMixin(RecordingPipeline):
     def set_guidance(self, params: OmniDiffusionSamplingParams, sampling: Sampling) -> None:
         """Guidance in the pipeline's words; its `guidance_scale` is classifier-free guidance as ours unless a subclass
         says otherwise."""
-        params.guidance_scale = sampling.guidance_scale
+        params.guidance_scale = sampling.true_cfg_scale
         params.guidance_scale_provided = True
 
     def prompt_fields(self, recording: Recording) -> dict[str, Tensor]:

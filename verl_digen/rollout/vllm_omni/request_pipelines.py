@@ -54,8 +54,8 @@ class FluxRecording(RequestRecordingMixin):
         return {"embeds": embeds[0], "pooled": pooled[0]}
 
     def set_guidance(self, params: OmniDiffusionSamplingParams, sampling: Sampling) -> None:
-        params.true_cfg_scale = sampling.guidance_scale
-        params.guidance_scale = self._model.embedded_guidance(sampling.embedded_guidance_scale)
+        params.true_cfg_scale = sampling.true_cfg_scale
+        params.guidance_scale = self._model.embedded_guidance(sampling.guidance_scale)
 
 
 class WanRecording(RequestRecordingMixin):
@@ -129,7 +129,7 @@ class ZImageRecording(HandsOverEncoded):
         return [recording.condition["embeds"]], [] if negative is None else [negative["embeds"]]
 
     def set_guidance(self, params: OmniDiffusionSamplingParams, sampling: Sampling) -> None:
-        params.guidance_scale = sampling.guidance_scale - 1.0
+        params.guidance_scale = sampling.true_cfg_scale - 1.0
 
 
 class HunyuanVideo15Recording(HandsOverEncoded):

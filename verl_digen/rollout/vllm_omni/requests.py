@@ -49,8 +49,8 @@ def to_sampling_params(order: RecordingOrder, adapter: LoRARequest | None) -> Om
         width=sampling.geometry.width_px,
         num_frames=sampling.geometry.num_frames,
         num_inference_steps=sampling.num_steps,
-        true_cfg_scale=sampling.guidance_scale,
-        guidance_scale=sampling.embedded_guidance_scale,
+        true_cfg_scale=sampling.true_cfg_scale,
+        guidance_scale=sampling.guidance_scale,
         seed=0,  # noise that the pipeline draws by itself is replaced by the order's
         lora_request=adapter,
         extra_args={ORDER: order},
