@@ -381,13 +381,22 @@ class QueueConfig:
     drop_zero_spread: bool = False
     """A group whose rewards are all equal carries no gradient: it is dropped and replaced, within
     `digen.max_refills_per_step`."""
-    max_sample_refills: int = 0
-    """Failed samples generated again in one step before their groups are dropped; 0 means as many as a group has."""
+    max_sample_refills: int | None = None
+    """Failed samples generated again in one step before their groups are dropped; 0: none. null: as many as a group
+    has."""
 
     def __post_init__(self) -> None:
-        for name in ("extra_prompts", "max_sample_refills"):
-            value = getattr(self, name)
-            require(value >= 0, f"digen.queue.{name} must be >= 0", value, "0 is the default")
+        require(self.extra_prompts >= 0, "digen.queue.extra_prompts must be >= 0", self.extra_prompts, "0: none")
+        require(
+            self.max_sample_refills is None or self.max_sample_refills >= 0,
+            "digen.queue.max_sample_refills must be null or >= 0",
+            self.max_sample_refills,
+            "null means as many as a group has",
+        )
+
+    def most_sample_refills(self, group_size: int) -> int:
+        """`max_sample_refills`, or as many as a group has."""
+        return group_size if self.max_sample_refills is None else self.max_sample_refills
 
 
 @dataclass(frozen=True)
@@ -553,8 +562,9 @@ class DigenConfig:
     """Denominator of the ratio, for losses that read `old_log_prob` (flow_grpo): auto = the update's own first pass
     (ratio exactly 1) where one optimizer step takes the whole batch, else recompute; recompute = a forward with the
     engine before the update; rollout = as recorded. With stale samples auto is rollout, see `denominator`."""
-    max_refills_per_step: int = 0
-    """Groups that may be refilled in one step because a sample failed; 0 means as many as the batch has prompts."""
+    max_refills_per_step: int | None = None
+    """Groups that may be refilled in one step because a sample failed; 0: none. null: as many as the batch has
+    prompts."""
     num_logged_images: int = 16
     """Validation prompts shown in the picture grids."""
 
@@ -567,10 +577,10 @@ class DigenConfig:
         )
         require_one_of("digen.old_log_probs", self.old_log_probs, OLD_LOG_PROBS)
         require(
-            self.max_refills_per_step >= 0,
-            "digen.max_refills_per_step must be >= 0",
+            self.max_refills_per_step is None or self.max_refills_per_step >= 0,
+            "digen.max_refills_per_step must be null or >= 0",
             self.max_refills_per_step,
-            "0 means as many as the batch has prompts",
+            "null means as many as the batch has prompts",
         )
         require(
             self.num_logged_images >= 0, "digen.num_logged_images must be >= 0", self.num_logged_images, "0 logs none"
@@ -597,6 +607,10 @@ class DigenConfig:
             "leave digen.rollout.http.enable out",
         )
         self.window.validate_for(self.sampling.num_steps)
+
+    def most_group_refills(self, num_prompts: int) -> int:
+        """`max_refills_per_step`, or as many as a batch of `num_prompts` has."""
+        return num_prompts if self.max_refills_per_step is None else self.max_refills_per_step
 
     @property
     def denominator(self) -> Denominator:

@@ -347,6 +347,8 @@ UNUSUAL = [
     ("digen.sampling.negative_prompt=''",),
     ("digen.window.kind=consecutive", "digen.window.range=[0,3]", "digen.window.size=1"),
     ("digen.max_refills_per_step=100",),
+    ("digen.max_refills_per_step=0",),
+    ("digen.max_refills_per_step=null",),
     ("digen.num_logged_images=0",),
     ("reward.num_workers=3",),
     *((word,) for word in ADDED),

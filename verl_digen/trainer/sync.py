@@ -285,7 +285,7 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
     def _add_prompts_to_generate(self, num_prompts: int) -> int:
         """Replace failed groups, up to the bound."""
         self._num_refills += num_prompts
-        limit = self.digen.max_refills_per_step or self.config.data.train_batch_size
+        limit = self.digen.most_group_refills(self.config.data.train_batch_size)
         if self._num_refills > limit:
             raise RunStopped(
                 f"step {self.global_steps}: {self._num_refills} groups failed, more than the {limit} that "
