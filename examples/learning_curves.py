@@ -33,7 +33,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 LAST_STEPS = 10
-"""What the table's reward is the mean of."""
+"""Last steps whose mean reward the table shows."""
 SMOOTHING_STEPS = 5
 """The pictures of a step are of 8 prompts only: curves show the mean over this many steps."""
 
@@ -47,14 +47,14 @@ CURVES = {
     "TCSS": curve("tcss", "digen.staleness.max_versions=1"),
     "3 versions, tis": curve("tis3", "digen.staleness.max_versions=3", "digen.loss_name=tis"),
 }
-"""By the name in the picture."""
+"""Name in the picture -> mode."""
 
 Steps = Sequence[tuple[float, float]]
 """(seconds since training began, mean reward) at the end of each step."""
 
 
 def steps_of(mode: Mode, seed: int, num_steps: int, out: Path) -> Steps:
-    """Of one run, which is made if it is not there."""
+    """Steps of one run, which is made if it is not there."""
     run_dir = run_dir_of(out, mode, seed)
     rows = read_steps(run_dir)
     if len(rows) != num_steps:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shims for limitations upstream: one module each, with its version range and the condition under which it goes."""
+"""Shims for upstream limitations: one module each, with its version range and its removal condition."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 def is_for(shim: str, package: str, versions: SpecifierSet) -> bool:
-    """Whether the module `shim`, made for `versions` of `package`, is for the installed one; warns if it is not."""
+    """True if the installed version of `package` is in `versions`; else warns that `shim` is not applied."""
     installed = version(package)
     if versions.contains(installed):
         return True

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Let Hydra say which key was probably meant, and name all overrides that cannot be applied.
+"""Let Hydra suggest the key that was probably meant, and list all overrides that cannot be applied.
 
-Limitation:  Hydra stops at the first override that it cannot apply, says no more than that the key is not there, and
-             advises to append it, which adds a key that nothing reads. A config group that is given no name ends in
+Limitation:  Hydra stops at the first override that it cannot apply, says only that the key does not exist, and
+             advises to append it, which adds a key that no code reads. A config group without a name ends in
              a traceback.
 Effect:      without this, `trainer.total_step=3` is answered with "use +trainer.total_step=3".
 Affects:     hydra-core ==1.3.*
 Remove when: Hydra suggests keys itself; tests/plugin/test_override_errors.py::
              test_hydra_by_itself_suggests_no_key fails then.
 
-Only configs of verl's are concerned, and only what is said of an error; what can be applied is applied as ever.
+Changes only error messages, and only for verl's configs; valid overrides are applied as before.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ VERSIONS = SpecifierSet("==1.3.*")
 SECTION = "digen"
 GROUP = "recipe"
 VERLS_SECTION = "actor_rollout_ref"
-"""A config with this section is verl's."""
+"""Section that identifies a verl config."""
 
 Apply = Callable[[list[Override], DictConfig], None]
 
 
 def apply() -> None:
-    """Put `explaining` around Hydra's own, as it is now."""
+    """Wrap Hydra's current functions in `explaining` and `told`."""
     if is_for(__name__, "hydra-core", VERSIONS):
         hydras = ConfigLoaderImpl._apply_overrides_to_config
         ConfigLoaderImpl._apply_overrides_to_config = staticmethod(explaining(hydras))  # type: ignore[method-assign]
@@ -47,7 +47,7 @@ def apply() -> None:
 
 
 def explaining(hydras: Apply) -> Apply:
-    """`hydras`, except that it raises one error for all overrides it cannot apply to a config of verl's."""
+    """`hydras`, but raising one error for all overrides that it cannot apply to a verl config."""
 
     def apply_all(overrides: Sequence[Override], cfg: DictConfig) -> None:
         if VERLS_SECTION not in cfg:
@@ -66,7 +66,7 @@ def explaining(hydras: Apply) -> Apply:
 
 
 def told(load: Callable[..., DictConfig]) -> Callable[..., DictConfig]:
-    """`load`, except that a ValueError about the command line is the error that Hydra shows without a traceback."""
+    """`load`, but turning a ValueError about the command line into the error that Hydra shows without a traceback."""
 
     @functools.wraps(load)
     def load_or_tell(*args: Any, **kwargs: Any) -> DictConfig:
@@ -103,8 +103,8 @@ def _explain(override: Override, cfg: DictConfig, error: ConfigCompositionExcept
 
 
 def closest_keys(key: str, cfg: DictConfig, unknown: Collection[str] = ()) -> list[str]:
-    """The known keys that `key` may have meant, the closest first; at most two. `unknown`: keys of `cfg` to leave out,
-    with all below them.
+    """Known keys that `key` may have meant, the closest first; at most two. `unknown`: keys of `cfg` to leave out,
+    with their subtrees.
 
     Example:
         closest_keys("trainer.total_step", cfg)  # ["trainer.total_training_steps"]
@@ -124,7 +124,7 @@ def closest_keys(key: str, cfg: DictConfig, unknown: Collection[str] = ()) -> li
 
 
 MANY = 5
-"""Sections with a key of one name, above which the name says nothing."""
+"""Maximum number of sections that share a key name for the name to be a useful hint."""
 NEVER_MEANT = frozenset({"hydra", "critic", "distillation"})
 """Sections that a diffusion run does not read."""
 

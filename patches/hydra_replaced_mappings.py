@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Let an override that gives `digen.reward.functions` as a whole replace it.
+"""Let an override that gives all of `digen.reward.functions` replace the mapping.
 
-Limitation:  Hydra merges a mapping given on the command line into the one that is there, and has no override that
+Limitation:  Hydra merges a mapping from the command line into the existing one, and has no override that
              replaces; `KEY={}` changes nothing.
-Effect:      without this, a run with rewards of one's own trains on the recipe's rewards, too.
+Effect:      without this, a run with its own rewards trains on the recipe's rewards, too.
 Affects:     hydra-core ==1.3.*
-Remove when: Hydra has an override that replaces a mapping, or merges no mapping given as a whole;
+Remove when: Hydra has an override that replaces a mapping, or no longer merges a mapping given as a whole;
              tests/plugin/test_rewards_given.py::test_hydra_by_itself_merges_a_mapping fails then.
 
-`+KEY={...}` still adds to the mapping, as does `KEY.name=value`. Mappings in recipe files are merged as ever.
+`+KEY={...}` and `KEY.name=value` still add to the mapping. Mappings in recipe files are merged as before.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from verl_digen.patches import is_for
 
 VERSIONS = SpecifierSet("==1.3.*")
 KEYS = ("digen.reward.functions",)
-"""Mappings that are replaced."""
+"""Mappings that an override replaces."""
 
 merge_overrides: Callable[[Sequence[Override], DictConfig], None] = ConfigLoaderImpl._apply_overrides_to_config
-"""Hydra's own, as it was when this module was imported."""
+"""Hydra's function at the import of this module."""
 
 
 def apply() -> None:
-    """Put `replace_overrides` in the place of Hydra's own."""
+    """Replace Hydra's function with `replace_overrides`."""
     if is_for(__name__, "hydra-core", VERSIONS):
         ConfigLoaderImpl._apply_overrides_to_config = staticmethod(replace_overrides)  # type: ignore[method-assign]
 
 
 def replace_overrides(overrides: Sequence[Override], cfg: DictConfig) -> None:
-    """Apply the overrides in their order; one that gives a mapping of `KEYS` as a whole empties it first."""
+    """Apply the overrides in order; one that gives all of a mapping in `KEYS` empties the mapping first."""
     for override in overrides:
         if _gives_whole(override):
             _empty(OmegaConf.select(cfg, override.key_or_group))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Let vLLM's activations be made on a CPU by a vLLM that was built for accelerators.
+"""Let a vLLM that was built for accelerators construct its activation modules on a CPU.
 
-Limitation:  an activation looks its compiled operator up when it is made, on a CPU too, where it computes in PyTorch
+Limitation:  an activation's constructor looks up its compiled operator, even on a CPU, where it computes in PyTorch
              and never calls it. The published wheel of vLLM has no operators for a CPU.
 Effect:      without this, FLUX.1 (whose T5 has gelu_new) and Z-Image (silu_and_mul) cannot be served on a CPU.
 Affects:     vllm ==0.28.*
@@ -20,11 +20,11 @@ VERSIONS = SpecifierSet("==0.28.*")
 OPERATORS = ("gelu_new", "silu_and_mul")
 
 _library: torch.library.Library | None = None
-"""What is declared lasts as long as this object."""
+"""Owner of the declarations, which last as long as this object."""
 
 
 def apply() -> None:
-    """Declare the operators that are not there, without code: calling one is an error."""
+    """Declare the missing operators without an implementation: calling one is an error."""
     global _library
     missing = [name for name in OPERATORS if not hasattr(torch.ops._C, name)]
     if not missing or not is_for(__name__, "vllm", VERSIONS):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Let vLLM-Omni's Z-Image pipeline make its network in the size of the checkpoint.
+"""Let vLLM-Omni's Z-Image pipeline build its network with the checkpoint's sizes.
 
-Limitation:  ZImagePipeline.__init__ makes its network without sizes; their defaults are those of published checkpoints.
+Limitation:  ZImagePipeline.__init__ builds its network with default sizes, those of the published checkpoints.
 Effect:      without this, a checkpoint of another size cannot be loaded; its first tensor has another shape.
 Affects:     vllm-omni ==0.28.*
 Remove when: ZImagePipeline reads the sizes; tests/vllm_omni/test_patches.py::test_z_image_ignores_a_checkpoints_sizes
@@ -27,7 +27,7 @@ VERSIONS = SpecifierSet("==0.28.*")
 
 @contextmanager
 def network_of_checkpoint(od_config: OmniDiffusionConfig) -> Iterator[None]:
-    """While a ZImagePipeline is made: its network gets the sizes in `od_config`, which vLLM-Omni has read."""
+    """Make a ZImagePipeline, created in the context, use the sizes that vLLM-Omni has read into `od_config`."""
     if not is_for(__name__, "vllm-omni", VERSIONS):
         yield
         return

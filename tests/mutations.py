@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the tests notice: wrong code, one change at a time, and the test that goes red (`make mutations`).
+"""Check that the tests notice: wrong code, one change at a time, and the test that goes red (`make mutations`).
 
     python tests/mutations.py [-k WORDS] [--list]
 
@@ -28,9 +28,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 600
-"""A mutation whose tests hang is caught; this is how long they may."""
+"""Timeout of a mutation's tests; a mutation whose tests hang counts as caught."""
 OUTCOMES = {0: "SURVIVED", 1: "caught", -1: "caught: no end"}
-"""pytest's exit status -> what it says of a mutation. Any other: the tests could not be run."""
+"""pytest's exit status -> outcome of a mutation. Any other: the tests could not be run."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Mutation:
     """One wrong line."""
 
     path: str
-    """Below verl_digen/."""
+    """Path below verl_digen/."""
     wrong: str
     """The fault, in words."""
     old: str
@@ -773,7 +773,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run(copy: Path, log: Path, chosen: Sequence[Mutation]) -> int:
-    """Run all tests on the unchanged copy, then every mutation; print the table. The exit status."""
+    """Run all tests on the unchanged copy, then every mutation; print the table. Returns the exit status."""
     for tests in dict.fromkeys(mutation.tests for mutation in chosen):
         status = run_tests(copy, tests, log)
         if status != 0:
@@ -801,7 +801,7 @@ def run(copy: Path, log: Path, chosen: Sequence[Mutation]) -> int:
 
 
 def copy_tree(copy: Path) -> None:
-    """The files that git knows, as they are in the working tree."""
+    """Copy the files that git knows, as they are in the working tree."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
     for name in filter(None, listed.decode().split("\0")):
         source, target = ROOT / name, copy / name
@@ -813,12 +813,12 @@ def copy_tree(copy: Path) -> None:
 
 
 def count_in(copy: Path, mutation: Mutation) -> int:
-    """How often the text to be replaced is in its file."""
+    """Count the occurrences of the text to be replaced in its file."""
     return (copy / "verl_digen" / mutation.path).read_text().count(mutation.old)
 
 
 def import_heavy_libraries() -> None:
-    """Modules that every child imports; none of this project, whose code is the copy's there."""
+    """Import modules that every child needs; none of this project, whose code is the copy's there."""
     import datasets  # noqa: F401
     import diffusers  # noqa: F401
     import peft  # noqa: F401
@@ -833,7 +833,7 @@ def import_heavy_libraries() -> None:
 
 
 def run_tests(copy: Path, tests: str, log: Path) -> int:
-    """Run pytest in a fork of this process, in the copy: its exit status, -1 where it did not end in time."""
+    """Run pytest in a fork of this process, in the copy; returns its exit status, or -1 at the timeout."""
     import pytest
 
     words = shlex.split(tests)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether two trainers did the same: the change of the weights is compared, not the weights.
+"""Comparison of two trainers by the change of the weights, not by the weights.
 
 Weights hardly move in a few steps, so those of an untrained network would pass for those of any training. Changes d and
 d' agree if ||d - d'|| <= TOLERANCE ||d|| and ||d|| > 0.
@@ -15,7 +15,7 @@ from torch import Tensor
 Weights = Mapping[str, Tensor]
 
 TOLERANCE = 1e-3
-"""More than the order of sums changes in a few steps of SGD, and less than any sample's share of the gradient."""
+"""Larger than the effect of summation order in a few steps of SGD, smaller than any sample's share of the gradient."""
 
 SGD = (
     # plain steps: the change is the sum of the gradients times the rate, so it knows their signs and their sizes
@@ -36,10 +36,10 @@ def relative_gap(start: Weights, expected: Weights, got: Weights) -> float:
 
 
 def assert_same_change(start: Weights, expected: Weights, got: Weights, *, unequal: Mapping[str, Weights]) -> None:
-    """`got` is what the training from `start` to `expected` leaves, and the comparison tells.
+    """Assert that `got` has the change from `start` that `expected` has, and that the comparison can fail.
 
     Args:
-        unequal: weights by name that other training leaves, which must fail the same comparison.
+        unequal: weights from other trainings, by name; each must fail the same comparison.
     """
     gap = relative_gap(start, expected, got)
     assert gap <= TOLERANCE, f"the changes differ by {gap:.1e} of their size, {_distance(expected, start):.1e}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signs of life of Ray actors, and whether one that gives none is still starting."""
+"""Liveness of Ray actors: wait for an answer, and tell if an actor is still starting."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from verl_digen.blips import through_blips
 from verl_digen.schedulers.deadlines import DeadlinesConfig
 
 STARTING = frozenset({"DEPENDENCIES_UNREADY", "PENDING_CREATION", "RESTARTING"})
-"""States of Ray's before the constructor has ended."""
+"""Ray's actor states before the constructor has returned."""
 
 
 def is_starting(actor: Any) -> bool:
-    """Whether the actor's process is being started, or started again; loading a model counts."""
+    """True while the actor's process starts or restarts; loading a model counts."""
     return ray._private.state.actors(actor._actor_id.hex()).get("State") in STARTING
 
 
 async def sign_of_life(actor: Any, deadlines: DeadlinesConfig) -> None:
-    """Wait for the actor's answer to a call that takes no work.
+    """Wait for the actor's answer to a call that does no work.
 
     Raises:
-        RayActorError: it died, or was out of reach for `digen.deadlines.blip_s`.
+        RayActorError: it died, or was unreachable for `digen.deadlines.blip_s`.
         asyncio.TimeoutError: no answer within `digen.deadlines.answer_s`.
     """
     asked = through_blips(actor.__ray_ready__.remote, deadlines.blip_s)

@@ -19,7 +19,7 @@ from verl_digen.simulate import command as simulate
 
 
 class Command(Protocol):
-    """What a subcommand's module has. It imports heavy things inside `run`, so that the others start fast."""
+    """Interface of a subcommand's module. Heavy imports go inside `run`, so that other subcommands start fast."""
 
     __doc__: str | None
 
@@ -33,14 +33,14 @@ class Command(Protocol):
         ...
 
     def run(self, args: Namespace) -> int:
-        """Do it; the result is the exit code."""
+        """Run the subcommand; returns the exit code."""
         ...
 
 
 EXIT_REFUSED = 2
 """The command line cannot be carried out."""
 EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 130, 141
-"""128 + the number of the signal, as shells have it."""
+"""128 + the number of the signal, as in shells."""
 
 COMMANDS: tuple[Command, ...] = (doctor, timeline, simulate, bench, plan)
 
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         code = args.run(args)
-        sys.stdout.flush()  # a reader that went away is noticed here, and not while Python exits
+        sys.stdout.flush()  # raises here if the reader closed the pipe, not while Python exits
         return code
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to print has no reader
@@ -71,6 +71,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"digen {args.command}: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except OSError as error:  # a file or folder that was named, and cannot be read or written
+    except OSError as error:  # a named file or folder cannot be read or written
         print(f"digen {args.command}: {error}; name another file or folder", file=sys.stderr)
         return EXIT_REFUSED

@@ -30,25 +30,25 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 MAX_SIDE_PX = 16_384
-"""Larger than any diffusion model makes; a slip of the keyboard."""
+"""Larger than any picture of a diffusion model; catches typos."""
 MAX_FRAMES = 10_000
 """Ten minutes at 16 frames/s."""
 MAX_STEPS = 1000
 """Timesteps that a model was trained on: more denoising steps would repeat some."""
 MAX_SAMPLES = 1_000_000
-"""Samples, chunks or groups in one place; more than a cluster generates at once."""
+"""Samples, chunks or groups in one place; more than a cluster generates at once. Catches typos."""
 MAX_RETRIES = 1000
 MAX_SEED = 2**63
 """PyTorch's generators take seeds of 64 bits."""
 MAY_BE_INFINITE = frozenset({"digen.loss.advantage_clip"})
-"""Keys whose infinity means: no bound."""
+"""Keys that may be infinite, which means: no bound."""
 DTYPES = ("float32", "bfloat16", "float16")
 REDUCE = ("auto", "tile", "fragment", "batch")
 
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How training samples are generated, and validation ones where a `val_` field differs."""
+    """Sampling in training, and in validation where no `val_` field differs."""
 
     height_px: int = 512
     """Picture height; a multiple of what the architecture needs (16 for Qwen-Image)."""
@@ -128,7 +128,7 @@ class AdvantageConfig:
     """Rewards of a group -> advantages."""
 
     scale: str = "batch"
-    """What the centred reward is divided by: std of the batch (flow_grpo), the group, the largest group, or none."""
+    """Divisor of the centred reward: std of the batch (flow_grpo), the group, the largest group, or none."""
     ddof: int = 0
     """Degrees of freedom of that std: 0 (flow_grpo), 1 (DanceGRPO)."""
     eps: float = 1e-4
@@ -179,7 +179,7 @@ class EmaConfig:
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """Which reward functions score a sample. verl's `reward.custom_reward_function` is added as `custom`."""
+    """Reward functions that score a sample. verl's `reward.custom_reward_function` is added as `custom`."""
 
     functions: dict[str, float] = field(default_factory=dict)
     """Name -> weight; the reward is the weighted sum. A name of `verl_digen.reward.functions`, or
@@ -188,10 +188,9 @@ class RewardConfig:
     custom_weight: float = 1.0
     """Weight of `reward.custom_reward_function`, if there is one."""
     max_retries: int = 2
-    """How often a reward function that raised is called again, and a reward worker that died is sent its sample again,
-    before the sample fails."""
+    """Retries before a sample fails: of a reward function that raised, and of a sample whose reward worker died."""
     timeout_s: float = 300.0
-    """A call that takes longer counts as failed."""
+    """Timeout of a call; a longer one counts as failed."""
 
     def __post_init__(self) -> None:
         for name, weight in self.functions.items():  # OmegaConf lets a list into a mapping of numbers
@@ -223,15 +222,15 @@ class HttpConfig:
     """Name of the environment variable with the key that clients send as bearer token. The key itself has no place in a
     config, which is printed and saved. null: no key."""
     max_size_px: int | None = None
-    """Largest width and height of a picture. null: the larger of digen.sampling.height_px and width_px."""
+    """Maximum width and height of a picture. null: the larger of digen.sampling.height_px and width_px."""
     max_steps: int | None = None
-    """Most denoise steps of a picture. null: digen.sampling.val_num_steps."""
+    """Maximum denoise steps of a picture. null: digen.sampling.val_num_steps."""
     max_images: int = 4
-    """Most pictures of one request."""
+    """Maximum pictures per request."""
     max_requests: int = 4
-    """Requests in flight at a time; a further one is answered 503. They take turns with the training samples."""
+    """Maximum requests in flight; a further one is answered 503. They take turns with the training samples."""
     max_body_bytes: int = 65_536
-    """Largest body of a request; a prompt takes a few hundred bytes."""
+    """Maximum size of a request's body; a prompt takes a few hundred bytes."""
 
     def __post_init__(self) -> None:
         for name, least in (("max_images", 1), ("max_requests", 1), ("max_body_bytes", 1)):
@@ -256,17 +255,17 @@ class HttpConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """What verl's `actor_rollout_ref.rollout` lacks for diffusion replicas."""
+    """Settings of diffusion replicas that verl's `actor_rollout_ref.rollout` lacks."""
 
     max_batch_size: int = 8
-    """Samples a replica denoises together (memory decides)."""
+    """Maximum samples that a replica denoises together (memory decides)."""
     batch_wait_s: float = 0.05
-    """How long a `diffusers` replica waits for more requests, after the last one, before it starts a batch that is not
-    full; a `vllm_omni` replica too, if its pipeline runs in one go, and not longer than five times as long in all. With
-    step execution it adds requests to a running batch."""
+    """Time that a `diffusers` replica waits after each request for a further one before it starts a batch that is not
+    full; a `vllm_omni` replica too, if its pipeline runs in one go, but at most five times as long in total. With step
+    execution it adds requests to a running batch."""
     num_kept_adapters: int = 4
     """LoRA adapters, one per weight version, that a `vllm_omni` replica keeps for requests in flight; an update waits
-    while they name as many versions."""
+    while requests in flight use that many versions."""
     update_timeout_s: float = 600.0
     """Longest wait in s between two parts of a weight update of a `vllm_omni` replica, on either side. The trainer
     gathers a tensor of a sharded model between two parts, which takes seconds; `digen.deadlines.publish_s` bounds the
@@ -275,23 +274,23 @@ class RolloutConfig:
     """Start a `vllm_omni` replica with other versions of vLLM and vLLM-Omni than those it was tested with."""
     http: HttpConfig = field(default_factory=HttpConfig)
     embed_cache_size: int = 1024
-    """Prompts whose embeddings a replica keeps."""
+    """Maximum number of prompts whose embeddings a replica caches."""
     max_restarts: int = 8
-    """Lost replicas started again in a run, all together; 0: a lost replica stays lost. More than a few say that the
-    cause should be looked for."""
+    """Maximum restarts of lost replicas per run, over all replicas; 0: a lost replica stays lost. If a run needs more
+    than a few, look for the cause."""
     num_neighbours: int = 0
-    """Trainer ranks beside the replicas of a node that compute at the same time. On a CPU, replicas and these share the
+    """Trainer ranks on a replica's node that compute at the same time. On a CPU, replicas and these ranks share the
     cores. Recipe `disaggregated` sets it."""
     latents_dtype: str = "float32"
     """Storage dtype of trajectories; latents are rounded to it before the log-prob is taken."""
     probe_every: int = 20
     """Weight updates between two probes of each replica: a forward on fixed inputs that must change when the weights
     do. The first three updates are probed too. A probe reads all weights once and denoises one small picture by one
-    step; on a `vllm_omni` replica by three, once the requests under way are done. 0: none."""
+    step; on a `vllm_omni` replica by three, once the requests in flight are done. 0: no probes."""
     max_log_prob_gap: float | None = None
     """Largest difference, in nats, between a recorded log-prob and the trainer's own before the run stops
     (`rollout/log_prob_gap_max`). null: it is only reported, because what is healthy depends on dtype and noise level:
-    fp32 shows 1e-5. In bf16, set it to some ten times what the run's first steps show."""
+    fp32 shows 1e-5. In bf16, set it to about ten times the value of the run's first steps."""
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -340,14 +339,14 @@ class GapConfig:
     """Generation-axis pipeline on separate pools (`recipe=[...,disaggregated]`)."""
 
     enable: bool = True
-    """A fragment trains as soon as it is ready. False: the batch trains in one call, when it is whole (barrier)."""
+    """A fragment trains as soon as it is ready. False: the batch trains in one call, when it is complete (barrier)."""
     chunk_size: int | str = "auto"
     """Samples of one group that a slot generates together. auto: a group is spread over all slots, within what
-    `digen.rollout.max_batch_size` lets a replica denoise at once. 1: every sample goes out alone."""
+    `digen.rollout.max_batch_size` lets a replica denoise at once. 1: every sample is sent on its own."""
     slots_per_replica: int = 1
-    """Chunks that a replica works on at a time. 2 keep it busy while what one made is sent and a next is asked for."""
+    """Chunks in flight per replica. 2 keep it busy while the samples of one are sent and the next is requested."""
     min_groups_per_fragment: int = 1
-    """A smaller fragment trains only when no further group is to come."""
+    """A smaller fragment trains only when no further group is expected."""
     max_groups_per_fragment: int = MAX_GROUPS_PER_FRAGMENT
     """Groups that completed while the trainer was busy merge into one fragment up to this. The default was chosen by
     simulation, see `verl_digen.schedulers.rules`."""
@@ -372,18 +371,17 @@ class GapConfig:
 
 @dataclass(frozen=True)
 class QueueConfig:
-    """How samples queue for generation on separate pools (ROLL Flash's queue)."""
+    """Queue of samples for generation on separate pools (ROLL Flash's queue)."""
 
     replicate_prompts: bool = True
-    """A group's samples go out independently. False: a whole group per slot."""
+    """Samples of a group are sent independently. False: a whole group per slot."""
     extra_prompts: int = 0
-    """Groups begun beyond the batch's; once enough are complete, the surplus is dropped."""
+    """Groups begun in addition to the batch's; once enough are complete, the surplus is dropped."""
     drop_zero_spread: bool = False
     """A group whose rewards are all equal carries no gradient: it is dropped and replaced, within
     `digen.max_refills_per_step`."""
     max_sample_refills: int | None = None
-    """Failed samples generated again in one step before their groups are dropped; 0: none. null: as many as a group
-    has."""
+    """Maximum retries of failed samples per step; beyond it their groups are dropped. 0: none. null: the group size."""
 
     def __post_init__(self) -> None:
         require(self.extra_prompts >= 0, "digen.queue.extra_prompts must be >= 0", self.extra_prompts, "0: none")
@@ -395,7 +393,7 @@ class QueueConfig:
         )
 
     def most_sample_refills(self, group_size: int) -> int:
-        """`max_sample_refills`, or as many as a group has."""
+        """`max_sample_refills`, or the group size where it is null."""
         return group_size if self.max_sample_refills is None else self.max_sample_refills
 
 
@@ -404,11 +402,11 @@ class TagConfig:
     """Trainer-assisted generation on separate pools: a trainer without a ready fragment generates a chunk itself."""
 
     policy: str = "off"
-    """off | bts: where a search on the measured durations says that it shortens the batch | always: at every bubble,
+    """off | bts: when a search on the measured durations says that it shortens the batch | always: at every bubble,
     which is known to lose time."""
     chunk_size: int | str = "auto"
-    """Samples of one group that the trainer's ranks generate together. auto: one per rank, or equally many more where
-    a slot's chunk has more than the trainer has ranks; a group's size at most."""
+    """Samples of one group that the trainer's ranks generate together. auto: one per rank, or an equal larger number
+    per rank where a slot's chunk has more samples than the trainer has ranks; at most the group size."""
 
     def __post_init__(self) -> None:
         require_one_of("digen.tag.policy", self.policy, get_args(AssistPolicy))
@@ -422,14 +420,14 @@ class TagConfig:
 
 @dataclass(frozen=True)
 class StalenessConfig:
-    """How far generation may run ahead of training on separate pools. Every group has one version, recorded with it."""
+    """Limits on how far generation may run ahead of training on separate pools. Every group records its one version."""
 
     max_versions: int = 0
     """Versions that a group may be behind the weights it trains. 0: strictly on-policy. 1: TCSS; a replica without a
     chunk left begins the next batch under the weights it has. More: bounded asynchrony, with an off-policy loss."""
     fraction: float = 1.0
-    """Share of a batch that may be `max_versions` behind; all of it may be less. ROLL Flash's async_generation_ratio is
-    max_versions - 1 + fraction."""
+    """Share of a batch that may be `max_versions` behind; the whole batch may be less behind. ROLL Flash's
+    async_generation_ratio is max_versions - 1 + fraction."""
 
     def __post_init__(self) -> None:
         require(
@@ -445,19 +443,19 @@ class StalenessConfig:
 
 @dataclass(frozen=True)
 class TspConfig:
-    """Time-step parallelism: how rows are dealt to ranks and batched into tiles, and when gradients are reduced."""
+    """Time-step parallelism: how rows are assigned to ranks and batched into tiles, and when gradients are reduced."""
 
     enable: bool = True
-    """False: samples, not rows, are dealt to the ranks, and a tile holds one timestep of each of its samples."""
+    """False: samples, not rows, are assigned to the ranks, and a tile holds one timestep of each of its samples."""
     samples_per_tile: int | str = "auto"
-    """Samples of one forward/backward on one rank. auto: as many as memory holds beside the steps."""
+    """Samples of one forward/backward on one rank. auto: as many as fit into memory with the given steps."""
     steps_per_tile: int | str = "auto"
-    """Timesteps of each sample in one forward/backward. auto: as many as memory holds beside the samples. Memory grows
-    with the product of the two; where both are auto, rows fill it as they come, of whatever samples and timesteps."""
+    """Timesteps of each sample in one forward/backward. auto: as many as fit into memory with the given samples.
+    Memory grows with the product of the two; if both are auto, rows fill it in order, of any samples and timesteps."""
     reduce: str = "auto"
     """When gradients are summed over the ranks: at every tile, once per fragment, or once per logical batch. Later
     costs memory (each rank keeps the whole gradient unsharded) and saves communication. auto: batch with LoRA or
-    where that memory is there, else tile."""
+    where that memory is available, else tile."""
 
     def __post_init__(self) -> None:
         require_one_of("digen.tsp.reduce", self.reduce, REDUCE)
@@ -487,37 +485,38 @@ class TspConfig:
 
 @dataclass(frozen=True)
 class PlacementConfig:
-    """Types of the pools' devices, in a cluster that has several: names of Ray's, such as H100, or of custom resources
+    """Types of the pools' devices, in a cluster that has several: Ray's names, such as H100, or custom resources
     (`ray start --resources='{"NAME": 1}'`). null: any device, also one that another pool would need; name a type for
     each pool, or for none."""
 
     trainer_accelerator: str | None = None
-    """Of `trainer.nnodes` x `trainer.n_gpus_per_node` devices."""
+    """Type of the `trainer.nnodes` x `trainer.n_gpus_per_node` devices."""
     generator_accelerator: str | None = None
-    """Of `actor_rollout_ref.rollout.nnodes` x `n_gpus_per_node` devices (`recipe=[...,disaggregated]`)."""
+    """Type of the `actor_rollout_ref.rollout.nnodes` x `n_gpus_per_node` devices (`recipe=[...,disaggregated]`)."""
     reward_accelerator: str | None = None
-    """Of the nodes of the `reward.num_workers` reward workers, which divide the devices of
+    """Type of the nodes of the `reward.num_workers` reward workers, which divide the devices of
     `reward.reward_model.{nnodes,n_gpus_per_node}` where `reward.reward_model.enable_resource_pool` is true."""
 
 
 @dataclass(frozen=True)
 class VirtualConfig:
-    """Devices that only take time (`recipe=[...,disaggregated,virtual]`): everything else of a run is real."""
+    """Virtual devices, which only take time (`recipe=[...,disaggregated,virtual]`): all else in a run is real."""
 
     profile: str | None = None
-    """Where durations come from: a shipped profile or a file, see `digen simulate`. null: devices are real."""
+    """Source of durations: a shipped profile or a file, see `digen simulate`. null: devices are real."""
     time_scale: float = 1.0
-    """Every duration of the profile is multiplied with it."""
+    """Factor on every duration of the profile."""
     trainer_ranks: int = 1
     """Devices of the trainer, all in one process. The generator's are `actor_rollout_ref.rollout.n_gpus_per_node`."""
     trainer_device: str | None = None
-    """Type of the trainer's devices, of `digen simulate`'s: H800, H20, ... null: the profile's own."""
+    """Type of the trainer's devices, one of `digen simulate`'s: H800, H20, ... null: the profile's own."""
     generator_device: str | None = None
-    """Type of the generator's."""
+    """Type of the generator's devices, likewise."""
     latent_shape: list[int] = field(default_factory=lambda: [16, 8, 8])
-    """Of one recorded latent, in `digen.rollout.latents_dtype`. Wan2.1, 480 x 832 px, 81 frames: [16, 21, 60, 104]."""
+    """Shape of one recorded latent, in `digen.rollout.latents_dtype`.
+    Wan2.1, 480 x 832 px, 81 frames: [16, 21, 60, 104]."""
     fetch_rows: bool = True
-    """The trainer fetches from TransferQueue what its ranks would train on, and throws it away."""
+    """The trainer fetches from TransferQueue what its ranks would train on, and discards it."""
 
     def __post_init__(self) -> None:
         require(self.time_scale > 0, "digen.virtual.time_scale must be > 0", self.time_scale, "1 is the profile's time")
@@ -557,14 +556,13 @@ class DigenConfig:
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     virtual: VirtualConfig = field(default_factory=VirtualConfig)
     deadlines: DeadlinesConfig = field(default_factory=DeadlinesConfig)
-    """How long the run waits for whom, see `verl_digen.schedulers.deadlines`."""
+    """Timeouts of everything the run waits for, see `verl_digen.schedulers.deadlines`."""
     old_log_probs: str = "auto"
     """Denominator of the ratio, for losses that read `old_log_prob` (flow_grpo): auto = the update's own first pass
     (ratio exactly 1) where one optimizer step takes the whole batch, else recompute; recompute = a forward with the
     engine before the update; rollout = as recorded. With stale samples auto is rollout, see `denominator`."""
     max_refills_per_step: int | None = None
-    """Groups that may be refilled in one step because a sample failed; 0: none. null: as many as the batch has
-    prompts."""
+    """Maximum groups replaced per step because a sample failed; 0: none. null: the number of prompts of a batch."""
     num_logged_images: int = 16
     """Validation prompts shown in the picture grids."""
 
@@ -609,23 +607,23 @@ class DigenConfig:
         self.window.validate_for(self.sampling.num_steps)
 
     def most_group_refills(self, num_prompts: int) -> int:
-        """`max_refills_per_step`, or as many as a batch of `num_prompts` has."""
+        """`max_refills_per_step`, or `num_prompts` where it is null."""
         return num_prompts if self.max_refills_per_step is None else self.max_refills_per_step
 
     @property
     def denominator(self) -> Denominator:
-        """What `old_log_prob` is, by the loss, `old_log_probs` and the staleness of samples; see
-        `verl_digen.algorithms.losses.denominator`. A property, because a loss of the user's is known late.
+        """Source of `old_log_prob`, from the loss, `old_log_probs` and the staleness of samples; see
+        `verl_digen.algorithms.losses.denominator`. A property, because a user's own loss is known late.
 
         Raises:
-            ValueError: these do not go together.
+            ValueError: the three do not go together.
         """
         return choose_denominator(self.loss_name, self.old_log_probs, self.staleness.max_versions)
 
 
 @cache
 def _schema() -> DictConfig:
-    """Made once, because that takes 10 ms; for merging from, which copies it."""
+    """Make the schema, once, because that takes 10 ms; merging into it copies it."""
     return digen_schema()
 
 
@@ -646,7 +644,7 @@ def digen_schema() -> DictConfig:
 
 
 def digen_config(config: DictConfig) -> DigenConfig:
-    """The validated `digen:` section of verl's composed config.
+    """Validate the `digen:` section of verl's composed config.
 
     Raises:
         ValueError: an unknown key, a value of the wrong type, or a broken rule.
@@ -670,7 +668,7 @@ def digen_config(config: DictConfig) -> DigenConfig:
 
 @lru_cache(maxsize=8)
 def _validated(values: bytes) -> DigenConfig:
-    """`digen_config` of a pickled section. Making it takes 20 ms, and the rules of a start ask a dozen times."""
+    """`digen_config` of a pickled section, cached: it takes 20 ms, and the checks of a start need it a dozen times."""
     from omegaconf import OmegaConf
 
     merged = OmegaConf.merge(_schema(), pickle.loads(values))
@@ -681,7 +679,7 @@ def _validated(values: bytes) -> DigenConfig:
 
 
 def _built(merged: Any, problems: list[str]) -> Any:
-    """The dataclasses; where there are problems or come some, all of them at once, one per section.
+    """Build the dataclasses; all problems, old and new, are raised at once, one per section.
 
     Raises:
         ValueError: a paragraph per problem.
@@ -720,7 +718,7 @@ def _not_finite(key: str, value: Any) -> Iterator[str]:
 
 
 def _named(error: Any) -> str:
-    """OmegaConf's message about a key, with the key as typed and a known one that is close."""
+    """Reword OmegaConf's message about a key: the key as typed, and a known one that is close."""
     from omegaconf.errors import ConfigKeyError
 
     hint = ""

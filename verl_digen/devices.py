@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device types and pools. One type's seconds are another's scaled by peak compute, which holds where compute bounds.
+"""Device types and pools. Seconds convert between types by the ratio of peak compute: right for compute-bound work.
 
-Peaks are the vendor's data sheets': dense bf16, no sparsity.
+Peaks are from the vendors' data sheets: dense bf16, no sparsity.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PEAK_TFLOPS = {
     "H100": 989.0,
     "H200": 989.0,
     "B200": 2250.0,
-    "CPU": 0.1,  # a core, roughly; for profiles that were measured on one
+    "CPU": 0.1,  # one core, roughly; for profiles measured on a CPU
 }
 """Type -> TFLOP/s."""
 
@@ -32,7 +32,7 @@ class Pool:
     device: str
 
     def slowdown(self, reference: str) -> float:
-        """What seconds on `reference` are multiplied with."""
+        """Factor from seconds on `reference` to seconds on this type."""
         return slowdown(self.device, reference)
 
     def __str__(self) -> str:
@@ -40,10 +40,10 @@ class Pool:
 
 
 def parse_pool(option: str, text: str, *, default_device: str) -> Pool:
-    """`16` or `16xH20`.
+    """Parse `16` or `16xH20`.
 
     Raises:
-        ValueError: naming `option`.
+        ValueError: the text is not a pool; the message names `option`.
     """
     match = re.fullmatch(r"(\d+)(?:x(\w+))?", text)
     require(match is not None, f"{option} must be a number of devices, or e.g. 16xH20", text, "write a number")
@@ -54,10 +54,10 @@ def parse_pool(option: str, text: str, *, default_device: str) -> Pool:
 
 
 def known_device(option: str, device: str) -> str:
-    """`device`, which has a peak.
+    """Return `device` if it is in `PEAK_TFLOPS`.
 
     Raises:
-        ValueError: naming `option`.
+        ValueError: it is not; the message names `option`.
     """
     require(
         device in PEAK_TFLOPS, f"{option} must name a device type of {', '.join(PEAK_TFLOPS)}", device, "choose one"
@@ -66,5 +66,5 @@ def known_device(option: str, device: str) -> str:
 
 
 def slowdown(device: str, reference: str) -> float:
-    """What seconds on `reference` are multiplied with on `device`."""
+    """Factor from seconds on `reference` to seconds on `device`."""
     return PEAK_TFLOPS[reference] / PEAK_TFLOPS[device]

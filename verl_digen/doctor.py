@@ -35,12 +35,12 @@ PACKAGES = (
     *("verl-digen", "verl", "torch", "ray", "TransferQueue", "diffusers", "transformers", "peft"),
     *("tensordict", "accelerate", "hydra-core", "omegaconf", "vllm", "vllm-omni"),
 )
-"""Whose versions belong in a bug report; those that are not installed are left out."""
+"""Packages whose versions belong in a bug report; those not installed are left out."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Why a run could not start."""
+    """A reason why a run could not start."""
 
     what: str
     remedy: str
@@ -48,7 +48,7 @@ class Problem:
 
 @dataclass
 class Report:
-    """All that is found out."""
+    """Findings about this machine and installation."""
 
     versions: dict[str, str] = field(default_factory=dict)
     platform: str = "none"
@@ -56,11 +56,11 @@ class Report:
     devices: list[str] = field(default_factory=list)
     plugin_loaded: bool = False
     registered: dict[str, list[str]] = field(default_factory=dict)
-    """Kind of thing -> its names, sorted."""
+    """Kind -> registered names, sorted."""
     problems: list[Problem] = field(default_factory=list)
 
     def add_problem(self, what: str, remedy: str) -> None:
-        """File a problem once."""
+        """Add a problem once."""
         problem = Problem(what, remedy)
         if problem not in self.problems:
             self.problems.append(problem)
@@ -80,8 +80,8 @@ def run(args: Namespace) -> int:
 
 
 def selftest(name: str) -> int:
-    """Print a line per check of the architecture `name`; the exit code."""
-    try:  # before what takes seconds to import
+    """Print a line per check of the architecture `name`; returns the exit code."""
+    try:  # before imports that take seconds
         require_one_of("digen doctor --selftest", name, sorted(BUILDERS))
     except ValueError as error:
         print(error, file=sys.stderr)
@@ -91,7 +91,7 @@ def selftest(name: str) -> int:
 
     from verl_digen.selftest import run_selftest  # imports diffusers' pipelines
 
-    for library in (diffusers, transformers):  # progress bars of files that are loaded in a blink
+    for library in (diffusers, transformers):  # no progress bars for tiny files
         library.logging.set_verbosity_error()
         library.logging.disable_progress_bar()
     checks = []
@@ -122,7 +122,7 @@ def examine() -> Report:
 
 
 def to_text(report: Report) -> str:
-    """The report for people."""
+    """The report as text for people."""
     lines = ["versions"]
     for name, number in report.versions.items():
         tested = f"  (tested: {SUPPORTED[name].tested})" if name in SUPPORTED else ""
@@ -150,7 +150,7 @@ def _versions() -> dict[str, str]:
 
 
 def _check_requirements(report: Report) -> None:
-    """What verl-digen's own metadata asks for, extras left out, is installed in a version that fits."""
+    """Check that the requirements in verl-digen's metadata, without extras, are installed in fitting versions."""
     for line in requires("verl-digen") or []:
         requirement = Requirement(line)
         if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
@@ -221,11 +221,11 @@ def _check_platform(report: Report) -> None:
 
 
 MISFITS = ("torchvision", "torchcodec", "torchaudio")
-"""What vLLM brings along; their published builds are for a PyTorch with CUDA."""
+"""Packages installed with vLLM; their published builds need a PyTorch with CUDA."""
 
 
 def _check_vllm_omni(report: Report) -> None:
-    """Where it is installed: the versions that were tested, and no package that a CPU build of PyTorch cannot use."""
+    """Check an installed vLLM-Omni: tested versions, and no package that a CPU build of PyTorch cannot use."""
     import torch
 
     if "vllm-omni" not in report.versions:
@@ -274,7 +274,7 @@ def _check_registries(report: Report) -> None:
         if not report.registered[kind]:
             report.add_problem(f"no {kind} registered", "install verl-digen again")
     plugin = sys.modules.get("verl_digen.plugin")
-    for failure in plugin.FAILURES if plugin else []:  # those that show when verl's modules are imported
+    for failure in plugin.FAILURES if plugin else []:  # those that occur when verl's modules are imported
         report.add_problem(f"plugin: {failure}", "repair what the error names, or install verl-digen again")
 
 

@@ -7,11 +7,11 @@ from ray.exceptions import RayTaskError
 
 
 class RunStopped(RuntimeError):
-    """The run cannot go on, and the message says why and what to do: shown as one paragraph, without a traceback."""
+    """The run cannot continue. The message says why and what to do; shown as one paragraph, without a traceback."""
 
 
 class DeadlineMissed(RunStopped):
-    """A call that the run cannot go on without has not been answered in time."""
+    """Timeout of a call that the run cannot continue without."""
 
     def __init__(self, what: str, waited_s: float, key: str):
         super().__init__(
@@ -21,11 +21,11 @@ class DeadlineMissed(RunStopped):
 
 
 class ProcessLost(RunStopped):
-    """A process that the run cannot go on without died, or gives no sign of life."""
+    """A process that the run cannot continue without died, or does not respond."""
 
 
 def plain(error: BaseException) -> BaseException:
-    """What was raised in the remote process, without the traceback Ray wraps around it."""
+    """The exception raised in the remote process, without the traceback Ray wraps around it."""
     return error.cause if isinstance(error, RayTaskError) else error
 
 

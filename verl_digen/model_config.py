@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 MODEL_TYPE = "diffusion_model"
-"""What our engine is filed under in verl's `EngineRegistry`."""
+"""Key of our engine in verl's `EngineRegistry`."""
 
 LORA_KEYS = frozenset({"rank", "alpha", "merge"})
-"""What `actor_rollout_ref.model.lora` may hold."""
+"""Allowed keys of `actor_rollout_ref.model.lora`."""
 
 ADAPTER_CONFIG_NAME = "adapter_config.json"
 """peft's name for an adapter's config file."""
@@ -46,7 +46,7 @@ ADAPTER_CONFIG_NAME = "adapter_config.json"
 
 @dataclass
 class DiffusionModelConfig(BaseConfig):
-    """One diffusers checkpoint, and what is trained of it. Every field is a key of
+    """One diffusers checkpoint, and the part of it that trains. Every field is a key of
     `actor_rollout_ref.model`."""
 
     _mutable_fields = {  # noqa: RUF012 - verl's way to declare them
@@ -66,7 +66,7 @@ class DiffusionModelConfig(BaseConfig):
     use_shm: bool = False
     """Copy the checkpoint to shared memory before it is read."""
     external_lib: Any = None
-    """Module(s) to import first, e.g. one that files a policy loss."""
+    """Module(s) to import first, e.g. one that registers a policy loss."""
     trust_remote_code: bool = False
     """Read by verl; diffusers transformers need none."""
     digen: DigenConfig = None  # type: ignore[assignment]
@@ -91,12 +91,12 @@ class DiffusionModelConfig(BaseConfig):
     target_parameters: list[str] | None = None
     """Parameters LoRA adapts directly; they cannot be merged or sent to a replica."""
     lora_adapter_path: str | None = None
-    """peft folder of an adapter to go on training; its rank and alpha count. The KL reference is the bare model."""
+    """peft folder of an adapter to continue training; its rank and alpha apply. The KL reference is the bare model."""
 
     # -- read by verl, without meaning here ---------------------------------------------------------------
     model_type: str = MODEL_TYPE
     hf_config: Any = None
-    """A stand-in with `model_type`, the transformer's class name."""
+    """Placeholder with `model_type`, the transformer's class name."""
     tokenizer_path: str | None = None
     tokenizer: Any = None
     processor: Any = None
@@ -121,7 +121,7 @@ class DiffusionModelConfig(BaseConfig):
         self._settle_lora()
 
     def _settle_lora(self) -> None:
-        """Bring verl's spellings and a given adapter down to `lora_rank` and `lora_alpha`."""
+        """Reduce verl's spellings and a given adapter to `lora_rank` and `lora_alpha`."""
         self.lora = dict(self.lora)
         unknown = sorted(self.lora.keys() - LORA_KEYS)
         _require(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `verl.plugins` entry point, and the only module of the package that does something when it is imported.
+"""The `verl.plugins` entry point, and the only module of the package that acts when it is imported.
 
-verl imports it inside `import verl`, in the driver and in every Ray process, so it imports nothing heavy: it files
+verl imports it inside `import verl`, in the driver and in every Ray process, so it imports nothing heavy: it registers
 callbacks that fill verl's registries when verl imports the modules that own them.
 
 | when this is imported | this is registered | needed in |
@@ -13,8 +13,8 @@ callbacks that fill verl's registries when verl imports the modules that own the
 | `verl.workers.rollout.replica` | replicas | task runner |
 | `verl.workers.rollout.base` | their weight senders | trainer ranks |
 
-verl hides the error of a plugin that fails. So a failure here is printed to stderr and kept in `FAILURES`, verl goes
-on, and `verl_digen.preflight` refuses to start a run of ours.
+verl hides the error of a plugin that fails. So a failure here is printed to stderr and kept in `FAILURES`, verl
+continues, and `verl_digen.preflight` refuses to start a run of ours.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from collections.abc import Callable
 from verl_digen.hooks import after_import
 
 FAILURES: list[str] = []
-"""What could not be registered in this process, one sentence each."""
+"""Failed registrations of this process, one sentence each."""
 
 
 def _register_platform() -> None:
@@ -34,7 +34,7 @@ def _register_platform() -> None:
 
     from verl_digen.platforms.cpu import CpuPlatform
 
-    if "cpu" not in PlatformRegistry.registered_names():  # one that verl or another plugin brings goes first
+    if "cpu" not in PlatformRegistry.registered_names():  # that of verl or another plugin takes precedence
         PlatformRegistry.register(platform="cpu")(CpuPlatform)
 
 
@@ -72,7 +72,7 @@ def _register_weight_senders() -> None:
 
 
 def _reporting_failure(noun: str, register: Callable[[], None]) -> Callable[[], None]:
-    """`register`, except that what it raises is printed and filed under `noun`: verl must work without us."""
+    """Wrap `register` to print and keep what it raises, under `noun`: verl must work without us."""
 
     def run() -> None:
         try:

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How Hydra finds our recipes: `recipe=NAME` and `recipe=[a,b]` on verl's own, unmodified main.
+"""Hydra config sources of our recipes: `recipe=NAME` and `recipe=[a,b]` on verl's own, unmodified main.
 
-Two config sources join the search path of an application whose primary config folder is verl's, and of no other:
+Two config sources join the search path of applications whose primary config folder is verl's, and of no others:
 
 - `RecipeSlot`, in front, serves verl's `ppo_trainer` with one more entry at the end of its defaults list,
   `recipe: null`. As the last one, a recipe overrides values and picks (`override /model@...`) of all entries before it.
 - `RecipeSource`, behind, holds group `recipe/` (the flat files of `verl_digen/recipes/`) and the groups in its
   subfolders.
 
-Two recipes are served and not merely read:
+Two recipes are computed when they are loaded:
 
 - `digen_schema`: the fields and defaults of `verl_digen.config.DigenConfig`, at `digen:`. A field can be overridden
-  without `+`; an unknown one, or a value of the wrong type, is an error of Hydra's.
+  without `+`; an unknown one, or a value of the wrong type, is a Hydra error.
 - `digen_machine`: on a machine whose verl platform is `cpu` it is `digen_cpu`, elsewhere the (empty) file of that name.
 
 Invariant: without a recipe the composed config equals verl's, byte for byte.
@@ -41,7 +41,7 @@ GROUP = "recipe"
 
 
 class RecipeSlot(ConfigSource):
-    """verl's `ppo_trainer`, with room for a recipe."""
+    """verl's `ppo_trainer`, with a `recipe` entry in its defaults list."""
 
     def __init__(self, provider: str, path: str) -> None:
         super().__init__(provider, path)
@@ -82,14 +82,15 @@ class RecipeSource(ConfigSource):
             f"{GROUP}/digen_machine.yaml": self._load_machine,
         }
         self._missed = ""
-        """The last recipe that was asked for and is not there."""
+        """The last recipe that was requested and does not exist."""
 
     @staticmethod
     def scheme() -> str:
         return "digen"
 
     def __repr__(self) -> str:
-        """Hydra prints this below "Config search path:" when a config is missing; in a list its name is all it says."""
+        """Text that Hydra prints below "Config search path:" when a config is missing; of a recipe in a list it says
+        nothing else but the name."""
         names = self.list(GROUP, ObjectType.CONFIG)
         return f"{super().__repr__()}, recipes: {', '.join(names)}; {suggestion(self._missed, names)}".rstrip("; ")
 
@@ -116,7 +117,7 @@ class RecipeSource(ConfigSource):
         return self._files.list("", ObjectType.CONFIG) if results_filter != ObjectType.GROUP else []
 
     def _load_schema(self) -> ConfigResult:
-        from verl_digen.config import digen_schema  # imports torch: only where one of our recipes is composed
+        from verl_digen.config import digen_schema  # imports torch: only when one of our recipes is composed
 
         schema = digen_schema()
         OmegaConf.set_struct(schema.reward.functions, False)  # its keys are the user's, and need no `+`
@@ -138,17 +139,17 @@ class RecipeSearchPath(SearchPathPlugin):
 
 
 def register() -> None:
-    """Tell Hydra, in this process."""
+    """Register the sources with Hydra, in this process."""
     hydra_replaced_mappings.apply()
-    hydra_override_errors.apply()  # around what is there, so after it
+    hydra_override_errors.apply()  # wraps the shim above, so after it
     for plugin in (RecipeSlot, RecipeSource, RecipeSearchPath):
         Plugins.instance().register(plugin)
 
 
 def _is_verl(path: str | None) -> bool:
-    """Whether a search path entry is verl's config folder, given as a package or as a path."""
+    """True if a search path entry is verl's config folder, given as a package or as a path."""
     if path is None or "://" in path.removeprefix("file://"):
-        # "pkg://verl.trainer/config" where main is imported: Hydra takes both separators
+        # "pkg://verl.trainer/config" if main is imported: Hydra takes both separators
         return path is not None and path.replace("/", ".") == VERL_CONFIGS.replace("/", ".")
     import verl  # not above: Hydra may have been imported before verl, and verl is importing us right now
 

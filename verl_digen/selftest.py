@@ -7,7 +7,7 @@ On the architecture's tiny random checkpoint, in fp32 on the CPU:
 - log-probs that training computes against those recorded at sampling;
 - a gradient step: the loss falls by what the gradient says.
 
-These are the tests of `tests/models` in short, for an installation with other versions than the tested ones.
+A short version of the tests in `tests/models`, for installations with untested versions.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ SIZE_PX = 64
 LAW, NOISE_LEVEL = "flow", 0.7
 ODE = Window(sde_steps=(), train_steps=())
 TRAINED = Window(sde_steps=(0, 1, 2, 3, 4), train_steps=(0, 1, 2, 3, 4))
-"""On both sides of where Wan2.2's experts change."""
+"""Steps on both sides of the switch between Wan2.2's experts."""
 
 LATENTS_BOUND = 1e-5
-"""Largest difference of a latent: that of tests/models."""
+"""Largest difference of a latent, as in tests/models."""
 LOG_PROB_BOUND = 1e-5
 """Largest difference of a log-prob, in nats."""
 FALL = 1e-3
-"""By how much the gradient step is to lower the loss."""
+"""Amount by which the gradient step should lower the loss."""
 FALL_BOUND = 0.1
-"""Largest relative error of that, from the loss's curvature and rounding."""
+"""Largest relative error of that amount, from the loss's curvature and rounding."""
 
 VIDEO = {"guidance_scale": 1.0, "num_frames": 5}
 ARGUMENTS: dict[str, dict[str, Any]] = {
@@ -63,7 +63,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "wan2.2_ti2v_5b": VIDEO,
     "z_image": {"guidance_scale": 0.0},
 }
-"""Tiny checkpoint -> what its pipeline is told beside the size: frames of a video, and not to guide. A new model adds
+"""Tiny checkpoint -> arguments of its pipeline besides the size: frames of a video, and guidance off. A new model adds
 one line here."""
 
 
@@ -84,16 +84,16 @@ class Check:
 
 
 def run_selftest(name: str) -> Iterator[Check]:
-    """The checks of the tiny checkpoint `name`, one of `verl_digen.models.tiny.BUILDERS`, as they are done."""
+    """Run the checks of tiny checkpoint `name`, a key of `verl_digen.models.tiny.BUILDERS`; yields each when done."""
     with TemporaryDirectory(prefix="digen_selftest_") as folder:
         yield from check_checkpoint(build_tiny(name, Path(folder) / "checkpoint"), ARGUMENTS[name])
 
 
 def check_checkpoint(path: Path, arguments: dict[str, Any]) -> Iterator[Check]:
-    """The checks of a small checkpoint, as they are done.
+    """Run the checks of a small checkpoint; yields each when done.
 
     Args:
-        arguments: of its pipeline, see `ARGUMENTS`.
+        arguments: arguments of its pipeline, see `ARGUMENTS`.
     """
     model = load_model(path)
     transformer = model.load_transformer(torch.float32)
@@ -123,12 +123,12 @@ def _requests(geometry: Geometry, window: Window) -> list[SampleRequest]:
 
 
 def _run_pipeline(model: DiffusionModel, geometry: Geometry, arguments: dict[str, Any]) -> Tensor:
-    """Latents that the model's own pipeline makes of PROMPTS and the sampler's initial noise."""
+    """Latents of the model's own pipeline for PROMPTS and the sampler's initial noise."""
     pipeline: Any = DiffusionPipeline.from_pretrained(model.path, dtype=torch.float32)
     pipeline.set_progress_bar_config(disable=True)
-    if hasattr(pipeline, "guider"):  # which is a part of it, and no argument
+    if hasattr(pipeline, "guider"):  # guidance is a component here, not an argument
         pipeline.guider = pipeline.guider.new(guidance_scale=1.0)
-    if isinstance(pipeline.scheduler, UniPCMultistepScheduler):  # to Euler's step, which is ours
+    if isinstance(pipeline.scheduler, UniPCMultistepScheduler):  # make it take Euler steps, as our sampler does
         pipeline.scheduler = UniPCMultistepScheduler.from_config(
             pipeline.scheduler.config, solver_order=1, disable_corrector=list(range(NUM_STEPS))
         )
@@ -149,7 +149,7 @@ def _run_pipeline(model: DiffusionModel, geometry: Geometry, arguments: dict[str
 def _rows(
     model: DiffusionModel, trajectories: Sequence[Trajectory], conditions: Sequence[Condition], expert: int
 ) -> TrainingRows:
-    """All trained steps of one expert, sample after sample; the first sample was good, the second bad."""
+    """All trained steps of one expert, sample after sample; advantage 1 for the first sample, -1 for the second."""
     picks = [
         (number, step)
         for number, path in enumerate(trajectories)
@@ -183,9 +183,9 @@ def _log_probs(model: DiffusionModel, transformer: nn.Module, rows: TrainingRows
 def _gradient_step_error(
     model: DiffusionModel, transformer: nn.Module, rows: TrainingRows, geometry: Geometry
 ) -> float:
-    """|fall / predicted fall - 1| of the loss, of a step down the gradient that should lower it by FALL.
+    """|fall / predicted fall - 1| of the loss, for a gradient step that should lower it by FALL.
 
-    Its weights are as before afterwards. nan if there is no gradient.
+    Restores the weights. nan if there is no gradient.
     """
 
     def loss() -> Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Can this PyTorch drive an accelerator? Light: asks PyTorch and the list of installed packages, no device."""
+"""Detect if this PyTorch can drive an accelerator. Light: reads PyTorch and the installed packages, no device."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ BACKEND_PACKAGES = (
     "habana_frameworks",
     "intel_extension_for_pytorch",
 )
-"""Packages that teach a CPU build of PyTorch an accelerator, beside those with an entry point that says so."""
+"""Packages that add an accelerator to a CPU build of PyTorch, besides those with a `torch.backends` entry point."""
 
 
 @dataclass(frozen=True)
 class TorchFacts:
-    """What decides whether this PyTorch can drive an accelerator; nothing of it depends on the devices present."""
+    """Facts that decide if this PyTorch can drive an accelerator; none depends on the devices present."""
 
     cuda: str | None
     """CUDA version PyTorch was built with (also MACA and others that imitate CUDA)."""

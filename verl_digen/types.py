@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every noun that crosses an arrow of the data path, as a frozen dataclass.
+"""Every type that is passed along the data path, as a frozen dataclass.
 
 Notation, used in names and docstrings everywhere: `P` prompts of a logical batch, `G` samples of a group,
 `B` = P*G samples, `T` denoising steps, `K` trained steps of one sample, `S` recorded latents of one sample,
@@ -19,17 +19,17 @@ from torch import Tensor
 from verl_digen.algorithms.window import Window
 
 Condition = dict[str, Tensor]
-"""What the transformer reads of ONE prompt, by name, without a batch dimension, e.g. {"embeds": [L, D]}."""
+"""Transformer inputs of ONE prompt, by name, without a batch dimension, e.g. {"embeds": [L, D]}."""
 
 
 def move_condition(condition: Condition, device: torch.device | str) -> Condition:
-    """The same condition on `device`."""
+    """Copy of the condition on `device`."""
     return {name: tensor.to(device) for name, tensor in condition.items()}
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Size of what is generated. An image has one frame."""
+    """Size of a generated image or video. An image has one frame."""
 
     height_px: int
     width_px: int
@@ -38,7 +38,7 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a request is denoised; requests are batched together only if theirs are equal."""
+    """Denoising settings of a request; requests share a batch only if theirs are equal."""
 
     geometry: Geometry
     num_steps: int
@@ -52,12 +52,12 @@ class Sampling:
     shared_initial_noise: bool = False
     """True: all samples of a group start from the same noise."""
     guidance_scale: float | None = None
-    """Guidance scale a network is given that takes one as an input (FLUX.1 dev, HunyuanVideo); None: its pipeline's
+    """Guidance scale for networks that take one as an input (FLUX.1 dev, HunyuanVideo); None: the pipeline's
     default."""
 
     @property
     def is_guided(self) -> bool:
-        """Whether the negative branch runs too."""
+        """True if the negative branch runs too."""
         return self.true_cfg_scale > 1.0
 
 
@@ -70,20 +70,20 @@ class SampleRequest:
     prompt: str
     negative_prompt: str
     window: Window
-    """Which steps are stochastic and which are recorded for training; the same for a whole group."""
+    """Stochastic steps, and steps recorded for training; the same for a whole group."""
     sampling: Sampling
     wants_condition: bool = False
     """True for one sample of a group: its answer carries the prompt's conditions (they travel once per prompt)."""
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """What of it is encoded: the prompt, and with guidance the negative one."""
+        """Texts to encode: the prompt, and with guidance the negative one."""
         return (self.prompt, self.negative_prompt) if self.sampling.is_guided else (self.prompt,)
 
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One sample's recorded denoising path, in what training needs of it. Written by a replica, read by the engine.
+    """One sample's recorded denoising path, as far as training needs it. Written by a replica, read by the engine.
 
     Example: with trained steps (2, 3) of T = 10, `latents` holds x at steps 2, 3, 4 (S = 3), `positions` = [0, 1]:
     row k goes from `latents[positions[k]]` to `latents[positions[k] + 1]`.
@@ -104,7 +104,7 @@ class Trajectory:
     log_probs: Tensor
     """[K] fp32: log-density of each trained step under the behaviour policy (`version`)."""
     seed: int
-    """The seed its initial noise was drawn with."""
+    """Seed of its initial noise."""
     version: int
     """Weight version that generated the first step."""
     last_version: int
@@ -143,7 +143,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class SampleScore:
-    """What the reward side answers for one sample."""
+    """Reward of one sample."""
 
     reward: float
     """Weighted sum over the reward functions."""
@@ -176,7 +176,7 @@ class TrainingRows:
     mask: Tensor
     """[N] fp32: 1 for a row that trains, 0 for padding."""
     rewards: Tensor | None = None
-    """[N] fp32: the weighted sum over the reward functions, not centred; None where nobody said."""
+    """[N] fp32: the weighted sum over the reward functions, not centred; None if not given."""
 
     def __len__(self) -> int:
         return self.latents.shape[0]
@@ -186,9 +186,9 @@ class TrainingRows:
         return replace(self, **sliced)
 
     def to(self, device: torch.device) -> TrainingRows:
-        """The same rows on `device`; conditions keep being shared between rows of one prompt.
+        """Copy on `device`; rows of one prompt still share their conditions.
 
-        Sigmas stay on the host, where the SDE kernel reads them: a device would have to wait for each.
+        Sigmas stay on the host, where the SDE step reads them: on a device each would cost a synchronisation.
         """
         moved: dict[int, Condition] = {}
 

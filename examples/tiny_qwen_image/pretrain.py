@@ -37,7 +37,7 @@ LESSONS = (
     {"num_steps": 1800, "peak_lr": 2e-3, "disobedience": 0.0},
     {"num_steps": 400, "peak_lr": 7e-4, "disobedience": 0.5},
 )
-"""What the denoiser is taught: first to draw what a caption says, then to take the caption less seriously."""
+"""Lessons of the denoiser: first to draw what a caption says, then to take the caption less seriously."""
 
 SAMPLE_STEPS = 10
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chunks against functions in place of replicas, reward workers and TransferQueue."""
+"""Chunks with fake functions for replicas, reward workers and TransferQueue."""
 
 import asyncio
 
@@ -13,10 +13,10 @@ ORDER = ChunkOrder(chunk_id=7, uid="p0", samples=(0, 1, 2), row={})
 
 
 def run_chunk(*, generating=None, scoring=None):
-    """A chunk of three samples through a runner -> (generated, scored, what was published, the runner).
+    """Pass a chunk of three samples through a runner -> (generated, scored, published, the runner).
 
     Args:
-        generating, scoring: sample index -> what is raised for it.
+        generating, scoring: sample index -> exception raised for it.
     """
     published = {}
 

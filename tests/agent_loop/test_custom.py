@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An agent loop of the user's own, in this process: on separate pools it is asked as on colocated ones."""
+"""A custom agent loop, in this process: separate pools use it as colocated ones do."""
 
 import asyncio
 from types import SimpleNamespace
@@ -22,14 +22,14 @@ AGENT = "actor_rollout_ref.rollout.agent"
 
 
 class InCapitals(DiffusionSingleTurnAgentLoop):
-    """Asks for the prompt in capitals."""
+    """Agent loop that requests the prompt in capitals."""
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> Any:
         return await super().run(sampling_params, **row | {"raw_prompt": row["raw_prompt"].upper()})
 
 
 class Server:
-    """A replica's handle that answers with what it was asked for."""
+    """A replica's handle that answers with the request's name and prompt."""
 
     def __init__(self) -> None:
         self.generate = SimpleNamespace(remote=self._generate)
@@ -39,7 +39,7 @@ class Server:
 
 
 def make_worker(agent_loop: str) -> Any:
-    """verl's worker without the processes that its constructor reaches for."""
+    """verl's worker without the processes that its constructor connects to."""
     worker = object.__new__(DiffusionAgentLoopWorker)
     given = {
         "digen": DigenConfig(),
@@ -80,7 +80,7 @@ def composed() -> DictConfig:
 
 
 def checked(config: DictConfig, **changes: Any) -> str:
-    """The message for these changes of the agent section; empty where they pass."""
+    """Error message for these changes of the agent section; empty if they pass."""
     changed = config.copy()
     for key, value in changes.items():
         OmegaConf.update(changed, "digen.tag.policy" if key == "tag" else f"{AGENT}.{key}", value)

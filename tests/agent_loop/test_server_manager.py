@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client in front of replicas made of events: one that hangs is ended, one that is slow is waited for."""
+"""A client over fake replicas: one that hangs is killed, one that is slow is waited for."""
 
 import asyncio
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ def remote(method):
 
 
 class Server:
-    """Takes `takes_s` per sample; answers no sign of life if it is silent; is ended by `ray.kill`."""
+    """Server that takes `takes_s` per sample; if `is_silent`, gives no sign of life; ended by `ray.kill`."""
 
     def __init__(self, takes_s=1.0, is_silent=False, errors=()):
         self.takes_s, self.is_silent, self.errors = takes_s, is_silent, list(errors)
@@ -48,7 +48,7 @@ class Server:
 
 
 class Balancer:
-    """verl's, giving out its replicas in order."""
+    """verl's balancer, handing out its replicas in order."""
 
     def __init__(self, **servers):
         self.servers = servers
@@ -67,7 +67,7 @@ class Balancer:
 
 
 class Client(DiffusionServerClient):
-    """Without verl's constructor, which wants its config."""
+    """Client without verl's constructor, which needs its config."""
 
     def __init__(self, balancer):
         self._load_balancer = balancer
@@ -81,7 +81,7 @@ class Client(DiffusionServerClient):
 
 
 def generate(monkeypatch, **servers):
-    """One sample -> (the sample, virtual seconds)."""
+    """Generate one sample -> (the sample, virtual seconds)."""
     monkeypatch.setattr(ray, "kill", lambda server: setattr(server, "is_ended", True))
 
     async def run():

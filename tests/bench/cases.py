@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs that did not happen, for tests of what is said about runs."""
+"""Made-up runs, for tests of the reports on runs."""
 
 from __future__ import annotations
 

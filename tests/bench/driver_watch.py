@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run's driver process holds in memory and sends and receives, seen from outside. Linux only."""
+"""Memory and network traffic of a run's driver process, seen from outside. Linux only."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ class DriverWatch:
     """
 
     root_pid: int
-    """Of the command that the user typed; the driver is below it."""
+    """Process id of the command that the user typed; the driver is a descendant of it."""
     resident_mib: list[float] = field(default_factory=list)
     shared_mib: list[float] = field(default_factory=list)
-    """Of it, what other processes map too: libraries, and Ray's objects that the driver has opened."""
+    """Part of `resident_mib` that other processes map too: libraries, and Ray's objects that the driver has opened."""
     _bytes: dict[str, int] = field(default_factory=dict)
     """Connection -> bytes both ways, as last seen; closed ones stay."""
     _pid: int | None = None
 
     @property
     def num_bytes(self) -> int:
-        """Over all TCP connections, both ways."""
+        """Bytes over all TCP connections, both ways."""
         return sum(self._bytes.values())
 
     def look(self) -> None:

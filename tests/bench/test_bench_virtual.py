@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a profile asks of a virtual run, and what is predicted for it."""
+"""Overrides that a profile gives a virtual run, and the prediction for it."""
 
 from dataclasses import replace
 

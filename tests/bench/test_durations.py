@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Virtual devices take what the simulator says."""
+"""Virtual devices take the time that the simulator says."""
 
 from dataclasses import replace
 

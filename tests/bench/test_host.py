@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What virtual replicas answer with."""
+"""Answers of virtual replicas."""
 
 import asyncio
 import pickle

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is compared with what, and in which order."""
+"""The modes that are compared, and their order."""
 
 import pytest
 

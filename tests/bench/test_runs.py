@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command of a run, and what is made of its end."""
+"""The command of a run, and its outcome."""
 
 import json
 from pathlib import Path

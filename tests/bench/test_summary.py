@@ -63,7 +63,7 @@ def test_the_order_of_the_runs_within_a_repeat_decides_no_number():
 
 
 def rows_of(text: str) -> list[str]:
-    """Header and rows of a table, without the lines that say what it is of."""
+    """Header and rows of a table, without the lines above that describe it."""
     lines = text.splitlines()
     return lines[lines.index("") + 1 :]
 

@@ -52,10 +52,11 @@ def test_32_virtual_devices_of_two_types_take_the_simulated_time_and_what_the_li
 
 
 MAX_BYTES_PER_SAMPLE = 50_000
-"""Through the driver, over TCP, both ways: orders, tags and all of Ray's own messages. The latents are 25 MB."""
+"""Maximum TCP traffic of the driver per sample, both ways: orders, tags and all of Ray's own messages. The latents are
+25 MB."""
 
 MAX_CONTROL_S = 0.03
-"""Of one fragment: from the conductor's call of `accumulate` to its return, with nothing to compute."""
+"""Maximum time of one fragment: from the conductor's call of `accumulate` to its return, with nothing to compute."""
 
 
 @pytest.mark.slow
@@ -89,7 +90,7 @@ def test_a_fragment_costs_the_control_plane_less_than_30_ms(tmp_path):
 
 
 def run_virtual(run_dir: Path, *overrides: str) -> None:
-    """A run on virtual devices of wan2.1-14b, to its end."""
+    """Run virtual devices of wan2.1-14b, to the end of the run."""
     with open(log_of(run_dir), "w") as file:
         process = start_virtual(run_dir, file, *overrides)
         assert process.wait() == 0, log_of(run_dir).read_text()[-3000:]

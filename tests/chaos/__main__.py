@@ -28,7 +28,7 @@ MAX_SHOWN = 5
 
 
 def main() -> int:
-    """0 if nothing went wrong."""
+    """Return 0 if nothing went wrong."""
     arguments = _parse()
     be_quiet()
     if arguments.world is not None:
@@ -76,7 +76,7 @@ def _counts(counter: Counter[str]) -> str:
 
 
 def _show_world(seed: int, *, is_shrunk: bool) -> int:
-    """Simulate a world again, or a small one that fails alike, and print all that is known of it."""
+    """Simulate a world again, or a small one that fails in the same way, and print all that is known of it."""
     verdict = simulate(draw_world(seed))
     if is_shrunk:
         verdict = shrink(verdict, simulate)

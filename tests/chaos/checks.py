@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Invariants of every run, whatever happens: noted as a run goes, and checked when it is over.
+"""Invariants of every run under any faults: recorded during a run, and checked at its end.
 
 | kind | means |
 | --- | --- |
 | lost | a drawn group is neither trained nor dropped; a batch is too small; a row is not there when it is trained |
 | duplicated | a sample is trained twice, or by some ranks only |
-| mixed | weights are not those that a sample says, or too old, or not those to validate; a reward is another's |
+| mixed | weights differ from a sample's label, are too old, or are not those to validate; a reward is another's |
 | leaked | rows or conditions of finished batches are left; a run ends with a gradient open |
-| stuck | nothing will ever happen again |
+| stuck | a deadlock: no event is left |
 | crashed | the run ends by anything but `RunStopped`, or because of a fault that it must survive |
 """
 
@@ -31,10 +31,10 @@ class Problem:
 
 @dataclass
 class Checks:
-    """Written by the processes of a run and by its driver.
+    """The records of a run, written by its processes and by its driver.
 
     Args:
-        group_size: G. num_ranks: of the trainer. max_versions: a group may be that many versions stale.
+        group_size: G. num_ranks: trainer ranks. max_versions: maximum staleness of a group.
     """
 
     group_size: int
@@ -46,7 +46,7 @@ class Checks:
     trained: dict[int, dict[int, list[str]]] = field(default_factory=dict)
     """Batch -> rank -> uids that it accumulated and committed."""
     validating: dict[str, int] = field(default_factory=dict)
-    """uid of a validation prompt -> the version that the validation is of."""
+    """uid of a validation prompt -> version that is validated."""
     settled: dict[str, int] = field(default_factory=dict)
     """uid -> the batch that trained it."""
 
@@ -59,7 +59,7 @@ class Checks:
 
     # -- while a run goes ----------------------------------------------------------------------------------
     def on_trajectory(self, uid: str, *, label: int, first: int, last: int) -> None:
-        """A trajectory says version `label`; the weights were `first` at its beginning and `last` at its end."""
+        """Check a trajectory with version `label`; the weights were `first` at its beginning and `last` at its end."""
         self.require(label == first == last, "mixed", f"{uid} says version {label}, had weights {first} to {last}")
         if uid in self.validating:
             self.require(
@@ -67,7 +67,7 @@ class Checks:
             )
 
     def on_fragment(self, batch: int, samples: Mapping[str, list[tuple[int, int]]]) -> None:
-        """A rank accumulates groups: uid -> (sample index, version) of its samples."""
+        """Record that a rank accumulates groups: uid -> (sample index, version) of its samples."""
         for uid, members in samples.items():
             indices, versions = [index for index, _ in members], {version for _, version in members}
             self.require(len(indices) == len(set(indices)), "duplicated", f"{uid} has samples {indices}")
@@ -82,12 +82,12 @@ class Checks:
             self.require(self.drawn.get(uid) == batch, "lost", f"{uid}, drawn for {self.drawn.get(uid)}, is in {batch}")
 
     def on_commit(self, rank: int, batch: int, uids: list[str]) -> None:
-        """A rank takes the optimizer step on what it accumulated."""
+        """Record that a rank takes the optimizer step on what it accumulated."""
         self.require(len(uids) == len(set(uids)), "duplicated", f"rank {rank} trains {uids} in batch {batch}")
         self.trained.setdefault(batch, {})[rank] = uids
 
     def on_outcome(self, batch: int, outcome: Any, rules: Any) -> None:
-        """The conductor says what became of a batch: a `BatchOutcome`, under `BatchRules`."""
+        """Check the conductor's outcome of a batch: a `BatchOutcome`, under `BatchRules`."""
         report, groups = outcome.report, sorted(outcome.groups)
         for rank in range(self.num_ranks):
             trained = sorted(self.trained.get(batch, {}).get(rank, []))
@@ -119,6 +119,6 @@ class Checks:
 
     # -- when it is over -----------------------------------------------------------------------------------
     def on_end(self, left: Mapping[str, Sequence[str]]) -> None:
-        """The run is whole, and nobody will clear these keys any more: partition -> keys."""
+        """Check a run that was not stopped; `left`: partition -> keys that will not be cleared any more."""
         for partition, keys in left.items():
             self.require(not keys, "leaked", f"{len(keys)} rows left in {partition!r}: {list(keys)[:4]}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No word of the project about faults that are meant."""
+"""Silence the project's log messages about intended faults."""
 
 import logging
 from collections.abc import Iterator

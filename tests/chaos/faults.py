@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults as data: which call of which process, and what becomes of it. A plan of them is drawn from a seed.
+"""Faults as data: a call of a process, and the outcome of the call. A plan of faults is drawn from a seed.
 
-Every remote call of a run is one of `CALLS`; every kind is possible at every one of them, but for what `is_possible`
-excludes. Whether a run may end because of a fault is said in `survival`.
+Every remote call of a run is one of `CALLS`; every kind is possible at every one of them, except for those that
+`is_possible` excludes. `survival` defines whether a run may end because of a fault.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Kind(Enum):
     SLOW = "slow"
     """Much longer than anything else, on the way there and back."""
     TWICE = "twice"
-    """Done twice, as Ray does whose answer got lost; the second answer counts."""
+    """Done twice, as by Ray when an answer got lost; the second answer counts."""
     RAISES = "raises"
     """It raises something: out of memory, a disk that is full."""
 
     def __repr__(self) -> str:
-        """As it is written in a test."""
+        """Source text, as it is written in a test."""
         return f"Kind.{self.name}"
 
 
@@ -68,12 +68,12 @@ CALLS: dict[str, tuple[str, ...]] = {
     RANK: ("begin", "accumulate", "commit", "abort", "assist", "update_weights"),
     QUEUE: ("put", "clear", "list", "__ray_ready__"),
 }
-"""Kind of process -> what others call of it."""
+"""Kind of process -> its methods that others call."""
 
 KINDS = tuple(Kind)
 
 WEIGHTS = {SERVER: 6, ENGINE: 2, AGENT: 1, REWARD: 3, RANK: 1, QUEUE: 1}
-"""How often a kind of process is chosen. Those whose faults end the run are rarer: nothing is learnt after the end."""
+"""Weight of a kind of process in the draw. Kinds whose faults end the run are rarer: nothing is learnt afterwards."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Fault:
     kind: Kind
 
     def __repr__(self) -> str:
-        """As it is written in a test."""
+        """Source text, as it is written in a test."""
         return f"Fault({self.process!r}, {self.method!r}, {self.call}, {self.kind!r})"
 
     @property
@@ -97,15 +97,15 @@ class Fault:
 
 
 def is_possible(process_kind: str, method: str, kind: Kind) -> bool:
-    """Ray repeats a call of a process that it may start again, and clients of TransferQueue theirs; a sign of life is
-    Ray's own method, which raises nothing."""
+    """True if a call can have this fault. Ray retries calls of a process that it may restart, and clients of
+    TransferQueue retry theirs; a heartbeat is Ray's own method, which raises nothing."""
     if kind is Kind.TWICE:
         return process_kind in (REWARD, QUEUE)
     return kind is not Kind.RAISES or method != "__ray_ready__"
 
 
 def draw_faults(rng: random.Random, processes: Sequence[str], kinds: Sequence[Kind]) -> tuple[Fault, ...]:
-    """No fault, one, or a few; at the first calls more often than at late ones, which may never come."""
+    """Draw no fault, one, or a few; at first calls more often than at late ones, which may never come."""
     count = rng.choice((0, 1, 1, 2, 2, 3, 4, 6))
     weights = [WEIGHTS[name.split()[0]] for name in processes]
     faults: dict[tuple[str, str, int], Fault] = {}

@@ -3,7 +3,7 @@
 
 - `time()` jumps to the next timer as soon as nothing is ready. Nothing reads a socket or a real clock.
 - Tasks hash by the order of their creation, so that a set of them (`asyncio.wait`) has one order in every process.
-- With nothing ready and no timer set, nothing will ever happen again: `Stuck`, which says who waits where.
+- With nothing ready and no timer set there is a deadlock: `Stuck`, which says who waits where.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_TURNS = 400_000
 
 
 class Stuck(BaseException):
-    """A deadlock: nothing will happen any more. Not an `Exception`, so that no handler under test takes it."""
+    """A deadlock: no event is left. Not an `Exception`, so that no handler under test catches it."""
 
 
 class NumberedTask(asyncio.Task[Any]):
@@ -53,18 +53,18 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._is_closing = False
         self._selector = self  # what BaseEventLoop asks for input, and how long it may sleep
         self.set_task_factory(lambda loop, work, **options: NumberedTask(work, loop=loop, **options))
-        self.set_exception_handler(lambda loop, context: None)  # a process that died has nobody to tell
+        self.set_exception_handler(lambda loop, context: None)  # a process that died cannot report to anyone
 
     def begin(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Start `work` beside what runs -> its task, as the trainer's loop thread does."""
+        """Start `work` in the background -> its task, as the trainer's loop thread does."""
         return self.create_task(work)
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Run `work` to its end; what it started stays, and goes on with the next call. As `LoopThread.run`."""
+        """Run `work` to its end; tasks that it started go on with the next call. Like `LoopThread.run`."""
         return self.run_until_complete(work)
 
     def close(self) -> None:
-        """End what is still under way, and the loop."""
+        """Cancel the tasks in flight, and close the loop."""
         for task in asyncio.all_tasks(self):
             task.cancel()
         self._is_closing = True
@@ -80,7 +80,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return self._now_s
 
     def run_in_executor(self, executor: Any, work: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
-        """Run `work` here: a thread would bring back the order of the machine."""
+        """Run `work` here: in a thread, the order would depend on the machine."""
         future = self.create_future()
         try:
             future.set_result(work(*args))
@@ -90,7 +90,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     # -- what BaseEventLoop expects of a selector and a wake-up channel ------------------------------------
     def select(self, timeout_s: float | None) -> list[Any]:
-        """Let `timeout_s` go by."""
+        """Advance the clock by `timeout_s`."""
         if self._is_closing:
             return []
         self._num_turns += 1

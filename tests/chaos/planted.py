@@ -24,20 +24,20 @@ from tests.chaos.sweep import be_quiet
 from tests.chaos.world import World, draw_world
 
 MAX_ORDERS = 1000
-"""Random worlds in which a bug is looked for."""
+"""Maximum number of random worlds in which to look for a bug."""
 
 
 @dataclass(frozen=True)
 class Bug:
-    """In `module`, `old`, which occurs there once, reads `new`."""
+    """Replacement of `old`, which occurs once in `module`, by `new`."""
 
     module: str
     old: str
     new: str
     world: World | None = None
-    """One in which it shows, where a random one seldom shows it."""
+    """A world that shows the bug, if random ones seldom do."""
     also: Bug | None = None
-    """A second line, where two repairs cover for each other."""
+    """A second changed line, if two repairs cover for each other."""
 
 
 BUGS = {
@@ -107,7 +107,7 @@ BUGS = {
 
 @contextmanager
 def planted(bug: Bug) -> Iterator[None]:
-    """The project with a bug: all functions of the module, and of its classes, are those of the changed text."""
+    """Put a bug into the project: all functions of the module, and of its classes, come from the changed text."""
     with nullcontext() if bug.also is None else planted(bug.also), _planted_one(bug):
         yield
 
@@ -158,7 +158,7 @@ def _moved(function: types.FunctionType, owners: Mapping[Any, Any]) -> types.Fun
 
 
 def hunt(bug: Bug, max_orders: int) -> Verdict | None:
-    """The first of `max_orders` random worlds in which the bug shows; None if it shows in none."""
+    """Find the first of `max_orders` random worlds in which the bug shows; None if it shows in none."""
     with planted(bug):
         for seed in range(max_orders):
             verdict = simulate(draw_world(seed))

@@ -7,7 +7,7 @@
 
 A call travels to the process, is done, and travels back. Each way takes a time that is a function of (seed, process,
 method, number of the call), so that a plan with one fault less leaves the rest of a run as it was. About one way in
-six takes no time: what happens at the same moment is where order goes wrong.
+six takes no time: simultaneous events are where order goes wrong.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ SIGN_OF_LIFE = "__ray_ready__"
 """A method that Ray gives to every actor."""
 
 SLOW_WAY_S = 10.0
-"""Time of a slow call's way there, and back: several times what any device takes for anything."""
+"""Time of a slow call's way there, and back: several times as long as any work of a device."""
 
 
 class Reference:
-    """An answer to come. Cancelling one who waits for it does not cancel the call."""
+    """A future answer. Cancelling a waiter does not cancel the call."""
 
     def __init__(self, answer: asyncio.Future[Any]):
         self.answer = answer
@@ -62,7 +62,7 @@ class Process:
         self.unanswered: dict[asyncio.Task[None], tuple[str, asyncio.Future[Any]]] = {}
 
     def die(self) -> None:
-        """All that it was asked fails; so does what it is asked from now on."""
+        """Fail all calls in flight, and all later ones."""
         self.is_alive = False
         for task, (_, answer) in self.unanswered.items():
             if not answer.done():
@@ -70,7 +70,7 @@ class Process:
             task.cancel()
 
     def restart(self) -> None:
-        """Come back with the same object, and do all that was not answered, as Ray does with `max_task_retries`."""
+        """Come back with the same object, and retry all unanswered calls, as Ray does with `max_task_retries`."""
         self.is_stopped = False
         for woken in self._wakings:
             woken.set_result(None)
@@ -80,7 +80,7 @@ class Process:
         number = self.num_calls[method]
         self.num_calls[method] += 1
         answer = self.cluster.loop.create_future()
-        answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # asked for or not
+        answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # awaited or not
         fault = self.cluster.take_fault(self.name, method, number)
         task = self.cluster.loop.create_task(self._serve(method, number, fault, answer, args, kwargs))
         self.unanswered[task] = f"{self.name}.{method} #{number}", answer
@@ -141,7 +141,7 @@ class Process:
             raise _remote(error, method) from error
 
     async def _while_stopped(self) -> None:
-        """A stopped process answers nothing more."""
+        """Block while the process is stopped: it answers nothing."""
         if self.is_stopped:
             self._wakings.append(self.cluster.loop.create_future())
             await self._wakings[-1]
@@ -172,7 +172,7 @@ class Cluster:
     """All processes of a run, and Ray's module-level functions for them.
 
     Args:
-        faults: each strikes once, and then stands in `struck`.
+        faults: each strikes once, and is then listed in `struck`.
     """
 
     def __init__(self, loop: VirtualLoop, seed: int, faults: Iterable[Fault]):
@@ -195,12 +195,12 @@ class Cluster:
         return fault.kind
 
     def draw_s(self, mean_s: float, *names: Any) -> float:
-        """A time of about `mean_s`, the same for the same names; none at all one time in six."""
+        """Draw a time of about `mean_s`, equal for equal names; 0 in one case of six."""
         share = crc32(repr((self.seed, *names)).encode()) / 2**32
         return 0.0 if share < 1 / 6 else mean_s * (0.2 + 1.9 * share * share)
 
     def unanswered(self) -> list[str]:
-        """Calls under way, and where they are with."""
+        """Calls in flight, and how far they got."""
         return sorted(call for process in self.processes.values() for call, _ in process.unanswered.values())
 
     # -- Ray's functions -----------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ class Cluster:
 
 
 def _remote(error: Exception, method: str) -> Exception:
-    """The error as it reaches the one who called."""
+    """The error as it reaches the caller."""
     if isinstance(error, RayTaskError):
         return error
     return RayTaskError(method, str(error), error).as_instanceof_cause()  # type: ignore[arg-type]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reward of a sample, which everybody can work out: a wrong one is seen, and groups of equal rewards exist."""
+"""The reward of a sample, a known function of its seed: a wrong one is detected, and groups of equal rewards exist."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@
 | --- | --- | --- |
 | agent | `DiffusionAgentLoopWorker`: chunks, scoring, publication, validation | its constructor |
 | server | `RequestBatcher`, what a sample records | denoising takes time; weights are the number of a commit |
-| engine | whom it tells of new weights | the transfer |
+| engine | which server it tells of new weights | the transfer |
 | reward | | a score, which is a function of the sample |
 | rank | the fragment it is given | the gradient is the list of groups |
 | queue | the calls | a dictionary |
@@ -40,7 +40,7 @@ from verl_digen.types import Generation, SampleRequest
 from verl_digen.virtual.samples import VirtualSamples
 
 DENOISE_S, SCORE_S, TRAIN_S, COMMIT_S, LOAD_S = 2.0, 0.5, 1.5, 0.5, 1.0
-"""Mean times of what devices do."""
+"""Mean times of device work, in s."""
 
 
 class Queue:
@@ -70,7 +70,7 @@ class QueueClient:
         self._blocking: Reference | None = None
 
     def cancel_calls(self) -> None:
-        """As `verl_digen.pipeline.queue_calls.cancel_calls`."""
+        """Counterpart of `verl_digen.pipeline.queue_calls.cancel_calls`."""
         if self._blocking is not None:
             self._blocking.answer.cancel()
 
@@ -103,7 +103,7 @@ class QueueClient:
 
 
 class Server:
-    """A replica's server. Its weights are a number: of the commit that they were sent after."""
+    """A replica's server. Its weights are a number: the commit after which they were sent."""
 
     def __init__(self, cluster: Cluster, name: str, digen: DigenConfig, samples: VirtualSamples, checks: Checks):
         self._cluster, self._name, self._samples, self._checks = cluster, name, samples, checks
@@ -233,11 +233,11 @@ class Rank:
 
     @property
     def holds_gradient(self) -> bool:
-        """Whether a batch is open in which something was accumulated."""
+        """True if the open batch has accumulated something."""
         return self.is_open and bool(self._uids)
 
     async def _work(self, what: str, mean_s: float) -> None:
-        """Take a time; a rank does one thing at a time, and ranks meet in collectives, so order is all."""
+        """Take a time. Fails if the rank is busy: ranks meet in collectives, so their order matters."""
         self._checks.require(not self._doing, "duplicated", f"a rank is asked to {what} while it does {self._doing}")
         self._doing = what
         self._num_works[what] += 1
@@ -289,7 +289,7 @@ class Rank:
         self.is_open = False
 
     async def update_weights(self, version: int) -> int:
-        """The weights that go out as `version`."""
+        """Return the weights that are sent as `version`."""
         await self._work("update_weights", COMMIT_S)
         return self.num_commits
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a world that fails to a small one that fails in the same way: one fault or one number less at a time."""
+"""Shrink a failing world to a small one that fails in the same way: one fault or one number less at a time."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from tests.chaos.simulation import Verdict
 from tests.chaos.world import World, smaller
 
 MAX_RUNS = 400
-"""Runs that shrinking may take."""
+"""Maximum number of runs for shrinking."""
 
 
 def shrink(failed: Verdict, run: Callable[[World], Verdict]) -> Verdict:
-    """The verdict on the smallest world found that has a problem of a kind that `failed` has."""
+    """Find the smallest world with a problem of a kind that `failed` has; returns its verdict."""
     kinds = {problem.kind for problem in failed.problems}
     num_runs = 0
     is_smaller = True

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One run of a world: the project's trainer for separate pools, from its conductor down, on processes of `roles`.
 
-What is the project's: `step`, `on_step_end`, `on_validate_begin` and all they call (conductor, planner, pools, chunk
-runners, agent loop workers, reward workers, replica updates), and how a validation is waited for. What is modelled:
-verl's loop around them (`_fit`), and how weights travel (`Sender`).
+Real: `step`, `on_step_end`, `on_validate_begin` and all they call (conductor, planner, pools, chunk runners, agent loop
+workers, reward workers, replica updates), and the wait for a validation. Modelled: verl's loop around them (`_fit`),
+and the transfer of weights (`Sender`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from verl_digen.trainer.watchdog import Watchdog
 from verl_digen.virtual.samples import VirtualSamples
 
 RESTART_S = 5.0
-"""Virtual seconds that starting a replica again takes."""
+"""Virtual seconds that the restart of a replica takes."""
 
 VALIDATION_PROMPTS = ("val0", "val1")
 
@@ -64,9 +64,9 @@ class Verdict:
     struck: tuple[Fault, ...]
     """Faults whose call was made."""
     fingerprint: int
-    """The same for the same order of calls."""
+    """Hash of the calls in order, the time and the end: equal for equal runs."""
     waiting: tuple[str, ...] = field(default=(), compare=False)
-    """Where a stuck run waits: calls without an answer, then tasks."""
+    """Places where a stuck run waits: calls without an answer, then tasks."""
 
 
 @dataclass(eq=False)
@@ -157,10 +157,10 @@ class Trainer(FlowGRPOTrainerDisaggregated):
         return uids
 
     def _close_timeline(self) -> None:
-        """No timeline."""
+        """Do nothing: there is no timeline."""
 
     def run(self) -> None:
-        """Do as `FlowGRPOTrainerSync.fit`, with a loop over steps in place of verl's."""
+        """Run like `FlowGRPOTrainerSync.fit`, with a loop over steps in place of verl's."""
         with self._ends_explained():
             self._watch_processes(self.simulation.agents)
             self._fit()
@@ -176,10 +176,10 @@ class Trainer(FlowGRPOTrainerDisaggregated):
                 self._validate_some()
             replica_metrics(self.checkpoint_manager, self.digen.deadlines, published=step)
             tq.kv_clear(keys=batch.keys, partition_id=batch.partition_id)
-        self.on_validate_begin()  # all that is under way ends
+        self.on_validate_begin()  # drains all work in flight
 
     def _validate_some(self) -> None:
-        """As `_validate`, without pictures and a data loader."""
+        """Validate like `_validate`, without pictures and a data loader."""
         uids = list(VALIDATION_PROMPTS)
         tq.kv_batch_put(keys=uids, partition_id="val", tags=[{"status": "pending"} for _ in uids])
         agents = self.simulation.agents
@@ -256,7 +256,7 @@ class Simulation:
         self.trainer._make_conductor = make_watched  # type: ignore[method-assign]
 
     def left(self) -> dict[str, list[str]]:
-        """Partition -> keys of what is left in the queue and would not be handed out with the next outcome."""
+        """Partition -> keys that are left in the queue and that the next outcome would not return for clearing."""
         conductor = self.trainer._conductor
         assert conductor is not None
         late: set[str] = set()
@@ -270,7 +270,7 @@ class Simulation:
 
 @contextmanager
 def in_place_of_ray(simulation: Simulation) -> Iterator[None]:
-    """Ray, TransferQueue and the clock of the main thread are the simulation's."""
+    """Replace Ray, TransferQueue and the clock of the main thread by the simulation's."""
     client, cluster = simulation.queue_client, simulation.cluster
     functions: list[tuple[Any, Sequence[str], Any]] = [
         (ray, ("get", "get_actor", "kill"), cluster),
@@ -330,7 +330,7 @@ def simulate(world: World, change: Callable[[Simulation], None] | None = None) -
 
 
 def _check_stop(simulation: Simulation, world: World, reason: str) -> None:
-    """A run may stop where its faults allow it, with the trainer's gradient dropped."""
+    """Check a run that stopped: its faults allow that, and the trainer's gradient was discarded."""
     checks, cluster = simulation.checks, simulation.cluster
     if not may_end(world, cluster.struck):
         checks.note("crashed", f"stopped without need: {reason}")

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which faults a run must survive, by what the project promises, and for which it may end with `RunStopped`.
+"""Faults that a run must survive, by what the project promises, and faults for which it may end with `RunStopped`.
 
 | fault | promise |
 | --- | --- |
 | slow, done twice | the run goes on |
-| a generation or a scoring raises | the run goes on: the sample is made again |
+| a generation or a scoring raises | the run goes on: the sample is retried |
 | something else raises, e.g. a replica refuses weights | the run may end: it would do so again |
 | a replica, its checkpoint worker or a reward worker fails otherwise | the run goes on while another one is left |
 | a rank, an agent loop worker or TransferQueue fails | the run may end |
@@ -19,7 +19,7 @@ from tests.chaos.world import World
 
 
 def may_end(world: World, struck: Sequence[Fault]) -> bool:
-    """Whether a run in which these faults struck may stop before its last batch."""
+    """True if a run in which these faults struck may stop before its last batch."""
     harmful = [fault for fault in struck if not _is_harmless(fault)]
     replicas = {fault.process.split()[1] for fault in harmful if fault.process_kind in (SERVER, ENGINE)}
     rewards = {fault.process for fault in harmful if fault.process_kind == REWARD}

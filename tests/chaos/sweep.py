@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many worlds, and what became of them in numbers."""
+"""Simulation of many worlds, and counts of their outcomes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Tally:
     num_orders: int = 0
     ends: Counter[str] = field(default_factory=Counter)
     struck: Counter[str] = field(default_factory=Counter)
-    """Kind of fault -> how often one struck."""
+    """Kind of fault -> number of times that one struck."""
     problems: Counter[str] = field(default_factory=Counter)
     failed: list[int] = field(default_factory=list)
     """Seeds of worlds with a problem."""
@@ -46,6 +46,6 @@ def run_worlds(first: int, count: int) -> Tally:
 
 
 def be_quiet() -> None:
-    """No word of the project about faults that are meant, nor of libraries about other libraries."""
+    """Silence the project's messages about intended faults, and libraries' messages about other libraries."""
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)

@@ -31,10 +31,10 @@ EVERY_CALL = World(
     extra_prompts=2,
     validates=(1,),
 )
-"""A small world in which every remote call is made, but for what follows a failure."""
+"""A small world in which every remote call is made, except for those that follow a failure."""
 
 LONG = Fault("server 1", "generate", 1, Kind.HANGS)
-"""Makes a run long enough for a few signs of life."""
+"""Makes a run long enough for a few heartbeats."""
 
 ONLY_AFTER = {
     (RANK, "abort"): Fault("rank 0", "accumulate", 1, Kind.RAISES),

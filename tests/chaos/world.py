@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run as data: how many of what, which techniques, how many batches, which faults. Drawn from a seed, or written.
+"""One run as data: sizes, techniques, number of batches, faults. Drawn from a seed, or written by hand.
 
 A failing world is shrunk to a smaller one and printed as the call that makes it; tests keep it in that form.
 """
@@ -31,7 +31,7 @@ class World:
     """Example: World(seed=1, num_batches=2, faults=(Fault("server 0", "generate", 0, Kind.DIES_BEFORE),))"""
 
     seed: int = 0
-    """Seed of the times that things take."""
+    """Seed of all durations."""
     num_replicas: int = 2
     slots_per_replica: int = 1
     num_agents: int = 1
@@ -57,12 +57,12 @@ class World:
     faults: tuple[Fault, ...] = ()
 
     def __repr__(self) -> str:
-        """Only what differs from the defaults."""
+        """Source text with only the fields that differ from the defaults."""
         given = (f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default)
         return f"World({', '.join(given)})"
 
     def with_faults(self, *faults: Fault) -> World:
-        """The same world with other faults."""
+        """A copy of the world with other faults."""
         return replace(self, faults=faults)
 
     def processes(self) -> list[str]:

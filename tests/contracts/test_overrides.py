@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Methods of verl, Hydra and torch that we override: they exist there, and ours take what theirs are called with.
 
-A method that upstream renames would leave ours behind as dead code that nobody calls, without an error. `OVERRIDDEN` is
-the whole list; a class that overrides another method, or one that is gone upstream, fails. Held apart: hooks whose
-callers are tested in `test_public_names.py`, the platform's members in `test_verl_surface.py`, vLLM-Omni's names.
+A method that is renamed upstream would silently leave ours behind as dead code. `OVERRIDDEN` is the whole list; a class
+that overrides another method, or one that is gone upstream, fails. Tested elsewhere: hooks whose callers are tested in
+`test_public_names.py`, the platform's members in `test_verl_surface.py`, vLLM-Omni's names.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def test_the_list_is_complete():
 
 @pytest.mark.parametrize("target", OVERRIDDEN)
 def test_ours_take_the_arguments_that_theirs_take(target):
-    """As many by position and every name: however verl calls the method, the call reaches ours."""
+    """However verl calls the method, the call reaches ours: ours takes as many positional arguments, and every name."""
     cls = load(target)
     for name in OVERRIDDEN[target].split():
         ours, theirs = inspect.getattr_static(cls, name), foreign_method(cls, name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What we rely on in verl and Hydra: the first tests to fail when either moves."""
+"""The parts of verl and Hydra that we rely on: the first tests to fail when either changes."""
 
 import inspect
 import subprocess

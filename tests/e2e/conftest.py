@@ -43,10 +43,10 @@ SMALL = (
 )
 
 AVERAGED = ("digen.ema.enable=true", "digen.ema.every_steps=2")
-"""A run with an average of the weights, which changes nothing in what is trained."""
+"""Overrides for an average of the weights, which changes nothing in the training."""
 
 SEPARATE = "[digen_flowgrpo,disaggregated]"
-"""Recipe."""
+"""Recipe for separate pools."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def start_main(run_dir: Path, *overrides: str, recipe: str = "digen_flowgrpo") -
     """`python -m verl.trainer.main_ppo recipe=... overrides`, a small run unless overrides say otherwise."""
     command = [sys.executable, "-m", "verl.trainer.main_ppo", f"recipe={recipe}", *SMALL]
     command += [f"trainer.default_local_dir={run_dir}", f"hydra.run.dir={run_dir}/hydra", *overrides]
-    # not to a pipe: nobody reads while a test waits for something else, and a run whose pipe is full stands still
+    # not to a pipe: it is not read while a test waits for something else, and a run blocks on a full pipe
     with open(_log_of(run_dir), "w") as log:
         return subprocess.Popen(
             command,
@@ -104,7 +104,7 @@ def trained_weights(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
 
 
 def assert_same_weights(one: Run, other: Run, step: int) -> None:
-    """`other` changed the checkpoint's weights as `one` did, and not as `one` did with one update less, or none."""
+    """Assert that `other` changed the weights as `one` did, and not as `one` did with one update less, or none."""
     start = dict(load_model(CHECKPOINT).iter_weights(torch.float32))
     unequal = {"no training": start, "one update less": trained_weights(one.run_dir, step - 1)}
     expected, got = (trained_weights(run.run_dir, step) for run in (one, other))
@@ -112,7 +112,7 @@ def assert_same_weights(one: Run, other: Run, step: int) -> None:
 
 
 def assert_same_gradients(one: Run, other: Run) -> None:
-    """Every step's gradient has the same norm and the same fixed projection, which knows its direction."""
+    """Assert equal norms and equal fixed projections of every step's gradient; a projection knows its direction."""
     for ours, theirs in zip(steps_of(other), steps_of(one), strict=True):
         norm = theirs["actor/grad_norm"]
         assert norm > 0 and ours["actor/grad_norm"] == pytest.approx(norm, rel=1e-3)
@@ -142,7 +142,7 @@ def _title(child: Any) -> str:
 
 @pytest.fixture(scope="session")
 def three_steps(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run of 3 steps with checkpoints, an average and validations, shared by the tests that only look."""
+    """A run of 3 steps with checkpoints, an average and validations, shared by read-only tests."""
     run_dir = tmp_path_factory.mktemp("e2e") / "three"
     return run_main(
         run_dir,

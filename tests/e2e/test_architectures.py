@@ -31,7 +31,7 @@ class Case:
     """One run."""
 
     name: str
-    """In `verl_digen.models.tiny.BUILDERS`."""
+    """Name in `verl_digen.models.tiny.BUILDERS`."""
     placement: str
     is_lora: bool = False
     is_video: bool = False
@@ -103,7 +103,7 @@ def assert_trained_on_what_was_generated(run: Run) -> None:
 
 
 def assert_moved(case: Case, checkpoint: Path, trained: dict[str, torch.Tensor]) -> None:
-    """Every network of the checkpoint learnt something."""
+    """Assert that training changed every network of the checkpoint."""
     model = load_model(checkpoint)
     if case.is_lora:
         moved = {name for name, tensor in trained.items() if "lora_B" in name and tensor.count_nonzero()}

@@ -44,7 +44,7 @@ def compute_score(data_source, solution_image, ground_truth, extra_info=None, **
 
 
 def kill_while(title: str, since: Path, process, timeout_s: float = 240) -> None:
-    """Kill the Ray process whose title is `title`, as soon as it is and the file `since` is there."""
+    """Kill the first Ray process whose title begins with `title`, once the file `since` exists."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         children = psutil.Process(process.pid).children(recursive=True) if since.exists() else []

@@ -49,7 +49,7 @@ def test_the_timeline_command_draws_a_step(separate, tmp_path):
 
 @pytest.mark.long
 def test_adapters_kl_two_ranks_and_a_group_size_that_no_rank_number_divides(tmp_path):
-    """Replicas of the one run have the adapter merged into their weights, those of the other run have it apart."""
+    """Replicas of the one run have the adapter merged into their weights, those of the other keep it separate."""
     overrides = (
         *SGD,
         "trainer.total_training_steps=3",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logical batches that are trained fragment by fragment, for one rank and for two, and what they must give."""
+"""Logical batches that are trained fragment by fragment, for one rank and for two, and their expected results."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from tests.engine.serial import plain_lora, plain_transformer, serial_loss_and_g
 from verl_digen.engine.engine import DiffusersFSDPEngine
 
 WINDOWS = ((0, 1, 2), (1,), (0, 2))
-"""Of 9 samples with 3, 1 or 2 trained steps: 18 rows."""
+"""Windows of 9 samples with 3, 1 or 2 trained steps: 18 rows."""
 REWARDS = [1.0, 9.0, 3.0, 5.0, 4.0, 4.5, 0.0, 0.0, 25.0]
-"""Wide, so that rewards exceed the clip before they are divided and most do not afterwards."""
+"""Widely spread: centred rewards exceed the clip before they are divided by the scale, and most do not afterwards."""
 CLIP = 1.2
 """Less than the largest advantage of every scale, so that clamping binds."""
 KL = 0.3
@@ -39,7 +39,7 @@ KL = 0.3
 
 @dataclass(frozen=True)
 class Case:
-    """One logical batch: how it is trained, and in which order its fragments come."""
+    """One logical batch: how it is trained, and the order of its fragments."""
 
     order: tuple[tuple[str, ...], ...] = (("g2",), ("g0",), ("g1",))
     scale: str = "batch"
@@ -53,7 +53,7 @@ class Case:
     old_log_probs: str = "auto"
 
     def make_engine(self, path: Path) -> DiffusersFSDPEngine:
-        """With weights that are not the checkpoint's, so that KL and adapters have something to say."""
+        """Engine with other weights than the checkpoint's, so that the KL term and adapters are not zero."""
         digen: dict[str, Any] = {
             "tsp": self.tsp,
             "advantage": {"scale": self.scale},
@@ -87,7 +87,7 @@ class Case:
         return found, outputs["metrics"]
 
     def dropped(self, path: Path) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """As `committed`, but group g1 never came."""
+        """Results as of `committed`, without group g1."""
         engine, batch = self.make_engine(path), self.make_batch(path)
         groups = begin(engine, batch, REWARDS)
         for uid in ("g2", "g0"):
@@ -97,7 +97,7 @@ class Case:
         return found, outputs["metrics"]
 
     def without_dropped(self, path: Path) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """What `dropped` must give: verl's `train_batch` on what came. One rank."""
+        """Expected results of `dropped`: verl's `train_batch` on the groups that came. One rank."""
         engine, came = self.make_engine(path), [0, 1, 2, 6, 7, 8]
         rewards = [REWARDS[index] for index in came]
         batch = with_advantages(select(self.make_batch(path), came), rewards, self.scale, self.clip)

@@ -40,7 +40,7 @@ SIZE_PX = 32
 NUM_STEPS = 4
 TEXT_WIDTH = 32
 LORA_TARGETS = ["attn.to_q", "attn.to_out.0", "img_mlp.net.2", "img_in"]
-"""Two in blocks, one in an MLP, and one that belongs to FSDP's root."""
+"""Layers: two in blocks, one in an MLP, and one that belongs to FSDP's root."""
 LORA = {"lora_rank": 4, "lora_alpha": 8, "target_modules": LORA_TARGETS}
 
 
@@ -64,7 +64,7 @@ def make_engine(
     optim: dict[str, Any] | None = None,
     save: list[str] | None = None,
 ) -> DiffusersFSDPEngine:
-    """An initialised fp32 engine in the process group there is."""
+    """An initialised fp32 engine in the current process group."""
     precision = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
     options: dict[str, Any] = {"strategy": "fsdp2", "use_torch_compile": False, "mixed_precision": precision}
     contents = save or ["model", "optimizer", "extra"]
@@ -144,7 +144,7 @@ def gradients(engine: DiffusersFSDPEngine, batch: TensorDict) -> tuple[dict[str,
 
 # -- logical batches, fragment by fragment ------------------------------------------------------------------
 def samples_of(batch: TensorDict, rewards: list[float]) -> dict[str, list[FragmentSample]]:
-    """What a driver would say of the samples of `batch`, by group; a key is the sample's number."""
+    """The samples of `batch` as the driver describes them, by group; a key is the sample's number."""
     groups: dict[str, list[FragmentSample]] = {}
     for number, (uid, reward) in enumerate(zip(tu.get(batch, "uid"), rewards, strict=True)):
         sample = FragmentSample(str(number), uid, reward, len(batch["positions"][number]))
@@ -153,12 +153,12 @@ def samples_of(batch: TensorDict, rewards: list[float]) -> dict[str, list[Fragme
 
 
 def fragment(groups: dict[str, list[FragmentSample]], *uids: str) -> FragmentSpec:
-    """These groups, in this order."""
+    """Fragment of these groups, in this order."""
     return FragmentSpec("+".join(uids), tuple(sample for uid in uids for sample in groups[uid]))
 
 
 def fetch_from(batch: TensorDict) -> Fetch:
-    """Fetches from `batch`, where a rank would from TransferQueue; no advantages come along."""
+    """A `Fetch` from `batch` instead of TransferQueue; without advantages."""
     bare = batch.exclude("advantages") if "advantages" in batch else batch
     return lambda samples: read_samples(select(bare, [int(sample.key) for sample in samples]))
 
@@ -168,7 +168,7 @@ def num_rows_of(groups: dict[str, list[FragmentSample]]) -> int:
 
 
 def begin(engine: DiffusersFSDPEngine, batch: TensorDict, rewards: list[float]) -> dict[str, list[FragmentSample]]:
-    """Open a logical batch for all of `batch`; its samples by group."""
+    """Open a logical batch for all of `batch`; returns its samples by group."""
     groups = samples_of(batch, rewards)
     engine.begin(len(rewards), num_rows_of(groups), fetch_from(batch))
     return groups
@@ -202,7 +202,7 @@ def generate(engine: DiffusersFSDPEngine) -> Tensor:
 
 
 def peek(engine: DiffusersFSDPEngine) -> Gradient:
-    """Its open gradient, wherever that is."""
+    """The engine's open gradient, in all its places."""
     taken = take(engine.module)
     put(engine.module, taken)
     return dict(taken)
@@ -217,7 +217,7 @@ def with_advantages(batch: TensorDict, rewards: list[float], scale: str, clip: f
 
 
 def train(engine: DiffusersFSDPEngine, batch: TensorDict, num_updates: int = 1) -> list[dict[str, Any]]:
-    """Optimizer steps on `batch`; their outputs."""
+    """Run optimizer steps on `batch`; returns their outputs."""
     outputs = []
     for _ in range(num_updates):
         with engine.train_mode():
@@ -227,7 +227,7 @@ def train(engine: DiffusersFSDPEngine, batch: TensorDict, num_updates: int = 1) 
 
 
 def weights(engine: DiffusersFSDPEngine, **options: Any) -> dict[str, Tensor]:
-    """All that the engine exports."""
+    """All tensors that the engine exports."""
     return dict(engine.get_per_tensor_param(**options)[0])
 
 
@@ -242,7 +242,7 @@ def full(value: Tensor) -> Tensor:
 
 @torch.no_grad()
 def perturb(engine: DiffusersFSDPEngine, scale: float = 0.02, seed: int = 1) -> None:
-    """Move every trainable parameter by noise that depends on its name only, not on the ranks there are."""
+    """Move every trainable parameter by noise that depends on its name only, not on the number of ranks."""
     for name, parameter in engine.module.named_parameters():
         if parameter.requires_grad:
             generator = torch.Generator().manual_seed(seed * 1000 + sum(map(ord, name)))
@@ -255,7 +255,7 @@ def perturb(engine: DiffusersFSDPEngine, scale: float = 0.02, seed: int = 1) -> 
 def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], rtol: float) -> None:
     """Equal names, and per tensor a difference of norm at most `rtol` times its own norm.
 
-    A bias that softmax cancels has a gradient of nothing but rounding; below 1e-5 of the largest it counts as zero.
+    A bias that softmax cancels has a gradient of rounding only; below 1e-5 of the largest it counts as zero.
     """
     assert found.keys() == expected.keys()
     largest = max(value.double().norm().item() for value in expected.values())
@@ -272,14 +272,14 @@ def assert_same_projection(metrics: dict[str, Any], gradient: dict[str, Tensor])
 
 
 def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Bitwise."""
+    """Assert bitwise equality."""
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
 
 
 class RefusesToBeWritten:
-    """What a full disk does to a save."""
+    """An object whose save fails, as on a full disk."""
 
     def __reduce__(self) -> Any:
         raise OSError(28, "No space left on device")
@@ -303,7 +303,7 @@ def process_group(rank: int, world_size: int, file: str, timeout_s: float = 1800
 
 
 def on_two_ranks(scenarios: list[Callable[[Path], Any]], path: Path, folder: Path) -> dict[str, Any]:
-    """Run each scenario(path, folder) on two ranks in turn; what rank 0 returned, by the function's name."""
+    """Run each scenario(path, folder) on two ranks in turn; returns rank 0's results by function name."""
     with tempfile.NamedTemporaryFile(dir=folder) as rendezvous:
         mp.spawn(_child, args=(scenarios, path, folder, rendezvous.name + ".store"), nprocs=2)  # type: ignore
     return torch.load(folder / "results.pt", weights_only=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples of an earlier policy, engines that train on them, and what they must give; for one rank and for two."""
+"""Samples of an earlier policy, engines that train on them, and their expected gradients; for one rank and for two."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def old_batch(path: Path) -> TensorDict:
 
 
 def old_engine(path: Path, name: str, shape: tuple[int, int] = (2, 2), **digen: Any) -> DiffusersFSDPEngine:
-    """With weights that have moved since the samples were generated."""
+    """Engine whose weights have moved since the samples were generated."""
     tile = {"samples_per_tile": shape[0], "steps_per_tile": shape[1]}
     settings = {"loss_name": name, "loss": LOSS, "tsp": tile} | digen
     engine = make_engine(path, digen=settings, optim={"clip_grad": 1e9})
@@ -45,7 +45,7 @@ def old_engine(path: Path, name: str, shape: tuple[int, int] = (2, 2), **digen: 
 
 
 def serial(module: nn.Module, path: Path, batch: TensorDict, name: str, samples: list[int]) -> dict[str, Tensor]:
-    """The gradient when every row is scored by itself, and all of them are one call of the loss."""
+    """The gradient with every row evaluated by itself, and all rows in one call of the loss."""
     rows = [(sample, step) for sample in samples for step in range(len(batch["positions"][sample]))]
     log_prob = torch.stack([serial_log_prob(module, path, batch, *row) for row in rows])
     behaviour = torch.stack([batch["log_probs"][sample][step] for sample, step in rows])
@@ -63,7 +63,7 @@ def serial(module: nn.Module, path: Path, batch: TensorDict, name: str, samples:
 
 
 def serial_gspo(module: nn.Module, path: Path, batch: TensorDict) -> dict[str, Tensor]:
-    """GSPO as it is written: one graph through all log-probs of a trajectory."""
+    """GSPO by its formula: one graph through all log-probs of a trajectory."""
     num_rows = sum(len(positions) for positions in batch["positions"].unbind())
     for sample, positions in enumerate(batch["positions"].unbind()):
         log_ratios = [
@@ -88,7 +88,7 @@ def gradient_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def committed(engine: DiffusersFSDPEngine, batch: TensorDict) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """(gradient, metrics) of the batch, fragment by fragment; rewards come with the fragments alone."""
+    """(gradient, metrics) of the batch, fragment by fragment; rewards come with the fragments only."""
     groups = begin(engine, batch.exclude("rm_scores"), REWARDS)
     for uid in ("g2", "g0", "g1"):
         engine.accumulate(fragment(groups, uid))

@@ -26,14 +26,14 @@ FLAVOURS: dict[str, dict[str, Any]] = {
     "lora": {"model": LORA},
     "replicated": {"fsdp": {"fsdp_size": 1}},
 }
-"""Engines: what `make_engine` is given beside the toy's folder. "experts" is the toy with two networks."""
+"""Kind of engine -> arguments of `make_engine` besides the toy's folder. "experts" is the toy with two networks."""
 FLAVOURS_ON: dict[int, tuple[str, ...]] = {
     1: ("plain", "experts", "lora"),
     2: ("plain", "experts", "lora", "replicated"),
     3: ("plain", "experts"),
     4: ("lora", "replicated"),
 }
-"""By number of ranks; to build an engine takes longer than some batches."""
+"""Number of ranks -> kinds of engines; few, because building an engine takes longer than some batches."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Recorded:
     described: FragmentSample
     steps: tuple[int, ...]
     latents: Tensor
-    """[6, 3, 1]: at every sigma."""
+    """[6, 3, 1]: latents at every sigma."""
     log_probs: Tensor
     """[K]"""
 
@@ -53,7 +53,7 @@ class Call:
     """One call on an open logical batch."""
 
     kind: str
-    """train; refuse, a fragment that must be turned down without a trace; assist; or failing assist."""
+    """train; refuse, a fragment that must be refused without a trace; assist; or failing assist."""
     fragment: FragmentSpec | None = None
     why: str = ""
     """The fault of a fragment that must be refused."""
@@ -66,7 +66,7 @@ class Accident:
     where: str
     """fetch, forward or backward."""
     number: int
-    """At which of them, counted from 0. There may be fewer."""
+    """Number of the call that raises, from 0. There may be fewer calls."""
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,11 @@ class RandomBatch:
     flavour: str
     digen: DigenConfig
     weights: dict[str, Tensor]
-    """Those that train, by the checkpoint's names, fp32."""
+    """Trainable weights by the checkpoint's names, fp32."""
     conditions: dict[str, tuple[Tensor, Tensor]]
     """By group: embeddings of prompt and negative prompt, [L, 3] each."""
     samples: dict[str, Recorded]
-    """Those that come, by key."""
+    """Samples that come, by key."""
     calls: tuple[Call, ...]
     num_samples: int
     """Argument of `begin`, as is `num_rows`."""
@@ -91,12 +91,12 @@ class RandomBatch:
 
     @property
     def num_trained_rows(self) -> int:
-        """Rows that come."""
+        """Number of trained rows that come."""
         return sum(len(sample.steps) for sample in self.samples.values())
 
     @property
     def fragments(self) -> list[FragmentSpec]:
-        """Those that train, in their order."""
+        """Fragments that train, in order."""
         return [call.fragment for call in self.calls if call.kind == "train" and call.fragment is not None]
 
     def __str__(self) -> str:
@@ -197,7 +197,7 @@ def _base_settings() -> DigenConfig:
 def _draw_calls(
     rng: random.Random, groups: Mapping[str, Sequence[FragmentSample]], num_samples: int
 ) -> tuple[Call, ...]:
-    """The groups, cut into fragments in some order; between them what must leave no trace."""
+    """The groups cut into fragments, in random order, with calls in between that must leave no trace."""
     uids = rng.sample(list(groups), len(groups))
     cuts = sorted(rng.sample(range(1, len(uids)), rng.randint(0, len(uids) - 1)))
     calls: list[Call] = []
@@ -216,7 +216,7 @@ def _draw_calls(
 
 
 def _draw_refused(rng: random.Random, came: Sequence[FragmentSpec], following: FragmentSpec, num_samples: int) -> Call:
-    """A fragment that is `following`, which comes for real afterwards, and something that may not come."""
+    """A fragment that must be refused: `following`, which comes correctly afterwards, with one fault."""
     good = following.samples
     bad = {
         "not finite": (replace(good[0], reward=math.nan), *good[1:]),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient of a random batch by the slow way: one row at a time in float64, every formula written out.
+"""The slow reference for the gradient of a random batch: one row at a time in float64, every formula written out.
 
-It shares with the engine the toy's network, and nothing else.
+It shares only the toy's network with the engine.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ SIGMAS = torch.tensor([1.0, 0.85, 0.65, 0.45, 0.2, 0.0])
 
 @dataclass(frozen=True)
 class Expected:
-    """The gradient and the numbers that the batch must give."""
+    """Expected gradient and numbers of the batch."""
 
     gradient: dict[str, Tensor]
     """float64"""
     magnitude: dict[str, float]
-    """For each weight the sum over rows of the norm of the row's gradient: what rounding is measured against."""
+    """For each weight the sum over rows of the norm of the row's gradient: the scale of allowed rounding."""
     policy_loss: float
     loss: float
-    """With the KL term."""
+    """Loss with the KL term."""
     loss_magnitude: float
 
 
@@ -50,7 +50,7 @@ class ScoredRow:
 
 
 def expected(batch: RandomBatch) -> Expected:
-    """Sample by sample, step by step."""
+    """Results computed sample by sample, step by step."""
     weights, start = leaves(batch.weights), leaves(toy_weights(batch.flavour))
     advantages, num_rows = _advantages(batch), batch.num_trained_rows
     gradient = {name: torch.zeros_like(value) for name, value in weights.items()}
@@ -81,7 +81,7 @@ def expected(batch: RandomBatch) -> Expected:
 def _policy_loss(
     digen: DigenConfig, log_prob: Tensor, log_ratio: Tensor, log_ratios: Sequence[Tensor], advantage: float
 ) -> Tensor:
-    """The policy loss of one row. `log_ratio` is against the policy that generated, as those of its trajectory."""
+    """The policy loss of one row. `log_ratio`, like its trajectory's `log_ratios`, is against the generating policy."""
     if digen.loss_name == "kimi":
         return -advantage * log_prob + digen.loss.kimi_tau / 2 * log_ratio**2
     if digen.loss_name == "gspo":
@@ -126,7 +126,7 @@ def _advantages(batch: RandomBatch) -> dict[str, float]:
 
 
 def _spread(values: Sequence[float], config: AdvantageConfig) -> float:
-    """The standard deviation; 0 where all values are equal, as those of one sample are."""
+    """The standard deviation; 0 if all values are equal, e.g. of one sample."""
     if min(values) == max(values):
         return 0.0
     mean = math.fsum(values) / len(values)
@@ -168,10 +168,10 @@ def _velocity(flavour: str, weights: Mapping[str, Tensor], x: Tensor, sigma: flo
 
 @cache
 def _network() -> ToyNetwork:
-    """Whose weights are never read."""
+    """Network whose own weights are never read."""
     return ToyNetwork().double()
 
 
 def leaves(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights in float64, to be differentiated by."""
+    """The weights in float64, as leaves that need a gradient."""
     return {name: value.double().requires_grad_() for name, value in weights.items()}

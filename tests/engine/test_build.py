@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The network that is trained, in the dtype that is asked for."""
+"""The network that is trained, in the dtype that is configured."""
 
 import pytest
 import torch

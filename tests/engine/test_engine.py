@@ -321,7 +321,7 @@ def test_forward_only_engine_scores_on_a_cpu(tiny_qwen_image: Path, batch: Tenso
 
 
 def test_serial_reference_has_the_sampler_s_density(tiny_qwen_image: Path, batch: TensorDict):
-    """Else the tests above would compare two wrong things."""
+    """Guard: otherwise the tests above could compare two wrong things."""
     module = plain_transformer(tiny_qwen_image)
     mean, s, dt, x_next, _ = flow_step(module, tiny_qwen_image, batch, 4, 2, 1.0)
     std = s * torch.sqrt(-dt)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What replicas and export files get."""
+"""Exported weights, for replicas and files."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where FSDP2 keeps a gradient. First to fail when PyTorch's private state moves."""
+"""The places where FSDP2 keeps a gradient. First to fail when PyTorch's private state changes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def make_module(**policy: torch.dtype) -> nn.Module:
-    """Two units and what belongs to the root; one layer is frozen."""
+    """Two units and layers of the root; one layer is frozen."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2))
     module[1].weight.requires_grad_(False)

@@ -79,7 +79,7 @@ def test_what_trains_early_is_what_the_whole_batch_would_train(scale: str, ddof:
         num_clamped += sum(abs(value) > CLIP for value in expected.values())
     late = scale in ("batch", "max_group")
     assert (num_early > 300) == late and (num_held > 0) == late
-    assert num_clamped > 0  # else the test would not have met what it is about
+    assert num_clamped > 0  # else the test has not covered clamping
 
 
 def test_samples_held_back_are_let_go_when_the_bound_allows():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine's loss adds to the pure losses: which old log-probs, the KL term, the rollout check."""
+"""Additions of the engine's loss to the pure losses: choice of old log-probs, the KL term, the rollout check."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decisions by memory, on a made-up device."""
+"""Choices made from free memory, on a fake device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from verl_digen.engine import memory
 
 
 class Device:
-    """Peaks of `base + rows * slope` bytes; the first tile leaves something behind, as gradients do."""
+    """Peaks of `base + rows * slope` bytes; the first tile leaves memory allocated, as gradients do."""
 
     def __init__(self, base: int, slope: int, left_behind: int = 0):
         self.base, self.slope, self.left_behind = base, slope, left_behind

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random logical batches on 1 to 4 ranks against their gradient by the slow way.
+"""Random logical batches on 1 to 4 ranks, against the gradient of the slow reference.
 
-Each seed is a batch: groups, samples, trained steps, fragments and their order, what was planned and never came,
-settings of the loss and of `digen.tsp`, the kind of engine, and calls that must leave no trace: fragments that are
-refused, generation in between, an exception half-way and the abort after it.
+Each seed is a batch: groups, samples, trained steps, fragments and their order, samples that were planned and never
+came, settings of the loss and of `digen.tsp`, the kind of engine, and calls that must leave no trace: refused
+fragments, generation in between, an exception half-way and the abort after it.
 
-Four processes run all of them, as one process group, two, and two others. They are forks, because this process has
-imported the libraries already.
+Four processes run all of them, in process groups of 4, of 3 and 1, and of 2 and 2. They are forks, because this
+process has imported the libraries already.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ pytestmark = pytest.mark.slow
 
 SEEDS = range(209)
 RANKS = (1, 2, 1, 3, 2, 1, 4, 2, 1, 3, 2)
-"""Ranks of seeds 0 to 10, and so on: more ranks take longer."""
+"""Number of ranks of seeds 0 to 10, then repeating: more ranks take longer."""
 TOLERANCE = 1e-5
 """Largest error, as a share of the sum over rows of the norms of their gradients; fp32."""
 TIMEOUT_S = 120
-"""For one collective: a rank that is missing is an error."""
+"""Timeout of one collective, so that a missing rank is an error."""
 
 
 def num_ranks_of(seed: int) -> int:
-    """1 to 4."""
+    """Number of ranks, 1 to 4."""
     return RANKS[seed % len(RANKS)]
 
 
@@ -62,7 +62,7 @@ def batch_of(seed: int) -> RandomBatch:
 def teams(process: int, seeds: Iterable[int]) -> Iterator[tuple[int, int, str, Sequence[int]]]:
     """(ranks, rank, name, some of the seeds) of the process groups that `process` belongs to, one after the other.
 
-    All four; then three of them, beside which the fourth is a group of its own; then two and two.
+    All four; then three of them, and the fourth as a group of its own; then two and two.
     """
     on = {count: [seed for seed in seeds if num_ranks_of(seed) == count] for count in range(1, 5)}
     yield 4, process, "all", on[4]
@@ -76,14 +76,14 @@ class Trained:
     """A rank's view of a batch after its commit."""
 
     gradient: dict[str, Tensor]
-    """Its shards, as the optimizer step found them, by the checkpoint's names."""
+    """The rank's shards, as the optimizer step found them, by the checkpoint's names."""
     metrics: dict[str, float]
     problems: list[str]
-    """Promises that were broken."""
+    """Broken invariants."""
 
 
 class Failure(Exception):
-    """Stands for what a device, or a fetch, raises half-way."""
+    """Stands for an exception of a device, or of a fetch, half-way."""
 
 
 def work(process: int, batches: Mapping[int, RandomBatch], folder: Path) -> None:
@@ -107,7 +107,7 @@ def work(process: int, batches: Mapping[int, RandomBatch], folder: Path) -> None
 
 
 def make_toy_engine(folder: Path, flavour: str) -> DiffusersFSDPEngine:
-    """With a KL reference, for batches that have a KL term."""
+    """Toy engine with a KL reference, for batches that have a KL term."""
     num_experts = 2 if flavour == "experts" else 1
     options = {"digen": {"kl": {"coef": 1.0}}, "optim": {"optimizer": "SGD", "clip_grad": 1e9}} | FLAVOURS[flavour]
     return make_engine(folder / f"toy {num_experts}", **options)
@@ -129,7 +129,7 @@ def configure(engine: DiffusersFSDPEngine, batch: RandomBatch) -> None:
 
 
 def train(engine: DiffusersFSDPEngine, batch: RandomBatch) -> Trained:
-    """Train the batch, a second time where the first attempt failed."""
+    """Train the batch; retry if the first attempt failed."""
     configure(engine, batch)
     trained = Trained({}, {}, [])
     num_steps = 0
@@ -174,7 +174,7 @@ def commit_in_the_end(
 def attempt(
     engine: DiffusersFSDPEngine, batch: RandomBatch, before_fetch: Callable[[], None], problems: list[str]
 ) -> dict[str, float]:
-    """From begin to commit; the commit's metrics."""
+    """Run one attempt from begin to commit; returns the commit's metrics."""
     fetch = fetch_from(batch)
 
     def fetched(samples: Sequence[FragmentSample]) -> Samples:
@@ -194,12 +194,12 @@ def attempt(
 
 @contextmanager
 def failing(engine: DiffusersFSDPEngine, accident: Accident) -> Iterator[Callable[[], None]]:
-    """Within the context the fetch, forward or backward of this number fails. Gives what to call before a fetch."""
+    """Context in which the fetch, forward or backward of this number fails. Yields a hook to call before a fetch."""
     left = accident.number
 
     def strike(*unused: Any) -> None:
         nonlocal left
-        if engine.module.training:  # and does not generate
+        if engine.module.training:  # not while it generates
             left -= 1
             if left == -1:
                 raise Failure
@@ -218,7 +218,7 @@ def failing(engine: DiffusersFSDPEngine, accident: Accident) -> Iterator[Callabl
 
 
 def assist(engine: DiffusersFSDPEngine, *, fails: bool) -> None:
-    """A forward of each network, as generation has them."""
+    """Run a forward of each network, as generation does."""
     latents, condition = torch.ones(1, *LATENTS), {"embeds": torch.ones(1, TEXT_WIDTH)}
     geometry = Geometry(SIZE_PX, SIZE_PX)
     with suppress(Failure), engine.assisting() as module:
@@ -229,7 +229,7 @@ def assist(engine: DiffusersFSDPEngine, *, fails: bool) -> None:
 
 
 def is_refused(call: Callable[[], Any], message: str = "") -> bool:
-    """Whether the call raises an error with this message."""
+    """True if the call raises an error with this message."""
     try:
         call()
     except (RuntimeError, ValueError) as error:
@@ -238,7 +238,7 @@ def is_refused(call: Callable[[], Any], message: str = "") -> bool:
 
 
 def fetch_from(batch: RandomBatch) -> Fetch:
-    """Fetches from the batch, where a rank would from TransferQueue."""
+    """A `Fetch` from the batch instead of TransferQueue."""
 
     def fetch(samples: Sequence[FragmentSample]) -> Samples:
         recorded = [batch.samples[sample.key] for sample in samples]
@@ -265,10 +265,10 @@ def fetch_from(batch: RandomBatch) -> Fetch:
     return fetch
 
 
-# -- what they found ------------------------------------------------------------------------------------------
+# -- results --------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def batches(request: pytest.FixtureRequest) -> dict[int, RandomBatch]:
-    """By seed, those that tests were selected for: one seed alone is a matter of seconds."""
+    """Batches of the selected tests, by seed: a single seed takes seconds."""
     chosen = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
     parameters: list[dict[str, Any]] = [item.callspec.params for item in chosen if hasattr(item, "callspec")]
     return {seed: batch_of(seed) for seed in sorted(one["seed"] for one in parameters)}
@@ -276,7 +276,7 @@ def batches(request: pytest.FixtureRequest) -> dict[int, RandomBatch]:
 
 @pytest.fixture(scope="module")
 def trained(batches: dict[int, RandomBatch], tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Trained]]:
-    """By seed, what each rank found."""
+    """Results of each rank, by seed."""
     folder = tmp_path_factory.mktemp("properties")
     for num_experts in (1, 2):
         build_toy(folder / f"toy {num_experts}", num_experts=num_experts)
@@ -314,7 +314,7 @@ def test_committed_gradient_is_that_of_the_slow_way(
 
 
 def whole_gradients(batch: RandomBatch, ranks: Sequence[Trained]) -> list[dict[str, Tensor]]:
-    """The gradient, put together of the ranks' shards; that of each rank where every rank has it whole."""
+    """The gradient, assembled from the ranks' shards; one per rank if every rank has it whole."""
     if batch.flavour == "replicated":
         return [rank.gradient for rank in ranks]
     return [{name: torch.cat([rank.gradient[name] for rank in ranks]) for name in ranks[0].gradient}]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine says its rows cost."""
+"""FLOPs of the engine's rows."""
 
 import pytest
 import torch

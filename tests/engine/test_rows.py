@@ -113,7 +113,7 @@ def test_pick_takes_steps_of_samples_and_their_latents():
 
 
 def assert_invariants(samples, places, tiles):
-    """Every row of the samples is in one tile, with its own old log-prob; fillers weigh nothing."""
+    """Every row of the samples is in one tile, with its own old log-prob; fillers have mask 0."""
     found = []
     for tile in tiles:
         rows, old = tile_rows(samples, tile, places)
@@ -134,7 +134,7 @@ def test_every_row_is_in_one_tile_for_many_shapes():
         data = example(steps)
         data["old_log_probs"] = old
         samples = read_samples(data)
-        numbers = rng.sample(range(100), len(steps))  # whatever numbers the plan gave them
+        numbers = rng.sample(range(100), len(steps))  # numbers in the plan are arbitrary
         own = [Row(number, step) for number, chosen in zip(numbers, steps, strict=True) for step in range(len(chosen))]
         dealt = [own, [Row(100, step) for step in range(rng.randint(0, 9))]]
         tiles = plan_tiles(dealt, 0, Grid(rng.randint(1, 3), rng.randint(1, 3)))

@@ -102,7 +102,7 @@ def test_accumulate_says_what_it_trained_and_what_waits(tiny_qwen_image: Path, b
 
 @pytest.mark.parametrize("name", ["batch_scale", "full_kl", "lora_kl_by_tile", "no_clamping_by_batch"])
 def test_groups_that_were_dropped_do_not_count(tiny_qwen_image: Path, name: str):
-    """Planned rows and samples are more than what comes: the gradient is the mean over what came."""
+    """Fewer rows and samples come than were planned: the gradient is the mean over those that came."""
     case = CASES[name]
     found, metrics = case.dropped(tiny_qwen_image)
     gradient, expected = case.without_dropped(tiny_qwen_image)
@@ -223,11 +223,11 @@ def test_abort_leaves_everything_as_it_was(tiny_qwen_image: Path, batch: TensorD
 
 
 class OutOfMemory(Exception):
-    """Stands for what a device raises half-way."""
+    """Stands for an exception of a device half-way."""
 
 
 def fail_in_forward(engine: DiffusersFSDPEngine) -> Callable[[], None]:
-    """Let the second block's forward fail at its third call; returns how to stop that."""
+    """Make the second block's forward fail at its third call; returns a function that removes the failure."""
     calls = itertools.count()
 
     def hook(*unused: object) -> None:
@@ -238,7 +238,7 @@ def fail_in_forward(engine: DiffusersFSDPEngine) -> Callable[[], None]:
 
 
 def fail_in_backward(engine: DiffusersFSDPEngine) -> Callable[[], None]:
-    """The same in its backward."""
+    """Make the second block's backward fail at its third call; returns a function that removes the failure."""
     calls = itertools.count()
 
     def hook(*unused: object) -> None:
@@ -378,7 +378,7 @@ def test_assisting_leaves_the_open_gradient_bitwise(
             if helper is engine:
                 places = {key: piece.data_ptr() for key, piece in peek(helper).items()}
                 held = {key: piece.clone() for key, piece in peek(helper).items()}
-                assert torch.equal(generate(helper), alone)  # the weights are those of the open batch, unmoved
+                assert torch.equal(generate(helper), alone)  # the open batch has not changed the weights
                 assert not helper.module.training
                 found = peek(helper)
                 assert {key: piece.data_ptr() for key, piece in found.items()} == places

@@ -32,7 +32,7 @@ from tests.engine.harness import (
 pytestmark = pytest.mark.slow
 
 UNEVEN = ((0, 1, 2), (1,))
-"""Windows of a batch of 6 samples with 12 rows, 9 of which lie on rank 0."""
+"""Windows of a batch of 6 samples with 12 rows, 9 of which are on rank 0."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "full": {"digen": {"tsp": {"samples_per_tile": 1, "steps_per_tile": 2}}},
     "lora": {"digen": {"tsp": {"samples_per_tile": 1, "steps_per_tile": 2}}, "model": LORA},
@@ -102,9 +102,9 @@ def log_probs(path: Path, folder: Path) -> Any:
 
 
 def ratio_to_inferred_log_probs(path: Path, folder: Path) -> Any:
-    """Rank 0 has three times the rows of rank 1, which fills up with tiles that repeat a row.
+    """Ratio metrics where rank 0 has three times the rows of rank 1, which runs padding tiles that repeat a row.
 
-    Several batches, because a row alone and among others may happen to have the same rounding.
+    Several batches, because a row alone and one among others can have the same rounding by chance.
     """
     engine = make_engine(path, digen={"tsp": {"samples_per_tile": 3, "steps_per_tile": 1}})
     metrics = []
@@ -238,7 +238,7 @@ def test_weights_and_average_after_training_are_those_of_one_rank(
     for name in ("full", "replicated", "merged", "adapter"):
         for found, wanted in zip(two_ranks["exports"][name], expected[name], strict=True):
             assert found.keys() == wanted.keys()
-            for key, value in wanted.items():  # Adam turns a gradient of rounding alone into a step of lr 1e-3
+            for key, value in wanted.items():  # Adam turns a gradient of rounding only into a step of lr 1e-3
                 torch.testing.assert_close(found[key], value, rtol=0, atol=5e-3)
             differences = torch.cat([(found[key] - value).abs().flatten() for key, value in wanted.items()])
             assert differences.mean() < 2e-5

@@ -39,19 +39,19 @@ def committed(path: Path, folder: Path) -> dict[str, Any]:
 
 
 def dropped(path: Path, folder: Path) -> dict[str, Any]:
-    """Where the last fragment is not known to be it: what is pending is reduced without a backward."""
+    """Batches whose last fragment is not known to be the last: pending gradients are reduced without a backward."""
     return {name: CASES[name].dropped(path) for name in DROPPED}
 
 
 def gathered(value: Any) -> list[Any]:
-    """This of every rank."""
+    """The values of all ranks."""
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
 def fetched_keys(path: Path, folder: Path) -> Any:
-    """What each rank fetches of a fragment of 6 + 3 rows, and of one with a single row."""
+    """Keys that each rank fetches of a fragment of 6 + 3 rows, and of one with a single row."""
     engine = make_engine(path, digen={"advantage": {"scale": "group"}})
     batch = Case().make_batch(path)
     groups = samples_of(batch, REWARDS)
@@ -70,13 +70,13 @@ def fetched_keys(path: Path, folder: Path) -> Any:
 
 
 def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
-    """Bitwise, on every rank."""
+    """True if bitwise equal on every rank."""
     here = found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
     return all(gathered(here))
 
 
 def aborted(path: Path, folder: Path) -> dict[str, bool]:
-    """By model and reduction: whether `abort` left everything, and the next update is that of an untouched engine."""
+    """By model and reduction: True if `abort` left everything, and the next update is that of an untouched engine."""
     results = {}
     for model, reduce in (({}, "tile"), ({}, "batch"), (LORA, "fragment")):
         digen = {"tsp": {"reduce": reduce}, "kl": {"coef": 0.3}, "ema": {"enable": True, "every_steps": 1}}
@@ -102,7 +102,7 @@ def aborted(path: Path, folder: Path) -> dict[str, bool]:
 
 
 def failed_on_all_ranks(path: Path, folder: Path) -> bool:
-    """Whether a forward that fails on all ranks can be aborted, and the next update is an untouched engine's."""
+    """True if a forward that fails on all ranks can be aborted, and the next update is an untouched engine's."""
     engine, other = (make_engine(path, digen={"tsp": {"steps_per_tile": 1}}) for _ in range(2))
     batch = Case().make_batch(path)
     groups = begin(engine, batch, REWARDS)
@@ -125,7 +125,7 @@ def failed_on_all_ranks(path: Path, folder: Path) -> bool:
 
 
 def assisted(path: Path, folder: Path) -> dict[str, bool]:
-    """By model, resharding and reduction: whether generation in between left the open gradient bitwise."""
+    """By model, resharding and reduction: True if generation in between left the open gradient bitwise the same."""
     results = {}
     for model, reshards, reduce in (
         ({}, True, "batch"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's worker around the engine, in this process and without Ray; conditions are given, not fetched."""
+"""verl's worker around the engine, in this process and without Ray; conditions are passed in, not fetched."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def make_config(path: Path, prompts_per_update: int = 2, epochs: int = 1, **dige
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What Ray gives a worker; the process group the first worker starts."""
+    """Environment variables that Ray gives a worker; at the end, destroys the process group of the first worker."""
     store = tmp_path_factory.mktemp("rendezvous") / "store"
     with pytest.MonkeyPatch.context() as patch:
         for name in ("RANK", "LOCAL_RANK"):

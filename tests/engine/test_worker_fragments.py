@@ -47,7 +47,7 @@ def batch(queue: None, tiny_qwen_image: Path) -> TensorDict:
     batch = Case().make_batch(tiny_qwen_image)
     for number in range(len(REWARDS)):
         columns = {name: batch[name][number].unsqueeze(0) for name in TRAJECTORY_COLUMNS}
-        columns["pixels"] = torch.zeros(1, 8)  # a column that training does not ask for
+        columns["pixels"] = torch.zeros(1, 8)  # a column that training does not fetch
         tq.kv_batch_put(keys=[str(number)], partition_id=PARTITION, fields=TensorDict(columns, batch_size=1), tags=[{}])
     for uid, (positive, negative) in tu.get(batch, "conditions").items():
         asyncio.run(put_condition(uid, positive, negative))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A network of a few hundred weights, and the checkpoint by which the engine finds it.
+"""A network of a few hundred weights, and the checkpoint from which the engine loads it.
 
 Engines on it are real (`tests.engine.harness.make_engine`): only the network is small. Sizes are odd, so that shards
 are uneven, and some ranks have none of a parameter.
@@ -27,13 +27,13 @@ LATENTS = (3, 1)
 """Shape of a sample's latents."""
 TEXT_WIDTH = 3
 BOUNDARY = 0.55
-"""Of a checkpoint with two experts, the second one runs the sigmas below this."""
+"""Sigma below which the second expert runs, in a checkpoint with two."""
 LORA = {"lora_rank": 2, "lora_alpha": 4, "target_modules": ["mix", "enter"]}
-"""One layer in the block, and one that belongs to FSDP's root."""
+"""Layers: one in the block, and one that belongs to FSDP's root."""
 
 
 class ToyBlock(nn.Module):
-    """What FSDP2 shards by itself."""
+    """A unit that FSDP2 shards by itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class ToyNetwork(nn.Module):
 
 
 class Toy(DiffusionModel):
-    """The model file; only what training needs."""
+    """The model file, with only the parts that training needs."""
 
     architecture = "ToyNetwork"
     pipeline = "ToyPipeline"
@@ -132,7 +132,7 @@ def toy_weights(flavour: str) -> dict[str, Tensor]:
 
 
 def _networks(names: Sequence[str], device: str = "cpu") -> dict[str, nn.Module]:
-    """The networks, whose weights depend on their number."""
+    """The networks; their weights depend on their number."""
     networks = {}
     for number, name in enumerate(names):
         with torch.random.fork_rng(devices=[]), torch.device(device):
@@ -142,7 +142,7 @@ def _networks(names: Sequence[str], device: str = "cpu") -> dict[str, nn.Module]
 
 
 def build_toy(path: Path, *, num_experts: int) -> Path:
-    """Write the checkpoint, whose weights `Toy` makes up itself."""
+    """Write the checkpoint without weights; `Toy` generates them."""
     parts = ["scheduler", "transformer", "transformer_2"][: 1 + num_experts]
     for part in parts:
         (path / part).mkdir(parents=True)
@@ -153,6 +153,6 @@ def build_toy(path: Path, *, num_experts: int) -> Path:
 
 
 def register_toy() -> None:
-    """Let this process find the toy, for good: call it in a process of your own."""
+    """Make the toy loadable in this process, permanently: call it in a process of your own."""
     models.ARCHITECTURES[Toy.architecture] = f"{__name__}:{Toy.__name__}"
     flops.LAYOUTS[Toy.architecture] = flops.Layout(patch="enter", streams=(), attention=())

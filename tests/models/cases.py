@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tiny checkpoints of all architectures, and how each one's diffusers pipeline is asked for the same thing."""
+"""The tiny checkpoints of all architectures, and the equivalent calls of their diffusers pipelines."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NUM_STEPS = 4
 
 
 def true_cfg(scale: float) -> dict[str, Any]:
-    """Pipelines whose `guidance_scale` is the embedded one."""
+    """Arguments of pipelines whose `guidance_scale` is the embedded one."""
     return {"true_cfg_scale": scale, "negative_prompt": [NEGATIVE] * len(PROMPTS) if scale > 1 else None}
 
 
@@ -36,12 +36,12 @@ def plain_cfg(scale: float) -> dict[str, Any]:
 
 
 def guided_by_guider(scale: float) -> dict[str, Any]:
-    """Pipelines whose scale is their guider's, see `Loaded.run_pipeline`."""
+    """Arguments of pipelines whose guider holds the scale, see `Loaded.run_pipeline`."""
     return {"negative_prompt": [NEGATIVE] * len(PROMPTS)}
 
 
 def cfg_from_zero(scale: float) -> dict[str, Any]:
-    """Z-Image's, where 0 is no guidance."""
+    """Arguments of Z-Image's pipeline, where 0 is no guidance."""
     return plain_cfg(scale - 1)
 
 
@@ -54,15 +54,15 @@ class Case:
     """One tiny checkpoint."""
 
     name: str
-    """In `verl_digen.models.tiny.BUILDERS`."""
+    """Key in `verl_digen.models.tiny.BUILDERS`."""
     guidance: Callable[[float], dict[str, Any]]
     """Our scale -> the pipeline's arguments."""
     sizes: tuple[Geometry, Geometry] = PICTURES
     px_multiple: int = 16
     max_tokens: int = 256
-    """Longest prompt, counted as `digen` counts it."""
+    """Longest prompt in tokens, as our length check counts them."""
     word_limit: int = 0
-    """How many times the word "red" fits: `max_tokens` less what stands around a prompt."""
+    """Maximum repetitions of the word "red": `max_tokens` less the tokens around a prompt."""
     pipeline_args: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -73,7 +73,7 @@ class Case:
 CASES = (
     Case("flux_dev", true_cfg, max_tokens=512, word_limit=511),
     Case("flux_schnell", true_cfg, word_limit=255, pipeline_args={"max_sequence_length": 256}),
-    # 21 frames are 6 of the latent, more than the VAE decodes in one temporal tile
+    # 21 frames are 6 latent frames, more than the VAE decodes in one temporal tile
     Case("hunyuan_video", true_cfg, (Geometry(64, 64, 5), Geometry(32, 48, 21)), max_tokens=351, word_limit=254),
     Case("hunyuan_video15", guided_by_guider, VIDEOS, max_tokens=1108, word_limit=994),
     Case("qwen_image", true_cfg, max_tokens=1058, word_limit=1018),
@@ -86,7 +86,7 @@ CASES = (
 
 
 class Loaded:
-    """A case's checkpoint; each part is loaded when first asked for."""
+    """Checkpoint of a case; each part is loaded at its first use."""
 
     def __init__(self, case: Case, path: Path):
         self.case = case
@@ -106,7 +106,7 @@ class Loaded:
         return self.load_pipeline(torch.float32)
 
     def load_pipeline(self, dtype: torch.dtype) -> Any:
-        """diffusers' own. A UniPC scheduler is set to order 1 without corrector, which is Euler's step."""
+        """Load diffusers' pipeline. A UniPC scheduler is set to order 1 without corrector, which is Euler's step."""
         loaded: Any = DiffusionPipeline.from_pretrained(self.path, dtype=dtype)
         loaded.set_progress_bar_config(disable=True)
         if isinstance(loaded.scheduler, UniPCMultistepScheduler):
@@ -120,7 +120,7 @@ class Loaded:
     def run_pipeline(
         self, geometry: Geometry, scale: float, latents: Tensor, *, pipeline: Any = None, **more: Any
     ) -> Tensor:
-        """What it makes of PROMPTS and these initial latents."""
+        """Output of the pipeline for PROMPTS and these initial latents."""
         pipeline = pipeline or self.pipeline
         if self.case.guidance is guided_by_guider:
             pipeline.guider = pipeline.guider.new(guidance_scale=scale)
@@ -134,7 +134,7 @@ class Loaded:
 
 
 def record_inputs(network: nn.Module) -> tuple[list[dict[str, Any]], Callable[[], None]]:
-    """The arguments of every forward of `network` from now on, by name, until the returned function is called."""
+    """Record the arguments of every forward of `network`, by name, until the returned function is called."""
     calls: list[dict[str, Any]] = []
     signature = inspect.signature(network.forward)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the documentation says of the model files is so."""
+"""The documentation of the model files agrees with the code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def model_class(target: str) -> type[DiffusionModel]:
 
 
 def row(target: str) -> list[str]:
-    """A model file's file name, number of lines, and what it overrides beside the required methods."""
+    """A model file's name, number of lines, and the optional methods it overrides."""
     found = model_class(target)
     file = Path(inspect.getfile(found))
     optional = [name for name in vars(DiffusionModel) if name in vars(found) and not name.startswith("_")]

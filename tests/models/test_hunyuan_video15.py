@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What HunyuanVideo 1.5 alone has: text that is quoted in a prompt, a guider, checkpoints for other uses."""
+"""Features of HunyuanVideo 1.5 only: quoted text in a prompt, a guider, checkpoints for other uses."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_glyphs_are_the_quoted_text(loaded: Loaded, prompt: str, read: str) -> N
 @pytest.mark.parametrize("scale", [1.0, 2.0])
 @pytest.mark.parametrize("prompts", [QUOTING, (QUOTING[0], PROMPTS[0])], ids=["all quote", "one quotes"])
 def test_quoted_text_is_read_as_in_the_pipeline(loaded: Loaded, prompts: tuple[str, str], scale: float) -> None:
-    """One forward of both rows, and of each; against the pipeline's first step, whose velocity is the change of x."""
+    """One forward of both rows, and one per row, against the pipeline's first step; its change of x is the velocity."""
     model = loaded.model
     start = torch.randn(2, *model.latent_shape(CLIP), generator=torch.Generator().manual_seed(0))
     sigmas = model.sigmas(1, CLIP)
@@ -116,7 +116,7 @@ def test_a_checkpoint_for_another_use_is_an_error(
 
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_gradients_are_those_of_the_networks_own_forward(loaded: Loaded, recomputes: bool) -> None:
-    """Which has tokens of a first frame beside; and nothing of a first frame learns."""
+    """The original forward also has masked tokens of a first frame; first-frame weights get no gradient."""
     model = loaded.model
     start = torch.randn(2, *model.latent_shape(CLIP), generator=torch.Generator().manual_seed(0))
     network: Any = model.load_transformer(torch.float32)

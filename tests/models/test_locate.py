@@ -33,7 +33,7 @@ def test_a_repository_of_the_hub_is_found_in_its_cache(hub_cache):
 
 
 def test_only_what_the_index_names_is_downloaded(hub_cache, monkeypatch):
-    """FLUX.1's repository has its 24 GB once more in one file, SD3.5's its encoders in fp16."""
+    """FLUX.1's repository has its 24 GB a second time in one file, SD3.5's its encoders in fp16."""
     index = {"_class_name": "P", "transformer": ["diffusers", "T"], "image_encoder": [None, None], "boundary": 0.5}
     (hub_cache / "model_index.json").write_text(json.dumps(index))
     published = [

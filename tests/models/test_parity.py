@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every model file owes: the same claims for all architectures, on their tiny checkpoints in fp32 on the CPU."""
+"""Contract of every model file: the same claims for all architectures, on tiny checkpoints in fp32 on the CPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from verl_digen.types import Condition, Geometry, SampleRequest, Sampling, Train
 
 RUN_SEED = 7
 GUIDED = 2.0
-"""Guidance multiplies what the branches round by up to 2 w - 1."""
+"""Guidance scale w; it multiplies the branches' rounding errors by up to 2 w - 1."""
 ODE = Window(sde_steps=(), train_steps=())
 TRAINED = Window(sde_steps=(1, 2), train_steps=(1, 2))
 
@@ -38,7 +38,7 @@ TRAINED = Window(sde_steps=(1, 2), train_steps=(1, 2))
 def requests(
     geometry: Geometry, scale: float, window: Window = ODE, embedded: float | None = None
 ) -> list[SampleRequest]:
-    """One sample of each of PROMPTS."""
+    """One request per prompt of PROMPTS."""
     how = Sampling(
         geometry=geometry,
         num_steps=NUM_STEPS,
@@ -56,7 +56,7 @@ def sample(loaded: Loaded, asked: Sequence[SampleRequest]) -> tuple[list[Traject
 
 
 def conditions(loaded: Loaded, scale: float) -> tuple[list[Condition], list[Condition] | None]:
-    """Of PROMPTS, and the negative ones if `scale` asks for any."""
+    """Conditions of PROMPTS, and the negative ones if `scale` > 1, else None."""
     return loaded.encode(PROMPTS), loaded.encode([NEGATIVE] * len(PROMPTS)) if scale > 1 else None
 
 
@@ -96,11 +96,11 @@ def test_without_sde_steps_it_is_the_diffusers_pipeline(loaded: Loaded, size: in
     assert pixels.dtype == torch.uint8
     assert pixels.float().std() > 20  # not a blank picture
     expected = loaded.run_pipeline(geometry, scale, start, output_type="np")
-    assert (pixels.float() - expected * 255).abs().max() < 0.5 + 0.02  # rounding to 8 bits, and 8e-5 of error
+    assert (pixels.float() - expected * 255).abs().max() < 0.5 + 0.02  # rounding to 8 bits, and an error of 8e-5
 
 
 def test_embedded_guidance_is_the_pipelines(loaded: Loaded) -> None:
-    """Its default unless told otherwise; an error where the network takes none."""
+    """The pipeline's default unless given; an error if the network has no such input."""
     geometry = loaded.case.sizes[0]
     if loaded.model.default_embedded_guidance is None:
         assert loaded.model.embedded_guidance(None) is None
@@ -116,13 +116,13 @@ def test_embedded_guidance_is_the_pipelines(loaded: Loaded) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_network_is_given_what_the_pipeline_gives_it(loaded: Loaded, dtype: torch.dtype) -> None:
-    """At each of seven steps: the same dtypes, and the very numbers for timestep and guidance scale."""
+    """Seven steps, each with the same dtypes and bit-equal timestep and guidance scale."""
     geometry, num_steps = loaded.case.sizes[0], 7
     model, pipeline = loaded.model, loaded.load_pipeline(dtype)
     experts = [getattr(pipeline, name) for name in model.experts]
     noted = [record_inputs(network) for network in experts]
     start = initial(model, geometry).to(dtype)
-    embedded = None if model.default_embedded_guidance is None else 3.4  # which bf16 rounds
+    embedded = None if model.default_embedded_guidance is None else 3.4  # not exact in bf16
     more = {} if embedded is None else {"guidance_scale": embedded}
     loaded.run_pipeline(geometry, 1.0, start, pipeline=pipeline, num_inference_steps=num_steps, **more)
     theirs = [call for calls, _ in noted for call in calls]
@@ -176,7 +176,7 @@ def test_rows_at_different_sigmas_and_prompts_equal_one_at_a_time(loaded: Loaded
 
 
 def test_only_sigmas_stay_on_the_host(loaded: Loaded) -> None:
-    """On a device whose tensors mix with no other's, everything else is made where the latents are."""
+    """Everything else is created on the latents' device: the meta device, which does not mix with others."""
     model, geometry, device = loaded.model, loaded.case.sizes[0], torch.device("meta")
     transformer = model.load_transformer(torch.bfloat16, meta=True).to(device)
     x = draw(2, *model.latent_shape(geometry)).to(device)
@@ -188,7 +188,7 @@ def test_only_sigmas_stay_on_the_host(loaded: Loaded) -> None:
 
 @pytest.mark.parametrize("scale", [1.0, GUIDED])
 def test_replay_gives_the_recorded_log_probs(loaded: Loaded, scale: float) -> None:
-    """All trained steps of both samples, experts apart; and a wrong replay does not."""
+    """All trained steps of both samples, per expert; a replay with other prompts does not."""
     model, geometry = loaded.model, loaded.case.sizes[0]
     asked = requests(geometry, scale, TRAINED)
     trajectories, _ = sample(loaded, asked)
@@ -208,7 +208,7 @@ def test_replay_gives_the_recorded_log_probs(loaded: Loaded, scale: float) -> No
 def rows_of(
     trajectories: Sequence[Trajectory], positives: Sequence[Condition], negatives: Sequence[Condition] | None
 ) -> TrainingRows:
-    """All trained steps of all trajectories, mixed: sample after sample within each step."""
+    """All trained steps of all trajectories, interleaved: sorted by step, then by sample."""
     pairs = list(itertools.product(range(len(TRAINED.train_steps)), range(len(trajectories))))
 
     def gather(column: str) -> Tensor:
@@ -241,7 +241,7 @@ def take(rows: TrainingRows, indices: list[int]) -> TrainingRows:
 
 
 def test_the_tiny_network_notices_what_it_is_given(loaded: Loaded) -> None:
-    """Guards the guards: what a comparison cannot see it cannot guard."""
+    """The comparisons in this file can fail: every input changes the velocity by far more than their tolerance."""
     model, geometry = loaded.model, loaded.case.sizes[0]
     short, long = loaded.encode(PROMPTS)
     x = draw(1, *model.latent_shape(geometry))
@@ -300,7 +300,7 @@ def test_lora_wraps_every_target_and_starts_as_the_base(loaded: Loaded) -> None:
     close(velocity, base)
     velocity.sum().backward()
     learning = {name for name, p in adapted.named_parameters() if "lora_B" in name and p.grad is not None}
-    # Not the expert that sat out, nor what only a last block's text stream feeds.
+    # Not the expert that did not run, nor layers whose output only the last block's text stream reads.
     assert len(learning) >= len(wrapped) / len(model.experts) * 0.6
 
 
@@ -327,7 +327,7 @@ def test_a_model_is_made_of_what_is_fetched_of_a_repository_before_a_run(loaded:
 
 
 def test_an_older_config_file_is_silent_about_newer_arguments(loaded: Loaded, tmp_path: Path) -> None:
-    """Wan2.1's VAE was published before its class had the compression factors."""
+    """E.g. Wan2.1's VAE, which was published before its class had the compression factors."""
     configs = shutil.copytree(loaded.path, tmp_path / "m", ignore=shutil.ignore_patterns("*.safetensors"))
     for folder in ("transformer", "vae"):
         file = configs / folder / "config.json"
@@ -413,7 +413,7 @@ def test_a_single_frame_of_a_video_model_is_a_picture(loaded: Loaded) -> None:
 
 
 def test_every_word_counts(loaded: Loaded) -> None:
-    """The tiny tokenizers tell words apart that they never saw."""
+    """The tiny tokenizers distinguish words that are not in their corpus."""
     words = ("red", "blue", "Ünal", "zebra", "Zebra 4", "xyz", "zyx")
     embeds = [condition["embeds"] for condition in loaded.encode([f"a {word} circle" for word in words])]
     for one, other in itertools.combinations(embeds, 2):
@@ -427,7 +427,7 @@ def test_every_word_counts(loaded: Loaded) -> None:
 @pytest.mark.parametrize("loaded", [case for case in CASES if not case.is_video], indirect=True, ids=lambda c: c.name)
 @pytest.mark.parametrize("by_size", [False, True])
 def test_a_schedule_shifts_as_in_the_pipeline(loaded: Loaded, tmp_path: Path, by_size: bool) -> None:
-    """By a constant or by the size, whichever the checkpoint says; other numbers than the published ones."""
+    """Shift by a constant or by the size, as the checkpoint says; with numbers other than the published ones."""
     changed = {"use_dynamic_shifting": by_size, "shift": 2.5, "base_shift": 0.4, "max_shift": 1.3}
     configs = shutil.copytree(loaded.path, tmp_path / "m")
     file = configs / "scheduler" / "scheduler_config.json"

@@ -50,7 +50,7 @@ def pipeline(tiny_qwen_image: Path) -> QwenImagePipeline:
 
 @pytest.fixture(scope="module")
 def conditions(model: QwenImage) -> list[Condition]:
-    """Of SHORT, LONG, and the negative prompt."""
+    """Conditions of SHORT, LONG, and the negative prompt."""
     return model.load_encoder(torch.float32, CPU)([SHORT, LONG, " "])
 
 
@@ -232,7 +232,7 @@ def test_pictures_are_the_pipelines_rounded_to_8_bits(model: QwenImage, pipeline
     ).images
     for ours, theirs in zip(pixels, pictures, strict=True):
         expected = torch.frombuffer(bytearray(theirs.tobytes()), dtype=torch.uint8).view(48, 80, 3)
-        # The 2D convolutions add in another order than the 3D ones: a value at the edge of rounding may tip over.
+        # The 2D convolutions sum in another order than the 3D ones: a value at the edge of rounding may change.
         gap = (ours.int() - expected.int()).abs()
         assert gap.max() <= 1 and gap.count_nonzero() <= 3, f"{gap.count_nonzero()} of {gap.numel()} values differ"
 
@@ -253,7 +253,7 @@ def test_the_decoder_computes_what_the_vae_does(model: QwenImage, pipeline: Qwen
 def test_the_tiny_network_notices_what_it_is_given(
     model: QwenImage, transformer: nn.Module, conditions: list[Condition]
 ) -> None:
-    """Guards the guards: the comparisons below must be able to fail."""
+    """The comparisons below must be able to fail."""
     x = draw(2, 16, 16)
 
     def velocity(sigma: float, condition: Condition, latents: Tensor) -> Tensor:
@@ -292,7 +292,7 @@ def test_rows_at_different_sigmas_and_prompts_equal_one_at_a_time(
 
 
 def test_padding_changes_nothing(model: QwenImage, transformer: nn.Module, conditions: list[Condition]) -> None:
-    """Neither how much there is of it nor what stands in it."""
+    """Neither its length nor its content matters."""
     x, sigmas = draw(1, 16, 16), torch.tensor([0.6])
     plain = model.predict(transformer, x, sigmas, model.collate(conditions[:1]), SQUARE)
     length = len(conditions[0]["embeds"])
@@ -326,7 +326,7 @@ def test_guidance_without_negative_conditions_is_an_error(
 def test_timesteps_are_rounded_to_the_networks_dtype_as_in_the_pipeline(
     model: QwenImage, conditions: list[Condition]
 ) -> None:
-    """Whether the network's parameters are bf16, or a wrapper over fp32 shards computes in bf16."""
+    """Both with bf16 parameters and with a wrapper over fp32 shards that computes in bf16."""
     seen: list[Tensor] = []
 
     class Recorder(nn.Linear):

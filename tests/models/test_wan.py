@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Wan alone has: two experts, whole-numbered timesteps, cleaned prompts."""
+"""Features of Wan only: two experts, whole-numbered timesteps, cleaned prompts."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_boundary_without_a_second_network_is_an_error(two_experts: DiffusionM
 def test_timesteps_are_the_schedulers_whole_numbers(
     one_expert: DiffusionModel, tmp_path: Path, flow_shift: float
 ) -> None:
-    """Recovered from the sigma in fp32, for every number of steps up to 60."""
+    """Timesteps are recovered from the sigma in fp32, for every number of steps up to 60."""
     configs = shutil.copytree(one_expert.path, tmp_path / "m", ignore=shutil.ignore_patterns("*.safetensors"))
     file = configs / "scheduler" / "scheduler_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"flow_shift": flow_shift}))

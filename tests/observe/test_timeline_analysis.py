@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the seconds of a step went, against a slow reference in exact arithmetic."""
+"""Time accounting of a step, against a slow reference in exact arithmetic."""
 
 import random
 from collections import defaultdict
@@ -25,7 +25,7 @@ WINDOW = (START_S, START_S + 10)
 
 
 def reference_usage(intervals, step, num_devices):
-    """Pool -> label -> device-seconds: every elementary stretch of time of every device, asked of every interval."""
+    """Pool -> label -> device-seconds: every elementary time span of every device, compared with every interval."""
     (frame,) = (one for one in intervals if one.kind == "step" and one.step == step)
     start_s, end_s = Fraction(frame.start_s), Fraction(frame.end_s)
     spent = {pool: defaultdict(Fraction) for pool, count in num_devices.items() if count}

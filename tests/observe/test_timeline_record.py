@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Intervals, clocks, recorders and the file: from the lane that works to what is read back."""
+"""Intervals, clocks, recorders and the file: from recording to reading back."""
 
 import doctest
 import inspect
@@ -28,7 +28,7 @@ from verl_digen.observe.timeline.interval import KINDS, WAIT_REASONS, from_line,
 
 
 class SettableClock:
-    """Time as a test wants it."""
+    """A clock that the test sets."""
 
     def __init__(self, now_s=START_S):
         self.now_s = now_s

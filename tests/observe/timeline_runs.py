@@ -6,7 +6,7 @@ import random
 from verl_digen.observe.timeline.interval import BUSY_KINDS, WAIT_REASONS, Interval, Lane
 
 START_S = 1_790_000_000.0
-"""Unix seconds, whose size costs digits."""
+"""Unix seconds; numbers of this size have fewer digits left for fractions."""
 GROUP_SAMPLES = 24
 
 
@@ -31,7 +31,7 @@ def simulated_run(*, num_steps=3, num_groups=8, num_slots=4, num_trainer_devices
     trainer, driver = lane("trainer", num_devices=num_trainer_devices, host="node-1"), lane("driver", num_devices=0)
     slots = [lane("generator", index, host=f"node-{2 + index // 8}") for index in range(num_slots)]
     scorers = [lane("reward", index, num_devices=0) for index in range(2)]
-    train_s = 0.9 * chunks_per_group / num_slots  # the trainer keeps up with the generator, just
+    train_s = 0.9 * chunks_per_group / num_slots  # the trainer just keeps up with the generator
     noted = []
 
     def note(kind, on, step, start_s, end_s, **values):

@@ -60,7 +60,7 @@ MEASURED = Measured(
     rows_per_sample=9,
     trajectory_bytes=10**7,
 )
-"""8 B parameters."""
+"""Measurements of a network with 8 B parameters."""
 LORA = replace(
     MEASURED.counts,
     num_params=8 * GB + GB // 10,
@@ -68,10 +68,10 @@ LORA = replace(
     param_bytes=16 * GB + 4 * GB // 10,
     trained_bytes=4 * GB // 10,
 )
-"""The same, frozen in bf16 under an adapter of 0.1 B in fp32."""
+"""Counts of the same network, frozen in bf16 under an adapter of 0.1 B in fp32."""
 
 
 def make_run(*, lora: bool = False, digen: dict[str, Any] | None = None, **settings: Any) -> Run:
-    """A run with other settings; `digen` by the section's fields."""
+    """A run with changed settings; `digen`: changed fields of that section."""
     changed = replace(SETTINGS, is_lora=lora, digen=replace(SETTINGS.digen, **(digen or {})), **settings)
     return Run(changed, replace(MEASURED, counts=LORA) if lora else MEASURED)

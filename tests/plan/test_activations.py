@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What autograd saves of a traced row against what it saves of one that has memory."""
+"""Bytes that autograd saves for a traced row against those for a row of real tensors."""
 
 import pytest
 import torch
@@ -13,14 +13,14 @@ TOKENS = 5
 
 
 def alone(loaded):
-    """The model with one of its networks."""
+    """The model with only its first network."""
     model = load_model(loaded.path)
     model.experts = model.experts[:1]
     return model
 
 
 def trace(loaded, *, scale=1.0, trained=""):
-    """With the weights whose names end like this trained, the others frozen."""
+    """Trace with the weights whose names end in `trained` trained, the others frozen."""
     model = alone(loaded)
     network = model.load_transformer(torch.float32, meta=True)
     for name, value in network.named_parameters():
@@ -31,7 +31,7 @@ def trace(loaded, *, scale=1.0, trained=""):
 
 
 def saved_for_real(loaded, scale) -> int:
-    """Bytes of the distinct storages that autograd keeps, without the weights'."""
+    """Bytes of the distinct storages that autograd keeps, weights excluded."""
     model, geometry = alone(loaded), loaded.case.sizes[0]
     network = model.load_transformer(torch.float32)
     weights = {value.untyped_storage().data_ptr() for value in network.parameters()}
@@ -64,7 +64,7 @@ def test_a_traced_row_saves_what_a_real_one_does(loaded, scale):
 
 def test_guidance_runs_two_rows_and_recomputation_keeps_inputs_and_one_block(loaded):
     plain, guided = trace(loaded), trace(loaded, scale=3.0)
-    # not twice as much everywhere: tables of positions are shared by the rows
+    # not everywhere twice as much: rows share position tables
     assert plain.inputs < guided.inputs <= 2 * plain.inputs
     assert plain.saved < guided.saved <= 2.1 * plain.saved
     assert plain.inputs > 0 and 0 < plain.largest_block <= plain.saved
@@ -72,5 +72,5 @@ def test_guidance_runs_two_rows_and_recomputation_keeps_inputs_and_one_block(loa
 
 
 def test_frozen_weights_save_less(loaded):
-    """As under an adapter: without a gradient to make, a linear layer needs no input."""
+    """Frozen weights as under an adapter: a linear layer without weight gradient saves no input."""
     assert trace(loaded, trained="to_q.weight").kept(recomputes=False) < trace(loaded).kept(recomputes=False)

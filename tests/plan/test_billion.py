@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans against what a network of a billion parameters really takes: Wan2.1-1.3B with 20 of its 30 layers.
+"""Plans against the real memory of a network of a billion parameters: Wan2.1-1.3B with 20 of its 30 layers.
 
 Full weights in bf16, which take 8 GB with gradients and AdamW's two moments; an adapter over fp32 weights, 4 GB.
 """
@@ -28,7 +28,7 @@ CASES = {"full, bf16": ({}, "bf16"), "lora, fp32": (LORA, "fp32")}
 
 @pytest.fixture(scope="module")
 def wan_1b(tmp_path_factory):
-    """A checkpoint of 2 GB, gone afterwards."""
+    """A checkpoint of 2 GB, deleted afterwards."""
     path = build_tiny("wan2.1", tmp_path_factory.mktemp("wan_1b") / "checkpoint")
     torch.set_default_dtype(torch.bfloat16)
     try:

@@ -68,7 +68,7 @@ def test_rows_and_latents_are_those_of_the_runs_windows(tiny_qwen_image, capsys)
 
 
 def test_accelerators_are_planned_as_on_a_machine_that_has_them():
-    """Not with the CPU's precision, which a machine without them picks by itself."""
+    """The plan does not take the CPU's precision, the default on a machine without accelerators."""
     config = compose_run(["recipe=digen_flowgrpo"], Words(gpus=16))
     assert config.trainer.device == "cuda" and "mixed_precision" not in config.actor_rollout_ref.actor.fsdp_config
     assert (config.trainer.nnodes, config.trainer.n_gpus_per_node) == (2, 8)

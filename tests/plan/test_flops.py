@@ -28,7 +28,7 @@ SIGMAS = torch.tensor([0.9, 0.95])
 
 
 def count(loaded, geometry, scale):
-    """(counted, the longest prompt's tokens); attention is split into the matrix products that are counted."""
+    """(counted FLOPs, tokens of the longest prompt); attention runs as matrix products, which the counter counts."""
     conditions = loaded.encode(PROMPTS)
     latents = torch.randn(2, *loaded.model.latent_shape(geometry), generator=torch.Generator().manual_seed(0))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
@@ -52,16 +52,16 @@ def test_a_forward_is_counted_within_two_percent(loaded, size, scale):
 
 @pytest.mark.parametrize("is_frozen", [False, True])
 def test_training_a_deep_network_is_counted_within_two_percent(tiny_qwen_image, is_frozen):
-    """Thirty blocks: the first layers, whose inputs need no gradient, are few then, as in the real one."""
+    """Thirty blocks, so that the first layers, whose inputs need no gradient, matter as little as in the real model."""
     model = load_model(tiny_qwen_image)
     config = dict(model.read_config("transformer/config.json"), num_layers=30)
     network = QwenImageTransformer2DModel.from_config(config)
     network.requires_grad_(not is_frozen)
     condition = empty_condition(model, 16)
-    for name, value in network.named_parameters():  # what stands for an adapter: cheap, and in every block
+    for name, value in network.named_parameters():  # stand-in for an adapter: cheap, and in every block
         if name.endswith("norm_q.weight"):
             value.requires_grad_(True)
-    geometry = Geometry(256, 256)  # many tokens, beside which what is computed once per row is little
+    geometry = Geometry(256, 256)  # many tokens, so that per-row work is negligible
     latents = torch.randn(2, *model.latent_shape(geometry))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model.velocity(network, latents, SIGMAS, [condition] * 2, None, 1.0, geometry).sum().backward()

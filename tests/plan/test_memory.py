@@ -38,7 +38,7 @@ def test_an_adapter_has_small_gradients_and_updates_and_frozen_shards():
     items = plan_memory(run, DEVICE).training.items
     assert items["parameters"] == LORA_BYTES // 8
     assert items["gradients"] == 4 * GB // 10 // 8
-    assert items["unreduced gradients (batch)"] == 4 * GB // 10  # deferred by itself, see digen.tsp.reduce
+    assert items["unreduced gradients (batch)"] == 4 * GB // 10  # deferred automatically, see digen.tsp.reduce
     assert update_bytes(run) == 2 * GB // 10  # the adapter alone, in bf16
     assert update_bytes(make_run(lora=True, merges_lora=True)) == 16 * GB
 
@@ -60,7 +60,7 @@ def test_copies_are_on_the_device_unless_parameters_are_offloaded():
     digen = {"ema": EmaConfig(enable=True), "kl": KlConfig(coef=0.1)}
     here = plan_memory(make_run(digen=digen), DEVICE)
     assert here.training.items["EMA"] == 4 * GB
-    assert here.training.items["KL reference"] == 8 * GB  # the copy, and the weights it takes the place of
+    assert here.training.items["KL reference"] == 8 * GB  # the copy, and the weights it replaces
     away = plan_memory(make_run(digen=digen, param_offload=True), DEVICE)
     assert "EMA" not in away.training.items and away.training.items["KL reference"] == 4 * GB
     assert away.host["offloaded parameters"] == 8 * (4 + 2 * 4) * GB
@@ -89,7 +89,7 @@ def test_a_tile_has_the_rows_that_the_engine_would_choose_and_no_more_than_there
         run = make_run(digen={"tsp": TspConfig(**tsp)}, num_prompts=num_prompts)
         return plan_memory(run, device_bytes).training.num_rows
 
-    assert rows(60 * GB) == 4  # 54 GB less 30 that are there anyway, in rows of 6
+    assert rows(60 * GB) == 4  # 54 GB less 30 fixed ones, in rows of 6
     assert rows(60 * GB, samples_per_tile=2, steps_per_tile=3) == 6
     assert rows(2000 * GB, num_prompts=1) == 9  # 8 samples x 9 steps over 8 ranks
     assert rows(None) == 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published checkpoints: their configs make the networks that were published."""
+"""Published checkpoints: their configs build networks of the published sizes."""
 
 import json
 from importlib.resources import files
@@ -14,9 +14,9 @@ from verl_digen.types import Geometry
 
 FOLDER = files("verl_digen") / "models" / "published"
 PUBLISHED = {
-    # half of the bytes its index of bf16 weights names
+    # half of the bytes in its index of bf16 weights
     "Qwen/Qwen-Image": (20_430_401_088, 0.0),
-    # model cards and reports, rounded as they are there
+    # model cards and reports, with their rounding
     "black-forest-labs/FLUX.1-dev": (12e9, 0.02),
     "stabilityai/stable-diffusion-3.5-medium": (2.5e9, 0.02),
     "stabilityai/stable-diffusion-3.5-large": (8.1e9, 0.02),
@@ -26,12 +26,12 @@ PUBLISHED = {
     "Wan-AI/Wan2.2-T2V-A14B-Diffusers": (2 * 14e9, 0.03),
     "Wan-AI/Wan2.2-TI2V-5B-Diffusers": (5e9, 0.01),
     "hunyuanvideo-community/HunyuanVideo": (13e9, 0.02),
-    # of the published weights
+    # counted in the published weights
     "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v": (8.327e9, 0.0001),
 }
 """Repository -> (parameters of the transformer, tables included; relative tolerance)."""
 TEXT_ENCODERS = {
-    "Qwen/Qwen-Image": {"text_encoder": 7.07e9},  # Qwen2.5-VL-7B's language model, without head and eyes
+    "Qwen/Qwen-Image": {"text_encoder": 7.07e9},  # Qwen2.5-VL-7B without language head and vision tower
     "black-forest-labs/FLUX.1-dev": {"text_encoder": 123e6, "text_encoder_2": 4.76e9},
     "Wan-AI/Wan2.1-T2V-14B-Diffusers": {"text_encoder": 5.68e9},
     "hunyuanvideo-community/HunyuanVideo": {"text_encoder": 7.5e9, "text_encoder_2": 123e6},
@@ -78,7 +78,7 @@ def test_networks_have_as_many_parameters_as_published(repository):
 
 @pytest.mark.slow
 def test_sd3_5_medium_has_as_many_parameters_as_published():
-    """Apart: its table of positions takes long to compute."""
+    """A separate, slow test: its position table takes long to compute."""
     test_networks_have_as_many_parameters_as_published("stabilityai/stable-diffusion-3.5-medium")
 
 

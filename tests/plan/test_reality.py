@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans against what an engine and a sampler really take.
+"""Plans against the real memory of an engine and a sampler.
 
-On Wan, all of whose weights get a gradient. In Qwen-Image the last block's text half gets none, which is 10 % of the
-tiny network's two blocks and 0.4 % of the real one's sixty; the plan counts it.
+The model is Wan, all of whose weights get a gradient. In Qwen-Image the last block's text half gets none, which is
+10 % of the tiny network's two blocks and 0.4 % of the real one's sixty; the plan counts it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LORA = {"lora_rank": 4, "lora_alpha": 8, "target_modules": ["to_q", "to_out.0"]}
 
 
 def plan(path, *overrides: str) -> Run:
-    """Of a run on one rank of this machine's platform."""
+    """Plan of a run on one rank of this machine's platform."""
     words = (
         "recipe=digen_flowgrpo",
         f"actor_rollout_ref.model.path={path}",
@@ -42,7 +42,7 @@ def plan(path, *overrides: str) -> Run:
 
 
 def _is_there(word: str) -> bool:
-    """The CPU's recipe sets the precision by itself."""
+    """True if the CPU's recipe already sets `word`, the precision."""
     from verl.plugin.platform import get_platform
 
     return get_platform().device_name == "cpu" and word.startswith("actor_rollout_ref.actor.fsdp_config.+")
@@ -62,7 +62,7 @@ def optimizer_bytes(engine) -> int:
 
 
 def adapter_words(options) -> list[str]:
-    """Overrides for an engine's model options: those of an adapter, or none."""
+    """Overrides for an engine's model options; none without an adapter."""
     if not options:
         return []
     return [
@@ -96,7 +96,7 @@ def test_parameters_gradients_and_optimizer_are_a_real_engines(reality):
     items = plan_memory(planned, 10**9).training.items
     for name in ("parameters", "gradients", "optimizer"):
         assert items[name] == pytest.approx(found[name], rel=WITHIN), name
-    assert items["gradients"] == pytest.approx(found["EMA"], rel=WITHIN)  # a copy of what trains
+    assert items["gradients"] == pytest.approx(found["EMA"], rel=WITHIN)  # the EMA is a copy of the trained parameters
 
 
 def test_a_trajectory_is_as_large_as_a_real_one(tiny_wan):

@@ -16,7 +16,7 @@ def with_adapter(run):
 
 
 def assert_invariants(run, device_bytes, remedies):
-    """Each step lowers what is over the limit; the last says whether it fits, and none before it does."""
+    """`fits` of each remedy agrees with the limit, and only the last one may fit."""
     limit = plan_memory(run, device_bytes).limit_bytes
     assert limit is not None
     assert not any(remedy.fits for remedy in remedies[:-1])
@@ -41,7 +41,7 @@ def _names(run, device_bytes):
 
 
 def test_what_turns_out_needless_is_not_asked_for():
-    """Offloading helps a little where a batch of one sample helps enough."""
+    """Offloading helps a little, but a batch of one sample suffices."""
     run = make_run()
     huge = replace(run, measured=replace(MEASURED, sampling=replace(MEASURED.sampling, largest_block=20 * GB)))
     names = _names(huge, 80 * GB)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Types of devices in a Ray cluster of one node that has two of them by name."""
+"""Device types in a Ray cluster of one node that has two of them by name."""
 
 import inspect
 

@@ -25,7 +25,7 @@ Compose = Callable[..., DictConfig]
 
 @pytest.fixture(scope="session", autouse=True)
 def yaml_parsed_once() -> Iterator[None]:
-    """Each yaml file of a package is parsed once in a session: parsing is most of what a composition takes."""
+    """Parse each yaml file of a package once per session: parsing takes most of the time of a composition."""
     read, parsed = ImportlibResourcesConfigSource._read_config, dict[str, bytes]()
 
     def read_once(source: ImportlibResourcesConfigSource, file: Any) -> ConfigResult:

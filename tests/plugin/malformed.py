@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts that cannot be meant, each with the key that its message must name; and unusual ones that are right.
+"""Malformed starts, each with the key that its message must name; and unusual ones that are valid.
 
 A start is what is typed after `recipe=digen_flowgrpo` and the overrides of `runnable`; `TMP` is a folder of the test.
 """
@@ -136,7 +136,7 @@ NAMES = [
     *_each("digen.rollout.latents_dtype", "fp32"),
     *_each("digen.old_log_probs", "recorded"),
 ]
-"""Names of nothing, and paths that lead nowhere."""
+"""Unknown names, and paths that lead nowhere."""
 
 ADDED_UNKNOWN = [
     ("+trainer.save_frq=3", "did you mean trainer.save_freq?"),
@@ -164,7 +164,7 @@ ADDED_UNKNOWN = [
     ("+lr=1e-3", "did you mean actor_rollout_ref.actor.optim.lr"),
     ("+dat.train_batch_size=4", "did you mean data"),
 ]
-"""(a key that is added and that nothing reads, a part of what is said)."""
+"""(a key that is added and that nothing reads, a part of the message)."""
 
 ADDED = [
     "+ray_kwargs.ray_init._temp_dir=TMP",
@@ -228,7 +228,7 @@ WITHOUT_EFFECT = [
     *_each("reward.reward_model.enable", "true"),
     *_each("algorithm.adv_estimator", "gae", "nosuch", "null"),
 ]
-"""Keys that are read, but not in this run; and features that a run of ours has not."""
+"""Keys that are read, but not in this run; and features that our runs do not have."""
 
 ACROSS_KEYS = [
     *_each(f"{ACTOR}.ppo_mini_batch_size", "3"),
@@ -241,7 +241,7 @@ ACROSS_KEYS = [
     *_each("digen.sampling.height_px", "33"),
     *_each("digen.sampling.guidance_scale", "3.5"),
 ]
-"""Numbers that are wrong beside others of the run."""
+"""Numbers that conflict with others of the run."""
 
 ALONE = [*ACROSS_KEYS, *NAMES, *SECTIONS, *WITHOUT_EFFECT]
 """(override, key that the message names), a start for each."""
@@ -258,11 +258,11 @@ TOGETHER = [
     (("data.val_files=null", "trainer.val_before_train=false"), "(trainer.test_freq=20), got nothing; set data.val_"),
     (("data.val_files=null", "trainer.test_freq=-1"), "(trainer.val_before_train=true), got nothing; set data.val_"),
 ]
-"""Overrides of which each is right by itself, and a part of what is said."""
+"""(overrides of which each is valid by itself, a part of the message)."""
 
 
 def batches() -> list[list[tuple[str, str]]]:
-    """`NUMBERS` dealt to few starts: a key, and a section under `digen:`, is told once in a start."""
+    """Distribute `NUMBERS` over few starts: a key, and a section under `digen:`, is reported once per start."""
     dealt: list[dict[str, tuple[str, str]]] = []
     for override, key in NUMBERS:
         slot = ".".join(key.split(".")[:-1][:2]) if key.startswith("digen.") else key
@@ -286,7 +286,7 @@ SEPARATE_MALFORMED = [
     *_each("digen.staleness.max_versions", "-1", "5"),
     *_each("digen.staleness.fraction", "nan", "0", "2", "0.5"),
 ]
-"""The same for a start with `recipe=[digen_flowgrpo,disaggregated]`."""
+"""(override, key) like `ALONE`, for a start with `recipe=[digen_flowgrpo,disaggregated]`."""
 
 RECIPES = [
     ("recipe=disaggregated", "recipe=[digen_flowgrpo,disaggregated]"),
@@ -300,7 +300,7 @@ RECIPES = [
     ("recipe=[digen_flowgrpo,virtual]", "name recipe=[digen_flowgrpo,disaggregated,virtual]"),
     ("recipe=[digen_flowgrpo,virtual,disaggregated]", "name recipe=[digen_flowgrpo,disaggregated,virtual]"),
 ]
-"""(what is typed, the remedy)."""
+"""(recipes as typed, the remedy)."""
 
 NO_VALIDATION = ("trainer.test_freq=-1", "trainer.val_before_train=false")
 

@@ -9,7 +9,7 @@ from verl_digen.hooks import after_import
 
 @pytest.fixture
 def make_module(tmp_path, monkeypatch):
-    """Writes an importable module, and forgets it after the test."""
+    """Write an importable module, and forget it after the test."""
     monkeypatch.syspath_prepend(str(tmp_path))
     names = []
 

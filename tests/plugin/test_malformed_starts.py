@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts that cannot be meant are one paragraph before Ray starts, and unusual ones are none."""
+"""Malformed starts end with one paragraph before Ray starts; unusual valid ones are accepted."""
 
 import json
 import os
@@ -32,7 +32,7 @@ SEPARATE = "recipe=[digen_flowgrpo,disaggregated]"
 
 @pytest.fixture(autouse=True)
 def no_ray(monkeypatch, tmp_path):
-    """Ray must not start, and paths are of an empty folder with one file in it."""
+    """Fail if Ray starts; paths are in an empty folder with one file in it."""
 
     def started(*args, **kwargs):
         raise AssertionError("Ray was started")
@@ -54,7 +54,7 @@ def said_of(start, *overrides):
 
 
 def assert_told(message, override, key):
-    """Some line names the key and the value, and says what to do."""
+    """Assert that some line names the key and the value, and says what to do."""
     assert message is not None, f"{override} was accepted"
     value = override.partition("=")[2].strip("'")
     lines = [line for line in message.splitlines() if key in line]
@@ -65,7 +65,7 @@ def assert_told(message, override, key):
 
 
 def shows(line, value):
-    """Whether a line has the value, as typed or as Python prints it."""
+    """True if a line has the value, as typed or as Python prints it."""
     texts = {value, value.strip("[]"), value.strip("[]").split(",")[-1], value.capitalize()}
     with suppress(ValueError, OverflowError):
         texts |= {str(float(value)), str(int(float(value)))}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A reward worker that dies or stops. In a file of its own, so that its process starts without torch."""
+"""A reward worker that dies or stops. In a separate file, so that its process starts without torch."""
 
 import asyncio
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 class MortalWorker:
-    """Takes `starts_s` to start. Gets a signal while it scores a sample, as often as the sample says."""
+    """Worker that takes `starts_s` to start. A sample is (name, number of signals the worker gets on it, signal)."""
 
     def __init__(self, folder: Path, unused: bytes, starts_s: float):
         self.folder = folder

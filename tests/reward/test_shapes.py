@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the drawn world and its scorer promise."""
+"""Guarantees of the drawn world and its scorer."""
 
 import itertools
 from dataclasses import asdict, replace
@@ -23,7 +23,7 @@ from verl_digen.reward.shapes.scorer import WEIGHTS, compute_score
 
 SCENES = all_scenes()
 ONE_WRONG_LOSES = {"shape": 0.2, "colour": 0.2, "position": 0.1, "count": 0.1, "background": 0.1}
-"""Attribute -> the least that a clean drawing loses by having just that one wrong."""
+"""Attribute -> minimum loss of a clean drawing with only that attribute wrong."""
 
 
 def score(picture, scene):

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 MAX_RETRIES = 2
 LARGE = b"x" * 200_000
-"""An argument that Ray puts into its object store, as it does verl's config."""
+"""Argument large enough that Ray puts it into its object store, like verl's config."""
 ACTORS: list[RestartingActor] = []
 
 
@@ -36,7 +36,7 @@ def start(folder: Path, count: int, answer_s: float = 60.0, starts_s: float = 0.
 
 
 def score(workers: RewardWorkers, *samples: tuple[int, int], by: signal.Signals = signal.SIGKILL) -> list[object]:
-    """Scores of samples (name, how many signals `by` their worker gets on it first)."""
+    """Scores of samples (name, number of signals `by` that the worker gets on it first)."""
 
     async def run() -> list[object]:
         scores = [workers.score((*sample, by)) for sample in samples]

@@ -45,7 +45,7 @@ class Recorder:
 
 
 class FailsFirst:
-    """Executes batches at once, but the first one ends with `error`."""
+    """Executes batches at once; the first one fails with `error`."""
 
     def __init__(self, error: BaseException):
         self.errors = [error]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HTTP API of a replica, as its clients see it; what draws is a fake."""
+"""The HTTP API of a replica, as its clients see it, over a fake replica."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SERVED = {("GET", "/health"), ("GET", "/v1/models"), ("POST", PATH)}
 
 
 class Replica:
-    """Draws black pictures of the size that is asked for, and remembers the requests."""
+    """Draws black pictures of the requested size and records the requests."""
 
     def __init__(self):
         self.requests = []

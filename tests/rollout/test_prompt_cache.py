@@ -3,7 +3,7 @@ from verl_digen.rollout.prompt_cache import PromptCache
 
 
 class Encode:
-    """Refuses prompts that hold "long"; notes what it was asked."""
+    """Encoder that refuses prompts containing "long" and records its calls."""
 
     def __init__(self):
         self.asked = []

@@ -21,7 +21,7 @@ GUIDED = Sampling(Geometry(64, 64), num_steps=4, true_cfg_scale=3.0, law="flow",
 
 @pytest.fixture(autouse=True)
 def keep_the_devices_of_this_process(monkeypatch):
-    """Undo what a server does to its process, which is this one."""
+    """Undo the server's changes to its process, which is this one."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
 
 
@@ -159,7 +159,7 @@ def test_a_probe_follows_the_weights_and_two_replicas_agree_on_it(tiny_qwen_imag
 def test_a_network_that_does_not_use_what_it_is_sent_is_found_out(tiny_qwen_image):
     server = make_server(tiny_qwen_image)
     start = {name: tensor.clone() for name, tensor in server._weights.module.state_dict().items()}
-    # computes with weights that no update reaches
+    # forward uses weights that no update reaches
     server._weights.module.forward = make_server(tiny_qwen_image)._weights.module.forward
     publish(server, start, 0)
     probes = publish(server, {name: 1.1 * tensor for name, tensor in start.items()}, 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which settings and versions of vLLM-Omni are taken, asked where it need not be installed."""
+"""Accepted settings and versions of vLLM-Omni; runs without it installed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows over ranks."""
+"""Partition of rows over ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from verl_digen.schedulers.deal import Row, deal_rows, rows_of, stand_ins
 
 
 def assert_invariants(rows: list[Row], dealt: list[list[Row]], whole_samples: bool) -> None:
-    """What the module promises, checked the slow way."""
+    """Check the module's invariants, the slow way."""
     assert Counter(row for hand in dealt for row in hand) == Counter(rows)
     for expert in {row.expert for row in rows}:
         own = [[row for row in hand if row.expert == expert] for hand in dealt]
@@ -30,7 +30,7 @@ def assert_invariants(rows: list[Row], dealt: list[list[Row]], whole_samples: bo
 
 def random_rows(rng: random.Random) -> list[Row]:
     rows = rows_of([rng.choice([0, 1, 2, 5, 9]) for _ in range(rng.randint(1, 12))]) or [Row(0, 0)]
-    boundary = rng.choice([0, 3, 99])  # as where a model changes its network along the schedule
+    boundary = rng.choice([0, 3, 99])  # like a model that switches experts along the schedule
     return [row._replace(expert=int(row.step >= boundary)) for row in rows]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predictions that were wrong make the trainer careful; exact ones change nothing."""
+"""Wrong predictions make the trainer careful; exact ones change nothing."""
 
 from dataclasses import dataclass, replace
 
@@ -16,7 +16,7 @@ WAIT = Verdict("wait", makespan_s=10.0, waiting_s=10.0, wait_until_s=2.0, depth=
 
 
 def foresight_of(*ends_s: float) -> Foresight:
-    """After batches that were said to end in 10 s."""
+    """A tracker after batches that were predicted to end in 10 s and ended after `ends_s`."""
     foresight = Foresight()
     for end_s in ends_s:
         foresight.on_verdict(WAIT, 100.0)
@@ -58,7 +58,7 @@ def test_what_is_predicted_is_what_is_followed():
 
 @dataclass(frozen=True)
 class Misjudged(KnownDurations):
-    """The planner takes slots to be slower than they are, so assists look better than they are."""
+    """Durations that overstate the slots' seconds per sample by `factor`, so that assists look better than they are."""
 
     factor: float = 1.0
 
@@ -75,7 +75,7 @@ def run(assist, *, factor, assist_s, num_batches=20):
 
 
 def test_a_misjudged_slot_costs_a_trainer_bound_run_little():
-    """One slot, whose speed is overrated by the trainer's own: assists cost more than they bring."""
+    """One slot, faster than believed: assists cost more time than they save."""
     without, trusting = run("off", factor=1.3, assist_s=1.0), run("bts", factor=1.3, assist_s=1.0)
     assert trusting.reports[0].num_assists > 0, "the first batch believes"
     assert all(report.num_assists == 0 for report in trusting.reports[2:]), "later ones know better"

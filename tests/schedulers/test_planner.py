@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The planner in a world that orders events as it likes: slots of any speed that fail, die and join."""
+"""The planner under random event orders: slots of any speed that fail, die and join."""
 
 import random
 from collections import Counter
@@ -18,7 +18,7 @@ NUM_WORLDS = 400
 
 @dataclass
 class World:
-    """Executes a planner's decisions in random time, and writes down what it saw."""
+    """Execute a planner's decisions with random durations, and record the events."""
 
     rules: BatchRules
     seed: int
@@ -30,11 +30,11 @@ class World:
     zero_spread_rate: float = 0.0
     wrong_version_rate: float = 0.0
     issued: list[tuple[str, Chunk]] = field(default_factory=list)
-    """(who, chunk), in the order of issue."""
+    """(generator, chunk), in the order of issue."""
     trained: list[Fragment] = field(default_factory=list)
     reports: dict[int, object] = field(default_factory=dict)
     drawn: Counter = field(default_factory=Counter)
-    """Batch -> prompts."""
+    """Batch -> number of prompts drawn."""
     waits: Counter = field(default_factory=Counter)
 
     def run(self) -> "World":
@@ -104,7 +104,7 @@ class World:
             self.reports[decision.report.batch] = decision.report
             self._later(0.2, self._committed, decision.report.batch)
 
-    # -- what executes --------------------------------------------------------------------------------------
+    # -- executing decisions --------------------------------------------------------------------------------
     def _generate(self, who: str, chunk: Chunk, mean_s: float) -> None:
         self.issued.append((who, chunk))
         if who != "trainer" and self.rng.random() < self.loss_rate:
@@ -143,7 +143,7 @@ class World:
             return
         self.planner.on_slot_lost(slot)
         self._later(2.0, self._join, f"{slot}'")
-        for index in chunk.samples:  # what was believed lost may still come
+        for index in chunk.samples:  # samples believed lost may still arrive
             if self.rng.random() < 0.3:
                 self._later(1.0, self._late, chunk, index)
         self._later(1.0, self._generated, chunk.id)
@@ -167,7 +167,7 @@ class World:
         self.planner.on_committed(batch)
         self._later(0.1, self.planner.on_published, batch + 1)
 
-    # -- what must hold -------------------------------------------------------------------------------------
+    # -- invariants -----------------------------------------------------------------------------------------
     def _check_order(self, slot: str, chunk: Chunk) -> None:
         """GAP: no older group that this version may take has samples left."""
         group = self.planner._groups[chunk.uid]
@@ -180,7 +180,7 @@ class World:
 
 
 def assert_invariants(world: World) -> None:
-    """What holds at the end of every run, from what the world saw."""
+    """Check the invariants at the end of a run, from the recorded events."""
     rules, planner = world.rules, world.planner
     # every batch is committed once, and its counts add up
     assert sorted(world.reports) == list(range(world.num_batches))
@@ -206,7 +206,7 @@ def assert_invariants(world: World) -> None:
             assert len(fragment.uids) <= (rules.max_groups_per_fragment if rules.is_pipelined else rules.num_prompts)
         if not rules.is_pipelined:
             assert len(fragments) <= 1
-    # a group is trained whole, under one version, and no sample of it was issued more often than it was given up
+    # a group is trained whole, under one version; a sample is reissued only as often as it was given back
     by_group: dict[str, list[Chunk]] = {}
     for _, chunk in world.issued:
         by_group.setdefault(chunk.uid, []).append(chunk)
@@ -606,10 +606,10 @@ def test_a_bad_rule_is_told_by_its_key(wrong, message):
 @pytest.mark.parametrize(
     ("group_size", "num_ranks", "num_slots", "size"),
     [
-        (24, 24, 8, 24),  # a slot's chunk is 3: no rank of the trainer is left without a sample
+        (24, 24, 8, 24),  # a slot's chunk is 3: every rank of the trainer gets a sample
         (12, 24, 8, 12),
         (16, 4, 8, 4),
-        (12, 1, 2, 6),  # one rank takes what one slot takes
+        (12, 1, 2, 6),  # one rank takes as many samples as one slot
         (12, 5, 2, 5),  # a slot's chunk of 6 would leave four ranks idle in the second round
         (64, 2, 4, 8),
     ],

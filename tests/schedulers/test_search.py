@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The search against an exhaustive one, written independently, event by event."""
+"""The search against an independent exhaustive search, event by event."""
 
 import random
 import statistics
@@ -15,9 +15,9 @@ SAME_S = 1e-6
 
 
 def shortest_makespan(workload: Workload, costs: Costs) -> float:
-    """Least makespan over all choices of a trainer that trains a ready fragment first.
+    """Minimum makespan over all choices of a trainer that trains a ready fragment first.
 
-    At every event at which it is free and nothing is ready, it may wait for the next event or generate the next chunk.
+    At every event, if it is free and nothing is ready, it may wait for the next event or generate the next chunk.
     """
     known: dict[tuple, float] = {}
     generate_s, assist_s, score_s, train_s = costs.generate_s, costs.assist_s, costs.score_s, costs.train_s
@@ -56,7 +56,7 @@ def shortest_makespan(workload: Workload, costs: Costs) -> float:
 
 def instances(seed: int, count: int):
     """Small instances: assisting from 20 times faster to 5 times slower than generating, scoring and training from
-    next to nothing to several chunks long; half of them with durations that never coincide."""
+    almost zero to several chunks long; half of them with durations that never coincide."""
     rng = random.Random(seed)
     for _ in range(count):
         workload = Workload(num_fragments=rng.randint(1, 10), num_slots=rng.randint(1, 4))
@@ -70,7 +70,7 @@ def instances(seed: int, count: int):
 
 @pytest.fixture(scope="module")
 def outcomes():
-    """(workload, costs, shortest, with TAG, without) per instance."""
+    """(workload, costs, shortest makespan, makespan with TAG, without TAG) per instance."""
     return [
         (
             workload,
@@ -98,7 +98,7 @@ def test_assisting_is_never_worse_than_not_and_often_better(outcomes):
 
 
 def test_waiting_is_chosen_where_an_assist_would_delay_ready_fragments():
-    # training is the bottleneck: the trainer has work as soon as the first fragment is there, at 1.1
+    # training is the bottleneck: the trainer has work from the first ready fragment on, at 1.1
     costs = Costs(generate_s=1.0, assist_s=1.2, score_s=0.1, train_s=0.9, commit_s=0.0)
     workload = Workload(num_fragments=8, num_slots=2)
     events = simulate(workload, costs, {"gap", "tag"}).events
@@ -173,7 +173,7 @@ def test_a_verdict_never_promises_more_than_waiting_costs():
 
 
 def random_bubble(rng: random.Random) -> Bubble:
-    """Groups of several samples, of which some are begun, on slots of different speed."""
+    """A bubble with groups of several samples, some of them begun, on slots of different speed."""
     num_slots, num_groups, group_size = rng.randint(1, 4), rng.randint(2, 8), rng.choice([1, 2, 3, 4, 6])
     num_left = [rng.randint(0, group_size), *[group_size] * (num_groups - 1)]
     return Bubble(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`simulate`: small cases by hand, and what must hold of every one."""
+"""`simulate`: small cases by hand, and invariants of every run."""
 
 import ast
 import random
@@ -28,7 +28,7 @@ EIGHT = Workload(num_fragments=8, num_slots=2)
         ({"gap", "tag"}, 2 * 1.2 + 8 * 0.2 + 0.3),
         # the trainer generates two chunks, so three waves do
         ({"tag"}, 3.1 + 8 * 0.2 + 0.3),
-        # one step has no next one to begin early
+        # a single step has no next step to begin early
         ({"gap", "tag", "tcss"}, 2 * 1.2 + 8 * 0.2 + 0.3),
     ],
 )
@@ -78,7 +78,7 @@ def assert_invariants(workload: Workload, costs: Costs, techniques: set[str]) ->
         assert count["generate", group] + count["assist", group] == 1, "each chunk is generated once"
         assert count["score", group] == count["train", group] == 1
     assert sum(event.what == "commit" for event in result.events) == workload.num_steps
-    # nobody does two things at once, and all idle time is counted
+    # no pool does two things at once, and all idle time is counted
     busy_s = Counter()
     for who in {event.who for event in result.events} - {"scorer"}:
         spans = [(event.start_s, event.end_s) for event in result.events if event.who == who]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of a rank -> tiles."""
+"""Packing of a rank's rows into tiles."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def rows_by_sample(rows) -> Counter[int]:
 
 
 def least_tiles(rows, shape: TileShape) -> int:
-    """No packing can do with fewer: a tile has room for so much, and holds so many rows of a sample at most."""
+    """Minimum number of tiles of any packing, given a tile's limits on rows or on samples and rows per sample."""
     if isinstance(shape, Budget):
         return -(-len(rows) // shape.rows)
     strips = [-(-count // shape.steps) for count in rows_by_sample(rows).values()]
@@ -26,7 +26,7 @@ def least_tiles(rows, shape: TileShape) -> int:
 
 
 def size(tile: Tile, shape: TileShape) -> int:
-    """What is spread evenly over a rank's tiles: strips, or rows."""
+    """Size of a tile in the unit that is spread evenly over a rank's tiles: strips, or rows."""
     return len(tile.rows) if isinstance(shape, Budget) else len(rows_by_sample(tile.rows))
 
 
@@ -42,13 +42,13 @@ def assert_fits(tile: Tile, shape: TileShape) -> None:
 
 
 def assert_invariants(dealt: list[list[Row]], plans: list[list[Tile]], shape: TileShape) -> None:
-    """What the module promises, checked the slow way."""
+    """Check the module's invariants, the slow way."""
     for hand, tiles in zip(dealt, plans, strict=True):
         real = [row for tile in tiles if not tile.is_filler for row in tile.rows]
         assert Counter(real) == Counter(hand)
         for tile in tiles:
             assert_fits(tile, shape)
-    assert len({tuple(tile.rows[0].expert for tile in tiles) for tiles in plans}) == 1  # all ranks, place by place
+    assert len({tuple(tile.rows[0].expert for tile in tiles) for tiles in plans}) == 1  # equal on all ranks
     for expert in sorted({row.expert for hand in dealt for row in hand}):
         least = [least_tiles([row for row in hand if row.expert == expert], shape) for hand in dealt]
         for own, tiles in zip(least, plans, strict=True):
@@ -119,7 +119,7 @@ def test_a_budget_takes_rows_as_they_come_in_even_parts():
         (2, None, Grid(2, 4)),
         (None, 3, Grid(2, 3)),
         (20, None, Grid(20, 1)),
-        (3, 5, Grid(3, 5)),  # whatever memory is thought to hold
+        (3, 5, Grid(3, 5)),  # independent of the memory limit
     ],
 )
 def test_what_the_user_leaves_open_is_filled_up(samples: int | None, steps: int | None, expected: TileShape):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bound by hand, and that no simulated schedule beats it."""
+"""The bound by hand, and against simulated schedules, none of which beats it."""
 
 import random
 from dataclasses import replace
@@ -33,7 +33,7 @@ NUMBERS = Numbers(
 
 
 def test_by_hand():
-    """10 samples of 2 s on 2 slots; 30 rows of 0.2 s on one rank, which makes a sample in 2 s as well."""
+    """10 samples of 2 s on 2 slots; 30 rows of 0.2 s on one rank, which also generates a sample in 2 s."""
     profile, one, two = Profile("p", "m", "s", "H800", NUMBERS, {}), Pool(1, "H800"), Pool(2, "H800")
     assert lower_bound_s(profile, one, two, ("gap", "tsp")) == pytest.approx(10.0)
     assert lower_bound_s(profile, one, two, EVERYTHING) == pytest.approx((10 + 6 / 2) / (2 / 2 + 1 / 2))
@@ -42,7 +42,7 @@ def test_by_hand():
 
 
 def test_assists_count_with_the_samples_that_all_ranks_make_together():
-    """5 ranks make 5 samples in 2 s; training takes 6 rows of 0.2 s on each."""
+    """5 ranks generate 5 samples in 2 s; training takes 6 rows of 0.2 s on each."""
     profile = Profile("p", "m", "s", "H800", NUMBERS, {})
     bound_s = lower_bound_s(profile, Pool(5, "H800"), Pool(1, "H800"), EVERYTHING)
     assert bound_s == pytest.approx((10 + 1.2 * 2.5) / (0.5 + 2.5))

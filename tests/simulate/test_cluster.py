@@ -52,20 +52,20 @@ def test_training_time_by_hand():
     assert train_s(NUMBERS, 1, 16, slowdown=1.0, has_tsp=False) == pytest.approx(9 * 0.5625)
     # TSP: 72 rows on 16 ranks, 5 rows at most, in even tiles of 3 and 2
     assert train_s(NUMBERS, 1, 16, slowdown=1.0, has_tsp=True) == pytest.approx(5 * 0.4)
-    # a row alone is waited for by the next tile's weights
+    # a tile of one row is shorter than gathering the next tile's weights
     assert train_s(replace(NUMBERS, num_trained_steps=2), 1, 16, slowdown=1.0, has_tsp=True) == pytest.approx(0.5625)
     # one rank gathers nothing
     assert train_s(NUMBERS, 1, 1, slowdown=1.0, has_tsp=False) == pytest.approx(72 * 0.4)
     assert train_s(NUMBERS, 1, 1, slowdown=1.0, has_tsp=True) == pytest.approx(72 * 0.4)
-    # a device half as fast computes twice as long, and gathers as fast
+    # a device with half the speed computes twice as long, and gathers at the same speed
     assert train_s(NUMBERS, 1, 16, slowdown=2.0, has_tsp=True) == pytest.approx(5 * 0.8)
 
 
 def test_generation_time_by_hand():
     assert sample_s(NUMBERS, 1.0) == pytest.approx(10 * 0.1 + 0.5)
-    # sharded weights arrive slower than they are used: 0.3 * 3 / 4 > 0.1
+    # gathering sharded weights takes longer than computing: 0.3 * 3 / 4 > 0.1
     assert assist_s(NUMBERS, 3, 4, 1.0) == assist_s(NUMBERS, 4, 4, 1.0) == pytest.approx(10 * 0.225 + 0.5)
-    # a rank's three samples are denoised together, which takes longer than to gather
+    # a rank's three samples are denoised together, which takes longer than gathering
     assert assist_s(NUMBERS, 12, 4, 1.0) == pytest.approx(10 * 0.3 + 3 * 0.5)
     assert assist_s(NUMBERS, 1, 1, 1.0) == sample_s(NUMBERS, 1.0)
 
@@ -91,7 +91,7 @@ def test_steps_are_counted_between_commits_with_as_much_generated_ahead(ahead, w
 
 
 def test_a_window_that_used_up_more_than_it_generated_is_charged_for_it():
-    """Stale generation by slots that fall behind: the samples begun early are fewer at every commit."""
+    """Slots that fall behind with stale generation: fewer samples are begun early at every commit."""
     profile, split = load_profile("wan2.1-14b"), h800(40, 3)
     short = run_split(profile, split, ("gap", "tsp", "tcss"), num_steps=4)
     assert short.bound_s is not None and short.step_s >= short.bound_s * (1 - 1e-9)
@@ -118,7 +118,7 @@ def test_two_pools_of_one_type_are_compared_with_all_devices_together_and_two_ty
 @pytest.mark.parametrize("name", profile_names())
 @pytest.mark.parametrize("num_trainer", [24, 28])
 def test_the_default_chunk_of_an_assist_is_as_good_as_the_best_there_is(name, num_trainer):
-    """On splits of 32 devices, in most of which the trainer has time to assist."""
+    """Splits of 32 devices; in most of them the trainer has time to assist."""
     profile, split = load_profile(name), h800(num_trainer, 32 - num_trainer)
     rules = simulated_rules(profile, split, STRICT)
 

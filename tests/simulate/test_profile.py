@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Profiles: what is shipped agrees with its own formulas, and what is wrong is told."""
+"""Profiles: shipped ones agree with their own formulas, and invalid ones are reported."""
 
 import json
 from math import ceil, floor

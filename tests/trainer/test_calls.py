@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls under way, in virtual time."""
+"""Calls in flight, in virtual time."""
 
 import asyncio
 import logging

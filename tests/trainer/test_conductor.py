@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The conductor against pools made of events: no Ray, no clock but a counter."""
+"""The conductor with fake pools driven by events: no Ray, and a counter in place of the clock."""
 
 import asyncio
 import itertools
@@ -343,7 +343,7 @@ def test_a_batch_without_a_single_group_stops_the_run_and_says_why():
 
 
 class AlwaysFails(set):
-    """Contains everything and stays as it is."""
+    """A set that contains everything and never changes."""
 
     def __contains__(self, item):
         return True
@@ -562,7 +562,7 @@ class Hanging(Pools):
 
 
 def run_hanging(pools, num_batches=2, **rules):
-    """Batches until the end or an error -> (outcomes or the error, virtual seconds, the conductor)."""
+    """Run batches until the end or an error -> (outcomes or the error, virtual seconds, the conductor)."""
 
     async def batches():
         loop = asyncio.get_running_loop()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signs of life of processes that die or hang, and a wait that polls, in virtual time."""
+"""Heartbeats of processes that die or hang, and a polling wait, in virtual time."""
 
 import asyncio
 import threading
@@ -22,8 +22,8 @@ CONFIG = DeadlinesConfig(answer_s=10.0, blip_s=4.0, no_progress_s=100.0, report_
 
 
 class Process:
-    """Answers signs of life until `fails_s`; from then on raises `error`, or hangs where that is None. With
-    `is_starting` it does not answer because it is being started again."""
+    """Answers heartbeats until `fails_s`; from then on raises `error`, or hangs if that is None. With `is_starting` it
+    does not answer because it is being restarted."""
 
     def __init__(self, fails_s, error=None, is_starting=False):
         self.fails_s, self.error, self.is_starting, self.is_killed = fails_s, error, is_starting, False
@@ -44,7 +44,7 @@ def no_ray(monkeypatch):
 
 
 def watch(process, work_s):
-    """Work of `work_s` beside the process -> (when it ended, what raised, calls of TransferQueue cancelled)."""
+    """Do work of `work_s` while a process is watched -> (when it ended, what raised, cancelled TransferQueue calls)."""
 
     async def run():
         cancelled = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas that die, as real Ray actors, under a stand-in for verl's managers."""
+"""Replicas that die, as real Ray actors, under fakes of verl's managers."""
 
 import asyncio
 import os
@@ -26,7 +26,7 @@ SHORT_DEADLINES = DeadlinesConfig(answer_s=3.0, blip_s=0.5)
 
 
 class Managers:
-    """What `update_living_replicas` uses of verl's checkpoint manager and server manager."""
+    """The parts of verl's checkpoint manager and server manager that `update_living_replicas` uses."""
 
     def __init__(self, balancer, processes, mode=RolloutMode.STANDALONE):
         self.replicas = [
@@ -47,7 +47,7 @@ class Managers:
         self.replicas = [replica for replica in self.replicas if replica not in lost]
 
     def update(self, version, kill=None):
-        """Send weights to all replicas' workers; `kill` dies while they travel."""
+        """Send weights to all replicas' workers; `kill` dies during the transfer."""
         self.updates.append([replica.server_address for replica in self.replicas])
         if kill is not None and len(self.updates) == 1:
             kill.die.remote()
@@ -66,14 +66,14 @@ class Processes:
         self.living = []
 
     def managers(self, count, **options):
-        """Of so many replicas, at version 0, none of which is lost."""
+        """Managers of `count` replicas at version 0, none of which is lost."""
         ours, self.living = self.living[: 2 * count], self.living[2 * count :]
         ours += [ray.remote(Process).options(num_cpus=0).remote() for _ in range(2 * count - len(ours))]
         ray.get([self.balancer.forget.remote(), *(process.take.remote(0) for process in ours)])
         return Managers(self.balancer, ours, **options)
 
     def take_back(self, managers):
-        """The living ones of the replicas that are left; others may be about to die."""
+        """Take back the living processes of the remaining replicas; others may be about to die."""
         for process in [process for replica in managers.replicas for process in processes(replica)]:
             with suppress(RayActorError):
                 ray.get(process.version_now.remote(), timeout=20)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Restarts of replicas that are made of events, in virtual time."""
+"""Restarts of fake replicas driven by events, in virtual time."""
 
 import asyncio
 import random

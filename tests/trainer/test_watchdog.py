@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The watchdog beside a call that blocks until what it waits for is ended, in virtual time."""
+"""The watchdog of a call that blocks until the process it waits for is killed, in virtual time."""
 
 import asyncio
 
@@ -15,8 +15,8 @@ BOUND = Bound(20.0, "digen.deadlines.publish_s")
 
 
 class Run:
-    """A call that ends well after `takes_s`, or badly when everything is ended; replicas of which `num_silent` hang,
-    each noticed after the one before."""
+    """A call that succeeds after `takes_s`, or fails when everything is killed. `num_silent` replicas hang, each
+    noticed after the previous one."""
 
     def __init__(self, takes_s, num_silent=0):
         self.takes_s, self.num_silent = takes_s, num_silent
@@ -52,7 +52,7 @@ def run_call(**given):
             await made.call()
         finally:
             now_s = asyncio.get_running_loop().time()
-        await asyncio.sleep(1000.0)  # a guard that was left would end something now
+        await asyncio.sleep(1000.0)  # a leftover guard would kill something now
         return made, now_s
 
     return run_in_virtual_time(run())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a `diffusers` replica makes of requests, and whether a `vllm_omni` one makes the same."""
+"""Samples of a `diffusers` replica, and their comparison with a `vllm_omni` replica's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOLERANCE = 1e-5
 
 
 def by_diffusers(path: Path, requests: Sequence[SampleRequest]) -> list[Generation]:
-    """One after the other, with the weights of the checkpoint in fp32."""
+    """Samples generated one after the other, with the checkpoint's weights in fp32."""
     server = DiffusersServer(
         SimpleNamespace(dtype="float32"),
         SimpleNamespace(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replicas of vLLM-Omni in Ray, as verl starts them, without a trainer: their servers and weight senders are real.
 
-Nothing here is collected where the extra `vllm-omni` is not installed; `make test-vllm-omni` installs it.
+These tests are not collected unless the extra `vllm-omni` is installed; `make test-vllm-omni` installs it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ GUIDED = Sampling(Geometry(64, 64), num_steps=6, true_cfg_scale=3.0, law="flow",
 
 
 def request(number: int, sampling: Sampling = SAMPLING) -> SampleRequest:
-    """Requests with different prompts, windows and laws."""
+    """Request `number`; different numbers give different prompts, windows and laws."""
     windows = (Window((0, 1, 2, 3, 4), (0, 1, 2, 3, 4)), Window((1, 2), (1, 2)), Window((0, 2, 3), (2,)))
     group = number // 3
     return SampleRequest(
@@ -61,7 +61,7 @@ class Replica:
     _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2))
 
     def generate(self, requests: Sequence[SampleRequest]) -> list[Generation]:
-        """All at once; answers in the order of the requests."""
+        """Generate all samples concurrently; answers in the order of the requests."""
         import ray
 
         return ray.get([self.submit(asked) for asked in requests])
@@ -70,11 +70,11 @@ class Replica:
         return self.server.generate.remote(f"{asked.uid}_{asked.sample_index}", [], {"request": asked})
 
     def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Future[None]:
-        """Starts a weight update; verl's sender blocks its thread."""
+        """Start a weight update in a thread, because verl's sender blocks."""
         return self._threads.submit(lambda: asyncio.run(self._update(list(weights), version)))
 
     async def _update(self, weights: list[tuple[str, Tensor]], version: int) -> None:
-        """As on separate pools: sealed while the replica generates, then taken between two trajectories."""
+        """Update like separate pools: sealed while the replica generates, then loaded between two trajectories."""
         await self.sender.update_weights(iter(weights), global_steps=version)
         await self.server.activate_weights.remote()
 
@@ -107,7 +107,7 @@ def compose_actor_rollout(path: Path, *overrides: str) -> Any:
 
 
 def start_server(composed: Any, rank: int, *, num_devices: int = 1, **env: str) -> Any:
-    """The server of a hybrid replica, as the colocated trainer has it; `env` is added to its environment."""
+    """Start the server of a hybrid replica, as the colocated trainer does; `env` is added to its environment."""
     import ray
     from verl.workers.rollout.replica import RolloutMode
 
@@ -133,7 +133,7 @@ def start_server(composed: Any, rank: int, *, num_devices: int = 1, **env: str) 
 
 
 def start_replica(path: Path, rank: int, *overrides: str, **env: str) -> Replica:
-    """A server on one device, and who sends it weights."""
+    """Start a server on one device, with its weight sender."""
     from verl_digen.rollout.vllm_omni.adapter import vLLMOmniServerAdapter
 
     composed = compose_actor_rollout(path, *overrides)
@@ -166,7 +166,7 @@ def exposed_sockets(actor: Any) -> list[str]:
 
 
 def exposed_sockets_of_ray() -> list[str]:
-    """Ports that Ray opens in each of its processes."""
+    """Addresses beyond loopback that Ray itself opens in each of its processes, sorted."""
     import ray
 
     @ray.remote(num_cpus=0)
@@ -181,7 +181,7 @@ def exposed_sockets_of_ray() -> list[str]:
 
 @pytest.fixture(scope="module")
 def one_worker() -> Iterator[None]:
-    """Parallel state of one process, which vLLM's layers ask for, over the store of `loopback_store`."""
+    """vLLM's parallel state for one process, which its layers need, over the store of `loopback_store`."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm_omni.diffusion.distributed import parallel_state
 
@@ -216,7 +216,7 @@ def ray_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def full_replica(ray_here: None, tiny_qwen_image: Path) -> Replica:
-    """Updates carry full weights, in buckets of 1 MB; it has an HTTP API."""
+    """Replica whose updates carry full weights, in buckets of 1 MB; it has an HTTP API."""
     return start_replica(
         tiny_qwen_image,
         0,
@@ -230,12 +230,12 @@ def full_replica(ray_here: None, tiny_qwen_image: Path) -> Replica:
 
 @pytest.fixture(scope="session")
 def lora_replica(ray_here: None, tiny_qwen_image: Path) -> Replica:
-    """Updates carry a LoRA adapter."""
+    """Replica whose updates carry a LoRA adapter."""
     return start_replica(tiny_qwen_image, 1, "actor_rollout_ref.model.lora_rank=4")
 
 
 def full_weights(path: Path, version: int) -> dict[str, Tensor]:
-    """The checkpoint's, scaled a little more in every version."""
+    """The checkpoint's weights, scaled a little more in every version."""
     from verl_digen.models import load_model
 
     state = load_model(path).load_transformer(torch.float32).state_dict()
@@ -261,7 +261,7 @@ def adapter_weights(replica: Replica, version: int) -> tuple[nn.Module, dict[str
 def by_sampler(
     path: Path, network: nn.Module, asked: SampleRequest, version: int, *, run_seed: int = RUN_SEED
 ) -> Trajectory:
-    """The sample as our own sampler makes it, with the weights of `network`."""
+    """The trajectory from our own sampler, with the weights of `network`."""
     from verl_digen.models import load_model
     from verl_digen.sampling.sampler import Sampler
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What probes of a `vllm_omni` replica must tell, on its engine, and how to break the replica so that they tell it."""
+"""Checks of a `vllm_omni` replica's probes on its engine, and faults that the probes must detect."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from verl_digen.types import SampleRequest
 from verl_digen.weights.probe import Probe, check_probes
 
 TOLERANCE = 1e-3
-"""Of a fingerprint, relative to that of our own sampler: fp32, a step of a sixth of x."""
+"""Relative tolerance between the fingerprints of the replica and of our own sampler: fp32, a step of a sixth of x."""
 WeightsOf = Callable[[Replica, int], tuple[nn.Module, dict[str, Tensor]]]
-"""(replica, number of the weights) -> a network with them, what an update holds."""
+"""(replica, number of the weights) -> a network with these weights, the update's tensors."""
 
 
 def load_weights(replica: Replica, number: int) -> tuple[nn.Module, dict[str, Tensor]]:
-    """`WeightsOf` of a replica whose updates carry full weights."""
+    """`WeightsOf` for a replica whose updates carry full weights."""
     weights = full_weights(replica.path, number)
     network = load_model(replica.path).load_transformer(torch.float32)
     network.load_state_dict(weights)
@@ -35,9 +35,9 @@ def load_weights(replica: Replica, number: int) -> tuple[nn.Module, dict[str, Te
 def assert_probes_tell_what_is_used(
     replica: Replica, weights_of: WeightsOf, spoil: Callable[[Any], None], requests: Sequence[SampleRequest]
 ) -> None:
-    """Check that a probe is of what the trainer's network computes, that equal weights give bitwise equal probes while
-    `requests` are served, that the prompt cache does not count it, and that probes unmask a replica that `spoil` has
-    keep its old weights."""
+    """Check that a probe matches the trainer's network, that equal weights give bitwise equal probes while `requests`
+    are served, that the prompt cache does not count probes, and that probes detect a replica that keeps its old weights
+    because of `spoil`."""
 
     def probe(number: int, version: int) -> tuple[Probe, Probe]:
         replica.update(weights_of(replica, number)[1].items(), version).result()
@@ -77,7 +77,7 @@ def prompts_counted(replica: Replica) -> list[int]:
 
 @contextmanager
 def broken(replica: Replica, spoil: Callable[[Any], None]) -> Iterator[None]:
-    """Have `spoil` change the worker's class in the server's process, for a while."""
+    """Apply `spoil` to the worker's class in the server's process, inside the context."""
 
     def begin(server: Any) -> None:
         from verl_digen.rollout.vllm_omni.worker import WeightReceiverExtension
@@ -97,7 +97,7 @@ def broken(replica: Replica, spoil: Callable[[Any], None]) -> Iterator[None]:
 
 
 def keep_old_weights(worker: Any) -> None:
-    """Load full weights, pass every check of the load, and compute with the old ones."""
+    """Make the worker load full weights, pass every check of the load, and compute with the old ones."""
     load = worker.commit_weights
 
     def commit_weights(self: Any) -> Any:
@@ -111,7 +111,7 @@ def keep_old_weights(worker: Any) -> None:
 
 
 def register_empty_adapters(worker: Any) -> None:
-    """Bind every module of an adapter, to zeros."""
+    """Make the worker bind every module of an adapter, with zeros as weights."""
     to_vllm = worker._to_vllm
 
     def empty(self: Any, staged: dict[str, Tensor], *args: Any) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM-Omni is asked for, and what is refused before its engine starts."""
+"""Arguments of vLLM-Omni's engine, and configs that are refused before it starts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Behaviour of vLLM and vLLM-Omni that this project builds on and that they do not document. No engine is started.
+"""Undocumented behaviour of vLLM and vLLM-Omni that this project relies on. No engine is started.
 
-The first tests to fail with another version; each names the place that would break.
+These tests fail first with another version; each names the code that would break.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from verl_digen.rollout.vllm_omni.worker import WeightReceiverExtension
 def engine_request(
     number: int = 0, *, published: Published | None = None, is_recorded: bool = True, is_probe: bool = False
 ) -> Any:
-    """A sample as vLLM-Omni's engine gets it."""
+    """A sample's request as vLLM-Omni's engine receives it."""
     asked = request(number)
     adapter = None if published is None else adapter_request(published)
     params = to_sampling_params(RecordingOrder(asked, RUN_SEED, torch.float32, is_probe), adapter)
@@ -114,7 +114,7 @@ def test_a_probe_starts_next_and_runs_alone_and_no_sample_is_lost(kind):
 
 
 class BareEngine(DiffusionEngine):
-    """An engine without a model: its queue of calls, and an executor that writes them down."""
+    """An engine without a model: its queue of calls, and an executor that records them."""
 
     def __init__(self, scheduler: Any):
         self.scheduler = scheduler
@@ -290,7 +290,7 @@ def test_one_request_of_a_batch_can_fail_alone():
 
 
 def test_a_failed_request_is_raised_out_of_generate():
-    """So a dead engine is found in `except`, not in an output's `error` (server.py)."""
+    """server.py relies on it: a dead engine raises, instead of setting an output's `error`."""
     omni: Any = SimpleNamespace(errored=False)
     failed: Any = SimpleNamespace(
         engine_outputs=SimpleNamespace(error="worker died", error_status_code=None, error_type=None)
@@ -360,7 +360,7 @@ def test_a_pipeline_encodes_prompts_denoises_and_says_how_it_runs(name):
     ],
 )
 def test_a_network_names_its_packed_layers_where_no_lora_manager_looks(pipeline, module, network):
-    """`_name_packed_layers` can go when this fails."""
+    """When this fails, remove `_name_packed_layers`."""
     import importlib
 
     found = getattr(importlib.import_module(f"vllm_omni.diffusion.models.{module}"), network)

@@ -61,7 +61,7 @@ def test_a_killed_replica_is_started_again_and_every_sample_trains_once(tmp_path
         run_dir,
         "trainer.total_training_steps=5",
         "trainer.n_gpus_per_node=2",
-        "digen.sampling.num_steps=40",  # long enough to be hit in the middle
+        "digen.sampling.num_steps=40",  # long enough to be killed in the middle
         recipe=RECIPE,
     )
     metrics = run_dir / "metrics.jsonl"

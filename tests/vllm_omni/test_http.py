@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HTTP API of a real replica, and which sockets replicas listen on. Its routes: tests/rollout/test_http_api.py."""
+"""The HTTP API of a real replica, and the sockets that replicas listen on. Routes: tests/rollout/test_http_api.py."""
 
 import base64
 import io
@@ -18,7 +18,7 @@ BODY = {"prompt": "a red circle", "size": "64x64", "num_inference_steps": 40}
 
 
 def call(replica, path, body=None, key=None):
-    """(status, JSON or the header Retry-After) of a request."""
+    """Send a request -> (status, JSON or the header Retry-After)."""
     host, port = ray.get(replica.server.http_address.remote())
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     data = None if body is None else json.dumps(body).encode()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A `vllm_omni` replica generates what a `diffusers` replica does."""
+"""Parity of `vllm_omni` and `diffusers` replicas: equal samples for equal requests."""
 
 import random
 from dataclasses import replace

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The limitations that shims work around are still there."""
+"""Checks that the limitations that shims work around still exist."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_the_installed_version_is_one_that_a_shim_was_made_for(shim, package):
 
 
 def test_an_activation_looks_up_an_operator_that_a_cpu_does_not_call():
-    """When this fails, patches/vllm_cpu_activations.py can go."""
+    """When this fails, remove patches/vllm_cpu_activations.py."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers import activation
 
@@ -41,7 +41,7 @@ def test_an_activation_looks_up_an_operator_that_a_cpu_does_not_call():
 
 
 def test_importing_wan_imports_torchvision(monkeypatch):
-    """When this fails, patches/vllm_omni_wan_import.py can go."""
+    """When this fails, remove patches/vllm_omni_wan_import.py."""
     package = vllm_omni_wan_import.PACKAGE
     for name in [name for name in sys.modules if name == package or name.startswith(f"{package}.")]:
         monkeypatch.delitem(sys.modules, name)
@@ -51,11 +51,11 @@ def test_importing_wan_imports_torchvision(monkeypatch):
 
 
 class Made(Exception):
-    """A network was to be made, with these sizes."""
+    """Raised in place of building a network, with its sizes."""
 
 
 def test_z_image_ignores_a_checkpoints_sizes(one_worker, tmp_path, monkeypatch):
-    """When this fails, patches/vllm_omni_z_image_sizes.py can go."""
+    """When this fails, remove patches/vllm_omni_z_image_sizes.py."""
     from vllm_omni.diffusion.data import OmniDiffusionConfig
     from vllm_omni.diffusion.models.z_image import pipeline_z_image
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The receiving end of a weight update, against verl's sender over a real socket; no engine."""
+"""The receiver of a weight update, against verl's sender over a real socket; no engine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def send(handle, weights, *, timeout_s=30.0):
 
 
 def interrupted():
-    """Two tensors, then what a trainer rank raises when another replica is lost."""
+    """Two tensors, then the error that a trainer rank raises when another replica is lost."""
     yield from list(WEIGHTS.items())[:2]
     raise ConnectionError("another replica was lost")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipelines that vLLM-Omni runs in one go: the same samples as of a `diffusers` replica, before and after updates."""
+"""Pipelines without step execution: the same samples as a `diffusers` replica's, before and after updates."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from verl_digen.types import Geometry, SampleRequest
 NUM_REQUESTS = 6
 VIDEO = Geometry(64, 64, 5)
 FIRST_RANK = 10
-"""Ranks that no other replica of these tests has."""
+"""First replica rank of this file; these ranks are unique in the tests."""
 
 
 @dataclass(frozen=True)
@@ -42,17 +42,17 @@ class Case:
     """One tiny checkpoint."""
 
     name: str
-    """In `verl_digen.models.tiny.BUILDERS`."""
+    """Key in `verl_digen.models.tiny.BUILDERS`."""
     geometry: Geometry = SAMPLING.geometry
     guidance_scale: float | None = None
     ending: str = ""
-    """Of the second group's prompt."""
+    """Text appended to the second group's prompt."""
 
     def __str__(self) -> str:
         return self.name
 
     def requests(self, *, is_guided: bool) -> list[SampleRequest]:
-        """Of two groups, with prompts of different lengths, and windows and laws that differ."""
+        """Requests of two groups, with prompts of different lengths, and different windows and laws."""
         sampling = replace(GUIDED if is_guided else SAMPLING, geometry=self.geometry)
         if is_guided:
             sampling = replace(sampling, guidance_scale=self.guidance_scale)

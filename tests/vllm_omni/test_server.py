@@ -25,23 +25,23 @@ PATH, STEPS, SIGMAS = (
     torch.arange(2),
     torch.tensor([1.0, 0.5, 0.25]),
 )
-"""Latents of two steps: the first moves x by (-2, 2), the second leaves it."""
+"""Latents of two steps: the first moves x by (-2, 2), the second does not move it."""
 CHECKSUMS = (0x5EED,)
 
 
 class Left(BaseException):
-    """In place of the end of the process."""
+    """Raised in place of exiting the process."""
 
 
 class Server(vLLMOmniHttpServer):
-    """Says when it would leave."""
+    """Server that raises `Left` instead of exiting."""
 
     def _leave(self, reason):
         raise Left(reason)
 
 
 class Engine:
-    """Answers every request with a record once it may; remembers what it was asked."""
+    """Fake engine: answers every request with a record once allowed; records its calls."""
 
     def __init__(self):
         self.adapters = []
@@ -205,7 +205,7 @@ def test_updates_are_probed_when_due_with_what_they_activated_and_the_last_two_a
         engine = Engine()
         server = make_server(engine, sends_adapter=sends_adapter, probe_every=5)
         config: Any = object() if sends_adapter else None
-        await server.abort_all_requests()  # verl closes the gate around an update, and a probe is no sample
+        await server.abort_all_requests()  # verl closes the gate around an update; a probe does not pass the gate
         for version in range(7):
             engine.version = version
             await server.commit_update(Manifest(version, 9, 0), config)
@@ -239,7 +239,7 @@ def test_weights_activated_twice_are_loaded_and_probed_once():
 
 @pytest.mark.parametrize("loaded", [3, 4])
 def test_what_the_workers_loaded_is_served_though_another_update_is_sealed_meanwhile(loaded):
-    """A pipeline that runs in one go seals beside a batch (`engine.ASIDE`), before or after they look."""
+    """A pipeline without step execution seals during a batch (`engine.ASIDE`), before or after the workers load."""
 
     class Late(Engine):
         async def collective_rpc(self, method, args=()):

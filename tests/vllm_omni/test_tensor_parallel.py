@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A replica of two devices, each with a part of every layer: on the CPU two processes and gloo."""
+"""A replica of two devices, each with a shard of every layer: on the CPU two processes and gloo."""
 
 import asyncio
 import os
@@ -25,14 +25,14 @@ from verl_digen.weights.probe import check_probes
 
 TOLERANCE = 1e-5
 REPLICA = 5
-"""A rank that no other replica of these tests has."""
+"""Replica rank that is unique in these tests."""
 MAX_FAILED = 20
-"""Samples that may fail before a dead worker is noticed."""
+"""Maximum number of samples that fail before a dead worker is noticed."""
 SIZE = "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
 
 
 class TrainerRank:
-    """Sends weights to the engine worker beside it, as each trainer rank of a replica does."""
+    """Sends weights to the engine worker of the same local rank, as each trainer rank of a replica does."""
 
     def __init__(self, rank, composed):
         from verl_digen.rollout.vllm_omni.adapter import vLLMOmniServerAdapter
@@ -83,7 +83,7 @@ def test_two_devices_generate_what_one_does_before_and_after_an_update(ray_here,
         workers[0].kill()
 
     ray.get(server.__ray_call__.remote(kill_a_worker))
-    with pytest.raises(RayActorError):  # the replica is lost, and not one that goes on failing every sample
+    with pytest.raises(RayActorError):  # the replica is lost, instead of failing every further sample
         for _ in range(MAX_FAILED):
             with suppress(RayTaskError):
                 ray.get(server.generate.remote("after", [], {"request": requests[0]}), timeout=120)

@@ -23,11 +23,11 @@ from verl_digen.sampling.requests import DETERMINISTIC
 
 NUM_TRAJECTORIES = 200
 NUM_CHECKED = 12
-"""Trajectories that are generated again with the weights they claim to be of."""
+"""Number of trajectories that are generated again with the weights of their recorded version."""
 
 
 def generate_while_updating(replica, weights_of, first_version):
-    """`NUM_TRAJECTORIES` requests, 8 at a time, and updates at random moments -> their trajectories, in order."""
+    """Send `NUM_TRAJECTORIES` requests, 8 at a time, with updates at random times -> their trajectories, in order."""
     rng = random.Random(1)
     asked = [request(number) for number in range(NUM_TRAJECTORIES)]
     waiting, pending, got = list(range(NUM_TRAJECTORIES)), {}, {}
@@ -51,7 +51,7 @@ def generate_while_updating(replica, weights_of, first_version):
 
 
 def assert_one_version_each(asked, trajectories):
-    """None is lost, none has two versions, and there were enough updates for that to mean something."""
+    """Assert that no trajectory is lost or has two versions, and that enough updates happened to test this."""
     assert [(found.uid, found.sample_index) for found in trajectories] == [
         (wanted.uid, wanted.sample_index) for wanted in asked
     ]
@@ -90,7 +90,7 @@ def test_each_trajectory_has_the_adapter_that_was_current_when_it_was_asked_for(
 
 
 def test_the_average_is_validated_where_it_is_sent_under_the_version_of_the_current_policy(lora_replica):
-    """As `digen.ema.validate` does: the average, then the current policy again, both of one version."""
+    """Send the EMA copy, then the current policy again, both with one version, like `digen.ema.validate`."""
     validation = replace(request(0), window=DETERMINISTIC, wants_condition=False)
     training = request(0)
     found = []
@@ -172,7 +172,7 @@ def test_a_wrong_adapter_names_the_tensor_and_the_old_one_still_serves(lora_repl
 
 
 def test_full_weights_for_a_replica_with_an_adapter_are_an_error_and_the_adapter_still_serves(lora_replica):
-    """Its wrapped layers would skip them, and nothing would say so."""
+    """Without the error, the wrapped layers would skip them silently."""
     _, good = adapter_weights(lora_replica, 40)
     lora_replica.update(good.items(), 40).result()
     (before,) = lora_replica.generate([request(0)])

@@ -20,7 +20,7 @@ BUCKET_BYTES = 1 << 16
 
 
 def weights(version: int) -> dict[str, torch.Tensor]:
-    """Of several dtypes and odd sizes; one larger than a bucket, one empty."""
+    """Tensors of several dtypes and odd sizes; one larger than a bucket, one empty."""
     generator = torch.Generator().manual_seed(version)
     return {
         "odd": torch.randint(0, 100, (7,), generator=generator, dtype=torch.uint8),
@@ -55,7 +55,7 @@ def test_buckets_hold_what_they_may_and_give_back_every_tensor():
 
 
 class Worker:
-    """What verl's workers do with an engine."""
+    """Actor that uses an engine like verl's workers."""
 
     def __init__(self, backend: str, bucket_bytes: int, is_master: bool):
         kwargs = {"is_master": True} if is_master else {}
@@ -68,7 +68,7 @@ class Worker:
         return {tuple(c.laddr) for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN}
 
     def hosts_of_new_listeners(self):
-        """Addresses that this process has begun to listen on since its engine was made."""
+        """Addresses that this process has started to listen on since its engine was created."""
         return {host for host, _ in self._listeners() - self.own_listeners}
 
     def prepare(self):
@@ -101,7 +101,7 @@ class Worker:
         return num_bytes
 
     async def has_received(self, count):
-        """In the last `receive_and_drop`."""
+        """Wait until the last `receive_and_drop` has received `count` tensors."""
         while self.num_received < count:
             await asyncio.sleep(0.001)
 
@@ -146,7 +146,7 @@ def test_every_replica_gets_every_tensor_and_every_trainer_rank_takes_part(ray_h
             assert_equal(found, weights(version))
     hosts = set().union(*ray.get([worker.hosts_of_new_listeners.remote() for worker in (*senders, *receivers)]))
     assert hosts == ({"127.0.0.1"} if backend == "digen_gloo" else set()), "one node: nothing is open to others"
-    ray.kill(receivers[1])  # a replica comes back as a new process
+    ray.kill(receivers[1])  # a replica restarts as a new process
     receivers[1] = actor.remote(backend, BUCKET_BYTES, False)
     for found in exchange(backend, senders, receivers, (3,))[1]:
         assert_equal(found, weights(3))

@@ -95,7 +95,7 @@ def test_an_update_without_tensors_is_an_error():
 
 
 class HandsOutCopies(nn.Sequential):
-    """A network whose state is not where it computes."""
+    """A network whose `state_dict` holds copies of the tensors it computes with."""
 
     def state_dict(self, *args, **kwargs):
         return {name: tensor.clone() for name, tensor in super().state_dict(*args, **kwargs).items()}

@@ -2,16 +2,16 @@
 """Chunks in an agent loop worker: generated on the replica the planner chose, scored meanwhile, then published.
 
     generate(order)     returns when all samples are generated, or failed: the slot is free
-    cancel(chunk_id)    lets the replica drop what it has not finished of them; `generate` returns soon
-    adopt(order, ...)   samples that somebody else generated
-    collect(chunk_id)   returns when all of them are scored and their rows are in TransferQueue: their tags
-    discard(chunk_id)   forgets the chunk in any state: a sample that comes later is neither scored nor published
+    cancel(chunk_id)    lets the replica drop the unfinished samples; `generate` returns soon
+    adopt(order, ...)   takes samples that were generated elsewhere
+    collect(chunk_id)   returns the tags when all samples are scored and their rows are in TransferQueue
+    discard(chunk_id)   drops the chunk in any state: a sample that arrives later is neither scored nor published
 
-A sample that fails, in either, is the driver's to generate again. Where the replica died, all of its chunk are: what
-was generated until then is dropped. `RunStopped` says that nobody could do better, and ends the run.
+The driver retries a sample that fails in generation or scoring. If the replica died, it retries the whole chunk:
+samples generated until then are dropped. `RunStopped` means that a retry cannot help, and ends the run.
 
-Who waits: the driver for both; a sample's scoring for nothing but its generation. Bound: the driver has one chunk per
-slot in generation, and collects every chunk that it had generated.
+Who waits: the driver for `generate` and `collect`; a sample's scoring only for its generation. Bound: the driver has at
+most one chunk per slot in generation, and collects every generated chunk.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ class ChunkOrder:
     samples: tuple[int, ...]
     """Sample indices within the group."""
     row: Mapping[str, Any]
-    """The prompt's row of the dataset, and `global_steps`."""
+    """The prompt's dataset row, and `global_steps`."""
 
 
 @dataclass(frozen=True)
 class GeneratedChunk:
-    """The answer to the driver when a chunk's generation has ended."""
+    """Answer to the driver when a chunk's generation has ended."""
 
     failures: Mapping[int, str]
     """Sample index -> why it was not generated."""
     is_slot_lost: bool
-    """Whether the replica's process died."""
+    """True if the replica's process died."""
 
 
 @dataclass(frozen=True)
 class ScoredChunk:
-    """The answer to the driver when a chunk's samples are scored and published."""
+    """Answer to the driver when a chunk's samples are scored and published."""
 
     tags: Mapping[int, dict[str, Any]]
     """Sample index -> small facts: reward, version, seed, intervals."""
@@ -63,7 +63,7 @@ class ScoredChunk:
 
 @dataclass
 class ChunkRunner(Generic[Generated, Scored]):
-    """The chunks of one worker. Generating, scoring and publishing are given to it, so that it knows nothing of actors.
+    """Chunks of one worker. Generating, scoring and publishing are callables, so that this class needs no actors.
 
     Example:
         runner = ChunkRunner(generate, withdraw, score, publish)
@@ -74,16 +74,16 @@ class ChunkRunner(Generic[Generated, Scored]):
     generate_sample: Callable[[ChunkOrder, int, Any], Awaitable[Generated]]
     """(order, sample index, server) -> the sample."""
     withdraw_sample: Callable[[ChunkOrder, int, Any], Awaitable[None]]
-    """(order, sample index, server): lets the replica drop the sample."""
+    """(order, sample index, server): cancels the sample on the replica."""
     score_sample: Callable[[ChunkOrder, Generated], Awaitable[Scored]]
     publish: Callable[[ChunkOrder, Mapping[int, Scored]], Awaitable[Mapping[int, dict[str, Any]]]]
-    """Puts the samples' rows where trainer ranks find them -> their tags."""
+    """Puts the samples' rows into TransferQueue for the trainer ranks -> their tags."""
     _generating: dict[int, tuple[ChunkOrder, Any]] = field(default_factory=dict)
-    """Chunk -> its order, and the replica's server."""
+    """Chunk id -> its order, and the replica's server."""
     _scoring: dict[int, tuple[ChunkOrder, dict[int, asyncio.Task[Scored]]]] = field(default_factory=dict)
 
     async def generate(self, order: ChunkOrder, server: Any) -> GeneratedChunk:
-        """Generate the samples of `order` together on `server`; each is scored from the moment it is there."""
+        """Generate the samples of `order` concurrently on `server`; each is scored as soon as it is generated."""
         scoring: dict[int, asyncio.Task[Scored]] = {}
         self._scoring[order.chunk_id] = order, scoring
 
@@ -107,22 +107,22 @@ class ChunkRunner(Generic[Generated, Scored]):
         return GeneratedChunk({index: describe(error) for index, error in errors.items()}, is_lost)
 
     async def cancel(self, chunk_id: int) -> None:
-        """Withdraw the chunk's samples from its replica. No effect once it is generated."""
+        """Cancel the chunk's samples on its replica. No effect once it is generated."""
         if chunk_id in self._generating:
             order, server = self._generating[chunk_id]
             await asyncio.gather(*(self.withdraw_sample(order, index, server) for index in order.samples))
 
     def discard(self, chunk_id: int) -> None:
-        """Forget the chunk: no sample of it is scored or published from now on. No effect on an unknown one."""
+        """Drop the chunk: none of its samples is scored or published from now on. No effect for an unknown chunk."""
         _, scoring = self._scoring.pop(chunk_id, (None, {}))
         for task in scoring.values():
             task.cancel()
 
     def adopt(self, order: ChunkOrder, generated: Mapping[int, Generated], failure: str = "") -> GeneratedChunk:
-        """Take the samples of `order` that somebody else generated; each is scored from now on.
+        """Take samples of `order` that were generated elsewhere, and start scoring them.
 
         Args:
-            failure: why those that are not there were not generated.
+            failure: why the missing samples were not generated.
         """
         scoring = {index: asyncio.create_task(self._score(order, sample)) for index, sample in generated.items()}
         self._scoring[order.chunk_id] = order, scoring
@@ -136,7 +136,7 @@ class ChunkRunner(Generic[Generated, Scored]):
         """Wait for the scores of a chunk whose generation has ended; publish the samples that have one.
 
         Raises:
-            RunStopped: of a sample. KeyError: the chunk was discarded.
+            RunStopped: scoring a sample raised it. KeyError: the chunk was discarded.
         """
         order, scoring = self._scoring[chunk_id]
         outcomes = await asyncio.gather(*scoring.values(), return_exceptions=True)

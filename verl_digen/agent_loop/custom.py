@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An agent loop of the user's own, made as verl makes it: from its registry, by name.
+"""Custom agent loops, created as verl does: from its registry, by name.
 
-The names in a file of verl's form, `actor_rollout_ref.rollout.agent.agent_loop_config_path`, are registered by verl's
-worker when it starts; `actor_rollout_ref.rollout.agent.default_agent_loop` says which one a run uses. A loop is
+verl's worker registers at start the names in `actor_rollout_ref.rollout.agent.agent_loop_config_path`, a file in verl's
+format; `actor_rollout_ref.rollout.agent.default_agent_loop` selects the one that a run uses. A loop is
 `DiffusionSingleTurnAgentLoop` or a subclass: its `run` returns one `Generation` of the row's sample. The samples of a
-group share the prompt's conditions, so all of them must ask for the same prompt.
+group share the prompt's conditions, so all of them must use the same prompt.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from verl_digen.sampling.requests import SINGLE_TURN
 
 
 def make_agent_loop(name: str, worker: Any, client: Any) -> Any:
-    """The agent loop called `name`, which asks `client` for samples.
+    """Create the agent loop called `name`, which requests samples from `client`.
 
     Args:
-        worker: verl's agent loop worker, for what verl gives every loop.
+        worker: verl's agent loop worker, for the arguments that verl passes to every loop.
 
     Raises:
         ValueError: no loop of that name is registered in this process.

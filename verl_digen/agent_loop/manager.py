@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Agent loop workers: run a group's samples concurrently, have each scored, publish the group whole or not at all.
+"""Agent loop workers: run a group's samples concurrently, have each scored, publish all of the group or none of it.
 
 Status of a prompt key in TransferQueue, read by the trainer's replay buffer: pending -> running -> finished |
 failure. A failed group has no rows (one failed sample fails its group) and its reason is the tag `error`.
@@ -49,12 +49,12 @@ class ScoredSample:
     """Small facts for the driver: reward, parts, weight versions, time intervals."""
 
 
-# verl decorates its worker as a Ray actor; the plain class is behind it
+# verl decorates its worker as a Ray actor; this is the undecorated class
 PlainAgentLoopWorker: Any = AgentLoopWorkerTQ.__ray_actor_class__  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
-    """verl's worker, with groups published whole and pixels kept out of TransferQueue."""
+    """verl's worker, with groups published atomically and pixels kept out of TransferQueue."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -69,7 +69,7 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
     async def _run_prompt(
         self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool = False
     ) -> None:
-        """Generate and score a whole group, then publish it; on any failure publish the reason instead."""
+        """Generate, score and publish a whole group; on any failure publish the reason instead."""
         uid, validate = prompt["uid"], trajectory["validate"]
         partition = "val" if validate else "train"
         num_samples = self.rollout_config.val_kwargs.n if validate else self.rollout_config.n
@@ -84,7 +84,7 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         if not failures:
             try:
                 await self._publish(uid, partition, outcomes)
-            except Exception as error:  # the prompt must reach a final status, or the trainer waits for ever
+            except Exception as error:  # the prompt must reach a final status, or the trainer waits forever
                 failures = [error]
         if failures:
             logger.error(
@@ -103,8 +103,8 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         trace: bool = True,
         **row: Any,
     ) -> ScoredSample:
-        """One sample. verl makes an agent loop for each through Hydra, which costs more than a small picture; ours
-        keeps nothing, so one serves all. A user's own loop (another `agent_name`) is made verl's way."""
+        """Run one sample. verl creates an agent loop per sample through Hydra, which costs more than a small picture;
+        ours is stateless, so one instance serves all. A custom loop (another `agent_name`) is created verl's way."""
         if agent_name != SINGLE_TURN:
             return await super()._run_agent_loop(sampling_params, trajectory, agent_name=agent_name, trace=trace, **row)
         output = await self._single_turn.run(sampling_params, **row)
@@ -139,7 +139,7 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         return ScoredSample(generation=generation, score=score, tag=tag)
 
     async def _score(self, generation: Generation, row: dict[str, Any]) -> tuple[SampleScore, tuple[float, float]]:
-        """Have a reward worker score the sample, and when it did. Pixels travel to it and nowhere else."""
+        """Have a reward worker score the sample -> (score, (start, end) in unix time). Pixels are sent only to it."""
         columns = {name: row[name] for name in ("raw_prompt", "data_source", "reward_model", "extra_info")}
         data = DataProto(
             batch=TensorDict({"responses": generation.pixels.unsqueeze(0)}, batch_size=1),
@@ -149,8 +149,8 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         return SampleScore(result["reward_score"], result["reward_extra_info"]), result["interval_s"]
 
     async def _publish(self, uid: str, partition: str, samples: list[Any]) -> None:
-        """Put the group's rows, and its prompt's conditions once."""
-        if partition == "val":  # nothing to train: the tags say it all
+        """Put the group's rows, and its prompt's conditions once, into TransferQueue."""
+        if partition == "val":  # not trained: tags are enough
             keys = [_key(sample) for sample in samples]
             await tq.async_kv_batch_put(keys=keys, partition_id=partition, tags=[sample.tag for sample in samples])
             return
@@ -161,7 +161,7 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         await self._publish_rows(uid, samples)
 
     async def _publish_rows(self, uid: str, samples: list[Any]) -> None:
-        """Put trajectories, and the prompt's conditions if they came with one of the samples."""
+        """Put trajectories, and the prompt's conditions if one of the samples carries them, into TransferQueue."""
         for sample in samples:
             if sample.generation.condition is not None:
                 await put_condition(uid, sample.generation.condition, sample.generation.negative_condition)
@@ -180,24 +180,24 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
             tags=[sample.tag for sample in samples],
         )
 
-    # -- chunk by chunk, as the trainer's conductor asks --------------------------------------------------
+    # -- chunks, called by the trainer's conductor --------------------------------------------------------
     async def generate_chunk(self, order: ChunkOrder, server: Any) -> GeneratedChunk:
         """Generate samples of one group on the replica `server`; see `verl_digen.agent_loop.chunks`."""
         return await self._chunks.generate(order, server)
 
     async def cancel_chunk(self, chunk_id: int) -> None:
-        """Let the replica drop the chunk that it generates."""
+        """Cancel a chunk on the replica that generates it."""
         await self._chunks.cancel(chunk_id)
 
     async def discard_chunk(self, chunk_id: int) -> None:
-        """Forget the chunk, in whatever state it is."""
+        """Drop the chunk, in any state."""
         self._chunks.discard(chunk_id)
 
     async def prepare_assist(self, order: ChunkOrder, server: Any | None) -> tuple[SampleRequest, ...]:
-        """What the trainer's ranks are to generate; the prompt's conditions are in TransferQueue by then.
+        """Requests for the trainer's ranks to generate; the prompt's conditions are in TransferQueue on return.
 
         Args:
-            server: the replica that encodes the prompt; None if that was done for an earlier chunk.
+            server: the replica that encodes the prompt; None if it was encoded for an earlier chunk.
 
         Raises:
             ValueError: the encoder refuses the prompt.
@@ -208,10 +208,10 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         return requests
 
     async def adopt_chunk(self, order: ChunkOrder, parts: Sequence[Any], failure: str = "") -> GeneratedChunk:
-        """Samples that the trainer's ranks generate; they are scored and collected like a replica's.
+        """Take samples that the trainer's ranks generate; they are scored and collected like a replica's.
 
         Args:
-            parts: a reference of each rank to what it generated, a list of `Generation`. They do not pass the driver.
+            parts: per rank, a reference to its list of `Generation`. The samples do not pass through the driver.
             failure: why there are none.
         """
         generated = {
@@ -222,7 +222,7 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         return self._chunks.adopt(order, generated, failure)
 
     async def collect_chunk(self, chunk_id: int) -> ScoredChunk:
-        """The tags of a generated chunk's samples, when they are scored and published."""
+        """Wait until a generated chunk's samples are scored and published -> their tags."""
         return await self._chunks.collect(chunk_id)
 
     async def _generate_for_chunk(self, order: ChunkOrder, index: int, server: Any) -> Generation:

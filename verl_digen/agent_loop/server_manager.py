@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's server manager and client, speaking of samples instead of tokens."""
+"""verl's server manager and client, for samples instead of tokens."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ ALL_LOST = (
     "every rollout replica is lost (their processes died or hung; look for the reason above, out of memory is common); "
     "start again with trainer.resume_mode=auto, which continues after the last checkpoint"
 )
-"""The message of RunStopped, wherever that is noticed."""
+"""Message of RunStopped when no replica is left."""
 
 
 class DiffusionServerClient(LLMServerClient):
     """Sends each sample to the least-loaded replica (verl's load balancer).
 
-    A replica that is overdue is asked for a sign of life. If it gives none, it is lost and its process is ended; if it
-    does, its queue is long, and it is waited for.
+    A replica that is overdue is asked for a sign of life. If it gives none, it is lost and its process is killed; if it
+    does, its queue is long, and the client keeps waiting.
     """
 
     @cached_property
     def digen(self) -> DigenConfig:
-        """The run's `digen:` section, read once per process: an agent loop is made for every sample."""
+        """The run's `digen:` section, read once per process: an agent loop is created for every sample."""
         return digen_config(self.config)
 
     @cached_property
@@ -45,9 +45,9 @@ class DiffusionServerClient(LLMServerClient):
         return Deadlines(self.digen.deadlines)
 
     async def generate_sample(self, request: SampleRequest) -> Generation:
-        """Generate one sample on some replica; on another one, where its replica is lost meanwhile.
+        """Generate one sample on the least-loaded replica; retry on another one if that replica is lost.
 
-        It comes out the same, because a sample does not depend on who generates it.
+        The retry gives the same sample, because a sample does not depend on the replica that generates it.
 
         Raises:
             RunStopped: no replica is left.
@@ -56,7 +56,7 @@ class DiffusionServerClient(LLMServerClient):
         while True:
             try:
                 replica, server = await self._acquire_server(name)
-            except RuntimeError as error:  # verl's, where its balancer has none left
+            except RuntimeError as error:  # from verl's balancer, if it has no replica left
                 raise RunStopped(ALL_LOST) from error
             try:
                 return await self._generate_on(replica, server, request)
@@ -67,7 +67,7 @@ class DiffusionServerClient(LLMServerClient):
                 self._release_server(replica, request_id=name)
 
     async def _generate_on(self, replica: str, server: Any, request: SampleRequest) -> Generation:
-        """The sample; RayActorError if the replica died, or hangs and was ended."""
+        """Generate the sample on `replica`; RayActorError if it died, or hung and was killed."""
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         generating = asyncio.ensure_future(ServerClient(server, self.digen).generate_sample(request))
@@ -83,7 +83,7 @@ class DiffusionServerClient(LLMServerClient):
         return generating.result()
 
     async def _require_life(self, replica: str, server: Any, waited_s: float) -> None:
-        """End a replica that says nothing, or that has had all the time that a run waits for anything."""
+        """Kill a replica that gives no sign of life within `answer_s`, or that took longer than `no_progress_s`."""
         config = self.digen.deadlines
         try:
             if waited_s < config.no_progress_s:
@@ -97,14 +97,14 @@ class DiffusionServerClient(LLMServerClient):
 
 
 class ServerClient:
-    """Sends samples to one replica, the one that was chosen for them."""
+    """Sends samples to one given replica."""
 
     def __init__(self, server: Any, digen: DigenConfig):
         self.server = server
         self.digen = digen
 
     async def generate_sample(self, request: SampleRequest) -> Generation:
-        """Generate one sample; RayActorError if the replica died, or could not be reached for longer than a blip."""
+        """Generate one sample; RayActorError if the replica died, or was unreachable for longer than `blip_s`."""
         name = request_id(request.uid, request.sample_index)
         return await through_blips(
             lambda: self.server.generate.remote(name, [], {"request": request}), self.digen.deadlines.blip_s

@@ -13,7 +13,7 @@ from verl_digen.types import Generation
 
 
 class DiffusionSingleTurnAgentLoop(AgentLoopBase):
-    """Does not call `AgentLoopBase.__init__`, which builds a chat-token builder from a chat tokenizer."""
+    """Stateless agent loop. Skips `AgentLoopBase.__init__`, which builds a chat-token builder from a chat tokenizer."""
 
     def __init__(self, server_manager: DiffusionServerClient | ServerClient, **unused: Any):
         self.digen = server_manager.digen

@@ -29,11 +29,11 @@ def group_advantages(
 ) -> Tensor:
     """Advantages of B samples, [B] fp32 on the rewards' device.
 
-    Flow-GRPO is the defaults; DanceGRPO scale "group", ddof 1, eps 1e-8; GenRL scale "max_group".
+    Flow-GRPO: the defaults. DanceGRPO: scale "group", ddof 1, eps 1e-8. GenRL: scale "max_group".
 
     Args:
         rewards: [B] finite, of any float dtype.
-        groups: B ids; samples with equal ids form a group, wherever they stand.
+        groups: B ids; samples with equal ids form a group, in any order.
         scale, ddof, eps: see `advantage_scale`.
 
     Raises:
@@ -56,11 +56,11 @@ def advantage_scale(
     ddof: int = 0,
     eps: float = 1e-4,
 ) -> Tensor:
-    """What each sample's centred reward is divided by, [B] fp64 on the CPU.
+    """Divisor of each sample's centred reward, [B] fp64 on the CPU.
 
     `batch`: std of all rewards + eps. `group`: std of the sample's group + eps. `max_group`: the largest
-    group std + eps. `none`: 1. All entries are equal but under `group`; where they are, advantages of scale
-    "none" can be trained on and the gradient divided later, when all rewards are known.
+    group std + eps. `none`: 1. Except under `group` all entries are equal, so advantages of scale "none" can be
+    trained on and the gradient divided later, when all rewards are known.
 
     Args:
         ddof: 0 for the population std, 1 for the sample std.
@@ -106,7 +106,7 @@ def combine_advantages(
     ddof: int = 0,
     eps: float = 1e-4,
 ) -> Tensor:
-    """Weighted sum of each reward's own advantages, [B] fp32 (GDPO): a reward's weight is free of its spread.
+    """Weighted sum of each reward's own advantages, [B] fp32 (GDPO): a reward's spread does not affect its weight.
 
     Arguments and errors as in `combine_rewards` and `group_advantages`.
     """
@@ -118,7 +118,7 @@ def combine_advantages(
 
 
 def zero_spread_groups(rewards: Tensor, groups: Sequence[Hashable]) -> tuple[Hashable, ...]:
-    """The groups that carry no gradient, their rewards being all equal (or one), in order of appearance."""
+    """Groups without gradient, because their rewards are all equal (or there is one), in order of appearance."""
     values, members = _grouped(rewards, groups)
     return tuple(group for group, samples in members.items() if not _has_spread(values[samples]))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KL to the reference policy over rows, by kind. The caller weighs it with its beta and adds it to the loss.
+"""KL to the reference policy over rows, by kind. The caller multiplies it by its beta and adds it to the loss.
 
 | kind | per row |
 | --- | --- |

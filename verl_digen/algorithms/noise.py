@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Noise as a pure function of (run seed, uid, sample_index, step): who generates a sample does not change it.
+"""Noise as a pure function of (run seed, uid, sample_index, step): the same on every worker.
 
-* The first three make the sample's seed, which is recorded with its trajectory and all a worker needs.
+* The first three make the sample's seed, which is recorded with its trajectory and is all a worker needs.
 * Drawn in fp32 on the CPU, on every platform. Nothing local to a worker (rank, slot, position) enters.
 * torch's CPU generator keeps only the low 32 bits of a seed, so among n draws about n²/2³³ unrelated pairs
   coincide. Within a group (say 16 samples, 10 steps) the chance of one is 3e-6; elsewhere it does no harm.
@@ -26,7 +26,7 @@ def sample_seed(run_seed: int, uid: str, sample_index: int) -> int:
 def step_noise(seed: int, step: int, shape: Sequence[int]) -> Tensor:
     """Standard normal noise of the sample with `seed`, of `shape`, fp32 on the CPU.
 
-    It depends on the whole shape: a smaller latent's noise is no part of a larger one's.
+    It depends on the whole shape: a smaller latent's noise is not a slice of a larger one's.
 
     Args:
         step: denoise step >= 0, or `INITIAL_LATENTS`; any other is a ValueError.

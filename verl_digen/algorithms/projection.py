@@ -3,10 +3,10 @@
 
     p = sum over tensors and their elements of sign(name, element's number) * element
 
-- A sign is a function of the tensor's name and of the element's number in the whole tensor, and of nothing else. So a
-  sharded tensor is projected where it lies: the sum of the shards' projections is that of the whole, however it is cut.
-- For a random difference of two tensors, that of their projections is about as large as its norm: its mean square over
-  random signs is the squared norm.
+- A sign depends only on the tensor's name and the element's number in the whole tensor. So a sharded tensor is
+  projected shard by shard: the shards' projections sum to that of the whole, however it is sharded.
+- The projections of two tensors differ by about the norm of the tensors' difference: the mean square over random signs
+  is the squared norm.
 
 Invariants (tests/algorithms/test_projection.py): shards add up to the whole; linear; a permutation changes it.
 """
@@ -27,7 +27,7 @@ ODD_1, ODD_2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47
 
 
 def signs(name: str, numbers: Tensor) -> Tensor:
-    """[...] int64 numbers of elements of the tensor `name` -> as many fp32, each 1 or -1, on their device."""
+    """[...] int64 element numbers of the tensor `name` -> [...] fp32 signs, 1 or -1, on the same device."""
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little", signed=True)
     mixed = numbers * ODD_1 + seed  # int64 wraps around
     mixed = (mixed ^ (mixed >> 30)) * ODD_2
@@ -39,11 +39,11 @@ def signs(name: str, numbers: Tensor) -> Tensor:
 def project(
     name: str, shard: Tensor, shape: Sequence[int] | None = None, offset: Sequence[int] | None = None
 ) -> Tensor:
-    """[] fp32, of an fp64 tensor fp64: what `shard` adds to the projection of the tensor `name`; on its device.
+    """Share of `shard` in the projection of the tensor `name`: [] fp32 (fp64 for an fp64 tensor), on its device.
 
     Args:
-        shape: of the whole tensor; None: `shard` is the whole.
-        offset: where in the whole the shard's first element lies.
+        shape: shape of the whole tensor; None: `shard` is the whole.
+        offset: position of the shard's first element in the whole.
     """
     sizes = list(shard.shape) or [1]
     wholes, starts = list(shape or []) or sizes, list(offset or []) or [0] * len(sizes)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of one loss call: named tensors, which rows are padding, and the mean every loss reduces with.
+"""The rows of one loss call: named tensors, the padding mask, and the mean every loss reduces with.
 
 A row is one (sample, trained timestep) pair. The mean over rows divides by the number of unmasked rows of the
 *logical batch*, which the caller knows and a tile does not.
@@ -18,12 +18,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LossOutput:
-    """What a loss returns: the scalar to differentiate, and what to report."""
+    """Result of a loss: the scalar to differentiate, and metrics."""
 
     loss: Tensor
     """[] fp32, a share of the logical batch's mean."""
     metrics: dict[str, Tensor]
-    """name -> [] fp32, detached. Over fragments, `*_min` and `*_max` combine as they say, others by sum."""
+    """name -> [] fp32, detached. Over fragments, `*_min` and `*_max` combine by min and max, others by sum."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class LossInputs:
         columns: Sequence[str] = (),
         latents: Sequence[str] = (),
     ) -> "LossInputs":
-        """Pick out of `inputs` what `consumer`, named in errors, needs.
+        """Select from `inputs` what `consumer` needs; errors name it.
 
         Args:
             inputs: holds `columns` [N] and `latents` [N, ...] of any float dtype; optionally `mask` [N], 0 or
@@ -91,9 +91,9 @@ class LossInputs:
         return torch.where(self.is_row, per_row, 0.0).sum() / self.num_rows
 
     def min(self, per_row: Tensor) -> Tensor:
-        """[N] -> [], over unmasked rows; inf where there is none."""
+        """[N] -> [], over unmasked rows; inf if there is none."""
         return torch.where(self.is_row, per_row, torch.inf).amin()
 
     def max(self, per_row: Tensor) -> Tensor:
-        """[N] -> [], over unmasked rows; -inf where there is none."""
+        """[N] -> [], over unmasked rows; -inf if there is none."""
         return torch.where(self.is_row, per_row, -torch.inf).amax()

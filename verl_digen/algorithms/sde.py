@@ -10,14 +10,14 @@ with three numbers:
 * Rows are independent: each has its own sigma, sigma' and eta, so one call serves a tile of mixed timesteps.
 * Schedule numbers (sigma, sigma', eta, sigma_max) are read as fp32; a, b and std are computed from them on
   the host in fp64 and rounded once, so they are the same for every accelerator. Latents are computed in fp32,
-  whatever comes in. Keep schedule tensors on the CPU: on a device each of them costs a synchronisation.
+  whatever the input dtype. Keep schedule tensors on the CPU: on a device each of them costs a synchronisation.
 * A row whose std is 0 (eta = 0; under law cps also sigma' = 0) is a deterministic step and has no density.
   Taking it records the log-prob 0.0, a placeholder; asking to score it is an error.
 
 Invariants
 * Scoring the `next_sample` of a step that was taken gives its log-prob again, bitwise for equal inputs.
 * eta = 0 is the ODE step x + v dt under every law.
-* No NaN: where a law has no answer, ValueError.
+* No NaN: ValueError if a law is not defined for its inputs.
 
 Sources: Flow-GRPO (flow, cps), LongCat-Video (flow_clipped), DanceGRPO (dance).
 """
@@ -80,8 +80,8 @@ def sde_step(
         next_sample: [N, ...] the recorded x'.
         noise: [N, ...] standard normal draws.
         storage_dtype: the dtype in which x' will be kept. A step that is taken rounds x' to it *before*
-            taking the log-prob, so that scoring the stored x' sees the same numbers. A recorded x' is rounded
-            already.
+            computing the log-prob, so that scoring the stored x' sees the same numbers. A recorded x' is
+            rounded already.
 
     Raises:
         ValueError: unknown law; both or neither of `noise` and `next_sample`; a shape or number outside the
@@ -176,7 +176,7 @@ def _euler_maruyama(s: Tensor, sigma: Tensor, sigma_next: Tensor) -> Coefficient
 
 
 def _flow_s(sigma: Tensor, eta: Tensor, sigma_max: Tensor) -> Tensor:
-    """eta sqrt(sigma / (1 - sigma)), in whose denominator sigma_max stands for a sigma of 1."""
+    """eta sqrt(sigma / (1 - sigma)), with sigma_max in place of a sigma of 1 in the denominator."""
     is_one = sigma > 1 - SIGMA_ONE_TOLERANCE
     if not (~is_one | (sigma_max < 1 - SIGMA_ONE_TOLERANCE)).all():
         raise ValueError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seeds as pure functions of what they are for, so that no random draw depends on who makes it or when."""
+"""Seeds as pure functions of a key, so that no random draw depends on the process that makes it or on its time."""
 
 import hashlib
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which denoise steps of a group are stochastic, and which of those are trained.
+"""Windows: the stochastic denoise steps of a group, and the trained ones among them.
 
-* One window per group, a function of (run seed, uid) and, where the range moves, of the optimizer step:
-  samples that took different windows could not be compared.
+* One window per group, a function of (run seed, uid) and, if the range moves, of the optimizer step:
+  samples with different windows could not be compared.
 * Steps are numbered 0 .. T-1, from noise to image.
 
 Invariants
@@ -96,7 +96,7 @@ def draw_window(config: WindowConfig, *, run_seed: int, uid: str, num_steps: int
 
     Args:
         num_steps: T, denoise steps of the schedule.
-        step: optimizer steps committed so far; read only where `shift_every` moves the range.
+        step: optimizer steps committed so far; read only if `shift_every` moves the range.
 
     Raises:
         ValueError: no such window in a schedule of `num_steps` (see `WindowConfig.validate_for`).

@@ -46,7 +46,7 @@ VIRTUAL_OVERRIDES = (
     "data.train_files=examples/tiny_qwen_image/prompts/train.jsonl",
     "data.val_files=examples/tiny_qwen_image/prompts/val.jsonl",
 )
-"""Of a virtual run, before the user's own: the files of the quick start, from the repository's folder."""
+"""Overrides of a virtual run, before the user's own: the files of the quick start, from the repository's folder."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -92,7 +92,7 @@ def run(args: Namespace) -> int:
 
 
 def _modes(args: Namespace) -> list[Mode]:
-    """The modes, of which all can run."""
+    """The modes to run; ValueError if one cannot run."""
     asked = args.modes
     if args.virtual is not None and asked == ",".join(MODES):
         asked = ",".join(name for name, mode in MODES.items() if mode.is_disaggregated)
@@ -120,14 +120,14 @@ def _modes(args: Namespace) -> list[Mode]:
 
 @dataclass(frozen=True)
 class BenchSetup:
-    """What all modes do, and on what."""
+    """The work and the devices of all modes."""
 
     work: BenchWork
     split: Split
     predictions: Mapping[str, Prediction]
-    """Mode -> what is known beforehand, where devices are virtual."""
+    """Mode -> its prediction, where devices are virtual."""
     baselines: Sequence[Baseline]
-    """Simulated ones, where devices are virtual."""
+    """Simulated baselines, where devices are virtual."""
 
 
 def _setup(args: Namespace, modes: list[Mode]) -> BenchSetup:
@@ -223,7 +223,7 @@ def _report(args: Namespace, runs: list[RunResult], setup: BenchSetup, out: Path
 
 
 def _setting(args: Namespace, setup: BenchSetup) -> dict[str, Any]:
-    """What the comparison was made on."""
+    """Conditions of the comparison."""
     num_cores = len(os.sched_getaffinity(0))
     pools = f"{args.trainer} trainer + {args.generator} generator"
     if args.virtual is not None:

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is compared: a mode is a few overrides, nothing else differs between two runs. Pure.
+"""The modes that are compared: each is a few overrides, nothing else differs between two runs. Pure.
 
 | mode | pools | fragments train | rows | |
 | --- | --- | --- | --- | --- |
-| `colocated` | one, in turns | the batch in one call | samples dealt, one timestep per tile | |
+| `colocated` | one, in turns | the batch in one call | samples sharded over ranks, one timestep per tile | |
 | `colocated+tsp` | one, in turns | the batch in one call | in tiles of samples x timesteps | |
-| `barrier` | two | the batch in one call, when it is whole | samples dealt, one timestep per tile | |
-| `gap` | two | as soon as they are ready | samples dealt, one timestep per tile | |
-| `gap+tsp` | two | as soon as they are ready | dealt over the ranks, in tiles | |
-| `gap+tsp+tag` | two | as soon as they are ready | dealt, in tiles | the trainer assists where a search says so |
-| `gap+tsp+tag+tcss` | two | as soon as they are ready | dealt, in tiles | and the next batch begins one version early |
+| `barrier` | two | the batch in one call, when it is complete | samples sharded over ranks, one timestep per tile | |
+| `gap` | two | as soon as they are ready | samples sharded over ranks, one timestep per tile | |
+| `gap+tsp` | two | as soon as they are ready | sharded over ranks, in tiles | |
+| `gap+tsp+tag` | two | as soon as they are ready | sharded, in tiles | the trainer assists where a search says so |
+| `gap+tsp+tag+tcss` | two | as soon as they are ready | sharded, in tiles | and the next batch begins 1 version early |
 
 All but the last are strict: every sample is generated under the weights that it trains.
 
 *Invariants (tests/bench/test_modes.py):* modes differ in the keys of their table alone; repeats are interleaved, so
-that a machine that gets slower meets all modes alike.
+that a machine that gets slower affects all modes alike.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Mode:
 
     name: str
     recipes: tuple[str, ...]
-    """Named after the run's own recipe."""
+    """Recipes that come after the run's own recipe."""
     overrides: tuple[str, ...]
     techniques: tuple[str, ...]
-    """Those of `digen simulate`."""
+    """Techniques, by their names in `digen simulate`."""
 
     @property
     def is_disaggregated(self) -> bool:

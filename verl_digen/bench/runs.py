@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run of verl's own main as a subprocess, and what it left.
+"""One run of verl's own main as a subprocess, and its results.
 
 *Invariant (tests/bench/test_runs.py):* a run that fails, or ends early, is an error with its log's path and last lines.
 """
@@ -18,7 +18,7 @@ from verl_digen.bench.modes import Mode
 
 LOG_NAME = "console.log"
 NUM_LOG_LINES = 20
-"""Of the log, shown where a run fails."""
+"""Number of lines of the log that are shown if a run fails."""
 
 
 class RunFailed(RuntimeError):
@@ -27,13 +27,13 @@ class RunFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class BenchWork:
-    """What every mode does."""
+    """The work of every mode."""
 
     recipes: tuple[str, ...]
-    """First the algorithm's; a mode's come next, `last_recipes` after them."""
+    """Recipes before those of a mode, the algorithm's first; `last_recipes` come after the mode's."""
     last_recipes: tuple[str, ...]
     overrides: tuple[str, ...]
-    """Given last, so they win over the mode's."""
+    """Overrides that are given last, so they win over the mode's."""
     num_steps: int
 
 
@@ -47,11 +47,11 @@ class RunResult:
     steps: tuple[Mapping[str, float], ...]
     """The metrics of each step, from `metrics.jsonl`."""
     wall_s: float
-    """Start-up included."""
+    """Wall time of the run, start-up included."""
 
 
 def run_dir_of(out: Path, mode: Mode, repeat: int) -> Path:
-    """Where a run writes."""
+    """Folder of a run."""
     return out / f"{mode.name}-{repeat + 1}"
 
 
@@ -94,7 +94,7 @@ def run_mode(work: BenchWork, mode: Mode, repeat: int, out: Path) -> RunResult:
 
 
 def outcome_of(mode: Mode, repeat: int, run_dir: Path, *, exit_code: int, num_steps: int, wall_s: float) -> RunResult:
-    """What a run that has ended left in its folder.
+    """Read the results of an ended run from its folder.
 
     Raises:
         RunFailed: see `run_mode`.
@@ -109,7 +109,7 @@ def outcome_of(mode: Mode, repeat: int, run_dir: Path, *, exit_code: int, num_st
 
 
 def read_steps(run_dir: Path) -> tuple[Mapping[str, float], ...]:
-    """The metrics of a run's steps; none where it did not get that far."""
+    """The metrics of a run's steps; empty if it did not get that far."""
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
         return ()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs say about their modes: medians over steps and repeats, ratios, agreement. Pure.
+"""Summary of runs by mode: medians over steps and repeats, ratios, agreement. Pure.
 
 - The first `num_warm_up` steps of every run are left out.
-- A ratio is made repeat by repeat, of runs that followed each other, and the median of these is taken: a machine that
+- A ratio is computed per repeat, of runs that followed each other, and the median of these is taken: a machine that
   gets slower over the hours changes it little.
 - Devices are those of all pools, the same number for every mode, whichever of them idle.
 - Modes are compared with the best baseline: the fastest that overlaps nothing, of those that were run; on virtual
@@ -25,8 +25,8 @@ from verl_digen.simulate.cluster import BASELINES
 
 GRADIENT_NORM = "actor/grad_norm"
 GRADIENT_PROJECTION = "actor/grad_projection"
-"""With the norm, what modes are compared by: equal work gives equal gradients, step by step. A norm alone would take a
-reversed or permuted gradient for the same."""
+"""Compared between modes, together with the norm: equal work gives equal gradients, step by step. A norm alone would
+not show a reversed or permuted gradient."""
 PLANNER_ERROR = "bts/prediction_error"
 POOLS = ("trainer", "generator")
 SAMPLES_BY_AGE = re.compile(r"staleness/samples_([0-9]+)_versions")
@@ -35,17 +35,17 @@ SAMPLES_BY_AGE = re.compile(r"staleness/samples_([0-9]+)_versions")
 
 @dataclass(frozen=True)
 class Prediction:
-    """What is known of a mode on virtual devices without running it."""
+    """Prediction for a mode on virtual devices, made without running it."""
 
     step_s: float
-    """Simulated."""
+    """Simulated step time."""
     bound_s: float
-    """Calculated: no simulated schedule with the mode's techniques is faster, see `verl_digen.simulate.bound`."""
+    """Lower bound: no simulated schedule with the mode's techniques is faster, see `verl_digen.simulate.bound`."""
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """A run that overlaps nothing, simulated."""
+    """A simulated run that overlaps nothing."""
 
     name: str
     step_s: float
@@ -53,20 +53,20 @@ class Baseline:
 
 @dataclass(frozen=True)
 class Summary:
-    """One mode."""
+    """Results of one mode."""
 
     mode: str
     num_runs: int
     num_steps: int
-    """Measured, over all runs."""
+    """Number of measured steps, over all runs."""
     step_s: float
-    """Median over all of them."""
+    """Median step time over all of them."""
     spread_s: tuple[float, float]
     """Lowest and highest of the runs' own medians."""
     images_per_s: float
     images_per_s_per_device: float
     speedup: Mapping[str, float]
-    """Baseline -> how many times as fast as it; of the baselines that were run, or that were simulated."""
+    """Baseline -> speedup over it, for the baselines that were run, or that were simulated."""
     bubbles: Mapping[str, float]
     """Pool -> idle share; empty where pools take turns."""
     stale: float | None
@@ -80,7 +80,7 @@ class Summary:
     """Largest difference of a step's gradient, of its norm or of its fixed ±1 projection, to that of the first mode's
     first run, relative to the norm; over all steps, warm-up included. None where nothing is trained."""
     prediction: Prediction | None = None
-    """Where devices are virtual."""
+    """Prediction, where devices are virtual."""
     planner_error: float | None = None
     """Median of |`bts/prediction_error`|, how far the live planner was off; None where it predicted nothing."""
 
@@ -187,7 +187,7 @@ def _planner_error(measured: Sequence[Mapping[str, float]]) -> float | None:
 
 
 def table(summaries: Sequence[Summary]) -> str:
-    """The summaries as text; `-` where a mode has no such number."""
+    """Format the summaries as text; `-` where a mode has no such number."""
     best = best_baseline(summaries)
     has_predictions = any(summary.prediction is not None for summary in summaries)
     has_planner = any(summary.planner_error is not None for summary in summaries)
@@ -232,7 +232,7 @@ def table(summaries: Sequence[Summary]) -> str:
 
 
 def to_json(summaries: Sequence[Summary], runs: Sequence[RunResult], setting: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything the table rests on."""
+    """All data behind the table."""
     return {
         "setting": dict(setting),
         "modes": [asdict(summary) for summary in summaries],

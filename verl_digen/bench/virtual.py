@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Virtual devices for a bench: what a profile asks of a run, and what the simulator predicts for it. Pure.
+"""Virtual devices for a bench: the overrides that a profile needs, and the simulator's predictions. Pure.
 
 *Invariant (tests/bench/test_bench_virtual.py):* the run is given the batch of the profile, and the prediction is
 that of `digen simulate` for the same split, times `time_scale`.
@@ -16,7 +16,7 @@ from verl_digen.simulate.cluster import WARM_UP_STEPS, Split, baselines, run_spl
 from verl_digen.simulate.profile import Numbers, Profile
 
 NUM_PREDICTED_STEPS = WARM_UP_STEPS + 3
-"""Simulated steps are all alike once the run is steady."""
+"""Number of steps to simulate; all are alike once the run is steady."""
 
 
 def virtual_overrides(profile: Profile, source: str, split: Split, time_scale: float) -> tuple[str, ...]:
@@ -42,7 +42,7 @@ def virtual_overrides(profile: Profile, source: str, split: Split, time_scale: f
 
 
 def _window_overrides(numbers: Numbers) -> tuple[str, ...]:
-    """A window of as many trained steps."""
+    """Overrides for a window that trains as many steps as the profile does."""
     if numbers.num_trained_steps == numbers.num_steps - 1:
         return ("digen.window.kind=all",)
     share = numbers.num_trained_steps / (numbers.num_steps - 1)
@@ -55,14 +55,14 @@ def _window_overrides(numbers: Numbers) -> tuple[str, ...]:
 
 
 def predict(profile: Profile, split: Split, mode: Mode, time_scale: float) -> Prediction:
-    """A mode's step: simulated, and at least."""
+    """Predict a mode's step time, simulated, and its lower bound."""
     outcome = run_split(profile, split, mode.techniques, num_steps=NUM_PREDICTED_STEPS)
     assert outcome.bound_s is not None
     return Prediction(step_s=outcome.step_s * time_scale, bound_s=outcome.bound_s * time_scale)
 
 
 def simulated_baselines(profile: Profile, split: Split, time_scale: float) -> list[Baseline]:
-    """The runs that take turns on the same devices, which virtual devices do not run, and the barrier."""
+    """Simulate the baselines: the barrier, and runs in turns on the same devices, which virtual devices do not run."""
     barrier = run_split(profile, split, (), num_steps=NUM_PREDICTED_STEPS)
     return [
         Baseline(f"{run.name}, {run.devices}", run.step_s * time_scale)
@@ -71,7 +71,7 @@ def simulated_baselines(profile: Profile, split: Split, time_scale: float) -> li
 
 
 def virtual_split(profile: Profile, trainer: Pool, generator: Pool) -> Split:
-    """Two pools.
+    """Split of the devices into two pools.
 
     Raises:
         ValueError: the trainer is too small for the model.

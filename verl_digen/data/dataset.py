@@ -19,14 +19,14 @@ class DiffusionPromptDataset(Dataset):
     """Prompts as rows for verl's loader; the constructor's signature is verl's.
 
     Args:
-        data_files: path(s) of prompt files, see `verl_digen.data.prompts`. None: no prompts, of a run that does not
+        data_files: path(s) of prompt files, see `verl_digen.data.prompts`. None: no prompts, for a run that does not
             validate.
         config: the `data:` section. With `filter_overlong_prompts`, prompts that are longer than the checkpoint
             `custom_cls.checkpoint` reads are left out.
-        max_samples: keep the first so many prompts; -1 keeps all.
+        max_samples: keep at most the first `max_samples` prompts; -1 keeps all.
 
     Raises:
-        ValueError: a malformed file, or one of which no prompt is left.
+        ValueError: a malformed file, or no prompt is left of one.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 SUFFIXES = (".parquet", ".jsonl", ".json", ".txt")
-"""In any case."""
+"""Suffixes of prompt files, in any case."""
 MAX_CHARACTERS_SHOWN = 80
 """Longest value shown in an error, in characters."""
 
@@ -26,7 +26,7 @@ def rows_of(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """(place, row) of every non-blank row; a place is such as "line 3 of 'train.jsonl'".
 
     Args:
-        key: the config key the path was typed under.
+        key: the config key under which the path was typed.
 
     Raises:
         ValueError: the file is not there, cannot be read, or is malformed.
@@ -48,7 +48,7 @@ def rows_of(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def shown(value: Any) -> str:
-    """A value for a message: its start, where it is long."""
+    """Format a value for a message: its start, if it is long."""
     text = repr(value)
     return text if len(text) <= MAX_CHARACTERS_SHOWN else f"{text[:MAX_CHARACTERS_SHOWN]}..."
 

@@ -48,7 +48,7 @@ def find_too_long(prompts: Iterable[Prompt], load_check: Callable[[], PromptChec
 
 
 def without(prompts: Sequence[Prompt], too_long: Sequence[TooLong]) -> list[Prompt]:
-    """The prompts that are left."""
+    """Prompts that are not too long."""
     dropped = {id(one.prompt) for one in too_long}
     return [prompt for prompt in prompts if id(prompt) not in dropped]
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read prompts from files (`verl_digen.data.files`), and what a row of one means.
+"""Read prompts from files (`verl_digen.data.files`), and interpret the columns of a row.
 
 | column | means | else |
 | --- | --- | --- |
 | `prompt` | the text: a string, or verl's chat list, of which the last user message is taken | required |
 | `negative_prompt` | its own negative prompt, in the same two forms | `digen.sampling.negative_prompt` |
-| `data_source` | where it is from; validation is reported for each | see `default_source` |
-| `reward_model.ground_truth` | what reward functions compare with | see `default_ground_truth` |
+| `data_source` | its source; validation is reported per source | see `default_source` |
+| `reward_model.ground_truth` | the reference for reward functions | see `default_ground_truth` |
 | `extra_info` | a mapping for reward functions | `{}` |
 | any other | joins `extra_info`, e.g. GenEval's `tag`, `include`, `exclude` | - |
 
@@ -27,7 +27,7 @@ from verl_digen.data.files import SUFFIXES, rows_of, shown
 COLUMNS = ("prompt", "negative_prompt", "data_source", "reward_model", "extra_info")
 """Columns with a meaning of their own; others join `extra_info`."""
 SPLIT_WORDS = {"train", "training", "test", "val", "valid", "validation", "eval", "dev", "metadata"}
-"""Words of a file's name that say nothing of where its prompts are from."""
+"""Words of a file's name that say nothing about the source of its prompts."""
 UNREADABLE = re.compile("[\0\ud800-\udfff]")
 """Characters that no tokenizer takes."""
 QUOTED = re.compile(r'"([^"]+)"')
@@ -45,7 +45,7 @@ class Prompt:
     """This prompt's own negative prompt, or None for `digen.sampling.negative_prompt`."""
     extra_info: dict[str, Any] = field(default_factory=dict)
     place: str = field(default="", compare=False)
-    """Where it was read, for messages: "line 3 of 'train.jsonl'"."""
+    """Place where it was read, for messages: "line 3 of 'train.jsonl'"."""
 
 
 def read_prompts(files: Any, key: str = "data.train_files") -> list[Prompt]:
@@ -53,10 +53,10 @@ def read_prompts(files: Any, key: str = "data.train_files") -> list[Prompt]:
 
     Args:
         files: one path or several, of the kinds in `SUFFIXES`.
-        key: the config key the paths were typed under, for error messages.
+        key: the config key under which the paths were typed, for error messages.
 
     Raises:
-        ValueError: something that is no path; a missing, empty, unreadable or malformed file.
+        ValueError: a value that is no path; a missing, empty, unreadable or malformed file.
     """
     paths = [files] if isinstance(files, str) else files
     if not isinstance(paths, list | tuple) or not paths or not all(isinstance(path, str) and path for path in paths):
@@ -74,7 +74,7 @@ def default_source(path: Path) -> str:
 
 
 def default_ground_truth(text: str, data_source: str) -> str:
-    """The prompt itself; of prompts for OCR, the quoted text that the picture should show, as flow_grpo has it."""
+    """The prompt itself; for OCR prompts, the quoted text that the picture should show, as flow_grpo has it."""
     quoted = QUOTED.search(text) if "ocr" in re.split(r"[\W_]+", data_source.lower()) else None
     return text if quoted is None else quoted[1]
 

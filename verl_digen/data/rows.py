@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A batch of prompts as verl has it, and one mapping per prompt, there and back."""
+"""Conversion between verl's batch of prompts and one mapping per prompt."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ def prompt_rows(batch: TensorDict) -> list[dict[str, Any]]:
 
 
 def prompt_batch(rows: Sequence[Mapping[str, Any]]) -> TensorDict:
-    """The batch whose `prompt_rows` these are."""
+    """Inverse of `prompt_rows`."""
     return tu.get_tensordict(collate_fn([dict(row) for row in rows]))

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trainer-assisted generation on a rank: the project's sampler over the FSDP-sharded weights that are there.
+"""Trainer-assisted generation on a rank: the project's sampler over the trainer's own FSDP-sharded weights.
 
 - No second copy of the network, nothing offloaded; the gradient of the open logical batch stays as it is.
-- The samples of a call are split over the data-parallel ranks. A rank that gets none denoises a filler, which is thrown
-  away, because every forward gathers weights from all ranks.
-- Beside the network a rank holds the decoder (the VAE's), which a trainer does not have otherwise. Prompts are encoded
-  by a replica.
+- The samples of a call are split over the data-parallel ranks. A rank that gets none denoises a padding sample and
+  discards it, because every forward gathers weights from all ranks.
+- A rank also holds the VAE's decoder, which a trainer does not have otherwise. Prompts are encoded by a replica.
 
-Invariant (tests/engine/test_assistant.py): a sample is what a replica with the same weights would have made of it, to
-float error; an open gradient is bitwise as before.
+Invariant (tests/engine/test_assistant.py): a sample equals what a replica with the same weights generates, to float
+error; an open gradient is bitwise as before.
 """
 
 from __future__ import annotations
@@ -49,11 +48,11 @@ class Assistant:
         *,
         version: int,
     ) -> list[Generation]:
-        """This rank's share of `requests`, all of one group; the other ranks call it alike.
+        """Generate this rank's share of `requests`, all of one group. All ranks call it with the same arguments.
 
         Args:
-            condition, negative_condition: of the group's prompt; the negative one with guidance.
-            version: of the weights.
+            condition, negative_condition: conditions of the group's prompt; the negative one only with guidance.
+            version: weight version.
         """
         rank, num_ranks = self._engine.get_data_parallel_rank(), self._engine.get_data_parallel_size()
         share = requests[rank::num_ranks]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine trains, before it is sharded: the transformer, and the adapter on it.
+"""The module to train, before sharding: the transformer and its adapter.
 
-verl's own builders make a language model, and refuse none of the settings that this engine does not do.
+verl's own builders make a language model, and accept settings that this engine does not support.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from verl_digen.require import require
 
 
 def check_engine_config(config: FSDPEngineConfig) -> None:
-    """Raise ValueError for settings of `actor_rollout_ref.actor` that this engine does not do."""
+    """Raise ValueError for settings of `actor_rollout_ref.actor` that this engine does not support."""
     require(
         config.strategy == "fsdp2",
         "actor_rollout_ref.actor.strategy must be fsdp2 for diffusion models",
@@ -45,7 +45,7 @@ def check_engine_config(config: FSDPEngineConfig) -> None:
 def build_transformer(
     model: DiffusionModel, model_config: DiffusionModelConfig, engine_config: FSDPEngineConfig, rank: int
 ) -> nn.Module:
-    """The transformer; real on rank 0, from which verl's `fsdp2_load_full_state_dict` broadcasts, else meta.
+    """The transformer: real on rank 0, from which verl's `fsdp2_load_full_state_dict` broadcasts, meta elsewhere.
 
     Some networks keep a few parameters in fp32 when they are loaded in another dtype (Wan: norms, time embedding).
     FSDP2 trains the parameters of a unit in one dtype, so without an adapter all have that of `model_dtype`.
@@ -61,9 +61,9 @@ def build_transformer(
 
 
 def add_adapter(module: nn.Module, model_config: DiffusionModelConfig, rank: int) -> nn.Module:
-    """Wrap with peft: the adapter that is given, else a new one, the same on every rank.
+    """Wrap `module` with peft: the given adapter, else a new one, the same on every rank.
 
-    verl's own asks for a transformers model, and rounds the adapter to the base's dtype. The adapter stays fp32
+    verl's own builder needs a transformers model, and rounds the adapter to the base's dtype. The adapter stays fp32
     here: an update of 3e-4 is lost on bf16 weights.
     """
     config = model_config.lora_config()
@@ -79,11 +79,11 @@ def add_adapter(module: nn.Module, model_config: DiffusionModelConfig, rank: int
 
 
 def keep_input_dtypes(module: nn.Module) -> None:
-    """Let FSDP2 cast parameters alone, and not what goes into a module.
+    """Make FSDP2 cast parameters only, not module inputs.
 
-    verl asks for both. A cast timestep is another timestep: in bf16 it moved the velocity of tiny Stable Diffusion 3.5
+    verl casts both. A cast timestep is another timestep: in bf16 it moved the velocity of tiny Stable Diffusion 3.5
     and Z-Image networks by 0.1 of a standard deviation, against 0.004 without, and a replica does not cast it. Inputs
-    come in the dtype the network computes in (`DiffusionModel.input_dtype`), those apart that it wants otherwise.
+    come in the network's compute dtype (`DiffusionModel.input_dtype`), except those it wants in another.
     """
     for part in module.modules():
         if isinstance(part, FSDPModule):

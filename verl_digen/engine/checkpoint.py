@@ -2,15 +2,15 @@
 """Checkpoints of a diffusers transformer: all or nothing on disk, bitwise on resume.
 
 Files are verl's, per rank: model, optimizer, extra (schedule, RNG); `digen_state_*` adds the EMA and counters.
-With "hf_model" in `actor_rollout_ref.actor.checkpoint.save_contents` also what other tools load, gathered tensor
+With "hf_model" in `actor_rollout_ref.actor.checkpoint.save_contents` also an export for other tools, gathered tensor
 by tensor and written by rank 0:
 
     transformer/     full weights in the diffusers format
     lora_adapter/    with LoRA instead: the adapter, in peft's format (`lora_adapter_path` reads it back) and
                      as `pytorch_lora_weights.safetensors` for diffusers' `pipeline.load_lora_weights`
 
-A save writes into `NAME.partial-TOKEN` beside its folder and renames when every rank is done. So a full disk
-or a kill leaves the last good checkpoint as it was; leftovers of a killed save go with the next one.
+A save writes into `NAME.partial-TOKEN` next to its folder and renames it when every rank is done. So a full disk
+or a kill leaves the last good checkpoint intact; the next save removes leftovers of a killed one.
 
 Invariants (tests/engine/test_checkpoint.py): n updates, save, load, n updates equal 2n updates bitwise; a
 save that fails on any rank raises on every rank and leaves no folder behind.
@@ -53,22 +53,22 @@ MAX_FILE_BYTES = 5 << 30
 """Largest safetensors file of an export; the diffusers library's own limit is 10 GB."""
 
 WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)
-"""What a full disk raises: torch's zip writer a RuntimeError, safetensors its own."""
+"""Exceptions on a full disk: torch's zip writer raises RuntimeError, safetensors its own."""
 
 
 @dataclass
 class UpdateState:
-    """What an engine carries from update to update beside weights and optimizer; only the engine writes it."""
+    """Engine state kept between updates, besides weights and optimizer; only the engine writes it."""
 
     num_updates: int = 0
     """Optimizer steps that changed the weights."""
     num_skipped: int = 0
-    """Optimizer steps that did not, because the gradient was not finite."""
+    """Optimizer steps skipped because the gradient was not finite."""
     ema: ShadowWeights | None = None
 
 
 class DiffusersCheckpointManager(FSDPCheckpointManager):
-    """verl's manager, with another way to save, and `update_state` saved and loaded too."""
+    """verl's manager, with saves that are all or nothing, and `update_state` saved and loaded too."""
 
     def __init__(self, *args: Any, update_state: UpdateState, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -125,7 +125,7 @@ class DiffusersCheckpointManager(FSDPCheckpointManager):
         return state
 
     def _save_description(self, folder: Path) -> None:
-        """What verl's own tools read to learn how the shards were cut."""
+        """Write the description of the sharding that verl's own tools read."""
         config = FSDPConfig(FSDP_version=fsdp_version(self.model), world_size=self.world_size)
         (folder / "fsdp_config.json").write_text(json.dumps(asdict(config), indent=4))
         self._save_lora_train_meta(str(folder), self.model)
@@ -195,7 +195,7 @@ def _all_or_nothing(folder: Path) -> Iterator[Path]:
     """A folder to write to, renamed to `folder` at the end, or removed if the body raised on any rank.
 
     The body writes through `_on_all_ranks`, so that it raises on all ranks or none. Ranks may or may not share a file
-    system: on each, the rank whose mkdir succeeded cleans up and renames.
+    system: on each file system, the rank whose mkdir succeeded cleans up and renames.
     """
     token = [secrets.token_hex(4)]
     dist.broadcast_object_list(token, src=0)
@@ -259,7 +259,7 @@ def _replace(partial: Path, folder: Path) -> None:
 
 
 def _save(value: Any, path: Path) -> None:
-    """torch.save, on the disk when it returns: a file system may report that it is full no earlier."""
+    """torch.save with fsync: a file system may report only then that it is full."""
     with open(path, "wb") as file:
         torch.save(value, file)
         file.flush()
@@ -292,7 +292,7 @@ def save_networks(module: Any, tensors: Iterable[tuple[str, Tensor]], folder: Pa
     """Write streamed tensors as diffusers folders in `folder`: `transformer`, or one for each expert, by its name.
 
     Args:
-        tensors: of an `Experts`, one expert after the other, names prefixed with its own.
+        tensors: for an `Experts`, one expert after the other, names prefixed with the expert's.
         writes: see `save_transformer`.
     """
     network = module.base_model.model if isinstance(module, PeftModel) else module
@@ -304,7 +304,7 @@ def save_networks(module: Any, tensors: Iterable[tuple[str, Tensor]], folder: Pa
         stripped = ((name.partition(".")[2], tensor) for name, tensor in named)
         try:
             save_transformer(network.get_submodule(expert), stripped, folder / expert, writes=writes)
-        except WRITE_ERRORS as error:  # the next expert's tensors still take every rank
+        except WRITE_ERRORS as error:  # every rank must still gather the next expert's tensors
             errors.append(error)
     if errors:
         raise errors[0]
@@ -318,10 +318,10 @@ def save_transformer(
     writes: bool,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Write streamed tensors as a diffusers folder; at most one file's worth is held.
+    """Write streamed tensors as a diffusers folder; holds at most one file's tensors in memory.
 
     Args:
-        writes: False consumes the tensors only. A rank that cannot write goes on consuming, for the others.
+        writes: False only consumes the tensors. A rank that fails to write keeps consuming, so that others can gather.
     """
     error: BaseException | None = None
 
@@ -359,7 +359,7 @@ def save_transformer(
 
 
 def _name_files(folder: Path, files: list[list[str]], total_bytes: int) -> None:
-    """Give numbered files the names diffusers looks for, which tell their count, and write the index."""
+    """Rename numbered files to the names diffusers expects, which contain their count, and write the index."""
     if len(files) == 1:
         (folder / "0.safetensors").rename(folder / SAFETENSORS_WEIGHTS_NAME)
         return

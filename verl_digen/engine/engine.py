@@ -1,28 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's FSDP2 engine for a diffusers transformer.
 
-What is ours: how the module is built, what a micro-batch is (a tile of rows), KL reference, EMA, export.
-What is verl's: sharding, mixed precision, optimizer, schedule, offload, clipping, file names of checkpoints.
+Ours: how the module is built, micro-batches (tiles of rows), KL reference, EMA, export.
+verl's: sharding, mixed precision, optimizer, schedule, offload, clipping, file names of checkpoints.
 
-    begin(...)                      a logical batch, not known yet
-    accumulate(fragment) ...        in any order: ledger -> deal over ranks -> fetch own samples -> tiles -> gradient
-        assisting()                 in between: forwards for whoever generates; the gradient stays as it is
-    commit() | abort()              one optimizer step, or as if nothing had been
+    begin(...)                      open a logical batch, before its samples are known
+    accumulate(fragment) ...        in any order: ledger -> rows to ranks -> fetch own samples -> tiles -> gradient
+        assisting()                 in between: forwards for generation; the gradient stays as it is
+    commit() | abort()              one optimizer step, or discard everything
 
-verl's own `train_batch` is the same with one piece of work, whose samples verl dealt to the ranks:
+verl's own `train_batch` does the same in one piece, on samples that verl has split over the ranks:
 
     forward_backward_batch(data)    samples -> tiles -> gradient; then verl's `optimizer_step`
 
 | what | where |
 | --- | --- |
-| the gradient while it is open | `verl_digen.engine.transaction` |
+| the accumulating gradient | `verl_digen.engine.transaction` |
 | advantages before all rewards are known | `verl_digen.engine.ledger` |
-| who trains which rows, in which tiles | `verl_digen.schedulers.deal`, `verl_digen.schedulers.tiles` |
+| partition of rows over ranks and tiles | `verl_digen.schedulers.deal`, `verl_digen.schedulers.tiles` |
 | forwards, KL reference | `verl_digen.engine.scoring` |
 
 Invariants (tests/engine)
 - The committed gradient is that of the serial loop over rows, whatever the fragments, their order, the number of
-  ranks and `digen.tsp.*`; also with a scale of advantages that only the whole batch has.
+  ranks and `digen.tsp.*`; also if the advantage scale is known only with the whole batch.
 - The ratio of an update's own first pass is exactly 1.
 - After `abort` weights, optimizer, EMA, schedule and counters are bitwise as at `begin`.
 - `assisting` leaves the open gradient bitwise as it is.
@@ -76,7 +76,7 @@ class DiffusersFSDPEngine(FSDPEngine):
     """See the module. Constructor and methods are verl's.
 
     Raises:
-        ValueError: settings that this engine does not do, named by their keys.
+        ValueError: settings that this engine does not support, named by their keys.
     """
 
     module: nn.Module
@@ -95,16 +95,16 @@ class DiffusersFSDPEngine(FSDPEngine):
         self.model = load_model(model_config.local_path)
         self.state = UpdateState()
         self.reference: ShadowWeights | None = None
-        """The start weights, for the KL term of a full fine-tune; LoRA's reference is the adapter switched off."""
+        """The initial weights, for the KL term of a full fine-tune; LoRA's reference is the adapter switched off."""
         self.wire_dtype: torch.dtype | None = None
         """dtype of exported floating tensors; None keeps each parameter's own."""
         self.exports_average = False
-        """Whether exports are of the EMA by default, for validation with averaged weights."""
+        """True exports the EMA copy by default, for validation with averaged weights."""
         self._open: LogicalBatch | None = None
         self._loaded = ExitStack()
-        """Brings to the device, and back, what is offloaded between logical batches."""
+        """Keeps on the device, while a logical batch is open, what is offloaded between batches."""
         self._reduce: str | None = None
-        """What `digen.tsp.reduce=auto` turned out to be."""
+        """Choice made for `digen.tsp.reduce=auto`."""
 
     # -- build --------------------------------------------------------------------------------------------
     def initialize(self) -> None:
@@ -155,13 +155,13 @@ class DiffusersFSDPEngine(FSDPEngine):
 
     # -- a logical batch, fragment by fragment ------------------------------------------------------------
     def begin(self, num_samples: int, num_rows: int, fetch: Fetch) -> None:
-        """Open a logical batch, which is one optimizer step. What is offloaded comes to the device until it closes.
+        """Open a logical batch, which is one optimizer step. Offloaded tensors stay on the device until it is closed.
 
         Args:
-            num_samples: how many samples it will have at most. When they are there, its gradient is whole.
-            num_rows: how many rows it is planned to have; what is missing or added is made good at `commit`.
-            fetch: gets the tensors of samples; called on each rank for those of which it was dealt rows, in
-                `accumulate` and, for samples held back, in `commit`. So they must stay where they are until then.
+            num_samples: most samples it may have. Its gradient is complete when that many have arrived.
+            num_rows: planned number of rows; `commit` corrects the gradient if another number trained.
+            fetch: loads samples from TransferQueue. Each rank calls it for the samples whose rows it trains, from
+                `accumulate` or, for samples held back, from `commit`. Do not clear them before `commit`.
 
         Raises:
             RuntimeError: a logical batch is open, or this one would be empty.
@@ -193,14 +193,14 @@ class DiffusersFSDPEngine(FSDPEngine):
             self._loaded = loading.pop_all()
 
     def accumulate(self, fragment: FragmentSpec) -> dict[str, int]:
-        """Add the gradient of complete groups. No collective but those of the forwards and backwards themselves.
+        """Add the gradient of complete groups. Its only collectives are those of the forwards and backwards.
 
         Returns:
-            `num_rows` that trained in this call, over all ranks, and `num_held_samples`, which wait until it is sure
-            that their advantages are not clamped, see `verl_digen.engine.ledger`.
+            `num_rows`, trained in this call, over all ranks, and `num_held_samples`, held back because their
+            advantages might be clamped, see `verl_digen.engine.ledger`.
 
         Raises:
-            RuntimeError: no logical batch is open; an earlier call on it failed; anything of the fragment came
+            RuntimeError: no logical batch is open; an earlier call on it failed; part of the fragment was added
                 before, in which case the batch stays as it is. After any other exception only `abort` is legal.
         """
         batch = self._require_open("accumulate")
@@ -212,10 +212,10 @@ class DiffusersFSDPEngine(FSDPEngine):
         return {"num_rows": num_rows, "num_held_samples": len(batch.ledger.held)}
 
     def commit(self) -> dict[str, Any]:
-        """One optimizer step and one step of the learning rate, on all that was accumulated; closes the batch.
+        """Take one optimizer step and one learning-rate step on the accumulated gradient; close the batch.
 
         Returns:
-            As `train_batch`, and `lr`, among the metrics `num_fragments` and `num_late_samples`.
+            Outputs as `train_batch`, with more metrics: `lr`, `num_fragments` and `num_late_samples`.
 
         Raises:
             RuntimeError: as in `accumulate`; or nothing was trained. Then only `abort` is legal.
@@ -237,9 +237,9 @@ class DiffusersFSDPEngine(FSDPEngine):
         return outputs
 
     def abort(self) -> None:
-        """Close the logical batch as if it had never been: weights, optimizer, EMA, schedule and counters stay.
+        """Close the logical batch and discard it: weights, optimizer, EMA, schedule and counters stay.
 
-        After an exception on some ranks alone, others may hang in a collective; then only a restart helps.
+        If only some ranks raised, the others may hang in a collective; then only a restart helps.
 
         Raises:
             RuntimeError: no logical batch is open.
@@ -249,9 +249,10 @@ class DiffusersFSDPEngine(FSDPEngine):
 
     @contextmanager
     def assisting(self) -> Iterator[nn.Module]:
-        """Within the context the module may run forwards, without gradient: for generation by the trainer itself.
+        """Context in which the module may run forwards without gradient, for trainer-assisted generation.
 
-        An open logical batch's gradient stays as it is, also if the body raises. All ranks run as many forwards.
+        An open logical batch's gradient stays as it is, also if the body raises. All ranks must run the same number of
+        forwards.
 
         Raises:
             RuntimeError: an earlier call on the open logical batch failed.
@@ -273,7 +274,7 @@ class DiffusersFSDPEngine(FSDPEngine):
         self._loaded.close()
 
     def _enter_training(self) -> None:
-        """Forwards in eval mode may have come in between."""
+        """Return to train mode: `assisting` may have run in between."""
         self.mode = "train"
         self.module.train()
 
@@ -286,9 +287,9 @@ class DiffusersFSDPEngine(FSDPEngine):
         if self._open is not None:
             raise RuntimeError(f"{what} needs the logical batch before it closed, but one is open; commit or abort it")
 
-    # -- verl's train and eval modes, which offload, and what else may not touch an open gradient -----------
+    # -- verl's methods that offload, or must not touch an open gradient ------------------------------------
     def train_mode(self, **kwargs: Any) -> AbstractContextManager[None]:
-        """verl's.
+        """verl's `train_mode`.
 
         Raises:
             RuntimeError: a logical batch is open, whose gradient would be zeroed.
@@ -297,32 +298,32 @@ class DiffusersFSDPEngine(FSDPEngine):
         return super().train_mode(**kwargs)
 
     def eval_mode(self, **kwargs: Any) -> AbstractContextManager[None]:
-        """verl's; an open logical batch stays on the device."""
+        """verl's `eval_mode`; an open logical batch stays on the device."""
         if self._open is not None:
             kwargs["disable_auto_offload"] = True
         return super().eval_mode(**kwargs)
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """verl's. RuntimeError while a logical batch is open."""
+        """verl's `save_checkpoint`. RuntimeError while a logical batch is open."""
         self._require_closed("save_checkpoint")
         super().save_checkpoint(*args, **kwargs)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """verl's. RuntimeError while a logical batch is open."""
+        """verl's `load_checkpoint`. RuntimeError while a logical batch is open."""
         self._require_closed("load_checkpoint")
         super().load_checkpoint(*args, **kwargs)
 
-    # -- a batch that verl dealt to the ranks -------------------------------------------------------------
+    # -- a batch that verl has split over the ranks -------------------------------------------------------
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool = False
     ) -> dict[str, Any]:
-        """Run all rows of `data` (see `read_samples`) and leave the logical batch's gradient, unless `forward_only`.
+        """Run all rows of `data` (see `read_samples`) and leave their gradient in the module, unless `forward_only`.
 
         Args:
             loss_function: a `DiffusionLoss`; not read when `forward_only`.
 
         Returns:
-            verl's shape: `loss`, a number that averaged over ranks is the batch's loss; `metrics`,
+            Outputs in verl's shape: `loss`, whose average over ranks is the batch's loss; `metrics`,
             floats that are the same on all ranks, among them `grad_projection`, see
             `verl_digen.engine.gradients.projection`; `model_output`, with `log_probs` [B, K] (jagged if K
             differs; 0 for padding samples) when `forward_only`.
@@ -362,7 +363,7 @@ class DiffusersFSDPEngine(FSDPEngine):
         scaled.backward(retain_graph=retain_graph)
 
     def _when_to_reduce(self) -> str:
-        """`digen.tsp.reduce`, decided once where it is auto; the same on all ranks."""
+        """Value of `digen.tsp.reduce`; auto is decided once, the same on all ranks."""
         if self.digen.tsp.reduce != "auto":
             return self.digen.tsp.reduce
         if self._reduce is None:
@@ -373,7 +374,8 @@ class DiffusersFSDPEngine(FSDPEngine):
         return self._reduce
 
     def _rehearse(self, rows: TrainingRows) -> None:
-        """A tile as in training, or as in scoring where there is no training, without effect; rows on the host."""
+        """Dry run of one tile (forward, and backward if this engine trains) to measure memory. Discards the gradient.
+        Rows are on the CPU."""
         rows = rows.to(self.scorer.device)
         if self.engine_config.forward_only:
             with torch.no_grad():
@@ -383,7 +385,7 @@ class DiffusersFSDPEngine(FSDPEngine):
                 self._transaction(DiffusionLoss(self.digen), num_rows=1).rehearse(rows)
 
     def _outputs(self, transaction: GradientTransaction, loss: Tensor, metrics: dict[str, Tensor]) -> dict[str, Any]:
-        """verl's shape. Metrics of all ranks are combined by the rule of `combine_metrics`."""
+        """Outputs in verl's shape. Metrics of all ranks are combined by `combine_metrics`."""
         gathered: list[dict[str, Tensor]] = [{}] * self.get_data_parallel_size()
         on_host = {name: value.cpu() for name, value in metrics.items()}
         dist.all_gather_object(gathered, on_host, group=self.get_data_parallel_group())
@@ -401,7 +403,7 @@ class DiffusersFSDPEngine(FSDPEngine):
 
     @torch.no_grad()
     def _log_probs(self, samples: Samples) -> Tensor:
-        """In the tiles that training would use, so that both give the same numbers."""
+        """Log-probs [B, K], computed in the tiles that training would use, so that both give the same numbers."""
         indices = samples.trained
         trained = samples.take(indices)
         work = self.planner.local(trained)
@@ -409,7 +411,7 @@ class DiffusersFSDPEngine(FSDPEngine):
         for tile in work.tiles:
             rows, _ = tile_rows(trained, tile, work.places)
             log_probs = self.scorer(rows.to(self.scorer.device))[0].log_prob.cpu()
-            if not tile.is_filler:  # whose row is in another tile, too
+            if not tile.is_filler:  # its row is in another tile, too
                 for row, log_prob in zip(tile.rows, log_probs, strict=True):
                     found[indices[row.sample]][row.step] = log_prob
         if len(set(samples.num_steps)) == 1:
@@ -417,19 +419,19 @@ class DiffusersFSDPEngine(FSDPEngine):
         return torch.nested.as_nested_tensor(found, layout=torch.jagged)
 
     def disable_adapter(self) -> AbstractContextManager[None]:
-        """Forwards without the adapter; see `without_adapter`."""
+        """Context in which forwards skip the adapter; see `without_adapter`."""
         return without_adapter(self.module)
 
     # -- update -------------------------------------------------------------------------------------------
     def train_batch(self, data: TensorDict, loss_function: Callable[..., Any]) -> dict[str, Any]:
-        """One optimizer step on all of `data`: zero the gradient, `forward_backward_batch`, `optimizer_step`."""
+        """Take one optimizer step on all of `data`: zero the gradient, `forward_backward_batch`, `optimizer_step`."""
         skipped = self.state.num_skipped
         outputs = super().train_batch(data, loss_function)
         outputs["metrics"]["num_skipped_updates"] = float(self.state.num_skipped - skipped)
         return outputs
 
     def optimizer_step(self) -> float:
-        """Clip, step, update the EMA; nothing of it if the gradient is not finite. Returns its norm before clipping."""
+        """Clip, step and update the EMA, unless the gradient is not finite. Returns its norm before clipping."""
         grad_norm = super().optimizer_step()
         if not math.isfinite(grad_norm):
             self.state.num_skipped += 1
@@ -451,14 +453,14 @@ class DiffusersFSDPEngine(FSDPEngine):
     def get_per_tensor_param(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, layered_summon: bool = False, base_sync_done: bool = True, *, ema: bool = False, **kwargs: Any
     ) -> tuple[NamedTensors, dict[str, Any] | None]:
-        """What a replica needs: (name, full tensor) in `wire_dtype`, to be consumed by all ranks in step.
+        """Tensors for a replica: (name, full tensor) in `wire_dtype`, to be consumed by all ranks in step.
 
         Full weights, or with LoRA the merged ones (`model.lora.merge=true`), come under the checkpoint's names and
         without a peft config; an adapter alone under peft's names and with its config.
 
         Args:
-            base_sync_done: False yields the base weights where updates carry the adapter alone.
-            ema: the averaged weights, also without `exports_average`; nothing may train until all is consumed.
+            base_sync_done: False yields the base weights if updates carry the adapter alone.
+            ema: export the EMA copy, also without `exports_average`; do not train until all is consumed.
         """
         exported, config = export(
             self.module,
@@ -480,8 +482,8 @@ class DiffusersFSDPEngine(FSDPEngine):
             yield from exported
 
 
-# Not a decorator: verl's erases the class's type. "fsdp" is filed too, because `check_engine_config` names the key,
-# where verl would say "Unknown backend: fsdp".
+# Not a decorator: verl's erases the class's type. "fsdp" is registered too: `check_engine_config` then names the key,
+# and verl does not say "Unknown backend: fsdp".
 EngineRegistry.register(model_type=MODEL_TYPE, backend=["fsdp", "fsdp2"], device=["cuda", "npu", "cpu"])(
     DiffusersFSDPEngine
 )

@@ -2,10 +2,10 @@
 """Sharded weights -> full tensors under the names the diffusers checkpoint uses, one at a time.
 
 - Gathering a tensor is a collective: every rank must consume the whole iterator, in step.
-- A yielded tensor is a copy; it stays right when the weights move on.
-- Nothing of the module is changed: LoRA is merged into the copy, in fp32, rounded once.
+- A yielded tensor is a copy; it stays valid when the weights change.
+- The module is not changed: LoRA is merged into the copy, in fp32, rounded once.
 
-Invariants (tests/engine/test_export.py): names and shapes are the checkpoint's; untrained, so are the values.
+Invariants (tests/engine/test_export.py): names and shapes are the checkpoint's; before training, so are the values.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from verl.utils.device import get_device_id
 NamedTensors = Iterator[tuple[str, Tensor]]
 
 PEFT_PREFIX = "base_model.model."
-"""What `PeftModel` puts before every name."""
+"""Prefix that `PeftModel` puts before every name."""
 BASE_LAYER = ".base_layer."
-"""Where a wrapped layer keeps its own weights."""
+"""Part of the names of a wrapped layer's own weights."""
 ADAPTER = "default"
-"""peft's name for the one adapter there is."""
+"""peft's name for the only adapter."""
 
 
 def export(
     module: nn.Module, dtype: torch.dtype | None, *, merge_lora: bool, base_sync_done: bool
 ) -> tuple[NamedTensors, dict[str, Any] | None]:
-    """What a replica needs, and the peft config it needs for an adapter alone.
+    """(tensors for a replica, peft config of an adapter that is not merged, else None).
 
     Args:
-        merge_lora: whether replicas have the adapter merged into their weights.
-        base_sync_done: whether they have the base already, where they get the adapter alone.
+        merge_lora: True if replicas have the adapter merged into their weights.
+        base_sync_done: read if the adapter is not merged. True: replicas have the base already, send the adapter alone.
     """
     if merge_lora or not isinstance(module, PeftModel):
         return full_weights(module, merge_lora=merge_lora, dtype=dtype), None
@@ -53,10 +53,10 @@ def full_weights(module: nn.Module, *, merge_lora: bool, dtype: torch.dtype | No
     Args:
         module: with or without peft's and FSDP2's wrapping.
         merge_lora: add the adapter's share; False yields the base weights as loaded.
-        dtype: of yielded floating tensors; None keeps each parameter's own.
+        dtype: dtype of yielded floating tensors; None keeps each parameter's own.
 
     Raises:
-        ValueError: an adapter that cannot be merged.
+        ValueError: the adapter cannot be merged.
     """
     adapters = _mergeable(module) if merge_lora else {}
     for name, value in module.state_dict().items():
@@ -113,13 +113,13 @@ def _mergeable(module: nn.Module) -> dict[str, LoraLayer]:
 
 
 def _gather(value: Tensor) -> Tensor:
-    """The full tensor, in memory of its own, on the device that computes."""
+    """The full tensor, in its own memory, on the compute device."""
     if not isinstance(value, DTensor):
         return value.detach().clone()
     on_device = value.detach().to(get_device_id())
     assert isinstance(on_device, DTensor)
     full = on_device.full_tensor()
-    # where one rank holds the whole tensor, that is its shard itself
+    # if one rank holds the whole tensor, this is its shard itself
     is_shard = full.untyped_storage().data_ptr() == on_device.to_local().untyped_storage().data_ptr()
     return full.clone() if is_shard else full
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the driver says of a fragment, and how a rank gets the samples of which it was dealt rows.
+"""A fragment as the driver describes it, and how a rank fetches the samples of its rows.
 
-Through the driver travel names and numbers; every rank works out the same deal from them, and fetches the tensors of
-its own rows from TransferQueue, samples by key and conditions by prompt.
+Only names and numbers pass through the driver. Every rank computes the same partition from them, and fetches the
+tensors of its own rows from TransferQueue: samples by key, conditions by prompt.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class FragmentSample:
     num_steps: int
     """K. 0: the reward counts for its group's advantages, and the sample is not trained."""
     experts: tuple[int, ...] = ()
-    """K entries: which network each trained step runs; () where the model has one."""
+    """K entries: number of the network that each trained step runs; () if the model has one."""
 
 
 @dataclass(frozen=True)
@@ -42,20 +42,20 @@ class FragmentSpec:
     """
 
     fragment_id: str
-    """Once in a logical batch."""
+    """Unique within a logical batch."""
     samples: tuple[FragmentSample, ...]
-    """Group after group."""
+    """Samples, group after group."""
 
 
 Fetch = Callable[[Sequence[FragmentSample]], Samples]
-"""Gets the tensors of samples, in order; called on each rank for those of which it has rows."""
+"""Loads the tensors of samples, in order. Each rank calls it for the samples whose rows it has."""
 
 
 def fragment_rows(samples: Sequence[FragmentSample]) -> list[Row]:
-    """All rows of the samples, which are numbered in order.
+    """All rows of the samples; samples are numbered in order.
 
     Raises:
-        RuntimeError: a sample whose experts are not as many as its steps.
+        RuntimeError: a sample's number of experts is not its number of steps.
     """
     rows = []
     for number, sample in enumerate(samples):

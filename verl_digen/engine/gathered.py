@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gathered parameters of an FSDP2 module: drop them, in the usual course and after an exception.
+"""Drop the gathered parameters of an FSDP2 module, in normal operation and after an exception.
 
-FSDP2's own `reshard` does nothing with `reshard_after_forward=false` while a forward runs, and after an exception FSDP2
-takes it that the forward still runs. Whoever then looks for the shards finds gathered parameters. So `recover` comes
-first.
+With `reshard_after_forward=false`, FSDP2's own `reshard` does nothing while a forward runs. After an exception FSDP2
+assumes that the forward still runs, so a reader of the shards would get gathered parameters. Call `recover` first then.
 
 Invariant (tests/engine/test_shadow.py, test_gradients.py): afterwards a module's parameters are its shards.
 """
@@ -15,14 +14,14 @@ from torch.distributed.fsdp import FSDPModule
 
 
 def reshard(module: nn.Module) -> None:
-    """Let every FSDP2 unit of `module` drop its gathered parameters. Not after an exception in a forward."""
+    """Make every FSDP2 unit of `module` drop its gathered parameters. After an exception call `recover` first."""
     for unit in module.modules():
         if isinstance(unit, FSDPModule):
             unit.reshard()
 
 
 def recover(module: nn.Module) -> None:
-    """Bring the module back from a forward or backward that an exception left half-way; the gradient stays."""
-    # a root is one from its first forward on, before which there is nothing to recover from
+    """Reset the module after an exception in a forward or backward; the gradient stays."""
+    # a module becomes a root in its first forward, before which there is nothing to recover from
     if isinstance(module, FSDPModule) and module._get_fsdp_state()._is_root:
         module.reset_iter_state()

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient of an FSDP2 module in all the places where FSDP2 keeps it: look, scale, move aside, reduce, drop.
+"""The gradient of an FSDP2 module in all the places where FSDP2 keeps it: read, scale, move, reduce, drop.
 
 - `projection` is one number of the reduced gradient that tells directions apart, where its norm does not.
 
-- A gradient that was reduced over the ranks is in each parameter's `grad`, sharded. One that was not is in the
-  unsharded parameters and, in the reduce dtype, beside them; FSDP2 has no public way to reach those two.
+- A reduced gradient is in each parameter's `grad`, sharded. An unreduced one is in the unsharded parameter's `grad`
+  and, in the reduce dtype, in `unsharded_accumulated_grad`; FSDP2 has no public way to reach those two.
 - FSDP2 reduces in a backward. `reduce_pending` does it without one, by the callback that FSDP2 runs at the end of
-  every backward; so a batch's gradient need not know which tile is the last.
+  every backward; so the last tile of a batch need not be known in advance.
 - FSDP2's private state is read in this file and in `gathered.py`; it is that of PyTorch 2.13.
 
-Invariants (tests/engine/test_gradients.py): a gradient that was moved aside and back, or reduced later, is bitwise
-the one that was not; after `drop` nothing is left of it, in whatever place it was; the projection is the same on any
-number of ranks.
+Invariants (tests/engine/test_gradients.py): a gradient that was moved out and back, or reduced later, is bitwise the
+one that was not; `drop` clears it in every place; the projection is the same on any number of ranks.
 """
 
 from __future__ import annotations
@@ -62,13 +61,13 @@ def take(module: nn.Module) -> Gradient:
 
 
 def put(module: nn.Module, gradient: Gradient) -> None:
-    """Let the module have this gradient, in place of any."""
+    """Set the module's gradient, replacing any."""
     for key, owner, attribute in _places(module):
         setattr(owner, attribute, gradient.get(key))
 
 
 def drop(module: nn.Module) -> None:
-    """Forget the gradient, reduced or not."""
+    """Discard the gradient, reduced or not."""
     put(module, {})
 
 
@@ -81,7 +80,7 @@ def scale_(gradient: Gradient, factor: float) -> None:
 
 @torch.no_grad()
 def add_(gradient: Gradient, other: Gradient) -> None:
-    """Add `other`, piece by piece, whose memory may be used from then on."""
+    """Add `other`, piece by piece; `gradient` may take over its memory."""
     for key, piece in other.items():
         if key in gradient:
             gradient[key].add_(piece)
@@ -91,7 +90,8 @@ def add_(gradient: Gradient, other: Gradient) -> None:
 
 @contextmanager
 def exchanged(module: nn.Module, gradient: Gradient) -> Iterator[None]:
-    """Within the context the module has `gradient` in place of its own; what becomes of it is in `gradient` then."""
+    """Swap the module's gradient for `gradient` inside the context. On exit `gradient` holds the accumulated result and
+    the module has its own back."""
     own = take(module)
     put(module, gradient)
     try:
@@ -104,7 +104,7 @@ def exchanged(module: nn.Module, gradient: Gradient) -> Iterator[None]:
 
 @contextmanager
 def reduced_at_end(module: nn.Module, last: bool) -> Iterator[None]:
-    """Whether a backward in this context reduces over the ranks all that is pending, and its own."""
+    """Context in which a backward reduces its own and all pending gradients over the ranks, only if `last`."""
     assert isinstance(module, FSDPModule)
     module.set_requires_gradient_sync(last)
     try:
@@ -114,19 +114,19 @@ def reduced_at_end(module: nn.Module, last: bool) -> Iterator[None]:
 
 
 def reduce_pending(module: nn.Module) -> None:
-    """Reduce over the ranks what no backward has reduced yet. Collective, if there is any; on all ranks alike."""
+    """Reduce over the ranks what no backward has reduced yet. Collective if there is any; call it on all ranks."""
     assert isinstance(module, FSDPModule)
     module._get_fsdp_state()._root_post_backward_final_callback()
 
 
 def unreduced_bytes(module: nn.Module) -> int:
-    """What the whole gradient takes on each rank while it is not reduced."""
+    """Bytes of the whole gradient on each rank while it is unreduced."""
     total = 0
     for parameter in _parameters(module):
         if parameter.sharded_param.requires_grad:
             policy = parameter.mp_policy
             dtype = policy.reduce_dtype or policy.param_dtype or parameter.sharded_param.dtype
-            total += parameter.sharded_param.numel() * dtype.itemsize  # a DTensor counts the whole
+            total += parameter.sharded_param.numel() * dtype.itemsize  # a DTensor's numel is that of the whole
     return total
 
 

@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which samples of a logical batch can train already, and with what advantages, while rewards still come in.
+"""Streaming advantages: the samples of a logical batch that can train before all rewards have arrived.
 
-A group is complete when it arrives, so its mean is known; what the centred reward is divided by may not be:
+A group is complete when it arrives, so its mean is known. The scale that divides its centred rewards may not be:
 
-| `digen.advantage.scale` | known | a sample trains at once |
+| `digen.advantage.scale` | scale known | a sample trains at once |
 | --- | --- | --- |
 | group, none | with the group | yes, with its advantage |
 | batch, max_group | with the last group | with the centred reward; the gradient is divided by the scale afterwards |
 
 The second row is exact while the loss is homogeneous in the advantage and clamping (`digen.loss.advantage_clip`)
-does not bind. So, until the scale is known, these are held back and trained with their advantages then:
+does not bind. So these samples are held back until the scale is known, and then train with their advantages:
 
-- samples that might be clamped. The scale can only turn out larger than the rewards so far make sure: it is at least
-  sqrt(sum of squares of those so far / planned samples), or the largest group's so far. A sample whose centred reward
-  is within the clip times that bound cannot be clamped. The bound rises, and samples held back are let go;
-- everything, where the loss is not homogeneous: training then starts with the last group.
+- samples that might be clamped. The rewards seen so far give a lower bound on the final scale:
+  sqrt(sum of squares about their mean / planned samples), or the largest group scale so far. A sample whose centred
+  reward is within the clip times that bound cannot be clamped. As the bound rises, held samples are released;
+- all samples, if the loss is not homogeneous: training then starts with the last group.
 
-Invariants (tests/engine/test_ledger.py): every sample is given out exactly once; what is given out before the scale
-is known, divided by it, is the advantage that the loss would clamp, which it leaves alone; a group comes once.
+Invariants (tests/engine/test_ledger.py): every sample is released exactly once; a centred reward that is released
+before the scale is known gives, divided by the scale, an advantage that is not clamped; a group is added once.
 
 Example, scale "batch", clip 5:
     ledger = AdvantageLedger(AdvantageConfig(), num_samples=4, clip=5.0, is_homogeneous=True)
@@ -40,7 +40,7 @@ from verl_digen.algorithms.advantages import advantage_scale, group_advantages
 from verl_digen.config import AdvantageConfig
 
 ROUNDING = 1e-6
-"""How far within the clip a sample must be to count as unclamped: more than fp32 errs, less than anyone sees."""
+"""Relative margin inside the clip for a sample to count as unclamped: above fp32 rounding, otherwise negligible."""
 
 
 @dataclass(frozen=True)
@@ -51,17 +51,17 @@ class Ready:
     advantages: Tensor
     """[n] fp32: advantages, or centred rewards while `divisor` is unknown."""
     divisor: float | None
-    """None: the gradient of these is to be divided by the scale later. Else it is known: these advantages are divided
-    already, and the gradient of all that came earlier with None is to be divided by it now."""
+    """None while the scale is unknown: divide this gradient later. A number: these advantages are already divided;
+    divide the gradient accumulated so far with None by it now."""
 
 
 class AdvantageLedger:
-    """The rewards of one logical batch. See the module.
+    """Streaming advantages of one logical batch. See the module.
 
     Args:
-        num_samples: how many samples the batch will have at most; the batch is complete when they are there.
+        num_samples: most samples the batch may have; it is complete when that many have arrived.
         clip: `digen.loss.advantage_clip`.
-        is_homogeneous: whether the loss is, see `verl_digen.algorithms.losses`.
+        is_homogeneous: True if the loss is, see `verl_digen.algorithms.losses`.
     """
 
     def __init__(self, config: AdvantageConfig, num_samples: int, clip: float, is_homogeneous: bool):
@@ -70,33 +70,33 @@ class AdvantageLedger:
         self.groups: list[str] = []
         self.rewards: list[float] = []
         self._early: list[float] = []
-        """What each sample trains with as soon as its group is known: its advantage, or its centred reward."""
+        """Per sample the value it can train with once its group is known: its advantage, or its centred reward."""
         self._largest_scale = 0.0
-        """Of the groups so far, under max_group."""
+        """Largest scale of the groups so far; only under max_group."""
         self._waiting: list[int] = []
 
     @property
     def held(self) -> tuple[str, ...]:
-        """The keys of samples that are held back, or were not taken yet."""
+        """Keys of samples that are held back or not taken yet."""
         return tuple(self.keys[index] for index in self._waiting)
 
     @property
     def is_complete(self) -> bool:
-        """Whether every planned sample is there."""
+        """True if every planned sample has arrived."""
         return len(self.keys) == self.num_samples
 
     @property
     def is_scale_late(self) -> bool:
-        """Whether only the whole batch says what centred rewards are divided by."""
+        """True if the scale is known only with the whole batch."""
         return self.config.scale in ("batch", "max_group")
 
     @property
     def waits_for_batch(self) -> bool:
-        """Whether nothing can train before the batch is complete."""
+        """True if nothing can train before the batch is complete."""
         return self.is_scale_late and not self.is_homogeneous
 
     def add(self, keys: Sequence[str], groups: Sequence[str], rewards: Sequence[float]) -> None:
-        """Complete groups: the key, the group and the reward of each sample.
+        """Add complete groups: key, group and reward of each sample.
 
         Raises:
             RuntimeError: a group or a sample came before, or there are more samples than planned; nothing is added.
@@ -121,10 +121,10 @@ class AdvantageLedger:
         self.rewards += rewards
 
     def take(self, *, is_last: bool = False) -> Ready:
-        """The samples that can train now; they are given out by this call.
+        """Release the samples that can train now.
 
         Args:
-            is_last: no more groups will come (some were dropped, say), so all is known.
+            is_last: no more groups will come (e.g. some were dropped), so the scale is known.
         """
         if not self.keys:
             return Ready((), torch.zeros(0), None)
@@ -141,19 +141,19 @@ class AdvantageLedger:
         return Ready(tuple(self.keys[index] for index in chosen), advantages[chosen], divisor)
 
     def _advantages(self, rewards: Sequence[float], groups: Sequence[str], scale: str) -> Tensor:
-        """[samples] fp32."""
+        """Advantages [samples] fp32."""
         config, values = self.config, torch.tensor(rewards, dtype=torch.float64)
         return group_advantages(values, groups, scale=scale, ddof=config.ddof, eps=config.eps)
 
     def _scale(self, rewards: Sequence[float], groups: Sequence[str]) -> float:
-        """What these would be divided by, were they the whole batch."""
+        """Scale of these rewards as if they were the whole batch."""
         config, values = self.config, torch.tensor(rewards, dtype=torch.float64)
         return advantage_scale(values, groups, scale=config.scale, ddof=config.ddof, eps=config.eps)[0].item()
 
     def _largest_unclamped(self) -> float:
-        """The centred reward up to which no clamping can bind, whatever rewards come; less than any if not known.
+        """Largest centred reward that cannot be clamped, whatever rewards follow; -1 if the loss is not homogeneous.
 
-        More rewards can only add to the sum of squares about the mean, and there will be no more than planned.
+        More rewards can only add to the sum of squares about the mean, and at most the planned samples arrive.
         """
         if not self.is_homogeneous:
             return -1.0

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """An open logical batch: fragments in, in the order in which they become ready; one gradient out.
 
-    add(fragment)   its rewards to the ledger; refused, and nothing changed, if anything of it came before
-    train(fragment) what the ledger lets go of: dealt, fetched, tiled, into the gradient transaction
-    finish()        what was held back; then the gradient is whole
+    add(fragment)   its rewards to the ledger; refused without a change if any part of it was added before
+    train(fragment) samples that the ledger releases: partitioned, fetched, tiled, into the gradient transaction
+    finish()        samples that were held back; then the gradient is complete
 
 Invariants (tests/engine/test_transaction.py): nothing trains twice; the fragments' order does not matter.
 """
@@ -29,11 +29,11 @@ class LogicalBatch:
         self._samples: dict[str, FragmentSample] = {}
 
     def add(self, fragment: FragmentSpec) -> None:
-        """Take a fragment in.
+        """Add a fragment.
 
         Raises:
-            RuntimeError: it, or a group of it, was taken in before, or is not sound, or there are more samples than
-                planned. Nothing is taken in then.
+            RuntimeError: the fragment or one of its groups was added before, it is malformed, or there are more samples
+                than planned. Nothing is added then.
         """
         if fragment.fragment_id in self.fragment_ids:
             raise RuntimeError(
@@ -51,14 +51,14 @@ class LogicalBatch:
         self._samples |= {sample.key: sample for sample in samples}
 
     def train(self, fragment: FragmentSpec) -> int:
-        """Train what can be trained now that this fragment is in; returns how many rows, over all ranks."""
+        """Train the samples that can train now that this fragment is added; returns their rows, over all ranks."""
         num_rows = self._train(is_last=self.ledger.is_complete)
         held = {*self.ledger.held}
         self.num_late_samples += sum(sample.key in held for sample in fragment.samples)
         return num_rows
 
     def finish(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """Train what was held back, and close the gradient transaction; see its `close`."""
+        """Train the samples held back, and close the gradient transaction; see its `close`."""
         self._train(is_last=True)
         return self.transaction.close()
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scored rows -> loss: the policy loss by name, the KL term, and the log-probs the ratio is taken against.
+"""Evaluated rows -> loss: the policy loss by name, the KL term, and the old log-probs of the ratio.
 
-What a policy loss may read is listed in `verl_digen.algorithms.losses`. Of them, `behaviour_log_prob` is always
-what was recorded at generation. What `old_log_prob` is, is `DigenConfig.denominator`:
+The inputs of policy losses are listed in `verl_digen.algorithms.losses`. `behaviour_log_prob` is always recorded at
+generation. `DigenConfig.denominator` decides what `old_log_prob` is:
 
 | value | one optimizer step takes the batch | several do (mini-batches, epochs) |
 | --- | --- | --- |
@@ -35,7 +35,7 @@ from verl_digen.types import TrainingRows
 
 @dataclass(frozen=True)
 class Reference:
-    """The reference policy on N rows; of the two, what the KL kind compares."""
+    """Outputs of the reference policy on N rows; the KL kind reads one of the two."""
 
     mean: Tensor
     """[N, ...] fp32 mean of x'."""
@@ -43,17 +43,17 @@ class Reference:
     """[N, ...] fp32."""
 
     def to(self, device: torch.device | str) -> Reference:
-        """The same on `device`."""
+        """Copy on `device`."""
         return Reference(self.mean.to(device), self.velocity.to(device))
 
 
 @dataclass(frozen=True)
 class LossTerms:
-    """The share of some rows in the logical batch's loss, [] fp32 each."""
+    """Share of some rows in the logical batch's loss, [] fp32 each."""
 
     policy: Tensor
     kl: Tensor | None
-    """Weighed with `digen.kl.coef`; None without a reference."""
+    """Multiplied by `digen.kl.coef`; None without a reference."""
     metrics: dict[str, Tensor]
 
     @property
@@ -61,11 +61,11 @@ class LossTerms:
         return self.policy if self.kl is None else self.policy + self.kl
 
     def detach(self) -> LossTerms:
-        """The numbers alone."""
+        """Copy without the autograd graph."""
         return LossTerms(self.policy.detach(), None if self.kl is None else self.kl.detach(), self.metrics)
 
     def divide_policy(self, divisor: float) -> LossTerms:
-        """The terms had advantages been divided by this."""
+        """The terms as if advantages had been divided by `divisor`."""
         policy = self.policy / divisor
         return replace(self, policy=policy, metrics=self.metrics | {"policy_loss": policy})
 
@@ -74,7 +74,7 @@ class DiffusionLoss:
     """The loss function verl's training worker hands to the engine.
 
     Raises:
-        ValueError: `digen.loss_name` is not known, or does not go with `digen.old_log_probs`.
+        ValueError: `digen.loss_name` is unknown, or does not fit `digen.old_log_probs`.
     """
 
     def __init__(self, digen: DigenConfig):
@@ -82,7 +82,7 @@ class DiffusionLoss:
         self.digen = digen
         self.denominator = digen.denominator
         self.reads_trajectories = reads_trajectories(digen.loss_name)
-        """Whether the loss of a row depends on the other rows of its trajectory."""
+        """True if the loss of a row depends on the other rows of its trajectory."""
         self.unclamped = replace(digen.loss, advantage_clip=math.inf)
 
     def __call__(
@@ -100,13 +100,13 @@ class DiffusionLoss:
         """The share of these rows in the logical batch's loss.
 
         Args:
-            step, velocity: the rows scored with the current weights, differentiable.
+            step, velocity: the rows evaluated with the current weights, differentiable.
             reference: the same rows under the reference, if the KL term is on.
             rows: on the device of `velocity`, except for sigmas, which may stay on the host.
             old_log_probs: [N] fp32; None takes this forward's own, detached.
             num_rows: unmasked rows of the logical batch, over all ranks.
             trajectory_log_ratios: [N] fp32, if the loss `reads_trajectories`.
-            clamps: False leaves advantages as they are, where they are still to be divided by their scale.
+            clamps: False does not clamp advantages, for those that are divided by their scale later.
         """
         device = velocity.device
         shared: dict[str, Tensor] = {"mask": rows.mask, "num_rows": torch.tensor(num_rows, device=device)}
@@ -142,7 +142,7 @@ class DiffusionLoss:
 
 
 def rollout_gap(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """How far the engine's log-probs are from those `recorded` at generation; 0 if both compute alike."""
+    """Gap between the engine's log-probs and those `recorded` at generation; 0 if both compute the same."""
     rows = LossInputs.check("rollout gap", inputs, columns=("log_prob", "recorded"))
     gap = rows["log_prob"] - rows["recorded"]
     return {
@@ -154,7 +154,7 @@ def rollout_gap(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def combine_metrics(metrics: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Metrics of tiles -> of the batch: `_max` and `_min` by max and min, others (shares of a mean) by sum."""
+    """Combine metrics of tiles: `_max` and `_min` by max and min, others (shares of a mean) by sum."""
     gathered: dict[str, list[Tensor]] = {}
     for one in metrics:
         for name, value in one.items():
@@ -163,7 +163,7 @@ def combine_metrics(metrics: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor
 
 
 def is_share(name: str) -> bool:
-    """Whether a metric is a share of the logical batch's mean, not a largest or smallest value."""
+    """True if a metric is a share of the logical batch's mean, not a largest or smallest value."""
     return not name.endswith(("_max", "_min"))
 
 

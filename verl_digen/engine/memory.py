@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What memory decides: how many rows a tile holds, and whether gradients may wait unreduced.
+"""Choices made from free memory: rows per tile, and whether gradients may stay unreduced.
 
-- Rows: the peak of one forward/backward grows in proportion to its rows. So the peaks of 1 row and of 2 give the rows
+- Rows: the peak of one forward/backward grows linearly with its rows. So the peaks of 1 row and of 2 give the rows
   that fit, less a margin for what varies from call to call (longer prompts, fragmentation).
-- Unreduced gradients take a full copy on each rank. They wait where that is at most a stated share of what is free.
-- On a CPU memory is not what limits a tile, and what a process has had at most cannot be reset: a fixed number of
-  rows, by which its caches and cores are busy.
+- Unreduced gradients take a full copy on each rank. That must be at most `UNREDUCED_SHARE` of the free memory.
+- On a CPU memory does not limit a tile, and a process's peak memory cannot be reset: tiles have a fixed number of
+  rows, enough to keep caches and cores busy.
 
 Invariants (tests/engine/test_memory.py): the rows chosen fit by the measurements, one more would not; at least 1.
 """
@@ -27,14 +27,14 @@ UNREDUCED_SHARE = 0.4
 
 
 def rows_that_fit(peak_bytes: Callable[[int], int], limit_bytes: int) -> int:
-    """How many rows fit into a tile, at least 1.
+    """Number of rows that fit into a tile, at least 1.
 
     Args:
         peak_bytes: rows -> the peak of their forward/backward; called with 1 twice, the first time to allocate what
             stays (gradients, workspaces), and with 2.
-        limit_bytes: what this process can have.
+        limit_bytes: memory this process can use in all.
 
-    Example: a base of 10 GB, 2 GB a row, 80 GB
+    Example: a base of 10 GB, 2 GB per row, 80 GB
         rows_that_fit(lambda rows: (10 + 2 * rows) * GB, 80 * GB)  # 31 = (80 * 0.9 - 10) / 2
     """
     peak_bytes(1)
@@ -44,15 +44,15 @@ def rows_that_fit(peak_bytes: Callable[[int], int], limit_bytes: int) -> int:
 
 
 def gradients_may_wait(unreduced_bytes: int, free_bytes: int) -> bool:
-    """Whether gradients of this size may stay unreduced until the batch is complete."""
+    """True if gradients of this size may stay unreduced until the batch is complete."""
     return unreduced_bytes <= UNREDUCED_SHARE * free_bytes
 
 
 def free_bytes(num_ranks: int) -> int:
-    """Memory this process can still have: of its device, or its part of a machine without one.
+    """Memory this process can still allocate: on its device, or its share of the host's on a CPU.
 
     Args:
-        num_ranks: ranks that may share the machine, where memory is the machine's.
+        num_ranks: ranks that may share the host; read on a CPU only.
     """
     device = get_platform().device_module
     free, _ = device.mem_get_info()
@@ -62,7 +62,7 @@ def free_bytes(num_ranks: int) -> int:
 
 
 def peak_of(run: Callable[[], None]) -> int:
-    """The most bytes of the device that were in use while `run` ran."""
+    """Peak device memory while `run` runs, in bytes."""
     device = get_platform().device_module
     device.empty_cache()
     device.reset_peak_memory_stats()
@@ -72,13 +72,13 @@ def peak_of(run: Callable[[], None]) -> int:
 
 
 def limit_bytes() -> int:
-    """What this process can have of its device in all."""
+    """Device memory this process can use in all, in bytes."""
     device = get_platform().device_module
     return free_bytes(1) + device.memory_allocated()
 
 
 def agreed_least(value: int, group: torch.distributed.ProcessGroup | None) -> int:
-    """The least of all ranks' values; collective."""
+    """Minimum of all ranks' values. Collective."""
     least = torch.tensor(value, device=get_device_id())
     torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN, group=group)
     return int(least)

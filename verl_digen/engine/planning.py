@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who trains which rows in which tiles: descriptions and samples -> this rank's `TileWork`.
+"""Partition of rows over ranks and tiles: descriptions and samples -> this rank's `TileWork`.
 
-- By fragments, every rank deals all rows over the ranks by itself and fetches the samples of its own; nothing is
-  exchanged.
-- Where verl dealt samples to the ranks already, each tells the others how many rows it has: one small collective.
-- How many rows a tile holds under `auto` is measured once per shape of latents, on all ranks together, by tiles of
-  weight 0 of the longest prompt at hand; the least of the ranks counts. On a CPU it is a fixed number.
+- With fragments, every rank partitions all rows over the ranks by itself and fetches the samples of its own rows;
+  nothing is exchanged.
+- If verl has split the samples over the ranks already, the ranks exchange their lists of rows: one small collective.
+- Rows per tile under `auto` are measured once per shape of latents, on all ranks together, with masked tiles of the
+  longest prompt at hand; the minimum over the ranks counts. On a CPU the number is fixed.
 
-Invariant: all ranks make the same plan, so that each runs as many tiles as the others.
+Invariant: all ranks make the same plan, so that all run the same number of tiles.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Planner:
     Args:
         group: the data-parallel ranks.
         expert_of: sigmas [n] -> number of the network that runs each.
-        rehearse: runs rows as in training, without effect.
+        rehearse: dry run of rows as in training, to measure memory.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Planner:
     def deal(
         self, samples: Sequence[FragmentSample], advantages: Tensor, fetch: Fetch, *, whole_samples: bool
     ) -> TileWork:
-        """This rank's part of these samples' rows, at least one of weight 0; there are rows.
+        """This rank's part of these samples' rows, of which there is at least one; a padding row if it gets none.
 
         Args:
             advantages: [samples] fp32.
@@ -103,7 +103,7 @@ class Planner:
         return plan_tiles(dealt, self.rank, choose_shape(max_rows, samples=samples, steps=steps))
 
     def _measured_rows(self, samples: Samples, expert: int) -> int:
-        """What memory holds; every rank has a row of `expert`, and all run the same network."""
+        """Rows per tile that fit into memory. Every rank has a row of `expert`, so all run the same network."""
         if get_device_name() == "cpu":
             return memory.CPU_ROWS
         shape = samples.columns["latents"][0].shape[1:]
@@ -119,7 +119,7 @@ class Planner:
         return self._rows_that_fit[shape]
 
     def _rehearsal(self, samples: Samples, expert: int, num_rows: int) -> TrainingRows:
-        """A row of `expert`, of the longest prompt that has one, so many times, with weight 0."""
+        """`num_rows` copies of the row with the longest prompt for `expert`, masked out; for the memory probe."""
 
         def length(pick: tuple[int, int]) -> int:
             return sum(tensor.numel() for tensor in samples.conditions[pick[0]][0].values())

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Importing this module files `DiffusersFSDPEngine` with verl's `EngineRegistry`, for model_type
+"""Importing this module registers `DiffusersFSDPEngine` with verl's `EngineRegistry`, for model_type
 "diffusion_model".
 
-The engine's own module does the filing. It is imported here by module, not by name: whoever imports it first
-makes verl import its engines, which brings us here in the middle of that import.
+The registration itself is in `engine.engine`. Import that as a module, not by name: if it is imported first, it imports
+verl's engines, whose import hook runs this file while `engine.engine` is only partly initialised.
 """
 
 import verl_digen.engine.engine  # noqa: F401

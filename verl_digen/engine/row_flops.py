@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a trained row costs, by the length of its prompt: counted from the engine's own layers, never measured.
+"""FLOPs of a trained row by prompt length: counted from the engine's own layers, never measured.
 
-- Useful work alone: a forward and a backward. Recomputation, old log-probs and the KL reference are left out, so that
+- Useful work only: a forward and a backward. Recomputation, old log-probs and the KL reference are left out, so that
   a setting that adds work does not look like speed.
 - Rows of a batch are counted with the mean length of their prompts.
 
@@ -20,17 +20,17 @@ from verl_digen.types import Geometry
 
 class RowFlops:
     """Args:
-    module: the engine's, in its wrappers.
-    is_frozen: whether its weights are frozen under an adapter.
+    module: the engine's module, in its wrappers.
+    is_frozen: True if its weights are frozen under an adapter.
     """
 
     def __init__(self, model: DiffusionModel, module: nn.Module, sampling: SamplingConfig, *, is_frozen: bool):
         self._model, self._module, self._sampling, self._is_frozen = model, module, sampling, is_frozen
         self._known: dict[int, Flops] = {}
-        """By number of prompt tokens."""
+        """FLOPs by number of prompt tokens."""
 
     def metrics(self, prompt_tokens: float) -> dict[str, float]:
-        """`row_forward_flops` and `row_training_flops` of rows whose prompts have so many tokens in the mean."""
+        """`row_forward_flops` and `row_training_flops` of rows with `prompt_tokens` tokens per prompt on average."""
         flops = self._of(round(prompt_tokens))
         return {
             "row_forward_flops": flops.forward,

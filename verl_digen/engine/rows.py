@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trajectories of samples -> the rows of a tile.
 
-- A row is one (sample, trained step) pair. Which rows a tile takes is planned by `verl_digen.schedulers.tiles`, by
-  numbers alone; here the plan meets the tensors, one tile at a time.
-- A filler tile runs a row that is there anyway, with mask 0.
+- A row is one (sample, trained step) pair. `verl_digen.schedulers.tiles` plans the rows of each tile by numbers alone;
+  this module gathers their tensors, one tile at a time.
+- A filler (padding) tile repeats an existing row, with mask 0.
 
 Invariants (tests/engine/test_rows.py)
 - The rows of all tiles of a plan are the rows of the samples, each once; a filler's row has mask 0.
@@ -28,20 +28,20 @@ from verl_digen.types import TRAJECTORY_COLUMNS, Condition, TrainingRows
 
 @dataclass(frozen=True)
 class Samples:
-    """What a rank trains in one call: B samples, whose numbers of trained steps K may differ."""
+    """B samples that a rank trains in one call; their numbers of trained steps K may differ."""
 
     columns: Mapping[str, Sequence[Tensor]]
     """`TRAJECTORY_COLUMNS`, each sample's tensor without a batch dimension."""
     conditions: Sequence[ConditionPair]
     """Samples of one prompt share the object."""
     advantages: Tensor
-    """[B] fp32; 0 where the caller only wants log-probs."""
+    """[B] fp32; 0 if the caller only wants log-probs."""
     is_real: Tensor
-    """[B] bool; False for a sample that only fills the batch."""
+    """[B] bool; False for a padding sample."""
     old_log_probs: Sequence[Tensor] | None
-    """B x [K] fp32 of the policy before the update, where the caller computed them."""
+    """B x [K] fp32 of the policy before the update, if the caller computed them."""
     rewards: Tensor | None = None
-    """[B] fp32, not centred; None where the caller did not say."""
+    """[B] fp32, not centred; None if the caller gave none."""
 
     def __len__(self) -> int:
         return len(self.conditions)
@@ -53,11 +53,11 @@ class Samples:
 
     @property
     def trained(self) -> list[int]:
-        """Indices of the real samples; of the first one if none is real, because a rank cannot sit a forward out."""
+        """Indices of the real samples; [0] if none is real, because a rank cannot skip a forward."""
         return self.is_real.nonzero().flatten().tolist() or [0]
 
     def take(self, indices: Sequence[int]) -> Samples:
-        """These samples alone."""
+        """Only these samples."""
         return self.pick([(index, range(self.num_steps[index])) for index in indices])
 
     def pick(self, picks: Sequence[tuple[int, Sequence[int]]]) -> Samples:
@@ -81,16 +81,16 @@ class Samples:
         )
 
     def with_outcomes(self, advantages: Tensor, rewards: Tensor) -> Samples:
-        """The same samples with these advantages and rewards, [B] fp32 each."""
+        """Copy with these advantages and rewards, [B] fp32 each."""
         return replace(self, advantages=advantages, rewards=rewards)
 
 
 STEP_COLUMNS = ("positions", "sigmas", "next_sigmas", "log_probs")
-"""Those of `TRAJECTORY_COLUMNS` that have one entry for each trained step."""
+"""Trajectory columns with one entry per trained step."""
 
 
 def read_samples(data: TensorDict) -> Samples:
-    """The border with verl: one entry per sample, tensor columns dense or jagged (TransferQueue's are jagged).
+    """Samples of verl's batch: one entry per sample, tensor columns dense or jagged (TransferQueue's are jagged).
 
     Args:
         data: `TRAJECTORY_COLUMNS`; `uid` per sample; `conditions`, uid -> `ConditionPair`.
@@ -162,10 +162,10 @@ def make_rows(samples: Samples) -> TrainingRows:
 
 
 def tile_rows(samples: Samples, tile: Tile, places: Mapping[int, int]) -> tuple[TrainingRows, Tensor | None]:
-    """The rows of a tile and their old log-probs [N] fp32, None where the samples have none.
+    """The rows of a tile and their old log-probs [N] fp32, None if the samples have none.
 
     Args:
-        places: where in `samples` the sample of a `Row` is, by the number it has in the plan.
+        places: `Row.sample`, a sample's number in the plan -> its index in `samples`.
     """
     picks = [
         (places[sample], [row.step for row in rows]) for sample, rows in groupby(tile.rows, lambda row: row.sample)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows scored: under the current weights, and under the reference policy of the KL term.
+"""Evaluate rows under the current weights, and under the reference policy of the KL term.
 
-- The reference of a full fine-tune is a frozen copy of the start weights, swapped in once for all tiles of a call,
-  whose results wait on the host. The reference of LoRA is the adapter switched off, tile by tile.
+- The reference of a full fine-tune is a frozen copy of the initial weights, swapped in once for all tiles of a call;
+  results are kept on the host. The reference of LoRA is the adapter switched off, tile by tile.
 - Without a KL term (`digen.kl.coef=0`) no reference forward runs at all.
 """
 
@@ -25,7 +25,7 @@ from verl_digen.types import Geometry, TrainingRows
 
 
 class PolicyForward:
-    """Scores rows with `module` as it is.
+    """Evaluates rows with the current weights of `module`.
 
     Args:
         start_weights: the frozen copy; None without a KL term, and with LoRA.
@@ -45,7 +45,7 @@ class PolicyForward:
         self.start_weights, self.has_adapter = start_weights, has_adapter
 
     def __call__(self, rows: TrainingRows) -> tuple[SdeStep, Tensor]:
-        """(steps, guided velocity [N, ...] fp32) of rows on the device; differentiable where gradients are on."""
+        """(steps, guided velocity [N, ...] fp32) of rows on the device; differentiable if gradients are enabled."""
         sampling = self.digen.sampling
         return score_rows(
             self.model,
@@ -62,7 +62,7 @@ class PolicyForward:
         """The reference of each tile, in order; None without a KL term.
 
         Args:
-            tiles: each makes its rows, on the device, when it is called.
+            tiles: per tile a function that makes its rows, on the device.
         """
         if self.digen.kl.coef == 0:
             yield from (None for _ in tiles)
@@ -83,10 +83,10 @@ class PolicyForward:
 
 @contextmanager
 def without_adapter(module: nn.Module) -> Iterator[None]:
-    """Forwards without the adapter.
+    """Context in which forwards skip the adapter.
 
-    peft's own context also switches `requires_grad`. With `reshard_after_forward=false` it finds the shards on
-    the way in and the gathered parameters on the way out, and the adapter never trains again.
+    peft's own context also switches `requires_grad`. With `reshard_after_forward=false` it switches it off on the
+    shards at entry and on again on the gathered parameters at exit, and the adapter never trains again.
     """
     layers = [layer for layer in module.modules() if isinstance(layer, BaseTunerLayer)]
     for layer in layers:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A second copy of the trainable weights, kept as each rank's own shards: the EMA, or the frozen KL reference.
 
-- No collective: shards are copied, averaged and exchanged where they lie.
+- No collective: shards are copied, averaged and exchanged in place.
 - `swapped_in` puts the copy in place of the weights and back again. With `reshard_after_forward=false` FSDP2 keeps
-  gathered parameters beyond a forward; so both ways start by resharding, and the next forward gathers anew.
+  gathered parameters beyond a forward; so both ways start by resharding, and the next forward gathers again.
 
 Invariant: after `swapped_in` the weights are bitwise what they were, also if the body raised.
 """
@@ -35,7 +35,7 @@ class ShadowWeights:
     """A copy of the trainable shards of `module` as they are now.
 
     Args:
-        device: where the copy is kept; None keeps each shard's own.
+        device: device of the copy; None: each shard's own.
     """
 
     def __init__(self, module: nn.Module, device: torch.device | str | None = None):
@@ -45,7 +45,7 @@ class ShadowWeights:
 
     @contextmanager
     def swapped_in(self, module: nn.Module) -> Iterator[None]:
-        """Within the context `module` has the copy's weights; nothing may train it meanwhile."""
+        """Context in which `module` has the copy's weights; do not train it inside."""
         kept = {name: shard.clone() for name, shard in local_shards(module).items()}
         _write(module, self.shards)
         try:
@@ -61,10 +61,10 @@ class ShadowWeights:
         return self.shards
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over saved shards.
+        """Load saved shards.
 
         Raises:
-            RuntimeError: they are of other parameters.
+            RuntimeError: the saved parameters are not the ones this run trains.
         """
         if state.keys() != self.shards.keys():
             raise RuntimeError(

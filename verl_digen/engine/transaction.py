@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One logical batch's gradient while it is open: tiles go in, in any order, until it is whole.
+"""The gradient of one logical batch, accumulated tile by tile, in any order.
 
     run(tiles) ... run(tiles)  ->  close()  ->  the logical batch's gradient is in the module, reduced over ranks
 
-- A tile's loss is its share of the mean over the rows that were planned; `close` corrects the gradient where another
-  number trained. FSDP2 averages gradients over ranks, so losses are multiplied by the number of ranks.
-- Rows whose advantages still have to be divided by their scale (`is_final=False`) are divided by it in `settle`. The
-  KL term has nothing to do with that scale: its gradient is then kept apart, which costs a second backward through
-  the same forward, and a second gradient in memory, where there is both.
-- When gradients are reduced over the ranks is `reduce`'s to say: at each tile, at the last one of each run, or at the
-  last one of the batch; what is pending at `close` is reduced then.
-- A loss that reads a whole trajectory's log-ratio (`gspo`) has a forward of all tiles before the first backward: then
-  a trajectory may lie in several tiles. It must lie on one rank.
-- Metrics of tiles stay where they are computed until `close`, so that a run waits for no device and no rank.
+- A tile's loss is its share of the mean over the planned rows; `close` corrects the gradient if another number
+  trained. FSDP2 averages gradients over ranks, so losses are multiplied by the number of ranks.
+- Rows trained with centred rewards (`is_final=False`) are divided by the advantage scale in `settle`. That scale must
+  not divide the KL term: with a KL term, policy and KL gradients of such rows are accumulated separately, which costs
+  one extra backward and one extra gradient buffer.
+- `reduce` says when gradients are reduced over the ranks: at each tile, at the last tile of each run, or at the last
+  tile of the batch; `close` reduces what is still pending.
+- For a loss that reads a whole trajectory's log-ratio (`gspo`) all tiles run a forward before the first backward, so a
+  trajectory may lie in several tiles. It must lie on one rank.
+- Metrics of tiles stay on their device until `close`, so that a run waits for no device and no rank.
 
 Invariants (tests/engine/test_transaction.py, test_two_ranks_fragments.py, test_properties.py)
 - The gradient is that of the serial loop over rows, whatever the tiles, runs, their order, `reduce`, and the number
   of ranks.
-- After an exception nothing but dropping the transaction is legal.
+- After an exception only `drop` is legal.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from verl_digen.types import TrainingRows
 
 @dataclass(frozen=True)
 class TileWork:
-    """Tiles of this rank and where their rows are; every rank has as many tiles."""
+    """Tiles of this rank and the samples of their rows; every rank has the same number of tiles."""
 
     samples: Samples
     places: Mapping[int, int]
-    """Where in `samples` the sample of a `Row` is, by its number in the plan."""
+    """`Row.sample`, a sample's number in the plan -> its index in `samples`."""
     tiles: Sequence[Tile]
     num_rows: int
     """Unmasked rows, over all ranks."""
@@ -57,10 +57,10 @@ class GradientTransaction:
     """See the module.
 
     Args:
-        num_rows: unmasked rows that the logical batch is planned to have, over all ranks.
+        num_rows: planned unmasked rows of the logical batch, over all ranks.
         num_ranks: data-parallel ranks.
         reduce: "tile", "fragment" or "batch", see `digen.tsp.reduce`.
-        backward: the loss's backward, scaled as the precision asks; takes (loss, retain_graph).
+        backward: runs a loss's backward, with the loss scale of fp16 if any; takes (loss, retain_graph).
     """
 
     def __init__(
@@ -77,12 +77,12 @@ class GradientTransaction:
         self.module, self.scorer, self.loss = module, scorer, loss
         self.num_rows, self.num_ranks, self.reduce, self.backward = num_rows, num_ranks, reduce, backward
         self.num_trained_rows = 0
-        """Unmasked rows that went in, over all ranks."""
+        """Unmasked rows trained so far, over all ranks."""
         self.num_tiles = 0
         self.num_pad_rows = 0
-        """Rows of weight 0 that this rank trained."""
+        """Padding rows (mask 0) that this rank ran."""
         self.num_prompt_tokens = 0
-        """Of this rank's other rows."""
+        """Prompt tokens of this rank's unmasked rows."""
         self.is_poisoned = False
         self._settled: list[LossTerms] = []
         self._unsettled: list[LossTerms] = []
@@ -90,7 +90,7 @@ class GradientTransaction:
 
     @contextmanager
     def may_fail(self, what: str) -> Iterator[None]:
-        """A piece of work on the gradient. An exception in it leaves a gradient that nobody knows."""
+        """Context for work on the gradient. An exception in it leaves the gradient undefined."""
         self.require_sound(what)
         self.is_poisoned = True
         yield
@@ -106,11 +106,11 @@ class GradientTransaction:
 
     # -- rows in ------------------------------------------------------------------------------------------
     def run(self, work: TileWork, *, is_final: bool, is_last: bool) -> None:
-        """Forward and backward over the tiles.
+        """Run forward and backward over the tiles.
 
         Args:
-            is_final: whether advantages are divided by their scale already; after `settle` they have to be.
-            is_last: no rows are expected after these; what is pending is reduced with the last tile.
+            is_final: advantages are divided by their scale already; required after `settle`.
+            is_last: no more rows are expected; pending gradients are reduced with the last tile.
         """
         device = self.scorer.device
 
@@ -139,7 +139,7 @@ class GradientTransaction:
         self.num_trained_rows += work.num_rows
 
     def rehearse(self, rows: TrainingRows) -> None:
-        """A forward and backward like those of `run`, of which nothing stays."""
+        """Dry run of a forward and backward like those of `run`; discards the gradient."""
         scratch: Gradient = {}
         with gradients.exchanged(self.module, scratch):
             log_ratios = torch.zeros_like(rows.log_probs) if self.loss.reads_trajectories else None
@@ -177,20 +177,20 @@ class GradientTransaction:
         return terms
 
     def _old_log_probs(self, rows: TrainingRows, computed_before: Tensor | None) -> Tensor | None:
-        """[N] what the ratio is taken against, or None for the forward's own; see `verl_digen.engine.loss`."""
+        """Old log-probs [N] of the ratio, or None for the forward's own; see `verl_digen.engine.loss`."""
         denominator = self.loss.denominator
         if denominator == "rollout":
             return rows.log_probs
         if denominator != "unused" and computed_before is not None:
             return computed_before.to(rows.mask.device)
-        if denominator == "recompute":  # weights stay as they are until the batch is whole, so now is as good as before
+        if denominator == "recompute":  # weights are those of before the update until the batch is complete
             with torch.no_grad():
                 return self.scorer(rows)[0].log_prob
         return None
 
     @torch.no_grad()
     def _trajectory_log_ratios(self, tiles: Sequence[Tile], rows_of: Callable[[Tile], TrainingRows]) -> list[Tensor]:
-        """Each tile's [N] fp32: the mean log-ratio of the row's trajectory, under the weights as they are."""
+        """Per tile [N] fp32: the mean log-ratio of each row's trajectory, under the current weights."""
         found = []
         for tile in tiles:
             rows = rows_of(tile)
@@ -202,7 +202,7 @@ class GradientTransaction:
 
     # -- the gradient out ---------------------------------------------------------------------------------
     def settle(self, divisor: float) -> None:
-        """Divide by their scale what rows with centred rewards gave, and put the KL term's gradient with it."""
+        """Divide the gradient of rows with centred rewards by the scale, and add the KL term's gradient."""
         if not self._unsettled:
             return
         gradient = gradients.take(self.module)
@@ -238,7 +238,7 @@ class GradientTransaction:
         }
 
     def drop(self) -> None:
-        """Forget the gradient, and bring the module back from wherever an exception left it."""
+        """Discard the gradient, and reset the module if an exception left it inside a forward or backward."""
         if self.is_poisoned:
             recover(self.module)
         gradients.drop(self.module)
@@ -246,7 +246,7 @@ class GradientTransaction:
 
 
 def _num_prompt_tokens(rows: TrainingRows) -> int:
-    """Of the rows that train, guidance's not counted."""
+    """Prompt tokens of the unmasked rows; negative prompts are not counted."""
     return sum(
         len(condition["embeds"])
         for condition, weight in zip(rows.conditions, rows.mask.tolist(), strict=True)

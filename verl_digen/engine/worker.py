@@ -2,9 +2,9 @@
 """verl's actor-rollout worker, training diffusion samples.
 
     begin(...), accumulate(fragment) ..., commit() | abort()       one logical batch = one optimizer step
-      called alike on every rank with names and numbers; each fetches the samples of its own rows
+      called identically on every rank with names and numbers; each rank fetches the samples of its own rows
 
-    assist(requests)                                               in between: generate samples with the weights there
+    assist(requests)                                               in between: generate samples, current weights
 
     update_actor(samples of this rank)                             for several optimizer steps on the same samples
       conditions fetched by uid -> split into mini-batches -> per epoch and mini-batch: one optimizer step
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 def ensure_process_group() -> None:
-    """On a CPU start the process group before verl does, which would name gloo twice and fail."""
+    """Start the process group on a CPU before verl does: verl would name gloo twice and fail."""
     if get_device_name() == "cpu" and not dist.is_initialized():
         dist.init_process_group(
             backend="gloo",
@@ -55,10 +55,10 @@ def ensure_process_group() -> None:
 
 
 def share_cpu_cores(num_replicas: int) -> None:
-    """On a CPU give each rank its share of the cores; all of them for each would make every rank slow.
+    """Limit each rank's threads on a CPU to its share of the cores; every rank with all cores would be slow.
 
     Args:
-        num_replicas: on this node, that generate while the ranks train.
+        num_replicas: replicas on this node that generate while the ranks train.
     """
     if get_device_name() == "cpu":
         ranks_here = int(os.environ.get("RAY_LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
@@ -69,7 +69,7 @@ class DiffusionWorker(ActorRolloutRefWorker):
     """See the module."""
 
     _assistant: Assistant
-    """Made where the trainer may assist."""
+    """Exists only with `digen.tag.policy` other than off."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # pyright: ignore[reportAttributeAccessIssue] - a dynamic enum
     def init_model(self) -> None:
@@ -88,12 +88,12 @@ class DiffusionWorker(ActorRolloutRefWorker):
                     decoder_dtype=self.engine.wire_dtype,
                 )
         if self._is_rollout and self.config.rollout.name in REPLICAS:
-            # they read the checkpoint whatever rollout.load_format says, so an adapter needs no base sent before it
+            # our replicas load the checkpoint for any rollout.load_format, so an adapter needs no base sent first
             self.base_sync_done = True
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # pyright: ignore[reportAttributeAccessIssue]
     def export_average(self, enabled: bool) -> None:
-        """Whether `update_weights` sends the EMA in place of the current weights, from now on."""
+        """Choose whether `update_weights` sends the EMA copy instead of the current weights, from now on."""
         self.engine.exports_average = enabled
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # pyright: ignore[reportAttributeAccessIssue]
@@ -104,19 +104,19 @@ class DiffusionWorker(ActorRolloutRefWorker):
     # -- one logical batch, fragment by fragment ----------------------------------------------------------
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
     def begin(self, num_samples: int, num_rows: int, partition: str) -> None:
-        """Open a logical batch, see `DiffusersFSDPEngine.begin`. The driver gets one reference per rank at once.
+        """Open a logical batch, see `DiffusersFSDPEngine.begin`. Non-blocking: one reference per rank.
 
         Args:
-            partition: of TransferQueue, where the samples' rows stay until the batch is closed.
+            partition: TransferQueue partition that holds the samples' rows until the batch is closed.
         """
         self.engine.begin(num_samples, num_rows, fetch=partial(fetch_samples, partition))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
     @DistProfiler.annotate(color="red", role="actor_accumulate")
     def accumulate(self, fragment: FragmentSpec) -> dict[str, float]:
-        """Add a fragment's gradient, see `DiffusersFSDPEngine.accumulate`; its numbers, and `accumulate_s`.
+        """Add a fragment's gradient, see `DiffusersFSDPEngine.accumulate`. Returns its counts and `accumulate_s`.
 
-        The driver gets one reference per rank at once, and every rank's numbers of rows are those of all ranks.
+        Non-blocking: one reference per rank. Counts are totals over all ranks, the same on every rank.
         """
         started_s = time.perf_counter()
         counts = self.engine.accumulate(fragment)
@@ -125,12 +125,12 @@ class DiffusionWorker(ActorRolloutRefWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
     @DistProfiler.annotate(color="blue", role="actor_assist")
     def assist(self, requests: tuple[SampleRequest, ...], version: int) -> list[Generation]:
-        """Generate this rank's share of the requests, which are of one group, see `Assistant.generate`.
+        """Generate this rank's share of requests of one group, see `Assistant.generate`.
 
         Only with `digen.tag.policy` other than off. The prompt's conditions must be in TransferQueue.
 
         Args:
-            version: of the weights, which is recorded with the samples.
+            version: weight version, recorded with the samples.
         """
         condition, negative_condition = fetch_conditions([requests[0].uid])[requests[0].uid]
         return self._assistant.generate(requests, condition, negative_condition, version=version)
@@ -138,8 +138,8 @@ class DiffusionWorker(ActorRolloutRefWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
     @DistProfiler.annotate(color="red", role="actor_commit")
     def commit(self) -> dict[str, float]:
-        """The optimizer step, see `DiffusersFSDPEngine.commit`. Returns metrics as `update` does; one reference per
-        rank at once."""
+        """Take the optimizer step, see `DiffusersFSDPEngine.commit`. Returns metrics as `update` does. Non-blocking:
+        one reference per rank."""
         outputs = self.engine.commit()
         metrics = self.trainer._postprocess_output(
             outputs, global_token_num=None, delta_time=0.0, forward_only=False, images_seqlens=None
@@ -184,7 +184,7 @@ class DiffusionWorker(ActorRolloutRefWorker):
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     @DistProfiler.annotate(color="red", role="actor_update", scheduled=True)
     def update_actor(self, data: TensorDict) -> TensorDict:
-        """Train on this rank's samples, every rank on as many. Returns `metrics`: see `update`, and its `update_s`.
+        """Train on this rank's samples; every rank has the same number. Returns `metrics` of `update`, and `update_s`.
 
         Args:
             data: see `verl_digen.engine.rows.read_samples`, without conditions, which are fetched by uid.
@@ -196,9 +196,9 @@ class DiffusionWorker(ActorRolloutRefWorker):
         return tu.get_tensordict(tensor_dict={}, non_tensor_dict={"metrics": metrics})
 
     def update(self, data: TensorDict) -> dict[str, float]:
-        """`ppo_epochs` times over the mini-batches of `data`, in order, one optimizer step each.
+        """Train `ppo_epochs` epochs over the mini-batches of `data`, in order, one optimizer step each.
 
-        Old log-probs that later optimizer steps need and `data` has no column for are computed first.
+        Old log-probs are computed first if later optimizer steps need them and `data` has no such column.
 
         Returns:
             Metrics, the same on all ranks; see `combine_updates`.
@@ -225,12 +225,12 @@ class DiffusionWorker(ActorRolloutRefWorker):
 
 
 def combine_updates(outputs: list[dict[str, Any]]) -> dict[str, float]:
-    """Metrics of optimizer steps -> of the call: `_max` and `_min` by max and min, `num_*` by sum, others by mean.
+    """Combine metrics of several optimizer steps: `_max` and `_min` by max and min, `num_*` by sum, others by mean.
 
-    `rollout_*`, which compare with what was generated, are those of the first one: the others train newer weights.
+    `rollout_*` compare with the log-probs of generation; they come from the first step: later ones train newer weights.
 
     Args:
-        outputs: verl's training worker gives a number, or the list of every rank's, which are equal.
+        outputs: per metric a number, or a list with every rank's value, which are equal.
     """
     series: dict[str, list[float]] = {}
     for output in outputs:

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model file provides: one subclass of `DiffusionModel` per architecture, nothing about algorithms.
+"""Interface of a model file: one subclass of `DiffusionModel` per architecture, nothing about algorithms.
 
 - Everything heavy is loaded by an explicit call, so that a trainer rank loads only the transformer and a
-  replica loads all of it. Constructing the object reads JSON configs alone.
+  replica loads everything. Constructing the object reads only JSON configs.
 - `velocity` is shared code: it runs both guidance branches in ONE forward and asks the subclass for
   `predict`, `collate` and, where the pipeline guides in its own way, `guide`.
 - Some networks take a guidance scale as an input ("embedded" guidance, distilled into them). It is a number of the
   request like the size, not of the prompt: `velocity` adds it to the collated condition as "guidance".
-- Some checkpoints hold several networks that divide the schedule (`experts`). Their parameters train as one
-  module; rows that belong to different ones never share a forward.
+- Some checkpoints hold several networks, each for a part of the schedule (`experts`). Their parameters train as one
+  module; rows of different experts never share a forward.
 
-Invariants (tests/models): rows at different sigmas in one forward equal one at a time; padding of text
-changes nothing; our sampler with eta = 0 equals the model's own diffusers pipeline.
+Invariants (tests/models): rows at different sigmas in one forward give the same results as one at a time;
+padding of text changes nothing; our sampler with eta = 0 equals the model's own diffusers pipeline.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from verl_digen.models.experts import Experts
 from verl_digen.types import Condition, Geometry
 
 TIMESTEPS_PER_SIGMA = 1000
-"""A timestep is sigma times this, in the schedules of all pipelines."""
+"""Ratio of timestep to sigma, in the schedules of all pipelines."""
 
 PromptEncoder = Callable[[Sequence[str]], list[Condition]]
 """Texts -> one condition each, on the encoder's device."""
@@ -39,7 +39,7 @@ PromptCheck = Callable[[str], None]
 Decoder = Callable[[Tensor, Geometry], Tensor]
 """Packed latents [B, ...] -> pixels uint8 [B, H, W, 3] (image) or [B, F, H, W, 3] (video), on the CPU."""
 Collated = dict[str, Any]
-"""What `predict` reads of N conditions, by name: tensors [N, ...], or lists of N where the network takes those."""
+"""Name -> input of `predict` from N conditions: tensors [N, ...], or lists of N if the network takes lists."""
 
 
 class DiffusionModel(ABC):
@@ -55,7 +55,7 @@ class DiffusionModel(ABC):
     architecture: ClassVar[str]
     """The transformer's class name in `model_index.json`, e.g. "QwenImageTransformer2DModel"."""
     pipeline: ClassVar[str]
-    """The one diffusers pipeline whose computation this file does, e.g. "QwenImagePipeline"."""
+    """The diffusers pipeline that this file reproduces, e.g. "QwenImagePipeline"."""
     title: ClassVar[str]
     """The model's name in messages, e.g. "Qwen-Image"."""
     example: ClassVar[str]
@@ -63,17 +63,17 @@ class DiffusionModel(ABC):
     components: ClassVar[tuple[str, ...]] = ("scheduler", "text_encoder", "tokenizer", "transformer", "vae")
     """Folders a checkpoint must hold."""
     lora_targets: ClassVar[tuple[str, ...]]
-    """Module-name suffixes LoRA wraps when the user names none."""
+    """Default LoRA targets: module-name suffixes, used if the user names none."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self.compute_dtype: torch.dtype | None = None
-        """What the network computes in, where its parameters do not say: the owner of a wrapper that casts
-        (FSDP2 keeps fp32 shards and computes in its `param_dtype`) sets it once. None: as its parameters."""
+        """Compute dtype of the network, if it differs from its parameters': set once by the owner of a wrapper that
+        casts (FSDP2 keeps fp32 shards and computes in its `param_dtype`). None: the parameters' dtype."""
         self.experts: tuple[str, ...] = ("transformer",)
         """Folders of the networks, in the order of `expert_of`."""
         self.default_embedded_guidance: float | None = None
-        """The pipeline's default for the guidance scale the network takes as an input; None: it takes none."""
+        """The pipeline's default for the embedded guidance scale; None: the network has no such input."""
         self.index = checkpoint.read_config(self.path, "model_index.json")
         if self.index["_class_name"] != self.pipeline:
             raise ValueError(
@@ -82,14 +82,14 @@ class DiffusionModel(ABC):
             )
         checkpoint.check_components(self.path, self.index, self.components)
         self._schedule = self.read_config("scheduler/scheduler_config.json")
-        """The arguments of the checkpoint's scheduler, from which `sigmas` makes one."""
+        """Arguments of the checkpoint's scheduler; `sigmas` builds one from them."""
 
     def read_config(self, name: str) -> dict[str, Any]:
         """A JSON file of the checkpoint, e.g. "scheduler/scheduler_config.json"."""
         return checkpoint.read_config(self.path, name)
 
     def read_network_config(self, folder: str) -> dict[str, Any]:
-        """The constructor's arguments of the diffusers network in `folder`, e.g. "vae"."""
+        """Constructor arguments of the diffusers network in `folder`, e.g. "vae"."""
         return checkpoint.read_network_config(self.path, folder)
 
     def image_vae_scale(self) -> int:
@@ -98,25 +98,25 @@ class DiffusionModel(ABC):
 
     # -- loading ------------------------------------------------------------------------------------------
     def load_transformer(self, dtype: torch.dtype, *, meta: bool = False) -> nn.Module:
-        """The transformer in eval mode on the CPU; `meta=True` gives the structure alone.
+        """Load the transformer in eval mode on the CPU; `meta=True` gives the structure only.
 
         With `meta=True` parameters are on the meta device, to be filled from `iter_weights`; buffers and
-        tables that are no parameters are real, on the CPU, because no checkpoint holds them. A checkpoint with
-        several experts gives them as one `Experts` module.
+        tables that are not parameters are real, on the CPU, because no checkpoint holds them. Several experts are
+        returned as one `Experts` module.
         """
         load = checkpoint.make_meta_network if meta else checkpoint.load_network
         networks = {name: load(self.path / name, self.architecture, dtype) for name in self.experts}
         return Experts(networks).eval() if len(networks) > 1 else networks[self.experts[0]]
 
     def iter_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """The transformer's checkpoint, one (state-dict name, CPU tensor) at a time, in the dtypes
-        `load_transformer(dtype)` gives.
+        """Yield the transformer's checkpoint, one (state-dict name, CPU tensor) at a time, in the dtypes of
+        `load_transformer(dtype)`.
 
         Files are mapped, not read whole: a consumer that keeps only its own shard of each tensor never holds
         more than one full tensor.
 
         Raises:
-            ValueError: the folder has no safetensors, or lacks one its index names.
+            ValueError: the folder has no safetensors, or lacks a file that its index names.
         """
         for expert in self.experts:
             prefix = f"{expert}." if len(self.experts) > 1 else ""
@@ -124,18 +124,18 @@ class DiffusionModel(ABC):
                 yield prefix + name, tensor
 
     def load_tokenizer(self, folder: str) -> Any:
-        """The tokenizer in `folder`, of the class that the checkpoint's index names."""
+        """Load the tokenizer in `folder`, of the class that the checkpoint's index names."""
         return getattr(transformers, self.index[folder][1]).from_pretrained(self.path / folder)
 
     @abstractmethod
     def load_prompt_check(self) -> PromptCheck:
-        """Load what tells a prompt's length, and no weights."""
+        """Load a check of a prompt's length; loads no weights."""
 
     @abstractmethod
     def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
         """Load tokenizers and text encoders.
 
-        The encoder raises what `load_prompt_check` does.
+        The encoder raises the same errors as the check of `load_prompt_check`.
         """
 
     @abstractmethod
@@ -157,17 +157,17 @@ class DiffusionModel(ABC):
         """[T+1] fp32 CPU, decreasing from the first sigma to exactly 0: the checkpoint's own schedule."""
 
     def timesteps(self, sigmas: Tensor) -> Tensor:
-        """[N] what the pipeline's scheduler calls the sigmas."""
+        """[N] timesteps of the pipeline's scheduler for these sigmas."""
         return sigmas * TIMESTEPS_PER_SIGMA
 
     def embedded_guidance(self, asked: float | None) -> float | None:
-        """The guidance scale the network is given: `asked`, or where that is None the pipeline's default.
+        """Guidance scale given to the network: `asked`, or the pipeline's default if that is None.
 
         Returns:
-            None if the network takes none.
+            None if the network has no such input.
 
         Raises:
-            ValueError: one was asked for and the network takes none.
+            ValueError: `asked` is a number and the network has no such input.
         """
         if asked is not None and self.default_embedded_guidance is None:
             raise ValueError(
@@ -177,7 +177,7 @@ class DiffusionModel(ABC):
         return self.default_embedded_guidance if asked is None else asked
 
     def expert_of(self, sigmas: Tensor) -> Tensor:
-        """[N] sigmas -> [N] int64 on their device: the number of the expert that each row belongs to.
+        """[N] sigmas -> [N] int64 on their device: number of the expert of each row.
 
         Only rows of one expert may share a forward; under FSDP all ranks must run the same one at a time.
         """
@@ -212,7 +212,7 @@ class DiffusionModel(ABC):
         return negative + scale * (positive - negative)
 
     def input_dtype(self, transformer: nn.Module) -> torch.dtype:
-        """The dtype to give the network its inputs in: what it computes in, whatever wraps it."""
+        """Dtype of the network's inputs: its compute dtype, under any wrapper."""
         if self.compute_dtype is not None:
             return self.compute_dtype
         return next(
@@ -236,8 +236,8 @@ class DiffusionModel(ABC):
 
         Args:
             latents: [N, ...]. sigmas: [N] fp32. conditions: N entries. negative_conditions: N entries; not
-                read when `true_cfg_scale` is 1, which runs the positive branch alone.
-            guidance_scale: as for `embedded_guidance`.
+                read if `true_cfg_scale` is 1, which runs only the positive branch.
+            guidance_scale: `asked` of `embedded_guidance`.
 
         Raises:
             RuntimeError: guidance without negative conditions, or rows of different experts.

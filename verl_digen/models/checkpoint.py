@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A checkpoint folder in the diffusers format: its configs, its networks, their weights one tensor at a time.
 
-- Errors name `actor_rollout_ref.model.path`, which is where the folder was typed.
-- A network's dtypes are those diffusers' own loader gives it, however it is filled: what the class lists as kept
-  in fp32 stays fp32, and so do tables that no checkpoint holds.
+- Errors name `actor_rollout_ref.model.path`, the key of the folder.
+- A network has the same dtypes as from diffusers' own loader, however it is filled: modules that the class keeps in
+  fp32 stay fp32, and so do tables that no checkpoint holds.
 
-Invariant (tests/models): the meta network filled from `iter_weights` has the loaded one's values, dtypes and tables.
+Invariant (tests/models): the meta network filled from `iter_weights` equals the loaded one in values, dtypes and
+tables.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from verl_digen.models.json_file import read_object
 
 
 def read_config(path: Path, name: str) -> dict[str, Any]:
-    """The JSON file `name` of the checkpoint in `path`.
+    """Read the JSON file `name` of the checkpoint in `path`.
 
     Raises:
-        ValueError: there is none, or it is damaged.
+        ValueError: the file is missing or damaged.
     """
     file = path / name
     if not file.is_file():
@@ -40,8 +41,8 @@ def read_config(path: Path, name: str) -> dict[str, Any]:
 
 
 def read_network_config(path: Path, folder: str) -> dict[str, Any]:
-    """The constructor's arguments of the diffusers network in `folder`: the file's, and where an older file is silent
-    the class's defaults, which the network is then built with too."""
+    """Constructor arguments of the diffusers network in `folder`: the config file's, and the class's defaults for
+    arguments that an older file lacks; the network is built with the same ones."""
     config = read_config(path, f"{folder}/config.json")
     arguments = inspect.signature(getattr(diffusers, config["_class_name"]).__init__).parameters.values()
     defaults = {argument.name: argument.default for argument in arguments if argument.default is not argument.empty}
@@ -49,7 +50,7 @@ def read_network_config(path: Path, folder: str) -> dict[str, Any]:
 
 
 def check_components(path: Path, index: dict[str, Any], needed: tuple[str, ...]) -> None:
-    """Every component the pipeline's index names has its folder, and those `needed` are named.
+    """Check that every component in the pipeline's index has its folder, and that the index has all of `needed`.
 
     Raises:
         ValueError: lists what is missing.
@@ -64,26 +65,26 @@ def check_components(path: Path, index: dict[str, Any], needed: tuple[str, ...])
 
 
 def load_network(folder: Path, architecture: str, dtype: torch.dtype) -> nn.Module:
-    """The diffusers network in `folder`, in eval mode on the CPU."""
+    """Load the diffusers network in `folder`, in eval mode on the CPU."""
     return getattr(diffusers, architecture).from_pretrained(folder, dtype=dtype, low_cpu_mem_usage=True).eval()
 
 
 def make_meta_network(folder: Path, architecture: str, dtype: torch.dtype) -> nn.Module:
-    """The same without its weights: parameters on the meta device, buffers and tables real, on the CPU."""
+    """Build the network without weights: parameters on the meta device, buffers and tables real, on the CPU."""
     network = getattr(diffusers, architecture)
     with init_empty_weights(include_buffers=False):
         module = network.from_config(network.load_config(folder)).eval()
-    for name, tensor in module.state_dict(keep_vars=True).items():  # and not tables that no checkpoint holds
+    for name, tensor in module.state_dict(keep_vars=True).items():  # without tables that no checkpoint holds
         if tensor.is_floating_point():
             tensor.data = tensor.data.to(_dtype_of(name, architecture, dtype))
     return module
 
 
 def iter_weights(folder: Path, architecture: str, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """The weights in `folder`, one (state-dict name, CPU tensor) at a time, floats in the dtype `load_network` gives.
+    """Yield the weights in `folder` as (state-dict name, CPU tensor), one at a time; floats in `load_network`'s dtypes.
 
     Raises:
-        ValueError: the folder has no safetensors, or lacks one its index names.
+        ValueError: the folder has no safetensors, or lacks a file that its index names.
     """
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     names = {SAFETENSORS_WEIGHTS_NAME}
@@ -103,7 +104,7 @@ def iter_weights(folder: Path, architecture: str, dtype: torch.dtype) -> Iterato
 
 
 def kept_in_fp32(name: str, architecture: str) -> bool:
-    """Whether diffusers loads the parameter `name` in fp32 whatever dtype is asked for."""
+    """True if diffusers loads the parameter `name` in fp32 for any requested dtype."""
     return not set(getattr(diffusers, architecture)._keep_in_fp32_modules or ()).isdisjoint(name.split("."))
 
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Networks of one architecture that divide the schedule among them, as one module.
+"""Networks of one architecture, each for a part of the schedule, as one module.
 
-- What wraps a transformer (FSDP2, peft, a weight receiver) wraps this: the experts' names prefix their parameters'.
-- One forward runs one expert, whole. Which one is the caller's to say: `DiffusionModel.expert_of`.
+- Wrappers of a transformer (FSDP2, peft, a weight receiver) wrap this module: parameter names get the expert's name as
+  prefix.
+- One forward runs one whole expert, chosen by the caller with `DiffusionModel.expert_of`.
 
-Invariant (tests/models/test_wan.py): the expert that is not asked for gets no gradient and leaves the result alone.
+Invariant (tests/models/test_wan.py): the expert that does not run gets no gradient and does not affect the result.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from torch import nn
 
 
 class Experts(nn.Module):
-    """Args:
-    networks: name -> network, all of one diffusers class; the order is that of `DiffusionModel.expert_of`.
+    """Several networks as one module.
+
+    Args:
+        networks: name -> network, all of one diffusers class, in the order of `DiffusionModel.expert_of`.
     """
 
     def __init__(self, networks: Mapping[str, nn.Module]):
@@ -27,7 +30,7 @@ class Experts(nn.Module):
             self.add_module(name, network)
         first: Any = networks[self.names[0]]
         self.config = first.config
-        """Of the first expert; read by verl's FSDP2 wrapping."""
+        """Config of the first expert; read by verl's FSDP2 wrapping."""
         self._no_split_modules: list[str] = first._no_split_modules
         """Class names of the blocks FSDP2 shards one by one."""
 
@@ -36,7 +39,7 @@ class Experts(nn.Module):
         return self.get_submodule(self.names[expert])(**inputs)
 
     def enable_gradient_checkpointing(self) -> None:
-        """In every expert."""
+        """Enable it in every expert."""
         for name in self.names:
             network: Any = self.get_submodule(name)
             network.enable_gradient_checkpointing()

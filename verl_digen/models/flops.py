@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Floating-point operations of a forward and of training, from the shapes of a network's own layers.
 
-- A linear layer or patch embedding of W weights costs 2 W per token it sees, attention of width d between Lq and Lk
-  tokens 4 Lq Lk d. What differs between architectures is which tokens a layer sees: a line in `LAYOUTS`.
-- Norms, activations, rotary embeddings and what the tokens of other rows pad are left out: well below 2 %.
+- A linear layer or patch embedding of W weights costs 2 W per token it sees, attention of width d between Lq queries
+  and Lk keys 4 Lq Lk d. Architectures differ in the tokens that a layer sees: a line in `LAYOUTS`.
+- Norms, activations, rotary embeddings and padding to the longest row are left out: well below 2 %.
 - Backward costs a linear layer 2 W per token for its input's gradient, and 2 W for its own unless it is frozen.
   Attention costs twice its forward. Recomputation costs one forward more.
-- Peaks are those of `verl_digen.devices`: dense bf16, of the data sheets.
+- Peaks are those of `verl_digen.devices`: dense bf16, from the data sheets.
 
-Invariants (tests/plan/test_flops.py): within 2 % of what `torch.utils.flop_counter.FlopCounterMode` counts, for every
+Invariants (tests/plan/test_flops.py): within 2 % of the count of `torch.utils.flop_counter.FlopCounterMode`, for every
 architecture, forward and backward, with and without guidance.
 """
 
@@ -26,24 +26,24 @@ from verl_digen.models.base import DiffusionModel
 from verl_digen.types import Geometry
 
 IMAGE, TEXT, JOINT, ROW, NONE = "image", "text", "joint", "row", "none"
-"""Which tokens a layer sees: the picture's, the prompt's, both, one per row (timestep, modulation), or none that count
+"""Tokens that a layer sees: the picture's, the prompt's, both, one per row (timestep, modulation), or none that count
 (text quoted in a prompt; a first frame)."""
 
 
 @dataclass(frozen=True)
 class FlopsLayout:
-    """Which layer of an architecture sees which tokens."""
+    """Tokens that each layer of an architecture sees."""
 
     patch: str
-    """Name of the layer that makes picture tokens of latents."""
+    """Name of the layer that turns latents into picture tokens."""
     streams: tuple[tuple[str, str], ...]
-    """(pattern of a layer's name, tokens); the first that is found in the name counts, and IMAGE if none is."""
+    """(pattern of a layer's name, tokens); the first pattern found in the name counts, IMAGE if none is found."""
     attention: tuple[tuple[str, str, str], ...]
-    """(pattern of the name of an attention, tokens that ask, tokens that are asked); the first counts."""
+    """(pattern of an attention's name, query tokens, key tokens); the first pattern found counts."""
     text_tokens: int | None = None
-    """What prompts are padded to before the network reads them; None: the longest of the forward's."""
+    """Length to which prompts are padded before the network; None: the longest prompt of the forward."""
     multiple: int = 1
-    """What the network itself pads picture and prompt to a multiple of."""
+    """The network itself pads picture and prompt tokens to a multiple of this."""
 
 
 MODULATION = r"norm\w*\.linear|time_text_embed"
@@ -102,29 +102,29 @@ LAYOUTS = {
         multiple=32,
     ),
 }
-"""Architecture -> layout. A new model adds one here."""
+"""Architecture -> layout. A new model adds an entry here."""
 
 
 @dataclass(frozen=True)
 class Flops:
-    """Of a forward."""
+    """FLOPs of one forward, by kind of layer."""
 
     linear: float
     attention: float
 
     @property
     def forward(self) -> float:
-        """All of it."""
+        """FLOPs of all layers."""
         return self.linear + self.attention
 
     def training(self, *, is_frozen: bool, recomputes: bool) -> float:
-        """Forward, backward and recomputation.
+        """FLOPs of forward, backward and recomputation.
 
         A full fine-tune costs 3 forwards, 4 with recomputation; an adapter on frozen weights 2 to 3, or 3 to 4.
 
         Args:
-            is_frozen: whether the weights are frozen under an adapter, and get no gradient.
-            recomputes: gradient checkpointing. Leave it out for a utilisation of useful work.
+            is_frozen: the weights are frozen under an adapter and get no gradient.
+            recomputes: gradient checkpointing. False for a utilisation that counts only useful work.
         """
         backward = self.linear * (1 if is_frozen else 2) + self.attention * 2
         return self.forward * (2 if recomputes else 1) + backward
@@ -139,13 +139,13 @@ def forward_flops(
     num_rows: int = 1,
     is_guided: bool = False,
 ) -> Flops:
-    """Operations of one forward.
+    """FLOPs of one forward.
 
     Args:
-        transformer: on any device, in whatever wrapper (FSDP2, peft); an adapter's layers count too. Of several
-            experts the first counts, since a forward runs one and all are of one size.
-        num_prompt_tokens: the longest condition's.
-        num_rows: without guidance's second branch, which doubles them.
+        transformer: on any device, in any wrapper (FSDP2, peft); an adapter's layers count too. With several experts
+            only the first counts: a forward runs one, and all have the same size.
+        num_prompt_tokens: length of the longest condition.
+        num_rows: rows without guidance's second branch, which doubles them.
     """
     layout = LAYOUTS[model.architecture]
     layers = dict(_layers(transformer, model.experts))
@@ -170,7 +170,7 @@ def forward_flops(
 
 
 def _layers(transformer: nn.Module, experts: tuple[str, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(the checkpoint's name, shape of the weight) of every linear layer and patch embedding of one network."""
+    """Yield (name in the checkpoint, shape of the weight) of every linear layer and patch embedding of one network."""
     others = tuple(f"{expert}." for expert in experts[1:])
     for name, module in transformer.named_modules():
         if not isinstance(module, nn.Linear | nn.Conv2d | nn.Conv3d):
@@ -189,21 +189,21 @@ def _padded(count: int, multiple: int) -> int:
 
 # -- utilisation ------------------------------------------------------------------------------------------------
 BOARDS_APART = re.compile(r"\b(PCIe|NVL)\b", re.IGNORECASE)
-"""Boards whose peak is not that of the type's SXM module, which is what is known."""
+"""Boards whose peak differs from that of the type's SXM module, the only one known."""
 
 
 def peak_flops(device_name: str) -> float | None:
     """Peak FLOP/s of one device, dense bf16, or None if it is not known.
 
     Args:
-        device_name: as the platform calls it, e.g. "NVIDIA H100 80GB HBM3".
+        device_name: the platform's name, e.g. "NVIDIA H100 80GB HBM3".
     """
     kind = device_type(device_name)
     return None if kind is None else PEAK_TFLOPS[kind] * 1e12
 
 
 def device_type(device_name: str) -> str | None:
-    """The type of `verl_digen.devices` that a device is, or None."""
+    """Type of a device in `verl_digen.devices`, or None."""
     words = set(re.split(r"[\s_-]+", device_name))
     found = [kind for kind in PEAK_TFLOPS if kind in words]
     is_apart = BOARDS_APART.search(device_name) is not None and "A100" not in found
@@ -211,25 +211,25 @@ def device_type(device_name: str) -> str | None:
 
 
 def tflops_per_device(flops: float, seconds: float, num_devices: int) -> float:
-    """TFLOP/s that each device reached."""
+    """Achieved TFLOP/s per device."""
     return flops / seconds / num_devices / 1e12
 
 
 def mfu(flops: float, seconds: float, num_devices: int, peak_flops: float) -> float:
-    """Share of the devices' peak that useful work reached, 0 to 1."""
+    """Model FLOPs utilisation: share of the devices' peak used for useful work, 0 to 1."""
     return flops / seconds / num_devices / peak_flops
 
 
 def utilisation_metrics(
     pool: str, flops: float, seconds: float, num_devices: int, device_name: str | None
 ) -> dict[str, float]:
-    """`perf/tflops_per_device/POOL`, and `perf/mfu/POOL` where the device's peak is known.
+    """Metrics `perf/tflops_per_device/POOL`, and `perf/mfu/POOL` if the device's peak is known.
 
     Args:
         pool: "trainer" or "generator".
         flops: useful work, without recomputation.
-        seconds: for which the pool worked; without work there are no metrics.
-        device_name: as the platform calls it; None: there is no accelerator.
+        seconds: time that the pool worked; 0 gives no metrics.
+        device_name: the platform's name; None: there is no accelerator.
     """
     if seconds <= 0:
         return {}

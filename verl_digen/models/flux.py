@@ -2,10 +2,10 @@
 """FLUX.1 [dev] and [schnell]: text to image, as diffusers' `FluxPipeline` runs them.
 
 - A token is a 2x2 patch of latent positions, so packed latents are [tokens, 4 * latent channels].
-- Two text encoders: CLIP's pooled vector and T5's tokens, 512 for dev and 256 for schnell, always all of them
-  and without a mask. CLIP reads a long prompt's first 77 tokens, as in the pipeline, and T5 all of it.
-- dev takes a guidance scale as an input, schnell takes none. True classifier-free guidance works with both and
-  comes on top; dev was not made for it.
+- Two text encoders: CLIP's pooled vector and T5's tokens, always padded to 512 for dev and 256 for schnell,
+  without a mask. CLIP reads a long prompt's first 77 tokens, as in the pipeline, and T5 all of it.
+- dev takes a guidance scale as an input, schnell does not. True classifier-free guidance works with both, in
+  addition; dev was not made for it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from verl_digen.types import Condition, Geometry
 MAX_TEXT_TOKENS_DEV = 512
 """T5 tokens of a guidance-distilled checkpoint; the pipeline's default."""
 MAX_TEXT_TOKENS_SCHNELL = 256
-"""T5 tokens of one without guidance input: the most schnell takes (diffusers' documentation of Flux)."""
+"""T5 tokens of a checkpoint without guidance input: schnell's maximum (diffusers' documentation of Flux)."""
 DEFAULT_GUIDANCE = 3.5
 """The pipeline's default `guidance_scale`."""
 PATCH = 2

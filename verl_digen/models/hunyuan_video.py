@@ -2,9 +2,9 @@
 """HunyuanVideo: text to video, as diffusers' `HunyuanVideoPipeline` runs it.
 
 - Latents are [C, F, H, W], F = 1 + (frames - 1) / 4. One frame is a picture.
-- Two text encoders: a LLaMA's hidden states of the prompt in a template, which is cut away again, with a mask; and
-  CLIP's pooled vector. CLIP reads a long prompt's first 77 tokens, as in the pipeline.
-- The network takes a guidance scale as an input. True classifier-free guidance comes on top.
+- Two text encoders: a LLaMA's hidden states of the prompt in a template, which is cropped, with a mask; and CLIP's
+  pooled vector. CLIP reads a long prompt's first 77 tokens, as in the pipeline.
+- The network takes a guidance scale as an input. True classifier-free guidance works in addition.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_TEXT_TOKENS = 256
 DEFAULT_GUIDANCE = 6.0
 """The pipeline's default `guidance_scale`."""
 GUIDANCE_UNIT = 1000
-"""The network is given the guidance scale times this."""
+"""Factor of the guidance scale in the network's input."""
 
 
 class HunyuanVideo(DiffusionModel):

@@ -3,11 +3,11 @@
 
 - Latents are [C, F, H, W], F = 1 + (frames - 1) / 4; a position is 16x16 px with the published VAE. One frame is a
   picture.
-- Two text encoders: Qwen2.5-VL's hidden states of the prompt in a chat template, which is cut away again; and ByT5's of
-  the glyphs to be drawn, the prompt's quoted text. A prompt without quotation marks has none.
-- The network could go on from a first frame. Its latents, their mask and its embedding are zeros here.
-- How to guide is the checkpoint's `guider`. It must be plain classifier-free guidance; the scale is
-  `digen.sampling.true_cfg_scale`, whatever the guider's own.
+- Two text encoders: Qwen2.5-VL's hidden states of the prompt in a chat template, which is cropped; and ByT5's of the
+  glyphs to draw, the prompt's quoted text. A prompt without quotation marks has no glyphs.
+- The network can also continue a first frame. The frame's latents, their mask and its embedding are zeros here.
+- The checkpoint's `guider` must be plain classifier-free guidance; the scale is `digen.sampling.true_cfg_scale`, not
+  the guider's own.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from verl_digen.models.sizes import video_latent_shape
 from verl_digen.models.text import PROMPT_CHARACTERS_SHOWN, length_check, one_by_one, pad_embeds
 from verl_digen.types import Condition, Geometry
 
-# Functions of the class, and not of a pipeline: none can be made without a VAE.
+# Functions of the class, not of an instance: a pipeline cannot be built without a VAE.
 encode_text = theirs.HunyuanVideo15Pipeline._get_mllm_prompt_embeds
 encode_glyphs = theirs.HunyuanVideo15Pipeline._get_byt5_prompt_embeds
 _TEXT = inspect.signature(encode_text).parameters
 SYSTEM_MESSAGE: str = _TEXT["system_message"].default
-"""What the chat template says before a prompt."""
+"""System message of the chat template."""
 MAX_TEXT_TOKENS: int = _TEXT["crop_start"].default + _TEXT["tokenizer_max_length"].default
 """Qwen tokens of a prompt in its template; the pipeline's limit."""
 MAX_GLYPH_TOKENS: int = inspect.signature(encode_glyphs).parameters["tokenizer_max_length"].default
-"""ByT5 tokens, one per byte, of a prompt's quoted text with what the pipeline writes around it; its limit."""
+"""ByT5 tokens, one per byte, of a prompt's quoted text with the pipeline's text around it; the pipeline's limit."""
 PLAIN_GUIDANCE = {"guidance_rescale": 0.0, "use_original_formulation": False, "start": 0.0, "stop": 1.0}
-"""Settings with which a guider does what `DiffusionModel.guide` does; its class's defaults."""
+"""Guider settings that equal `DiffusionModel.guide`; the defaults of its class."""
 TEXT_INPUTS = {
     **{"embeds": "encoder_hidden_states", "mask": "encoder_attention_mask"},
     **{"glyphs": "encoder_hidden_states_2", "glyph_mask": "encoder_attention_mask_2"},
@@ -120,8 +120,8 @@ class HunyuanVideo15(DiffusionModel):
         return check
 
     def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
-        """Conditions are {"embeds": [L, D], "glyphs": [G, E]} in `dtype`: L and G tokens of the prompt's own, G may be
-        0."""
+        """Conditions are {"embeds": [L, D], "glyphs": [G, E]} in `dtype`: L and G are the prompt's own token counts,
+        G may be 0."""
 
         def load(folder: str) -> Any:
             network = getattr(transformers, self.index[folder][1]).from_pretrained(self.path / folder, dtype=dtype)
@@ -173,7 +173,7 @@ class HunyuanVideo15(DiffusionModel):
     # -- the network --------------------------------------------------------------------------------------
     def collate(self, conditions: Sequence[Condition]) -> Collated:
         """{"embeds": [N, L, D], "glyphs": [N, G, E]}, each padded to the longest of the N; plus "mask": [N, L] and
-        "glyph_mask": [N, G], bool, where lengths differ (attention is faster without)."""
+        "glyph_mask": [N, G], bool, if lengths differ (attention is faster without)."""
         collated: Collated = {}
         for name, mask_name in (("embeds", "mask"), ("glyphs", "glyph_mask")):
             tensors = [condition[name] for condition in conditions]

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HunyuanVideo 1.5's network without a first frame, as text to video runs it: diffusers' own but for two things.
+"""HunyuanVideo 1.5's network for text to video, without a first frame: diffusers' own except for two things.
 
-- Its forward looks at values to decide on shapes: whether there is a first frame, and which text tokens are padding, to
-  put those last. A device is waited for in every forward, and without memory (`digen plan`) there are no values. Here
-  every token stays where it is, under its mask: text tokens have no positions, so their order is nothing to the
-  network. The 729 masked tokens that stand for no first frame are left out.
-- Its blocks make a mask of all pairs of tokens, gigabytes for a video, padded or not. Here a mask says which tokens are
-  asked, and there is none where nothing is padded. What a masked token itself asks is nobody's business.
+- diffusers' forward reads tensor values to decide on shapes: if there is a first frame, and which text tokens are
+  padding, to move those last. This synchronizes with the device in every forward, and fake tensors (`digen plan`) have
+  no values. Here every token stays in place, under its mask: text tokens have no positions, so their order does not
+  matter to the network. The 729 masked tokens of a missing first frame are left out.
+- diffusers' blocks build a mask of all pairs of tokens, gigabytes for a video, with or without padding. Here the mask
+  is over keys only, and there is none without padding. Outputs of masked queries are never used.
 
-Invariant (tests/models): velocities and gradients are those of diffusers' own forward, to 1e-5.
+Invariant (tests/models): velocities and gradients equal those of diffusers' own forward, to 1e-5.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from diffusers.models.embeddings import apply_rotary_emb
 from torch import Tensor, nn
 
 PROMPT_TYPE, GLYPH_TYPE = 0, 1
-"""What the network is told that a text token is."""
+"""Type ids of text tokens, inputs of `cond_type_embed`."""
 
 
 def run_text_to_video(network: Any) -> None:
-    """Let a `HunyuanVideo15Transformer3DModel` run as described above; its weights stay what they are."""
+    """Replace the forward of a `HunyuanVideo15Transformer3DModel` as described above; its weights are unchanged."""
     network.forward = MethodType(_forward, network)
     for block in network.transformer_blocks:
         block.attn.set_processor(_KeyMasked())
@@ -41,11 +41,11 @@ def _forward(
     encoder_attention_mask: Tensor | None = None,
     encoder_attention_mask_2: Tensor | None = None,
 ) -> tuple[Tensor]:
-    """In place of the class's own, with its arguments.
+    """Replacement of the class's forward, with the same arguments.
 
     Args:
         hidden_states: [N, C, F, H, W]. timestep: [N]. encoder_hidden_states, encoder_attention_mask: [N, L, D] and
-            [N, L] of prompts; the same with _2: [N, G, E] and [N, G] of glyphs, G may be 0. No mask: no padding.
+            [N, L] of prompts; with _2: [N, G, E] and [N, G] of glyphs, G may be 0. No mask: no padding.
 
     Returns:
         (velocity [N, C', F, H, W],)
@@ -78,11 +78,11 @@ def _forward(
 
 
 class _KeyMasked:
-    """A block's joint attention of video and text, of which the video's tokens have positions."""
+    """Joint attention of a block over video and text tokens; only video tokens have positions."""
 
     _attention_backend = None
     _parallel_config = None
-    """Both are set by diffusers."""
+    """Set by diffusers, like `_attention_backend`."""
 
     def __call__(
         self,
@@ -92,10 +92,11 @@ class _KeyMasked:
         attention_mask: Tensor | None,
         image_rotary_emb: tuple[Tensor, Tensor],
     ) -> tuple[Tensor, Tensor]:
-        """
+        """Run the attention.
+
         Args:
             hidden_states, encoder_hidden_states: [N, V, D] of the video, [N, T, D] of text. attention_mask: bool
-                [N, 1, 1, V + T], which tokens are asked.
+                [N, 1, 1, V + T], True for keys that take part.
         """
 
         def heads(layer: nn.Module, tokens: Tensor) -> Tensor:

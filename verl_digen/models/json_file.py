@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSON files of a user's: a damaged one is named, with the key under which its folder was typed."""
+"""Reading the user's JSON files, with errors that name the file and the config key of its folder."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 
 def read_object(file: Path, key: str) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Read the object in a JSON file.
 
     Args:
-        key: where the file's folder was typed, e.g. "actor_rollout_ref.model.path".
+        key: config key of the file's folder, e.g. "actor_rollout_ref.model.path".
 
     Raises:
-        ValueError: the file cannot be read, is no JSON, or holds something else than an object.
+        ValueError: the file cannot be read, is not JSON, or holds something other than an object.
     """
     try:
         value = json.loads(file.read_text(encoding="utf-8"))

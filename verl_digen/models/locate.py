@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what the user typed as `actor_rollout_ref.model.path` to a folder on this machine.
+"""Local folder of the checkpoint at `actor_rollout_ref.model.path`.
 
-A folder is taken as it is, an hdfs:// address is copied by verl, and anything of the form ORG/NAME that is no folder is
-a repository of the Hugging Face hub: its files come from the hub's cache, and are downloaded into it once per
-node. Only what the pipeline's index names is: repositories often hold the same weights again, in one file or in fp16.
+A local folder is used in place, an hdfs:// address is copied by verl, and anything else of the form ORG/NAME is a
+repository of the Hugging Face hub: its files come from the hub's cache, and are downloaded into it once per node. Only
+parts that the pipeline's index names are downloaded: repositories often hold the same weights again, in one file or in
+fp16.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 INDEX = "model_index.json"
 NEEDED_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
-"""What a part of a pipeline is read from; leaves out pictures and other formats."""
+"""Patterns of the files that a part of a pipeline needs; leaves out pictures and other formats."""
 CONFIG_FILES = ("config.json", "guider_config.json", "scheduler_config.json", "tokenizer_config.json")
-"""What of a part is read without its weights; every part has one of them."""
+"""Files that are read without a part's weights; every part has one of them."""
 VARIANTS = ["*.fp16*"]
-"""Weights beside a part's own, which are not read."""
+"""Patterns of duplicate weights, which are not read."""
 
 
 def locate(path: str, *, use_shm: bool = False) -> Path:
-    """The local folder of the checkpoint at `path`, downloaded if need be.
+    """Local folder of the checkpoint at `path`, downloaded if necessary.
 
     Raises:
         ValueError: neither a folder nor a repository that the hub or its cache has.
@@ -39,7 +40,7 @@ def locate(path: str, *, use_shm: bool = False) -> Path:
 
 
 def locate_index(path: str) -> Path:
-    """The folder that holds `model_index.json`, without fetching anything else. Errors as `locate`."""
+    """Local folder with `model_index.json`, without fetching anything else. Raises as `locate`."""
     if not _is_on_hub(path):
         return Path(path).expanduser()
     from huggingface_hub import hf_hub_download
@@ -48,12 +49,12 @@ def locate_index(path: str) -> Path:
 
 
 def locate_configs(path: str) -> Path:
-    """The folder that holds the index and every part's config, without fetching any weights. Errors as `locate`."""
+    """Local folder with the index and every part's config, without fetching any weights. Raises as `locate`."""
     return _fetch(path, CONFIG_FILES) if _is_on_hub(path) else Path(path).expanduser()
 
 
 def _fetch(path: str, files: tuple[str, ...]) -> Path:
-    """These files of every part that the repository's index names."""
+    """Fetch `files` of every part that the repository's index names."""
     from huggingface_hub import snapshot_download
 
     index = read_object(locate_index(path) / INDEX, "actor_rollout_ref.model.path")
@@ -69,7 +70,7 @@ def _is_on_hub(path: str) -> bool:
 def _from_hub(path: str, fetch: Callable[[], str]) -> str:
     try:
         return fetch()
-    except Exception as error:  # the hub's client raises many kinds; each is told in one line
+    except Exception as error:  # the hub's client raises many kinds; each is reported in one line
         raise ValueError(
             "actor_rollout_ref.model.path must be a folder with a diffusers checkpoint or a repository of the hub, "
             f"got {path!r}, which is no folder here and could not be fetched ({type(error).__name__}); check the name, "

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a VAE's output to 8-bit pixels on the host, rounded as diffusers' processors round.
+"""Conversion of a VAE's output to 8-bit pixels on the host, rounded as by diffusers' processors.
 
-- A video leaves the accelerator before the next one is decoded: the peak is one video's.
+- A video leaves the accelerator before the next one is decoded: peak memory is that of one video.
 
-Invariant (tests/models): pixels are those of the model's own pipeline, up to values at the edge of rounding.
+Invariant (tests/models): pixels equal those of the model's own pipeline, up to values at the edge of rounding.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def decode_each(vae: Any, latents: Tensor) -> Tensor:
 def load_image_decoder(
     folder: Path, dtype: torch.dtype, device: torch.device, *, unpack: Callable[[Tensor, Geometry], Tensor]
 ) -> Callable[[Tensor, Geometry], Tensor]:
-    """The decoder of a model whose VAE is diffusers' `AutoencoderKL`.
+    """Load the decoder of a model whose VAE is diffusers' `AutoencoderKL`.
 
     Args:
         unpack: latents as the transformer reads them -> [B, C, H, W].

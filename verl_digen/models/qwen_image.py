@@ -3,8 +3,8 @@
 
 - One frame. A token is a 2x2 patch of latent positions, so packed latents are [tokens, 4 * latent channels]
   and both sides of a picture are multiples of 16 px (with the published VAE).
-- The pipeline's own classes do whatever they can do alone: prompt template and encoding, time shift,
-  unpacking. Its `__call__` is the source of the few lines written here again, each named.
+- The pipeline's own methods are used where they work alone: prompt template and encoding, time shift, unpacking. The
+  few lines repeated here from its `__call__` name their source.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ PATCH = 2
 
 
 def conv_one_frame(conv: QwenImageCausalConv3d, x: Tensor, cache_x: Tensor | None = None) -> Tensor:
-    """What the VAE's causal convolution does to a single frame, [B, C, 1, H, W], as the 2D convolution it then is.
+    """The VAE's causal convolution on a single frame, [B, C, 1, H, W], computed as a 2D convolution.
 
-    Frames before the first are zeros, so only the last temporal tap counts; the 3D one multiplies the zeros too.
+    Frames before the first are zeros, so only the last temporal tap counts; a 3D convolution would multiply the zeros.
     """
     padding = (int(conv._padding[2]), int(conv._padding[0]))
     return F.conv2d(x[:, :, 0], conv.weight[:, :, -1], conv.bias, conv.stride[1:], padding).unsqueeze(2)
@@ -78,7 +78,7 @@ class QwenImage(DiffusionModel):
     def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
         """Conditions are {"embeds": [L, D]} in `dtype`, L the prompt's own number of tokens."""
         pipeline = QwenImagePipeline.from_pretrained(self.path, transformer=None, vae=None, scheduler=None, dtype=dtype)
-        # Only the language model's last hidden state is read: free what would see pictures and predict words.
+        # Only the language model's last hidden state is read: free the vision tower and the language head.
         pipeline.text_encoder.model.visual = None
         pipeline.text_encoder.lm_head = nn.Identity()
         pipeline.text_encoder.eval().to(device)

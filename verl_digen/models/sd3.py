@@ -2,8 +2,8 @@
 """Stable Diffusion 3 and 3.5: text to image, as diffusers' `StableDiffusion3Pipeline` runs it.
 
 - Latents are [C, H/8, W/8]: the network cuts its own 2x2 patches.
-- Three text encoders. Two CLIPs give 77 tokens and a pooled vector, T5 gives 256 tokens; all are read padded and
-  without a mask, so how long they are padded is part of the model. The CLIPs read a long prompt's first 77
+- Three text encoders. Two CLIPs give 77 tokens and a pooled vector, T5 gives 256 tokens; all are read with
+  padding and without a mask, so the padded length is part of the model. The CLIPs read a long prompt's first 77
   tokens, as in the pipeline, and T5 all of it.
 """
 
@@ -25,7 +25,7 @@ from verl_digen.models.text import length_check, one_by_one
 from verl_digen.types import Condition, Geometry
 
 MAX_TEXT_TOKENS = 256
-"""T5 tokens, always all of them; the pipeline's default."""
+"""T5 tokens, to which every prompt is padded; the pipeline's default."""
 
 
 class StableDiffusion3(DiffusionModel):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one rule for picture and video sizes, its error messages, and the shape of a video's latents.
 
-Invariant (tests/models): an error names the key as typed, the value, and the nearest valid one.
+Invariant (tests/models): an error names the config key, the value, and the nearest valid one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def check_size(
         title: the model's name for messages.
         px_multiple: both sides are multiples of this.
         max_px: longest side; None for no limit.
-        frame_stride: a video has 1 + k * frame_stride frames; None for a model of single pictures.
+        frame_stride: a video has 1 + k * frame_stride frames; None for an image model.
 
     Raises:
         ValueError: names the key, the value and the nearest valid one.
@@ -57,7 +57,7 @@ def check_size(
 def video_latent_shape(
     geometry: Geometry, *, title: str, num_channels: int, vae_scale: int, patch_size: int, frame_stride: int
 ) -> tuple[int, int, int, int]:
-    """[C, F, H, W] of a video whose VAE takes `vae_scale` px and, after the first, `frame_stride` frames to a position.
+    """[C, F, H, W] of a video's latents: `vae_scale` px and, after the first frame, `frame_stride` frames per position.
 
     Args:
         patch_size: positions along a side that the network reads as one token.

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompt to conditions: one prompt at a time, and none that would be cut.
+"""Prompt encoding: one prompt at a time, without truncation.
 
-- Prompts are encoded one by one, so that an embedding does not depend on which others were asked for with it
+- Prompts are encoded one by one, so that an embedding does not depend on the other prompts of the call
   (low-precision kernels differ with the batch's shape).
-- diffusers' pipelines cut a long prompt and log it; training on a prompt that the network never saw whole teaches
-  the wrong thing, so it is an error here. (A CLIP encoder beside a larger one is cut as in the pipeline.)
+- diffusers' pipelines truncate a long prompt and log it; training on a prompt that the network does not see whole
+  teaches the wrong thing, so it is an error here. (A CLIP encoder next to a larger one truncates, as in the pipeline.)
 
 Invariants (tests/models): an embedding is the pipeline's; a prompt of one token too many is an error.
 """
@@ -21,11 +21,11 @@ from torch.nn.utils.rnn import pad_sequence
 from verl_digen.types import Condition
 
 PROMPT_CHARACTERS_SHOWN = 40
-"""How much of a prompt an error quotes."""
+"""Maximum number of a prompt's characters that an error quotes."""
 
 
 def one_by_one(encode: Callable[[str], Condition]) -> Callable[[Sequence[str]], list[Condition]]:
-    """An encoder of one prompt -> one of several, which encodes each distinct prompt once."""
+    """Turn an encoder of one prompt into an encoder of several, which encodes each distinct prompt once."""
 
     # Not inference_mode: the embeddings enter autograd in training.
     @torch.no_grad()
@@ -37,7 +37,7 @@ def one_by_one(encode: Callable[[str], Condition]) -> Callable[[Sequence[str]], 
 
 
 def pad_embeds(embeds: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """N tensors [L_i, D] -> ([N, L, D], padded with zeros to the longest; bool [N, L]: which are no padding)."""
+    """N tensors [L_i, D] -> ([N, L, D], padded with zeros to the longest; bool [N, L], False for padding)."""
     padded = pad_sequence(list(embeds), batch_first=True)
     lengths = torch.tensor([len(embed) for embed in embeds])
     mask = torch.arange(padded.shape[1]) < lengths[:, None]
@@ -47,14 +47,14 @@ def pad_embeds(embeds: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 def length_check(
     tokenizer: Any, *, title: str, max_tokens: int, wrap: Callable[[str], str] | None = None
 ) -> Callable[[str], None]:
-    """A check that the encoder reads all of a prompt.
+    """Check that the encoder reads a whole prompt.
 
     Args:
         max_tokens: the limit, special tokens included.
-        wrap: makes of the prompt what the tokenizer is given, e.g. puts it in a template.
+        wrap: prompt -> text for the tokenizer, e.g. the prompt in a template.
 
     Returns:
-        What raises ValueError for a prompt with more tokens than that.
+        Function that raises ValueError for a prompt with more than `max_tokens` tokens.
     """
     in_template = "" if wrap is None or wrap("red") == "red" else " in its template"
 

@@ -4,10 +4,10 @@
 - Latents are [C, F, H, W], F = 1 + (frames - 1) / 4 with the published VAEs. One frame is a picture.
 - Text is UMT5's, padded with zeros to 512 tokens which the network reads without a mask; conditions carry only the
   prompt's own tokens.
-- Checkpoints come with a UniPC scheduler. Its sigmas are used, and its whole-numbered timesteps; the step is Euler's.
-- Wan2.2 A14B holds two experts: `transformer` down to the pipeline's `boundary_ratio`, then `transformer_2`. Both are
-  guided with one scale. In TI2V-5B every token could have its own timestep; for text to video all are the same,
-  so a row passes one.
+- Checkpoints come with a UniPC scheduler. Its sigmas and its whole-numbered timesteps are used; the step is Euler's.
+- Wan2.2 A14B holds two experts: `transformer` down to the pipeline's `boundary_ratio`, then `transformer_2`. Both have
+  the same guidance scale. TI2V-5B accepts a timestep per token; for text to video all are the same, so a row passes
+  one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from verl_digen.models.text import length_check, one_by_one
 from verl_digen.types import Condition, Geometry
 
 MAX_TEXT_TOKENS = 512
-"""Tokens the network reads of every prompt; the pipeline's default."""
+"""Tokens to which every prompt is padded for the network; the pipeline's default."""
 
 
 class Wan(DiffusionModel):
@@ -79,7 +79,7 @@ class Wan(DiffusionModel):
         return one_by_one(encode)
 
     def load_decoder(self, dtype: torch.dtype, device: torch.device) -> Decoder:
-        """The VAE decodes one latent frame at a time by itself, carrying what its convolutions remember."""
+        """The VAE itself decodes one latent frame at a time, with the caches of its causal convolutions."""
         vae: Any = AutoencoderKLWan.from_pretrained(self.path / "vae", dtype=dtype)
         vae.eval().to(device)
         per_channel = (1, -1, 1, 1, 1)
@@ -116,18 +116,18 @@ class Wan(DiffusionModel):
         return (self.timesteps(sigmas) < self.boundary_ratio * TIMESTEPS_PER_SIGMA).long()
 
     def timesteps(self, sigmas: Tensor) -> Tensor:
-        """[N] what the scheduler calls the sigmas: int64 if it cuts them to whole numbers, else fp32.
+        """[N] the scheduler's timesteps of these sigmas: int64 if it truncates them to whole numbers, else fp32.
 
-        It cuts in fp64. From a sigma in fp32 that is the same number, but for the rare one that is whole already:
-        one step of the 20,100 in all schedules of up to 200 steps at shift 3, which is then told a timestep more
-        or less.
+        It truncates in fp64. From a sigma in fp32 the result is the same, except for the rare timestep that is already
+        whole: one step of the 20,100 in all schedules of up to 200 steps at shift 3, whose timestep is then one
+        more or less.
         """
         timesteps = super().timesteps(sigmas)
         return timesteps.long() if self._has_whole_timesteps else timesteps
 
     # -- the network --------------------------------------------------------------------------------------
     def collate(self, conditions: Sequence[Condition]) -> Collated:
-        """{"embeds": [N, 512, D]}, zeros where a prompt has ended."""
+        """{"embeds": [N, 512, D]}, padded with zeros."""
         first = conditions[0]["embeds"]
         embeds = first.new_zeros(len(conditions), MAX_TEXT_TOKENS, first.shape[1])
         for row, condition in zip(embeds, conditions, strict=True):

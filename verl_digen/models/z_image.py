@@ -3,9 +3,9 @@
 
 - Latents are [C, H/8, W/8]: the network cuts its own 2x2 patches. It takes lists, one tensor per row, and pads
   and masks by itself.
-- Its time runs the other way: the network is told 1 - sigma, and gives minus the velocity.
-- The scale w of classifier-free guidance is ours, v_neg + w (v_pos - v_neg). The pipeline counts from 0: its
-  `guidance_scale` is w - 1.
+- Its time is reversed: the network's input is 1 - sigma, its output minus the velocity.
+- The scale w of classifier-free guidance is ours, v_neg + w (v_pos - v_neg). The pipeline's `guidance_scale` is
+  w - 1.
 """
 
 from __future__ import annotations

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a person looks at: progress, metrics and pictures."""
+"""Output for people: progress, metrics and pictures."""

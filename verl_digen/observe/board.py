@@ -18,12 +18,12 @@ RGB_CHANNELS = 3
 
 
 def log_pictures(folder: Path, step: int, pictures: Mapping[str, Path]) -> None:
-    """Write the files `pictures`, by tag, as of optimizer step `step`.
+    """Write the files `pictures`, by tag, for optimizer step `step`.
 
     Args:
-        folder: of event files, which no other process writes to: TensorBoard follows the newest file of a folder only.
+        folder: folder of event files that no other process writes to: TensorBoard follows only the newest file of one.
     """
-    summary_types: Any = summary_pb2  # made while it is imported
+    summary_types: Any = summary_pb2  # created at import
     Summary = summary_types.Summary
     values = []
     for tag, path in pictures.items():

@@ -7,8 +7,8 @@
     RUN_DIR/images/before_after.png              first and last validation side by side
 
 - A video's PNG is its filmstrip: `STRIP_FRAMES` frames side by side, the first and the last among them.
-- A video's GIF holds every frame, at most `VIDEO_PX` wide or high. GIF, because PIL writes it, and whatever shows
-  pictures plays it (TensorBoard too); it has 256 colours, so what is measured is measured on the frames.
+- A video's GIF holds every frame, at most `VIDEO_PX` wide or high. GIF, because PIL writes it and every viewer plays
+  it (TensorBoard too); it has only 256 colours, so measurements use the frames.
 
 Invariants (tests/observe): a grid's cells have the pictures' shape; nothing is stretched.
 """
@@ -31,9 +31,9 @@ CELL_PX = 160
 CAPTION_PX = 52
 """Height of the caption under it."""
 LETTER_PX, CAPTION_LINES = 6, 3
-"""Width of a letter of a caption, and its lines; the rest of a long prompt is left out."""
+"""Width of a letter of a caption, and its maximum number of lines; the rest of a long prompt is cut off."""
 GRID_PX = 8 * CELL_PX
-"""Width that a row of cells fills at most, if it has more than one."""
+"""Maximum width of a row of cells, if it has more than one."""
 STRIP_FRAMES = 4
 """Frames of a video's filmstrip."""
 VIDEO_PX = 416
@@ -52,7 +52,7 @@ class Shown:
 
 
 def is_logged(index: int, num_logged: int) -> bool:
-    """Whether the validation prompt at `index` is one of those that are shown."""
+    """True if the validation prompt at `index` is one of those that are shown."""
     return index < num_logged
 
 
@@ -67,7 +67,7 @@ def image_path(run_dir: Path, step: int, uid: str) -> Path:
 
 
 def save_pixels(pixels: Tensor, path: Path) -> None:
-    """Write uint8 [H, W, 3] to the PNG `path`; of [F, H, W, 3] the filmstrip, and the video to the GIF beside it."""
+    """Write uint8 [H, W, 3] to the PNG `path`; for [F, H, W, 3] the filmstrip, and the video to the GIF beside it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     is_video = pixels.ndim == 4
     _to_image(filmstrip(pixels) if is_video else pixels).save(path)
@@ -88,7 +88,7 @@ def filmstrip(frames: Tensor) -> Tensor:
 
 
 def save_video(frames: Tensor, path: Path) -> None:
-    """Write uint8 [F, H, W, 3] as a GIF that repeats."""
+    """Write uint8 [F, H, W, 3] as a looping GIF."""
     pictures = [_to_image(frame) for frame in frames]
     if max(pictures[0].size) > VIDEO_PX:
         pictures = [ImageOps.contain(picture, (VIDEO_PX, VIDEO_PX)) for picture in pictures]
@@ -96,7 +96,7 @@ def save_video(frames: Tensor, path: Path) -> None:
 
 
 def save_grid(shown: Sequence[Shown], path: Path, title: str) -> None:
-    """A grid of pictures with caption and reward under each."""
+    """Write a grid of pictures with caption and reward under each."""
     width = _cell_width(shown)
     columns = _columns(len(shown), width)
     rows = -(-len(shown) // columns)
@@ -129,7 +129,7 @@ def save_before_after(before: Sequence[Shown], after: Sequence[Shown], path: Pat
 
 
 def _cell_width(shown: Sequence[Shown]) -> int:
-    """Px that the widest of the pictures needs at the height of a cell."""
+    """Width in px of the widest picture at the height of a cell."""
     return max(CELL_PX, *(math.ceil(CELL_PX * _aspect(entry.path)) for entry in shown))
 
 

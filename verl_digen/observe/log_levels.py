@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Import a library that sets the levels of everybody's logging, and have them back as they were."""
+"""Import a library that changes log levels globally, and restore them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def kept_log_levels() -> Iterator[None]:
-    """The root logger's level and its handlers' are after the block what they were before it.
+    """Restore the levels of the root logger and its handlers after the block.
 
-    One of vLLM's requirements sets them all to ERROR when it is imported, and a run would go on without a word.
+    One of vLLM's requirements sets them all to ERROR when it is imported, which would silence a run.
     """
     root = logging.getLogger()
     level, handlers = root.level, [(handler, handler.level) for handler in root.handlers]

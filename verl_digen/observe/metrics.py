@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of one step, from the facts that samples carry as tags: pure.
+"""Metrics of one step, computed from the facts in the samples' tags. Pure.
 
 | name | unit | meaning |
 | --- | --- | --- |
@@ -28,7 +28,7 @@ from statistics import fmean, pstdev
 from typing import Any
 
 Tag = Mapping[str, Any]
-"""What the agent loop knows of one sample, see `verl_digen.agent_loop.manager`."""
+"""Facts about one sample, from the agent loop, see `verl_digen.agent_loop.manager`."""
 
 
 def union_s(intervals: Iterable[tuple[float, float]]) -> float:
@@ -60,7 +60,7 @@ def reward_metrics(tags: Sequence[Tag], groups: Sequence[str]) -> dict[str, floa
 
 
 def staleness_metrics(tags: Sequence[Tag], trained_version: int) -> dict[str, float]:
-    """How far the samples' versions lie behind the version they train: maximum, mean and histogram."""
+    """Number of versions by which samples are older than the weights they train: maximum, mean and histogram."""
     ages = [trained_version - tag["min_global_steps"] for tag in tags]
     return {
         "rollout/version_age_max_versions": float(max(ages)),
@@ -91,8 +91,8 @@ def perf_metrics(
 
     Args:
         step_s: wall time of the step, checkpoint excluded.
-        train_s: what the engine computed for.
-        training: (start, end) of the engine's calls, where it trains while others generate; else it takes its turn.
+        train_s: compute time of the engine.
+        training: (start, end) of the engine's calls, if it trains during generation; None: they take turns.
         sync_s: wall time of the weight update.
         num_devices: devices of all pools.
         since_s: unix time at which the step began; samples may have been generated before.

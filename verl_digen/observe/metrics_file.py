@@ -17,7 +17,7 @@ class MetricsFile:
         self._path = path
 
     def keep_until(self, step: int) -> None:
-        """Drop the lines of steps after `step`, which a run resumed there does again; 0 drops all."""
+        """Drop the lines of steps after `step`, which a run resumed there repeats; 0 drops all."""
         if not self._path.exists():
             return
         lines = self._path.read_text().splitlines()
@@ -25,7 +25,7 @@ class MetricsFile:
         self._path.write_text("".join(line + "\n" for line in kept))
 
     def append(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Add one step's numbers; what is not a number stays out."""
+        """Append one step's numbers; values that are not numbers are left out."""
         numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, Real)}
         with open(self._path, "a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **numbers}) + "\n")

@@ -48,7 +48,7 @@ async def put_condition(uid: str, positive: Condition, negative: Condition | Non
 
 
 def fetch_conditions(uids: Sequence[str]) -> dict[str, ConditionPair]:
-    """The conditions of each distinct uid, one row fetched per prompt.
+    """Fetch the conditions of each distinct uid, one row per prompt.
 
     Raises:
         RuntimeError: a uid without conditions: its group was published incompletely.

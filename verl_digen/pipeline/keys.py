@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Under which key a sample's row waits in TransferQueue: `UID_INDEX_VERSION`.
+"""Key of a sample's row in TransferQueue: `UID_INDEX_VERSION`.
 
-The weight version is part of it, so that a sample which is generated again under newer weights never meets what is left
-of its first attempt.
+The weight version is part of it, so that a sample which is generated again under newer weights never meets the
+remains of its first attempt.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 
 class SampleName(NamedTuple):
-    """Which sample, generated under which weights."""
+    """A sample, and the weight version that generated it."""
 
     uid: str
     sample_index: int
@@ -20,12 +20,12 @@ class SampleName(NamedTuple):
 
     @classmethod
     def of(cls, uid: str, sample_index: int, tag: Mapping[str, Any]) -> SampleName:
-        """By what the agent loop says of the sample; its version is that of its first step."""
+        """Name a sample by its tag from the agent loop; the version is that of its first step."""
         return cls(uid, sample_index, tag["min_global_steps"])
 
     @property
     def key(self) -> str:
-        """Of its row."""
+        """Key of the sample's row."""
         return f"{self.uid}_{self.sample_index}_{self.version}"
 
 

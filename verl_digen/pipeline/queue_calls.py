@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TransferQueue's controller, and an end to calls that wait for it.
+"""TransferQueue's controller, and cancellation of calls that wait for it.
 
-Its client waits for the controller without a deadline, so a controller that died or hangs would stop every process that
-calls it. The driver asks for signs of life (`verl_digen.trainer.heartbeats`) and ends its own calls here.
+Its client waits for the controller without a deadline, so a controller that died or hangs would stop every process
+that calls it. The driver asks for heartbeats (`verl_digen.trainer.heartbeats`) and cancels its own calls here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def controller() -> Any:
 
 
 def cancel_calls() -> None:
-    """Fail this process's blocking calls under way with `concurrent.futures.CancelledError`, and no later ones."""
+    """Fail this process's blocking calls in flight with `concurrent.futures.CancelledError`, and no later ones."""
     loop: asyncio.AbstractEventLoop = tq.get_client()._loop
 
     def cancel_all() -> None:

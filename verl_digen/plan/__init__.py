@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run will need, before it is started: memory of every device, traffic, FLOPs and seconds; see `command`."""
+"""Estimate of what a run needs before it starts: memory per device, traffic, FLOPs and seconds; see `command`."""

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a row keeps in memory between its forward and its backward: the real network traced at the real size.
+"""Activation memory of a row between forward and backward, from a trace of the real network at the real size.
 
-- The forward runs on fake tensors, which have shapes and no memory, so a 14 B network takes seconds. What autograd
-  saves is what the network's own code saves; weights are not counted.
-- Without gradient checkpointing a row keeps all that is saved. With it, the inputs of every block, what the largest
-  block saves while it is recomputed, and what is saved outside of blocks:
+- The forward runs on fake tensors, which have shapes and no memory, so a 14 B network takes seconds. The
+  network's own code decides what autograd saves; weights are not counted.
+- Without gradient checkpointing a row keeps all saved tensors. With it, the inputs of every block, the tensors that
+  the largest block saves while it is recomputed, and the tensors saved outside of blocks:
 
       plain = sum over blocks(saved) + outside          checkpointed = sum over blocks(inputs) + max(saved) + outside
 
-- Attention is taken for a fused one, which saves its inputs, its output and a number per query and head.
+- Attention is assumed fused: it saves its inputs, its output and one number per query and head.
 
-Invariant (tests/plan/test_activations.py): on a tiny network the same bytes are saved with memory as without.
+Invariant (tests/plan/test_activations.py): on a tiny network, real tensors save the same bytes as fake ones.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from verl_digen.plan.networks import blocks_of
 from verl_digen.types import Condition, Geometry
 
 MID_SIGMA = 0.5
-"""Where on the schedule the traced row lies; nothing depends on it."""
+"""Sigma of the traced row; nothing depends on it."""
 
 
 @dataclass(frozen=True)
@@ -36,18 +36,18 @@ class Activations:
     """Bytes of one row, guidance's second branch included."""
 
     saved: int
-    """By all blocks."""
+    """Saved by all blocks."""
     largest_block: int
-    """By the block that saves most."""
+    """Saved by the block that saves most."""
     inputs: int
-    """Of all blocks together."""
+    """Inputs of all blocks together."""
     outside: int
-    """Saved by what is in no block."""
+    """Saved outside all blocks."""
     largest: int
-    """The largest tensor that is saved."""
+    """Largest saved tensor."""
 
     def kept(self, *, recomputes: bool) -> int:
-        """What a row keeps, see the module."""
+        """Bytes that a row keeps, see the module docstring."""
         return self.outside + (self.inputs + self.largest_block if recomputes else self.saved)
 
 
@@ -65,7 +65,7 @@ def trace_activations(
     Args:
         network: ONE network (no `Experts`), parameters on the meta device in their training dtypes, adapter included.
         condition: real zeros of the prompt's shapes.
-        dtype: the network computes in.
+        dtype: compute dtype of the network.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     num_rows = 2 if is_guided else 1
@@ -107,7 +107,7 @@ def _fake(mode: FakeTensorMode, value: Any) -> Any:
 
 
 class _Tracer:
-    """Counts what autograd saves, by the block that runs; each storage once."""
+    """Count the bytes that autograd saves, per running block; each storage once."""
 
     def __init__(self, network: nn.Module):
         self._network = network
@@ -116,7 +116,7 @@ class _Tracer:
         self._saved: dict[int | None, dict[int, int]] = {None: {}}
         self._inputs: dict[int, int] = {}
         self._kept: list[Tensor] = []
-        """So that no storage's number is used again."""
+        """Keeps tensors alive, so that no storage address is reused."""
         self._weights: set[int] = set()
 
     def watching(self) -> Any:
@@ -154,7 +154,7 @@ class _Tracer:
         self._kept.append(tensor)
 
     def result(self) -> Activations:
-        """After the forward."""
+        """The counts; call it after the forward."""
         blocks = [self._saved[number] for number in sorted(key for key in self._saved if key is not None)]
         inside = {storage: size for block in blocks for storage, size in block.items()}
         outside = {storage: size for storage, size in self._saved[None].items() if storage not in inside}

@@ -37,7 +37,7 @@ NAME = "plan"
 
 @dataclass(frozen=True)
 class Plan:
-    """All that is known of a run."""
+    """All results of the plan."""
 
     run: Run
     memory: Memory
@@ -64,7 +64,7 @@ def run(args: Namespace) -> int:
 
 
 def make_plan(words: Sequence[str]) -> Plan:
-    """Plan the run these words start.
+    """Plan the run that these words would start.
 
     Raises:
         ValueError: a config, checkpoint or setting that cannot be planned.
@@ -80,7 +80,7 @@ def make_plan(words: Sequence[str]) -> Plan:
 
     def read(*more: str) -> Run:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # verl warns of every engine it has no library for
+            warnings.simplefilter("ignore")  # verl warns about every engine whose library is missing
             config = compose_run([*overrides, *more], own)
             check_plannable(config)
             return read_run(config, own.prompt_tokens)
@@ -206,7 +206,7 @@ def _verdict(plan: Plan) -> list[str]:
 
 
 def _way_out(memory: Memory) -> str:
-    """Advice where no setting helps: smaller samples do not where weights alone are too large."""
+    """Advice if no setting helps: smaller samples, unless the weights alone are too large."""
     assert memory.limit_bytes is not None
     weights = sum(memory.generating.items.values())
     if weights > memory.limit_bytes:

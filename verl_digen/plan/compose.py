@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The config of a run from its command line, as verl's main composes it, and the words that are the plan's own.
+"""The config of a run from its command line, composed as by verl's main, and the plan's own words.
 
-- `gpus`, `gpu_mem`, `device`, `mfu` and `prompt_tokens` are no keys of the config; everything else is Hydra's.
-- Where this machine has no accelerator, naming one of the first three plans a run on accelerators: the config is then
-  composed as it would be there, without `recipe=digen_cpu`.
+- `gpus`, `gpu_mem`, `device`, `mfu` and `prompt_tokens` are not keys of the config; everything else goes to Hydra.
+- On a machine without an accelerator, any of the first three plans a run on accelerators: the config is then composed
+  as it would be there, without `recipe=digen_cpu`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 GB = 10**9
 
 DEVICE_GB = {"A100": 80, "L40S": 48, "H20": 96, "H800": 80, "H100": 80, "H200": 141, "B200": 180}
-"""Memory of a device by the data sheets of NVIDIA; an A100 comes with 40 GB too. For every accelerator of
+"""Memory of a device by the data sheets of NVIDIA; an A100 also comes with 40 GB. Has every accelerator of
 `verl_digen.devices.PEAK_TFLOPS`."""
 MFU = 0.4
 """Assumed share of the peak: 6.1 steps/s of FLUX.1 at 1024 px on an H100 are 0.46 (huggingface.co/fireworks-ai/
 FLUX.1-dev-fp8-flumina), and training also communicates."""
 PROMPT_TOKENS = 128
-"""Assumed length of a prompt, where the network reads only as many tokens as the prompt has."""
+"""Assumed length of a prompt, for networks that read prompts without padding."""
 GPUS_PER_NODE = 8
 POOL_KEYS = (
     *("trainer.nnodes", "trainer.n_gpus_per_node"),
@@ -38,12 +38,12 @@ POOL_KEYS = (
 
 @dataclass(frozen=True)
 class Words:
-    """What the plan assumes beside the config."""
+    """Assumptions of the plan that are not in the config."""
 
     gpus: int | None = None
-    """Devices of the whole run; separate pools share them equally. None: as the config says."""
+    """Devices of the whole run; separate pools share them equally. None: as configured."""
     gpu_mem: float | None = None
-    """GB of one device; None: the device's."""
+    """GB of one device; None: the memory of `device`."""
     device: str | None = None
     """Type of device; None: this machine's."""
     mfu: float = MFU
@@ -59,15 +59,15 @@ class Words:
 
     @property
     def names_accelerator(self) -> bool:
-        """Whether they speak of devices, which a machine without any has not."""
+        """True if any of `gpus`, `gpu_mem`, `device` is given: the run is planned for accelerators."""
         return any(value is not None for value in (self.gpus, self.gpu_mem, self.device))
 
 
 def split_words(arguments: Sequence[str]) -> tuple[Words, list[str]]:
-    """Command-line words -> the plan's own, and Hydra's overrides.
+    """Split command-line words into the plan's own and Hydra's overrides.
 
     Raises:
-        ValueError: a word that is no KEY=VALUE, or a value that is no number.
+        ValueError: a word is not KEY=VALUE, or a value is not a number.
 
     Example:
         split_words(["recipe=digen_qwen_image", "gpus=8"])  # Words(gpus=8), ["recipe=digen_qwen_image"]
@@ -97,10 +97,10 @@ def split_words(arguments: Sequence[str]) -> tuple[Words, list[str]]:
 
 
 def compose_run(overrides: Sequence[str], words: Words) -> DictConfig:
-    """The config of verl's main.
+    """Compose the config as verl's main does.
 
     Raises:
-        ValueError: what Hydra does not compose; its first line.
+        ValueError: Hydra cannot compose it; with the first line of Hydra's message.
     """
     import verl  # noqa: F401 - loads the plugin, and with it the recipes
     from hydra import compose, initialize_config_module
@@ -130,7 +130,7 @@ def compose_run(overrides: Sequence[str], words: Words) -> DictConfig:
 
 
 def is_split(config: DictConfig) -> bool:
-    """Whether trainer and generator have devices of their own."""
+    """True if trainer and generator have separate devices."""
     return not config.actor_rollout_ref.hybrid_engine
 
 
@@ -151,7 +151,8 @@ def _pools(gpus: int, split: bool) -> list[str]:
 
 @contextmanager
 def _platform_of(words: Words) -> Iterator[None]:
-    """The platform the run is planned for: this machine's, or NVIDIA's if `words` name accelerators and it has none."""
+    """Set the platform that the run is planned for: this machine's, or NVIDIA's if `words` name accelerators and it has
+    none."""
     from verl.plugin.platform import PlatformRegistry, get_platform, set_platform
 
     here = get_platform()
@@ -162,7 +163,7 @@ def _platform_of(words: Words) -> Iterator[None]:
     assert planned is not None
     logger = logging.getLogger("verl.plugin.platform.platform_manager")
     level = logger.level
-    logger.setLevel(logging.ERROR)  # it warns of every change of platform
+    logger.setLevel(logging.ERROR)  # it warns about every change of platform
     set_platform(planned())
     try:
         yield
@@ -172,9 +173,9 @@ def _platform_of(words: Words) -> Iterator[None]:
 
 
 def device_of(words: Words) -> tuple[str | None, int | None]:
-    """(type of device, bytes of its memory) that the plan is for; None where they are not known.
+    """(type of device, bytes of its memory) of the plan; None if unknown.
 
-    Without an accelerator here, and none named, the memory is the machine's.
+    Without an accelerator, here or in `words`, the memory is this machine's.
     """
     from verl.plugin.platform import get_platform
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shapes of a prompt's condition, without a text encoder.
+"""Shapes of a prompt's condition, without a text encoder.
 
-Invariant (tests/plan/test_conditions.py): those that each model's own encoder gives.
+Invariant (tests/plan/test_conditions.py): the shapes are the same as from each model's own encoder.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ CLIP_TOKENS = 77
 
 @dataclass(frozen=True)
 class ConditionLayout:
-    """What an architecture reads of a prompt. Names are keys of the transformer's config."""
+    """Condition tensors of an architecture. Values are keys of the transformer's config."""
 
     width: str
-    """Width of a token."""
+    """Key of a token's width."""
     pooled: str | None = None
-    """Width of the pooled vector, if there is one."""
+    """Key of the pooled vector's width; None: there is no pooled vector."""
     glyphs: str | None = None
-    """Width of a token of quoted text, if that is read apart. The planned prompt quotes nothing."""
+    """Key of the width of a token of quoted text; None: not a separate input. The planned prompt quotes nothing."""
 
 
 LAYOUTS = {
@@ -42,10 +42,10 @@ LAYOUTS = {
 
 
 def empty_condition(model: DiffusionModel, prompt_tokens: int) -> Condition:
-    """Zeros of the shapes that a prompt of so many tokens has.
+    """Zeros in the shapes of a prompt of `prompt_tokens` tokens.
 
     Args:
-        prompt_tokens: not read where every prompt is padded to one length (FLUX.1, Stable Diffusion 3).
+        prompt_tokens: not read if every prompt is padded to one length (FLUX.1, Stable Diffusion 3).
     """
     layout, config = LAYOUTS[model.architecture], model.read_network_config(model.experts[0])
     condition = {"embeds": torch.zeros(_num_tokens(model, prompt_tokens), config[layout.width])}

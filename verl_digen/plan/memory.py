@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes on every device, on the host and on the wire, item by item.
 
-Per device, while it trains and while it generates. FSDP2 shards by the dtype of each parameter; what stands beside:
+Per device, while it trains and while it generates. FSDP2 shards parameters in their own dtypes:
 
 | item | bytes on one device |
 | --- | --- |
 | parameters | each in its dtype / shards; frozen ones in fsdp_config.model_dtype, adapters in fp32 |
-| gathered | 2 x the largest block (one runs, the next is fetched), and what is in no block; compute dtype |
+| gathered | 2 x the largest block (one runs, the next is prefetched), and all outside blocks; compute dtype |
 | gradients | trained parameters / shards, in their dtype |
-| unreduced gradients | trained parameters in the reduce dtype if `digen.tsp.reduce` lets them wait, else two blocks' |
+| unreduced gradients | trained parameters in the reduce dtype if `digen.tsp.reduce` defers, else two blocks' |
 | optimizer | 2 numbers per trained parameter / shards |
 | EMA, KL reference | trained parameters / shards each; the reference of an adapter is the bare model |
-| activations | rows of a tile x those of one row, see `activations` |
-| replica | transformer, text encoders and VAE in rollout.dtype; what stays of it while its device trains |
+| activations | rows of a tile x bytes per row, see `activations` |
+| replica | transformer, text encoders and VAE in rollout.dtype; the part that stays while its device trains |
 
-Left out: the VAE's decoding, text encoding, kernels' workspaces and the runtime's own. `engine.memory.MARGIN` of the
-memory is left free for them; of a video's decoding it is not sure to be enough.
+Left out: VAE decoding, text encoding, kernel workspaces and the runtime. `engine.memory.MARGIN` of the memory is left
+free for them; for decoding a video it may be too little.
 
 Invariant (tests/plan/test_reality.py): parameters, gradients and optimizer within 5 % of a real engine's tensors.
 """
@@ -33,46 +33,46 @@ Items = dict[str, int]
 
 @dataclass(frozen=True)
 class Phase:
-    """One device while it does one thing."""
+    """Memory of one device while it trains or generates."""
 
     items: Items
-    """What is there whatever the number of rows."""
+    """Fixed part, independent of the number of rows."""
     row_bytes: int
-    """Of each row of a tile, or sample of a batch."""
+    """Bytes per row of a tile, or per sample of a generated batch."""
     num_rows: int
-    """How many of them run at once."""
+    """Rows or samples that run at once."""
     rows_name: str
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """All bytes of the phase."""
         return sum(self.items.values()) + self.row_bytes * self.num_rows
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Of a run."""
+    """Memory plan of a run."""
 
     training: Phase
     generating: Phase
     limit_bytes: int | None
-    """What a device has, less the margin; None where it is not known."""
+    """Memory of a device, less the margin; None if unknown."""
     host: Items
-    """Of the node that holds most: a node of the trainer with its replicas, or of either pool."""
+    """Host memory of the fullest node: one of the trainer with its replicas, or of either pool."""
     step: Items
-    """What travels in a step."""
+    """Traffic of a step."""
     checkpoint_bytes: int
 
     @property
     def fits(self) -> bool | None:
-        """Whether both phases fit, or None where the memory is not known."""
+        """True if both phases fit; None if the memory is unknown."""
         if self.limit_bytes is None:
             return None
         return max(self.training.total, self.generating.total) <= self.limit_bytes
 
 
 def plan_memory(run: Run, device_bytes: int | None) -> Memory:
-    """Lay out a run on devices of so many bytes."""
+    """Plan a run's memory on devices of `device_bytes` bytes each; None if unknown."""
     limit = None if device_bytes is None else int(device_bytes * (1 - MARGIN))
     resident = trainer_state(run)
     beside_training, beside_generating = _shared_devices(run, resident)
@@ -95,7 +95,7 @@ def plan_memory(run: Run, device_bytes: int | None) -> Memory:
 
 # -- a trainer's device ---------------------------------------------------------------------------------------
 def trainer_state(run: Run) -> Items:
-    """Parameters, gradients, optimizer and copies of one rank, all on the device, as while it trains."""
+    """Parameters, gradients, optimizer and copies of one rank while it trains, all on the device."""
     settings, counts = run.settings, run.measured.counts
     shard = -(-counts.trained_bytes // settings.num_shards)
     items = {
@@ -106,13 +106,13 @@ def trainer_state(run: Run) -> Items:
     if _has_average_here(run):
         items["EMA"] = shard
     if _has_reference(run):
-        # the copy, unless it waits on the host, and the weights it takes the place of
+        # the reference copy, unless it is on the host, and the weights it replaces meanwhile
         items["KL reference"] = shard if settings.param_offload else 2 * shard
     return items
 
 
 def _has_average_here(run: Run) -> bool:
-    """On the device, where it also stays while others compute."""
+    """True if the EMA copy stays on the device, also while it generates."""
     return run.settings.digen.ema.enable and not run.settings.param_offload
 
 
@@ -121,7 +121,7 @@ def _has_reference(run: Run) -> bool:
 
 
 def gathered(run: Run) -> Items:
-    """Parameters of the blocks that are whole on a rank at one time."""
+    """Unsharded parameters of the blocks gathered on a rank at one time."""
     counts, itemsize = run.measured.counts, run.settings.dtypes.compute.itemsize
     whole = counts.num_params
     if run.settings.reshard:
@@ -130,7 +130,7 @@ def gathered(run: Run) -> Items:
 
 
 def _waiting_gradients(run: Run, resident: Items, device_bytes: int | None) -> Items:
-    """What deferred reduction keeps, by the engine's own rule where it is automatic."""
+    """Unreduced gradients under deferred reduction; "auto" follows the engine's own rule."""
     settings, counts = run.settings, run.measured.counts
     unreduced = counts.num_trained * settings.dtypes.reduce.itemsize
     when = settings.digen.tsp.reduce
@@ -145,7 +145,7 @@ def _waiting_gradients(run: Run, resident: Items, device_bytes: int | None) -> I
 
 
 def _training(run: Run, fixed: Items, device_bytes: int | None) -> Phase:
-    """With the tiles the engine would choose."""
+    """The training phase with the tiles that the engine would choose."""
     row_bytes = run.measured.training.kept(recomputes=run.settings.recomputes)
     rows_of_rank = -(-run.settings.num_samples * run.measured.rows_per_sample // run.settings.num_trainer_devices)
     samples, steps = run.settings.digen.tsp.extents
@@ -161,7 +161,7 @@ def _training(run: Run, fixed: Items, device_bytes: int | None) -> Phase:
 
 # -- a replica's device ---------------------------------------------------------------------------------------
 def replica(run: Run) -> Items:
-    """Networks of one device of a replica; the text encoders and the VAE are whole on each."""
+    """Networks of one device of a replica; text encoders and VAE are unsharded on each."""
     settings, measured = run.settings, run.measured
     itemsize = settings.dtypes.rollout.itemsize
     items = {"transformer": -(-_transformer_params(run) * itemsize // settings.tensor_parallel)}
@@ -171,20 +171,20 @@ def replica(run: Run) -> Items:
 
 
 def _transformer_params(run: Run) -> int:
-    """Of the transformer without an adapter, with its tables."""
+    """Parameters of the transformer without an adapter, exported tables included."""
     counts = run.measured.counts
     return counts.num_params - (counts.num_trained if run.settings.is_lora else 0) + counts.exported_buffers
 
 
 def _shared_devices(run: Run, resident: Items) -> tuple[Items, Items]:
-    """(what a replica leaves while its device trains, what the trainer leaves while it generates)."""
+    """(items a replica leaves on its device during training, items the trainer leaves during generation)."""
     settings = run.settings
     if settings.is_split:
         return {}, {}
     networks = replica(run)
     if not settings.frees_replica:
         left = sum(networks.values())
-    elif settings.rollout_name == "diffusers":  # it moves the transformer out, and keeps what encodes and decodes
+    elif settings.rollout_name == "diffusers":  # moves the transformer out, keeps text encoders and VAE
         left = sum(size for name, size in networks.items() if name not in ("transformer", "adapter"))
     else:
         left = 0
@@ -195,9 +195,9 @@ def _shared_devices(run: Run, resident: Items) -> tuple[Items, Items]:
     return {"replica that waits": left}, {"trainer that waits": parked}
 
 
-# -- beside the devices ---------------------------------------------------------------------------------------
+# -- outside the devices --------------------------------------------------------------------------------------
 def update_bytes(run: Run) -> int:
-    """Of one weight update to one replica."""
+    """Bytes of one weight update to one replica."""
     settings = run.settings
     if settings.is_lora and not settings.merges_lora:
         return run.measured.counts.num_trained * settings.dtypes.rollout.itemsize
@@ -238,7 +238,7 @@ def _step(run: Run) -> Items:
 
 
 def _checkpoint(run: Run) -> int:
-    """Sharded weights and optimizer, EMA, and the export if it is asked for."""
+    """Bytes of a checkpoint: sharded weights and optimizer, the EMA copy if enabled, and the export if configured."""
     counts, settings = run.measured.counts, run.settings
     total = counts.param_bytes + 2 * counts.trained_bytes
     if settings.digen.ema.enable:

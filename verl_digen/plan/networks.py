@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many parameters the networks of a checkpoint have, counted on the meta device from its config files.
+"""Parameter counts of a checkpoint's networks, from its config files on the meta device.
 
-Invariant (tests/plan/test_reality.py): bytes are those of an engine, of a full fine-tune and with an adapter.
+Invariant (tests/plan/test_reality.py): bytes equal those of a real engine, for a full fine-tune and with an adapter.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 from verl_digen.models.base import DiffusionModel
 
 FREED_AFTER_LOADING = {"Qwen2_5_VLForConditionalGeneration": ("model.visual.", "lm_head.")}
-"""Text encoder -> beginnings of the names of parameters that our model file drops (see `QwenImage.load_encoder`)."""
+"""Text encoder -> name prefixes of parameters that our model file drops (see `QwenImage.load_encoder`)."""
 
 
 @dataclass(frozen=True)
@@ -24,21 +24,21 @@ class Counts:
     """Parameters of one network."""
 
     num_params: int
-    """All of them."""
+    """All parameters."""
     num_trained: int
-    """Those that train."""
+    """Trained parameters."""
     param_bytes: int
-    """In the dtypes they have."""
+    """Bytes of all parameters, in their own dtypes."""
     trained_bytes: int
-    """Of those that train."""
+    """Bytes of the trained parameters."""
     buffer_bytes: int
-    """Of tables, which no rank shares with another."""
+    """Bytes of buffers (tables), which are not sharded."""
     exported_buffers: int
-    """Elements of tables that checkpoints and weight updates hold."""
+    """Elements of buffers that checkpoints and weight updates hold."""
     largest_block: int
-    """Of the largest block that is sharded, gathered and freed as one."""
+    """Parameters of the largest block; a block is sharded, gathered and freed as one."""
     outside_blocks: int
-    """Of what is in no block."""
+    """Parameters outside all blocks."""
 
 
 def count_network(network: nn.Module) -> Counts:
@@ -68,15 +68,15 @@ def blocks_of(network: nn.Module) -> list[nn.Module]:
 
 
 def _base(network: Any) -> Any:
-    """Without peft's wrapping."""
+    """Unwrap peft's model."""
     return network.get_base_model() if hasattr(network, "get_base_model") else network
 
 
 def count_parts(model: DiffusionModel, *, as_loaded_by_us: bool) -> dict[str, int]:
-    """Folder of each text encoder and of the VAE -> parameters a replica keeps.
+    """Folder of each text encoder and of the VAE -> number of parameters that a replica keeps.
 
     Args:
-        as_loaded_by_us: without what our model file frees after loading; vLLM-Omni keeps all.
+        as_loaded_by_us: leave out the parameters that our model file frees after loading; vLLM-Omni keeps all.
     """
     counts = {}
     for name, entry in model.index.items():
@@ -89,7 +89,7 @@ def _count_part(folder: Path, library: str, class_name: str, as_loaded_by_us: bo
     import diffusers
     import transformers
 
-    with torch.device("meta"):  # and not accelerate's way, under which tied weights would count twice
+    with torch.device("meta"):  # not accelerate's init_empty_weights, under which tied weights would count twice
         if library == "diffusers":
             network_class: Any = getattr(diffusers, class_name)
             network = network_class.from_config(network_class.load_config(folder))

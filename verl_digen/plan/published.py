@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The config files of published checkpoints, so that a hub id is planned without a network or a download.
 
-- `models/published/index.json`: repository -> pipeline, and per folder its class and the name of a part (null: a
-  folder of which nothing is planned, e.g. a tokenizer). `revision` is that of the repository, where it is known.
-- `models/published/parts.json`: part -> config, where its text comes from (`source`), and what its size was compared
-  with (`check`).
-- The folder made here has configs alone. It is a checkpoint for whatever reads no weights.
+- `models/published/index.json`: repository -> pipeline, and per folder its class and the name of a part (null:
+  nothing of the folder is planned, e.g. a tokenizer). `revision` is the repository's, if known.
+- `models/published/parts.json`: part -> config, the source of its text (`source`), and what its size was compared with
+  (`check`).
+- The folder made here has configs only. It is a checkpoint for code that reads no weights.
 
-Invariant (tests/plan/test_published.py): every repository is a checkpoint our model files read, whose networks have
-as many parameters as published.
+Invariant (tests/plan/test_published.py): every repository is a checkpoint that our model files read, and its
+networks have the published number of parameters.
 """
 
 from __future__ import annotations
@@ -26,17 +26,16 @@ from verl_digen.models.locate import HUB_ID
 
 
 def repositories() -> tuple[str, ...]:
-    """Hub ids that are known."""
+    """Known hub ids."""
     return tuple(_read("index.json"))
 
 
 @contextmanager
 def checkpoint_folder(path: str) -> Iterator[Path]:
-    """The checkpoint at `actor_rollout_ref.model.path`: a local folder as it is, else a folder of configs, which is
-    removed again.
+    """The checkpoint at `actor_rollout_ref.model.path`: the local folder itself, or a temporary folder of configs.
 
     Raises:
-        ValueError: neither a folder nor a repository that is known.
+        ValueError: neither a folder nor a known repository.
     """
     local = Path(path).expanduser()
     if local.is_dir():
@@ -69,7 +68,7 @@ def write_configs(repository: str, folder: Path) -> None:
 
 _OF_DIFFUSERS = frozenset({"guider", "scheduler", "transformer", "transformer_2", "vae"})
 _CONFIG_FILES = {"guider": "guider_config.json", "scheduler": "scheduler_config.json"}
-"""What is not called config.json."""
+"""Folder -> name of its config file, if it is not config.json."""
 
 
 @cache

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to change so that a run fits: real keys, tried in order, kept where they help, until it fits.
+"""Config changes that make a run fit: real keys, tried in order, kept if they help, until the run fits.
 
-- What costs little comes first: memory that was not needed, then compute, then what the optimizer may do, then devices.
-- A remedy is planned again like the run itself; nothing is promised that the plan does not show.
+- Cheap changes first: freeing unneeded memory, then more compute, then a restricted optimizer (LoRA), then devices.
+- Every remedy is planned like the run itself: its numbers are those of the changed plan.
 
 Invariant (tests/plan/test_remedies.py): the run with all remedies needs no more than with all but the last, and fits
-if it is said to.
+if the last one says so.
 """
 
 from __future__ import annotations
@@ -18,26 +18,27 @@ from verl_digen.plan.memory import Memory, plan_memory
 from verl_digen.plan.run import Run
 
 MAX_DOUBLINGS = 6
-"""How often the devices may be doubled."""
+"""Maximum number of times the devices are doubled."""
 LORA_RANK = 32
-"""flow_grpo's."""
+"""LoRA rank of flow_grpo."""
 MAX_TENSOR_PARALLEL = 8
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change, on top of those before it."""
+    """One change, on top of the ones before it."""
 
     override: str
-    """As the user types it."""
+    """Override as the user types it."""
     training_bytes: int
-    """What a device needs then while it trains."""
+    """Bytes on a training device after the change."""
     generating_bytes: int
+    """Bytes on a generating device after the change."""
     fits: bool
 
 
 def find_remedies(run: Run, device_bytes: int, with_lora: Callable[[], Run]) -> list[Remedy]:
-    """Changes in order, empty if the run fits or nothing helps; the last one says whether they are enough.
+    """Find changes, in order; empty if the run fits or nothing helps. The last one says if they suffice.
 
     Args:
         with_lora: plans the same run with an adapter of rank `LORA_RANK`; called at most once.
@@ -58,7 +59,7 @@ def find_remedies(run: Run, device_bytes: int, with_lora: Callable[[], Run]) -> 
 
 
 def _without_needless(run: Run, device_bytes: int, changes: list[_Change]) -> list[_Change]:
-    """Those without which it would not fit, given the others."""
+    """Drop the changes without which the run still fits."""
     for change in list(changes):
         others = [other for other in changes if other is not change]
         *_, without = _applied(run, others)
@@ -68,7 +69,7 @@ def _without_needless(run: Run, device_bytes: int, changes: list[_Change]) -> li
 
 
 def _applied(run: Run, changes: list[_Change]) -> Iterator[Run]:
-    """The run, and after each change."""
+    """Yield the run, then the run after each change."""
     yield run
     for change in changes:
         after = change.apply(run)
@@ -85,7 +86,7 @@ def _describe(run: Run, device_bytes: int, changes: list[_Change]) -> Iterator[R
 
 
 def _excess(memory: Memory) -> int:
-    """Bytes over the limit, of both phases."""
+    """Bytes over the limit, summed over both phases."""
     assert memory.limit_bytes is not None
     return sum(max(0, phase.total - memory.limit_bytes) for phase in (memory.training, memory.generating))
 
@@ -93,9 +94,9 @@ def _excess(memory: Memory) -> int:
 @dataclass(frozen=True)
 class _Change:
     override: str
-    """Empty: the number of devices."""
+    """Override as typed; empty: the number of devices changes."""
     apply: Callable[[Run], Run | None]
-    """The changed run, or None where there is nothing to change."""
+    """Run -> changed run, or None if there is nothing to change."""
 
 
 def _candidates(with_lora: Callable[[], Run]) -> Iterator[_Change]:
@@ -146,7 +147,7 @@ def _reduce_at_tiles(run: Run) -> Run:
 
 
 def _keeping(run: Run, lora: Run) -> Run:
-    """The adapter's run with what was changed before."""
+    """The run `lora` with the settings that earlier changes made to `run`."""
     kept = replace(run.settings, is_lora=True, dtypes=lora.settings.dtypes, merges_lora=lora.settings.merges_lora)
     return replace(lora, settings=kept)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run as the plan sees it: what of the config decides memory, traffic and time, and what its networks measure.
+"""Input of the plan: the config values that decide memory, traffic and time, and measurements of the networks.
 
-Invariant (tests/plan/test_command.py, test_reality.py): rows, recorded latents and their bytes are those of the run.
+Invariant (tests/plan/test_command.py, test_reality.py): rows, recorded latents and their bytes equal the real run's.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ from verl_digen.sampling.recording import trained_latents
 from verl_digen.types import Condition, Geometry
 
 ADAMS = ("AdamW", "Adam")
-"""Optimizers with two numbers per weight."""
+"""Optimizers that keep two numbers per weight."""
 ROW_COLUMN_BYTES = 8 + 3 * 4
-"""Of a trained step: its position, two sigmas and the log-prob, see `verl_digen.types.Trajectory`."""
+"""Bytes of a trained step: its position, two sigmas and the log-prob, see `verl_digen.types.Trajectory`."""
 SAMPLE_COLUMN_BYTES = 2 * 4
-"""Of a sample: sigma_max and the advantage."""
+"""Bytes of a sample: sigma_max and the advantage."""
 
 
 @dataclass(frozen=True)
 class Dtypes:
-    """Of what is kept and computed."""
+    """Dtypes of storage and computation."""
 
     model: torch.dtype
-    """The trainer's shards."""
+    """Dtype of the trainer's shards."""
     compute: torch.dtype
-    """What they are gathered in."""
+    """Dtype in which shards are gathered."""
     reduce: torch.dtype
     rollout: torch.dtype
-    """The replica's, and a weight update's."""
+    """Dtype of a replica and of a weight update."""
     latents: torch.dtype
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Of the config."""
+    """Config values that the plan reads."""
 
     digen: DigenConfig
     num_trainer_devices: int
@@ -76,14 +76,14 @@ class Settings:
     rollout_name: str
     tensor_parallel: int
     frees_replica: bool
-    """Whether a replica gives its device memory to the trainer on the same device."""
+    """True if a replica frees device memory while the trainer uses the same device."""
     exports: bool
-    """Whether checkpoints also hold what other tools load."""
+    """True if checkpoints also hold an export for other tools."""
     dtypes: Dtypes
 
     @property
     def num_samples(self) -> int:
-        """Of a step."""
+        """Samples of a step."""
         return self.num_prompts * self.group_size
 
     @property
@@ -97,26 +97,26 @@ class Settings:
 
 @dataclass(frozen=True)
 class Measured:
-    """Of the networks and the window."""
+    """Measurements of the networks and of the training window."""
 
     title: str
     counts: Counts
-    """Of the trainer's network, adapter included."""
+    """Parameter counts of the trainer's network, adapter included."""
     parts: dict[str, int]
-    """Parameters of a replica's text encoders and VAE."""
+    """Folder -> parameters, for a replica's text encoders and VAE."""
     num_experts: int
     training: Activations
-    """Of a row as it is trained."""
+    """Activations of one training row."""
     sampling: Activations
-    """Of a row of the whole network, which bounds what a forward alone needs."""
+    """Activations of one row without adapter, an upper bound of a forward without gradient."""
     flops: Flops
-    """Of a row's forward, guidance included."""
+    """FLOPs of one row's forward, guidance included."""
     condition_bytes: int
-    """Of a prompt, guidance's included."""
+    """Bytes of a prompt's condition, the negative one included if guided."""
     rows_per_sample: int
-    """The most that a window of the first step has."""
+    """Maximum number of trained steps of a sample in the first step."""
     trajectory_bytes: int
-    """Of a sample with so many rows."""
+    """Bytes of a trajectory with `rows_per_sample` rows."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Run:
 
 
 def read_run(config: DictConfig, prompt_tokens: int) -> Run:
-    """What a composed config will run.
+    """Read the settings of a composed config and measure its networks.
 
     Raises:
         ValueError: a checkpoint or a setting that cannot be planned, named by its key.
@@ -211,7 +211,7 @@ def _measure(folder: Any, settings: Settings, model_config: DiffusionModelConfig
     condition = empty_condition(model, prompt_tokens)
     flops = forward_flops(
         model, network, geometry, len(condition["embeds"]), is_guided=settings.is_guided
-    )  # before one of its experts is traced alone
+    )  # before `experts` is cut to one
     model.experts = model.experts[:1]
 
     def one_network(is_trained: bool) -> nn.Module:
@@ -246,7 +246,7 @@ def _bytes(condition: Condition, dtype: torch.dtype) -> int:
 
 
 def _recorded(settings: Settings) -> tuple[int, int]:
-    """(trained steps, recorded latents) of a sample: the most that a group of the first step has."""
+    """(trained steps, recorded latents) of a sample: the maximum over the groups of the first step."""
     digen = settings.digen
     windows = [
         draw_window(digen.window, run_seed=digen.seed, uid=f"p{index:08d}", num_steps=digen.sampling.num_steps, step=0)

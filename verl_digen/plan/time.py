@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds of a step, calculated at an assumed share of the devices' peak; none of them was measured.
+"""Seconds of a step, calculated at an assumed share of the devices' peak, not measured.
 
-- Generation: every sample's T forwards. Training: every row's forward and backward, one forward more where old
-  log-probs are recomputed, and one for the KL reference.
-- Not counted: text encoding, decoding, rewards, weight updates, communication and waiting. So a step takes longer;
-  `digen simulate` asks how much, and for which split.
+- Generation: T forwards per sample. Training: forward and backward per row, plus one forward if old log-probs are
+  recomputed, and one for the KL reference.
+- Not counted: text encoding, decoding, rewards, weight updates, communication and waiting. So a real step takes
+  longer; `digen simulate` estimates by how much, and for which split.
 
-Invariant (tests/plan/test_time.py): twice the devices take half the time; two pools take no longer than the slower.
+Invariant (tests/plan/test_time.py): twice as many devices take half the time; two pools take no longer than the slower.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from verl_digen.plan.run import Run
 
 @dataclass(frozen=True)
 class StepTime:
-    """Of one step."""
+    """FLOPs and seconds of one step."""
 
     generating_flops: float
     training_flops: float
     """Recomputation included."""
     generating_s: float | None
-    """None where the device's peak is not known."""
+    """None if the device's peak is not known."""
     training_s: float | None
     step_s: float | None
-    """Colocated, or without `digen.gap`, one after the other; on separate pools with it, the slower."""
+    """max(generating_s, training_s) on separate pools with `digen.gap.enable`; else their sum."""
 
 
 def plan_time(run: Run, device: str | None, mfu: float) -> StepTime:
-    """Time a step on devices of type `device` at this share of their peak."""
+    """Time a step on devices of type `device` that reach the share `mfu` of their peak."""
     settings, measured = run.settings, run.measured
     generating = settings.num_samples * settings.digen.sampling.num_steps * measured.flops.forward
     row = measured.flops.training(is_frozen=settings.is_lora, recomputes=settings.recomputes)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's platform `cpu`: training and generation without any accelerator.
 
-- Chosen by itself only where PyTorch cannot drive an accelerator at all. A head node without a GPU has a PyTorch that
-  can, so a cluster is never taken for a CPU machine because of the node the driver runs on.
-- `VERL_PLATFORM=cpu` in the environment chooses it anywhere.
-- Ray sees it as GPUs (logical ones, `ray_kwargs.ray_init.num_gpus`), because verl's placement counts nothing else.
+- Auto-detected only if the PyTorch build supports no accelerator. A head node without a GPU has a PyTorch build that
+  does, so a cluster is never mistaken for a CPU machine because of the driver's node.
+- `VERL_PLATFORM=cpu` in the environment selects it anywhere.
+- Ray sees it as logical GPUs (`ray_kwargs.ray_init.num_gpus`), because verl's placement counts only GPUs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from verl_digen.torch_support import torch_facts, torch_has_accelerator_support
 
 
 class CpuPlatform(PlatformBase):
-    """The CPU as a device of verl's."""
+    """The CPU as a verl device."""
 
     @property
     def device_name(self) -> str:
@@ -40,10 +40,10 @@ class CpuPlatform(PlatformBase):
         return True
 
     def is_platform_available(self, use_smi_check: bool = False) -> bool:
-        """Whether verl should choose this platform by itself.
+        """True if verl should auto-detect this platform.
 
-        verl asks platforms in the order of registration and takes the first that says yes, so those of plugins that
-        were loaded after this one are asked here.
+        verl asks platforms in order of registration and takes the first that returns True, so this one also asks the
+        platforms of plugins that were loaded after it.
         """
         if torch_has_accelerator_support(torch_facts()):
             return False
@@ -53,17 +53,17 @@ class CpuPlatform(PlatformBase):
         return not any(platform and platform().is_platform_available(use_smi_check) for platform in platforms)
 
     def current_device(self) -> Any:
-        """A device, not an index as elsewhere: a CPU build of PyTorch refuses `tensor.to(0)`."""
+        """The device, not an index as on other platforms: a CPU build of PyTorch refuses `tensor.to(0)`."""
         return torch.device("cpu")
 
     def device_count(self) -> int:
         return 1
 
     def set_device(self, device_index: Any) -> None:
-        """There is one device."""
+        """No-op: there is one device."""
 
     def synchronize(self, device_index: int | None = None) -> None:
-        """CPU operations are done when they return."""
+        """No-op: CPU operations are done when they return."""
 
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
@@ -72,10 +72,10 @@ class CpuPlatform(PlatformBase):
         torch.manual_seed(seed)
 
     def set_allocator_settings(self, settings: str) -> None:
-        """The CPU allocator has none."""
+        """No-op: the CPU allocator has no settings."""
 
     def empty_cache(self) -> None:
-        """The CPU allocator keeps no cache."""
+        """No-op: the CPU allocator keeps no cache."""
 
     def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
         return None, None
@@ -100,10 +100,10 @@ class CpuPlatform(PlatformBase):
         yield
 
     def profiler_start(self) -> None:
-        """There is no device profiler."""
+        """No-op: there is no device profiler."""
 
     def profiler_stop(self) -> None:
-        """There is no device profiler."""
+        """No-op: there is no device profiler."""
 
     def cudart(self) -> None:
         return None

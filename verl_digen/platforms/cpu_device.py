@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU seen as verl sees `torch.cuda`: `torch.cpu`, and what it lacks.
+"""CPU counterpart of `torch.cuda` for verl: `torch.cpu` plus the functions that it lacks.
 
-Memory is that of this process and of the machine, in bytes; "peak" is since the process began.
+Memory figures are this process's and the machine's, in bytes; "peak" is since the process started.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def max_memory_allocated(device: Any = None) -> int:
 
 
 def memory_allocated(device: Any = None) -> int:
-    """Resident memory of this process; its peak where the system has no /proc."""
+    """Resident memory of this process; its peak if the system has no /proc."""
     try:
         with open("/proc/self/statm", encoding="ascii") as statm:
             return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -40,7 +40,7 @@ memory_reserved = memory_allocated
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:
     """(free, total) memory of the machine."""
-    import psutil  # comes with Ray; only profiling asks
+    import psutil  # installed with Ray; only profiling needs it
 
     memory = psutil.virtual_memory()
     return memory.available, memory.total
@@ -55,19 +55,19 @@ def current_device() -> Any:
 
 
 def reset_peak_memory_stats(device: Any = None) -> None:
-    """The system cannot forget a process's peak."""
+    """No-op: the system cannot reset a process's peak."""
 
 
 def set_per_process_memory_fraction(fraction: float, device: Any = None) -> None:
-    """The CPU allocator has no limit."""
+    """No-op: the CPU allocator has no limit."""
 
 
 def empty_cache() -> None:
-    """The CPU allocator keeps no cache."""
+    """No-op: the CPU allocator keeps no cache."""
 
 
 def ipc_collect() -> None:
-    """Tensors are not shared by handle."""
+    """No-op: tensors are not shared by handle."""
 
 
 def __getattr__(name: str) -> Any:

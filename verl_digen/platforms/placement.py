@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pools on devices of a type (`digen.placement.*`), where a cluster has several.
+"""Placement of pools on a device type (`digen.placement.*`), for clusters with several types.
 
-A type is a resource of the Ray cluster: what Ray calls `accelerator_type:NAME`, which it finds out by itself on most
-accelerators, or a custom resource (`ray start --resources='{"NAME": 1}'`). A process asks for the least share of it and
-so lands on a node that has it; the devices themselves are counted by Ray as ever.
+A type is a resource of the Ray cluster: Ray's `accelerator_type:NAME`, which it detects on most accelerators, or a
+custom resource (`ray start --resources='{"NAME": 1}'`). A process requests the smallest share of it and so is placed on
+a node that has it; Ray counts the devices themselves as usual.
 
-Everything is checked before the first process starts: Ray would wait for devices that do not exist for ever.
+Everything is checked before the first process starts: Ray would wait forever for devices that do not exist.
 
-Invariant (tests/platforms/test_placement.py): what passes `check_placement` can be placed on an idle cluster, as far as
-nodes of a type and their devices are concerned.
+Invariant (tests/platforms/test_placement.py): a config that passes `check_placement` can be placed on an idle cluster,
+as far as nodes of a type and their devices are concerned.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from verl_digen.config import DigenConfig
 from verl_digen.errors import RunStopped
 
 LEAST_SHARE = 1e-4
-"""Of a resource; Ray counts in these."""
+"""Smallest share of a resource that Ray counts."""
 
 TYPE_PREFIX = "accelerator_type:"
-"""Of the resources in which Ray counts nodes by the type of their accelerators."""
+"""Prefix of Ray's resources for nodes of an accelerator type."""
 
 NOT_TYPES = ("CPU", "GPU", "NPU", "memory", "object_store_memory", "node:")
-"""Beginnings of resources that every cluster has."""
+"""Prefixes of resources that every cluster has."""
 
 
 @dataclass
@@ -42,20 +42,20 @@ class TypedPools(ResourcePoolManager):
     accelerator: str | None = None
 
     def create_resource_pool(self) -> None:
-        """Describes the pools; devices are reserved when the first worker of a pool starts."""
+        """Describe the pools; devices are reserved when the first worker of a pool starts."""
         super().create_resource_pool()
         for pool in self.resource_pool_dict.values():
             pool.accelerator_type = type_resource("digen.placement.trainer_accelerator", self.accelerator)
 
 
 def num_reward_devices(config: Any) -> int:
-    """Of reward workers, over all nodes: verl's pool of the reward model, if it is a pool of its own."""
+    """Number of the reward workers' devices, over all nodes: verl's reward model pool, if that is a separate pool."""
     model = config.reward.reward_model
     return model.nnodes * model.n_gpus_per_node if model.enable_resource_pool else 0
 
 
 def reward_options(config: Any, digen: DigenConfig) -> dict[str, Any]:
-    """Options of a reward worker's Ray actor: its devices, or its share of one, and their type."""
+    """Options of a reward worker's Ray actor: number of devices (or share of one), and their type."""
     options: dict[str, Any] = {"resources": {}}
     share = num_reward_devices(config) / max(1, config.reward.num_workers)
     if share:
@@ -71,10 +71,10 @@ def reward_options(config: Any, digen: DigenConfig) -> dict[str, Any]:
 
 
 def check_placement(config: Any, digen: DigenConfig, *, is_disaggregated: bool) -> None:
-    """Look for every pool's type in the cluster, and for enough devices of it.
+    """Check that the cluster has every pool's type, and enough devices of it.
 
     Raises:
-        RunStopped: a type that the cluster does not have, or not on as many devices.
+        RunStopped: the cluster does not have a type, or too few devices of it.
     """
     placement, rollout = digen.placement, config.actor_rollout_ref.rollout
     num_generator = rollout.nnodes * rollout.n_gpus_per_node if is_disaggregated else 0
@@ -104,7 +104,7 @@ def type_resource(key: str, accelerator: str | None) -> str | None:
     """The cluster's resource for a type; None for any type.
 
     Raises:
-        RunStopped: the cluster has none of that name.
+        RunStopped: the cluster has no resource of that name.
     """
     if accelerator is None:
         return None

@@ -4,7 +4,7 @@
 - Rules about one field under `digen:` are in `verl_digen.config`; here are those that span keys, files and registries.
 - A rule is a function of the composed config in `RULES`. It raises ValueError with the key as typed, the rule, the
   value and the remedy; all rules are run, so that one start shows everything there is to repair.
-- Nothing is checked under `--cfg`, which shows a config whether it could run or not.
+- Nothing is checked under `--cfg`, which shows a config even if it could not run.
 """
 
 from verl_digen.preflight.callback import Preflight

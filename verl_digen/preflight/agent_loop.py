@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent loop: ours, or one of the user's own that a file of verl's form names."""
+"""Rules for the agent loop: ours, or one of the user's own, named in a file of verl's form."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SECTION = "actor_rollout_ref.rollout.agent"
 
 
 def check_agent_loop(config: DictConfig) -> None:
-    """The run's agent loop is known and can be imported, and makes every sample of the run."""
+    """Require an agent loop that is known, can be imported, and makes every sample of the run."""
     from verl_digen.sampling.requests import SINGLE_TURN
 
     agent = config.actor_rollout_ref.rollout.agent
@@ -70,7 +70,7 @@ def _check_importable(name: str, target: str) -> None:
 
     try:
         found = get_class(target)
-    except (Exception, SystemExit) as error:  # whatever the user's module raises while it is imported
+    except (Exception, SystemExit) as error:  # any exception of the user's module at import
         raise ValueError(
             f"the agent loop {name!r} must be a class that can be imported, got {target!r} ({type(error).__name__}: "
             f"{error}); repair it, or put its folder on PYTHONPATH"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hydra's callback: what cannot run is one paragraph and exit code 2, what broke is one paragraph and exit code 1."""
+"""Hydra's callback: one paragraph in place of a traceback; exit code 2 for what cannot run, 1 for what broke."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class Preflight(Callback):
     """Hydra callback: one paragraph on stderr and exit code 2 for a config that cannot run."""
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Before the run's output folder is made."""
+        """Check before the run's output folder is made."""
         _check_or_exit(config)
 
     def on_job_start(self, config: DictConfig, *, task_function: Any = None, **kwargs: Any) -> None:
-        """Before each job of a multirun."""
+        """Check before each job of a multirun."""
         if config.hydra.mode == RunMode.MULTIRUN:
             _check_or_exit(config)
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
-        """After the run: a `RunStopped` of whatever process is one paragraph, not a traceback of Ray's."""
+        """Print a `RunStopped` of any process as one paragraph, not as a traceback of Ray's."""
         if job_return.status == JobStatus.FAILED and isinstance(job_return._return_value, RunStopped):
             reason = plain(job_return._return_value)
             ray.shutdown()  # ends the workers, and their last log lines come before the reason, not after

@@ -14,7 +14,7 @@ from verl_digen.require import require, suggestion
 
 @dataclass(frozen=True)
 class Loaded:
-    """Where a class is named, and ours."""
+    """The keys that name a class, and our own class."""
 
     path_key: str
     name_key: str
@@ -23,7 +23,7 @@ class Loaded:
 
     @property
     def path(self) -> str:
-        """As the recipes name the module."""
+        """The module's path, as the recipes write it."""
         return f"pkg://{self.module}"
 
 
@@ -39,7 +39,7 @@ MANAGER = "verl_digen.agent_loop.manager.DiffusionAgentLoopManager"
 
 
 def check_classes(config: DictConfig) -> None:
-    """Every class is ours, or a subclass of ours that can be loaded."""
+    """Require every class to be ours, or a subclass of ours that can be loaded."""
     for loaded in CLASSES:
         path, name = (
             OmegaConf.select(config, key, throw_on_missing=True) for key in (loaded.path_key, loaded.name_key)
@@ -65,7 +65,7 @@ def _check_class(loaded: Loaded, path: Any, name: Any) -> None:
         remedy = f"{suggestion(str(name), (loaded.name,))}{remedy}"
     try:
         given = load_extern_object(path, name)
-    except Exception as error:  # whatever the user's module raises while it is imported
+    except Exception as error:  # any exception of the user's module at import
         raise ValueError(
             f"{loaded.name_key} must be a class of {loaded.path_key}={path}, got {name!r} ({type(error).__name__}: "
             f"{error}); {remedy}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompt files."""
+"""Rules for prompt files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def check_prompts(config: DictConfig) -> None:
-    """Prompt files can be read, there are enough prompts for one step, and none is longer than the model reads."""
+    """Require readable prompt files, enough prompts for one step, and none that is longer than the model reads."""
     validating = validates(config)
     if OmegaConf.select(config, "data.train_files") is None:
         raise ValueError("data.train_files must name a file of prompts, got nothing; set data.train_files=FILE")
@@ -53,14 +53,14 @@ def check_prompts(config: DictConfig) -> None:
 
 
 def validates(config: DictConfig) -> list[str]:
-    """The settings for which a run validates, as typed; empty where it does not."""
+    """Settings for which a run validates, as typed; empty if it does not."""
     trainer = config.trainer
     found = ["trainer.val_before_train=true"] if trainer.val_before_train else []
     return found + ([f"trainer.test_freq={trainer.test_freq}"] if trainer.test_freq > 0 else [])
 
 
 def check_validation(config: DictConfig) -> None:
-    """A run that shall only validate does: verl's `val_only` ends a run after the validation before training."""
+    """Require that a run with verl's `val_only` validates: it ends after the validation before training."""
     require(
         not config.trainer.val_only or config.trainer.val_before_train,
         "trainer.val_before_train must be true with trainer.val_only=true, which would train otherwise",
@@ -71,7 +71,7 @@ def check_validation(config: DictConfig) -> None:
 
 @dataclass(frozen=True)
 class PromptSet:
-    """The prompts of `data.train_files` or `data.val_files`, and what is taken of them."""
+    """The prompts of `data.train_files` or `data.val_files`, and the selection from them."""
 
     part: str
     num_read: int
@@ -82,12 +82,12 @@ class PromptSet:
 
     @property
     def is_cut(self) -> bool:
-        """Whether `data.*_max_samples` takes fewer than there are."""
+        """True if `data.*_max_samples` takes fewer than there are."""
         return len(self.prompts) < self.num_read
 
     @property
     def reduced(self) -> str:
-        """Why fewer prompts are taken than the files hold, for a message."""
+        """Reasons why fewer prompts are taken than the files hold, for a message."""
         reasons = [f"data.{self.part}_max_samples={len(self.prompts)} of {self.num_read}"] if self.is_cut else []
         if self.too_long:
             reasons.append(f"data.filter_overlong_prompts=true leaves out {len(self.too_long)}")
@@ -99,7 +99,7 @@ class PromptSet:
 
 
 def prompts_of(config: DictConfig, part: str) -> PromptSet:
-    """Read `data.PART_files`, PART being train or val. None are named where a run does not validate: an empty set.
+    """Read `data.PART_files`, PART being train or val. An empty set if a run does not validate and names none.
 
     Raises:
         ValueError: a file is missing or malformed, or `data.PART_max_samples` or the run's negative prompt is wrong.
@@ -137,7 +137,7 @@ def _check_negative(config: DictConfig) -> None:
 
 
 def _has_tokenizers(config: DictConfig) -> bool:
-    """Whether prompts can be measured now: the checkpoint is on this machine. Others tell when they encode."""
+    """True if prompts can be measured now: the checkpoint is on this machine. Else encoding reports long ones."""
     section = config.actor_rollout_ref.model
     is_here = not OmegaConf.is_missing(section, "path") and Path(section.path).expanduser().is_dir()
     return is_here and config.trainer.v1.trainer_mode != VIRTUAL

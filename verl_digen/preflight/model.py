@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checkpoint, what is trained of it, and the loss it is trained with."""
+"""Rules for the checkpoint, the layers that are trained, and the loss."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ALL_LINEAR = "all-linear"
 
 
 def check_model(config: DictConfig) -> None:
-    """The checkpoint is there with all its parts, makes what is asked for, is served, and has the layers to train."""
+    """Require a complete checkpoint that makes what is asked for, is served, and has the layers to train."""
     section = config.actor_rollout_ref.model
     if "://" in section.path:  # on a remote file system: verl fetches it once the run has started
         return
@@ -51,7 +51,7 @@ def check_model(config: DictConfig) -> None:
 
 
 def check_model_section(config: DictConfig) -> None:
-    """The keys of `actor_rollout_ref.model` are known, and an adapter to go on with can be read."""
+    """Require known keys in `actor_rollout_ref.model`, and a readable adapter if training starts from one."""
     from verl_digen.model_config import DiffusionModelConfig
 
     section: Any = OmegaConf.to_container(config.actor_rollout_ref.model, resolve=True, throw_on_missing=True)
@@ -69,10 +69,10 @@ def check_model_section(config: DictConfig) -> None:
 
 
 def check_loss(config: DictConfig) -> None:
-    """The policy loss is registered, by us or by a module the user names, and has the log-probs it needs."""
+    """Require a policy loss that is registered, by us or by a module the user names, with the log-probs it needs."""
     from verl_digen.algorithms.losses import loss_names
 
-    _import_external(config.actor_rollout_ref.model.external_lib)  # a user's loss is filed by being imported
+    _import_external(config.actor_rollout_ref.model.external_lib)  # importing a user's loss registers it
     digen = digen_config(config)
     require_one_of("digen.loss_name", digen.loss_name, loss_names())
     _ = digen.denominator  # raises
@@ -99,7 +99,7 @@ def _is_here(path: Any) -> bool:
 
 
 def _check_names(model: DiffusionModel, key: str, given: Any) -> None:
-    """Every name the user gives is that of a module, in the way peft reads it: a suffix, or a whole regex."""
+    """Require every name the user gives to match a module, in the way peft reads it: a suffix, or a whole regex."""
     if given is None or given == ALL_LINEAR:
         return
     import torch
@@ -142,7 +142,7 @@ def _import_external(given: Any) -> None:
     modules = OmegaConf.to_container(given) if OmegaConf.is_list(given) else given
     try:
         import_external_libs(modules)
-    except (Exception, SystemExit) as error:  # whatever the user's module raises while it is imported
+    except (Exception, SystemExit) as error:  # any exception of the user's module at import
         raise ValueError(
             f"{KEY}.external_lib must name modules that can be imported, got {modules!r} ({type(error).__name__}: "
             f"{error}); check the names, and that their folder is on PYTHONPATH"

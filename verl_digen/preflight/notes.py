@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notes that a run prints once, before it starts: the reward's formula, and settings that may not be meant."""
+"""Notes that a run prints once, before it starts: the reward's formula, and settings that may be unintended."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from verl_digen.preflight.rewards import reward_formula
 
 
 def notes(config: DictConfig) -> list[str]:
-    """One sentence each, of a config that passed all checks."""
+    """One sentence per note on a config that passed all checks."""
     found = [reward_formula(config)]
     for part in ("train", "val") if config.data.filter_overlong_prompts else ():
         of_part = prompts_of(config, part)

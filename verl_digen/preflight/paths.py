@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders that a run writes, and the checkpoint it goes on from."""
+"""Rules for the folders that a run writes, and the checkpoint it resumes from."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from omegaconf import DictConfig
 from verl_digen.require import require
 
 STEP_PREFIX = "global_step_"
-"""Folder of a checkpoint, before the number of its step."""
+"""Prefix of a checkpoint's folder, before the number of its step."""
 
 
 def check_run_dir(config: DictConfig) -> None:
-    """The run's folder is one, or can be made."""
+    """Require that the run's folder is a folder, or can be made."""
     for key, given in (
         ("trainer.default_local_dir", config.trainer.default_local_dir),
         ("trainer.rollout_data_dir", config.trainer.rollout_data_dir),
@@ -38,7 +38,7 @@ def check_run_dir(config: DictConfig) -> None:
 
 
 def check_resume(config: DictConfig) -> None:
-    """With `trainer.resume_mode=resume_path` there is the folder of a checkpoint."""
+    """Require the folder of a checkpoint with `trainer.resume_mode=resume_path`."""
     given = config.trainer.resume_from_path
     if config.trainer.resume_mode != "resume_path":
         require(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks of a start that hold for a plan, too: values, and batches that divide."""
+"""The checks of a start that apply to a plan, too: values, and batches that divide."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from verl_digen.preflight.verl_keys import check_batches
 
 
 def check_plannable(config: DictConfig) -> None:
-    """Raise ValueError for a config that a run would refuse whatever the machine and the files are."""
+    """Raise ValueError for a config that a run would refuse on any machine and with any files."""
     problems = [problem for problem in value_problems(config).values() if problem is not None]
     problems += unknown_problems(config)
     if problems:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Devices: the platform, the pools and their sizes, and the techniques that need separate ones."""
+"""Rules for devices: the platform, the pools and their sizes, and the techniques that need separate ones."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from verl_digen.rollout.registry import REPLICAS
 COLOCATED = "digen_colocated"
 """`trainer.v1.trainer_mode` with which trainer and replicas take turns on the same devices."""
 VIRTUAL = "digen_virtual"
-"""The one whose devices only take time."""
+"""`trainer.v1.trainer_mode` with virtual devices, which only take time."""
 MODES = (COLOCATED, "digen_disaggregated", VIRTUAL)
 CPUS_PER_RANK = 3
 """CPUs that verl's placement group asks for beside each device (`RayResourcePool.max_colocate_count`)."""
 
 
 def check_device(config: DictConfig) -> None:
-    """`trainer.device` is the platform verl chose, and a CPU machine has as many logical devices as verl will ask for.
+    """Require that `trainer.device` is the platform verl chose, and a CPU machine has the logical devices verl needs.
 
     Ray would wait forever for devices or CPUs that no node has.
     """
@@ -60,7 +60,7 @@ def check_device(config: DictConfig) -> None:
 
 
 def check_rollout(config: DictConfig) -> None:
-    """The replica exists, and replicas fit the devices."""
+    """Require a replica type that exists, and replicas that fit the devices."""
     rollout = config.actor_rollout_ref.rollout
     require_one_of("actor_rollout_ref.rollout.name", rollout.name, REPLICAS)
     require(
@@ -94,8 +94,8 @@ def check_rollout(config: DictConfig) -> None:
 
 
 def check_placement(config: DictConfig) -> None:
-    """A type is asked for where there is a pool to be of it, and reward workers can divide their devices. Whether the
-    cluster has such devices is seen as soon as Ray has started (`verl_digen.platforms.placement`)."""
+    """Require that a device type is set only for a pool that exists, and that reward workers can divide their devices.
+    Whether the cluster has such devices is checked once Ray has started (`verl_digen.platforms.placement`)."""
     from verl_digen.platforms.placement import num_reward_devices
 
     placement, mode = digen_config(config).placement, config.trainer.v1.trainer_mode
@@ -123,7 +123,7 @@ def check_placement(config: DictConfig) -> None:
 
 
 def check_mode(config: DictConfig) -> None:
-    """The trainer is one of ours, and verl shares devices between trainer and replicas where it does."""
+    """Require one of our trainers, and shared devices (verl's `hybrid_engine`) exactly if it is the colocated one."""
     mode, is_shared = config.trainer.v1.trainer_mode, config.actor_rollout_ref.hybrid_engine
     require_one_of("trainer.v1.trainer_mode", mode, MODES)
     require(
@@ -135,7 +135,7 @@ def check_mode(config: DictConfig) -> None:
 
 
 def check_weight_path(config: DictConfig) -> None:
-    """Weights go from the trainer to the replicas by an engine that is registered here."""
+    """Require a registered engine to send weights from the trainer to the replicas."""
     from verl.checkpoint_engine import CheckpointEngineRegistry
     from verl.utils.import_utils import import_external_libs
 
@@ -163,7 +163,7 @@ def check_weight_path(config: DictConfig) -> None:
 
 
 def check_pools(config: DictConfig) -> None:
-    """Techniques that need separate pools have them, and one optimizer step per batch."""
+    """Require separate pools for the techniques that need them, and one optimizer step per batch on separate pools."""
     digen, mode = digen_config(config), config.trainer.v1.trainer_mode
     is_separate = mode != COLOCATED
     for key, value, off in (
@@ -187,7 +187,7 @@ def check_pools(config: DictConfig) -> None:
 
 
 def check_virtual(config: DictConfig) -> None:
-    """Virtual devices are virtual on both sides, and their profile is there."""
+    """Require virtual devices on both sides or on none, and a profile for them."""
     is_virtual = config.trainer.v1.trainer_mode == VIRTUAL
     rollout = config.actor_rollout_ref.rollout.name
     require(

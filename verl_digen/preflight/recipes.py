@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The recipes named by `recipe=`: one recipe of an algorithm or a model, then what changes how it runs.
 
-A recipe wins over those before it. So the wrong order, or two models, composes without a word into a mixture that
-nobody asked for.
+A recipe overrides those before it. So the wrong order, or two models, silently composes into a mixture that was not
+asked for.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from omegaconf import DictConfig, OmegaConf
 from verl_digen.require import require
 
 MACHINE = ("digen_cpu", "digen_machine")
-"""Recipes of a machine: they may stand beside any other."""
+"""Recipes of a machine: they may be combined with any other."""
 CHANGES = ("disaggregated", "flowgrpo_fast", "virtual", "vllm_omni")
-"""Recipes that change the run of one that stands before them."""
+"""Recipes that change the run of one that precedes them."""
 
 
 def named_recipes(config: DictConfig) -> list[str]:
@@ -34,10 +34,10 @@ def named_recipes(config: DictConfig) -> list[str]:
 
 
 def check_recipes(config: DictConfig) -> None:
-    """One algorithm's or model's recipe, in front, and none twice.
+    """Require one recipe of an algorithm or a model, in front, and none twice.
 
     Raises:
-        ValueError: says in which order to name them.
+        ValueError: the message says in which order to name them.
     """
     names = named_recipes(config)
     said = f"recipe=[{','.join(names)}]"

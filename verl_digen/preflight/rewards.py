@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards: the functions that are named, verl's keys around them, and the devices they may have."""
+"""Rules for rewards: the functions that are named, verl's keys around them, and their devices."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_reward_keys(config: DictConfig) -> None:
 
 
 def check_rewards(config: DictConfig) -> None:
-    """There is a reward, and every function that is named can be loaded and called."""
+    """Require a reward, and that every named function can be loaded and called."""
     weights = reward_weights(config)
     require(
         bool(weights),
@@ -63,7 +63,7 @@ def check_rewards(config: DictConfig) -> None:
 
 
 def check_reward_manager(config: DictConfig) -> None:
-    """The reward manager is ours or one of the user's, not one of verl's for text."""
+    """Require the reward manager to be ours or one of the user's, not one of verl's for text."""
     from verl.trainer.ppo.reward import resolve_reward_manager_cls
 
     section = config.reward.reward_manager
@@ -75,7 +75,7 @@ def check_reward_manager(config: DictConfig) -> None:
     )
     try:
         resolve_reward_manager_cls(config)
-    except (Exception, SystemExit) as error:  # whatever the user's module raises while it is imported
+    except (Exception, SystemExit) as error:  # any exception of the user's module at import
         raise ValueError(
             f"reward.reward_manager must name a class that can be imported, got {section.name!r} of "
             f"{section.module.path!r} ({type(error).__name__}: {error}); leave reward.reward_manager alone, a reward "
@@ -84,7 +84,7 @@ def check_reward_manager(config: DictConfig) -> None:
 
 
 def check_reward_devices(config: DictConfig) -> None:
-    """A pool of reward devices has devices."""
+    """Require devices for a pool of reward devices."""
     model = config.reward.reward_model
     for name in ("nnodes", "n_gpus_per_node"):
         require(
@@ -106,12 +106,12 @@ def reward_formula(config: DictConfig) -> str:
 
 
 def has_custom(config: DictConfig) -> bool:
-    """Whether there is a reward function of the user's own."""
+    """True if there is a reward function of the user's own."""
     return config.reward.custom_reward_function.path is not None
 
 
 def _check_custom(config: DictConfig) -> None:
-    """The user's file is there, and its function is loaded as reward workers will."""
+    """Require the user's file, and load its function as reward workers will."""
     from verl.utils.import_utils import load_extern_object
 
     section = config.reward.custom_reward_function
@@ -131,7 +131,7 @@ def _check_custom(config: DictConfig) -> None:
     )
     try:
         function = load_extern_object(path, name)
-    except (Exception, SystemExit) as error:  # whatever the user's module raises while it is imported
+    except (Exception, SystemExit) as error:  # any exception of the user's module at import
         cause = error.__cause__ or error
         raise ValueError(
             f"{CUSTOM_KEY}.path={path} must be a module that can be imported and has a function "
@@ -155,7 +155,7 @@ def _extra(section: DictConfig) -> Mapping[str, Any]:
 
 
 def _leaves(node: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """(full key, value) of all that is not null."""
+    """(full key, value) of every value that is not null."""
     if isinstance(node, DictConfig):
         for name in node:
             yield from _leaves(node[name], f"{key}.{name}")

@@ -47,7 +47,7 @@ Rule = Callable[[DictConfig], None]
 
 
 def _raising(problems_of: Callable[[DictConfig], list[str]]) -> Rule:
-    """A rule that tells several problems at once."""
+    """A rule that reports several problems at once."""
 
     def rule(config: DictConfig) -> None:
         if problems := problems_of(config):
@@ -92,13 +92,13 @@ RULES: tuple[Rule, ...] = (
     check_reward_manager,
     check_reward_devices,
 )
-"""In the order in which their messages are shown, after those of `values`."""
+"""All rules, in the order in which their messages are shown, after those of `values`."""
 
 
 def check(config: DictConfig) -> None:
     """Run all rules.
 
-    - Recipes that do not go together are told alone: everything else follows from them.
+    - Recipes that do not go together are reported alone: everything else follows from them.
     - A rule that reads a value of the wrong type or range is left out: the value's own message says what is wrong.
 
     Raises:

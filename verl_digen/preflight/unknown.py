@@ -2,11 +2,11 @@
 """Keys that nothing reads: added on the command line with `+`, or in a recipe of the user's.
 
 Hydra refuses an unknown key unless it is added. A section's keys are the fields of its dataclass (`_target_`), which
-verl makes of it in the workers, and those of verl's own yaml. Not looked into, because their keys are the user's:
+verl makes of it in the workers, and those of verl's own yaml. Not checked, because their keys are the user's:
 
 - mappings inside a dataclass's section (`engine_kwargs`, `override_optimizer_config`, `mixed_precision`, `wrap_policy`,
   `profiler.tool_config`, `custom`), and sections that are empty in verl's yaml (`sampler_kwargs`);
-- `OPEN`: what is handed on as a whole, or has a rule of its own;
+- `OPEN`: sections that are passed on as a whole, or have a rule of their own;
 - a section that a class of the user's own reads (`READERS`);
 - a section of the user's own, `+mine.key=value`, unless its name is nearly one of verl's.
 """
@@ -27,7 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_digen.patches.hydra_override_errors import closest_keys
 
 VERLS_YAML = "_generated_ppo_trainer.yaml"
-"""verl's composed config, which it ships beside the parts."""
+"""verl's composed config, which it ships in addition to the parts."""
 OPEN = frozenset(
     {
         *("hydra", "digen", "ray_kwargs", "global_profiler", "transfer_queue.backend", "actor_rollout_ref.model"),
@@ -35,7 +35,7 @@ OPEN = frozenset(
     }
 )
 EMPTY = frozenset({"trainer.v1.sync"})
-"""Empty in verl's yaml, and not the user's: it is of a trainer of verl's."""
+"""Sections that are empty in verl's yaml, and not the user's: they belong to a trainer of verl's."""
 EXTRA: Mapping[str, frozenset[str]] = {
     "data.custom_cls": frozenset({"checkpoint"}),
     "reward.custom_reward_function": frozenset({"reward_kwargs"}),
@@ -46,7 +46,7 @@ READERS: Mapping[str, tuple[str, str]] = {
     "reward": ("reward.reward_manager.name", "DiffusionRewardManager"),
     "trainer.v1.sampler": ("trainer.v1.sampler.custom_sampler.name", "GroupReplayBuffer"),
 }
-"""Section -> key with the name of the class that reads it, and ours."""
+"""Section -> key with the name of the class that reads it, and our class."""
 
 
 def unknown_problems(config: DictConfig) -> list[str]:
@@ -67,7 +67,7 @@ def unknown_problems(config: DictConfig) -> list[str]:
 
 
 def _unknown(section: DictConfig, path: str, verls: Any) -> Iterator[tuple[str, Any, set[str]]]:
-    """(key, value, known keys beside it)."""
+    """(key, value, known keys of the same section)."""
     known = _known(section, path, verls)
     for name in section:
         key = f"{path}.{name}" if path else str(name)
@@ -97,16 +97,16 @@ def _known(section: DictConfig, path: str, verls: Any) -> set[str] | None:
 
 
 def _fields(target: str) -> set[str] | None:
-    """The fields of a dataclass; None where the name is of something else, which verl tells itself."""
+    """The fields of a dataclass; None where the name is of something else, which verl reports itself."""
     try:
         found = get_object(target)
-    except Exception:  # whatever the user's module raises while it is imported
+    except Exception:  # any exception of the user's module at import
         return None
     return {field.name for field in fields(found)} if is_dataclass(found) else None
 
 
 def _is_slip(name: str, child: Any, root: DictConfig, known: set[str]) -> bool:
-    """Whether a new top-level name is nearly one that is known, or a value with the name of a key somewhere below."""
+    """True if a new top-level name is nearly one that is known, or a value with the name of a key somewhere below."""
     if get_close_matches(name, known, n=1, cutoff=0.8):
         return True
     return not isinstance(child, DictConfig) and any(

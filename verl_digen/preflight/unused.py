@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys of verl's that no code path of a run of ours reads, and the key to use in place of each.
+"""Keys of verl's that no code path of our runs reads, and the key to use in place of each.
 
 - verl's text training reads them, so a user who sets one expects something of it. A run refuses any other value than
   that of our recipes.
@@ -170,7 +170,7 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "critic.enable": ((None, False), "a group's own rewards are its baseline (digen.advantage); leave it out"),
     "distillation.enabled": ((False,), "there is no teacher in a diffusion run; leave it out"),
 }
-"""Features of verl's that a run of ours has not: key -> values with which they are off, and what to do."""
+"""Features of verl's that our runs do not have: key -> values that switch them off, and the remedy."""
 
 
 def unused_problems(config: DictConfig) -> list[str]:

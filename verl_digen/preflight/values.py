@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Types and ranges of the keys of verl's that a run of ours reads; those under `digen:` are in `verl_digen.config`.
+"""Types and ranges of verl's keys that our runs read; those under `digen:` are in `verl_digen.config`.
 
 - `VALUES` is the whole schema: key as typed, pydantic type, remedy. Numbers are finite, and are numbers and not texts.
-- A bound without a meaning of its own is there to catch a slip of the keyboard; its constant says how it was chosen.
+- A bound without a meaning of its own catches typos; its constant says how it was chosen.
 - A section that is no mapping is named before the keys in it.
 """
 
@@ -54,7 +54,7 @@ Text = Annotated[str, Field(min_length=1)]
 Names = Annotated[list[Text], Field(min_length=1)]
 Name = Annotated[str, AfterValidator(_inside_its_folder)]
 Storage = Literal["SimpleStorage", "MooncakeStore", "Yuanrong"]
-"""TransferQueue's."""
+"""TransferQueue's storage backends."""
 Contents = list[Literal["model", "optimizer", "extra", "hf_model"]]
 Tool = Literal["nsys", "npu", "torch", "torch_memory", "precision_debugger"]
 Precision = dict[Literal["param_dtype", "reduce_dtype", "buffer_dtype"], Dtype]
@@ -88,12 +88,12 @@ DEVICES = "give the devices of a node, and the nodes"
 
 @dataclass(frozen=True)
 class Value:
-    """A key, what it may be, and what to do about any other value."""
+    """A key, its allowed values, and the remedy for any other value."""
 
     type: Any
     remedy: str
     where: str | None = None
-    """`KEY=VALUE`: only where that other key has that value. None: always."""
+    """`KEY=VALUE`: applies only if that other key has that value. None: always."""
 
 
 VALUES: dict[str, Value] = {
@@ -203,7 +203,7 @@ VALUES: dict[str, Value] = {
 
 
 def value_problems(config: DictConfig) -> dict[str, str | None]:
-    """Keys of `VALUES` whose value they may not have -> a paragraph; None where another entry of the result says it:
+    """Keys of `VALUES` with a value they may not have -> a paragraph; None where another entry of the result says it:
     the key's value is an interpolation of that one. A section that is no mapping is an entry in place of its keys."""
     problems: dict[str, str | None] = {}
     parents = dict.fromkeys(name for key in VALUES for name in _parents(key))

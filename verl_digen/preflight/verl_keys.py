@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The installation, the `digen:` section, and batches that divide."""
+"""Rules for the installation, the `digen:` section, and batches that divide."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STORAGES = {"MooncakeStore": ("mooncake", "mooncake-transfer-engine"), "Yuanrong
 
 
 def check_plugin(config: DictConfig) -> None:
-    """Everything we add to verl is registered in this process."""
+    """Require everything we add to verl to be registered in this process."""
     if plugin.FAILURES:
         raise ValueError(
             f"verl-digen is not installed as it should be: {'; '.join(plugin.FAILURES)}; "
@@ -27,12 +27,12 @@ def check_plugin(config: DictConfig) -> None:
 
 
 def check_digen(config: DictConfig) -> None:
-    """The `digen:` section by itself."""
+    """Validate the `digen:` section by itself."""
     digen_config(config)
 
 
 def check_strategy(config: DictConfig) -> None:
-    """Weights are sharded by FSDP2."""
+    """Require FSDP2 to shard the weights."""
     strategy = config.actor_rollout_ref.actor.strategy
     require(
         strategy == "fsdp2",
@@ -43,7 +43,7 @@ def check_strategy(config: DictConfig) -> None:
 
 
 def check_shards(config: DictConfig) -> None:
-    """Ranks divide into groups that shard the weights, each of which holds all of them."""
+    """Require that ranks divide into groups that shard the weights, each of which holds all of them."""
     size, ranks = config.actor_rollout_ref.actor.fsdp_config.fsdp_size, num_ranks(config)
     require(
         size == -1 or size >= ranks or ranks % size == 0,
@@ -54,12 +54,12 @@ def check_shards(config: DictConfig) -> None:
 
 
 def check_optimizer(config: DictConfig) -> None:
-    """The optimizer's class is there."""
+    """Require the optimizer's class to exist."""
     key, optim = "actor_rollout_ref.actor.optim", config.actor_rollout_ref.actor.optim
     module, name = optim.optimizer_impl, optim.optimizer
     try:
         found = importlib.import_module(module)
-    except Exception as error:  # whatever the module raises while it is imported
+    except Exception as error:  # any exception of the module at import
         raise ValueError(
             f"{key}.optimizer_impl must be a module that can be imported, got {module!r} ({type(error).__name__}: "
             f"{error}); torch.optim is the default, others must be installed"
@@ -74,14 +74,14 @@ def check_optimizer(config: DictConfig) -> None:
 
 
 def check_callback(config: DictConfig) -> None:
-    """The class that is called after a checkpoint can be imported."""
+    """Require that the class that is called after a checkpoint can be imported."""
     from verl.utils.import_utils import load_class_from_fqn
 
     name = config.trainer.checkpoint_callback_class
     try:
         if name:
             load_class_from_fqn(name, "CheckpointCallback")
-    except Exception as error:  # whatever the user's module raises while it is imported
+    except Exception as error:  # any exception of the user's module at import
         raise ValueError(
             f"trainer.checkpoint_callback_class must be a class that can be imported, got {name!r} "
             f"({type(error).__name__}: {str(error).splitlines()[0]}); give package.module.Class, or null"
@@ -89,7 +89,7 @@ def check_callback(config: DictConfig) -> None:
 
 
 def check_storage(config: DictConfig) -> None:
-    """The library of TransferQueue's storage is installed, and has settings."""
+    """Require the library of TransferQueue's storage, and settings for it."""
     key, name = "transfer_queue.backend.storage_backend", config.transfer_queue.backend.storage_backend
     library, package = STORAGES.get(name, (None, None))
     if library is None:
@@ -107,7 +107,7 @@ def check_storage(config: DictConfig) -> None:
 
 
 def check_batches(config: DictConfig) -> None:
-    """Prompts, groups and samples divide as verl divides them."""
+    """Require prompts, groups and samples to divide as verl divides them."""
     num_prompts, group_size = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
     mini_batch, ranks = config.actor_rollout_ref.actor.ppo_mini_batch_size, num_ranks(config)
     require(

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_versions(config: DictConfig, found: Callable[[str], str] = version) -> None:
-    """Installed packages are those that can work; a warning where they are not those that were tested."""
+    """Require installed packages that can work; warn where they are not those that were tested."""
     installed = {name: found(name) for name in SUPPORTED}
     refused = list(outside(installed, tested=False))
     if refused:

@@ -17,8 +17,8 @@ from verl_digen.rollout.vllm_omni.settings import check_settings, check_versions
 
 
 def check_vllm_omni(config: DictConfig) -> None:
-    """The installed versions are the tested ones, a replica is tensor parallel within one node, and its settings leave
-    the numbers of a step alone."""
+    """Require the tested versions, a replica that is tensor parallel within one node, and settings that leave the
+    numbers of a step alone."""
     rollout = config.actor_rollout_ref.rollout
     digen = digen_config(config).rollout
     require(
@@ -27,7 +27,7 @@ def check_vllm_omni(config: DictConfig) -> None:
         rollout.name,
         "leave it out",
     )
-    if rollout.name != "vllm_omni" or find_spec("vllm_omni") is None:  # `check_rollout` says that it is missing
+    if rollout.name != "vllm_omni" or find_spec("vllm_omni") is None:  # `check_rollout` reports that it is missing
         return
     check_versions(allow_untested=digen.allow_untested_versions)
     for name in ("data_parallel_size", "pipeline_model_parallel_size"):
@@ -60,7 +60,7 @@ def check_vllm_omni(config: DictConfig) -> None:
 
 
 def _pipeline(config: DictConfig) -> str | None:
-    """The pipeline of the checkpoint; None where `check_model` says that there is none, or verl fetches it later."""
+    """The pipeline of the checkpoint; None where `check_model` reports that there is none, or verl fetches it later."""
     from verl_digen.models import load_model
     from verl_digen.models.locate import locate_configs
 

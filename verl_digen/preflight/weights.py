@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weight files of a checkpoint on this machine: all are there, none was cut short while it was copied, and they hold
-the tensors of the network that the configuration beside them describes."""
+"""Weight files of a checkpoint on this machine: all are there, none is truncated, and they hold the tensors of the
+network that the configuration beside them describes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_HEADER_BYTES = 10**8
 
 
 def check_weights(config: DictConfig) -> None:
-    """Every network of a local checkpoint has its weight files, whole, with its own tensors in them."""
+    """Require every network of a local checkpoint to have its weight files, whole, with its own tensors in them."""
     path = config.actor_rollout_ref.model.path
     folder = Path(path).expanduser()
     if config.trainer.v1.trainer_mode == VIRTUAL or not folder.is_dir() or not (folder / "model_index.json").is_file():
@@ -58,7 +58,7 @@ def _shapes_in_files(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _shapes_of(file: Path) -> dict[str, tuple[int, ...]] | None:
-    """Tensors that the file's header names; None where the file is not as long as that says."""
+    """Tensors that the file's header names; None if the file's length is not what the header says."""
     size = file.stat().st_size
     with open(file, "rb") as content:
         length = int.from_bytes(content.read(LENGTH_BYTES), "little")
@@ -75,11 +75,11 @@ def _shapes_of(file: Path) -> dict[str, tuple[int, ...]] | None:
 
 
 def _check_tensors(config: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """The weights are those of the network that `config` describes: diffusers would draw at random what is missing."""
+    """Require the weights of the network that `config` describes: diffusers would draw missing ones at random."""
     try:
         text = config.read_text(encoding="utf-8")
     except (OSError, ValueError):
-        return  # told by `check_model`
+        return  # reported by `check_model`
     expected = dict(_expected(config.parent, text))
     for problem, names in (
         ("has no weights for", sorted(expected.keys() - shapes.keys())),

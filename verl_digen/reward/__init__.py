@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scoring a sample as soon as its picture exists."""
+"""Reward functions and workers; a sample is scored as soon as its pixels exist."""

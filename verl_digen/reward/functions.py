@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward functions by name, how they are called, and the sum they make.
+"""Reward functions by name, their calling convention, and their weighted sum.
 
-A reward function takes keyword arguments as verl's do and returns a number, or a dict with `score` and details:
+A reward function takes verl's keyword arguments and returns a number, or a dict with `score` and details:
 
     def compute_score(data_source, solution_image, ground_truth, extra_info=None) -> float | dict: ...
 
 `solution_image` is a numpy uint8 array [H, W, 3], or [F, H, W, 3] for a video: all its frames, as the VAE decoded them.
-A function decides what it makes of them; the built-in ones score each frame and take the mean. `extra_info` holds the
-row's own `extra_info` and the `prompt`. The function may be `async`. It may raise: the call is retried, then the sample
-fails; there is no silent zero.
+The built-in functions score each frame and take the mean; others may do as they like. `extra_info` holds the row's own
+`extra_info` and the `prompt`. The function may be `async`. It may raise: the call is retried, then the sample fails;
+there is no silent zero.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BUILT_IN: dict[str, str] = {
 """Name -> "module:function"."""
 
 CUSTOM = "custom"
-"""Name under which `reward.custom_reward_function` is weighed and logged."""
+"""Name under which `reward.custom_reward_function` is weighted and logged."""
 
 ARGUMENTS = ("data_source", "solution_image", "ground_truth", "extra_info")
 """Keyword arguments of every call."""
@@ -36,11 +36,11 @@ ARGUMENTS = ("data_source", "solution_image", "ground_truth", "extra_info")
 def resolve(name: str) -> RewardFunction:
     """The reward function called `name`: a built-in one, "package.module:function" or "package.module.function".
 
-    The form without a colon is the one that Hydra takes on the command line as it is.
+    Hydra accepts the form without a colon on the command line without quotes.
 
     Raises:
         ValueError: unknown name (lists the built-in ones), a module that cannot be imported or lacks that function, or
-            something that cannot be called as a reward function.
+            an object that cannot be called as a reward function.
     """
     target = BUILT_IN.get(name, name)
     separator = ":" if ":" in target else "."
@@ -52,7 +52,7 @@ def resolve(name: str) -> RewardFunction:
         )
     try:
         function = getattr(importlib.import_module(module_name), function_name)
-    except (Exception, SystemExit) as error:  # whatever the user's module raises while it is imported
+    except (Exception, SystemExit) as error:  # the user's module may raise anything at import
         raise ValueError(
             f"digen.reward.functions: {name!r} could not be loaded ({type(error).__name__}: {error}); check the "
             "module's name and that it is installed"
@@ -65,8 +65,8 @@ def require_reward_function(key: str, function: Any, extra: Mapping[str, Any] | 
     """Raise ValueError unless `function` can be called as a reward function.
 
     Args:
-        key: where it was named, for the message.
-        extra: keyword arguments that the user gives it beside `ARGUMENTS`.
+        key: config key that named it, for the message.
+        extra: keyword arguments that the user passes in addition to `ARGUMENTS`.
     """
     is_function = callable(function) and not isinstance(function, type) and not inspect.isgeneratorfunction(function)
     if not is_function:
@@ -76,7 +76,7 @@ def require_reward_function(key: str, function: Any, extra: Mapping[str, Any] | 
         )
     try:
         signature = inspect.signature(function)
-    except ValueError:  # of a compiled function, which does not tell
+    except ValueError:  # a compiled function without a signature
         return
     given = dict.fromkeys(ARGUMENTS) | dict(extra or {})
     try:
@@ -109,7 +109,7 @@ def _remedy(signature: inspect.Signature, given: Mapping[str, Any]) -> str:
 
 
 def formula(weights: Mapping[str, float]) -> str:
-    """The reward as a person reads it.
+    """Human-readable formula of the reward.
 
     Example:
         formula({"custom": 1.0, "jpeg": 0.2, "ocr": 0.0})  # "reward = 1 x custom + 0.2 x jpeg (only logged: ocr)"

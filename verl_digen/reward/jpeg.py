@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """JPEG compressibility (Black et al. 2023, DDPO; rule as in flow_grpo): minus the kilobytes at quality 95, over 500.
 
-A video is scored frame by frame, each as a picture of its own, and gets the mean: its reward does not depend on its
-length, and what compresses over time (a still picture) is not rewarded for it.
+A video gets the mean over its frames, each scored as a separate picture: its reward does not depend on its length, and
+compressibility over time (a still picture) is not rewarded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ KILOBYTES_PER_UNIT = 500.0
 def compute_score(
     data_source: str, solution_image: NDArray[np.uint8], ground_truth: Any, extra_info: dict[str, Any] | None = None
 ) -> float:
-    """-kB/500 of the picture as JPEG, the mean over frames for a video. Always negative; nearer 0 compresses better."""
+    """-kB/500 of the picture as JPEG; the mean over frames for a video. Always negative; closer to 0 is smaller."""
     frames = solution_image if solution_image.ndim == 4 else solution_image[None]
     return -float(np.mean([_kilobytes(frame) for frame in frames])) / KILOBYTES_PER_UNIT
 

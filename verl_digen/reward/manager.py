@@ -39,7 +39,7 @@ class DiffusionRewardManager(RewardManagerBase):
 
         Returns:
             verl's mapping with `reward_score` (float) and `reward_extra_info` (each function's value, its details),
-            and `interval_s`, when it was scored (start, end).
+            and `interval_s`, the (start, end) of scoring in unix time.
         """
         row = {name: values[0] for name, values in data.non_tensor_batch.items()}
         assert data.batch is not None
@@ -70,7 +70,7 @@ class DiffusionRewardLoopWorker(RewardLoopWorker):
 
 
 class DiffusionRewardLoopManager(RewardLoopManager):
-    """verl's manager with `DiffusionRewardLoopWorker`s, which come back after a crash."""
+    """verl's manager with `DiffusionRewardLoopWorker`s, which restart after a crash."""
 
     def _init_reward_loop_workers(self) -> None:
         digen = digen_config(self.config)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Score one sample with several weighted reward functions: retries, time limit, no silent zero. No verl, no Ray.
+"""Scoring of one sample with several weighted reward functions: retries, timeout, no silent zero. No verl, no Ray.
 
 Invariants (tests/reward/test_scoring.py): the reward is the weighted sum; a function that raises is called
 1 + `max_retries` times and then the sample fails with its error; nan and inf are errors.
@@ -92,7 +92,7 @@ async def _invoke(function: RewardFunction, sample: Mapping[str, Any]) -> Any:
 
 
 def _read(name: str, result: Any) -> tuple[float, dict[str, float]]:
-    """(score, numeric details) of what a reward function returned."""
+    """(score, numeric details) from a reward function's result."""
     details: dict[str, float] = {}
     score = result
     if isinstance(result, Mapping):

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reward workers as those see them who have samples scored: a worker that dies costs time, not samples.
+"""Client of the reward workers: a worker that dies costs time, not samples.
 
-| what happens | what follows |
+| event | consequence |
 | --- | --- |
-| a worker's process dies | Ray starts it again, `MAX_RESTARTS` times in a run, and sends it anew what it was scoring |
-| it gives no sign of life for `digen.deadlines.answer_s` | it is ended, so that it is started again |
+| a worker's process dies | Ray restarts it, at most `MAX_RESTARTS` times per run, and retries its open calls |
+| it gives no sign of life for `digen.deadlines.answer_s` | it is killed, so that it restarts |
 | it dies 1 + `digen.reward.max_retries` times on a sample | the sample fails with `ScoringError`, and is counted |
-| it is dead for good | it is left out, and its samples go to the others |
-| all are | `RunStopped` |
+| it is dead permanently | it is removed, and its samples go to the others |
+| all are dead permanently | `RunStopped` |
 
-Invariant (tests/reward/test_workers.py): a sample has its own score or an error, never another number.
+Invariant (tests/reward/test_workers.py): a sample gets its own score or an error, never another number.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from verl_digen.reward.scoring import ScoringError
 logger = logging.getLogger(__name__)
 
 MAX_RESTARTS = 20
-"""Of one worker in a run. One that dies more often is broken, and would be started for ever."""
+"""Maximum restarts of one worker per run. A broken worker would otherwise be restarted forever."""
 
 MAX_CALLS = 100_000
-"""Calls that a worker has open at a time. Ray's 1000 would have a sign of life wait behind the samples of a batch."""
+"""Maximum concurrent calls of a worker. With Ray's 1000 a sign of life would queue behind the samples of a batch."""
 
 ALL_LOST = (
     "every reward worker is lost, the last one with: {error}; if that names no cause, look above for a crash in a "
@@ -44,14 +44,14 @@ ALL_LOST = (
 
 
 class RestartingActor:
-    """A worker's class as a Ray actor that comes back after a crash; used as Ray's own actor classes are.
+    """Ray actor class of a worker that restarts after a crash; used like Ray's own actor classes.
 
-    Keeps what the workers are made from: Ray drops a large argument once an actor has started, and could not start it
-    again (2.60). Whoever made this object must keep it.
+    Keeps references to the constructor arguments: Ray drops a large argument once an actor has started, and could not
+    restart it (2.60). The creator of this object must keep a reference to it.
 
     Args:
-        max_retries: how often Ray sends it again a sample that it died on.
-        options: further ones of the actor.
+        max_retries: number of times that Ray retries a sample on which the worker died.
+        options: further actor options.
     """
 
     def __init__(self, worker_class: type, max_retries: int, **options: Any):
@@ -65,22 +65,24 @@ class RestartingActor:
         self._kept: list[Any] = []
 
     def options(self, **options: Any) -> RestartingActor:
-        """The same, with further options."""
+        """A copy with further actor options."""
         derived = copy(self)
         derived._options = {**self._options, **options}
         return derived
 
     def remote(self, *args: Any) -> Any:
-        """Start one -> its handle."""
+        """Start a worker -> its handle."""
         references = [ray.put(argument) for argument in args]
         self._kept += references
         return self._actor.options(**self._options).remote(*references)
 
 
 class RewardWorkers:
-    """Args:
-    handles: of `RestartingActor`s.
-    answer_s: `digen.deadlines.answer_s`. A worker that scores for longer is asked for a sign of life.
+    """See the module.
+
+    Args:
+        handles: handles of workers started with `RestartingActor`.
+        answer_s: `digen.deadlines.answer_s`. A worker that scores for longer is asked for a sign of life.
     """
 
     def __init__(self, handles: Sequence[Any], answer_s: float):
@@ -90,17 +92,17 @@ class RewardWorkers:
         self._last_error = "none was started"
 
     async def score(self, data: Any) -> dict[str, Any]:
-        """What a worker's `compute_score` says of one sample.
+        """Score one sample on a random worker -> the answer of its `compute_score`.
 
         Raises:
-            ScoringError: its worker died on it too often. RunStopped: no worker is left.
+            ScoringError: the worker died on the sample too often. RunStopped: no worker is left.
         """
         while self._living:
             worker = random.choice(self._living)
             try:
                 return await self._score_on(worker, data)
             except ActorDiedError as error:
-                if worker in self._living:  # the first of its samples to hear of it
+                if worker in self._living:  # the first of its samples to see the error
                     self._living.remove(worker)
                     self._last_error = str(error).strip().splitlines()[-1]  # below the remote traceback
                     logger.warning("a reward worker is lost, %d are left: %s", len(self._living), error)
@@ -109,7 +111,7 @@ class RewardWorkers:
         raise RunStopped(ALL_LOST.format(error=self._last_error))
 
     async def _score_on(self, worker: Any, data: Any) -> dict[str, Any]:
-        """The worker's answer, for which it may take any time as long as it lives."""
+        """The worker's answer; no timeout while the worker is alive."""
         scoring = asyncio.ensure_future(worker.compute_score.remote(data))
         try:
             while not scoring.done():
@@ -121,7 +123,7 @@ class RewardWorkers:
         return scoring.result()
 
     async def _require_life(self, worker: Any) -> None:
-        """End a worker that says nothing; once, for all samples that wait for it."""
+        """Kill the worker if it gives no sign of life; one check for all samples that wait for it."""
         if worker not in self._asked:
             self._asked[worker] = asyncio.create_task(self._end_if_silent(worker))
             self._asked[worker].add_done_callback(lambda asked: self._asked.pop(worker))
@@ -131,7 +133,7 @@ class RewardWorkers:
         try:
             await asyncio.wait_for(worker.__ray_ready__.remote(), self._answer_s)
         except asyncio.TimeoutError:
-            if is_starting(worker):  # or starting again
+            if is_starting(worker):  # or restarting
                 return
             logger.error(
                 "a reward worker gives no sign of life for %.0f s (digen.deadlines.answer_s): it is ended, and started "
@@ -140,4 +142,4 @@ class RewardWorkers:
             )
             ray.kill(worker, no_restart=False)
         except RayActorError as error:
-            logger.warning("a reward worker is out of reach: %s", error)  # its samples hear of it by themselves
+            logger.warning("a reward worker is out of reach: %s", error)  # its samples get the error themselves

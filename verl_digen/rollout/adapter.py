@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer ranks' side of a `diffusers` replica: streams new weights to the replica's server.
+"""Trainer-side weight sender of a `diffusers` replica: streams new weights to the replica's server.
 
 Every rank drains the generator, because materialising a tensor is a collective; the leader rank of each replica
 sends. Buckets travel as Ray objects (shared memory on one node), at most one in flight.
@@ -29,7 +29,7 @@ class DiffusersServerAdapter(BaseRollout):
 
     def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1, **kwargs: Any):
         super().__init__(config, model_config, device_mesh, **kwargs)
-        # one device per replica; a replica with its own devices says which one it is, and switches when it is told to
+        # one device per replica; a replica on its own devices has an explicit rank and switches when it is told to
         self._takes_turns = replica_rank < 0
         self.replica_rank = torch.distributed.get_rank() if self._takes_turns else replica_rank
         self.is_leader_rank = True
@@ -54,8 +54,8 @@ class DiffusersServerAdapter(BaseRollout):
         wire_format: str = "named_tensors",
         **kwargs: Any,
     ) -> None:
-        """Send all `weights`; a server on devices of its own keeps them aside as version `global_steps` until it is
-        told to take them (`activate_weights`), one that takes turns with the trainer takes them at once.
+        """Send all `weights` as version `global_steps`. A server on its own devices stages them until
+        `activate_weights`; one that shares devices with the trainer loads them at once.
 
         Raises:
             RuntimeError: the server found a tensor missing, unknown or of another shape.

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests in, batches out: collects concurrent requests and runs them together, one batch at a time.
+"""Request batching: collects concurrent requests and runs them together, one batch at a time.
 
-- A batch holds requests with equal `sampling` (size, steps, guidance), the oldest request's first, ordered by
+- A batch holds requests with the `sampling` (size, steps, guidance) of the oldest pending request, ordered by
   (uid, sample_index) so that the same requests always form the same batch.
 - A batch starts when it is full, or when no request has arrived for `wait_s`.
-- A sample that nobody wants any more can be withdrawn: from the queue, or, when its whole batch is unwanted, by
-  stopping the batch at its next step.
+- A sample can be cancelled: it leaves the queue; when all of the running batch is cancelled, the batch stops at its
+  next step.
 - The holder of `exclusive()` runs between batches, never inside one: weight updates use it, so that a trajectory
-  has one version and nothing in flight is thrown away.
+  has one version and no work in flight is lost.
 - Every request is answered, also when the task that runs the batches is cancelled.
 
-Bound: `pending` is bounded by the callers, each of which waits for its own answer.
+Bound: at most one pending request per caller, because each caller waits for its own answer.
 """
 
 from __future__ import annotations
@@ -22,21 +22,23 @@ from contextlib import asynccontextmanager
 from verl_digen.types import Generation, SampleRequest
 
 Execute = Callable[[Sequence[SampleRequest], Callable[[], bool]], Awaitable[Sequence[Generation | Exception]]]
-"""Generates one batch, unless the function it is given says that it should stop; answers in the order of the requests,
-with an exception for what fails one of them alone."""
+"""(requests, should_stop) -> answers in the order of the requests, with an exception for a request that failed alone.
+Stops early when should_stop() is true."""
 
 Entry = tuple[SampleRequest, asyncio.Future[Generation]]
 
 
 class Withdrawn(Exception):
-    """The sample was withdrawn."""
+    """The sample was cancelled."""
 
 
 class RequestBatcher:
-    """Args:
-    execute: runs one batch.
-    max_batch_size: requests of one batch.
-    wait_s: how long an incomplete batch waits for one more request.
+    """Collects requests into batches and runs them one at a time.
+
+    Args:
+        execute: runs one batch.
+        max_batch_size: maximum requests per batch.
+        wait_s: time that an incomplete batch waits for one more request.
     """
 
     def __init__(self, execute: Execute, *, max_batch_size: int, wait_s: float):
@@ -45,7 +47,7 @@ class RequestBatcher:
         self._wait_s = wait_s
         self._pending: list[Entry] = []
         self._batch: list[Entry] = []
-        """What is being generated."""
+        """Running batch."""
         self._arrived = asyncio.Event()
         self._open = asyncio.Event()
         self._open.set()
@@ -53,7 +55,7 @@ class RequestBatcher:
         self._worker: asyncio.Task[None] | None = None
 
     async def submit(self, request: SampleRequest) -> Generation:
-        """Generate one sample; returns when its batch is done, raises what failed it or its whole batch."""
+        """Generate one sample; returns when its batch is done, raises the error of the sample or of its whole batch."""
         if self._worker is None:
             self._worker = asyncio.create_task(self._run())
             self._worker.add_done_callback(self._on_worker_ended)
@@ -63,7 +65,7 @@ class RequestBatcher:
         return await answer
 
     def _on_worker_ended(self, worker: asyncio.Task[None]) -> None:
-        """Tell every caller, where the worker was cancelled; the next request starts another one."""
+        """Fail all waiting callers after the worker was cancelled; the next request starts a new worker."""
         self._worker = None
         for _, answer in [*self._batch, *self._pending]:
             if not answer.done():
@@ -71,14 +73,14 @@ class RequestBatcher:
         self._batch, self._pending = [], []
 
     def withdraw(self, uid: str, sample_index: int) -> None:
-        """Answer the sample's caller with `Withdrawn` at once. No effect if nobody waits for the sample."""
+        """Answer the sample's caller with `Withdrawn` at once. No effect if no caller waits for the sample."""
         for request, answer in [*self._pending, *self._batch]:
             if (request.uid, request.sample_index) == (uid, sample_index) and not answer.done():
                 answer.set_exception(Withdrawn(f"sample {uid}_{sample_index} is not wanted any more"))
         self._pending = [entry for entry in self._pending if not entry[1].done()]
 
     def _is_unwanted(self) -> bool:
-        """Whether all of the running batch was withdrawn; asked from the thread that runs it."""
+        """True if all of the running batch was cancelled; called from the thread that runs it."""
         return all(answer.done() for _, answer in self._batch)
 
     def pause(self) -> None:
@@ -101,7 +103,7 @@ class RequestBatcher:
             async with self._running:
                 if not self._open.is_set():  # paused while we waited for the lock
                     continue
-                if not self._pending:  # withdrawn meanwhile
+                if not self._pending:  # cancelled meanwhile
                     continue
                 batch = self._batch = self._take()
                 try:
@@ -119,7 +121,7 @@ class RequestBatcher:
                         answer.set_result(outcome)
 
     async def _until_ready(self) -> None:
-        """Return when batches may run and there is a full one, or one that has waited long enough."""
+        """Return when batches may run and one is full or has waited for `wait_s`."""
         while True:
             await self._open.wait()
             while not self._pending:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A few numbers of what a network computes on fixed inputs; see `verl_digen.weights.probe`.
+"""Fingerprint of a network: a few numbers computed on fixed inputs; see `verl_digen.weights.probe`.
 
-One forward per network of the checkpoint, of one 64 x 64 px picture: noise of a fixed seed, at a noise level that the
-network is for, under the conditions of a fixed prompt. (A `vllm_omni` replica generates that picture instead:
+One forward per network of the checkpoint on one 64 x 64 px picture: noise from a fixed seed, at a noise level that the
+network handles, with the conditions of a fixed prompt. (A `vllm_omni` replica generates that picture instead:
 `verl_digen.rollout.vllm_omni.probing`.)
 
 Invariants (tests/rollout/test_fingerprint.py): the same weights give bitwise the same numbers; any change of any
@@ -23,10 +23,10 @@ from verl_digen.types import Condition, Geometry
 
 PROMPT = "a photograph of a red apple on a wooden table"
 GEOMETRY = Geometry(64, 64)
-"""A size that every architecture makes."""
+"""Size that every architecture supports."""
 SEED = 20_240_229
 NOISE_LEVELS = (0.95, 0.75, 0.5, 0.25, 0.05)
-"""Sigmas; a network is asked at the first of them that belongs to it."""
+"""Sigmas; each network runs at the first one in its own range."""
 
 
 @torch.no_grad()
@@ -34,7 +34,7 @@ def fingerprint(model: DiffusionModel, transformer: nn.Module, condition: Condit
     """Root mean square and ±1 projection of the velocity, for each network of the checkpoint in order.
 
     Args:
-        transformer: as the replica runs it, in eval mode. condition: of `PROMPT`, on its device.
+        transformer: the replica's, in eval mode. condition: conditions of `PROMPT`, on the transformer's device.
     """
     device = next(transformer.parameters()).device
     shape = model.latent_shape(GEOMETRY)

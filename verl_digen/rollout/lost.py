@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a trainer rank does about a replica that died: take part in what is collective, and send nothing."""
+"""Trainer-rank handle for a replica that may die: after that, join the collectives and send nothing."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ logger = logging.getLogger(__name__)
 
 
 class ReplicaHandle:
-    """The server of one replica, by its actor's name, until it dies. Its methods may be called twice.
+    """Handle on one replica's server, found by its actor's name. A call may be retried, so methods must be idempotent.
 
     Args:
         name: Ray actor name, looked up at the first call.
-        blip_s: `digen.deadlines.blip_s`. A server that is out of reach for longer is ended: it would miss weights.
+        blip_s: `digen.deadlines.blip_s`. A server that is unreachable for longer is killed: it would miss weights.
     """
 
     def __init__(self, name: str, blip_s: float):
@@ -32,18 +32,18 @@ class ReplicaHandle:
         self._actor: Any = None
 
     def find_successor(self) -> None:
-        """Serve the server that was started in place of a lost one, if there is one by now."""
+        """Switch to the server that replaced a lost one, if it has started."""
         if not self.is_lost:
             return
         try:
             actor = ray.get_actor(self.name)
         except ValueError:
-            return  # the lost one is forgotten, and there is no other
+            return  # Ray has dropped the lost actor, and there is no new one yet
         if actor != self._actor:
             self._actor, self.is_lost = actor, False
 
     async def call(self, method: str, *args: Any) -> Any:
-        """The method's answer; None, with a warning the first time, from a replica that is lost."""
+        """The method's answer; None if the replica is lost (with a warning the first time)."""
         if self.is_lost:
             return None
         try:
@@ -66,6 +66,6 @@ class ReplicaHandle:
 
 
 async def drain(weights: Iterable[tuple[str, Tensor]] | AsyncIterator[tuple[str, Tensor]]) -> None:
-    """Make every tensor, which takes all ranks, and drop it."""
+    """Materialise and drop every tensor; making one is a collective of all ranks."""
     async for _ in ensure_async_iterator(weights):
         pass

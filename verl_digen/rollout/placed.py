@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas on devices of a type (`digen.placement.generator_accelerator`), and their share of a CPU."""
+"""Replica placement on one device type (`digen.placement.generator_accelerator`), and CPU threads per replica."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from verl_digen.platforms.placement import type_resource
 
 
 class PlacedReplica(RolloutReplica):
-    """A replica of verl's whose own devices, where it has any, are of one type."""
+    """verl's replica; its own devices, if it has any, are of one type."""
 
     def get_ray_class_with_init_args(self) -> Any:
-        """verl asks for it when the pool of a standalone replica is described and its devices are not yet reserved."""
+        """Hook: verl calls it after describing a standalone replica's pool and before reserving its devices."""
         if self.rollout_mode is RolloutMode.STANDALONE:
             section: Any = self.model_config
             accelerator = section.digen.placement.generator_accelerator
@@ -24,12 +24,12 @@ class PlacedReplica(RolloutReplica):
 
 
 def cpu_threads(*, num_neighbours: int, num_devices: int, is_standalone: bool) -> int:
-    """Threads of one device of a replica, on a machine whose devices are its CPU's cores.
+    """CPU threads per device of a replica, on a machine whose devices are its CPU's cores.
 
     Args:
-        num_neighbours: trainer ranks of the node.
-        num_devices: of the node's replicas.
-        is_standalone: False where replicas and trainer take turns; then replicas have the cores for themselves.
+        num_neighbours: trainer ranks on the node.
+        num_devices: devices of the node's replicas.
+        is_standalone: False where replicas and trainer alternate; then the running replicas have all cores.
     """
     num_sharing = num_devices + (num_neighbours if is_standalone else 0)
     return max(1, len(os.sched_getaffinity(0)) // num_sharing)

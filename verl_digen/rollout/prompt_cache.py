@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conditions of prompts: each is encoded once and kept while there is room; the one unused for longest goes first.
+"""LRU cache of prompt conditions: each prompt is encoded once and kept while there is room.
 
-A prompt that the encoder refuses is an answer too: it fails the samples that have it and no other of the batch.
+A prompt that the encoder refuses fails only the samples that use it, not the rest of the batch. Refusals are not kept.
 
-Bound: `max_size` conditions between two calls; during a call, those of its texts on top. Threads may share one; who
-asks while another one's prompts are encoded waits for that.
+Bound: at most `max_size` entries between calls, plus the current call's texts during one. Thread-safe: concurrent
+lookups are serialised.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from verl_digen.types import Condition
 
 
 class PromptCache:
-    """Args:
-    encode: prompts -> their conditions, see `verl_digen.models.base.DiffusionModel.load_encoder`.
-    max_size: prompts that are kept.
+    """See the module.
+
+    Args:
+        encode: prompts -> their conditions, see `verl_digen.models.base.DiffusionModel.load_encoder`.
+        max_size: maximum number of prompts kept.
     """
 
     def __init__(self, encode: PromptEncoder, max_size: int):
@@ -31,7 +33,7 @@ class PromptCache:
         self._lock = threading.Lock()
 
     def lookup(self, texts: Sequence[str]) -> dict[str, Condition | ValueError]:
-        """Text -> its condition, or why the encoder refuses it."""
+        """Text -> its condition, or the encoder's error for a text it refuses."""
         with self._lock:
             return self._lookup(texts)
 
@@ -53,7 +55,7 @@ class PromptCache:
         return found
 
     def stats(self) -> dict[str, int]:
-        """Texts found (`hits`), encoded (`misses`) and kept (`size`), and how many can be (`max_size`)."""
+        """Number of texts found (`hits`), encoded (`misses`) and kept (`size`), and the maximum kept (`max_size`)."""
         return {"hits": self._hits, "misses": self._misses, "size": len(self._conditions), "max_size": self._max_size}
 
     def _encode_each(self, texts: Sequence[str]) -> dict[str, Condition | ValueError]:

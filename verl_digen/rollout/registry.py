@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of replicas, and where their classes are. It imports none of them: they are heavy, and one may be missing."""
+"""Replica names and import paths of their classes. Imports none of them: they are heavy and may not be installed."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ReplicaEntry:
-    """A replica as verl's registries know it."""
+    """Class names of one kind of replica, for verl's registries."""
 
     replica: str
-    """Name of its class."""
+    """Import path of its class."""
     sender: str
-    """Name of the class that sends it weights, in a trainer rank."""
+    """Import path of the trainer rank's weight sender."""
 
     def load(self) -> type[Any]:
         """The replica's class.
 
         Raises:
-            ImportError: what it needs is not installed.
+            ImportError: a package that it needs is not installed.
         """
         from verl_digen.observe.log_levels import kept_log_levels
 
         module, _, name = self.replica.rpartition(".")
-        with kept_log_levels():  # vLLM-Omni sets them while it is imported
+        with kept_log_levels():  # importing vLLM-Omni changes them
             return getattr(import_module(module), name)
 
 
@@ -42,4 +42,4 @@ REPLICAS = {
         "verl_digen.rollout.vllm_omni.adapter.vLLMOmniServerAdapter",
     ),
 }
-"""`actor_rollout_ref.rollout.name` -> its classes."""
+"""`actor_rollout_ref.rollout.name` -> the replica's classes."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The server actor of a `diffusers` replica: holds the whole pipeline and answers generation requests.
 
-The method names are those verl calls on a rollout server. New weights are received and sealed while batches run; they
-are taken between two batches (`RequestBatcher.exclusive`), all at once, when the driver says so.
+Method names are verl's for a rollout server. New weights are received and sealed while batches run; the driver's
+`activate_weights` loads them, all at once, between two batches (`RequestBatcher.exclusive`).
 """
 
 from __future__ import annotations
@@ -37,10 +37,12 @@ logger = logging.getLogger(__name__)
 
 
 class DiffusersServer:
-    """Args:
-    config: verl's rollout config. model_config: `DiffusionModelConfig`.
-    visible_devices: value for the platform's visible-devices variable.
-    num_threads: CPU threads of this process; 0 leaves torch's default.
+    """See the module.
+
+    Args:
+        config: verl's rollout config. model_config: `DiffusionModelConfig`.
+        visible_devices: value for the platform's visible-devices variable.
+        num_threads: CPU threads of this process; 0 leaves torch's default.
     """
 
     def __init__(self, config: Any, model_config: Any, visible_devices: str, num_threads: int):
@@ -94,13 +96,13 @@ class DiffusersServer:
         return await self._batcher.submit(sampling_params["request"])
 
     async def abort_request(self, request_id: str) -> None:
-        """Nobody wants the sample `UID_INDEX` any more: whoever waits for it gets `Withdrawn`."""
+        """Cancel the sample `UID_INDEX`: its caller gets `Withdrawn`."""
         uid, _, index = request_id.rpartition("_")
         self._batcher.withdraw(uid, int(index))
 
     async def encode(self, request: SampleRequest) -> tuple[Condition, Condition | None]:
-        """The conditions of the request's prompt and, with guidance, of its negative prompt, on the CPU; while a batch
-        runs. For the trainer, which has no encoder and generates samples of the group too.
+        """Encode the request's prompt and, with guidance, its negative prompt, into conditions on the CPU; also while a
+        batch runs. For the trainer, which has no encoder and generates samples of the group too.
 
         Raises:
             ValueError: the encoder refuses a prompt.
@@ -125,7 +127,7 @@ class DiffusersServer:
     def _generate(
         self, requests: Sequence[SampleRequest], should_stop: Callable[[], bool]
     ) -> list[Generation | ValueError]:
-        """The samples in order; for one whose prompts the encoder refuses, why."""
+        """Samples in the order of `requests`; the encoder's error for a request whose prompt it refuses."""
         started_s = time.time()
         known = self._prompts.lookup([text for request in requests for text in request.texts])
         refused: dict[int, ValueError] = {}
@@ -149,7 +151,7 @@ class DiffusersServer:
         started_s: float,
         should_stop: Callable[[], bool],
     ) -> list[Generation]:
-        """Generate samples of which all `conditions` are known: each one's own, then guidance's if there is any."""
+        """Generate samples. `conditions` per sample: the prompt's, then with guidance the negative prompt's."""
         positive = [known[0] for known in conditions]
         negative = [known[1] for known in conditions] if len(conditions[0]) > 1 else None
         trajectories, latents = self._sampler.sample(
@@ -177,29 +179,29 @@ class DiffusersServer:
 
     # -- weights ------------------------------------------------------------------------------------------
     async def receive_weights(self, named_tensors: dict[str, Tensor]) -> None:
-        """Keep one bucket of the next version aside; nothing changes yet."""
+        """Stage one bucket of the next version; the loaded weights do not change."""
         self._weights.stage(named_tensors)
 
     async def seal_weights(self, version: int, num_tensors: int) -> None:
-        """What was received is version `version`, for `activate_weights` to take. Twice does no harm.
+        """Declare the received tensors complete, as version `version`, ready for `activate_weights`. Idempotent.
 
         Raises:
             RuntimeError: a tensor is missing, unknown or of another shape; the old weights keep serving.
         """
         if not self._weights.is_staged and version == self._sealed_version:
-            return  # asked again, because the first answer was lost
+            return  # a retry: the first answer was lost
         self._weights.seal(num_tensors)
         self._sealed_version = version
 
     async def activate_weights(self) -> int:
-        """Make the newest sealed version the current one, between two batches -> which it is. Twice does no harm.
+        """Load the newest sealed version between two batches -> its version. Idempotent.
 
-        At the first updates and every `digen.rollout.probe_every`-th a probe follows, which `check_health` reports.
+        After the first updates and every `digen.rollout.probe_every`-th, takes a probe, which `check_health` reports.
         """
         asked_s = time.perf_counter()
         async with self._batcher.exclusive():
             if not self._weights.is_sealed and self._version == self._sealed_version:
-                return self._version  # asked again, because the first answer was lost
+                return self._version  # a retry: the first answer was lost
             began_s = time.perf_counter()
             self._weights.switch()
             assert self._sealed_version is not None  # switch found an update
@@ -212,7 +214,7 @@ class DiffusersServer:
         return self._version
 
     async def probe(self) -> Probe:
-        """Run the network on fixed inputs with the weights that it has, between two batches."""
+        """Run the network on fixed inputs with its current weights, between two batches."""
         async with self._batcher.exclusive():
             return await self._on_device(self._take_probe)
 
@@ -223,17 +225,17 @@ class DiffusersServer:
         return self._weights.probe(self._version, computed)
 
     async def _on_device(self, function: Callable[[], Any]) -> Any:
-        """Call it in the thread that computes."""
+        """Call `function` in the compute thread."""
         return await asyncio.get_running_loop().run_in_executor(self._compute, function)
 
     async def commit_weights(self, version: int, num_tensors: int) -> None:
-        """`seal_weights` and `activate_weights`, where trainer and replica take turns."""
+        """`seal_weights`, then `activate_weights`; for a replica that shares devices with the trainer."""
         await self.seal_weights(version, num_tensors)
         await self.activate_weights()
 
     # -- what verl calls around a step --------------------------------------------------------------------
     async def sleep(self) -> None:
-        """Give the device memory back after the running batch; requests wait until `wake_up`."""
+        """Free the device memory after the running batch; requests wait until `wake_up`."""
         self._batcher.pause()
         async with self._batcher.exclusive():
             if self._device.type != "cpu":
@@ -241,7 +243,7 @@ class DiffusersServer:
                 get_platform().empty_cache()
 
     async def wake_up(self) -> None:
-        """Take the device memory back and serve."""
+        """Move the weights back to the device and serve."""
         async with self._batcher.exclusive():
             self._weights.module.to(self._device)
         self._batcher.resume()
@@ -255,22 +257,22 @@ class DiffusersServer:
         self._batcher.resume()
 
     async def clear_kv_cache(self) -> None:
-        """Diffusion has no KV cache."""
+        """No-op: diffusion has no KV cache."""
 
     async def release_kv_cache(self) -> None:
-        """Diffusion has no KV cache."""
+        """No-op: diffusion has no KV cache."""
 
     async def resume_kv_cache(self) -> None:
-        """Diffusion has no KV cache."""
+        """No-op: diffusion has no KV cache."""
 
     async def start_profile(self, **kwargs: Any) -> None:
-        """Profiling of replicas goes through verl's profiler of the trainer ranks."""
+        """No-op: replicas are profiled through verl's profiler of the trainer ranks."""
 
     async def stop_profile(self) -> None:
         """See `start_profile`."""
 
     async def check_health(self) -> dict[str, Any]:
-        """What this replica is doing; see `verl_digen.trainer.replicas.replica_metrics`."""
+        """State of this replica; see `verl_digen.trainer.replicas.replica_metrics`."""
         return {
             "version": self._version,
             "received_version": self._sealed_version,

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one denoising loop and its records, for replicas, the trainer's own generation, self-test and plan."""
+"""The one denoising loop and its records, for replicas, trainer-assisted generation, self-test and plan."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a denoising path is kept for training, whoever denoises."""
+"""Record the parts of a denoising path that training needs, on replicas and trainers alike."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from verl_digen.types import SampleRequest, Trajectory
 
 
 def initial_seed(run_seed: int, request: SampleRequest) -> int:
-    """The seed of a sample's initial noise, which is its group's sample 0 where the group shares one."""
+    """Seed of a sample's initial noise; that of its group's sample 0 if the group shares one."""
     index = 0 if request.sampling.shared_initial_noise else request.sample_index
     return sample_seed(run_seed, request.uid, index)
 
 
 def experts_of(model: DiffusionModel, trajectory: Trajectory) -> tuple[int, ...]:
-    """Which of the model's networks runs each trained step; () where it has one network."""
+    """Number of the network that runs each trained step; () if the model has one network."""
     return tuple(model.expert_of(trajectory.sigmas).tolist()) if len(model.experts) > 1 else ()
 
 
 def generation_facts(*, version: int, started_s: float, ended_s: float, experts: tuple[int, ...]) -> dict[str, Any]:
-    """`Generation.extra_fields`, whoever generated.
+    """`Generation.extra_fields`, on replicas and trainers alike.
 
     Args:
         version: weight version of the last step. started_s, ended_s: unix time.
@@ -42,7 +42,7 @@ def generation_facts(*, version: int, started_s: float, ended_s: float, experts:
 
 
 def trained_latents(window: Window) -> list[int]:
-    """The steps whose latents training needs, ascending: where each trained step starts and where it ends."""
+    """Steps whose latents training needs, ascending: the start and the end of each trained step."""
     return sorted({step for start in window.train_steps for step in (start, start + 1)})
 
 
@@ -59,7 +59,7 @@ def record_trajectory(
     """One sample's trajectory, on the CPU.
 
     Args:
-        seed: of its initial noise.
+        seed: seed of its initial noise.
         versions: weight versions of the first and of the last step.
         path: step -> latents [...], at the `trained_latents`, ascending.
         sigmas: [T+1] on the CPU. log_probs_T: [T], 0 where the step was deterministic.

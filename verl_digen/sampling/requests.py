@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to ask a replica for, from the config and a prompt: pure."""
+"""Sample requests, made from the config and a prompt; pure functions."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from verl_digen.config import DigenConfig
 from verl_digen.types import Geometry, SampleRequest, Sampling
 
 SINGLE_TURN = "diffusion_single_turn"
-"""`actor_rollout_ref.rollout.agent.default_agent_loop` of a run without an agent loop of the user's own."""
+"""`actor_rollout_ref.rollout.agent.default_agent_loop` of a run without a custom agent loop."""
 DETERMINISTIC = Window(sde_steps=(), train_steps=())
 """Validation: the ODE, nothing recorded."""
 
 
 def request_id(uid: str, sample_index: int) -> str:
-    """How a replica's server knows a request."""
+    """Id of a request on a replica's server."""
     return f"{uid}_{sample_index}"
 
 
@@ -25,7 +25,7 @@ def sample_request(digen: DigenConfig, row: Mapping[str, Any], sample_index: int
     """One sample's request.
 
     Args:
-        row: of the dataset, with `uid`, its group, and `global_steps`, the optimizer step it is for. The window is a
+        row: dataset row with `uid` (its group) and `global_steps` (the optimizer step it is for). The window is a
             function of the uid and the run seed, so a group shares one; the step moves a MixGRPO window.
         validate: True for a deterministic validation sample.
     """

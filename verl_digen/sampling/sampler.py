@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one denoising loop, and the replay of its steps.
 
-- Everyone who generates (a replica, the trainer that assists) runs `Sampler.sample`; everyone who needs
-  log-probs of recorded steps runs `score_rows`. Both ask `DiffusionModel.velocity` and `sde_step`.
-- A step costs one forward for the whole batch, both guidance branches in it. Which rows are stochastic at a
-  step is each row's own window; to the others the step is the ODE's.
+- All generation (replicas and assisting trainers) runs `Sampler.sample`; all log-probs of recorded steps come
+  from `score_rows`. Both call `DiffusionModel.velocity` and `sde_step`.
+- A step costs one forward for the whole batch, both guidance branches in it. Each row's own window decides
+  whether a step is stochastic; other rows take the ODE step.
 - x is rounded to `latents_dtype` when it is made (the initial noise too), and only the rounded x is used
   further: by the log-prob, the next forward, the record and the replay.
 
 Invariants (tests/sampling/test_sampler.py)
-- A sample is a function of its request, the weights and the run seed: who else is in its batch, and in which
-  order, changes it by float error only.
+- A sample is a function of its request, the weights and the run seed: the rest of its batch, and the order,
+  change it by float error only.
 - `score_rows` on what `sample` recorded, under the same weights, gives the recorded log-probs.
 - Without stochastic steps the result is that of the model's own diffusers pipeline.
 """
@@ -30,7 +30,7 @@ from verl_digen.types import Condition, Geometry, SampleRequest, Sampling, Train
 
 
 class SamplingStopped(Exception):
-    """`should_stop` held before the last step; nothing of the batch is kept."""
+    """`should_stop` returned True before the last step; the batch is discarded."""
 
 
 class Sampler:
@@ -39,7 +39,7 @@ class Sampler:
     Args:
         transformer: on `device`, in whatever wrapper (FSDP2, peft); the sampler does not change its mode.
         run_seed: `digen.seed`.
-        latents_dtype: what latents are kept in between steps and in the record.
+        latents_dtype: dtype of latents between steps and in the record.
     """
 
     def __init__(
@@ -72,14 +72,14 @@ class Sampler:
         Args:
             conditions, negative_conditions: B entries each, on `device`; negative ones only with guidance.
             version: weight version of the transformer, which must not change until this returns.
-            should_stop: asked before every step. Under FSDP all ranks must answer alike.
+            should_stop: called before every step. Under FSDP all ranks must get the same answer.
 
         Returns:
             B trajectories on the CPU, and the final latents [B, ...] on `device` in `latents_dtype`.
 
         Raises:
             RuntimeError: requests that do not belong together, or a window that reaches the last step.
-            SamplingStopped: `should_stop` held.
+            SamplingStopped: `should_stop` returned True.
         """
         sampling = _check_batch(requests, conditions, negative_conditions)
         shape = self.model.latent_shape(sampling.geometry)
@@ -187,7 +187,7 @@ def _check_batch(
     conditions: Sequence[Condition],
     negative_conditions: Sequence[Condition] | None,
 ) -> Sampling:
-    """What the requests share; RuntimeError if they do not belong in one batch."""
+    """The `Sampling` that the requests share; RuntimeError if they do not belong in one batch."""
     sampling = requests[0].sampling
     for request in requests:
         if request.sampling != sampling:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the planner remembers: groups, their chunks on the way, the batches they belong to, and queues of groups."""
+"""State of the planner: groups, their chunks in flight, their batches, and queues of groups."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class Group:
     unissued: list[int]
     """Sample indices, ascending."""
     version: int | None = None
-    """What its samples are generated under; None until the first is issued."""
+    """Weight version its samples are generated under; None until the first is issued."""
     state: GroupState = "open"
     rewards: dict[int, float] = field(default_factory=dict)
-    """Sample index -> reward, of the samples that are scored."""
+    """Sample index -> reward; scored samples only."""
     chunks: set[int] = field(default_factory=set)
-    """Chunks with samples not scored yet."""
+    """Ids of chunks with samples not scored yet."""
 
     @property
     def place(self) -> tuple[int, int]:
-        """Its place in every queue: a replacement drawn late still comes before the next batch."""
+        """Sort key in every queue: a replacement drawn late still comes before the next batch."""
         return self.batch, self.order
 
 
@@ -56,20 +56,20 @@ class Request:
     """A slot's id, or TRAINER."""
     since_s: float
     is_cancelled: bool = False
-    """Nobody wants it any more."""
+    """True if its result is no longer needed."""
 
 
 @dataclass(slots=True)
 class Batch:
-    """P groups, or a few more on the way there."""
+    """One batch: P groups to train, plus surplus and dropped ones."""
 
     number: int
     groups: list[Group] = field(default_factory=list)
-    """In the order they were drawn."""
+    """Groups in the order they were drawn, dropped ones included."""
     ready: list[tuple[int, str]] = field(default_factory=list)
     """Heap of (order, uid)."""
     num_requests: int = 0
-    """Its chunks that are being generated."""
+    """Number of its chunks that are being generated."""
     num_open: int = 0
     num_training: int = 0
     num_trained: int = 0
@@ -81,20 +81,20 @@ class Batch:
     num_reissued: int = 0
     num_late: int = 0
     begun: Counter[int] = field(default_factory=Counter)
-    """Versions behind -> groups begun and not dropped."""
+    """Versions behind -> number of groups begun and not dropped."""
     dropped: Counter[DropReason] = field(default_factory=Counter)
 
     @property
     def num_complete(self) -> int:
-        """Groups that are ready, training or trained."""
+        """Number of groups that are ready, training or trained."""
         return len(self.ready) + self.num_training + self.num_trained
 
     def num_begun(self, age_versions: int) -> int:
-        """Groups begun that many versions behind or more."""
+        """Number of groups begun `age_versions` or more behind."""
         return sum(count for age, count in self.begun.items() if age >= age_versions)
 
     def report(self, group_size: int, *, num_searches: int, prediction_error: float | None) -> BatchReport:
-        """Its counts, at the end, and how well that end was foreseen."""
+        """Final counts of the batch, and the error of its predicted end."""
         return BatchReport(
             batch=self.number,
             num_groups=self.num_trained,
@@ -114,9 +114,9 @@ class Batch:
 
 
 class GroupQueue:
-    """Groups with samples left to issue, oldest first: those not begun, or those begun under one version.
+    """Groups with samples left to issue, oldest first: either those not begun, or those begun under one version.
 
-    Lazy: a group leaves by itself once it has no samples left, is not open, or is no longer of `version`.
+    Lazy: `front` discards a group once it has no samples left, is not open, or is no longer of `version`.
     """
 
     def __init__(self, version: int | None):
@@ -124,7 +124,7 @@ class GroupQueue:
         self._heap: list[tuple[tuple[int, int], str]] = []
 
     def push(self, group: Group) -> None:
-        """Add a group; twice does no harm."""
+        """Add a group. Idempotent."""
         heappush(self._heap, (group.place, group.uid))
 
     def front(self, groups: Mapping[str, Group]) -> Group | None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the planner's memory to the search's question: what is known at a bubble.
+"""Conversion of the planner's state to the `Bubble` that the search takes.
 
-- Surplus groups are left out: the first that the batch is short of are taken for those that will train.
-- A slot whose chunk takes longer than expected is taken to end now; one that loads weights, to be free.
+- Surplus groups are left out: the oldest groups that fill the batch are assumed to be the ones that will train.
+- A slot whose chunk takes longer than expected is assumed to end now; one that loads weights is assumed free.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from verl_digen.schedulers.search import Bubble
 from verl_digen.schedulers.types import TRAINER
 
 TIME_DIGITS = 9
-"""Decimals of a second that the search is told: rounding noise of the clock must not make equal bubbles different."""
+"""Decimals of a second to which times are rounded: clock noise must not make equal bubbles different."""
 
 
 def bubble_at(
@@ -29,7 +29,7 @@ def bubble_at(
     durations: Durations,
     rules: BatchRules,
 ) -> Bubble | None:
-    """The bubble of `batch`; None while generation, scoring or training was never measured.
+    """The bubble of `batch`; None until generation, scoring and training were each measured.
 
     Complexity: O(samples and chunks of the batch + slots).
     """

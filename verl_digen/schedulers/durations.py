@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long things take: given, or learnt as running averages while the run goes on.
+"""Durations of generation, scoring and training: given, or learnt during the run as running averages.
 
 - Generation is counted per sample and per slot (slots may differ in speed); a slot not measured yet takes the average
   of the others.
 - Training is a fixed part per call and a part per group; assisting, per chunk and per sample (few samples leave ranks
-  of the trainer idle). The parts are told apart as soon as calls of two sizes were seen.
-- A running average weighs the newest measure by `NEWEST_WEIGHT`, or by 1/n while fewer were made. The first measure
-  pays for caches, compilation and memory that later ones find ready: it counts only while it is the only one.
+  of the trainer idle). The two parts can be separated as soon as calls of two sizes were seen.
+- A running average gives the newest measurement the weight `NEWEST_WEIGHT`, or 1/n for the first ones. The very first
+  includes compilation, cache filling and memory allocation: it counts only while it is the only one.
 
-Invariant: constant durations are learnt exactly (to rounding), from the first measures on.
+Invariant: constant durations are learnt exactly (to rounding), from the first measurement on.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 NEWEST_WEIGHT = 0.2
-"""Weight of the newest measure in a running average: a change of speed is learnt within about five measures."""
+"""Weight of the newest measurement in a running average: a change of speed is learnt within about five of them."""
 
 MIN_SIZE_VARIANCE = 1e-6
-"""Below this, calls have had one size, and the fixed part cannot be told from the part per item."""
+"""Size variance below which all calls count as one size: fixed part and part per item cannot be separated."""
 
 
 class Durations(Protocol):
-    """What the planner asks and tells. An answer is None until it is known."""
+    """Durations that the planner reads and reports. A value is None until it is known."""
 
     def generate_sample_s(self, slot: str) -> float | None: ...
 
     def assist_s(self) -> tuple[float, float] | None:
-        """(seconds of a chunk on the trainer, seconds of each of its samples)."""
+        """(fixed seconds of a chunk on the trainer, seconds per sample)."""
         ...
 
     def score_s(self) -> float | None:
-        """From the end of a chunk's generation to its last score."""
+        """Seconds from the end of a chunk's generation to its last score."""
         ...
 
     def train_s(self) -> tuple[float, float] | None:
-        """(seconds of a training call, seconds of each of its groups)."""
+        """(fixed seconds of a training call, seconds per group)."""
         ...
 
     def on_generated(self, slot: str, num_samples: int, seconds: float) -> None: ...
@@ -52,15 +52,15 @@ class Durations(Protocol):
 
 @dataclass(frozen=True)
 class KnownDurations:
-    """Durations that are given and never change: simulation."""
+    """Constant durations, for simulation."""
 
     sample_s: Mapping[str, float]
     """Slot -> seconds to generate one sample."""
     assisted_s: Sequence[float]
-    """The trainer generates a chunk of 1, 2, ... samples, up to the largest there is."""
+    """Seconds of a chunk of 1, 2, ... samples on the trainer, up to the largest chunk."""
     scoring_s: float
     fragment_s: Sequence[float]
-    """Train a fragment of 1, 2, ... groups, up to the largest there is."""
+    """Seconds to train a fragment of 1, 2, ... groups, up to the largest fragment."""
 
     def generate_sample_s(self, slot: str) -> float | None:
         return self.sample_s[slot]
@@ -113,9 +113,9 @@ class RunningMean:
 
 @dataclass
 class RunningLine:
-    """Seconds of a call as (fixed part, part per item): least squares, weighted as `RunningMean` is.
+    """Seconds of a call as (fixed part, part per item): least squares, weighted as in `RunningMean`.
 
-    Proportional while calls had one size, and where the fit says that either part is negative.
+    Proportional (fixed part 0) while all calls had one size, or if the fit makes either part negative.
     """
 
     _size: RunningMean = field(default_factory=RunningMean)
@@ -147,13 +147,13 @@ class RunningLine:
 
 @dataclass
 class MeasuredDurations:
-    """Running averages of what the planner reports.
+    """Running averages of the durations that the planner reports.
 
     Example:
         durations = MeasuredDurations()
         durations.generate_sample_s("a")                        # None
         durations.on_generated("a", num_samples=4, seconds=2.0)
-        durations.generate_sample_s("b")                        # 0.5: as the slots measured so far
+        durations.generate_sample_s("b")                        # 0.5: the mean of the slots measured so far
     """
 
     _slots: dict[str, RunningMean] = field(default_factory=dict)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far the search's predictions can be trusted: what it said of each batch, and what came.
+"""Tracker of the search's prediction errors: predicted against real end of each batch.
 
 The makespan model leaves things out: pools that share a host or its memory slow each other down, speeds drift. A gain
-smaller than what the model is usually wrong by may be a loss, so an assist must promise `DOUBTS` mean errors more than
+smaller than the model's usual error may be a loss, so an assist must gain more than `DOUBTS` mean errors over
 waiting.
 
 Invariants
-- Predictions that were exact so far, or none: any gain counts.
-- The doubt is relative, so it means the same at the start and at the end of a batch.
+- While all predictions were exact, or there was none, any gain counts.
+- The error margin is relative to the time left, so it means the same at the start and at the end of a batch.
 """
 
 from __future__ import annotations
@@ -16,44 +16,44 @@ from verl_digen.schedulers.durations import RunningMean
 from verl_digen.schedulers.search import EPSILON_S, Verdict
 
 DOUBTS = 2.0
-"""Mean absolute errors that a gain must exceed: errors of a normal distribution exceed this one time in nine."""
+"""Margin of a gain in mean absolute errors: a normally distributed error exceeds two of them in one of nine cases."""
 
 
 class Foresight:
-    """Of one batch after another.
+    """Prediction errors over consecutive batches.
 
     Example:
         foresight = Foresight()
         foresight.on_verdict(verdict, now_s=10.0)   # says that training ends in 5 s
         foresight.on_end(now_s=16.0)                # it took 6 s
         foresight.prediction_error                  # -1/6
-        foresight.counts(verdict)                   # from now on, a gain of more than a third of the time left does
+        foresight.counts(verdict)                   # now True only if the gain is more than a third of the time left
     """
 
     def __init__(self) -> None:
         self.num_searches = 0
-        """Verdicts on the batch under way."""
+        """Verdicts on the current batch."""
         self.prediction_error: float | None = None
-        """Of the batch that ended last: (predicted - real) / real time from its first verdict to the end of its
-        training; None if nothing was predicted."""
+        """(predicted - real) / real time from the first verdict to the end of training, for the last batch that ended;
+        None if nothing was predicted."""
         self._predicted: tuple[float, float] | None = None
-        """When the first prediction of the batch was made, and the end it named."""
+        """(time of the batch's first prediction, the end it predicted)."""
         self._error = RunningMean()
 
     @property
     def doubt(self) -> float:
-        """Mean absolute `prediction_error`; 0 while no prediction was compared."""
+        """Mean absolute `prediction_error`; 0 before the first comparison."""
         return self._error.value or 0.0
 
     def on_verdict(self, verdict: Verdict, now_s: float) -> None:
-        """The search has spoken; `counts` says which choice was followed."""
+        """Record a verdict of the search; `counts` says which choice was followed."""
         self.num_searches += 1
         if self._predicted is None:
             ends_in_s = verdict.makespan_s if self.counts(verdict) else verdict.waiting_s
             self._predicted = now_s, now_s + ends_in_s
 
     def counts(self, verdict: Verdict) -> bool:
-        """Whether the gain is beyond the doubt, or there is none to gain."""
+        """True if the gain exceeds the error margin, or if the choice is to wait."""
         return verdict.choice == "wait" or verdict.gain_s > DOUBTS * self.doubt * verdict.waiting_s
 
     def on_end(self, now_s: float) -> None:

@@ -15,11 +15,12 @@
     on_committed     the next batch is the trainer's
     on_published     free slots take the new version (LoadWeights, on_loaded), each between two chunks
 
-- Order: (batch, order of arrival) everywhere. A chunk is cut when it is issued, so samples that come back need no plan.
+- Order: (batch, order of arrival) everywhere. A chunk is cut when it is issued, so returned samples need no plan.
 - Staleness: a group of batch b begun under version v is b - v versions stale; `BatchRules.stale_allowance` says how
   many groups of a batch may be. A begun group stays with its version: slots that still have it take its samples before
-  they load a newer one, and if none has it any more the group starts over.
-- Bubble: the trainer is free, has no ready fragment, and the batch is not settled. `BatchRules.assist` says what then.
+  they load a newer one; if no slot has it any more, the group is restarted.
+- Bubble: the trainer is free, has no ready fragment, and the batch is not settled. `BatchRules.assist` says what
+  the trainer does then.
 - Redundancy: a batch begins with P + extra groups and is full when P are complete; the others are dropped and their
   chunks cancelled.
 
@@ -31,16 +32,17 @@
 | batch b + 1 | commit of b | opened when it may be begun |
 
 Invariants (tests/schedulers/test_planner.py)
-- A sample is in one place: unissued, in flight, scored; of a dropped group, nowhere. None is generated twice unless its
-  first chunk failed, was lost or was given up, and that is counted.
+- Each sample of a live group is in exactly one state: unissued, in flight or scored; of a dropped group, in none. A
+  sample is regenerated only after its chunk failed, was lost or was cancelled, or its group was restarted;
+  regenerations are counted.
 - A group is trained at most once, and only if all its samples are scored, all under its version.
 - A ready fragment trains before an assist, and at most one assist is in flight.
 - No chunk is issued while an older group that the slot may take has samples left.
-- With `max_versions` 0 every group is 0 versions stale; else at most `max_versions`, and no more groups than allowed.
+- A group is at most `max_versions` versions stale, and no more groups are stale than allowed.
 - trained + dropped = drawn, per batch.
 
-Complexity per event or decision: O(log groups + log slots + samples of the chunk), a search at a bubble apart; memory
-O(samples of the open batches).
+Complexity per event or decision: O(log groups + log slots + samples of the chunk), plus the search at a bubble;
+memory O(samples of the open batches).
 """
 
 from __future__ import annotations
@@ -76,11 +78,13 @@ from verl_digen.schedulers.types import (
 
 
 class BatchPlanner:
-    """Args:
-    rules: the switches.
-    durations: what the search at a bubble is fed with; told what the planner observes.
-    first_batch: the weight version of the trainer at the start: 0, or the version of the checkpoint resumed from.
-    num_batches: batches to plan in all; None = until the caller stops.
+    """State machine of the open batches.
+
+    Args:
+        rules: the switches.
+        durations: input of the search at a bubble; the planner reports to it the durations that it observes.
+        first_batch: the weight version of the trainer at the start: 0, or the version of the checkpoint resumed from.
+        num_batches: total number of batches to plan; None = until the caller stops.
 
     Example, one slot, one group of two samples, one batch:
         planner = BatchPlanner(BatchRules(1, 2), durations, first_batch=0, num_batches=1)
@@ -101,7 +105,7 @@ class BatchPlanner:
     def __init__(self, rules: BatchRules, durations: Durations, *, first_batch: int, num_batches: int | None):
         self.rules = rules
         self.batch = first_batch
-        """The batch that the trainer works on, and its weight version."""
+        """Number of the batch that the trainer works on; equals the trainer's weight version."""
         self.published = first_batch
         """Newest version that slots can load."""
         self._durations = durations
@@ -109,7 +113,7 @@ class BatchPlanner:
         self._slots = SlotPool()
         self._batches: dict[int, Batch] = {}
         self._groups: dict[str, Group] = {}
-        """Those of the open batches."""
+        """Uid -> group, of the open batches."""
         self._fresh = GroupQueue(None)
         self._begun: dict[int, GroupQueue] = {}
         """Version -> groups bound to it."""
@@ -117,12 +121,12 @@ class BatchPlanner:
         self._live: dict[int, LiveChunk] = {}
         self._cancelled: list[int] = []
         self._trainer: Fragment | Chunk | BatchReport | None = None
-        """What the trainer does: trains, assists, commits, nothing."""
+        """Current task of the trainer: training, assist, commit or None."""
         self._trainer_since_s = 0.0
         self._search = BubbleSearch()
         self._foresight = Foresight()
         self._wait_until_s: float | None = None
-        """The search said to wait until then; None: ask it."""
+        """Time until which the search said to wait; None: ask it."""
         self._num_chunks = 0
         self._num_fragments = 0
         self._num_groups = 0
@@ -130,11 +134,11 @@ class BatchPlanner:
     # -- prompts --------------------------------------------------------------------------------------------
     @property
     def is_done(self) -> bool:
-        """Whether every batch is committed."""
+        """True once every batch is committed."""
         return self._end is not None and self.batch >= self._end
 
     def prompts_wanted(self) -> dict[int, int]:
-        """Batch -> prompts to draw for it now: of batches that may be begun, and in place of dropped groups."""
+        """Batch -> prompts to draw for it now: for batches that may be begun, and to replace dropped groups."""
         last = self.batch + self.rules.max_versions
         if self._end is not None:
             last = min(last, self._end - 1)
@@ -142,14 +146,15 @@ class BatchPlanner:
         return {number: count for number, count in wanted.items() if count}
 
     def _num_wanted(self, batch: Batch | None) -> int:
-        """Groups to add: all of a batch not opened yet; else those it is short of, within what may be refilled."""
+        """Number of groups to add: all for a batch not opened yet; else the missing ones, at most the refills left."""
         if batch is None:
             return self.rules.num_prompts + self.rules.extra_prompts
         short = self.rules.num_prompts - batch.num_open - batch.num_complete
         return max(0, min(short, self.rules.max_group_refills - batch.num_group_refills))
 
     def on_prompts(self, number: int, uids: Sequence[str]) -> None:
-        """Prompts drawn for batch `number`; each is a group's uid, unique in the run. A batch is opened at once."""
+        """Add prompts drawn for batch `number`; each is a group's uid, unique in the run. The first call for a batch
+        brings all its prompts."""
         batch = self._batches.get(number)
         wanted = self.prompts_wanted()
         if number not in wanted or len(uids) > wanted[number] or (batch is None and len(uids) < wanted[number]):
@@ -170,18 +175,18 @@ class BatchPlanner:
 
     # -- slots ----------------------------------------------------------------------------------------------
     def on_slot_joined(self, slot: str, *, replica: str, version: int) -> None:
-        """A slot is there, free, with the weights of `version`."""
+        """Add a free slot with the weights of `version`."""
         if version > self.published:
             raise RuntimeError(f"slots have published versions, <= {self.published}, got {version} in {slot!r}")
         self._slots.join(slot, replica=replica, version=version)
         self._disturb()
 
     def has_slot(self, slot: str) -> bool:
-        """Whether the slot joined and is not lost."""
+        """True if the slot joined and is not lost."""
         return slot in self._slots
 
     def on_slot_lost(self, slot: str) -> None:
-        """A slot is gone; the samples it was generating go back, to be issued again."""
+        """Remove a lost slot; the samples it was generating are reissued."""
         if self._slots.lose(slot).state == "busy":
             chunk_id = next(chunk_id for chunk_id, request in self._requests.items() if request.generator == slot)
             self._end_request(chunk_id)
@@ -192,20 +197,20 @@ class BatchPlanner:
         self._disturb()
 
     def on_published(self, version: int) -> None:
-        """Weights of `version` can be loaded by slots."""
+        """Weights of `version` can be loaded by slots from now on."""
         if not self.published <= version <= self.batch:
             raise RuntimeError(f"the version published must lie in [{self.published}, {self.batch}], got {version}")
         self.published = version
 
     def on_loaded(self, slot: str, version: int) -> None:
-        """A slot has taken `version`, as `LoadWeights` said."""
+        """A slot has loaded `version`, as `LoadWeights` said."""
         self._slots.load(slot, version)
 
     def assign(self, now_s: float, *, begins: bool = True) -> list[SlotDecision]:
-        """What free slots do now, least-loaded replica first. Ask after every event: O(versions) if nothing.
+        """Decisions for free slots, least-loaded replica first. Call after every event; O(versions) if there is none.
 
         Args:
-            begins: False ends what is begun and takes new weights, and begins no group.
+            begins: False finishes begun groups and loads new weights, but begins no group.
         """
         decisions: list[SlotDecision] = []
         self._restart_orphans()
@@ -227,7 +232,7 @@ class BatchPlanner:
         return None if queue is None else queue.front(self._groups)
 
     def _next_group(self, version: int, begins: bool) -> Group | None:
-        """Oldest group that a slot with `version` may take samples of."""
+        """Oldest group whose samples a slot with `version` may take."""
         begun = self._begun_front(version)
         if version < self.published or not begins:  # it loads the newer version before it begins a group
             return begun
@@ -241,7 +246,7 @@ class BatchPlanner:
         return age == 0 or self._batches[group.batch].num_begun(age) < self.rules.stale_allowance(age)
 
     def _issue(self, group: Group, version: int, size: int) -> Chunk:
-        """Cut the group's next chunk, of `size` samples or what is left."""
+        """Cut the group's next chunk, of `size` samples or all that are left."""
         if group.version is None:
             group.version = version
             self._batches[group.batch].begun[group.batch - version] += 1
@@ -255,14 +260,14 @@ class BatchPlanner:
         return chunk
 
     def _queue(self, group: Group) -> None:
-        """Put a begun group where slots of its version look."""
+        """Put a begun group into the queue of its version."""
         assert group.version is not None
         if group.version not in self._begun:
             self._begun[group.version] = GroupQueue(group.version)
         self._begun[group.version].push(group)
 
     def _give_back(self, live: LiveChunk, samples: Iterable[int]) -> None:
-        """Samples of a chunk will not come: they are to be issued again."""
+        """Return samples that a chunk will not deliver to their group, to be reissued."""
         group = self._groups[live.chunk.uid]
         returned = set(samples)
         live.left -= returned
@@ -272,12 +277,12 @@ class BatchPlanner:
         self._queue(group)
 
     def _close(self, live: LiveChunk) -> None:
-        """All samples of a chunk are scored or given back."""
+        """Remove a chunk whose samples are all scored or given back."""
         del self._live[live.chunk.id]
         self._groups[live.chunk.uid].chunks.remove(live.chunk.id)
 
     def _give_up_chunks(self, group: Group) -> None:
-        """Nobody wants the group's chunks any more."""
+        """Cancel the group's chunks."""
         for chunk_id in sorted(group.chunks):
             del self._live[chunk_id]
             request = self._requests.get(chunk_id)
@@ -287,7 +292,7 @@ class BatchPlanner:
         group.chunks.clear()
 
     def _restart_orphans(self) -> None:
-        """Groups whose version no slot has any more start over, whole, under a newer one."""
+        """Restart groups whose version no slot has any more, with all their samples, under a newer one."""
         left = [version for version in self._begun if version < self.published and not self._slots.has(version)]
         for version in left:
             while (group := self._begun_front(version)) is not None:
@@ -314,7 +319,7 @@ class BatchPlanner:
         return request
 
     def on_generated(self, chunk_id: int, now_s: float) -> None:
-        """A generation request has ended, well or not: who generated is free. Ignored if its slot was reported lost."""
+        """A generation request has ended, successfully or not: its generator is free. Ignored if its slot was lost."""
         request = self._end_request(chunk_id)
         if request is None:
             return
@@ -326,7 +331,7 @@ class BatchPlanner:
             self._trainer = None
         else:
             self._slots.release(request.generator)
-        if request.is_cancelled:  # aborted, maybe: says nothing about the speed
+        if request.is_cancelled:  # possibly aborted: its duration says nothing about the speed
             return
         if request.generator == TRAINER:
             self._durations.on_assisted(num_samples, now_s - request.since_s)
@@ -342,10 +347,10 @@ class BatchPlanner:
                 another version than the chunk's count as failed.
 
         Returns:
-            The samples that count; nobody wants the others any more.
+            The accepted samples; discard the others.
 
         Raises:
-            RuntimeError: such a sample in strict mode; a reward that is not finite.
+            RuntimeError: a sample of another version in strict mode; a reward that is not finite.
         """
         live = self._live.get(chunk_id)
         if live is None:
@@ -379,7 +384,7 @@ class BatchPlanner:
         return frozenset(accepted)
 
     def on_failed(self, chunk_id: int, samples: Sequence[int]) -> None:
-        """Samples of a chunk have no trajectory or no reward: generated again, or their group is dropped."""
+        """Samples of a chunk have no trajectory or no reward: regenerate them, or drop their group."""
         live = self._live.get(chunk_id)
         failed = set() if live is None else live.left.intersection(samples)
         if live is None or not failed:
@@ -393,7 +398,7 @@ class BatchPlanner:
         self._disturb()
 
     def take_cancelled(self) -> list[int]:
-        """Chunks still being generated that nobody wants any more, since the last call: abort them, or let them end.
+        """Ids of in-flight chunks that were cancelled since the last call: abort them, or let them end.
 
         Either way `on_generated` is due when their slot is free.
         """
@@ -417,7 +422,7 @@ class BatchPlanner:
             batch.begun[group.batch - group.version] -= 1
 
     def _complete(self, group: Group) -> None:
-        """All samples are scored."""
+        """Mark a group whose samples are all scored as ready, or drop it."""
         batch = self._batches[group.batch]
         if self.rules.drop_zero_spread and min(group.rewards.values()) == max(group.rewards.values()):
             self._drop(group, "zero_spread")
@@ -433,7 +438,7 @@ class BatchPlanner:
 
     # -- the trainer ----------------------------------------------------------------------------------------
     def next_for_trainer(self, now_s: float) -> TrainerDecision:
-        """What the trainer, which is free, does now. Call `assign` first: slots have the first choice of chunks."""
+        """Next task of the free trainer. Call `assign` first: slots have the first choice of chunks."""
         if self._trainer is not None:
             raise RuntimeError(f"the trainer does one thing at a time and is busy with {self._trainer}")
         if self.is_done:
@@ -490,7 +495,7 @@ class BatchPlanner:
         self._disturb()
 
     def _fragment(self, batch: Batch) -> Fragment:
-        """The oldest ready groups: as many as may be merged, or all at a barrier."""
+        """The oldest ready groups: at most `max_groups_per_fragment`, or all at a barrier."""
         size = len(batch.ready)
         if self.rules.is_pipelined:
             size = min(size, self.rules.max_groups_per_fragment)
@@ -504,7 +509,7 @@ class BatchPlanner:
 
     # -- bubbles --------------------------------------------------------------------------------------------
     def _disturb(self) -> None:
-        """What the search predicted may no longer hold: ask it again."""
+        """Ask the search again: its last prediction may no longer hold."""
         self._wait_until_s = None
 
     def _at_bubble(self, batch: Batch, now_s: float) -> Assist | Wait:

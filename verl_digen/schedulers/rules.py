@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How batches are planned: the switches of the techniques and their bounds, checked once.
+"""Planning rules: the switches of the techniques and their bounds, validated once.
 
-Every field names the key a user types; the planner's glue fills it from the config.
+Every field names the config key; the planner's glue fills it from the config.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from typing import Literal, get_args
 from verl_digen.require import require
 
 AssistPolicy = Literal["off", "bts", "always"]
-"""off: the trainer never generates. bts: where a search says that it shortens the batch. always: at every bubble."""
+"""Policy of assists. off: the trainer never generates. bts: at bubbles where a search says that it shortens the batch.
+always: at every bubble."""
 
 MAX_GROUPS_PER_FRAGMENT = 8
 """Default of `digen.gap.max_groups_per_fragment`. In the simulated runs of the four shipped profiles on 16 and 32
-devices, 8 is within 1 % of no limit at all, and 4 up to 3 % slower; more groups mean more rows in memory at a time."""
+devices, 8 is within 1 % of no limit, and 4 up to 3 % slower; more groups mean more rows in memory at a time."""
 
 
 @dataclass(frozen=True)
 class BatchRules:
-    """What the planner needs of the config.
+    """Config values that the planner needs.
 
     Example:
         BatchRules(num_prompts=8, group_size=16)   # strict, pipelined, no assists
@@ -36,17 +37,17 @@ class BatchRules:
     chunk_size: int | None = None
     """`digen.gap.chunk_size`: samples of a chunk; None = auto, see `slot_chunk_size`."""
     max_chunk_size: int = 8
-    """`digen.rollout.max_batch_size`: samples a slot denoises at once; bounds `auto`."""
+    """`digen.rollout.max_batch_size`: samples a slot denoises at once; upper limit of `auto`."""
     replicate_prompts: bool = True
     """`digen.queue.replicate_prompts`: a group's samples go out independently. False: a whole group per slot."""
     min_groups_per_fragment: int = 1
-    """`digen.gap.min_groups_per_fragment`: a smaller fragment trains only when no further group is to come."""
+    """`digen.gap.min_groups_per_fragment`: a smaller fragment trains only when no more groups are to come."""
     max_groups_per_fragment: int = MAX_GROUPS_PER_FRAGMENT
     """`digen.gap.max_groups_per_fragment`: groups that completed while the trainer was busy merge up to this."""
     assist: AssistPolicy = "off"
     """`digen.tag.policy`."""
     num_trainer_ranks: int = 1
-    """Ranks of the trainer, which divide the samples of an assist among them."""
+    """Ranks of the trainer, which share the samples of an assist."""
     assist_chunk_size: int | None = None
     """`digen.tag.chunk_size`: samples of a chunk that the trainer generates; None = auto, see `trainer_chunk_size`."""
     max_versions: int = 0
@@ -54,13 +55,14 @@ class BatchRules:
     fraction: float = 1.0
     """`digen.staleness.fraction`: share of a batch that may be `max_versions` stale; all of it may be less stale."""
     extra_prompts: int = 0
-    """`digen.queue.extra_prompts`: groups begun beyond P; the surplus is aborted once P are complete."""
+    """`digen.queue.extra_prompts`: groups begun beyond P; the surplus is cancelled once P are complete."""
     drop_zero_spread: bool = False
-    """`digen.queue.drop_zero_spread`: a group whose rewards are all equal is dropped, and refilled within bounds."""
+    """`digen.queue.drop_zero_spread`: a group whose rewards are all equal is dropped; `max_group_refills`
+    bounds the replacements."""
     max_group_refills: int = 0
-    """`digen.max_refills_per_step`: prompts drawn in one batch to replace dropped groups, at most."""
+    """`digen.max_refills_per_step`: maximum number of prompts drawn in one batch to replace dropped groups."""
     max_sample_refills: int = 0
-    """`digen.queue.max_sample_refills`: failed samples generated again in one batch, at most."""
+    """`digen.queue.max_sample_refills`: maximum number of failed samples regenerated in one batch."""
 
     def __post_init__(self) -> None:
         for key, value in (
@@ -100,10 +102,10 @@ class BatchRules:
             require(value >= 0, f"{key} must be >= 0", value, "0 allows none")
 
     def slot_chunk_size(self, num_slots: int) -> int:
-        """Samples of a slot's chunk: as configured, else ceil(G / num_slots), within what a slot takes at once.
+        """Samples of a slot's chunk: as configured, else ceil(G / num_slots), at most `max_chunk_size`.
 
-        A group is then spread over all slots; with more slots than samples, a chunk is one sample and the slots left
-        work on the next groups.
+        A group is then spread over all slots; with more slots than samples, a chunk is one sample and the remaining
+        slots work on the next groups.
         """
         if not self.replicate_prompts:
             return self.group_size
@@ -112,15 +114,15 @@ class BatchRules:
         return min(self.max_chunk_size, -(-self.group_size // max(num_slots, 1)))
 
     def trainer_chunk_size(self, num_slots: int) -> int:
-        """Samples of a chunk that the trainer generates: as configured, else equally many on every rank.
+        """Samples of a chunk that the trainer generates: as configured, else the same number on every rank.
 
-        auto = min(G, ranks * max(1, slot_chunk_size // ranks)): one sample per rank, the least that leaves no rank
-        without one. Where a slot's chunk is larger than that, as many as one device is known to take at once.
+        auto = min(G, ranks * max(1, slot_chunk_size // ranks)): one sample per rank, the smallest chunk that leaves
+        no rank idle; more per rank where a slot's chunk is larger than the number of ranks.
 
         Example:
             BatchRules(8, 12, num_trainer_ranks=24).trainer_chunk_size(num_slots=8)   # 12: the whole group
             BatchRules(8, 16, num_trainer_ranks=4).trainer_chunk_size(num_slots=8)    # 4: one sample per rank
-            BatchRules(8, 12, num_trainer_ranks=1).trainer_chunk_size(num_slots=2)    # 6: as a slot's chunk
+            BatchRules(8, 12, num_trainer_ranks=1).trainer_chunk_size(num_slots=2)    # 6: same as a slot's chunk
         """
         if self.assist_chunk_size is not None:
             return min(self.assist_chunk_size, self.group_size)
@@ -128,10 +130,10 @@ class BatchRules:
         return min(self.group_size, ranks * max(1, self.slot_chunk_size(num_slots) // ranks))
 
     def stale_allowance(self, age_versions: int) -> int:
-        """Groups of one batch that may be begun `age_versions` or more behind the version the batch trains on.
+        """Maximum number of groups of one batch begun `age_versions` or more behind the version the batch trains on.
 
-        One rule for all modes, with the asynchrony a = max_versions - 1 + fraction (0 if max_versions is 0): in total,
-        groups of (1 + a) batches may be begun under one version. So allowance(d) = floor(P * clamp(a + 1 - d, 0, 1)).
+        One rule for all modes, with the asynchrony a = max_versions - 1 + fraction (0 if max_versions is 0): groups of
+        (1 + a) batches in total may be begun under one version. So allowance(d) = floor(P * clamp(a + 1 - d, 0, 1)).
         a is ROLL Flash's async_generation_ratio.
         """
         asynchrony = self.max_versions - 1 + self.fraction if self.max_versions else 0.0

@@ -6,21 +6,21 @@ of the batch forward on a makespan model and returns the choice that ends it fir
 
 - Model: slots take the next chunk of the sample stream as soon as they are free; a group is ready `score_s` after its
   last chunk; the trainer trains ready groups at once, oldest readiness first, and assists only at bubbles.
-- A trainer that waits waits for the next ready fragment: an assist that starts later, with nothing trained in between,
-  takes the same kind of chunk and ends later, so it is never better.
-- Branching is exact for the first choices and heuristic after: a leaf is worth the best of "never assist again",
+- A trainer that waits does so until the next fragment is ready: an assist that starts later, with nothing trained in
+  between, generates the same kind of chunk and ends later, so it is never better.
+- Branching is exact for the first choices and heuristic after: the value of a leaf is the best of "never assist again",
   "assist at the next k bubbles" for every k, and "assist where no fragment is delayed" for every k.
-- Depth grows, choice by choice, while `MAX_WORK` chunk plays are not used up: small rests are searched exhaustively,
-  of large ones little more than the heuristic plans.
-- The plan found is kept, and competes with what the next search finds.
+- Iterative deepening until `MAX_WORK` simulated chunks are used up: a small remainder of a batch is searched
+  exhaustively, a large one hardly beyond the heuristic plans.
+- The plan found is kept, and competes with the plans that the next search finds.
 
 Invariants
 - Under the model, the plan followed is never longer than waiting at every bubble.
 - An assist is chosen only where it shortens the model's makespan by more than `EPSILON_S`.
 - Equal input gives equal output: the budget counts work, not time.
 
-Complexity of a decision, with U unissued chunks and S slots: O(MAX_WORK) chunk plays, plus O(U * STOPS_TRIED) for the
-leaf at the root; a play costs O(log S), a choice O(S).
+Complexity of a decision, with U unissued chunks and S slots: O(MAX_WORK) simulated chunks, plus O(U * STOPS_TRIED) for
+the leaf at the root; a chunk costs O(log S), a choice O(S).
 """
 
 from __future__ import annotations
@@ -32,46 +32,46 @@ from heapq import heapify, heapreplace
 from typing import Literal
 
 EPSILON_S = 1e-7
-"""Times closer than this are the same moment: sums of equal durations in another order differ by rounding."""
+"""Times closer than this are the same moment: the order of a sum changes its rounding."""
 
 MAX_WORK = 4_000
-"""Chunks played forward in one decision before the search stops deepening; a few ms of Python."""
+"""Simulated chunks in one decision before the search stops deepening; a few ms of Python."""
 
 SLOTS_PER_PLAY = 16
-"""Slots whose state is copied in about the time of one chunk's play."""
+"""Number of slots whose state is copied in about the time of simulating one chunk."""
 
 MAX_DEPTH = 64
-"""Choices ahead at which the search stops although work is left."""
+"""Maximum number of choices ahead, even if work is left."""
 
 MAX_ANSWERS = 4_096
-"""Bubbles remembered; beyond, all are forgotten."""
+"""Maximum number of cached bubbles; when it is reached, the cache is cleared."""
 
 STOPS_TRIED = (4, 16)
-"""At least and at most: places to stop assisting that are played to the end on one path, before the search refines
-around the best; in between, as many as half of `MAX_WORK` pays for."""
+"""(min, max) number of stopping points simulated per path before refining around the best. In between, limited by
+MAX_WORK / 2."""
 
 PATH_CHOICES = 128
-"""Length of a path; one bubble later it reaches one choice further."""
+"""Maximum length of a path, in choices; a search at the next bubble reaches one choice further."""
 
 Choice = Literal["wait", "assist"]
 
 
 @dataclass(frozen=True)
 class Bubble:
-    """What is known at a bubble of the batch the trainer works on; times are seconds from now.
+    """State of the trainer's batch at a bubble; times are seconds from now.
 
     Example, two slots that become free in 1 s, two fragments of one sample unissued, two in flight:
         Bubble(free_in_s=(1.0, 1.0), sample_s=(1.0, 1.0), stream=(2, 3), ready_in_s=(1.1, 1.1, 0.0, 0.0), ...)
     """
 
     free_in_s: tuple[float, ...]
-    """[S] when each slot ends what it generates; 0 if it is idle."""
+    """[S] when each slot ends its chunk; 0 if it is idle."""
     sample_s: tuple[float, ...]
     """[S] seconds each slot takes for one sample."""
     stream: tuple[int, ...]
     """[U] group of each unissued sample, in the order of issue: an index into `ready_in_s`, ascending."""
     ready_in_s: tuple[float, ...]
-    """[M] per untrained group: when all that was issued of it will be scored; 0 if nothing was."""
+    """[M] per untrained group: when all its issued samples will be scored; 0 if none is issued."""
     chunk_size: int
     """Samples of a slot's chunk."""
     assist_chunk_size: int
@@ -79,34 +79,34 @@ class Bubble:
     assist_chunk_s: float
     """Fixed seconds the trainer takes to generate a chunk."""
     assist_sample_s: float
-    """Seconds it takes for each of the chunk's samples."""
+    """Seconds per sample of such a chunk."""
     score_s: float
-    """From a chunk's generation to its scores."""
+    """Seconds from a chunk's generation to its scores."""
     train_call_s: float
     """Fixed seconds of one training call."""
     train_group_s: float
     """Seconds of training per group."""
     max_groups: int
-    """Groups of one fragment, at most."""
+    """Maximum number of groups of one fragment."""
     min_groups: int = 1
-    """Groups of one fragment, at least, while others are still to come."""
+    """Minimum number of groups of one fragment while more groups are to come."""
     is_barrier: bool = False
     """True: nothing trains before every group is ready."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What to do at a bubble, and why."""
+    """Choice at a bubble, and its predictions."""
 
     choice: Choice
     makespan_s: float
     """Predicted end of the batch's last training call, from now, if the plan is followed."""
     waiting_s: float
-    """The same if the trainer never assists again."""
+    """Predicted end if the trainer never assists again."""
     wait_until_s: float
     """wait: when the next fragment will be ready, from now."""
     depth: int
-    """Choices that were branched exactly."""
+    """Number of choices that were branched exactly."""
 
     @property
     def gain_s(self) -> float:
@@ -115,13 +115,13 @@ class Verdict:
 
 
 Node = tuple[float, int, float, tuple[tuple[float, int], ...], tuple[float, ...]]
-"""(trainer free at, position in the stream, readiness of the group being issued, sorted (free at, slot), sorted
-readiness of the groups issued whole and not trained)."""
+"""(trainer free at, position in the stream, ready time of the group being issued, sorted (free at, slot), sorted
+ready times of the untrained groups without unissued samples)."""
 
 
 @dataclass
 class BubbleSearch:
-    """Searches the bubbles of one batch after another; remembers the plan it is following.
+    """Search at the bubbles of consecutive batches; keeps the plan being followed.
 
     Example:
         search = BubbleSearch()
@@ -132,7 +132,7 @@ class BubbleSearch:
     max_work: int = MAX_WORK
     _plan: list[Choice] = field(default_factory=list)
     _answers: dict[tuple[Bubble, tuple[Choice, ...]], tuple[Verdict, tuple[Choice, ...]]] = field(default_factory=dict)
-    """In a steady state the same bubbles come back in every batch."""
+    """Cache of verdicts: in a steady state the same bubbles recur in every batch."""
 
     def forget(self) -> None:
         """Drop the plan that is being followed: another batch begins."""
@@ -162,7 +162,7 @@ class BubbleSearch:
             best, plan = followed, list(self._plan)
         depth = 0
         floor = play.floor(root)
-        next_level_work = play.work  # a level has twice the leaves of the one before, which share half of their plays
+        next_level_work = play.work  # a level has twice the leaves of the one before, which share half of their work
         while depth < MAX_DEPTH and play.work + next_level_work <= self.max_work and best > floor + EPSILON_S:
             depth += 1
             play.truncated = False
@@ -180,13 +180,13 @@ class BubbleSearch:
 
 
 class _Play:
-    """Plays one bubble forward. `work` counts chunks played."""
+    """Forward simulation from one bubble. `work` counts simulated chunks."""
 
     def __init__(self, bubble: Bubble):
         self.bubble = bubble
         self.work = 0
         self.truncated = False
-        """Whether the last `best` stopped anywhere at its depth."""
+        """True if the last `best` was cut off anywhere by its depth."""
         self._never: dict[Node, float] = {}
         self._leaf: dict[Node, tuple[float, list[Choice]]] = {}
         self._tree: dict[tuple[Node, int], tuple[float, list[Choice]]] = {}
@@ -203,14 +203,14 @@ class _Play:
 
     # -- generation -----------------------------------------------------------------------------------------
     def _chunk(self, position: int, size: int) -> tuple[int, bool, float]:
-        """(samples, whether it ends its group, readiness of what was issued of the group before)."""
+        """(number of samples, True if it ends its group, ready time of the group's samples issued before)."""
         group = self.bubble.stream[position]
         end = self._group_end[group]
         num_samples = min(size, end - position)
         return num_samples, position + num_samples == end, self.bubble.ready_in_s[group]
 
     def _advance(self, node: Node, until_s: float) -> Node:
-        """`node` with every chunk issued that a slot takes up to `until_s`."""
+        """`node` after issuing every chunk that a slot takes up to `until_s`."""
         now_s, position, readiness, slots, issued = node
         if position == self._stream_end or not slots or slots[0][0] > until_s + EPSILON_S:
             return node
@@ -232,11 +232,11 @@ class _Play:
         return now_s, position, readiness, tuple(heap), tuple(done)
 
     def next_ready_s(self, node: Node) -> float:
-        """When the next fragment is ready if the trainer waits; infinite if no slot will ever generate it."""
+        """Time at which the next fragment is ready if the trainer waits; infinite if no slot will ever generate it."""
         return self._until_ready(node)[1]
 
     def _until_ready(self, node: Node) -> tuple[Node, float]:
-        """`node` with as much issued as it takes to know when the next fragment is ready, and that time."""
+        """Issue chunks until it is known when the next fragment is ready; (node, that time)."""
         min_groups = len(self.bubble.ready_in_s) if self.bubble.is_barrier else self.bubble.min_groups
         while True:
             _, position, _, slots, issued = node
@@ -250,7 +250,7 @@ class _Play:
 
     # -- the trainer ----------------------------------------------------------------------------------------
     def _settle(self, node: Node) -> Node:
-        """Train what is ready until the next bubble or the end."""
+        """Train ready groups until the next bubble or the end."""
         bubble = self.bubble
         largest = len(bubble.ready_in_s) if bubble.is_barrier else bubble.max_groups
         while True:
@@ -265,7 +265,7 @@ class _Play:
                 num_trained += taken
                 now_s += bubble.train_call_s + taken * bubble.train_group_s
                 if position < self._stream_end and slots and slots[0][0] <= now_s + EPSILON_S:
-                    break  # what slots issue meanwhile may be ready too
+                    break  # chunks that slots take meanwhile may be ready too
             if num_trained == 0:
                 return node
             node = (now_s, position, readiness, slots, issued[num_trained:])
@@ -356,7 +356,7 @@ class _Play:
         return known
 
     def _path(self, node: Node, *, is_eager: bool) -> tuple[float, list[Choice]]:
-        """Best place to stop assisting on one path: at every bubble, or at those where no fragment is delayed."""
+        """Best stopping point on one path of assists: at every bubble, or where no fragment is delayed."""
         choices: list[Choice] = []
         stops = [(node, 0)]
         while self.can_assist(node) and len(choices) < PATH_CHOICES:
@@ -371,7 +371,7 @@ class _Play:
         return self.never(stops[index][0]), choices[: stops[index][1]]
 
     def _lowest(self, stops: Sequence[Node]) -> int:
-        """Index of the stop from which never assisting ends first: all tried if few, else a grid, then refined."""
+        """Index of the stop from which never assisting ends first: tries all if few, else a grid, then refines it."""
         fewest, most = STOPS_TRIED
         num_left = self._stream_end - stops[0][1]
         num_tried = min(most, max(fewest, MAX_WORK // (2 * max(1, num_left))))
@@ -401,7 +401,7 @@ class _Play:
         return self.never(node)
 
     def floor(self, node: Node) -> float:
-        """No plan ends before this: all training lies ahead, and nothing trains before it is ready."""
+        """Lower bound of the end of training: all training lies ahead, and nothing trains before it is ready."""
         now_s, position, _, _, issued = node
         bubble = self.bubble
         open_groups = len({*bubble.stream[position:]})

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The planner driven by simulated events: what a batch takes, and who idles, without a device.
+"""The planner driven by simulated events: step times and idle times without a device.
 
-- `simulate` answers for one chunk per fragment, as in the papers' drawings; `PlannerRun` for any planner.
+- `simulate` assumes one chunk per fragment, as in the papers' figures; `PlannerRun` takes any planner rules.
 - Simulated and live runs share `BatchPlanner`: nothing is decided here.
-- Events at one moment (within `EPSILON_S`) are told before the planner is asked.
+- All events of one moment (within `EPSILON_S`) reach the planner before it is asked to decide.
 
 Invariants
 - Equal input gives equal output.
-- With "tag" a step is never longer than without it, durations being as told.
+- With "tag" a step is never longer than without it, if durations are as given.
 - Busy and idle seconds of a pool add up to its slots times the makespan.
 
 Complexity: O(log events) per event, plus the planner's own.
@@ -30,14 +30,14 @@ from verl_digen.schedulers.types import TRAINER, Assist, BatchReport, Commit, Ge
 
 TECHNIQUES = ("gap", "tsp", "tag", "tcss")
 """gap: fragments train while others generate. tsp: time-step parallelism. tag: the trainer assists where a search says
-so (BTS). tcss: the next batch begins under the version at hand."""
+so (BTS). tcss: the next batch begins under the current version."""
 
 What = Literal["generate", "assist", "score", "train", "commit", "switch"]
 """switch: a colocated pool goes from generating to training and back."""
 
 
 class Event(NamedTuple):
-    """Something that took time."""
+    """One interval of work."""
 
     who: str
     """A slot's id, "trainer" or "scorer"."""
@@ -45,12 +45,12 @@ class Event(NamedTuple):
     start_s: float
     end_s: float
     ids: tuple[int, ...]
-    """Groups (in `simulate`: fragments) it was about, numbered over all steps; for a commit, the step."""
+    """Groups (in `simulate`: fragments) it worked on, numbered over all steps; for a commit, the step."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What there is to do.
+    """Amount of work.
 
     Example:
         Workload(num_fragments=8, num_slots=2)    # eight chunks, each a fragment, on two generator slots
@@ -79,7 +79,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Costs:
-    """How long each thing takes, seconds.
+    """Durations in seconds.
 
     Example:
         Costs(generate_s=1.0, assist_s=1.2, score_s=0.1, train_s=0.5, commit_s=0.3)
@@ -90,13 +90,13 @@ class Costs:
     assist_s: float
     """The trainer generates one chunk."""
     score_s: float
-    """From a chunk's generation to its scores; overlaps with everything."""
+    """Seconds from a chunk's generation to its scores; overlaps with everything."""
     train_s: float
     """The trainer trains one fragment, with tsp."""
     commit_s: float
     """Optimizer step and publication of the weights."""
     train_without_tsp_s: float | None = None
-    """The same as `train_s`, without tsp; None: tsp makes no difference."""
+    """`train_s` without tsp; None: tsp makes no difference."""
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -112,7 +112,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What happened."""
+    """Result of `simulate`."""
 
     makespan_s: float
     """End of the last commit."""
@@ -125,10 +125,10 @@ class Simulation:
 
 
 def simulate(workload: Workload, costs: Costs, techniques: Collection[str]) -> Simulation:
-    """Play `workload` with some of `TECHNIQUES`.
+    """Simulate `workload` with some of `TECHNIQUES`.
 
     Without "gap" a step is a barrier: all its fragments are generated and scored, then trained in one call of
-    num_fragments * train_s (`Costs` knows no fixed part that one call could save), then committed. With "tag" and no
+    num_fragments * train_s (`Costs` has no fixed part that a single call would save), then committed. With "tag" and no
     "gap" the trainer still assists while it waits for the barrier, where that pays.
 
     Raises:
@@ -182,12 +182,12 @@ def simulate(workload: Workload, costs: Costs, techniques: Collection[str]) -> S
 
 @dataclass
 class PlannerRun:
-    """A planner, its slots, and simulated time.
+    """A simulated run of one planner and its slots.
 
     Example:
         run = PlannerRun(rules, durations, ["a", "b"], num_batches=10, commit_s=0.3, keeps_events=False)
         run.play()
-        run.commits_s    # when each of the 10 commits ended
+        run.commits_s    # end of each of the 10 commits
     """
 
     rules: BatchRules
@@ -196,17 +196,17 @@ class PlannerRun:
     num_batches: int
     commit_s: float
     keeps_events: bool
-    """Keep every event; else only sums."""
+    """True: keep every event. False: only sums."""
     events: list[Event] = field(default_factory=list)
     reports: list[BatchReport] = field(default_factory=list)
     commits_s: list[float] = field(default_factory=list)
     busy_s: dict[str, float] = field(default_factory=lambda: {TRAINER: 0.0, "generator": 0.0})
     """Pool -> busy seconds, summed over its slots."""
     busy_at_commit_s: list[dict[str, float]] = field(default_factory=list)
-    """`busy_s` at each commit's end, of the time until then."""
+    """`busy_s` up to the end of each commit."""
 
     def play(self) -> None:
-        """From time 0 to the last commit."""
+        """Simulate from time 0 to the last commit."""
         planner = self._planner = BatchPlanner(self.rules, self.durations, first_batch=0, num_batches=self.num_batches)
         self._due: list[tuple[float, int, What, object]] = []
         self._num_due = 0
@@ -240,7 +240,7 @@ class PlannerRun:
                     planner.on_loaded(decision.slot, decision.version)
 
     def _work(self, now_s: float) -> bool:
-        """Let the trainer begin what the planner says; False if that is to wait."""
+        """Start the planner's next decision on the trainer; False if that is to wait."""
         durations = self.durations
         decision = self._planner.next_for_trainer(now_s)
         if isinstance(decision, Train):

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The generator's slots: which are free, with which version, and on the least-loaded replica.
+"""The generator's slots: their state and weight version; the next free one is on the least-loaded replica.
 
 Invariants
 - A slot is idle, busy or loading, and handed out only while idle.
-- Of the idle slots of a version, the one whose replica has the fewest busy slots goes first; ties by slot id.
+- Among the idle slots of a version, one whose replica has the fewest busy slots goes first; ties by slot id.
 
-Complexity: O(slots of the replica * log slots) where a slot becomes busy or free, O(log slots) else.
+Complexity: O(slots of the replica * log slots) when a slot becomes busy or free, else O(log slots).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Literal
 
 @dataclass(slots=True)
 class Slot:
-    """A place where a replica works on one chunk at a time."""
+    """One unit of a replica's concurrency: it works on one chunk at a time."""
 
     id: str
     replica: str
     version: int
-    """Weights it has; while it loads, those it leaves."""
+    """Weight version it has; while loading, the old one."""
     state: Literal["idle", "busy", "loading"] = "idle"
 
 
@@ -44,11 +44,11 @@ class SlotPool:
         self._slots: dict[str, Slot] = {}
         self._of_replica: dict[str, list[Slot]] = {}
         self._num_busy: Counter[str] = Counter()
-        """Replica -> its busy slots."""
+        """Replica -> number of its busy slots."""
         self._idle: dict[int, list[tuple[int, str]]] = {}
-        """Version -> heap of (busy slots of the replica, slot id). An entry counts while it is true."""
+        """Version -> heap of (busy slots of the replica, slot id). Entries may be stale; `_pop_idle` skips those."""
         self._num_at: Counter[int] = Counter()
-        """Version -> slots that have it and are not loading another."""
+        """Version -> number of slots that have it and are not loading another."""
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -58,19 +58,19 @@ class SlotPool:
 
     @property
     def ids(self) -> list[str]:
-        """Ascending."""
+        """Slot ids, ascending."""
         return sorted(self._slots)
 
     def idle_versions(self) -> list[int]:
-        """Versions, oldest first, that idle slots may have."""
+        """Versions that idle slots may have, oldest first."""
         return sorted(self._idle)
 
     def has(self, version: int) -> bool:
-        """Whether a slot has `version` and is not loading another."""
+        """True if any slot has `version` and is not loading another."""
         return self._num_at[version] > 0
 
     def join(self, slot_id: str, *, replica: str, version: int) -> None:
-        """A new slot, idle."""
+        """Add a slot, idle."""
         if slot_id in self._slots:
             raise RuntimeError(f"a slot joins once, got {slot_id!r} again; report it lost first")
         slot = self._slots[slot_id] = Slot(slot_id, replica, version)
@@ -78,7 +78,7 @@ class SlotPool:
         self._enter(slot)
 
     def lose(self, slot_id: str) -> Slot:
-        """A slot is gone; returned as it was."""
+        """Remove a lost slot and return it in its last state."""
         slot = self._slots.pop(slot_id)
         self._of_replica[slot.replica].remove(slot)
         if slot.state == "busy":
@@ -88,7 +88,7 @@ class SlotPool:
         return slot
 
     def take(self, version: int) -> Slot | None:
-        """The idle slot of `version` that is next, now busy; None if there is none."""
+        """Mark the next idle slot of `version` busy and return it; None if there is none."""
         slot = self._pop_idle(version)
         if slot is not None:
             slot.state = "busy"
@@ -96,13 +96,13 @@ class SlotPool:
         return slot
 
     def release(self, slot_id: str) -> None:
-        """A busy slot is idle again."""
+        """Mark a busy slot idle."""
         slot = self._slots[slot_id]
         slot.state = "idle"
         self._count_busy(slot.replica, -1)
 
     def unload(self, version: int) -> list[Slot]:
-        """All idle slots of `version`, now loading."""
+        """Mark all idle slots of `version` as loading and return them."""
         slots: list[Slot] = []
         while (slot := self._pop_idle(version)) is not None:
             slot.state = "loading"
@@ -112,7 +112,7 @@ class SlotPool:
         return slots
 
     def load(self, slot_id: str, version: int) -> None:
-        """A loading slot has `version` and is idle."""
+        """Mark a loading slot idle, with `version`."""
         slot = self._slots[slot_id]
         if slot.state != "loading":
             raise RuntimeError(f"a slot loads weights when told to, got {slot_id!r}, which is {slot.state}")
@@ -143,7 +143,7 @@ class SlotPool:
         return None
 
     def _count_busy(self, replica: str, change: int) -> None:
-        """Idle slots of the replica are queued anew, by its new load."""
+        """Change the replica's busy count and requeue its idle slots by the new load."""
         self._num_busy[replica] += change
         for slot in self._of_replica[replica]:
             if slot.state == "idle":

@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of a rank, packed into tiles: what one forward/backward takes.
+"""Packing of a rank's rows into tiles. A tile is a micro-batch: the rows of one forward/backward.
 
 Two shapes of a tile:
 
-- `Grid(samples, steps)`: rows of at most so many samples, and of each at most so many. The two are independent:
-  (8, 1) is a batch of samples at one step each, (1, 8) one sample at eight steps. Each sample's rows are cut into the
-  fewest even strips of at most `steps` rows; strips are laid down lane after lane (lane l has samples l, l + S,
-  l + 2S, ...) and go to the tiles in turn. A sample has no more strips than there are tiles, so each tile gets at
-  most one of them; and neighbours lie side by side.
-- `Budget(rows)`: at most so many rows, of whatever samples and steps: consecutive ones, in even parts.
+- `Grid(samples, steps)`: at most `samples` samples with at most `steps` rows each. The two are independent: (8, 1) is
+  a batch of samples at one step each, (1, 8) one sample at eight steps. Each sample's rows are cut into the fewest
+  even strips of at most `steps` rows; strips are ordered by lane (lane l has samples l, l + S, l + 2S, ... with
+  S = `samples`) and assigned to tiles round-robin. A sample has no more strips than there are tiles, so each tile gets
+  at most one of them; and neighbouring samples share tiles.
+- `Budget(rows)`: at most `rows` consecutive rows of any samples and steps, in even parts.
 
-Either way a tile's prompts are mostly one prompt, whose text needs no padding. And for all ranks together:
+With both, most rows of a tile belong to one prompt, so that its text needs no padding. For all ranks together:
 
-- Rows of different experts never share a tile, and the tiles of all ranks are of the same expert at the same place:
-  FSDP gathers the weights of one network at a time.
-- A rank with fewer tiles than another (or with no rows) fills up with tiles of one row of weight 0.
+- Rows of different experts never share a tile, and tiles at the same position have the same expert on all ranks: FSDP
+  gathers the weights of one network at a time.
+- A rank with fewer tiles than another (or with no rows) gets padding tiles of one row with weight 0.
 
-Invariants (tests/schedulers/test_tiles.py): every row is in exactly one tile; the number of tiles is the least that
-the shape allows; all ranks have as many; a rank's tiles of an expert differ by at most one strip, or one row; padding
-rows are as few as equal numbers of tiles allow. O(rows).
+Invariants (tests/schedulers/test_tiles.py): every row is in exactly one tile; the number of tiles is the minimum
+for the shape; all ranks have the same number; a rank's tiles of an expert differ by at most one strip, or one row;
+padding rows are as few as equal numbers of tiles allow. O(rows).
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class Grid:
     """Tiles of samples x steps."""
 
     samples: int
-    """Most samples in a tile."""
+    """Maximum number of samples in a tile."""
     steps: int
-    """Most rows of one sample in a tile."""
+    """Maximum number of rows of one sample in a tile."""
 
     def num_tiles(self, rows_by_sample: Sequence[int]) -> int:
-        """How many tiles so many rows of each sample need: for all strips, and no fewer than one sample has."""
+        """Minimum number of tiles: max(strips of the largest sample, ceil(all strips / samples))."""
         strips = [-(-count // self.steps) for count in rows_by_sample]
         return max([*strips, -(-sum(strips) // self.samples)], default=0)
 
@@ -65,7 +65,7 @@ class Budget:
     rows: int
 
     def num_tiles(self, rows_by_sample: Sequence[int]) -> int:
-        """How many tiles so many rows of each sample need."""
+        """Minimum number of tiles: ceil(all rows / rows)."""
         return -(-sum(rows_by_sample) // self.rows)
 
     def pack(self, rows: Sequence[Row]) -> list[tuple[Row, ...]]:
@@ -77,12 +77,12 @@ TileShape = Grid | Budget
 
 
 def choose_shape(max_rows: int, *, samples: int | None = None, steps: int | None = None) -> TileShape:
-    """The shape that the user chose, or what memory holds.
+    """Tile shape from the user's settings and the memory limit.
 
     Args:
-        max_rows: what memory holds; not read where both extents are given.
-        samples, steps: None where the user left it open. With both open, samples and steps mix as they come, which
-            never needs more tiles than a grid.
+        max_rows: rows that fit into memory; not read if both extents are given.
+        samples, steps: the user's extents; None = automatic. If both are, samples and steps mix freely, which never
+            needs more tiles than a grid.
     """
     if samples is None and steps is None:
         return Budget(max_rows)
@@ -98,14 +98,14 @@ class Tile:
 
     rows: tuple[Row, ...]
     is_filler: bool = False
-    """True for a row of weight 0 that is there because other ranks have a tile."""
+    """True for a padding tile: one row of weight 0, run because other ranks have a tile."""
 
 
 def plan_tiles(dealt: Sequence[Sequence[Row]], rank: int, shape: TileShape) -> list[Tile]:
-    """The tiles of `rank`, as many as every other rank's.
+    """Tiles of `rank`; all ranks have the same number.
 
     Args:
-        dealt: the rows of each rank; at least one rank has some.
+        dealt: the rows of each rank, not all empty.
 
     Example:
         dealt = [[Row(0, 0), Row(0, 1), Row(0, 2)], [Row(1, 0)]]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the planner decides: chunks, fragments, and what a slot or the trainer does next.
+"""Decisions of the planner: chunks, fragments, and the next task of a slot or the trainer.
 
 Versions and batches share one numbering: batch `b` is the one that trains on weight version `b` and makes it `b + 1`,
 so a group generated under version `v` and trained in batch `b` is `b - v` versions stale.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 TRAINER = "trainer"
-"""Who generates an assist chunk."""
+"""Generator id of an assist chunk."""
 
 TrainerWaitReason = Literal[
     "no_fragment_ready",
@@ -24,18 +24,18 @@ TrainerWaitReason = Literal[
     "costs_unknown",
     "batch_done",
 ]
-"""Why the trainer has nothing to do. no_fragment_ready: samples of the batch are being generated; scoring: all are
+"""Reasons why the trainer waits. no_fragment_ready: samples of the batch are being generated; scoring: all are
 generated; prompts: groups were dropped and their replacement is to come; no_slots: nothing generates; waiting_pays: an
-assist would lengthen the batch; gain_in_doubt: it would shorten it by less than predictions are usually wrong by;
-costs_unknown: too little is measured to tell; batch_done: no batch is left."""
+assist would lengthen the batch; gain_in_doubt: the gain is smaller than the usual prediction error;
+costs_unknown: too few durations are measured; batch_done: no batch is left."""
 
 AssistReason = Literal["gain", "always", "measure"]
-"""Why the trainer assists. gain: it shortens the batch; always: `digen.tag.policy=always`; measure: once, so that its
+"""Reasons for an assist. gain: it shortens the batch; always: `digen.tag.policy=always`; measure: once, so that its
 cost is known."""
 
 DropReason = Literal["failed", "zero_spread", "surplus"]
-"""Why a group is not trained. failed: samples failed beyond the bound; zero_spread: its rewards are all equal; surplus:
-enough others were complete first."""
+"""Reasons why a group is not trained. failed: samples failed beyond the bound; zero_spread: its rewards are all equal;
+surplus: enough others were complete first."""
 
 
 class Chunk(NamedTuple):
@@ -57,7 +57,7 @@ class Fragment(NamedTuple):
     id: int
     batch: int
     uids: tuple[str, ...]
-    """In the order of issue."""
+    """Group uids in the order of issue."""
 
 
 class Generate(NamedTuple):
@@ -68,7 +68,8 @@ class Generate(NamedTuple):
 
 
 class LoadWeights(NamedTuple):
-    """A free slot takes a new version before its next chunk. A replica with several slots loads when all were told."""
+    """A free slot takes a new version before its next chunk. A replica with several slots loads when all of them have
+    this decision."""
 
     slot: str
     version: int
@@ -76,32 +77,32 @@ class LoadWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchReport:
-    """What became of a batch; its counts are what the loss and the metrics are normalised with."""
+    """Final counts of a batch; the loss and the metrics are normalised with them."""
 
     batch: int
     num_groups: int
-    """Trained."""
+    """Trained groups."""
     num_samples: int
-    """Trained."""
+    """Trained samples."""
     num_fragments: int
     num_assists: int
     """Chunks the trainer generated."""
     num_assisted: int
-    """Samples in them, of trained groups or not."""
+    """Samples in these chunks, of trained and dropped groups."""
     num_searches: int
     """Bubbles at which waiting and assisting were compared."""
     prediction_error: float | None
-    """Of the first of these, see `verl_digen.schedulers.foresight`; None if nothing was predicted."""
+    """Relative error of the first prediction, see `verl_digen.schedulers.foresight`; None if nothing was predicted."""
     stale_groups: Mapping[int, int]
-    """Versions behind -> trained groups; 0 is on-policy."""
+    """Versions behind -> number of trained groups; 0 is on-policy."""
     dropped: Mapping[DropReason, int]
-    """Groups that were begun or drawn, and not trained."""
+    """Reason -> number of groups drawn and not trained."""
     num_group_refills: int
     num_sample_refills: int
     num_reissued: int
-    """Samples generated again because their slot was lost, or because no slot had their group's version any more."""
+    """Samples regenerated because their slot was lost, or because no slot had their group's version any more."""
     num_late: int
-    """Samples that arrived after their chunk had been given up; ignored."""
+    """Samples that arrived after their chunk was cancelled; ignored."""
 
 
 class Train(NamedTuple):
@@ -116,14 +117,14 @@ class Assist(NamedTuple):
     chunk: Chunk
     reason: AssistReason
     predicted_gain_s: float | None
-    """How much earlier the batch ends than if the trainer never assisted again; None where nothing was predicted."""
+    """Predicted seconds by which the batch ends earlier than without further assists; None if nothing was predicted."""
 
 
 class Commit(NamedTuple):
-    """The batch is whole: take the optimizer step.
+    """Take the optimizer step: the batch is complete.
 
-    With `report.num_groups == 0` every group was dropped and nothing was accumulated: skip the optimizer, then report
-    the batch as committed all the same.
+    With `report.num_groups == 0` every group was dropped and nothing was accumulated: skip the optimizer, and still
+    report the batch as committed.
     """
 
     report: BatchReport
@@ -134,7 +135,7 @@ class Wait(NamedTuple):
 
     reason: TrainerWaitReason
     predicted_wait_s: float | None = None
-    """waiting_pays, gain_in_doubt: until the next fragment is ready; infinite if nobody generates it."""
+    """waiting_pays, gain_in_doubt: seconds until the next fragment is ready; infinite if no slot generates it."""
 
 
 SlotDecision = Generate | LoadWeights

@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A lower bound of a step's seconds in the simulator's model: a step in which nobody waits. Pure.
+"""Lower bound of a step's seconds in the simulator's model: a step without any waiting. Pure.
 
-train = training of the whole batch in one call + commit_s             on the trainer's ranks; with even tiles no
-                                                                       number of smaller calls takes less
-step >= train                                                          it cannot be shared
-step >= P*G * sample_s / slots                                         where the trainer never generates
+train = training of the whole batch in one call + commit_s             on the trainer's ranks; with even tiles,
+                                                                       several smaller calls never take less
+step >= train                                                          no other pool trains
+step >= P*G * sample_s / slots                                         if the trainer never generates
 step >= t with  t / sample_s * slots  +  (t - train) / assist_s * c  =  P*G
-                                                                       where it generates, c samples at a time,
+                                                                       if it generates, c samples at a time,
                                                                        whenever it does not train
 
-It bounds the mean step of any window that generates at least as many samples as it trains, or is charged for those it
-does not (`verl_digen.simulate.cluster.run_split`), with staleness as without. c is what
-`digen.tag.chunk_size=auto` gives: samples of one group. Of other costs than those of `verl_digen.simulate.costs` it
-says nothing.
+It bounds the mean step of any window that generates at least as many samples as it trains, or is charged for the
+missing ones (`verl_digen.simulate.cluster.run_split`), with and without staleness. c is what
+`digen.tag.chunk_size=auto` gives: samples of one group. Only the costs of `verl_digen.simulate.costs` are included.
 
-Invariants (tests/simulate/test_bound.py): no simulated run of any split and techniques is below it, to rounding; no
-way to cut the batch into training calls takes less than one call.
+Invariants (tests/simulate/test_bound.py): no simulated run of any split and techniques is below it, up to rounding;
+no partition of the batch into training calls takes less than one call.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ from verl_digen.simulate.profile import Profile
 
 
 def lower_bound_s(profile: Profile, trainer: Pool, generator: Pool, techniques: Collection[str]) -> float:
-    """Seconds of a step, at least, with these of `schedulers.simulation.TECHNIQUES`.
+    """Minimum seconds of a step with `techniques`, a subset of `schedulers.simulation.TECHNIQUES`.
 
     Example: 10 samples of 2 s on 2 slots, 6 s of training and commit -> 10 s; with "tag" and a trainer that generates a
-    sample in 2 s, 8.67 s: the slots make 8.67 of them, the trainer the rest in its 2.67 s of idle time.
+    sample in 2 s, 8.67 s: the slots generate 8.67 of them, the trainer the rest in its 2.67 s of idle time.
     """
     numbers = profile.numbers
     slowdown = trainer.slowdown(profile.device)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of a run on a cluster, technique by technique, and the best split of its devices.
+"""Simulated steps of a run on a cluster, technique by technique, and the best split of its devices.
 
 - Disaggregated runs are played by the live planner (`schedulers.simulation.PlannerRun`); a colocated one is a sum.
 - Steady state: the first `WARM_UP_STEPS` steps are left out.
-- What the parts take is said in `verl_digen.simulate.costs`.
+- Durations of the parts are those of `verl_digen.simulate.costs`.
 
-Left out: memory (but for `min_trainer_devices`), kernels that are less efficient on small tiles, variance.
+Left out: memory (except `min_trainer_devices`), kernels that are less efficient on small tiles, variance.
 
 Invariants
 - With a shipped profile, no technique makes a step longer.
@@ -33,31 +33,31 @@ WARM_UP_STEPS = 2
 
 COLOCATED, COLOCATED_TSP, BARRIER = "colocated", "colocated+tsp", "barrier"
 BASELINES = (COLOCATED, COLOCATED_TSP, BARRIER)
-"""Names of runs in which generation and training do not overlap; others are compared with the fastest of them."""
+"""Names of runs in which generation and training do not overlap; other runs are compared with the fastest of them."""
 
 COLOCATED_STEPS = 8
-"""Steps of a colocated run that are written down; all are the same."""
+"""Number of steps in the events of a colocated run; all are identical."""
 
 SAME_SAMPLES = 1e-6
-"""Samples: two amounts of work closer than this are the same."""
+"""Tolerance in samples: two amounts of work closer than this are equal."""
 
 SEARCH_STEPS = 10
-"""Simulated steps of a split that is tried; of the best one, as many as asked for are simulated."""
+"""Maximum number of simulated steps per split tried; the best one is then simulated for all steps."""
 
 GRID_POINTS = 9
-"""Splits tried before the search narrows down on the best one's neighbours."""
+"""Number of splits tried before the search narrows down on the best one's neighbours."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """Who trains and who generates."""
+    """Training pool and generating pool."""
 
     trainer: Pool
     generator: Pool
 
     @property
     def num_devices(self) -> int:
-        """Of both pools."""
+        """Devices of both pools."""
         return self.trainer.num_devices + self.generator.num_devices
 
     def __str__(self) -> str:
@@ -75,21 +75,20 @@ class Outcome:
     """None: colocated."""
     num_devices: int
     num_samples: int
-    """Of a step."""
+    """Samples per step."""
     step_s: float
     idle: dict[str, float]
-    """Pool -> share of its device-seconds in which it did nothing."""
+    """Pool -> idle share of its device-seconds, 0 to 1."""
     assisted: float
     """Share of the samples that the trainer generated."""
     stale: float
     """Share of the groups that were begun one version early."""
     bound_s: float | None = None
-    """No simulated schedule of these pools with these techniques has a shorter step, see `verl_digen.simulate.bound`;
-    None: colocated."""
+    """Lower bound of `step_s` for these pools and techniques, see `verl_digen.simulate.bound`; None: colocated."""
     events: tuple[Event, ...] = ()
-    """Of all steps, if kept."""
+    """Events of all steps, if kept."""
     window_s: tuple[float, float] = (0.0, 0.0)
-    """Of the steady steps, among `events`."""
+    """(start, end) of the steady steps among `events`."""
 
     @property
     def samples_per_device_s(self) -> float:
@@ -100,7 +99,7 @@ class Outcome:
 def simulated_rules(
     profile: Profile, split: Split, techniques: Collection[str], *, stale_fraction: float = 1.0
 ) -> BatchRules:
-    """The planner's rules: of the config's defaults, but for the techniques and what the profile says."""
+    """The planner's rules: the config's defaults, except the techniques and the profile's numbers."""
     numbers = profile.numbers
     return BatchRules(
         num_prompts=numbers.num_prompts,
@@ -124,10 +123,10 @@ def run_split(
     keeps_events: bool = False,
     rules: BatchRules | None = None,
 ) -> Outcome:
-    """A disaggregated run; `stale_fraction` of a batch may be begun early with "tcss".
+    """Simulate a disaggregated run; with "tcss", `stale_fraction` of a batch may be begun early.
 
     Args:
-        rules: others than `simulated_rules`, which are a run's defaults.
+        rules: replaces `simulated_rules`, the defaults of a run.
 
     Raises:
         ValueError: an unknown technique, too few steps, or a trainer that is too small.
@@ -183,7 +182,7 @@ def run_split(
         split=split,
         num_devices=split.num_devices,
         num_samples=num_samples,
-        # samples that the window used up and did not make again cost the time in which all slots would make them
+        # samples that the window consumed but did not regenerate are charged the time all slots take to generate them
         step_s=(window_s + max(0.0, ahead[first] - ahead[last]) * slot_sample_s / num_slots) / num_steady,
         idle={
             "trainer": max(0.0, 1 - busy_s[TRAINER] / window_s),  # not -0.0 by rounding
@@ -198,13 +197,12 @@ def run_split(
 
 
 def steady_window(ahead: Sequence[float]) -> tuple[int, int]:
-    """(first, last) commit of the steps that count, the first `WARM_UP_STEPS` left out: whole periods of the run.
+    """(first, last) commit of the steady steps, the first `WARM_UP_STEPS` left out: whole periods of the run.
 
-    The window in which generation gained or lost least on training per step; of equal ones, the longest, then the
-    earliest. O(steps^2).
+    The window with the smallest change of `ahead` per step; ties: the longest, then the earliest. O(steps^2).
 
     Args:
-        ahead: at each commit, samples that are generated and not trained; at least one more than `WARM_UP_STEPS`.
+        ahead: [commits] samples generated and not trained at each commit; at least `WARM_UP_STEPS` + 1 entries.
 
     Example:
         steady_window([9.0, 4.0, 5.0, 6.0, 4.0, 5.0])   # (1, 4): three steps, a period
@@ -219,7 +217,7 @@ def steady_window(ahead: Sequence[float]) -> tuple[int, int]:
 
 
 def _generated_ahead(run: PlannerRun, slot_sample_s: float, num_samples: int) -> list[float]:
-    """At each commit, samples that slots have generated for later steps; one that is half done is half a sample."""
+    """[commits] samples that slots have generated for later steps at each commit; a half-done one counts as half."""
     ahead, needed = [], 0
     for report, busy_s in zip(run.reports, run.busy_at_commit_s, strict=True):
         needed += num_samples - report.num_assisted
@@ -228,10 +226,10 @@ def _generated_ahead(run: PlannerRun, slot_sample_s: float, num_samples: int) ->
 
 
 def run_colocated(profile: Profile, pool: Pool, *, has_tsp: bool, devices: str | None = None) -> Outcome:
-    """A baseline: all devices generate, the last samples are scored, all devices train, and so on.
+    """Simulate a baseline: all devices generate, the last samples are scored, all devices train, and so on.
 
     Args:
-        devices: `pool` in words, where it stands for others.
+        devices: the devices in words; None: `pool`, "together".
 
     step = ceil(P*G / N) * (T step_s + decode_s) + score_s + switch_s + training of P groups on N ranks + commit_s
     """
@@ -270,10 +268,10 @@ def run_colocated(profile: Profile, pool: Pool, *, has_tsp: bool, devices: str |
 
 
 def baselines(profile: Profile, pools: Sequence[Pool]) -> list[Outcome]:
-    """Runs that overlap nothing: all devices of `pools` together, without and with TSP.
+    """Colocated runs: all devices of `pools` together, without and with TSP.
 
-    Devices of two types together go at the slower one's speed; those of either type alone, without the others, are a
-    baseline too, where they hold the training state.
+    Devices of two types together run at the slower type's speed; each type alone is a baseline too, if it holds the
+    training state.
     """
     num_devices = sum(pool.num_devices for pool in pools)
     slowest = max(pools, key=lambda pool: pool.slowdown(profile.device)).device
@@ -292,12 +290,12 @@ def baselines(profile: Profile, pools: Sequence[Pool]) -> list[Outcome]:
 
 
 def best_baseline(runs: Iterable[Outcome]) -> Outcome:
-    """The fastest of the runs that overlap nothing: `baselines`, and the barrier."""
+    """The fastest run without overlap: one of `baselines`, or the barrier."""
     return min((run for run in runs if run.name in BASELINES), key=lambda run: run.step_s)
 
 
 def ladder(techniques: Iterable[str]) -> list[tuple[str, ...]]:
-    """Nothing, then one technique more at a time, in the order of `TECHNIQUES`."""
+    """Cumulative sets of techniques: none, then one more at a time, in the order of `TECHNIQUES`."""
     chosen = [technique for technique in TECHNIQUES if technique in set(techniques)]
     return [tuple(chosen[:count]) for count in range(len(chosen) + 1)]
 
@@ -305,9 +303,9 @@ def ladder(techniques: Iterable[str]) -> list[tuple[str, ...]]:
 def best_split(
     profile: Profile, pool: Pool, techniques: Collection[str], *, num_steps: int, stale_fraction: float = 1.0
 ) -> Split:
-    """The split of `pool` with the shortest step: a grid over all splits, then ever closer around the best.
+    """The split of `pool` with the shortest step: a grid over all splits, refined around the best.
 
-    Exact for up to `GRID_POINTS` splits; beyond, exact if the step time has one valley. Ties: the smaller trainer.
+    Exact for up to `GRID_POINTS` splits; else if the step time has a single minimum. Ties: the smaller trainer.
     """
     smallest, largest = profile.numbers.min_trainer_devices, pool.num_devices - 1
     require(
@@ -330,7 +328,7 @@ def best_split(
 
 
 def _lowest(smallest: int, largest: int, value: Callable[[int], float]) -> int:
-    """Argument in [smallest, largest] with the least value, on a grid that narrows around the best."""
+    """Argument in [smallest, largest] with the least value, by a grid that narrows around the best."""
     known: dict[int, float] = {}
     while True:
         stride = max(1, -(-(largest - smallest) // (GRID_POINTS - 1)))

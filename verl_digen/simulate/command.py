@@ -33,10 +33,11 @@ PICTURE_SUFFIXES = (".png", ".pdf", ".svg", ".jpg", ".jpeg", ".webp")
 """Formats that matplotlib draws."""
 
 MAX_SEARCHED = 4096
-"""Devices of which the best split is searched: half a minute for each row of the table, on one core."""
+"""Maximum number of devices for a search of the best split: half a minute per row of the table, on one core."""
 
 DEFAULT_STEPS = 40
-"""Simulated steps, less the first two. With tcss, generation may take 20 steps to get as far ahead as it may."""
+"""Default number of simulated steps, the first two included. With tcss, generation may take 20 steps to get as far
+ahead as it is allowed."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -79,9 +80,9 @@ def run(args: Namespace) -> int:
 
 
 def check_writable(option: str, path: Path | None, suffixes: Sequence[str] = ()) -> None:
-    """Raise ValueError unless `path` lies in a folder that is there, and ends in one of `suffixes` if there are any.
+    """Raise ValueError unless the folder of `path` exists, and `path` ends in one of `suffixes`, if any.
 
-    Asked before the work begins, whose result would be lost.
+    Call it before the work begins, so that no result is lost.
     """
     if path is None:
         return
@@ -104,7 +105,7 @@ def check_writable(option: str, path: Path | None, suffixes: Sequence[str] = ())
 
 
 def resized(profile: Profile, num_prompts: int | None, group_size: int | None) -> Profile:
-    """The profile with another batch."""
+    """The profile with another batch size."""
     numbers, sources = profile.numbers, dict(profile.sources)
     for option, key, value in (
         ("--prompts", "num_prompts", num_prompts),
@@ -118,7 +119,7 @@ def resized(profile: Profile, num_prompts: int | None, group_size: int | None) -
 
 
 def simulate_all(profile: Profile, args: Namespace) -> list[Outcome]:
-    """The baselines, then one technique more at a time; each at its own best split unless one is given."""
+    """Simulate the baselines, then one technique more at a time; each at its own best split unless one is given."""
     techniques = [name for name in args.techniques.split(",") if name]
     for name in techniques:
         require(name in TECHNIQUES, f"--techniques must be among {', '.join(TECHNIQUES)}", name, "drop it")
@@ -155,7 +156,7 @@ def simulate_all(profile: Profile, args: Namespace) -> list[Outcome]:
 
 
 def table(profile: Profile, runs: Sequence[Outcome]) -> str:
-    """The runs as text, each beside the fastest baseline."""
+    """The runs as a text table, each compared with the fastest baseline."""
     numbers, best = profile.numbers, best_baseline(runs)
     width = max(len(outcome.devices) for outcome in runs) + 1
     lines = [
@@ -188,7 +189,7 @@ def _bound(outcome: Outcome) -> str:
 
 
 def to_json(profile: Profile, runs: Sequence[Outcome]) -> dict[str, Any]:
-    """The runs, and every number they rest on with its source."""
+    """The runs, and every input number with its source."""
     best = best_baseline(runs)
     return {
         "profile": profile.name,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the parts of a step take on a pool, from a profile's numbers. Pure; the simulator and virtual devices share it.
+"""Seconds of a step's parts on a pool, from a profile's numbers. Pure; shared by the simulator and virtual devices.
 
-Time of training g groups on r ranks, with K rows per sample, m rows per tile, and weights gathered while the tile
-before computes (2 gathers per tile, forward and backward; `gather_s` scaled by (r-1)/r):
+Seconds to train g groups on r ranks, with K rows per sample, m rows per tile, and weights gathered while the previous
+tile computes (2 gathers per tile, forward and backward; `gather_s` scaled by (r-1)/r):
 
     serial   ceil(g*G / r) samples per rank, row by row:      ceil(g*G / r) * K * max(row_s, 2 gather_s)
     TSP      q = ceil(g*G*K / r) rows per rank, in the        sum over the tiles of max(rows * row_s, 2 gather_s)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs side by side as a picture: who did what, when, on one time axis, from the steady state on."""
+"""Picture of several runs: the work of each device over one time axis, from the steady state on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COLOURS = {
     "generate": "#38a169",
 }
 NEXT_BATCH = "#9ae6b4"
-"""Generation of every other batch, so that what was begun early can be seen."""
+"""Colour for generation of every other batch, so that early generation is visible."""
 
 LANE_HEIGHT = 0.8
 
@@ -48,7 +48,7 @@ def busy_steps(
 
 
 def draw(profile: Profile, runs: Sequence[Outcome], path: Path) -> None:
-    """Write the picture of `runs`, which kept their events, to `path` (its suffix says the format)."""
+    """Write the picture of `runs`, which kept their events, to `path`; its suffix is the format."""
     from matplotlib.figure import Figure  # slow to import, and needed for pictures only
     from matplotlib.patches import Patch
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A profile: what the parts of a run take for one model on one device, and where each number comes from.
+"""A profile: durations of the parts of a run for one model on one device, and the source of each number.
 
-- A profile is a JSON file; those of `verl_digen/profiles` are known by name.
+- A profile is a JSON file; the shipped ones in `verl_digen/profiles` are loaded by name.
 - Every number has a `source` that begins with `measured:` (by `digen bench --profile`), `published:` (who says so),
-  `derived:` (the formula, in the names of the file's own `inputs`) or `chosen:` (a setting). None of the shipped ones
-  was measured by this project.
+  `derived:` (the formula, in the names of the file's own `inputs`) or `chosen:` (a setting). None of the shipped
+  profiles was measured by this project.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from verl_digen.devices import PEAK_TFLOPS
 from verl_digen.require import require, suggestion
 
 SOURCES = ("measured:", "published:", "derived:", "chosen:")
-"""What a number's source begins with."""
+"""Allowed beginnings of a number's source."""
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """The numbers of a profile. Seconds are those of one device of the profile's type, working alone."""
+    """Numbers of a profile. Seconds are for one device of the profile's type, working alone."""
 
     num_prompts: int
-    """P."""
+    """P, prompts of a batch."""
     group_size: int
-    """G."""
+    """G, samples of a prompt."""
     num_steps: int
     """T, denoise steps of a sample."""
     num_trained_steps: int
@@ -41,21 +41,21 @@ class Numbers:
     rows_per_tile: int
     """Rows of one forward and backward with time-step parallelism."""
     min_trainer_devices: int
-    """Fewer do not hold the training state."""
+    """Minimum number of devices that hold the training state."""
     step_s: float
     """One denoise step of one sample, guidance included."""
     decode_s: float
-    """Latents of one sample to pixels."""
+    """Decoding the latents of one sample to pixels."""
     row_s: float
     """Forward and backward of one row."""
     gather_s: float
-    """The trainer's ranks all-gather the sharded weights once, in the limit of many ranks."""
+    """One all-gather of the sharded weights by the trainer's ranks, in the limit of many ranks."""
     score_s: float
-    """From a chunk's pixels to its scores; overlaps with everything."""
+    """Scoring a chunk's pixels; overlaps with everything."""
     commit_s: float
     """Optimizer step and publication of the weights."""
     switch_s: float
-    """Colocated: a device goes from generating to training and back, once."""
+    """Colocated: one switch of a device from generating to training and back."""
 
 
 COUNTS = frozenset(field.name for field in fields(Numbers) if not field.name.endswith("_s"))
@@ -64,29 +64,29 @@ COUNTS = frozenset(field.name for field in fields(Numbers) if not field.name.end
 
 @dataclass(frozen=True)
 class Profile:
-    """One model's."""
+    """Profile of one model on one type of device."""
 
     name: str
     model: str
     setting: str
-    """What is trained, in words."""
+    """Description of the training setting, in words."""
     device: str
-    """Type of device the seconds are of."""
+    """Type of device that the seconds are for."""
     numbers: Numbers
     sources: Mapping[str, str]
     """Field of `numbers` -> source."""
 
 
 def profile_names() -> list[str]:
-    """Profiles that are shipped."""
+    """Names of the shipped profiles."""
     return sorted(path.name.removesuffix(".json") for path in _folder().iterdir() if path.name.endswith(".json"))
 
 
 def load_profile(name: str) -> Profile:
-    """The shipped profile of that name, or the file at that path.
+    """Load the shipped profile `name`, or the file at that path.
 
     Raises:
-        ValueError: there is no such profile, or it is not one.
+        ValueError: there is no such profile, or it is invalid.
     """
     if name in profile_names():
         return parse_profile(name, _folder().joinpath(f"{name}.json").read_text(encoding="utf-8"))
@@ -105,7 +105,7 @@ def load_profile(name: str) -> Profile:
 
 
 def parse_profile(name: str, text: str) -> Profile:
-    """A profile from its JSON."""
+    """Parse a profile's JSON."""
     try:
         data: dict[str, Any] = json.loads(text)
     except json.JSONDecodeError as error:

@@ -11,11 +11,11 @@ GAP = "rollout/log_prob_gap_max"
 
 
 def check_log_prob_gap(metrics: Mapping[str, float], max_gap: float | None, *, step: int) -> None:
-    """Stop a run whose trainer gives the recorded steps other log-probs than its replicas did.
+    """Stop a run whose trainer computes other log-probs for the recorded steps than its replicas did.
 
     Args:
-        metrics: of the step; virtual devices have no log-probs, and no gap.
-        max_gap: in nats; None lets every gap pass.
+        metrics: metrics of the step; virtual devices have no log-probs, and no gap.
+        max_gap: in nats; None: no limit.
 
     Raises:
         RunStopped: the gap is larger, or not a number.
@@ -23,7 +23,7 @@ def check_log_prob_gap(metrics: Mapping[str, float], max_gap: float | None, *, s
     if max_gap is None or GAP not in metrics:
         return
     gap = metrics[GAP]
-    if not gap <= max_gap:  # also where it is nan
+    if not gap <= max_gap:  # also true for nan
         raise RunStopped(
             f"step {step}: {GAP} must be <= digen.rollout.max_log_prob_gap={max_gap:g} nats, got {gap:g}: replicas and "
             "trainer do not compute alike. If rollout/version_age_max_versions is 0, compare "

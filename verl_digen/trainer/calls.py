@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls under way, each with a deadline: who waits for whom, since when, and until when.
+"""Calls in flight, each with a deadline: who waits for whom, since when, and until when.
 
-- `start` begins a call and says what to do when it ends and what to do when it is overdue. An overdue call is
-  cancelled and forgotten: exactly one of the two is done.
-- `next_events` waits for the first call that ends or is overdue, and handles all that are.
-- After a long time without any event the log lists every call under way; after a longer one the run ends.
+- `start` begins a call with two callbacks, one for its end and one for its timeout. An overdue call is cancelled and
+  forgotten: exactly one of the two callbacks runs.
+- `next_events` waits until a call ends or is overdue, and handles every such call.
+- After a long time without any event the log lists every call in flight; after a longer one the run ends.
 
 All waiting goes through asyncio, and so does time (`loop.time`).
 
 Invariants (tests/trainer/test_calls.py)
-- `next_events` returns within the smallest bound of the calls under way.
+- `next_events` returns within the smallest bound of the calls in flight.
 - Calls that end at the same time are handled in the order in which they were started.
 """
 
@@ -27,7 +27,7 @@ from verl_digen.schedulers.deadlines import Bound, DeadlinesConfig
 logger = logging.getLogger(__name__)
 
 CLOCK_MARGIN_S = 1e-3
-"""A timer may fire so much early."""
+"""Seconds by which a timer may fire early."""
 
 OnEnded = Callable[[asyncio.Task[Any], float], None]
 """(the ended task, seconds that it took)."""
@@ -36,16 +36,16 @@ OnOverdue = Callable[[DeadlineMissed], None]
 
 
 def end_run(error: DeadlineMissed) -> None:
-    """`on_overdue` of a call that the run cannot go on without."""
+    """`on_overdue` of a call that the run needs: raise the error."""
     raise error
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call under way."""
+    """A call in flight."""
 
     what: str
-    """A noun phrase that names who was asked for what."""
+    """A noun phrase that says who was asked for what."""
     since_s: float
     bound: Bound
     on_ended: OnEnded
@@ -58,7 +58,7 @@ class Call:
 
 class CallsUnderWay:
     """Args:
-    config: when to report, and when to give up.
+    config: when to report, and when to time out.
 
     Example:
         calls = CallsUnderWay(config)
@@ -87,10 +87,10 @@ class CallsUnderWay:
         self._calls[task] = Call(what, _now_s(), bound, on_ended, on_overdue)
 
     async def next_events(self, timeout_s: float | None = None) -> bool:
-        """Wait until a call has ended or is overdue, or for `timeout_s`; handle all such calls. Whether there was one.
+        """Wait until calls end or are overdue, at most for `timeout_s`, and handle them. Returns False at the timeout.
 
         Raises:
-            DeadlineMissed: nothing happened for `digen.deadlines.no_progress_s`. Whatever the handlers raise.
+            DeadlineMissed: nothing happened for `digen.deadlines.no_progress_s`. Any exception of the handlers.
         """
         began_s = _now_s()
         give_up_s = began_s + self._config.no_progress_s
@@ -127,12 +127,12 @@ class CallsUnderWay:
         logger.error("overdue: %d of the calls under way: %s", len(overdue), self.describe())
         for task in overdue:
             call = self._calls.pop(task, None)
-            if call is not None:  # else forgotten by the handler of another one
+            if call is not None:  # None: forgotten by the handler of another call
                 task.cancel()
                 call.on_overdue(DeadlineMissed(call.what, _now_s() - call.since_s, call.bound.key))
 
     def describe(self) -> str:
-        """List every call, for how long it has been under way, and its bound."""
+        """List every call with its elapsed time and its bound."""
         now_s = _now_s()
         return "; ".join(
             f"{call.what} for {now_s - call.since_s:.1f} s of at most {call.bound.seconds:.1f} s ({call.bound.key})"

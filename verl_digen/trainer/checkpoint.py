@@ -66,20 +66,20 @@ def load_driver_state(step_dir: Path) -> DriverState:
 
 
 def load_open_prompts(step_dir: Path) -> list[dict[str, Any]]:
-    """The rows that were drawn and not trained; none in a checkpoint of before they were saved.
+    """Read the rows that were drawn and not trained; empty for a checkpoint from before they were saved.
 
     Raises:
-        pickle.UnpicklingError: the file holds more than values, such as code to run.
+        pickle.UnpicklingError: the file holds more than plain values, for example code.
     """
     path = step_dir / "prompts.pt"
     return torch.load(path, weights_only=True) if path.is_file() else []
 
 
 def _plain(value: Any) -> Any:
-    """Values of a prompt's row as Python has them, of which a file can be read without running code.
+    """Convert a value of a prompt's row to plain Python types, so that the file can be read without running code.
 
     Raises:
-        ValueError: a type that is none of a prompt file.
+        ValueError: a type that no prompt file holds.
     """
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
@@ -101,7 +101,7 @@ def publish(run_dir: Path, step: int) -> None:
 
 
 def way_to_resume(run_dir: Path) -> str:
-    """What to do after a run that stopped: one clause for its last message."""
+    """Say how to resume a run that stopped: one clause for its last message."""
     path = run_dir / POINTER
     if not path.is_file():
         return (
@@ -115,7 +115,7 @@ def way_to_resume(run_dir: Path) -> str:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a small file so that a reader sees the old or the new content, also after a crash or on a full disk."""
+    """Write a small file atomically: a reader sees the old or the new content, also after a crash or on a full disk."""
     temporary = path.with_name(path.name + ".tmp")
     with open(temporary, "w", encoding="utf-8") as file:
         file.write(text)

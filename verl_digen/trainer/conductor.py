@@ -9,15 +9,15 @@
                   +--> trainer: begin, accumulate(fragment) ..., commit ----------------------+
                        or, at a bubble, assist: generate a chunk itself ... scored and published
 
-Nothing here decides: which chunk goes where, when a fragment is ready, whether the trainer assists and when the batch
-is whole is said by `verl_digen.schedulers`, which simulates with the same code.
+The conductor decides nothing: which chunk goes where, when a fragment is ready, whether the trainer assists and when
+the batch is complete is decided by `verl_digen.schedulers`, which simulates with the same code.
 
-Nothing here polls: every event is a task. A free trainer asks the planner after every event, and between two events at
+It never polls: every event is a task. A free trainer asks the planner after every event, and between two events at
 most once more, at the moment that the planner named. If that moment passes too (a slot is slower than predicted), the
 trainer waits for the next event.
 
     run_batch ... publish ... run_batch ... publish       the caller saves, logs and moves weights in between
-               ^^^^^^^^^^^ keep_feeding                   where the next batch may begin early, slots go on
+               ^^^^^^^^^^^ keep_feeding                   the next batch may begin early, slots keep working
 
 | who waits | for whom | bound |
 | --- | --- | --- |
@@ -25,25 +25,25 @@ trainer waits for the next event.
 | trainer | a ready fragment | the batch |
 | slot | the conductor, between two chunks | one round trip |
 
-What becomes of a step when something fails:
+Failures and their effect on the step:
 
 | what happens | what follows |
 | --- | --- |
-| a sample is not generated or scored | made again, within `digen.queue.max_sample_refills`; else its group is dropped |
+| a sample is not generated or scored | retried, within `digen.queue.max_sample_refills`; else its group is dropped |
 | a group is dropped | replaced by a new prompt, within `digen.max_refills_per_step`; else the batch is smaller |
-| a replica dies | all of its slots are lost; their chunks go to the others, whole; the run goes on without it |
-| a chunk or a load is overdue | the same, and the replica's processes are ended |
+| a replica dies | all of its slots are lost; their whole chunks go to other slots; the run goes on without it |
+| a chunk or a load is overdue | the same, and the replica's processes are killed |
 | scoring a chunk is overdue | its samples count as not scored |
-| an exception in a call of the trainer, a dead rank or agent loop worker, no replica left | `abort`, and it is raised |
-| a call of the trainer, or of an agent loop worker that only tells it something, is overdue | the same |
+| an exception in a call of the trainer, a dead rank or agent loop worker, no replica left | `abort`, then raised |
+| a call of the trainer, or a notification to an agent loop worker, is overdue | the same |
 
-Why the last one is not tried again: after a call that failed on some ranks alone, others may hang in a collective.
+The last two are not retried: after a call that failed on some ranks only, others may hang in a collective.
 
 Invariants (tests/trainer/test_conductor.py)
 - A ready fragment trains at once if the trainer is free; a free slot gets the next chunk at once.
-- A group is trained once, whole, under one weight version; what was published of others is handed out to be cleared.
+- A group is trained once, whole, under one weight version; published samples of other groups are returned for clearing.
 - An exception anywhere aborts the open gradient: the model is its last committed state.
-- Nothing that hangs is waited for beyond its bound (`verl_digen.schedulers.deadlines`).
+- Every wait has a bound (`verl_digen.schedulers.deadlines`).
 """
 
 from __future__ import annotations
@@ -81,41 +81,41 @@ RECONSIDER_MARGIN_S = 0.01
 """Added to a predicted moment, so that it has passed by every clock when the trainer asks again."""
 
 REWARD = "rewards"
-"""Name of the reward workers as a callee of `Deadlines`; others are a slot's id or TRAINER."""
+"""Callee name of the reward workers in `Deadlines`; other callees are a slot's id or TRAINER."""
 
 Tags = Mapping[int, Mapping[str, Any]]
-"""Sample index -> what the agent loop knows of the sample."""
+"""Sample index -> tag of the sample, as the agent loop wrote it."""
 
 
 class Generator(Protocol):
     """The generator pool: one chunk at a time per slot, and the agent loops that score and publish."""
 
     async def generate(self, slot: str, chunk: Chunk) -> GeneratedChunk:
-        """Returns when the chunk's generation has ended."""
+        """Have the slot generate the chunk; returns when generation has ended."""
         ...
 
     async def cancel(self, chunk: Chunk) -> None:
-        """Let the replica drop the chunk that it generates; `generate` returns soon."""
+        """Have the replica drop the chunk that it generates; `generate` returns soon."""
         ...
 
     async def discard(self, chunk: Chunk) -> None:
-        """Have the chunk forgotten, in whatever state it is: nothing of it is published from now on."""
+        """Drop the chunk, in whatever state it is: none of its samples is published from now on."""
         ...
 
     async def end_replica(self, slots: Sequence[str]) -> None:
-        """End the processes of a replica that hangs, all of whose slots are given: its devices are free then."""
+        """Kill the processes of a hung replica, given all of its slots; its devices are free then."""
         ...
 
     async def assist(self, chunk: Chunk) -> GeneratedChunk:
-        """Have the trainer's ranks generate the chunk; returns when that has ended."""
+        """Have the trainer's ranks generate the chunk; returns when generation has ended."""
         ...
 
     async def collect(self, chunk: Chunk) -> ScoredChunk:
-        """Returns when the chunk's samples are scored and published."""
+        """Wait until the chunk's samples are scored and published."""
         ...
 
     async def load(self, slots: Sequence[str]) -> int | None:
-        """Let a replica, all of whose slots are given, take the newest weights -> their version; None if it died."""
+        """Have a replica, given all of its slots, load the newest weights -> their version; None if it died."""
         ...
 
 
@@ -131,11 +131,11 @@ class Trainer(Protocol):
         ...
 
     async def commit(self) -> dict[str, float]:
-        """The optimizer step; metrics."""
+        """Run the optimizer step; returns its metrics."""
         ...
 
     async def abort(self) -> None:
-        """Forget the open logical batch."""
+        """Discard the open logical batch."""
         ...
 
 
@@ -145,56 +145,56 @@ class BatchOutcome:
 
     report: BatchReport
     metrics: dict[str, float]
-    """Of the optimizer step."""
+    """Metrics of the optimizer step."""
     slowest_decision_s: float
-    """The longest that the planner took to say what the trainer does."""
+    """Longest time that the planner took to decide what the trainer does."""
     groups: Mapping[str, Tags]
-    """uid -> the samples that were trained."""
+    """uid -> tags of the trained samples."""
     dropped_uids: Sequence[str]
-    """Groups of which something was published for nothing."""
+    """Dropped groups with published samples or conditions."""
     unwanted: Sequence[SampleName]
-    """Samples that were published for nothing."""
+    """Published samples that were not trained."""
 
 
 @dataclass(frozen=True)
 class Lanes:
-    """Whom the timeline knows."""
+    """The timeline lanes that the conductor writes to."""
 
     trainer: Lane
     reward: Lane
     slots: Mapping[str, Lane]
-    """Slot -> its replica."""
+    """Slot -> lane of its replica."""
 
 
 @dataclass(frozen=True)
 class Joining:
-    """A replica that has the newest weights and no slot."""
+    """A replica with the newest weights and no slot yet."""
 
     replica: str
     lane: Lane
     slots: Sequence[str]
-    """Names that no slot had before."""
+    """New names, never used by a slot before."""
 
 
 @dataclass
 class PublishedSamples:
-    """What was published of one batch's groups."""
+    """Published samples of one batch's groups."""
 
     groups: dict[str, dict[int, Mapping[str, Any]]] = field(default_factory=dict)
-    """uid -> sample index -> tag of the sample that counts."""
+    """uid -> sample index -> tag of the sample that is used."""
     unwanted: list[SampleName] = field(default_factory=list)
     """Samples that came too late, or that were generated again since."""
     doubtful: list[SampleName] = field(default_factory=list)
-    """Samples whose scoring was given up: published perhaps."""
+    """Samples whose scoring timed out: they may have been published."""
 
 
 class Conductor:
     """Args:
-    planner: decides.
-    draw_prompts: takes so many prompts for a batch; returns their uids.
+    planner: makes all decisions.
+    draw_prompts: (batch, count) -> draws `count` prompts for the batch and returns their uids.
     slots_of: slot -> all slots of its replica.
-    deadlines: how long each call may take; told how long calls took.
-    recorder, lanes: where and as whom to note who did what.
+    deadlines: bound of each call; learns from the durations of calls.
+    recorder, lanes: the timeline, and the lanes to record work and waits in.
     """
 
     def __init__(
@@ -214,19 +214,19 @@ class Conductor:
         self.slots_of = dict(slots_of)
         self._slot_lanes = dict(lanes.slots)
         self.last_failure = ""
-        """Why the sample that failed last did."""
+        """Reason of the last failed sample."""
         self._calls = CallsUnderWay(deadlines.config)
         self._chunks: dict[int, Chunk] = {}
-        """Chunks that are being generated."""
+        """Chunks in generation, by id."""
         self._withdrawn: set[int] = set()
         """Ids of chunks in generation that were cancelled."""
         self._unloaded: set[str] = set()
-        """Slots that wait for the others of their replica before it takes new weights."""
+        """Slots that wait for the other slots of their replica before it loads new weights."""
         self._is_open = False
-        """Whether the trainer has a logical batch open."""
+        """True while the trainer has a logical batch open."""
         self._trainer_is_free = False
         self._outcome: BatchOutcome | None = None
-        """The batch under way, once it is committed."""
+        """Outcome of the current batch, once it is committed."""
         self._trained: set[str] = set()
         self._published: dict[int, PublishedSamples] = {}
         """Batch -> its published samples."""
@@ -234,12 +234,12 @@ class Conductor:
         self._slowest_decision_s = 0.0
         self._feeding: asyncio.Task[None] | None = None
 
-    # -- what the caller asks for -------------------------------------------------------------------------
+    # -- public methods -----------------------------------------------------------------------------------
     async def run_batch(self) -> BatchOutcome:
         """Generate, score and train one logical batch, up to its commit. Slots are fed until the next call.
 
         Raises:
-            RunStopped: every group of it was dropped. Any exception of the pools; the open gradient is forgotten.
+            RunStopped: every group of it was dropped. Any exception of the pools; the open gradient is discarded.
         """
         await self._stop_feeding()
         self._outcome, self._trained = None, set()
@@ -264,7 +264,7 @@ class Conductor:
         return self._outcome
 
     async def _abort(self) -> None:
-        """Have the trainer forget the open batch, if it still can; the exception under way is the one to be raised."""
+        """Have the trainer discard the open batch, if it still can. A timeout is only logged."""
         abort_s = self.deadlines.config.abort_s
         try:
             await asyncio.wait_for(self.trainer.abort(), abort_s)
@@ -272,11 +272,11 @@ class Conductor:
             logger.error("ranks of the trainer did not answer `abort` for %.0f s; they end with the run", abort_s)
 
     async def publish(self, version: int, lost_slots: Sequence[str] = (), joining: Sequence[Joining] = ()) -> None:
-        """Every replica has received `version`, and may take it between two chunks.
+        """Announce that every replica has received `version` and may load it between two chunks.
 
         Args:
             lost_slots: slots of replicas that died, now or before.
-            joining: replicas that were started again, or whose slots were lost without need.
+            joining: restarted replicas, and living replicas whose slots had been given up.
         """
         await self._stop_feeding()
         for slot in lost_slots:
@@ -292,7 +292,7 @@ class Conductor:
         self._feeding = asyncio.ensure_future(self._keep_feeding())
 
     async def drain(self) -> None:
-        """Return when nothing is being generated and every slot has the newest weights; `run_batch` goes on."""
+        """Wait until no chunk is in flight and every slot has the newest weights; `run_batch` resumes feeding."""
         await self._stop_feeding()
         self._feed(draws=False, begins=False)
         while self._calls:
@@ -300,7 +300,7 @@ class Conductor:
             self._feed(draws=False, begins=False)
 
     async def _keep_feeding(self) -> None:
-        """Handle what ends between two batches, and begin what may begin, until cancelled."""
+        """Handle events and feed slots between two batches, until cancelled."""
         while True:
             self._feed(draws=False)
             if not self._calls:
@@ -308,7 +308,7 @@ class Conductor:
             await self._next_events(None)
 
     async def _stop_feeding(self) -> None:
-        """End `_keep_feeding`; whatever it raised is raised here."""
+        """Cancel `_keep_feeding`; an exception that it raised is raised here."""
         if self._feeding is not None:
             feeding, self._feeding = self._feeding, None
             feeding.cancel()
@@ -319,11 +319,11 @@ class Conductor:
     # -- deciding -----------------------------------------------------------------------------------------
     @property
     def _step(self) -> int:
-        """The optimizer step under way; the first is 1."""
+        """Number of the current optimizer step; the first is 1."""
         return self.planner.batch + 1
 
     def _feed(self, *, draws: bool = True, begins: bool = True) -> None:
-        """Prompts to the planner, chunks and new weights to free slots, and an end to chunks that nobody wants.
+        """Give prompts to the planner, chunks and new weights to free slots, cancel chunks that are no longer wanted.
 
         Args:
             draws: whether prompts may be drawn now. begins: whether groups may be begun now.
@@ -344,7 +344,7 @@ class Conductor:
             )
 
     def _engage_trainer(self) -> float | None:
-        """Have the free trainer do what the planner says -> seconds after which to ask again; None: never."""
+        """Have the free trainer do what the planner says -> seconds until it asks again; None: at the next event."""
         now_s = self.recorder.now_s()
         decision = self.planner.next_for_trainer(now_s)
         self._slowest_decision_s = max(self._slowest_decision_s, self.recorder.now_s() - now_s)
@@ -410,7 +410,7 @@ class Conductor:
         )
 
     def _on_generated(self, chunk: Chunk, generated: GeneratedChunk) -> None:
-        """Have the samples of a generated chunk collected once they are scored; its generator is free."""
+        """Start collecting the samples of a generated chunk, to be scored and published; its generator is free."""
         self.planner.on_generated(chunk.id, self.recorder.now_s())
         if generated.failures:
             self._on_failed(chunk, generated.failures)
@@ -446,7 +446,7 @@ class Conductor:
         )
 
     def _published_with(self, chunk: Chunk) -> PublishedSamples:
-        """The samples that are handed out with the chunk's batch, or with the next one if that is over."""
+        """Published samples of the chunk's batch, or of the current batch if that one is over."""
         return self._published.setdefault(max(chunk.batch, self.planner.batch), PublishedSamples())
 
     def _on_scored(self, chunk: Chunk, scored: ScoredChunk) -> None:
@@ -464,7 +464,7 @@ class Conductor:
                 published.unwanted.append(name)
                 continue
             group = published.groups.setdefault(chunk.uid, {})
-            if index in group:  # the group started over since, under newer weights
+            if index in group:  # the group was restarted under newer weights
                 published.unwanted.append(SampleName.of(chunk.uid, index, group[index]))
             group[index] = tag
 
@@ -476,7 +476,7 @@ class Conductor:
         self.planner.on_failed(chunk.id, list(failures))
 
     def _unload(self, slot: str) -> None:
-        """The slot is ready for new weights; its replica takes them when all of its slots are."""
+        """Mark the slot ready for new weights; its replica loads them when all of its slots are ready."""
         self._unloaded.add(slot)
         slots = [other for other in self.slots_of[slot] if self.planner.has_slot(other)]
         if not self._unloaded.issuperset(slots):
@@ -510,13 +510,13 @@ class Conductor:
         )
 
     def _give_up(self, slot: str, error: DeadlineMissed) -> None:
-        """Lose a replica that hangs, and end its processes."""
+        """Drop a hung replica and kill its processes."""
         logger.error("the replica of slot %s is given up: %s", slot, error)
         self._lose(slot)
         self._tell(self.generator.end_replica(self.slots_of[slot]), f"ending the replica of slot {slot}")
 
     def _lose(self, slot: str) -> None:
-        """Take all slots of a replica that died out of the plan. No effect on those that are out already."""
+        """Take all slots of a dead replica out of the plan. No effect on slots that are out already."""
         for lost in self.slots_of[slot]:
             self._unloaded.discard(lost)
             if self.planner.has_slot(lost):
@@ -628,7 +628,7 @@ class Conductor:
 
     # -- events -------------------------------------------------------------------------------------------
     def _tell(self, work: Coroutine[Any, Any, None], what: str, on_overdue: OnOverdue = end_run) -> None:
-        """Begin a call that takes no work and whose answer says nothing."""
+        """Begin a notification: a call whose result is not used."""
         self._calls.start(
             work,
             what=what,
@@ -638,7 +638,7 @@ class Conductor:
         )
 
     async def _next_events(self, timeout_s: float | None) -> bool:
-        """Wait until something has ended (or for `timeout_s`), and handle all that has. Whether anything had."""
+        """Wait until something has ended, or for `timeout_s`; handle all that has. Returns False at the timeout."""
         if not self._calls:
             raise RunStopped(
                 f"step {self._step}: nothing is under way and the batch is not whole; every replica is lost, or the "
@@ -647,7 +647,7 @@ class Conductor:
         return await self._calls.next_events(timeout_s)
 
     def _wait(self, lane: Lane, reason: WaitReason) -> None:
-        """Note that a lane has nothing to do, from now on."""
+        """Record that a lane is idle from now on."""
         opened = self._waiting.get(lane)
         if opened is not None and opened.work.get("reason") == reason and opened.step == self._step:
             return
@@ -668,5 +668,5 @@ def _require_success(task: asyncio.Task[None], took_s: float) -> None:
 
 
 def _leave_to_the_chunk(error: DeadlineMissed) -> None:
-    """Do nothing about a replica that takes no cancellation: the bound of its chunk says when it hangs."""
+    """Only log that a replica did not accept a cancellation: the bound of its chunk detects a hung replica."""
     logger.warning("%s", error)

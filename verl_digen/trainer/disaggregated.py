@@ -7,7 +7,7 @@
 
 The conductor runs in a thread of its own, so that replicas which may begin the next batch are fed between steps too.
 
-What is shared with the colocated trainer (data, checkpoints, validation, metrics) is inherited from it.
+Data, checkpoints, validation and metrics are inherited from the colocated trainer.
 
 Invariant (tests/e2e): after any number of steps the weights are those of the colocated trainer, to float tolerance.
 """
@@ -84,7 +84,7 @@ def batch_rules(digen: DigenConfig, *, num_prompts: int, group_size: int, num_tr
 
 
 class FlowGRPOTrainerDisaggregated(FlowGRPOTrainerSync):
-    """See the module."""
+    """Trainer on separate pools, see the module."""
 
     # -- setting up ---------------------------------------------------------------------------------------
     def _setup(self) -> None:
@@ -108,7 +108,7 @@ class FlowGRPOTrainerDisaggregated(FlowGRPOTrainerSync):
         self._timeline_file.keep_until(self.global_steps)
 
     def _device_counts(self) -> dict[str, int]:
-        """Pool -> devices, of the pools that have any."""
+        """Pool -> number of devices; pools without devices are left out."""
         rollout, num_reward = self.config.actor_rollout_ref.rollout, num_reward_devices(self.config)
         return {
             "trainer": self.config.trainer.nnodes * self.config.trainer.n_gpus_per_node,
@@ -120,7 +120,7 @@ class FlowGRPOTrainerDisaggregated(FlowGRPOTrainerSync):
         return sum(self._num_devices.values())
 
     def _make_conductor(self) -> Conductor:
-        """When the agent loop workers are there."""
+        """Make the conductor; needs the agent loop workers."""
         rollout = self.config.actor_rollout_ref.rollout
         num_prompts, first_batch = self.config.data.train_batch_size, self.global_steps - 1
         planner = BatchPlanner(
@@ -173,7 +173,7 @@ class FlowGRPOTrainerDisaggregated(FlowGRPOTrainerSync):
         )
 
     def _make_slots(self, replica: Any) -> Joining:
-        """Slots of a replica that has none, under new names, in a lane that no other living replica has."""
+        """Make slots for a replica without any: new names, in a lane that no other living replica has."""
         address = replica.server_address
         if address not in self._lanes:
             living = {other.server_address for other in self.checkpoint_manager.replicas}
@@ -198,7 +198,7 @@ class FlowGRPOTrainerDisaggregated(FlowGRPOTrainerSync):
                 end_processes(replica)
 
     def _num_trained_steps(self) -> int:
-        """Of one sample; what is planned, where windows differ in it."""
+        """Trained steps per sample; an estimate where the window varies between groups."""
         window = draw_window(
             self.digen.window, run_seed=self.digen.seed, uid="", num_steps=self.digen.sampling.num_steps, step=0
         )
@@ -215,7 +215,7 @@ class FlowGRPOTrainerDisaggregated(FlowGRPOTrainerSync):
         return [*self._generator.open_prompts(), *super()._open_prompts()]
 
     def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """The result of the conductor's `work`; ProcessLost if the run cannot go on meanwhile."""
+        """Run the conductor's `work` and return its result; ProcessLost if a process that the run needs is lost."""
         return self._loop.run(self._heartbeats.unless_lost(work))
 
     # -- one step -----------------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ class FlowGRPOTrainerDisaggregated(FlowGRPOTrainerSync):
         self._step_began_s = self._recorder.now_s()
 
     def step(self, metrics: dict, timing_raw: dict) -> KVBatchMeta:
-        """One logical batch, up to its optimizer step."""
+        """Run one logical batch, up to its optimizer step."""
         if self._conductor is None:
             self._conductor = self._make_conductor()
         outcome = self._run(self._conductor.run_batch())
@@ -258,7 +258,7 @@ class FlowGRPOTrainerDisaggregated(FlowGRPOTrainerSync):
         self._close_timeline()
 
     def _join_replicas(self) -> list[Joining]:
-        """Have every living replica without a slot in the plan take the newest weights; it gets slots."""
+        """Have every living replica without a slot in the plan load the newest weights, and make slots for it."""
         assert self._conductor is not None
         planned = {slot.replica for slot in self._slots if self._conductor.planner.has_slot(slot.name)}
         joining: list[Joining] = []
@@ -276,18 +276,18 @@ class FlowGRPOTrainerDisaggregated(FlowGRPOTrainerSync):
         return joining
 
     def _lost_slots(self) -> list[str]:
-        """Slots of replicas that are gone."""
+        """Slots of replicas that are no longer in the run."""
         living = {replica.server_address for replica in self.checkpoint_manager.replicas}
         return [slot.name for slot in self._slots if slot.replica not in living]
 
     def on_validate_begin(self) -> None:
-        """Validation is by the newest weights, on replicas that do nothing else."""
+        """Drain the slots: validation uses the newest weights, on otherwise idle replicas."""
         if self._conductor is not None:
             self._run(self._conductor.drain())
         super().on_validate_begin()
 
     def _close_timeline(self) -> None:
-        """The intervals of the step to disk, and as metrics to the step's other ones."""
+        """Write the step's intervals to disk, and keep the metrics made of them for the step's other metrics."""
         end_s = self._recorder.now_s()
         intervals = [
             *self._recorder.drain().intervals,
@@ -315,7 +315,7 @@ class FlowGRPOTrainerDisaggregated(FlowGRPOTrainerSync):
 
 
 def _clear(outcome: BatchOutcome) -> None:
-    """What nobody reads any more; the rows of trained samples are cleared by verl's loop, at the end of the step."""
+    """Clear what is no longer read. The rows of trained samples are cleared by verl's loop, at the end of the step."""
     tq.kv_clear(keys=[*outcome.groups, *outcome.dropped_uids], partition_id=CONDITION_PARTITION)
     if outcome.unwanted:
         tq.kv_clear(keys=[name.key for name in outcome.unwanted], partition_id=PARTITION)

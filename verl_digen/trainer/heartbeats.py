@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signs of life of the processes that a run cannot go on without and that no deadline covers: agent loop workers and
-TransferQueue's controller. Each is asked every `digen.deadlines.answer_s`; the first that gives none ends the run.
+"""Heartbeats of the processes that a run needs and that no deadline covers: agent loop workers and TransferQueue's
+controller. Each is asked every `digen.deadlines.answer_s`; the first that does not answer ends the run.
 
-| where the driver is when a process is lost | how it hears of it |
+| where the driver is when a process is lost | how it is told |
 | --- | --- |
 | in a coroutine of ours | `unless_lost` cancels it |
 | in a loop that polls | `check` raises |
-| in a call of that process | the process is ended, so that the call raises |
-| in a call of TransferQueue, which waits for its controller for ever | the call is cancelled (`cancel_queue_calls`) |
+| in a call of that process | the process is killed, so that the call raises |
+| in a call of TransferQueue, which waits for its controller forever | the call is cancelled (`cancel_queue_calls`) |
 
     heartbeats = Heartbeats(loop.begin, config, cancel_queue_calls)
     heartbeats.watch("agent loop worker 0", handle)
@@ -33,23 +33,23 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 CANCEL_EVERY_S = 1.0
-"""How often the driver's calls of TransferQueue are cancelled once the run must end: it may make another one."""
+"""Seconds between cancellations of the driver's TransferQueue calls once the run must end: it may start new ones."""
 
 
 class Heartbeats:
     """Args:
-    begin: starts a coroutine beside the caller (`LoopThread.begin`).
-    cancel_queue_calls: fails the driver's calls of TransferQueue that are under way.
+    begin: starts a coroutine in the background (`LoopThread.begin`).
+    cancel_queue_calls: fails the driver's TransferQueue calls in flight.
     """
 
     def __init__(self, begin: Callable[[Any], Any], config: DeadlinesConfig, cancel_queue_calls: Callable[[], None]):
         self._begin, self._config, self._cancel_queue_calls = begin, config, cancel_queue_calls
         self._guarded: set[asyncio.Task[Any]] = set()
         self.lost: ProcessLost | None = None
-        """Why the run must end, if it must."""
+        """Reason why the run must end; None while it may go on."""
 
     def watch(self, what: str, process: Any) -> None:
-        """Ask an actor for signs of life from now on.
+        """Ask an actor for heartbeats from now on.
 
         Args:
             what: a noun phrase that names the process.
@@ -62,10 +62,10 @@ class Heartbeats:
             raise self.lost
 
     async def unless_lost(self, work: Awaitable[Result]) -> Result:
-        """The result of `work`.
+        """Run `work` and return its result.
 
         Raises:
-            ProcessLost: a process was lost meanwhile. Whatever `work` raises.
+            ProcessLost: a process was lost meanwhile. Any exception of `work`.
         """
         task: asyncio.Task[Result] = asyncio.ensure_future(work)  # type: ignore[assignment]
         self._guarded.add(task)
@@ -94,7 +94,7 @@ class Heartbeats:
             await asyncio.sleep(CANCEL_EVERY_S)
 
     async def _loss(self, what: str, process: Any) -> ProcessLost | None:
-        """Why the process counts as lost; None while it lives."""
+        """Reason why the process counts as lost; None while it is alive."""
         try:
             await sign_of_life(process, self._config)
         except asyncio.TimeoutError:

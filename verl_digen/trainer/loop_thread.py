@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An event loop in a thread of its own: what it waits for goes on while the caller does something else. And blocking
-work in a thread of its own, so that it can be given up.
+"""An event loop in its own thread, which runs while the caller does something else; and blocking work in its own
+thread, so that it can time out.
 
 verl's loop is synchronous: between two steps the driver saves, validates and moves weights. Replicas that may begin the
 next batch meanwhile are fed from here.
@@ -25,7 +25,7 @@ class LoopThread:
     """Example:
 
     loop = LoopThread("conductor")
-    loop.run(conductor.run_batch())     # blocks the caller; what the coroutine started goes on afterwards
+    loop.run(conductor.run_batch())     # blocks the caller; tasks that the coroutine started run on afterwards
     """
 
     def __init__(self, name: str):
@@ -38,22 +38,22 @@ class LoopThread:
         return self._loop.time()
 
     def begin(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
-        """Start `work` in the loop; it goes on while the caller does something else. Cancelling the future ends it."""
+        """Start `work` in the loop and return at once. Cancelling the future cancels it."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Run `work` in the loop -> its result, or its exception."""
+        """Run `work` in the loop; return its result or raise its exception."""
         return self.begin(work).result()
 
 
 def within(bound: Bound, work: Callable[[], Result], *, what: str) -> Result:
-    """The result of blocking `work`, which runs in a thread of its own and is left alone when it is overdue.
+    """Run blocking `work` in its own thread and return its result; a thread that is overdue is abandoned.
 
     Args:
         what: a noun phrase that names the work.
 
     Raises:
-        DeadlineMissed: it is overdue. Whatever `work` raises.
+        DeadlineMissed: it is overdue. Any exception of `work`.
     """
     outcome: Future[Result] = Future()
 
@@ -68,5 +68,5 @@ def within(bound: Bound, work: Callable[[], Result], *, what: str) -> Result:
         return outcome.result(bound.seconds)
     except FutureTimeout as error:
         if outcome.done():
-            raise  # its own
+            raise  # raised by `work`
         raise DeadlineMissed(what, bound.seconds, bound.key) from error

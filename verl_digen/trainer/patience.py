@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A bound on a wait that polls: how long the same count may stay the same."""
+"""Timeout of a polling wait: how long a count may stay the same."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Patience:
         self._last: int | None = None
 
     def check(self, num_ended: int, what: str) -> None:
-        """Compare the count with the one before.
+        """Compare the count with the previous one.
 
         Args:
             what: a noun phrase that names who is waited for.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device pools as the conductor sees them: Ray handles behind its two protocols, and nothing that decides."""
+"""The device pools as the conductor sees them: Ray handles behind its two protocols; no decisions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class SlotHandle:
 
 
 class GeneratorPool:
-    """Agent loop workers in front of replicas, and in front of the trainer's ranks where those assist.
+    """Agent loop workers in front of replicas, and in front of the trainer's ranks when those assist.
 
     Args:
         workers: handles of `DiffusionAgentLoopWorker`; a chunk stays with one of them.
@@ -67,15 +67,15 @@ class GeneratorPool:
         """Prompts whose conditions were published for an assist."""
 
     def add_prompt(self, batch: int, uid: str, row: Mapping[str, Any]) -> None:
-        """What the agent loop needs of a prompt."""
+        """Register a prompt's dataset row for the agent loop."""
         self._rows.setdefault(batch, {})[uid] = row
 
     def open_prompts(self) -> list[Mapping[str, Any]]:
-        """Those of batches that are not over, in order."""
+        """Rows of the prompts of unfinished batches, in order."""
         return [row for batch in sorted(self._rows) for row in self._rows[batch].values()]
 
     def forget_batch(self, batch: int) -> None:
-        """Its prompts are trained or dropped."""
+        """Forget the prompts of a batch; all are trained or dropped."""
         self._encoded.difference_update(self._rows.pop(batch))
 
     async def generate(self, slot: str, chunk: Chunk) -> GeneratedChunk:
@@ -97,11 +97,11 @@ class GeneratorPool:
             await self._end_replica(replica)
 
     def add_slots(self, slots: Sequence[SlotHandle]) -> None:
-        """Slots of a replica that joins."""
+        """Add the slots of a joining replica."""
         self._slots.update({slot.name: slot for slot in slots})
 
     def _take_slots(self, names: Sequence[str]) -> list[SlotHandle]:
-        """Leave slots out from now on -> those that were not left out before."""
+        """Remove slots -> those that had not been removed before."""
         return [self._slots.pop(name) for name in names if name in self._slots]
 
     async def assist(self, chunk: Chunk) -> GeneratedChunk:
@@ -113,7 +113,7 @@ class GeneratorPool:
         return await worker.adopt_chunk.remote(order, self._trainer.assist(requests, chunk.version))
 
     async def _prepare_assist(self, order: ChunkOrder, worker: Any) -> Any:
-        """What the ranks are to generate; a replica encodes the prompt, the first time."""
+        """Make the requests that the ranks are to generate; a replica encodes the prompt, the first time."""
         if order.uid in self._encoded:
             return await worker.prepare_assist.remote(order, None)
         for slot in list(self._slots.values()):
@@ -146,12 +146,12 @@ class GeneratorPool:
 
 
 class TrainerPool:
-    """The trainer's ranks, which are called alike.
+    """The trainer's ranks; every call goes to all of them.
 
     Args:
-        worker_group: verl's, of `DiffusionWorker`.
-        num_samples: of a logical batch.
-        num_rows: of a logical batch, as planned.
+        worker_group: verl's worker group of `DiffusionWorker`.
+        num_samples: samples per logical batch.
+        num_rows: planned rows per logical batch.
     """
 
     def __init__(self, worker_group: Any, *, num_samples: int, num_rows: int):
@@ -159,7 +159,7 @@ class TrainerPool:
         self._num_samples = num_samples
         self._num_rows = num_rows
         self.compute_s = 0.0
-        """Time the ranks spent in calls of the open batch."""
+        """Seconds that the ranks spent in calls of the open batch."""
 
     async def begin(self) -> None:
         self.compute_s = 0.0
@@ -181,12 +181,12 @@ class TrainerPool:
         return metrics
 
     async def abort(self) -> None:
-        """Have every rank forget the open batch. Logs what they raise: another exception is about to end the run."""
+        """Have every rank discard the open batch. Logs their exceptions: another one is about to end the run."""
         outcomes = await asyncio.gather(*self._worker_group.abort(), return_exceptions=True)
         for rank, outcome in enumerate(outcomes):
             if isinstance(outcome, BaseException):
                 logger.error("rank %d of the trainer could not forget the open batch: %s", rank, describe(outcome))
 
     async def _on_all(self, references: Sequence[Any]) -> dict[str, float]:
-        """Wait for every rank; the first one's answer."""
+        """Wait for every rank; return the first one's answer."""
         return (await asyncio.gather(*references))[0]

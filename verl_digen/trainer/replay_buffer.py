@@ -20,9 +20,9 @@ class GroupReplayBuffer(ReplayBuffer):
     def __init__(self, **kwargs: Any):
         super().__init__(**kwargs, poll_interval=POLL_INTERVAL_S, gen_batch_size=1, sync_refill_failed_groups=True)
         self.last_error = ""
-        """Why the group that failed last did."""
+        """Reason of the last failed group."""
         self.on_poll: Callable[[int], None] = lambda num_ended: None
-        """Told at every look how many groups have ended; ends the wait by raising."""
+        """Called at every poll with the number of ended groups; ends the wait by raising."""
 
     def _evict_terminal_groups(
         self, global_steps: int, partition_id: str, eviction_reasons: tuple[set[str], set[str], set[str], Counter]

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas whose processes died or hang leave the run, which goes on with the others.
+"""Remove replicas whose processes died or hang; the run goes on with the others.
 
-A replica on devices of its own is a server and workers of the checkpoint engine. With one of them dead it is no use:
+A replica on devices of its own is a server and workers of the checkpoint engine. If one of them dies it is useless:
 without the server it cannot generate, without a worker it would generate under old weights.
 
-| a process ... | and so its replica |
+| a process ... | its replica ... |
 | --- | --- |
-| died | is lost; its other processes are ended, so that its devices are free |
-| gives no sign of life for `digen.deadlines.answer_s` | the same |
-| cannot be reached (ActorUnavailableError) | is asked again for `digen.deadlines.blip_s`, then the same |
+| died | is lost; its other processes are killed, so that its devices are free |
+| does not answer for `digen.deadlines.answer_s` | the same |
+| cannot be reached (ActorUnavailableError) | is retried for `digen.deadlines.blip_s`, then the same |
 
-Invariant (tests/trainer/test_replicas.py): after an update every replica that is left has the weights.
+Invariant (tests/trainer/test_replicas.py): after an update every remaining replica has the weights.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ Run = Callable[[Coroutine[Any, Any, Any]], Any]
 def update_living_replicas(
     checkpoint_manager: Any, server_manager: Any, update: Callable[[], Any], deadlines: DeadlinesConfig, run: Run
 ) -> None:
-    """Have `update` send weights to the replicas; if one dies meanwhile, once more, to those that are left. One that is
-    out of reach for a moment has missed its part of the transfer, which the others wait for: it is ended.
+    """Have `update` send weights to the replicas; whenever one dies meanwhile, retry with the remaining ones. A replica
+    that is unreachable for a moment has missed its part of the transfer, which the others wait for: it is killed.
 
     Raises:
-        RunStopped: no replica is left. Whatever `update` raises while all of them live.
+        RunStopped: no replica is left. Any exception of `update` while all of them are alive.
     """
     forget_lost_replicas(checkpoint_manager, server_manager, deadlines, run)
     while True:
@@ -64,7 +64,7 @@ def update_living_replicas(
 def forget_lost_replicas(
     checkpoint_manager: Any, server_manager: Any, deadlines: DeadlinesConfig, run: Run
 ) -> list[str]:
-    """Ask every replica for a sign of life; those without one are ended and left out. Returns their addresses.
+    """Ask every replica for a heartbeat; those that do not answer are killed and left out. Returns their addresses.
 
     Args:
         checkpoint_manager: verl's `CheckpointEngineManager`. server_manager: verl's `LLMServerManager`.
@@ -87,7 +87,7 @@ def forget_lost_replicas(
 
 
 async def silent_replicas(replicas: Sequence[Any], deadlines: DeadlinesConfig) -> list[Any]:
-    """Replicas of which a process gives no sign of life; all are asked at once."""
+    """Replicas with a process that does not answer; all are asked at once."""
 
     async def lives(replica: Any) -> bool:
         return all(await asyncio.gather(*(_lives(process, deadlines) for process in _processes(replica))))
@@ -105,7 +105,7 @@ async def _lives(process: Any, deadlines: DeadlinesConfig) -> bool:
 
 
 def end_processes(replica: Any) -> None:
-    """Kill every process of a replica, those that hang too, and give back its devices."""
+    """Kill every process of a replica, hung ones included, and free its devices."""
     for server in replica.servers:
         ray.kill(server)
     if replica.rollout_mode is RolloutMode.STANDALONE:
@@ -117,27 +117,27 @@ def end_processes(replica: Any) -> None:
 
 
 def _end_replica_of(actor_id: str | None, replicas: Sequence[Any]) -> None:
-    """End the replica that one of its processes, by the hexadecimal id of its actor, belongs to; a rank has none."""
+    """Kill the replica that owns the actor with this hexadecimal id; a trainer rank belongs to no replica."""
     for replica in replicas:
         if any(process._actor_id.hex() == actor_id for process in _processes(replica)):
             end_processes(replica)
 
 
 def _processes(replica: Any) -> list[Any]:
-    """The replica's own ones: the workers of a colocated replica are the trainer's ranks."""
+    """The replica's own processes. The workers of a colocated replica are the trainer's ranks and do not count."""
     return [replica.server_handle, *(replica.workers if replica.rollout_mode is RolloutMode.STANDALONE else ())]
 
 
 def replica_metrics(checkpoint_manager: Any, deadlines: DeadlinesConfig, *, published: int) -> dict[str, float]:
-    """Counts and times that the replicas report, after a weight update. A replica that died since is left out.
+    """Counts and times that the replicas report after a weight update. A replica that died since is left out.
 
     | name | unit | meaning |
     | --- | --- | --- |
-    | `rollout/num_replicas` | replicas | that are alive |
-    | `rollout/weight_load_s_max` | s | the slowest replica's loading of the last update |
-    | `rollout/weight_drain_s_max` | s | the longest that an update waited for the trajectories under way |
-    | `rollout/prompt_cache_hit_rate` | | share of the prompts that did not have to be encoded, since the run began |
-    | `rollout/version_lag_max_versions` | versions | the farthest that a replica is behind the published weights |
+    | `rollout/num_replicas` | replicas | replicas alive |
+    | `rollout/weight_load_s_max` | s | loading time of the last update on the slowest replica |
+    | `rollout/weight_drain_s_max` | s | longest wait of an update for trajectories in flight |
+    | `rollout/prompt_cache_hit_rate` | | share of prompts that did not have to be encoded, since the run began |
+    | `rollout/version_lag_max_versions` | versions | largest lag of a replica behind the published weights |
     | `rollout/probe_change`, `rollout/probe_spread` | | see `verl_digen.weights.probe.check_probes` |
 
     Args:
@@ -152,7 +152,7 @@ def replica_metrics(checkpoint_manager: Any, deadlines: DeadlinesConfig, *, publ
     for replica, answer in zip(checkpoint_manager.replicas, asked, strict=True):
         try:
             health_of[replica.server_address] = ray.get(answer, timeout=deadlines.answer_s)
-        except (RayActorError, GetTimeoutError) as error:  # left out for good at the next update
+        except (RayActorError, GetTimeoutError) as error:  # removed at the next update
             logger.warning("replica %s does not say how it is: %s", replica.server_address, describe(error))
     if not health_of:
         raise RunStopped(ALL_LOST)
@@ -177,7 +177,7 @@ def _update_s(health: dict[str, Any], name: str) -> float:
 
 
 def replica_device(checkpoint_manager: Any, deadlines: DeadlinesConfig) -> str | None:
-    """The accelerator of the replicas, as the first that answers says; None on a CPU.
+    """Accelerator of the replicas, as reported by the first that answers; None on a CPU.
 
     Raises:
         RunStopped: no replica answers.

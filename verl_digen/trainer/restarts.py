@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas started in place of lost ones; they join when weights are published next.
+"""Replicas started in place of lost ones; they join when weights are next published.
 
-- On devices of its own a replica starts beside the run, under a new number, so that none of its names is a lost one's.
+- On its own devices a replica starts in the background, under a new number, so that it reuses no name of a lost one.
 - On the trainer's devices it starts between two steps, while the others sleep, with the rank of the lost one.
-- At most `digen.rollout.max_restarts` in a run, all replicas together; a start that fails counts.
+- At most `digen.rollout.max_restarts` per run, over all replicas; a failed start counts.
 
-Invariant (tests/trainer/test_restarts.py): living, starting and ready replicas are never more than there were.
+Invariant (tests/trainer/test_restarts.py): living, starting and ready replicas never exceed the initial number.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ logger = logging.getLogger(__name__)
 
 class Restarts:
     """Args:
-    begin: starts a coroutine beside the caller -> its future (`LoopThread.begin`).
-    start: starts the replica of a number; raises where it cannot.
-    num_replicas: how many there were at the start; their numbers are below it.
-    max_restarts: in the run.
+    begin: starts a coroutine in the background -> its future (`LoopThread.begin`).
+    start: starts the replica with this number; raises if it cannot.
+    num_replicas: initial number of replicas; theirs are the numbers below it.
+    max_restarts: limit per run.
     start_s: bound of one start.
     """
 
@@ -44,10 +44,10 @@ class Restarts:
         self.num_replicas, self._max_restarts, self._start_s = num_replicas, max_restarts, start_s
         self._starting: list[Any] = []
         self.num_begun = 0
-        """Starts so far, well or not."""
+        """Starts so far, failed ones included."""
 
     def replace_lost(self, num_living: int) -> None:
-        """Start as many replicas as are missing, within the limit."""
+        """Start the missing replicas, within the limit."""
         num_missing = self.num_replicas - num_living - len(self._starting)
         num_allowed = self._max_restarts - self.num_begun
         if num_missing > num_allowed:
@@ -63,7 +63,7 @@ class Restarts:
             self._starting.append(self._begin(asyncio.wait_for(self._start(number), self._start_s)))
 
     def wait(self) -> None:
-        """Block until every start has ended, well or not; each has its bound."""
+        """Block until every start has succeeded or failed; each has its bound."""
         concurrent.futures.wait(self._starting)
 
     def take_ready(self) -> list[Any]:
@@ -81,7 +81,7 @@ class Restarts:
 
 
 async def start_standalone(server_manager: Any, number: int, start_s: float) -> Any:
-    """Start a replica of verl's on devices of its own, as soon as those are free.
+    """Start one of verl's replicas on devices of its own, as soon as those are free.
 
     Args:
         server_manager: verl's `LLMServerManager`, which started the first ones.
@@ -91,8 +91,8 @@ async def start_standalone(server_manager: Any, number: int, start_s: float) -> 
 
 
 async def start_colocated(server_manager: Any, rank: int, start_s: float) -> Any:
-    """Start a replica of verl's on the trainer's devices, in place of the lost one of the same rank, as soon as that
-    one's name is free.
+    """Start one of verl's replicas on the trainer's devices, in place of the lost one of the same rank, as soon as the
+    lost one's name is free.
 
     Args:
         server_manager: verl's `LLMServerManager`, which started the first ones. start_s: how long to wait.
@@ -103,7 +103,7 @@ async def start_colocated(server_manager: Any, rank: int, start_s: float) -> Any
 
 
 def _start(server_manager: Any, rank: int, init: Callable[[Any], Awaitable[None]], start_s: float) -> Any:
-    """A started replica; in a thread, because verl blocks in coroutines."""
+    """Start a replica, in a thread because verl blocks in coroutines."""
     replica = server_manager.rollout_replica_class(
         replica_rank=rank,
         config=server_manager.rollout_config,

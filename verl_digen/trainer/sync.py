@@ -17,7 +17,7 @@
 | --- | --- | --- |
 | driver | agent loop workers (groups) | P groups, at most `digen.max_refills_per_step` replacements |
 | agent loop worker | replica, then reward worker | its own samples |
-| replica | nobody: batches what is there | callers wait, so P*G |
+| replica | no one: batches what is queued | callers wait, so P*G |
 
 Invariants: weight version = committed optimizer steps; in one step every sample has version `global_steps - 1`.
 """
@@ -116,23 +116,23 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
         self.run_dir = Path(config.trainer.default_local_dir)
         self._num_prompts_drawn = 0
         self._drawn: list[dict[str, Any]] = []
-        """Prompts that were drawn and not taken yet."""
+        """Prompts that were drawn and not used yet."""
         self._num_refills = 0
         self._pictures: Any = None
         self._started_s = time.time()
         self._first_step: int | None = None
         self._step_began_s = 0.0
-        """Unix time, by the clock that the timeline's moments are given in."""
+        """Unix seconds, on the clock of the timeline."""
         os.environ.setdefault("TENSORBOARD_DIR", str(self.run_dir / "tensorboard"))
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self._metrics_file = MetricsFile(self.run_dir / "metrics.jsonl")
 
     # -- setting up ---------------------------------------------------------------------------------------
     def init(self) -> None:
-        """verl's: start all processes, load the models, send the first weights.
+        """Start all processes, load the models, send the first weights (verl's `init`).
 
         Raises:
-            DeadlineMissed: that took longer than `digen.deadlines.setup_s`.
+            DeadlineMissed: it took longer than `digen.deadlines.setup_s`.
         """
         bound = Bound(self.digen.deadlines.setup_s, "digen.deadlines.setup_s")
         within(bound, super().init, what="starting the processes and loading the models")
@@ -172,7 +172,7 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
         self._restarts = self._make_restarts()
 
     def _make_restarts(self) -> Restarts:
-        """When the replicas are there."""
+        """Make the object that restarts replicas; needs the first ones."""
         return Restarts(
             self._loop.begin,
             self._start_replica,
@@ -182,7 +182,7 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
         )
 
     async def _start_replica(self, number: int) -> Any:
-        """A new replica of the first rank that has none."""
+        """Start a replica for the first rank without one."""
         return await start_colocated(
             self.llm_server_manager, self._ranks_without_replica.pop(0), self.digen.deadlines.start_s
         )
@@ -190,7 +190,7 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
     # -- deadlines ----------------------------------------------------------------------------------------
     @contextmanager
     def _watch(self, kind: CallKind, what: str) -> Iterator[None]:
-        """Bound blocking calls of verl's, and learn how long they take."""
+        """Bound blocking calls of verl's, and learn from their durations."""
         began_s = self._loop.time()
         with self._watchdog.watch(f"step {self.global_steps}: {what}", self._deadlines.bound(kind, TRAINER)):
             yield
@@ -216,11 +216,11 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
             end_processes(replica)
 
     def fit(self, agent_loop_manager: Any) -> None:
-        """verl's loop.
+        """Run verl's loop.
 
         Raises:
-            RunStopped: an exception of a remote process that nothing handled, its death, or a missed deadline; with the
-                way to resume.
+            RunStopped: a remote task failed or its process died, or a deadline was missed. The message says how to
+                resume.
         """
         with self._ends_explained():
             self._watch_processes(agent_loop_manager.agent_loop_workers)
@@ -228,7 +228,7 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
 
     @contextmanager
     def _ends_explained(self) -> Iterator[None]:
-        """Raise whatever ends the run as RunStopped, with the way to resume."""
+        """Raise any exception that ends the run as RunStopped, with the way to resume."""
         try:
             yield
         except (DeadlineMissed, ProcessLost) as error:
@@ -244,7 +244,7 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
             ) from error
 
     def _watch_processes(self, agent_loop_workers: Sequence[Any]) -> None:
-        """Hear of a lost process wherever the driver waits."""
+        """Detect lost processes wherever the driver waits."""
         self._heartbeats.watch("TransferQueue's controller", controller())
         for number, worker in enumerate(agent_loop_workers):
             self._heartbeats.watch(f"agent loop worker {number}", worker)
@@ -263,14 +263,14 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
         return prompt_batch(self._take_prompts(len(batch)))
 
     def _take_prompts(self, count: int) -> list[dict[str, Any]]:
-        """The next rows: first those that a checkpoint's run had drawn and not trained."""
+        """Take the next rows; first those that the run before a resume had drawn and not trained."""
         while len(self._drawn) < count:
             self._drawn += prompt_rows(self._draw_batch())
         rows, self._drawn = self._drawn[:count], self._drawn[count:]
         return rows
 
     def _draw_batch(self) -> TensorDict:
-        """verl's next batch, numbered so that noise and windows are the same in every run and after every resume."""
+        """Draw verl's next batch, numbered so that noise and windows are equal in every run and after every resume."""
         batch = super()._fetch_one_gen_batch()
         uids = [f"p{self._num_prompts_drawn + index:08d}" for index in range(len(batch))]
         self._num_prompts_drawn += len(batch)
@@ -312,7 +312,7 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
         self._add_started_replicas()
 
     def _add_started_replicas(self) -> None:
-        """Replicas that were started in place of lost ones get weights and validation samples from now on."""
+        """Add replicas that were started in place of lost ones: they get weights and validation samples from now on."""
         started = self._restarts.take_ready()
         if started:
             self.checkpoint_manager.add_replicas(started)
@@ -321,7 +321,7 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
             ray.get(added, timeout=self.digen.deadlines.answer_s)
 
     def _update_replicas(self, update: Callable[[], Any]) -> None:
-        """Have `update` send the newest weights to every replica that lives."""
+        """Have `update` send the newest weights to every living replica."""
         with self._watch("publish", "sending weights to the replicas"):
             update_living_replicas(
                 self.checkpoint_manager, self.llm_server_manager, update, self.digen.deadlines, self._loop.run
@@ -329,14 +329,14 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
 
     # -- one step -----------------------------------------------------------------------------------------
     def _balance_batch(self, batch: Any, metrics: dict, **unused: Any) -> Any:
-        """Put the samples in one order, by group and index; verl deals them to the ranks in equal parts."""
+        """Put the samples in one order, by group and index; verl shards them equally over the ranks."""
         order = sorted(range(len(batch.keys)), key=lambda position: parse_key(batch.keys[position]))
         batch.keys = [batch.keys[position] for position in order]
         batch.tags = [batch.tags[position] for position in order]
         return batch
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict) -> Any:
-        """Nothing: the workers compute old log-probs, where the update's own first pass cannot serve as such."""
+        """Do nothing: the workers compute old log-probs, where the update's own first pass cannot serve as such."""
         return batch
 
     def _compute_advantage(self, batch: Any, metrics: dict) -> Any:
@@ -377,7 +377,7 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
                 since_s=self._step_began_s,
             )
         )
-        if ROW_FORWARD in metrics:  # not of virtual devices
+        if ROW_FORWARD in metrics:  # absent on virtual devices
             num_forwards = self._num_generated(len(batch.tags), metrics) * self.digen.sampling.num_steps
             metrics.update(step_utilisation(metrics, num_forwards=num_forwards, **self._pool_devices))
         metrics["perf/save_s"] = saving_s
@@ -397,11 +397,11 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
         )
 
     def _num_generated(self, num_samples: int, metrics: dict[str, float]) -> int:
-        """How many of a step's samples the replicas generated."""
+        """Number of a step's samples that the replicas generated."""
         return num_samples
 
     def _device_counts(self) -> dict[str, int]:
-        """Pool -> devices. Here the same ones do both."""
+        """Pool -> number of devices; here both pools are the same devices."""
         return dict.fromkeys(("trainer", "generator"), self._get_n_gpus_for_throughput())
 
     @cached_property
@@ -414,11 +414,11 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
         return {pool: PoolDevices(counts[pool], name) for pool, name in names.items()}
 
     def _training_intervals(self) -> list[tuple[float, float]] | None:
-        """When the engine trained, if that was while others generated."""
+        """(start, end) of the engine's calls, if they overlapped generation; else None."""
         return None
 
     def _remaining_s(self, step: int) -> float:
-        """Time to the end at the pace since the first step of this process, validations included."""
+        """Estimate the time to the end from the pace since this process's first step, validations included."""
         if self._first_step is None:
             self._first_step = step
             self._started_s = time.time() - self.timing_raw["step"]
@@ -434,7 +434,7 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
             self._serve(average=False)
 
     def _serve(self, *, average: bool) -> None:
-        """Let the replicas generate with the averaged weights, or with the current ones again."""
+        """Have the replicas generate with the averaged weights, or with the current ones again."""
         with self._watch("publish", "exporting the averaged weights"):
             self.actor_rollout_wg.export_average(average)
         self._update_replicas(lambda: self.checkpoint_manager.update_weights(self.global_steps))
@@ -486,10 +486,10 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
             ray.get(self._pictures, timeout=self.digen.deadlines.save_s)
 
     def _wait_for_validation(self, uids: list[str], tags: dict[str, Any]) -> list[str]:
-        """Wait for the prompts, move their samples' tags into `tags`, clear them; returns why some failed.
+        """Wait for the prompts, move their samples' tags into `tags`, clear them; returns the reasons of failures.
 
         Raises:
-            DeadlineMissed: no prompt ended for `digen.deadlines.no_progress_s`. A replica that hangs is noticed before.
+            DeadlineMissed: no prompt ended for `digen.deadlines.no_progress_s`. A hung replica is detected earlier.
         """
         self._patience.restart()
         while True:
@@ -508,7 +508,7 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
         return reasons
 
     def _log_rollout_data(self, batch: Any, timing_raw: dict, rollout_data_dir: str) -> None:
-        """`trainer.rollout_data_dir`: prompts, rewards and seeds of a step as JSONL."""
+        """Write prompts, rewards and seeds of a step as JSONL to `trainer.rollout_data_dir`."""
         with marked_timer("dump_rollout_generations", timing_raw):
             self._dump_generations(
                 inputs=[tag["prompt"] for tag in batch.tags],
@@ -521,7 +521,7 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
 
     # -- checkpoint and resume ----------------------------------------------------------------------------
     def _save_checkpoint(self) -> None:
-        """verl's checkpoint, with the pointer replaced only when everything is on disk."""
+        """Write verl's checkpoint; the pointer is replaced only when everything is on disk."""
         step_dir = self.run_dir / f"global_step_{self.global_steps}"
         try:
             with self._watch_files(f"writing the checkpoint of step {self.global_steps}"):
@@ -551,7 +551,7 @@ class FlowGRPOTrainerSync(PPOTrainerSync):
         )
 
     def _open_prompts(self) -> Sequence[Mapping[str, Any]]:
-        """Rows that were drawn and not trained, at the end of a step."""
+        """Rows that were drawn and not trained by the end of a step."""
         return self._drawn
 
     def _load_checkpoint(self) -> None:

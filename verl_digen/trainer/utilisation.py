@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of its devices each pool used in a step: `perf/tflops_per_device/POOL` and `perf/mfu/POOL`.
+"""Device utilisation of each pool in a step: `perf/tflops_per_device/POOL` and `perf/mfu/POOL`.
 
-Calculated work, by the FLOPs of the layers, over measured time:
+Work, calculated from the FLOPs of the layers, over measured time:
 
-| pool | useful work, calculated | in the time, measured |
+| pool | useful work, calculated | time, measured |
 | --- | --- | --- |
-| trainer | forward and backward of every trained row | `perf/train_s`, of the engine's calls |
-| generator | all denoise steps of the samples that were trained | `perf/generate_s`, in which any was generated |
+| trainer | forward and backward of every trained row | `perf/train_s`, in the engine's calls |
+| generator | all denoise steps of the trained samples | `perf/generate_s`, in which any sample was generated |
 
-- Useful work leaves out recomputation, old log-probs and the KL reference (`verl_digen.engine.row_flops`), text
-  encoding, decoding, and samples that were thrown away. The time leaves out nothing.
-- Samples that the trainer generated (`tag/assisted_samples`) are work of neither pool; `perf/train_s` leaves them out
+- Useful work excludes recomputation, old log-probs and the KL reference (`verl_digen.engine.row_flops`), text
+  encoding, decoding, and discarded samples. The time excludes nothing.
+- Samples that the trainer generated (`tag/assisted_samples`) are work of neither pool; `perf/train_s` excludes them
   and `perf/generate_s` does not, so with assistance the generator's share is a lower bound.
-- `perf/mfu/POOL` is there where the device's peak is known (`verl_digen.models.flops`). On a CPU and on other devices
-  there are TFLOP/s alone. Virtual devices compute nothing and have neither.
+- `perf/mfu/POOL` is reported where the device's peak is known (`verl_digen.models.flops`). On a CPU and on other
+  devices only TFLOP/s are. Virtual devices compute nothing and have neither.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ ROW_TRAINING = "actor/row_training_flops"
 
 @dataclass(frozen=True)
 class PoolDevices:
-    """What a pool computes on."""
+    """The devices of a pool."""
 
     num_devices: int
     name: str | None
-    """As the platform calls the first one; None for a CPU."""
+    """The platform's name of the first device; None for a CPU."""
 
 
 def step_utilisation(
     metrics: Mapping[str, float], *, num_forwards: int, trainer: PoolDevices, generator: PoolDevices
 ) -> dict[str, float]:
-    """The metrics of one step.
+    """Metrics of one step.
 
     Args:
-        metrics: of the step, `actor/*` and `perf/*` among them.
+        metrics: the step's metrics, with `actor/*` and `perf/*`.
         num_forwards: samples x denoise steps; a guided step counts once.
     """
     trained = metrics["actor/num_rows"] * metrics[ROW_TRAINING]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Validation: every validation prompt, deterministically, under the same noise each time, so that runs compare.
+"""Validation: every validation prompt, deterministically, under the same noise each time, so that runs are comparable.
 
-Rewards and picture paths come back as tags; the grids are drawn, and sent to TensorBoard, by a task of their own.
+Rewards and picture paths come back as tags; a separate task draws the grids and sends them to TensorBoard.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Tag = Mapping[str, Any]
 
 
 def allow_no_prompts(config: DictConfig) -> None:
-    """Let verl make its loader of validation prompts where a run that does not validate names none.
+    """Let verl make an empty loader of validation prompts, for a run that does not validate and names none.
 
-    verl's default batch is all of them, and torch refuses a batch of 0, and to shuffle nothing.
+    verl's default batch size is the number of prompts; torch refuses a batch size of 0 and to shuffle an empty set.
     """
     if OmegaConf.select(config, "data.val_files") is None:
         with open_dict(config.data):
@@ -39,7 +39,7 @@ def validation_uid(index: int) -> str:
 
 
 def validation_metrics(tags: Mapping[str, Tag], num_samples: int) -> dict[str, float]:
-    """`val/*` of one validation. `tags`: sample key -> tag; `num_samples`: how many were asked for."""
+    """`val/*` of one validation. `tags`: sample key -> tag; `num_samples`: number of samples requested."""
     keys = sorted(tags)
     rewards = reward_metrics([tags[key] for key in keys], [parse_key(key).uid for key in keys])
     metrics = {name.replace("reward/", "val/reward_", 1): value for name, value in rewards.items()}
@@ -57,7 +57,7 @@ def draw_pictures(run_dir: Path, step: int, tags: Mapping[str, Tag], num_logged:
     """Start drawing the grid of this validation and the before/after picture; returns a Ray reference to wait for.
 
     Args:
-        to_tensorboard: whether the grid and the videos go there too.
+        to_tensorboard: also send the grid and the videos there.
     """
     first_samples = {name.uid: tag for name, tag in _by_name(tags) if name.sample_index == 0}
     shown = []

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A bound on blocking calls of verl's, which wait for actors without one.
+"""Timeout for verl's blocking calls, which wait for actors without one.
 
-A thread that waits in `ray.get` cannot be interrupted, but it hears at once of an actor that is ended. So when a
-watched call is overdue, the processes that it waits for are ended: first the replicas that give no sign of life, each
-time giving the call its time once more, and if all that are left give one, the trainer's ranks and the replicas, which
-ends the run.
+A thread that waits in `ray.get` cannot be interrupted, but its call raises at once when the actor is killed. So when a
+watched call is overdue, the processes that it waits for are killed: first the replicas that do not answer, after which
+the call gets its full time again; once all remaining replicas answer, the trainer's ranks and the replicas, which ends
+the run.
 
     with watchdog.watch("publishing version 3", bound):
         checkpoint_manager.update_weights(3)      # RayActorError if a replica hangs; DeadlineMissed if a rank does
@@ -28,9 +28,9 @@ logger = logging.getLogger(__name__)
 
 class Watchdog:
     """Args:
-    begin: starts a coroutine beside the caller -> something with `cancel` (`LoopThread.begin`).
-    end_silent_replicas: ends the replicas that give no sign of life -> their addresses.
-    end_all: ends the trainer's ranks and the replicas.
+    begin: starts a coroutine in the background -> something with `cancel` (`LoopThread.begin`).
+    end_silent_replicas: kills the replicas that do not answer -> their addresses.
+    end_all: kills the trainer's ranks and the replicas.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Watchdog:
         """Bound the calls inside.
 
         Raises:
-            DeadlineMissed: they were overdue although every replica gave a sign of life, or had been ended.
+            DeadlineMissed: they were overdue although every replica answered, or had been killed.
         """
         guard = self._begin(self.guard(what, bound))
         try:
@@ -61,7 +61,7 @@ class Watchdog:
             guard.cancel()
 
     async def guard(self, what: str, bound: Bound) -> None:
-        """End silent replicas, then everything, when the time comes; until cancelled."""
+        """Kill silent replicas, then everything, at the timeout; runs until cancelled."""
         waited_s = 0.0
         while self._missed is None:
             await asyncio.sleep(bound.seconds)

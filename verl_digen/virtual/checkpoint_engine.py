@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`digen_virtual`: a checkpoint engine that moves nothing; publishing takes its time on the virtual trainer."""
+"""`digen_virtual`: a checkpoint engine that transfers nothing; the virtual trainer spends the publication time."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ NAME = "digen_virtual"
 
 
 class VirtualEngine(CheckpointEngine):
-    """Constructor and methods are verl's."""
+    """Engine without transfer; constructor and methods are verl's."""
 
     def __init__(self, bucket_size: int = 0, is_master: bool = False):
         pass
 
     def prepare(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Nobody to meet."""
+        """No-op: there is no group to join."""
 
     @classmethod
     def build_topology(  # pyright: ignore[reportIncompatibleMethodOverride]
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[Any]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Nothing to tell anyone."""
+        """No arguments for any rank."""
         return {}, {}
 
     def init_process_group(self, **kwargs: Any) -> None:
-        """None is needed."""
+        """No-op: no group is needed."""
 
     def finalize(self) -> None:
-        """Nothing was opened."""
+        """No-op: no connection was opened."""
 
     async def send_weights(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, weights: Iterable[tuple[str, Tensor]], global_steps: int | None = None
     ) -> dict[str, Any]:
-        """There are none."""
+        """No-op: there are no weights."""
         return {}
 
     async def receive_weights(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, global_steps: int | None = None
     ) -> AsyncIterator[tuple[str, Tensor]]:
-        """There are none."""
+        """No tensors."""
         for nothing in ():
             yield nothing
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one process of all virtual replicas: waits as long as the profile says, answers with trajectories of zeros.
+"""The single process of all virtual replicas: waits for the profile's durations, answers with trajectories of zeros.
 
-- What it answers is made by `verl_digen.virtual.samples`.
-- It stands for the checkpoint engine's workers too: weights reach all virtual replicas at once, at no cost of their
-  own, because the profile's `commit_s` is spent on the trainer.
+- The answers are made by `verl_digen.virtual.samples`.
+- It replaces the checkpoint engine's workers too: weights reach all virtual replicas at once, at no extra cost, because
+  the trainer spends the profile's `commit_s`.
 
 Invariant (tests/bench/test_host.py): the samples of a chunk end together.
 """
@@ -27,23 +27,23 @@ NAME = "digen_virtual_host"
 """Ray actor name."""
 
 MAX_CONCURRENCY = 10_000
-"""Requests that wait in the host at once: every sample in flight is one."""
+"""Maximum number of requests waiting in the host: one per sample in flight."""
 
 
 class VirtualHost:
-    """An asyncio actor."""
+    """Asyncio actor; see the module."""
 
     def __init__(self, digen: DigenConfig):
         self._sample_s = virtual_durations(digen).sample_s
         self._clocks: dict[int, ReplicaClock] = {}
         self._samples = VirtualSamples(digen)
         self._newest = 0
-        """Version that was published."""
+        """Newest published version."""
         self._versions: defaultdict[int, int] = defaultdict(int)
-        """Replica -> version it has."""
+        """Replica -> version it generates with."""
 
     async def generate(self, replica_rank: int, request: SampleRequest) -> Generation:
-        """One sample, when the batch that it joins on the replica is done; `Withdrawn` if nobody wants it any more."""
+        """Generate one sample; returns when its batch on the replica is done, raises `Withdrawn` if it is cancelled."""
         started_s, version = time.time(), self._versions[replica_rank]
         if replica_rank not in self._clocks:
             self._clocks[replica_rank] = ReplicaClock(self._sample_s)
@@ -56,21 +56,22 @@ class VirtualHost:
         return self._samples.make(request, (version, self._versions[replica_rank]), started_s)
 
     async def encode(self, request: SampleRequest) -> tuple[Condition, Condition | None]:
-        """The conditions of the request's prompts, at once."""
+        """Conditions of the request's prompts; takes no time."""
         return self._samples.conditions(request)
 
     async def withdraw(self, replica_rank: int, uid: str) -> None:
-        """Nobody wants the group's samples any more; if the replica is busy with them, it is free now."""
+        """Cancel the group's samples on the replica; if it is busy with them, it is free now."""
         if replica_rank in self._clocks:
             self._clocks[replica_rank].stop(uid, time.monotonic())
 
     async def activate_weights(self, replica_rank: int) -> int:
-        """The replica takes the newest version -> which it is."""
+        """Switch the replica to the newest version -> that version."""
         self._versions[replica_rank] = self._newest
         return self._newest
 
     async def check_health(self) -> dict[str, Any]:
-        """As a real replica's, see `verl_digen.trainer.replicas.replica_metrics`; nothing is encoded or loaded here."""
+        """State in a real replica's format, see `verl_digen.trainer.replicas.replica_metrics`. Nothing is encoded or
+        loaded here."""
         return {
             "version": self._newest,
             "received_version": self._newest,
@@ -82,15 +83,15 @@ class VirtualHost:
 
     # -- as the worker of a checkpoint engine -------------------------------------------------------------
     async def update_weights(self, global_steps: int) -> None:
-        """All replicas may take version `global_steps` from now on."""
+        """Make version `global_steps` available to all replicas."""
         self._newest = global_steps
 
     async def execute_checkpoint_engine(self, method: str, **unused: Any) -> None:
-        """There is nobody to meet: no bytes travel."""
+        """No-op: there is no group to join, and no bytes are sent."""
 
 
 class VirtualServer:
-    """What callers take for the Ray handle of a replica's server: a replica's number in front of the host's handle."""
+    """Stand-in for the Ray handle of a replica's server: adds the replica's rank to calls on the host's handle."""
 
     def __init__(self, host: Any, replica_rank: int):
         self.host = host
@@ -98,37 +99,37 @@ class VirtualServer:
 
     @property
     def generate(self) -> RemoteMethod:
-        """`generate.remote(request_id, prompt_ids, sampling_params)`, as of any server."""
+        """`generate.remote(request_id, prompt_ids, sampling_params)`, like any server's."""
         return RemoteMethod(partial(_generate, self.host, self.replica_rank))
 
     @property
     def encode(self) -> Any:
-        """What the host says."""
+        """The host's method."""
         return self.host.encode
 
     @property
     def activate_weights(self) -> RemoteMethod:
-        """`activate_weights.remote()`, as of any server."""
+        """`activate_weights.remote()`, like any server's."""
         return RemoteMethod(partial(_activate, self.host, self.replica_rank))
 
     @property
     def abort_request(self) -> RemoteMethod:
-        """`abort_request.remote(request_id)`, as of any server."""
+        """`abort_request.remote(request_id)`, like any server's."""
         return RemoteMethod(partial(_abort, self.host, self.replica_rank))
 
     @property
     def check_health(self) -> Any:
-        """What the host says."""
+        """The host's method."""
         return self.host.check_health
 
     @property
     def __ray_ready__(self) -> Any:
-        """Answers while the host lives."""
+        """The host's method: answers while the host is alive."""
         return self.host.__ray_ready__
 
 
 class RemoteMethod:
-    """Something with a `remote`."""
+    """Callable in the form of a Ray actor's method, with `remote`."""
 
     def __init__(self, remote: partial[Any]):
         self.remote = remote

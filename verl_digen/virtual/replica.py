@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`actor_rollout_ref.rollout.name=virtual`: a replica without a process of its own."""
+"""`actor_rollout_ref.rollout.name=virtual`: a replica without its own process."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from verl_digen.virtual.host import MAX_CONCURRENCY, NAME, VirtualHost, VirtualS
 
 
 class VirtualReplica(RolloutReplica):
-    """All replicas share one host, which starts with the first; the first one's worker is the host too.
+    """Virtual replica. All replicas share one host, which starts with the first and is also that one's worker.
 
-    It has no servers to wake or to stop: verl's calls around a step go to none.
+    There are no servers to wake or to stop, so verl's calls around a step have no target.
     """
 
     async def init_standalone(self) -> None:
-        """No resource pool and no worker: a virtual device takes no device."""
+        """Initialise without a resource pool or workers: a virtual device uses no real one."""
         self.rollout_mode = RolloutMode.STANDALONE
         await self.launch_servers()
 
     async def launch_servers(self) -> None:
-        """Find the host, or start it."""
+        """Find or start the host."""
         if self.rollout_mode is not RolloutMode.STANDALONE:
             raise ValueError(
                 "actor_rollout_ref.rollout.name=virtual needs separate pools (trainer.v1.trainer_mode=digen_virtual), "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reward of virtual samples: takes the profile's scoring time and reads the pixel that the host wrote."""
+"""Reward of virtual samples: waits for the profile's scoring time and reads the pixel that the host wrote."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def compute_score(
     profile: str,
     time_scale: float,
 ) -> float:
-    """First pixel / 255. `profile` and `time_scale` are those of `digen.virtual`."""
+    """First pixel / 255. `profile` and `time_scale` are `digen.virtual`'s."""
     await asyncio.sleep(time_scale * _score_s(profile))
     return float(solution_image.reshape(-1)[0]) / 255
 

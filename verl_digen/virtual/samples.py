@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The samples of virtual devices: the shapes, dtypes, versions, seeds and windows of real ones, and zeros in them.
+"""Samples of virtual devices: real shapes, dtypes, versions, seeds and windows, with zeros as data.
 
-- Latents are views of one buffer that is made once, so a process's own memory does not grow with the batch.
-- A pixel's value is a function of the sample's seed, so that rewards differ and a run can be repeated.
+- Latents are views of one shared buffer, so a process's own memory does not grow with the batch.
+- A pixel's value is a function of the sample's seed, so that rewards differ and a run is reproducible.
 
-Invariant (tests/bench/test_host.py): a sample comes out the same whoever makes it.
+Invariant (tests/bench/test_host.py): replicas and trainer produce the same sample for the same request.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CONDITION_SHAPE = (64, 64)
 
 
 class VirtualSamples:
-    """Makes answers to requests."""
+    """Factory of virtual samples."""
 
     def __init__(self, digen: DigenConfig):
         self._digen = digen
@@ -33,14 +33,14 @@ class VirtualSamples:
         self._condition = {"embeds": torch.zeros(CONDITION_SHAPE)}
 
     def conditions(self, request: SampleRequest) -> tuple[Condition, Condition | None]:
-        """Of the request's prompt and, with guidance, of its negative prompt."""
+        """Conditions of the request's prompt and, with guidance, of its negative prompt."""
         return self._condition, self._condition if request.sampling.is_guided else None
 
     def make(self, request: SampleRequest, versions: tuple[int, int], started_s: float) -> Generation:
         """The sample, generated from `started_s` (unix time) to now.
 
         Args:
-            versions: of the weights, at its first and at its last step.
+            versions: weight versions of its first and last step.
         """
         num_steps, recorded = request.sampling.num_steps, trained_latents(request.window)
         trajectory = record_trajectory(
@@ -66,7 +66,7 @@ class VirtualSamples:
         )
 
     def _zeros(self, num_latents: int) -> torch.Tensor:
-        """[S, ...] of the shared buffer, which grows to the most ever asked for."""
+        """[S, ...] view of the shared buffer, which grows to the largest size requested."""
         if len(self._latents) < num_latents:
             self._latents = torch.zeros((num_latents, *self._digen.virtual.latent_shape), dtype=self._dtype)
         return self._latents[:num_latents]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`trainer.v1.trainer_mode=digen_virtual`: the trainer of separate pools, whose devices only take time."""
+"""`trainer.v1.trainer_mode=digen_virtual`: the trainer of separate pools, with devices that only wait."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAME = "digen_virtual"
 
 
 class FlowGRPOTrainerVirtual(FlowGRPOTrainerDisaggregated):
-    """One worker stands for all of the trainer's devices."""
+    """Disaggregated trainer with one worker in place of all trainer devices."""
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All ranks of a virtual trainer in one process: the worker's calls take the profile's time and train nothing.
+"""All ranks of a virtual trainer in one process: the worker's calls wait for the profile's time and train nothing.
 
 | call | time |
 | --- | --- |
-| `assist` | a chunk, divided among the ranks |
+| `assist` | a chunk, sharded over the ranks |
 | `accumulate` | training the fragment's rows on `digen.virtual.trainer_ranks` ranks, with or without TSP |
-| `commit` | none: the profile does not tell it from publication |
+| `commit` | none: the profile does not separate it from publication |
 | `update_weights` | the profile's `commit_s`, optimizer step and publication |
 
-With `digen.virtual.fetch_rows` a fragment's rows and conditions are fetched from TransferQueue meanwhile; where that
-takes longer than the training would, it is what counts.
+With `digen.virtual.fetch_rows` a fragment's rows and conditions are really fetched from TransferQueue; the call takes
+the longer of the fetch and the training time.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class VirtualWorker(DiffusionWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # pyright: ignore[reportAttributeAccessIssue] - a dynamic enum
     def init_model(self) -> None:
-        """No model: the durations."""
+        """Load the durations in place of a model."""
         digen = digen_config(OmegaConf.create({"digen": self.config.model.digen}))
         self._durations = virtual_durations(digen)
         self._samples = VirtualSamples(digen)
@@ -54,13 +54,13 @@ class VirtualWorker(DiffusionWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
     def begin(self, num_samples: int, num_rows: int, partition: str) -> None:
-        """Open a logical batch."""
+        """Begin a global batch."""
         self._partition = partition
         self._num_rows = 0
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
     def accumulate(self, fragment: FragmentSpec) -> dict[str, float]:
-        """Take as long as its training would; `num_rows`, `fetch_s` and `accumulate_s`."""
+        """Wait for the fragment's training time -> `num_rows`, `fetch_s` and `accumulate_s`."""
         started_s = time.perf_counter()
         if self._fetches:
             fetch_samples(self._partition, fragment.samples)
@@ -72,25 +72,25 @@ class VirtualWorker(DiffusionWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
     def assist(self, requests: tuple[SampleRequest, ...], version: int) -> list[Generation]:
-        """Take as long as the ranks would; all the samples."""
+        """Wait for the ranks' generation time -> all the samples."""
         started_s = time.time()
         _sleep_until(time.perf_counter() + self._durations.assist_s(len(requests)))
         return [self._samples.make(request, (version, version), started_s) for request in requests]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
     def commit(self) -> dict[str, float]:
-        """How many rows would have been trained."""
+        """Number of rows that real ranks would have trained."""
         return {"num_rows": self._num_rows}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
     def abort(self) -> None:
-        """Nothing was changed."""
+        """No-op: there is no state to roll back."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
     async def update_weights(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, global_steps: int | None = None, mode: str = "auto"
     ) -> dict[str, Any]:
-        """Take as long as the optimizer step and the publication would; the first publication takes none."""
+        """Wait for the time of optimizer step and publication; the first publication takes none."""
         if global_steps:
             await asyncio.sleep(self._durations.commit_s)
         return {}

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Version v -> v+1, to every replica."""
+"""Weight updates: version v -> v+1, on every replica."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stream of named tensors as a stream of byte buckets in host memory, and back.
+"""Conversion of a stream of named tensors into byte buckets in host memory, and back.
 
-A tensor larger than a bucket is cut over several; small ones share one. Cutting and joining is verl's.
+A tensor larger than a bucket is split over several; small ones share one. Splitting and joining is verl's code.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ class Bucket:
     """Part of an update."""
 
     parts: tuple[TensorMeta, ...]
-    """Tensors, or pieces of them, that lie in `data`, in order, each at its `offset`."""
+    """Tensors, or pieces of them, in `data`, in order, each at its `offset`."""
     data: Tensor
     """uint8 [num_bytes], on the CPU."""
     is_last: bool
 
     def header(self) -> bytes:
-        """All but `data`, as JSON."""
+        """All fields except `data`, as JSON."""
         rows = [[getattr(part, name) for name in _PLAIN] + [list(part.shape), str(part.dtype)] for part in self.parts]
         return json.dumps([rows, self.is_last]).encode()
 
@@ -35,7 +35,7 @@ class Bucket:
         """Inverse of `header`.
 
         Raises:
-            ValueError: the header is not one of `header`, or does not fit `data`.
+            ValueError: the header is malformed, or does not fit `data`.
         """
         try:
             rows, is_last = json.loads(header)
@@ -64,7 +64,7 @@ _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dty
 async def to_buckets(
     weights: Iterable[tuple[str, Tensor]] | AsyncIterator[tuple[str, Tensor]], bucket_bytes: int
 ) -> AsyncIterator[Bucket]:
-    """Fill buckets of at most `bucket_bytes`; the last one, which may be empty, says that it is."""
+    """Fill buckets of at most `bucket_bytes`; the last one, which may be empty, has `is_last`."""
     parts: list[TensorMeta] = []
     pieces: list[Tensor] = []
     num_bytes = 0
@@ -75,7 +75,7 @@ async def to_buckets(
             parts, pieces, num_bytes = [], [], 0
         part.offset = num_bytes
         parts.append(part)
-        pieces.append(piece.to("cpu", copy=True))  # a generator may use its buffer again
+        pieces.append(piece.to("cpu", copy=True))  # a generator may reuse its buffer
         num_bytes += part.chunk_size
     yield Bucket(tuple(parts), torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8), is_last=True)
 
@@ -86,7 +86,7 @@ async def from_buckets(buckets: AsyncIterator[Bucket], bucket_bytes: int) -> Asy
     async def parts() -> AsyncIterator[tuple[TensorMeta, Tensor]]:
         async for bucket in buckets:
             for part in bucket.parts:
-                # copied: as a view it would start at any byte, and a number must lie at a multiple of its size
+                # copied: a view could start at any byte, and numbers must be aligned to their size
                 yield part, bucket.data[part.offset : part.offset + part.chunk_size].clone()
 
     async for named in merge_weight_chunks(parts(), bucket_bytes):  # type: ignore[arg-type]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checksum of weights that does not depend on how they are cut into tensors, nor on their order.
+"""Checksum of weights that does not depend on how they are split into tensors, nor on their order.
 
-The numbers' bit patterns are added up as integers, modulo 2**64. So fusing q, k and v into one tensor keeps it, and
-losing, doubling or changing a number does not (a swap of two numbers does: names and shapes are compared beside it).
+The sum of the numbers' bit patterns as integers, modulo 2**64. Fusing q, k and v into one tensor keeps it; losing,
+duplicating or changing a number changes it. A swap of two numbers keeps it: names and shapes are compared, too.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor
 from verl_digen.weights.probe import decides, network_of
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Bytes of a number -> the integer type that reads its bits."""
+"""Bytes per number -> integer dtype of the same width."""
 
 
 class Checksum:
-    """Adds tensors up as they pass.
+    """Running checksum of the tensors added.
 
     Example:
         total = Checksum()
@@ -31,19 +31,19 @@ class Checksum:
         self.num_tensors = 0
 
     def add(self, tensor: Tensor) -> None:
-        """Nothing waits for the device here."""
+        """Add a tensor; does not synchronise with the device."""
         bits = tensor.detach().contiguous().view(-1).view(BITS[tensor.element_size()]).sum(dtype=torch.int64)
         self._sum = bits if self._sum is None else self._sum + bits.to(self._sum.device)
         self.num_tensors += 1
 
     @property
     def value(self) -> int:
-        """In [0, 2**64); waits for the device."""
+        """Checksum in [0, 2**64); synchronises with the device."""
         return 0 if self._sum is None else int(self._sum) % 2**64
 
 
 class DecidingChecksums:
-    """The checksum of each network's tensors that decide what it computes (`verl_digen.weights.probe.decides`).
+    """Per network, the checksum of the tensors that decide its output (`verl_digen.weights.probe.decides`).
 
     Args:
         networks: see `verl_digen.weights.probe.network_of`.
@@ -59,14 +59,14 @@ class DecidingChecksums:
         self._sums = tuple(Checksum() for _ in networks)
 
     def add(self, name: str, tensor: Tensor) -> bool:
-        """Count `tensor` if it decides, and say whether it does. Nothing waits for the device here."""
+        """Add `tensor` if it decides -> True if it does. Does not synchronise with the device."""
         if counts := decides(name):
             self._sums[network_of(name, self._networks)].add(tensor)
         return counts
 
     @property
     def values(self) -> tuple[int, ...]:
-        """For each network, in [0, 2**64); waits for the device."""
+        """One checksum per network, in [0, 2**64); synchronises with the device."""
         return tuple(total.value for total in self._sums)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the sender of a weight update says of it when everything is sent."""
+"""Manifest of a weight update, written by the sender after the last tensor."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Manifest:
-    """Written by the sending rank, read by whoever loads the update."""
+    """Summary of the tensors sent. Written by the sending rank, read by the engine workers that load the update."""
 
     version: int
-    """Weight version it makes."""
+    """Weight version of the update."""
     num_tensors: int
     checksum: int
     """`verl_digen.weights.checksum` over all tensors as they were sent."""

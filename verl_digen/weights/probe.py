@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Proof that a weight update took effect: what each replica reports of its weights, and what that must satisfy. Pure.
+"""Proof that a weight update took effect: each replica's report on its weights, and the checks on it. Pure.
 
 A replica takes a `Probe` when it switches to new weights, at the first updates and then every
-`digen.rollout.probe_every` ones: a forward of its network on fixed inputs, as a few numbers (how:
+`digen.rollout.probe_every` ones: a forward of its network on fixed inputs, as a few numbers (see
 `rollout/fingerprint.py`, `rollout/vllm_omni/probing.py`). The driver compares the last probes (`check_probes`):
 
-| what is wrong | how it shows |
+| fault | symptom |
 | --- | --- |
-| the replica's network does not use the weights that it received | they changed and its fingerprint did not |
-| a replica holds the same weights as another and computes with others | their fingerprints are far apart |
+| the replica's network does not use the weights that it received | the weights changed, the fingerprint did not |
+| a replica computes with other weights than it holds | its fingerprint differs from a replica with the same weights |
 | the update broke the network | the fingerprint is not finite |
 | an update did not reach a replica | it has received an older version |
 
@@ -23,26 +23,26 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 MAX_SPREAD = 0.05
-"""Largest difference of two replicas' fingerprints under the same weights, relative to their size. bf16 kernels of two
-types of accelerators differ by about 1 %; a network with other weights by about 100 %."""
+"""Maximum relative difference of two replicas' fingerprints under the same weights. bf16 kernels of two types of
+accelerators differ by about 1 %; networks with different weights by about 100 %."""
 
 PEFT_PREFIX = "base_model.model."
-"""Of the names of a network that peft wraps."""
+"""Prefix of tensor names in a network wrapped by peft."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """One replica under one set of weights. Written by the replica's server, read by the driver.
+    """Report of one replica on one set of weights. Written by the replica's server, read by the driver.
 
     Example:
         Probe(version=3, checksums=(0x5EED,), num_tensors=120, fingerprint=(0.91, -13.2))
     """
 
     version: int
-    """Weight version that the replica had just taken."""
+    """Weight version that the replica had just loaded."""
     checksums: tuple[int, ...]
-    """For each network of the checkpoint in order, `verl_digen.weights.checksum` of its weights that decide
-    (`decides`); equal for equal weights."""
+    """Per network of the checkpoint, in order: `verl_digen.weights.checksum` of the tensors that decide its output
+    (`decides`). Equal for equal weights."""
     num_tensors: int
     """Tensors of the update that were loaded."""
     fingerprint: tuple[float, ...]
@@ -62,21 +62,22 @@ class Probe:
 
 
 def decides(name: str) -> bool:
-    """Whether a change of the tensor `name` of an update must change what the network computes.
+    """True if a change of the tensor `name` of an update must change the network's output.
 
-    A LoRA adapter's A does not while B is still zero, and weight decay alone changes it.
+    False for a LoRA adapter's A: it has no effect while B is zero, and weight decay alone changes it.
     """
     return "lora_A" not in name.split(".")
 
 
 def network_of(name: str, networks: Sequence[str]) -> int:
-    """Number of the network of a checkpoint that the tensor `name` of an update belongs to.
+    """Index of the checkpoint's network that the tensor `name` of an update belongs to.
 
     Args:
-        networks: names of the networks in order (`DiffusionModel.experts`); several prefix the names of their tensors.
+        networks: names of the networks in order (`DiffusionModel.experts`). If there are several, they prefix the
+            names of their tensors.
 
     Raises:
-        RuntimeError: none of them does.
+        RuntimeError: no network's name is the prefix.
 
     Example:
         network_of("base_model.model.transformer_2.proj_out.lora_B.weight", ("transformer", "transformer_2"))   # 1
@@ -90,25 +91,25 @@ def network_of(name: str, networks: Sequence[str]) -> int:
 
 
 def is_probe_due(num_updates: int, every: int) -> bool:
-    """Whether to probe at a replica's update number `num_updates`, counted from 0: at the first three, then every
-    `every`-th; never where that is 0."""
+    """True if a replica's update number `num_updates`, counted from 0, is probed: the first three, then every
+    `every`-th; never if `every` is 0."""
     return every > 0 and (num_updates < 3 or num_updates % every == 0)
 
 
 def check_probes(probes: Mapping[str, Sequence[Probe]]) -> dict[str, float]:
-    """Compare every replica's newest probe with its last one, and with the others'.
+    """Compare every replica's newest probe with its previous one, and with the other replicas'.
 
     Args:
-        probes: replica -> its last two probes, older first; fewer where it has taken fewer.
+        probes: replica -> its last two probes, older first; fewer if it has taken fewer.
 
     Returns:
         | name | meaning |
         | --- | --- |
         | `rollout/probe_spread` | largest difference of fingerprints under equal weights, relative to their size |
-        | `rollout/probe_change` | smallest change between a replica's two probes, relative; where weights changed |
+        | `rollout/probe_change` | smallest relative change between a replica's two probes whose weights differ |
 
     Raises:
-        RuntimeError: a row of the module's table; says which replica and where to look.
+        RuntimeError: one of the first three rows of the module's table; says which replica and where to look.
 
     Example:
         old, new = Probe(0, (7,), 9, (1.0, 2.0)), Probe(1, (8,), 9, (1.0, 2.1))
@@ -133,14 +134,14 @@ def check_reached(received: Mapping[str, int | None], serving: Sequence[int], pu
     """Check that a published version reached every replica. It may serve an older one until it has time to switch.
 
     Args:
-        received: replica -> newest version that it was sent whole; None before the first.
-        serving: versions that the replicas generate with. published: the newest one.
+        received: replica -> newest version that it received completely; None before the first.
+        serving: versions that the replicas generate with. published: newest published version.
 
     Returns:
         `rollout/version_lag_max_versions`, the largest number of versions that a replica is behind.
 
     Raises:
-        RuntimeError: a replica was not sent the published version.
+        RuntimeError: a replica did not receive the published version.
     """
     for name, version in received.items():
         if version != published:
@@ -153,7 +154,7 @@ def check_reached(received: Mapping[str, int | None], serving: Sequence[int], pu
 
 
 def _changes(name: str, before: Probe, now: Probe) -> list[float]:
-    """Relative change of the fingerprint of each network whose weights are others."""
+    """Relative fingerprint change of each network whose weights changed."""
     changes = []
     for number, (old, new) in enumerate(zip(before.checksums, now.checksums, strict=True)):
         if old == new:
@@ -172,7 +173,7 @@ def _changes(name: str, before: Probe, now: Probe) -> list[float]:
 
 
 def _spread(probes: Mapping[str, Probe]) -> float | None:
-    """Largest relative difference between replicas with the same weights; None where no two have."""
+    """Largest relative difference between replicas with the same weights; None if no two have the same."""
     by_weights: dict[tuple[int, ...], list[tuple[str, Probe]]] = {}
     for name, probe in sorted(probes.items()):
         by_weights.setdefault(probe.checksums, []).append((name, probe))
@@ -192,6 +193,6 @@ def _spread(probes: Mapping[str, Probe]) -> float | None:
 
 
 def _distance(one: Sequence[float], other: Sequence[float]) -> float:
-    """Norm of the difference over the norm of the larger."""
+    """Norm of the difference, divided by the larger norm."""
     size = max(math.hypot(*one), math.hypot(*other))
     return math.dist(one, other) / size if size else 0.0

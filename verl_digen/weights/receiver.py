@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The receiving end of a weight update: stage everything, compare with what is loaded (seal), then switch at once.
+"""Receiver of a weight update: stage everything, compare with the loaded tensors (seal), then switch at once.
 
-Staging and sealing change nothing, so generation goes on meanwhile; when to switch is for the caller to say.
+Staging and sealing do not change the loaded weights, so generation continues; the caller decides when to switch.
 
 Invariants (tests/weights): after an update that misses, adds or reshapes a tensor the old weights are untouched; every
-tensor that was sent is loaded into the one that the network computes with.
+tensor sent is loaded into the tensor that the network computes with.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from verl_digen.weights.checksum import DecidingChecksums
 from verl_digen.weights.probe import Probe
 
 MAX_NAMES_SHOWN = 5
-"""Tensor names an error lists before it says how many more there are."""
+"""Maximum number of tensor names listed in an error."""
 
 
 class WeightReceiver:
-    """Takes named tensors for one transformer.
+    """Receives weight updates for one transformer.
 
     Args:
         transformer: the loaded network.
-        adapter_config: peft `LoraConfig` if updates carry a LoRA adapter alone, else None (full or merged weights).
+        adapter_config: peft `LoraConfig` if updates carry only a LoRA adapter, else None (full or merged weights).
         networks: names of the networks that `transformer` holds, in order (`DiffusionModel.experts`).
     """
 
@@ -47,17 +47,17 @@ class WeightReceiver:
         self._sealed: dict[str, Tensor] = {}
 
     def stage(self, named_tensors: dict[str, Tensor]) -> None:
-        """Keep a bucket aside, on the CPU."""
+        """Store a bucket on the CPU."""
         self._staged.update(named_tensors)
 
     def seal(self, num_tensors: int) -> None:
-        """Check what was staged; `switch` takes it. An update sealed before and not taken is forgotten.
+        """Check the staged tensors, ready for `switch`. Drops an update that was sealed earlier and not loaded.
 
         Args:
-            num_tensors: how many the sender sent.
+            num_tensors: number of tensors sent.
 
         Raises:
-            RuntimeError: what was sent is not what is loaded; names the tensors. Nothing was changed.
+            RuntimeError: the tensors do not match the network's; names them. The old weights are unchanged.
         """
         staged, self._staged = self._staged, {}
         if len(staged) != num_tensors:
@@ -67,12 +67,12 @@ class WeightReceiver:
 
     @property
     def is_staged(self) -> bool:
-        """Whether anything was received since the last `seal`."""
+        """True if any tensor was received since the last `seal`."""
         return bool(self._staged)
 
     @property
     def is_sealed(self) -> bool:
-        """Whether an update waits to be taken."""
+        """True if a sealed update waits for `switch`."""
         return bool(self._sealed)
 
     def switch(self) -> None:
@@ -84,7 +84,7 @@ class WeightReceiver:
         sealed, self._sealed = self._sealed, {}
         if not sealed:
             raise RuntimeError("no weight update is waiting to be taken; seal one first")
-        # looked up anew: moving the module between devices replaces its tensors
+        # looked up at every switch: moving the module between devices replaces its tensors
         current = tensors_of_update(self.module)
         live = {tensor.data_ptr() for tensor in [*self.module.parameters(), *self.module.buffers()]}
         copies = [name for name in sealed if current[name].data_ptr() not in live]
@@ -94,10 +94,10 @@ class WeightReceiver:
                 current[name].copy_(tensor)
 
     def probe(self, version: int, fingerprint: tuple[float, ...]) -> Probe:
-        """The report on the weights as they are loaded now; reads every number of them once, where they lie.
+        """Report on the loaded weights; reads every number once, on the device that holds it.
 
         Args:
-            version: of these weights. fingerprint: what the network computes with them.
+            version: version of these weights. fingerprint: the network's output with them.
         """
         current = tensors_of_update(self.module)
         sums = DecidingChecksums(self._networks)
@@ -107,7 +107,7 @@ class WeightReceiver:
 
 
 def tensors_of_update(module: nn.Module) -> dict[str, Tensor]:
-    """What an update of `module` holds, by the names it uses: peft's where it wraps the network, else the network's."""
+    """Tensors of an update of `module`, by name: peft's names if it wraps the network, else the network's."""
     from peft import PeftModel, get_peft_model_state_dict
 
     if isinstance(module, PeftModel):

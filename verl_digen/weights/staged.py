@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's checkpoint engine manager for replicas that go on generating while new weights arrive.
+"""verl's checkpoint engine manager for replicas that keep generating while new weights arrive.
 
-stage_weights(v)       to every replica, which keeps them aside; nobody pauses
-activate_weights()     of a replica's server: between two trajectories, when the conductor says so
+stage_weights(v)       send to every replica, which stages them; no replica pauses
+activate_weights()     of a replica's server: load between two trajectories, at the conductor's request
 update_weights(v)      both, on all replicas: before the first step, and around a validation with averaged weights
 """
 
@@ -15,7 +15,7 @@ from verl.checkpoint_engine import CheckpointEngineManager
 
 
 class StagedCheckpointManager(CheckpointEngineManager):
-    """verl's manager; `load_s` bounds the replicas' switch to weights that they have received."""
+    """verl's manager; `load_s` is the timeout for the replicas' switch to weights that they have received."""
 
     def __init__(self, *args: Any, load_s: float, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -26,10 +26,10 @@ class StagedCheckpointManager(CheckpointEngineManager):
         _: Any = super().update_weights(version)  # verl awaits it by itself
 
     def update_weights(self, global_steps: int | None = None) -> dict[str, Any]:  # type: ignore[override]
-        """Send the trainer's weights, as version `global_steps`, and have every replica take them.
+        """Send the trainer's weights, as version `global_steps`, and have every replica load them.
 
         Raises:
-            RayError: a process died; GetTimeoutError: a replica did not take them in time.
+            RayError: a process died; GetTimeoutError: a replica did not load them in time.
         """
         assert global_steps is not None, "a weight update has a version"
         self.stage_weights(global_steps)
@@ -37,7 +37,7 @@ class StagedCheckpointManager(CheckpointEngineManager):
         return {}
 
     async def abort_replicas(self, reject_request: bool = False) -> None:  # type: ignore[override]
-        """Nothing: generation goes on."""
+        """No-op: generation continues."""
 
     async def resume_generation_replicas(self) -> None:  # type: ignore[override]
-        """Nothing was paused."""
+        """No-op: generation was not paused."""

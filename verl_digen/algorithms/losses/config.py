@@ -13,7 +13,7 @@ DEFAULTS = "leave it alone for the default"
 
 @dataclass(frozen=True)
 class LossConfig:
-    """`digen.loss`: what a policy loss needs beside its inputs."""
+    """`digen.loss`: hyper-parameters of the policy losses."""
 
     clip_range: float = 1e-4
     """The importance ratio is clipped below, at 1 - clip_range; small because log-probs are means over latent
@@ -22,9 +22,9 @@ class LossConfig:
     clip_range_high: float | None = None
     """The importance ratio is clipped above, at 1 + clip_range_high. null: clip_range."""
     advantage_clip: float = 5.0
-    """Advantages are clamped to +- this (5 in Flow-GRPO). .inf: they are not."""
+    """Advantages are clamped to +- this (5 in Flow-GRPO). .inf: no clamping."""
     tis_low: float = 0.0
-    """tis: the least weight of a row. 0 (ROLL)."""
+    """tis: the smallest weight of a row. 0 (ROLL)."""
     tis_high: float = 1.0
     """tis: the largest weight of a row. 1 (ROLL)."""
     cispo_low: float = 0.1
@@ -32,17 +32,17 @@ class LossConfig:
     cispo_high: float = 0.1
     """cispo: weights are at most 1 + cispo_high. 0.1 (ROLL)."""
     cispo_mask: bool = False
-    """cispo: rows whose gradient PPO's clip would take away, at the same bounds, have none either."""
+    """cispo: true also removes the gradient of rows that PPO would clip at the same bounds."""
     topr_threshold: float = 0.0
-    """topr, weighted_topr: a sample whose reward (the weighted sum, not centred) is larger counts as a positive one.
-    0 (TOPR, whose rewards are +1 and -1). Rewards that are all above it make topr the same as reinforce, rewards that
-    are all below the same as tis: choose it in between."""
+    """topr, weighted_topr: a sample with a larger reward (the weighted sum, not centred) counts as positive.
+    0 (TOPR, whose rewards are +1 and -1). If all rewards are above it, topr is the same as reinforce; if all are below,
+    the same as tis: choose it in between."""
     topr_positive_weight: float = 1.0
     """weighted_topr: weight of positive samples. 1 (ROLL), which is topr."""
     topr_negative_weight: float = 1.0
     """weighted_topr: weight of the other samples. 1 (ROLL), which is topr."""
     decoupled_cap: float = 1.2
-    """decoupled_ppo: the largest weight of a row. AReaL, for tokens, leaves out what lies above 5."""
+    """decoupled_ppo: the largest weight of a row. AReaL, for tokens, drops weights above 5."""
     kimi_tau: float = 0.1
     """kimi: tau, the weight of the squared log-ratio. 0.1 (ROLL)."""
 

@@ -72,7 +72,7 @@ def weighted_tapered_reinforce(rows: LossInputs, config: LossConfig) -> LossOutp
 
 @register_loss("decoupled_ppo", columns=("log_prob", OLD, BEHAVIOUR, "advantage"), homogeneous=True, off_policy=True)
 def decoupled_clip(rows: LossInputs, config: LossConfig) -> LossOutput:
-    """PPO's clip against the policy before the update, weighed with how that differs from the one that generated.
+    """PPO's clip against the policy before the update, weighted by its ratio to the policy that generated.
 
     mean[sg[min(exp(old_log_prob - behaviour_log_prob), decoupled_cap)] max(-A q, -A clamp(q, 1 - c, 1 + c'))],
     q = exp(log_prob - old_log_prob).
@@ -92,10 +92,10 @@ def decoupled_clip(rows: LossInputs, config: LossConfig) -> LossOutput:
 def trajectory_clip(rows: LossInputs, config: LossConfig) -> LossOutput:
     """PPO's clip of the trajectory's ratio: mean[max(-A s, -A clamp(s, 1 - c, 1 + c'))].
 
-    s = exp(`trajectory_log_ratio`), which is that of the weights as they are, without gradient: a trajectory's rows
-    may lie in several tiles. s depends on the log-probs of all K rows of a trajectory, with weight 1 / K each, and K
-    rows have the loss of s. So the gradient is that of K rows with s exp(log_prob - sg[log_prob]) in place of s
-    (GSPO-token, with one advantage for all rows of a trajectory).
+    s = exp(`trajectory_log_ratio`) under the current weights, without gradient, because a trajectory's rows may lie in
+    several tiles. s depends on the log-probs of all K rows of a trajectory, with weight 1 / K each, and K rows have the
+    loss of s. So the gradient is that of K rows with s exp(log_prob - sg[log_prob]) in place of s (GSPO-token, with one
+    advantage for all rows of a trajectory).
     """
     log_prob, log_ratio = rows["log_prob"], rows[TRAJECTORY]
     ratio = ratio_of(log_ratio.detach() + (log_prob - log_prob.detach()))
@@ -124,7 +124,7 @@ def squared_log_ratio(rows: LossInputs, config: LossConfig) -> LossOutput:
 
 @register_loss("reinforce", columns=("log_prob", "advantage"), homogeneous=True, off_policy=True)
 def reinforce(rows: LossInputs, config: LossConfig) -> LossOutput:
-    """mean[-A log_prob], whoever generated the sample."""
+    """mean[-A log_prob], whichever policy generated the sample."""
     return LossOutput(rows.mean(-clamped_advantage(rows, config) * rows["log_prob"]), {})
 
 

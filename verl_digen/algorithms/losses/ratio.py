@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What losses with an importance ratio share: the ratio, PPO's clip, and how far the policies are apart."""
+"""Shared parts of losses with an importance ratio: the ratio, PPO's clip, and metrics of policy distance."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ infinity would be a NaN in the gradient. Beyond it a ratio has no gradient."""
 
 
 def ratio_of(log_ratio: Tensor) -> Tensor:
-    """exp, of any log-ratio finite in value and gradient."""
+    """exp of a log-ratio; value and gradient are finite for any input."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def clamped_advantage(rows: LossInputs, config: LossConfig) -> Tensor:
-    """[N], within +- `advantage_clip`."""
+    """Advantages [N], clamped to +- `advantage_clip`."""
     return rows["advantage"].clamp(-config.advantage_clip, config.advantage_clip)
 
 
@@ -32,9 +32,9 @@ def ppo_clip(ratio: Tensor, advantage: Tensor, config: LossConfig) -> Tensor:
 
 @torch.no_grad()
 def ratio_metrics(rows: LossInputs, log_ratio: Tensor, low: float, high: float) -> dict[str, Tensor]:
-    """How far the policy is from the one it is compared with, of log-ratios [N].
+    """Metrics of the distance between the two policies of a ratio, from log-ratios [N].
 
-    `ratio_deviation`, `_min`, `_max` are of r - 1 (its digits would drown in r), `clip_fraction` the share of
+    `ratio_deviation`, `_min`, `_max` are of r - 1 (r would round its digits away), `clip_fraction` the share of
     rows with r outside [low, high], `approx_kl` the mean of half the squared log-ratio.
     """
     ratio = ratio_of(log_ratio)

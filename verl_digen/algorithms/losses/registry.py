@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policy losses by name: filing them, asking what they need, calling them. See the package."""
+"""Registry of policy losses by name: register, look up inputs, call. See the package."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BEHAVIOUR = "behaviour_log_prob"
 OLD = "old_log_prob"
 """Column: log-prob under the policy before the update, see `verl_digen.algorithms.losses.denominator`."""
 TRAJECTORY = "trajectory_log_ratio"
-"""Column: log_prob - behaviour_log_prob under the weights as they are, its mean over the trained steps of the row's
+"""Column: mean of log_prob - behaviour_log_prob, under the current weights, over the trained steps of the row's
 trajectory, see `off_policy.trajectory_log_ratios`."""
 
 COLUMNS = ("log_prob", BEHAVIOUR, OLD, TRAJECTORY, "advantage", "reward", "std", "dt")
@@ -47,17 +47,17 @@ def register_loss(
     homogeneous: bool = False,
     off_policy: bool = False,
 ) -> Callable[[LossFn], LossFn]:
-    """File a loss under `names`, with the inputs it needs, at least one.
+    """Register a loss under `names`, with the inputs it needs, at least one.
 
     Args:
         columns: of `COLUMNS`, [N] each.
         latents: of `LATENTS`, [N, ...] each.
-        homogeneous: loss(c A) = c loss(A) for every c > 0, clamping of A apart. False is always safe: with a scale of
-            advantages that only the whole batch has, such a loss waits for the batch.
+        homogeneous: loss(c A) = c loss(A) for every c > 0, except for clamping of A. False is always safe: if the
+            advantage scale needs the whole batch, such a loss waits for the batch.
         off_policy: it is sound on samples that are several versions old.
 
     Raises:
-        ValueError: a name is taken, or an input is not among those that training has.
+        ValueError: a name is taken, or training has no such input.
     """
     for argument, given, known in (("columns", columns, COLUMNS), ("latents", latents, LATENTS)):
         for name in given:
@@ -84,22 +84,22 @@ def loss_names() -> tuple[str, ...]:
 
 
 def loss_inputs(name: str) -> tuple[str, ...]:
-    """The inputs that loss `name` needs. ValueError where there is no such loss."""
+    """The inputs that loss `name` needs. ValueError if there is no such loss."""
     return (*_find(name).columns, *_find(name).latents)
 
 
 def is_homogeneous(name: str) -> bool:
-    """Whether loss `name` grows in proportion to the advantage; see the package. ValueError where it is unknown."""
+    """True if loss `name` is proportional to the advantage; see the package. ValueError if it is unknown."""
     return _find(name).homogeneous
 
 
 def is_off_policy(name: str) -> bool:
-    """Whether loss `name` is sound with `digen.staleness.max_versions` > 1. ValueError where it is unknown."""
+    """True if loss `name` is sound with `digen.staleness.max_versions` > 1. ValueError if it is unknown."""
     return _find(name).off_policy
 
 
 def reads_trajectories(name: str) -> bool:
-    """Whether loss `name` of a row depends on the other rows of its trajectory. ValueError where it is unknown."""
+    """True if loss `name` of a row depends on the other rows of its trajectory. ValueError if it is unknown."""
     return TRAJECTORY in _find(name).columns
 
 

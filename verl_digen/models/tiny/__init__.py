@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny checkpoints with random weights in the diffusers format: every part of the real one, made in a second.
+"""Tiny checkpoints with random weights in the diffusers format: every part of the real one, built in a second.
 
-- For checks of numerics without a download: pictures are noise.
-- Weights are drawn wide enough that a velocity visibly depends on the prompt, on sigma and on every position:
-  what a comparison cannot see it cannot guard.
+- Use: checks of numerics without a download. Pictures are noise.
+- Weights are drawn wide enough that a velocity measurably depends on the prompt, on sigma and on every position;
+  otherwise a comparison could not fail.
 
 Invariant (tests/models/test_parity.py): the same seed gives the same weights; a change of 1 % in one block's weights
 moves the velocity by far more than the tolerance of the comparisons.
@@ -26,7 +26,7 @@ BUILDERS: dict[str, str] = {
     "wan2.2_ti2v_5b": "verl_digen.models.tiny.wan:make_2_2_ti2v_5b",
     "z_image": "verl_digen.models.tiny.z_image:make",
 }
-"""Name -> "module:function", which makes the diffusers pipeline. A new model adds one line here."""
+"""Name -> "module:function" that builds the diffusers pipeline. A new model adds one line here."""
 
 
 def build_tiny(name: str, path: str | Path, seed: int = 0) -> Path:
@@ -37,7 +37,7 @@ def build_tiny(name: str, path: str | Path, seed: int = 0) -> Path:
     """
     if name not in BUILDERS:
         raise ValueError(f"unknown tiny checkpoint {name!r}; known ones: {', '.join(sorted(BUILDERS))}")
-    import torch  # takes a second, and the names above are asked for without it
+    import torch  # takes a second, and the names above are used without it
 
     module, _, function = BUILDERS[name].partition(":")
     with torch.random.fork_rng():

@@ -15,7 +15,7 @@ CLIP_WIDTH = 16
 
 
 def make_dev() -> FluxPipeline:
-    """1 MB; with guidance input and the published schedule, which is shifted by the size."""
+    """Build dev: 1 MB; with guidance input and the published schedule, which is shifted by the size."""
     return _make(
         FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15),
         takes_guidance=True,
@@ -23,7 +23,7 @@ def make_dev() -> FluxPipeline:
 
 
 def make_schnell() -> FluxPipeline:
-    """1 MB; without guidance input, and with the published schedule, which is not shifted."""
+    """Build schnell: 1 MB; without guidance input, and with the published schedule, which is not shifted."""
     return _make(FlowMatchEulerDiscreteScheduler(shift=1.0), takes_guidance=False)
 
 

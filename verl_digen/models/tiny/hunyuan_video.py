@@ -27,7 +27,7 @@ SPECIAL_TOKENS = ["<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>",
 
 
 def make() -> HunyuanVideoPipeline:
-    """3 MB; the published schedule."""
+    """Build the pipeline: 3 MB; the published schedule."""
     return HunyuanVideoPipeline(
         text_encoder=_text_encoder(),
         tokenizer=byte_tokenizer([DEFAULT_PROMPT_TEMPLATE["template"], *CORPUS], SPECIAL_TOKENS),

@@ -22,11 +22,12 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""Qwen's, for text."""
+"""Qwen's chat template, for text."""
 
 
 def make() -> HunyuanVideo15Pipeline:
-    """25 MB, because the width of what reads glyphs is fixed in the class; the published schedule and guider."""
+    """Build the pipeline: 25 MB, because the width of the glyph projection is fixed in the class; the published
+    schedule and guider."""
     return HunyuanVideo15Pipeline(
         text_encoder=_text_encoder(),
         tokenizer=_tokenizer(),
@@ -57,7 +58,7 @@ def _transformer() -> HunyuanVideo15Transformer3DModel:
 
 
 def _tokenizer() -> Any:
-    # Of its words the template begins with 108 tokens, as of the real one's: what is cut away.
+    # Trained on these words, the template's beginning has 108 tokens, as with the real tokenizer: the cropped part.
     tokenizer = byte_tokenizer([f"system\n{SYSTEM_MESSAGE}", "user\n", "assistant\n", *CORPUS], SPECIAL_TOKENS)
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tiny Qwen-Image.
 
-8x8 px per latent position and 2x2 positions per token, as in the real one: 64x64 px are latents [16, 16].
+8x8 px per latent position and 2x2 positions per token, as in the real model: 64x64 px are latents [16, 16].
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ CORPUS = [
     "assistant\n",
     "a red circle left of two small blue squares on a green background",
 ]
-"""What the tokenizer learns its words from: the pipeline's prompt template, which it then splits into 34 + 5
-tokens as the real one does, and a caption."""
+"""Training text of the tokenizer: the pipeline's prompt template, which it then splits into 34 + 5 tokens like the
+real one, and a caption."""
 
 
 def make() -> QwenImagePipeline:
-    """3 MB."""
+    """Build the pipeline: 3 MB."""
     return QwenImagePipeline(
         scheduler=_scheduler(),
         vae=_vae(),

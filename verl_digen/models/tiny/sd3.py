@@ -12,11 +12,11 @@ from verl_digen.models.tiny.vae import LATENT_CHANNELS, image_vae
 from verl_digen.models.tiny.weights import draw_weights
 
 CLIP_WIDTHS = (8, 16)
-"""Together less than T5's, as in the real one, whose CLIP part is padded with zeros."""
+"""Sum less than T5's width, as in the real model, whose CLIP part is padded with zeros."""
 
 
 def make() -> StableDiffusion3Pipeline:
-    """1 MB; the schedule, the scaling and the shift of the published VAE are the real ones."""
+    """Build the pipeline: 1 MB; with the published schedule, and the published VAE's scaling and shift."""
     return StableDiffusion3Pipeline(
         transformer=_transformer(),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),

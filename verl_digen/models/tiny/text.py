@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny tokenizers, with or without training on a few sentences, and tiny text encoders with random weights.
 
-- What diffusers annotates with a sister class of what its pipelines take is `Any` here.
+- `Any` stands where diffusers annotates another class than its pipelines accept.
 
-Invariant (tests/models/test_parity.py): no two words are the same tokens, known to the corpus or not.
+Invariant (tests/models/test_parity.py): different words have different tokens, in the corpus or not.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from verl_digen.models.tiny.weights import draw_weights
 TEXT_WIDTH = 32
 """Hidden size of the token encoders."""
 VOCABULARY_SIZE = 512
-"""Of the encoders; tokenizers stay below."""
+"""Vocabulary size of the encoders; tokenizers stay below."""
 CORPUS = [
     "a red circle left of two small blue squares on a green background",
     "a video of a yellow triangle that moves to the right",
 ]
-"""What tokenizers learn their words from."""
+"""Training text of the tokenizers."""
 CLIP_TOKENS = 77
-"""What a real CLIP reads."""
+"""Tokens that a real CLIP reads."""
 UMT5_SCALE = 8
-"""Size of UMT5's hidden states over that of T5's."""
+"""Scale of UMT5's hidden states relative to T5's."""
 CLIP_SPECIALS = ["<|startoftext|>", "<|endoftext|>"]
 
 
@@ -85,7 +85,7 @@ def t5_encoder() -> T5EncoderModel:
 
 
 def umt5_encoder() -> UMT5EncoderModel:
-    """Its hidden states are large, to stand out of the hundreds of zeros Wan pads them with."""
+    """A `UMT5EncoderModel` with large hidden states, to stand out from the hundreds of zeros that Wan pads with."""
     encoder = UMT5EncoderModel(UMT5Config(**_t5_sizes()))
     draw_weights(encoder)
     with torch.no_grad():
@@ -106,7 +106,7 @@ def _t5_sizes() -> dict[str, Any]:
 
 
 def byte_tokenizer(corpus: Sequence[str], specials: Sequence[str]) -> Any:
-    """A `Qwen2Tokenizer`: byte-level BPE, as of Qwen and LLaMA 3; the first of `specials` pads."""
+    """A `Qwen2Tokenizer`: byte-level BPE, as in Qwen and LLaMA 3; the first of `specials` is the padding token."""
     blank = Qwen2Tokenizer(
         vocab={token: i for i, token in enumerate(specials)},
         merges=[],

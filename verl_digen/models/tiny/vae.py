@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny `AutoencoderKL`, 8x8 px per latent position, as SD3, FLUX.1 and Z-Image have it."""
+"""A tiny `AutoencoderKL`, 8x8 px per latent position, as in SD3, FLUX.1 and Z-Image."""
 
 from __future__ import annotations
 

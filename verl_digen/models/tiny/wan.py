@@ -15,23 +15,23 @@ from verl_digen.models.tiny.weights import draw_weights
 
 LATENT_CHANNELS = 4
 OUTPUT_GAIN = 0.5
-"""Of the last layer: keeps what fp32 rounds well below what the rest of the network does."""
+"""Gain of the last layer: keeps fp32 rounding errors well below the effects of the rest of the network."""
 BOUNDARY_RATIO = 0.875
-"""Where the experts of the published A14B change."""
+"""Boundary between the experts of the published A14B."""
 
 
 def make_2_1() -> WanPipeline:
-    """1 MB."""
+    """Build Wan2.1: 1 MB."""
     return _make(flow_shift=3.0, vae=_vae())
 
 
 def make_2_2_a14b() -> WanPipeline:
-    """2 MB; two experts."""
+    """Build Wan2.2 A14B: 2 MB; two experts."""
     return _make(flow_shift=3.0, vae=_vae(), transformer_2=_transformer(), boundary_ratio=BOUNDARY_RATIO)
 
 
 def make_2_2_ti2v_5b() -> WanPipeline:
-    """1 MB; the VAE that shrinks sides by 16, and a timestep per token."""
+    """Build Wan2.2 TI2V-5B: 1 MB; the VAE with a spatial factor of 16, and a timestep per token."""
     vae = _vae(is_residual=True, in_channels=12, out_channels=12, patch_size=2, scale_factor_spatial=16)
     return _make(flow_shift=5.0, vae=vae, expand_timesteps=True)
 

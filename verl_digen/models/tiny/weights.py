@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random weights that make a tiny network sensitive to all its inputs.
 
-Invariant (tests/models/test_parity.py): no weight keeps a constructor's zeros, behind which whatever comes before
-would be invisible.
+Invariant (tests/models/test_parity.py): no weight keeps a constructor's zeros, which would hide the effect of
+earlier layers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import nn
 
 
 def draw_weights(module: nn.Module, gain: float = 1.0) -> None:
-    """Matrices with std gain/sqrt(fan_in), biases with std 0.3, norm weights around 1."""
+    """Draw matrices with std gain/sqrt(fan_in), biases with std 0.3, norm weights around 1."""
     for name, parameter in module.named_parameters():
         if parameter.dim() > 1 and "gamma" not in name:
             nn.init.normal_(parameter, std=gain / parameter[0].numel() ** 0.5)

@@ -16,11 +16,11 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""What Qwen3's template makes of one message of the user."""
+"""Qwen3's chat template for one user message."""
 
 
 def make() -> ZImagePipeline:
-    """3 MB; the schedule is that of Z-Image-Turbo."""
+    """Build the pipeline: 3 MB; the schedule of Z-Image-Turbo."""
     tokenizer = byte_tokenizer(
         ["user\n", "assistant\n", *CORPUS], specials=["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     )
@@ -51,7 +51,7 @@ def _transformer() -> ZImageTransformer2DModel:
 
 
 def _text_encoder() -> Qwen3ForCausalLM:
-    """With its language head, as published checkpoints are stored; who loads them may leave it out."""
+    """Text encoder with its language head, as in published checkpoints; loading may leave the head out."""
     encoder = Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=VOCABULARY_SIZE,

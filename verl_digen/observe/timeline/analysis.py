@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step's seconds were spent on, from its intervals: pure.
+"""Time accounting of a step, from its intervals: work, and idle time by cause. Pure.
 
-- A step lasts as its `step` interval does, and every device of a pool counts for all of it. What lies in that time
-  counts, whichever step it serves; one moment of a lane counts once, whatever overlaps in it.
-- Idle time is a bubble. Its cause is the reason of the wait that covers it. What no interval covers, the devices
-  that no lane stands for included, is `unattributed`: an instrumentation gap, shown as such.
+- A step lasts as long as its `step` interval, and every device of a pool counts for all of it. All work in that time
+  counts, whichever step it serves; where intervals of a lane overlap, the time counts once.
+- Idle time is a bubble. Its cause is the reason of the wait that covers it. Time that no interval covers, and devices
+  without a lane, are `unattributed`: an instrumentation gap, shown as such.
 - O(n log n) in the intervals of the step.
 
 | metric | unit | meaning |
@@ -44,11 +44,11 @@ Span = tuple[float, float]
 """(start, end) in seconds."""
 
 LABELS: tuple[str, ...] = (*BUSY_KINDS, *WAIT_REASONS, UNATTRIBUTED)
-"""What a moment of a lane can be spent on; where several claim it, the first of these gets it: work before waiting."""
+"""Labels of a lane's time. Where several overlap, the first in this order gets the time: work before waiting."""
 _RANK = {label: rank for rank, label in enumerate(LABELS)}
 
 TRAINING_KINDS = ("train", "assist", "commit")
-"""Work of the trainer that the generator's work can hide, or be hidden by."""
+"""Work of the trainer that can overlap with generation."""
 
 
 class Segment(NamedTuple):
@@ -89,7 +89,7 @@ def step_window(intervals: Iterable[Interval], step: int) -> Span:
     """Start and end of a step.
 
     Raises:
-        ValueError: no `step` interval says so, or it lasts 0 s.
+        ValueError: the step has no `step` interval, or one of 0 s.
     """
     frames = [interval for interval in intervals if interval.kind == "step" and interval.step == step]
     if not frames:
@@ -101,7 +101,7 @@ def step_window(intervals: Iterable[Interval], step: int) -> Span:
 
 
 def around_step(intervals: Iterable[Interval], step: int) -> list[Interval]:
-    """All the intervals of every step that touches the time of `step`: what a view of it needs of a long run."""
+    """All intervals of every step that overlaps `step` in time: enough to show it, without the rest of a long run."""
     everything = list(intervals)
     start_s, end_s = step_window(everything, step)
     steps = {interval.step for interval in everything if interval.start_s <= end_s and interval.end_s >= start_s}
@@ -121,7 +121,7 @@ def by_lane(intervals: Iterable[Interval], window: Span) -> dict[str, list[Inter
 
 
 def segments(intervals: Iterable[Interval], window: Span) -> list[Segment]:
-    """One lane's window, cut where what it does changes; seconds since the window's start.
+    """One lane's window, cut where the lane's activity changes; seconds since the window's start.
 
     Example: generate 0-4, publish 3-6, wait 5-9 in a window 0-10 -> generate 0-4, publish 4-6, wait 6-9,
     unattributed 9-10.
@@ -135,7 +135,7 @@ def segments(intervals: Iterable[Interval], window: Span) -> list[Segment]:
             rank = _RANK[interval.kind if interval.reason is None else interval.reason]
             marks += [(begin, 1, rank), (end, -1, rank)]
     cut: list[Segment] = []
-    active: list[int] = [_RANK[UNATTRIBUTED]]  # ascending; the first has the moment
+    active: list[int] = [_RANK[UNATTRIBUTED]]  # ascending; the first gets the time
     reached = 0.0
     for at, change, rank in [*sorted(marks), (end_s - start_s, 0, 0)]:
         if at > reached:
@@ -162,7 +162,7 @@ def lane_usage(intervals: Iterable[Interval], window: Span, num_devices: int = 1
 
 
 def pool_usage(intervals: Sequence[Interval], step: int, num_devices: Mapping[str, int]) -> dict[str, Usage]:
-    """Pool -> its time in a step, for every pool of `num_devices` that has any, in the order of `POOLS`.
+    """Pool -> its usage in a step, for every pool of `num_devices` with devices, in the order of `POOLS`.
 
     Raises:
         ValueError: there is no such pool, or its lanes stand for more devices than it has.
@@ -224,10 +224,10 @@ def num_trained_samples(intervals: Iterable[Interval], step: int) -> int:
 
 
 def first_group_fraction(intervals: Iterable[Interval], step: int) -> float | None:
-    """When the step's first group was wholly generated, as a fraction of the step's generation.
+    """Time until the step's first group was wholly generated, as a fraction of the step's generation.
 
-    Generation counts from the start of the first chunk to the end of the last, on whatever lane. A chunk that was
-    generated again counts with its last time. None where no chunk says its group, or generation took 0 s.
+    Generation counts from the start of the first chunk to the end of the last, on any lane. A chunk that was retried
+    counts with its last attempt. None if no chunk has a group id, or generation took 0 s.
     """
     chunks: dict[int | str | None, Interval] = {}
     for interval in join_parts(intervals):
@@ -275,7 +275,7 @@ def _place(lane: Lane) -> tuple[int, int]:
 
 
 def _usage(seconds: Mapping[str, float], num_devices: int, step_s: float) -> Usage:
-    """Order the labels as `LABELS` has them, and part work from waiting."""
+    """Order the labels as in `LABELS`, and separate work from waiting."""
     busy = {kind: seconds[kind] for kind in BUSY_KINDS if kind in seconds}
     bubble = {reason: seconds[reason] for reason in (*WAIT_REASONS, UNATTRIBUTED) if reason in seconds}
     return Usage(num_devices, step_s, busy, bubble)

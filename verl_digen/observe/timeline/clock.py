@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The clock of all moments of a timeline. The driver notes them, so it is the driver's."""
+"""The clock of a timeline's timestamps. The driver records them, so it is the driver's clock."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 
 
 class UnixClock:
-    """Unix seconds that never go back: the time of day when it was made, continued by the monotonic clock."""
+    """Unix seconds that never go back: the time of day at construction, continued by the monotonic clock."""
 
     def __init__(self) -> None:
         self._base_s = time.time() - time.perf_counter()

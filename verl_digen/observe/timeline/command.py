@@ -25,9 +25,9 @@ NAME = "timeline"
 
 ALL, LAST = "all", "last"
 METRICS = "metrics.jsonl"
-"""In the folder of every run."""
+"""File in the folder of every run."""
 NUM_CAUSES = 3
-"""Causes of idle time in the table."""
+"""Number of causes of idle time in the table."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -60,7 +60,7 @@ def show_step(timeline: Timeline, step: int, out: Path) -> str:
 
 
 def to_table(intervals: Sequence[Interval], step: int, num_devices: Mapping[str, int]) -> list[str]:
-    """A step in a few lines."""
+    """Format a step in a few lines."""
     usages = pool_usage(intervals, step, num_devices)
     metrics = step_metrics(intervals, step, num_devices)
     start_s, end_s = step_window(intervals, step)

@@ -3,8 +3,8 @@
 
 - Every start of the run writes a header, `{"timeline": 1, "num_devices": {"trainer": 8, "generator": 8}}`: the schema's
   version, and the devices of each pool from there on. The first line of the file is one.
-- Append only, by the driver only, whole lines in one write. A write that was broken off leaves a torn last line:
-  reading leaves it out and says so, the next append removes it.
+- Append only, by the driver only, whole lines in one write. An interrupted write leaves a torn last line: reading
+  skips it and says so, the next append removes it.
 - A resumed run keeps what happened until the end of the step it resumes after, work for later steps included: those
   seconds were spent, though the work is done again.
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 NAME = "timeline.jsonl"
 SCHEMA_VERSION = 1
-"""Raised when a reader of the version before would misread the file."""
+"""Increased when a reader of the previous version would misread the file."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Timeline:
     """A run's timeline, as read."""
 
     intervals: tuple[Interval, ...]
-    """By start; the parts of a cut interval joined."""
+    """Sorted by start; the parts of a cut interval are joined."""
     num_devices: Mapping[int, Mapping[str, int]]
     """Complete step -> pool -> devices."""
     num_torn_lines: int
@@ -49,19 +49,19 @@ class Timeline:
 
 
 class TimelineFile:
-    """Written by the driver alone."""
+    """The timeline's file; only the driver writes it."""
 
     def __init__(self, path: Path, num_devices: Mapping[str, int]):
         """
         Args:
-            num_devices: pool -> devices, of the pools that have any.
+            num_devices: pool -> devices; pools without devices are left out.
         """
         self._path = path
         self._header = {"timeline": SCHEMA_VERSION, "num_devices": dict(num_devices)}
         self._is_open = False
 
     def keep_until(self, step: int) -> None:
-        """Drop what a run resumed after `step` does again; 0 drops all."""
+        """Drop the intervals that a run resumed after `step` repeats; 0 drops all."""
         if not self._path.exists():
             return
         records, _ = _read(self._path)
@@ -79,7 +79,7 @@ class TimelineFile:
         os.replace(aside, self._path)
 
     def append(self, intervals: Iterable[Interval]) -> None:
-        """Add intervals of the driver's clock."""
+        """Append intervals of the driver's clock."""
         lines = [_dump(to_line(interval)) for interval in intervals]
         if not self._is_open:
             _remove_torn_line(self._path)
@@ -93,7 +93,7 @@ def read_timeline(path: Path) -> Timeline:
     """Read a timeline.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: there is no such file.
         ValueError: it is of a later schema, or a line other than the last is broken.
     """
     records, num_torn_lines = _read(path)
@@ -111,11 +111,11 @@ def read_timeline(path: Path) -> Timeline:
 
 
 def _read(path: Path) -> tuple[list[dict[str, Any] | Interval], int]:
-    """Headers and intervals in the order of the file, and the number of torn lines."""
+    """Read headers and intervals in the order of the file, and the number of torn lines."""
     records: list[dict[str, Any] | Interval] = []
     with open(path, encoding="utf-8", newline="\n") as file:
         for number, text in enumerate(file, start=1):
-            if not text.endswith("\n"):  # a whole line is written with its end
+            if not text.endswith("\n"):  # a complete line ends with a newline
                 return records, 1
             try:
                 line = json.loads(text)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The picture of a step: a row per lane, a colour per kind of work, and idle time one cannot overlook.
+"""The picture of a step: a row per lane, a colour per kind of work, and idle time that stands out.
 
-- Colours are those of Okabe and Ito (2008), which colour-blind people tell apart; waits are hatched besides, and what
-  serves another step is paler.
+- Colours are those of Okabe and Ito (2008), which colour-blind people tell apart; waits are also hatched, and work
+  for another step is paler.
 - A pool of more than `MAX_LANES` lanes is shown as one tall strip, the share of its lanes doing each thing at each
   moment, above its first `NUM_SAMPLE_LANES` lanes; the pool's heading says so.
 - Time on device lanes that no interval covers is pink.
@@ -45,7 +45,7 @@ NUM_SAMPLE_LANES = 4
 STRIP_ROWS = 4
 """Height of that strip, in rows."""
 NUM_BINS = 900
-"""Moments of that strip: about one per pixel."""
+"""Time bins of that strip: about one per pixel."""
 MARGIN = 0.012
 """Time shown before and after the step, as a fraction of it."""
 
@@ -71,7 +71,7 @@ HATCH = "#BFC4CA"
 INK, FAINT, PINK = "#1F2328", "#7B828A", "#F9D9DC"
 """Text and lines; secondary text; time that no interval covers."""
 PALE = 0.45
-"""Strength of the colour of what serves another step."""
+"""Colour strength of work for another step."""
 
 
 class Bar(NamedTuple):
@@ -88,7 +88,7 @@ def draw_step(
     """Write the picture of a step as PNG.
 
     Args:
-        intervals: whole ones, as `read_timeline` gives them.
+        intervals: with cut ones joined, as `read_timeline` gives them.
         num_devices: pool -> devices.
         max_lanes: lanes of a pool beyond which it is shown as a strip.
     """
@@ -126,7 +126,7 @@ class _Block:
 
     @property
     def heading(self) -> str:
-        """What is said about the pool, beside its name."""
+        """Text about the pool, next to its name."""
         parts = []
         if self.has_strip:
             parts.append(f"{len(self.lanes)} lanes: the share of them at each work, then the first {len(self.shown)}")
@@ -200,7 +200,7 @@ class _Picture:
         self._reached += 1
 
     def _add_bars(self, bars: list[Bar], top: float, height: float) -> None:
-        """Bars of one row, those of a look together; labels where they fit."""
+        """Draw the bars of one row, bars of the same look together; labels where they fit."""
         looks: dict[tuple[str, bool, bool], list[Bar]] = {}
         for bar in bars:
             is_own = bar.interval.step == self._step
@@ -244,7 +244,7 @@ class _Picture:
         )
 
     def _add_strip(self, block: _Block) -> None:
-        """The share of the pool's devices at each kind of work, stacked; waits on top, the rest stays pink."""
+        """Draw the share of the pool's devices at each kind of work, stacked; waits on top, the rest stays pink."""
         top, bottom = self._reached + 0.1, self._reached + STRIP_ROWS
         self._fill(0, self._step_s, 0.1, STRIP_ROWS - 0.1, PINK)
         window = (self._start_s, self._start_s + self._step_s)
@@ -305,7 +305,7 @@ class _Picture:
         self._add_legend()
 
     def _mark_steps(self) -> None:
-        """A line where a step begins or ends."""
+        """Draw a line where a step begins or ends."""
         moments: dict[float, int] = {}
         for interval in self._intervals:
             if interval.kind == "step":
@@ -326,7 +326,7 @@ class _Picture:
                 )
 
     def _mark_versions(self) -> None:
-        """A mark where a weight version was first in use: the end of its first publication."""
+        """Mark the first use of each weight version: the end of its first publication."""
         first_s: dict[int, float] = {}
         for interval in self._intervals:
             if interval.kind == "publish" and interval.version is not None:
@@ -409,7 +409,7 @@ def utilisation(
     """Label -> [num_bins] the share of the lanes' devices spent on it; the shares of a bin add up to 1.
 
     Args:
-        silent: devices that no lane stands for: unattributed. Lanes without devices count as one each.
+        silent: devices without a lane: unattributed. Lanes without devices count as one each.
     """
     bin_s = (window[1] - window[0]) / num_bins
     seconds = {label: np.zeros(num_bins) for label in LABELS}

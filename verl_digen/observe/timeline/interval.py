@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the timeline is made of: one lane did, or waited for, one thing from one moment to another.
+"""Intervals, which the timeline consists of: one lane did, or waited for, one thing from one moment to another.
 
-- A lane is what works as one: a replica, a reward worker, the trainer's ranks (which step together). It stands for
-  `num_devices` devices, 0 where it has none of its own. A replacement takes the index of what it replaces.
+- A lane is a unit that works as one: a replica, a reward worker, the trainer's ranks (which step together). It stands
+  for `num_devices` devices, 0 where it has none of its own. A replacement takes the index of the replaced one.
 - An interval serves one step: the logical batch it generates, scores, trains or publishes, even where it lies in the
   time of the step before. A step's own extent is its `step` interval, written by the driver when the step is over.
 - Moments are unix seconds of the driver's clock.
 
-One JSON object per line of `timeline.jsonl`; what holds the default is left out:
+One JSON object per line of `timeline.jsonl`; keys with the default value are left out:
 
 | key | type | meaning |
 | --- | --- | --- |
@@ -24,7 +24,7 @@ One JSON object per line of `timeline.jsonl`; what holds the default is left out
 | `num_samples` | int | samples of the whole chunk or fragment |
 | `reason` | see `WaitReason` | wait: for what |
 | `is_cut` | bool | true: it went on after `end_s`; the next part starts there |
-| `detail` | object | a few facts more, e.g. `{"predicted_gain_s": 0.4}`; numbers that are not finite as text |
+| `detail` | object | further facts, e.g. `{"predicted_gain_s": 0.4}`; numbers that are not finite as text |
 
 *Invariants:* an interval survives its line unchanged; parts of a cut interval join into one of the whole length, and
 two runs of the same chunk never do.
@@ -38,10 +38,10 @@ from math import inf, isfinite
 from typing import Any, Literal, get_args
 
 Pool = Literal["generator", "reward", "trainer", "colocated", "driver"]
-"""Who owns a lane. `colocated`: devices that generate and train in turn."""
+"""Owner of a lane. `colocated`: devices that generate and train in turn."""
 
 Kind = Literal["train", "assist", "generate", "commit", "score", "publish", "validate", "save", "wait", "step"]
-"""What a lane does:
+"""Activity of a lane:
 
 | kind | meaning |
 | --- | --- |
@@ -73,14 +73,14 @@ WaitReason = Literal[
     "validating",
     "slot_lost",
 ]
-"""What a lane waits for:
+"""Reason for a lane's wait:
 
 | reason | who | meaning |
 | --- | --- | --- |
 | `no_fragment_ready` | trainer | groups of the open batch are still being generated |
-| `waiting_pays` | trainer | the same, and to assist would lengthen the batch |
-| `gain_in_doubt` | trainer | the same, and to assist would shorten it by less than predictions are usually wrong by |
-| `costs_unknown` | trainer | the same, and too little is measured to tell whether to assist |
+| `waiting_pays` | trainer | the same, and assisting would lengthen the batch |
+| `gain_in_doubt` | trainer | the same, and assisting would shorten it by less than the usual prediction error |
+| `costs_unknown` | trainer | the same, and too little is measured to decide whether to assist |
 | `no_slots` | trainer | the same, and no replica is there to generate them |
 | `scoring` | trainer | the next group is generated, and its rewards are outstanding |
 | `batch_done` | both | this lane's part of the batch is done, and the next batch has not begun |
@@ -88,22 +88,22 @@ WaitReason = Literal[
 | `staleness_bound` | generator | the next batch's early part is issued; the rest waits for new weights |
 | `publishing` | both | weights are on their way |
 | `no_sample_ready` | reward | no picture to score |
-| `prompts` | both | prompts are to come: of the next batch, or in place of dropped groups |
+| `prompts` | both | prompts are expected: of the next batch, or in place of dropped groups |
 | `saving`, `validating` | both | a checkpoint is written, a validation runs, elsewhere |
 | `slot_lost` | generator | the replica is gone and its replacement is not there yet |
 """
 
 POOLS: tuple[Pool, ...] = get_args(Pool)
-"""In the order in which a sample meets them, which is the order of pictures."""
+"""All pools, in the order in which a sample meets them, which is their order in pictures."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
 WAIT_REASONS: tuple[WaitReason, ...] = get_args(WaitReason)
 BUSY_KINDS: tuple[Kind, ...] = tuple(kind for kind in KINDS if kind not in ("wait", "step"))
-"""Kinds that are work. Where one lane does several at once, the first of this order gets the time."""
+"""Kinds that are work. Where one lane does several at once, the first in this order gets the time."""
 UNATTRIBUTED = "unattributed"
 """The cause of idle time that no interval covers. Never written, always reported."""
 
 JOIN_GAP_S = 0.01
-"""How far apart the parts of a cut interval may lie. They touch, but for rounding."""
+"""Largest gap between the parts of a cut interval. They touch, except for rounding."""
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ def from_line(line: Mapping[str, Any]) -> Interval:
     """The interval of a JSON object.
 
     Raises:
-        KeyError, TypeError, ValueError: it is none.
+        KeyError, TypeError, ValueError: the object is not an interval.
     """
     values = dict(line)
     pool, _, index = values.pop("lane").partition("/")
@@ -219,7 +219,7 @@ def from_line(line: Mapping[str, Any]) -> Interval:
 
 
 def join_parts(intervals: Iterable[Interval]) -> list[Interval]:
-    """The intervals with cut ones made whole, by start. What never went on (the run ended) stays as it is."""
+    """Join the parts of cut intervals; sorted by start. A part without a next one (the run ended) stays as it is."""
     joined: list[Interval] = []
     open_at: dict[tuple[Any, ...], int] = {}
     for interval in sorted(intervals, key=_by_time):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notes what the lanes of one process do, in microseconds each, until the driver collects it.
+"""Record what the lanes of one process do, in microseconds each, until the driver collects it.
 
-- Bounded: a recorder that nobody drains forgets what is new and counts it; the time shows as unattributed.
-- What is still going on at a drain is cut there: the part so far is handed over, the rest follows. So a step's
-  accounts are complete at its end, though work for the next step is under way.
+- Bounded: a recorder that is never drained drops new intervals and counts them; the time shows as unattributed.
+- An interval that is open at a drain is cut there: the part so far is handed over, the rest follows. So a step's
+  accounts are complete at its end, though work for the next step is in flight.
 - Threads and coroutines may share one.
 
 *Invariants:* every moment of an interval is handed over exactly once, however often it is drained; at most `capacity`
@@ -32,7 +32,7 @@ CAPACITY = 65_536
 
 
 class IntervalFacts(TypedDict, total=False):
-    """What an interval worked on; fields of `Interval`."""
+    """Facts about the work of an interval; fields of `Interval`."""
 
     version: int | None
     chunk_id: int | str | None
@@ -44,16 +44,16 @@ class IntervalFacts(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Drained:
-    """What a recorder hands over. Travels from a worker to the driver."""
+    """Intervals that a recorder hands over. Travels from a worker to the driver."""
 
     intervals: list[Interval]
     num_lost: int
-    """Intervals that found no room since the last drain."""
+    """Intervals dropped since the last drain, because the recorder was full."""
 
 
 @dataclass(eq=False)
 class OpenInterval:
-    """Something that has begun. Made by `Recorder.begin`."""
+    """An interval that has begun. Made by `Recorder.begin`."""
 
     kind: Kind
     lane: Lane
@@ -103,7 +103,7 @@ class Recorder:
         self._num_lost = 0
 
     def begin(self, kind: Kind, lane: Lane, *, step: int, **work: Unpack[IntervalFacts]) -> OpenInterval:
-        """Something starts now; `end` it."""
+        """Open an interval now; close it with `end`."""
         opened = OpenInterval(kind, lane, step, work, self.now_s())
         opened.until(opened.start_s, is_cut=False)  # a broken rule is raised here, where the caller is to blame
         with self._lock:
@@ -111,7 +111,7 @@ class Recorder:
         return opened
 
     def end(self, opened: OpenInterval) -> None:
-        """It ends now.
+        """Close an interval now.
 
         Raises:
             RuntimeError: it has ended already.
@@ -125,7 +125,7 @@ class Recorder:
     def interval(
         self, kind: Kind, lane: Lane, *, step: int, **work: Unpack[IntervalFacts]
     ) -> Iterator[dict[str, str | int | float | bool]]:
-        """Note what the body does; yields the `detail` to fill."""
+        """Record the body as an interval; yields the `detail` to fill."""
         opened = self.begin(kind, lane, step=step, **work)
         try:
             yield opened.detail
@@ -136,12 +136,12 @@ class Recorder:
             self.end(opened)
 
     def add(self, interval: Interval) -> None:
-        """Note what was timed elsewhere, by this recorder's clock."""
+        """Add an interval that was timed elsewhere, by this recorder's clock."""
         with self._lock:
             self._note(interval)
 
     def drain(self) -> Drained:
-        """Hand over all that is noted, and the part so far of what is going on."""
+        """Hand over all recorded intervals, and the part so far of open ones."""
         with self._lock:
             now_s = self.now_s()
             for opened in self._open.values():

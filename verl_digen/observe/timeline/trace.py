@@ -36,10 +36,10 @@ COLOURS: dict[Kind, str] = {
 
 
 def to_trace(intervals: Sequence[Interval], window: Span) -> dict[str, Any]:
-    """The trace of what reaches into the window; write it with `json.dump`.
+    """The trace of the intervals that reach into the window; write it with `json.dump`.
 
     Args:
-        intervals: whole ones, as `read_timeline` gives them.
+        intervals: with cut ones joined, as `read_timeline` gives them.
         window: e.g. a step's, from `step_window`; (-inf, inf) for the whole run.
     """
     shown = [interval for interval in intervals if interval.start_s < window[1] and interval.end_s > window[0]]
@@ -97,7 +97,7 @@ def _metadata(what: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
 
 
 def _event(interval: Interval, pid: int, tid: int, base_s: float, names: dict[tuple[int, str], str]) -> dict[str, Any]:
-    # whole nanoseconds, so that what touches does not overlap by rounding
+    # whole nanoseconds, so that adjacent intervals do not overlap by rounding
     start_ns, end_ns = round((interval.start_s - base_s) * 1e9), round((interval.end_s - base_s) * 1e9)
     return {
         "ph": "X",
@@ -123,7 +123,7 @@ def _title(interval: Interval, names: dict[tuple[int, str], str]) -> str:
 
 
 def _arrows(placed: list[tuple[Interval, dict[str, Any]]], names: dict[tuple[int, str], str]) -> list[dict[str, Any]]:
-    """From each chunk of a group to the first row that trains the group."""
+    """Arrows from each chunk of a group to the first row that trains the group."""
     trained: dict[tuple[int, str], dict[str, Any]] = {}
     for interval, event in placed:
         if interval.kind == "train":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A drawn world with captions, and the rule that says how well a picture shows its caption.
+"""Shapes task: a drawn world with captions, and a rule-based score of how well a picture shows its caption.
 
 `scene` holds the world (scenes, captions, drawings), `scorer` the reward.
 """

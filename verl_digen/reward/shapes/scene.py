@@ -31,7 +31,7 @@ RGB = {
     "black": (15, 15, 15),
     "gray": (128, 128, 128),
 }
-"""The colour names and their sRGB values, 0..255; any two lie at least 0.4 apart on the 0..1 scale."""
+"""Colour name -> sRGB values, 0..255; any two have a distance of at least 0.4 on the 0..1 scale."""
 
 SHAPES = ("circle", "square", "triangle")
 COLOURS = ("red", "green", "blue", "yellow", "purple", "white")
@@ -45,19 +45,19 @@ ANCHORS = {
     "bottom": (0.5, 0.73),
     "center": (0.5, 0.5),
 }
-"""Position -> (x, y) of the shape's centre of area, fractions of the picture, y downwards."""
+"""Position -> (x, y) of the shape's centre of area, as fractions of the picture, y downwards."""
 
 POSITION_JITTER = 0.03
-"""A single shape's centre lies at most this far from its place, along x and along y."""
+"""Maximum offset of a single shape's centre from its anchor, along x and along y."""
 
 RADIUS = {1: (0.125, 0.155), 2: (0.115, 0.135), 3: (0.085, 0.1)}
-"""Count -> range of a shape's size, as a fraction of the picture: the radius of the circle of its area."""
+"""Count -> range of a shape's size, as a fraction of the picture: the radius of a circle of equal area."""
 
 ROW_X = {2: (0.27, 0.73), 3: (0.18, 0.5, 0.82)}
-"""Count -> where along x the shapes of a row stand; a row stands at y = 0.5."""
+"""Count -> x of the shapes in a row; a row has y = 0.5."""
 
 ROW_JITTER = (0.015, 0.06)
-"""Each shape of a row stands at most this far from its place, along x and along y."""
+"""Maximum offset of a shape in a row from its place, along x and along y."""
 
 _COUNT_WORDS = {1: "a", 2: "two", 3: "three"}
 _POSITION_WORDS = {
@@ -76,10 +76,10 @@ _CAPTION = re.compile(
 
 @dataclass(frozen=True)
 class Scene:
-    """What a caption says.
+    """Content of a caption.
 
     `position` is a key of `ANCHORS` for one shape and None for more than one; a value outside the world is a
-    `ValueError` that names the values there are.
+    `ValueError` that names the allowed values.
     """
 
     shape: str

@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How well a picture shows its caption, in 0..1, by looking at the pixels alone.
+"""Score of how well a picture shows its caption, in 0..1, from the pixels alone.
 
-What is looked at, each graded in 0..1:
+Parts, each in 0..1:
 
 - `background`: the pixels that are not object have the caption's background colour.
 - `colour`: the object pixels have the caption's colour.
 - `shape`: each object, compared with a circle, a square and a triangle of its own area and centre, overlaps
   the caption's shape well, and better than the other two.
-- `position`: the objects' common centre lies at the named place (captions with a position only; otherwise it
+- `position`: the objects' common centre is at the named place (captions with a position only; otherwise it
   repeats `presence` and has no weight).
-- `count`: as many objects as the caption says; specks count in part.
+- `count`: the number of objects is the caption's; specks count in part.
 
 An object is a connected region that differs from the colour of the picture's border. `presence` (not
-returned) says that there are objects at all and that they leave room for a background; it multiplies all of
-the above, `background` by (1 + presence) / 2, so that drawing nothing, or everything, does not pay.
+returned) is 1 if there are objects and they leave room for a background; it multiplies all of
+the above, `background` by (1 + presence) / 2, so that drawing nothing, or everything, is not rewarded.
 
-A video is looked at frame by frame, all frames alike, and each part is its mean over them: a shape that is there in
-half of the frames earns half. Motion is not looked at.
+A video is scored frame by frame, and each part is the mean over the frames: a shape that is visible in
+half of the frames earns half. Motion is not scored.
 
-What does not pay, over all captions (`tests/reward/test_shapes.py` holds the bounds): a flat picture scores
+Bounds over all captions (held by `tests/reward/test_shapes.py`): a flat picture scores
 at most 0.075 (on the right background), uniform noise at most 0.1. A clean drawing scores at least 0.97; with
 one attribute wrong it loses at least 0.1 (position, count, background) or 0.2 (shape, colour).
 
@@ -36,34 +36,34 @@ from PIL import Image
 from verl_digen.reward.shapes.scene import ANCHORS, RGB, SHAPES, Scene, parse_caption, shape_distance
 
 WEIGHTS = {"colour": 0.25, "shape": 0.25, "position": 0.2, "count": 0.15, "background": 0.15}
-"""What each part is worth; in a caption without a position, `count` takes over what `position` is worth."""
+"""Weight of each part; in a caption without a position, `position`'s weight is added to `count`'s."""
 
 WORK_PX = 64
-"""Pictures are looked at in this size, which makes areas below comparable and bounds the time taken."""
+"""Size to which pictures are scaled before scoring; makes the areas below comparable and bounds the time."""
 
 COLOUR_WIDTH = 0.3
 """Colour likeness is exp(-(d / width)^2), d the RGB distance on a 0..1 scale: 0.9 at 0.1, 0.17 at 0.4."""
 
 MIN_CONTRAST = 0.15
-"""An object pixel is at least this far from the border colour, and half as far as the median of such."""
+"""Minimum distance of an object pixel from the border colour; it must also exceed half the median of such distances."""
 
 SPECK_PX, OBJECT_PX = 12, 48
-"""A region of at most SPECK_PX pixels is nothing, one of OBJECT_PX is an object, linear between."""
+"""Region sizes: at most SPECK_PX pixels count as 0 objects, OBJECT_PX or more as 1, linear between."""
 
 MAX_COVER = (0.4, 0.6)
-"""Objects may cover the first share of the picture; presence falls to 0 at the second."""
+"""Fractions of the picture covered by objects: presence falls from 1 at the first to 0 at the second."""
 
 SHAPE_OVERLAP = (0.45, 0.85)
-"""Intersection over union with the caption's shape at which it earns nothing and all."""
+"""Intersection over union with the caption's shape that earns 0 and 1, linear between."""
 
 SHAPE_MARGIN = 0.04
-"""Temperature, in units of overlap, of the choice between the three shapes."""
+"""Softmax temperature, in units of overlap, of the choice between the three shapes."""
 
 PLACE_RADIUS = (0.07, 0.26)
-"""Distance from the named place, in pictures, up to which all is earned, and from which nothing is."""
+"""Distance from the named place, as a fraction of the picture: 1 is earned up to the first, 0 from the second."""
 
 COUNT_WIDTH = 0.8
-"""The count earns exp(-(error / width)^2): 0.21 for one object too many or too few."""
+"""Width of the count's score exp(-(error / width)^2): 0.21 for one object too many or too few."""
 
 
 def compute_score(
@@ -74,7 +74,7 @@ def compute_score(
 ) -> dict[str, float]:
     """Score a picture, uint8 [H, W, 3], or a video, uint8 [F, H, W, 3] (the mean over its frames).
 
-    `ground_truth` is the caption, or the fields of a `Scene`. `data_source` and `extra_info` are there for
+    `ground_truth` is the caption, or the fields of a `Scene`. `data_source` and `extra_info` are part of
     the calling convention and are not read. A picture of another kind, or a caption outside the world, is a
     `ValueError`.
     """
@@ -136,19 +136,19 @@ def _likeness(colours: np.ndarray, name: str) -> np.ndarray:
 
 
 def _object_mask(pixels: np.ndarray) -> np.ndarray:
-    """[H, W, 3] -> bool [H, W]: what differs from the median colour of a two-pixel border."""
+    """[H, W, 3] -> bool [H, W]: pixels that differ from the median colour of a two-pixel border."""
     sides = (pixels[:2], pixels[-2:], pixels[:, :2], pixels[:, -2:])
     border = np.concatenate([side.reshape(-1, 3) for side in sides])
     distance = np.sqrt(np.square(pixels - np.median(border, axis=0)).sum(-1))
     far = distance[distance > MIN_CONTRAST]
     if not far.size:
         return np.zeros(distance.shape, dtype=bool)
-    # Half of the way between background and object is where an anti-aliased or blurred edge truly lies.
+    # An anti-aliased or blurred edge lies halfway between background and object colour.
     return distance > max(MIN_CONTRAST, float(np.median(far)) / 2)
 
 
 def _core_colours(pixels: np.ndarray, mask: np.ndarray, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
-    """[N, 3] colours of the given object pixels, without the outermost ones, whose colour is a mixture."""
+    """[N, 3] colours of the given object pixels, without the outermost ones, whose colours are mixed."""
     core = mask.copy()
     core[1:] &= mask[:-1]
     core[:-1] &= mask[1:]
@@ -200,7 +200,7 @@ def _regions(mask: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def _shape_fit(region: tuple[np.ndarray, np.ndarray], shape: str) -> float:
-    """How far one region is the named shape: its overlap with it, times its chance against the others."""
+    """Fit of one region to the named shape: ramped overlap, times its softmax share among the three shapes."""
     rows, cols = region
     area = len(rows)
     reach = int(1.2 * math.sqrt(area)) + 1  # holds the largest of the three shapes (the triangle's tip)

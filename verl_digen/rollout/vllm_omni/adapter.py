@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sending end of a weight update: verl's vLLM adapter, with a manifest of what it sent.
+"""Weight sender of a `vllm_omni` replica: verl's vLLM adapter, with a manifest of the tensors sent.
 
-Every rank of a replica sends all tensors to the engine worker beside it, in buckets (CUDA IPC, or shared memory where
-the platform has none), through verl's `BucketedWeightSender`. Then the leader has the server compare and commit.
+Every rank of a replica sends all tensors to the engine worker of the same local rank, in buckets (CUDA IPC, or shared
+memory where the platform has none), through verl's `BucketedWeightSender`. Then the leader has the server check and
+commit.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ logger = logging.getLogger(__name__)
 
 
 class BoundedSender(BucketedWeightSender):
-    """verl's sender, with a limit on each wait for the receiver.
+    """verl's sender, with a timeout on each wait for the receiver.
 
     Args:
-        timeout_s: longest wait for the receiver to take one part.
+        timeout_s: timeout for the receiver to accept one part.
     """
 
     def __init__(self, *args: Any, timeout_s: float, **kwargs: Any):
@@ -82,11 +83,11 @@ class vLLMOmniServerAdapter(ServerAdapter):
         wire_format: str = "named_tensors",
         **unused: Any,
     ) -> None:
-        """Send all `weights`; a server on devices of its own keeps them aside as version `global_steps` until it is
-        told to take them (`activate_weights`), one that takes turns with the trainer takes them at once.
+        """Send all `weights` as version `global_steps`. A server on its own devices stages them until
+        `activate_weights`; one that shares devices with the trainer loads them at once.
 
         Raises:
-            RuntimeError: what arrived is not what the server holds; names the tensors. The old weights keep serving.
+            RuntimeError: the tensors do not match the server's; names them. The old weights keep serving.
         """
         if wire_format != "named_tensors":
             raise ValueError(f"vllm_omni replicas take full tensors only, got wire_format={wire_format!r}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's rollout config and `digen.rollout` -> arguments of vLLM-Omni's engine."""
+"""Engine arguments for vLLM-Omni, from verl's rollout config and `digen.rollout`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from verl_digen.rollout.vllm_omni.step_mode import StepRecordingMixin
 PACKAGE = "verl_digen.rollout.vllm_omni"
 
 NOT_KEPT = frozenset({"init_timeout", "stage_init_timeout"})
-"""Settings that vLLM-Omni uses at its start and keeps in no config."""
+"""Settings that vLLM-Omni uses only at startup and does not keep in its config."""
 
 WAIT_PER_WINDOW = 5
-"""vLLM-Omni ends its wait for a fuller batch when none came for this part of the longest wait, or for 50 ms."""
+"""vLLM-Omni stops waiting for a fuller batch when no request arrived for 1 / this of the maximum wait, or for 50 ms."""
 
 
 def engine_arguments(rollout: Any, model: DiffusionModelConfig, *, can_sleep: bool) -> dict[str, Any]:
@@ -29,14 +29,14 @@ def engine_arguments(rollout: Any, model: DiffusionModelConfig, *, can_sleep: bo
 
     Args:
         rollout: verl's rollout config.
-        can_sleep: whether a trainer on the same devices will want their memory.
+        can_sleep: True if a trainer on the same devices needs their memory.
 
     Raises:
-        ValueError: a pipeline that cannot record or not on so many devices, or a setting that a run may not make.
+        ValueError: the pipeline cannot be recorded, or not on this number of devices; or a setting is refused.
     """
     digen = model.digen.rollout
     pipeline = json.loads((Path(model.local_path) / "model_index.json").read_text())["_class_name"]
-    recording = recording_class(pipeline)  # says what is wrong here, not in another process
+    recording = recording_class(pipeline)  # raises here, not in an engine process
     is_stepwise = issubclass(recording, StepRecordingMixin)
     extra = _extra(rollout)
     check_settings(extra, is_stepwise=is_stepwise)
@@ -66,10 +66,10 @@ def engine_arguments(rollout: Any, model: DiffusionModelConfig, *, can_sleep: bo
 
 
 def check_taken(rollout: Any, engine_config: Any) -> None:
-    """Raise RuntimeError for a setting that vLLM-Omni did not take, of which it says nothing itself.
+    """Raise RuntimeError for a setting that vLLM-Omni silently ignored.
 
     Args:
-        engine_config: the `OmniDiffusionConfig` it runs with.
+        engine_config: the engine's `OmniDiffusionConfig`.
     """
     for key, value in _extra(rollout).items():
         if key in NOT_KEPT:

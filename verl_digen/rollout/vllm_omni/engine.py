@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM-Omni's diffusion engine with a version barrier (`engine_backend`).
 
-A call of a method in `BARRIER` waits until no trajectory is under way, while waiting requests keep waiting; then it
-runs, and they start. So an update lands between trajectories and throws no work away.
+A call of a method in `BARRIER` blocks new admissions and waits until no trajectory is in flight; then it runs, and the
+waiting requests start. So an update lands between trajectories and loses no work.
 
 Example, two requests denoising (running), one waiting:
 
@@ -11,14 +11,14 @@ Example, two requests denoising (running), one waiting:
     commit_weights runs                # alone
     the waiting one starts             # under the new weights
 
-Pipelines without step execution denoise a whole batch in one call. There the barrier waits for that batch, and so would
-every other call, with the requests that come after it: vLLM-Omni reads its messages in order. Those in `ASIDE` do not
-wait if the worker is in this process: they run beside the batch, in the thread that asks.
+Pipelines without step execution denoise a whole batch in one call. The barrier waits for that batch; so would every
+other call and the requests behind it, because vLLM-Omni reads its messages in order. Calls in `ASIDE` do not wait if
+the worker is in this process: they run concurrently with the batch, in the caller's thread.
 
-A probe (`RecordingOrder.is_probe`) is the next request to start, and runs alone: who shares a batch decides about last
+A probe (`RecordingOrder.is_probe`) is the next request to start, and runs alone: the batch composition changes the last
 bits, and a probe of the same weights must give the same numbers.
 
-Invariant (tests/vllm_omni): whenever updates come, no trajectory has two versions and none is lost.
+Invariant (tests/vllm_omni): at any timing of updates, no trajectory has two versions and none is lost.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from verl_digen.rollout.vllm_omni.recorder import RECORDED
 from verl_digen.rollout.vllm_omni.requests import ORDER
 
 BARRIER = frozenset({"commit_weights"})
-"""Worker methods that change the weights trajectories are made with."""
+"""Worker methods that change the weights that trajectories are generated with."""
 
 
 ASIDE = frozenset({"begin_update", "seal_weights", "encode", "prompt_cache_stats", "device_name"})
-"""Worker methods that leave alone what a batch under way reads."""
+"""Worker methods that do not change anything a running batch reads."""
 
 
 class BarrierScheduler(BaseScheduler):
-    """A scheduler of vLLM-Omni that can be told to admit nothing for a while, and runs probes first and alone."""
+    """vLLM-Omni's scheduler with a hold flag that stops admissions; runs probes first and alone."""
 
     is_held = False
 
@@ -67,16 +67,16 @@ class BarrierScheduler(BaseScheduler):
         return any(_is_probe(self._request_states[request_id].req) for request_id in self._running)
 
     def has_requests(self) -> bool:
-        """False with nothing but held requests, so that the engine's loop sleeps."""
+        """False if all requests are held, so that the engine's loop sleeps."""
         return bool(self._running) if self.is_held else super().has_requests()
 
 
 class BarrierStepScheduler(BarrierScheduler, StepScheduler):
-    """For pipelines with step execution."""
+    """Scheduler for pipelines with step execution."""
 
 
 class BarrierRequestScheduler(BarrierScheduler, RequestScheduler):
-    """For the others; requests that are recorded are batched with their like alone."""
+    """Scheduler for the other pipelines; recorded and unrecorded requests never share a batch."""
 
     def _build_sampling_params_key(self, request: OmniDiffusionRequest) -> RequestBatchSamplingParamsKey:
         key = super()._build_sampling_params_key(request)
@@ -86,16 +86,16 @@ class BarrierRequestScheduler(BarrierScheduler, RequestScheduler):
 
 
 class BarrierQueue(queue.Queue[_RpcTask]):
-    """Calls for the workers, in order; one in `BARRIER` is not handed out while trajectories are under way.
+    """FIFO of calls for the workers; a call in `BARRIER` stays queued while trajectories are in flight.
 
-    Only the engine's loop takes from it, and only that loop starts trajectories.
+    Only the engine's loop reads it, and only that loop starts trajectories.
     """
 
     def __init__(self, scheduler: BarrierScheduler):
         super().__init__()
         self._scheduler = scheduler
         self.is_closing = False
-        """True hands out everything, for an engine that stops."""
+        """True: the barrier is off, because the engine is stopping."""
 
     def get_nowait(self) -> _RpcTask:
         with self.mutex:
@@ -140,7 +140,7 @@ class VersionedEngine(DiffusionEngine):
         super()._fail_pending_rpcs(exc)
 
     def _init_process_hooks(self, od_config: OmniDiffusionConfig) -> None:
-        """A recorded request's output is finished as it is; the pipeline's own post-processing makes PIL pictures."""
+        """Skip the pipeline's post-processing, which makes PIL pictures, for the output of a recorded request."""
         super()._init_process_hooks(od_config)
         post_process = self.post_process_func
         if post_process is None:
@@ -153,13 +153,13 @@ class VersionedEngine(DiffusionEngine):
 
 
 def _is_probe(request: OmniDiffusionRequest) -> bool:
-    """False for a request without an order (a warm-up)."""
+    """True for a probe; False for other samples and for a request without an order (a warm-up)."""
     extra = request.sampling_params.extra_args
     return ORDER in extra and extra[ORDER].is_probe
 
 
 def _is_record(output: Any) -> bool:
-    """True for what `RecordingPipeline.finish_recording` made."""
+    """True for an output of `RecordingPipeline.finish_recording`."""
     if not isinstance(output, dict) or "payload" not in output:
         return False
     payload = output["payload"]

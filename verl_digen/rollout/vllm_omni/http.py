@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HTTP API of a replica (`digen.rollout.http`): pictures of the policy as it is now, for people.
+"""The HTTP API of a replica (`digen.rollout.http`): pictures from the current policy, for people.
 
 | route | answer |
 | --- | --- |
@@ -7,11 +7,11 @@
 | `GET /v1/models` | the checkpoint's name |
 | `POST /v1/images/generations` | base64 PNGs, in the format of OpenAI's images API |
 
-- The app has these routes and no others: no administration, no documentation, no file upload, no fetching of URLs.
-- A picture is a validation sample of the newest weights. It is counted like a training sample, so a replica finishes it
-  before it sleeps or loads weights.
-- `Door` stands before every route: host name, key, content type and size of the body are checked there. Without CORS
-  headers, a browser shows nothing of it to web pages.
+- The app has only these routes: no administration, no documentation, no file upload, no fetching of URLs.
+- A picture is a validation sample of the newest weights. It counts as in flight like a training sample, so a replica
+  finishes it before it sleeps or loads weights.
+- `Door` guards every route: it checks host name, key, content type and body size. There are no CORS headers, so
+  browsers do not let web pages read the answers.
 
 Invariants (tests/rollout/test_http_api.py): a path outside the table is 404; without the key everything is 401; a
 request beyond a limit never reaches the engine.
@@ -47,7 +47,7 @@ from verl_digen.types import Geometry, SampleRequest, Sampling
 RETRY_AFTER_S = 5
 """Value of the Retry-After header of a 503: a colocated replica sleeps for seconds to minutes."""
 BODY_TIMEOUT_S = 30.0
-"""A client that has not sent its body by then is answered 408."""
+"""Timeout for a client's body; 408 after that."""
 
 Draw = Callable[[SampleRequest], Awaitable[Tensor]]
 """One sample -> pixels, uint8 [H, W, 3]. Raises ValueError for a request that the model refuses."""
@@ -62,7 +62,7 @@ class ImageRequest(BaseModel):
     negative_prompt: str | None = None
     """null: `digen.sampling.negative_prompt`."""
     n: int = Field(default=1, ge=1)
-    """Pictures."""
+    """Number of pictures."""
     size: str | None = Field(default=None, pattern=r"^[1-9][0-9]{0,4}x[1-9][0-9]{0,4}$")
     """WIDTHxHEIGHT in px; null: `digen.sampling.width_px` and `height_px`."""
     num_inference_steps: int | None = Field(default=None, ge=2)
@@ -70,7 +70,7 @@ class ImageRequest(BaseModel):
     true_cfg_scale: float | None = Field(default=None, ge=1.0, allow_inf_nan=False)
     """True classifier-free guidance; null: `digen.sampling.val_true_cfg_scale`."""
     seed: int | None = None
-    """Equal seeds give equal pictures under equal weights; null: a new one."""
+    """Equal seeds give equal pictures under equal weights; null: a new seed."""
     model: str | None = None
     """Accepted, because OpenAI's clients send it; a replica has one model."""
     response_format: Literal["b64_json"] = "b64_json"
@@ -81,15 +81,15 @@ class Limits:
     """Upper bounds of one request."""
 
     size_px: int
-    """Width, and height."""
+    """Maximum of width and height."""
     num_steps: int
     num_images: int
     num_requests: int
-    """In flight at a time; a further one is answered 503."""
+    """Requests in flight at a time; 503 beyond that."""
 
     @classmethod
     def of(cls, digen: DigenConfig) -> Limits:
-        """The limits of `digen.rollout.http`; null there is what the run samples with."""
+        """The limits of `digen.rollout.http`; null there means the value that the run samples with."""
         http, sampling = digen.rollout.http, digen.sampling
         return cls(
             size_px=max(sampling.height_px, sampling.width_px) if http.max_size_px is None else http.max_size_px,
@@ -111,13 +111,13 @@ class Limits:
 
 
 class Door:
-    """ASGI middleware: lets in requests with the right host name, key, content type and size, and nothing else.
+    """ASGI middleware: admits only requests with the right host name, key, content type and size.
 
     Args:
-        key: bearer token that every request must carry; None asks for none.
+        key: bearer token that every request must carry; None requires none.
         host: the address served on. On loopback the Host header must name loopback too, so that a web page cannot reach
-            the API through a host name of its own.
-        max_body_bytes: largest body.
+            the API through its own host name (DNS rebinding).
+        max_body_bytes: maximum body size.
     """
 
     def __init__(self, app: ASGIApp, *, key: str | None, host: str, max_body_bytes: int):
@@ -149,7 +149,7 @@ class Door:
         await self._app(scope, _replay(body, receive), send)
 
     def _refusal(self, method: str, headers: Headers) -> JSONResponse | None:
-        """The answer to a request that may not enter, from its headers."""
+        """Error response for a request refused by its headers; None if it is admitted."""
         host = urlsplit(f"//{headers.get('host', '')}").hostname
         if self._asks_host and (host is None or not is_loopback(host)):
             return _error(421, "the Host header must name this machine's loopback address")
@@ -177,7 +177,7 @@ class Door:
 
 
 class _TooLarge(Exception):
-    """The body is larger than it may be."""
+    """The body exceeds `max_body_bytes`."""
 
 
 def build_app(draw: Draw, *, is_awake: Callable[[], bool], name: str, digen: DigenConfig, key: str | None) -> ASGIApp:
@@ -185,7 +185,7 @@ def build_app(draw: Draw, *, is_awake: Callable[[], bool], name: str, digen: Dig
 
     Args:
         is_awake: False while the replica takes no requests.
-        name: of the model, as `/v1/models` shows it.
+        name: the model's name in `/v1/models`.
         key: value of the environment variable `digen.rollout.http.api_key_env`.
     """
     limits, http = Limits.of(digen), digen.rollout.http
@@ -221,7 +221,7 @@ def build_app(draw: Draw, *, is_awake: Callable[[], bool], name: str, digen: Dig
 
 
 def sample_requests(body: ImageRequest, digen: DigenConfig, limits: Limits) -> list[SampleRequest]:
-    """The samples that a body asks for: validation samples of one group.
+    """The samples requested by a body: validation samples of one group.
 
     Raises:
         HTTPException: 400, a limit is exceeded.
@@ -254,10 +254,10 @@ def _to_png(pixels: Tensor) -> bytes:
 
 
 def read_key(variable: str | None) -> str | None:
-    """The key in the environment variable of that name; None where no variable is named.
+    """The API key from the environment variable `variable`; None if no variable is named.
 
     Raises:
-        ValueError: the variable is not set in this process, or empty. The key itself is in no message.
+        ValueError: the variable is not set in this process, or empty. No message contains the key.
     """
     if variable is None:
         return None
@@ -284,12 +284,12 @@ def _error(status: int, reason: str, headers: dict[str, str] | None = None) -> J
 
 
 def _hash(text: str) -> bytes:
-    """Equal lengths, so that comparing takes the same time whatever the key's."""
+    """SHA-256; equal lengths make the comparison's time independent of the key's length."""
     return hashlib.sha256(text.encode()).digest()
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """Messages of a request whose body has been read."""
+    """ASGI `receive` that returns the body that was already read."""
     is_read = False
 
     async def replay() -> Message:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the engine workers of a replica, all of one node, find each other: not on a port that other machines reach.
+"""Rendezvous store of a replica's engine workers (all on one node), on loopback so that other machines cannot reach it.
 
-Left alone, vLLM-Omni has PyTorch open a store that listens on all interfaces and asks for nothing.
+vLLM-Omni's default is a PyTorch store that listens on all interfaces without authentication.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch.distributed import HashStore, Store, TCPStore  # pyright: ignore[repo
 
 HOST = "127.0.0.1"
 TIMEOUT = timedelta(minutes=30)
-"""Longest wait for another worker; each loads its part of the model first."""
+"""Timeout for another worker, which may have to load its part of the model first."""
 
 
 def loopback_store(port: int, *, rank: int, num_workers: int) -> Store:

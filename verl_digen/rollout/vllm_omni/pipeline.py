@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recording pipelines, by name.
+"""Recording pipeline classes, by name.
 
-`Recording<Name>` of this module is the pipeline class `<Name>` of vLLM-Omni's registry with what records over it: a
-worker in another process finds it by name.
+`Recording<Name>` of this module is the pipeline class `<Name>` of vLLM-Omni's registry with its recording mixin: a
+worker in another process imports it by name.
 
 | vLLM-Omni runs the pipeline | mixin | requests of a batch |
 | --- | --- | --- |
-| step by step (Qwen-Image) | `step_mode.StepRecordingMixin` | come and go at every step |
-| in one go (the others) | `request_pipelines.REQUEST_MIXINS` | begin and end together |
+| step by step (Qwen-Image) | `step_mode.StepRecordingMixin` | join and leave at every step |
+| in one call per batch (the others) | `request_pipelines.REQUEST_MIXINS` | begin and end together |
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from verl_digen.rollout.vllm_omni.served import require_served
 from verl_digen.rollout.vllm_omni.step_mode import StepRecordingMixin
 
 PREFIX = "Recording"
-"""What this module puts before the name of a pipeline class."""
+"""Prefix of recording pipeline class names."""
 
 MIXINS: dict[str, type[RecordingPipeline]] = {"QwenImagePipeline": StepRecordingMixin, **REQUEST_MIXINS}
-"""Name in vLLM-Omni's registry -> what records it."""
+"""Name in vLLM-Omni's registry -> recording mixin."""
 
 
 def recording_class(name: str) -> type[Any]:
-    """vLLM-Omni's pipeline class `name` with a subclass of `RecordingPipeline` over it.
+    """vLLM-Omni's pipeline class `name` with its recording mixin, a subclass of `RecordingPipeline`.
 
     Raises:
-        ValueError: not one of `served.SERVED`.
+        ValueError: `name` is not in `served.SERVED`.
     """
     require_served(name)
     if name == vllm_omni_wan_import.PIPELINE:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The request by which a replica proves that it generates with the weights it was sent; see `verl_digen.weights.probe`.
+"""Probe request: proves that a replica generates with the weights it was sent; see `verl_digen.weights.probe`.
 
-It is an ordinary request, through the whole engine: one 64 x 64 px picture (one frame of a video) from noise of a fixed
-seed, under a fixed prompt, by a few ODE steps without guidance, with the adapter or the weights that were just
-activated. What the network computed is read off the recorded latents:
+It is an ordinary request through the whole engine: one 64 x 64 px picture (one frame of a video) from noise of a fixed
+seed, with a fixed prompt, by a few ODE steps without guidance, with the adapter or the weights that were just
+activated. The network's velocities follow from the recorded latents:
 
     v = (x' - x) / (sigma' - sigma)
 
@@ -11,8 +11,7 @@ activated. What the network computed is read off the recorded latents:
 - The last step is not recorded. The others run every network of the checkpoint.
 
 Invariants (tests/vllm_omni/test_probing.py, on the engine probes.py): the same weights give bitwise the same
-fingerprint, whatever samples the replica is asked for meanwhile; any change of any network's weights that changes its
-output changes it.
+fingerprint, whatever samples are in flight; any change of any network's weights that changes its output changes it.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ from verl_digen.rollout.vllm_omni.requests import RecordingOrder
 from verl_digen.types import SampleRequest, Sampling, Trajectory
 
 UID = "probe"
-"""In place of a group's."""
+"""uid of a probe's request."""
 LEAST_STEPS, MOST_STEPS = 3, 100
-"""Denoise steps of a probe, the unrecorded last one included; more than the least where a network would not run."""
+"""Bounds on a probe's denoise steps, including the unrecorded last one; steps are added until every network runs."""
 
 
 def probe_order(model: DiffusionModel) -> RecordingOrder:
-    """What the engine is asked for.
+    """The probe's request and recording order.
 
     Raises:
-        RuntimeError: a network of the checkpoint runs in no step of its own schedule.
+        RuntimeError: a network of the checkpoint runs in no recorded step of any schedule.
     """
     num_steps = _num_steps(model)
     recorded = tuple(range(num_steps - 1))
-    # noise level 0: these steps are recorded, and ODE steps
+    # noise level 0: the recorded steps are ODE steps
     sampling = Sampling(GEOMETRY, num_steps, true_cfg_scale=1.0, law="flow", noise_level=0.0)
     request = SampleRequest(UID, 0, PROMPT, "", Window(recorded, recorded), sampling)
     return RecordingOrder(request, SEED, torch.float32, is_probe=True)
@@ -49,7 +48,7 @@ def fingerprint_of(model: DiffusionModel, trajectory: Trajectory) -> tuple[float
     """Root mean square and ±1 projection of the velocities, for each network of the checkpoint in order.
 
     Args:
-        trajectory: of `probe_order`.
+        trajectory: generated from `probe_order`.
     """
     latents = trajectory.latents.double()
     moved = latents[trajectory.positions + 1] - latents[trajectory.positions]
@@ -60,7 +59,7 @@ def fingerprint_of(model: DiffusionModel, trajectory: Trajectory) -> tuple[float
 
 
 def _num_steps(model: DiffusionModel) -> int:
-    """The smallest number of steps whose recorded ones run every network."""
+    """Smallest number of steps for which the recorded steps run every network."""
     for num_steps in range(LEAST_STEPS, MOST_STEPS + 1):
         recorded = model.sigmas(num_steps, GEOMETRY)[: num_steps - 1]
         if model.expert_of(recorded).unique().numel() == len(model.experts):

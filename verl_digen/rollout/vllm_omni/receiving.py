@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One weight update on its way into a worker: a thread takes the buckets and keeps them in host memory.
+"""Receiver of one weight update in a worker: a thread receives the buckets into host memory.
 
-The thread ends in three ways: the last bucket has come, no part came for `timeout_s`, or the update was abandoned.
-verl's receiver, which does the transfer, has no deadline of its own.
+The thread ends when the last bucket has arrived, no part arrived for `timeout_s`, or the update was cancelled
+(`abandon`). verl's receiver, which does the transfer, has no timeout of its own.
 
 Example:
     receiving = Receiving(handle, device, networks=model.experts, use_shm=True, timeout_s=600)
     ... the sender sends ...
     receiving.result()      # the tensors and their checksum
-    receiving.abandon()     # instead: the sender was lost, and a new update begins
+    receiving.abandon()     # instead: the sender was lost, and a new update starts
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedW
 from verl_digen.weights.checksum import Checksum, DecidingChecksums
 
 POLL_MS = 50
-"""Time between two looks at whether an update was abandoned."""
+"""Interval between checks for cancellation."""
 STOP_S = 30.0
-"""Longest wait for an abandoned thread, which may be copying a bucket."""
+"""Timeout for the thread of a cancelled update, which may be copying a bucket."""
 
 
 class Abandoned(RuntimeError):
-    """The update was given up before its last bucket came."""
+    """The update was cancelled before its last bucket arrived."""
 
 
 @dataclass(frozen=True)
@@ -41,15 +41,15 @@ class Staged:
     """A received update."""
 
     tensors: dict[str, Tensor]
-    """On the CPU, as they were sent."""
+    """Tensors as they were sent, on the CPU."""
     checksum: int
-    """`verl_digen.weights.checksum` of them."""
+    """`verl_digen.weights.checksum` of the tensors."""
     deciding_checksums: tuple[int, ...]
-    """`verl_digen.weights.probe.Probe.checksums` of them."""
+    """`verl_digen.weights.probe.Probe.checksums` of the tensors."""
 
 
 class BoundedSocket(zmq.Socket):
-    """A socket whose `recv` ends when it is abandoned, or when nothing has come for `timeout_s`."""
+    """A socket whose `recv` raises when the update is cancelled, or when nothing arrived for `timeout_s`."""
 
     abandoned: threading.Event
     timeout_s: float
@@ -79,7 +79,7 @@ class BoundedReceiver(BucketedWeightReceiver):
     def _init_socket(self) -> None:
         self.socket = self.zmq_context.socket(zmq.REP, socket_class=BoundedSocket)
         self.socket.abandoned, self.socket.timeout_s = self._abandoned, self._timeout_s
-        self.socket.setsockopt(zmq.LINGER, round(self._timeout_s * 1000))  # the last answer must not be lost
+        self.socket.setsockopt(zmq.LINGER, round(self._timeout_s * 1000))  # deliver the last answer before closing
         self.socket.connect(self.zmq_handle)
 
 
@@ -88,10 +88,10 @@ class Receiving:
 
     Args:
         handle: address of verl's zmq socket; the sender binds it.
-        device: the worker's, for buckets that are shared on the device.
+        device: the worker's device, for buckets that are shared on it.
         networks: names of the networks that the update is for, in order (`DiffusionModel.experts`).
-        use_shm: True where buckets come through shared memory.
-        timeout_s: longest wait for the next part.
+        use_shm: True if buckets come through shared memory.
+        timeout_s: timeout for the next part.
     """
 
     def __init__(self, handle: str, device: torch.device, *, networks: Sequence[str], use_shm: bool, timeout_s: float):
@@ -106,7 +106,7 @@ class Receiving:
 
     def _run(self) -> None:
         def stage(named_tensors: list[tuple[str, Tensor]], is_last: bool) -> None:
-            # copied: the bucket is used again
+            # copied: the sender reuses the bucket
             self._tensors.update({name: tensor.to("cpu", copy=True) for name, tensor in named_tensors})
 
         try:
@@ -114,14 +114,14 @@ class Receiving:
             for name, tensor in self._tensors.items():
                 if not self._deciding.add(name, tensor):
                     self._rest.add(tensor)
-        except BaseException as error:  # raised again by `result`, in the thread that asks
+        except BaseException as error:  # raised again by `result`, in the caller's thread
             self._error = error
 
     def result(self) -> Staged:
         """Wait for the last bucket.
 
         Raises:
-            RuntimeError: the update did not arrive; says why.
+            RuntimeError: the update did not arrive; the message says why.
         """
         while self._thread.is_alive():  # each wait of the thread is bounded, so this one is
             self._thread.join(self._timeout_s)
@@ -131,7 +131,7 @@ class Receiving:
         return Staged(self._tensors, (sum(deciding) + self._rest.value) % 2**64, deciding)
 
     def abandon(self) -> None:
-        """End the thread and drop what it has received.
+        """Cancel the update: end the thread and drop the received tensors.
 
         Raises:
             RuntimeError: the thread does not end.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What pipelines of vLLM-Omni share that record: an order becomes a `Recording`, the project's SDE takes its steps, and
-it ends as a trajectory beside its pixels.
+"""Base of the recording pipelines of vLLM-Omni: an order becomes a `Recording`, the project's SDE takes its steps, and
+it ends as a trajectory with pixels.
 
-How a pipeline comes to its velocities is for others: `step_mode.py`, `request_mode.py`.
+The pipeline's velocities come from `step_mode.py` or `request_mode.py`.
 
 Latents are kept in the order's dtype and velocities in fp32; the network sees latents in its own dtype, as in
 `verl_digen.sampling.sampler`.
@@ -32,20 +32,20 @@ from verl_digen.sampling.recording import initial_seed, record_trajectory, train
 from verl_digen.types import Condition, SampleRequest, move_condition
 
 RECORDED = "digen_recorded"
-"""Where a finished request's record is found among vLLM-Omni's trajectory outputs."""
+"""Key of a finished request's record in vLLM-Omni's trajectory outputs."""
 
 
 @dataclass
 class Recording:
-    """One request under way."""
+    """State of one request in flight."""
 
     order: RecordingOrder
     seed: int
-    """Of the noise of its steps."""
+    """Seed of its steps' noise."""
     sigmas: Tensor
     """[T+1] fp32 CPU."""
     latents: Tensor
-    """[1, ...] x at the next step, in the order's dtype."""
+    """[1, ...] x before the next step, in the order's dtype."""
     condition: Condition
     negative_condition: Condition | None
     version: int
@@ -62,30 +62,30 @@ class Recording:
 
 
 class RecordingPipeline:
-    """Over a pipeline class of vLLM-Omni."""
+    """Base of the mixins for vLLM-Omni's pipeline classes."""
 
     weight_version = 0
-    """Version of the weights that the next step runs with."""
+    """Version of the weights used by the next step."""
     adapter_versions: Mapping[int, int] = MappingProxyType({})
     """Serial of each registered adapter -> its weight version."""
     incoming_adapter: tuple[LoRAModel, PEFTHelper] | None = None
-    """The adapter that the worker is registering."""
+    """Adapter that the worker is registering."""
     _prompt_embed_cache: PromptEmbedCache
-    """vLLM-Omni's, around the pipeline's `encode_prompt`."""
+    """vLLM-Omni's cache around the pipeline's `encode_prompt`."""
     bound_modules: frozenset[str] = frozenset()
-    """Modules of the adapter that was activated last, as vLLM-Omni bound them to layers."""
+    """Modules of the last activated adapter that vLLM-Omni bound to layers."""
 
     def encode_condition(self, text: str) -> Condition:
-        """What the trainer's network reads of one prompt, on the CPU, for samples that the trainer generates.
+        """Encode one prompt into the trainer network's condition, on the CPU, for samples that the trainer generates.
 
         Raises:
-            ValueError: the prompt is longer than the encoder reads.
+            ValueError: the prompt is longer than the encoder's limit.
         """
         raise NotImplementedError
 
     @contextmanager
     def prompt_cache_for(self, order: RecordingOrder) -> Iterator[None]:
-        """The prompt cache as it is for a sample; off for a probe, which is no part of its hit rate."""
+        """Turn the prompt cache off inside the context for a probe, which must not count in its hit rate."""
         self._prompt_embed_cache.enabled = not order.is_probe
         try:
             yield
@@ -93,7 +93,7 @@ class RecordingPipeline:
             self._prompt_embed_cache.enabled = True
 
     def predict_noise(self, *args: Any, **kwargs: Any) -> Tensor:
-        """In fp32, so that guidance combines its branches as the trainer does."""
+        """Predict in fp32, so that guidance combines its branches as the trainer does."""
         return super().predict_noise(*args, **kwargs).float()  # type: ignore[misc]
 
     def begin_recording(
@@ -110,7 +110,7 @@ class RecordingPipeline:
         """A recording before its first step, with the initial noise of its sample.
 
         Args:
-            shape: of one sample's latents.
+            shape: shape of one sample's latents.
         """
         request = order.request
         noise = step_noise(initial_seed(order.run_seed, request), INITIAL_LATENTS, tuple(shape))
@@ -127,7 +127,7 @@ class RecordingPipeline:
         )
 
     def finish_recording(self, recording: Recording, output: DiffusionOutput) -> None:
-        """Put the record into `output` in place of its pixels, [1, 3, H, W] or [1, 3, F, H, W] in [-1, 1]."""
+        """Replace the pixels of `output` ([1, 3, H, W] or [1, 3, F, H, W] in [-1, 1]) with the record."""
         request, pixels = recording.request, output.output
         assert isinstance(pixels, Tensor)
         trajectory = record_trajectory(
@@ -156,7 +156,7 @@ class RecordingPipeline:
         """The adapter that is being registered.
 
         Raises:
-            RuntimeError: a request names one that was dropped.
+            RuntimeError: a request uses an adapter that was dropped.
         """
         if self.incoming_adapter is None:
             raise RuntimeError(f"the adapter of {lora_request.lora_name} is not there any more")
@@ -174,7 +174,7 @@ class RecordingPipeline:
 
 
 def take_steps(entries: Sequence[tuple[Recording, int, Tensor]]) -> None:
-    """One `sde_step` per law among `entries`: a recording, its step, its velocity dx/dsigma [1, ...] each."""
+    """Take one `sde_step` per law in `entries`: (recording, step, velocity dx/dsigma [1, ...])."""
     by_law: dict[str, list[tuple[Recording, int, Tensor]]] = {}
     for entry in entries:
         by_law.setdefault(entry[0].request.sampling.law, []).append(entry)

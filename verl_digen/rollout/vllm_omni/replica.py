@@ -12,7 +12,7 @@ from verl_digen.rollout.placed import PlacedReplica
 from verl_digen.rollout.vllm_omni.server import vLLMOmniHttpServer
 
 SERVER_PREFIX = "vllm_omni_"
-"""verl names servers after it; `ServerAdapter` finds them by `{rollout.name}_`."""
+"""Prefix of verl's server names; `ServerAdapter` looks them up by `{rollout.name}_`."""
 
 
 class vLLMOmniReplica(PlacedReplica, vLLMReplica):

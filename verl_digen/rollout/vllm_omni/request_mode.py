@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A vLLM-Omni pipeline without step execution, stepping with the project's SDE and recording its path.
+"""Recording mixin for vLLM-Omni pipelines without step execution: steps with the project's SDE and records the path.
 
-    forward          encodes each prompt by itself, hands conditions and initial noise to the pipeline's own `forward`,
-                     which denoises a static batch of requests from first step to last; then the records
-    scheduler        is ours meanwhile: the sigmas are the model file's, and ONE `sde_step` per step takes all requests
+    forward          encodes each prompt separately, passes conditions and initial noise to the pipeline's own
+                     `forward`, which denoises a static batch of requests from first step to last; then the records
+    scheduler        replaced by ours meanwhile: the model file's sigmas, and ONE `sde_step` per step for all requests
                      (`RecordedSchedule`)
 
 - Requests of a batch share their size, number of steps and guidance; windows, laws and noise levels may differ.
-  vLLM-Omni puts them together and starts no other until all are done: nothing joins a running batch. An abort of one
+  vLLM-Omni forms the batch and starts no other until all are done: no request joins a running batch. An abort of one
   request is answered at once and saves no work.
 - Weights change between two calls of `forward`, so a trajectory has one version by construction.
 - A prompt that the encoder refuses fails its own request. An error in the pipeline's `forward` fails the whole batch.
-- A request without an order (a warm-up) runs as if this file did not exist.
+- A request without an order (a warm-up) takes the pipeline's own code path.
 
-What an architecture adds is in `request_pipelines.py`.
+The per-architecture parts are in `request_pipelines.py`.
 
-Invariant (tests/vllm_omni/test_request_mode.py): as `step_mode.py`'s.
+Invariant (tests/vllm_omni/test_request_mode.py): the one of `step_mode.py`.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from verl_digen.types import Condition, Sampling, move_condition
 
 
 class RecordedSchedule:
-    """What a pipeline takes for its scheduler while it denoises recorded requests.
+    """Replacement for a pipeline's scheduler while it denoises recorded requests.
 
     Args:
         recordings: the batch, before its first step.
-        timesteps: [T] what the network is told of the steps, on the pipeline's device.
-        config: of the pipeline's own scheduler.
+        timesteps: [T] the network's time input for each step, on the pipeline's device.
+        config: the pipeline's own scheduler config.
 
     Example, T = 2:
-        schedule.step(velocity, t, latents)    # recordings hold x after the first step, which is returned
+        schedule.step(velocity, t, latents)    # returns x after the first step; recordings hold it too
         schedule.timestep                      # timesteps[1]
     """
 
@@ -67,7 +67,7 @@ class RecordedSchedule:
 
     @property
     def timestep(self) -> Tensor:
-        """[] of the next step."""
+        """[] timestep of the next step."""
         return self.timesteps[self._step]
 
     def set_timesteps(
@@ -77,13 +77,13 @@ class RecordedSchedule:
         sigmas: Any = None,
         mu: float | None = None,
     ) -> None:
-        """The schedule stands, whatever the pipeline would have it be."""
+        """No-op: the schedule is fixed."""
 
     def set_begin_index(self, begin_index: int = 0) -> None:
-        """It begins at its beginning."""
+        """No-op: the schedule always starts at step 0."""
 
     def step(self, velocity: Tensor, timestep: Tensor, latents: Tensor, return_dict: bool = False) -> tuple[Tensor]:
-        """x after the next step, [B, ...] in the dtype of `latents`, the pipeline's copy of x before it."""
+        """Take the next step -> x after it, [B, ...] in the dtype of `latents` (the pipeline's copy of x before it)."""
         rows = velocity.split(1)
         take_steps([(recording, self._step, row) for recording, row in zip(self.recordings, rows, strict=True)])
         self._step += 1
@@ -91,14 +91,14 @@ class RecordedSchedule:
 
 
 class RequestRecordingMixin(RecordingPipeline):
-    """Over a pipeline class whose `forward` denoises a `DiffusionRequestBatch`."""
+    """Mixin for a pipeline class whose `forward` denoises a `DiffusionRequestBatch`."""
 
     od_config: OmniDiffusionConfig
     _own_scheduler: Any
     _schedule: RecordedSchedule | None = None
-    """Of the recorded batch under way."""
+    """Schedule of the running recorded batch; None if there is none."""
     _encoding = threading.Lock()
-    """Held by who uses the text encoders: a batch, or the trainer's `encode_condition` beside one (`engine.ASIDE`)."""
+    """Lock on the text encoders: a batch and the trainer's `encode_condition` may run concurrently (`engine.ASIDE`)."""
 
     @cached_property
     def _model(self) -> DiffusionModel:
@@ -110,26 +110,26 @@ class RequestRecordingMixin(RecordingPipeline):
 
     @property
     def scheduler(self) -> Any:
-        """The recorded batch's schedule while there is one, else the pipeline's own scheduler."""
+        """The running recorded batch's schedule; the pipeline's own scheduler if there is none."""
         return self._own_scheduler if self._schedule is None else self._schedule
 
     @scheduler.setter
     def scheduler(self, scheduler: Any) -> None:
         self._own_scheduler = scheduler
 
-    # -- what an architecture says ------------------------------------------------------------------------
+    # -- per architecture ---------------------------------------------------------------------------------
     def encode_text(self, text: str) -> Condition:
-        """One prompt by the pipeline's encoders -> what the trainer's network reads of it."""
+        """Encode one prompt with the pipeline's encoders -> the trainer network's condition."""
         raise NotImplementedError
 
     def set_guidance(self, params: OmniDiffusionSamplingParams, sampling: Sampling) -> None:
-        """Guidance in the pipeline's words; its `guidance_scale` is classifier-free guidance as ours unless a subclass
-        says otherwise."""
+        """Set the pipeline's guidance parameters. By default its `guidance_scale` is our classifier-free guidance;
+        subclasses override this."""
         params.guidance_scale = sampling.true_cfg_scale
         params.guidance_scale_provided = True
 
     def prompt_fields(self, recording: Recording) -> dict[str, Tensor]:
-        """What vLLM-Omni takes with a prompt in place of encoding it."""
+        """Prompt fields with the encoded conditions, which vLLM-Omni uses instead of encoding the text."""
         fields = {}
         for prefix, condition in (("", recording.condition), ("negative_", recording.negative_condition)):
             if condition is not None:
@@ -142,7 +142,7 @@ class RequestRecordingMixin(RecordingPipeline):
     # -- vLLM-Omni's ---------------------------------------------------------------------------------------
     def forward(self, req: DiffusionRequestBatch) -> list[DiffusionOutput] | DiffusionOutput:
         first = req.requests[0].sampling_params
-        if ORDER not in first.extra_args:  # `BarrierRequestScheduler` keeps those with and those without apart
+        if ORDER not in first.extra_args:  # `BarrierRequestScheduler` never mixes requests with and without an order
             with self._encoding:
                 return super().forward(req)  # type: ignore[misc]
         if first.lora_request is not None:  # the worker has activated it for the whole batch
@@ -153,7 +153,7 @@ class RequestRecordingMixin(RecordingPipeline):
         return [next(made) if isinstance(found, Recording) else found for found in begun]
 
     def _denoise(self, readable: Sequence[tuple[OmniDiffusionRequest, Recording]]) -> list[DiffusionOutput]:
-        """Run the pipeline's own `forward` for requests whose recordings have begun; their outputs, in order."""
+        """Run the pipeline's own `forward` for requests whose recordings have begun -> their outputs, in order."""
         recordings = [recording for _, recording in readable]
         handed_over = [self._hand_over(request, recording) for request, recording in readable]
         timesteps = self._model.timesteps(recordings[0].sigmas[:-1]).to(get_local_device())
@@ -168,7 +168,7 @@ class RequestRecordingMixin(RecordingPipeline):
         return outputs
 
     def _begin_or_refuse(self, order: RecordingOrder) -> Recording | DiffusionOutput:
-        """A recording, or the error output of a request whose prompt the encoder refuses."""
+        """Begin a recording -> it, or the error output if the encoder refuses the prompt."""
         try:
             return self._begin(order)
         except ValueError as error:
@@ -193,15 +193,15 @@ class RequestRecordingMixin(RecordingPipeline):
             return self._encode(text)
 
     def _encode(self, text: str) -> Condition:
-        """Call it with `_encoding` held."""
+        """Check and encode one prompt. The caller holds `_encoding`."""
         self._check_prompt(text)
         return {name: tensor.to(self.od_config.dtype) for name, tensor in self.encode_text(text).items()}
 
     def _hand_over(self, request: OmniDiffusionRequest, recording: Recording) -> OmniDiffusionRequest:
-        """The request as the pipeline gets it; vLLM-Omni's own stays as it is."""
+        """A copy of the request for the pipeline; vLLM-Omni's own request is not modified."""
         assert isinstance(request.prompt, dict)
         params = copy.copy(request.sampling_params)
-        # a pipeline takes them to the dtype it wants, some only if that is fp32 already
+        # pipelines cast the latents to their own dtype; some accept only fp32
         params.latents = recording.latents.float()
         self.set_guidance(params, recording.request.sampling)
         handed_over = copy.copy(request)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each architecture without step execution adds to `RequestRecordingMixin`: how a prompt is encoded, and what
-guidance is called.
+"""Per-architecture subclasses of `RequestRecordingMixin`, for pipelines without step execution: prompt encoding and
+guidance parameters.
 
-A new one is a class here, a line in `REQUEST_MIXINS` and one in `served.SERVED`.
+To add one: a class here, a line in `REQUEST_MIXINS` and one in `served.SERVED`.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class StableDiffusion3Recording(RequestRecordingMixin):
         return {"embeds": embeds[0], "pooled": pooled[0]}
 
     def predict_noise(self, *args: Any, timestep: Tensor, **kwargs: Any) -> Tensor:
-        """vLLM-Omni rounds the timestep to the network's dtype; the trainer, like diffusers, does not."""
+        """Undo vLLM-Omni's rounding of the timestep to the network's dtype; the trainer and diffusers do not round."""
         if self._schedule is not None:
             timestep = self._schedule.timestep.expand_as(timestep)
         return super().predict_noise(*args, timestep=timestep, **kwargs)
 
 
 class FluxRecording(RequestRecordingMixin):
-    """Its `guidance_scale` is the one the network takes as an input, `true_cfg_scale` is ours."""
+    """FLUX. The pipeline's `guidance_scale` is the network's embedded guidance; its `true_cfg_scale` is ours."""
 
     _model: flux.Flux
 
@@ -64,7 +64,7 @@ class WanRecording(RequestRecordingMixin):
     _model: wan.Wan
 
     def encode_text(self, text: str) -> Condition:
-        # diffusers' pipeline mends more of a text than vLLM-Omni's
+        # diffusers' pipeline cleans the text more thoroughly than vLLM-Omni's
         text = prompt_clean(text)
         embeds, _ = self.encode_prompt(  # type: ignore[attr-defined]
             prompt=text, do_classifier_free_guidance=False, max_sequence_length=wan.MAX_TEXT_TOKENS
@@ -72,22 +72,22 @@ class WanRecording(RequestRecordingMixin):
         return {"embeds": embeds[0, : len(self.tokenizer(text).input_ids)]}  # type: ignore[attr-defined]
 
     def set_guidance(self, params: OmniDiffusionSamplingParams, sampling: Sampling) -> None:
-        """Both experts are guided with one scale."""
+        """Set one guidance scale for both experts."""
         super().set_guidance(params, sampling)
         params.boundary_ratio = self._model.boundary_ratio or 0.0
 
 
 class HandsOverEncoded(RequestRecordingMixin):
-    """Over a pipeline that takes no conditions with a request, so that `encode_prompt` hands them over."""
+    """Mixin for a pipeline whose requests cannot carry conditions: `encode_prompt` returns them instead."""
 
     supports_request_batch = False
-    """What vLLM-Omni asks a pipeline; one request at a time."""
+    """Flag read by vLLM-Omni: one request at a time."""
     _cached_encode_prompt: Callable[..., Any] | None = None
     """vLLM-Omni's prompt cache around the pipeline's `encode_prompt`."""
 
     @property
     def encode_prompt(self) -> Callable[..., Any]:
-        """What hands over the conditions of the recorded request while there is one, else the pipeline's own."""
+        """A function that returns the recorded request's conditions while there is one, else the pipeline's own."""
         return self._own_encode_prompt if self._schedule is None else self._conditions_of_request
 
     @encode_prompt.setter
@@ -104,7 +104,7 @@ class HandsOverEncoded(RequestRecordingMixin):
         return self.encoded(recording)
 
     def encoded(self, recording: Recording) -> tuple[Any, ...]:
-        """What the pipeline's `encode_prompt` would return."""
+        """The conditions in the form that the pipeline's `encode_prompt` returns."""
         raise NotImplementedError
 
     def prompt_fields(self, recording: Recording) -> dict[str, Tensor]:
@@ -112,7 +112,7 @@ class HandsOverEncoded(RequestRecordingMixin):
 
 
 class ZImageRecording(HandsOverEncoded):
-    """Its `guidance_scale` counts from 0."""
+    """Z-Image. The pipeline's `guidance_scale` counts from 0: it is ours minus 1."""
 
     def __init__(self, *, od_config: OmniDiffusionConfig, prefix: str = ""):
         with vllm_omni_z_image_sizes.network_of_checkpoint(od_config):
@@ -133,7 +133,7 @@ class ZImageRecording(HandsOverEncoded):
 
 
 class HunyuanVideo15Recording(HandsOverEncoded):
-    """Text to video."""
+    """HunyuanVideo 1.5, text to video."""
 
     def __init__(self, *, od_config: OmniDiffusionConfig, prefix: str = ""):
         super().__init__(od_config=od_config, prefix=prefix)  # type: ignore[call-arg]
@@ -146,7 +146,7 @@ class HunyuanVideo15Recording(HandsOverEncoded):
         return {"embeds": embeds[0][mask[0].bool()], "glyphs": glyphs[0][glyph_mask[0].bool()]}
 
     def encoded(self, recording: Recording) -> tuple[Any, ...]:
-        """Tokens and masks of prompt and glyphs, and the same of the negative prompt."""
+        """Tokens and masks of prompt and glyphs, then those of the negative prompt."""
         given: list[Tensor | None] = []
         for condition in (recording.condition, recording.negative_condition):
             for name in ("embeds", "glyphs"):
@@ -156,7 +156,7 @@ class HunyuanVideo15Recording(HandsOverEncoded):
 
 
 def _name_packed_layers(transformer: Any) -> None:
-    """Give a network what vLLM-Omni's LoRA manager reads, where it has that under another name."""
+    """Set the attribute that vLLM-Omni's LoRA manager reads, from the network's `packed_modules_mapping`."""
     transformer.stacked_params_mapping = [
         (packed, part, part) for packed, parts in transformer.packed_modules_mapping.items() for part in parts
     ]
@@ -169,4 +169,4 @@ REQUEST_MIXINS: dict[str, type[RequestRecordingMixin]] = {
     "WanPipeline": WanRecording,
     "ZImagePipeline": ZImageRecording,
 }
-"""Name in vLLM-Omni's registry -> what goes over the pipeline class."""
+"""Name in vLLM-Omni's registry -> mixin over the pipeline class."""

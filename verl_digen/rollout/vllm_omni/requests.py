@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sample's request in vLLM-Omni's words."""
+"""Conversion of a sample's request to vLLM-Omni's prompt and sampling parameters, and the records of weight updates."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 from verl_digen.types import SampleRequest
 
 ORDER = "digen_order"
-"""Where a request to record is found in vLLM-Omni's `extra_args`."""
+"""Key of the `RecordingOrder` in vLLM-Omni's `extra_args`."""
 
 
 @dataclass(frozen=True)
 class RecordingOrder:
-    """What a pipeline must know to sample with our SDE and to record; travels with the request."""
+    """Facts that a pipeline needs to sample with our SDE and to record; travels with the request."""
 
     request: SampleRequest
     run_seed: int
     """`digen.seed`."""
     latents_dtype: torch.dtype
-    """What latents are kept in between steps and in the record."""
+    """Dtype of the latents between steps and in the record."""
     is_probe: bool = False
-    """True: it runs alone, before requests that wait, and leaves the prompt cache alone (`probing.py`)."""
+    """True: runs alone, before waiting requests, and does not use the prompt cache (`probing.py`)."""
 
 
 def to_prompt(request: SampleRequest) -> dict[str, Any]:
-    """The prompt; a negative one only where it is used, because its presence turns guidance on."""
+    """The prompt; the negative prompt only with guidance, because its presence turns guidance on."""
     prompt: dict[str, Any] = {"prompt": request.prompt}
     if request.sampling.is_guided:
         prompt["negative_prompt"] = request.negative_prompt
@@ -38,10 +38,10 @@ def to_prompt(request: SampleRequest) -> dict[str, Any]:
 
 
 def to_sampling_params(order: RecordingOrder, adapter: LoRARequest | None) -> OmniDiffusionSamplingParams:
-    """Sampling parameters; requests that may not share a forward differ in a field that vLLM-Omni compares.
+    """Sampling parameters. Requests that must not share a forward differ in a field that vLLM-Omni compares.
 
     Args:
-        adapter: the weights' version, where updates carry a LoRA adapter alone.
+        adapter: identifies the weights, if updates carry only a LoRA adapter.
     """
     sampling = order.request.sampling
     return OmniDiffusionSamplingParams(
@@ -51,7 +51,7 @@ def to_sampling_params(order: RecordingOrder, adapter: LoRARequest | None) -> Om
         num_inference_steps=sampling.num_steps,
         true_cfg_scale=sampling.true_cfg_scale,
         guidance_scale=sampling.guidance_scale,
-        seed=0,  # noise that the pipeline draws by itself is replaced by the order's
+        seed=0,  # the pipeline's own noise is replaced by the order's
         lora_request=adapter,
         extra_args={ORDER: order},
     )
@@ -59,10 +59,10 @@ def to_sampling_params(order: RecordingOrder, adapter: LoRARequest | None) -> Om
 
 @dataclass(frozen=True)
 class Published:
-    """One weight update that a replica was sent."""
+    """Identity of one weight update sent to a replica."""
 
     serial: int
-    """Counts updates from 1. Two updates may make the same version: the current policy and its average."""
+    """Number of the update, from 1. Two updates may have the same version: the current policy and its EMA copy."""
     version: int
 
 
@@ -72,16 +72,16 @@ START = Published(serial=1, version=0)
 
 @dataclass(frozen=True)
 class Taken:
-    """An update as a worker has loaded or registered it."""
+    """A worker's report on an update that it has loaded or registered."""
 
     published: Published
     num_tensors: int
     checksums: tuple[int, ...]
     """`verl_digen.weights.probe.Probe.checksums`."""
     load_s: float
-    """Seconds it took to load, without the wait for trajectories."""
+    """Seconds to load, without the wait for trajectories."""
 
 
 def adapter_request(published: Published) -> LoRARequest:
-    """The LoRA adapter of an update as a request names it: by its serial. vLLM wants an absolute path."""
+    """vLLM's request for the LoRA adapter of an update, identified by its serial. vLLM wants an absolute path."""
     return LoRARequest(f"update {published.serial}", published.serial, f"/in-memory/update-{published.serial}")

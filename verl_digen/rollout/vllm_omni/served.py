@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which pipelines are generated with vLLM-Omni. Imports nothing of it: asked before Ray starts, on any machine."""
+"""Pipelines supported with vLLM-Omni. Does not import vLLM-Omni: used before Ray starts, on any machine."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ SERVED = (
     "WanPipeline",
     "ZImagePipeline",
 )
-"""As `model_index.json` and vLLM-Omni's registry name them; `pipeline.py` has what records each."""
+"""Names in `model_index.json` and in vLLM-Omni's registry; `pipeline.py` has the recording class of each."""
 
 STEPWISE = frozenset({"QwenImagePipeline"})
-"""Pipelines of `SERVED` that vLLM-Omni runs step by step; the others run in one go."""
+"""Pipelines of `SERVED` that vLLM-Omni runs step by step; the others run in one call per batch."""
 
 UNADAPTED = {"HunyuanVideo15Pipeline": "refiner_blocks"}
-"""Pipeline -> part of the names of layers that LoRA wraps unless told otherwise, and to which vLLM-Omni binds no
-adapter, because they are diffusers' own there."""
+"""Pipeline -> part of the names of layers that LoRA wraps by default but to which vLLM-Omni binds no adapter, because
+it uses diffusers' own implementation of them."""
 
 
 def require_served(pipeline: str) -> None:
-    """Raise ValueError unless `pipeline` is one of them."""
+    """Raise ValueError unless `pipeline` is in `SERVED`."""
     require(
         pipeline in SERVED,
         f"actor_rollout_ref.rollout.name=vllm_omni needs a checkpoint of one of {', '.join(SERVED)}",
@@ -34,11 +34,11 @@ def require_served(pipeline: str) -> None:
 
 
 def require_bound(pipeline: str, *, sends_adapter: bool, targets: object, excluded: object) -> None:
-    """Raise ValueError if updates send an adapter with layers that `pipeline` binds none to.
+    """Raise ValueError if updates send an adapter with layers to which vLLM-Omni's `pipeline` cannot bind it.
 
     Args:
-        targets, excluded: `target_modules` and `exclude_modules` of `actor_rollout_ref.model`. Whoever sets one of them
-            is not asked again; what remains unbound is an error of the first request.
+        targets, excluded: `target_modules` and `exclude_modules` of `actor_rollout_ref.model`. If either is set, this
+            check passes; a module that is still unbound is an error at the first request.
     """
     if pipeline in UNADAPTED and sends_adapter and targets is None:
         require(

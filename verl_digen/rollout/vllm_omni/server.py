@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The server actor of a `vllm_omni` replica: verl's vLLM server, with vLLM-Omni's engine behind its methods.
 
-- One device: the engine runs in this process. More (tensor parallel): its workers are processes of their own.
+- One device: the engine runs in this process. More (tensor parallel): its workers are separate processes.
 - A request is admitted while the gate is open. `abort_all_requests` closes the gate and lets requests in flight finish;
   a weight update does not need it (`engine.py`).
-- A replica whose engine is dead or hung ends its process, so that the run sees it as lost.
-- A probe (`probing.py`) is generated at the first updates and every `digen.rollout.probe_every`-th; `check_health`
+- A replica whose engine is dead or hung exits, so that the run sees it as lost.
+- A probe (`probing.py`) is generated after the first updates and every `digen.rollout.probe_every`-th; `check_health`
   reports the last two.
 - `sleep` drains first, is level 1, and fails if a worker does not acknowledge it.
-- The engine's processes meet on a loopback port (`loopback_store.py`). No other port is opened, unless
+- The engine's processes rendezvous on a loopback port (`loopback_store.py`). No other port is opened, unless
   `digen.rollout.http.enable=true` (`http.py`).
 """
 
@@ -58,7 +58,7 @@ from verl_digen.weights.probe import Probe, is_probe_due
 logger = logging.getLogger(__name__)
 
 LOOPBACK_INTERFACE = "lo"
-"""Linux's name for it; vLLM runs on nothing else."""
+"""Linux's name of the loopback interface; vLLM runs only on Linux."""
 
 
 class vLLMOmniHttpServer(vLLMHttpServer):
@@ -70,12 +70,12 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         return omega_conf_to_dataclass(model_config)
 
     def _validate_configs(self) -> None:
-        """Diffusion has no context length."""
+        """No-op: diffusion has no context length."""
 
     async def launch_server(
         self, master_address: str | None = None, master_port: int | None = None, dp_rpc_port: int | None = None
     ) -> None:
-        """Load the model and start the engine; the arguments, for replicas of several nodes, are not used."""
+        """Load the model and start the engine. The arguments are for replicas of several nodes and are not used."""
         self.digen = self.model_config.digen
         self._model = load_model(self.model_config.local_path)
         self._check_prompt = self._model.load_prompt_check()
@@ -93,12 +93,12 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         arguments = engine_arguments(
             self.config, self.model_config, can_sleep=self.rollout_mode != RolloutMode.STANDALONE
         )
-        # all workers are of this node: they talk over loopback, and on a port that nobody has chosen for something else
+        # all workers are on this node: use loopback, and not a MASTER_PORT that was set for something else
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
         os.environ.pop("MASTER_PORT", None)
         http = self.digen.rollout.http
         key = read_key(http.api_key_env) if http.enable else None
-        # its constructor starts an event loop of its own in a thread, and waits for it
+        # the constructor starts its own event loop in a thread and waits for it
         self.engine = await asyncio.to_thread(lambda: AsyncOmni(**arguments))
         check_taken(self.config, self.engine.get_diffusion_od_config())
         if http.enable:
@@ -127,8 +127,8 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         self._http_address: tuple[str, int] | None = None
 
     def get_server_address(self) -> tuple[str, Any]:
-        """The node's address and a name that is unique among the replicas. The HTTP API's port may be the same on two
-        nodes."""
+        """The node's address, and a name that is unique among the replicas (the HTTP API's port may be the same on two
+        nodes)."""
         return self._server_address, f"replica-{self.replica_rank}"
 
     async def http_address(self) -> tuple[str, int] | None:
@@ -148,15 +148,15 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         """Generate one sample. The request is `sampling_params["request"]`; the signature is verl's.
 
         Raises:
-            ValueError: the encoder refuses a prompt; no other request is touched.
-            RuntimeError: the engine failed the request; its message.
+            ValueError: the encoder refuses a prompt; no other request is affected.
+            RuntimeError: the engine failed the request; has the engine's message.
         """
         request: SampleRequest = sampling_params["request"]
-        for text in request.texts:  # here, because in the engine it would fail the requests that share a step with it
+        for text in request.texts:  # here, because in the engine an error would fail all requests of the same step
             self._check_prompt(text)
         await self._gate.wait()
         order = RecordingOrder(request, self.digen.seed, self._latents_dtype)
-        # an adapter's request keeps what is served; full weights may change while it waits its turn
+        # with adapters, the request keeps the update served now; full weights may change while it is queued
         record = await self._record(request_id, order, self._served)
         return Generation(
             trajectory=record["trajectory"],
@@ -172,7 +172,7 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         )
 
     async def _record(self, request_id: str, order: RecordingOrder, published: Published) -> dict[str, Any]:
-        """What `RecordingPipeline.finish_recording` made of one request, which is in flight meanwhile."""
+        """Run one request and return its record (`RecordingPipeline.finish_recording`); counts it as in flight."""
         self._in_flight[published] += 1
         try:
             return (await self._run(request_id, order, published)).multimodal_output["trajectory"][RECORDED]
@@ -182,7 +182,7 @@ class vLLMOmniHttpServer(vLLMHttpServer):
                 self._finished.notify_all()
 
     async def _run(self, request_id: str, order: RecordingOrder, published: Published) -> Any:
-        """The engine's last output for one request, within `digen.deadlines.first_s`."""
+        """The engine's last output for one request; timeout `digen.deadlines.first_s`."""
         adapter = adapter_request(published) if self._sends_adapter else None
         sample = f"sample {order.request.uid}_{order.request.sample_index}"
         timeout_s = self.digen.deadlines.first_s
@@ -193,10 +193,10 @@ class vLLMOmniHttpServer(vLLMHttpServer):
                 f"{sample} took more than digen.deadlines.first_s={timeout_s:g} s, so its engine counts as hung"
             )
             raise
-        except Exception as error:  # vLLM-Omni raises a failed request's error here, a dead engine's too
+        except Exception as error:  # vLLM-Omni raises the errors of a failed request and of a dead engine here
             await self._leave_if_dead()
             raise RuntimeError(f"vLLM-Omni failed {sample} on replica {self.replica_rank}: {error}") from error
-        if output is None or "trajectory" not in output.multimodal_output:  # an abort leaves this
+        if output is None or "trajectory" not in output.multimodal_output:  # the result of an abort
             raise RuntimeError(f"{sample} was aborted")
         return output
 
@@ -209,14 +209,14 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         return last
 
     async def _leave_if_dead(self) -> None:
-        """End this process if its engine is dead; then requests go to other replicas in place of failing here."""
+        """Exit if the engine is dead, so that requests go to other replicas instead of failing here."""
         try:
             await self.engine.check_health()
         except Exception as error:
             self._leave(f"its engine is dead: {error}")
 
     def _leave(self, reason: str) -> None:
-        """End this process and its engine workers, a hung thread included; the run sees a lost replica."""
+        """Kill the engine workers and exit, even with a hung thread; the run sees a lost replica."""
         logger.critical("replica %d leaves the run: %s", self.replica_rank, reason)
         for worker in multiprocessing.active_children():
             worker.kill()
@@ -233,27 +233,27 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         return generation.pixels
 
     async def abort_request(self, request_id: str, reset_prefix_cache: bool = True) -> dict[str, Any]:
-        """Drop one request at its next step. A pipeline that runs in one go finishes it, and nobody reads it."""
+        """Cancel one request at its next step. A pipeline without step execution finishes it and drops the result."""
         await self.engine.abort(request_id)
         return {"aborted": True, "request_id": request_id}
 
     async def encode(self, request: SampleRequest) -> tuple[Condition, Condition | None]:
-        """Encode the request's prompt and, with guidance, its negative prompt, into conditions on the CPU, while others
-        are generated. The trainer, which has no encoder, generates samples of the group too.
+        """Encode the request's prompt and, with guidance, its negative prompt, into conditions on the CPU; also while
+        samples are generated. For the trainer, which has no encoder and generates samples of the group too.
 
         Raises:
             ValueError: the encoder refuses a prompt.
         """
         try:
-            conditions = (await self._call_workers("encode", request.texts))[0]  # every worker says the same
+            conditions = (await self._call_workers("encode", request.texts))[0]  # equal on every worker
         except RuntimeError as error:
             raise ValueError(f"the prompts of group {request.uid} cannot be encoded: {error}") from error
         return conditions[0], conditions[1] if request.sampling.is_guided else None
 
     # -- weights ------------------------------------------------------------------------------------------
     async def begin_update(self, use_shm: bool) -> None:
-        """Let every worker receive the buckets that the trainer rank beside it will send. An older update that was
-        interrupted is abandoned."""
+        """Have every worker receive the buckets from its trainer rank. An older update that was interrupted is
+        cancelled."""
         await self._call_workers("begin_update", use_shm, self.digen.rollout.update_timeout_s)
 
     async def seal_update(self, manifest: Manifest, adapter: LoraConfig | None) -> None:
@@ -263,7 +263,8 @@ class vLLMOmniHttpServer(vLLMHttpServer):
             adapter: its config, if a LoRA adapter was sent and not full weights.
 
         Raises:
-            RuntimeError: the update is not what it should be; names the tensors. The old weights keep serving.
+            RuntimeError: the update does not match the network or the manifest; names the tensors. The old weights
+                keep serving.
         """
         self._last_serial += 1
         published = Published(self._last_serial, manifest.version)
@@ -275,13 +276,13 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         self._sealed = published
 
     async def activate_weights(self) -> int:
-        """Make the newest sealed update the current one -> its version. Full weights: between trajectories. Twice does
-        no harm."""
+        """Make the newest sealed update the current one -> its version. Full weights are loaded between trajectories.
+        Idempotent."""
         async with self._activating:
-            if self._sealed == self._served != START:  # asked again, because the first answer was lost
+            if self._sealed == self._served != START:  # a retry: the first answer was lost
                 return self._served.version
             started_s = time.perf_counter()
-            # workers may have sealed a newer update while this one waited for trajectories: they load that
+            # workers may have sealed a newer update while this one waited for trajectories: they load the newer one
             taken = self._adapter if self._sends_adapter else _slowest(await self._call_workers("commit_weights"))
             self._served = taken.published
             self.global_steps = taken.published.version
@@ -296,7 +297,7 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         """Generate the probe with the weights that were just activated.
 
         Raises:
-            RuntimeError: the engine generated it with others.
+            RuntimeError: the engine generated it with other weights.
         """
         published = taken.published
         record = await self._record(f"{UID}-{published.serial}", probe_order(self._model), published)
@@ -310,12 +311,12 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         return Probe(published.version, taken.checksums, taken.num_tensors, fingerprint)
 
     async def commit_update(self, manifest: Manifest, adapter: LoraConfig | None) -> None:
-        """`seal_update` and `activate_weights`, where trainer and replica take turns."""
+        """`seal_update`, then `activate_weights`; for a replica that shares devices with the trainer."""
         await self.seal_update(manifest, adapter)
         await self.activate_weights()
 
     async def _serials_to_keep(self) -> frozenset[int]:
-        """Serials of the current update and of those that requests in flight name, when there is room for one more."""
+        """Wait for room for one more adapter -> serials of the current update and those used by requests in flight."""
 
         def live() -> frozenset[int]:
             return frozenset(published.serial for published in (*+self._in_flight, self._served))
@@ -328,7 +329,7 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         """Each worker's answer.
 
         Raises:
-            RuntimeError: the call failed; the worker's message.
+            RuntimeError: the call failed; has the worker's message.
         """
         (answer,) = await self.engine.collective_rpc(method, args=args)  # one stage
         if isinstance(answer, dict) and "error" in answer:
@@ -342,7 +343,7 @@ class vLLMOmniHttpServer(vLLMHttpServer):
             await self._finished.wait_for(lambda: self._in_flight.total() == 0)
 
     async def sleep(self) -> None:
-        """Give the device memory back; requests wait until `wake_up`."""
+        """Drain, then free the device memory; requests wait until `wake_up`."""
         if self.rollout_mode == RolloutMode.STANDALONE or not self.config.free_cache_engine or self._is_asleep:
             return
         self._gate.clear()
@@ -351,7 +352,7 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         _check_acknowledged(await self.engine.sleep(level=1), "go to sleep", self.replica_rank)
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
-        """Take the device memory back and serve; there is nothing but weights to wake."""
+        """Restore the weights to device memory and serve. `tags` is ignored: there are only weights to wake."""
         if self._is_asleep:
             _check_acknowledged(await self.engine.wake_up(), "wake up", self.replica_rank)
             self._is_asleep = False
@@ -363,7 +364,7 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         return {"aborted_count": 0, "request_ids": []}
 
     async def resume_engine_generation(self) -> None:
-        """The engine was not stopped; `open_submission_gate` follows."""
+        """No-op: the engine was not stopped; `open_submission_gate` follows."""
 
     async def open_submission_gate(self) -> None:
         """Admit requests again."""
@@ -371,13 +372,13 @@ class vLLMOmniHttpServer(vLLMHttpServer):
             self._gate.set()
 
     async def clear_kv_cache(self) -> None:
-        """Diffusion has no KV cache."""
+        """No-op: diffusion has no KV cache."""
 
     async def release_kv_cache(self) -> None:
-        """Diffusion has no KV cache."""
+        """No-op: diffusion has no KV cache."""
 
     async def resume_kv_cache(self) -> None:
-        """Diffusion has no KV cache."""
+        """No-op: diffusion has no KV cache."""
 
     async def check_health(self) -> dict[str, Any]:
         """State of this replica; raises if its engine is dead."""
@@ -399,12 +400,12 @@ class vLLMOmniHttpServer(vLLMHttpServer):
 
 
 def _slowest(answers: list[Taken]) -> Taken:
-    """What all workers of a replica answer, but for the time it took."""
+    """The answer with the longest load time; otherwise all workers of a replica answer the same."""
     return max(answers, key=lambda taken: taken.load_s)
 
 
 def _check_acknowledged(acks: list[Any], what: str, replica_rank: int) -> None:
-    """vLLM-Omni reports a failed sleep in its answer and goes on."""
+    """Raise RuntimeError unless all workers acknowledge: vLLM-Omni reports a failed sleep only in its answer."""
     errors = [ack.error_msg for ack in acks if ack.status != "SUCCESS"]
     if errors or not acks:
         raise RuntimeError(f"replica {replica_rank} did not {what}: {'; '.join(map(str, errors)) or 'no answer'}")

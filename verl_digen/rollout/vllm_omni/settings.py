@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of vLLM-Omni that a run may make (`actor_rollout_ref.rollout.engine_kwargs.vllm_omni`), and its tested
-versions. Imports nothing of it: asked before Ray starts, on any machine.
+"""vLLM-Omni settings that a run may set (`actor_rollout_ref.rollout.engine_kwargs.vllm_omni`), and its tested
+versions. Does not import vLLM-Omni: used before Ray starts, on any machine.
 
-A setting is passed on if it changes speed, memory or waiting. A setting that changes the numbers of a step would make
-the recorded log-probs those of another policy than the trainer's: it is refused. So is one that a key of verl or of
-`digen.rollout` makes already, and an unknown one.
+A setting is passed on if it changes speed, memory or waiting. A setting that changes the numbers of a step is refused:
+the recorded log-probs would be those of another policy than the trainer's. A setting that a key of verl or of
+`digen.rollout` controls is refused, and so is an unknown one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ALLOWED: dict[str, type] = {
 EXACT_ATTENTION = (
     *("auto", "FLASH_ATTN", "FLASH_ATTN_HUB", "FLASH_ATTN_3_HUB", "TORCH_SDPA", "CUDNN_ATTN", "FLASHINFER_ATTN"),
 )
-"""Attention back ends that neither quantize nor leave anything out."""
+"""Attention back ends that neither quantize nor skip anything."""
 
 _DEVICES = (
     "the devices of a replica share the tensors of a layer and nothing else "
@@ -77,15 +77,15 @@ REFUSED: dict[str, str] = {
         "verl-digen records and updates weights through it",
     ),
 }
-"""Setting -> why a run may not make it."""
+"""Setting -> why a run may not set it."""
 
 
 def check_settings(settings: Mapping[str, Any], *, is_stepwise: bool) -> None:
-    """Raise ValueError for the first setting that a run may not make; names it, the reason and the remedy.
+    """Raise ValueError for the first setting that a run may not set; names it, the reason and the remedy.
 
     Args:
         settings: `engine_kwargs.vllm_omni`.
-        is_stepwise: whether vLLM-Omni runs the pipeline step by step (`served.STEPWISE`).
+        is_stepwise: True if vLLM-Omni runs the pipeline step by step (`served.STEPWISE`).
     """
     for name, value in settings.items():
         if name in REFUSED:

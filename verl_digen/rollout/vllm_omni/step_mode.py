@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Any vLLM-Omni pipeline with step execution, stepping with the project's SDE and recording its path.
+"""Recording mixin for vLLM-Omni pipelines with step execution: steps with the project's SDE and records the path.
 
-    prepare_encode   the pipeline's own, then: initial noise of the sample's seed, schedule, conditions kept aside
-    denoise_step     the pipeline's own velocity of all requests in the batch, then ONE `sde_step` for all of them
-    step_scheduler   takes the latents that were made there
-    post_decode      the pipeline's own pixels, with the trajectory beside them
+    prepare_encode   the pipeline's own, then: initial noise from the sample's seed, schedule, copies of the conditions
+    denoise_step     the pipeline's own velocity for all requests in the batch, then ONE `sde_step` for all of them
+    step_scheduler   uses the latents of that `sde_step`
+    post_decode      the pipeline's own pixels, plus the trajectory
 
-- Requests at different steps, with different windows, laws and schedules share a batch.
-- A request without an order (a warm-up) runs as if this file did not exist.
+- Requests at different steps, with different windows, laws and schedules, can share a batch.
+- A request without an order (a warm-up) takes the pipeline's own code path.
 
-Invariant (tests/vllm_omni): the same request, weights and run seed give what `Sampler` gives, whoever shares the batch.
+Invariant (tests/vllm_omni): the same request, weights and run seed give `Sampler`'s result, in any batch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from verl_digen.types import Condition, move_condition
 
 
 class StepRecordingMixin(RecordingPipeline):
-    """Over a pipeline class that implements vLLM-Omni's `SupportsStepExecution`."""
+    """Mixin for a pipeline class that implements vLLM-Omni's `SupportsStepExecution`."""
 
     def prepare_encode(self, state: StepRequestState, **kwargs: Any) -> StepRequestState:
         start_s = time.time()
@@ -59,7 +59,7 @@ class StepRecordingMixin(RecordingPipeline):
         return state
 
     def read_condition(self, embeds: Tensor | None, num_tokens: list[int] | None) -> Condition:
-        """What the trainer's network reads of one prompt, out of vLLM-Omni's state of one request.
+        """The trainer network's condition for one prompt, from vLLM-Omni's state of one request.
 
         Args:
             embeds: [1, L, D]. num_tokens: L without padding, one entry.
@@ -96,7 +96,7 @@ class StepRecordingMixin(RecordingPipeline):
 
 
 def _recorded_rows(states: Sequence[StepRequestState], velocity: Tensor) -> list[tuple[Recording, int, Tensor]]:
-    """The recorded requests of a batch, their step and their velocity; rows of `velocity` lie state after state."""
+    """(recording, step, velocity) of each recorded request in a batch; `velocity` has its rows in `states` order."""
     entries, row = [], 0
     for state in states:
         assert state.latents is not None

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An extension of vLLM-Omni's worker: it takes new weights, and knows which version it runs.
+"""Extension of vLLM-Omni's worker: receives new weights, and knows which version it runs.
 
-    begin_update        a thread receives the buckets into host memory; generation goes on
-    seal_weights        checks that full weights are complete and fit
+    begin_update        a thread receives the buckets into host memory; generation continues
+    seal_weights        checks that full weights are complete and have the network's names and shapes
     commit_weights      loads them; a barrier call (`engine.BARRIER`), alone between trajectories
-    commit_adapter      registers the LoRA adapter of one update; requests name the one they want, so nothing waits
+    commit_adapter      registers the LoRA adapter of one update; each request names its adapter, so nothing waits
 
-A received update is compared first: names and shapes with the checkpoint's network, a checksum with the sender's. Until
-then nothing has changed, and after an error the old weights keep serving.
+A received update is compared first: names and shapes with the checkpoint's network, its checksum with the sender's. The
+loaded weights do not change before that, and after an error the old ones keep serving.
 
 | silent fault | check |
 | --- | --- |
-| a tensor is lost, doubled or damaged in transfer | number and checksum of what was sent |
+| a tensor is lost, duplicated or corrupted in transfer | number and checksum of the tensors sent |
 | a tensor is missing, unknown or of another shape | the checkpoint's names and shapes |
 | vLLM-Omni skips a tensor, e.g. of a layer that LoRA has wrapped | the checksum of the network after loading |
-| vLLM-Omni keeps an older adapter of the same id | an id per update, and the answer of `add_adapter` |
-| a module of an adapter finds no layer | it is activated when it is registered: modules bound = modules sent |
-| what was loaded or bound is not what the network computes with | the server's probe (`probing.py`) |
+| vLLM-Omni keeps an older adapter of the same id | one id per update, and the answer of `add_adapter` |
+| a module of an adapter has no layer | the adapter is activated at registration: modules bound = modules sent |
+| the network computes with other tensors than those loaded or bound | the server's probe (`probing.py`) |
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ from verl_digen.weights.manifest import Manifest
 from verl_digen.weights.receiver import compare_with, tensors_of_update
 
 NO_LIMIT = 1 << 16
-"""Adapters that vLLM-Omni keeps before it drops the one that was used least recently."""
+"""Number of adapters at which vLLM-Omni evicts the least recently used one; never reached."""
 
 
 class WeightReceiverExtension(CustomPipelineWorkerExtension):
-    """Mixed into vLLM-Omni's worker (`worker_extension_cls`)."""
+    """Mixin for vLLM-Omni's worker (`worker_extension_cls`)."""
 
     model_runner: Any
     lora_manager: Any
@@ -64,14 +64,14 @@ class WeightReceiverExtension(CustomPipelineWorkerExtension):
     rank: int
 
     _sealed: tuple[Published, Staged] | None = None
-    """Full weights to load."""
+    """Sealed full weights, not yet loaded."""
     _receiving: Receiving | None = None
-    """The update under way."""
+    """Update being received."""
     _shapes: dict[str, torch.Size] | None = None
-    """Tensor shapes of an update, read when the first one comes; all updates of a run are of one kind."""
+    """Expected tensor shapes; read at the first update (all updates of a run are of the same kind)."""
 
     def init_device(self) -> None:
-        """vLLM-Omni's, with the default process group made before, over a store that listens on loopback alone."""
+        """Create the default process group over a store that listens only on loopback, then run vLLM-Omni's method."""
         num_workers = self.od_config.num_gpus
         torch.distributed.init_process_group(
             backend=current_omni_platform.dist_backend,
@@ -82,16 +82,16 @@ class WeightReceiverExtension(CustomPipelineWorkerExtension):
         super().init_device()  # type: ignore[misc]
 
     def init_lora_manager(self) -> None:
-        """vLLM-Omni's, without its eviction: `commit_adapter` knows which adapters requests need."""
+        """Create vLLM-Omni's LoRA manager without its eviction: `commit_adapter` drops adapters itself."""
         super().init_lora_manager()  # type: ignore[misc]
         if self.lora_manager is not None:
             self.lora_manager.max_cached_adapters = NO_LIMIT
 
-    # -- taking in ----------------------------------------------------------------------------------------
+    # -- receiving ----------------------------------------------------------------------------------------
     def begin_update(self, use_shm: bool, timeout_s: float) -> None:
-        """Start to receive the buckets that the trainer rank beside this worker sends.
+        """Start to receive the buckets sent by this worker's trainer rank.
 
-        An older update that never ended, because its sender was lost, is abandoned.
+        An unfinished older update, whose sender was lost, is cancelled.
         """
         if self._receiving is not None:
             self._receiving.abandon()
@@ -117,10 +117,10 @@ class WeightReceiverExtension(CustomPipelineWorkerExtension):
 
     # -- full weights -------------------------------------------------------------------------------------
     def seal_weights(self, manifest: Manifest, published: Published) -> None:
-        """The full weights that were taken in are complete; `commit_weights` loads them, as the update `published`.
+        """Check the received full weights and make them ready for `commit_weights`, as the update `published`.
 
         Raises:
-            RuntimeError: what was sent is not what is loaded; names the tensors. The old weights keep serving.
+            RuntimeError: the tensors do not match the network's; names them. The old weights keep serving.
         """
         staged = self._take_staged(manifest)
         wrapped = next((name for name, module in self._modules() if isinstance(module, BaseLayerWithLoRA)), None)
@@ -134,11 +134,11 @@ class WeightReceiverExtension(CustomPipelineWorkerExtension):
         self._sealed = published, staged
 
     def commit_weights(self) -> Taken:
-        """Load the full weights that were sealed last.
+        """Load the newest sealed full weights.
 
         Raises:
-            RuntimeError: nothing is sealed; or the network is not what was sent, and the message says that it is
-                neither the old nor the new one.
+            RuntimeError: nothing is sealed; or the network differs from the tensors sent, and the message says that it
+                holds neither the old nor the new weights.
         """
         started_s = time.perf_counter()
         if self._sealed is None:
@@ -150,11 +150,11 @@ class WeightReceiverExtension(CustomPipelineWorkerExtension):
         return _taken(published, sealed, started_s)
 
     def _check_loaded(self, staged: dict[str, Tensor], loaded: set[str]) -> None:
-        """Every parameter was loaded, and with the numbers that were sent.
+        """Check that every parameter was loaded, with the numbers that were sent.
 
-        vLLM-Omni fuses tensors but changes none of their numbers; so checksums before and after are equal. (Of buffers,
-        an update holds some; those are loaded, too.) With tensor parallelism each worker has a part of the numbers, and
-        only the names are compared.
+        vLLM-Omni fuses tensors but changes none of their numbers, so the checksums before and after are equal. (An
+        update holds some buffers; those are loaded, too.) With tensor parallelism each worker holds a shard of the
+        numbers, and only the names are compared.
         """
         held, parameters = {}, set()
         for network, module in self._networks.items():
@@ -180,14 +180,14 @@ class WeightReceiverExtension(CustomPipelineWorkerExtension):
     def commit_adapter(
         self, manifest: Manifest, config: LoraConfig, published: Published, kept: frozenset[int]
     ) -> Taken:
-        """Register the received adapter as the one of `published`.
+        """Register the received adapter under the serial of `published`.
 
         Args:
-            kept: serials of the updates that requests in flight name; adapters of others are dropped.
+            kept: serials of the updates that requests in flight use; all other adapters are dropped.
 
         Raises:
-            RuntimeError: the update is not the adapter of `config`, or vLLM-Omni did not take all of it; names the
-                tensors or modules. Older adapters still serve.
+            RuntimeError: the update does not match the adapter of `config`, or vLLM-Omni did not register all of it;
+                names the tensors or modules. Older adapters still serve.
         """
         started_s = time.perf_counter()
         staged = self._take_staged(manifest)
@@ -206,9 +206,9 @@ class WeightReceiverExtension(CustomPipelineWorkerExtension):
         return _taken(published, staged, started_s)
 
     def _register(self, published: Published, adapter: tuple[LoRAModel, PEFTHelper]) -> None:
-        """Hand an adapter to vLLM-Omni and activate it once, which binds its modules to layers.
+        """Register an adapter with vLLM-Omni and activate it once, which binds its modules to layers.
 
-        Every step activates the adapter of its own requests, so those in flight are not touched.
+        Every step activates the adapter of its own requests, so requests in flight are not affected.
         """
         request = adapter_request(published)
         modules = frozenset(adapter[0].loras)
@@ -234,7 +234,7 @@ class WeightReceiverExtension(CustomPipelineWorkerExtension):
             self._pipeline.incoming_adapter = None
 
     def _to_vllm(self, staged: dict[str, Tensor], config: LoraConfig, adapter_id: int) -> tuple[LoRAModel, PEFTHelper]:
-        """peft's adapter in vLLM's words, under the names of the layers as vLLM-Omni has them."""
+        """peft's adapter in vLLM's format, with vLLM-Omni's layer names."""
         layers = {name for name, _ in self._modules()}
         tensors, adapted = {}, set()
         for name, tensor in staged.items():
@@ -249,14 +249,14 @@ class WeightReceiverExtension(CustomPipelineWorkerExtension):
         return model, helper
 
     def _activate_step_lora(self, scheduler_output: DiffusionSchedulerOutput) -> None:
-        """vLLM-Omni's, and the version of the adapter that this step runs with."""
+        """Run vLLM-Omni's method, then set the weight version from the active adapter."""
         super()._activate_step_lora(scheduler_output)  # type: ignore[misc]
         if self.lora_manager is not None and self.lora_manager._active_adapter_id is not None:
             self._pipeline.weight_version = self._pipeline.adapter_versions[self.lora_manager._active_adapter_id]
 
-    # -- what is asked of it ------------------------------------------------------------------------------
+    # -- queries ------------------------------------------------------------------------------------------
     def encode(self, texts: tuple[str, ...]) -> list[Condition]:
-        """The conditions of prompts, between two steps of what is under way, or beside it (`engine.ASIDE`)."""
+        """Conditions of prompts; computed between two steps of the running batch, or concurrently (`engine.ASIDE`)."""
         return [self._pipeline.encode_condition(text) for text in texts]
 
     def prompt_cache_stats(self) -> dict[str, int]:
@@ -277,17 +277,17 @@ class WeightReceiverExtension(CustomPipelineWorkerExtension):
 
     @property
     def _networks(self) -> dict[str, nn.Module]:
-        """What is trained, by the names of the pipeline's attributes."""
+        """Trained networks, by attribute name in the pipeline."""
         return {name: getattr(self.model_runner.pipeline, name) for name in self._model.experts}
 
     def _modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """All modules of what is trained, by their names in the pipeline."""
+        """All modules of the trained networks, with their names in the pipeline."""
         for network, root in self._networks.items():
             for name, module in root.named_modules():
                 yield f"{network}.{name}", module
 
     def _name(self, name: str) -> str:
-        """The pipeline's name of what an update calls `name`: with several networks that begins with theirs."""
+        """The pipeline's name for an update's `name`; with several networks, updates already prefix the network's."""
         (first, *others) = self._model.experts
         return name if others else f"{first}.{name}"
 
@@ -306,12 +306,12 @@ def _taken(published: Published, staged: Staged, started_s: float) -> Taken:
 
 
 def _layer_name(module: str, layers: set[str]) -> str:
-    """diffusers' name of a layer as vLLM-Omni has it: there the first member of a `Sequential` may stand for it all."""
+    """vLLM-Omni's name for diffusers' layer `module`: a `Sequential` may be replaced there by its first member."""
     parent, _, number = module.rpartition(".")
     return parent if number == "0" and module not in layers and parent in layers else module
 
 
 def zmq_handle(local_rank: int) -> str:
-    """Where the counterpart of this worker sends; verl's sender (`ServerAdapter.zmq_handle`) makes the same name."""
+    """Socket address on which this worker's trainer rank sends; same as verl's sender (`ServerAdapter.zmq_handle`)."""
     job_id, replica_rank = os.environ["VERL_RAY_JOB_ID"], os.environ["VERL_REPLICA_RANK"]
     return f"ipc:///tmp/rl-colocate-zmq-{job_id}-replica-{replica_rank}-rank-{local_rank}.sock"

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engines share: who takes part, and buckets in between.
+"""Base of the checkpoint engines: ranks of an update, and transfer in buckets.
 
-An update fails where a member dies. Then the caller begins another one, with those that are left; for that to work
+An update fails if a member dies. The caller then starts another one with the remaining members. For that to work
 
-- the sender makes the rest of the tensors all the same, because each is a collective of the trainer's ranks;
-- who fails leaves, so that nobody waits for it; and what still goes on of an update ends when the next one begins.
+- the sender still materialises the remaining tensors, because each is a collective of the trainer's ranks;
+- a failed rank closes its channel so that others do not block on it; a stale update is cancelled when the next starts.
 
 Invariant (tests/weights/test_checkpoint_engines.py): the update after one in which a receiver died reaches the others.
 """
@@ -38,16 +38,17 @@ class BucketEngine(CheckpointEngine):
         self.is_master = is_master
         self.rank = OUTSIDE
         self.channel: Any = None
-        """What the update goes through, since `init_process_group`."""
+        """Channel of the current update; set by `init_process_group`."""
 
     @classmethod
     def build_topology(  # pyright: ignore[reportIncompatibleMethodOverride]
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[Any]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Everyone gets its rank, the number of those who take part, and where they meet.
+        """Arguments of `init_process_group` (rank, number of ranks, meeting point), for the trainer's ranks and for the
+        replicas' workers.
 
         Args:
-            metadata: what `prepare` returned, of the trainer's ranks and then of the replicas' workers.
+            metadata: results of `prepare`, from the trainer's ranks and then from the replicas' workers.
         """
         meeting_point = cls.meet([metadata[0], *metadata[actor_wg_world_size:]])
 
@@ -59,12 +60,12 @@ class BucketEngine(CheckpointEngine):
         return {"rank": senders, **shared(actor_wg_world_size)}, {"rank": receivers, **shared(rollout_world_size)}
 
     def finalize(self) -> None:
-        """Connections are kept for the next update."""
+        """No-op: connections are kept for the next update."""
 
     async def send_weights(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, weights: Iterable[tuple[str, Tensor]], global_steps: int | None = None
     ) -> dict[str, Any]:
-        """Send all `weights`; ranks outside only take part in making each tensor, which is a collective."""
+        """Send all `weights`; `OUTSIDE` ranks only materialise each tensor, which is a collective."""
         if self.rank == OUTSIDE:
             for _ in weights:
                 pass
@@ -81,7 +82,7 @@ class BucketEngine(CheckpointEngine):
     async def receive_weights(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, global_steps: int | None = None
     ) -> AsyncIterator[tuple[str, Tensor]]:
-        """The tensors the sender sends, in its order."""
+        """Receive the sender's tensors, in its order."""
         async for named in from_buckets(self._buckets(), self.bucket_size):
             yield named
 
@@ -96,12 +97,12 @@ class BucketEngine(CheckpointEngine):
     @classmethod
     @abstractmethod
     def meet(cls, metadata: list[Any]) -> Any:
-        """What the ranks need to find each other, from what `prepare` returned on each of them, by rank."""
+        """Meeting point of the ranks, from their results of `prepare`, by rank."""
 
     @abstractmethod
     async def send(self, channel: Any, bucket: Bucket) -> None:
-        """To all receivers."""
+        """Send a bucket to all receivers."""
 
     @abstractmethod
     async def receive(self, channel: Any) -> Bucket:
-        """The next bucket."""
+        """Receive the next bucket."""

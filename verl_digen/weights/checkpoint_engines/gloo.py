@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`digen_gloo`: buckets broadcast over gloo, in a process group of their own; the default group is left alone.
+"""`digen_gloo`: buckets broadcast over gloo, in a separate process group; the default group is not used.
 
-- The store listens on one address: loopback in a cluster of one node, else the sender's node address. So do gloo's own
-  connections.
+- The store listens on one address: loopback in a cluster of one node, else the sender's node address. gloo's own
+  connections use each rank's address of the same kind.
 - Bucket headers are JSON, so a peer cannot make the receiver run code.
 """
 
@@ -25,7 +25,7 @@ from verl_digen.weights.buckets import Bucket
 from verl_digen.weights.checkpoint_engines.base import OUTSIDE, SENDER, BucketEngine
 
 TIMEOUT = timedelta(minutes=30)
-"""A receiver may wait for a sender that gathers a large model."""
+"""Timeout of the group; a receiver may wait for a sender that gathers a large model."""
 
 
 @dataclass(frozen=True)
@@ -33,21 +33,21 @@ class Member:
     """A rank's state before an update."""
 
     generation: int
-    """Generation of its group; 0 if it has none."""
+    """Generation of the rank's group; 0 if it has none."""
     address: tuple[str, int] | None
     """Host and port of the store, on the sender."""
 
 
 @dataclass(frozen=True)
 class MeetingPoint:
-    """The group of an update."""
+    """Store address and group generation of an update."""
 
     address: tuple[str, int]
     generation: int
 
 
 class GlooEngine(BucketEngine):
-    """See the module. The group is kept from update to update, and made again when a rank is new."""
+    """See the module. The group is reused from update to update, and rebuilt when a rank is new."""
 
     def __init__(self, bucket_size: int, is_master: bool = False):
         super().__init__(bucket_size, is_master)
@@ -57,7 +57,7 @@ class GlooEngine(BucketEngine):
         self._num_ranks = 0
 
     def prepare(self) -> Member:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The sender opens the store once."""
+        """Open the store once, on the sender -> this rank's state."""
         if self.is_master and self._store is None:
             host = _own_address()
             listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -70,7 +70,7 @@ class GlooEngine(BucketEngine):
 
     @classmethod
     def meet(cls, metadata: list[Member]) -> MeetingPoint:
-        """A generation that all are in already, or a new one."""
+        """The group that all ranks are already in, or a new generation."""
         generations = {member.generation for member in metadata}
         kept = len(generations) == 1 and generations != {0}
         address = metadata[SENDER].address
@@ -78,7 +78,7 @@ class GlooEngine(BucketEngine):
         return MeetingPoint(address, max(generations) + (0 if kept else 1))
 
     def init_process_group(self, rank: int, num_ranks: int, meeting_point: MeetingPoint) -> None:  # pyright: ignore
-        """Join the others, unless the group of the last update will do."""
+        """Join the group, unless the last update's group can be reused."""
         self.rank = rank
         is_current = (self._generation, self._num_ranks) == (meeting_point.generation, num_ranks)
         if rank == OUTSIDE or is_current:
@@ -101,7 +101,7 @@ class GlooEngine(BucketEngine):
         return await self._in_thread(_receive, channel)
 
     async def _in_thread(self, function: Callable[..., Any], group: Any, *args: Any) -> Any:
-        """Call it with the group; if it fails, the group is left, which closes its connections."""
+        """Call `function(group, *args)` in a thread; if it fails, leave the group, which closes its connections."""
         try:
             return await asyncio.to_thread(function, group, *args)
         except RuntimeError:
@@ -111,7 +111,7 @@ class GlooEngine(BucketEngine):
 
 
 def _own_address() -> str:
-    """Where this process listens: on loopback, unless the cluster has other nodes."""
+    """Address that this process listens on: loopback, unless the cluster has other nodes."""
     return "127.0.0.1" if len(ray.nodes()) == 1 else ray.util.get_node_ip_address().strip("[]")
 
 
@@ -125,7 +125,7 @@ def _receive(group: Any) -> Bucket:
 
 def _broadcast(group: Any, *tensors: Tensor) -> None:
     for tensor in tensors:
-        if len(tensor):  # gloo takes no empty ones
+        if len(tensor):  # gloo refuses empty tensors
             group.broadcast([tensor], BroadcastOptions()).wait()
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`digen_ray`: buckets as Ray objects (shared memory on one node), handed over through a mailbox actor.
+"""`digen_ray`: buckets as Ray objects (shared memory on one node), passed through a mailbox actor.
 
-Bound: `MAX_BUCKETS` buckets exist; the sender waits for the slowest receiver.
+Bound: at most `MAX_BUCKETS` buckets exist; the sender waits for the slowest receiver.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from verl_digen.weights.buckets import Bucket
 from verl_digen.weights.checkpoint_engines.base import OUTSIDE, BucketEngine
 
 MAX_BUCKETS = 2
-"""One is sent while one is received."""
+"""Maximum number of buckets: one is sent while one is received."""
 
 
 class Mailbox:
-    """Keeps references to the buckets on their way; every receiver takes each once, in order."""
+    """Holds references to the buckets in flight; every receiver takes each once, in order."""
 
     def __init__(self) -> None:
         self._buckets: dict[int, list[Any]] = {}
@@ -32,7 +32,7 @@ class Mailbox:
         self._changed = asyncio.Condition()
 
     async def begin(self, update: int) -> None:
-        """A new update; whoever still waits in an older one is told."""
+        """Begin a new update; calls that still wait in an older one raise."""
         async with self._changed:
             self._update = update
             self._buckets.clear()
@@ -40,12 +40,12 @@ class Mailbox:
             self._changed.notify_all()
 
     async def open(self, num_receivers: int) -> int:
-        """Take part in the update, with so many receivers -> number of its first bucket."""
+        """Join the update, which has `num_receivers` -> number of its first bucket."""
         self._num_receivers = num_receivers
         return self._next
 
     async def post(self, update: int, references: list[Any]) -> None:
-        """Hand over the next bucket (a list of one reference); returns when there is room for another."""
+        """Add the next bucket (a list of one reference); returns when there is room for another."""
         async with self._changed:
             self._require_current(update)
             self._buckets[self._next] = references
@@ -56,14 +56,14 @@ class Mailbox:
             self._require_current(update)
 
     async def take(self, update: int, number: int) -> list[Any]:
-        """The bucket `number`, when it is there."""
+        """Wait for bucket `number` and return it."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._update != update or number in self._buckets)
             self._require_current(update)
             return self._buckets[number]
 
     async def done(self, update: int, number: int) -> None:
-        """A receiver has bucket `number` in its own memory."""
+        """Report that a receiver has copied bucket `number` into its own memory."""
         async with self._changed:
             self._require_current(update)
             self._num_taken[number] += 1
@@ -78,12 +78,12 @@ class Mailbox:
 
 @dataclass
 class Channel:
-    """One update, as one rank sees it."""
+    """One rank's view of one update."""
 
     mailbox: Any
     update: int
     next: int
-    """Number of the bucket to receive."""
+    """Number of the next bucket to receive."""
 
 
 class RayObjectEngine(BucketEngine):
@@ -95,7 +95,7 @@ class RayObjectEngine(BucketEngine):
         self._update = 0
 
     def prepare(self) -> Any:
-        """On the sender: make the mailbox once, begin an update in it -> mailbox, number of the update."""
+        """On the sender: create the mailbox once and begin an update in it -> (mailbox, update number). Else None."""
         if not self.is_master:
             return None
         if self._mailbox is None:
@@ -106,7 +106,7 @@ class RayObjectEngine(BucketEngine):
 
     @classmethod
     def meet(cls, metadata: list[Any]) -> Any:
-        """The sender's."""
+        """The sender's (mailbox, update number)."""
         return metadata[0]
 
     def init_process_group(self, rank: int, num_ranks: int, meeting_point: Any) -> None:  # pyright: ignore

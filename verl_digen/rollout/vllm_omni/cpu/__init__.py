@@ -2,7 +2,7 @@
 """vLLM-Omni on a machine without an accelerator: entry points of `vllm.platform_plugins` and of
 `vllm_omni.platform_plugins`.
 
-Active only where verl's platform `cpu` would be too: with a CPU build of PyTorch, or with VERL_PLATFORM=cpu. Every
+Active under the same condition as verl's platform `cpu`: with a CPU build of PyTorch, or with VERL_PLATFORM=cpu. Every
 process that imports vLLM calls these functions, so they import nothing heavy.
 """
 
@@ -24,5 +24,5 @@ def vllm_platform() -> str | None:
 
 
 def omni_platform() -> str | None:
-    """What vLLM-Omni lacks."""
+    """This project's CPU platform; vLLM-Omni has none."""
     return "verl_digen.rollout.vllm_omni.cpu.platform.CpuOmniPlatform" if _is_active() else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PyTorch's attention for vLLM-Omni on the CPU; its own dispatch knows accelerators only."""
+"""PyTorch's attention for vLLM-Omni on the CPU; vLLM-Omni's own dispatch supports only accelerators."""
 
 from __future__ import annotations
 

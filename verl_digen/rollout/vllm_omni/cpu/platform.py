@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU as a platform of vLLM-Omni, by the methods it asks its platforms to define."""
+"""The CPU as a platform of vLLM-Omni: the methods that vLLM-Omni requires of a platform."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm_omni.platforms.interface import OmniPlatform, OmniPlatformEnum
 
 
 class CpuOmniPlatform(OmniPlatform, CpuPlatform):
-    """Memory figures are this process's and the machine's, in bytes."""
+    """CPU platform. Memory figures are this process's and the machine's, in bytes."""
 
     _omni_enum = OmniPlatformEnum.OOT
     _enum = CpuPlatform._enum
@@ -55,16 +55,16 @@ class CpuOmniPlatform(OmniPlatform, CpuPlatform):
 
     @classmethod
     def synchronize(cls) -> None:
-        """The CPU computes in the calling thread."""
+        """No-op: the CPU computes in the calling thread."""
 
     @classmethod
     def empty_cache(cls) -> None:
-        """The CPU has no cache of device memory."""
+        """No-op: the CPU has no cache of device memory."""
 
     # -- memory -------------------------------------------------------------------------------------------
     @classmethod
     def reset_peak_memory_stats(cls, device: Any = None) -> None:
-        """The operating system does not forget a process's peak."""
+        """No-op: the operating system cannot reset a process's peak."""
 
     @classmethod
     def max_memory_reserved(cls, device: Any = None) -> int:
@@ -74,7 +74,7 @@ class CpuOmniPlatform(OmniPlatform, CpuPlatform):
 
     @classmethod
     def get_device_memory(cls, device: torch.device | None = None) -> tuple[int, int]:
-        """(free, total)."""
+        """(free, total) bytes."""
         memory = psutil.virtual_memory()
         return memory.available, memory.total
 

@@ -21,15 +21,15 @@ class CpuDiffusionModelRunner(DiffusionModelRunner):
         super().load_model(*args, **kwargs)
         if isinstance(self.pipeline, nn.Module):
             for module in self.pipeline.modules():
-                if isinstance(module, Attention):  # float32 goes to this one whatever the platform's backend is
+                if isinstance(module, Attention):  # float32 always uses this fallback, not the platform's backend
                     module.sdpa_fallback = module.attention
 
 
 class CpuDiffusionWorker(DiffusionWorker):
-    """Sleeps by letting go of the weights' tensors, where vLLM-Omni unmaps device memory.
+    """CPU worker. Sleeps by dropping the parameters' tensors, where vLLM-Omni unmaps device memory.
 
-    Level 1 keeps them aside, as the accelerators' worker keeps a copy in host memory: nothing is freed on the CPU, but
-    a module that is used while it sleeps fails in the same way.
+    Level 1 keeps a reference to them, as the accelerators' worker keeps a copy in host memory: this frees nothing on
+    the CPU, but a module that is used while it sleeps fails in the same way.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -57,4 +57,4 @@ class CpuDiffusionWorker(DiffusionWorker):
         return True
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
-        return nullcontext()  # the pool that sleep mode asks for is one of device memory
+        return nullcontext()  # sleep mode's memory pool is for device memory

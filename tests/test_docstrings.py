@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every docstring names its thing first, so that a reader can search for it."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FILES = sorted(
+    path
+    for folder in ("verl_digen", "patches", "tests", "examples", ".ci")
+    for path in (ROOT / folder).rglob("*.py")
+    if not path.is_relative_to(ROOT / "verl_digen" / "patches")  # a link to patches/
+)
+FORBIDDEN = re.compile(
+    r"(Of|What|Who|Whoever|Whose|Nobody|Nothing|Those|That|Where|Whether|Which|As|In|The same)\b(?!-)"
+)
+
+
+def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and text of each docstring: of modules, classes, functions, and below a name that is assigned."""
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        for before, statement in zip([None, *body], body, strict=False) if isinstance(body, list) else ():
+            is_first = before is None and isinstance(
+                node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+            )
+            if not (is_first or isinstance(before, ast.Assign | ast.AnnAssign)) or not isinstance(statement, ast.Expr):
+                continue
+            if isinstance(statement.value, ast.Constant) and isinstance(statement.value.value, str):
+                yield statement.lineno, statement.value.value
+
+
+def test_a_docstring_begins_with_a_noun_phrase_or_an_imperative_verb():
+    bad = [
+        f"{path.relative_to(ROOT)}:{line}: {text.splitlines()[0]}"
+        for path in FILES
+        for line, text in docstrings(ast.parse(path.read_text()))
+        if FORBIDDEN.match(text)
+    ]
+    assert len(FILES) > 400 and bad == [], "name the thing first: a noun phrase, or a verb that says what to do"
+
+
+def test_the_rule_sees_every_kind_of_docstring():
+    source = '"""Of a."""\nX = 1\n"""What b."""\nclass C:\n    """Who c."""\n    y: int = 1\n    """Where d."""\n'
+    source += '    def f(self):\n        """In e."""\n        "Of no docstring"\n'
+    assert [text for _, text in docstrings(ast.parse(source))] == ["Of a.", "What b.", "Who c.", "Where d.", "In e."]
