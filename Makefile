@@ -42,11 +42,12 @@ test-vllm-omni:  ## what needs the extra vllm-omni
 	$(OMNI)/bin/pyright --pythonpath $(OMNI)/bin/python verl_digen/rollout/vllm_omni
 	$(OMNI)/bin/python -m pytest tests/vllm_omni
 
-lint:
+lint:  ## style, types, and that no room imports from a floor above
 	@.ci/setup_env.sh dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports --no-cache --no-logo
 
 format:  ## what `make lint` can repair by itself
 	@.ci/setup_env.sh dev

@@ -57,7 +57,15 @@ setup(
     extras_require={
         # The versions that were tested with each other and with this plugin.
         "vllm-omni": ["vllm==0.28.0", "vllm-omni==0.28.0"],
-        "dev": ["pre-commit", "pyright[nodejs]", "pytest", "pytest-xdist", "ruff", "setuptools>=77"],
+        "dev": [
+            "import-linter>=2.16",
+            "pre-commit",
+            "pyright[nodejs]",
+            "pytest",
+            "pytest-xdist",
+            "ruff",
+            "setuptools>=77",
+        ],
     },
     entry_points={
         "verl.plugins": ["digen = verl_digen.plugin"],  # a module: verl loads it and calls nothing
