@@ -155,4 +155,4 @@ def build_toy(path: Path, *, num_experts: int) -> Path:
 def register_toy() -> None:
     """Make the toy loadable in this process, permanently: call it in a process of your own."""
     models.ARCHITECTURES[Toy.architecture] = f"{__name__}:{Toy.__name__}"
-    flops.LAYOUTS[Toy.architecture] = flops.Layout(patch="enter", streams=(), attention=())
+    flops.LAYOUTS[Toy.architecture] = flops.FlopsLayout(patch="enter", streams=(), attention=())

@@ -96,7 +96,8 @@ def check_storage(config: DictConfig) -> None:
         return
     if importlib.util.find_spec(library) is None:
         raise ValueError(
-            f"{key}={name} needs the module {library}, which is not installed; pip install {package}, or leave it out"
+            f"{key} must be a storage that is installed, got {name!r}, which needs the module {library}; pip install "
+            f"{package}, or leave it out"
         )
     require(
         name in config.transfer_queue.backend,
