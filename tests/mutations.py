@@ -670,10 +670,24 @@ TABLE: tuple[Mutation, ...] = (
         "trainer/test_restarts.py",
     ),
     Mutation(
+        "trainer/watchdog.py",
+        "a dead replica is ended again and again, and the rank that hangs never",
+        " - ended:",
+        ":",
+        "trainer/test_watchdog.py",
+    ),
+    Mutation(
+        "trainer/conductor.py",
+        "an abort that is interrupted is not waited for",
+        "            await asyncio.wait([aborting], timeout=abort_s)\n            raise\n",
+        "            raise\n",
+        "chaos",
+    ),
+    Mutation(
         "trainer/replicas.py",
         "a replica that was out of reach stays, without the new weights",
-        "                _end_replica_of(error.actor_id, checkpoint_manager.replicas)\n",
-        "                pass\n",
+        "            end_processes(replica)\n            return True\n",
+        "            return True\n",
         "chaos",
     ),
     Mutation(

@@ -16,7 +16,7 @@ BOUND = Bound(20.0, "digen.deadlines.publish_s")
 
 class Run:
     """A call that succeeds after `takes_s`, or fails when everything is killed. `num_silent` replicas hang, each
-    noticed after the previous one."""
+    noticed after the previous one, and silent from then on."""
 
     def __init__(self, takes_s, num_silent=0):
         self.takes_s, self.num_silent = takes_s, num_silent
@@ -27,10 +27,9 @@ class Run:
         )
 
     async def end_silent_replicas(self):
-        if len(self.ended) == self.num_silent:
-            return []
-        self.ended.append("replica")
-        return ["r1"]
+        if len(self.ended) < self.num_silent:
+            self.ended.append("replica")
+        return [f"r{number}" for number in range(len(self.ended))]
 
     def end_all(self):
         self.ended.append("all")

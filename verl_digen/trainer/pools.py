@@ -116,11 +116,12 @@ class GeneratorPool:
         """Make the requests that the ranks are to generate; a replica encodes the prompt, the first time."""
         if order.uid in self._encoded:
             return await worker.prepare_assist.remote(order, None)
-        for slot in list(self._slots.values()):
+        servers = {slot.replica: slot.server for slot in self._slots.values()}
+        for replica, server in servers.items():
             try:
-                requests = await asyncio.wait_for(worker.prepare_assist.remote(order, slot.server), self._answer_s)
+                requests = await asyncio.wait_for(worker.prepare_assist.remote(order, server), self._answer_s)
             except (RayActorError, asyncio.TimeoutError) as error:
-                logger.warning("replica %s does not encode a prompt, another one is asked: %r", slot.replica, error)
+                logger.warning("replica %s does not encode a prompt, another one is asked: %r", replica, error)
                 continue
             self._encoded.add(order.uid)
             return requests

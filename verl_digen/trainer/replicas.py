@@ -51,8 +51,8 @@ def update_living_replicas(
         try:
             update()
         except RayError as error:
-            if isinstance(error, ActorUnavailableError):
-                _end_replica_of(error.actor_id, checkpoint_manager.replicas)
+            if isinstance(error, ActorUnavailableError) and not _end_replica_of(error, checkpoint_manager.replicas):
+                raise  # a trainer rank: the others wait for it in the transfer that it missed
             if not forget_lost_replicas(checkpoint_manager, server_manager, deadlines, run):
                 raise
             logger.warning("sending weights again, to the replicas that are left, after: %s", describe(error))
@@ -116,11 +116,13 @@ def end_processes(replica: Any) -> None:
                 remove_placement_group(group)
 
 
-def _end_replica_of(actor_id: str | None, replicas: Sequence[Any]) -> None:
-    """Kill the replica that owns the actor with this hexadecimal id; a trainer rank belongs to no replica."""
+def _end_replica_of(error: ActorUnavailableError, replicas: Sequence[Any]) -> bool:
+    """Kill the replica with the actor that could not be reached; False if none has it, as of a trainer rank."""
     for replica in replicas:
-        if any(process._actor_id.hex() == actor_id for process in _processes(replica)):
+        if any(process._actor_id.hex() == error.actor_id for process in _processes(replica)):
             end_processes(replica)
+            return True
+    return False
 
 
 def _processes(replica: Any) -> list[Any]:

@@ -62,14 +62,15 @@ class Watchdog:
 
     async def guard(self, what: str, bound: Bound) -> None:
         """Kill silent replicas, then everything, at the timeout; runs until cancelled."""
-        waited_s = 0.0
+        waited_s, ended = 0.0, set[str]()
         while self._missed is None:
             await asyncio.sleep(bound.seconds)
             waited_s += bound.seconds
             logger.error("%s has not ended for %.0f s (%s); who gives no sign of life?", what, waited_s, bound.key)
-            if ended := await self._end_silent_replicas():
-                logger.error("replicas that hang are ended: %s", ", ".join(ended))
-            else:
+            if silent := {*await self._end_silent_replicas()} - ended:
+                logger.error("replicas that hang are ended: %s", ", ".join(sorted(silent)))
+                ended |= silent
+            else:  # all answer, or were killed before
                 self._missed = DeadlineMissed(what, waited_s, bound.key)
         logger.error("%s", self._missed)
         self._end_all()
