@@ -702,7 +702,7 @@ TABLE: tuple[Mutation, ...] = (
         "a replica out of reach for a moment gets no more weights",
         "through_blips(lambda: getattr(actor, method).remote(*args), self._blip_s)",
         "getattr(actor, method).remote(*args)",
-        "chaos",
+        "rollout/test_lost.py",
     ),
     Mutation(
         "trainer/agreement.py",
