@@ -670,6 +670,20 @@ TABLE: tuple[Mutation, ...] = (
         "trainer/test_restarts.py",
     ),
     Mutation(
+        "trainer/patience.py",
+        "a wait without progress is begun anew at every look",
+        "        if num_ended != self._last:\n",
+        "        if num_ended != self._last or now_s > self._since_s:\n",
+        "trainer/test_heartbeats.py",
+    ),
+    Mutation(
+        "trainer/loop_thread.py",
+        "a setup that is overdue ends as if it were done",
+        "        raise DeadlineMissed(what, bound.seconds, bound.key) from error\n",
+        "        return None\n",
+        "trainer/test_heartbeats.py",
+    ),
+    Mutation(
         "trainer/watchdog.py",
         "a dead replica is ended again and again, and the rank that hangs never",
         " - ended:",
