@@ -693,7 +693,7 @@ TABLE: tuple[Mutation, ...] = (
     Mutation(
         "trainer/conductor.py",
         "an abort that is interrupted is not waited for",
-        "            await asyncio.wait([aborting], timeout=abort_s)\n            raise\n",
+        "            await aborting\n            raise\n",
         "            raise\n",
         "chaos",
     ),

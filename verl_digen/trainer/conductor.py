@@ -266,16 +266,19 @@ class Conductor:
     async def _abort(self) -> None:
         """Have the trainer discard the open batch, if it still can, also when cancelled. A timeout is only logged."""
         abort_s = self.deadlines.config.abort_s
-        aborting = asyncio.ensure_future(self.trainer.abort())
-        try:
-            await asyncio.wait([aborting], timeout=abort_s)
-        except asyncio.CancelledError:
-            await asyncio.wait([aborting], timeout=abort_s)
-            raise
-        finally:
-            if not aborting.done():
+
+        async def abort() -> None:
+            try:
+                await asyncio.wait_for(self.trainer.abort(), abort_s)
+            except asyncio.TimeoutError:
                 logger.error("ranks of the trainer did not answer `abort` for %.0f s; they end with the run", abort_s)
-                aborting.cancel()
+
+        aborting = asyncio.ensure_future(abort())
+        try:
+            await asyncio.shield(aborting)
+        except asyncio.CancelledError:
+            await aborting
+            raise
 
     async def publish(self, version: int, lost_slots: Sequence[str] = (), joining: Sequence[Joining] = ()) -> None:
         """Announce that every replica has received `version` and may load it between two chunks.
