@@ -63,6 +63,7 @@ PLANNER = "schedulers/test_planner.py"
 CONDUCTOR = "trainer/test_conductor.py"
 SCORING = "reward/test_scoring.py"
 PROMPTS = "data/test_prompts.py"
+UPDATES = "engine/test_updates.py"
 
 TABLE: tuple[Mutation, ...] = (
     # -- engine -------------------------------------------------------------------------------------------
@@ -83,9 +84,30 @@ TABLE: tuple[Mutation, ...] = (
     Mutation(
         "engine/engine.py",
         "the learning rate does not move at a commit",
-        '"lr": self.lr_scheduler_step(),',
-        '"lr": 0.0,',
+        '"lr": self._learning_rate() if more else self.lr_scheduler_step(),',
+        '"lr": self._learning_rate(),',
         f"{TRANSACTION} -k commit_is_one_update",
+    ),
+    Mutation(
+        "engine/engine.py",
+        "the learning rate moves with every mini-batch",
+        '"lr": self._learning_rate() if more else self.lr_scheduler_step(),',
+        '"lr": self.lr_scheduler_step(),',
+        f"{UPDATES} -k several_updates",
+    ),
+    Mutation(
+        "engine/ledger.py",
+        "a mini-batch has a scale of its own",
+        "self.scale = scale if config.scale in BATCH_SCALES else None",
+        "self.scale = None",
+        f"{UPDATES} -k share_the_advantage_scale",
+    ),
+    Mutation(
+        "engine/planning.py",
+        "old log-probs of several updates are not used",
+        "if described[0].old_log_probs else None",
+        "if False else None",
+        f"{UPDATES} -k several_updates",
     ),
     Mutation(
         "engine/engine.py",
@@ -199,7 +221,7 @@ TABLE: tuple[Mutation, ...] = (
         "the gradient of an aborted batch stays",
         "            recover(self.module)\n        gradients.drop(self.module)",
         "            recover(self.module)",
-        f"{TRANSACTION} -k 'only_abort_is_legal or failing_train_batch'",
+        f"{TRANSACTION} -k only_abort_is_legal",
     ),
     Mutation(
         "engine/transaction.py",
@@ -267,8 +289,8 @@ TABLE: tuple[Mutation, ...] = (
     Mutation(
         "engine/planning.py",
         "a rank takes the advantages of the fragment's first samples",
-        "with_outcomes(advantages[needed], rewards)",
-        "with_outcomes(advantages[: len(needed)], rewards)",
+        "            advantages[needed],",
+        "            advantages[: len(needed)],",
         f"{RANDOM}[3]",
     ),
     Mutation(

@@ -12,7 +12,7 @@ from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl_digen.agent_loop.manager import DiffusionAgentLoopManager
 from verl_digen.preflight import check
 from verl_digen.preflight.notes import notes
-from verl_digen.trainer.sync import FlowGRPOTrainerSync
+from verl_digen.trainer.colocated import ColocatedTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class RayFlowGRPOTrainer(RayPPOTrainer):
         self.config = config
         config.transfer_queue.enable = True
         tq.init(config.transfer_queue)
-        self._trainer = FlowGRPOTrainerSync(config=config)
+        self._trainer = ColocatedTrainer(config=config)
 
     def init_workers(self) -> None:
         """Start trainer ranks, replicas and reward workers."""

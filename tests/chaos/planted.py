@@ -84,7 +84,7 @@ BUGS = {
         "GeneratedChunk({}, is_lost)",
     ),
     "a fragment holds the samples of its first group only": Bug(
-        "verl_digen.trainer.pools", "for uid, tags in groups.items()", "for uid, tags in list(groups.items())[:1]"
+        "verl_digen.trainer.updates", "for uid, tags in groups.items()", "for uid, tags in list(groups.items())[:1]"
     ),
     "conditions of dropped groups are left": Bug(
         "verl_digen.trainer.disaggregated", "keys=[*outcome.groups, *outcome.dropped_uids]", "keys=[*outcome.groups]"
@@ -94,7 +94,7 @@ BUGS = {
     ),
     "a validation does not wait for the newest weights": Bug(
         "verl_digen.trainer.disaggregated",
-        "self._run(self._conductor.drain())",
+        "self._supervision.run(self._conductor.drain())",
         "pass",
     ),
     "weights are switched in the middle of a batch": Bug(

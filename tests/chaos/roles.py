@@ -246,7 +246,7 @@ class Rank:
         finally:
             self._doing = ""
 
-    async def begin(self, num_samples: int, num_rows: int, partition: str) -> None:
+    async def begin(self, num_samples: int, num_rows: int, partition: str, scale: float | None) -> None:
         if self.is_open:
             raise RuntimeError("a logical batch is open already")
         self.is_open, self._uids, self._partition = True, [], partition
@@ -276,7 +276,7 @@ class Rank:
             for request in requests[self._number :: self._num_ranks]
         ]
 
-    async def commit(self) -> dict[str, float]:
+    async def commit(self, more: bool) -> dict[str, float]:
         if not self.is_open:
             raise RuntimeError("no logical batch is open")
         await self._work("commit", COMMIT_S)

@@ -38,13 +38,12 @@ from verl_digen.agent_loop.server_manager import DiffusionServerClient
 from verl_digen.errors import RunStopped
 from verl_digen.observe.timeline import Lane, Recorder
 from verl_digen.pipeline.keys import SampleName
-from verl_digen.schedulers.deadlines import Deadlines
-from verl_digen.trainer.disaggregated import FlowGRPOTrainerDisaggregated
-from verl_digen.trainer.heartbeats import Heartbeats
-from verl_digen.trainer.patience import Patience
+from verl_digen.trainer.disaggregated import DisaggregatedTrainer
+from verl_digen.trainer.ranks import TrainerRanks
 from verl_digen.trainer.replicas import replica_metrics
 from verl_digen.trainer.restarts import Restarts
-from verl_digen.trainer.watchdog import Watchdog
+from verl_digen.trainer.supervision import Supervision
+from verl_digen.trainer.validation_run import Validation
 from verl_digen.virtual.samples import VirtualSamples
 
 RESTART_S = 5.0
@@ -103,7 +102,7 @@ class Sender:
         self._cluster.get([worker.update_weights.remote(version, weights) for worker in workers])
 
 
-class Trainer(FlowGRPOTrainerDisaggregated):
+class Trainer(DisaggregatedTrainer):
     """The project's trainer, made without verl's constructor, which starts Ray."""
 
     def __init__(self, world: World, simulation: Simulation):
@@ -121,23 +120,25 @@ class Trainer(FlowGRPOTrainerDisaggregated):
         self.agent_loop_manager = SimpleNamespace(agent_loop_workers=simulation.agents)
         self.checkpoint_manager = simulation.sender
         self.llm_server_manager = SimpleNamespace(global_load_balancer=simulation.balancer)
-        self.replay_buffer = SimpleNamespace(poll_interval=2.0)
         self.global_steps, self.total_training_steps, self.timing_raw = 1, world.num_batches, {}
-        self._loop = loop
         self._recorder = Recorder(now_s=loop.time)
         self._driver = Lane("driver", 0, socket.gethostname(), 0)
         self._conductor = None
         self._num_devices = {"trainer": world.num_ranks, "generator": world.num_replicas}
         self._num_drawn = 0
-        self._deadlines = Deadlines(self.digen.deadlines)
-        self._watchdog = Watchdog(
-            loop.begin,
+        self._ranks = TrainerRanks(simulation.ranks)
+        self.run_dir = Path("unused")
+        self._supervision = Supervision(
+            self.digen.deadlines,
+            loop=loop,  # type: ignore[arg-type] - has the methods of a LoopThread
+            step=lambda: self.global_steps,
             end_silent_replicas=self._end_silent_replicas,
             end_all=self._end_all,
+            cancel_queue_calls=simulation.queue_client.cancel_calls,
         )
-        self._heartbeats = Heartbeats(loop.begin, self.digen.deadlines, simulation.queue_client.cancel_calls)
-        self._patience = Patience(self.digen.deadlines, loop.time)
-        self.run_dir = Path("unused")
+        self._validation = Validation(
+            self.digen, self.run_dir, self._supervision, num_samples=1, to_tensorboard=False, poll_s=2.0
+        )
         self._restarts = Restarts(
             loop.begin,
             simulation.restart_replica,
@@ -160,9 +161,9 @@ class Trainer(FlowGRPOTrainerDisaggregated):
         """Do nothing: there is no timeline."""
 
     def run(self) -> None:
-        """Run like `FlowGRPOTrainerSync.fit`, with a loop over steps in place of verl's."""
-        with self._ends_explained():
-            self._watch_processes(self.simulation.agents)
+        """Run like `DiffusionTrainer.fit`, with a loop over steps in place of verl's."""
+        with self._supervision.ends_explained(self.run_dir):
+            self._supervision.watch_processes(self.simulation.agents)
             self._fit()
 
     def _fit(self) -> None:
@@ -190,7 +191,7 @@ class Trainer(FlowGRPOTrainerDisaggregated):
                 for number, uid in enumerate(uids)
             ]
         )
-        self._wait_for_validation(uids, {})
+        self._validation.wait(uids, {})
 
 
 class Simulation:

@@ -29,10 +29,9 @@ OVERRIDDEN = {
     "agent_loop.single_turn:DiffusionSingleTurnAgentLoop": "run",
     "engine.checkpoint:DiffusersCheckpointManager": "save_checkpoint load_checkpoint",
     "engine.engine:DiffusersFSDPEngine": "initialize _build_module _build_lora_module _build_fsdp_module train_mode "
-    "eval_mode save_checkpoint load_checkpoint forward_backward_batch disable_adapter optimizer_step "
-    "get_per_tensor_param train_batch",
+    "eval_mode save_checkpoint load_checkpoint disable_adapter optimizer_step get_per_tensor_param",
     "model_config:DiffusionModelConfig": "_mutable_fields",
-    "engine.worker:DiffusionWorker": "init_model compute_log_prob update_actor",
+    "engine.worker:DiffusionWorker": "init_model",
     "models.experts:Experts": "forward",
     "platforms.placement:TypedPools": "create_resource_pool",
     "preflight.callback:Preflight": "on_run_start on_job_start on_job_end",
@@ -48,16 +47,15 @@ OVERRIDDEN = {
     "virtual.checkpoint_engine:VirtualEngine": "prepare build_topology init_process_group finalize "
     "send_weights receive_weights",
     "virtual.replica:VirtualReplica": "init_standalone launch_servers",
-    "virtual.trainer:FlowGRPOTrainerVirtual": "_init_resource_pool_mgr",
+    "virtual.trainer:VirtualTrainer": "_init_resource_pool_mgr",
     "virtual.worker:VirtualWorker": "init_model update_weights save_checkpoint load_checkpoint",
-    "trainer.disaggregated:FlowGRPOTrainerDisaggregated": "on_step_end _setup _get_n_gpus_for_throughput on_step_begin "
-    "step on_validate_begin _compute_metrics",
+    "trainer.disaggregated:DisaggregatedTrainer": "on_step_end _setup _get_n_gpus_for_throughput on_step_begin "
+    "on_validate_begin _compute_metrics",
     "facade:RayFlowGRPOTrainer": "init_workers fit",
     "trainer.replay_buffer:GroupReplayBuffer": "_evict_terminal_groups",
-    "trainer.sync:FlowGRPOTrainerSync": "init on_sample_end on_step_end _init_resource_pool_mgr _setup fit "
-    "_fetch_one_gen_batch prepare_step _add_prompts_to_generate _balance_batch _compute_old_log_prob "
-    "_compute_advantage _update_actor _compute_metrics on_validate_begin on_validate_end _validate _log_rollout_data "
-    "_save_checkpoint _load_checkpoint",
+    "trainer.base:DiffusionTrainer": "init _init_resource_pool_mgr _setup fit step _compute_metrics on_validate_begin "
+    "on_validate_end _validate _log_rollout_data _save_checkpoint _load_checkpoint",
+    "trainer.colocated:ColocatedTrainer": "fit _fetch_one_gen_batch _add_prompts_to_generate on_sample_end on_step_end",
     "weights.checkpoint_engines.base:BucketEngine": "build_topology finalize send_weights receive_weights",
     "weights.checkpoint_engines.gloo:GlooEngine": "prepare init_process_group",
     "weights.checkpoint_engines.objects:RayObjectEngine": "prepare init_process_group",

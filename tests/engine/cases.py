@@ -97,7 +97,7 @@ class Case:
         return found, outputs["metrics"]
 
     def without_dropped(self, path: Path) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """Expected results of `dropped`: verl's `train_batch` on the groups that came. One rank."""
+        """Expected results of `dropped`: one fragment of the groups that came. One rank."""
         engine, came = self.make_engine(path), [0, 1, 2, 6, 7, 8]
         rewards = [REWARDS[index] for index in came]
         batch = with_advantages(select(self.make_batch(path), came), rewards, self.scale, self.clip)
@@ -124,7 +124,7 @@ class Case:
         )
 
     def whole(self, path: Path) -> dict[str, float]:
-        """Metrics of verl's `train_batch` on the same samples. One rank."""
+        """Metrics of the same samples in one fragment. One rank."""
         engine, batch = self.make_engine(path), self.make_batch(path)
         return train(engine, with_advantages(batch, REWARDS, self.scale, self.clip))[0]["metrics"]
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -28,13 +30,12 @@ from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.export import plain_name
 from verl_digen.engine.fragment import Fetch, FragmentSample, FragmentSpec
 from verl_digen.engine.gradients import Gradient, put, take
-from verl_digen.engine.loss import DiffusionLoss
-from verl_digen.engine.rows import read_samples
+from verl_digen.engine.rows import Samples
 from verl_digen.engine.shadow import local_shards
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models import load_model
 from verl_digen.sampling.sampler import Sampler
-from verl_digen.types import Geometry, SampleRequest, Sampling
+from verl_digen.types import TRAJECTORY_COLUMNS, Geometry, SampleRequest, Sampling
 
 SIZE_PX = 32
 NUM_STEPS = 4
@@ -123,31 +124,78 @@ def select(batch: TensorDict, indices: list[int]) -> TensorDict:
     return tu.index_select_tensor_dict(batch, indices)
 
 
-def with_mask(batch: TensorDict, mask: list[float]) -> TensorDict:
-    """`batch` with a loss_mask."""
-    batch["loss_mask"] = torch.tensor(mask)
-    return batch
+@contextmanager
+def own_advantages(engine: DiffusersFSDPEngine) -> Iterator[None]:
+    """Context in which a group's advantages are its centred rewards."""
+    digen = engine.digen
+    engine.digen = replace(digen, advantage=replace(digen.advantage, scale="none"))
+    try:
+        yield
+    finally:
+        engine.digen = digen
+
+
+def with_own_advantages(batch: TensorDict) -> FragmentSpec:
+    """One fragment of all groups whose centred rewards are the batch's advantages: every group gets one more sample,
+    without rows, that makes its mean 0."""
+    groups = samples_of(batch, batch["advantages"].tolist())
+    samples: list[FragmentSample] = []
+    for uid, group in groups.items():
+        rest = -sum(sample.reward for sample in group)
+        samples += [*group, FragmentSample(f"rest of {uid}", uid, rest, num_steps=0)]
+    return FragmentSpec("all", tuple(samples))
+
+
+def add_all(engine: DiffusersFSDPEngine, batch: TensorDict) -> None:
+    """Open a logical batch and accumulate all of `batch`, with the advantages that it holds."""
+    fragment = with_own_advantages(batch)
+    num_rows = sum(sample.num_steps for sample in fragment.samples)
+    with own_advantages(engine):
+        engine.begin(len(fragment.samples), num_rows, fetch_from(batch))
+        try:
+            engine.accumulate(fragment)
+        except BaseException:
+            engine.abort()
+            raise
 
 
 def gradients(engine: DiffusersFSDPEngine, batch: TensorDict) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """(full gradient of each trainable parameter by checkpoint name, the engine's output) of one batch."""
-    with engine.train_mode():
-        engine.optimizer_zero_grad()
-        output = engine.forward_backward_batch(batch, DiffusionLoss(engine.digen))
-        found = {
-            plain_name(name): full(parameter.grad).clone()
-            for name, parameter in engine.module.named_parameters()
-            if parameter.grad is not None
-        }
-    return found, output
+    """(full gradient of each trainable parameter by checkpoint name, the engine's output) of one batch; no step."""
+    found: dict[str, Tensor] = {}
+
+    def look() -> float:
+        for name, parameter in engine.module.named_parameters():
+            if parameter.grad is not None:
+                found[plain_name(name)] = full(parameter.grad).clone()
+        return 0.0
+
+    add_all(engine, batch)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "optimizer_step", look)
+        patch.setattr(engine, "lr_scheduler_step", lambda: 0.0)
+        return found, engine.commit()
+
+
+def log_probs(engine: DiffusersFSDPEngine, batch: TensorDict) -> list[Tensor]:
+    """Log-probs of all recorded steps under the engine's weights, [K] of each sample."""
+    samples = tuple(sample for group in samples_of(batch).values() for sample in group)
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, engine.evaluate([FragmentSpec("all", samples)], fetch_from(batch)))
+    found: dict[str, dict[int, float]] = {sample.key: {} for sample in samples}
+    for part in parts:
+        for key, steps in part.items():
+            assert not found[key].keys() & steps.keys()  # a row is evaluated once
+            found[key] |= steps
+    return [torch.tensor([found[str(n)][k] for k in range(len(found[str(n)]))]) for n in range(len(samples))]
 
 
 # -- logical batches, fragment by fragment ------------------------------------------------------------------
-def samples_of(batch: TensorDict, rewards: list[float]) -> dict[str, list[FragmentSample]]:
+def samples_of(batch: TensorDict, rewards: list[float] | None = None) -> dict[str, list[FragmentSample]]:
     """The samples of `batch` as the driver describes them, by group; a key is the sample's number."""
     groups: dict[str, list[FragmentSample]] = {}
-    for number, (uid, reward) in enumerate(zip(tu.get(batch, "uid"), rewards, strict=True)):
-        sample = FragmentSample(str(number), uid, reward, len(batch["positions"][number]))
+    for number, (uid, reward) in enumerate(zip(tu.get(batch, "uid"), rewards or [0.0] * len(batch), strict=True)):
+        old = tuple(batch["old_log_probs"][number].tolist()) if "old_log_probs" in batch else ()
+        sample = FragmentSample(str(number), uid, reward, len(batch["positions"][number]), old_log_probs=old)
         groups.setdefault(uid, []).append(sample)
     return groups
 
@@ -158,9 +206,20 @@ def fragment(groups: dict[str, list[FragmentSample]], *uids: str) -> FragmentSpe
 
 
 def fetch_from(batch: TensorDict) -> Fetch:
-    """A `Fetch` from `batch` instead of TransferQueue; without advantages."""
-    bare = batch.exclude("advantages") if "advantages" in batch else batch
-    return lambda samples: read_samples(select(bare, [int(sample.key) for sample in samples]))
+    """A `Fetch` from `batch` instead of TransferQueue."""
+    return lambda samples: read_samples(batch, [int(sample.key) for sample in samples])
+
+
+def read_samples(batch: TensorDict, indices: Sequence[int] | None = None) -> Samples:
+    """These samples of `batch`, or all of them, as a rank fetches them."""
+    chosen = range(len(batch)) if indices is None else indices
+    uids, conditions = tu.get(batch, "uid"), tu.get(batch, "conditions")
+    return Samples(
+        columns={name: [batch[name][index] for index in chosen] for name in TRAJECTORY_COLUMNS},
+        conditions=[conditions[uids[index]] for index in chosen],
+        advantages=torch.zeros(len(chosen)),
+        old_log_probs=None,
+    )
 
 
 def num_rows_of(groups: dict[str, list[FragmentSample]]) -> int:
@@ -217,12 +276,11 @@ def with_advantages(batch: TensorDict, rewards: list[float], scale: str, clip: f
 
 
 def train(engine: DiffusersFSDPEngine, batch: TensorDict, num_updates: int = 1) -> list[dict[str, Any]]:
-    """Run optimizer steps on `batch`; returns their outputs."""
+    """Run optimizer steps on `batch`, with the advantages that it holds; returns their outputs."""
     outputs = []
     for _ in range(num_updates):
-        with engine.train_mode():
-            outputs.append(engine.train_batch(batch, DiffusionLoss(engine.digen)))
-        engine.lr_scheduler_step()
+        add_all(engine, batch)
+        outputs.append(engine.commit())
     return outputs
 
 

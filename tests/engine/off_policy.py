@@ -20,6 +20,8 @@ from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.export import plain_name
 
 LOSS = {"clip_range": 0.05, "cispo_low": 0.05, "cispo_high": 0.05, "topr_threshold": 4.2, "decoupled_cap": 1.05}
+WHOLE = (("g0", "g1", "g2"),)
+"""Order of one fragment."""
 SHAPES = [(1, 1), (2, 2), (3, 1), (100, 100)]
 
 
@@ -87,11 +89,13 @@ def gradient_of(module: nn.Module) -> dict[str, Tensor]:
     return {plain_name(name): value.grad for name, value in module.named_parameters() if value.grad is not None}
 
 
-def committed(engine: DiffusersFSDPEngine, batch: TensorDict) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """(gradient, metrics) of the batch, fragment by fragment; rewards come with the fragments only."""
-    groups = begin(engine, batch.exclude("rm_scores"), REWARDS)
-    for uid in ("g2", "g0", "g1"):
-        engine.accumulate(fragment(groups, uid))
+def committed(
+    engine: DiffusersFSDPEngine, batch: TensorDict, order: tuple[tuple[str, ...], ...] = (("g2",), ("g0",), ("g1",))
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """(gradient, metrics) of the batch, fragment by fragment."""
+    groups = begin(engine, batch, REWARDS)
+    for uids in order:
+        engine.accumulate(fragment(groups, *uids))
     with stepped_gradients(engine) as found:
         metrics = engine.commit()["metrics"]
     return found, metrics

@@ -14,6 +14,7 @@ from tests.engine.harness import (
     LORA,
     LORA_TARGETS,
     assert_equal,
+    log_probs,
     make_batch,
     make_engine,
     perturb,
@@ -54,14 +55,12 @@ def test_exported_weights_compute_what_the_engine_computes(
     assert {name: value.shape for name, value in exported.items()} == {
         name: value.shape for name, value in checkpoint.items()
     }
-    with engine.eval_mode():
-        expected = engine.infer_batch(batch)["model_output"]["log_probs"]
+    expected = torch.stack(log_probs(engine, batch))
     fresh = make_engine(tiny_qwen_image)
     fresh.module.load_state_dict(
         {name: torch.distributed.tensor.distribute_tensor(value, fresh.device_mesh) for name, value in exported.items()}
     )
-    with fresh.eval_mode():
-        found = fresh.infer_batch(batch)["model_output"]["log_probs"]
+    found = torch.stack(log_probs(fresh, batch))
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
     assert (found - batch["log_probs"]).abs().max() > 1e-4
 

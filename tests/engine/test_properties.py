@@ -258,7 +258,6 @@ def fetch_from(batch: RandomBatch) -> Fetch:
                 ({"embeds": positive}, {"embeds": negative} if is_guided else None) for positive, negative in conditions
             ],
             advantages=torch.zeros(len(samples)),
-            is_real=torch.ones(len(samples), dtype=torch.bool),
             old_log_probs=None,
         )
 

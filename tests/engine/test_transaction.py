@@ -75,10 +75,11 @@ def test_metrics_are_those_of_the_whole_batch(tiny_qwen_image: Path, name: str):
     case = CASES[name]
     _, metrics = case.committed(tiny_qwen_image)
     expected = case.whole(tiny_qwen_image)
-    of_fragments = {"num_fragments", "num_late_samples", "lr"}
-    assert metrics.keys() - of_fragments == expected.keys()
+    of_fragments = {"num_fragments", "num_late_samples", "num_tiles", "num_pad_rows"}
+    clamped = {"advantage_abs_mean", "advantage_abs_max"}  # the fragment is given advantages that are clamped already
+    assert metrics.keys() == expected.keys()
     assert metrics["num_fragments"] == len(case.order)
-    for name in expected.keys() - {"num_tiles", "num_pad_rows"}:
+    for name in expected.keys() - of_fragments - clamped:
         assert metrics[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-7), name
 
 
@@ -280,19 +281,6 @@ def test_after_a_failure_only_abort_is_legal_and_all_is_well_again(
     assert_equal(optimizer_state(engine), optimizer_state(other))
 
 
-def test_a_failing_train_batch_leaves_no_gradient_behind(tiny_qwen_image: Path, batch: TensorDict):
-    digen = {"tsp": {"samples_per_tile": 1, "steps_per_tile": 1}}
-    engine, other = make_engine(tiny_qwen_image, digen=digen), make_engine(tiny_qwen_image, digen=digen)
-    whole = with_advantages(batch, REWARDS, "batch", 5.0)
-    stop = fail_in_backward(engine)
-    with pytest.raises(OutOfMemory):
-        train(engine, whole)
-    stop()
-    assert gradients.take(engine.module) == {}
-    train(engine, whole), train(other, whole)
-    assert_equal(optimizer_state(engine), optimizer_state(other))
-
-
 def test_illegal_calls_are_refused_by_name(tiny_qwen_image: Path, batch: TensorDict, tmp_path: Path):
     engine = make_engine(tiny_qwen_image)
     groups = samples_of(batch, REWARDS)
@@ -310,10 +298,9 @@ def test_illegal_calls_are_refused_by_name(tiny_qwen_image: Path, batch: TensorD
     engine.accumulate(fragment(groups, "g0"))
     held = {key: value.clone() for key, value in gradients.take(engine.module).items()}
     gradients.put(engine.module, dict(held))
-    whole = with_advantages(batch, REWARDS, "batch", 5.0)
     refused = {
         "begin needs": lambda: begin(engine, batch, REWARDS),
-        "training needs": lambda: train(engine, whole),
+        "training needs": engine.train_mode,
         "save_checkpoint needs": lambda: engine.save_checkpoint(str(tmp_path)),
         "load_checkpoint needs": lambda: engine.load_checkpoint(str(tmp_path)),
         "fragment g0 came twice": lambda: engine.accumulate(fragment(groups, "g0")),

@@ -19,6 +19,7 @@ from tests.engine.harness import (
     assert_close,
     assert_equal,
     gradients,
+    log_probs,
     make_batch,
     make_engine,
     on_two_ranks,
@@ -26,13 +27,12 @@ from tests.engine.harness import (
     select,
     train,
     weights,
-    with_mask,
 )
 
 pytestmark = pytest.mark.slow
 
 UNEVEN = ((0, 1, 2), (1,))
-"""Windows of a batch of 6 samples with 12 rows, 9 of which are on rank 0."""
+"""Windows of a batch of 6 samples with 12 rows."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "full": {"digen": {"tsp": {"samples_per_tile": 1, "steps_per_tile": 2}}},
     "lora": {"digen": {"tsp": {"samples_per_tile": 1, "steps_per_tile": 2}}, "model": LORA},
@@ -55,15 +55,8 @@ BF16_BASE = {
 EMA = {"digen": {"tsp": {"samples_per_tile": 2, "steps_per_tile": 2}, "ema": {"enable": True, "every_steps": 1}}}
 
 
-def share(batch, order=(0, 1, 2, 3, 4, 5)):
-    """This rank's half of the samples, or all on one rank."""
-    half = len(order) // dist.get_world_size()
-    start = dist.get_rank() * half
-    return select(batch, list(order[start : start + half]))
-
-
 def batch_for(name: str, path: Path):
-    return share(make_batch(path, windows=UNEVEN, true_cfg_scale=3.0 if name == "guided" else 1.0))
+    return make_batch(path, windows=UNEVEN, true_cfg_scale=3.0 if name == "guided" else 1.0)
 
 
 def gradients_after_training(path: Path, folder: Path) -> dict[str, Any]:
@@ -79,39 +72,33 @@ def gradients_after_training(path: Path, folder: Path) -> dict[str, Any]:
 
 
 def gradient_of_five_samples(path: Path, folder: Path) -> Any:
-    batch = with_mask(select(make_batch(path), [0, 1, 2, 3, 4, 4]), [1, 1, 1, 1, 1, 0])
-    return gradients(make_engine(path), share(batch))[0]
+    return gradients(make_engine(path), select(make_batch(path), [0, 1, 2, 3, 4]))[0]
 
 
 def gradient_with_one_idle_rank(path: Path, folder: Path) -> Any:
-    batch = with_mask(make_batch(path), [1, 1, 1, 0, 0, 0])
-    return gradients(make_engine(path), share(batch))[0]
+    return gradients(make_engine(path), select(make_batch(path, windows=((1,),)), [0]))[0]
 
 
 def gradient_on_bf16_base(path: Path, folder: Path) -> Any:
     engine = make_engine(path, **BF16_BASE)
     perturb(engine, scale=0.1)
-    return gradients(engine, share(make_batch(path)))[0]
+    return gradients(engine, make_batch(path))[0]
 
 
-def log_probs(path: Path, folder: Path) -> Any:
-    engine = make_engine(path)
-    with engine.eval_mode():
-        own = engine.infer_batch(batch_for("full", path))["model_output"]["log_probs"]
-    return [row.tolist() for row in own.unbind()]
+def evaluated(path: Path, folder: Path) -> Any:
+    return log_probs(make_engine(path), batch_for("full", path))
 
 
-def ratio_to_inferred_log_probs(path: Path, folder: Path) -> Any:
-    """Ratio metrics where rank 0 has three times the rows of rank 1, which runs padding tiles that repeat a row.
+def ratio_to_evaluated_log_probs(path: Path, folder: Path) -> Any:
+    """Ratio metrics of an odd number of rows, where a rank runs a padding tile that repeats a row.
 
     Several batches, because a row alone and one among others can have the same rounding by chance.
     """
-    engine = make_engine(path, digen={"tsp": {"samples_per_tile": 3, "steps_per_tile": 1}})
+    engine = make_engine(path, digen={"tsp": {"samples_per_tile": 2, "steps_per_tile": 1}})
     metrics = []
     for seed in range(6):
-        batch = share(make_batch(path, windows=UNEVEN, seed=seed))
-        with engine.eval_mode():
-            batch["old_log_probs"] = engine.infer_batch(batch)["model_output"]["log_probs"]
+        batch = select(make_batch(path, windows=((1,), (2,)), seed=seed), [0, 1, 2, 3, 4])
+        batch["old_log_probs"] = torch.stack(log_probs(engine, batch))
         metrics.append(gradients(engine, batch)[1]["metrics"])
     return metrics
 
@@ -125,7 +112,7 @@ def exports(path: Path, folder: Path) -> Any:
         ("adapter", {"model": LORA}),
     ):
         engine = make_engine(path, **options, **EMA)
-        train(engine, share(make_batch(path)), 2)
+        train(engine, make_batch(path), 2)
         results[name] = weights(engine), weights(engine, ema=True)
     return results
 
@@ -133,7 +120,7 @@ def exports(path: Path, folder: Path) -> Any:
 def continued_runs(path: Path, folder: Path) -> Any:
     results = {}
     for name, model in (("full", {}), ("lora", LORA)):
-        batch = share(make_batch(path))
+        batch = make_batch(path)
         options = {"model": model, **EMA}
         straight = make_engine(path, **options)
         first = make_engine(path, save=["model", "optimizer", "extra", "hf_model"], **options)
@@ -163,8 +150,8 @@ SCENARIOS = [
     gradient_of_five_samples,
     gradient_with_one_idle_rank,
     gradient_on_bf16_base,
-    log_probs,
-    ratio_to_inferred_log_probs,
+    evaluated,
+    ratio_to_evaluated_log_probs,
     exports,
     continued_runs,
     save_that_fails_on_rank_1,
@@ -203,7 +190,7 @@ def test_gradient_of_a_count_that_does_not_divide(two_ranks: dict, one_rank: Non
 
 
 def test_gradient_with_a_rank_that_has_only_padding(two_ranks: dict, one_rank: None, tiny_qwen_image: Path):
-    expected, _ = gradients(make_engine(tiny_qwen_image), select(make_batch(tiny_qwen_image), [0, 1, 2]))
+    expected = gradient_with_one_idle_rank(tiny_qwen_image, Path())
     assert_close(two_ranks["gradient_with_one_idle_rank"], expected, 1e-5)
 
 
@@ -215,14 +202,14 @@ def test_gradient_of_an_fp32_adapter_on_a_bf16_base(
     assert_close(found, expected, 0.05)
 
 
-def test_each_rank_scores_its_own_samples(two_ranks: dict, tiny_qwen_image: Path):
-    recorded = make_batch(tiny_qwen_image, windows=UNEVEN)["log_probs"].unbind()[:3]
-    for row, expected in zip(two_ranks["log_probs"], recorded, strict=True):
-        torch.testing.assert_close(torch.tensor(row), expected, rtol=0, atol=2e-6)
+def test_every_row_is_evaluated_by_one_rank(two_ranks: dict, tiny_qwen_image: Path):
+    recorded = make_batch(tiny_qwen_image, windows=UNEVEN)["log_probs"].unbind()
+    for found, expected in zip(two_ranks["evaluated"], recorded, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
 
 
-def test_ratio_to_inferred_log_probs_is_exactly_one(two_ranks: dict):
-    for metrics in two_ranks["ratio_to_inferred_log_probs"]:
+def test_ratio_to_evaluated_log_probs_is_exactly_one(two_ranks: dict):
+    for metrics in two_ranks["ratio_to_evaluated_log_probs"]:
         assert metrics["num_pad_rows"] > 0
         assert metrics["ratio_deviation_max"] == metrics["ratio_deviation_min"] == 0.0
 

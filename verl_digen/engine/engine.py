@@ -9,9 +9,10 @@ verl's: sharding, mixed precision, optimizer, schedule, offload, clipping, file 
         assisting()                 in between: forwards for generation; the gradient stays as it is
     commit() | abort()              one optimizer step, or discard everything
 
-verl's own `train_batch` does the same in one piece, on samples that verl has split over the ranks:
+    evaluate(fragments)             log-probs of their rows, before the first of several optimizer steps trains them
 
-    forward_backward_batch(data)    samples -> tiles -> gradient; then verl's `optimizer_step`
+Colocated training is the same calls: one fragment of all groups, or one logical batch per mini-batch. verl's own
+`train_batch` and `infer_batch`, which take samples that verl has split over the ranks, are not used.
 
 | what | where |
 | --- | --- |
@@ -33,13 +34,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from tensordict import TensorDict
 from torch import Tensor, nn
 from verl.trainer.config import CheckpointConfig
 from verl.utils.device import get_device_id, get_device_name
@@ -48,19 +48,19 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
 from verl_digen.algorithms.ema import ema_decay, ema_update_
-from verl_digen.algorithms.losses import is_homogeneous
+from verl_digen.algorithms.losses import is_homogeneous, reads_trajectories
 from verl_digen.engine import gradients, memory
 from verl_digen.engine.build import add_adapter, build_transformer, check_engine_config, keep_input_dtypes
 from verl_digen.engine.checkpoint import DiffusersCheckpointManager, UpdateState
 from verl_digen.engine.export import NamedTensors, export
-from verl_digen.engine.fragment import Fetch, FragmentSpec
+from verl_digen.engine.fragment import Fetch, FragmentSample, FragmentSpec
 from verl_digen.engine.gathered import recover, reshard
 from verl_digen.engine.ledger import AdvantageLedger
 from verl_digen.engine.logical_batch import LogicalBatch
 from verl_digen.engine.loss import DiffusionLoss, combine_metrics
 from verl_digen.engine.planning import Planner
 from verl_digen.engine.row_flops import RowFlops
-from verl_digen.engine.rows import Samples, read_samples, tile_rows
+from verl_digen.engine.rows import tile_rows
 from verl_digen.engine.scoring import PolicyForward, without_adapter
 from verl_digen.engine.shadow import ShadowWeights, local_shards
 from verl_digen.engine.transaction import GradientTransaction
@@ -103,6 +103,8 @@ class DiffusersFSDPEngine(FSDPEngine):
         self._open: LogicalBatch | None = None
         self._loaded = ExitStack()
         """Keeps on the device, while a logical batch is open, what is offloaded between batches."""
+        self._stays_loaded = False
+        """True between two optimizer steps on the same samples: `_loaded` is not closed."""
         self._reduce: str | None = None
         """Choice made for `digen.tsp.reduce=auto`."""
 
@@ -154,7 +156,7 @@ class DiffusersFSDPEngine(FSDPEngine):
             self.engine_config.forward_only = True
 
     # -- a logical batch, fragment by fragment ------------------------------------------------------------
-    def begin(self, num_samples: int, num_rows: int, fetch: Fetch) -> None:
+    def begin(self, num_samples: int, num_rows: int, fetch: Fetch, *, scale: float | None = None) -> None:
         """Open a logical batch, which is one optimizer step. Offloaded tensors stay on the device until it is closed.
 
         Args:
@@ -162,6 +164,8 @@ class DiffusersFSDPEngine(FSDPEngine):
             num_rows: planned number of rows; `commit` corrects the gradient if another number trained.
             fetch: loads samples from TransferQueue. Each rank calls it for the samples whose rows it trains, from
                 `accumulate` or, for samples held back, from `commit`. Do not clear them before `commit`.
+            scale: divisor of centred rewards under `digen.advantage.scale` batch and max_group, where it is known: all
+                rewards are there, of these samples and of the other mini-batches'.
 
         Raises:
             RuntimeError: a logical batch is open, or this one would be empty.
@@ -178,6 +182,7 @@ class DiffusersFSDPEngine(FSDPEngine):
             num_samples,
             clip=self.digen.loss.advantage_clip,
             is_homogeneous=is_homogeneous(self.digen.loss_name),
+            scale=scale,
         )
         if ledger.waits_for_batch and self.rank == 0 and self.state.num_updates == 0:
             logger.warning(
@@ -187,10 +192,14 @@ class DiffusersFSDPEngine(FSDPEngine):
                 self.digen.advantage.scale,
             )
         with ExitStack() as loading:
-            loading.enter_context(self.train_mode(zero_grad_on_exit=False))
+            if self._stays_loaded:
+                loading.push(self._loaded.pop_all())
+                self._enter_training()
+            else:
+                loading.enter_context(self.train_mode(zero_grad_on_exit=False))
             gradients.drop(self.module)
             self._open = LogicalBatch(ledger, self._transaction(loss, num_rows), self.planner, fetch)
-            self._loaded = loading.pop_all()
+            self._loaded, self._stays_loaded = loading.pop_all(), False
 
     def accumulate(self, fragment: FragmentSpec) -> dict[str, int]:
         """Add the gradient of complete groups. Its only collectives are those of the forwards and backwards.
@@ -211,11 +220,15 @@ class DiffusersFSDPEngine(FSDPEngine):
             num_rows = batch.train(fragment)
         return {"num_rows": num_rows, "num_held_samples": len(batch.ledger.held)}
 
-    def commit(self) -> dict[str, Any]:
+    def commit(self, *, more: bool = False) -> dict[str, Any]:
         """Take one optimizer step and one learning-rate step on the accumulated gradient; close the batch.
 
+        Args:
+            more: another optimizer step on the same samples follows. The learning rate then stays, and offloaded
+                tensors stay on the device.
+
         Returns:
-            Outputs as `train_batch`, with more metrics: `lr`, `num_fragments` and `num_late_samples`.
+            verl's outputs of a training step: `loss` and `metrics`.
 
         Raises:
             RuntimeError: as in `accumulate`; or nothing was trained. Then only `abort` is legal.
@@ -225,15 +238,18 @@ class DiffusersFSDPEngine(FSDPEngine):
         with batch.transaction.may_fail("commit"):
             self._enter_training()
             loss, metrics = batch.finish()
+            advantages = batch.ledger.advantages().abs()
             outputs = self._outputs(batch.transaction, loss, metrics)
             outputs["metrics"] |= {
                 "grad_norm": self.optimizer_step(),
-                "lr": self.lr_scheduler_step(),
+                "lr": self._learning_rate() if more else self.lr_scheduler_step(),
                 "num_skipped_updates": float(self.state.num_skipped - skipped),
                 "num_fragments": float(len(batch.fragment_ids)),
                 "num_late_samples": float(batch.num_late_samples),
+                "advantage_abs_mean": advantages.mean().item(),
+                "advantage_abs_max": advantages.max().item(),
             }
-        self._close()
+        self._close(stays_loaded=more)
         return outputs
 
     def abort(self) -> None:
@@ -268,10 +284,49 @@ class DiffusersFSDPEngine(FSDPEngine):
             finally:
                 reshard(self.module)
 
-    def _close(self) -> None:
+    @torch.no_grad()
+    def evaluate(self, fragments: Sequence[FragmentSpec], fetch: Fetch) -> dict[str, dict[int, float]]:
+        """Log-probs of the fragments' rows that this rank would train, under the current weights.
+
+        Rows go to the same ranks and tiles as in `accumulate`, so that their first ratio is exactly 1.
+
+        Returns:
+            Sample's key -> trained step -> log-prob.
+
+        Raises:
+            RuntimeError: a logical batch is open.
+        """
+        self._require_closed("evaluate")
+        found: dict[str, dict[int, float]] = {}
+        with self.eval_mode():
+            for fragment in fragments:
+                for sample, step, log_prob in self._log_probs(fragment.samples, fetch):
+                    found.setdefault(sample.key, {})[step] = log_prob
+        return found
+
+    def _log_probs(
+        self, samples: Sequence[FragmentSample], fetch: Fetch
+    ) -> Iterator[tuple[FragmentSample, int, float]]:
+        """(sample, trained step, log-prob) of this rank's rows."""
+        zeros = torch.zeros(len(samples))
+        work = self.planner.deal(samples, zeros, fetch, whole_samples=reads_trajectories(self.digen.loss_name))
+        tiles = [tile_rows(work.samples, tile, work.places)[0] for tile in work.tiles]
+        evaluated = [self.scorer(rows.to(self.scorer.device))[0].log_prob for rows in tiles]
+        for tile, log_probs in zip(work.tiles, evaluated, strict=True):
+            if not tile.is_filler:  # its row is in another tile, too
+                for row, log_prob in zip(tile.rows, log_probs.tolist(), strict=True):
+                    yield samples[row.sample], row.step, log_prob
+
+    def _close(self, *, stays_loaded: bool = False) -> None:
         self._open = None
         self.optimizer_zero_grad()
-        self._loaded.close()
+        self._stays_loaded = stays_loaded
+        if not stays_loaded:
+            self._loaded.close()
+
+    def _learning_rate(self) -> float:
+        assert self.optimizer is not None
+        return self.optimizer.param_groups[0]["lr"]
 
     def _enter_training(self) -> None:
         """Return to train mode: `assisting` may have run in between."""
@@ -313,39 +368,7 @@ class DiffusersFSDPEngine(FSDPEngine):
         self._require_closed("load_checkpoint")
         super().load_checkpoint(*args, **kwargs)
 
-    # -- a batch that verl has split over the ranks -------------------------------------------------------
-    def forward_backward_batch(
-        self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool = False
-    ) -> dict[str, Any]:
-        """Run all rows of `data` (see `read_samples`) and leave their gradient in the module, unless `forward_only`.
-
-        Args:
-            loss_function: a `DiffusionLoss`; not read when `forward_only`.
-
-        Returns:
-            Outputs in verl's shape: `loss`, whose average over ranks is the batch's loss; `metrics`,
-            floats that are the same on all ranks, among them `grad_projection`, see
-            `verl_digen.engine.gradients.projection`; `model_output`, with `log_probs` [B, K] (jagged if K
-            differs; 0 for padding samples) when `forward_only`.
-        """
-        samples = read_samples(data)
-        if forward_only:
-            return {"model_output": {"log_probs": self._log_probs(samples)}, "loss": [], "metrics": {}}
-        assert isinstance(loss_function, DiffusionLoss)
-        self._require_closed("train_batch")
-        work = self.planner.local(samples.take(samples.trained))
-        if work.num_rows == 0:
-            raise RuntimeError("a training batch needs at least one sample with loss_mask 1; skip the update instead")
-        transaction = self._transaction(loss_function, work.num_rows)
-        try:
-            with transaction.may_fail("train_batch"):
-                transaction.run(work, is_final=True, is_last=True)
-                loss, metrics = transaction.close()
-        except BaseException:
-            transaction.drop()
-            raise
-        return self._outputs(transaction, loss, metrics)
-
+    # -- gradients ------------------------------------------------------------------------------------------
     def _transaction(self, loss: DiffusionLoss, num_rows: int) -> GradientTransaction:
         return GradientTransaction(
             self.module,
@@ -401,35 +424,11 @@ class DiffusersFSDPEngine(FSDPEngine):
         """Loss scale of fp16 training; the gradient is divided by it in the optimizer step."""
         return 1.0 if self.scaler is None else self.scaler.get_scale()
 
-    @torch.no_grad()
-    def _log_probs(self, samples: Samples) -> Tensor:
-        """Log-probs [B, K], computed in the tiles that training would use, so that both give the same numbers."""
-        indices = samples.trained
-        trained = samples.take(indices)
-        work = self.planner.local(trained)
-        found = [torch.zeros(count) for count in samples.num_steps]
-        for tile in work.tiles:
-            rows, _ = tile_rows(trained, tile, work.places)
-            log_probs = self.scorer(rows.to(self.scorer.device))[0].log_prob.cpu()
-            if not tile.is_filler:  # its row is in another tile, too
-                for row, log_prob in zip(tile.rows, log_probs, strict=True):
-                    found[indices[row.sample]][row.step] = log_prob
-        if len(set(samples.num_steps)) == 1:
-            return torch.stack(found)
-        return torch.nested.as_nested_tensor(found, layout=torch.jagged)
-
     def disable_adapter(self) -> AbstractContextManager[None]:
         """Context in which forwards skip the adapter; see `without_adapter`."""
         return without_adapter(self.module)
 
     # -- update -------------------------------------------------------------------------------------------
-    def train_batch(self, data: TensorDict, loss_function: Callable[..., Any]) -> dict[str, Any]:
-        """Take one optimizer step on all of `data`: zero the gradient, `forward_backward_batch`, `optimizer_step`."""
-        skipped = self.state.num_skipped
-        outputs = super().train_batch(data, loss_function)
-        outputs["metrics"]["num_skipped_updates"] = float(self.state.num_skipped - skipped)
-        return outputs
-
     def optimizer_step(self) -> float:
         """Clip, step and update the EMA, unless the gradient is not finite. Returns its norm before clipping."""
         grad_norm = super().optimizer_step()

@@ -31,6 +31,8 @@ class FragmentSample:
     """K. 0: the reward counts for its group's advantages, and the sample is not trained."""
     experts: tuple[int, ...] = ()
     """K entries: number of the network that each trained step runs; () if the model has one."""
+    old_log_probs: tuple[float, ...] = ()
+    """K entries: log-prob of each trained step before the first of several optimizer steps; () if one is taken."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,5 @@ def fetch_samples(partition: str, samples: Sequence[FragmentSample]) -> Samples:
         columns={name: list(data.get(name).unbind()) for name in TRAJECTORY_COLUMNS},
         conditions=[conditions[sample.uid] for sample in samples],
         advantages=torch.zeros(len(samples)),
-        is_real=torch.ones(len(samples), dtype=torch.bool),
         old_log_probs=None,
     )

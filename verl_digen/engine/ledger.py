@@ -7,8 +7,9 @@ A group is complete when it arrives, so its mean is known. The scale that divide
 | --- | --- | --- |
 | group, none | with the group | yes, with its advantage |
 | batch, max_group | with the last group | with the centred reward; the gradient is divided by the scale afterwards |
+| the same, given at the start | at once | with its advantage; mini-batches of one batch share its scale |
 
-The second row is exact while the loss is homogeneous in the advantage and clamping (`digen.loss.advantage_clip`)
+The second line is exact while the loss is homogeneous in the advantage and clamping (`digen.loss.advantage_clip`)
 does not bind. So these samples are held back until the scale is known, and then train with their advantages:
 
 - samples that might be clamped. The rewards seen so far give a lower bound on the final scale:
@@ -39,6 +40,9 @@ from torch import Tensor
 from verl_digen.algorithms.advantages import advantage_scale, group_advantages
 from verl_digen.config import AdvantageConfig
 
+BATCH_SCALES = ("batch", "max_group")
+"""Values of `digen.advantage.scale` that need the rewards of the whole batch."""
+
 ROUNDING = 1e-6
 """Relative margin inside the clip for a sample to count as unclamped: above fp32 rounding, otherwise negligible."""
 
@@ -62,10 +66,14 @@ class AdvantageLedger:
         num_samples: most samples the batch may have; it is complete when that many have arrived.
         clip: `digen.loss.advantage_clip`.
         is_homogeneous: True if the loss is, see `verl_digen.algorithms.losses`.
+        scale: scale of a batch that these samples are a part of; None if it is that of these samples.
     """
 
-    def __init__(self, config: AdvantageConfig, num_samples: int, clip: float, is_homogeneous: bool):
+    def __init__(
+        self, config: AdvantageConfig, num_samples: int, clip: float, is_homogeneous: bool, scale: float | None = None
+    ):
         self.config, self.num_samples, self.clip, self.is_homogeneous = config, num_samples, clip, is_homogeneous
+        self.scale = scale if config.scale in BATCH_SCALES else None
         self.keys: list[str] = []
         self.groups: list[str] = []
         self.rewards: list[float] = []
@@ -88,7 +96,7 @@ class AdvantageLedger:
     @property
     def is_scale_late(self) -> bool:
         """True if the scale is known only with the whole batch."""
-        return self.config.scale in ("batch", "max_group")
+        return self.config.scale in BATCH_SCALES and self.scale is None
 
     @property
     def waits_for_batch(self) -> bool:
@@ -112,7 +120,7 @@ class AdvantageLedger:
                 f"a logical batch begun for {self.num_samples} samples got {len(self.keys) + len(keys)}; "
                 "begin with the most samples it may have"
             )
-        self._early += self._advantages(rewards, groups, "none" if self.is_scale_late else self.config.scale).tolist()
+        self._early += self._advantages_now(rewards, groups).tolist()
         if self.config.scale == "max_group":
             self._largest_scale = max(self._largest_scale, self._scale(rewards, groups))
         self._waiting += range(len(self.keys), len(self.keys) + len(keys))
@@ -139,6 +147,18 @@ class AdvantageLedger:
         given = {*chosen}
         self._waiting = [index for index in self._waiting if index not in given]
         return Ready(tuple(self.keys[index] for index in chosen), advantages[chosen], divisor)
+
+    def advantages(self) -> Tensor:
+        """Advantages of all samples that came, [samples] fp32, not clamped; the scale is theirs or the given one."""
+        if self.is_scale_late:
+            return self._advantages(self.rewards, self.groups, self.config.scale)
+        return torch.tensor(self._early)
+
+    def _advantages_now(self, rewards: Sequence[float], groups: Sequence[str]) -> Tensor:
+        """Advantages of complete groups, or their centred rewards while the scale is unknown."""
+        if self.scale is not None:
+            return self._advantages(rewards, groups, "none") / self.scale
+        return self._advantages(rewards, groups, "none" if self.is_scale_late else self.config.scale)
 
     def _advantages(self, rewards: Sequence[float], groups: Sequence[str], scale: str) -> Tensor:
         """Advantages [samples] fp32."""

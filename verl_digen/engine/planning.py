@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Partition of rows over ranks and tiles: descriptions and samples -> this rank's `TileWork`.
 
-- With fragments, every rank partitions all rows over the ranks by itself and fetches the samples of its own rows;
-  nothing is exchanged.
-- If verl has split the samples over the ranks already, the ranks exchange their lists of rows: one small collective.
+- Every rank partitions all rows over the ranks by itself and fetches the samples of its own rows; nothing is exchanged.
 - Rows per tile under `auto` are measured once per shape of latents, on all ranks together, with masked tiles of the
   longest prompt at hand; the minimum over the ranks counts. On a CPU the number is fixed.
 
@@ -15,7 +13,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,35 +64,13 @@ class Planner:
         dealt = deal_rows(rows, self.num_ranks, whole_samples=whole_samples or not self.tsp.enable)
         needed = sorted({row.sample for row in (*dealt[self.rank], *stand_ins(dealt, self.rank).values())})
         described = [samples[number] for number in needed]
-        rewards = torch.tensor([sample.reward for sample in described])
-        own = fetch(described).with_outcomes(advantages[needed], rewards)
+        own = fetch(described).with_outcomes(
+            advantages[needed],
+            torch.tensor([sample.reward for sample in described]),
+            [torch.tensor(sample.old_log_probs) for sample in described] if described[0].old_log_probs else None,
+        )
         places = {number: place for place, number in enumerate(needed)}
         return TileWork(own, places, self._tiles(dealt, own), num_rows=len(rows))
-
-    def local(self, samples: Samples) -> TileWork:
-        """All rows of this rank's samples. Collective.
-
-        Raises:
-            RuntimeError: a rank has no row of a network that another runs.
-        """
-        experts = [self.expert_of(sigmas).tolist() for sigmas in samples.columns["sigmas"]]
-        rows = [Row(sample, step, expert) for sample, own in enumerate(experts) for step, expert in enumerate(own)]
-        num_rows = sum(1 for row in rows if samples.is_real[row.sample])
-        gathered: list[Any] = [None] * self.num_ranks
-        dist.all_gather_object(gathered, ([tuple(row) for row in rows], num_rows), group=self.group)
-        dealt = [[Row(*row) for row in hand] for hand, _ in gathered]
-        lacking = [rank for rank, hand in enumerate(dealt) if {row.expert for row in hand} != _experts(dealt)]
-        if lacking:
-            raise RuntimeError(
-                f"every rank needs rows of every network, {sorted(_experts(dealt))}, but rank {lacking[0]} lacks some; "
-                "hand the samples over as fragments, whose rows are dealt evenly"
-            )
-        return TileWork(
-            samples,
-            places={sample: sample for sample in range(len(samples))},
-            tiles=self._tiles(dealt, samples),
-            num_rows=sum(count for _, count in gathered),
-        )
 
     def _tiles(self, dealt: Sequence[Sequence[Row]], own: Samples) -> list[Tile]:
         samples, steps = self.tsp.extents

@@ -5,10 +5,7 @@
       called identically on every rank with names and numbers; each rank fetches the samples of its own rows
 
     assist(requests)                                               in between: generate samples, current weights
-
-    update_actor(samples of this rank)                             for several optimizer steps on the same samples
-      conditions fetched by uid -> split into mini-batches -> per epoch and mini-batch: one optimizer step
-      the learning rate moves once per call
+    evaluate(fragments)                                            before: log-probs, for several steps on the samples
 
 Weight updates, checkpoints, rollout handles and dispatch are verl's.
 """
@@ -18,13 +15,13 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from tensordict import TensorDict
-from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
 from verl.utils.profiler import DistProfiler
@@ -34,7 +31,6 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl_digen.engine.assistant import Assistant
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.fragment import FragmentSpec, fetch_samples
-from verl_digen.engine.loss import DiffusionLoss
 from verl_digen.pipeline.conditions import fetch_conditions
 from verl_digen.platforms.device_name import accelerator_name
 from verl_digen.rollout.registry import REPLICAS
@@ -78,7 +74,6 @@ class DiffusionWorker(ActorRolloutRefWorker):
         share_cpu_cores(0 if self._is_rollout else self.config.rollout.n_gpus_per_node)
         super().init_model()
         if self._is_actor:
-            self.trainer.set_loss_fn(DiffusionLoss(self.engine.digen))
             self.engine.wire_dtype = PrecisionType.to_dtype(self.config.rollout.dtype)
             if self.engine.digen.tag.policy != "off":
                 rollout = self.engine.digen.rollout
@@ -103,13 +98,20 @@ class DiffusionWorker(ActorRolloutRefWorker):
 
     # -- one logical batch, fragment by fragment ----------------------------------------------------------
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
-    def begin(self, num_samples: int, num_rows: int, partition: str) -> None:
+    def begin(self, num_samples: int, num_rows: int, partition: str, scale: float | None = None) -> None:
         """Open a logical batch, see `DiffusersFSDPEngine.begin`. Non-blocking: one reference per rank.
 
         Args:
             partition: TransferQueue partition that holds the samples' rows until the batch is closed.
         """
-        self.engine.begin(num_samples, num_rows, fetch=partial(fetch_samples, partition))
+        self.engine.begin(num_samples, num_rows, fetch=partial(fetch_samples, partition), scale=scale)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
+    @DistProfiler.annotate(color="blue", role="actor_evaluate")
+    def evaluate(self, fragments: Sequence[FragmentSpec], partition: str) -> dict[str, dict[int, float]]:
+        """Log-probs of the rows that this rank would train, see `DiffusersFSDPEngine.evaluate`. Non-blocking: one
+        reference per rank."""
+        return self.engine.evaluate(fragments, partial(fetch_samples, partition))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
     @DistProfiler.annotate(color="red", role="actor_accumulate")
@@ -137,14 +139,17 @@ class DiffusionWorker(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
     @DistProfiler.annotate(color="red", role="actor_commit")
-    def commit(self) -> dict[str, float]:
-        """Take the optimizer step, see `DiffusersFSDPEngine.commit`. Returns metrics as `update` does. Non-blocking:
-        one reference per rank."""
-        outputs = self.engine.commit()
+    def commit(self, more: bool = False) -> dict[str, float]:
+        """Take the optimizer step, see `DiffusersFSDPEngine.commit`. Returns metrics, the same on all ranks.
+        Non-blocking: one reference per rank."""
+        outputs = self.engine.commit(more=more)
         metrics = self.trainer._postprocess_output(
             outputs, global_token_num=None, delta_time=0.0, forward_only=False, images_seqlens=None
         )
-        return combine_updates([tu.get(metrics, "metrics")])
+        if not more:
+            self.trainer.profiler.step()
+        ranks: dict[str, Any] = tu.get(metrics, "metrics")
+        return {name: value[0] if isinstance(value, list) else value for name, value in ranks.items()}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
     def abort(self) -> None:
@@ -164,90 +169,3 @@ class DiffusionWorker(ActorRolloutRefWorker):
         engine = self.trainer.engine
         assert isinstance(engine, DiffusersFSDPEngine)
         return engine
-
-    @property
-    def mini_batch_size(self) -> int:
-        """Samples of one optimizer step on this rank: ppo_mini_batch_size * rollout.n / ranks, rounded up."""
-        num_samples = self.config.actor.ppo_mini_batch_size * self.config.rollout.n
-        return -(-num_samples // self.engine.get_data_parallel_size())
-
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
-    @DistProfiler.annotate(color="blue", role="actor_compute_log_prob")
-    def compute_log_prob(self, data: TensorDict) -> TensorDict:
-        """`log_probs` [B, K] of the recorded steps under the current weights.
-
-        Args:
-            data: see `verl_digen.engine.rows.read_samples`, without conditions, which are fetched by uid.
-        """
-        return self.trainer.infer_batch(_with_conditions(data)).cpu()
-
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
-    @DistProfiler.annotate(color="red", role="actor_update", scheduled=True)
-    def update_actor(self, data: TensorDict) -> TensorDict:
-        """Train on this rank's samples; every rank has the same number. Returns `metrics` of `update`, and `update_s`.
-
-        Args:
-            data: see `verl_digen.engine.rows.read_samples`, without conditions, which are fetched by uid.
-        """
-        data = _with_conditions(data)
-        started_s = time.perf_counter()
-        metrics = self.update(data)
-        metrics["update_s"] = time.perf_counter() - started_s
-        return tu.get_tensordict(tensor_dict={}, non_tensor_dict={"metrics": metrics})
-
-    def update(self, data: TensorDict) -> dict[str, float]:
-        """Train `ppo_epochs` epochs over the mini-batches of `data`, in order, one optimizer step each.
-
-        Old log-probs are computed first if later optimizer steps need them and `data` has no such column.
-
-        Returns:
-            Metrics, the same on all ranks; see `combine_updates`.
-        """
-        mini_batches = [
-            tu.index_select_tensor_dict(data, indices)
-            for indices in torch.arange(len(data)).split(self.mini_batch_size)
-        ]
-        num_updates = len(mini_batches) * self.config.actor.ppo_epochs
-        with self.engine.train_mode():
-            needs_old = self.engine.digen.denominator in ("first_pass", "recompute")
-            if num_updates > 1 and needs_old and "old_log_probs" not in data:
-                for mini_batch in mini_batches:
-                    mini_batch["old_log_probs"] = self.engine.infer_batch(mini_batch)["model_output"]["log_probs"]
-            outputs = []
-            for number in range(num_updates):
-                mini_batch = mini_batches[number % len(mini_batches)]
-                tu.assign_non_tensor(
-                    mini_batch, update_lr_scheduler=number == num_updates - 1, disable_auto_offload=True
-                )
-                outputs.append(tu.get(self.trainer.train_batch(mini_batch), "metrics"))
-                self.trainer.profiler.step()
-        return combine_updates(outputs)
-
-
-def combine_updates(outputs: list[dict[str, Any]]) -> dict[str, float]:
-    """Combine metrics of several optimizer steps: `_max` and `_min` by max and min, `num_*` by sum, others by mean.
-
-    `rollout_*` compare with the log-probs of generation; they come from the first step: later ones train newer weights.
-
-    Args:
-        outputs: per metric a number, or a list with every rank's value, which are equal.
-    """
-    series: dict[str, list[float]] = {}
-    for output in outputs:
-        for name, value in output.items():
-            series.setdefault(name, []).append(value[0] if isinstance(value, list) else value)
-    return {name: _combine(name, values) for name, values in series.items()}
-
-
-def _combine(name: str, values: list[float]) -> float:
-    if name.startswith("rollout_"):
-        return values[0]
-    if name.endswith("_max"):
-        return max(values)
-    if name.endswith("_min"):
-        return min(values)
-    return sum(values) if name.startswith("num_") else sum(values) / len(values)
-
-
-def _with_conditions(data: TensorDict) -> TensorDict:
-    return tu.assign_non_tensor(data, conditions=fetch_conditions(list(tu.get(data, "uid"))))

@@ -8,6 +8,7 @@
 | `reward/zero_spread_groups` | groups | groups whose samples all scored the same: they carry no gradient |
 | `actor/grad_norm` | | of the committed gradient, before it is clipped |
 | `actor/grad_projection` | | a fixed ±1 projection of it: tells directions apart, see `engine.gradients.projection` |
+| `advantage/abs_mean`, `_max` | | of the advantages, before they are clamped |
 | `rollout/version_age_max_versions` | versions | between the generating and the trained weights; 0 in strict mode |
 | `rollout/log_prob_gap_max`, `_mean` | nats | the trainer's log-probs against those recorded at generation |
 | `rollout/ratio`, `rollout/ratio_deviation_max` | | the same as a ratio: 1 and 0 if both compute alike |
@@ -69,12 +70,18 @@ def staleness_metrics(tags: Sequence[Tag], trained_version: int) -> dict[str, fl
     }
 
 
+PREFIXES = ("rollout", "advantage")
+"""Sections of the engine's numbers that are not `actor/*`, by the first word of a number's name."""
+
+
 def training_metrics(outputs: Mapping[str, float]) -> dict[str, float]:
-    """The engine's numbers as `actor/*`, those that compare with the rollout as `rollout/*`."""
-    return {
-        f"rollout/{name.removeprefix('rollout_')}" if name.startswith("rollout_") else f"actor/{name}": float(value)
-        for name, value in outputs.items()
-    }
+    """The engine's numbers as `actor/*`; `rollout_*`, which compare with the rollout, and `advantage_*` apart."""
+
+    def key(name: str) -> str:
+        section, _, rest = name.partition("_")
+        return f"{section}/{rest}" if section in PREFIXES else f"actor/{name}"
+
+    return {key(name): float(value) for name, value in outputs.items()}
 
 
 def perf_metrics(

@@ -7,8 +7,6 @@
 
 The conductor runs in a thread of its own, so that replicas which may begin the next batch are fed between steps too.
 
-Data, checkpoints, validation and metrics are inherited from the colocated trainer.
-
 Invariant (tests/e2e): after any number of steps the weights are those of the colocated trainer, to float tolerance.
 """
 
@@ -17,13 +15,12 @@ from __future__ import annotations
 import itertools
 import logging
 import socket
-from collections.abc import Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import ray
 import transfer_queue as tq
 from ray.exceptions import GetTimeoutError, RayActorError
-from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.debug import marked_timer
@@ -32,7 +29,6 @@ from verl_digen.agent_loop.chunks import describe
 from verl_digen.agent_loop.server_manager import AsyncDiffusionServerManager
 from verl_digen.algorithms.window import draw_window
 from verl_digen.config import DigenConfig
-from verl_digen.observe.metrics import training_metrics
 from verl_digen.observe.timeline import Interval, Lane, Recorder, TimelineFile, step_metrics
 from verl_digen.pipeline.conditions import CONDITION_PARTITION
 from verl_digen.pipeline.keys import SampleName
@@ -40,20 +36,19 @@ from verl_digen.platforms.placement import num_reward_devices
 from verl_digen.schedulers.durations import MeasuredDurations
 from verl_digen.schedulers.planner import BatchPlanner
 from verl_digen.schedulers.rules import BatchRules
-from verl_digen.trainer.agreement import check_log_prob_gap
+from verl_digen.trainer.base import DiffusionTrainer
 from verl_digen.trainer.conductor import BatchOutcome, Conductor, Joining, Lanes
-from verl_digen.trainer.pools import PARTITION, GeneratorPool, SlotHandle, TrainerPool
+from verl_digen.trainer.pools import GeneratorPool, SlotHandle, TrainerPool
+from verl_digen.trainer.ranks import PARTITION
 from verl_digen.trainer.replicas import end_processes
 from verl_digen.trainer.restarts import start_standalone
-from verl_digen.trainer.sync import FlowGRPOTrainerSync
+from verl_digen.trainer.step_result import StepResult
 from verl_digen.weights.staged import StagedCheckpointManager
 
 if TYPE_CHECKING:
     from verl_digen.schedulers.rules import AssistPolicy
 
 logger = logging.getLogger(__name__)
-
-Result = TypeVar("Result")
 
 NAME = "digen_disaggregated"
 """`trainer.v1.trainer_mode`."""
@@ -83,7 +78,7 @@ def batch_rules(digen: DigenConfig, *, num_prompts: int, group_size: int, num_tr
     )
 
 
-class FlowGRPOTrainerDisaggregated(FlowGRPOTrainerSync):
+class DisaggregatedTrainer(DiffusionTrainer):
     """Trainer on separate pools, see the module."""
 
     # -- setting up ---------------------------------------------------------------------------------------
@@ -154,16 +149,13 @@ class FlowGRPOTrainerDisaggregated(FlowGRPOTrainerSync):
             blip_s=self.digen.deadlines.blip_s,
         )
         num_samples = num_prompts * rollout.n
-        self._trainer_pool = TrainerPool(
-            self.actor_rollout_wg, num_samples=num_samples, num_rows=num_samples * self._num_trained_steps()
-        )
         return Conductor(
             planner,
             self._generator,
-            self._trainer_pool,
+            TrainerPool(self._ranks, num_samples=num_samples, num_rows=num_samples * self._num_trained_steps()),
             self._draw_prompts,
             slots_of=slots_of,
-            deadlines=self._deadlines,
+            deadlines=self._supervision.deadlines,
             recorder=self._recorder,
             lanes=Lanes(
                 trainer=Lane("trainer", 0, host, self._num_devices["trainer"]),
@@ -214,33 +206,30 @@ class FlowGRPOTrainerDisaggregated(FlowGRPOTrainerSync):
         assert self._conductor is not None
         return [*self._generator.open_prompts(), *super()._open_prompts()]
 
-    def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Run the conductor's `work` and return its result; ProcessLost if a process that the run needs is lost."""
-        return self._loop.run(self._heartbeats.unless_lost(work))
-
     # -- one step -----------------------------------------------------------------------------------------
     def on_step_begin(self) -> None:
         super().on_step_begin()
         self._step_began_s = self._recorder.now_s()
 
-    def step(self, metrics: dict, timing_raw: dict) -> KVBatchMeta:
+    def _run_step(self, timing_raw: dict) -> StepResult:
         """Run one logical batch, up to its optimizer step."""
         if self._conductor is None:
             self._conductor = self._make_conductor()
-        outcome = self._run(self._conductor.run_batch())
-        metrics.update(training_metrics(outcome.metrics))
-        check_log_prob_gap(metrics, self.digen.rollout.max_log_prob_gap, step=self.global_steps)
-        metrics["actor/update_s"] = self._trainer_pool.compute_s
-        metrics.update(_report_metrics(outcome))
-        self._num_refills = outcome.report.num_group_refills
+        outcome = self._supervision.run(self._conductor.run_batch())
         self._generator.forget_batch(outcome.report.batch)
         _clear(outcome)
-        samples = {
-            SampleName.of(uid, index, tag).key: dict(tag)
-            for uid, tags in outcome.groups.items()
-            for index, tag in sorted(tags.items())
-        }
-        return KVBatchMeta(partition_id=PARTITION, keys=list(samples), tags=list(samples.values()))
+        return StepResult(
+            samples={
+                SampleName.of(uid, index, tag).key: tag
+                for uid, tags in outcome.groups.items()
+                for index, tag in sorted(tags.items())
+            },
+            training=outcome.metrics,
+            train_s=self._ranks.compute_s,
+            num_refilled_groups=outcome.report.num_group_refills,
+            num_assisted=outcome.report.num_assisted,
+            facts=_report_metrics(outcome),
+        )
 
     def on_step_end(self) -> None:
         assert self._conductor is not None
@@ -253,7 +242,7 @@ class FlowGRPOTrainerDisaggregated(FlowGRPOTrainerSync):
             self._add_started_replicas()
             self._update_replicas(lambda: self.checkpoint_manager.stage_weights(self.global_steps))
         lost, joining = self._lost_slots(), self._join_replicas()
-        self._run(self._conductor.publish(self.global_steps, lost, joining))
+        self._supervision.run(self._conductor.publish(self.global_steps, lost, joining))
         self._restarts.replace_lost(len(self.checkpoint_manager.replicas))
         self._close_timeline()
 
@@ -283,7 +272,7 @@ class FlowGRPOTrainerDisaggregated(FlowGRPOTrainerSync):
     def on_validate_begin(self) -> None:
         """Drain the slots: validation uses the newest weights, on otherwise idle replicas."""
         if self._conductor is not None:
-            self._run(self._conductor.drain())
+            self._supervision.run(self._conductor.drain())
         super().on_validate_begin()
 
     def _close_timeline(self) -> None:
@@ -305,9 +294,6 @@ class FlowGRPOTrainerDisaggregated(FlowGRPOTrainerSync):
             for interval in self._previous_intervals
             if interval.kind in ("train", "commit") and interval.step == self.global_steps
         ]
-
-    def _num_generated(self, num_samples: int, metrics: dict[str, float]) -> int:
-        return max(0, num_samples - int(metrics["tag/assisted_samples"]))
 
     def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, global_steps: int, epoch: int) -> None:
         metrics.update(self._timeline_metrics)
@@ -339,4 +325,4 @@ def _report_metrics(outcome: BatchOutcome) -> Mapping[str, float]:
     }
 
 
-register_trainer(NAME)(FlowGRPOTrainerDisaggregated)  # not as a decorator: verl's erases the class's type
+register_trainer(NAME)(DisaggregatedTrainer)  # not as a decorator: verl's erases the class's type

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,15 +14,13 @@ from ray.exceptions import RayActorError
 from verl_digen.agent_loop.chunks import ChunkOrder, GeneratedChunk, ScoredChunk, describe
 from verl_digen.agent_loop.server_manager import ALL_LOST
 from verl_digen.blips import through_blips
-from verl_digen.engine.fragment import FragmentSample, FragmentSpec
+from verl_digen.engine.fragment import FragmentSpec
 from verl_digen.errors import RunStopped
-from verl_digen.pipeline.keys import SampleName
 from verl_digen.schedulers.types import Chunk, Fragment
+from verl_digen.trainer.ranks import TrainerRanks
+from verl_digen.trainer.updates import fragment_samples
 
 logger = logging.getLogger(__name__)
-
-PARTITION = "train"
-"""Partition of TransferQueue where samples' rows wait for the trainer."""
 
 
 @dataclass(frozen=True)
@@ -147,47 +144,25 @@ class GeneratorPool:
 
 
 class TrainerPool:
-    """The trainer's ranks; every call goes to all of them.
+    """The trainer's ranks, for the conductor.
 
     Args:
-        worker_group: verl's worker group of `DiffusionWorker`.
-        num_samples: samples per logical batch.
-        num_rows: planned rows per logical batch.
+        num_samples: most samples of a logical batch.
+        num_rows: planned rows of a logical batch.
     """
 
-    def __init__(self, worker_group: Any, *, num_samples: int, num_rows: int):
-        self._worker_group = worker_group
-        self._num_samples = num_samples
-        self._num_rows = num_rows
-        self.compute_s = 0.0
-        """Seconds that the ranks spent in calls of the open batch."""
+    def __init__(self, ranks: TrainerRanks, *, num_samples: int, num_rows: int):
+        self._ranks, self._num_samples, self._num_rows = ranks, num_samples, num_rows
 
     async def begin(self) -> None:
-        self.compute_s = 0.0
-        await asyncio.gather(*self._worker_group.begin(self._num_samples, self._num_rows, PARTITION))
+        self._ranks.compute_s = 0.0
+        await self._ranks.begin(self._num_samples, self._num_rows)
 
     async def accumulate(self, fragment: Fragment, groups: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> None:
-        samples = tuple(
-            FragmentSample(SampleName.of(uid, index, tag).key, uid, tag["reward"], tag["num_steps"], tag["experts"])
-            for uid, tags in groups.items()
-            for index, tag in sorted(tags.items())
-        )
-        counts = await self._on_all(self._worker_group.accumulate(FragmentSpec(f"f{fragment.id}", samples)))
-        self.compute_s += counts["accumulate_s"]
+        await self._ranks.accumulate(FragmentSpec(f"f{fragment.id}", fragment_samples(groups)))
 
     async def commit(self) -> dict[str, float]:
-        started_s = time.perf_counter()
-        metrics = await self._on_all(self._worker_group.commit())
-        self.compute_s += time.perf_counter() - started_s
-        return metrics
+        return await self._ranks.commit()
 
     async def abort(self) -> None:
-        """Have every rank discard the open batch. Logs their exceptions: another one is about to end the run."""
-        outcomes = await asyncio.gather(*self._worker_group.abort(), return_exceptions=True)
-        for rank, outcome in enumerate(outcomes):
-            if isinstance(outcome, BaseException):
-                logger.error("rank %d of the trainer could not forget the open batch: %s", rank, describe(outcome))
-
-    async def _on_all(self, references: Sequence[Any]) -> dict[str, float]:
-        """Wait for every rank; return the first one's answer."""
-        return (await asyncio.gather(*references))[0]
+        await self._ranks.abort()

@@ -6,15 +6,17 @@ from __future__ import annotations
 import ray
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 
-from verl_digen.trainer.disaggregated import FlowGRPOTrainerDisaggregated
+from verl_digen.trainer.disaggregated import DisaggregatedTrainer
 from verl_digen.virtual.worker import VirtualWorker
 
 NAME = "digen_virtual"
 """`trainer.v1.trainer_mode`."""
 
 
-class FlowGRPOTrainerVirtual(FlowGRPOTrainerDisaggregated):
+class VirtualTrainer(DisaggregatedTrainer):
     """Disaggregated trainer with one worker in place of all trainer devices."""
+
+    _computes = False
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
@@ -25,4 +27,4 @@ class FlowGRPOTrainerVirtual(FlowGRPOTrainerDisaggregated):
         return {**super()._device_counts(), "trainer": self.digen.virtual.trainer_ranks}
 
 
-register_trainer(NAME)(FlowGRPOTrainerVirtual)  # not as a decorator: verl's erases the class's type
+register_trainer(NAME)(VirtualTrainer)  # not as a decorator: verl's erases the class's type

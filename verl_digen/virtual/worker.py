@@ -39,7 +39,7 @@ NO_CHECKPOINT = (
 
 
 class VirtualWorker(DiffusionWorker):
-    """See the module. Colocated training (`update_actor`) is not virtual."""
+    """See the module. Colocated training is not virtual."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # pyright: ignore[reportAttributeAccessIssue] - a dynamic enum
     def init_model(self) -> None:
@@ -53,7 +53,7 @@ class VirtualWorker(DiffusionWorker):
         self.checkpoint_engine = VirtualEngine()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
-    def begin(self, num_samples: int, num_rows: int, partition: str) -> None:
+    def begin(self, num_samples: int, num_rows: int, partition: str, scale: float | None = None) -> None:
         """Begin a global batch."""
         self._partition = partition
         self._num_rows = 0
@@ -78,7 +78,7 @@ class VirtualWorker(DiffusionWorker):
         return [self._samples.make(request, (version, version), started_s) for request in requests]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
-    def commit(self) -> dict[str, float]:
+    def commit(self, more: bool = False) -> dict[str, float]:
         """Number of rows that real ranks would have trained."""
         return {"num_rows": self._num_rows}
 

@@ -4,7 +4,7 @@
 import asyncio
 import logging
 
-from verl_digen.trainer.pools import TrainerPool
+from verl_digen.trainer.ranks import TrainerRanks
 
 
 class Ranks:
@@ -26,7 +26,7 @@ async def fails():
 
 
 def abort(*outcomes):
-    asyncio.run(TrainerPool(Ranks(*outcomes), num_samples=4, num_rows=8).abort())
+    asyncio.run(TrainerRanks(Ranks(*outcomes)).abort())
 
 
 def test_an_abort_waits_for_every_rank_and_hides_no_earlier_error(caplog):

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mini-batches and epochs over one batch, on a real engine; ranks answer in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from tests.engine.cases import CLIP, REWARDS, Case
+from tests.engine.harness import (
+    assert_close,
+    assert_equal,
+    fetch_from,
+    make_engine,
+    samples_of,
+    stepped_gradients,
+    train,
+    weights,
+    with_advantages,
+)
+from verl_digen.config import AdvantageConfig
+from verl_digen.engine.engine import DiffusersFSDPEngine
+from verl_digen.engine.fragment import FragmentSample, FragmentSpec
+from verl_digen.trainer.ranks import TrainerRanks
+from verl_digen.trainer.updates import batch_scale, combine_updates, fragment_samples, mini_batches, train_batch
+
+LOSS = {"advantage_clip": CLIP}
+
+
+class OneRank:
+    """verl's worker group with one rank, whose engine is in this process."""
+
+    def __init__(self, engine: DiffusersFSDPEngine, batch: TensorDict):
+        self.engine, self.fetch = engine, fetch_from(batch)
+        self.evaluated: list[FragmentSpec] = []
+
+    def begin(self, num_samples: int, num_rows: int, partition: str, scale: float | None) -> list[Any]:
+        return [answer(self.engine.begin(num_samples, num_rows, self.fetch, scale=scale))]
+
+    def accumulate(self, fragment: FragmentSpec) -> list[Any]:
+        return [answer({**self.engine.accumulate(fragment), "accumulate_s": 1.0})]
+
+    def evaluate(self, fragments: Sequence[FragmentSpec], partition: str) -> list[Any]:
+        self.evaluated += fragments
+        return [answer(self.engine.evaluate(fragments, self.fetch))]
+
+    def commit(self, more: bool) -> list[Any]:
+        return [answer(self.engine.commit(more=more)["metrics"])]
+
+
+async def answer(value: Any) -> Any:
+    return value
+
+
+def samples(batch: TensorDict) -> list[FragmentSample]:
+    return [sample for group in samples_of(batch, REWARDS).values() for sample in group]
+
+
+def update(
+    engine: DiffusersFSDPEngine, batch: TensorDict, *, num_groups: int = 3, num_epochs: int = 1
+) -> tuple[dict[str, float], OneRank]:
+    """Train as the colocated trainer does; returns the metrics and the rank."""
+    group, described = OneRank(engine, batch), samples(batch)
+    work: Coroutine[Any, Any, dict[str, float]] = train_batch(
+        TrainerRanks(group),
+        mini_batches(described, num_groups),
+        num_epochs=num_epochs,
+        scale=batch_scale(described, engine.digen.advantage),
+        reads_old_log_probs=engine.digen.denominator in ("first_pass", "recompute"),
+    )
+    return asyncio.run(work), group
+
+
+@pytest.fixture(scope="module")
+def batch(one_rank: None, tiny_qwen_image: Path) -> TensorDict:
+    return Case().make_batch(tiny_qwen_image)
+
+
+@pytest.mark.parametrize("scale", ["batch", "max_group", "group", "none"])
+def test_one_mini_batch_is_a_logical_batch_of_separate_pools(tiny_qwen_image: Path, batch: TensorDict, scale: str):
+    case = Case(scale=scale)
+    with stepped_gradients(engine := case.make_engine(tiny_qwen_image)) as found:
+        metrics, rank = update(engine, batch)
+    gradient, expected = case.committed(tiny_qwen_image)
+    assert_close(found, gradient, 1e-5)
+    assert not rank.evaluated and metrics["ratio_deviation_max"] == 0.0
+    for name in ("policy_loss", "grad_norm", "num_rows", "advantage_abs_mean", "advantage_abs_max"):
+        assert metrics[name] == pytest.approx(expected[name], rel=1e-5)
+
+
+@pytest.mark.parametrize("scale", ["batch", "max_group"])
+def test_mini_batches_share_the_advantage_scale_of_the_whole_batch(
+    tiny_qwen_image: Path, batch: TensorDict, scale: str
+):
+    """lr 0: every mini-batch meets the same weights, so their gradients' row-weighted mean is that of the batch."""
+    digen = {"loss": LOSS, "advantage": {"scale": scale}}
+    engine = make_engine(tiny_qwen_image, digen=digen, optim={"lr": 0.0, "clip_grad": 1e9})
+    described, fetch = samples(batch), fetch_from(batch)
+    total: dict[str, torch.Tensor] = {}
+    for fragment in mini_batches(described, 1):
+        num_rows = sum(sample.num_steps for sample in fragment.samples)
+        engine.begin(len(fragment.samples), num_rows, fetch, scale=batch_scale(described, engine.digen.advantage))
+        assert engine.accumulate(fragment) == {"num_rows": num_rows, "num_held_samples": 0}
+        with stepped_gradients(engine) as found:
+            engine.commit(more=True)
+        for name, value in found.items():
+            total[name] = total.get(name, 0) + value * num_rows / 18
+    other = make_engine(tiny_qwen_image, digen=digen, optim={"clip_grad": 1e9})
+    with stepped_gradients(other) as expected:
+        train(other, with_advantages(batch, REWARDS, scale, CLIP))
+    assert_close(total, expected, 1e-5)
+
+
+def test_several_updates_compare_with_the_policy_before_the_first(tiny_qwen_image: Path, batch: TensorDict):
+    engine = make_engine(tiny_qwen_image, optim={"lr_warmup_steps": 4})
+    engine.optimizer.param_groups[0]["lr"] = 1e-3  # no warm-up, so that the first step moves
+    metrics, rank = update(engine, batch, num_groups=1, num_epochs=2)
+    assert engine.state.num_updates == 6
+    assert [fragment.fragment_id for fragment in rank.evaluated] == ["m0", "m1", "m2"]
+    assert metrics["num_rows"] == 2 * 18
+    assert metrics["ratio_deviation_max"] > 1e-5
+    assert metrics["lr"] == pytest.approx((5 * 1e-3 + 1e-3 / 4) / 6)  # it moved once, at the end
+    assert engine.lr_scheduler.last_epoch == 1
+
+
+@pytest.mark.parametrize("tile", [(1, 1), (2, 2)])
+def test_the_first_ratio_of_the_first_update_is_exactly_one(
+    tiny_qwen_image: Path, batch: TensorDict, tile: tuple[int, int]
+):
+    digen = {"tsp": {"samples_per_tile": tile[0], "steps_per_tile": tile[1]}}
+    engine = make_engine(tiny_qwen_image, digen=digen, optim={"lr": 0.0})
+    metrics, rank = update(engine, batch, num_groups=2)
+    assert len(rank.evaluated) == 2
+    assert metrics["ratio_deviation_max"] == metrics["ratio_deviation_min"] == 0.0
+
+
+@pytest.mark.parametrize(("loss", "num_forwards"), [("flow_grpo", 3), ("decoupled_ppo", 3), ("tis", 0), ("gspo", 0)])
+def test_old_log_probs_are_evaluated_for_losses_that_read_them(
+    tiny_qwen_image: Path, batch: TensorDict, loss: str, num_forwards: int
+):
+    _, rank = update(make_engine(tiny_qwen_image, digen={"loss_name": loss}), batch, num_groups=1)
+    assert len(rank.evaluated) == num_forwards
+
+
+def test_offloaded_weights_stay_between_the_updates_of_a_batch(tiny_qwen_image: Path, batch: TensorDict):
+    plain, offloaded = make_engine(tiny_qwen_image), make_engine(tiny_qwen_image, fsdp={"param_offload": True})
+    moves: list[str] = []
+    to = offloaded.to
+    offloaded.to = lambda device, **parts: (moves.append(device), to(device, **parts))  # type: ignore[method-assign]
+    for engine in (plain, offloaded):
+        update(engine, batch, num_groups=1)
+    assert len(moves) == 4  # to the device and back: for the evaluation, and for all updates
+    assert_equal(weights(offloaded), weights(plain))
+
+
+def test_mini_batches_are_whole_groups_in_order():
+    described = [FragmentSample(f"{uid}{index}", uid, 0.0, 1) for uid in "abcde" for index in range(2)]
+    fragments = mini_batches(described, 2)
+    assert [fragment.fragment_id for fragment in fragments] == ["m0", "m1", "m2"]
+    assert [[sample.key for sample in fragment.samples] for fragment in fragments] == [
+        ["a0", "a1", "b0", "b1"],
+        ["c0", "c1", "d0", "d1"],
+        ["e0", "e1"],
+    ]
+
+
+def test_samples_are_described_group_after_group():
+    tag = {"min_global_steps": 3, "reward": 0.5, "num_steps": 2, "experts": (0, 1)}
+    described = fragment_samples({"b": {1: tag, 0: tag}, "a": {0: tag}})
+    assert [sample.key for sample in described] == ["b_0_3", "b_1_3", "a_0_3"]
+    assert described[0] == FragmentSample("b_0_3", "b", 0.5, 2, (0, 1))
+
+
+def test_a_scale_of_the_batch_is_that_of_all_rewards():
+    described = [FragmentSample(str(n), uid, r, 1) for n, (uid, r) in enumerate([("a", 0.0), ("a", 2.0), ("b", 1.0)])]
+    std = torch.tensor([0.0, 2.0, 1.0]).double().std(correction=0).item()
+    assert batch_scale(described, AdvantageConfig(eps=0.5)) == pytest.approx(std + 0.5)
+    assert batch_scale(described, AdvantageConfig(scale="max_group", eps=0.5)) == pytest.approx(1.5)
+    assert batch_scale(described, AdvantageConfig(scale="group")) is None
+
+
+def test_a_row_that_no_rank_evaluated_is_named():
+    class Lacking:
+        def evaluate(self, fragments: Sequence[FragmentSpec], partition: str) -> list[Any]:
+            return [answer({"x": {0: -1.0}}), answer({})]
+
+    fragment = FragmentSpec("f", (FragmentSample("x", "g", 0.0, 2),))
+    with pytest.raises(RuntimeError, match=r"sample x has 2 trained steps, but the trainer's ranks evaluated \[0\]"):
+        asyncio.run(TrainerRanks(Lacking()).evaluate([fragment]))
+
+
+def test_metrics_of_updates_combine_by_name():
+    outputs = [
+        {"loss": 1.0, "gap_max": 2.0, "gap_min": 0.0, "num_rows": 4.0, "rollout_ratio": 1.0},
+        {"loss": 3.0, "gap_max": 1.0, "gap_min": -1.0, "num_rows": 2.0, "rollout_ratio": 9.0, "lr": 0.5},
+    ]
+    combined = {"loss": 2, "gap_max": 2, "gap_min": -1, "num_rows": 6, "rollout_ratio": 1, "lr": 0.5}
+    assert combine_updates(outputs) == combined

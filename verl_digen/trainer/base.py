@@ -1,0 +1,379 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the trainers of both placements share: processes, prompts, validation, checkpoints, metrics.
+
+    fit (verl) -> on_step_begin, step, on_step_end, ... (verl's hooks) -> _compute_metrics
+
+| sibling | `step` |
+| --- | --- |
+| `verl_digen.trainer.colocated` | generate all groups, then train them, on the same devices |
+| `verl_digen.trainer.disaggregated` | generation and training at the same time, on separate pools |
+
+Both train through the same calls of the ranks: `verl_digen.trainer.ranks`.
+
+Invariant: weight version = committed optimizer steps of verl's count, `global_steps`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import ray
+from omegaconf import open_dict
+from tensordict import TensorDict
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl.utils import tensordict_utils as tu
+from verl.utils.debug import marked_timer
+
+from verl_digen.agent_loop.server_manager import AsyncDiffusionServerManager
+from verl_digen.config import digen_config
+from verl_digen.data.rows import prompt_rows
+from verl_digen.engine.worker import DiffusionWorker
+from verl_digen.errors import DeadlineMissed, RunStopped, plain
+from verl_digen.observe.metrics import training_metrics
+from verl_digen.observe.metrics_file import MetricsFile
+from verl_digen.observe.progress import progress_line
+from verl_digen.platforms.placement import TypedPools, check_placement
+from verl_digen.reward.manager import DiffusionRewardLoopManager
+from verl_digen.schedulers.deadlines import Bound
+from verl_digen.trainer.agreement import check_log_prob_gap
+from verl_digen.trainer.checkpoint import (
+    DriverState,
+    load_driver_state,
+    load_open_prompts,
+    publish,
+    save_driver_state,
+)
+from verl_digen.trainer.loop_thread import LoopThread, within
+from verl_digen.trainer.ranks import PARTITION, TrainerRanks
+from verl_digen.trainer.replicas import (
+    end_processes,
+    replica_device,
+    replica_metrics,
+    silent_replicas,
+    update_living_replicas,
+)
+from verl_digen.trainer.restarts import Restarts
+from verl_digen.trainer.step_result import StepResult, StepTimes, result_metrics, utilisation
+from verl_digen.trainer.supervision import Supervision
+from verl_digen.trainer.utilisation import PoolDevices
+from verl_digen.trainer.validation import allow_no_prompts
+from verl_digen.trainer.validation_run import Validation
+
+logger = logging.getLogger(__name__)
+logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
+
+
+class DiffusionTrainer(PPOTrainerSync):
+    """See the module."""
+
+    agent_loop_manager: Any
+    checkpoint_manager: Any
+
+    _enable_hybrid_replicas = True
+    """verl's switch: replicas on the trainer's devices."""
+    _computes = True
+    """False on virtual devices, which have no utilisation."""
+
+    # verl's base class branches on this name and reads trainer.v1[name]; ours behave as "sync" does
+    trainer_mode = property(lambda self: "sync", lambda self, value: None)  # type: ignore[assignment]
+
+    def __init__(self, config: Any):
+        allow_no_prompts(config)
+        super().__init__(config)
+        self.digen = digen_config(config)
+        self.run_dir = Path(config.trainer.default_local_dir)
+        self._num_prompts_drawn = 0
+        self._drawn: list[dict[str, Any]] = []
+        """Prompts that were drawn and not used yet."""
+        self._started_s = time.time()
+        self._first_step: int | None = None
+        self._step_began_s = 0.0
+        """Unix seconds, on the clock of the timeline."""
+        os.environ.setdefault("TENSORBOARD_DIR", str(self.run_dir / "tensorboard"))
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        self._metrics_file = MetricsFile(self.run_dir / "metrics.jsonl")
+
+    # -- setting up ---------------------------------------------------------------------------------------
+    def init(self) -> None:
+        """Start all processes, load the models, send the first weights (verl's `init`).
+
+        Raises:
+            DeadlineMissed: it took longer than `digen.deadlines.setup_s`.
+        """
+        bound = Bound(self.digen.deadlines.setup_s, "digen.deadlines.setup_s")
+        within(bound, super().init, what="starting the processes and loading the models")
+
+    def _init_resource_pool_mgr(self) -> None:
+        super()._init_resource_pool_mgr()
+        for role in self.role_worker_mapping:
+            self.role_worker_mapping[role] = ray.remote(DiffusionWorker)
+        self.resource_pool_manager = TypedPools(
+            self.resource_pool_manager.resource_pool_spec,
+            self.resource_pool_manager.mapping,
+            accelerator=self.digen.placement.trainer_accelerator,
+        )
+
+    def _setup(self) -> None:
+        self._supervision = Supervision(
+            self.digen.deadlines,
+            loop=LoopThread("driver"),
+            step=lambda: self.global_steps,
+            end_silent_replicas=self._end_silent_replicas,
+            end_all=self._end_all,
+        )
+        check_placement(self.config, self.digen, is_disaggregated=not self._enable_hybrid_replicas)
+        # Ours first: its workers start while trainer ranks and replicas do. verl builds its own inside _setup, from a
+        # module global: let it build one without workers, and put ours in its place.
+        reward_loop_manager = DiffusionRewardLoopManager(self.config)
+        reward = self.config.reward
+        num_reward_workers = reward.num_workers
+        with open_dict(self.config):
+            reward.num_workers = 0
+            super()._setup()
+            reward.num_workers = num_reward_workers
+        self.reward_loop_manager = reward_loop_manager
+        self.llm_server_manager = AsyncDiffusionServerManager.adopt(self.llm_server_manager)
+        self._restarts = self._make_restarts()
+        self._ranks = TrainerRanks(self.actor_rollout_wg)
+        self._validation = Validation(
+            self.digen,
+            self.run_dir,
+            self._supervision,
+            num_samples=self.config.actor_rollout_ref.rollout.val_kwargs.n,
+            to_tensorboard="tensorboard" in self.config.trainer.logger,
+        )
+
+    def _make_restarts(self) -> Restarts:
+        """Make the object that restarts replicas; needs the first ones."""
+        return Restarts(
+            self._supervision.loop.begin,
+            self._start_replica,
+            num_replicas=len(self.checkpoint_manager.replicas),
+            max_restarts=self.digen.rollout.max_restarts,
+            start_s=self.digen.deadlines.start_s,
+        )
+
+    @abstractmethod
+    async def _start_replica(self, number: int) -> Any:
+        """Start a replica in place of a lost one; `number` counts the replicas of the run."""
+
+    def fit(self, agent_loop_manager: Any) -> None:
+        """Run verl's loop.
+
+        Raises:
+            RunStopped: a remote task failed or its process died, or a deadline was missed. The message says how to
+                resume.
+        """
+        with self._supervision.ends_explained(self.run_dir):
+            self._supervision.watch_processes(agent_loop_manager.agent_loop_workers)
+            super().fit(agent_loop_manager)
+
+    async def _end_silent_replicas(self) -> list[str]:
+        silent = await silent_replicas(self.checkpoint_manager.replicas, self.digen.deadlines)
+        for replica in silent:
+            end_processes(replica)
+        return [replica.server_address for replica in silent]
+
+    def _end_all(self) -> None:
+        for worker in self.actor_rollout_wg.workers:
+            ray.kill(worker)
+        for replica in self.checkpoint_manager.replicas:
+            end_processes(replica)
+
+    # -- prompts ------------------------------------------------------------------------------------------
+    def _take_prompts(self, count: int) -> list[dict[str, Any]]:
+        """Take the next rows; first those that the run before a resume had drawn and not trained."""
+        while len(self._drawn) < count:
+            self._drawn += prompt_rows(self._draw_batch())
+        rows, self._drawn = self._drawn[:count], self._drawn[count:]
+        return rows
+
+    def _draw_batch(self) -> TensorDict:
+        """Draw verl's next batch, numbered so that noise and windows are equal in every run and after every resume."""
+        batch = super()._fetch_one_gen_batch()
+        uids = [f"p{self._num_prompts_drawn + index:08d}" for index in range(len(batch))]
+        self._num_prompts_drawn += len(batch)
+        tu.assign_non_tensor_stack(batch, "uid", uids)
+        return batch
+
+    def _add_started_replicas(self) -> None:
+        """Add replicas that were started in place of lost ones: they get weights and validation samples from now on."""
+        started = self._restarts.take_ready()
+        if started:
+            self.checkpoint_manager.add_replicas(started)
+            servers = {replica.server_address: replica.server_handle for replica in started}
+            added = self.llm_server_manager.global_load_balancer.add_servers.remote(servers)
+            ray.get(added, timeout=self.digen.deadlines.answer_s)
+
+    def _update_replicas(self, update: Callable[[], Any]) -> None:
+        """Have `update` send the newest weights to every living replica."""
+        with self._supervision.watch("publish", "sending weights to the replicas"):
+            update_living_replicas(
+                self.checkpoint_manager,
+                self.llm_server_manager,
+                update,
+                self.digen.deadlines,
+                self._supervision.loop.run,
+            )
+
+    # -- one step -----------------------------------------------------------------------------------------
+    def step(self, metrics: dict, timing_raw: dict) -> KVBatchMeta:
+        """Run one step, up to its last optimizer step; verl's loop ends it (`on_step_end`)."""
+        self._result = result = self._run_step(timing_raw)
+        check_log_prob_gap(
+            training_metrics(result.training), self.digen.rollout.max_log_prob_gap, step=self.global_steps
+        )
+        return KVBatchMeta(partition_id=PARTITION, keys=list(result.samples), tags=[dict(tag) for tag in result.tags])
+
+    @abstractmethod
+    def _run_step(self, timing_raw: dict) -> StepResult:
+        """Generate, score and train the samples of a step."""
+
+    def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, global_steps: int, epoch: int) -> None:
+        saving_s = timing_raw.get("save_checkpoint", 0.0)
+        times = StepTimes(
+            step_s=timing_raw["step"] - saving_s,
+            sync_s=timing_raw["update_weights"],
+            began_s=self._step_began_s,
+            training=self._training_intervals(),
+        )
+        num_devices = self._get_n_gpus_for_throughput()
+        found = result_metrics(self._result, times, num_devices=num_devices, trained_version=global_steps - 1)
+        if self._computes:
+            found |= utilisation(
+                self._result, found, num_steps=self.digen.sampling.num_steps, devices=self._pool_devices
+            )
+        found |= {
+            "perf/save_s": saving_s,
+            "rollout/num_restarts": float(self._restarts.num_begun),
+            **replica_metrics(self.checkpoint_manager, self.digen.deadlines, published=global_steps),
+            "training/global_step": global_steps,
+            "training/epoch": epoch,
+        }
+        metrics.update(found)
+        self._metrics_file.append(global_steps, metrics)
+        logger.info(
+            progress_line(
+                metrics,
+                step=global_steps,
+                num_steps=self.total_training_steps,
+                remaining_s=self._remaining_s(global_steps),
+            )
+        )
+
+    def _training_intervals(self) -> Sequence[tuple[float, float]] | None:
+        """(start, end) of the engine's calls of the step, if they overlapped generation; else None."""
+        return None
+
+    def _device_counts(self) -> dict[str, int]:
+        """Pool -> number of devices; here both pools are the same devices."""
+        return dict.fromkeys(("trainer", "generator"), self._get_n_gpus_for_throughput())
+
+    @cached_property
+    def _pool_devices(self) -> dict[str, PoolDevices]:
+        names = {
+            "trainer": self.actor_rollout_wg.device_name()[0],
+            "generator": replica_device(self.checkpoint_manager, self.digen.deadlines),
+        }
+        counts = self._device_counts()
+        return {pool: PoolDevices(counts[pool], name) for pool, name in names.items()}
+
+    def _remaining_s(self, step: int) -> float:
+        """Estimate the time to the end from the pace since this process's first step, validations included."""
+        if self._first_step is None:
+            self._first_step = step
+            self._started_s = time.time() - self.timing_raw["step"]
+        done = step - self._first_step + 1
+        return (time.time() - self._started_s) / done * (self.total_training_steps - step)
+
+    # -- validation ---------------------------------------------------------------------------------------
+    def on_validate_begin(self) -> None:
+        if self.digen.ema.validate:
+            self._serve(average=True)
+
+    def on_validate_end(self) -> None:
+        if self.digen.ema.validate:
+            self._serve(average=False)
+
+    def _serve(self, *, average: bool) -> None:
+        """Have the replicas generate with the averaged weights, or with the current ones again."""
+        with self._supervision.watch("publish", "exporting the averaged weights"):
+            self.actor_rollout_wg.export_average(average)
+        self._update_replicas(lambda: self.checkpoint_manager.update_weights(self.global_steps))
+
+    def _validate(self) -> dict[str, float]:
+        metrics = self._validation.run(
+            self.val_dataloader, self.agent_loop_manager.generate_sequences, step=self.global_steps
+        )
+        if self._first_step is None:  # before the first step; later ones are part of their step's metrics
+            self._metrics_file.append(self.global_steps, metrics)
+        if self.global_steps >= self.total_training_steps:
+            self._validation.finish_pictures()
+        return metrics
+
+    def _log_rollout_data(self, batch: Any, timing_raw: dict, rollout_data_dir: str) -> None:
+        """Write prompts, rewards and seeds of a step as JSONL to `trainer.rollout_data_dir`."""
+        with marked_timer("dump_rollout_generations", timing_raw):
+            self._dump_generations(
+                inputs=[tag["prompt"] for tag in batch.tags],
+                outputs=[f"seed {tag['seed']}" for tag in batch.tags],
+                gts=[None] * len(batch.tags),
+                scores=[tag["reward"] for tag in batch.tags],
+                reward_extra_infos_dict={"key": list(batch.keys)},
+                dump_path=rollout_data_dir,
+            )
+
+    # -- checkpoint and resume ----------------------------------------------------------------------------
+    def _save_checkpoint(self) -> None:
+        """Write verl's checkpoint; the pointer is replaced only when everything is on disk."""
+        step_dir = self.run_dir / f"global_step_{self.global_steps}"
+        try:
+            with self._supervision.watch_files(f"writing the checkpoint of step {self.global_steps}"):
+                self.actor_rollout_wg.save_checkpoint(
+                    str(step_dir / "actor"),
+                    None,
+                    self.global_steps,
+                    max_ckpt_to_keep=self.config.trainer.max_actor_ckpt_to_keep,
+                )
+            save_driver_state(
+                step_dir,
+                DriverState(self._num_prompts_drawn),
+                self.train_dataloader.state_dict(),
+                self._open_prompts(),
+            )
+            publish(self.run_dir, self.global_steps)
+        except DeadlineMissed:
+            raise
+        except (OSError, RuntimeError) as error:
+            raise RunStopped(
+                f"the checkpoint of step {self.global_steps} could not be written under trainer.default_local_dir="
+                f"{str(self.run_dir)!r} ({plain(error)}); the previous checkpoint is intact: free some space and start "
+                "again with trainer.resume_mode=auto"
+            ) from error
+        self.checkpoint_callback.on_save(
+            trainer=self, global_step=self.global_steps, checkpoint_dir=str(step_dir), async_save=False
+        )
+
+    def _open_prompts(self) -> Sequence[Mapping[str, Any]]:
+        """Rows that were drawn and not trained by the end of a step."""
+        return self._drawn
+
+    def _load_checkpoint(self) -> None:
+        with self._supervision.watch_files("reading a checkpoint"):
+            super()._load_checkpoint()
+        self._metrics_file.keep_until(self.global_steps)
+        if self.global_steps > 0:
+            step_dir = self.run_dir / f"global_step_{self.global_steps}"
+            if self.config.trainer.resume_mode == "resume_path":
+                step_dir = Path(self.config.trainer.resume_from_path)
+            self._num_prompts_drawn = load_driver_state(step_dir).num_prompts_drawn
+            self._drawn = load_open_prompts(step_dir)
+            logger.info("resumed from %s after %d steps", step_dir, self.global_steps)

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generation and training in turn, on the same devices.
+
+    submit P prompts ----> agent loop workers ----> replicas, reward workers      [P*G requests in flight]
+         |                                               |
+    GroupReplayBuffer.sample  <---- finished groups -----+   waits; replaces failed groups, bounded
+         |
+    replicas sleep
+         |
+    train_batch               mini-batches and epochs, one optimizer step each     (verl_digen.trainer.updates)
+         |
+    on_step_end               version v+1 to every replica, which wakes up
+
+| who waits | for whom | bound |
+| --- | --- | --- |
+| driver | agent loop workers (groups) | P groups, at most `digen.max_refills_per_step` replacements |
+| agent loop worker | replica, then reward worker | its own samples |
+| replica | no one: batches what is queued | callers wait, so P*G |
+
+Invariant: in one step every sample has version `global_steps - 1`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import transfer_queue as tq
+from tensordict import TensorDict
+from verl.trainer.ppo.v1.trainer_base import register_trainer
+from verl.utils.debug import marked_timer
+
+from verl_digen.data.rows import prompt_batch, prompt_rows
+from verl_digen.errors import RunStopped
+from verl_digen.pipeline.conditions import CONDITION_PARTITION
+from verl_digen.pipeline.keys import parse_key
+from verl_digen.trainer.base import DiffusionTrainer
+from verl_digen.trainer.ranks import PARTITION
+from verl_digen.trainer.replay_buffer import GroupReplayBuffer
+from verl_digen.trainer.replicas import forget_lost_replicas
+from verl_digen.trainer.restarts import start_colocated
+from verl_digen.trainer.step_result import StepResult
+from verl_digen.trainer.updates import batch_scale, fragment_samples, mini_batches, train_batch
+
+logger = logging.getLogger(__name__)
+
+NAME = "digen_colocated"
+"""`trainer.v1.trainer_mode`."""
+
+Groups = Mapping[str, Mapping[int, Mapping[str, Any]]]
+"""uid -> sample index -> tag."""
+
+
+class ColocatedTrainer(DiffusionTrainer):
+    """See the module."""
+
+    replay_buffer: GroupReplayBuffer
+
+    def fit(self, agent_loop_manager: Any) -> None:
+        self.replay_buffer.on_poll = self._on_poll
+        super().fit(agent_loop_manager)
+
+    def _on_poll(self, num_ended: int) -> None:
+        """Called while the driver waits for groups; ends the wait by raising."""
+        self._supervision.heartbeats.check()
+        what = f"the groups of step {self.global_steps} ({num_ended} have ended)"
+        self._supervision.patience.check(num_ended, what)
+
+    # -- one step -----------------------------------------------------------------------------------------
+    def _run_step(self, timing_raw: dict) -> StepResult:
+        with marked_timer("gen", timing_raw):
+            groups = self._generate()
+        samples = fragment_samples(groups)
+        self._ranks.compute_s = 0.0
+        with marked_timer("update_actor", timing_raw), self._supervision.watch("train", "training the batch"):
+            training = self._supervision.run(
+                train_batch(
+                    self._ranks,
+                    mini_batches(samples, self.config.actor_rollout_ref.actor.ppo_mini_batch_size),
+                    num_epochs=self.config.actor_rollout_ref.actor.ppo_epochs,
+                    scale=batch_scale(samples, self.digen.advantage),
+                    reads_old_log_probs=self.digen.denominator in ("first_pass", "recompute"),
+                )
+            )
+        tq.kv_clear(keys=list(groups), partition_id=CONDITION_PARTITION)
+        tags = (tag for indices in groups.values() for tag in indices.values())
+        return StepResult(
+            samples={sample.key: tag for sample, tag in zip(samples, tags, strict=True)},
+            training=training,
+            train_s=self._ranks.compute_s,
+            num_refilled_groups=self._num_refills,
+        )
+
+    def _generate(self) -> Groups:
+        """Have P groups generated and scored, then put the replicas to sleep."""
+        self._num_refills = 0
+        self._supervision.patience.restart()
+        self._add_batch_to_generate()
+        batch, _ = self.replay_buffer.sample(
+            global_steps=self.global_steps, partition_id=PARTITION, batch_size=self.config.data.train_batch_size
+        )
+        self.on_sample_end()
+        found = sorted((parse_key(key), tag) for key, tag in zip(batch.keys, batch.tags, strict=True))
+        groups: dict[str, dict[int, Mapping[str, Any]]] = {}
+        for name, tag in found:
+            groups.setdefault(name.uid, {})[name.sample_index] = tag
+        return groups
+
+    # -- prompts: verl's hooks ----------------------------------------------------------------------------
+    def _fetch_one_gen_batch(self) -> TensorDict:
+        batch = self._draw_batch()
+        self._drawn += prompt_rows(batch)
+        return prompt_batch(self._take_prompts(len(batch)))
+
+    def _add_prompts_to_generate(self, num_prompts: int) -> int:
+        """Replace failed groups, up to the bound."""
+        self._num_refills += num_prompts
+        limit = self.digen.most_group_refills(self.config.data.train_batch_size)
+        if self._num_refills > limit:
+            raise RunStopped(
+                f"step {self.global_steps}: {self._num_refills} groups failed, more than the {limit} that "
+                f"digen.max_refills_per_step allows; the last failure was: {self.replay_buffer.last_error}"
+            )
+        logger.warning("replacing %d failed groups: %s", num_prompts, self.replay_buffer.last_error)
+        return super()._add_prompts_to_generate(num_prompts)
+
+    # -- replicas -----------------------------------------------------------------------------------------
+    def on_sample_end(self) -> None:
+        forget_lost_replicas(
+            self.checkpoint_manager, self.llm_server_manager, self.digen.deadlines, self._supervision.loop.run
+        )
+        with self._supervision.watch("load", "putting the replicas to sleep"):
+            super().on_sample_end()
+
+    def on_step_end(self) -> None:
+        self._restart_lost_replicas()
+        self._update_replicas(super().on_step_end)
+
+    def _restart_lost_replicas(self) -> None:
+        """Start replicas in place of lost ones, while the others sleep."""
+        living = {replica.replica_rank for replica in self.checkpoint_manager.replicas}
+        self._ranks_without_replica = [rank for rank in range(self._restarts.num_replicas) if rank not in living]
+        self._restarts.replace_lost(len(living))
+        self._restarts.wait()
+        self._add_started_replicas()
+
+    async def _start_replica(self, number: int) -> Any:
+        """Start a replica for the first rank without one."""
+        return await start_colocated(
+            self.llm_server_manager, self._ranks_without_replica.pop(0), self.digen.deadlines.start_s
+        )
+
+
+register_trainer(NAME)(ColocatedTrainer)  # not as a decorator: verl's erases the class's type

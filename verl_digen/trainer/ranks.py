@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trainer's ranks, as one: every call goes to all of them, with names and numbers only."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from verl_digen.agent_loop.chunks import describe
+from verl_digen.engine.fragment import FragmentSample, FragmentSpec
+
+logger = logging.getLogger(__name__)
+
+PARTITION = "train"
+"""Partition of TransferQueue where samples' rows wait for the trainer."""
+
+
+class TrainerRanks:
+    """Calls of `DiffusionWorker` on every rank; an exception of any rank is raised.
+
+    Args:
+        worker_group: verl's worker group of `DiffusionWorker`.
+    """
+
+    def __init__(self, worker_group: Any):
+        self._worker_group = worker_group
+        self.compute_s = 0.0
+        """Seconds spent in training calls since it was set to 0."""
+
+    async def begin(self, num_samples: int, num_rows: int, scale: float | None = None) -> None:
+        """Open a logical batch, see `DiffusersFSDPEngine.begin`."""
+        await asyncio.gather(*self._worker_group.begin(num_samples, num_rows, PARTITION, scale))
+
+    async def accumulate(self, fragment: FragmentSpec) -> None:
+        """Add the gradient of complete groups."""
+        counts = await self._on_all(self._worker_group.accumulate(fragment))
+        self.compute_s += counts["accumulate_s"]
+
+    async def evaluate(self, fragments: Sequence[FragmentSpec]) -> list[FragmentSpec]:
+        """Copies of the fragments with the log-probs of their rows under the current weights.
+
+        Raises:
+            RuntimeError: no rank evaluated one of the rows.
+        """
+        started_s = time.perf_counter()
+        found: dict[str, dict[int, float]] = {}
+        for part in await asyncio.gather(*self._worker_group.evaluate(fragments, PARTITION)):
+            for key, log_probs in part.items():
+                found.setdefault(key, {}).update(log_probs)
+        self.compute_s += time.perf_counter() - started_s
+        return [
+            replace(fragment, samples=tuple(_with_log_probs(sample, found) for sample in fragment.samples))
+            for fragment in fragments
+        ]
+
+    async def commit(self, *, more: bool = False) -> dict[str, float]:
+        """Take the optimizer step; returns its metrics. See `DiffusersFSDPEngine.commit`."""
+        started_s = time.perf_counter()
+        metrics = await self._on_all(self._worker_group.commit(more))
+        self.compute_s += time.perf_counter() - started_s
+        return metrics
+
+    async def abort(self) -> None:
+        """Have every rank discard the open batch. Logs their exceptions: another one is about to end the run."""
+        outcomes = await asyncio.gather(*self._worker_group.abort(), return_exceptions=True)
+        for rank, outcome in enumerate(outcomes):
+            if isinstance(outcome, BaseException):
+                logger.error("rank %d of the trainer could not forget the open batch: %s", rank, describe(outcome))
+
+    async def _on_all(self, references: Sequence[Any]) -> dict[str, float]:
+        """Wait for every rank; return the first one's answer."""
+        return (await asyncio.gather(*references))[0]
+
+
+def _with_log_probs(sample: FragmentSample, found: dict[str, dict[int, float]]) -> FragmentSample:
+    log_probs = found.get(sample.key, {})
+    if sorted(log_probs) != list(range(sample.num_steps)):
+        raise RuntimeError(
+            f"sample {sample.key} has {sample.num_steps} trained steps, but the trainer's ranks evaluated "
+            f"{sorted(log_probs)}; every row must be evaluated by one of them"
+        )
+    return replace(sample, old_log_probs=tuple(log_probs[step] for step in range(sample.num_steps)))

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Facts about a committed step, and the metrics that are made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl_digen.observe.metrics import perf_metrics, reward_metrics, staleness_metrics, training_metrics
+from verl_digen.pipeline.keys import parse_key
+from verl_digen.trainer.utilisation import PoolDevices, step_utilisation
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """A committed step, as the trainer's siblings return it."""
+
+    samples: Mapping[str, Mapping[str, Any]]
+    """Key -> tag of each trained sample, group after group."""
+    training: Mapping[str, float]
+    """Metrics of the optimizer steps, by the engine's names."""
+    train_s: float
+    """Seconds in the engine's training calls."""
+    num_refilled_groups: int
+    num_assisted: int = 0
+    """Samples that the trainer's ranks generated."""
+    facts: Mapping[str, float] = field(default_factory=dict)
+    """Further metrics, under their final names."""
+
+    @property
+    def tags(self) -> list[Mapping[str, Any]]:
+        """Tags of the samples, in order."""
+        return list(self.samples.values())
+
+    @property
+    def groups(self) -> list[str]:
+        """Group id of each sample, in order."""
+        return [parse_key(key).uid for key in self.samples]
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Measured times of a step."""
+
+    step_s: float
+    """The whole step, checkpoint excluded."""
+    sync_s: float
+    """Weights to the replicas."""
+    began_s: float
+    """Unix seconds."""
+    training: Sequence[tuple[float, float]] | None
+    """(start, end) of the engine's calls, if they overlapped generation; else None."""
+
+
+def result_metrics(result: StepResult, times: StepTimes, *, num_devices: int, trained_version: int) -> dict[str, float]:
+    """Metrics of a step from its result, without utilisation.
+
+    Args:
+        num_devices: devices of all pools.
+        trained_version: weight version before the step.
+    """
+    return {
+        **training_metrics(result.training),
+        **result.facts,
+        **reward_metrics(result.tags, result.groups),
+        **staleness_metrics(result.tags, trained_version=trained_version),
+        **perf_metrics(
+            result.tags,
+            step_s=times.step_s,
+            train_s=result.train_s,
+            sync_s=times.sync_s,
+            num_devices=num_devices,
+            training=times.training,
+            since_s=times.began_s,
+        ),
+        "rollout/refilled_groups": float(result.num_refilled_groups),
+    }
+
+
+def utilisation(
+    result: StepResult, metrics: Mapping[str, float], *, num_steps: int, devices: Mapping[str, PoolDevices]
+) -> dict[str, float]:
+    """Utilisation of each pool in a step on real devices.
+
+    Args:
+        metrics: `result_metrics` of the step.
+        num_steps: denoising steps of a sample.
+        devices: "trainer" and "generator" -> their devices.
+    """
+    num_forwards = max(0, len(result.samples) - result.num_assisted) * num_steps
+    return step_utilisation(metrics, num_forwards=num_forwards, **devices)

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizer steps on a whole batch: mini-batches and epochs, each one logical batch of one fragment.
+
+    for each epoch, for each mini-batch:  begin -> accumulate(all its groups) -> commit
+
+- Mini-batches are whole groups, in order; all share the advantage scale of the whole batch.
+- Several optimizer steps compare with the policy before the first: its log-probs are evaluated then.
+- The learning rate moves once per batch.
+
+Invariant (tests/engine/test_updates.py): with one mini-batch and one epoch this is a logical batch of separate pools.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from verl_digen.algorithms.advantages import advantage_scale
+from verl_digen.config import AdvantageConfig
+from verl_digen.engine.fragment import FragmentSample, FragmentSpec
+from verl_digen.engine.ledger import BATCH_SCALES
+from verl_digen.pipeline.keys import SampleName
+from verl_digen.trainer.ranks import TrainerRanks
+
+
+def fragment_samples(groups: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> tuple[FragmentSample, ...]:
+    """Describe complete groups for the ranks. `groups`: uid -> sample index -> tag."""
+    return tuple(
+        FragmentSample(SampleName.of(uid, index, tag).key, uid, tag["reward"], tag["num_steps"], tag["experts"])
+        for uid, tags in groups.items()
+        for index, tag in sorted(tags.items())
+    )
+
+
+def mini_batches(samples: Sequence[FragmentSample], num_groups: int) -> list[FragmentSpec]:
+    """Cut a batch into fragments of `num_groups` groups each; the last one may have fewer."""
+    uids = list(dict.fromkeys(sample.uid for sample in samples))
+    cuts = [uids[start : start + num_groups] for start in range(0, len(uids), num_groups)]
+    return [
+        FragmentSpec(f"m{number}", tuple(sample for sample in samples if sample.uid in {*cut}))
+        for number, cut in enumerate(cuts)
+    ]
+
+
+def batch_scale(samples: Sequence[FragmentSample], config: AdvantageConfig) -> float | None:
+    """Divisor of the whole batch's centred rewards; None where a group has its own."""
+    if config.scale not in BATCH_SCALES:
+        return None
+    rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
+    groups = [sample.uid for sample in samples]
+    return advantage_scale(rewards, groups, scale=config.scale, ddof=config.ddof, eps=config.eps)[0].item()
+
+
+async def train_batch(
+    ranks: TrainerRanks,
+    fragments: Sequence[FragmentSpec],
+    *,
+    num_epochs: int,
+    scale: float | None,
+    reads_old_log_probs: bool,
+) -> dict[str, float]:
+    """Take one optimizer step per epoch and fragment; returns their metrics, see `combine_updates`.
+
+    Args:
+        scale: `batch_scale` of all fragments.
+        reads_old_log_probs: the loss compares with the policy before the update.
+    """
+    num_updates = len(fragments) * num_epochs
+    if num_updates > 1 and reads_old_log_probs:
+        fragments = await ranks.evaluate(fragments)
+    outputs = []
+    for number in range(num_updates):
+        fragment = fragments[number % len(fragments)]
+        await ranks.begin(len(fragment.samples), sum(sample.num_steps for sample in fragment.samples), scale)
+        await ranks.accumulate(fragment)
+        outputs.append(await ranks.commit(more=number < num_updates - 1))
+    return combine_updates(outputs)
+
+
+def combine_updates(outputs: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Combine metrics of several optimizer steps: `_max` and `_min` by max and min, `num_*` by sum, others by mean.
+
+    `rollout_*` compare with the log-probs of generation; they come from the first step: later ones train newer weights.
+    """
+    series: dict[str, list[float]] = {}
+    for output in outputs:
+        for name, value in output.items():
+            series.setdefault(name, []).append(value)
+    return {name: _combine(name, values) for name, values in series.items()}
+
+
+def _combine(name: str, values: list[float]) -> float:
+    if name.startswith("rollout_"):
+        return values[0]
+    if name.endswith("_max"):
+        return max(values)
+    if name.endswith("_min"):
+        return min(values)
+    return sum(values) if name.startswith("num_") else sum(values) / len(values)

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One validation: all validation prompts to the agent loops, wait, metrics and pictures."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+import transfer_queue as tq
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+
+from verl_digen.config import DigenConfig
+from verl_digen.errors import RunStopped
+from verl_digen.trainer.replay_buffer import POLL_INTERVAL_S
+from verl_digen.trainer.supervision import Supervision
+from verl_digen.trainer.validation import draw_pictures, validation_metrics, validation_uid
+
+logger = logging.getLogger(__name__)
+
+PARTITION = "val"
+
+
+class Validation:
+    """Validates the weights that the replicas have.
+
+    Args:
+        num_samples: samples per prompt.
+        to_tensorboard: also send pictures there.
+        poll_s: how often to look for ended prompts.
+    """
+
+    def __init__(
+        self,
+        digen: DigenConfig,
+        run_dir: Path,
+        supervision: Supervision,
+        *,
+        num_samples: int,
+        to_tensorboard: bool,
+        poll_s: float = POLL_INTERVAL_S,
+    ):
+        self._digen, self._run_dir, self._supervision = digen, run_dir, supervision
+        self._num_samples, self._to_tensorboard = num_samples, to_tensorboard
+        self._poll_s = poll_s
+        self._pictures: Any = None
+
+    def run(
+        self, loader: Iterable[Mapping[str, Any]], generate: Callable[[TensorDict], Any], *, step: int
+    ) -> dict[str, float]:
+        """Validate -> `val/*`. Pictures are drawn in the background, see `finish_pictures`.
+
+        Args:
+            loader: batches of validation prompts.
+            generate: hands a batch to the agent loops.
+
+        Raises:
+            RunStopped: every prompt of a batch failed.
+        """
+        tags: dict[str, Any] = {}
+        num_samples = 0
+        for rows in loader:
+            uids = [validation_uid(index) for index in rows["index"]]
+            num_samples += len(uids) * self._num_samples
+            batch = tu.get_tensordict(dict(rows))
+            tu.assign_non_tensor_stack(batch, "uid", uids)
+            tu.assign_non_tensor_data(batch, "global_steps", step)
+            tu.assign_non_tensor_data(batch, "validate", True)
+            status = {"is_prompt": True, "status": "pending", "global_steps": step}
+            tq.kv_batch_put(keys=uids, partition_id=PARTITION, tags=[dict(status) for _ in uids])
+            generate(batch)
+            reasons = self.wait(uids, tags)
+            for reason in reasons:
+                logger.warning("a validation prompt failed: %s", reason)
+            if len(reasons) == len(uids):
+                raise RunStopped(f"validation at step {step}: every prompt failed; the last: {reasons[-1]}")
+        self.finish_pictures()
+        self._pictures = draw_pictures(
+            self._run_dir, step, tags, self._digen.num_logged_images, to_tensorboard=self._to_tensorboard
+        )
+        metrics = validation_metrics(tags, num_samples)
+        logger.info("validation after %d steps: reward %.4f over %d pictures", step, metrics["val/reward"], len(tags))
+        return metrics
+
+    def finish_pictures(self) -> None:
+        """Wait for the pictures of the last validation, if there was one."""
+        if self._pictures is not None:
+            ray.get(self._pictures, timeout=self._digen.deadlines.save_s)
+
+    def wait(self, uids: list[str], tags: dict[str, Any]) -> list[str]:
+        """Wait for the prompts, move their samples' tags into `tags`, clear them; returns the reasons of failures.
+
+        Raises:
+            DeadlineMissed: no prompt ended for `digen.deadlines.no_progress_s`. A hung replica is detected earlier.
+        """
+        self._supervision.patience.restart()
+        while True:
+            self._supervision.heartbeats.check()
+            statuses = tq.kv_list(PARTITION)[PARTITION]
+            ended = [uid for uid in uids if statuses[uid]["status"] in ("finished", "failure")]
+            if len(ended) == len(uids):
+                break
+            step = self._supervision.step()
+            what = f"validation after step {step} ({len(ended)} of {len(uids)} prompts have ended)"
+            self._supervision.patience.check(len(ended), what)
+            time.sleep(self._poll_s)
+        reasons = [statuses[uid]["error"] for uid in uids if statuses[uid]["status"] == "failure"]
+        samples = {key: tag for key, tag in statuses.items() if "reward" in tag}
+        tags.update(samples)
+        tq.kv_clear(keys=[*uids, *samples], partition_id=PARTITION)
+        return reasons
