@@ -45,7 +45,7 @@ def curve(name: str, *overrides: str) -> Mode:
 CURVES = {
     "strict": curve("strict"),
     "TCSS": curve("tcss", "digen.staleness.max_versions=1"),
-    "3 versions, tis": curve("tis3", "digen.staleness.max_versions=3", "digen.loss_name=tis"),
+    "3 versions, tis": curve("tis3", "digen.staleness.max_versions=3", "digen.loss.name=tis"),
 }
 """Name in the picture -> mode."""
 

@@ -84,15 +84,15 @@ TABLE: tuple[Mutation, ...] = (
     Mutation(
         "engine/engine.py",
         "the learning rate does not move at a commit",
-        '"lr": self._learning_rate() if more else self.lr_scheduler_step(),',
-        '"lr": self._learning_rate(),',
+        "_number(self._learning_rate() if more else self.lr_scheduler_step())",
+        "_number(self._learning_rate())",
         f"{TRANSACTION} -k commit_is_one_update",
     ),
     Mutation(
         "engine/engine.py",
         "the learning rate moves with every mini-batch",
-        '"lr": self._learning_rate() if more else self.lr_scheduler_step(),',
-        '"lr": self.lr_scheduler_step(),',
+        "_number(self._learning_rate() if more else self.lr_scheduler_step())",
+        "_number(self.lr_scheduler_step())",
         f"{UPDATES} -k several_updates",
     ),
     Mutation(
@@ -140,8 +140,8 @@ TABLE: tuple[Mutation, ...] = (
     Mutation(
         "engine/loss.py",
         "advantages that are still to be divided are clamped",
-        "config = self.digen.loss if clamps else self.unclamped",
-        "config = self.digen.loss",
+        "self.config if clamps else self.unclamped",
+        "self.config",
         "engine/test_loss.py",
     ),
     # -- ledger -------------------------------------------------------------------------------------------
@@ -315,7 +315,7 @@ TABLE: tuple[Mutation, ...] = (
         f"{RANDOM}[3]",
     ),
     Mutation(
-        "engine/scoring.py",
+        "engine/policies.py",
         "LoRA's reference is the policy itself",
         "layer._disable_adapters = True",
         "layer._disable_adapters = False",
@@ -436,6 +436,34 @@ TABLE: tuple[Mutation, ...] = (
         "lo, hi = lo, hi",
         "algorithms/test_window.py",
     ),
+    Mutation(
+        "algorithms/losses/grpo_guard.py",
+        "the drift of the ratio is not made up for",
+        "rows[OLD] + drift)",
+        "rows[OLD])",
+        "algorithms/test_losses.py -k guard",
+    ),
+    Mutation(
+        "algorithms/losses/flow_dppo.py",
+        "rows that move back are left out, too",
+        "(divergence >= config.kl_threshold) & moves_away",
+        "divergence >= config.kl_threshold",
+        "algorithms/test_losses.py -k dppo",
+    ),
+    Mutation(
+        "engine/engine.py",
+        "the weights before the update are those of the last step",
+        'self.copies.pop("old", None)',
+        "pass",
+        f"{UPDATES} -k reads_the_old_mean",
+    ),
+    Mutation(
+        "engine/policies.py",
+        "the policy before the update is the one that trains",
+        'policy in self.copies or policy != "old"',
+        'policy != "old"',
+        f"{UPDATES} -k reads_the_old_mean",
+    ),
     # -- advantages and losses --------------------------------------------------------------------------------
     Mutation(
         "algorithms/advantages.py",
@@ -466,10 +494,10 @@ TABLE: tuple[Mutation, ...] = (
         LOSSES,
     ),
     Mutation(
-        "algorithms/losses/clipped.py",
+        "algorithms/losses/flow_grpo.py",
         "the ratio is upside down",
-        'rows["log_prob"] - rows["old_log_prob"]',
-        'rows["old_log_prob"] - rows["log_prob"]',
+        'rows["log_prob"] - rows[OLD]',
+        'rows[OLD] - rows["log_prob"]',
         LOSSES,
     ),
     Mutation(
@@ -480,21 +508,21 @@ TABLE: tuple[Mutation, ...] = (
         LOSSES,
     ),
     Mutation(
-        "algorithms/losses/off_policy.py",
+        "algorithms/losses/decoupled_ppo.py",
         "the weight of stale samples has no cap",
-        "behaviour_ratio.clamp(max=config.decoupled_cap)",
+        "behaviour_ratio.clamp(max=config.cap)",
         "behaviour_ratio",
         OFF_POLICY,
     ),
     Mutation(
-        "algorithms/losses/off_policy.py",
+        "algorithms/losses/kimi.py",
         "the pull back to the generating policy pushes away",
-        '* rows["log_prob"] + config.kimi_tau * half_square',
-        '* rows["log_prob"] - config.kimi_tau * half_square',
+        '* rows["log_prob"] + config.tau * half_square',
+        '* rows["log_prob"] - config.tau * half_square',
         OFF_POLICY,
     ),
     Mutation(
-        "algorithms/losses/off_policy.py",
+        "algorithms/losses/gspo.py",
         "a trajectory's ratio is the sum over its rows",
         "return (sums / counts)[places]",
         "return sums[places]",

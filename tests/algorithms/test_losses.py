@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import math
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,17 @@ import torch
 
 from verl_digen.algorithms import losses
 from verl_digen.algorithms.kl import KINDS, kl_loss
-from verl_digen.algorithms.losses import LossConfig, LossOutput, policy_loss, register_loss, registry
+from verl_digen.algorithms.losses import (
+    ClampedConfig,
+    ClipConfig,
+    LossOutput,
+    default_config,
+    find_loss,
+    policy_loss,
+    register_loss,
+    registry,
+)
+from verl_digen.algorithms.metric import combine_tiles, numbers
 
 ORACLES = Path(__file__).parents[1] / "fixtures" / "oracles"
 POLICY_INPUTS = ("log_prob", "old_log_prob", "advantage")
@@ -25,11 +36,13 @@ def some_inputs(num_rows=12, seed=0):
         "reward": torch.randn(num_rows, generator=generator),
         "advantage": 2 * torch.randn(num_rows, generator=generator),
         "mean": torch.randn(num_rows, 3, 4, generator=generator),
-        "ref_mean": torch.randn(num_rows, 3, 4, generator=generator),
+        "reference_mean": torch.randn(num_rows, 3, 4, generator=generator),
         "velocity": torch.randn(num_rows, 3, 4, generator=generator),
-        "ref_velocity": torch.randn(num_rows, 3, 4, generator=generator),
+        "reference_velocity": torch.randn(num_rows, 3, 4, generator=generator),
         "std": 0.1 + torch.rand(num_rows, generator=generator),
-        "dt": -0.01 - 0.1 * torch.rand(num_rows, generator=generator),
+        "sigma": torch.full((num_rows,), 0.5),
+        "sigma_next": 0.49 - 0.1 * torch.rand(num_rows, generator=generator),
+        "old_mean": torch.randn(num_rows, 3, 4, generator=generator),
     }
 
 
@@ -51,11 +64,12 @@ def test_loss_kl_and_gradient_agree_with_flow_grpo():
     expected = {name.removeprefix("ppo_cr1e-4_b0.04_"): value for name, value in oracle.items()}
     log_prob = oracle["log_prob_new"].requires_grad_()
     inputs = {"log_prob": log_prob, "old_log_prob": oracle["log_prob_old"], "advantage": oracle["advantages"]}
-    policy = policy_loss("flow_grpo", inputs, LossConfig(clip_range=1e-4, advantage_clip=5.0))
+    policy = policy_loss("flow_grpo", inputs, ClipConfig(clip_range=1e-4, advantage_clip=5.0))
     sqrt_dt, s = oracle["sqrt_dt"].flatten(), oracle["std_dev_t"].flatten()
+    steps = {"sigma": sqrt_dt.square(), "sigma_next": torch.zeros_like(sqrt_dt)}
     kl = kl_loss(
         "flow_grpo",
-        {"mean": oracle["mean"], "ref_mean": oracle["mean_ref"], "std": s * sqrt_dt, "dt": -sqrt_dt.square()},
+        {"mean": oracle["mean"], "reference_mean": oracle["mean_ref"], "std": s * sqrt_dt} | steps,
     )
     exact = dict(rtol=1e-6, atol=0.0)
     torch.testing.assert_close(policy.loss, expected["policy_loss"].squeeze(), **exact)
@@ -63,14 +77,14 @@ def test_loss_kl_and_gradient_agree_with_flow_grpo():
     torch.testing.assert_close(policy.loss + 0.04 * kl.loss, expected["loss"].squeeze(), **exact)
     torch.testing.assert_close(gradient(policy, log_prob), expected["dloss_dlogprob"], rtol=1e-6, atol=1e-8)
     deviations = expected["ratio"] - 1
-    torch.testing.assert_close(policy.metrics["ratio_deviation_max"], deviations.max(), atol=2e-7, rtol=0)
-    torch.testing.assert_close(policy.metrics["ratio_deviation_min"], deviations.min(), atol=2e-7, rtol=0)
-    torch.testing.assert_close(policy.metrics["ratio_deviation"], deviations.mean(), atol=2e-7, rtol=0)
+    torch.testing.assert_close(policy.metrics["ratio_deviation_max"].value, deviations.max(), atol=2e-7, rtol=0)
+    torch.testing.assert_close(policy.metrics["ratio_deviation_min"].value, deviations.min(), atol=2e-7, rtol=0)
+    torch.testing.assert_close(policy.metrics["ratio_deviation"].value, deviations.mean(), atol=2e-7, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["flow_grpo", "dance_grpo"])
 @pytest.mark.parametrize(
-    "config", [LossConfig(), LossConfig(clip_range=1e-3, clip_range_high=4e-3, advantage_clip=1.0)], ids=str
+    "config", [ClipConfig(), ClipConfig(clip_range=1e-3, clip_range_high=4e-3, advantage_clip=1.0)], ids=str
 )
 def test_rows_agree_with_the_fp64_reference_in_loss_and_gradient(name, config):
     inputs = some_inputs(40)
@@ -88,9 +102,9 @@ def test_the_first_update_has_ratio_1_and_the_full_policy_gradient(name):
     inputs = some_inputs()
     inputs["old_log_prob"] = inputs["log_prob"].clone()
     log_prob = inputs["log_prob"].requires_grad_()
-    output = policy_loss(name, inputs, LossConfig(advantage_clip=math.inf))
+    output = policy_loss(name, inputs, ClipConfig(advantage_clip=math.inf))
     torch.testing.assert_close(gradient(output, log_prob), -inputs["advantage"] / 12)
-    assert {name: metric.item() for name, metric in output.metrics.items()} == {
+    assert numbers(output.metrics) == {
         "ratio_deviation": 0.0,
         "ratio_deviation_min": 0.0,
         "ratio_deviation_max": 0.0,
@@ -101,7 +115,8 @@ def test_the_first_update_has_ratio_1_and_the_full_policy_gradient(name):
 
 def every_loss(inputs):
     for name in losses.loss_names():
-        yield policy_loss(name, inputs, LossConfig(clip_range=1e-3))
+        config = default_config(name)
+        yield policy_loss(name, inputs, replace(config, clip_range=1e-3) if isinstance(config, ClipConfig) else config)
     for kind in KINDS:
         yield kl_loss(kind, inputs)
 
@@ -124,10 +139,8 @@ def test_losses_gradients_and_metrics_of_fragments_add_up_to_the_batch():
             )
             if expected is not None:
                 torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-8)
-        for name, value in whole.metrics.items():
-            combine = {"_min": min, "_max": max}.get(name[-4:], sum)
-            combined = combine([share.metrics[name] for share in shares])
-            torch.testing.assert_close(combined, value, rtol=1e-5, atol=1e-8)
+        combined = combine_tiles(share.metrics for share in shares)
+        assert numbers(combined) == pytest.approx(numbers(whole.metrics), rel=1e-5, abs=1e-8)
 
 
 @pytest.mark.parametrize("garbage", [0.0, math.nan, math.inf, 1e30])
@@ -141,7 +154,7 @@ def test_padding_rows_add_nothing_whatever_their_columns_hold(garbage):
     padded["mask"] = torch.tensor([True] * 6 + [False] * 2)
     for plain, output in zip(every_loss(inputs), every_loss(padded), strict=True):
         torch.testing.assert_close(output.loss, plain.loss)
-        torch.testing.assert_close(output.metrics, plain.metrics)
+        assert numbers(output.metrics) == pytest.approx(numbers(plain.metrics))
         for gradient in torch.autograd.grad(
             output.loss, [t for t in padded.values() if t.requires_grad], allow_unused=True
         ):
@@ -165,20 +178,26 @@ def test_extreme_ratios_are_finite_in_value_and_gradient(name: str, log_ratio: f
         "trajectory_log_ratio": log_prob.detach(),
         "advantage": torch.full((2,), advantage),
         "reward": torch.full((2,), -1.0),
+        "std": torch.ones(2),
+        "sigma": torch.ones(2),
+        "sigma_next": torch.zeros(2),
+        "mean": torch.zeros(2, 3),
+        "old_mean": torch.zeros(2, 3),
     }
-    output = policy_loss(name, inputs, LossConfig())
-    assert output.loss.isfinite() and all(metric.isfinite() for metric in output.metrics.values())
+    output = policy_loss(name, inputs, default_config(name))
+    assert output.loss.isfinite() and all(math.isfinite(value) for value in numbers(output.metrics).values())
     far, near = gradient(output, log_prob).tolist()
     assert math.isfinite(far) and near == pytest.approx(-advantage / 2)
-    if name in ("flow_grpo", "dance_grpo", "decoupled_ppo", "gspo"):
+    if name in ("flow_grpo", "dance_grpo", "decoupled_ppo", "gspo", "grpo_guard"):
         assert far == 0.0
 
 
-@pytest.mark.parametrize("mask", [False, True])
+@pytest.mark.parametrize("settings", [{}, {"clip_range": 1e-3, "low": 1e-3, "high": 1e-3, "mask": True}], ids=str)
 @pytest.mark.parametrize("name", losses.loss_names())
-def test_a_loss_is_filed_as_homogeneous_in_the_advantage_if_and_only_if_it_is(name, mask):
+def test_a_loss_is_filed_as_homogeneous_in_the_advantage_if_and_only_if_it_is(name, settings):
     inputs = some_inputs(30)
-    config = LossConfig(clip_range=1e-3, cispo_low=1e-3, cispo_high=1e-3, cispo_mask=mask, advantage_clip=math.inf)
+    default = default_config(name).unclamped()
+    config = replace(default, **{key: value for key, value in settings.items() if hasattr(default, key)})
     log_prob = inputs["log_prob"].requires_grad_()
     one = policy_loss(name, inputs, config)
     for factor in (0.02, 37.5):
@@ -186,18 +205,18 @@ def test_a_loss_is_filed_as_homogeneous_in_the_advantage_if_and_only_if_it_is(na
         is_proportional = torch.allclose(many.loss, factor * one.loss, rtol=1e-5, atol=0) and torch.allclose(
             gradient(many, log_prob), factor * gradient(one, log_prob), rtol=1e-5, atol=0
         )
-        assert is_proportional == losses.is_homogeneous(name)
+        assert is_proportional == find_loss(name).homogeneous
 
 
 def test_clip_range_high_clips_above_and_clip_range_below():
     log_ratio = torch.tensor([0.15, 0.25, -0.05, -0.15]).requires_grad_()
     inputs = {"log_prob": log_ratio, "old_log_prob": torch.zeros(4)}
-    config = LossConfig(clip_range=0.1, clip_range_high=0.2)
+    config = ClipConfig(clip_range=0.1, clip_range_high=0.2)
     up = policy_loss("flow_grpo", inputs | {"advantage": torch.ones(4)}, config)
     down = policy_loss("flow_grpo", inputs | {"advantage": -torch.ones(4)}, config)
     assert (gradient(up, log_ratio) != 0).tolist() == [True, False, True, True]
     assert (gradient(down, log_ratio) != 0).tolist() == [True, True, True, False]
-    assert up.metrics["clip_fraction"] == 0.5
+    assert up.metrics["clip_fraction"].value == 0.5
 
 
 def test_low_precision_inputs_are_reduced_in_fp32():
@@ -214,29 +233,32 @@ def test_metrics_carry_no_graph():
     for name in ("log_prob", "mean", "velocity"):
         inputs[name].requires_grad_()
     for output in every_loss(inputs):
-        assert not any(metric.requires_grad for metric in output.metrics.values())
+        assert not any(metric.value.requires_grad for metric in output.metrics.values())
 
 
 def test_kl_kinds_are_what_their_formulas_say():
     inputs = some_inputs(4)
     double = {name: tensor.double() for name, tensor in inputs.items()}
-    of_means = (double["mean"] - double["ref_mean"]).square().flatten(1).mean(1)
-    s = double["std"] / (-double["dt"]).sqrt()
+    of_means = (double["mean"] - double["reference_mean"]).square().flatten(1).mean(1)
+    s = double["std"] / (double["sigma"] - double["sigma_next"]).sqrt()
     expected = {
         "flow_grpo": (of_means / (2 * s**2)).mean(),
         "exact": (of_means / (2 * double["std"] ** 2)).mean(),
-        "velocity": (double["velocity"] - double["ref_velocity"]).square().mean(),
+        "velocity": (double["velocity"] - double["reference_velocity"]).square().mean(),
     }
     assert set(expected) == set(KINDS)
     for kind, value in expected.items():
         torch.testing.assert_close(kl_loss(kind, inputs).loss, value.float(), rtol=1e-6, atol=0)
-        assert kl_loss(kind, inputs | {"ref_mean": inputs["mean"], "ref_velocity": inputs["velocity"]}).loss == 0
+        assert (
+            kl_loss(kind, inputs | {"reference_mean": inputs["mean"], "reference_velocity": inputs["velocity"]}).loss
+            == 0
+        )
 
 
 def test_kl_exact_is_the_kl_of_the_gaussians_per_latent_dim():
     inputs = some_inputs(1)
     policy, reference = (
-        torch.distributions.Normal(inputs[name], inputs["std"][:, None, None]) for name in ("mean", "ref_mean")
+        torch.distributions.Normal(inputs[name], inputs["std"][:, None, None]) for name in ("mean", "reference_mean")
     )
     expected = torch.distributions.kl_divergence(policy, reference).mean()
     torch.testing.assert_close(kl_loss("exact", inputs).loss, expected)
@@ -245,8 +267,8 @@ def test_kl_exact_is_the_kl_of_the_gaussians_per_latent_dim():
 def test_a_missing_input_is_an_error_naming_what_is_there():
     inputs = some_inputs()
     with pytest.raises(ValueError, match=r"policy loss 'flow_grpo' needs old_log_prob; its inputs hold log_prob, mask"):
-        policy_loss("flow_grpo", {k: inputs["log_prob"] for k in ("log_prob", "mask", "advantage")}, LossConfig())
-    with pytest.raises(ValueError, match=r"KL kind 'exact' needs std, ref_mean; its inputs hold mean$"):
+        policy_loss("flow_grpo", {k: inputs["log_prob"] for k in ("log_prob", "mask", "advantage")}, ClipConfig())
+    with pytest.raises(ValueError, match=r"KL kind 'exact' needs std, reference_mean; its inputs hold mean$"):
         kl_loss("exact", {"mean": inputs["mean"]})
 
 
@@ -260,10 +282,10 @@ def test_a_column_of_another_shape_is_an_error(name):
 
 def test_an_unknown_name_is_an_error_listing_the_known_ones():
     with pytest.raises(ValueError, match=r"unknown policy loss 'ppo'; known losses: cispo, .*flow_grpo"):
-        policy_loss("ppo", {}, LossConfig())
+        policy_loss("ppo", {}, ClipConfig())
     with pytest.raises(ValueError, match="unknown KL kind 'k3'; known kinds: flow_grpo, exact, velocity"):
         kl_loss("k3", {})
-    assert set(losses.loss_inputs("flow_grpo")) == set(POLICY_INPUTS)
+    assert set(find_loss("flow_grpo").inputs) == set(POLICY_INPUTS)
 
 
 def test_a_registered_loss_is_found_checked_and_called(monkeypatch):
@@ -274,11 +296,11 @@ def test_a_registered_loss_is_found_checked_and_called(monkeypatch):
         return LossOutput(rows.mean(-rows["advantage"] * rows["log_prob"]), {})
 
     inputs = {"log_prob": torch.tensor([1.0, 2.0]), "advantage": torch.tensor([3.0, 4.0])}
-    assert policy_loss("mine", inputs, LossConfig()).loss == -5.5
+    assert policy_loss("mine", inputs, default_config("mine")).loss == -5.5
     assert "mine" in losses.loss_names()
-    assert not losses.is_homogeneous("mine") and not losses.is_off_policy("mine")  # unless it says so
+    assert not find_loss("mine").homogeneous and not find_loss("mine").off_policy  # unless it says so
     with pytest.raises(ValueError, match="needs advantage"):
-        policy_loss("mine", {"log_prob": torch.ones(2)}, LossConfig())
+        policy_loss("mine", {"log_prob": torch.ones(2)}, ClampedConfig())
     with pytest.raises(ValueError, match="'flow_grpo' exists already"):
         register_loss("flow_grpo", columns=("log_prob",))(mine)
 
@@ -290,7 +312,7 @@ def test_a_registered_loss_is_found_checked_and_called(monkeypatch):
             dict(columns=("log_probs",)),
             "columns of the policy loss 'mine' must be one of log_prob, .*, got 'log_probs'",
         ),
-        (dict(latents=("old_mean",)), "latents of the policy loss 'mine' must be one of latents, .*, got 'old_mean'"),
+        (dict(latents=("new_mean",)), "latents of the policy loss 'mine' must be one of latents, .*, got 'new_mean'"),
         (dict(columns=("mean",)), "columns of the policy loss 'mine' must be one of"),
         (dict(), "a policy loss must have a name and an input"),
     ],
@@ -313,4 +335,82 @@ def test_a_loss_that_asks_for_what_training_does_not_have_is_refused_when_it_is_
 )
 def test_a_bad_config_value_is_an_error_that_names_the_key(values, message):
     with pytest.raises(ValueError, match=message):
-        LossConfig(**values)
+        ClipConfig(**values)
+
+
+# -- losses that read the step's mean before the update -----------------------------------------------------
+def guard_row(inputs, row, c=2e-6, clip=5.0):
+    """GRPO-Guard of one row by its formula, in fp64: (loss, log-ratio)."""
+    get = {name: inputs[name][row].double() for name in inputs}
+    b = (get["mean"] - get["old_mean"]).square().mean() / (2 * get["std"] ** 2)
+    log_ratio = (get["log_prob"] - get["old_log_prob"] + b) * get["std"]
+    ratio, advantage = log_ratio.exp(), get["advantage"].clamp(-clip, clip)
+    per_row = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - c, 1 + c))
+    return per_row / (get["sigma"] - get["sigma_next"]), log_ratio
+
+
+def test_grpo_guard_is_its_formula_row_by_row():
+    inputs = some_inputs(20)
+    inputs["mean"] = inputs["old_mean"] + 1e-3 * inputs["mean"]
+    inputs["old_log_prob"] = inputs["log_prob"] + 1e-6 * inputs["reward"]  # some ratios within the clip
+    leaves = [inputs[name].requires_grad_() for name in ("log_prob", "mean")]
+    expected = torch.stack([guard_row(inputs, row)[0] for row in range(20)]).mean()
+    output = policy_loss("grpo_guard", inputs, default_config("grpo_guard"))
+    assert output.loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    for found, wanted in zip(
+        torch.autograd.grad(output.loss, leaves), torch.autograd.grad(expected, leaves), strict=True
+    ):
+        torch.testing.assert_close(found, wanted, rtol=2e-5, atol=1e-7)
+    log_ratios = torch.stack([guard_row(inputs, row)[1] for row in range(20)])
+    clipped = ((log_ratios.exp() - 1).abs() > 2e-6).double().mean().item()
+    assert 0 < clipped < 1 and output.metrics["clip_fraction"].value.item() == pytest.approx(clipped, abs=0.051)
+
+
+def test_flow_dppo_leaves_out_rows_that_would_move_on():
+    """Rows: moved on up, back, moved on down, too close to count, exactly at the threshold."""
+    std = torch.full((5,), 0.5)
+    distance = torch.tensor([0.1, 0.1, 0.1, 1e-3, 0.1])
+    inputs = {
+        "log_prob": torch.tensor([0.1, -0.1, -0.1, 0.1, 0.1], requires_grad=True),
+        "old_log_prob": torch.zeros(5),
+        "advantage": torch.tensor([7.0, 1.0, -1.0, 1.0, 1.0]),
+        "std": std,
+        "mean": distance[:, None].expand(5, 3),
+        "old_mean": torch.zeros(5, 3),
+    }
+    at_threshold = (distance[4].square() / (2 * std[4].square())).item()
+    config = replace(default_config("flow_dppo"), kl_threshold=at_threshold)
+    output = policy_loss("flow_dppo", inputs, config)
+    found = gradient(output, inputs["log_prob"])
+    ratio = inputs["log_prob"].detach().exp()
+    expected = -inputs["advantage"] * ratio / 5  # the mean is over all rows; 7 is not clamped
+    torch.testing.assert_close(found, torch.where(torch.tensor([0, 1, 0, 1, 0]).bool(), expected, 0.0))
+    assert output.metrics["clip_fraction"].value.item() == pytest.approx(3 / 5)
+    assert output.metrics["divergence_max"].value.item() == pytest.approx(at_threshold)
+
+
+def test_settings_of_another_loss_are_refused():
+    with pytest.raises(
+        ValueError, match="policy loss 'flow_grpo' needs settings of type ClipConfig, got ClampedConfig"
+    ):
+        policy_loss("flow_grpo", some_inputs(), ClampedConfig())
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("flow_grpo", {"advantage_clip", "clip_range", "clip_range_high"}),
+        ("dance_grpo", {"advantage_clip", "clip_range", "clip_range_high"}),
+        ("tis", {"advantage_clip", "low", "high"}),
+        ("cispo", {"advantage_clip", "low", "high", "mask"}),
+        ("weighted_topr", {"advantage_clip", "threshold", "positive_weight", "negative_weight"}),
+        ("kimi", {"advantage_clip", "tau"}),
+        ("decoupled_ppo", {"advantage_clip", "clip_range", "clip_range_high", "cap"}),
+        ("grpo_guard", {"advantage_clip", "clip_range", "clip_range_high"}),
+        ("flow_dppo", {"kl_threshold"}),
+        ("reinforce", {"advantage_clip"}),
+    ],
+)
+def test_every_loss_has_settings_of_its_own(name, settings):
+    assert {field.name for field in fields(default_config(name))} == settings
+    assert default_config(name).unclamped().advantage_bound == math.inf

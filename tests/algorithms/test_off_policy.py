@@ -6,40 +6,51 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from verl_digen.algorithms.losses import (
+    ClampedConfig,
+    ClipConfig,
     LossConfig,
     choose_denominator,
-    is_off_policy,
-    loss_inputs,
+    default_config,
+    find_loss,
     loss_names,
     policy_loss,
     register_loss,
     registry,
 )
-from verl_digen.algorithms.losses.off_policy import trajectory_log_ratios
+from verl_digen.algorithms.losses.cispo import CispoConfig
+from verl_digen.algorithms.losses.decoupled_ppo import DecoupledPpoConfig
+from verl_digen.algorithms.losses.gspo import trajectory_log_ratios
+from verl_digen.algorithms.losses.kimi import KimiConfig
+from verl_digen.algorithms.losses.tis import TisConfig
+from verl_digen.algorithms.losses.topr import ToprConfig, WeightedToprConfig
 
 STEPS = (3, 1, 4, 2, 3)
 """Trained steps of each trajectory."""
-CONFIG = LossConfig(
-    clip_range=0.1,
-    clip_range_high=0.2,
-    advantage_clip=1.5,
-    tis_low=0.8,
-    tis_high=1.1,
-    cispo_low=0.15,
-    cispo_high=0.1,
-    topr_threshold=0.3,
-    topr_positive_weight=0.7,
-    topr_negative_weight=1.9,
-    decoupled_cap=1.05,
-    kimi_tau=0.3,
-)
+CONFIGS: dict[str, LossConfig] = {
+    "tis": TisConfig(advantage_clip=1.5, low=0.8, high=1.1),
+    "cispo": CispoConfig(advantage_clip=1.5, low=0.15, high=0.1),
+    "topr": ToprConfig(advantage_clip=1.5, threshold=0.3),
+    "weighted_topr": WeightedToprConfig(advantage_clip=1.5, threshold=0.3, positive_weight=0.7, negative_weight=1.9),
+    "decoupled_ppo": DecoupledPpoConfig(advantage_clip=1.5, clip_range=0.1, clip_range_high=0.2, cap=1.05),
+    "gspo": ClipConfig(advantage_clip=1.5, clip_range=0.1, clip_range_high=0.2),
+    "flow_grpo": ClipConfig(advantage_clip=1.5, clip_range=0.1, clip_range_high=0.2),
+    "kimi": KimiConfig(advantage_clip=1.5, tau=0.3),
+    "reinforce": ClampedConfig(advantage_clip=1.5),
+}
 """Bounds that bind for some rows and not for others."""
+MORE_CONFIGS = [
+    *CONFIGS.items(),
+    *((name, default_config(name)) for name in CONFIGS if name != "flow_grpo"),
+    ("cispo", CispoConfig(mask=True)),
+    ("gspo", ClipConfig(clip_range=0.1)),
+]
 
 
 class Batch:
@@ -73,65 +84,65 @@ def fp32(value: float) -> float:
 
 # -- slow references: one trained row at a time ---------------------------------------------------------------
 # `log_probs` is what the loss is differentiated by; `frozen` are the same numbers where the loss stops the gradient.
-Reference = Callable[[Batch, list[float], list[float], LossConfig, int], float]
+Reference = Callable[[Batch, list[float], list[float], Any, int], float]
 
 
 def clamped(value: float, low: float, high: float) -> float:
     return low if value < low else high if value > high else value
 
 
-def advantage(batch: Batch, config: LossConfig, row: int) -> float:
+def advantage(batch: Batch, config: Any, row: int) -> float:
     return clamped(batch.advantage[row], -config.advantage_clip, config.advantage_clip)
 
 
-def tis(batch: Batch, log_probs: list[float], frozen: list[float], config: LossConfig, row: int) -> float:
+def tis(batch: Batch, log_probs: list[float], frozen: list[float], config: Any, row: int) -> float:
     ratio = math.exp(frozen[row] - batch.behaviour[row])
-    return -clamped(ratio, config.tis_low, config.tis_high) * advantage(batch, config, row) * log_probs[row]
+    return -clamped(ratio, config.low, config.high) * advantage(batch, config, row) * log_probs[row]
 
 
-def cispo(batch: Batch, log_probs: list[float], frozen: list[float], config: LossConfig, row: int) -> float:
+def cispo(batch: Batch, log_probs: list[float], frozen: list[float], config: Any, row: int) -> float:
     ratio, own = math.exp(frozen[row] - batch.behaviour[row]), advantage(batch, config, row)
-    low, high = 1 - config.cispo_low, 1 + config.cispo_high
-    if config.cispo_mask and ((own > 0 and ratio > high) or (own < 0 and ratio < low)):
+    low, high = 1 - config.low, 1 + config.high
+    if config.mask and ((own > 0 and ratio > high) or (own < 0 and ratio < low)):
         return 0.0
     return -clamped(ratio, low, high) * own * log_probs[row]
 
 
-def topr(batch: Batch, log_probs: list[float], frozen: list[float], config: LossConfig, row: int) -> float:
+def topr(batch: Batch, log_probs: list[float], frozen: list[float], config: Any, row: int) -> float:
     weight = 1.0
-    if batch.reward[row] <= config.topr_threshold:
+    if batch.reward[row] <= config.threshold:
         weight = min(math.exp(frozen[row] - batch.behaviour[row]), 1.0)
     return -weight * advantage(batch, config, row) * log_probs[row]
 
 
-def weighted_topr(batch: Batch, log_probs: list[float], frozen: list[float], config: LossConfig, row: int) -> float:
-    is_positive = batch.reward[row] > config.topr_threshold
-    weight = config.topr_positive_weight if is_positive else config.topr_negative_weight
+def weighted_topr(batch: Batch, log_probs: list[float], frozen: list[float], config: Any, row: int) -> float:
+    is_positive = batch.reward[row] > config.threshold
+    weight = config.positive_weight if is_positive else config.negative_weight
     return weight * topr(batch, log_probs, frozen, config, row)
 
 
-def clip(ratio: float, own: float, config: LossConfig) -> float:
+def clip(ratio: float, own: float, config: ClipConfig) -> float:
     low, high = config.ratio_range
     return max(-own * ratio, -own * clamped(ratio, low, high))
 
 
-def decoupled_ppo(batch: Batch, log_probs: list[float], frozen: list[float], config: LossConfig, row: int) -> float:
-    weight = min(math.exp(batch.old[row] - batch.behaviour[row]), config.decoupled_cap)
+def decoupled_ppo(batch: Batch, log_probs: list[float], frozen: list[float], config: Any, row: int) -> float:
+    weight = min(math.exp(batch.old[row] - batch.behaviour[row]), config.cap)
     return weight * clip(math.exp(log_probs[row] - batch.old[row]), advantage(batch, config, row), config)
 
 
-def gspo(batch: Batch, log_probs: list[float], frozen: list[float], config: LossConfig, row: int) -> float:
+def gspo(batch: Batch, log_probs: list[float], frozen: list[float], config: Any, row: int) -> float:
     own = [other for other, number in enumerate(batch.trajectory) if number == batch.trajectory[row]]
     mean = sum(log_probs[other] - batch.behaviour[other] for other in own) / len(own)
     return clip(math.exp(mean), advantage(batch, config, row), config)
 
 
-def kimi(batch: Batch, log_probs: list[float], frozen: list[float], config: LossConfig, row: int) -> float:
+def kimi(batch: Batch, log_probs: list[float], frozen: list[float], config: Any, row: int) -> float:
     squared = (log_probs[row] - batch.behaviour[row]) ** 2
-    return -advantage(batch, config, row) * log_probs[row] + config.kimi_tau / 2 * squared
+    return -advantage(batch, config, row) * log_probs[row] + config.tau / 2 * squared
 
 
-def reinforce(batch: Batch, log_probs: list[float], frozen: list[float], config: LossConfig, row: int) -> float:
+def reinforce(batch: Batch, log_probs: list[float], frozen: list[float], config: Any, row: int) -> float:
     return -advantage(batch, config, row) * log_probs[row]
 
 
@@ -158,8 +169,9 @@ def reference_gradient(name: str, batch: Batch, config: LossConfig, keep: list[b
 
 
 @pytest.mark.parametrize("mask", [False, True], ids=["all", "masked"])
-@pytest.mark.parametrize("config", [CONFIG, LossConfig(), LossConfig(clip_range=0.1, cispo_mask=True)], ids=[0, 1, 2])
-@pytest.mark.parametrize("name", REFERENCES)
+@pytest.mark.parametrize(
+    ("name", "config"), [(name, config) for name, config in MORE_CONFIGS if name in REFERENCES], ids=str
+)
 def test_loss_and_gradient_are_those_of_the_slow_reference(name: str, config: LossConfig, mask: bool):
     for seed in range(5):
         batch = Batch(seed)
@@ -183,9 +195,9 @@ def test_the_references_meet_both_sides_of_every_bound(name: str):
     assert min(ratios) < 0.8 and max(ratios) > 1.2 and any(0.9 < ratio < 1.05 for ratio in ratios)
     rewards = [value for batch in batches for value in batch.reward]
     assert min(rewards) < 0 < 0.3 < max(rewards)
-    metrics = [policy_loss(name, batch.inputs(), CONFIG).metrics for batch in batches]
+    metrics = [policy_loss(name, batch.inputs(), CONFIGS[name]).metrics for batch in batches]
     if name not in ("kimi", "reinforce"):
-        fractions = [metric["clip_fraction"].item() for metric in metrics]
+        fractions = [metric["clip_fraction"].value.item() for metric in metrics]
         assert 0 < sum(fractions) < len(fractions)
 
 
@@ -193,7 +205,7 @@ def test_the_references_meet_both_sides_of_every_bound(name: str):
 def test_tiles_and_ranks_add_up_also_where_they_cut_trajectories(name: str):
     batch = Batch(0)
     inputs = batch.inputs()
-    whole = policy_loss(name, inputs, CONFIG)
+    whole = policy_loss(name, inputs, CONFIGS[name])
     (expected,) = torch.autograd.grad(whole.loss, inputs["log_prob"])
     rng = random.Random(1)
     for _ in range(10):
@@ -202,7 +214,7 @@ def test_tiles_and_ranks_add_up_also_where_they_cut_trajectories(name: str):
         for place in set(places):
             rows = torch.tensor([row for row, own in enumerate(places) if own == place])
             tile = {key: value[rows] for key, value in inputs.items()}
-            shares.append(policy_loss(name, tile | {"num_rows": torch.tensor(len(places))}, CONFIG).loss)
+            shares.append(policy_loss(name, tile | {"num_rows": torch.tensor(len(places))}, CONFIGS[name]).loss)
         total = torch.stack(shares).sum()
         torch.testing.assert_close(total, whole.loss, rtol=1e-5, atol=1e-7)
         (found,) = torch.autograd.grad(total, inputs["log_prob"])
@@ -217,7 +229,7 @@ def test_at_ratio_1_every_loss_has_flow_grpo_s_gradient(name: str):
     own = inputs["log_prob"].detach()
     inputs |= {"old_log_prob": own, "behaviour_log_prob": own, "trajectory_log_ratio": torch.zeros_like(own)}
     found, expected = (
-        torch.autograd.grad(policy_loss(other, inputs, LossConfig()).loss, inputs["log_prob"])[0]
+        torch.autograd.grad(policy_loss(other, inputs, default_config(other)).loss, inputs["log_prob"])[0]
         for other in (name, "flow_grpo")
     )
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
@@ -227,10 +239,10 @@ def test_at_ratio_1_every_loss_has_flow_grpo_s_gradient(name: str):
 def test_no_gradient_reaches_what_was_recorded(name: str):
     """decoupled_ppo apart, whose clip has the policy before the update in it: that the engine hands over detached."""
     inputs = {key: value.detach().requires_grad_() for key, value in Batch(0).inputs().items()}
-    constants = [key for key in loss_inputs(name) if key in ("reward", "trajectory_log_ratio")]
+    constants = [key for key in find_loss(name).inputs if key in ("reward", "trajectory_log_ratio")]
     if name in ("tis", "cispo", "topr", "weighted_topr", "decoupled_ppo"):
         constants.append("behaviour_log_prob")
-    loss = policy_loss(name, inputs, CONFIG).loss
+    loss = policy_loss(name, inputs, CONFIGS[name]).loss
     for key in constants:
         assert torch.autograd.grad(loss, inputs[key], retain_graph=True, allow_unused=True)[0] is None, key
 
@@ -238,7 +250,7 @@ def test_no_gradient_reaches_what_was_recorded(name: str):
 def test_tis_within_its_bounds_has_the_gradient_of_the_unclipped_ratio():
     """d r = r d log r: with bounds that do not bind, tis is plain importance sampling."""
     inputs = Batch(2).inputs()
-    wide = LossConfig(tis_high=1e3, advantage_clip=math.inf)
+    wide = TisConfig(high=1e3, advantage_clip=math.inf)
     (found,) = torch.autograd.grad(policy_loss("tis", inputs, wide).loss, inputs["log_prob"])
     ratio = (inputs["log_prob"] - inputs["behaviour_log_prob"]).exp()
     (expected,) = torch.autograd.grad((-inputs["advantage"] * ratio).mean(), inputs["log_prob"])
@@ -252,7 +264,7 @@ def test_topr_looks_at_the_reward_and_not_at_its_sign_after_centring():
         "advantage": torch.tensor([-1.0, 1.0]),  # the second is the better one of its group
         "reward": torch.tensor([0.5, -0.5]),
     }
-    (found,) = torch.autograd.grad(policy_loss("topr", inputs, LossConfig()).loss, inputs["log_prob"])
+    (found,) = torch.autograd.grad(policy_loss("topr", inputs, ToprConfig()).loss, inputs["log_prob"])
     assert found.tolist() == pytest.approx([0.5, -0.5 * math.exp(-1)])
 
 
@@ -260,12 +272,13 @@ def test_rewards_all_on_one_side_make_topr_reinforce_or_tis():
     inputs = Batch(4).inputs()
     for reward, other in ((1.0, "reinforce"), (-1.0, "tis")):
         given = inputs | {"reward": torch.full_like(inputs["reward"], reward)}
-        assert torch.equal(policy_loss("topr", given, LossConfig()).loss, policy_loss(other, inputs, LossConfig()).loss)
+        expected = policy_loss(other, inputs, default_config(other)).loss
+        assert torch.equal(policy_loss("topr", given, ToprConfig()).loss, expected)
 
 
 def test_weights_of_1_make_weighted_topr_topr():
     inputs = Batch(4).inputs()
-    topr_loss, weighted = (policy_loss(name, inputs, LossConfig()) for name in ("topr", "weighted_topr"))
+    topr_loss, weighted = (policy_loss(name, inputs, default_config(name)) for name in ("topr", "weighted_topr"))
     assert torch.equal(topr_loss.loss, weighted.loss)
 
 
@@ -273,7 +286,7 @@ def test_a_trajectory_of_one_step_makes_gspo_flow_grpo():
     inputs = Batch(0).inputs()
     inputs["trajectory_log_ratio"] = (inputs["log_prob"] - inputs["behaviour_log_prob"]).detach()
     inputs["old_log_prob"] = inputs["behaviour_log_prob"]
-    found, expected = (policy_loss(name, inputs, CONFIG).loss for name in ("gspo", "flow_grpo"))
+    found, expected = (policy_loss(name, inputs, CONFIGS[name]).loss for name in ("gspo", "flow_grpo"))
     torch.testing.assert_close(found, expected)
 
 
@@ -285,47 +298,60 @@ def test_trajectories_are_known_by_their_ids_wherever_their_rows_lie():
 
 # -- hyper-parameters ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("values", "message"),
+    ("name", "values", "message"),
     [
-        (dict(tis_low=-0.1), r"digen.loss.tis_low and digen.loss.tis_high must be .* got \(-0.1, 1.0\); 0 and 1"),
-        (dict(tis_low=2.0), r"digen.loss.tis_low and .* got \(2.0, 1.0\)"),
-        (dict(tis_low=0.0, tis_high=0.0), "digen.loss.tis_low and"),
-        (dict(tis_high=math.inf), "digen.loss.tis_low and"),
-        (dict(cispo_low=0.0), r"digen.loss.cispo_low must lie in \(0, 1\], got 0.0; 0.1 is the default"),
-        (dict(cispo_high=math.nan), "digen.loss.cispo_high must be > 0 and finite, got nan; leave it alone"),
-        (dict(topr_threshold=math.inf), "digen.loss.topr_threshold must be finite, got inf; .*reinforce or tis"),
-        (dict(topr_positive_weight=0.0), "digen.loss.topr_positive_weight must be > 0 and finite"),
-        (dict(topr_negative_weight=-1.0), "digen.loss.topr_negative_weight must be >= 0 and finite"),
-        (dict(decoupled_cap=0.9), "digen.loss.decoupled_cap must be >= 1 and finite, .* got 0.9"),
-        (dict(kimi_tau=-0.1), "digen.loss.kimi_tau must be >= 0 and finite, got -0.1"),
+        ("tis", dict(low=-0.1), r"digen.loss.low and digen.loss.high must be .* got \(-0.1, 1.0\); 0 and 1"),
+        ("tis", dict(low=2.0), r"digen.loss.low and .* got \(2.0, 1.0\)"),
+        ("tis", dict(low=0.0, high=0.0), "digen.loss.low and"),
+        ("tis", dict(high=math.inf), "digen.loss.low and"),
+        ("tis", dict(advantage_clip=0.0), "digen.loss.advantage_clip must be > 0"),
+        ("cispo", dict(low=0.0), r"digen.loss.low must lie in \(0, 1\], got 0.0; 0.1 is the default"),
+        ("cispo", dict(high=math.nan), "digen.loss.high must be > 0 and finite, got nan; leave it alone"),
+        ("topr", dict(threshold=math.inf), "digen.loss.threshold must be finite, got inf; .*reinforce or tis"),
+        ("weighted_topr", dict(positive_weight=0.0), "digen.loss.positive_weight must be > 0 and finite"),
+        ("weighted_topr", dict(negative_weight=-1.0), "digen.loss.negative_weight must be >= 0 and finite"),
+        ("decoupled_ppo", dict(cap=0.9), "digen.loss.cap must be >= 1 and finite, .* got 0.9"),
+        ("decoupled_ppo", dict(clip_range=0.0), r"digen.loss.clip_range must lie in \(0, 1\), got 0.0"),
+        ("kimi", dict(tau=-0.1), "digen.loss.tau must be >= 0 and finite, got -0.1"),
+        ("flow_dppo", dict(kl_threshold=0.0), "digen.loss.kl_threshold must be > 0 and finite, got 0.0"),
+        ("grpo_guard", dict(clip_range=1.5), r"digen.loss.clip_range must lie in \(0, 1\), got 1.5"),
     ],
 )
-def test_a_bad_value_is_an_error_that_names_the_key(values: dict[str, Any], message: str):
+def test_a_bad_value_is_an_error_that_names_the_key(name: str, values: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
-        LossConfig(**values)
+        replace(default_config(name), **values)
 
 
 # -- which policy the ratio is against ----------------------------------------------------------------------
 def test_losses_that_are_sound_on_old_samples_say_so():
-    assert {name for name in loss_names() if is_off_policy(name)} >= {*REFERENCES}
-    assert not is_off_policy("flow_grpo") and not is_off_policy("dance_grpo")
+    assert {name for name in loss_names() if find_loss(name).off_policy} >= {*REFERENCES}
+    assert not find_loss("flow_grpo").off_policy and not find_loss("dance_grpo").off_policy
 
 
 @pytest.mark.parametrize(
     ("name", "setting", "strict", "stale"),
     [
         ("flow_grpo", "auto", "first_pass", "rollout"),
-        ("flow_grpo", "recompute", "recompute", "digen.old_log_probs must be auto or rollout with .*flow_grpo"),
+        ("flow_grpo", "recompute", "recompute", "digen.loss.old_log_probs must be auto or rollout with .*flow_grpo"),
         ("flow_grpo", "rollout", "rollout", "rollout"),
         ("decoupled_ppo", "auto", "first_pass", "first_pass"),
         ("decoupled_ppo", "recompute", "recompute", "recompute"),
-        *[("decoupled_ppo", "rollout", *["digen.old_log_probs must be auto or recompute with .*decoupled_ppo"] * 2)],
+        *[
+            (
+                "decoupled_ppo",
+                "rollout",
+                *["digen.loss.old_log_probs must be auto or recompute with .*decoupled_ppo"] * 2,
+            )
+        ],
         *[
             (name, setting, "unused", "unused")
             for name in sorted({*REFERENCES} - {"decoupled_ppo"})
             for setting in ("auto", "rollout")
         ],
-        *[(name, "recompute", *["digen.old_log_probs must be auto with"] * 2) for name in ("tis", "gspo", "reinforce")],
+        *[
+            (name, "recompute", *["digen.loss.old_log_probs must be auto with"] * 2)
+            for name in ("tis", "gspo", "reinforce")
+        ],
     ],
 )
 def test_the_denominator_is_the_policy_that_generated(name: str, setting: str, strict: str, stale: str):
@@ -339,10 +365,10 @@ def test_the_denominator_is_the_policy_that_generated(name: str, setting: str, s
 
 def test_more_than_one_version_needs_an_off_policy_loss():
     for name in loss_names():
-        if is_off_policy(name):
+        if find_loss(name).off_policy:
             assert choose_denominator(name, "auto", 3) != "rollout"
         else:
-            with pytest.raises(ValueError, match=r"digen.loss_name must be one of cispo, .* got '.*'; choose one"):
+            with pytest.raises(ValueError, match=r"digen.loss.name must be one of cispo, .* got '.*'; choose one"):
                 choose_denominator(name, "auto", 2)
 
 

@@ -202,7 +202,7 @@ def test_an_exception_in_training_stops_the_run_and_a_resume_ends_where_it_would
         "trainer.save_freq=1",
         "trainer.resume_mode=auto",
         "actor_rollout_ref.model.external_lib=faulty_user_code",
-        "digen.loss_name=overflows_once",
+        "digen.loss.name=overflows_once",
     )
     stopped = run_main(run_dir, *overrides, recipe=SEPARATE)
     assert stopped.exit_code != 0

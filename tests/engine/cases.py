@@ -26,6 +26,7 @@ from tests.engine.harness import (
     with_advantages,
 )
 from tests.engine.serial import plain_lora, plain_transformer, serial_loss_and_gradient
+from verl_digen.algorithms.metric import numbers
 from verl_digen.engine.engine import DiffusersFSDPEngine
 
 WINDOWS = ((0, 1, 2), (1,), (0, 2))
@@ -57,9 +58,8 @@ class Case:
         digen: dict[str, Any] = {
             "tsp": self.tsp,
             "advantage": {"scale": self.scale},
-            "loss": {"advantage_clip": self.clip},
+            "loss": {"advantage_clip": self.clip, "old_log_probs": self.old_log_probs},
             "sampling": {"true_cfg_scale": self.true_cfg_scale},
-            "old_log_probs": self.old_log_probs,
         }
         if self.kl is not None:
             digen["kl"] = {"coef": KL, "kind": self.kl}
@@ -84,7 +84,7 @@ class Case:
             engine.accumulate(fragment(groups, *uids))
         with stepped_gradients(engine) as found:
             outputs = engine.commit()
-        return found, outputs["metrics"]
+        return found, numbers(outputs["metrics"])
 
     def dropped(self, path: Path) -> tuple[dict[str, Tensor], dict[str, float]]:
         """Results as of `committed`, without group g1."""
@@ -94,7 +94,7 @@ class Case:
             engine.accumulate(fragment(groups, uid))
         with stepped_gradients(engine) as found:
             outputs = engine.commit()
-        return found, outputs["metrics"]
+        return found, numbers(outputs["metrics"])
 
     def without_dropped(self, path: Path) -> tuple[dict[str, Tensor], dict[str, float]]:
         """Expected results of `dropped`: one fragment of the groups that came. One rank."""

@@ -24,6 +24,7 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig
 
 from verl_digen.algorithms.advantages import group_advantages
+from verl_digen.algorithms.metric import numbers
 from verl_digen.algorithms.projection import project
 from verl_digen.algorithms.window import Window
 from verl_digen.engine.engine import DiffusersFSDPEngine
@@ -173,7 +174,7 @@ def gradients(engine: DiffusersFSDPEngine, batch: TensorDict) -> tuple[dict[str,
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "optimizer_step", look)
         patch.setattr(engine, "lr_scheduler_step", lambda: 0.0)
-        return found, engine.commit()
+        return found, with_numbers(engine.commit())
 
 
 def log_probs(engine: DiffusersFSDPEngine, batch: TensorDict) -> list[Tensor]:
@@ -280,8 +281,13 @@ def train(engine: DiffusersFSDPEngine, batch: TensorDict, num_updates: int = 1) 
     outputs = []
     for _ in range(num_updates):
         add_all(engine, batch)
-        outputs.append(engine.commit())
+        outputs.append(with_numbers(engine.commit()))
     return outputs
+
+
+def with_numbers(outputs: dict[str, Any]) -> dict[str, Any]:
+    """The engine's outputs, with numbers for metrics."""
+    return outputs | {"metrics": numbers(outputs["metrics"])}
 
 
 def weights(engine: DiffusersFSDPEngine, **options: Any) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,22 @@ from torch import Tensor, nn
 from tests.engine.cases import REWARDS, WINDOWS
 from tests.engine.harness import begin, fragment, make_batch, make_engine, perturb, stepped_gradients, with_advantages
 from tests.engine.serial import flow_step
-from verl_digen.algorithms.losses import LossConfig, policy_loss
-from verl_digen.algorithms.losses.off_policy import trajectory_log_ratios
+from verl_digen.algorithms.losses import default_config, policy_loss
+from verl_digen.algorithms.losses.gspo import trajectory_log_ratios
+from verl_digen.algorithms.metric import numbers
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.export import plain_name
 
-LOSS = {"clip_range": 0.05, "cispo_low": 0.05, "cispo_high": 0.05, "topr_threshold": 4.2, "decoupled_cap": 1.05}
+BOUNDS: dict[str, dict[str, Any]] = {
+    "cispo": {"low": 0.05, "high": 0.05},
+    "topr": {"threshold": 4.2},
+    "weighted_topr": {"threshold": 4.2},
+    "decoupled_ppo": {"clip_range": 0.05, "cap": 1.05},
+    "flow_grpo": {"clip_range": 0.05},
+    "dance_grpo": {"clip_range": 0.05},
+    "gspo": {"clip_range": 0.05},
+}
+"""Loss -> bounds that bind for some rows and not for others."""
 WHOLE = (("g0", "g1", "g2"),)
 """Order of one fragment."""
 SHAPES = [(1, 1), (2, 2), (3, 1), (100, 100)]
@@ -37,10 +48,15 @@ def old_batch(path: Path) -> TensorDict:
     return with_advantages(batch, REWARDS, "batch", 5.0)
 
 
+def loss_of(name: str, **settings: Any) -> dict[str, Any]:
+    """`digen.loss` of a loss with its bounds."""
+    return {"name": name, **BOUNDS.get(name, {}), **settings}
+
+
 def old_engine(path: Path, name: str, shape: tuple[int, int] = (2, 2), **digen: Any) -> DiffusersFSDPEngine:
     """Engine whose weights have moved since the samples were generated."""
     tile = {"samples_per_tile": shape[0], "steps_per_tile": shape[1]}
-    settings = {"loss_name": name, "loss": LOSS, "tsp": tile} | digen
+    settings = {"loss": loss_of(name), "tsp": tile} | digen
     engine = make_engine(path, digen=settings, optim={"clip_grad": 1e9})
     perturb(engine)
     return engine
@@ -60,7 +76,7 @@ def serial(module: nn.Module, path: Path, batch: TensorDict, name: str, samples:
         "advantage": batch["advantages"][of_sample],
         "reward": batch["rm_scores"].flatten()[of_sample],
     }
-    policy_loss(name, inputs, LossConfig(**LOSS)).loss.backward()
+    policy_loss(name, inputs, replace(default_config(name), **BOUNDS.get(name, {}))).loss.backward()
     return gradient_of(module)
 
 
@@ -97,5 +113,5 @@ def committed(
     for uids in order:
         engine.accumulate(fragment(groups, *uids))
     with stepped_gradients(engine) as found:
-        metrics = engine.commit()["metrics"]
+        metrics = numbers(engine.commit()["metrics"])
     return found, metrics

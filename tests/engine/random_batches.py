@@ -108,7 +108,7 @@ class RandomBatch:
             f"seed {self.seed}: {self.flavour} on {self.num_ranks} ranks; {len(self.samples)} of {self.num_samples} "
             f"samples, {self.num_trained_rows} rows for {self.num_rows}; {', '.join(calls)}; {self.accident}; "
             f"{digen.loss_name}, {digen.old_log_probs}, {digen.advantage}, {digen.kl}, {digen.tsp}, "
-            f"advantage_clip={digen.loss.advantage_clip}, true_cfg_scale={digen.sampling.true_cfg_scale}"
+            f"advantage_clip={digen.loss_settings.advantage_bound}, true_cfg_scale={digen.sampling.true_cfg_scale}"
         )
 
 
@@ -168,9 +168,12 @@ def _draw_settings(rng: random.Random) -> DigenConfig:
     loss_name = rng.choice(["flow_grpo", "flow_grpo", "gspo", "kimi"])
     return replace(
         base,
-        loss_name=loss_name,
-        old_log_probs=rng.choice(["auto", "recompute", "rollout"]) if loss_name == "flow_grpo" else "auto",
-        loss=replace(base.loss, clip_range=0.05, kimi_tau=0.4, advantage_clip=rng.choice([math.inf, 1.5, 0.7])),
+        loss={
+            "name": loss_name,
+            "old_log_probs": rng.choice(["auto", "recompute", "rollout"]) if loss_name == "flow_grpo" else "auto",
+            "advantage_clip": rng.choice([math.inf, 1.5, 0.7]),
+            **({"tau": 0.4} if loss_name == "kimi" else {"clip_range": 0.05}),
+        },
         advantage=replace(
             base.advantage,
             scale=rng.choice(["batch", "batch", "max_group", "group", "none"]),

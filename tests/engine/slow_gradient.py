@@ -83,14 +83,15 @@ def _policy_loss(
 ) -> Tensor:
     """The policy loss of one row. `log_ratio`, like its trajectory's `log_ratios`, is against the generating policy."""
     if digen.loss_name == "kimi":
-        return -advantage * log_prob + digen.loss.kimi_tau / 2 * log_ratio**2
+        return -advantage * log_prob + digen.loss["tau"] / 2 * log_ratio**2
     if digen.loss_name == "gspo":
         ratio = torch.stack(list(log_ratios)).mean().exp()
     elif digen.old_log_probs == "rollout":
         ratio = log_ratio.exp()
     else:  # against the policy before the update, which is this one
         ratio = torch.exp(log_prob - log_prob.item())
-    clipped = min(max(ratio.item(), 1 - digen.loss.clip_range), 1 + digen.loss.clip_range)
+    bound = digen.loss["clip_range"]
+    clipped = min(max(ratio.item(), 1 - bound), 1 + bound)
     return -advantage * (ratio if -advantage * ratio.item() >= -advantage * clipped else 0 * ratio + clipped)
 
 
@@ -104,7 +105,7 @@ def _divergence(kind: str, row: ScoredRow, reference: ScoredRow) -> Tensor:
 
 def _advantages(batch: RandomBatch) -> dict[str, float]:
     """Key -> the clamped advantage; samples that do not train count among the rewards."""
-    config, clip = batch.digen.advantage, batch.digen.loss.advantage_clip
+    config, clip = batch.digen.advantage, batch.digen.loss["advantage_clip"]
     rewards = {key: sample.described.reward for key, sample in batch.samples.items()}
     groups: dict[str, list[str]] = {}
     for key, sample in batch.samples.items():

@@ -131,7 +131,7 @@ def test_given_old_log_probs_are_used(tiny_qwen_image: Path, batch: TensorDict):
 
 
 def test_rollout_log_probs_are_used_on_request(tiny_qwen_image: Path, batch: TensorDict):
-    engine = make_engine(tiny_qwen_image, digen={"old_log_probs": "rollout", "loss": {"clip_range": 0.5}})
+    engine = make_engine(tiny_qwen_image, digen={"loss": {"old_log_probs": "rollout", "clip_range": 0.5}})
     shifted = batch.clone()
     shifted["log_probs"] = batch["log_probs"] - 0.25
     _, output = gradients(engine, shifted)
@@ -139,7 +139,7 @@ def test_rollout_log_probs_are_used_on_request(tiny_qwen_image: Path, batch: Ten
 
 
 def test_recomputed_old_log_probs_give_a_ratio_of_exactly_one(tiny_qwen_image: Path, batch: TensorDict):
-    engine = make_engine(tiny_qwen_image, digen={"old_log_probs": "recompute"})
+    engine = make_engine(tiny_qwen_image, digen={"loss": {"old_log_probs": "recompute"}})
     expected, _ = gradients(make_engine(tiny_qwen_image), batch)
     found, output = gradients(engine, batch)
     assert output["metrics"]["ratio_deviation_max"] == output["metrics"]["ratio_deviation_min"] == 0.0

@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from verl_digen.algorithms.sde import SdeStep
+from verl_digen.algorithms.metric import Metric, combine_tiles, combine_updates, numbers
 from verl_digen.config import DigenConfig, KlConfig
-from verl_digen.engine.loss import DiffusionLoss, LossTerms, Reference, combine_metrics
+from verl_digen.engine.loss import DiffusionLoss, LossTerms
+from verl_digen.engine.policies import Evaluated
 from verl_digen.types import TrainingRows
 
 
@@ -30,18 +31,18 @@ def make_rows(mask=(1.0, 1.0, 0.0)) -> TrainingRows:
     )
 
 
-def make_step(log_prob: torch.Tensor) -> SdeStep:
+def evaluated(log_prob: torch.Tensor) -> Evaluated:
     num_rows = len(log_prob)
-    return SdeStep(torch.zeros(num_rows, 2), log_prob, torch.ones(num_rows, 2), torch.full((num_rows,), 0.5))
+    return Evaluated(log_prob, torch.ones(num_rows, 2), torch.full((num_rows,), 0.5), torch.zeros(num_rows, 2))
 
 
 def test_own_first_pass_has_the_gradient_of_minus_a_log_prob():
     log_prob = torch.tensor([0.3, -0.2, 0.0], requires_grad=True)
-    output = DiffusionLoss(DigenConfig())(make_step(log_prob), torch.zeros(3, 2), None, make_rows(), None, num_rows=4)
+    output = DiffusionLoss(DigenConfig())(evaluated(log_prob), {}, make_rows(), None, num_rows=4)
     output.total.backward()
     assert log_prob.grad is not None
     assert log_prob.grad.tolist() == [-2 / 4, 1 / 4, 0]
-    assert output.metrics["policy_loss"].item() == pytest.approx((-2 + 1) / 4)
+    assert output.metrics["policy_loss"].value.item() == pytest.approx((-2 + 1) / 4)
 
 
 def test_advantages_that_are_not_divided_yet_are_not_clamped():
@@ -49,41 +50,50 @@ def test_advantages_that_are_not_divided_yet_are_not_clamped():
     loss = DiffusionLoss(DigenConfig())
     rows = replace(make_rows((1.0, 1.0, 1.0)), advantages=torch.tensor([2.0, -1.0, 100.0]))
     for clamps, largest in ((True, 5.0), (False, 100.0)):
-        terms = loss(make_step(log_prob), torch.zeros(3, 2), None, rows, None, num_rows=1, clamps=clamps)
+        terms = loss(evaluated(log_prob), {}, rows, None, num_rows=1, clamps=clamps)
         (gradient,) = torch.autograd.grad(terms.total, log_prob)
         assert gradient.tolist() == [-2.0, 1.0, -largest]
 
 
 def test_dividing_the_policy_term_leaves_the_kl_term():
-    terms = LossTerms(torch.tensor(6.0), torch.tensor(1.0), {"policy_loss": torch.tensor(6.0), "kl": torch.tensor(2.0)})
+    terms = LossTerms(
+        torch.tensor(6.0),
+        torch.tensor(1.0),
+        {"policy_loss": Metric(torch.tensor(6.0)), "kl": Metric(torch.tensor(2.0))},
+    )
     divided = terms.divide_policy(3.0)
     assert divided.total.item() == 3.0
-    assert {name: value.item() for name, value in divided.metrics.items()} == {"policy_loss": 2.0, "kl": 2.0}
+    assert numbers(divided.metrics) == {"policy_loss": 2.0, "kl": 2.0}
 
 
 def test_kl_is_weighed_and_added():
     digen = DigenConfig(kl=KlConfig(coef=0.1, kind="flow_grpo"))
-    reference = Reference(mean=torch.full((3, 2), 1.5), velocity=torch.zeros(3, 2))
+    others = {"reference": {"mean": torch.full((3, 2), 1.5)}}
     log_prob = torch.zeros(3)
-    with_kl = DiffusionLoss(digen)(make_step(log_prob), torch.zeros(3, 2), reference, make_rows(), None, 2)
-    without = DiffusionLoss(digen)(make_step(log_prob), torch.zeros(3, 2), None, make_rows(), None, 2)
+    with_kl = DiffusionLoss(digen)(evaluated(log_prob), others, make_rows(), None, 2)
+    without = DiffusionLoss(DigenConfig())(evaluated(log_prob), {}, make_rows(), None, 2)
     kl = 0.5**2 / (2 * 0.5**2 / 0.2)  # (mu - mu_ref)^2 / (2 s^2), s^2 = std^2 / -dt
-    assert with_kl.metrics["kl"].item() == pytest.approx(kl, rel=1e-5)
+    assert with_kl.metrics["kl"].value.item() == pytest.approx(kl, rel=1e-5)
     assert with_kl.kl is not None and without.kl is None
     assert with_kl.kl.item() == pytest.approx(0.1 * kl, rel=1e-5)
     assert (with_kl.total - without.total).item() == pytest.approx(0.1 * kl, rel=1e-5)
 
 
 def test_unknown_loss_lists_the_known():
-    with pytest.raises(ValueError, match=r"digen.loss_name must be one of .*flow_grpo"):
-        DiffusionLoss(DigenConfig(loss_name="nonesuch"))
+    with pytest.raises(ValueError, match=r"digen.loss.name must be one of .*flow_grpo"):
+        DiffusionLoss(DigenConfig(loss={"name": "nonesuch"}))
 
 
-def test_metrics_combine_by_their_ending():
-    combined = combine_metrics(
-        [
-            {"kl": torch.tensor(1.0), "gap_max": torch.tensor(1.0), "gap_min": torch.tensor(1.0)},
-            {"kl": torch.tensor(2.0), "gap_max": torch.tensor(5.0), "gap_min": torch.tensor(-1.0)},
-        ]
-    )
-    assert {name: value.item() for name, value in combined.items()} == {"kl": 3, "gap_max": 5, "gap_min": -1}
+def metrics(**values: float) -> dict[str, Metric]:
+    """One metric per way of reduction, by its name."""
+    return {name: Metric(torch.tensor(value), name) for name, value in values.items()}  # type: ignore[arg-type]
+
+
+def test_metrics_combine_as_they_say():
+    first = metrics(mean=1.0, count=2.0, max=1.0, min=1.0, first=3.0, first_max=5.0)
+    second = metrics(mean=2.0, count=3.0, max=5.0, min=-1.0, first=4.0, first_max=7.0)
+    assert numbers(combine_tiles([first, second])) == dict(mean=3, count=5, max=5, min=-1, first=7, first_max=7)
+    assert numbers(combine_updates([first, second])) == dict(mean=1.5, count=5, max=5, min=-1, first=3, first_max=5)
+    assert numbers(combine_updates([metrics(mean=1.0), {}])) == {"mean": 1.0}
+    shares = {name: metric.scaled(2.0) for name, metric in first.items()}
+    assert numbers(shares) == dict(mean=2, count=2, max=1, min=1, first=6, first_max=5)

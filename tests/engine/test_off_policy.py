@@ -11,14 +11,14 @@ import torch
 from tensordict import TensorDict
 
 from tests.engine.harness import assert_close, assert_equal, log_probs, read_samples, weights
-from tests.engine.off_policy import LOSS, SHAPES, WHOLE, committed, old_batch, old_engine, serial, serial_gspo
+from tests.engine.off_policy import SHAPES, WHOLE, committed, loss_of, old_batch, old_engine, serial, serial_gspo
 from tests.engine.serial import plain_transformer
-from verl_digen.algorithms.losses import is_off_policy, loss_names
+from verl_digen.algorithms.losses import find_loss, loss_names
 from verl_digen.config import DigenConfig
 from verl_digen.engine.loss import DiffusionLoss
 from verl_digen.engine.rows import make_rows
 
-OFF_POLICY = [name for name in loss_names() if is_off_policy(name)]
+OFF_POLICY = [name for name in loss_names() if find_loss(name).off_policy]
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def test_a_kl_term_goes_with_every_loss(tiny_qwen_image: Path, batch: TensorDict
     """The reference is swapped in for all tiles of a call: the forwards of gspo must not run with it."""
     plain, _ = committed(old_engine(tiny_qwen_image, name), batch)
     with_kl, _ = committed(old_engine(tiny_qwen_image, name, kl={"coef": 0.3}), batch)
-    silent = LOSS | {"advantage_clip": 1e-9}
+    silent = loss_of(name, advantage_clip=1e-9)
     only_kl, _ = committed(old_engine(tiny_qwen_image, name, kl={"coef": 0.3}, loss=silent), batch)
     assert_close({key: with_kl[key] - only_kl[key] for key in plain}, plain, 1e-4)
 
@@ -89,7 +89,7 @@ def test_with_stale_samples_flow_grpo_s_ratio_is_against_the_policy_that_generat
 ):
     stale, recorded, strict = (
         committed(old_engine(tiny_qwen_image, "flow_grpo", **digen), batch)
-        for digen in ({"staleness": {"max_versions": 1}}, {"old_log_probs": "rollout"}, {})
+        for digen in ({"staleness": {"max_versions": 1}}, {"loss": loss_of("flow_grpo", old_log_probs="rollout")}, {})
     )
     assert_equal(stale[0], recorded[0])
     assert stale[1]["ratio_deviation_max"] > 0.05 and stale[1]["clip_fraction"] > 0
@@ -98,8 +98,11 @@ def test_with_stale_samples_flow_grpo_s_ratio_is_against_the_policy_that_generat
 
 def test_settings_that_do_not_go_with_the_loss_are_refused():
     for values, message in (
-        (dict(loss_name="tis", old_log_probs="recompute"), "digen.old_log_probs must be auto with digen.loss_name=tis"),
-        (dict(loss_name="decoupled_ppo", old_log_probs="rollout"), "digen.old_log_probs must be auto or recompute"),
+        (
+            {"name": "tis", "old_log_probs": "recompute"},
+            "digen.loss.old_log_probs must be auto with digen.loss.name=tis",
+        ),
+        ({"name": "decoupled_ppo", "old_log_probs": "rollout"}, "digen.loss.old_log_probs must be auto or recompute"),
     ):
         with pytest.raises(ValueError, match=message):
-            DiffusionLoss(DigenConfig(**values))
+            DiffusionLoss(DigenConfig(loss=values))

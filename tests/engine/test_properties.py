@@ -30,6 +30,7 @@ from tests.engine.harness import SIZE_PX, make_engine, process_group
 from tests.engine.random_batches import FLAVOURS, FLAVOURS_ON, Accident, RandomBatch, draw
 from tests.engine.slow_gradient import SIGMAS, expected
 from tests.engine.toy import LATENTS, TEXT_WIDTH, build_toy, register_toy
+from verl_digen.algorithms.metric import numbers
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.export import plain_name
 from verl_digen.engine.fragment import Fetch, FragmentSample
@@ -189,7 +190,7 @@ def attempt(
             engine.accumulate(call.fragment)
         elif not is_refused(lambda fragment=call.fragment: engine.accumulate(fragment)):
             problems.append(f"{call.fragment} was not refused")
-    return engine.commit()["metrics"]
+    return numbers(engine.commit()["metrics"])
 
 
 @contextmanager

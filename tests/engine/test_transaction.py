@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from tests.engine.harness import (
     generate,
     make_engine,
     peek,
+    perturb,
     samples_of,
     select,
     stepped_gradients,
@@ -31,7 +33,8 @@ from tests.engine.harness import (
     weights,
     with_advantages,
 )
-from verl_digen.algorithms.losses import LossConfig, register_loss
+from verl_digen.algorithms.losses import ClampedConfig, LossConfig, register_loss
+from verl_digen.algorithms.metric import numbers
 from verl_digen.algorithms.rows import LossInputs, LossOutput
 from verl_digen.engine import gradients
 from verl_digen.engine.engine import DiffusersFSDPEngine
@@ -122,7 +125,7 @@ def test_a_sample_without_rows_counts_for_advantages_alone(tiny_qwen_image: Path
     engine.begin(3, 6, fetch_from(batch))
     engine.accumulate(FragmentSpec("best and worst", (*kept, left_out)))
     with stepped_gradients(engine) as found:
-        assert engine.commit()["metrics"]["num_rows"] == 6
+        assert numbers(engine.commit()["metrics"])["num_rows"] == 6
     whole = with_advantages(batch, REWARDS, "group", case.clip)
     other = case.make_engine(tiny_qwen_image)
     with stepped_gradients(other) as expected:
@@ -134,18 +137,18 @@ def test_a_loss_that_is_not_homogeneous_trains_with_the_last_group(
     tiny_qwen_image: Path, batch: TensorDict, caplog: pytest.LogCaptureFixture
 ):
     @register_loss("squared_for_test", columns=("log_prob", "advantage"))
-    def squared(rows: LossInputs, config: LossConfig) -> LossOutput:
+    def squared(rows: LossInputs, config: ClampedConfig) -> LossOutput:
         return LossOutput(rows.mean(rows["log_prob"] * rows["advantage"].square()), {})
 
-    digen = {"loss_name": "squared_for_test"}
+    digen = {"loss": {"name": "squared_for_test"}}
     engine, other = make_engine(tiny_qwen_image, digen=digen), make_engine(tiny_qwen_image, digen=digen)
     groups = begin(engine, batch, REWARDS)
-    assert "digen.loss_name=squared_for_test is not proportional" in caplog.text
+    assert "digen.loss.name=squared_for_test is not proportional" in caplog.text
     assert engine.accumulate(fragment(groups, "g0")) == {"num_rows": 0, "num_held_samples": 3}
     assert engine.accumulate(fragment(groups, "g2")) == {"num_rows": 0, "num_held_samples": 6}
     assert engine.accumulate(fragment(groups, "g1")) == {"num_rows": 18, "num_held_samples": 0}
     with stepped_gradients(engine) as found:
-        assert engine.commit()["metrics"]["num_late_samples"] == 6
+        assert numbers(engine.commit()["metrics"])["num_late_samples"] == 6
     with stepped_gradients(other) as expected:
         train(other, with_advantages(batch, REWARDS, "batch", math.inf))
     assert_close(found, expected, 1e-5)
@@ -155,13 +158,13 @@ def test_a_loss_may_read_latents(tiny_qwen_image: Path, batch: TensorDict):
     """-A log π by the density's own formula from x', its mean and its std, against the loss that reads log π."""
 
     @register_loss("density_for_test", columns=("std", "advantage"), latents=("mean", "next_latents"), homogeneous=True)
-    def density(rows: LossInputs, config: LossConfig) -> LossOutput:
+    def density(rows: LossInputs, config: ClampedConfig) -> LossOutput:
         squared = (rows["next_latents"] - rows["mean"]).square().flatten(1).mean(1)
         advantage = rows["advantage"].clamp(-config.advantage_clip, config.advantage_clip)
         return LossOutput(rows.mean(advantage * squared / (2 * rows["std"].square())), {})
 
     def gradient(loss_name: str) -> dict[str, torch.Tensor]:
-        engine = make_engine(tiny_qwen_image, digen={"loss_name": loss_name, "kl": {"coef": 0.3}})
+        engine = make_engine(tiny_qwen_image, digen={"loss": {"name": loss_name}, "kl": {"coef": 0.3}})
         groups = begin(engine, batch, REWARDS)
         engine.accumulate(fragment(groups, "g0", "g1", "g2"))
         with stepped_gradients(engine) as found:
@@ -173,6 +176,29 @@ def test_a_loss_may_read_latents(tiny_qwen_image: Path, batch: TensorDict):
     assert_close(found, gradient("reinforce"), 1e-5)
 
 
+@pytest.mark.parametrize("model", [{}, LORA], ids=["full", "lora"])
+def test_a_loss_may_read_the_reference_without_a_kl_term(tiny_qwen_image: Path, batch: TensorDict, model: dict):
+    """mean[(v - v_ref)^2] as a loss, against the KL term of that kind beside next to no policy gradient."""
+    name = f"to_reference_for_test_{'lora' if model else 'full'}"
+
+    @register_loss(name, config=LossConfig, latents=("velocity", "reference_velocity"))
+    def to_reference(rows: LossInputs, config: LossConfig) -> LossOutput:
+        squared = (rows["velocity"] - rows["reference_velocity"]).square().flatten(1).mean(1)
+        return LossOutput(rows.mean(squared), {})
+
+    def gradient(**digen: Any) -> dict[str, torch.Tensor]:
+        engine = make_engine(tiny_qwen_image, digen=digen, model=model)
+        perturb(engine, scale=0.1)
+        groups = begin(engine, batch, REWARDS)
+        engine.accumulate(fragment(groups, "g0", "g1", "g2"))
+        with stepped_gradients(engine) as found:
+            engine.commit()
+        return found
+
+    found = gradient(loss={"name": name})
+    assert_close(found, gradient(loss={"advantage_clip": 1e-9}, kl={"coef": 1.0, "kind": "velocity"}), 1e-4)
+
+
 # -- commit and abort -------------------------------------------------------------------------------------
 def test_commit_is_one_update(tiny_qwen_image: Path, batch: TensorDict):
     engine, other = (
@@ -181,7 +207,7 @@ def test_commit_is_one_update(tiny_qwen_image: Path, batch: TensorDict):
     for _ in range(2):
         groups = begin(engine, batch, REWARDS)
         engine.accumulate(fragment(groups, "g0", "g1", "g2"))
-        metrics = engine.commit()["metrics"]
+        metrics = numbers(engine.commit()["metrics"])
         train(other, with_advantages(batch, REWARDS, "batch", 5.0))
     assert_equal(optimizer_state(engine), optimizer_state(other))
     assert engine.state.num_updates == 2 and metrics["lr"] == pytest.approx(1e-3 * 2 / 4)
@@ -197,7 +223,7 @@ def test_a_gradient_that_is_not_finite_is_not_committed(tiny_qwen_image: Path, b
     before = weights(engine)
     groups = begin(engine, broken, REWARDS)
     engine.accumulate(fragment(groups, "g0", "g1", "g2"))
-    metrics = engine.commit()["metrics"]
+    metrics = numbers(engine.commit()["metrics"])
     assert metrics["num_skipped_updates"] == 1 and engine.state.num_skipped == 1
     assert_equal(weights(engine), before)
 

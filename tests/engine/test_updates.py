@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,21 +15,26 @@ from tensordict import TensorDict
 
 from tests.engine.cases import CLIP, REWARDS, Case
 from tests.engine.harness import (
+    LORA,
     assert_close,
     assert_equal,
     fetch_from,
     make_engine,
+    perturb,
     samples_of,
     stepped_gradients,
     train,
     weights,
     with_advantages,
 )
+from tests.engine.off_policy import gradient_of
+from tests.engine.serial import flow_step, plain_lora, plain_transformer
+from verl_digen.algorithms.losses import default_config, find_loss, policy_loss
 from verl_digen.config import AdvantageConfig
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.fragment import FragmentSample, FragmentSpec
 from verl_digen.trainer.ranks import TrainerRanks
-from verl_digen.trainer.updates import batch_scale, combine_updates, fragment_samples, mini_batches, train_batch
+from verl_digen.trainer.updates import batch_scale, fragment_samples, mini_batches, train_batch
 
 LOSS = {"advantage_clip": CLIP}
 
@@ -39,6 +45,8 @@ class OneRank:
     def __init__(self, engine: DiffusersFSDPEngine, batch: TensorDict):
         self.engine, self.fetch = engine, fetch_from(batch)
         self.evaluated: list[FragmentSpec] = []
+        self.num_kept = 0
+        """Calls of `keep_old`."""
 
     def begin(self, num_samples: int, num_rows: int, partition: str, scale: float | None) -> list[Any]:
         return [answer(self.engine.begin(num_samples, num_rows, self.fetch, scale=scale))]
@@ -49,6 +57,10 @@ class OneRank:
     def evaluate(self, fragments: Sequence[FragmentSpec], partition: str) -> list[Any]:
         self.evaluated += fragments
         return [answer(self.engine.evaluate(fragments, self.fetch))]
+
+    def keep_old(self) -> list[Any]:
+        self.num_kept += 1
+        return [answer(self.engine.keep_old())]
 
     def commit(self, more: bool) -> list[Any]:
         return [answer(self.engine.commit(more=more)["metrics"])]
@@ -72,7 +84,8 @@ def update(
         mini_batches(described, num_groups),
         num_epochs=num_epochs,
         scale=batch_scale(described, engine.digen.advantage),
-        reads_old_log_probs=engine.digen.denominator in ("first_pass", "recompute"),
+        loss=find_loss(engine.digen.loss_name),
+        old=engine.digen.denominator,
     )
     return asyncio.run(work), group
 
@@ -144,8 +157,84 @@ def test_the_first_ratio_of_the_first_update_is_exactly_one(
 def test_old_log_probs_are_evaluated_for_losses_that_read_them(
     tiny_qwen_image: Path, batch: TensorDict, loss: str, num_forwards: int
 ):
-    _, rank = update(make_engine(tiny_qwen_image, digen={"loss_name": loss}), batch, num_groups=1)
+    _, rank = update(make_engine(tiny_qwen_image, digen={"loss": {"name": loss}}), batch, num_groups=1)
     assert len(rank.evaluated) == num_forwards
+
+
+OLD_LATENTS = ("grpo_guard", "flow_dppo")
+
+
+@pytest.mark.parametrize("model", [{}, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("loss", OLD_LATENTS)
+def test_a_loss_that_reads_the_old_mean_gets_it_from_the_weights_before_the_update(
+    tiny_qwen_image: Path, batch: TensorDict, loss: str, model: dict
+):
+    """The second update's gradient, against one with the old weights in a module of their own."""
+    engine = make_engine(tiny_qwen_image, digen={"loss": {"name": loss}}, model=model, optim={"clip_grad": 1e9})
+    perturb(engine, scale=0.1 if model else 0.02)
+    old = weights(engine)
+    moved: list[dict[str, torch.Tensor]] = []
+    commit = engine.commit
+
+    def watched(*, more: bool = False) -> dict[str, Any]:
+        moved.append(weights(engine))
+        return commit(more=more)
+
+    engine.commit = watched  # type: ignore[method-assign]
+    with stepped_gradients(engine) as found:
+        metrics, rank = update(engine, batch, num_epochs=2)
+    assert (rank.num_kept, len(rank.evaluated)) == (1, 0)
+    assert metrics["ratio_deviation_max"] > 0.0 and "old" not in engine.copies
+    module, before = (module_of(engine, tiny_qwen_image, state) for state in (moved[1], old))
+    expected = serial_with_old_mean(module, before, tiny_qwen_image, batch, loss)
+    assert_close(found, expected, 1e-4)
+
+
+def module_of(engine: DiffusersFSDPEngine, path: Path, state: dict[str, torch.Tensor]) -> Any:
+    """The plain module with these exported weights."""
+    return (
+        plain_lora(path, engine.model_config.lora_config(), state)
+        if engine._is_lora
+        else plain_transformer(path, state)
+    )
+
+
+def serial_with_old_mean(module: Any, before: Any, path: Path, batch: TensorDict, loss: str) -> dict[str, torch.Tensor]:
+    """Gradient of a loss that reads `old_mean`, one row at a time."""
+    whole = with_advantages(batch, REWARDS, "batch", math.inf)
+    columns: dict[str, list[torch.Tensor]] = {}
+    for sample in range(len(REWARDS)):
+        for step in range(len(batch["positions"][sample])):
+            row = flow_row(module, path, batch, sample, step)
+            with torch.no_grad():
+                old = flow_row(before, path, batch, sample, step)
+            sigma, following = (batch[name][sample][step] for name in ("sigmas", "next_sigmas"))
+            values = {
+                **{"log_prob": row[0], "mean": row[1], "std": row[2], "old_log_prob": old[0], "old_mean": old[1]},
+                **{"sigma": sigma, "sigma_next": following, "advantage": whole["advantages"][sample].float()},
+            }
+            for name, value in values.items():
+                columns.setdefault(name, []).append(value)
+    inputs = {name: torch.stack(values) for name, values in columns.items()}
+    policy_loss(loss, inputs, default_config(loss)).loss.backward()
+    return gradient_of(module)
+
+
+def flow_row(
+    module: Any, path: Path, batch: TensorDict, sample: int, step: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(log-prob [], mean of x' [...], std []) of one recorded step."""
+    mean, s, dt, x_next, _ = flow_step(module, path, batch, sample, step, 1.0)
+    std = s * torch.sqrt(-dt)
+    log_prob = (-((x_next - mean) ** 2) / (2 * std**2) - torch.log(std) - 0.5 * math.log(2 * math.pi)).mean()
+    return log_prob, mean[0], std.reshape(())
+
+
+@pytest.mark.parametrize("loss", OLD_LATENTS)
+def test_one_update_needs_no_copy_of_the_old_weights(tiny_qwen_image: Path, batch: TensorDict, loss: str):
+    engine = make_engine(tiny_qwen_image, digen={"loss": {"name": loss}})
+    metrics, rank = update(engine, batch)
+    assert rank.num_kept == 0 and metrics["ratio_deviation_max"] == metrics["ratio_deviation_min"] == 0.0
 
 
 def test_offloaded_weights_stay_between_the_updates_of_a_batch(tiny_qwen_image: Path, batch: TensorDict):
@@ -193,12 +282,3 @@ def test_a_row_that_no_rank_evaluated_is_named():
     fragment = FragmentSpec("f", (FragmentSample("x", "g", 0.0, 2),))
     with pytest.raises(RuntimeError, match=r"sample x has 2 trained steps, but the trainer's ranks evaluated \[0\]"):
         asyncio.run(TrainerRanks(Lacking()).evaluate([fragment]))
-
-
-def test_metrics_of_updates_combine_by_name():
-    outputs = [
-        {"loss": 1.0, "gap_max": 2.0, "gap_min": 0.0, "num_rows": 4.0, "rollout_ratio": 1.0},
-        {"loss": 3.0, "gap_max": 1.0, "gap_min": -1.0, "num_rows": 2.0, "rollout_ratio": 9.0, "lr": 0.5},
-    ]
-    combined = {"loss": 2, "gap_max": 2, "gap_min": -1, "num_rows": 6, "rollout_ratio": 1, "lr": 0.5}
-    assert combine_updates(outputs) == combined

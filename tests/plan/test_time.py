@@ -31,12 +31,12 @@ def test_twice_the_devices_take_half_the_time():
 
 
 def test_a_reference_and_recomputed_log_probs_cost_a_forward_each():
-    more = plan_time(make_run(digen={"kl": KlConfig(coef=0.1), "old_log_probs": "recompute"}), None, 0.4)
+    more = plan_time(make_run(digen={"kl": KlConfig(coef=0.1), "loss": {"old_log_probs": "recompute"}}), None, 0.4)
     assert more.training_flops == SAMPLES * ROWS * (4 + 2) * FORWARD
 
 
 def test_a_loss_over_whole_trajectories_costs_a_forward():
-    assert plan_time(make_run(digen={"loss_name": "gspo"}), None, 0.4).training_flops == (
+    assert plan_time(make_run(digen={"loss": {"name": "gspo"}}), None, 0.4).training_flops == (
         SAMPLES * ROWS * (4 + 1) * FORWARD
     )
 

@@ -126,7 +126,7 @@ NAMES = [
     *_each("data.custom_cls.path", "nowhere.py", "null"),
     *_each("trainer.v1.sampler.custom_sampler.name", "NoSuchSampler", "null"),
     *_each("actor_rollout_ref.hybrid_engine", "false", "null", "maybe"),
-    *_each("digen.loss_name", "ppo", "flow-grpo", "5"),
+    *_each("digen.loss.name", "ppo", "flow-grpo", "5"),
     *_each("digen.sde.law", "flo", "5"),
     *_each("digen.advantage.scale", "std", "groups"),
     *_each("digen.kl.kind", "k3"),
@@ -134,7 +134,7 @@ NAMES = [
     *_each("digen.tsp.reduce", "tyle"),
     *_each("digen.tag.policy", "on"),
     *_each("digen.rollout.latents_dtype", "fp32"),
-    *_each("digen.old_log_probs", "recorded"),
+    *_each("digen.loss.old_log_probs", "recorded"),
 ]
 """Unknown names, and paths that lead nowhere."""
 

@@ -66,8 +66,11 @@ def test_a_good_config_passes(compose_main, runnable):
         ("digen.staleness.max_versions=1", "digen.staleness.max_versions must be 0 where trainer and replicas"),
         ("digen.tag.policy=on", "digen.tag.policy must be one of off, bts, always, got 'on';"),
         ("digen.staleness.fraction=0", "digen.staleness.fraction must lie in (0, 1], got 0.0;"),
-        ("digen.loss_name=ppo", "digen.loss_name must be one of cispo, dance_grpo, "),
-        ("digen.loss.kimi_tau=-1", "digen.loss.kimi_tau must be >= 0 and finite, got -1.0;"),
+        ("digen.loss.name=ppo", "digen.loss.name must be one of cispo, dance_grpo, "),
+        ("digen.loss.clip_range=2", "digen.loss.clip_range must lie in (0, 1), got 2.0;"),
+        ("digen.loss.clip_rnage=1e-4", "digen.loss.clip_rnage must be a setting of digen.loss.name=flow_grpo, got"),
+        ("digen.loss.clip_range=wide", "digen.loss.clip_range: Value 'wide' of type 'str' could not be converted"),
+        ("digen.loss.tau=0.2", "digen.loss.tau must be a setting of digen.loss.name=flow_grpo, got 0.2, a setting of"),
         (
             "digen.placement.generator_accelerator=H100",
             "generator_accelerator needs replicas on devices",
@@ -88,15 +91,15 @@ def test_a_bad_value_is_named_by_its_key(compose_main, runnable, override, messa
     ("overrides", "message"),
     [
         (("digen.tag.policy=bts", "digen.staleness.max_versions=1"), None),
-        (("digen.loss_name=tis", "digen.staleness.max_versions=3"), None),
+        (("digen.loss.name=tis", "digen.staleness.max_versions=3"), None),
         (
             ("digen.staleness.max_versions=2",),
-            "digen.loss_name must be one of cispo, decoupled_ppo, gspo, kimi, reinforce, tis, topr, weighted_topr with "
+            "digen.loss.name must be one of cispo, decoupled_ppo, gspo, kimi, reinforce, tis, topr, weighted_topr with "
             "digen.staleness.max_versions=2, got 'flow_grpo'",
         ),
         (
-            ("digen.staleness.max_versions=1", "digen.old_log_probs=recompute"),
-            "digen.old_log_probs must be auto or rollout with digen.loss_name=flow_grpo and "
+            ("digen.staleness.max_versions=1", "digen.loss.old_log_probs=recompute"),
+            "digen.loss.old_log_probs must be auto or rollout with digen.loss.name=flow_grpo and "
             "digen.staleness.max_versions=1",
         ),
         (("actor_rollout_ref.actor.ppo_epochs=2",), "ppo_epochs 1 on separate pools, where a batch is one optimizer"),
@@ -250,13 +253,13 @@ def test_a_reward_file_that_workers_could_not_load_is_told_before_they_start(
 
 
 def test_log_probs_that_the_loss_does_not_read_are_refused(compose_main, runnable):
-    message = problem(compose_main, *runnable, "digen.loss_name=tis", "digen.old_log_probs=recompute")
-    assert message.startswith("digen.old_log_probs must be auto with digen.loss_name=tis")
-    preflight.check(compose_main(*runnable, "digen.loss_name=gspo"))
+    message = problem(compose_main, *runnable, "digen.loss.name=tis", "digen.loss.old_log_probs=recompute")
+    assert message.startswith("digen.loss.old_log_probs must be auto with digen.loss.name=tis")
+    preflight.check(compose_main(*runnable, "digen.loss.name=gspo"))
 
 
 def test_all_problems_are_shown_at_once(compose_main, runnable):
-    message = problem(compose_main, *runnable, "digen.loss_name=ppo", "actor_rollout_ref.rollout.n=1")
+    message = problem(compose_main, *runnable, "digen.loss.name=ppo", "actor_rollout_ref.rollout.n=1")
     assert len(message.splitlines()) == 2
 
 
@@ -269,11 +272,11 @@ def test_a_plugin_that_failed_refuses_the_run_and_names_the_cause(compose_main, 
 
 
 def test_recipes_install_the_callback_and_it_stops_hydra(compose_main, capsys):
-    config = compose_main("recipe=digen_flowgrpo", "digen.loss_name=ppo")
+    config = compose_main("recipe=digen_flowgrpo", "digen.loss.name=ppo")
     with pytest.raises(SystemExit) as stopped:
         Callbacks(config).on_run_start(config=config, config_name="ppo_trainer")
     assert stopped.value.code == 2
-    assert "digen.loss_name must be one of" in capsys.readouterr().err
+    assert "digen.loss.name must be one of" in capsys.readouterr().err
 
 
 def test_verl_alone_has_no_callback(compose_main):

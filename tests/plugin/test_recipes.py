@@ -168,10 +168,10 @@ def test_another_program_that_calls_verls_main_has_recipes_and_checks(tmp_path, 
         command = [sys.executable, "launcher.py", *runnable, *overrides]
         return subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
-    good, bad = start(), start("digen.loss_name=ppo")
+    good, bad = start(), start("digen.loss.name=ppo")
     stdout, stderr = good.communicate(timeout=240)
     assert good.returncode == 7 and "ray.init was reached" in stdout, stderr
     assert "verl-digen: reward = 1 x jpeg_compressibility" in stderr
     stdout, stderr = bad.communicate(timeout=240)
     assert bad.returncode == 2 and "ray.init was reached" not in stdout
-    assert "digen.loss_name must be one of" in stderr and "Traceback" not in stderr
+    assert "digen.loss.name must be one of" in stderr and "Traceback" not in stderr

@@ -3,7 +3,7 @@
 
 | kind | per row |
 | --- | --- |
-| `flow_grpo` | mean[(μ - μ_ref)²] / (2 s²), s = std / sqrt(-dt) |
+| `flow_grpo` | mean[(μ - μ_ref)²] / (2 s²), s = std / sqrt(sigma - sigma') |
 | `exact` | mean[(μ - μ_ref)²] / (2 std²), the KL of the two Gaussians per latent dim |
 | `velocity` | mean[(v - v_ref)²] |
 
@@ -14,44 +14,56 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
+from verl_digen.algorithms.metric import Metric
 from verl_digen.algorithms.rows import LossInputs, LossOutput
-from verl_digen.algorithms.sde import latent_mean
+from verl_digen.algorithms.sde import gaussian_kl, latent_mean
 
 
 def kl_loss(kind: str, inputs: Mapping[str, Tensor]) -> LossOutput:
     """KL of N rows, as their share of the logical batch's mean; also its metric `kl`.
 
     Args:
-        inputs: what `KINDS[kind]` lists: latents `mean` and `ref_mean` of x', or `velocity` and
-            `ref_velocity`; columns `std` (as `SdeStep.std`) and `dt` = sigma' - sigma < 0. `mask` and
-            `num_rows` as in `losses.policy_loss`.
+        inputs: what `kl_inputs(kind)` lists: latents `mean` and `reference_mean` of x', or `velocity` and
+            `reference_velocity`; columns `std` (as `SdeStep.std`), `sigma` and `sigma_next`. `mask` and `num_rows` as
+            in `losses.policy_loss`.
 
     Raises:
         ValueError: unknown kind; an input is missing or misshapen.
     """
-    if kind not in KINDS:
-        raise ValueError(f"unknown KL kind {kind!r}; known kinds: {', '.join(KINDS)}")
+    _require_known(kind)
     columns, latents, divergence = KINDS[kind]
     rows = LossInputs.check(f"KL kind {kind!r}", inputs, columns=columns, latents=latents)
     loss = rows.mean(divergence(rows))
-    return LossOutput(loss, {"kl": loss.detach()})
+    return LossOutput(loss, {"kl": Metric(loss.detach())})
+
+
+def kl_inputs(kind: str) -> tuple[str, ...]:
+    """The inputs that KL `kind` needs. ValueError if there is no such kind."""
+    _require_known(kind)
+    columns, latents, _ = KINDS[kind]
+    return (*columns, *latents)
+
+
+def _require_known(kind: str) -> None:
+    if kind not in KINDS:
+        raise ValueError(f"unknown KL kind {kind!r}; known kinds: {', '.join(KINDS)}")
 
 
 def _flow_grpo(rows: LossInputs) -> Tensor:
-    return _exact(rows) * -rows["dt"]
+    return _exact(rows) * (rows["sigma"] - rows["sigma_next"])
 
 
 def _exact(rows: LossInputs) -> Tensor:
-    return latent_mean((rows["mean"] - rows["ref_mean"]).square()) / (2 * rows["std"].square())
+    return gaussian_kl(rows["mean"], rows["reference_mean"], rows["std"])
 
 
 def _velocity(rows: LossInputs) -> Tensor:
-    return latent_mean((rows["velocity"] - rows["ref_velocity"]).square())
+    return latent_mean((rows["velocity"] - rows["reference_velocity"]).square())
 
 
 KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...], Callable[[LossInputs], Tensor]]] = {
-    "flow_grpo": (("std", "dt"), ("mean", "ref_mean"), _flow_grpo),
-    "exact": (("std",), ("mean", "ref_mean"), _exact),
-    "velocity": ((), ("velocity", "ref_velocity"), _velocity),
+    "flow_grpo": (("std", "sigma", "sigma_next"), ("mean", "reference_mean"), _flow_grpo),
+    "exact": (("std",), ("mean", "reference_mean"), _exact),
+    "velocity": ((), ("velocity", "reference_velocity"), _velocity),
 }
 """kind -> (columns [N] it needs, latents [N, ...] it needs, divergence per row [N])."""

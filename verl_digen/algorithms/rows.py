@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from verl_digen.algorithms.metric import Metric
+
 
 @dataclass(frozen=True)
 class LossOutput:
@@ -22,8 +24,8 @@ class LossOutput:
 
     loss: Tensor
     """[] fp32, a share of the logical batch's mean."""
-    metrics: dict[str, Tensor]
-    """name -> [] fp32, detached. Over fragments, `*_min` and `*_max` combine by min and max, others by sum."""
+    metrics: Mapping[str, Metric]
+    """By name; each carries the way in which it combines over tiles."""
 
 
 @dataclass(frozen=True)
@@ -97,3 +99,15 @@ class LossInputs:
     def max(self, per_row: Tensor) -> Tensor:
         """[N] -> [], over unmasked rows; -inf if there is none."""
         return torch.where(self.is_row, per_row, -torch.inf).amax()
+
+    def mean_metric(self, per_row: Tensor) -> Metric:
+        """The metric `mean(per_row)`."""
+        return Metric(self.mean(per_row.detach()))
+
+    def min_metric(self, per_row: Tensor) -> Metric:
+        """The metric `min(per_row)`."""
+        return Metric(self.min(per_row.detach()), "min")
+
+    def max_metric(self, per_row: Tensor) -> Metric:
+        """The metric `max(per_row)`."""
+        return Metric(self.max(per_row.detach()), "max")

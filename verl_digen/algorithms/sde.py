@@ -124,6 +124,11 @@ def latent_mean(latents: Tensor) -> Tensor:
     return latents.reshape(len(latents), -1).mean(dim=1)
 
 
+def gaussian_kl(mean: Tensor, other: Tensor, std: Tensor) -> Tensor:
+    """KL divergence per latent dim of two Gaussians with one std: means [N, ...] and std [N] -> [N]."""
+    return latent_mean((mean - other).square()) / (2 * std.square())
+
+
 def _checked_schedule(
     num_rows: int, sigma: Tensor, sigma_next: Tensor, noise_level: float | Tensor, sigma_max: float | Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

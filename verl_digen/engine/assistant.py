@@ -30,7 +30,7 @@ class Assistant:
 
     def __init__(self, engine: DiffusersFSDPEngine, *, latents_dtype: torch.dtype, decoder_dtype: torch.dtype):
         self._engine = engine
-        self._device = engine.scorer.device
+        self._device = engine.forward.device
         self._decode = engine.model.load_decoder(decoder_dtype, self._device)
         self._sampler = Sampler(
             engine.model,

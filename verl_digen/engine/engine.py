@@ -19,7 +19,7 @@ Colocated training is the same calls: one fragment of all groups, or one logical
 | the accumulating gradient | `verl_digen.engine.transaction` |
 | advantages before all rewards are known | `verl_digen.engine.ledger` |
 | partition of rows over ranks and tiles | `verl_digen.schedulers.deal`, `verl_digen.schedulers.tiles` |
-| forwards, KL reference | `verl_digen.engine.scoring` |
+| forwards, of other policies too | `verl_digen.engine.policies` |
 
 Invariants (tests/engine)
 - The committed gradient is that of the serial loop over rows, whatever the fragments, their order, the number of
@@ -48,7 +48,8 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
 from verl_digen.algorithms.ema import ema_decay, ema_update_
-from verl_digen.algorithms.losses import is_homogeneous, reads_trajectories
+from verl_digen.algorithms.losses import find_loss
+from verl_digen.algorithms.metric import Metric, Reduce, combine_tiles
 from verl_digen.engine import gradients, memory
 from verl_digen.engine.build import add_adapter, build_transformer, check_engine_config, keep_input_dtypes
 from verl_digen.engine.checkpoint import DiffusersCheckpointManager, UpdateState
@@ -57,11 +58,11 @@ from verl_digen.engine.fragment import Fetch, FragmentSample, FragmentSpec
 from verl_digen.engine.gathered import recover, reshard
 from verl_digen.engine.ledger import AdvantageLedger
 from verl_digen.engine.logical_batch import LogicalBatch
-from verl_digen.engine.loss import DiffusionLoss, combine_metrics
+from verl_digen.engine.loss import DiffusionLoss
 from verl_digen.engine.planning import Planner
+from verl_digen.engine.policies import PolicyForward, without_adapter
 from verl_digen.engine.row_flops import RowFlops
 from verl_digen.engine.rows import tile_rows
-from verl_digen.engine.scoring import PolicyForward, without_adapter
 from verl_digen.engine.shadow import ShadowWeights, local_shards
 from verl_digen.engine.transaction import GradientTransaction
 from verl_digen.model_config import MODEL_TYPE, DiffusionModelConfig
@@ -94,8 +95,8 @@ class DiffusersFSDPEngine(FSDPEngine):
         self.digen = model_config.digen
         self.model = load_model(model_config.local_path)
         self.state = UpdateState()
-        self.reference: ShadowWeights | None = None
-        """The initial weights, for the KL term of a full fine-tune; LoRA's reference is the adapter switched off."""
+        self.copies: dict[str, ShadowWeights] = {}
+        """Policy -> its weights, see `verl_digen.engine.policies`."""
         self.wire_dtype: torch.dtype | None = None
         """dtype of exported floating tensors; None keeps each parameter's own."""
         self.exports_average = False
@@ -113,14 +114,13 @@ class DiffusersFSDPEngine(FSDPEngine):
         """Build module, optimizer and schedule, then the copies: EMA, frozen reference."""
         super().initialize()
         self.model.compute_dtype = self._autocast_dtype
-        copies_on = "cpu" if self.engine_config.param_offload else None
         if not self.engine_config.forward_only:
             if self.digen.ema.enable:
-                self.state.ema = ShadowWeights(self.module, copies_on)
-            if self.digen.kl.coef > 0 and not self._is_lora:
-                self.reference = ShadowWeights(self.module, copies_on)
-        self.scorer = PolicyForward(
-            self.model, self.module, self.digen, torch.device(get_device_id()), self.reference, self._is_lora
+                self.state.ema = self._copy_weights()
+            if "reference" in DiffusionLoss(self.digen).wanted and not self._is_lora:
+                self.copies["reference"] = self._copy_weights()
+        self.forward = PolicyForward(
+            self.model, self.module, self.digen, torch.device(get_device_id()), self.copies, self._is_lora
         )
         self.row_flops = RowFlops(self.model, self.module, self.digen.sampling, is_frozen=self._is_lora)
         group = self.get_data_parallel_group()
@@ -133,6 +133,9 @@ class DiffusersFSDPEngine(FSDPEngine):
             checkpoint_config=self.checkpoint_config,
             update_state=self.state,
         )
+
+    def _copy_weights(self) -> ShadowWeights:
+        return ShadowWeights(self.module, "cpu" if self.engine_config.param_offload else None)
 
     def _build_module(self) -> nn.Module:
         return build_transformer(self.model, self.model_config, self.engine_config, self.rank)
@@ -180,13 +183,13 @@ class DiffusersFSDPEngine(FSDPEngine):
         ledger = AdvantageLedger(
             self.digen.advantage,
             num_samples,
-            clip=self.digen.loss.advantage_clip,
-            is_homogeneous=is_homogeneous(self.digen.loss_name),
+            clip=loss.config.advantage_bound,
+            is_homogeneous=loss.loss.homogeneous,
             scale=scale,
         )
         if ledger.waits_for_batch and self.rank == 0 and self.state.num_updates == 0:
             logger.warning(
-                "digen.loss_name=%s is not proportional to the advantage, so with digen.advantage.scale=%s nothing "
+                "digen.loss.name=%s is not proportional to the advantage, so with digen.advantage.scale=%s nothing "
                 "trains before the last group is complete; digen.advantage.scale=group trains each group at once",
                 self.digen.loss_name,
                 self.digen.advantage.scale,
@@ -228,7 +231,7 @@ class DiffusersFSDPEngine(FSDPEngine):
                 tensors stay on the device.
 
         Returns:
-            verl's outputs of a training step: `loss` and `metrics`.
+            `loss`, this rank's in a list, and `metrics`, name -> `Metric`, the same on all ranks.
 
         Raises:
             RuntimeError: as in `accumulate`; or nothing was trained. Then only `abort` is legal.
@@ -241,13 +244,13 @@ class DiffusersFSDPEngine(FSDPEngine):
             advantages = batch.ledger.advantages().abs()
             outputs = self._outputs(batch.transaction, loss, metrics)
             outputs["metrics"] |= {
-                "grad_norm": self.optimizer_step(),
-                "lr": self._learning_rate() if more else self.lr_scheduler_step(),
-                "num_skipped_updates": float(self.state.num_skipped - skipped),
-                "num_fragments": float(len(batch.fragment_ids)),
-                "num_late_samples": float(batch.num_late_samples),
-                "advantage_abs_mean": advantages.mean().item(),
-                "advantage_abs_max": advantages.max().item(),
+                "grad_norm": _number(self.optimizer_step()),
+                "lr": _number(self._learning_rate() if more else self.lr_scheduler_step()),
+                "num_skipped_updates": _number(self.state.num_skipped - skipped, "count"),
+                "num_fragments": _number(len(batch.fragment_ids), "count"),
+                "num_late_samples": _number(batch.num_late_samples, "count"),
+                "advantage_abs_mean": Metric(advantages.mean()),
+                "advantage_abs_max": Metric(advantages.max(), "max"),
             }
         self._close(stays_loaded=more)
         return outputs
@@ -284,6 +287,15 @@ class DiffusersFSDPEngine(FSDPEngine):
             finally:
                 reshard(self.module)
 
+    def keep_old(self) -> None:
+        """Copy the weights, as policy `old` of the optimizer steps up to the next `commit` without `more`.
+
+        Raises:
+            RuntimeError: a logical batch is open.
+        """
+        self._require_closed("keep_old")
+        self.copies["old"] = self._copy_weights()
+
     @torch.no_grad()
     def evaluate(self, fragments: Sequence[FragmentSpec], fetch: Fetch) -> dict[str, dict[int, float]]:
         """Log-probs of the fragments' rows that this rank would train, under the current weights.
@@ -309,9 +321,11 @@ class DiffusersFSDPEngine(FSDPEngine):
     ) -> Iterator[tuple[FragmentSample, int, float]]:
         """(sample, trained step, log-prob) of this rank's rows."""
         zeros = torch.zeros(len(samples))
-        work = self.planner.deal(samples, zeros, fetch, whole_samples=reads_trajectories(self.digen.loss_name))
+        work = self.planner.deal(
+            samples, zeros, fetch, whole_samples=find_loss(self.digen.loss_name).reads_trajectories
+        )
         tiles = [tile_rows(work.samples, tile, work.places)[0] for tile in work.tiles]
-        evaluated = [self.scorer(rows.to(self.scorer.device))[0].log_prob for rows in tiles]
+        evaluated = [self.forward(rows.to(self.forward.device)).log_prob for rows in tiles]
         for tile, log_probs in zip(work.tiles, evaluated, strict=True):
             if not tile.is_filler:  # its row is in another tile, too
                 for row, log_prob in zip(tile.rows, log_probs.tolist(), strict=True):
@@ -322,6 +336,7 @@ class DiffusersFSDPEngine(FSDPEngine):
         self.optimizer_zero_grad()
         self._stays_loaded = stays_loaded
         if not stays_loaded:
+            self.copies.pop("old", None)
             self._loaded.close()
 
     def _learning_rate(self) -> float:
@@ -372,7 +387,7 @@ class DiffusersFSDPEngine(FSDPEngine):
     def _transaction(self, loss: DiffusionLoss, num_rows: int) -> GradientTransaction:
         return GradientTransaction(
             self.module,
-            self.scorer,
+            self.forward,
             loss,
             num_rows=num_rows,
             num_ranks=self.get_data_parallel_size(),
@@ -399,26 +414,29 @@ class DiffusersFSDPEngine(FSDPEngine):
     def _rehearse(self, rows: TrainingRows) -> None:
         """Dry run of one tile (forward, and backward if this engine trains) to measure memory. Discards the gradient.
         Rows are on the CPU."""
-        rows = rows.to(self.scorer.device)
+        rows = rows.to(self.forward.device)
         if self.engine_config.forward_only:
             with torch.no_grad():
-                self.scorer(rows)
+                self.forward(rows)
         else:
             with torch.enable_grad():
                 self._transaction(DiffusionLoss(self.digen), num_rows=1).rehearse(rows)
 
-    def _outputs(self, transaction: GradientTransaction, loss: Tensor, metrics: dict[str, Tensor]) -> dict[str, Any]:
-        """Outputs in verl's shape. Metrics of all ranks are combined by `combine_metrics`."""
-        gathered: list[dict[str, Tensor]] = [{}] * self.get_data_parallel_size()
-        on_host = {name: value.cpu() for name, value in metrics.items()}
+    def _outputs(self, transaction: GradientTransaction, loss: Tensor, metrics: dict[str, Metric]) -> dict[str, Any]:
+        """Outputs in verl's shape, with the metrics of all ranks combined."""
+        gathered: list[dict[str, Metric]] = [{}] * self.get_data_parallel_size()
+        on_host = {name: Metric(metric.value.cpu(), metric.reduce) for name, metric in metrics.items()}
         dist.all_gather_object(gathered, on_host, group=self.get_data_parallel_group())
-        combined = {name: value.item() for name, value in combine_metrics(gathered).items()}
-        counts = {"num_rows": float(transaction.num_trained_rows), "num_tiles": float(transaction.num_tiles)}
-        counts["prompt_tokens"] = combined.pop("num_prompt_tokens") / transaction.num_trained_rows
-        flops = self.row_flops.metrics(counts["prompt_tokens"])
-        projection = gradients.projection(self.module).item() / self._loss_scale()
-        numbers = combined | counts | flops | {"grad_projection": projection}
-        return {"model_output": {}, "loss": [loss], "metrics": numbers}
+        combined = combine_tiles(gathered)
+        prompt_tokens = combined.pop("num_prompt_tokens").value.item() / transaction.num_trained_rows
+        combined |= {
+            "num_rows": _number(transaction.num_trained_rows, "count"),
+            "num_tiles": _number(transaction.num_tiles, "count"),
+            "prompt_tokens": _number(prompt_tokens),
+            "grad_projection": _number(gradients.projection(self.module).item() / self._loss_scale()),
+            **{name: _number(value) for name, value in self.row_flops.metrics(prompt_tokens).items()},
+        }
+        return {"model_output": {}, "loss": [loss], "metrics": combined}
 
     def _loss_scale(self) -> float:
         """Loss scale of fp16 training; the gradient is divided by it in the optimizer step."""
@@ -479,6 +497,10 @@ class DiffusersFSDPEngine(FSDPEngine):
         assert self.state.ema is not None
         with self.state.ema.swapped_in(self.module):
             yield from exported
+
+
+def _number(value: float | Tensor, reduce: Reduce = "mean") -> Metric:
+    return Metric(torch.tensor(float(value), dtype=torch.float64), reduce)
 
 
 # Not a decorator: verl's erases the class's type. "fsdp" is registered too: `check_engine_config` then names the key,

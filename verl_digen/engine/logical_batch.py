@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from verl_digen.algorithms.metric import Metric
 from verl_digen.engine.fragment import Fetch, FragmentSample, FragmentSpec, fragment_rows
 from verl_digen.engine.ledger import AdvantageLedger
 from verl_digen.engine.planning import Planner
@@ -57,7 +58,7 @@ class LogicalBatch:
         self.num_late_samples += sum(sample.key in held for sample in fragment.samples)
         return num_rows
 
-    def finish(self) -> tuple[Tensor, dict[str, Tensor]]:
+    def finish(self) -> tuple[Tensor, dict[str, Metric]]:
         """Train the samples held back, and close the gradient transaction; see its `close`."""
         self._train(is_last=True)
         return self.transaction.close()

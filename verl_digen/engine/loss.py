@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluated rows -> loss: the policy loss by name, the KL term, and the old log-probs of the ratio.
+"""Evaluated rows -> loss: the policy loss by name and the KL term, with the inputs that they declare.
 
-The inputs of policy losses are listed in `verl_digen.algorithms.losses`. `behaviour_log_prob` is always recorded at
-generation. `DigenConfig.denominator` decides what `old_log_prob` is:
+The inputs are listed in `verl_digen.algorithms.losses`. `behaviour_log_prob` is always recorded at generation.
+`DigenConfig.denominator` decides what `old_log_prob` is:
 
 | value | one optimizer step takes the batch | several do (mini-batches, epochs) |
 | --- | --- | --- |
@@ -16,35 +16,21 @@ Invariant: losses of tiles add up to that of the logical batch, because every me
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from verl_digen.algorithms.kl import kl_loss
-from verl_digen.algorithms.losses import loss_names, policy_loss, reads_trajectories
-from verl_digen.algorithms.losses.registry import BEHAVIOUR, OLD, TRAJECTORY
+from verl_digen.algorithms.kl import kl_inputs, kl_loss
+from verl_digen.algorithms.losses import find_loss, loss_names, policy_loss
+from verl_digen.algorithms.losses.registry import BEHAVIOUR, OLD, POLICY_LATENTS, TRAJECTORY
+from verl_digen.algorithms.metric import Metric
 from verl_digen.algorithms.rows import LossInputs
-from verl_digen.algorithms.sde import SdeStep
 from verl_digen.config import DigenConfig
+from verl_digen.engine.policies import Evaluated, Outputs
 from verl_digen.require import require_one_of
 from verl_digen.types import TrainingRows
-
-
-@dataclass(frozen=True)
-class Reference:
-    """Outputs of the reference policy on N rows; the KL kind reads one of the two."""
-
-    mean: Tensor
-    """[N, ...] fp32 mean of x'."""
-    velocity: Tensor
-    """[N, ...] fp32."""
-
-    def to(self, device: torch.device | str) -> Reference:
-        """Copy on `device`."""
-        return Reference(self.mean.to(device), self.velocity.to(device))
 
 
 @dataclass(frozen=True)
@@ -53,8 +39,8 @@ class LossTerms:
 
     policy: Tensor
     kl: Tensor | None
-    """Multiplied by `digen.kl.coef`; None without a reference."""
-    metrics: dict[str, Tensor]
+    """Multiplied by `digen.kl.coef`; None without a KL term."""
+    metrics: Mapping[str, Metric]
 
     @property
     def total(self) -> Tensor:
@@ -67,29 +53,44 @@ class LossTerms:
     def divide_policy(self, divisor: float) -> LossTerms:
         """The terms as if advantages had been divided by `divisor`."""
         policy = self.policy / divisor
-        return replace(self, policy=policy, metrics=self.metrics | {"policy_loss": policy})
+        return replace(self, policy=policy, metrics={**self.metrics, "policy_loss": Metric(policy)})
 
 
 class DiffusionLoss:
-    """The loss function verl's training worker hands to the engine.
+    """The loss of the engine: a policy loss, and the KL term if `digen.kl.coef` > 0.
 
     Raises:
-        ValueError: `digen.loss_name` is unknown, or does not fit `digen.old_log_probs`.
+        ValueError: `digen.loss.name` is unknown, its settings are wrong, or it does not fit `digen.loss.old_log_probs`.
     """
 
     def __init__(self, digen: DigenConfig):
-        require_one_of("digen.loss_name", digen.loss_name, loss_names())
-        self.digen = digen
+        require_one_of("digen.loss.name", digen.loss_name, loss_names())
+        self.loss, self.config = find_loss(digen.loss_name), digen.loss_settings
+        self.unclamped = self.config.unclamped()
         self.denominator = digen.denominator
-        self.reads_trajectories = reads_trajectories(digen.loss_name)
+        self.kl = digen.kl if digen.kl.coef > 0 else None
+        self._inputs = {*self.loss.inputs, *(kl_inputs(digen.kl.kind) if self.kl else ())}
+
+    @property
+    def reads_trajectories(self) -> bool:
         """True if the loss of a row depends on the other rows of its trajectory."""
-        self.unclamped = replace(digen.loss, advantage_clip=math.inf)
+        return self.loss.reads_trajectories
+
+    @property
+    def wanted(self) -> dict[str, list[str]]:
+        """Outputs of other policies that a term reads: policy -> their names."""
+        found: dict[str, list[str]] = {}
+        for name in sorted(self._inputs & POLICY_LATENTS.keys()):
+            policy, output = POLICY_LATENTS[name]
+            found.setdefault(policy, []).append(output)
+        if "old" in found:
+            found["old"].append("log_prob")
+        return found
 
     def __call__(
         self,
-        step: SdeStep,
-        velocity: Tensor,
-        reference: Reference | None,
+        current: Evaluated,
+        others: Mapping[str, Outputs],
         rows: TrainingRows,
         old_log_probs: Tensor | None,
         num_rows: float,
@@ -100,76 +101,67 @@ class DiffusionLoss:
         """The share of these rows in the logical batch's loss.
 
         Args:
-            step, velocity: the rows evaluated with the current weights, differentiable.
-            reference: the same rows under the reference, if the KL term is on.
-            rows: on the device of `velocity`, except for sigmas, which may stay on the host.
-            old_log_probs: [N] fp32; None takes this forward's own, detached.
+            current: the rows under the weights that train, differentiable.
+            others: the `wanted` outputs of other policies; without `old`, those of `current`, detached, take its place.
+            rows: on the device of `current`, except for sigmas, which may stay on the host.
+            old_log_probs: [N] fp32; None takes those of `old`.
             num_rows: unmasked rows of the logical batch, over all ranks.
             trajectory_log_ratios: [N] fp32, if the loss `reads_trajectories`.
             clamps: False does not clamp advantages, for those that are divided by their scale later.
         """
-        device = velocity.device
+        device = current.velocity.device
         shared: dict[str, Tensor] = {"mask": rows.mask, "num_rows": torch.tensor(num_rows, device=device)}
-        old = step.log_prob.detach() if old_log_probs is None else old_log_probs
-        moments = shared | {
-            "mean": step.mean,
-            "velocity": velocity,
-            "std": step.std,
-            "dt": (rows.next_sigmas - rows.sigmas).to(device),
-        }
-        inputs = moments | {
-            "log_prob": step.log_prob,
-            OLD: old,
-            BEHAVIOUR: rows.log_probs,
-            "advantage": rows.advantages,
-            "latents": rows.latents,
-            "next_latents": rows.next_latents,
-        }
-        if rows.rewards is not None:
-            inputs["reward"] = rows.rewards
-        if trajectory_log_ratios is not None:
-            inputs[TRAJECTORY] = trajectory_log_ratios
-        config = self.digen.loss if clamps else self.unclamped
-        policy = policy_loss(self.digen.loss_name, inputs, config)
-        metrics = {"policy_loss": policy.loss.detach(), **policy.metrics}
+        inputs = shared | self._given(current, others, rows, old_log_probs, trajectory_log_ratios)
+        policy = policy_loss(self.loss.name, inputs, self.config if clamps else self.unclamped)
+        metrics = {"policy_loss": Metric(policy.loss.detach()), **policy.metrics}
         weighed_kl = None
-        if reference is not None:
-            kl = kl_loss(self.digen.kl.kind, moments | {"ref_mean": reference.mean, "ref_velocity": reference.velocity})
-            weighed_kl = self.digen.kl.coef * kl.loss
+        if self.kl is not None:
+            kl = kl_loss(self.kl.kind, inputs)
+            weighed_kl = self.kl.coef * kl.loss
             metrics |= kl.metrics
-        metrics |= rollout_gap(shared | {"log_prob": step.log_prob.detach(), "recorded": rows.log_probs})
+        metrics |= rollout_gap(shared | {"log_prob": current.log_prob.detach(), "recorded": rows.log_probs})
         return LossTerms(policy.loss, weighed_kl, metrics)
 
+    def _given(
+        self,
+        current: Evaluated,
+        others: Mapping[str, Outputs],
+        rows: TrainingRows,
+        old_log_probs: Tensor | None,
+        trajectory_log_ratios: Tensor | None,
+    ) -> dict[str, Tensor]:
+        """The inputs that a term reads, by name."""
+        device = current.velocity.device
+        old = others["old"] if "old" in others else current.outputs(("log_prob", "mean", "velocity"))
+        sources: dict[str, Callable[[], Tensor | None]] = {
+            "log_prob": lambda: current.log_prob,
+            OLD: lambda: old["log_prob"] if old_log_probs is None else old_log_probs,
+            BEHAVIOUR: lambda: rows.log_probs,
+            TRAJECTORY: lambda: trajectory_log_ratios,
+            "advantage": lambda: rows.advantages,
+            "reward": lambda: rows.rewards,
+            "std": lambda: current.std,
+            "sigma": lambda: rows.sigmas.to(device),
+            "sigma_next": lambda: rows.next_sigmas.to(device),
+            "latents": lambda: rows.latents,
+            "next_latents": lambda: rows.next_latents,
+            "mean": lambda: current.mean,
+            "velocity": lambda: current.velocity,
+        }
+        given = {name: sources[name]() for name in self._inputs - POLICY_LATENTS.keys()}
+        for name in self._inputs & POLICY_LATENTS.keys():
+            policy, output = POLICY_LATENTS[name]
+            given[name] = (old if policy == "old" else others[policy])[output]
+        return {name: value for name, value in given.items() if value is not None}
 
-def rollout_gap(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+
+def rollout_gap(inputs: Mapping[str, Tensor]) -> dict[str, Metric]:
     """Gap between the engine's log-probs and those `recorded` at generation; 0 if both compute the same."""
     rows = LossInputs.check("rollout gap", inputs, columns=("log_prob", "recorded"))
     gap = rows["log_prob"] - rows["recorded"]
     return {
-        "rollout_log_prob_gap_mean": rows.mean(gap.abs()),
-        "rollout_log_prob_gap_max": rows.max(gap.abs()),
-        "rollout_ratio": rows.mean(gap.exp()),
-        "rollout_ratio_deviation_max": rows.max(gap.expm1().abs()),
+        "rollout_log_prob_gap_mean": Metric(rows.mean(gap.abs()), "first"),
+        "rollout_log_prob_gap_max": Metric(rows.max(gap.abs()), "first_max"),
+        "rollout_ratio": Metric(rows.mean(gap.exp()), "first"),
+        "rollout_ratio_deviation_max": Metric(rows.max(gap.expm1().abs()), "first_max"),
     }
-
-
-def combine_metrics(metrics: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Combine metrics of tiles: `_max` and `_min` by max and min, others (shares of a mean) by sum."""
-    gathered: dict[str, list[Tensor]] = {}
-    for one in metrics:
-        for name, value in one.items():
-            gathered.setdefault(name, []).append(value)
-    return {name: _combine(name, torch.stack(values)) for name, values in gathered.items()}
-
-
-def is_share(name: str) -> bool:
-    """True if a metric is a share of the logical batch's mean, not a largest or smallest value."""
-    return not name.endswith(("_max", "_min"))
-
-
-def _combine(name: str, values: Tensor) -> Tensor:
-    if name.endswith("_max"):
-        return values.amax()
-    if name.endswith("_min"):
-        return values.amin()
-    return values.sum()

@@ -30,13 +30,14 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from verl_digen.algorithms.losses.off_policy import trajectory_log_ratios
+from verl_digen.algorithms.losses.gspo import trajectory_log_ratios
+from verl_digen.algorithms.metric import Metric, combine_tiles
 from verl_digen.engine import gradients
 from verl_digen.engine.gathered import recover
 from verl_digen.engine.gradients import Gradient
-from verl_digen.engine.loss import DiffusionLoss, LossTerms, Reference, combine_metrics, is_share
+from verl_digen.engine.loss import DiffusionLoss, LossTerms
+from verl_digen.engine.policies import Outputs, PolicyForward
 from verl_digen.engine.rows import Samples, tile_rows
-from verl_digen.engine.scoring import PolicyForward
 from verl_digen.schedulers.tiles import Tile
 from verl_digen.types import TrainingRows
 
@@ -66,7 +67,7 @@ class GradientTransaction:
     def __init__(
         self,
         module: nn.Module,
-        scorer: PolicyForward,
+        forward: PolicyForward,
         loss: DiffusionLoss,
         *,
         num_rows: int,
@@ -74,7 +75,7 @@ class GradientTransaction:
         reduce: str,
         backward: Callable[[Tensor, bool], None],
     ):
-        self.module, self.scorer, self.loss = module, scorer, loss
+        self.module, self.forward, self.loss = module, forward, loss
         self.num_rows, self.num_ranks, self.reduce, self.backward = num_rows, num_ranks, reduce, backward
         self.num_trained_rows = 0
         """Unmasked rows trained so far, over all ranks."""
@@ -112,14 +113,14 @@ class GradientTransaction:
             is_final: advantages are divided by their scale already; required after `settle`.
             is_last: no more rows are expected; pending gradients are reduced with the last tile.
         """
-        device = self.scorer.device
+        device = self.forward.device
 
         def rows_of(tile: Tile) -> TrainingRows:
             return tile_rows(work.samples, tile, work.places)[0].to(device)
 
         log_ratios = self._trajectory_log_ratios(work.tiles, rows_of) if self.loss.reads_trajectories else None
-        references = self.scorer.references([partial(rows_of, tile) for tile in work.tiles])
-        for number, (tile, reference) in enumerate(zip(work.tiles, references, strict=True)):
+        others = self.forward.others(self.loss.wanted, [partial(rows_of, tile) for tile in work.tiles])
+        for number, (tile, outputs) in enumerate(zip(work.tiles, others, strict=True)):
             ends = number == len(work.tiles) - 1
             rows, old_log_probs = tile_rows(work.samples, tile, work.places)
             self.num_pad_rows += int((rows.mask == 0).sum())
@@ -129,7 +130,7 @@ class GradientTransaction:
             terms = self._backward(
                 rows,
                 old_log_probs,
-                reference,
+                outputs,
                 None if log_ratios is None else log_ratios[number],
                 is_final=is_final,
                 reduces=reduces,
@@ -143,25 +144,27 @@ class GradientTransaction:
         scratch: Gradient = {}
         with gradients.exchanged(self.module, scratch):
             log_ratios = torch.zeros_like(rows.log_probs) if self.loss.reads_trajectories else None
-            self._backward(rows, None, None, log_ratios, is_final=True, reduces=self.reduce == "tile")
+            others = next(self.forward.others(self.loss.wanted, [lambda: rows]))
+            self._backward(rows, None, others, log_ratios, is_final=True, reduces=self.reduce == "tile")
 
     def _backward(
         self,
         rows: TrainingRows,
         old_log_probs: Tensor | None,
-        reference: Reference | None,
+        others: Mapping[str, Outputs],
         log_ratios: Tensor | None,
         *,
         is_final: bool,
         reduces: bool,
     ) -> LossTerms:
-        old = self._old_log_probs(rows, old_log_probs)
+        old = None
+        if "old" not in others:
+            old, before = self._before_update(rows, old_log_probs)
+            others = {**others, **before}
         with gradients.reduced_at_end(self.module, reduces):
-            step, velocity = self.scorer(rows)
             terms = self.loss(
-                step,
-                velocity,
-                reference,
+                self.forward(rows),
+                others,
                 rows,
                 old,
                 self.num_rows,
@@ -176,17 +179,22 @@ class GradientTransaction:
                     self.backward(terms.kl * self.num_ranks, False)
         return terms
 
-    def _old_log_probs(self, rows: TrainingRows, computed_before: Tensor | None) -> Tensor | None:
-        """Old log-probs [N] of the ratio, or None for the forward's own; see `verl_digen.engine.loss`."""
+    def _before_update(
+        self, rows: TrainingRows, computed_before: Tensor | None
+    ) -> tuple[Tensor | None, dict[str, Outputs]]:
+        """(old log-probs [N], outputs of the policy before the update), as far as they are not the forward's own.
+
+        See `verl_digen.engine.loss`.
+        """
         denominator = self.loss.denominator
         if denominator == "rollout":
-            return rows.log_probs
+            return rows.log_probs, {}
         if denominator != "unused" and computed_before is not None:
-            return computed_before.to(rows.mask.device)
+            return computed_before.to(rows.mask.device), {}
         if denominator == "recompute":  # weights are those of before the update until the batch is complete
             with torch.no_grad():
-                return self.scorer(rows)[0].log_prob
-        return None
+                return None, {"old": self.forward(rows).outputs(("log_prob", *self.loss.wanted.get("old", ())))}
+        return None, {}
 
     @torch.no_grad()
     def _trajectory_log_ratios(self, tiles: Sequence[Tile], rows_of: Callable[[Tile], TrainingRows]) -> list[Tensor]:
@@ -194,10 +202,10 @@ class GradientTransaction:
         found = []
         for tile in tiles:
             rows = rows_of(tile)
-            found.append(self.scorer(rows)[0].log_prob - rows.log_probs)
+            found.append(self.forward(rows).log_prob - rows.log_probs)
         # a filler's row is in another tile, too, and must not count twice there
         samples = [-1 if tile.is_filler else row.sample for tile in tiles for row in tile.rows]
-        means = trajectory_log_ratios(torch.cat(found), torch.tensor(samples, device=self.scorer.device))
+        means = trajectory_log_ratios(torch.cat(found), torch.tensor(samples, device=self.forward.device))
         return list(means.split([len(tile.rows) for tile in tiles]))
 
     # -- the gradient out ---------------------------------------------------------------------------------
@@ -212,11 +220,11 @@ class GradientTransaction:
         self._settled += [terms.divide_policy(divisor) for terms in self._unsettled]
         self._unsettled, self._kl_gradient = [], {}
 
-    def close(self) -> tuple[Tensor, dict[str, Tensor]]:
+    def close(self) -> tuple[Tensor, dict[str, Metric]]:
         """Leave the logical batch's gradient in the module, reduced over the ranks.
 
         Returns:
-            (this rank's loss times the number of ranks, this rank's metrics, see `combine_metrics`); on the device.
+            (this rank's loss times the number of ranks, this rank's metrics); on the device.
 
         Raises:
             RuntimeError: nothing was trained.
@@ -231,10 +239,10 @@ class GradientTransaction:
             gradients.put(self.module, gradient)
         gradients.reduce_pending(self.module)
         loss = torch.stack([terms.total for terms in self._settled]).sum() * (self.num_ranks * correction)
-        metrics = combine_metrics(terms.metrics for terms in self._settled)
-        return loss, {name: value * correction if is_share(name) else value for name, value in metrics.items()} | {
-            "num_pad_rows": torch.tensor(float(self.num_pad_rows)),
-            "num_prompt_tokens": torch.tensor(float(self.num_prompt_tokens)),
+        metrics = combine_tiles(terms.metrics for terms in self._settled)
+        return loss, {name: metric.scaled(correction) for name, metric in metrics.items()} | {
+            "num_pad_rows": Metric(torch.tensor(float(self.num_pad_rows)), "count"),
+            "num_prompt_tokens": Metric(torch.tensor(float(self.num_prompt_tokens)), "count"),
         }
 
     def drop(self) -> None:

@@ -17,7 +17,6 @@ import os
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +27,7 @@ from verl.utils.profiler import DistProfiler
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
+from verl_digen.algorithms.metric import Metric
 from verl_digen.engine.assistant import Assistant
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.fragment import FragmentSpec, fetch_samples
@@ -107,6 +107,12 @@ class DiffusionWorker(ActorRolloutRefWorker):
         self.engine.begin(num_samples, num_rows, fetch=partial(fetch_samples, partition), scale=scale)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
+    def keep_old(self) -> None:
+        """Copy the weights as policy `old`, see `DiffusersFSDPEngine.keep_old`. Non-blocking: one reference per
+        rank."""
+        self.engine.keep_old()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
     @DistProfiler.annotate(color="blue", role="actor_evaluate")
     def evaluate(self, fragments: Sequence[FragmentSpec], partition: str) -> dict[str, dict[int, float]]:
         """Log-probs of the rows that this rank would train, see `DiffusersFSDPEngine.evaluate`. Non-blocking: one
@@ -139,17 +145,19 @@ class DiffusionWorker(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
     @DistProfiler.annotate(color="red", role="actor_commit")
-    def commit(self, more: bool = False) -> dict[str, float]:
+    def commit(self, more: bool = False) -> dict[str, Metric]:
         """Take the optimizer step, see `DiffusersFSDPEngine.commit`. Returns metrics, the same on all ranks.
         Non-blocking: one reference per rank."""
         outputs = self.engine.commit(more=more)
-        metrics = self.trainer._postprocess_output(
-            outputs, global_token_num=None, delta_time=0.0, forward_only=False, images_seqlens=None
+        metrics: dict[str, Metric] = outputs.pop("metrics")
+        of_verl = self.trainer._postprocess_output(  # the ranks' loss, and memory
+            outputs | {"metrics": {}}, global_token_num=None, delta_time=0.0, forward_only=False, images_seqlens=None
         )
         if not more:
             self.trainer.profiler.step()
-        ranks: dict[str, Any] = tu.get(metrics, "metrics")
-        return {name: value[0] if isinstance(value, list) else value for name, value in ranks.items()}
+        for name, value in tu.get(of_verl, "metrics").items():
+            metrics[name] = Metric(torch.tensor(value, dtype=torch.float64), "max" if "max" in name else "mean")
+        return metrics
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
     def abort(self) -> None:

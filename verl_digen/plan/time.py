@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl_digen.algorithms.losses import loss_names, reads_trajectories
+from verl_digen.algorithms.losses import find_loss, loss_names
 from verl_digen.devices import PEAK_TFLOPS
 from verl_digen.plan.run import Run
 
@@ -39,7 +39,7 @@ def plan_time(run: Run, device: str | None, mfu: float) -> StepTime:
     row = measured.flops.training(is_frozen=settings.is_lora, recomputes=settings.recomputes)
     digen = settings.digen
     num_forwards = int(digen.old_log_probs == "recompute") + int(digen.kl.coef > 0)
-    num_forwards += digen.loss_name in loss_names() and reads_trajectories(digen.loss_name)
+    num_forwards += digen.loss_name in loss_names() and find_loss(digen.loss_name).reads_trajectories
     row += num_forwards * measured.flops.forward
     training = settings.num_samples * measured.rows_per_sample * row
     if device is None:

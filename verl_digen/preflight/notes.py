@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from omegaconf import DictConfig
 
+from verl_digen.config import digen_config
+from verl_digen.config.loss import unused_settings
 from verl_digen.data.lengths import describe_dropped
 from verl_digen.preflight.inputs import prompts_of
 from verl_digen.preflight.pools import VIRTUAL
@@ -14,6 +16,10 @@ from verl_digen.preflight.rewards import reward_formula
 def notes(config: DictConfig) -> list[str]:
     """One sentence per note on a config that passed all checks."""
     found = [reward_formula(config)]
+    digen = digen_config(config)
+    if unused := unused_settings(digen.loss):
+        listed = ", ".join(f"digen.loss.{name}={value}" for name, value in sorted(unused.items()))
+        found.append(f"{listed}, of a recipe, is not used: digen.loss.name={digen.loss_name} has no such setting")
     for part in ("train", "val") if config.data.filter_overlong_prompts else ():
         of_part = prompts_of(config, part)
         if of_part.too_long:

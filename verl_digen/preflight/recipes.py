@@ -20,13 +20,22 @@ CHANGES = ("disaggregated", "flowgrpo_fast", "virtual", "vllm_omni")
 """Recipes that change the run of one that precedes them."""
 
 
+def _command_line(config: DictConfig) -> list[str]:
+    """The words after `python -m verl.trainer.main_ppo`; empty where the config has no record of them."""
+    task = OmegaConf.select(config, "hydra.overrides.task")
+    words: Any = [] if task is None else OmegaConf.to_container(task, resolve=False)  # they may hold interpolations
+    return words
+
+
+def typed_keys(config: DictConfig, section: str) -> set[str]:
+    """Names of the keys of `section` that are set on the command line."""
+    keys = [word.lstrip("+").partition("=")[0] for word in _command_line(config) if not word.startswith("~")]
+    return {key.removeprefix(f"{section}.") for key in keys if key.startswith(f"{section}.")}
+
+
 def named_recipes(config: DictConfig) -> list[str]:
     """The words of `recipe=`, in order; empty where the config has no record of its command line."""
-    task = OmegaConf.select(config, "hydra.overrides.task")
-    if task is None:
-        return []
-    words: Any = OmegaConf.to_container(task, resolve=False)  # a word may hold an interpolation
-    given = [word for word in words if word.lstrip("+").partition("=")[0] == "recipe"]
+    given = [word for word in _command_line(config) if word.lstrip("+").partition("=")[0] == "recipe"]
     if not given:
         return []
     value = OverridesParser.create().parse_overrides([given[-1]])[0].value()

@@ -20,7 +20,7 @@ A, R, T = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "trainer"
 
 TILE = "digen.tsp.samples_per_tile and digen.tsp.steps_per_tile are the size of a forward"
 CLIP = "digen.loss.clip_range and digen.loss.clip_range_high clip the ratio"
-LOSS = "digen.loss_name is the policy loss, digen.loss its numbers"
+LOSS = "digen.loss.name is the policy loss, beside its settings"
 KL = "digen.kl.coef is the weight of the KL term, digen.kl.kind its kind"
 MEAN = "every row, a sample at a timestep, weighs the same; digen.window says which timesteps train"
 NO_TOKENS = "a denoising step has no distribution over tokens; digen.sde.noise_level says how far samples spread"
@@ -29,7 +29,7 @@ VALIDATION = "validation is deterministic: digen.sampling.val_num_steps and val_
 BATCH = "digen.rollout.max_batch_size is what a replica denoises together"
 ADVANTAGE = "digen.advantage says how rewards become advantages"
 STALE = "digen.staleness says how old samples may be"
-OFF_POLICY = "digen.loss_name=tis and its relatives correct for stale samples, see digen.loss"
+OFF_POLICY = "digen.loss.name=tis and its relatives correct for stale samples, see digen.loss"
 PROMPTS = "the model's own limit on a prompt is checked before the run starts"
 COLUMNS = "prompt files have the columns prompt, negative_prompt, data_source, reward_model, extra_info"
 NO_TEXT = "a diffusion run makes no text, leave it out"
@@ -71,7 +71,10 @@ UNUSED: Mapping[str, tuple[Any, str]] = {
     "algorithm.rollout_correction.rollout_is_threshold": (2.0, OFF_POLICY),
     "algorithm.rollout_correction.rollout_rs": (None, OFF_POLICY),
     "algorithm.rollout_correction.rollout_rs_threshold": (None, OFF_POLICY),
-    "algorithm.rollout_correction.bypass_mode": (False, "digen.old_log_probs=rollout takes the recorded log-probs"),
+    "algorithm.rollout_correction.bypass_mode": (
+        False,
+        "digen.loss.old_log_probs=rollout takes the recorded log-probs",
+    ),
     "algorithm.rollout_correction.loss_type": ("ppo_clip", LOSS),
     "algorithm.rollout_correction.rollout_is_batch_normalize": (False, OFF_POLICY),
     f"{A}.use_kl_loss": (False, KL),
@@ -143,7 +146,7 @@ UNUSED: Mapping[str, tuple[Any, str]] = {
     f"{R}.enable_chunked_prefill": (True, BATCH),
     f"{R}.enable_prefix_caching": (True, "digen.rollout.embed_cache_size prompts stay encoded"),
     f"{R}.gpu_memory_utilization": (0.5, BATCH + "; `digen plan` says what fits"),
-    f"{R}.calculate_log_probs": (True, "log-probs are always recorded; digen.old_log_probs says which ones count"),
+    f"{R}.calculate_log_probs": (True, "log-probs are always recorded; digen.loss.old_log_probs says which ones count"),
     f"{R}.logprobs_mode": ("processed_logprobs", "digen.sde.law says what a log-prob is"),
     f"{R}.over_sample_rate": (0, "digen.queue.extra_prompts begins groups beyond the batch"),
     f"{R}.multi_turn.enable": (False, "a sample is one generation; leave it out"),

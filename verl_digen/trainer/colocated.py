@@ -31,6 +31,7 @@ from tensordict import TensorDict
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.utils.debug import marked_timer
 
+from verl_digen.algorithms.losses import find_loss
 from verl_digen.data.rows import prompt_batch, prompt_rows
 from verl_digen.errors import RunStopped
 from verl_digen.pipeline.conditions import CONDITION_PARTITION
@@ -80,7 +81,8 @@ class ColocatedTrainer(DiffusionTrainer):
                     mini_batches(samples, self.config.actor_rollout_ref.actor.ppo_mini_batch_size),
                     num_epochs=self.config.actor_rollout_ref.actor.ppo_epochs,
                     scale=batch_scale(samples, self.digen.advantage),
-                    reads_old_log_probs=self.digen.denominator in ("first_pass", "recompute"),
+                    loss=find_loss(self.digen.loss_name),
+                    old=self.digen.denominator,
                 )
             )
         tq.kv_clear(keys=list(groups), partition_id=CONDITION_PARTITION)

@@ -13,6 +13,7 @@ from ray.exceptions import RayActorError
 
 from verl_digen.agent_loop.chunks import ChunkOrder, GeneratedChunk, ScoredChunk, describe
 from verl_digen.agent_loop.server_manager import ALL_LOST
+from verl_digen.algorithms.metric import numbers
 from verl_digen.blips import through_blips
 from verl_digen.engine.fragment import FragmentSpec
 from verl_digen.errors import RunStopped
@@ -162,7 +163,7 @@ class TrainerPool:
         await self._ranks.accumulate(FragmentSpec(f"f{fragment.id}", fragment_samples(groups)))
 
     async def commit(self) -> dict[str, float]:
-        return await self._ranks.commit()
+        return numbers(await self._ranks.commit())
 
     async def abort(self) -> None:
         await self._ranks.abort()

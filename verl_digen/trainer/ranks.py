@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from verl_digen.agent_loop.chunks import describe
+from verl_digen.algorithms.metric import Metric
 from verl_digen.engine.fragment import FragmentSample, FragmentSpec
 
 logger = logging.getLogger(__name__)
@@ -57,7 +58,11 @@ class TrainerRanks:
             for fragment in fragments
         ]
 
-    async def commit(self, *, more: bool = False) -> dict[str, float]:
+    async def keep_old(self) -> None:
+        """Have every rank copy the weights as policy `old` of the optimizer steps that follow."""
+        await asyncio.gather(*self._worker_group.keep_old())
+
+    async def commit(self, *, more: bool = False) -> dict[str, Metric]:
         """Take the optimizer step; returns its metrics. See `DiffusersFSDPEngine.commit`."""
         started_s = time.perf_counter()
         metrics = await self._on_all(self._worker_group.commit(more))
@@ -71,7 +76,7 @@ class TrainerRanks:
             if isinstance(outcome, BaseException):
                 logger.error("rank %d of the trainer could not forget the open batch: %s", rank, describe(outcome))
 
-    async def _on_all(self, references: Sequence[Any]) -> dict[str, float]:
+    async def _on_all(self, references: Sequence[Any]) -> dict[str, Any]:
         """Wait for every rank; return the first one's answer."""
         return (await asyncio.gather(*references))[0]
 

@@ -4,7 +4,8 @@
     for each epoch, for each mini-batch:  begin -> accumulate(all its groups) -> commit
 
 - Mini-batches are whole groups, in order; all share the advantage scale of the whole batch.
-- Several optimizer steps compare with the policy before the first: its log-probs are evaluated then.
+- Several optimizer steps compare with the policy before the first: its log-probs are evaluated then, or its weights
+  copied for a loss that reads more of it.
 - The learning rate moves once per batch.
 
 Invariant (tests/engine/test_updates.py): with one mini-batch and one epoch this is a logical batch of separate pools.
@@ -18,6 +19,8 @@ from typing import Any
 import torch
 
 from verl_digen.algorithms.advantages import advantage_scale
+from verl_digen.algorithms.losses import Denominator, Loss
+from verl_digen.algorithms.metric import combine_updates, numbers
 from verl_digen.config import AdvantageConfig
 from verl_digen.engine.fragment import FragmentSample, FragmentSpec
 from verl_digen.engine.ledger import BATCH_SCALES
@@ -59,16 +62,19 @@ async def train_batch(
     *,
     num_epochs: int,
     scale: float | None,
-    reads_old_log_probs: bool,
+    loss: Loss,
+    old: Denominator,
 ) -> dict[str, float]:
-    """Take one optimizer step per epoch and fragment; returns their metrics, see `combine_updates`.
+    """Take one optimizer step per epoch and fragment; returns their metrics, combined.
 
     Args:
         scale: `batch_scale` of all fragments.
-        reads_old_log_probs: the loss compares with the policy before the update.
+        old: source of the policy before the update, if the loss compares with it.
     """
     num_updates = len(fragments) * num_epochs
-    if num_updates > 1 and reads_old_log_probs:
+    if num_updates > 1 and loss.reads_old_latents:
+        await ranks.keep_old()
+    elif num_updates > 1 and old in ("first_pass", "recompute"):
         fragments = await ranks.evaluate(fragments)
     outputs = []
     for number in range(num_updates):
@@ -76,26 +82,4 @@ async def train_batch(
         await ranks.begin(len(fragment.samples), sum(sample.num_steps for sample in fragment.samples), scale)
         await ranks.accumulate(fragment)
         outputs.append(await ranks.commit(more=number < num_updates - 1))
-    return combine_updates(outputs)
-
-
-def combine_updates(outputs: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Combine metrics of several optimizer steps: `_max` and `_min` by max and min, `num_*` by sum, others by mean.
-
-    `rollout_*` compare with the log-probs of generation; they come from the first step: later ones train newer weights.
-    """
-    series: dict[str, list[float]] = {}
-    for output in outputs:
-        for name, value in output.items():
-            series.setdefault(name, []).append(value)
-    return {name: _combine(name, values) for name, values in series.items()}
-
-
-def _combine(name: str, values: list[float]) -> float:
-    if name.startswith("rollout_"):
-        return values[0]
-    if name.endswith("_max"):
-        return max(values)
-    if name.endswith("_min"):
-        return min(values)
-    return sum(values) if name.startswith("num_") else sum(values) / len(values)
+    return numbers(combine_updates(outputs))

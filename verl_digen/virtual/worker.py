@@ -19,9 +19,11 @@ import logging
 import time
 from typing import Any
 
+import torch
 from omegaconf import OmegaConf
 from verl.single_controller.base.decorator import Dispatch, register
 
+from verl_digen.algorithms.metric import Metric
 from verl_digen.config import digen_config
 from verl_digen.engine.fragment import FragmentSpec, fetch_samples
 from verl_digen.engine.worker import DiffusionWorker
@@ -78,9 +80,9 @@ class VirtualWorker(DiffusionWorker):
         return [self._samples.make(request, (version, version), started_s) for request in requests]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
-    def commit(self, more: bool = False) -> dict[str, float]:
+    def commit(self, more: bool = False) -> dict[str, Metric]:
         """Number of rows that real ranks would have trained."""
-        return {"num_rows": self._num_rows}
+        return {"num_rows": Metric(torch.tensor(float(self._num_rows)), "count")}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
     def abort(self) -> None:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policy losses over rows, by name.
+"""Policy losses over rows, by name; one file each.
 
-* A loss is a function of checked `LossInputs` and a `LossConfig`. `register_loss` registers it by name with the
-  inputs it needs; `policy_loss` looks it up, checks the inputs and calls it.
+* A loss is a function of checked `LossInputs` and of settings of its own class. `register_loss` registers it by name
+  with the inputs it needs; `policy_loss` looks it up, checks the inputs and calls it.
 * Losses reduce with `LossInputs.mean` only, so they add up over tiles and fragments (see `rows`).
 
-| column [N] | what |
+| column [N] | meaning |
 | --- | --- |
 | `log_prob` | of the row under the weights that train, differentiable |
 | `behaviour_log_prob` | under the policy that generated the sample, recorded at generation |
@@ -14,51 +14,85 @@
 | `advantage` | of the row's sample |
 | `reward` | of the row's sample: the weighted sum over the reward functions, not centred |
 | `std` | of the step's Gaussian, sqrt(-dt) included |
-| `dt` | sigma' - sigma of the step, < 0 |
+| `sigma`, `sigma_next` | noise levels of the step; sigma > sigma_next |
 
-| latents [N, ...] | what |
+| latents [N, ...] | meaning |
 | --- | --- |
 | `latents`, `next_latents` | x and x' of the recorded step |
 | `mean` | of the step's Gaussian under the weights that train, differentiable |
 | `velocity` | the network's guided prediction under these weights, differentiable |
+| `old_mean`, `old_velocity` | the same under the policy before the update, without gradient |
+| `reference_mean`, `reference_velocity` | the same under the reference policy, without gradient |
 
-Invariant: while `advantage_clip` does not bind, a loss registered as `homogeneous` is positively homogeneous in
-the advantage, loss(c A) = c loss(A) for c > 0. So the scale of advantages may be applied to an accumulated gradient
+| name | per row, with A the clamped advantage, sg[.] without gradient, r = pi / pi_generation |
+| --- | --- |
+| `flow_grpo`, `dance_grpo` | max(-A q, -A clamp(q, 1 - c, 1 + c')), q = pi / pi_old |
+| `grpo_guard` | the same with q centred and scaled alike at all noise levels, over -dt |
+| `flow_dppo` | -A q, 0 where the step's Gaussian has moved too far and q moves on; A is not clamped |
+| `tis` | -sg[clamp(r, low, high)] A log_prob |
+| `cispo` | -sg[clamp(r, 1 - low, 1 + high)] A log_prob; optionally 0 where PPO would clip |
+| `topr` | -A log_prob where the reward is positive, else -sg[clamp(r, 0, 1)] A log_prob |
+| `weighted_topr` | the two parts of `topr`, each with a weight |
+| `decoupled_ppo` | sg[min(pi_old / pi_generation, cap)] max(-A q, -A clamp(q, 1 - c, 1 + c')), q = pi / pi_old |
+| `gspo` | max(-A s, -A clamp(s, 1 - c, 1 + c')), s = exp(mean log r over the trajectory's trained steps) |
+| `kimi` | -A log_prob + tau / 2 (log_prob - behaviour_log_prob)^2 |
+| `reinforce` | -A log_prob |
+
+Log-probs are means over latent dims, so ratios are near 1 and bounds that are wide for tokens seldom bind here.
+`digen.staleness.max_versions` > 1 needs one of those registered with `off_policy`: from `tis` on.
+
+Invariant: while advantages are not clamped, a loss registered as `homogeneous` is positively homogeneous in the
+advantage, loss(c A) = c loss(A) for c > 0. So the scale of advantages may be applied to an accumulated gradient
 instead, and `digen.advantage.scale=batch` does not make training wait for the whole batch's rewards.
 
-Example, a custom loss:
+Example, a custom loss with a setting of its own, `digen.loss.name=my_loss digen.loss.power=2`:
 
-    @register_loss("my_loss", columns=("log_prob", "advantage"), homogeneous=True)
-    def my_loss(rows: LossInputs, config: LossConfig) -> LossOutput:
-        return LossOutput(rows.mean(-rows["advantage"] * rows["log_prob"]), {})
+    @dataclass(frozen=True)
+    class MyConfig(ClampedConfig):
+        power: float = 1.0
+
+    @register_loss("my_loss", config=MyConfig, columns=("log_prob", "advantage"))
+    def my_loss(rows: LossInputs, config: MyConfig) -> LossOutput:
+        return LossOutput(rows.mean(-rows["advantage"] * rows["log_prob"] ** config.power), {})
 """
 
-from verl_digen.algorithms.losses import clipped, off_policy  # noqa: F401 - they register their losses
-from verl_digen.algorithms.losses.config import LossConfig
+from verl_digen.algorithms.losses import (  # noqa: F401 - they register their losses
+    cispo,
+    decoupled_ppo,
+    flow_dppo,
+    flow_grpo,
+    grpo_guard,
+    gspo,
+    kimi,
+    reinforce,
+    tis,
+    topr,
+)
+from verl_digen.algorithms.losses.config import ClampedConfig, ClipConfig, LossConfig
 from verl_digen.algorithms.losses.denominator import OLD_LOG_PROBS, Denominator, choose_denominator
 from verl_digen.algorithms.losses.registry import (
-    is_homogeneous,
-    is_off_policy,
-    loss_inputs,
+    Loss,
+    default_config,
+    find_loss,
     loss_names,
     policy_loss,
-    reads_trajectories,
     register_loss,
 )
 from verl_digen.algorithms.rows import LossInputs, LossOutput
 
 __all__ = [
     "OLD_LOG_PROBS",
+    "ClampedConfig",
+    "ClipConfig",
     "Denominator",
+    "Loss",
     "LossConfig",
     "LossInputs",
     "LossOutput",
     "choose_denominator",
-    "is_homogeneous",
-    "is_off_policy",
-    "loss_inputs",
+    "default_config",
+    "find_loss",
     "loss_names",
     "policy_loss",
-    "reads_trajectories",
     "register_loss",
 ]

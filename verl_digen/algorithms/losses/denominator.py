@@ -8,7 +8,7 @@ The columns of a loss say what it reads, and it gets nothing else:
   train on it, log-probs of these weights may replace the recorded ones; with stale samples they may not.
 - `old_log_prob` with `behaviour_log_prob` (`decoupled_ppo`): the weights before the update, never the recorded ones.
 
-| `digen.old_log_probs` | `old_log_prob` alone, strict | alone, stale samples | with `behaviour_log_prob` | not read |
+| `old_log_probs` | `old_log_prob` alone, strict | alone, stale samples | with `behaviour_log_prob` | not read |
 | --- | --- | --- | --- | --- |
 | auto | first_pass | rollout | first_pass | unused |
 | recompute | recompute | error | recompute | error |
@@ -19,11 +19,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from verl_digen.algorithms.losses.registry import BEHAVIOUR, OLD, is_off_policy, loss_inputs, loss_names
+from verl_digen.algorithms.losses.registry import BEHAVIOUR, OLD, find_loss, loss_names
 from verl_digen.require import require
 
 OLD_LOG_PROBS = ("auto", "recompute", "rollout")
-"""Values of `digen.old_log_probs`."""
+"""Values of `digen.loss.old_log_probs`."""
 
 Denominator = Literal["first_pass", "recompute", "rollout", "unused"]
 """Source of `old_log_prob`. first_pass: the update's own forward if one optimizer step takes the batch, else as
@@ -34,43 +34,58 @@ def choose_denominator(name: str, old_log_probs: str, max_versions: int) -> Deno
     """Source of `old_log_prob` for loss `name`.
 
     Args:
-        old_log_probs: `digen.old_log_probs`.
+        old_log_probs: `digen.loss.old_log_probs`.
         max_versions: `digen.staleness.max_versions`; above 0, samples may be older than the weights that train on them.
 
     Raises:
         ValueError: the three do not fit together, or there is no such loss.
     """
+    loss = find_loss(name)
+    off_policy = [other for other in loss_names() if find_loss(other).off_policy]
     require(
-        max_versions <= 1 or is_off_policy(name),
-        f"digen.loss_name must be one of {', '.join(filter(is_off_policy, loss_names()))} with "
-        f"digen.staleness.max_versions={max_versions}",
+        max_versions <= 1 or loss.off_policy,
+        f"digen.loss.name must be one of {', '.join(off_policy)} with digen.staleness.max_versions={max_versions}",
         name,
         "choose one of these, or set digen.staleness.max_versions to 1 or 0",
     )
-    inputs = loss_inputs(name)
-    if OLD not in inputs:
+    if loss.reads_old_latents:
+        require(
+            max_versions == 0,
+            f"digen.staleness.max_versions must be 0 with digen.loss.name={name}, which compares with the step's mean "
+            "under the policy that generated; its log-probs alone are recorded",
+            max_versions,
+            "set it to 0, or choose a loss of log-probs such as tis",
+        )
+        require(
+            old_log_probs != "rollout",
+            f"digen.loss.old_log_probs must be auto or recompute with digen.loss.name={name}, which needs a forward of "
+            "the policy before the update",
+            old_log_probs,
+            "leave it at auto",
+        )
+    if OLD not in loss.columns and not loss.reads_old_latents:
         require(
             old_log_probs != "recompute",
-            f"digen.old_log_probs must be auto with digen.loss_name={name}, which reads no recomputed log-probs",
+            f"digen.loss.old_log_probs must be auto with digen.loss.name={name}, which reads no recomputed log-probs",
             old_log_probs,
             "leave it at auto; decoupled_ppo reads them beside the recorded ones",
         )
         return "unused"
-    if BEHAVIOUR in inputs:
+    if BEHAVIOUR in loss.columns:
         require(
             old_log_probs != "rollout",
-            f"digen.old_log_probs must be auto or recompute with digen.loss_name={name}, which compares the weights "
-            "before the update with the recorded log-probs",
+            f"digen.loss.old_log_probs must be auto or recompute with digen.loss.name={name}, which compares the "
+            "weights before the update with the recorded log-probs",
             old_log_probs,
             "leave it at auto",
         )
     elif max_versions > 0:
         require(
             old_log_probs != "recompute",
-            f"digen.old_log_probs must be auto or rollout with digen.loss_name={name} and "
+            f"digen.loss.old_log_probs must be auto or rollout with digen.loss.name={name} and "
             f"digen.staleness.max_versions={max_versions}, because the ratio is against the policy that generated",
             old_log_probs,
-            "leave it at auto, or use digen.loss_name=decoupled_ppo",
+            "leave it at auto, or use digen.loss.name=decoupled_ppo",
         )
         return "rollout"
     if old_log_probs == "auto":

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared parts of losses with an importance ratio: the ratio, PPO's clip, and metrics of policy distance."""
+"""Shared parts of losses with an importance ratio: the ratio, PPO's clip, weighted REINFORCE, metrics."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from verl_digen.algorithms.losses.config import LossConfig
-from verl_digen.algorithms.rows import LossInputs
+from verl_digen.algorithms.losses.config import ClampedConfig
+from verl_digen.algorithms.losses.registry import BEHAVIOUR
+from verl_digen.algorithms.metric import Metric
+from verl_digen.algorithms.rows import LossInputs, LossOutput
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to +- this before exp (as verl does), so that no ratio is infinite: 0 from a clip times
@@ -19,19 +21,36 @@ def ratio_of(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def clamped_advantage(rows: LossInputs, config: LossConfig) -> Tensor:
+def clamped_advantage(rows: LossInputs, config: ClampedConfig) -> Tensor:
     """Advantages [N], clamped to +- `advantage_clip`."""
     return rows["advantage"].clamp(-config.advantage_clip, config.advantage_clip)
 
 
-def ppo_clip(ratio: Tensor, advantage: Tensor, config: LossConfig) -> Tensor:
-    """PPO's clip per row: max(-A r, -A clamp(r, 1 - c, 1 + c'))."""
-    low, high = config.ratio_range
+def ppo_clip(ratio: Tensor, advantage: Tensor, low: float, high: float) -> Tensor:
+    """PPO's clip per row: max(-A r, -A clamp(r, low, high))."""
     return torch.maximum(-advantage * ratio, -advantage * ratio.clamp(low, high))
 
 
+def behaviour_log_ratio(rows: LossInputs) -> Tensor:
+    """log_prob - behaviour_log_prob, [N]."""
+    return rows["log_prob"] - rows[BEHAVIOUR]
+
+
+def truncated_ratio(rows: LossInputs, low: float, high: float) -> tuple[Tensor, dict[str, Metric]]:
+    """(sg[clamp(r, low, high)] [N], metrics), r = exp(log_prob - behaviour_log_prob)."""
+    log_ratio = behaviour_log_ratio(rows).detach()
+    return ratio_of(log_ratio).clamp(low, high), ratio_metrics(rows, log_ratio, low, high)
+
+
+def weighted_reinforce(
+    rows: LossInputs, config: ClampedConfig, weight: Tensor, metrics: dict[str, Metric]
+) -> LossOutput:
+    """mean[-w A log_prob]. `weight`: [N], without gradient."""
+    return LossOutput(rows.mean(-weight * clamped_advantage(rows, config) * rows["log_prob"]), metrics)
+
+
 @torch.no_grad()
-def ratio_metrics(rows: LossInputs, log_ratio: Tensor, low: float, high: float) -> dict[str, Tensor]:
+def ratio_metrics(rows: LossInputs, log_ratio: Tensor, low: float, high: float) -> dict[str, Metric]:
     """Metrics of the distance between the two policies of a ratio, from log-ratios [N].
 
     `ratio_deviation`, `_min`, `_max` are of r - 1 (r would round its digits away), `clip_fraction` the share of
@@ -40,9 +59,9 @@ def ratio_metrics(rows: LossInputs, log_ratio: Tensor, low: float, high: float) 
     ratio = ratio_of(log_ratio)
     deviation = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).expm1()
     return {
-        "ratio_deviation": rows.mean(deviation),
-        "ratio_deviation_min": rows.min(deviation),
-        "ratio_deviation_max": rows.max(deviation),
-        "clip_fraction": rows.mean(((ratio < low) | (ratio > high)).float()),
-        "approx_kl": rows.mean(0.5 * log_ratio.square()),
+        "ratio_deviation": rows.mean_metric(deviation),
+        "ratio_deviation_min": rows.min_metric(deviation),
+        "ratio_deviation_max": rows.max_metric(deviation),
+        "clip_fraction": rows.mean_metric(((ratio < low) | (ratio > high)).float()),
+        "approx_kl": rows.mean_metric(0.5 * log_ratio.square()),
     }

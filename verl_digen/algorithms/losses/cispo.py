@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`cispo`: clipped importance weights. Source: MiniMax-M1, arXiv 2506.13585."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from verl_digen.algorithms.losses.config import DEFAULTS, ClampedConfig
+from verl_digen.algorithms.losses.ratio import behaviour_log_ratio, ratio_of, truncated_ratio, weighted_reinforce
+from verl_digen.algorithms.losses.registry import BEHAVIOUR, register_loss
+from verl_digen.algorithms.rows import LossInputs, LossOutput
+from verl_digen.require import require
+
+
+@dataclass(frozen=True)
+class CispoConfig(ClampedConfig):
+    """Settings of `cispo`."""
+
+    low: float = 0.1
+    """Weights are at least 1 - low. 0.1 (ROLL)."""
+    high: float = 0.1
+    """Weights are at most 1 + high. 0.1 (ROLL)."""
+    mask: bool = False
+    """True also removes the gradient of rows that PPO would clip at the same bounds."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(0 < self.low <= 1, "digen.loss.low must lie in (0, 1]", self.low, "0.1 is the default")
+        require(0 < self.high < math.inf, "digen.loss.high must be > 0 and finite", self.high, DEFAULTS)
+
+
+@register_loss(
+    "cispo", config=CispoConfig, columns=("log_prob", BEHAVIOUR, "advantage"), homogeneous=True, off_policy=True
+)
+def clipped_weights(rows: LossInputs, config: CispoConfig) -> LossOutput:
+    """mean[-sg[m clamp(r, 1 - low, 1 + high)] A log_prob], r = exp(log_prob - behaviour_log_prob).
+
+    m = 1; with `mask` 0 where A > 0 and r > 1 + high, or A < 0 and r < 1 - low: the rows that PPO's clip leaves
+    without gradient.
+    """
+    low, high = 1 - config.low, 1 + config.high
+    weight, metrics = truncated_ratio(rows, low, high)
+    if config.mask:
+        ratio, advantage = ratio_of(behaviour_log_ratio(rows)), rows["advantage"]
+        is_clipped = ((advantage > 0) & (ratio > high)) | ((advantage < 0) & (ratio < low))
+        weight = torch.where(is_clipped, 0.0, weight)
+    return weighted_reinforce(rows, config, weight, metrics)

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`decoupled_ppo`: PPO against the policy before the update, on samples of an earlier one.
+
+Source: Hilton et al., arXiv 2110.00641, as in AReaL, arXiv 2505.24298.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from verl_digen.algorithms.losses.config import DEFAULTS, ClipConfig
+from verl_digen.algorithms.losses.ratio import clamped_advantage, ppo_clip, ratio_metrics, ratio_of
+from verl_digen.algorithms.losses.registry import BEHAVIOUR, OLD, register_loss
+from verl_digen.algorithms.rows import LossInputs, LossOutput
+from verl_digen.require import require
+
+
+@dataclass(frozen=True)
+class DecoupledPpoConfig(ClipConfig):
+    """Settings of `decoupled_ppo`."""
+
+    cap: float = 1.2
+    """The largest weight of a row. AReaL, for tokens, drops weights above 5."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            1 <= self.cap < math.inf,
+            "digen.loss.cap must be >= 1 and finite, because a sample of the weights before the update has 1",
+            self.cap,
+            DEFAULTS,
+        )
+
+
+@register_loss(
+    "decoupled_ppo",
+    config=DecoupledPpoConfig,
+    columns=("log_prob", OLD, BEHAVIOUR, "advantage"),
+    homogeneous=True,
+    off_policy=True,
+)
+def decoupled_clip(rows: LossInputs, config: DecoupledPpoConfig) -> LossOutput:
+    """PPO's clip against the policy before the update, weighted by its ratio to the policy that generated.
+
+    mean[sg[min(exp(old_log_prob - behaviour_log_prob), cap)] max(-A q, -A clamp(q, 1 - c, 1 + c'))],
+    q = exp(log_prob - old_log_prob).
+    """
+    behaviour_ratio = ratio_of(rows[OLD] - rows[BEHAVIOUR]).detach()
+    weight = behaviour_ratio.clamp(max=config.cap)
+    log_ratio = rows["log_prob"] - rows[OLD]
+    clipped = ppo_clip(ratio_of(log_ratio), clamped_advantage(rows, config), *config.ratio_range)
+    metrics = ratio_metrics(rows, log_ratio, *config.ratio_range) | {
+        "behaviour_weight": rows.mean_metric(weight),
+        "behaviour_ratio_max": rows.max_metric(behaviour_ratio),
+    }
+    return LossOutput(rows.mean(weight * clipped), metrics)

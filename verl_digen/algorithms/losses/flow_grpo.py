@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FlowGRPO's and DanceGRPO's loss: PPO's clip.
+
+Sources: Flow-GRPO, arXiv 2505.05470; DanceGRPO, arXiv 2505.07818.
+"""
+
+from __future__ import annotations
+
+from verl_digen.algorithms.losses.config import ClipConfig
+from verl_digen.algorithms.losses.ratio import clamped_advantage, ppo_clip, ratio_metrics, ratio_of
+from verl_digen.algorithms.losses.registry import OLD, register_loss
+from verl_digen.algorithms.rows import LossInputs, LossOutput
+
+
+@register_loss("flow_grpo", "dance_grpo", config=ClipConfig, columns=("log_prob", OLD, "advantage"), homogeneous=True)
+def clipped_ratio(rows: LossInputs, config: ClipConfig) -> LossOutput:
+    """mean[max(-A r, -A clamp(r, 1 - c, 1 + c'))], r = exp(log_prob - old_log_prob)."""
+    log_ratio = rows["log_prob"] - rows[OLD]
+    per_row = ppo_clip(ratio_of(log_ratio), clamped_advantage(rows, config), *config.ratio_range)
+    return LossOutput(rows.mean(per_row), ratio_metrics(rows, log_ratio, *config.ratio_range))

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`grpo_guard`: PPO's clip of a ratio that is centred and scaled alike at all noise levels.
+
+Under law `flow` the mean of log r lies below 0, by b, and its spread grows with 1 / std: clipping would act on some
+steps alone, and on one side. So b is added, and the log-ratio is multiplied by std. Dividing by -dt makes the gradients
+of the steps alike.
+
+b, std and dt are the row's own. Published code takes the mean of some of them over a micro-batch, so its numbers depend
+on how a batch is cut; on one row at a time they are these.
+
+Source: GRPO-Guard, arXiv 2510.22319.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from verl_digen.algorithms.losses.config import ClipConfig
+from verl_digen.algorithms.losses.ratio import clamped_advantage, ppo_clip, ratio_metrics, ratio_of
+from verl_digen.algorithms.losses.registry import OLD, register_loss
+from verl_digen.algorithms.rows import LossInputs, LossOutput
+from verl_digen.algorithms.sde import gaussian_kl
+
+
+@dataclass(frozen=True)
+class GrpoGuardConfig(ClipConfig):
+    """Settings of `grpo_guard`."""
+
+    clip_range: float = 2e-6
+    """As in flow_grpo, of the scaled ratio: 2e-6 (OCR, GenEval), 4e-6 (PickScore)."""
+
+
+@register_loss(
+    "grpo_guard",
+    config=GrpoGuardConfig,
+    columns=("log_prob", OLD, "advantage", "std", "sigma", "sigma_next"),
+    latents=("mean", "old_mean"),
+    homogeneous=True,
+    laws=("flow",),
+)
+def guarded_ratio(rows: LossInputs, config: GrpoGuardConfig) -> LossOutput:
+    """mean[max(-A r, -A clamp(r, 1 - c, 1 + c')) / (sigma - sigma')].
+
+    r = exp((log_prob - old_log_prob + b) std), b = mean[(mu - mu_old)^2] / (2 std^2).
+    """
+    drift = gaussian_kl(rows["mean"], rows["old_mean"], rows["std"])
+    log_ratio = (rows["log_prob"] - rows[OLD] + drift) * rows["std"]
+    per_row = ppo_clip(ratio_of(log_ratio), clamped_advantage(rows, config), *config.ratio_range)
+    metrics = ratio_metrics(rows, log_ratio, *config.ratio_range) | {"ratio_drift": rows.mean_metric(drift)}
+    step = torch.where(rows.is_row, rows["sigma"] - rows["sigma_next"], 1.0)
+    return LossOutput(rows.mean(per_row / step), metrics)

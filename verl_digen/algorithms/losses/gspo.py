@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`gspo`: PPO's clip of the whole trajectory's ratio. Source: arXiv 2507.18071."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from verl_digen.algorithms.losses.config import ClipConfig
+from verl_digen.algorithms.losses.ratio import clamped_advantage, ppo_clip, ratio_metrics, ratio_of
+from verl_digen.algorithms.losses.registry import TRAJECTORY, register_loss
+from verl_digen.algorithms.rows import LossInputs, LossOutput
+
+
+@register_loss(
+    "gspo", config=ClipConfig, columns=("log_prob", TRAJECTORY, "advantage"), homogeneous=True, off_policy=True
+)
+def trajectory_clip(rows: LossInputs, config: ClipConfig) -> LossOutput:
+    """PPO's clip of the trajectory's ratio: mean[max(-A s, -A clamp(s, 1 - c, 1 + c'))].
+
+    s = exp(`trajectory_log_ratio`) under the current weights, without gradient, because a trajectory's rows may lie in
+    several tiles. s depends on the log-probs of all K rows of a trajectory, with weight 1 / K each, and K rows have the
+    loss of s. So the gradient is that of K rows with s exp(log_prob - sg[log_prob]) in place of s (GSPO-token, with one
+    advantage for all rows of a trajectory).
+    """
+    log_prob, log_ratio = rows["log_prob"], rows[TRAJECTORY]
+    ratio = ratio_of(log_ratio.detach() + (log_prob - log_prob.detach()))
+    per_row = ppo_clip(ratio, clamped_advantage(rows, config), *config.ratio_range)
+    return LossOutput(rows.mean(per_row), ratio_metrics(rows, log_ratio, *config.ratio_range))
+
+
+def trajectory_log_ratios(log_ratio: Tensor, trajectories: Tensor) -> Tensor:
+    """[N] log-ratios and [N] int ids -> [N]: each row has the mean over the rows of its trajectory.
+
+    Example:
+        trajectory_log_ratios(torch.tensor([1.0, 3.0, 5.0]), torch.tensor([7, 7, 2]))  # 2, 2, 5
+    """
+    _, places, counts = trajectories.unique(return_inverse=True, return_counts=True)
+    sums = torch.zeros(len(counts), dtype=log_ratio.dtype, device=log_ratio.device).index_add(0, places, log_ratio)
+    return (sums / counts)[places]

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kimi`: REINFORCE with a squared log-ratio. Source: Kimi k1.5, arXiv 2501.12599; the group's mean reward is its
+baseline, which is in A."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from verl_digen.algorithms.losses.config import DEFAULTS, ClampedConfig
+from verl_digen.algorithms.losses.ratio import behaviour_log_ratio, clamped_advantage
+from verl_digen.algorithms.losses.registry import BEHAVIOUR, register_loss
+from verl_digen.algorithms.rows import LossInputs, LossOutput
+from verl_digen.require import require
+
+
+@dataclass(frozen=True)
+class KimiConfig(ClampedConfig):
+    """Settings of `kimi`."""
+
+    tau: float = 0.1
+    """Weight of the squared log-ratio. 0.1 (ROLL)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(0 <= self.tau < math.inf, "digen.loss.tau must be >= 0 and finite", self.tau, DEFAULTS)
+
+
+@register_loss("kimi", config=KimiConfig, columns=("log_prob", BEHAVIOUR, "advantage"), off_policy=True)
+def squared_log_ratio(rows: LossInputs, config: KimiConfig) -> LossOutput:
+    """mean[-A log_prob + tau / 2 (log_prob - behaviour_log_prob)^2]; not homogeneous in A."""
+    half_square = 0.5 * behaviour_log_ratio(rows).square()
+    per_row = -clamped_advantage(rows, config) * rows["log_prob"] + config.tau * half_square
+    return LossOutput(rows.mean(per_row), {"approx_kl": rows.mean_metric(half_square)})

@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`reinforce`: the plain policy gradient."""
+
+from __future__ import annotations
+
+from verl_digen.algorithms.losses.config import ClampedConfig
+from verl_digen.algorithms.losses.ratio import clamped_advantage
+from verl_digen.algorithms.losses.registry import register_loss
+from verl_digen.algorithms.rows import LossInputs, LossOutput
+
+
+@register_loss("reinforce", config=ClampedConfig, columns=("log_prob", "advantage"), homogeneous=True, off_policy=True)
+def reinforce(rows: LossInputs, config: ClampedConfig) -> LossOutput:
+    """mean[-A log_prob], whichever policy generated the sample."""
+    return LossOutput(rows.mean(-clamped_advantage(rows, config) * rows["log_prob"]), {})

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`topr` and `weighted_topr`: tapered off-policy REINFORCE. Source: arXiv 2503.14286."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from verl_digen.algorithms.losses.config import DEFAULTS, ClampedConfig
+from verl_digen.algorithms.losses.ratio import truncated_ratio, weighted_reinforce
+from verl_digen.algorithms.losses.registry import BEHAVIOUR, register_loss
+from verl_digen.algorithms.rows import LossInputs, LossOutput
+from verl_digen.require import require
+
+
+@dataclass(frozen=True)
+class ToprConfig(ClampedConfig):
+    """Settings of `topr`."""
+
+    threshold: float = 0.0
+    """A sample with a larger reward (the weighted sum, not centred) counts as positive. 0 (TOPR, whose rewards are +1
+    and -1). If all rewards are above it, topr is the same as reinforce; if all are below, the same as tis: choose it in
+    between."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            math.isfinite(self.threshold),
+            "digen.loss.threshold must be finite",
+            self.threshold,
+            "digen.loss.name=reinforce or tis treats all samples alike",
+        )
+
+
+@dataclass(frozen=True)
+class WeightedToprConfig(ToprConfig):
+    """Settings of `weighted_topr`."""
+
+    positive_weight: float = 1.0
+    """Weight of positive samples. 1 (ROLL), which is topr."""
+    negative_weight: float = 1.0
+    """Weight of the other samples. 1 (ROLL), which is topr."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            0 < self.positive_weight < math.inf,
+            "digen.loss.positive_weight must be > 0 and finite",
+            self.positive_weight,
+            DEFAULTS,
+        )
+        require(
+            0 <= self.negative_weight < math.inf,
+            "digen.loss.negative_weight must be >= 0 and finite",
+            self.negative_weight,
+            DEFAULTS,
+        )
+
+
+INPUTS = ("log_prob", BEHAVIOUR, "advantage", "reward")
+
+
+@register_loss("topr", config=ToprConfig, columns=INPUTS, homogeneous=True, off_policy=True)
+def tapered_reinforce(rows: LossInputs, config: ToprConfig) -> LossOutput:
+    """mean[-w A log_prob], w = 1 where the reward is above `threshold`, else sg[clamp(r, 0, 1)].
+
+    r = exp(log_prob - behaviour_log_prob).
+    """
+    return _tapered(rows, config, positive_weight=1.0, negative_weight=1.0)
+
+
+@register_loss("weighted_topr", config=WeightedToprConfig, columns=INPUTS, homogeneous=True, off_policy=True)
+def weighted_tapered_reinforce(rows: LossInputs, config: WeightedToprConfig) -> LossOutput:
+    """`topr` with w times `positive_weight` and `negative_weight`."""
+    return _tapered(rows, config, config.positive_weight, config.negative_weight)
+
+
+def _tapered(rows: LossInputs, config: ToprConfig, positive_weight: float, negative_weight: float) -> LossOutput:
+    is_positive = rows["reward"] > config.threshold
+    truncated, metrics = truncated_ratio(rows, 0.0, 1.0)
+    weight = torch.where(is_positive, positive_weight, negative_weight * truncated)
+    return weighted_reinforce(
+        rows, config, weight, metrics | {"positive_fraction": rows.mean_metric(is_positive.float())}
+    )

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every setting under `digen:`, as validated dataclasses.
+
+- Recipes hold choices, this package holds the schema: `digen:` of a composed config is checked by name and type by
+  OmegaConf, then turned into `DigenConfig`, whose `__post_init__` methods check values.
+- Rules that span verl's own keys and ours are in `verl_digen.preflight`.
+- An error names the key as typed, the rule, the value and the remedy.
+
+| section | file |
+| --- | --- |
+| `sampling`, `sde`, `advantage`, `kl`, `ema` | `sampling.py` |
+| `window` | `verl_digen/algorithms/window.py` |
+| `loss` | `loss.py`; the losses' own settings in `verl_digen/algorithms/losses/` |
+| `rollout`, `reward` | `rollout.py` |
+| `gap`, `queue`, `tag`, `staleness`, `tsp` | `scheduling.py` |
+| `deadlines` | `verl_digen/schedulers/deadlines.py` |
+| `placement`, `virtual` | `placement.py` |
+"""
+
+from verl_digen.config.digen import DigenConfig
+from verl_digen.config.load import digen_config, digen_schema
+from verl_digen.config.placement import PlacementConfig, VirtualConfig
+from verl_digen.config.rollout import HttpConfig, RewardConfig, RolloutConfig
+from verl_digen.config.sampling import AdvantageConfig, EmaConfig, KlConfig, SamplingConfig, SdeConfig
+from verl_digen.config.scheduling import GapConfig, QueueConfig, StalenessConfig, TagConfig, TspConfig
+
+__all__ = [
+    "AdvantageConfig",
+    "DigenConfig",
+    "EmaConfig",
+    "GapConfig",
+    "HttpConfig",
+    "KlConfig",
+    "PlacementConfig",
+    "QueueConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "SamplingConfig",
+    "SdeConfig",
+    "StalenessConfig",
+    "TagConfig",
+    "TspConfig",
+    "VirtualConfig",
+    "digen_config",
+    "digen_schema",
+]

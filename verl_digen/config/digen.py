@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`DigenConfig`: everything under `digen:`, and the rules that span its sections."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl_digen.algorithms.losses import Denominator, LossConfig, choose_denominator
+from verl_digen.algorithms.window import WindowConfig
+from verl_digen.config.loss import LOSS_DEFAULTS, check_loss_section, loss_settings
+from verl_digen.config.placement import PlacementConfig, VirtualConfig
+from verl_digen.config.rollout import RewardConfig, RolloutConfig
+from verl_digen.config.sampling import AdvantageConfig, EmaConfig, KlConfig, SamplingConfig, SdeConfig
+from verl_digen.config.scheduling import GapConfig, QueueConfig, StalenessConfig, TagConfig, TspConfig
+from verl_digen.require import require
+from verl_digen.schedulers.deadlines import DeadlinesConfig
+
+MAX_SEED = 2**63
+"""PyTorch's generators take seeds of 64 bits."""
+
+
+@dataclass(frozen=True)
+class DigenConfig:
+    """Everything under `digen:`."""
+
+    seed: int = 42
+    """Run seed: noise, windows and prompt order are functions of it."""
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    sde: SdeConfig = field(default_factory=SdeConfig)
+    window: WindowConfig = field(default_factory=WindowConfig)
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    loss: dict[str, Any] = field(default_factory=lambda: dict(LOSS_DEFAULTS))
+    """`name` of the policy loss, `old_log_probs`, and the loss's own settings; see `verl_digen.config.loss`."""
+    kl: KlConfig = field(default_factory=KlConfig)
+    ema: EmaConfig = field(default_factory=EmaConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    gap: GapConfig = field(default_factory=GapConfig)
+    queue: QueueConfig = field(default_factory=QueueConfig)
+    tsp: TspConfig = field(default_factory=TspConfig)
+    tag: TagConfig = field(default_factory=TagConfig)
+    staleness: StalenessConfig = field(default_factory=StalenessConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    virtual: VirtualConfig = field(default_factory=VirtualConfig)
+    deadlines: DeadlinesConfig = field(default_factory=DeadlinesConfig)
+    """Timeouts of everything the run waits for, see `verl_digen.schedulers.deadlines`."""
+    max_refills_per_step: int | None = None
+    """Maximum groups replaced per step because a sample failed; 0: none. null: the number of prompts of a batch."""
+    num_logged_images: int = 16
+    """Validation prompts shown in the picture grids."""
+
+    def __post_init__(self) -> None:
+        require(
+            -MAX_SEED <= self.seed < MAX_SEED,
+            "digen.seed must lie in [-2**63, 2**63)",
+            self.seed,
+            "any small number does",
+        )
+        object.__setattr__(self, "loss", LOSS_DEFAULTS | self.loss)
+        check_loss_section(self.loss)
+        require(
+            self.max_refills_per_step is None or self.max_refills_per_step >= 0,
+            "digen.max_refills_per_step must be null or >= 0",
+            self.max_refills_per_step,
+            "null means as many as the batch has prompts",
+        )
+        require(
+            self.num_logged_images >= 0, "digen.num_logged_images must be >= 0", self.num_logged_images, "0 logs none"
+        )
+        require(
+            self.staleness.max_versions == 0 or not self.ema.validate,
+            "digen.ema.validate must be false with digen.staleness.max_versions > 0, where replicas generate the next "
+            "batch during a validation",
+            self.ema.validate,
+            "set digen.ema.validate=false, or digen.staleness.max_versions=0",
+        )
+        scoring_s = self.reward.timeout_s * (1 + self.reward.max_retries)
+        require(
+            self.deadlines.score_s >= scoring_s,
+            "digen.deadlines.score_s must be >= digen.reward.timeout_s x (1 + digen.reward.max_retries), which is "
+            f"{scoring_s:g} s",
+            self.deadlines.score_s,
+            "raise it, or lower digen.reward.timeout_s",
+        )
+        require(
+            not self.rollout.http.enable or self.sampling.num_frames == 1,
+            "digen.rollout.http.enable must be false with digen.sampling.num_frames > 1: the HTTP API draws pictures",
+            self.sampling.num_frames,
+            "leave digen.rollout.http.enable out",
+        )
+        self.window.validate_for(self.sampling.num_steps)
+
+    def most_group_refills(self, num_prompts: int) -> int:
+        """`max_refills_per_step`, or `num_prompts` where it is null."""
+        return num_prompts if self.max_refills_per_step is None else self.max_refills_per_step
+
+    @property
+    def loss_name(self) -> str:
+        """Name of the policy loss."""
+        return self.loss["name"]
+
+    @property
+    def old_log_probs(self) -> str:
+        """Source of the ratio's denominator as configured: auto, recompute or rollout."""
+        return self.loss["old_log_probs"]
+
+    @property
+    def loss_settings(self) -> LossConfig:
+        """Settings of the policy loss, of its own class. A property, because a user's own loss is known late.
+
+        Raises:
+            ValueError: there is no such loss, or it has no such setting.
+        """
+        return loss_settings(self.loss)
+
+    @property
+    def denominator(self) -> Denominator:
+        """Source of `old_log_prob`, from the loss, `old_log_probs` and the staleness of samples; see
+        `verl_digen.algorithms.losses.denominator`. A property, because a user's own loss is known late.
+
+        Raises:
+            ValueError: the three do not go together.
+        """
+        return choose_denominator(self.loss_name, self.old_log_probs, self.staleness.max_versions)

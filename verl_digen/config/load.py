@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the composed config to `DigenConfig`: names and types by OmegaConf, values by the dataclasses."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Iterator
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any
+
+from verl_digen.config.digen import DigenConfig
+from verl_digen.require import require, suggestion
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+MAY_BE_INFINITE = frozenset({"digen.loss.advantage_clip"})
+"""Keys that may be infinite, which means: no bound."""
+
+
+@cache
+def _schema() -> DictConfig:
+    """Make the schema, once, because that takes 10 ms; merging into it copies it."""
+    return digen_schema()
+
+
+def digen_schema() -> DictConfig:
+    """`DigenConfig` as a config that can be merged into: typed, and closed to unknown keys."""
+    from omegaconf import DictConfig, OmegaConf
+
+    def open_for_values(node: DictConfig) -> None:
+        OmegaConf.set_readonly(node, False)  # frozen dataclasses make read-only nodes
+        for key in node:
+            child = node._get_node(key)
+            if isinstance(child, DictConfig) and not child._is_none():
+                open_for_values(child)
+
+    schema = OmegaConf.structured(DigenConfig)
+    open_for_values(schema)
+    OmegaConf.set_struct(schema.loss, False)  # a loss's settings are its own, also under Hydra's closed config
+    return schema
+
+
+def digen_config(config: DictConfig) -> DigenConfig:
+    """Validate the `digen:` section of verl's composed config.
+
+    Raises:
+        ValueError: an unknown key, a value of the wrong type, or a broken rule.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    section: Any = OmegaConf.select(config, "digen")
+    require(
+        section is not None,
+        "a config for verl-digen needs a `digen:` section",
+        None,
+        "name one of its recipes, e.g. recipe=digen_flowgrpo",
+    )
+    try:
+        # as plain data: a key added with `+` would pass in a section that is typed already
+        return _validated(pickle.dumps(OmegaConf.to_container(section, resolve=True)))
+    except OmegaConfBaseException as error:
+        raise ValueError(_named(error)) from error
+
+
+@lru_cache(maxsize=8)
+def _validated(values: bytes) -> DigenConfig:
+    """`digen_config` of a pickled section, cached: it takes 20 ms, and the checks of a start need it a dozen times."""
+    from omegaconf import OmegaConf
+
+    merged = OmegaConf.merge(_schema(), pickle.loads(values))
+    problems = list(_not_finite("digen", OmegaConf.to_container(merged)))
+    result = _built(merged, problems)
+    assert isinstance(result, DigenConfig)
+    return result
+
+
+def _built(merged: Any, problems: list[str]) -> Any:
+    """Build the dataclasses; all problems, old and new, are raised at once, one per section.
+
+    Raises:
+        ValueError: a paragraph per problem.
+    """
+    from omegaconf import DictConfig, OmegaConf
+
+    if not problems:
+        try:
+            return OmegaConf.to_object(merged)
+        except ValueError as error:
+            across = str(error)
+    else:
+        across = None
+    for name in merged:
+        node = merged._get_node(name)
+        is_told = any(problem.startswith(f"digen.{name}.") for problem in problems)
+        if isinstance(node, DictConfig) and not node._is_none() and not is_told:
+            try:
+                OmegaConf.to_object(node)
+            except ValueError as error:
+                problems.append(str(error))
+    values: Any = OmegaConf.to_container(merged)
+    try:
+        DigenConfig(**{name: value for name, value in values.items() if not isinstance(value, dict)})
+    except ValueError as error:
+        problems.append(str(error))
+    raise ValueError("\n".join(problems or [str(across)]))
+
+
+def _not_finite(key: str, value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        for name, child in value.items():
+            yield from _not_finite(f"{key}.{name}", child)
+    elif isinstance(value, float) and (math.isnan(value) or (math.isinf(value) and key not in MAY_BE_INFINITE)):
+        yield f"{key} must be a finite number, got {value}; leave it out for the default"
+
+
+def _named(error: Any) -> str:
+    """Reword OmegaConf's message about a key: the key as typed, and a known one that is close."""
+    from omegaconf.errors import ConfigKeyError
+
+    hint = ""
+    if isinstance(error, ConfigKeyError) and error.parent_node is not None:
+        hint = suggestion(str(error.key), [str(name) for name in error.parent_node])
+    said = (error.msg or str(error)).splitlines()[0]
+    return f"digen.{error.full_key or ''}: {said}; {hint}the keys and their types are in verl_digen/config"

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replicas and rewards: `digen.rollout`, `digen.reward`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from verl_digen.loopback import is_loopback
+from verl_digen.require import require, require_one_of
+
+MAX_SAMPLES = 1_000_000
+"""Samples, chunks or groups in one place; more than a cluster generates at once. Catches typos."""
+MAX_RETRIES = 1000
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """Reward functions that score a sample. verl's `reward.custom_reward_function` is added as `custom`."""
+
+    functions: dict[str, float] = field(default_factory=dict)
+    """Name -> weight; the reward is the weighted sum. A name of `verl_digen.reward.functions`, or
+    package.module.function. Given as a whole on the command line, it replaces the recipe's; `functions.NAME=WEIGHT`
+    adds or changes one. A weight of 0 only logs."""
+    custom_weight: float = 1.0
+    """Weight of `reward.custom_reward_function`, if there is one."""
+    max_retries: int = 2
+    """Retries before a sample fails: of a reward function that raised, and of a sample whose reward worker died."""
+    timeout_s: float = 300.0
+    """Timeout of a call; a longer one counts as failed."""
+
+    def __post_init__(self) -> None:
+        for name, weight in self.functions.items():  # OmegaConf lets a list into a mapping of numbers
+            is_number = isinstance(weight, int | float)
+            require(is_number, f"digen.reward.functions.{name} must be a number", weight, "1.0 is usual")
+        require(
+            0 <= self.max_retries <= MAX_RETRIES,
+            f"digen.reward.max_retries must lie in [0, {MAX_RETRIES}]",
+            self.max_retries,
+            "2 is the default",
+        )
+        require(self.timeout_s > 0, "digen.reward.timeout_s must be > 0 seconds", self.timeout_s, "300 is the default")
+
+    def weights(self, *, has_custom: bool) -> dict[str, float]:
+        """Name -> weight of every function that is called; `custom` is the user's own."""
+        return dict(self.functions) | ({"custom": self.custom_weight} if has_custom else {})
+
+
+@dataclass(frozen=True)
+class HttpConfig:
+    """The HTTP API in front of each replica (`actor_rollout_ref.rollout.name=vllm_omni`): pictures, the model's name,
+    health, and no other route."""
+
+    enable: bool = False
+    """Off: no HTTP port is opened. On: a free port, which the replica logs."""
+    host: str = "127.0.0.1"
+    """Address to listen on. Any address but a loopback one needs `api_key_env`."""
+    api_key_env: str | None = None
+    """Name of the environment variable with the key that clients send as bearer token. The key itself has no place in a
+    config, which is printed and saved. null: no key."""
+    max_size_px: int | None = None
+    """Maximum width and height of a picture. null: the larger of digen.sampling.height_px and width_px."""
+    max_steps: int | None = None
+    """Maximum denoise steps of a picture. null: digen.sampling.val_num_steps."""
+    max_images: int = 4
+    """Maximum pictures per request."""
+    max_requests: int = 4
+    """Maximum requests in flight; a further one is answered 503. They take turns with the training samples."""
+    max_body_bytes: int = 65_536
+    """Maximum size of a request's body; a prompt takes a few hundred bytes."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_images", 1), ("max_requests", 1), ("max_body_bytes", 1)):
+            value = getattr(self, name)
+            require(value >= least, f"digen.rollout.http.{name} must be >= {least}", value, "leave it out")
+        for name, least in (("max_size_px", 1), ("max_steps", 2)):
+            value = getattr(self, name)
+            require(
+                value is None or value >= least,
+                f"digen.rollout.http.{name} must be null or >= {least}",
+                value,
+                "null is what the run samples with",
+            )
+        require(
+            not self.enable or self.api_key_env is not None or is_loopback(self.host),
+            "digen.rollout.http.host must be a loopback address (127.0.0.1) where no key is asked for: anyone who "
+            "reaches the port could use the replica",
+            self.host,
+            "name the environment variable with the key in digen.rollout.http.api_key_env, or leave host out",
+        )
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """Settings of diffusion replicas that verl's `actor_rollout_ref.rollout` lacks."""
+
+    max_batch_size: int = 8
+    """Maximum samples that a replica denoises together (memory decides)."""
+    batch_wait_s: float = 0.05
+    """Time that a `diffusers` replica waits after each request for a further one before it starts a batch that is not
+    full; a `vllm_omni` replica too, if its pipeline runs in one go, but at most five times as long in total. With step
+    execution it adds requests to a running batch."""
+    num_kept_adapters: int = 4
+    """LoRA adapters, one per weight version, that a `vllm_omni` replica keeps for requests in flight; an update waits
+    while requests in flight use that many versions."""
+    update_timeout_s: float = 600.0
+    """Longest wait in s between two parts of a weight update of a `vllm_omni` replica, on either side. The trainer
+    gathers a tensor of a sharded model between two parts, which takes seconds; `digen.deadlines.publish_s` bounds the
+    whole update."""
+    allow_untested_versions: bool = False
+    """Start a `vllm_omni` replica with other versions of vLLM and vLLM-Omni than those it was tested with."""
+    http: HttpConfig = field(default_factory=HttpConfig)
+    embed_cache_size: int = 1024
+    """Maximum number of prompts whose embeddings a replica caches."""
+    max_restarts: int = 8
+    """Maximum restarts of lost replicas per run, over all replicas; 0: a lost replica stays lost. If a run needs more
+    than a few, look for the cause."""
+    num_neighbours: int = 0
+    """Trainer ranks on a replica's node that compute at the same time. On a CPU, replicas and these ranks share the
+    cores. Recipe `disaggregated` sets it."""
+    latents_dtype: str = "float32"
+    """Storage dtype of trajectories; latents are rounded to it before the log-prob is taken."""
+    probe_every: int = 20
+    """Weight updates between two probes of each replica: a forward on fixed inputs that must change when the weights
+    do. The first three updates are probed too. A probe reads all weights once and denoises one small picture by one
+    step; on a `vllm_omni` replica by three, once the requests in flight are done. 0: no probes."""
+    max_log_prob_gap: float | None = None
+    """Largest difference, in nats, between a recorded log-prob and the trainer's own before the run stops
+    (`rollout/log_prob_gap_max`). null: it is only reported, because what is healthy depends on dtype and noise level:
+    fp32 shows 1e-5. In bf16, set it to about ten times the value of the run's first steps."""
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("max_batch_size", 1),
+            ("embed_cache_size", 1),
+            ("num_kept_adapters", 2),
+            ("max_restarts", 0),
+        ):
+            value = getattr(self, name)
+            require(
+                least <= value <= MAX_SAMPLES,
+                f"digen.rollout.{name} must lie in [{least}, {MAX_SAMPLES}]",
+                value,
+                f"set it to {least} or more; memory decides",
+            )
+        require(
+            0 <= self.batch_wait_s <= 600,
+            "digen.rollout.batch_wait_s must lie in [0, 600] s",
+            self.batch_wait_s,
+            "0.05 is usual",
+        )
+        require(
+            0 <= self.num_neighbours <= MAX_SAMPLES,
+            "digen.rollout.num_neighbours must be >= 0 trainer ranks",
+            self.num_neighbours,
+            "leave it to recipe=disaggregated",
+        )
+        require(self.probe_every >= 0, "digen.rollout.probe_every must be >= 0", self.probe_every, "20 is the default")
+        require(
+            self.max_log_prob_gap is None or self.max_log_prob_gap > 0,
+            "digen.rollout.max_log_prob_gap must be > 0 nats, or null",
+            self.max_log_prob_gap,
+            "null turns the gate off",
+        )
+        require(
+            self.update_timeout_s > 0,
+            "digen.rollout.update_timeout_s must be > 0 s",
+            self.update_timeout_s,
+            "600 suits most runs",
+        )
+        require_one_of("digen.rollout.latents_dtype", self.latents_dtype, DTYPES)

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is generated and learnt: `digen.sampling`, `sde`, `advantage`, `kl`, `ema`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from verl_digen.algorithms.advantages import SCALES
+from verl_digen.algorithms.kl import KINDS as KL_KINDS
+from verl_digen.algorithms.sde import LAWS
+from verl_digen.require import require, require_one_of
+
+MAX_SIDE_PX = 16_384
+"""Larger than any picture of a diffusion model; catches typos."""
+MAX_FRAMES = 10_000
+"""Ten minutes at 16 frames/s."""
+MAX_STEPS = 1000
+"""Timesteps that a model was trained on: more denoising steps would repeat some."""
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """Sampling in training, and in validation where no `val_` field differs."""
+
+    height_px: int = 512
+    """Picture height; a multiple of what the architecture needs (16 for Qwen-Image)."""
+    width_px: int = 512
+    """Picture width."""
+    num_frames: int = 1
+    """Frames of a video; 1 is an image."""
+    num_steps: int = 10
+    """T in training. flow_grpo trains with 10."""
+    true_cfg_scale: float = 1.0
+    """True classifier-free guidance in training; 1.0 is off (one branch, half the cost)."""
+    negative_prompt: str = " "
+    """Negative prompt of every sample whose data row names none; used with guidance only."""
+    shared_initial_noise: bool = False
+    """All samples of a group start from the same noise (DanceGRPO's choice)."""
+    guidance_scale: float | None = None
+    """Guidance scale given to networks that take one as an input (FLUX.1 dev, HunyuanVideo), in training and in
+    validation; null is the pipeline's default (3.5, 6.0)."""
+    val_num_steps: int = 40
+    """T in validation, which is deterministic (ODE). flow_grpo evaluates with 40."""
+    val_true_cfg_scale: float = 1.0
+    """True classifier-free guidance in validation."""
+
+    def __post_init__(self) -> None:
+        for name, most in (("height_px", MAX_SIDE_PX), ("width_px", MAX_SIDE_PX), ("num_frames", MAX_FRAMES)):
+            value = getattr(self, name)
+            require(value >= 1, f"digen.sampling.{name} must be >= 1", value, "give the size in pixels or frames")
+            require(value <= most, f"digen.sampling.{name} must be <= {most}", value, "give pixels or frames")
+        for name in ("num_steps", "val_num_steps"):
+            value = getattr(self, name)
+            usual = "10 is usual in training, 40 in validation"
+            require(value >= 2, f"digen.sampling.{name} must be >= 2", value, usual)
+            require(
+                value <= MAX_STEPS,
+                f"digen.sampling.{name} must be <= {MAX_STEPS}, the timesteps that a model was trained on",
+                value,
+                usual,
+            )
+        for name in ("true_cfg_scale", "val_true_cfg_scale"):
+            value = getattr(self, name)
+            require(1 <= value <= 1000, f"digen.sampling.{name} must lie in [1, 1000]", value, "1.0 turns guidance off")
+        require(
+            self.guidance_scale is None or self.guidance_scale >= 0,
+            "digen.sampling.guidance_scale must be null or >= 0",
+            self.guidance_scale,
+            "null is the model's own",
+        )
+
+
+@dataclass(frozen=True)
+class SdeConfig:
+    """The stochastic sampler (see formulas in `verl_digen.algorithms.sde`)."""
+
+    law: str = "flow"
+    """flow | flow_clipped | dance | cps."""
+    noise_level: float = 0.7
+    """eta. flow: 0.7 (SD3.5), 0.9 (FLUX.1), 1.2 (Qwen-Image); dance: 0.3; cps: 0.8."""
+
+    def __post_init__(self) -> None:
+        require_one_of("digen.sde.law", self.law, tuple(LAWS))
+        require(
+            self.noise_level > 0,
+            "digen.sde.noise_level must be > 0, because a step without noise has no density to train on",
+            self.noise_level,
+            "use 0.7 with law=flow; validation is deterministic by itself",
+        )
+        require(
+            self.law != "cps" or self.noise_level <= 1,
+            "digen.sde.noise_level must be <= 1 with digen.sde.law=cps, where 1 replaces all noise",
+            self.noise_level,
+            "use 0.8",
+        )
+
+
+@dataclass(frozen=True)
+class AdvantageConfig:
+    """Rewards of a group -> advantages."""
+
+    scale: str = "batch"
+    """Divisor of the centred reward: std of the batch (flow_grpo), the group, the largest group, or none."""
+    ddof: int = 0
+    """Degrees of freedom of that std: 0 (flow_grpo), 1 (DanceGRPO)."""
+    eps: float = 1e-4
+    """Added to the std. 1e-4 (flow_grpo), 1e-8 (DanceGRPO)."""
+
+    def __post_init__(self) -> None:
+        require_one_of("digen.advantage.scale", self.scale, SCALES)
+        require(self.ddof in (0, 1), "digen.advantage.ddof must be 0 or 1", self.ddof, "flow_grpo uses 0")
+        require(self.eps > 0, "digen.advantage.eps must be > 0", self.eps, "flow_grpo uses 1e-4")
+
+
+@dataclass(frozen=True)
+class KlConfig:
+    """KL to the reference policy (LoRA switched off, or a frozen copy of the start weights)."""
+
+    coef: float = 0.0
+    """beta; 0 runs no reference forward at all."""
+    kind: str = "flow_grpo"
+    """flow_grpo | exact | velocity, see `verl_digen.algorithms.kl`."""
+
+    def __post_init__(self) -> None:
+        require_one_of("digen.kl.kind", self.kind, tuple(KL_KINDS))
+        require(self.coef >= 0, "digen.kl.coef must be >= 0", self.coef, "0 turns the KL term off")
+
+
+@dataclass(frozen=True)
+class EmaConfig:
+    """Exponential moving average of the trained weights, kept by the engine and saved with its checkpoints."""
+
+    enable: bool = False
+    max_decay: float = 0.9
+    """Decay is min((1+k)/(10+k), max_decay) after k updates (flow_grpo)."""
+    every_steps: int = 8
+    """Optimizer steps between two updates."""
+    validate: bool = False
+    """Validate with the averaged weights in place of the current ones."""
+
+    def __post_init__(self) -> None:
+        require(0 < self.max_decay < 1, "digen.ema.max_decay must be between 0 and 1", self.max_decay, "flow_grpo: 0.9")
+        require(self.every_steps >= 1, "digen.ema.every_steps must be >= 1", self.every_steps, "flow_grpo uses 8")
+        require(
+            self.enable or not self.validate,
+            "digen.ema.validate=true needs digen.ema.enable=true",
+            self.validate,
+            "set digen.ema.enable=true, or digen.ema.validate=false",
+        )

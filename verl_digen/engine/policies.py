@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Evaluate rows under the weights that train, and without gradient under other policies, by name.
+
+| policy | weights |
+| --- | --- |
+| `reference` | full fine-tune: a frozen copy of the initial weights; LoRA: the adapter switched off |
+| `old` | a copy from before the first of several optimizer steps on the same samples |
+
+A copy is swapped in once for all tiles of a call, and results are kept on the host; the adapter is switched off tile by
+tile. A policy that no term of the loss reads costs no forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+
+from verl_digen.config import DigenConfig
+from verl_digen.engine.shadow import ShadowWeights
+from verl_digen.models.base import DiffusionModel
+from verl_digen.sampling.sampler import score_rows
+from verl_digen.types import Geometry, TrainingRows
+
+Outputs = Mapping[str, Tensor]
+"""Outputs of one policy on N rows, by the names of `verl_digen.algorithms.losses`."""
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """N rows under one policy."""
+
+    log_prob: Tensor
+    """[N] fp32."""
+    mean: Tensor
+    """[N, ...] fp32: mean of x'."""
+    std: Tensor
+    """[N] fp32."""
+    velocity: Tensor
+    """[N, ...] fp32: the guided prediction."""
+
+    def outputs(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """These fields, without gradient."""
+        return {name: getattr(self, name).detach() for name in names}
+
+
+class PolicyForward:
+    """Evaluates rows with the module's weights, whatever they are.
+
+    Args:
+        copies: policy -> its weights. The engine adds and removes `old`.
+        has_adapter: whether `module` is a LoRA on a base.
+    """
+
+    def __init__(
+        self,
+        model: DiffusionModel,
+        module: nn.Module,
+        digen: DigenConfig,
+        device: torch.device,
+        copies: Mapping[str, ShadowWeights],
+        has_adapter: bool,
+    ):
+        self.model, self.module, self.digen, self.device = model, module, digen, device
+        self.copies, self.has_adapter = copies, has_adapter
+
+    def __call__(self, rows: TrainingRows) -> Evaluated:
+        """Evaluate rows on the device; differentiable if gradients are enabled."""
+        sampling = self.digen.sampling
+        step, velocity = score_rows(
+            self.model,
+            self.module,
+            rows,
+            law=self.digen.sde.law,
+            noise_level=self.digen.sde.noise_level,
+            true_cfg_scale=sampling.true_cfg_scale,
+            geometry=Geometry(sampling.height_px, sampling.width_px, sampling.num_frames),
+            guidance_scale=sampling.guidance_scale,
+        )
+        return Evaluated(step.log_prob, step.mean, step.std, velocity)
+
+    def others(
+        self, wanted: Mapping[str, Sequence[str]], tiles: Sequence[Callable[[], TrainingRows]]
+    ) -> Iterator[dict[str, Outputs]]:
+        """Outputs of other policies on each tile, in order: policy -> outputs.
+
+        Args:
+            wanted: policy -> names of the outputs that are read. `old` without a copy is left out: it is the policy
+                that trains.
+            tiles: per tile a function that makes its rows, on the device.
+        """
+        present = {policy: names for policy, names in wanted.items() if policy in self.copies or policy != "old"}
+        columns = {policy: self._of_policy(policy, names, tiles) for policy, names in present.items()}
+        for _ in tiles:
+            yield {policy: next(outputs) for policy, outputs in columns.items()}
+
+    @torch.no_grad()
+    def _of_policy(
+        self, policy: str, names: Sequence[str], tiles: Sequence[Callable[[], TrainingRows]]
+    ) -> Iterator[Outputs]:
+        copy = self.copies.get(policy)
+        if copy is None:
+            assert policy == "reference" and self.has_adapter
+            return self._without_adapter(names, tiles)
+        with copy.swapped_in(self.module):
+            waiting = [_moved(self(rows()).outputs(names), "cpu") for rows in tiles]
+        return (_moved(outputs, self.device) for outputs in waiting)
+
+    def _without_adapter(self, names: Sequence[str], tiles: Sequence[Callable[[], TrainingRows]]) -> Iterator[Outputs]:
+        for rows in tiles:
+            with torch.no_grad(), without_adapter(self.module):
+                outputs = self(rows()).outputs(names)
+            yield outputs
+
+
+def _moved(outputs: Outputs, device: torch.device | str) -> Outputs:
+    return {name: value.to(device) for name, value in outputs.items()}
+
+
+@contextmanager
+def without_adapter(module: nn.Module) -> Iterator[None]:
+    """Context in which forwards skip the adapter.
+
+    peft's own context also switches `requires_grad`. With `reshard_after_forward=false` it switches it off on the
+    shards at entry and on again on the gathered parameters at exit, and the adapter never trains again.
+    """
+    layers = [layer for layer in module.modules() if isinstance(layer, BaseTunerLayer)]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
