@@ -15,8 +15,9 @@ Of these modules only `gantt` imports a heavy library (matplotlib), and none imp
 from verl_digen.observe.timeline.analysis import step_metrics
 from verl_digen.observe.timeline.clock import UnixClock
 from verl_digen.observe.timeline.file import Timeline, TimelineFile, read_timeline
-from verl_digen.observe.timeline.interval import Interval, Kind, Lane, Pool, WaitReason
+from verl_digen.observe.timeline.interval import Interval, Kind, Lane, Pool
 from verl_digen.observe.timeline.recorder import Drained, OpenInterval, Recorder
+from verl_digen.schedulers.types import WaitReason
 
 __all__ = [
     "Drained",

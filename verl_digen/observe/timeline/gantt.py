@@ -445,7 +445,7 @@ def _headline(
 
 
 def _causes(usage: Usage) -> str:
-    """The largest causes of idle time, e.g. ` (no_chunk_left 8.1%, publishing 2.0%)`."""
+    """The largest causes of idle time, e.g. ` (no_chunk_left 8.1%, slot_lost 2.0%)`."""
     causes = sorted(usage.bubble_s.items(), key=lambda cause: -cause[1])
     told = [f"{reason} {seconds / usage.capacity_s:.1%}" for reason, seconds in causes[:3] if seconds > 0]
     return f" ({', '.join(told)})" if told else ""
