@@ -9,7 +9,7 @@
                 |                             |
            step_metrics            step_metrics, draw, to_trace
 
-Of these modules only `gantt` imports a heavy library (matplotlib), and none imports Ray or torch.
+Of these modules only `gantt` and `contents` import heavy libraries (matplotlib, numpy), and none imports Ray or torch.
 """
 
 from verl_digen.observe.timeline.analysis import step_metrics
