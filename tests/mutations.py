@@ -608,10 +608,10 @@ TABLE: tuple[Mutation, ...] = (
     ),
     # -- conductor and planner ----------------------------------------------------------------------------------
     Mutation(
-        "schedulers/planner.py",
+        "schedulers/group_book.py",
         "a group more than allowed is begun under old weights",
-        "self._batches[group.batch].num_begun(age) < self.rules.stale_allowance(age)",
-        "self._batches[group.batch].num_begun(age) <= self.rules.stale_allowance(age)",
+        "self.batches[group.batch].num_begun(age) < self._rules.stale_allowance(age)",
+        "self.batches[group.batch].num_begun(age) <= self._rules.stale_allowance(age)",
         PLANNER,
     ),
     Mutation(
@@ -624,26 +624,26 @@ TABLE: tuple[Mutation, ...] = (
     Mutation(
         "schedulers/planner.py",
         "samples of a lost slot are forgotten",
-        "self._give_back(live, live.left)",
+        "self._book.give_back(chunk_id, live.left)",
         "pass",
         PLANNER,
     ),
     Mutation(
-        "schedulers/planner.py",
+        "schedulers/group_book.py",
         "a sample that failed is generated once more than allowed",
-        "batch.num_sample_refills + len(failed) > self.rules.max_sample_refills",
-        "batch.num_sample_refills + len(failed) > self.rules.max_sample_refills + 1",
+        "batch.num_sample_refills + len(samples) > self._rules.max_sample_refills",
+        "batch.num_sample_refills + len(samples) > self._rules.max_sample_refills + 1",
         PLANNER,
     ),
     Mutation(
-        "schedulers/planner.py",
+        "schedulers/group_book.py",
         "a group that starts over keeps its old rewards",
-        "                group.rewards.clear()\n",
+        "            group.rewards.clear()\n",
         "",
         PLANNER,
     ),
     Mutation(
-        "schedulers/planner.py",
+        "schedulers/group_book.py",
         "a chunk's samples are issued a second time",
         "        del group.unissued[:size]\n",
         "        del group.unissued[:size - 1]\n",

@@ -94,7 +94,7 @@ def test_one_lane_is_cut_into_what_it_did():
         [
             interval("generate", 0, 4),
             interval("publish", 3, 6),
-            interval("wait", 5, 9, reason="publishing"),
+            interval("wait", 5, 9, reason="no_chunk_left"),
             interval("wait", 8.5, 9, reason="slot_lost"),
         ],
         WINDOW,
@@ -102,7 +102,7 @@ def test_one_lane_is_cut_into_what_it_did():
     assert [(one.start_s, one.end_s, one.label) for one in cut] == [
         (0, 4, "generate"),
         (4, 6, "publish"),
-        (6, 9, "publishing"),
+        (6, 9, "no_chunk_left"),
         (9, 10, "unattributed"),
     ]
 

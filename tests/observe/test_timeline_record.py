@@ -25,6 +25,7 @@ from verl_digen.observe.timeline import (
 )
 from verl_digen.observe.timeline import interval as interval_module
 from verl_digen.observe.timeline.interval import KINDS, WAIT_REASONS, from_line, join_parts, to_line
+from verl_digen.schedulers import types as scheduler_types
 
 
 class SettableClock:
@@ -70,7 +71,8 @@ def test_a_line_is_json_that_every_reader_takes():
 
 
 def test_every_key_kind_and_reason_is_explained_in_the_modules_tables():
-    explained = set(re.findall(r"`(\w+)`", "\n".join(re.findall(r"^\|.*", inspect.getsource(interval_module), re.M))))
+    sources = inspect.getsource(interval_module) + inspect.getsource(scheduler_types)
+    explained = set(re.findall(r"`(\w+)`", "\n".join(re.findall(r"^\|.*", sources, re.M))))
     assert set(to_line(replace(FULL, kind="wait", reason="scoring"))) | set(KINDS) | set(WAIT_REASONS) <= explained
 
 

@@ -15,14 +15,8 @@ from PIL import Image
 from tests.observe.timeline_runs import START_S, interval, lane, random_intervals, simulated_run
 from verl_digen.observe.timeline import TimelineFile, command, read_timeline
 from verl_digen.observe.timeline.analysis import by_lane, pool_usage, step_window
-from verl_digen.observe.timeline.gantt import (
-    COLOURS,
-    MAX_LANES,
-    NUM_SAMPLE_LANES,
-    PINK,
-    draw_step,
-    utilisation,
-)
+from verl_digen.observe.timeline.contents import MAX_LANES, NUM_SAMPLE_LANES, step_marks, utilisation, version_marks
+from verl_digen.observe.timeline.gantt import COLOURS, PINK, draw_step
 from verl_digen.observe.timeline.interval import KINDS, to_line
 from verl_digen.observe.timeline.layout import group_label, group_names, rows
 from verl_digen.observe.timeline.trace import COLOURS as TRACE_COLOURS
@@ -199,6 +193,19 @@ def test_the_strip_holds_the_same_seconds_as_the_accounts():
             for label, seconds in {**usage.busy_s, **usage.bubble_s}.items():
                 mean = shares[label].mean() if label in shares else 0.0
                 assert mean == pytest.approx(seconds / usage.capacity_s, abs=1e-9)
+
+
+def test_marks_are_where_a_step_begins_and_where_a_version_is_first_used():
+    driver, trainer = lane("driver", num_devices=0), lane("trainer")
+    intervals = [
+        interval("step", 0, 5, on=driver, step=1),
+        interval("step", 6, 9, on=driver, step=2),
+        interval("publish", 4, 5, on=trainer, version=1),
+        interval("publish", 3, 4, version=1),
+        interval("publish", 9, 9.5, version=2),
+    ]
+    assert step_marks(intervals) == {START_S: 1, START_S + 5: 2, START_S + 6: 2, START_S + 9: 3}
+    assert version_marks(intervals) == {1: START_S + 4, 2: START_S + 9.5}
 
 
 def test_a_lane_with_slots_and_one_bar_too_narrow_for_a_label_are_drawn(tmp_path):

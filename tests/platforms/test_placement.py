@@ -11,7 +11,8 @@ from verl.workers.rollout.replica import RolloutMode, RolloutReplica
 
 from verl_digen.config import digen_config
 from verl_digen.errors import RunStopped
-from verl_digen.platforms.placement import TypedPools, check_placement, num_reward_devices, reward_options
+from verl_digen.platforms.placement import TypedPools, check_placement, reward_options
+from verl_digen.pool_sizes import num_reward_devices
 from verl_digen.rollout.placed import PlacedReplica
 
 pytestmark = pytest.mark.slow

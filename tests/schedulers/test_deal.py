@@ -6,7 +6,8 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from verl_digen.schedulers.deal import Row, deal_rows, rows_of, stand_ins
+from tests.schedulers.rows import rows_of
+from verl_digen.schedulers.deal import Row, deal_rows, stand_ins
 
 
 def assert_invariants(rows: list[Row], dealt: list[list[Row]], whole_samples: bool) -> None:
@@ -62,10 +63,6 @@ def test_whole_samples_that_divide_are_dealt_in_equal_blocks():
 def test_experts_take_turns_at_what_does_not_divide():
     rows = [Row(sample, step, expert=step) for sample in range(3) for step in range(2)]
     assert [len(hand) for hand in deal_rows(rows, 2)] == [3, 3]  # 2 + 1 and 1 + 2, not 2 + 2 and 1 + 1
-
-
-def test_a_sample_without_trained_steps_has_no_rows():
-    assert rows_of([2, 0, 1]) == [Row(0, 0), Row(0, 1), Row(2, 0)]
 
 
 def test_stand_ins_are_own_rows_where_there_are_any():

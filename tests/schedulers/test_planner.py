@@ -94,7 +94,7 @@ class World:
             self.trained.append(decision.fragment)
             self._later(0.3, self._trained, decision.fragment)
         elif isinstance(decision, Assist):
-            num_ready = len(self.planner._batches[self.planner.batch].ready)
+            num_ready = len(self.planner._book.batches[self.planner.batch].ready)
             assert not self.rules.is_pipelined or num_ready < self.rules.min_groups_per_fragment
             assert self.assisting is None, "two assists at once"
             self.assisting = decision.chunk.id
@@ -127,8 +127,8 @@ class World:
         version = chunk.version
         if self.rng.random() < self.wrong_version_rate:
             version -= 1
-        group = self.planner._groups.get(chunk.uid)
-        is_wanted = chunk.id in self.planner._live
+        group = self.planner._book.groups.get(chunk.uid)
+        is_wanted = chunk.id in self.planner._book.live
         if is_wanted and version == chunk.version:
             assert group is not None and group.version == version
             self.scored.add((chunk.uid, index))
@@ -170,8 +170,8 @@ class World:
     # -- invariants -----------------------------------------------------------------------------------------
     def _check_order(self, slot: str, chunk: Chunk) -> None:
         """GAP: no older group that this version may take has samples left."""
-        group = self.planner._groups[chunk.uid]
-        for other in self.planner._groups.values():
+        group = self.planner._book.groups[chunk.uid]
+        for other in self.planner._book.groups.values():
             if other.place < group.place and other.unissued and other.state == "open":
                 can_take = other.version == chunk.version or (
                     other.version is None and other.batch == chunk.version == self.planner.published
@@ -224,8 +224,8 @@ def assert_invariants(world: World) -> None:
     if not (world.failure_rate or world.loss_rate or world.wrong_version_rate or rules.max_versions):
         assert again == 0
     # nothing is left behind
-    assert not planner._groups and not planner._batches
-    assert not planner._live
+    assert not planner._book.groups and not planner._book.batches
+    assert not planner._book.live
 
 
 def random_world(seed: int) -> World:
@@ -323,7 +323,7 @@ def planner_with(rules: BatchRules, *slots: str, num_batches: int = 2) -> BatchP
 
 def draw(planner: BatchPlanner) -> None:
     for batch, count in planner.prompts_wanted().items():
-        first = planner._num_groups
+        first = planner._book._num_groups
         planner.on_prompts(batch, [f"p{first + index}" for index in range(count)])
 
 

@@ -8,8 +8,9 @@ from collections import Counter
 
 import pytest
 
+from tests.schedulers.rows import rows_of
 from tests.schedulers.test_deal import random_rows
-from verl_digen.schedulers.deal import Row, deal_rows, rows_of
+from verl_digen.schedulers.deal import Row, deal_rows
 from verl_digen.schedulers.tiles import Budget, Grid, Tile, TileShape, choose_shape, plan_tiles
 
 

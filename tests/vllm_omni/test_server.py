@@ -18,7 +18,7 @@ from verl_digen.rollout.vllm_omni.requests import ORDER, START, Published, Taken
 from verl_digen.rollout.vllm_omni.server import vLLMOmniHttpServer
 from verl_digen.schedulers.deadlines import DeadlinesConfig
 from verl_digen.types import Trajectory
-from verl_digen.weights.manifest import Manifest
+from verl_digen.weights.checksum import Manifest
 
 PATH, STEPS, SIGMAS = (
     torch.tensor([[4.0, 0.0], [2.0, 2.0], [2.0, 2.0]]),

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
 
@@ -50,57 +50,87 @@ def measured_profile(runs: Sequence[RunResult], *, num_warm_up: int, model: str,
     )
     digen = read_config(pipelined[0].run_dir)
     intervals = [interval for run in pipelined for interval in _measured(run, num_warm_up)]
-    generating, training, scoring = (_of_kind(intervals, kind) for kind in ("generate", "train", "score"))
-    num_ranks = training[0].lane.num_devices
-    num_samples = _once({round(row["batch/num_samples"]) for run in pipelined for row in run.steps}, "samples")
-    num_prompts = _once({round(row["batch/num_groups"]) for run in pipelined for row in run.steps}, "groups")
+    work = _Work(*(_of_kind(intervals, kind) for kind in ("generate", "train", "score")))
     window = draw_window(digen.window, run_seed=digen.seed, uid="", num_steps=digen.sampling.num_steps, step=0)
     num_trained = len(window.train_steps)
-    num_runs = f"{len(pipelined)} runs of {PIPELINED}, {len(generating)} chunks, {len(training)} fragments"
-    seconds = {
-        "step_s": (
-            median(chunk.duration_s / chunk.num_samples for chunk in generating) / digen.sampling.num_steps,
-            "a slot's time for a chunk / its samples / denoise steps; encoding, decoding and transfer included",
-        ),
-        "decode_s": (0.0, "part of step_s, from which a timeline does not tell it"),
-        "row_s": (
-            median(part.duration_s * num_ranks / (part.num_samples * num_trained) for part in training),
-            f"time of a fragment x {num_ranks} ranks / its rows; gathering of weights included",
-        ),
-        "gather_s": (0.0, "part of row_s, from which a timeline does not tell it"),
-        "score_s": (median(part.duration_s for part in scoring), "from a chunk's pixels to its scores in the queue"),
-        "commit_s": (
-            median(
-                sum(part.duration_s for part in of_step)
-                for of_step in _by_step(pipelined, num_warm_up, ("commit", "publish"))
-            ),
-            "optimizer step and publication, as the driver sees them",
-        ),
-        "switch_s": (
-            median(
-                max(0.0, row["perf/overhead_s"] - row["perf/sync_s"])
-                for run in colocated
-                for row in run.steps[num_warm_up:]
-            ),
-            f"{len(colocated)} colocated runs: time in which nothing was done, less publication, which is in commit_s",
-        ),
+    numbers = {
+        **_counts(pipelined, work, digen, num_trained),
+        **_work_seconds(work, digen, num_trained),
+        **_step_seconds(pipelined, colocated, num_warm_up),
     }
-    counts = {
+    num_runs = f"{len(pipelined)} runs of {PIPELINED}, {len(work.generating)} chunks, {len(work.training)} fragments"
+    return {
+        "model": model,
+        "setting": f"measured by digen bench: {num_runs}, {num_warm_up} steps of each left out",
+        "device": device,
+        "numbers": {name: {"value": value, "source": f"measured: {how}"} for name, (value, how) in numbers.items()},
+    }
+
+
+class _Work(NamedTuple):
+    """Intervals of the measured steps."""
+
+    generating: list[Interval]
+    training: list[Interval]
+    scoring: list[Interval]
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the trainer."""
+        return self.training[0].lane.num_devices
+
+
+def _counts(
+    pipelined: Sequence[RunResult], work: _Work, digen: DigenConfig, num_trained: int
+) -> dict[str, tuple[int, str]]:
+    num_samples = _once({round(row["batch/num_samples"]) for run in pipelined for row in run.steps}, "samples")
+    num_prompts = _once({round(row["batch/num_groups"]) for run in pipelined for row in run.steps}, "groups")
+    return {
         "num_prompts": (num_prompts, "groups of a step"),
         "group_size": (num_samples // num_prompts, "samples of a group"),
         "num_steps": (digen.sampling.num_steps, "denoise steps of a sample"),
         "num_trained_steps": (num_trained, "rows of a sample"),
         "max_chunk_size": (digen.rollout.max_batch_size, "digen.rollout.max_batch_size of the runs"),
         "rows_per_tile": (1, "row_s is what a row took in tiles of the runs' size, whatever that was"),
-        "min_trainer_devices": (num_ranks, "the trainer of the runs; fewer were not tried"),
+        "min_trainer_devices": (work.num_ranks, "the trainer of the runs; fewer were not tried"),
     }
+
+
+def _work_seconds(work: _Work, digen: DigenConfig, num_trained: int) -> dict[str, tuple[float, str]]:
+    """Seconds of the parts that the timelines hold one by one."""
     return {
-        "model": model,
-        "setting": f"measured by digen bench: {num_runs}, {num_warm_up} steps of each left out",
-        "device": device,
-        "numbers": {
-            name: {"value": value, "source": f"measured: {how}"} for name, (value, how) in {**counts, **seconds}.items()
-        },
+        "step_s": (
+            median(chunk.duration_s / chunk.num_samples for chunk in work.generating) / digen.sampling.num_steps,
+            "a slot's time for a chunk / its samples / denoise steps; encoding, decoding and transfer included",
+        ),
+        "decode_s": (0.0, "part of step_s, from which a timeline does not tell it"),
+        "row_s": (
+            median(part.duration_s * work.num_ranks / (part.num_samples * num_trained) for part in work.training),
+            f"time of a fragment x {work.num_ranks} ranks / its rows; gathering of weights included",
+        ),
+        "gather_s": (0.0, "part of row_s, from which a timeline does not tell it"),
+        "score_s": (
+            median(part.duration_s for part in work.scoring),
+            "from a chunk's pixels to its scores in the queue",
+        ),
+    }
+
+
+def _step_seconds(
+    pipelined: Sequence[RunResult], colocated: Sequence[RunResult], num_warm_up: int
+) -> dict[str, tuple[float, str]]:
+    """Seconds that a step has once."""
+    commits = _by_step(pipelined, num_warm_up, ("commit", "publish"))
+    measured = [row for run in colocated for row in run.steps[num_warm_up:]]
+    return {
+        "commit_s": (
+            median(sum(part.duration_s for part in of_step) for of_step in commits),
+            "optimizer step and publication, as the driver sees them",
+        ),
+        "switch_s": (
+            median(max(0.0, row["perf/overhead_s"] - row["perf/sync_s"]) for row in measured),
+            f"{len(colocated)} colocated runs: time in which nothing was done, less publication, which is in commit_s",
+        ),
     }
 
 

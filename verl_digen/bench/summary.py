@@ -107,47 +107,79 @@ def summarise(
         for name, of_mode in by_mode.items()
     }
     reference = next(iter(by_mode.values()))[0]
-    summaries = []
-    for name, of_mode in by_mode.items():
-        measured = [row for run in of_mode for row in run.steps[num_warm_up:]]
-        step_s = median(row["perf/step_s"] for row in measured)
-        images_per_s = median(row["perf/images_per_s"] for row in measured)
-        own = medians[name]
-        summaries.append(
-            Summary(
-                mode=name,
-                num_runs=len(of_mode),
-                num_steps=len(measured),
-                step_s=step_s,
-                spread_s=(min(own.values()), max(own.values())),
-                images_per_s=images_per_s,
-                images_per_s_per_device=images_per_s / num_devices,
-                speedup={
-                    baseline.name: median(baseline.step_s / own[repeat] for repeat in own) for baseline in simulated
-                }
-                or {
-                    baseline: median(medians[baseline][repeat] / own[repeat] for repeat in own)
-                    for baseline in BASELINES
-                    if baseline in medians
-                },
-                bubbles={
-                    pool: median(row[f"perf/bubble_fraction/{pool}"] for row in measured)
-                    for pool in POOLS
-                    if all(f"perf/bubble_fraction/{pool}" in row for row in measured)
-                },
-                stale=_stale_share(measured),
-                overlap=(
-                    median(row["perf/overlap_s"] / row["perf/step_s"] for row in measured)
-                    if all("perf/overlap_s" in row for row in measured)
-                    else None
-                ),
-                final_reward=median(run.steps[-1]["reward/mean"] for run in of_mode),
-                max_gradient_gap=_gradient_gap(reference, of_mode),
-                prediction=predictions.get(name),
-                planner_error=_planner_error(measured),
-            )
+    return [
+        _summary(
+            of_mode,
+            measured=[row for run in of_mode for row in run.steps[num_warm_up:]],
+            own_s=medians[name],
+            num_devices=num_devices,
+            speedup=_speedup_over_simulated(medians[name], simulated) or _speedup_over_run(medians[name], medians),
+            max_gradient_gap=_gradient_gap(reference, of_mode),
+            prediction=predictions.get(name),
         )
-    return summaries
+        for name, of_mode in by_mode.items()
+    ]
+
+
+def _summary(
+    of_mode: Sequence[RunResult],
+    *,
+    measured: Sequence[Mapping[str, float]],
+    own_s: Mapping[int, float],
+    num_devices: int,
+    speedup: Mapping[str, float],
+    max_gradient_gap: float | None,
+    prediction: Prediction | None,
+) -> Summary:
+    """The summary of one mode.
+
+    Args:
+        measured: metrics of the measured steps of all runs.
+        own_s: repeat -> median step time.
+    """
+    images_per_s = median(row["perf/images_per_s"] for row in measured)
+    return Summary(
+        mode=of_mode[0].mode.name,
+        num_runs=len(of_mode),
+        num_steps=len(measured),
+        step_s=median(row["perf/step_s"] for row in measured),
+        spread_s=(min(own_s.values()), max(own_s.values())),
+        images_per_s=images_per_s,
+        images_per_s_per_device=images_per_s / num_devices,
+        speedup=speedup,
+        bubbles={
+            pool: median(row[f"perf/bubble_fraction/{pool}"] for row in measured)
+            for pool in POOLS
+            if all(f"perf/bubble_fraction/{pool}" in row for row in measured)
+        },
+        stale=_stale_share(measured),
+        overlap=(
+            median(row["perf/overlap_s"] / row["perf/step_s"] for row in measured)
+            if all("perf/overlap_s" in row for row in measured)
+            else None
+        ),
+        final_reward=median(run.steps[-1]["reward/mean"] for run in of_mode),
+        max_gradient_gap=max_gradient_gap,
+        prediction=prediction,
+        planner_error=_planner_error(measured),
+    )
+
+
+def _speedup_over_simulated(own_s: Mapping[int, float], simulated: Sequence[Baseline]) -> dict[str, float]:
+    return {baseline.name: median(baseline.step_s / own_s[repeat] for repeat in own_s) for baseline in simulated}
+
+
+def _speedup_over_run(own_s: Mapping[int, float], medians: Mapping[str, Mapping[int, float]]) -> dict[str, float]:
+    """Baseline -> speedup over it, repeat by repeat.
+
+    Args:
+        medians: mode -> repeat -> median step time.
+    """
+    return {
+        baseline: median(medians[baseline][repeat] / own_s[repeat] for repeat in own_s)
+        for baseline in BASELINES
+        if baseline in medians
+    }
 
 
 def _stale_share(measured: Sequence[Mapping[str, float]]) -> float | None:

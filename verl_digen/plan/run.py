@@ -27,6 +27,7 @@ from verl_digen.plan.compose import is_split
 from verl_digen.plan.conditions import empty_condition
 from verl_digen.plan.networks import Counts, count_network, count_parts
 from verl_digen.plan.published import checkpoint_folder
+from verl_digen.pool_sizes import num_generator_devices, num_replica_devices, num_trainer_devices
 from verl_digen.require import require
 from verl_digen.sampling.recording import trained_latents
 from verl_digen.types import Condition, Geometry
@@ -152,14 +153,11 @@ def _settings(config: DictConfig, digen: DigenConfig, model: DiffusionModelConfi
         actor.optim.optimizer,
         "choose one of these",
     )
-    num_trainer = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    num_trainer = num_trainer_devices(config)
     split = is_split(config)
     generator = rollout if split else config.trainer
     fsdp = omega_conf_to_dataclass(actor.fsdp_config)
-    # verl's own defaults, see FSDPEngine._build_fsdp_module
-    precision = {"param_dtype": "bf16", "reduce_dtype": "fp32"} | dict(fsdp.mixed_precision or {})
-    size = rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size
-    num_generator = generator.nnodes * generator.n_gpus_per_node
+    size, num_generator = num_replica_devices(config), num_generator_devices(config) if split else num_trainer
     require(
         num_generator % size == 0,
         "actor_rollout_ref.rollout.tensor_model_parallel_size (times data and pipeline sizes) must divide the devices "
@@ -187,13 +185,19 @@ def _settings(config: DictConfig, digen: DigenConfig, model: DiffusionModelConfi
         tensor_parallel=size,
         frees_replica=not split and rollout.free_cache_engine,
         exports="hf_model" in actor.checkpoint.save_contents,
-        dtypes=Dtypes(
-            model=PrecisionType.to_dtype(fsdp.model_dtype),
-            compute=PrecisionType.to_dtype(precision["param_dtype"]),
-            reduce=PrecisionType.to_dtype(precision["reduce_dtype"]),
-            rollout=PrecisionType.to_dtype(rollout.dtype),
-            latents=PrecisionType.to_dtype(digen.rollout.latents_dtype),
-        ),
+        dtypes=_dtypes(fsdp, rollout, digen),
+    )
+
+
+def _dtypes(fsdp: Any, rollout: Any, digen: DigenConfig) -> Dtypes:
+    # verl's own defaults, see FSDPEngine._build_fsdp_module
+    precision = {"param_dtype": "bf16", "reduce_dtype": "fp32"} | dict(fsdp.mixed_precision or {})
+    return Dtypes(
+        model=PrecisionType.to_dtype(fsdp.model_dtype),
+        compute=PrecisionType.to_dtype(precision["param_dtype"]),
+        reduce=PrecisionType.to_dtype(precision["reduce_dtype"]),
+        rollout=PrecisionType.to_dtype(rollout.dtype),
+        latents=PrecisionType.to_dtype(digen.rollout.latents_dtype),
     )
 
 

@@ -24,6 +24,7 @@ from verl.single_controller.ray.base import ResourcePoolManager
 
 from verl_digen.config import DigenConfig
 from verl_digen.errors import RunStopped
+from verl_digen.pool_sizes import num_generator_devices, num_reward_devices, num_trainer_devices
 
 LEAST_SHARE = 1e-4
 """Smallest share of a resource that Ray counts."""
@@ -48,12 +49,6 @@ class TypedPools(ResourcePoolManager):
             pool.accelerator_type = type_resource("digen.placement.trainer_accelerator", self.accelerator)
 
 
-def num_reward_devices(config: Any) -> int:
-    """Number of the reward workers' devices, over all nodes: verl's reward model pool, if that is a separate pool."""
-    model = config.reward.reward_model
-    return model.nnodes * model.n_gpus_per_node if model.enable_resource_pool else 0
-
-
 def reward_options(config: Any, digen: DigenConfig) -> dict[str, Any]:
     """Options of a reward worker's Ray actor: number of devices (or share of one), and their type."""
     options: dict[str, Any] = {"resources": {}}
@@ -76,10 +71,10 @@ def check_placement(config: Any, digen: DigenConfig, *, is_disaggregated: bool) 
     Raises:
         RunStopped: the cluster does not have a type, or too few devices of it.
     """
-    placement, rollout = digen.placement, config.actor_rollout_ref.rollout
-    num_generator = rollout.nnodes * rollout.n_gpus_per_node if is_disaggregated else 0
+    placement = digen.placement
+    num_generator = num_generator_devices(config) if is_disaggregated else 0
     pools = (
-        ("trainer", placement.trainer_accelerator, config.trainer.nnodes * config.trainer.n_gpus_per_node),
+        ("trainer", placement.trainer_accelerator, num_trainer_devices(config)),
         ("generator", placement.generator_accelerator, num_generator),
         ("reward", placement.reward_accelerator, num_reward_devices(config)),
     )

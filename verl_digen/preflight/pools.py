@@ -8,6 +8,12 @@ from importlib.util import find_spec
 from omegaconf import DictConfig, OmegaConf
 
 from verl_digen.config import digen_config
+from verl_digen.pool_sizes import (
+    num_generator_devices,
+    num_replica_devices,
+    num_reward_devices,
+    num_trainer_devices,
+)
 from verl_digen.require import require, require_one_of, suggestion
 from verl_digen.rollout.registry import REPLICAS
 
@@ -27,8 +33,6 @@ def check_device(config: DictConfig) -> None:
     """
     from verl.plugin.platform import get_platform
 
-    from verl_digen.platforms.placement import num_reward_devices
-
     platform = get_platform().device_name
     require_one_of("trainer.device", config.trainer.device, sorted({platform, "cpu", "cuda", "npu"}))
     require(
@@ -39,8 +43,7 @@ def check_device(config: DictConfig) -> None:
     )
     if platform == "cpu":
         num_gpus = OmegaConf.select(config, "ray_kwargs.ray_init.num_gpus", throw_on_missing=True)
-        rollout = config.actor_rollout_ref.rollout
-        needed = num_ranks(config) + rollout.nnodes * rollout.n_gpus_per_node + num_reward_devices(config)
+        needed = num_trainer_devices(config) + num_generator_devices(config) + num_reward_devices(config)
         require(
             isinstance(num_gpus, int) and num_gpus >= needed,
             f"ray_kwargs.ray_init.num_gpus must be >= {needed}, the devices of the run, where there is no accelerator",
@@ -49,7 +52,7 @@ def check_device(config: DictConfig) -> None:
         )
     num_cpus = OmegaConf.select(config, "ray_kwargs.ray_init.num_cpus", throw_on_missing=True)
     if num_cpus is not None:
-        least = CPUS_PER_RANK * num_ranks(config) + config.reward.num_workers
+        least = CPUS_PER_RANK * num_trainer_devices(config) + config.reward.num_workers
         require(
             isinstance(num_cpus, int) and num_cpus >= least,
             f"ray_kwargs.ray_init.num_cpus must be >= {least}, {CPUS_PER_RANK} for each trainer rank and one for each "
@@ -69,7 +72,7 @@ def check_rollout(config: DictConfig) -> None:
         "not installed",
         "pip install 'verl-digen[vllm-omni]', or set actor_rollout_ref.rollout.name=diffusers",
     )
-    size = rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size
+    size = num_replica_devices(config)
     require(
         rollout.name != "diffusers" or size == 1,
         "actor_rollout_ref.rollout.tensor_model_parallel_size (times data and pipeline sizes) must be 1 for "
@@ -83,7 +86,7 @@ def check_rollout(config: DictConfig) -> None:
         rollout.nnodes,
         "give the nodes that generate",
     )
-    pools = {"trainer": num_ranks(config), "actor_rollout_ref.rollout": rollout.nnodes * rollout.n_gpus_per_node}
+    pools = {"trainer": num_trainer_devices(config), "actor_rollout_ref.rollout": num_generator_devices(config)}
     for pool, num_devices in pools.items():
         require(
             num_devices % size == 0,
@@ -96,8 +99,6 @@ def check_rollout(config: DictConfig) -> None:
 def check_placement(config: DictConfig) -> None:
     """Require that a device type is set only for a pool that exists, and that reward workers can divide their devices.
     Whether the cluster has such devices is checked once Ray has started (`verl_digen.platforms.placement`)."""
-    from verl_digen.platforms.placement import num_reward_devices
-
     placement, mode = digen_config(config).placement, config.trainer.v1.trainer_mode
     require(
         placement.generator_accelerator is None or mode != COLOCATED,
@@ -200,8 +201,3 @@ def check_virtual(config: DictConfig) -> None:
         from verl_digen.virtual.durations import virtual_durations
 
         virtual_durations(digen_config(config))
-
-
-def num_ranks(config: DictConfig) -> int:
-    """Trainer ranks: one per device of the trainer's pool."""
-    return config.trainer.nnodes * config.trainer.n_gpus_per_node

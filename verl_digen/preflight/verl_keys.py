@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 
 from verl_digen import plugin
 from verl_digen.config import digen_config
-from verl_digen.preflight.pools import num_ranks
+from verl_digen.pool_sizes import num_trainer_devices
 from verl_digen.require import require, suggestion
 
 STORAGES = {"MooncakeStore": ("mooncake", "mooncake-transfer-engine"), "Yuanrong": ("yr", "openyuanrong-datasystem")}
@@ -44,7 +44,7 @@ def check_strategy(config: DictConfig) -> None:
 
 def check_shards(config: DictConfig) -> None:
     """Require that ranks divide into groups that shard the weights, each of which holds all of them."""
-    size, ranks = config.actor_rollout_ref.actor.fsdp_config.fsdp_size, num_ranks(config)
+    size, ranks = config.actor_rollout_ref.actor.fsdp_config.fsdp_size, num_trainer_devices(config)
     require(
         size == -1 or size >= ranks or ranks % size == 0,
         f"actor_rollout_ref.actor.fsdp_config.fsdp_size must divide the trainer's ranks ({ranks})",
@@ -110,7 +110,7 @@ def check_storage(config: DictConfig) -> None:
 def check_batches(config: DictConfig) -> None:
     """Require prompts, groups and samples to divide as verl divides them."""
     num_prompts, group_size = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
-    mini_batch, ranks = config.actor_rollout_ref.actor.ppo_mini_batch_size, num_ranks(config)
+    mini_batch, ranks = config.actor_rollout_ref.actor.ppo_mini_batch_size, num_trainer_devices(config)
     require(
         num_prompts * group_size % ranks == 0,
         "data.train_batch_size x actor_rollout_ref.rollout.n must be a multiple of the trainer's ranks "

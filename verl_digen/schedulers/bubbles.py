@@ -31,48 +31,31 @@ def bubble_at(
 ) -> Bubble | None:
     """The bubble of `batch`; None until generation, scoring and training were each measured.
 
-    Complexity: O(samples and chunks of the batch + slots).
+    Complexity: O(samples of the batch + live chunks + slots).
     """
-    train_s = durations.train_s()
-    score_s = durations.score_s()
-    sample_s: dict[str, float] = {}
-    for slot in slots:
-        measured_s = durations.generate_sample_s(slot)
-        if measured_s is None:
-            return None
-        sample_s[slot] = measured_s
-    if train_s is None or score_s is None:
+    train_s, score_s = durations.train_s(), durations.score_s()
+    sample_s = {slot: durations.generate_sample_s(slot) for slot in slots}
+    known_s = {slot: seconds for slot, seconds in sample_s.items() if seconds is not None}
+    if train_s is None or score_s is None or len(known_s) < len(sample_s):
         return None
-
     free_in_s = dict.fromkeys(slots, 0.0)
     scored_in_s: dict[int, float] = {}
     for request in requests:
         if request.generator != TRAINER:
-            end_s = request.since_s + len(request.chunk.samples) * sample_s[request.generator]
+            end_s = request.since_s + len(request.chunk.samples) * known_s[request.generator]
             free_in_s[request.generator] = left_s = max(0.0, end_s - now_s)
             scored_in_s[request.chunk.id] = left_s + score_s
-
-    def ready_in_s(chunk_id: int) -> float:
-        generated_s = live[chunk_id].generated_s
-        return scored_in_s[chunk_id] if generated_s is None else max(0.0, generated_s + score_s - now_s)
-
-    groups_ready_in_s = [0.0] * len(batch.ready)
-    stream: list[int] = []
-    num_left = rules.num_prompts - batch.num_training - batch.num_trained
-    for group in batch.groups:
-        if len(groups_ready_in_s) == num_left:
-            break
-        if group.state == "open":
-            stream += [len(groups_ready_in_s)] * len(group.unissued)
-            groups_ready_in_s.append(max(map(ready_in_s, group.chunks), default=0.0))
-
+    for chunk in live.values():
+        if chunk.generated_s is not None:
+            scored_in_s[chunk.chunk.id] = max(0.0, chunk.generated_s + score_s - now_s)
+    stream, ready_in_s = _groups_to_come(batch, rules, scored_in_s)
     call_s, group_s = train_s
     assist_chunk_s, assist_sample_s = durations.assist_s() or (0.0, 0.0)
     return Bubble(
         free_in_s=tuple(round(value, TIME_DIGITS) for value in free_in_s.values()),
-        sample_s=tuple(sample_s.values()),
-        stream=tuple(stream),
-        ready_in_s=tuple(round(value, TIME_DIGITS) for value in groups_ready_in_s),
+        sample_s=tuple(known_s.values()),
+        stream=stream,
+        ready_in_s=tuple(round(value, TIME_DIGITS) for value in ready_in_s),
         chunk_size=rules.slot_chunk_size(len(slots)),
         assist_chunk_size=rules.trainer_chunk_size(len(slots)),
         assist_chunk_s=assist_chunk_s,
@@ -84,3 +67,26 @@ def bubble_at(
         max_groups=rules.max_groups_per_fragment,
         is_barrier=not rules.is_pipelined,
     )
+
+
+def _groups_to_come(
+    batch: Batch, rules: BatchRules, scored_in_s: Mapping[int, float]
+) -> tuple[tuple[int, ...], list[float]]:
+    """The groups that fill the batch, ready ones first.
+
+    Args:
+        scored_in_s: live chunk -> seconds until its samples are scored.
+
+    Returns:
+        The group of each sample left to issue; and per group, seconds until the samples in flight are scored.
+    """
+    ready_in_s = [0.0] * len(batch.ready)
+    stream: list[int] = []
+    num_left = rules.num_prompts - batch.num_training - batch.num_trained
+    for group in batch.groups:
+        if len(ready_in_s) == num_left:
+            break
+        if group.state == "open":
+            stream += [len(ready_in_s)] * len(group.unissued)
+            ready_in_s.append(max((scored_in_s[chunk_id] for chunk_id in group.chunks), default=0.0))
+    return tuple(stream), ready_in_s

@@ -31,15 +31,6 @@ class Row(NamedTuple):
     """Index of the network that the step runs; 0 unless the model has several."""
 
 
-def rows_of(num_steps: Sequence[int]) -> list[Row]:
-    """All rows of samples with these numbers of trained steps, sorted by sample.
-
-    Example:
-        rows_of([2, 0, 1])  # [Row(0, 0), Row(0, 1), Row(2, 0)]
-    """
-    return [Row(sample, step) for sample, count in enumerate(num_steps) for step in range(count)]
-
-
 def deal_rows(rows: Sequence[Row], num_ranks: int, *, whole_samples: bool = False) -> list[list[Row]]:
     """The rows of each rank.
 
@@ -48,9 +39,9 @@ def deal_rows(rows: Sequence[Row], num_ranks: int, *, whole_samples: bool = Fals
         whole_samples: never cut a sample, as for a loss over a whole trajectory, or to train without time-step
             parallelism; ranks are then as even as whole consecutive samples allow.
 
-    Example, rows written as (sample, step):
-        deal_rows(rows_of([3, 1]), 2)                      # (0,0) (0,1)       | (0,2) (1,0)
-        deal_rows(rows_of([3, 1]), 2, whole_samples=True)  # (0,0) (0,1) (0,2) | (1,0)
+    Example, three rows of one sample and one of the next, written as (sample, step):
+        deal_rows(rows, 2)                      # (0,0) (0,1)       | (0,2) (1,0)
+        deal_rows(rows, 2, whole_samples=True)  # (0,0) (0,1) (0,2) | (1,0)
     """
     return _deal_samples(rows, num_ranks) if whole_samples else _deal_single(rows, num_ranks)
 

@@ -15,7 +15,7 @@
     on_committed     the next batch is the trainer's
     on_published     free slots take the new version (LoadWeights, on_loaded), each between two chunks
 
-- Order: (batch, order of arrival) everywhere. A chunk is cut when it is issued, so returned samples need no plan.
+- `GroupBook` keeps the state of each group and sample; the planner decides when its methods are called, and for whom.
 - Staleness: a group of batch b begun under version v is b - v versions stale; `BatchRules.stale_allowance` says how
   many groups of a batch may be. A begun group stays with its version: slots that still have it take its samples before
   they load a newer one; if no slot has it any more, the group is restarted.
@@ -32,8 +32,7 @@
 | batch b + 1 | commit of b | opened when it may be begun |
 
 Invariants (tests/schedulers/test_planner.py)
-- Each sample of a live group is in exactly one state: unissued, in flight or scored; of a dropped group, in none. A
-  sample is regenerated only after its chunk failed, was lost or was cancelled, or its group was restarted;
+- A sample is regenerated only after its chunk failed, was lost or was cancelled, or its group was restarted;
   regenerations are counted.
 - A group is trained at most once, and only if all its samples are scored, all under its version.
 - A ready fragment trains before an assist, and at most one assist is in flight.
@@ -48,13 +47,12 @@ memory O(samples of the open batches).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from heapq import heappop, heappush
-from math import isfinite
 
-from verl_digen.schedulers.batch import Batch, Group, GroupQueue, LiveChunk, Request
+from verl_digen.schedulers.batch import Batch, Group, Request
 from verl_digen.schedulers.bubbles import bubble_at
 from verl_digen.schedulers.durations import Durations
 from verl_digen.schedulers.foresight import Foresight
+from verl_digen.schedulers.group_book import GroupBook
 from verl_digen.schedulers.rules import BatchRules
 from verl_digen.schedulers.search import EPSILON_S, BubbleSearch
 from verl_digen.schedulers.slots import SlotPool
@@ -65,7 +63,6 @@ from verl_digen.schedulers.types import (
     BatchReport,
     Chunk,
     Commit,
-    DropReason,
     Fragment,
     Generate,
     LoadWeights,
@@ -111,14 +108,8 @@ class BatchPlanner:
         self._durations = durations
         self._end = None if num_batches is None else first_batch + num_batches
         self._slots = SlotPool()
-        self._batches: dict[int, Batch] = {}
-        self._groups: dict[str, Group] = {}
-        """Uid -> group, of the open batches."""
-        self._fresh = GroupQueue(None)
-        self._begun: dict[int, GroupQueue] = {}
-        """Version -> groups bound to it."""
+        self._book = GroupBook(rules)
         self._requests: dict[int, Request] = {}
-        self._live: dict[int, LiveChunk] = {}
         self._cancelled: list[int] = []
         self._trainer: Fragment | Chunk | BatchReport | None = None
         """Current task of the trainer: training, assist, commit or None."""
@@ -127,9 +118,7 @@ class BatchPlanner:
         self._foresight = Foresight()
         self._wait_until_s: float | None = None
         """Time until which the search said to wait; None: ask it."""
-        self._num_chunks = 0
         self._num_fragments = 0
-        self._num_groups = 0
 
     # -- prompts --------------------------------------------------------------------------------------------
     @property
@@ -142,35 +131,16 @@ class BatchPlanner:
         last = self.batch + self.rules.max_versions
         if self._end is not None:
             last = min(last, self._end - 1)
-        wanted = {number: self._num_wanted(self._batches.get(number)) for number in range(self.batch, last + 1)}
+        wanted = {number: self._book.num_wanted(number) for number in range(self.batch, last + 1)}
         return {number: count for number, count in wanted.items() if count}
-
-    def _num_wanted(self, batch: Batch | None) -> int:
-        """Number of groups to add: all for a batch not opened yet; else the missing ones, at most the refills left."""
-        if batch is None:
-            return self.rules.num_prompts + self.rules.extra_prompts
-        short = self.rules.num_prompts - batch.num_open - batch.num_complete
-        return max(0, min(short, self.rules.max_group_refills - batch.num_group_refills))
 
     def on_prompts(self, number: int, uids: Sequence[str]) -> None:
         """Add prompts drawn for batch `number`; each is a group's uid, unique in the run. The first call for a batch
         brings all its prompts."""
-        batch = self._batches.get(number)
-        wanted = self.prompts_wanted()
-        if number not in wanted or len(uids) > wanted[number] or (batch is None and len(uids) < wanted[number]):
+        wanted, is_open = self.prompts_wanted(), number in self._book.batches
+        if number not in wanted or len(uids) > wanted[number] or (not is_open and len(uids) < wanted[number]):
             raise RuntimeError(f"prompts are drawn as wanted (batch -> number {wanted}), got {len(uids)} for {number}")
-        if batch is None:
-            batch = self._batches[number] = Batch(number)
-        else:
-            batch.num_group_refills += len(uids)
-        for uid in uids:
-            if uid in self._groups:
-                raise RuntimeError(f"a uid names one group, got {uid!r} again")
-            group = self._groups[uid] = Group(uid, number, self._num_groups, list(range(self.rules.group_size)))
-            self._num_groups += 1
-            batch.groups.append(group)
-            batch.num_open += 1
-            self._fresh.push(group)
+        self._book.add(number, uids)
         self._disturb()
 
     # -- slots ----------------------------------------------------------------------------------------------
@@ -190,10 +160,10 @@ class BatchPlanner:
         if self._slots.lose(slot).state == "busy":
             chunk_id = next(chunk_id for chunk_id, request in self._requests.items() if request.generator == slot)
             self._end_request(chunk_id)
-            live = self._live.get(chunk_id)
+            live = self._book.live.get(chunk_id)
             if live is not None:
-                self._batches[live.chunk.batch].num_reissued += len(live.left)
-                self._give_back(live, live.left)
+                self._book.batches[live.chunk.batch].num_reissued += len(live.left)
+                self._book.give_back(chunk_id, live.left)
         self._disturb()
 
     def on_published(self, version: int) -> None:
@@ -215,107 +185,36 @@ class BatchPlanner:
         decisions: list[SlotDecision] = []
         self._restart_orphans()
         for version in self._slots.idle_versions():
-            while (group := self._next_group(version, begins)) is not None:
+            # a slot with older weights loads the newer ones before it begins a group
+            may_begin = begins and version == self.published
+            while (group := self._book.next_group(version, may_begin=may_begin)) is not None:
                 slot = self._slots.take(version)
                 if slot is None:
                     break
-                chunk = self._issue(group, version, self.rules.slot_chunk_size(len(self._slots)))
+                chunk = self._book.issue(group, version, self.rules.slot_chunk_size(len(self._slots)))
                 self._send(chunk, slot.id, now_s)
                 decisions.append(Generate(slot.id, chunk))
             if version < self.published:
                 decisions += [LoadWeights(slot.id, self.published) for slot in self._slots.unload(version)]
         return decisions
 
-    # -- samples to issue -----------------------------------------------------------------------------------
-    def _begun_front(self, version: int) -> Group | None:
-        queue = self._begun.get(version)
-        return None if queue is None else queue.front(self._groups)
-
-    def _next_group(self, version: int, begins: bool) -> Group | None:
-        """Oldest group whose samples a slot with `version` may take."""
-        begun = self._begun_front(version)
-        if version < self.published or not begins:  # it loads the newer version before it begins a group
-            return begun
-        fresh = self._fresh.front(self._groups)
-        if fresh is None or not self._may_begin(fresh, version):
-            return begun
-        return fresh if begun is None or fresh.place < begun.place else begun
-
-    def _may_begin(self, group: Group, version: int) -> bool:
-        age = group.batch - version
-        return age == 0 or self._batches[group.batch].num_begun(age) < self.rules.stale_allowance(age)
-
-    def _issue(self, group: Group, version: int, size: int) -> Chunk:
-        """Cut the group's next chunk, of `size` samples or all that are left."""
-        if group.version is None:
-            group.version = version
-            self._batches[group.batch].begun[group.batch - version] += 1
-            self._queue(group)
-        samples = tuple(group.unissued[:size])
-        del group.unissued[:size]
-        chunk = Chunk(self._num_chunks, group.batch, group.uid, samples, version)
-        self._num_chunks += 1
-        group.chunks.add(chunk.id)
-        self._live[chunk.id] = LiveChunk(chunk, set(samples))
-        return chunk
-
-    def _queue(self, group: Group) -> None:
-        """Put a begun group into the queue of its version."""
-        assert group.version is not None
-        if group.version not in self._begun:
-            self._begun[group.version] = GroupQueue(group.version)
-        self._begun[group.version].push(group)
-
-    def _give_back(self, live: LiveChunk, samples: Iterable[int]) -> None:
-        """Return samples that a chunk will not deliver to their group, to be reissued."""
-        group = self._groups[live.chunk.uid]
-        returned = set(samples)
-        live.left -= returned
-        group.unissued = sorted({*group.unissued, *returned})
-        if not live.left:
-            self._close(live)
-        self._queue(group)
-
-    def _close(self, live: LiveChunk) -> None:
-        """Remove a chunk whose samples are all scored or given back."""
-        del self._live[live.chunk.id]
-        self._groups[live.chunk.uid].chunks.remove(live.chunk.id)
-
-    def _give_up_chunks(self, group: Group) -> None:
-        """Cancel the group's chunks."""
-        for chunk_id in sorted(group.chunks):
-            del self._live[chunk_id]
-            request = self._requests.get(chunk_id)
-            if request is not None:
-                request.is_cancelled = True
-                self._cancelled.append(chunk_id)
-        group.chunks.clear()
-
     def _restart_orphans(self) -> None:
         """Restart groups whose version no slot has any more, with all their samples, under a newer one."""
-        left = [version for version in self._begun if version < self.published and not self._slots.has(version)]
-        for version in left:
-            while (group := self._begun_front(version)) is not None:
-                batch = self._batches[group.batch]
-                batch.num_reissued += self.rules.group_size - len(group.unissued)
-                batch.begun[group.batch - version] -= 1
-                self._give_up_chunks(group)
-                group.unissued = list(range(self.rules.group_size))
-                group.version = None
-                group.rewards.clear()
-                self._fresh.push(group)
-                self._disturb()
-            del self._begun[version]
+        for version in self._book.begun_versions:
+            if version < self.published and not self._slots.has(version):
+                if self._book.next_group(version, may_begin=False) is not None:
+                    self._disturb()
+                self._cancel(self._book.restart(version))
 
     # -- samples on their way -------------------------------------------------------------------------------
     def _send(self, chunk: Chunk, generator: str, now_s: float) -> None:
         self._requests[chunk.id] = Request(chunk, generator, now_s)
-        self._batches[chunk.batch].num_requests += 1
+        self._book.batches[chunk.batch].num_requests += 1
 
     def _end_request(self, chunk_id: int) -> Request | None:
         request = self._requests.pop(chunk_id, None)
-        if request is not None and request.chunk.batch in self._batches:
-            self._batches[request.chunk.batch].num_requests -= 1
+        if request is not None and request.chunk.batch in self._book.batches:
+            self._book.batches[request.chunk.batch].num_requests -= 1
         return request
 
     def on_generated(self, chunk_id: int, now_s: float) -> None:
@@ -323,7 +222,7 @@ class BatchPlanner:
         request = self._end_request(chunk_id)
         if request is None:
             return
-        live = self._live.get(chunk_id)
+        live = self._book.live.get(chunk_id)
         if live is not None:
             live.generated_s = now_s
         num_samples = len(request.chunk.samples)
@@ -352,7 +251,7 @@ class BatchPlanner:
         Raises:
             RuntimeError: a sample of another version in strict mode; a reward that is not finite.
         """
-        live = self._live.get(chunk_id)
+        live = self._book.live.get(chunk_id)
         if live is None:
             self._count_late(len(rewards))
             return frozenset()
@@ -365,36 +264,24 @@ class BatchPlanner:
                 )
             self.on_failed(chunk_id, list(rewards))
             return frozenset()
-        group = self._groups[chunk.uid]
-        accepted = live.left.intersection(rewards)
-        for index, reward in rewards.items():
-            if not isfinite(reward):
-                raise RuntimeError(f"a reward must be finite, got {reward} for sample {index} of group {chunk.uid}")
-            if index not in live.left:
-                self._count_late(1)
-                continue
-            live.left.remove(index)
-            group.rewards[index] = reward
-        if not live.left:
-            self._close(live)
-            if live.generated_s is not None:
-                self._durations.on_scored(now_s - live.generated_s)
+        accepted = self._book.accept(chunk_id, rewards)
+        self._count_late(len(rewards) - len(accepted))
+        if not live.left and live.generated_s is not None:
+            self._durations.on_scored(now_s - live.generated_s)
+        group = self._book.groups[chunk.uid]
         if len(group.rewards) == self.rules.group_size:
-            self._complete(group)
-        return frozenset(accepted)
+            self._cancel(self._book.complete(group))
+            if group.state == "dropped":
+                self._disturb()
+        return accepted
 
     def on_failed(self, chunk_id: int, samples: Sequence[int]) -> None:
         """Samples of a chunk have no trajectory or no reward: regenerate them, or drop their group."""
-        live = self._live.get(chunk_id)
+        live = self._book.live.get(chunk_id)
         failed = set() if live is None else live.left.intersection(samples)
         if live is None or not failed:
             return
-        batch = self._batches[live.chunk.batch]
-        if batch.num_sample_refills + len(failed) > self.rules.max_sample_refills:
-            self._drop(self._groups[live.chunk.uid], "failed")
-        else:
-            batch.num_sample_refills += len(failed)
-            self._give_back(live, failed)
+        self._cancel(self._book.fail(chunk_id, failed))
         self._disturb()
 
     def take_cancelled(self) -> list[int]:
@@ -406,35 +293,18 @@ class BatchPlanner:
         self._cancelled = []
         return cancelled
 
+    def _cancel(self, chunk_ids: Iterable[int]) -> None:
+        """Mark the requests of void chunks that are still being generated."""
+        for chunk_id in chunk_ids:
+            request = self._requests.get(chunk_id)
+            if request is not None:
+                request.is_cancelled = True
+                self._cancelled.append(chunk_id)
+
     def _count_late(self, num_samples: int) -> None:
-        batch = self._batches.get(self.batch)
+        batch = self._book.batches.get(self.batch)
         if batch is not None:
             batch.num_late += num_samples
-
-    def _drop(self, group: Group, reason: DropReason) -> None:
-        batch = self._batches[group.batch]
-        group.state = "dropped"
-        group.unissued.clear()
-        self._give_up_chunks(group)
-        batch.num_open -= 1
-        batch.dropped[reason] += 1
-        if group.version is not None:
-            batch.begun[group.batch - group.version] -= 1
-
-    def _complete(self, group: Group) -> None:
-        """Mark a group whose samples are all scored as ready, or drop it."""
-        batch = self._batches[group.batch]
-        if self.rules.drop_zero_spread and min(group.rewards.values()) == max(group.rewards.values()):
-            self._drop(group, "zero_spread")
-            self._disturb()
-            return
-        group.state = "ready"
-        batch.num_open -= 1
-        heappush(batch.ready, (group.order, group.uid))
-        if batch.num_complete == self.rules.num_prompts:
-            for other in batch.groups:
-                if other.state == "open":
-                    self._drop(other, "surplus")
 
     # -- the trainer ----------------------------------------------------------------------------------------
     def next_for_trainer(self, now_s: float) -> TrainerDecision:
@@ -443,10 +313,10 @@ class BatchPlanner:
             raise RuntimeError(f"the trainer does one thing at a time and is busy with {self._trainer}")
         if self.is_done:
             return Wait("batch_done")
-        batch = self._batches.get(self.batch)
+        batch = self._book.batches.get(self.batch)
         if batch is None:
             return Wait("prompts")
-        is_last = batch.num_open == 0 and self._num_wanted(batch) == 0
+        is_last = batch.num_open == 0 and self._book.num_wanted(self.batch) == 0
         wanted = self.rules.min_groups_per_fragment if self.rules.is_pipelined and not is_last else 1
         if len(batch.ready) >= wanted and (self.rules.is_pipelined or is_last):
             fragment = self._fragment(batch)
@@ -469,11 +339,7 @@ class BatchPlanner:
         if not isinstance(fragment, Fragment) or fragment.id != fragment_id:
             raise RuntimeError(f"fragment {fragment_id} ended, but the trainer is busy with {fragment}")
         self._trainer = None
-        batch = self._batches[fragment.batch]
-        for uid in fragment.uids:
-            self._groups[uid].state = "trained"
-        batch.num_training -= len(fragment.uids)
-        batch.num_trained += len(fragment.uids)
+        self._book.mark_trained(self._book.batches[fragment.batch], fragment.uids)
         self._durations.on_trained(len(fragment.uids), now_s - self._trainer_since_s)
 
     def on_committed(self, number: int) -> None:
@@ -482,8 +348,7 @@ class BatchPlanner:
         if not isinstance(report, BatchReport) or report.batch != number:
             raise RuntimeError(f"batch {number} was committed, but the trainer is busy with {report}")
         self._trainer = None
-        for group in self._batches.pop(number).groups:
-            del self._groups[group.uid]
+        self._book.close(number)
         self.batch += 1
         self._search.forget()
         self._foresight.on_next_batch()
@@ -499,10 +364,7 @@ class BatchPlanner:
         size = len(batch.ready)
         if self.rules.is_pipelined:
             size = min(size, self.rules.max_groups_per_fragment)
-        uids = tuple(heappop(batch.ready)[1] for _ in range(size))
-        for uid in uids:
-            self._groups[uid].state = "training"
-        batch.num_training += size
+        uids = self._book.take_ready(batch, size)
         batch.num_fragments += 1
         self._num_fragments += 1
         return Fragment(self._num_fragments - 1, batch.number, uids)
@@ -513,7 +375,7 @@ class BatchPlanner:
         self._wait_until_s = None
 
     def _at_bubble(self, batch: Batch, now_s: float) -> Assist | Wait:
-        group = None if self.rules.assist == "off" else self._assistable()
+        group = None if self.rules.assist == "off" else self._book.oldest_on_policy(self.batch)
         if group is None:
             return Wait(self._idle_reason(batch))
         if self.rules.assist == "always":
@@ -525,7 +387,7 @@ class BatchPlanner:
             batch=batch,
             slots=self._slots.ids,
             requests=self._requests.values(),
-            live=self._live,
+            live=self._book.live,
             durations=self._durations,
             rules=self.rules,
         )
@@ -543,19 +405,10 @@ class BatchPlanner:
         self._wait_until_s = now_s + verdict.wait_until_s
         return Wait("waiting_pays" if counts else "gain_in_doubt", verdict.wait_until_s)
 
-    def _assistable(self) -> Group | None:
-        """Oldest group of the trainer's batch that has samples left, under the trainer's version."""
-        candidates = [
-            group
-            for group in (self._begun_front(self.batch), self._fresh.front(self._groups))
-            if group is not None and group.batch == self.batch
-        ]
-        return min(candidates, key=lambda group: group.place, default=None)
-
     def _assist(self, group: Group, now_s: float, reason: AssistReason, predicted_gain_s: float | None) -> Assist:
-        chunk = self._issue(group, self.batch, self.rules.trainer_chunk_size(len(self._slots)))
+        chunk = self._book.issue(group, self.batch, self.rules.trainer_chunk_size(len(self._slots)))
         self._send(chunk, TRAINER, now_s)
-        batch = self._batches[chunk.batch]
+        batch = self._book.batches[chunk.batch]
         batch.num_assists += 1
         batch.num_assisted += len(chunk.samples)
         self._occupy(chunk, now_s)
@@ -566,6 +419,5 @@ class BatchPlanner:
             return "prompts"
         if not self._slots:
             return "no_slots"
-        fronts = [self._fresh.front(self._groups), *map(self._begun_front, self._begun)]
-        has_unissued = any(front is not None and front.batch == batch.number for front in fronts)
-        return "no_fragment_ready" if batch.num_requests or has_unissued else "scoring"
+        is_generating = batch.num_requests or self._book.has_unissued(batch.number)
+        return "no_fragment_ready" if is_generating else "scoring"

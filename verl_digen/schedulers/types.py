@@ -16,18 +16,40 @@ TRAINER = "trainer"
 
 TrainerWaitReason = Literal[
     "no_fragment_ready",
-    "scoring",
-    "prompts",
-    "no_slots",
     "waiting_pays",
     "gain_in_doubt",
     "costs_unknown",
+    "no_slots",
+    "scoring",
+    "prompts",
     "batch_done",
 ]
-"""Reasons why the trainer waits. no_fragment_ready: samples of the batch are being generated; scoring: all are
-generated; prompts: groups were dropped and their replacement is to come; no_slots: nothing generates; waiting_pays: an
-assist would lengthen the batch; gain_in_doubt: the gain is smaller than the usual prediction error;
-costs_unknown: too few durations are measured; batch_done: no batch is left."""
+"""Reasons why the trainer waits:
+
+| reason | meaning |
+| --- | --- |
+| `no_fragment_ready` | groups of the open batch are still being generated |
+| `waiting_pays` | the same, and assisting would lengthen the batch |
+| `gain_in_doubt` | the same, and assisting would shorten it by less than the usual prediction error |
+| `costs_unknown` | the same, and too little is measured to decide whether to assist |
+| `no_slots` | the same, and no replica is there to generate them |
+| `scoring` | all groups are generated, and rewards are outstanding |
+| `prompts` | prompts are expected: of the next batch, or in place of dropped groups |
+| `batch_done` | no batch is left |
+"""
+
+SlotWaitReason = Literal["staleness_bound", "no_chunk_left", "slot_lost"]
+"""Reasons why a slot waits:
+
+| reason | meaning |
+| --- | --- |
+| `staleness_bound` | the next batch's early part is issued; the rest waits for new weights |
+| `no_chunk_left` | every chunk of the batch is issued, and the next batch may not begin yet |
+| `slot_lost` | the replica is lost, and its replacement is not there yet |
+"""
+
+WaitReason = Literal[TrainerWaitReason, SlotWaitReason]
+"""All reasons to wait; the timeline's intervals and metrics carry them."""
 
 AssistReason = Literal["gain", "always", "measure"]
 """Reasons for an assist. gain: it shortens the batch; always: `digen.tag.policy=always`; measure: once, so that its

@@ -131,7 +131,24 @@ def run_split(
     Raises:
         ValueError: an unknown technique, too few steps, or a trainer that is too small.
     """
-    numbers, trainer = profile.numbers, split.trainer
+    _check_run(profile, split, techniques, num_steps)
+    if rules is None:
+        rules = simulated_rules(profile, split, techniques, stale_fraction=stale_fraction)
+    num_slots = split.generator.num_devices
+    slots = [f"slot{index:0{len(str(num_slots))}d}" for index in range(num_slots)]
+    run = PlannerRun(
+        rules,
+        _durations(profile, split, slots, rules, has_tsp="tsp" in techniques),
+        slots,
+        num_batches=num_steps,
+        commit_s=profile.numbers.commit_s,
+        keeps_events=keeps_events,
+    )
+    run.play()
+    return _steady_outcome(profile, split, techniques, run)
+
+
+def _check_run(profile: Profile, split: Split, techniques: Collection[str], num_steps: int) -> None:
     for technique in techniques:
         require(technique in TECHNIQUES, f"--techniques must be among {', '.join(TECHNIQUES)}", technique, "drop it")
     require(
@@ -140,35 +157,42 @@ def run_split(
         num_steps,
         "40 are enough",
     )
+    least = profile.numbers.min_trainer_devices
     require(
-        trainer.num_devices >= numbers.min_trainer_devices,
-        f"--trainer must be >= {numbers.min_trainer_devices} devices, which hold the training state of {profile.model}",
-        trainer.num_devices,
+        split.trainer.num_devices >= least,
+        f"--trainer must be >= {least} devices, which hold the training state of {profile.model}",
+        split.trainer.num_devices,
         "give it more",
     )
-    if rules is None:
-        rules = simulated_rules(profile, split, techniques, stale_fraction=stale_fraction)
-    slowdown = trainer.slowdown(profile.device)
-    num_slots = split.generator.num_devices
-    slots = [f"slot{index:0{len(str(num_slots))}d}" for index in range(num_slots)]
-    slot_sample_s = sample_s(numbers, split.generator.slowdown(profile.device))
-    durations = KnownDurations(
-        sample_s=dict.fromkeys(slots, slot_sample_s),
-        assisted_s=[
-            assist_s(numbers, count, trainer.num_devices, slowdown)
-            for count in range(1, rules.trainer_chunk_size(num_slots) + 1)
-        ],
+
+
+def _durations(
+    profile: Profile, split: Split, slots: Sequence[str], rules: BatchRules, *, has_tsp: bool
+) -> KnownDurations:
+    """Durations of every chunk and fragment that the rules allow."""
+    numbers, num_ranks = profile.numbers, split.trainer.num_devices
+    slowdown = split.trainer.slowdown(profile.device)
+    max_samples = rules.trainer_chunk_size(len(slots))
+    max_groups = rules.max_groups_per_fragment if rules.is_pipelined else numbers.num_prompts
+    return KnownDurations(
+        sample_s=dict.fromkeys(slots, _slot_sample_s(profile, split)),
+        assisted_s=[assist_s(numbers, count, num_ranks, slowdown) for count in range(1, max_samples + 1)],
         scoring_s=numbers.score_s,
         fragment_s=[
-            train_s(numbers, count, trainer.num_devices, slowdown=slowdown, has_tsp="tsp" in techniques)
-            for count in range(1, (rules.max_groups_per_fragment if rules.is_pipelined else numbers.num_prompts) + 1)
+            train_s(numbers, count, num_ranks, slowdown=slowdown, has_tsp=has_tsp) for count in range(1, max_groups + 1)
         ],
     )
-    run = PlannerRun(
-        rules, durations, slots, num_batches=num_steps, commit_s=numbers.commit_s, keeps_events=keeps_events
-    )
-    run.play()
-    num_samples = numbers.num_prompts * numbers.group_size
+
+
+def _slot_sample_s(profile: Profile, split: Split) -> float:
+    return sample_s(profile.numbers, split.generator.slowdown(profile.device))
+
+
+def _steady_outcome(profile: Profile, split: Split, techniques: Collection[str], run: PlannerRun) -> Outcome:
+    """Outcome of a run that was played, over its steady steps."""
+    num_prompts, num_slots = profile.numbers.num_prompts, split.generator.num_devices
+    num_samples = num_prompts * profile.numbers.group_size
+    slot_sample_s = _slot_sample_s(profile, split)
     ahead = _generated_ahead(run, slot_sample_s, num_samples)
     if "tcss" in techniques:
         ahead.pop()  # nothing is begun early in the last step, because no step follows
@@ -189,7 +213,7 @@ def run_split(
             "generator": max(0.0, 1 - busy_s["generator"] / window_s / num_slots),
         },
         assisted=sum(report.num_assisted for report in reports) / num_steady / num_samples,
-        stale=sum(report.stale_groups.get(1, 0) for report in reports) / num_steady / numbers.num_prompts,
+        stale=sum(report.stale_groups.get(1, 0) for report in reports) / num_steady / num_prompts,
         bound_s=lower_bound_s(profile, split.trainer, split.generator, techniques),
         events=tuple(run.events),
         window_s=(run.commits_s[first], run.commits_s[last]),

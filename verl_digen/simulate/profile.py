@@ -110,6 +110,29 @@ def parse_profile(name: str, text: str) -> Profile:
         data: dict[str, Any] = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"profile {name} must be JSON, got {error}; take a shipped one as a pattern") from error
+    _check_head(name, data)
+    entries = data["numbers"]
+    known = [field.name for field in fields(Numbers)]
+    require(
+        set(entries) == set(known),
+        f"numbers of profile {name} must be {', '.join(known)}",
+        ", ".join(sorted(set(known).symmetric_difference(entries))),
+        "add what is missing, drop what is unknown",
+    )
+    for key, entry in entries.items():
+        _check_number(name, key, entry)
+    numbers = Numbers(**{key: entries[key]["value"] for key in known})
+    return Profile(
+        name,
+        data["model"],
+        data["setting"],
+        data["device"],
+        numbers,
+        {key: entries[key]["source"] for key in known},
+    )
+
+
+def _check_head(name: str, data: Any) -> None:
     for key, kind in (("model", str), ("setting", str), ("device", str), ("numbers", dict)):
         require(
             isinstance(data, dict) and isinstance(data.get(key), kind),
@@ -123,42 +146,27 @@ def parse_profile(name: str, text: str) -> Profile:
         data["device"],
         "add it to verl_digen/devices.py",
     )
-    entries = data["numbers"]
-    known = [field.name for field in fields(Numbers)]
+
+
+def _check_number(name: str, key: str, entry: Any) -> None:
     require(
-        set(entries) == set(known),
-        f"numbers of profile {name} must be {', '.join(known)}",
-        ", ".join(sorted(set(known).symmetric_difference(entries))),
-        "add what is missing, drop what is unknown",
+        isinstance(entry, dict) and set(entry) == {"value", "source"},
+        f"{key} of profile {name} must have a value and a source",
+        entry,
+        "say where the number comes from",
     )
-    for key, entry in entries.items():
-        require(
-            isinstance(entry, dict) and set(entry) == {"value", "source"},
-            f"{key} of profile {name} must have a value and a source",
-            entry,
-            "say where the number comes from",
-        )
-        value, source = entry["value"], entry["source"]
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
-        if key in COUNTS:
-            rule, is_valid = "a whole number >= 1", is_number and isinstance(value, int) and value >= 1
-        else:
-            rule, is_valid = "seconds >= 0", is_number and value >= 0
-        require(is_valid, f"{key} of profile {name} must be {rule}", value, "give the measured or derived number")
-        require(
-            isinstance(source, str) and source.startswith(SOURCES),
-            f"the source of {key} in profile {name} must begin with one of {', '.join(SOURCES)}",
-            source,
-            "say where the number comes from",
-        )
-    numbers = Numbers(**{key: entries[key]["value"] for key in known})
-    return Profile(
-        name,
-        data["model"],
-        data["setting"],
-        data["device"],
-        numbers,
-        {key: entries[key]["source"] for key in known},
+    value, source = entry["value"], entry["source"]
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+    if key in COUNTS:
+        rule, is_valid = "a whole number >= 1", is_number and isinstance(value, int) and value >= 1
+    else:
+        rule, is_valid = "seconds >= 0", is_number and value >= 0
+    require(is_valid, f"{key} of profile {name} must be {rule}", value, "give the measured or derived number")
+    require(
+        isinstance(source, str) and source.startswith(SOURCES),
+        f"the source of {key} in profile {name} must begin with one of {', '.join(SOURCES)}",
+        source,
+        "say where the number comes from",
     )
 
 

@@ -8,6 +8,7 @@ duplicating or changing a number changes it. A swap of two numbers keeps it: nam
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -76,3 +77,15 @@ def checksum(tensors: Iterable[Tensor]) -> int:
     for tensor in tensors:
         total.add(tensor)
     return total.value
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Summary of the tensors of a weight update, sent after the last of them by the sending rank, and compared with
+    what arrived by the engine workers that load the update."""
+
+    version: int
+    """Weight version of the update."""
+    num_tensors: int
+    checksum: int
+    """`Checksum` of all tensors as they were sent."""

@@ -9,14 +9,15 @@
                 |                             |
            step_metrics            step_metrics, draw, to_trace
 
-Of these modules only `gantt` imports a heavy library (matplotlib), and none imports Ray or torch.
+Of these modules only `gantt` and `contents` import heavy libraries (matplotlib, numpy), and none imports Ray or torch.
 """
 
 from verl_digen.observe.timeline.analysis import step_metrics
 from verl_digen.observe.timeline.clock import UnixClock
 from verl_digen.observe.timeline.file import Timeline, TimelineFile, read_timeline
-from verl_digen.observe.timeline.interval import Interval, Kind, Lane, Pool, WaitReason
+from verl_digen.observe.timeline.interval import Interval, Kind, Lane, Pool
 from verl_digen.observe.timeline.recorder import Drained, OpenInterval, Recorder
+from verl_digen.schedulers.types import WaitReason
 
 __all__ = [
     "Drained",

@@ -6,9 +6,6 @@
 - A pool of more than `MAX_LANES` lanes is shown as one tall strip, the share of its lanes doing each thing at each
   moment, above its first `NUM_SAMPLE_LANES` lanes; the pool's heading says so.
 - Time on device lanes that no interval covers is pink.
-
-*Invariants:* the strip holds the same seconds as the accounts; a pool's part of the picture is never taller than that
-of `MAX_LANES` lanes.
 """
 
 from __future__ import annotations
@@ -23,37 +20,31 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from verl_digen.observe.timeline.analysis import (
-    LABELS,
-    Span,
-    Usage,
-    by_lane,
-    lane_usage,
-    num_trained_samples,
-    overlap_s,
-    pool_usage,
-    segments,
-    step_window,
+from verl_digen.observe.timeline.analysis import Span, lane_usage, step_window
+from verl_digen.observe.timeline.contents import (
+    HEADING_ROWS,
+    MAX_LANES,
+    NUM_BINS,
+    STRIP_GAP_ROWS,
+    STRIP_ROWS,
+    Block,
+    bar_text,
+    blocks_of,
+    headline,
+    num_devices_of,
+    step_marks,
+    utilisation,
+    version_marks,
 )
-from verl_digen.observe.timeline.interval import BUSY_KINDS, POOLS, UNATTRIBUTED, Interval
+from verl_digen.observe.timeline.interval import BUSY_KINDS, UNATTRIBUTED, Interval
 from verl_digen.observe.timeline.layout import group_label, group_names, rows
 
-MAX_LANES = 16
-"""Lanes of one pool that are drawn each; rows of more would be too thin to read."""
-NUM_SAMPLE_LANES = 4
-"""Lanes drawn below the strip of a pool that has more."""
-STRIP_ROWS = 4
-"""Height of that strip, in rows."""
-NUM_BINS = 900
-"""Time bins of that strip: about one per pixel."""
 MARGIN = 0.012
 """Time shown before and after the step, as a fraction of it."""
 
 WIDTH_IN, ROW_IN = 15.0, 0.34
 LEFT_IN, RIGHT_IN, TOP_IN, BOTTOM_IN = 1.35, 0.75, 0.8, 0.95
 DPI = 110
-HEADING_ROWS = 1.25
-"""Height of a pool's heading."""
 
 COLOURS: dict[str, str] = {
     "generate": "#0072B2",
@@ -92,49 +83,14 @@ def draw_step(
         num_devices: pool -> devices.
         max_lanes: lanes of a pool beyond which it is shown as a strip.
     """
+    blocks = blocks_of(intervals, step, num_devices, max_lanes=max_lanes)
     window = step_window(intervals, step)
-    usages = pool_usage(intervals, step, num_devices)
-    lanes: dict[str, dict[str, list[Interval]]] = {pool: {} for pool in usages}
-    for name, of_lane in by_lane(intervals, window).items():
-        lanes.setdefault(of_lane[0].lane.pool, {})[name] = of_lane
-    blocks = [_Block(pool, lanes[pool], usages.get(pool), max_lanes) for pool in POOLS if pool in lanes]
     picture = _Picture(intervals, step, window, num_rows=sum(block.num_rows for block in blocks))
     for block in blocks:
         picture.add(block)
-    picture.finish(_headline(intervals, step, window, usages, num_devices))
+    picture.finish(headline(intervals, step, num_devices))
     path.parent.mkdir(parents=True, exist_ok=True)
     picture.figure.savefig(path)
-
-
-class _Block:
-    """The part of the picture that shows one pool."""
-
-    def __init__(self, pool: str, lanes: Mapping[str, list[Interval]], usage: Usage | None, max_lanes: int):
-        self.pool = pool
-        self.lanes = lanes
-        self.usage = usage
-        self.has_strip = len(lanes) > max_lanes
-        self.shown = dict(list(lanes.items())[:NUM_SAMPLE_LANES]) if self.has_strip else lanes
-        heard = sum(_num_devices(of_lane) for of_lane in lanes.values())
-        self.num_silent = usage.num_devices - heard if usage else 0
-
-    @property
-    def num_rows(self) -> float:
-        strip = STRIP_ROWS + 0.4 if self.has_strip else 0
-        silent = 1 if self.num_silent and not self.has_strip else 0
-        return HEADING_ROWS + strip + len(self.shown) + silent
-
-    @property
-    def heading(self) -> str:
-        """Text about the pool, next to its name."""
-        parts = []
-        if self.has_strip:
-            parts.append(f"{len(self.lanes)} lanes: the share of them at each work, then the first {len(self.shown)}")
-        if self.usage:
-            parts.append(f"{self.usage.num_devices} device{'s' if self.usage.num_devices > 1 else ''}")
-            parts.append(f"busy {self.usage.busy_fraction:.1%}")
-            parts.append(f"bubble {self.usage.bubble_fraction:.1%}" + _causes(self.usage))
-        return "  ·  ".join(parts)
 
 
 class _Picture:
@@ -161,7 +117,7 @@ class _Picture:
         self._height_in = height_in
 
     # -- from the top down --------------------------------------------------------------------------------
-    def add(self, block: _Block) -> None:
+    def add(self, block: Block) -> None:
         middle = self._reached + HEADING_ROWS - 0.4
         self._beside(block.pool, middle, 0, -6, "right", INK, size=10.5, weight="bold")
         self._axes.annotate(
@@ -185,7 +141,7 @@ class _Picture:
             self._reached += 1
 
     def _add_lane(self, name: str, of_lane: list[Interval]) -> None:
-        if _num_devices(of_lane):
+        if num_devices_of(of_lane):
             self._fill(0, self._step_s, 0.1, 0.8, PINK)
         in_row = rows(of_lane)
         height = 0.8 / (max(in_row) + 1)
@@ -193,7 +149,7 @@ class _Picture:
             bars = [self._bar(interval) for interval, own in zip(of_lane, in_row, strict=True) if own == row]
             self._add_bars(bars, self._reached + 0.1 + row * height, height)
         usage = lane_usage(of_lane, (self._start_s, self._start_s + self._step_s))
-        if _num_devices(of_lane) and UNATTRIBUTED in usage.bubble_s:
+        if num_devices_of(of_lane) and UNATTRIBUTED in usage.bubble_s:
             self._labels_seen.add(UNATTRIBUTED)
         self._left_text(name, self._reached + 0.5)
         self._right_text(f"{usage.busy_fraction:.0%}", self._reached + 0.5)
@@ -224,7 +180,7 @@ class _Picture:
             self._label(bar, top + height / 2, size=7.5 if height > 0.6 else 6.0)
 
     def _label(self, bar: Bar, middle: float, size: float) -> None:
-        text = _bar_text(bar.interval, group_label(bar.interval, self._names))
+        text = bar_text(bar.interval, group_label(bar.interval, self._names))
         if not text or len(text) * size * DPI / 72 * 0.62 + 8 > bar.width_s * self._px_per_s:
             return
         is_wait, is_own = bar.interval.kind == "wait", bar.interval.step == self._step
@@ -243,7 +199,7 @@ class _Picture:
             zorder=4,
         )
 
-    def _add_strip(self, block: _Block) -> None:
+    def _add_strip(self, block: Block) -> None:
         """Draw the share of the pool's devices at each kind of work, stacked; waits on top, the rest stays pink."""
         top, bottom = self._reached + 0.1, self._reached + STRIP_ROWS
         self._fill(0, self._step_s, 0.1, STRIP_ROWS - 0.1, PINK)
@@ -279,10 +235,10 @@ class _Picture:
         )
         if block.usage:
             self._right_text(f"{block.usage.busy_fraction:.0%}", (top + bottom) / 2)
-        self._reached += STRIP_ROWS + 0.4
+        self._reached += STRIP_ROWS + STRIP_GAP_ROWS
 
     # -- around it ----------------------------------------------------------------------------------------
-    def finish(self, headline: tuple[str, str]) -> None:
+    def finish(self, titles: tuple[str, str]) -> None:
         axes = self._axes
         axes.set_yticks([])
         for side in ("left", "right", "top"):
@@ -297,21 +253,17 @@ class _Picture:
         self._right_text("busy", 0.62, color=FAINT)
         title_y = 1 - 0.34 / self._height_in
         bold = self.figure.text(
-            0.3 / WIDTH_IN, title_y, headline[0], size=15, weight="bold", color=INK, va="center_baseline"
+            0.3 / WIDTH_IN, title_y, titles[0], size=15, weight="bold", color=INK, va="center_baseline"
         )
         axes.annotate(
-            f"    {headline[1]}", (1, 0), xycoords=bold, size=10.5, color=INK, va="bottom", annotation_clip=False
+            f"    {titles[1]}", (1, 0), xycoords=bold, size=10.5, color=INK, va="bottom", annotation_clip=False
         )
         self._add_legend()
 
     def _mark_steps(self) -> None:
         """Draw a line where a step begins or ends."""
-        moments: dict[float, int] = {}
-        for interval in self._intervals:
-            if interval.kind == "step":
-                moments[interval.start_s - self._start_s] = interval.step
-                moments.setdefault(interval.end_s - self._start_s, interval.step + 1)
-        for at, step in moments.items():
+        for at_s, step in step_marks(self._intervals).items():
+            at = at_s - self._start_s
             if self._view[0] <= at <= self._view[1]:
                 self._axes.axvline(at, color=INK, linewidth=1.0, zorder=5)
                 self._axes.annotate(
@@ -326,13 +278,9 @@ class _Picture:
                 )
 
     def _mark_versions(self) -> None:
-        """Mark the first use of each weight version: the end of its first publication."""
-        first_s: dict[int, float] = {}
-        for interval in self._intervals:
-            if interval.kind == "publish" and interval.version is not None:
-                at = interval.end_s - self._start_s
-                first_s[interval.version] = min(at, first_s[interval.version]) if interval.version in first_s else at
-        for version, at in first_s.items():
+        """Mark the first use of each weight version."""
+        for version, at_s in version_marks(self._intervals).items():
+            at = at_s - self._start_s
             if self._view[0] <= at <= self._view[1]:
                 self._axes.axvline(at, color=COLOURS["publish"], linewidth=1.2, linestyle=(0, (2, 2)), zorder=5)
                 self._axes.annotate(
@@ -403,66 +351,6 @@ class _Picture:
         )
 
 
-def utilisation(
-    lanes: Mapping[str, list[Interval]], window: Span, *, silent: int = 0, num_bins: int = NUM_BINS
-) -> dict[str, np.ndarray]:
-    """Label -> [num_bins] the share of the lanes' devices spent on it; the shares of a bin add up to 1.
-
-    Args:
-        silent: devices without a lane: unattributed. Lanes without devices count as one each.
-    """
-    bin_s = (window[1] - window[0]) / num_bins
-    seconds = {label: np.zeros(num_bins) for label in LABELS}
-    seconds[UNATTRIBUTED] += silent * bin_s
-    total = float(silent)
-    edges_s = bin_s * np.arange(num_bins + 1)
-    for of_lane in lanes.values():
-        weight = _num_devices(of_lane) or 1
-        total += weight
-        for start_s, end_s, label in segments(of_lane, window):
-            first, last = np.searchsorted(edges_s, (start_s, end_s), side="right") - 1
-            last = min(last, num_bins - 1)
-            covered = np.minimum(edges_s[first + 1 : last + 2], end_s) - np.maximum(edges_s[first : last + 1], start_s)
-            seconds[label][first : last + 1] += weight * covered
-    return {label: spent / (total * bin_s) for label, spent in seconds.items() if spent.any()}
-
-
-def _headline(
-    intervals: Sequence[Interval], step: int, window: Span, usages: Mapping[str, Usage], num_devices: Mapping[str, int]
-) -> tuple[str, str]:
-    step_s = window[1] - window[0]
-    parts = [f"{step_s:.4g} s"]
-    num_samples = num_trained_samples(intervals, step)
-    if num_samples:
-        rate = num_samples / step_s
-        told = f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
-        parts.append(f"{told} images/s on {sum(num_devices.values())} devices")
-    parts += [f"{pool} bubble {usage.bubble_fraction:.1%}" for pool, usage in usages.items()]
-    overlap = overlap_s(intervals, window)
-    if overlap:
-        parts.append(f"overlap {overlap / step_s:.0%}")
-    return f"Step {step}", "  ·  ".join(parts)
-
-
-def _causes(usage: Usage) -> str:
-    """The largest causes of idle time, e.g. ` (no_chunk_left 8.1%, publishing 2.0%)`."""
-    causes = sorted(usage.bubble_s.items(), key=lambda cause: -cause[1])
-    told = [f"{reason} {seconds / usage.capacity_s:.1%}" for reason, seconds in causes[:3] if seconds > 0]
-    return f" ({', '.join(told)})" if told else ""
-
-
-def _bar_text(interval: Interval, groups: str) -> str:
-    if interval.kind == "wait":
-        return str(interval.reason)
-    if interval.kind == "publish" and interval.version is not None:
-        return f"v{interval.version}"
-    return groups or (interval.kind if interval.kind in ("commit", "save", "validate") else "")
-
-
 def _pale(kind: str) -> str:
     red, green, blue = (1 - PALE * (1 - part) for part in to_rgb(COLOURS[kind]))
     return to_hex((red, green, blue))
-
-
-def _num_devices(of_lane: list[Interval]) -> int:
-    return max(of_lane, key=lambda interval: interval.start_s).lane.num_devices

@@ -22,7 +22,7 @@ One JSON object per line of `timeline.jsonl`; keys with the default value are le
 | `fragment_id` | int or str | train: which fragment; ranks that share it write the same id |
 | `group_ids` | [str] | uids of the groups it worked on |
 | `num_samples` | int | samples of the whole chunk or fragment |
-| `reason` | see `WaitReason` | wait: for what |
+| `reason` | see `schedulers.types.WaitReason` | wait: for what |
 | `is_cut` | bool | true: it went on after `end_s`; the next part starts there |
 | `detail` | object | further facts, e.g. `{"predicted_gain_s": 0.4}`; numbers that are not finite as text |
 
@@ -37,8 +37,10 @@ from dataclasses import dataclass, field, fields, replace
 from math import inf, isfinite
 from typing import Any, Literal, get_args
 
-Pool = Literal["generator", "reward", "trainer", "colocated", "driver"]
-"""Owner of a lane. `colocated`: devices that generate and train in turn."""
+from verl_digen.schedulers.types import WaitReason
+
+Pool = Literal["generator", "reward", "trainer", "driver"]
+"""Owner of a lane."""
 
 Kind = Literal["train", "assist", "generate", "commit", "score", "publish", "validate", "save", "wait", "step"]
 """Activity of a lane:
@@ -51,46 +53,10 @@ Kind = Literal["train", "assist", "generate", "commit", "score", "publish", "val
 | `assist` | the trainer denoises a chunk |
 | `commit` | the optimizer step of a logical batch |
 | `publish` | weights move: sent by the trainer, taken by a replica |
-| `validate`, `save` | fixed prompts are generated; a checkpoint is written |
+| `validate` | fixed prompts are generated, between two steps: on the driver's lane |
+| `save` | the trainer writes a checkpoint |
 | `wait` | nothing, for a `WaitReason` |
 | `step` | nothing by itself: the extent of a step, on the driver's lane |
-"""
-
-WaitReason = Literal[
-    "no_fragment_ready",
-    "waiting_pays",
-    "gain_in_doubt",
-    "costs_unknown",
-    "no_slots",
-    "scoring",
-    "publishing",
-    "staleness_bound",
-    "no_chunk_left",
-    "no_sample_ready",
-    "prompts",
-    "batch_done",
-    "saving",
-    "validating",
-    "slot_lost",
-]
-"""Reason for a lane's wait:
-
-| reason | who | meaning |
-| --- | --- | --- |
-| `no_fragment_ready` | trainer | groups of the open batch are still being generated |
-| `waiting_pays` | trainer | the same, and assisting would lengthen the batch |
-| `gain_in_doubt` | trainer | the same, and assisting would shorten it by less than the usual prediction error |
-| `costs_unknown` | trainer | the same, and too little is measured to decide whether to assist |
-| `no_slots` | trainer | the same, and no replica is there to generate them |
-| `scoring` | trainer | the next group is generated, and its rewards are outstanding |
-| `batch_done` | both | this lane's part of the batch is done, and the next batch has not begun |
-| `no_chunk_left` | generator | every chunk of the batch is issued, and the next batch may not begin yet |
-| `staleness_bound` | generator | the next batch's early part is issued; the rest waits for new weights |
-| `publishing` | both | weights are on their way |
-| `no_sample_ready` | reward | no picture to score |
-| `prompts` | both | prompts are expected: of the next batch, or in place of dropped groups |
-| `saving`, `validating` | both | a checkpoint is written, a validation runs, elsewhere |
-| `slot_lost` | generator | the replica is gone and its replacement is not there yet |
 """
 
 POOLS: tuple[Pool, ...] = get_args(Pool)

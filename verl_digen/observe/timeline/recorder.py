@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypedDict
 
 from verl_digen.observe.timeline.clock import UnixClock
-from verl_digen.observe.timeline.interval import Interval, Kind, Lane, WaitReason
+from verl_digen.observe.timeline.interval import Interval, Kind, Lane
+from verl_digen.schedulers.types import WaitReason
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # in `typing` since Python 3.11; read by type checkers alone

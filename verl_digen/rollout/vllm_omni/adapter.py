@@ -23,8 +23,7 @@ from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedW
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
 from verl_digen.rollout.lost import ReplicaHandle, drain
-from verl_digen.weights.checksum import Checksum
-from verl_digen.weights.manifest import Manifest
+from verl_digen.weights.checksum import Checksum, Manifest
 
 logger = logging.getLogger(__name__)
 

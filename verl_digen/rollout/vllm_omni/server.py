@@ -52,7 +52,7 @@ from verl_digen.rollout.vllm_omni.requests import (
 )
 from verl_digen.sampling.recording import experts_of, generation_facts
 from verl_digen.types import Condition, Generation, SampleRequest, Trajectory
-from verl_digen.weights.manifest import Manifest
+from verl_digen.weights.checksum import Manifest
 from verl_digen.weights.probe import Probe, is_probe_due
 
 logger = logging.getLogger(__name__)

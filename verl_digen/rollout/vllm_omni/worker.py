@@ -45,8 +45,7 @@ from verl_digen.rollout.vllm_omni.receiving import Receiving, Staged
 from verl_digen.rollout.vllm_omni.recorder import RecordingPipeline
 from verl_digen.rollout.vllm_omni.requests import Published, Taken, adapter_request
 from verl_digen.types import Condition
-from verl_digen.weights.checksum import checksum
-from verl_digen.weights.manifest import Manifest
+from verl_digen.weights.checksum import Manifest, checksum
 from verl_digen.weights.receiver import compare_with, tensors_of_update
 
 NO_LIMIT = 1 << 16

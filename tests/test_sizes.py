@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Upper bounds of the package's files and functions: what does not fit is split where a second reason begins."""
+
+import ast
+import io
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[1] / "verl_digen"
+
+MAX_FILE_LINES = 450
+MAX_FUNCTION_LINES = 60
+"""Lines of code: blank lines, comments and docstrings do not count, nested functions do."""
+
+LONGER_FILES = {"config.py", "engine/engine.py", "trainer/conductor.py", "trainer/sync.py"}
+LONGER_FUNCTIONS = {("sampling/sampler.py", "sample")}
+"""Known to be too long, and to be split."""
+
+NO_CODE = {
+    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT),
+    *(tokenize.DEDENT, tokenize.ENDMARKER, tokenize.ENCODING),
+}
+
+
+def sources() -> list[tuple[str, str]]:
+    """(path in the package, text) of its files; the links to recipes and patches are left out."""
+    files = (path for path in PACKAGE.rglob("*.py") if not any(part.is_symlink() for part in path.parents))
+    return [(path.relative_to(PACKAGE).as_posix(), path.read_text()) for path in sorted(files)]
+
+
+def functions(text: str) -> Iterator[tuple[str, int]]:
+    """(name, lines of code) of every function."""
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in NO_CODE:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        is_documented = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        if is_documented and ast.get_docstring(node) is not None:
+            lines.difference_update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name, len(lines.intersection(range(node.lineno, (node.end_lineno or 0) + 1)))
+
+
+def test_no_file_is_longer_than_the_bound():
+    longer = {path: text.count("\n") for path, text in sources() if text.count("\n") > MAX_FILE_LINES}
+    assert set(longer) <= LONGER_FILES, f"split where a second reason to change begins: {longer}"
+
+
+def test_no_function_is_longer_than_the_bound():
+    longer = {
+        (path, name): size for path, text in sources() for name, size in functions(text) if size > MAX_FUNCTION_LINES
+    }
+    assert set(longer) <= LONGER_FUNCTIONS, f"give parts of it names: {longer}"
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("def f():\n    return 1\n", 2),
+        ('def f():\n    """Text\n\n    of three lines."""\n\n    # a comment\n    return 1  # why\n', 2),
+        ("async def f(\n    a,\n):\n    return (\n        a\n    )\n", 6),
+    ],
+)
+def test_lines_of_code_leave_out_blanks_comments_and_docstrings(text, size):
+    assert dict(functions(text)) == {"f": size}
