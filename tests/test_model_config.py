@@ -43,7 +43,7 @@ def test_verl_builds_it_from_the_composed_config(tiny_qwen_image: Path):
 
 def test_what_verl_reads_is_there(tiny_qwen_image: Path):
     model = config(tiny_qwen_image)
-    assert model.hf_config.model_type == "QwenImageTransformer2DModel"
+    assert model.hf_config.model_type == "QwenImagePipeline"
     assert model.get("use_remove_padding", True) is False
     assert model.get("custom_chat_template", None) is None
     assert model.lora.get("merge", True) is False
@@ -57,7 +57,7 @@ def test_a_config_object_is_taken_as_it_is(tiny_qwen_image: Path):
     assert config(tiny_qwen_image, digen=digen).digen is digen
 
 
-def test_lora_targets_default_to_the_architecture_s(tiny_qwen_image: Path):
+def test_lora_targets_default_to_the_model_s(tiny_qwen_image: Path):
     adapter = config(tiny_qwen_image, lora_rank=4).adapter_config()
     assert adapter is not None
     assert "attn.to_q" in adapter.target_modules and adapter.r == 4

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Say whether a run could start on this machine, and what is missing: for a first look, and for bug reports.
 
-With --selftest MODEL the numerics of one architecture are checked instead, on a tiny random checkpoint and in seconds:
+With --selftest MODEL the numerics of one model are checked instead, on a tiny random checkpoint and in seconds:
 its sampler against diffusers' own pipeline, log-probs in training against those of sampling, and a gradient step.
 
 Exit code 0 if a run could start (or all checks hold), 1 if not, 2 for an unknown MODEL.
@@ -68,7 +68,7 @@ class Report:
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    parser.add_argument("--selftest", metavar="MODEL", help="check one architecture, e.g. sd3; ? lists them")
+    parser.add_argument("--selftest", metavar="MODEL", help="check one model, e.g. sd3; ? lists them")
 
 
 def run(args: Namespace) -> int:
@@ -80,7 +80,7 @@ def run(args: Namespace) -> int:
 
 
 def selftest(name: str) -> int:
-    """Print a line per check of the architecture `name`; returns the exit code."""
+    """Print a line per check of the tiny checkpoint `name`; returns the exit code."""
     try:  # before imports that take seconds
         require_one_of("digen doctor --selftest", name, sorted(BUILDERS))
     except ValueError as error:
@@ -260,7 +260,7 @@ def _check_registries(report: Report) -> None:
         "trainers": _trainers,
         "engines": _engines,
         "replicas": _replicas,
-        "architectures": _architectures,
+        "models": _models,
         "rewards": _rewards,
         "losses": _losses,
     }
@@ -315,10 +315,10 @@ def _replicas() -> list[str]:
     return [name for name in REPLICAS if name in RolloutReplicaRegistry._registry]
 
 
-def _architectures() -> list[str]:
-    from verl_digen.models import ARCHITECTURES
+def _models() -> list[str]:
+    from verl_digen.models import MODELS
 
-    return list(ARCHITECTURES)
+    return list(MODELS)
 
 
 def _rewards() -> list[str]:

@@ -26,7 +26,7 @@ from verl.utils.import_utils import import_external_libs
 from verl.workers.config import MtpConfig
 
 from verl_digen.config import DigenConfig, digen_config
-from verl_digen.models import load_model, read_architecture
+from verl_digen.models import load_model, read_pipeline
 from verl_digen.models.json_file import read_object
 from verl_digen.models.locate import locate, locate_index
 from verl_digen.require import require
@@ -85,7 +85,7 @@ class DiffusionModelConfig(BaseConfig):
     """verl's other spelling (`rank`, `alpha`), and `merge`: true sends merged weights to the replicas,
     false (default) the adapter alone."""
     target_modules: Any = None
-    """Module-name suffixes LoRA wraps, or one regex; null takes the architecture's own list."""
+    """Module-name suffixes LoRA wraps, or one regex; null takes the model's own list."""
     exclude_modules: Any = None
     """Modules LoRA leaves alone, as for `target_modules`."""
     target_parameters: list[str] | None = None
@@ -96,7 +96,7 @@ class DiffusionModelConfig(BaseConfig):
     # -- read by verl, without meaning here ---------------------------------------------------------------
     model_type: str = MODEL_TYPE
     hf_config: Any = None
-    """Placeholder with `model_type`, the transformer's class name."""
+    """Placeholder with `model_type`, the pipeline's class name."""
     tokenizer_path: str | None = None
     tokenizer: Any = None
     processor: Any = None
@@ -115,7 +115,7 @@ class DiffusionModelConfig(BaseConfig):
                 "drop it",
             )
         index = self.local_path if "://" in self.path else locate_index(os.path.expanduser(self.path))
-        self.hf_config = SimpleNamespace(model_type=read_architecture(index))
+        self.hf_config = SimpleNamespace(model_type=read_pipeline(index))
         if self.tokenizer_path is None:
             self.tokenizer_path = self.path
         self._settle_lora()
@@ -154,7 +154,7 @@ class DiffusionModelConfig(BaseConfig):
             self.target_modules is None or isinstance(self.target_modules, str) or _are_names(self.target_modules),
             "target_modules must be null, a regex, or a list of module-name suffixes",
             self.target_modules,
-            "null takes the architecture's own list",
+            "null takes the model's own list",
         )
 
     def _adopt_adapter(self, adapter_path: str) -> None:
@@ -206,7 +206,7 @@ class DiffusionModelConfig(BaseConfig):
             return config
         targets = self.target_modules
         if targets is None and self.target_parameters is None:
-            targets = list(load_model(self.local_path).lora_targets)
+            targets = list(load_model(self.local_path).spec.lora_targets)
         return LoraConfig(
             r=self.lora_rank,
             lora_alpha=self.lora_alpha,

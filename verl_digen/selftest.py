@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`digen doctor --selftest MODEL`: the numerics of one architecture on this machine, in seconds and without a download.
+"""`digen doctor --selftest MODEL`: the numerics of one model on this machine, in seconds and without a download.
 
-On the architecture's tiny random checkpoint, in fp32 on the CPU:
+On the model's tiny random checkpoint, in fp32 on the CPU:
 
 - our sampler with eta = 0 against the model's own diffusers pipeline, latents;
 - log-probs that training computes against those recorded at sampling;
@@ -50,22 +50,6 @@ FALL = 1e-3
 FALL_BOUND = 0.1
 """Largest relative error of that amount, from the loss's curvature and rounding."""
 
-VIDEO = {"guidance_scale": 1.0, "num_frames": 5}
-ARGUMENTS: dict[str, dict[str, Any]] = {
-    "flux_dev": {},
-    "flux_schnell": {"max_sequence_length": 256},
-    "hunyuan_video": {"num_frames": 5},
-    "hunyuan_video15": {"num_frames": 5},
-    "qwen_image": {},
-    "sd3": {"guidance_scale": 1.0},
-    "wan2.1": VIDEO,
-    "wan2.2_a14b": VIDEO,
-    "wan2.2_ti2v_5b": VIDEO,
-    "z_image": {"guidance_scale": 0.0},
-}
-"""Tiny checkpoint -> arguments of its pipeline besides the size: frames of a video, and guidance off. A new model adds
-one line here."""
-
 
 @dataclass(frozen=True)
 class Check:
@@ -86,23 +70,18 @@ class Check:
 def run_selftest(name: str) -> Iterator[Check]:
     """Run the checks of tiny checkpoint `name`, a key of `verl_digen.models.tiny.BUILDERS`; yields each when done."""
     with TemporaryDirectory(prefix="digen_selftest_") as folder:
-        yield from check_checkpoint(build_tiny(name, Path(folder) / "checkpoint"), ARGUMENTS[name])
+        yield from check_model(load_model(build_tiny(name, Path(folder) / "checkpoint")))
 
 
-def check_checkpoint(path: Path, arguments: dict[str, Any]) -> Iterator[Check]:
-    """Run the checks of a small checkpoint; yields each when done.
-
-    Args:
-        arguments: arguments of its pipeline, see `ARGUMENTS`.
-    """
-    model = load_model(path)
+def check_model(model: DiffusionModel) -> Iterator[Check]:
+    """Run the checks of a small checkpoint; yields each when done."""
     transformer = model.load_transformer(torch.float32)
     conditions = model.load_encoder(torch.float32, torch.device("cpu"))(PROMPTS)
-    geometry = Geometry(SIZE_PX, SIZE_PX, arguments.get("num_frames", 1))
+    geometry = Geometry(SIZE_PX, SIZE_PX, model.spec.selftest.get("num_frames", 1))
     sampler = Sampler(model, transformer, run_seed=RUN_SEED, device="cpu", latents_dtype=torch.float32)
 
     _, latents = sampler.sample(_requests(geometry, ODE), conditions, None, version=0)
-    gap = (latents - _run_pipeline(model, geometry, arguments)).abs().max().item()
+    gap = (latents - _run_pipeline(model, geometry)).abs().max().item()
     yield Check(f"sampler with eta = 0 against {model.pipeline}", gap, LATENTS_BOUND)
 
     trajectories, _ = sampler.sample(_requests(geometry, TRAINED), conditions, None, version=0)
@@ -122,7 +101,7 @@ def _requests(geometry: Geometry, window: Window) -> list[SampleRequest]:
     return [SampleRequest(f"p{number}", 0, prompt, "", window, how) for number, prompt in enumerate(PROMPTS)]
 
 
-def _run_pipeline(model: DiffusionModel, geometry: Geometry, arguments: dict[str, Any]) -> Tensor:
+def _run_pipeline(model: DiffusionModel, geometry: Geometry) -> Tensor:
     """Latents of the model's own pipeline for PROMPTS and the sampler's initial noise."""
     pipeline: Any = DiffusionPipeline.from_pretrained(model.path, dtype=torch.float32)
     pipeline.set_progress_bar_config(disable=True)
@@ -141,7 +120,7 @@ def _run_pipeline(model: DiffusionModel, geometry: Geometry, arguments: dict[str
         width=geometry.width_px,
         num_inference_steps=NUM_STEPS,
         output_type="latent",
-        **arguments,
+        **model.spec.selftest,
     )
     return torch.as_tensor(made[0])
 

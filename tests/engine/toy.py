@@ -18,11 +18,12 @@ from diffusers.configuration_utils import FrozenDict
 from torch import Tensor, nn
 
 from verl_digen import models
-from verl_digen.models import flops
 from verl_digen.models.base import Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder
 from verl_digen.models.experts import Experts
+from verl_digen.models.spec import ConditionLayout, FlopsLayout, ModelSpec
 from verl_digen.types import Condition, Geometry
 
+PIPELINE = "ToyPipeline"
 LATENTS = (3, 1)
 """Shape of a sample's latents."""
 TEXT_WIDTH = 3
@@ -63,12 +64,15 @@ class ToyNetwork(nn.Module):
 class Toy(DiffusionModel):
     """The model file, with only the parts that training needs."""
 
-    architecture = "ToyNetwork"
-    pipeline = "ToyPipeline"
-    title = "Toy"
-    example = "none"
-    components = ("scheduler", "transformer")
-    lora_targets = ("mix",)
+    spec = ModelSpec(
+        transformer="ToyNetwork",
+        title="Toy",
+        example="none",
+        components=("scheduler", "transformer"),
+        lora_targets=("mix",),
+        flops=FlopsLayout(patch="enter", streams=(), attention=()),
+        condition=ConditionLayout(width="none"),
+    )
 
     def __init__(self, path: str | Path):
         super().__init__(path)
@@ -146,7 +150,7 @@ def build_toy(path: Path, *, num_experts: int) -> Path:
     parts = ["scheduler", "transformer", "transformer_2"][: 1 + num_experts]
     for part in parts:
         (path / part).mkdir(parents=True)
-    index = {"_class_name": Toy.pipeline} | {part: ["toy", Toy.architecture] for part in parts}
+    index = {"_class_name": PIPELINE} | {part: ["toy", Toy.spec.transformer] for part in parts}
     (path / "model_index.json").write_text(json.dumps(index))
     (path / "scheduler" / "scheduler_config.json").write_text("{}")
     return path
@@ -154,5 +158,4 @@ def build_toy(path: Path, *, num_experts: int) -> Path:
 
 def register_toy() -> None:
     """Make the toy loadable in this process, permanently: call it in a process of your own."""
-    models.ARCHITECTURES[Toy.architecture] = f"{__name__}:{Toy.__name__}"
-    flops.LAYOUTS[Toy.architecture] = flops.FlopsLayout(patch="enter", streams=(), attention=())
+    models.MODELS[PIPELINE] = f"{__name__}:{Toy.__name__}"

@@ -17,7 +17,7 @@ from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageCaus
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import QwenImagePipeline
 from torch import Tensor, nn
 
-from verl_digen.models import ARCHITECTURES, load_model
+from verl_digen.models import MODELS, load_model
 from verl_digen.models.qwen_image import QwenImage, conv_one_frame
 from verl_digen.types import Condition, Geometry
 
@@ -65,7 +65,7 @@ def close(actual: Tensor, expected: Tensor, atol: float = 1e-5) -> None:
 # -- loading ----------------------------------------------------------------------------------------------
 
 
-def test_the_model_is_found_by_architecture_and_reads_no_weights(tiny_qwen_image: Path, tmp_path: Path) -> None:
+def test_the_model_is_found_by_its_pipeline_and_reads_no_weights(tiny_qwen_image: Path, tmp_path: Path) -> None:
     configs = shutil.copytree(tiny_qwen_image, tmp_path / "m", ignore=shutil.ignore_patterns("*.safetensors"))
     assert load_model(configs).latent_shape(SQUARE) == (16, 16)
 
@@ -75,23 +75,31 @@ def test_a_missing_folder_is_an_error_that_names_the_key() -> None:
         load_model("/nowhere")
 
 
-def test_an_unknown_architecture_is_an_error_that_lists_the_known_ones(tmp_path: Path) -> None:
-    (tmp_path / "model_index.json").write_text('{"transformer": ["diffusers", "NewTransformer2DModel"]}')
-    with pytest.raises(ValueError, match="NewTransformer2DModel") as error:
+@pytest.mark.parametrize("pipeline", ["NewPipeline", "QwenImageEditPipeline"])
+def test_an_unknown_pipeline_is_an_error_that_lists_the_known_ones(tmp_path: Path, pipeline: str) -> None:
+    """Whatever its transformer."""
+    index = {"_class_name": pipeline, "transformer": ["diffusers", "QwenImageTransformer2DModel"]}
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=f"got a {pipeline}, which is not supported") as error:
         load_model(tmp_path)
-    assert all(name in str(error.value) for name in ARCHITECTURES)
+    assert all(name in str(error.value) for name in MODELS)
 
 
-def test_a_pipeline_without_a_transformer_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "model_index.json").write_text('{"unet": ["diffusers", "UNet2DConditionModel"]}')
-    with pytest.raises(ValueError, match="lists none"):
+@pytest.mark.parametrize("name", [None, ["package", "OwnPipeline"]])
+def test_an_index_that_names_no_pipeline_is_an_error(tmp_path: Path, name: object) -> None:
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": name}))
+    with pytest.raises(ValueError, match=r"must hold a model_index\.json that names a pipeline of diffusers"):
         load_model(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("file", "change", "message"),
     [
-        ("model_index.json", {"_class_name": "QwenImageEditPipeline"}, "got QwenImageEditPipeline"),
+        (
+            "model_index.json",
+            {"transformer": ["diffusers", "QwenImageLayeredTransformer2DModel"]},
+            "must hold a QwenImageTransformer2DModel for Qwen-Image, got QwenImageLayeredTransformer2DModel",
+        ),
         ("transformer/config.json", {"guidance_embeds": True}, "guidance_embeds=false, got true"),
     ],
 )
@@ -352,12 +360,12 @@ def test_lora_wraps_every_target_and_starts_as_the_base(
 ) -> None:
     x, sigmas = draw(2, 16, 16), torch.tensor([0.6, 0.3])
     base = model.velocity(transformer, x, sigmas, conditions[:2], None, 1.0, SQUARE)
-    config = peft.LoraConfig(r=2, target_modules=list(model.lora_targets))
+    config = peft.LoraConfig(r=2, target_modules=list(model.spec.lora_targets))
     adapted = peft.get_peft_model(model.load_transformer(torch.float32), config)  # pyright: ignore
     wrapped = {name for name, module in adapted.named_modules() if hasattr(module, "lora_A")}
-    for target in model.lora_targets:
+    for target in model.spec.lora_targets:
         assert sum(name.endswith(target) for name in wrapped) == 2, target  # one per block
-    assert len(wrapped) == 2 * len(model.lora_targets)
+    assert len(wrapped) == 2 * len(model.spec.lora_targets)
     velocity = model.velocity(adapted, x, sigmas, conditions[:2], None, 1.0, SQUARE)
     close(velocity, base)
     velocity.sum().backward()

@@ -9,7 +9,7 @@ import pytest
 from verl_digen.algorithms.window import draw_window
 from verl_digen.config import digen_config
 from verl_digen.devices import PEAK_TFLOPS
-from verl_digen.models import ARCHITECTURES, load_model
+from verl_digen.models import MODELS, load_model
 from verl_digen.plan import command
 from verl_digen.plan.compose import DEVICE_GB, Words, compose_run, device_of, split_words
 from verl_digen.plan.published import checkpoint_folder, repositories
@@ -97,12 +97,12 @@ def test_memory_is_the_devices_unless_it_is_given():
     assert device_of(Words(device="A100", gpu_mem=40)) == ("A100", 40 * 10**9)
 
 
-def test_there_is_a_published_checkpoint_of_every_architecture():
+def test_there_is_a_published_checkpoint_of_every_pipeline():
     found = set()
     for repository in repositories():
         with checkpoint_folder(repository) as folder:
-            found.add(load_model(folder).architecture)
-    assert found == ARCHITECTURES.keys()
+            found.add(load_model(folder).pipeline)
+    assert found == MODELS.keys()
 
 
 @pytest.mark.parametrize(

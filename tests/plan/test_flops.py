@@ -10,9 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.models.cases import PROMPTS
 from verl_digen.devices import PEAK_TFLOPS
-from verl_digen.models import ARCHITECTURES, load_model
+from verl_digen.models import load_model
 from verl_digen.models.flops import (
-    LAYOUTS,
     Flops,
     device_type,
     forward_flops,
@@ -34,10 +33,6 @@ def count(loaded, geometry, scale):
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
         loaded.model.velocity(loaded.transformer, latents, SIGMAS, conditions, conditions[::-1], scale, geometry)
     return counter.get_total_flops(), max(len(condition["embeds"]) for condition in conditions)
-
-
-def test_every_architecture_has_a_layout():
-    assert LAYOUTS.keys() == ARCHITECTURES.keys()
 
 
 @pytest.mark.parametrize("scale", [1.0, 3.0])

@@ -249,7 +249,7 @@ ALONE = [*ACROSS_KEYS, *NAMES, *SECTIONS, *WITHOUT_EFFECT]
 
 TOGETHER = [
     (("digen.reward.functions={shapes: [1]}",), "functions.shapes must be a number, got [1]; 1.0 is usual"),
-    ((f"{MODEL}.target_modules={{a: b}}",), "must be a text, got {'a': 'b'}; null takes the architecture's own list"),
+    ((f"{MODEL}.target_modules={{a: b}}",), "must be a text, got {'a': 'b'}; null takes the model's own list"),
     (
         ("trainer.n_gpus_per_node=4", f"{ACTOR}.fsdp_config.fsdp_size=3"),
         "fsdp_size must divide the trainer's ranks (4)",

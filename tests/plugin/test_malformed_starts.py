@@ -182,9 +182,9 @@ def test_a_bad_value_is_blamed_on_the_key_that_was_typed_and_on_no_other(start, 
     [
         ("[]", "a JSON object, got a list"),
         ("{", "is damaged"),
-        ("{}", "lists none"),
-        ('{"transformer": "x"}', "lists none"),
-        ('{"transformer": ["diffusers", "QwenImageTransformer2DModel"]}', "damaged (KeyError: '_class_name')"),
+        ("{}", "that names a pipeline of diffusers, got _class_name=None"),
+        ('{"_class_name": ["mine", "Own"]}', "that names a pipeline of diffusers, got _class_name=['mine', 'Own']"),
+        ('{"_class_name": "QwenImagePipeline", "transformer": "x"}', "lacks scheduler, text_encoder, tokenizer, "),
     ],
 )
 def test_a_damaged_index_is_told_with_its_key(start, runnable, tmp_path, text, found):

@@ -162,13 +162,35 @@ def test_a_prompt_that_is_longer_than_the_model_reads_is_refused(compose_main, r
     assert len(kept) == 4 and kept[3]["raw_prompt"] == "a red circle"
 
 
-def test_an_unknown_architecture_is_answered_with_the_known_ones(compose_main, runnable, tiny_video):
+@pytest.mark.parametrize(
+    ("checkpoint", "pipeline"),
+    [
+        ("flux_dev", "FluxKontextPipeline"),
+        ("qwen_image", "QwenImageEditPipeline"),
+        ("qwen_image", "QwenImageEditPlusPipeline"),
+        ("wan2.1", "WanImageToVideoPipeline"),
+        ("wan2.1", "LTXPipeline"),
+    ],
+)
+def test_a_pipeline_that_is_not_supported_is_refused_before_anything_starts_whatever_its_transformer(
+    compose_main, runnable, tmp_path, checkpoint, pipeline
+):
+    """All but the last have the transformer of the pipeline that the checkpoint was made for."""
+    path = build_tiny(checkpoint, tmp_path / "checkpoint")
+    index = json.loads((path / "model_index.json").read_text())
+    (path / "model_index.json").write_text(json.dumps(index | {"_class_name": pipeline}))
+    found = problem(compose_main, *runnable, f"actor_rollout_ref.model.path={path}")
+    assert found.startswith("actor_rollout_ref.model.path must hold a checkpoint of one of FluxPipeline, "), found
+    assert f"got a {pipeline}, which is not supported" in found
+    assert len(found.splitlines()) == 1
+
+
+def test_a_network_that_is_not_the_pipelines_is_refused(compose_main, runnable, tiny_video):
     index = json.loads((tiny_video / "model_index.json").read_text())
-    (tiny_video / "model_index.json").write_text(
-        json.dumps(index | {"transformer": ["diffusers", "LTXVideoTransformer3DModel"]})
-    )
+    other = {"transformer": ["diffusers", "LTXVideoTransformer3DModel"]}
+    (tiny_video / "model_index.json").write_text(json.dumps(index | other))
     found = problem(compose_main, *runnable, f"actor_rollout_ref.model.path={tiny_video}")
-    assert "must be one of FluxTransformer2DModel, " in found and "got 'LTXVideoTransformer3DModel'" in found
+    assert "must hold a WanTransformer3DModel for Wan, got LTXVideoTransformer3DModel" in found
 
 
 def test_a_checkpoint_that_vllm_omni_does_not_serve_is_refused_before_anything_starts(compose_main, runnable, tmp_path):
@@ -196,8 +218,8 @@ def test_an_adapter_that_vllm_omni_cannot_bind_is_refused_before_anything_starts
 def test_a_pipeline_without_a_transformer_is_refused(compose_main, runnable, tiny_video):
     index = json.loads((tiny_video / "model_index.json").read_text())
     (tiny_video / "model_index.json").write_text(json.dumps(index | {"transformer": None}))
-    reason = "lists none; U-Net pipelines are not supported"
-    assert reason in problem(compose_main, *runnable, f"actor_rollout_ref.model.path={tiny_video}")
+    found = problem(compose_main, *runnable, f"actor_rollout_ref.model.path={tiny_video}")
+    assert "must hold all parts of its WanPipeline" in found and "lacks transformer; complete the download" in found
 
 
 @pytest.mark.parametrize("recipe", MODEL_RECIPES)

@@ -2,16 +2,14 @@
 import math
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
-from tests.tiny_models import BUILDERS, build_tiny
+from tests.tiny_models import build_tiny
 from verl_digen.cli import main
-from verl_digen.selftest import ARGUMENTS, Check, check_checkpoint
-
-
-def test_every_tiny_checkpoint_can_be_asked_for():
-    assert ARGUMENTS.keys() == BUILDERS.keys()
+from verl_digen.models import load_model
+from verl_digen.selftest import Check, check_model
 
 
 @pytest.mark.parametrize(("name", "num_checks"), [("z_image", 3), ("wan2.2_a14b", 4)])
@@ -22,8 +20,9 @@ def test_the_selftest_prints_a_line_per_check_and_passes_here(name, num_checks, 
 
 
 def test_a_sampler_that_does_something_else_than_the_pipeline_fails(tmp_path):
-    path = build_tiny("sd3", tmp_path / "checkpoint")
-    guided = next(check_checkpoint(path, {"guidance_scale": 2.0}))
+    model = load_model(build_tiny("sd3", tmp_path / "checkpoint"))
+    model.spec = replace(model.spec, selftest={"guidance_scale": 2.0})
+    guided = next(check_model(model))
     assert not guided.holds and str(guided).startswith("FAIL")
 
 

@@ -9,7 +9,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from tests.tiny_models import build_tiny
 from tests.vllm_omni.conftest import compose_actor_rollout, compose_config
 from verl_digen.preflight.vllm_omni import check_vllm_omni
-from verl_digen.rollout.vllm_omni.served import SERVED
+from verl_digen.rollout.vllm_omni.served import require_served, served_pipelines
 
 
 def arguments(path, *overrides):
@@ -35,9 +35,12 @@ def test_a_pipeline_runs_step_by_step_where_it_can_and_in_batches_where_it_can(
 def test_every_pipeline_that_is_served_has_its_recorder_and_vllm_omni_has_it():
     from vllm_omni.diffusion.registry import DiffusionModelRegistry
 
-    from verl_digen.rollout.vllm_omni.pipeline import MIXINS
+    from verl_digen.rollout.vllm_omni.pipeline import recording_class
+    from verl_digen.rollout.vllm_omni.recorder import RecordingPipeline
 
-    assert set(MIXINS) == set(SERVED) <= set(DiffusionModelRegistry.models)
+    for name in served_pipelines():
+        assert require_served(name).pipeline in DiffusionModelRegistry.models
+        assert issubclass(recording_class(name), RecordingPipeline)
 
 
 def test_a_pipeline_that_vllm_omni_lacks_is_refused_with_the_remedy(tmp_path):

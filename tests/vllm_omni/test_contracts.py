@@ -31,7 +31,7 @@ from vllm_omni.entrypoints.async_omni import AsyncOmni
 
 from tests.vllm_omni.conftest import RUN_SEED, request
 from verl_digen.rollout.vllm_omni.engine import BarrierQueue, BarrierRequestScheduler, BarrierStepScheduler
-from verl_digen.rollout.vllm_omni.pipeline import MIXINS, recording_class
+from verl_digen.rollout.vllm_omni.pipeline import recording_class
 from verl_digen.rollout.vllm_omni.recorder import RECORDED, RecordingPipeline
 from verl_digen.rollout.vllm_omni.request_pipelines import HandsOverEncoded
 from verl_digen.rollout.vllm_omni.requests import (
@@ -42,7 +42,7 @@ from verl_digen.rollout.vllm_omni.requests import (
     to_prompt,
     to_sampling_params,
 )
-from verl_digen.rollout.vllm_omni.served import SERVED, STEPWISE
+from verl_digen.rollout.vllm_omni.served import require_served, served_pipelines
 from verl_digen.rollout.vllm_omni.settings import ALLOWED
 from verl_digen.rollout.vllm_omni.step_mode import StepRecordingMixin
 from verl_digen.rollout.vllm_omni.worker import WeightReceiverExtension
@@ -335,20 +335,21 @@ ENCODERS: dict[str, set[str]] = {
 """Pipeline -> arguments of `encode_prompt` that are passed."""
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", served_pipelines())
 def test_a_pipeline_encodes_prompts_denoises_and_says_how_it_runs(name):
     recording = recording_class(name)
     own = recording.__bases__[1]
+    is_stepwise = require_served(name).is_stepwise
     assert inspect.signature(own.encode_prompt).parameters.keys() >= ENCODERS[name]
-    assert issubclass(recording, StepRecordingMixin) == (name in STEPWISE)
+    assert issubclass(recording, StepRecordingMixin) == is_stepwise
     assert callable(own.load_weights)
     assert hasattr(own, "predict_noise") == (name != "ZImagePipeline"), "guidance is combined there, in fp32"
-    if name in STEPWISE:
+    if is_stepwise:
         assert all(callable(getattr(own, step)) for step in ("prepare_encode", "denoise_step", "step_scheduler"))
         assert callable(own.post_decode)
     else:
         assert "req" in inspect.signature(own.forward).parameters
-        expected = not issubclass(MIXINS[name], HandsOverEncoded)
+        expected = not issubclass(recording, HandsOverEncoded)
         assert getattr(recording, "supports_request_batch", False) is expected
 
 
@@ -392,4 +393,4 @@ def test_settings_that_are_passed_on_are_fields_of_the_engines_config_or_of_its_
 
 
 def test_every_pipeline_that_is_served_is_in_the_registry():
-    assert set(SERVED) <= set(DiffusionModelRegistry.models)
+    assert {require_served(name).pipeline for name in served_pipelines()} <= set(DiffusionModelRegistry.models)

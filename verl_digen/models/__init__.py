@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model files, one per architecture, found by the transformer's class name in a checkpoint's `model_index.json`."""
+"""Model files, one per diffusers pipeline, found by the pipeline's class name in a checkpoint's `model_index.json`.
+
+The transformer's class says too little: `FluxPipeline` and `FluxKontextPipeline` have the same one and other inputs.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +15,20 @@ from verl_digen.models.json_file import read_object
 if TYPE_CHECKING:
     from verl_digen.models.base import DiffusionModel
 
-ARCHITECTURES: dict[str, str] = {
-    "FluxTransformer2DModel": "verl_digen.models.flux:Flux",
-    "HunyuanVideo15Transformer3DModel": "verl_digen.models.hunyuan_video15:HunyuanVideo15",
-    "HunyuanVideoTransformer3DModel": "verl_digen.models.hunyuan_video:HunyuanVideo",
-    "QwenImageTransformer2DModel": "verl_digen.models.qwen_image:QwenImage",
-    "SD3Transformer2DModel": "verl_digen.models.sd3:StableDiffusion3",
-    "WanTransformer3DModel": "verl_digen.models.wan:Wan",
-    "ZImageTransformer2DModel": "verl_digen.models.z_image:ZImage",
+MODELS: dict[str, str] = {
+    "FluxPipeline": "verl_digen.models.flux:Flux",
+    "HunyuanVideo15Pipeline": "verl_digen.models.hunyuan_video15:HunyuanVideo15",
+    "HunyuanVideoPipeline": "verl_digen.models.hunyuan_video:HunyuanVideo",
+    "QwenImagePipeline": "verl_digen.models.qwen_image:QwenImage",
+    "StableDiffusion3Pipeline": "verl_digen.models.sd3:StableDiffusion3",
+    "WanPipeline": "verl_digen.models.wan:Wan",
+    "ZImagePipeline": "verl_digen.models.z_image:ZImage",
 }
-"""Transformer class name -> "module:class" of the model file. A new model adds one line here."""
+"""Pipeline class name -> "module:class" of the model file. A new model adds one line here, and nowhere else."""
 
 
-def read_architecture(path: str | Path) -> str:
-    """The transformer's class name of the diffusers checkpoint in folder `path`.
+def read_pipeline(path: str | Path) -> str:
+    """Class name of the diffusers pipeline of the checkpoint in folder `path`, supported or not.
 
     Raises:
         ValueError: no such folder, or not a diffusers checkpoint.
@@ -36,26 +39,35 @@ def read_architecture(path: str | Path) -> str:
             f"actor_rollout_ref.model.path must be a folder with a diffusers model_index.json, got {str(path)!r}; "
             "check the path, or download the checkpoint first (huggingface-cli download REPO --local-dir DIR)"
         )
-    entry = read_object(index, "actor_rollout_ref.model.path").get("transformer")
-    if not (isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], str)):
+    name = read_object(index, "actor_rollout_ref.model.path").get("_class_name")
+    if not isinstance(name, str):
         raise ValueError(
-            f"actor_rollout_ref.model.path must hold a pipeline with a transformer, but {index} lists none; "
-            "U-Net pipelines are not supported"
+            "actor_rollout_ref.model.path must hold a model_index.json that names a pipeline of diffusers, got "
+            f"_class_name={name!r} in {str(index)!r}; complete the download"
         )
-    return entry[1]
+    return name
+
+
+def model_class(pipeline: str) -> type[DiffusionModel]:
+    """The model file's class for a diffusers pipeline; imports the file, and torch and diffusers with it.
+
+    Raises:
+        ValueError: a pipeline without a model file; lists those that have one.
+    """
+    if pipeline not in MODELS:
+        raise ValueError(
+            f"actor_rollout_ref.model.path must hold a checkpoint of one of {', '.join(MODELS)}, got a {pipeline}, "
+            "which is not supported: it may have the transformer of one that is, but not its inputs; choose another "
+            "checkpoint"
+        )
+    module, _, name = MODELS[pipeline].partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def load_model(path: str | Path) -> DiffusionModel:
     """The model object for the checkpoint in `path`; loads no weights.
 
     Raises:
-        ValueError: missing checkpoint or an architecture without a model file; lists the known ones.
+        ValueError: a missing or incomplete checkpoint, or one of a pipeline without a model file.
     """
-    architecture = read_architecture(path)
-    if architecture not in ARCHITECTURES:
-        raise ValueError(
-            f"actor_rollout_ref.model.path={str(path)!r} holds a {architecture}, which has no model file; "
-            f"known architectures: {', '.join(sorted(ARCHITECTURES))}"
-        )
-    module, _, name = ARCHITECTURES[architecture].partition(":")
-    return getattr(importlib.import_module(module), name)(path)
+    return model_class(read_pipeline(path))(path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Interface of a model file: one subclass of `DiffusionModel` per architecture, nothing about algorithms.
+"""Interface of a model file: one subclass of `DiffusionModel` per diffusers pipeline, nothing about algorithms.
 
 - Everything heavy is loaded by an explicit call, so that a trainer rank loads only the transformer and a
   replica loads everything. Constructing the object reads only JSON configs.
@@ -19,7 +19,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import transformers
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from verl_digen.models import checkpoint
 from verl_digen.models.experts import Experts
+from verl_digen.models.spec import ModelSpec
 from verl_digen.types import Condition, Geometry
 
 TIMESTEPS_PER_SIGMA = 1000
@@ -43,27 +44,17 @@ Collated = dict[str, Any]
 
 
 class DiffusionModel(ABC):
-    """One architecture of the diffusers library, read from a checkpoint folder.
+    """One pipeline of the diffusers library, read from a checkpoint folder; `load_model` chooses the class.
 
     Args:
         path: local folder of a diffusers-format checkpoint (with `model_index.json`).
 
     Raises:
-        ValueError: a checkpoint of another pipeline, or an incomplete one.
+        ValueError: an incomplete checkpoint, or one with another network.
     """
 
-    architecture: ClassVar[str]
-    """The transformer's class name in `model_index.json`, e.g. "QwenImageTransformer2DModel"."""
-    pipeline: ClassVar[str]
-    """The diffusers pipeline that this file reproduces, e.g. "QwenImagePipeline"."""
-    title: ClassVar[str]
-    """The model's name in messages, e.g. "Qwen-Image"."""
-    example: ClassVar[str]
-    """A repository that holds such a checkpoint, e.g. "Qwen/Qwen-Image"."""
-    components: ClassVar[tuple[str, ...]] = ("scheduler", "text_encoder", "tokenizer", "transformer", "vae")
-    """Folders a checkpoint must hold."""
-    lora_targets: ClassVar[tuple[str, ...]]
-    """Default LoRA targets: module-name suffixes, used if the user names none."""
+    spec: ModelSpec
+    """Set by the class; a constructor replaces it where checkpoints of one pipeline differ."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -75,12 +66,15 @@ class DiffusionModel(ABC):
         self.default_embedded_guidance: float | None = None
         """The pipeline's default for the embedded guidance scale; None: the network has no such input."""
         self.index = checkpoint.read_config(self.path, "model_index.json")
-        if self.index["_class_name"] != self.pipeline:
+        self.pipeline: str = self.index["_class_name"]
+        """The diffusers pipeline of the checkpoint, e.g. "QwenImagePipeline"."""
+        checkpoint.check_components(self.path, self.index, self.spec.components)
+        network = self.index["transformer"][1]
+        if network != self.spec.transformer:
             raise ValueError(
-                f"actor_rollout_ref.model.path must hold a {self.pipeline} for {self.title}, got "
-                f"{self.index['_class_name']} in {str(self.path)!r}; choose a checkpoint such as {self.example}"
+                f"actor_rollout_ref.model.path must hold a {self.spec.transformer} for {self.spec.title}, got "
+                f"{network} in {str(self.path)!r}; choose a checkpoint such as {self.spec.example}"
             )
-        checkpoint.check_components(self.path, self.index, self.components)
         self._schedule = self.read_config("scheduler/scheduler_config.json")
         """Arguments of the checkpoint's scheduler; `sigmas` builds one from them."""
 
@@ -105,7 +99,7 @@ class DiffusionModel(ABC):
         returned as one `Experts` module.
         """
         load = checkpoint.make_meta_network if meta else checkpoint.load_network
-        networks = {name: load(self.path / name, self.architecture, dtype) for name in self.experts}
+        networks = {name: load(self.path / name, self.spec.transformer, dtype) for name in self.experts}
         return Experts(networks).eval() if len(networks) > 1 else networks[self.experts[0]]
 
     def iter_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -120,7 +114,7 @@ class DiffusionModel(ABC):
         """
         for expert in self.experts:
             prefix = f"{expert}." if len(self.experts) > 1 else ""
-            for name, tensor in checkpoint.iter_weights(self.path / expert, self.architecture, dtype):
+            for name, tensor in checkpoint.iter_weights(self.path / expert, self.spec.transformer, dtype):
                 yield prefix + name, tensor
 
     def load_tokenizer(self, folder: str) -> Any:
@@ -148,7 +142,7 @@ class DiffusionModel(ABC):
         """Shape of one sample's packed latents.
 
         Raises:
-            ValueError: a size the architecture cannot produce; names the key, the value and the nearest valid
+            ValueError: a size the model cannot produce; names the key, the value and the nearest valid
                 one.
         """
 
@@ -171,7 +165,7 @@ class DiffusionModel(ABC):
         """
         if asked is not None and self.default_embedded_guidance is None:
             raise ValueError(
-                f"digen.sampling.guidance_scale must be null for this {self.title} checkpoint, whose network "
+                f"digen.sampling.guidance_scale must be null for this {self.spec.title} checkpoint, whose network "
                 f"takes no guidance scale, got {asked}; digen.sampling.true_cfg_scale is classifier-free guidance"
             )
         return self.default_embedded_guidance if asked is None else asked
@@ -218,7 +212,7 @@ class DiffusionModel(ABC):
         return next(
             parameter.dtype
             for name, parameter in transformer.named_parameters()
-            if parameter.is_floating_point() and not checkpoint.kept_in_fp32(name, self.architecture)
+            if parameter.is_floating_point() and not checkpoint.kept_in_fp32(name, self.spec.transformer)
         )
 
     def velocity(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Networks of one architecture, each for a part of the schedule, as one module.
+"""Networks of one class, each for a part of the schedule, as one module.
 
 - Wrappers of a transformer (FSDP2, peft, a weight receiver) wrap this module: parameter names get the expert's name as
   prefix.

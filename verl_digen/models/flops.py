@@ -2,14 +2,14 @@
 """Floating-point operations of a forward and of training, from the shapes of a network's own layers.
 
 - A linear layer or patch embedding of W weights costs 2 W per token it sees, attention of width d between Lq queries
-  and Lk keys 4 Lq Lk d. Architectures differ in the tokens that a layer sees: a line in `LAYOUTS`.
+  and Lk keys 4 Lq Lk d. Networks differ in the tokens that a layer sees: `ModelSpec.flops`.
 - Norms, activations, rotary embeddings and padding to the longest row are left out: well below 2 %.
 - Backward costs a linear layer 2 W per token for its input's gradient, and 2 W for its own unless it is frozen.
   Attention costs twice its forward. Recomputation costs one forward more.
 - Peaks are those of `verl_digen.devices`: dense bf16, from the data sheets.
 
 Invariants (tests/plan/test_flops.py): within 2 % of the count of `torch.utils.flop_counter.FlopCounterMode`, for every
-architecture, forward and backward, with and without guidance.
+model, forward and backward, with and without guidance.
 """
 
 from __future__ import annotations
@@ -24,85 +24,6 @@ from torch import nn
 from verl_digen.devices import PEAK_TFLOPS
 from verl_digen.models.base import DiffusionModel
 from verl_digen.types import Geometry
-
-IMAGE, TEXT, JOINT, ROW, NONE = "image", "text", "joint", "row", "none"
-"""Tokens that a layer sees: the picture's, the prompt's, both, one per row (timestep, modulation), or none that count
-(text quoted in a prompt; a first frame)."""
-
-
-@dataclass(frozen=True)
-class FlopsLayout:
-    """Tokens that each layer of an architecture sees."""
-
-    patch: str
-    """Name of the layer that turns latents into picture tokens."""
-    streams: tuple[tuple[str, str], ...]
-    """(pattern of a layer's name, tokens); the first pattern found in the name counts, IMAGE if none is found."""
-    attention: tuple[tuple[str, str, str], ...]
-    """(pattern of an attention's name, query tokens, key tokens); the first pattern found counts."""
-    text_tokens: int | None = None
-    """Length to which prompts are padded before the network; None: the longest prompt of the forward."""
-    multiple: int = 1
-    """The network itself pads picture and prompt tokens to a multiple of this."""
-
-
-MODULATION = r"norm\w*\.linear|time_text_embed"
-LAYOUTS = {
-    "QwenImageTransformer2DModel": FlopsLayout(
-        patch="img_in",
-        streams=((rf"{MODULATION}|img_mod|txt_mod", ROW), (r"txt_in|txt_mlp|attn\.add_|to_add_out", TEXT)),
-        attention=((r"", JOINT, JOINT),),
-    ),
-    "FluxTransformer2DModel": FlopsLayout(
-        patch="x_embedder",
-        streams=(
-            (MODULATION, ROW),
-            (r"single_transformer_blocks", JOINT),
-            (r"context_embedder|ff_context|attn\.add_|to_add_out", TEXT),
-        ),
-        attention=((r"", JOINT, JOINT),),
-    ),
-    "SD3Transformer2DModel": FlopsLayout(
-        patch="pos_embed.proj",
-        streams=((MODULATION, ROW), (r"context_embedder|ff_context|attn\.add_|to_add_out", TEXT)),
-        attention=((r"attn2", IMAGE, IMAGE), (r"", JOINT, JOINT)),
-    ),
-    "WanTransformer3DModel": FlopsLayout(
-        patch="patch_embedding",
-        streams=((r"time_embedder|time_proj", ROW), (r"text_embedder|attn2\.to_[kv]", TEXT)),
-        attention=((r"attn2", IMAGE, TEXT), (r"", IMAGE, IMAGE)),
-        text_tokens=512,
-    ),
-    "HunyuanVideo15Transformer3DModel": FlopsLayout(
-        patch="x_embedder.proj",
-        streams=(
-            (r"context_embedder_2|image_embedder", NONE),
-            (rf"{MODULATION}|time_embed", ROW),
-            (r"context_embedder|ff_context|attn\.add_|to_add_out", TEXT),
-        ),
-        attention=((r"context_embedder", TEXT, TEXT), (r"", JOINT, JOINT)),
-    ),
-    "HunyuanVideoTransformer3DModel": FlopsLayout(
-        patch="x_embedder.proj",
-        streams=(
-            (rf"{MODULATION}|norm_out", ROW),
-            (r"single_transformer_blocks", JOINT),
-            (r"context_embedder|ff_context|attn\.add_|to_add_out", TEXT),
-        ),
-        attention=((r"context_embedder", TEXT, TEXT), (r"", JOINT, JOINT)),
-    ),
-    "ZImageTransformer2DModel": FlopsLayout(
-        patch="all_x_embedder.2-1",
-        streams=(
-            (r"t_embedder|adaLN_modulation", ROW),
-            (r"cap_embedder|context_refiner", TEXT),
-            (r"^(.*\.)?layers\.|all_final_layer", JOINT),
-        ),
-        attention=((r"noise_refiner", IMAGE, IMAGE), (r"context_refiner", TEXT, TEXT), (r"", JOINT, JOINT)),
-        multiple=32,
-    ),
-}
-"""Architecture -> layout. A new model adds an entry here."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +68,7 @@ def forward_flops(
         num_prompt_tokens: length of the longest condition.
         num_rows: rows without guidance's second branch, which doubles them.
     """
-    layout = LAYOUTS[model.architecture]
+    layout = model.spec.flops
     layers = dict(_layers(transformer, model.experts))
     patch = layers[layout.patch]
     latents = model.latent_shape(geometry)
@@ -157,10 +78,10 @@ def forward_flops(
         num_image = math.prod(latents) // math.prod(patch[1:])
     num_image = _padded(num_image, layout.multiple)
     num_text = _padded(layout.text_tokens or num_prompt_tokens, layout.multiple)
-    tokens = {IMAGE: num_image, TEXT: num_text, JOINT: num_image + num_text, ROW: 1, NONE: 0}
+    tokens = {"image": num_image, "text": num_text, "joint": num_image + num_text, "row": 1, "none": 0}
     linear = attention = 0
     for name, shape in layers.items():
-        stream = next((stream for pattern, stream in layout.streams if re.search(pattern, name)), IMAGE)
+        stream = next((stream for pattern, stream in layout.streams if re.search(pattern, name)), "image")
         linear += 2 * math.prod(shape) * tokens[stream]
         if name.endswith("to_q"):
             asking, asked = next(pair for pattern, *pair in layout.attention if re.search(pattern, name))

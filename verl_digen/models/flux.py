@@ -11,8 +11,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from verl_digen.models.base import TIMESTEPS_PER_SIGMA, Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder
 from verl_digen.models.pixels import load_image_decoder
 from verl_digen.models.sizes import check_size
+from verl_digen.models.spec import MODULATION, ConditionLayout, FlopsLayout, ModelSpec, VllmOmniServing
 from verl_digen.models.text import length_check, one_by_one
 from verl_digen.types import Condition, Geometry
 
@@ -37,31 +39,55 @@ PATCH = 2
 
 
 class Flux(DiffusionModel):
-    architecture = "FluxTransformer2DModel"
-    pipeline = "FluxPipeline"
-    title = "FLUX.1"
-    example = "black-forest-labs/FLUX.1-dev"
-    components: ClassVar[tuple[str, ...]] = (
-        *("scheduler", "transformer", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"),
+    spec = ModelSpec(
+        transformer="FluxTransformer2DModel",
+        title="FLUX.1",
+        example="black-forest-labs/FLUX.1-dev",
+        components=(
+            *("scheduler", "transformer", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"),
+        ),
+        # Attention and feed-forward of both streams and the single blocks' attention, as flow_grpo trains FLUX.1.
+        lora_targets=(
+            *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
+            *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
+            *("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
+        ),
+        flops=FlopsLayout(
+            patch="x_embedder",
+            streams=(
+                (MODULATION, "row"),
+                (r"single_transformer_blocks", "joint"),
+                (r"context_embedder|ff_context|attn\.add_|to_add_out", "text"),
+            ),
+            attention=((r"", "joint", "joint"),),
+        ),
+        condition=ConditionLayout(
+            width="joint_attention_dim", pooled="pooled_projection_dim", num_tokens=MAX_TEXT_TOKENS_DEV
+        ),
+        vllm_omni=VllmOmniServing(
+            pipeline="FluxPipeline", mixin="verl_digen.rollout.vllm_omni.request_pipelines:FluxRecording"
+        ),
     )
-    lora_targets: ClassVar[tuple[str, ...]] = (
-        *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
-        *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
-        *("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
-    )
-    """Attention and feed-forward of both streams and the single blocks' attention, as flow_grpo trains FLUX.1."""
 
     def __init__(self, path: str | Path):
         super().__init__(path)
         network = self.read_network_config("transformer")
         self._num_channels: int = network["in_channels"]
-        self.max_text_tokens: int = MAX_TEXT_TOKENS_DEV if network["guidance_embeds"] else MAX_TEXT_TOKENS_SCHNELL
-        self.default_embedded_guidance = DEFAULT_GUIDANCE if network["guidance_embeds"] else None
+        self.max_text_tokens = MAX_TEXT_TOKENS_DEV
+        if network["guidance_embeds"]:
+            self.default_embedded_guidance = DEFAULT_GUIDANCE
+        else:  # schnell
+            self.max_text_tokens = MAX_TEXT_TOKENS_SCHNELL
+            self.spec = replace(
+                self.spec,
+                condition=replace(self.spec.condition, num_tokens=MAX_TEXT_TOKENS_SCHNELL),
+                selftest={"max_sequence_length": MAX_TEXT_TOKENS_SCHNELL},
+            )
         self._vae_scale = self.image_vae_scale()
 
     # -- loading ------------------------------------------------------------------------------------------
     def load_prompt_check(self) -> PromptCheck:
-        return length_check(self.load_tokenizer("tokenizer_2"), title=self.title, max_tokens=self.max_text_tokens)
+        return length_check(self.load_tokenizer("tokenizer_2"), title=self.spec.title, max_tokens=self.max_text_tokens)
 
     def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
         """Conditions are {"embeds": [L, D], "pooled": [E]} in `dtype`, L the same for every prompt."""
@@ -91,7 +117,7 @@ class Flux(DiffusionModel):
         return geometry.height_px // px_per_token, geometry.width_px // px_per_token
 
     def latent_shape(self, geometry: Geometry) -> tuple[int, ...]:
-        check_size(geometry, title=self.title, px_multiple=self._vae_scale * PATCH)
+        check_size(geometry, title=self.spec.title, px_multiple=self._vae_scale * PATCH)
         rows, columns = self._token_grid(geometry)
         return rows * columns, self._num_channels
 

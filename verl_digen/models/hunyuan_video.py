@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from verl_digen.models.base import Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder
 from verl_digen.models.pixels import decode_each
 from verl_digen.models.sizes import video_latent_shape
+from verl_digen.models.spec import MODULATION, ConditionLayout, FlopsLayout, ModelSpec
 from verl_digen.models.text import length_check, one_by_one, pad_embeds
 from verl_digen.types import Condition, Geometry
 
@@ -35,18 +36,30 @@ GUIDANCE_UNIT = 1000
 
 
 class HunyuanVideo(DiffusionModel):
-    architecture = "HunyuanVideoTransformer3DModel"
-    pipeline = "HunyuanVideoPipeline"
-    title = "HunyuanVideo"
-    example = "hunyuanvideo-community/HunyuanVideo"
-    components: ClassVar[tuple[str, ...]] = (
-        *("scheduler", "transformer", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"),
+    spec = ModelSpec(
+        transformer="HunyuanVideoTransformer3DModel",
+        title="HunyuanVideo",
+        example="hunyuanvideo-community/HunyuanVideo",
+        components=(
+            *("scheduler", "transformer", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"),
+        ),
+        # Attention of both streams, of the single blocks and of the text refiner.
+        lora_targets=(
+            *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
+            *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
+        ),
+        flops=FlopsLayout(
+            patch="x_embedder.proj",
+            streams=(
+                (rf"{MODULATION}|norm_out", "row"),
+                (r"single_transformer_blocks", "joint"),
+                (r"context_embedder|ff_context|attn\.add_|to_add_out", "text"),
+            ),
+            attention=((r"context_embedder", "text", "text"), (r"", "joint", "joint")),
+        ),
+        condition=ConditionLayout(width="text_embed_dim", pooled="pooled_projection_dim"),
+        selftest={"num_frames": 5},
     )
-    lora_targets: ClassVar[tuple[str, ...]] = (
-        *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
-        *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
-    )
-    """Attention of both streams, of the single blocks and of the text refiner."""
 
     def __init__(self, path: str | Path):
         super().__init__(path)
@@ -61,7 +74,7 @@ class HunyuanVideo(DiffusionModel):
         template = DEFAULT_PROMPT_TEMPLATE
         limit = template["crop_start"] + MAX_TEXT_TOKENS
         tokenizer = self.load_tokenizer("tokenizer")
-        return length_check(tokenizer, title=self.title, max_tokens=limit, wrap=template["template"].format)
+        return length_check(tokenizer, title=self.spec.title, max_tokens=limit, wrap=template["template"].format)
 
     def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
         """Conditions are {"embeds": [L, D], "pooled": [E]} in `dtype`, L the prompt's own number of tokens."""
@@ -95,7 +108,7 @@ class HunyuanVideo(DiffusionModel):
     def latent_shape(self, geometry: Geometry) -> tuple[int, ...]:
         return video_latent_shape(
             geometry,
-            title=self.title,
+            title=self.spec.title,
             num_channels=self._network["in_channels"],
             vae_scale=self._vae_scale,
             patch_size=self._network["patch_size"],

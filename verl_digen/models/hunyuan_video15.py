@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from verl_digen.models.base import Collated, Decoder, DiffusionModel, PromptChec
 from verl_digen.models.hunyuan_video15_forward import run_text_to_video
 from verl_digen.models.pixels import decode_each
 from verl_digen.models.sizes import video_latent_shape
+from verl_digen.models.spec import MODULATION, ConditionLayout, FlopsLayout, ModelSpec, VllmOmniServing
 from verl_digen.models.text import PROMPT_CHARACTERS_SHOWN, length_check, one_by_one, pad_embeds
 from verl_digen.types import Condition, Geometry
 
@@ -52,19 +53,36 @@ TEXT_INPUTS = {
 
 
 class HunyuanVideo15(DiffusionModel):
-    architecture = "HunyuanVideo15Transformer3DModel"
-    pipeline = "HunyuanVideo15Pipeline"
-    title = "HunyuanVideo 1.5"
-    example = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"
-    components: ClassVar[tuple[str, ...]] = (
-        *("guider", "scheduler", "transformer", "vae"),
-        *("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"),
+    spec = ModelSpec(
+        transformer="HunyuanVideo15Transformer3DModel",
+        title="HunyuanVideo 1.5",
+        example="hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
+        components=(
+            *("guider", "scheduler", "transformer", "vae"),
+            *("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"),
+        ),
+        # Attention of both streams and of the text refiner, as for HunyuanVideo.
+        lora_targets=(
+            *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
+            *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
+        ),
+        flops=FlopsLayout(
+            patch="x_embedder.proj",
+            streams=(
+                (r"context_embedder_2|image_embedder", "none"),
+                (rf"{MODULATION}|time_embed", "row"),
+                (r"context_embedder|ff_context|attn\.add_|to_add_out", "text"),
+            ),
+            attention=((r"context_embedder", "text", "text"), (r"", "joint", "joint")),
+        ),
+        condition=ConditionLayout(width="text_embed_dim", glyphs="text_embed_2_dim"),
+        selftest={"num_frames": 5},
+        vllm_omni=VllmOmniServing(
+            pipeline="HunyuanVideo15Pipeline",
+            mixin="verl_digen.rollout.vllm_omni.request_pipelines:HunyuanVideo15Recording",
+            unadapted="refiner_blocks",
+        ),
     )
-    lora_targets: ClassVar[tuple[str, ...]] = (
-        *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
-        *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
-    )
-    """Attention of both streams and of the text refiner, as for HunyuanVideo."""
 
     def __init__(self, path: str | Path):
         super().__init__(path)
@@ -72,7 +90,8 @@ class HunyuanVideo15(DiffusionModel):
         if self._network["use_meanflow"]:
             raise ValueError(
                 "actor_rollout_ref.model.path must hold a transformer with use_meanflow=false, got true in "
-                f"{str(self.path)!r}; choose a checkpoint that is not distilled to a few steps, such as {self.example}"
+                f"{str(self.path)!r}; choose a checkpoint that is not distilled to a few steps, such as "
+                f"{self.spec.example}"
             )
         self._check_guider()
         vae = self.read_network_config("vae")
@@ -88,7 +107,7 @@ class HunyuanVideo15(DiffusionModel):
             raise ValueError(
                 "actor_rollout_ref.model.path must hold a guider of plain classifier-free guidance, got "
                 f"{' '.join([name, *others])} in {str(self.path)!r}; change that in its model_index.json and guider/"
-                f"guider_config.json, or choose a checkpoint such as {self.example}"
+                f"guider_config.json, or choose a checkpoint such as {self.spec.example}"
             )
 
     # -- loading ------------------------------------------------------------------------------------------
@@ -104,7 +123,7 @@ class HunyuanVideo15(DiffusionModel):
             chats = theirs.format_text_input([prompt], SYSTEM_MESSAGE)
             return tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)[0]
 
-        check_all = length_check(tokenizer, title=self.title, max_tokens=MAX_TEXT_TOKENS, wrap=in_template)
+        check_all = length_check(tokenizer, title=self.spec.title, max_tokens=MAX_TEXT_TOKENS, wrap=in_template)
 
         def check(prompt: str) -> None:
             check_all(prompt)
@@ -112,9 +131,9 @@ class HunyuanVideo15(DiffusionModel):
             num_tokens = 0 if glyphs is None else len(glyph_tokenizer(glyphs).input_ids)
             if num_tokens > MAX_GLYPH_TOKENS:
                 raise ValueError(
-                    f"the quoted text of a prompt must have at most {MAX_GLYPH_TOKENS} ByT5 tokens for {self.title}, "
-                    f"got {num_tokens} for {prompt[:PROMPT_CHARACTERS_SHOWN]!r}...; quote less of it in "
-                    "data.train_files or data.val_files"
+                    f"the quoted text of a prompt must have at most {MAX_GLYPH_TOKENS} ByT5 tokens for "
+                    f"{self.spec.title}, got {num_tokens} for {prompt[:PROMPT_CHARACTERS_SHOWN]!r}...; quote less of "
+                    "it in data.train_files or data.val_files"
                 )
 
         return check
@@ -157,7 +176,7 @@ class HunyuanVideo15(DiffusionModel):
     def latent_shape(self, geometry: Geometry) -> tuple[int, ...]:
         return video_latent_shape(
             geometry,
-            title=self.title,
+            title=self.spec.title,
             num_channels=self._num_channels,
             vae_scale=self._vae_scale,
             patch_size=self._network["patch_size"],

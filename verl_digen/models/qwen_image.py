@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from verl_digen.models.base import TIMESTEPS_PER_SIGMA, Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder
 from verl_digen.models.pixels import to_pixels
 from verl_digen.models.sizes import check_size
+from verl_digen.models.spec import MODULATION, ConditionLayout, FlopsLayout, ModelSpec, VllmOmniServing
 from verl_digen.models.text import length_check, one_by_one, pad_embeds
 from verl_digen.types import Condition, Geometry
 
@@ -44,16 +45,29 @@ def conv_one_frame(conv: QwenImageCausalConv3d, x: Tensor, cache_x: Tensor | Non
 
 
 class QwenImage(DiffusionModel):
-    architecture = "QwenImageTransformer2DModel"
-    pipeline = "QwenImagePipeline"
-    title = "Qwen-Image"
-    example = "Qwen/Qwen-Image"
-    lora_targets: ClassVar[tuple[str, ...]] = (
-        *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
-        *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
-        *("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2"),
+    spec = ModelSpec(
+        transformer="QwenImageTransformer2DModel",
+        title="Qwen-Image",
+        example="Qwen/Qwen-Image",
+        # All projections of both streams, as flow_grpo trains Qwen-Image.
+        lora_targets=(
+            *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
+            *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
+            *("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2"),
+        ),
+        flops=FlopsLayout(
+            patch="img_in",
+            streams=((rf"{MODULATION}|img_mod|txt_mod", "row"), (r"txt_in|txt_mlp|attn\.add_|to_add_out", "text")),
+            attention=((r"", "joint", "joint"),),
+        ),
+        condition=ConditionLayout(width="joint_attention_dim"),
+        freed={"text_encoder": ("model.visual.", "lm_head.")},
+        vllm_omni=VllmOmniServing(
+            pipeline="QwenImagePipeline",
+            mixin="verl_digen.rollout.vllm_omni.step_mode:StepRecordingMixin",
+            is_stepwise=True,
+        ),
     )
-    """All projections of both streams, as flow_grpo trains Qwen-Image."""
 
     def __init__(self, path: str | Path):
         super().__init__(path)
@@ -73,7 +87,7 @@ class QwenImage(DiffusionModel):
         )
         limit = pipeline.prompt_template_encode_start_idx + MAX_TEXT_TOKENS
         wrap = pipeline.prompt_template_encode.format
-        return length_check(pipeline.tokenizer, title=self.title, max_tokens=limit, wrap=wrap)
+        return length_check(pipeline.tokenizer, title=self.spec.title, max_tokens=limit, wrap=wrap)
 
     def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
         """Conditions are {"embeds": [L, D]} in `dtype`, L the prompt's own number of tokens."""
@@ -123,7 +137,7 @@ class QwenImage(DiffusionModel):
         return geometry.height_px // self._px_per_token, geometry.width_px // self._px_per_token
 
     def latent_shape(self, geometry: Geometry) -> tuple[int, ...]:
-        check_size(geometry, title=self.title, px_multiple=self._px_per_token)
+        check_size(geometry, title=self.spec.title, px_multiple=self._px_per_token)
         rows, columns = self._token_grid(geometry)
         return rows * columns, self._num_channels
 

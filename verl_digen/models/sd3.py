@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import StableDiffusion3Pipeline, calculate_shift
@@ -21,27 +21,44 @@ from torch import Tensor, nn
 from verl_digen.models.base import Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder
 from verl_digen.models.pixels import load_image_decoder
 from verl_digen.models.sizes import check_size
+from verl_digen.models.spec import MODULATION, ConditionLayout, FlopsLayout, ModelSpec, VllmOmniServing
 from verl_digen.models.text import length_check, one_by_one
 from verl_digen.types import Condition, Geometry
 
+CLIP_TOKENS = 77
+"""Tokens of a CLIP, to which every prompt is padded or cut."""
 MAX_TEXT_TOKENS = 256
 """T5 tokens, to which every prompt is padded; the pipeline's default."""
 
 
 class StableDiffusion3(DiffusionModel):
-    architecture = "SD3Transformer2DModel"
-    pipeline = "StableDiffusion3Pipeline"
-    title = "Stable Diffusion 3"
-    example = "stabilityai/stable-diffusion-3.5-medium"
-    components: ClassVar[tuple[str, ...]] = (
-        *("scheduler", "transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3"),
-        *("tokenizer", "tokenizer_2", "tokenizer_3"),
+    spec = ModelSpec(
+        transformer="SD3Transformer2DModel",
+        title="Stable Diffusion 3",
+        example="stabilityai/stable-diffusion-3.5-medium",
+        components=(
+            *("scheduler", "transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3"),
+            *("tokenizer", "tokenizer_2", "tokenizer_3"),
+        ),
+        # The joint attention of both streams, as flow_grpo trains SD3.5.
+        lora_targets=(
+            *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
+            *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
+        ),
+        flops=FlopsLayout(
+            patch="pos_embed.proj",
+            streams=((MODULATION, "row"), (r"context_embedder|ff_context|attn\.add_|to_add_out", "text")),
+            attention=((r"attn2", "image", "image"), (r"", "joint", "joint")),
+        ),
+        condition=ConditionLayout(
+            width="joint_attention_dim", pooled="pooled_projection_dim", num_tokens=CLIP_TOKENS + MAX_TEXT_TOKENS
+        ),
+        selftest={"guidance_scale": 1.0},
+        vllm_omni=VllmOmniServing(
+            pipeline="StableDiffusion3Pipeline",
+            mixin="verl_digen.rollout.vllm_omni.request_pipelines:StableDiffusion3Recording",
+        ),
     )
-    lora_targets: ClassVar[tuple[str, ...]] = (
-        *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
-        *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
-    )
-    """The joint attention of both streams, as flow_grpo trains SD3.5."""
 
     def __init__(self, path: str | Path):
         super().__init__(path)
@@ -50,7 +67,7 @@ class StableDiffusion3(DiffusionModel):
 
     # -- loading ------------------------------------------------------------------------------------------
     def load_prompt_check(self) -> PromptCheck:
-        return length_check(self.load_tokenizer("tokenizer_3"), title=self.title, max_tokens=MAX_TEXT_TOKENS)
+        return length_check(self.load_tokenizer("tokenizer_3"), title=self.spec.title, max_tokens=MAX_TEXT_TOKENS)
 
     def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
         """Conditions are {"embeds": [77 + 256, D], "pooled": [E]} in `dtype`."""
@@ -84,7 +101,7 @@ class StableDiffusion3(DiffusionModel):
         px_per_token = self._vae_scale * self._network["patch_size"]
         # Positions are a learned square table, of which the network takes the middle.
         max_px = self._network["pos_embed_max_size"] * px_per_token
-        check_size(geometry, title=self.title, px_multiple=px_per_token, max_px=max_px)
+        check_size(geometry, title=self.spec.title, px_multiple=px_per_token, max_px=max_px)
         return (
             self._network["in_channels"],
             geometry.height_px // self._vae_scale,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import diffusers
 import torch
@@ -26,6 +26,7 @@ from verl_digen.models.base import TIMESTEPS_PER_SIGMA, Collated, Decoder, Diffu
 from verl_digen.models.checkpoint import check_components
 from verl_digen.models.pixels import decode_each
 from verl_digen.models.sizes import video_latent_shape
+from verl_digen.models.spec import ConditionLayout, FlopsLayout, ModelSpec, VllmOmniServing
 from verl_digen.models.text import length_check, one_by_one
 from verl_digen.types import Condition, Geometry
 
@@ -34,12 +35,24 @@ MAX_TEXT_TOKENS = 512
 
 
 class Wan(DiffusionModel):
-    architecture = "WanTransformer3DModel"
-    pipeline = "WanPipeline"
-    title = "Wan"
-    example = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
-    lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
-    """Self- and cross-attention, as flow_grpo trains Wan2.1."""
+    spec = ModelSpec(
+        transformer="WanTransformer3DModel",
+        title="Wan",
+        example="Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
+        # Self- and cross-attention, as flow_grpo trains Wan2.1.
+        lora_targets=("to_q", "to_k", "to_v", "to_out.0"),
+        flops=FlopsLayout(
+            patch="patch_embedding",
+            streams=((r"time_embedder|time_proj", "row"), (r"text_embedder|attn2\.to_[kv]", "text")),
+            attention=((r"attn2", "image", "text"), (r"", "image", "image")),
+            text_tokens=MAX_TEXT_TOKENS,
+        ),
+        condition=ConditionLayout(width="text_dim"),
+        selftest={"guidance_scale": 1.0, "num_frames": 5},
+        vllm_omni=VllmOmniServing(
+            pipeline="WanPipeline", mixin="verl_digen.rollout.vllm_omni.request_pipelines:WanRecording"
+        ),
+    )
 
     def __init__(self, path: str | Path):
         super().__init__(path)
@@ -58,7 +71,7 @@ class Wan(DiffusionModel):
     # -- loading ------------------------------------------------------------------------------------------
     def load_prompt_check(self) -> PromptCheck:
         tokenizer = self.load_tokenizer("tokenizer")
-        return length_check(tokenizer, title=self.title, max_tokens=MAX_TEXT_TOKENS, wrap=prompt_clean)
+        return length_check(tokenizer, title=self.spec.title, max_tokens=MAX_TEXT_TOKENS, wrap=prompt_clean)
 
     def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
         """Conditions are {"embeds": [L, D]} in `dtype`, L the prompt's own number of tokens."""
@@ -97,7 +110,7 @@ class Wan(DiffusionModel):
     def latent_shape(self, geometry: Geometry) -> tuple[int, ...]:
         return video_latent_shape(
             geometry,
-            title=self.title,
+            title=self.spec.title,
             num_channels=self._network["in_channels"],
             vae_scale=self._vae_scale,
             patch_size=self._network["patch_size"][1],

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from diffusers.pipelines.z_image.pipeline_z_image import (
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from verl_digen.models.base import TIMESTEPS_PER_SIGMA, Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder
 from verl_digen.models.pixels import load_image_decoder
 from verl_digen.models.sizes import check_size
+from verl_digen.models.spec import ConditionLayout, FlopsLayout, ModelSpec, VllmOmniServing
 from verl_digen.models.text import length_check, one_by_one
 from verl_digen.types import Condition, Geometry
 
@@ -36,15 +37,35 @@ PATCH = 2
 
 
 class ZImage(DiffusionModel):
-    architecture = "ZImageTransformer2DModel"
-    pipeline = "ZImagePipeline"
-    title = "Z-Image"
-    example = "Tongyi-MAI/Z-Image-Turbo"
-    lora_targets: ClassVar[tuple[str, ...]] = (
-        *("attention.to_q", "attention.to_k", "attention.to_v", "attention.to_out.0"),
-        *("feed_forward.w1", "feed_forward.w2", "feed_forward.w3"),
+    spec = ModelSpec(
+        transformer="ZImageTransformer2DModel",
+        title="Z-Image",
+        example="Tongyi-MAI/Z-Image-Turbo",
+        # All projections of every block, the refiners' too.
+        lora_targets=(
+            *("attention.to_q", "attention.to_k", "attention.to_v", "attention.to_out.0"),
+            *("feed_forward.w1", "feed_forward.w2", "feed_forward.w3"),
+        ),
+        flops=FlopsLayout(
+            patch="all_x_embedder.2-1",
+            streams=(
+                (r"t_embedder|adaLN_modulation", "row"),
+                (r"cap_embedder|context_refiner", "text"),
+                (r"^(.*\.)?layers\.|all_final_layer", "joint"),
+            ),
+            attention=(
+                (r"noise_refiner", "image", "image"),
+                (r"context_refiner", "text", "text"),
+                (r"", "joint", "joint"),
+            ),
+            multiple=32,
+        ),
+        condition=ConditionLayout(width="cap_feat_dim"),
+        selftest={"guidance_scale": 0.0},
+        vllm_omni=VllmOmniServing(
+            pipeline="ZImagePipeline", mixin="verl_digen.rollout.vllm_omni.request_pipelines:ZImageRecording"
+        ),
     )
-    """All projections of every block, the refiners' too."""
 
     def __init__(self, path: str | Path):
         super().__init__(path)
@@ -61,7 +82,7 @@ class ZImage(DiffusionModel):
                 [message], tokenize=False, add_generation_prompt=True, enable_thinking=True
             )
 
-        return length_check(tokenizer, title=self.title, max_tokens=MAX_TEXT_TOKENS, wrap=wrap)
+        return length_check(tokenizer, title=self.spec.title, max_tokens=MAX_TEXT_TOKENS, wrap=wrap)
 
     def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
         """Conditions are {"embeds": [L, D]} in `dtype`, L the prompt's own number of tokens, template included."""
@@ -86,7 +107,7 @@ class ZImage(DiffusionModel):
 
     # -- the shape of the problem -------------------------------------------------------------------------
     def latent_shape(self, geometry: Geometry) -> tuple[int, ...]:
-        check_size(geometry, title=self.title, px_multiple=self._vae_scale * PATCH)
+        check_size(geometry, title=self.spec.title, px_multiple=self._vae_scale * PATCH)
         return self._num_channels, geometry.height_px // self._vae_scale, geometry.width_px // self._vae_scale
 
     def sigmas(self, num_steps: int, geometry: Geometry) -> Tensor:

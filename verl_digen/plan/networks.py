@@ -15,9 +15,6 @@ from torch import nn
 
 from verl_digen.models.base import DiffusionModel
 
-FREED_AFTER_LOADING = {"Qwen2_5_VLForConditionalGeneration": ("model.visual.", "lm_head.")}
-"""Text encoder -> name prefixes of parameters that our model file drops (see `QwenImage.load_encoder`)."""
-
 
 @dataclass(frozen=True)
 class Counts:
@@ -81,11 +78,12 @@ def count_parts(model: DiffusionModel, *, as_loaded_by_us: bool) -> dict[str, in
     counts = {}
     for name, entry in model.index.items():
         if isinstance(entry, list) and (name == "vae" or name.startswith("text_encoder")) and entry[1] is not None:
-            counts[name] = _count_part(model.path / name, entry[0], entry[1], as_loaded_by_us)
+            freed = model.spec.freed.get(name, ()) if as_loaded_by_us else ()
+            counts[name] = _count_part(model.path / name, entry[0], entry[1], freed)
     return counts
 
 
-def _count_part(folder: Path, library: str, class_name: str, as_loaded_by_us: bool) -> int:
+def _count_part(folder: Path, library: str, class_name: str, freed: tuple[str, ...]) -> int:
     import diffusers
     import transformers
 
@@ -96,7 +94,4 @@ def _count_part(folder: Path, library: str, class_name: str, as_loaded_by_us: bo
         else:
             network_class = getattr(transformers, class_name)
             network = network_class(network_class.config_class.from_pretrained(folder))
-    freed: tuple[str, ...] = ()
-    if as_loaded_by_us and class_name in FREED_AFTER_LOADING:
-        freed = FREED_AFTER_LOADING[class_name]
-    return sum(value.numel() for name, value in network.named_parameters() if not name.startswith(freed or ("\0",)))
+    return sum(value.numel() for name, value in network.named_parameters() if not name.startswith(freed))

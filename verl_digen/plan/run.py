@@ -230,7 +230,7 @@ def _measure(folder: Any, settings: Settings, model_config: DiffusionModelConfig
     of_sampling = training if is_same else trace(one_network(is_trained=False), dtypes.rollout)
     rows, num_latents = _recorded(settings)
     return Measured(
-        title=f"{model.title}, {model_config.hf_config.model_type}",
+        title=f"{model.spec.title}, {model.spec.transformer}",
         counts=counts,
         parts=count_parts(model, as_loaded_by_us=settings.rollout_name == "diffusers"),
         num_experts=num_experts,

@@ -35,10 +35,10 @@ def check_model(config: DictConfig) -> None:
 
     model = _load(section.path)
     if config.actor_rollout_ref.rollout.name == "vllm_omni":
-        require_served(model.pipeline)
+        serving = require_served(model.pipeline)
         lora = {"rank": section.lora_rank, "merge": False} | OmegaConf.to_container(section.lora, throw_on_missing=True)  # type: ignore[operator]
         require_bound(
-            model.pipeline,
+            serving,
             sends_adapter=lora["rank"] > 0 and not lora["merge"],
             targets=section.target_modules,
             excluded=section.exclude_modules,
@@ -93,12 +93,10 @@ def check_loss(config: DictConfig) -> None:
 
 
 def _load(path: str) -> DiffusionModel:
-    from verl_digen.models import ARCHITECTURES, load_model, read_architecture
+    from verl_digen.models import load_model
     from verl_digen.models.locate import locate_configs
 
     folder = locate_configs(path)
-    architecture = read_architecture(folder)
-    require_one_of(f"the architecture of {KEY}.path", architecture, sorted(ARCHITECTURES))
     try:
         return load_model(folder)
     except (AttributeError, LookupError, TypeError) as error:  # configs that are JSON, and not those of this pipeline
@@ -126,7 +124,7 @@ def _check_names(model: DiffusionModel, key: str, given: Any) -> None:
             raise ValueError(f"{key} must be a regular expression, got {given!r} ({error}); repair it") from error
         require(
             found,
-            f"{key} must match a module of this {model.title}",
+            f"{key} must match a module of this {model.spec.title}",
             given,
             f"a regular expression must match a whole name, such as {names[-1]!r}; null takes {_own(model)}",
         )
@@ -134,14 +132,14 @@ def _check_names(model: DiffusionModel, key: str, given: Any) -> None:
     for target in given:
         require(
             any(name == target or name.endswith(f".{target}") for name in names),
-            f"{key} must hold endings of names of modules of this {model.title}",
+            f"{key} must hold endings of names of modules of this {model.spec.title}",
             target,
             f"{suggestion(target, _endings(names))}null takes {_own(model)}",
         )
 
 
 def _own(model: DiffusionModel) -> str:
-    return f"the architecture's own, {', '.join(model.lora_targets)}"
+    return f"the model's own, {', '.join(model.spec.lora_targets)}"
 
 
 def _endings(names: Iterable[str]) -> set[str]:

@@ -136,7 +136,7 @@ VALUES: dict[str, Value] = {
     f"{MODEL}.enable_activation_offload": Value(bool, "give true or false"),
     f"{MODEL}.use_shm": Value(bool, "give true or false"),
     f"{MODEL}.external_lib": Value(Text | list[Text] | None, "give the names of modules that can be imported"),
-    f"{MODEL}.target_modules": Value(Text | Names | None, "null takes the architecture's own list"),
+    f"{MODEL}.target_modules": Value(Text | Names | None, "null takes the model's own list"),
     f"{MODEL}.exclude_modules": Value(Text | list[Text] | None, "give names or a regular expression, or null"),
     f"{MODEL}.lora_adapter_path": Value(Text | None, "give the folder of an adapter, or null"),
     f"{ACTOR}.ppo_mini_batch_size": Value(Count, "leave it out: one optimizer step per batch"),

@@ -12,7 +12,6 @@ from omegaconf import DictConfig, OmegaConf
 from verl_digen.config import digen_config
 from verl_digen.preflight.pools import COLOCATED
 from verl_digen.require import require
-from verl_digen.rollout.vllm_omni.served import STEPWISE
 from verl_digen.rollout.vllm_omni.settings import check_settings, check_versions
 
 
@@ -55,16 +54,18 @@ def check_vllm_omni(config: DictConfig) -> None:
     if settings is not None:
         check_settings(
             OmegaConf.to_container(settings, resolve=True),  # type: ignore[arg-type] - its keys are names
-            is_stepwise=_pipeline(config) in STEPWISE,
+            is_stepwise=_is_stepwise(config),
         )
 
 
-def _pipeline(config: DictConfig) -> str | None:
-    """The pipeline of the checkpoint; None where `check_model` reports that there is none, or verl fetches it later."""
+def _is_stepwise(config: DictConfig) -> bool:
+    """True if vLLM-Omni runs the checkpoint's pipeline step by step. False where `check_model` reports that there is no
+    checkpoint, or verl fetches it later."""
     from verl_digen.models import load_model
     from verl_digen.models.locate import locate_configs
 
     section = config.actor_rollout_ref.model
     if OmegaConf.is_missing(section, "path") or "://" in section.path:
-        return None
-    return load_model(Path(locate_configs(section.path))).pipeline
+        return False
+    serving = load_model(Path(locate_configs(section.path))).spec.vllm_omni
+    return serving is not None and serving.is_stepwise

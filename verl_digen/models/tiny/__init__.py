@@ -26,7 +26,11 @@ BUILDERS: dict[str, str] = {
     "wan2.2_ti2v_5b": "verl_digen.models.tiny.wan:make_2_2_ti2v_5b",
     "z_image": "verl_digen.models.tiny.z_image:make",
 }
-"""Name -> "module:function" that builds the diffusers pipeline. A new model adds one line here."""
+"""Name -> "module:function" that builds the diffusers pipeline.
+
+Not part of `ModelSpec`: it is data of the tests and the self-test, a model may have several tiny checkpoints, and
+`digen doctor --selftest` lists the names without importing torch.
+"""
 
 
 def build_tiny(name: str, path: str | Path, seed: int = 0) -> Path:

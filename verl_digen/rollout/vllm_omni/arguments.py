@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 from verl.plugin.platform import get_platform
 from vllm_omni.diffusion.data import parse_attention_config
 
 from verl_digen.model_config import DiffusionModelConfig
+from verl_digen.models import read_pipeline
 from verl_digen.rollout.vllm_omni.pipeline import PREFIX, recording_class
 from verl_digen.rollout.vllm_omni.settings import KEY, check_settings
 from verl_digen.rollout.vllm_omni.step_mode import StepRecordingMixin
@@ -35,7 +34,7 @@ def engine_arguments(rollout: Any, model: DiffusionModelConfig, *, can_sleep: bo
         ValueError: the pipeline cannot be recorded, or not on this number of devices; or a setting is refused.
     """
     digen = model.digen.rollout
-    pipeline = json.loads((Path(model.local_path) / "model_index.json").read_text())["_class_name"]
+    pipeline = read_pipeline(model.local_path)
     recording = recording_class(pipeline)  # raises here, not in an engine process
     is_stepwise = issubclass(recording, StepRecordingMixin)
     extra = _extra(rollout)

@@ -13,7 +13,7 @@
 - A prompt that the encoder refuses fails its own request. An error in the pipeline's `forward` fails the whole batch.
 - A request without an order (a warm-up) takes the pipeline's own code path.
 
-The per-architecture parts are in `request_pipelines.py`.
+The parts of each model are in `request_pipelines.py`.
 
 Invariant (tests/vllm_omni/test_request_mode.py): the one of `step_mode.py`.
 """
@@ -117,7 +117,7 @@ class RequestRecordingMixin(RecordingPipeline):
     def scheduler(self, scheduler: Any) -> None:
         self._own_scheduler = scheduler
 
-    # -- per architecture ---------------------------------------------------------------------------------
+    # -- per model ----------------------------------------------------------------------------------------
     def encode_text(self, text: str) -> Condition:
         """Encode one prompt with the pipeline's encoders -> the trainer network's condition."""
         raise NotImplementedError

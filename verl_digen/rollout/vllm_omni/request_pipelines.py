@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Per-architecture subclasses of `RequestRecordingMixin`, for pipelines without step execution: prompt encoding and
+"""Subclasses, one per model, of `RequestRecordingMixin`, for pipelines without step execution: prompt encoding and
 guidance parameters.
 
-To add one: a class here, a line in `REQUEST_MIXINS` and one in `served.SERVED`.
+To add one: a class here, named by `ModelSpec.vllm_omni` of the model file.
 """
 
 from __future__ import annotations
@@ -160,13 +160,3 @@ def _name_packed_layers(transformer: Any) -> None:
     transformer.stacked_params_mapping = [
         (packed, part, part) for packed, parts in transformer.packed_modules_mapping.items() for part in parts
     ]
-
-
-REQUEST_MIXINS: dict[str, type[RequestRecordingMixin]] = {
-    "FluxPipeline": FluxRecording,
-    "HunyuanVideo15Pipeline": HunyuanVideo15Recording,
-    "StableDiffusion3Pipeline": StableDiffusion3Recording,
-    "WanPipeline": WanRecording,
-    "ZImagePipeline": ZImageRecording,
-}
-"""Name in vLLM-Omni's registry -> mixin over the pipeline class."""

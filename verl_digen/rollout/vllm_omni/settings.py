@@ -85,7 +85,7 @@ def check_settings(settings: Mapping[str, Any], *, is_stepwise: bool) -> None:
 
     Args:
         settings: `engine_kwargs.vllm_omni`.
-        is_stepwise: True if vLLM-Omni runs the pipeline step by step (`served.STEPWISE`).
+        is_stepwise: True if vLLM-Omni runs the pipeline step by step (`VllmOmniServing.is_stepwise`).
     """
     for name, value in settings.items():
         if name in REFUSED:

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every model's `ModelSpec` against its diffusers pipeline, and against the network of its tiny checkpoint.
+
+Config keys are compared in tests/plan/test_conditions.py, FLOPs in tests/plan/test_flops.py, LoRA targets in
+test_parity.py, and vLLM-Omni's classes in tests/vllm_omni.
+"""
+
+from __future__ import annotations
+
+import ast
+import gc
+import inspect
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import get_args
+
+import diffusers
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from tests.models.cases import CPU, Loaded
+from verl_digen.models import MODELS, model_class
+from verl_digen.models.base import DiffusionModel
+from verl_digen.models.locate import HUB_ID
+from verl_digen.models.spec import Tokens
+from verl_digen.plan.networks import count_parts
+
+
+@pytest.mark.parametrize("pipeline", MODELS)
+def test_a_spec_names_parts_and_arguments_of_the_pipeline(pipeline: str) -> None:
+    found = model_class(pipeline)
+    assert issubclass(found, DiffusionModel) and not found.__abstractmethods__
+    spec, theirs = found.spec, getattr(diffusers, pipeline)
+    parts = inspect.signature(theirs.__init__).parameters
+    assert {"scheduler", "transformer", "vae"} <= set(spec.components) <= parts.keys()
+    assert spec.transformer in str(parts["transformer"].annotation)
+    assert spec.selftest.keys() <= inspect.signature(theirs.__call__).parameters.keys()
+    assert set(spec.freed) <= {part for part in spec.components if part.startswith("text_encoder")}
+    assert spec.title and HUB_ID.fullmatch(spec.example)
+
+
+@pytest.mark.parametrize("pipeline", MODELS)
+def test_the_recording_mixin_is_where_the_spec_says(pipeline: str) -> None:
+    """Without importing it: it imports vLLM-Omni."""
+    serving = model_class(pipeline).spec.vllm_omni
+    if serving is None:
+        return
+    module, _, name = serving.mixin.partition(":")
+    found = find_spec(module)
+    assert found is not None and found.origin is not None
+    assert name in {
+        node.name for node in ast.parse(Path(found.origin).read_text()).body if isinstance(node, ast.ClassDef)
+    }
+
+
+def test_every_pattern_of_the_flops_layout_counts_for_a_layer(loaded: Loaded) -> None:
+    layout = loaded.model.spec.flops
+    layers = [
+        name
+        for name, module in loaded.transformer.named_modules()
+        if isinstance(module, nn.Linear | nn.Conv2d | nn.Conv3d)
+    ]
+    assert any(name == layout.patch or name.endswith(f".{layout.patch}") for name in layers)
+    for rules, among in (
+        (layout.streams, layers),
+        (layout.attention, [name for name in layers if name.endswith("to_q")]),
+    ):
+        patterns = [pattern for pattern, *_ in rules]
+        first = {next((pattern for pattern in patterns if re.search(pattern, name)), None) for name in among}
+        assert first >= set(patterns), f"{set(patterns) - first} is found in no layer before another pattern is"
+        assert {tokens for _, *row in rules for tokens in row} <= set(get_args(Tokens))
+    assert layout.attention[-1][0] == "", "every attention counts"
+
+
+def test_layers_without_an_adapter_in_vllm_omni_are_default_targets(loaded: Loaded) -> None:
+    spec = loaded.model.spec
+    if spec.vllm_omni is not None and spec.vllm_omni.unadapted is not None:
+        names = [name for name, _ in loaded.transformer.named_modules() if spec.vllm_omni.unadapted in name]
+        assert any(name.endswith(f".{target}") for name in names for target in spec.lora_targets)
+
+
+def test_an_encoder_keeps_the_parameters_that_the_plan_counts(loaded: Loaded) -> None:
+    """All parameters of the checkpoint's text encoders, less `ModelSpec.freed`."""
+    before = _networks()
+    encode = loaded.model.load_encoder(torch.float32, CPU)
+    kept = sorted(_num_params(network) for network in _networks() - before)
+    counts = count_parts(loaded.model, as_loaded_by_us=True)
+    assert kept == sorted(number for part, number in counts.items() if part.startswith("text_encoder"))
+    whole = count_parts(loaded.model, as_loaded_by_us=False)
+    assert {part for part in counts if counts[part] < whole[part]} == set(loaded.model.spec.freed)
+    assert callable(encode)  # keeps the networks alive until here
+
+
+def _networks() -> set[transformers.PreTrainedModel]:
+    """All whole text encoders in this process; the parts of one are not counted again."""
+    gc.collect()
+    found = {value for value in gc.get_objects() if issubclass(type(value), transformers.PreTrainedModel)}
+    return found - {part for network in found for part in network.modules() if part is not network}
+
+
+def _num_params(network: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in network.parameters())

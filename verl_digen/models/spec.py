@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ModelSpec`: the facts about a model that other rooms need, declared once, in the model's own file.
+
+| field | reader |
+| --- | --- |
+| `transformer`, `title`, `example`, `components` | `models/base.py` |
+| `lora_targets` | the model config, where the user names no targets |
+| `flops` | `models/flops.py` |
+| `condition`, `freed` | `digen plan` |
+| `selftest` | `digen doctor --selftest` |
+| `vllm_omni` | `rollout/vllm_omni` and the checks before Ray starts |
+
+Invariants (tests/models/test_spec.py): names of layers, config keys, folders and arguments in a spec are those of the
+model's own pipeline and network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Tokens = Literal["image", "text", "joint", "row", "none"]
+"""Tokens that a layer sees: the picture's, the prompt's, both, one per row (timestep, modulation), or none that count
+(text quoted in a prompt; a first frame)."""
+
+MODULATION = r"norm\w*\.linear|time_text_embed"
+"""Pattern of the names that most networks of diffusers give their modulation and timestep layers."""
+
+
+@dataclass(frozen=True)
+class FlopsLayout:
+    """Tokens that each layer of a network sees."""
+
+    patch: str
+    """Name of the layer that turns latents into picture tokens."""
+    streams: tuple[tuple[str, Tokens], ...]
+    """(pattern of a layer's name, tokens); the first pattern found in the name counts, "image" if none is found."""
+    attention: tuple[tuple[str, Tokens, Tokens], ...]
+    """(pattern of an attention's name, query tokens, key tokens); the first pattern found counts."""
+    text_tokens: int | None = None
+    """Length to which prompts are padded before the network; None: the longest prompt of the forward."""
+    multiple: int = 1
+    """The network itself pads picture and prompt tokens to a multiple of this."""
+
+
+@dataclass(frozen=True)
+class ConditionLayout:
+    """Shapes of a prompt's condition. Widths are keys of the transformer's config."""
+
+    width: str
+    """Key of a token's width."""
+    pooled: str | None = None
+    """Key of the pooled vector's width; None: there is no pooled vector."""
+    glyphs: str | None = None
+    """Key of the width of a token of quoted text; None: not a separate input."""
+    num_tokens: int | None = None
+    """Length to which the encoder pads every prompt; None: a condition has its prompt's own length."""
+
+
+@dataclass(frozen=True)
+class VllmOmniServing:
+    """How vLLM-Omni generates with a model and records its trajectories. Names only: nothing of vLLM is imported."""
+
+    pipeline: str
+    """Pipeline class in vLLM-Omni's registry."""
+    mixin: str
+    """"module:class" of the recording mixin over it."""
+    is_stepwise: bool = False
+    """vLLM-Omni runs the pipeline step by step, so that requests join and leave a batch; False: in one call."""
+    unadapted: str | None = None
+    """Part of the names of layers that LoRA wraps by default but to which vLLM-Omni binds no adapter, because it uses
+    diffusers' own implementation of them; None: it binds an adapter to every layer."""
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Facts about one model that its methods do not say."""
+
+    transformer: str
+    """diffusers class of the network, e.g. "QwenImageTransformer2DModel". Other pipelines may have the same one."""
+    title: str
+    """The model's name in messages, e.g. "Qwen-Image"."""
+    example: str
+    """A repository that holds such a checkpoint, e.g. "Qwen/Qwen-Image"."""
+    lora_targets: tuple[str, ...]
+    """Default LoRA targets: module-name suffixes, used if the user names none."""
+    flops: FlopsLayout
+    condition: ConditionLayout
+    components: tuple[str, ...] = ("scheduler", "text_encoder", "tokenizer", "transformer", "vae")
+    """Folders a checkpoint must hold."""
+    freed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Folder of a text encoder -> name prefixes of the parameters that `load_encoder` drops."""
+    selftest: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the pipeline in the self-test besides the size: guidance off, and the frames of a video."""
+    vllm_omni: VllmOmniServing | None = None
+    """None: vLLM-Omni cannot generate for this trainer with the model."""
