@@ -187,7 +187,8 @@ def test_a_dead_replica_and_a_dead_reward_worker_cost_time_and_no_sample(separat
     assert_succeeded(run)
     assert (run_dir / "crash").exists(), "a reward worker was killed"
     assert "replicas lost" in run.output
-    assert [row["rollout/num_replicas"] for row in steps_of(run)][1:] == [1, 1]
+    steps = steps_of(run)
+    assert min(row["rollout/num_replicas"] for row in steps) == 1 and steps[-1]["rollout/num_restarts"] == 1
     assert_every_sample_trained_once(run)
     assert_same_weights(separate, run, 3)
 
