@@ -231,9 +231,9 @@ def test_replicas_that_are_stopped_in_a_chunk_a_load_and_a_validation_are_replac
         f"reward.custom_reward_function.path={path}",
         "digen.reward.custom_weight=0.0",
         "digen.deadlines.first_s=90",
-        "digen.deadlines.generate_s=20",
-        "digen.deadlines.load_s=20",
-        "digen.deadlines.answer_s=15",
+        "digen.deadlines.generate_s=12",
+        "digen.deadlines.load_s=12",
+        "digen.deadlines.answer_s=10",
         recipe=SEPARATE,
         timeout_s=800,
     )
@@ -256,7 +256,7 @@ def test_a_trainer_rank_that_is_stopped_ends_the_run_with_the_way_to_resume(tmp_
         "trainer.total_training_steps=3",
         "trainer.save_freq=1",
         "digen.deadlines.first_s=90",
-        "digen.deadlines.train_s=40",
+        "digen.deadlines.train_s=20",
         "digen.deadlines.abort_s=5",
         recipe=SEPARATE,
     )
