@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of verl's own main entry, as a user types it: real Ray, TransferQueue, FSDP2 on gloo, about 40 s each."""
+"""Runs of verl's own main entry: real Ray, TransferQueue, FSDP2 on gloo.
+
+`three_steps` starts as a user types it. The processes of the other runs are forks that have PyTorch and other libraries
+imported already (`tests/fork_server.py`), which saves most of a short run's time.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
+from tests.fork_server import shared_server
 from tests.weight_change import SGD, assert_same_change
 from verl_digen.models import load_model
 
@@ -63,9 +69,11 @@ class Run:
         return [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def start_main(run_dir: Path, *overrides: str, recipe: str = "digen_flowgrpo") -> subprocess.Popen[bytes]:
+def start_main(
+    run_dir: Path, *overrides: str, recipe: str = "digen_flowgrpo", python: Path | None = None
+) -> subprocess.Popen[bytes]:
     """`python -m verl.trainer.main_ppo recipe=... overrides`, a small run unless overrides say otherwise."""
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", f"recipe={recipe}", *SMALL]
+    command = [python or shared_server().python, "-m", "verl.trainer.main_ppo", f"recipe={recipe}", *SMALL]
     command += [f"trainer.default_local_dir={run_dir}", f"hydra.run.dir={run_dir}/hydra", *overrides]
     # not to a pipe: it is not read while a test waits for something else, and a run blocks on a full pipe
     with open(_log_of(run_dir), "w") as log:
@@ -83,7 +91,8 @@ def finish_main(process: subprocess.Popen[bytes], run_dir: Path, timeout_s: floa
     try:
         process.wait(timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        process.kill()
+        for child in (*processes_of(process), process):
+            child.kill()
         raise
     return Run(process.returncode, _log_of(run_dir).read_text(), run_dir)
 
@@ -92,9 +101,20 @@ def _log_of(run_dir: Path) -> Path:
     return run_dir.with_name(f"{run_dir.name}.log")
 
 
-def run_main(run_dir: Path, *overrides: str, recipe: str = "digen_flowgrpo", timeout_s: float = 600) -> Run:
+def run_main(
+    run_dir: Path,
+    *overrides: str,
+    recipe: str = "digen_flowgrpo",
+    timeout_s: float = 600,
+    python: Path | None = None,
+) -> Run:
     """`start_main` and `finish_main`."""
-    return finish_main(start_main(run_dir, *overrides, recipe=recipe), run_dir, timeout_s)
+    return finish_main(start_main(run_dir, *overrides, recipe=recipe, python=python), run_dir, timeout_s)
+
+
+def processes_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """Processes of a run that goes on; no other run of this pytest process may."""
+    return psutil.Process(process.pid).children(recursive=True) + shared_server().processes()
 
 
 def trained_weights(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
@@ -127,9 +147,7 @@ def steps_of(run: Run) -> list[dict[str, float]]:
 
 def kill_one(process: subprocess.Popen[bytes], actor: str, by: signal.Signals = signal.SIGKILL) -> None:
     """Send a signal to one process of the Ray actor class `actor` that the run started."""
-    import psutil
-
-    actors = [child for child in psutil.Process(process.pid).children(recursive=True) if _title(child) == actor]
+    actors = [child for child in processes_of(process) if _title(child) == actor]
     assert actors, f"the run has no process of {actor}"
     actors[0].send_signal(by)
 
@@ -153,6 +171,7 @@ def three_steps(tmp_path_factory: pytest.TempPathFactory) -> Run:
         "trainer.val_before_train=true",
         "trainer.logger=[tensorboard]",
         *AVERAGED,
+        python=Path(sys.executable),
     )
 
 

@@ -15,6 +15,7 @@ from tests.e2e.conftest import (
     Run,
     assert_same_weights,
     finish_main,
+    processes_of,
     run_main,
     start_main,
     steps_of,
@@ -47,7 +48,7 @@ def kill_while(title: str, since: Path, process, timeout_s: float = 240) -> None
     """Kill the first Ray process whose title begins with `title`, once the file `since` exists."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        children = psutil.Process(process.pid).children(recursive=True) if since.exists() else []
+        children = processes_of(process) if since.exists() else []
         for child in children:
             with suppress(psutil.NoSuchProcess):  # it ended meanwhile
                 if " ".join(child.cmdline()).startswith(title):

@@ -2,11 +2,11 @@
 """A pipeline of one's own that constructs verl's RayPPOTrainer, with our subclass in its place."""
 
 import subprocess
-import sys
 
 import pytest
 
 from tests.e2e.conftest import SMALL, Run
+from tests.fork_server import shared_server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
@@ -34,7 +34,7 @@ def test_a_pipeline_that_swaps_in_our_trainer_trains(tmp_path):
     run_dir = tmp_path / "run"
     overrides = ["recipe=digen_flowgrpo", *SMALL, f"trainer.default_local_dir={run_dir}"]
     done = subprocess.run(
-        [sys.executable, "pipeline.py", *overrides, "trainer.total_training_steps=2"],
+        [shared_server().python, "-m", "pipeline", *overrides, "trainer.total_training_steps=2"],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

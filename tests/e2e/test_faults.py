@@ -187,7 +187,8 @@ def test_a_dead_replica_and_a_dead_reward_worker_cost_time_and_no_sample(separat
     assert_succeeded(run)
     assert (run_dir / "crash").exists(), "a reward worker was killed"
     assert "replicas lost" in run.output
-    assert [row["rollout/num_replicas"] for row in steps_of(run)][1:] == [1, 1]
+    steps = steps_of(run)
+    assert min(row["rollout/num_replicas"] for row in steps) == 1 and steps[-1]["rollout/num_restarts"] == 1
     assert_every_sample_trained_once(run)
     assert_same_weights(separate, run, 3)
 
@@ -230,9 +231,9 @@ def test_replicas_that_are_stopped_in_a_chunk_a_load_and_a_validation_are_replac
         f"reward.custom_reward_function.path={path}",
         "digen.reward.custom_weight=0.0",
         "digen.deadlines.first_s=90",
-        "digen.deadlines.generate_s=20",
-        "digen.deadlines.load_s=20",
-        "digen.deadlines.answer_s=15",
+        "digen.deadlines.generate_s=12",
+        "digen.deadlines.load_s=12",
+        "digen.deadlines.answer_s=10",
         recipe=SEPARATE,
         timeout_s=800,
     )
@@ -255,7 +256,7 @@ def test_a_trainer_rank_that_is_stopped_ends_the_run_with_the_way_to_resume(tmp_
         "trainer.total_training_steps=3",
         "trainer.save_freq=1",
         "digen.deadlines.first_s=90",
-        "digen.deadlines.train_s=40",
+        "digen.deadlines.train_s=20",
         "digen.deadlines.abort_s=5",
         recipe=SEPARATE,
     )

@@ -84,12 +84,15 @@ def close(actual: Tensor, expected: Tensor, atol: float = 1e-5) -> None:
 @pytest.mark.parametrize("size", [0, 1])
 @pytest.mark.parametrize("scale", [1.0, GUIDED])
 def test_without_sde_steps_it_is_the_diffusers_pipeline(loaded: Loaded, size: int, scale: float) -> None:
-    """Two prompts of different length in one batch, guided and not, latents and pixels."""
+    """Two prompts of different length in one batch, guided and not; pixels once per size, as they are a function of it
+    and of the latents."""
     geometry = loaded.case.sizes[size]
     trajectories, latents = sample(loaded, requests(geometry, scale))
     start = initial(loaded.model, geometry)
     close(latents, loaded.run_pipeline(geometry, scale, start))
     assert [path.latents.shape[0] for path in trajectories] == [0, 0]
+    if scale > 1:
+        return
     pixels = loaded.model.load_decoder(torch.float32, CPU)(latents, geometry)
     frames = (geometry.num_frames,) if loaded.case.is_video else ()
     assert pixels.shape == (2, *frames, geometry.height_px, geometry.width_px, 3)

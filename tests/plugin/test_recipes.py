@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +7,7 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException, MissingConfigException
 from omegaconf import OmegaConf
 
+from tests.fork_server import shared_server
 from tests.plugin.conftest import start_main
 from verl_digen.config import DigenConfig, digen_config
 from verl_digen.preflight.unknown import unknown_problems
@@ -165,7 +165,7 @@ def test_another_program_that_calls_verls_main_has_recipes_and_checks(tmp_path, 
     (tmp_path / "launcher.py").write_text(MAIN_OF_ANOTHER_PROGRAM)
 
     def start(*overrides):
-        command = [sys.executable, "launcher.py", *runnable, *overrides]
+        command = [shared_server().python, "-m", "launcher", *runnable, *overrides]
         return subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     good, bad = start(), start("digen.loss.name=ppo")
