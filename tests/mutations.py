@@ -68,14 +68,14 @@ UPDATES = "engine/test_updates.py"
 TABLE: tuple[Mutation, ...] = (
     # -- engine -------------------------------------------------------------------------------------------
     Mutation(
-        "engine/engine.py",
+        "engine/sharded.py",
         "the average of the weights moves one step early",
         "(k + 1) % config.every_steps == 0",
         "k % config.every_steps == 0",
         f"{ENGINE} -k ema_follows",
     ),
     Mutation(
-        "engine/engine.py",
+        "engine/sharded.py",
         "an optimizer step is not counted",
         "self.state.num_updates += 1",
         "self.state.num_updates += 0",
@@ -84,14 +84,14 @@ TABLE: tuple[Mutation, ...] = (
     Mutation(
         "engine/engine.py",
         "the learning rate does not move at a commit",
-        "_number(self._learning_rate() if more else self.lr_scheduler_step())",
-        "_number(self._learning_rate())",
+        "_number(self.learning_rate() if more else self.lr_scheduler_step())",
+        "_number(self.learning_rate())",
         f"{TRANSACTION} -k commit_is_one_update",
     ),
     Mutation(
         "engine/engine.py",
         "the learning rate moves with every mini-batch",
-        "_number(self._learning_rate() if more else self.lr_scheduler_step())",
+        "_number(self.learning_rate() if more else self.lr_scheduler_step())",
         "_number(self.lr_scheduler_step())",
         f"{UPDATES} -k several_updates",
     ),
@@ -110,7 +110,7 @@ TABLE: tuple[Mutation, ...] = (
         f"{UPDATES} -k several_updates",
     ),
     Mutation(
-        "engine/engine.py",
+        "engine/sharded.py",
         "a gradient that is not finite counts as a step",
         "if not math.isfinite(grad_norm):",
         "if False:",
@@ -119,8 +119,8 @@ TABLE: tuple[Mutation, ...] = (
     Mutation(
         "engine/engine.py",
         "the gradient's projection is that of another gradient",
-        "gradients.projection(self.module).item() / self._loss_scale()",
-        "-gradients.projection(self.module).item() / self._loss_scale()",
+        "gradients.projection(self.module).item() / self.loss_scale()",
+        "-gradients.projection(self.module).item() / self.loss_scale()",
         f"{TRANSACTION} -k 'serial_loop and one_fragment'",
     ),
     Mutation(

@@ -28,8 +28,9 @@ OVERRIDDEN = {
     "agent_loop.server_manager:AsyncDiffusionServerManager": "get_client",
     "agent_loop.single_turn:DiffusionSingleTurnAgentLoop": "run",
     "engine.checkpoint:DiffusersCheckpointManager": "save_checkpoint load_checkpoint",
-    "engine.engine:DiffusersFSDPEngine": "initialize _build_module _build_lora_module _build_fsdp_module train_mode "
-    "eval_mode save_checkpoint load_checkpoint disable_adapter optimizer_step get_per_tensor_param",
+    "engine.engine:DiffusersFSDPEngine": "initialize train_mode eval_mode save_checkpoint load_checkpoint",
+    "engine.sharded:ShardedTransformer": "initialize _build_module _build_lora_module _build_fsdp_module "
+    "disable_adapter optimizer_step get_per_tensor_param",
     "model_config:DiffusionModelConfig": "_mutable_fields",
     "engine.worker:DiffusionWorker": "init_model",
     "models.experts:Experts": "forward",

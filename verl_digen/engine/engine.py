@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's FSDP2 engine for a diffusers transformer.
-
-Ours: how the module is built, micro-batches (tiles of rows), KL reference, EMA, export.
-verl's: sharding, mixed precision, optimizer, schedule, offload, clipping, file names of checkpoints.
+"""The training engine: logical batches, fragment by fragment, on a sharded transformer.
 
     begin(...)                      open a logical batch, before its samples are known
     accumulate(fragment) ...        in any order: ledger -> rows to ranks -> fetch own samples -> tiles -> gradient
@@ -16,6 +13,7 @@ Colocated training is the same calls: one fragment of all groups, or one logical
 
 | what | where |
 | --- | --- |
+| how the module is built, optimizer step, export | `verl_digen.engine.sharded` |
 | the accumulating gradient | `verl_digen.engine.transaction` |
 | advantages before all rewards are known | `verl_digen.engine.ledger` |
 | partition of rows over ranks and tiles | `verl_digen.schedulers.deal`, `verl_digen.schedulers.tiles` |
@@ -33,7 +31,6 @@ Invariants (tests/engine)
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -41,66 +38,37 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from verl.trainer.config import CheckpointConfig
-from verl.utils.device import get_device_id, get_device_name
-from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig
+from verl.utils.device import get_device_id
 from verl.workers.engine import EngineRegistry
-from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
-from verl_digen.algorithms.ema import ema_decay, ema_update_
 from verl_digen.algorithms.losses import find_loss
 from verl_digen.algorithms.metric import Metric, Reduce, combine_tiles
 from verl_digen.engine import gradients, memory
-from verl_digen.engine.build import add_adapter, build_transformer, check_engine_config, keep_input_dtypes
-from verl_digen.engine.checkpoint import DiffusersCheckpointManager, UpdateState
-from verl_digen.engine.export import NamedTensors, export
 from verl_digen.engine.fragment import Fetch, FragmentSample, FragmentSpec
 from verl_digen.engine.gathered import recover, reshard
 from verl_digen.engine.ledger import AdvantageLedger
 from verl_digen.engine.logical_batch import LogicalBatch
 from verl_digen.engine.loss import DiffusionLoss
 from verl_digen.engine.planning import Planner
-from verl_digen.engine.policies import PolicyForward, without_adapter
+from verl_digen.engine.policies import PolicyForward
 from verl_digen.engine.row_flops import RowFlops
 from verl_digen.engine.rows import tile_rows
-from verl_digen.engine.shadow import ShadowWeights, local_shards
+from verl_digen.engine.shadow import ShadowWeights
+from verl_digen.engine.sharded import ShardedTransformer
 from verl_digen.engine.transaction import GradientTransaction
-from verl_digen.model_config import MODEL_TYPE, DiffusionModelConfig
-from verl_digen.models import load_model
-from verl_digen.require import require
+from verl_digen.model_config import MODEL_TYPE
 from verl_digen.types import TrainingRows
 
 logger = logging.getLogger(__name__)
 
 
-class DiffusersFSDPEngine(FSDPEngine):
-    """See the module. Constructor and methods are verl's.
+class DiffusersFSDPEngine(ShardedTransformer):
+    """See the module."""
 
-    Raises:
-        ValueError: settings that this engine does not support, named by their keys.
-    """
-
-    module: nn.Module
-    model_config: DiffusionModelConfig  # pyright: ignore[reportIncompatibleVariableOverride]
-
-    def __init__(
-        self,
-        model_config: DiffusionModelConfig,
-        engine_config: FSDPEngineConfig,
-        optimizer_config: FSDPOptimizerConfig,
-        checkpoint_config: CheckpointConfig,
-    ):
-        check_engine_config(engine_config)
-        super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)  # pyright: ignore
-        self.digen = model_config.digen
-        self.model = load_model(model_config.local_path)
-        self.state = UpdateState()
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
         self.copies: dict[str, ShadowWeights] = {}
         """Policy -> its weights, see `verl_digen.engine.policies`."""
-        self.wire_dtype: torch.dtype | None = None
-        """dtype of exported floating tensors; None keeps each parameter's own."""
-        self.exports_average = False
-        """True exports the EMA copy by default, for validation with averaged weights."""
         self._open: LogicalBatch | None = None
         self._loaded = ExitStack()
         """Keeps on the device, while a logical batch is open, what is offloaded between batches."""
@@ -111,14 +79,11 @@ class DiffusersFSDPEngine(FSDPEngine):
 
     # -- build --------------------------------------------------------------------------------------------
     def initialize(self) -> None:
-        """Build module, optimizer and schedule, then the copies: EMA, frozen reference."""
+        """Build module, optimizer and schedule, then the copies of the weights that the loss needs."""
         super().initialize()
-        self.model.compute_dtype = self._autocast_dtype
-        if not self.engine_config.forward_only:
-            if self.digen.ema.enable:
-                self.state.ema = self._copy_weights()
-            if "reference" in DiffusionLoss(self.digen).wanted and not self._is_lora:
-                self.copies["reference"] = self._copy_weights()
+        wanted = DiffusionLoss(self.digen).wanted
+        if "reference" in wanted and not self._is_lora and not self.engine_config.forward_only:
+            self.copies["reference"] = self.copy_weights()
         self.forward = PolicyForward(
             self.model, self.module, self.digen, torch.device(get_device_id()), self.copies, self._is_lora
         )
@@ -126,37 +91,6 @@ class DiffusersFSDPEngine(FSDPEngine):
         group = self.get_data_parallel_group()
         assert group is not None
         self.planner = Planner(self.digen.tsp, group, self.model.expert_of, rehearse=self._rehearse)
-        self.checkpoint_manager = DiffusersCheckpointManager(
-            model=self.module,
-            optimizer=self.optimizer,
-            lr_scheduler=self.lr_scheduler,
-            checkpoint_config=self.checkpoint_config,
-            update_state=self.state,
-        )
-
-    def _copy_weights(self) -> ShadowWeights:
-        return ShadowWeights(self.module, "cpu" if self.engine_config.param_offload else None)
-
-    def _build_module(self) -> nn.Module:
-        return build_transformer(self.model, self.model_config, self.engine_config, self.rank)
-
-    def _build_lora_module(self, module: nn.Module) -> nn.Module:
-        return add_adapter(module, self.model_config, self.rank)
-
-    def _build_fsdp_module(self, module: nn.Module) -> nn.Module:
-        sharded = self._shard(module)
-        keep_input_dtypes(sharded)
-        return sharded
-
-    def _shard(self, module: nn.Module) -> nn.Module:
-        if not (self.engine_config.forward_only and get_device_name() == "cpu"):
-            return super()._build_fsdp_module(module)
-        # verl offloads a forward-only engine through pinned memory, which needs an accelerator
-        self.engine_config.forward_only = False
-        try:
-            return super()._build_fsdp_module(module)
-        finally:
-            self.engine_config.forward_only = True
 
     # -- a logical batch, fragment by fragment ------------------------------------------------------------
     def begin(self, num_samples: int, num_rows: int, fetch: Fetch, *, scale: float | None = None) -> None:
@@ -245,7 +179,7 @@ class DiffusersFSDPEngine(FSDPEngine):
             outputs = self._outputs(batch.transaction, loss, metrics)
             outputs["metrics"] |= {
                 "grad_norm": _number(self.optimizer_step()),
-                "lr": _number(self._learning_rate() if more else self.lr_scheduler_step()),
+                "lr": _number(self.learning_rate() if more else self.lr_scheduler_step()),
                 "num_skipped_updates": _number(self.state.num_skipped - skipped, "count"),
                 "num_fragments": _number(len(batch.fragment_ids), "count"),
                 "num_late_samples": _number(batch.num_late_samples, "count"),
@@ -294,7 +228,7 @@ class DiffusersFSDPEngine(FSDPEngine):
             RuntimeError: a logical batch is open.
         """
         self._require_closed("keep_old")
-        self.copies["old"] = self._copy_weights()
+        self.copies["old"] = self.copy_weights()
 
     @torch.no_grad()
     def evaluate(self, fragments: Sequence[FragmentSpec], fetch: Fetch) -> dict[str, dict[int, float]]:
@@ -338,10 +272,6 @@ class DiffusersFSDPEngine(FSDPEngine):
         if not stays_loaded:
             self.copies.pop("old", None)
             self._loaded.close()
-
-    def _learning_rate(self) -> float:
-        assert self.optimizer is not None
-        return self.optimizer.param_groups[0]["lr"]
 
     def _enter_training(self) -> None:
         """Return to train mode: `assisting` may have run in between."""
@@ -392,13 +322,8 @@ class DiffusersFSDPEngine(FSDPEngine):
             num_rows=num_rows,
             num_ranks=self.get_data_parallel_size(),
             reduce=self._when_to_reduce(),
-            backward=self._backward,
+            backward=self.backward,
         )
-
-    def _backward(self, loss: Tensor, retain_graph: bool) -> None:
-        scaled = loss if self.scaler is None else self.scaler.scale(loss)
-        assert isinstance(scaled, Tensor)
-        scaled.backward(retain_graph=retain_graph)
 
     def _when_to_reduce(self) -> str:
         """Value of `digen.tsp.reduce`; auto is decided once, the same on all ranks."""
@@ -433,70 +358,10 @@ class DiffusersFSDPEngine(FSDPEngine):
             "num_rows": _number(transaction.num_trained_rows, "count"),
             "num_tiles": _number(transaction.num_tiles, "count"),
             "prompt_tokens": _number(prompt_tokens),
-            "grad_projection": _number(gradients.projection(self.module).item() / self._loss_scale()),
+            "grad_projection": _number(gradients.projection(self.module).item() / self.loss_scale()),
             **{name: _number(value) for name, value in self.row_flops.metrics(prompt_tokens).items()},
         }
         return {"model_output": {}, "loss": [loss], "metrics": combined}
-
-    def _loss_scale(self) -> float:
-        """Loss scale of fp16 training; the gradient is divided by it in the optimizer step."""
-        return 1.0 if self.scaler is None else self.scaler.get_scale()
-
-    def disable_adapter(self) -> AbstractContextManager[None]:
-        """Context in which forwards skip the adapter; see `without_adapter`."""
-        return without_adapter(self.module)
-
-    # -- update -------------------------------------------------------------------------------------------
-    def optimizer_step(self) -> float:
-        """Clip, step and update the EMA, unless the gradient is not finite. Returns its norm before clipping."""
-        grad_norm = super().optimizer_step()
-        if not math.isfinite(grad_norm):
-            self.state.num_skipped += 1
-            logger.warning(
-                "optimizer step skipped: its gradient norm is %s (%d skipped so far); "
-                "if this goes on, lower actor_rollout_ref.actor.optim.lr",
-                grad_norm,
-                self.state.num_skipped,
-            )
-            return grad_norm
-        ema, config, k = self.state.ema, self.digen.ema, self.state.num_updates
-        if ema is not None and (k + 1) % config.every_steps == 0:
-            weights = local_shards(self.module)
-            ema_update_(ema.shards.values(), weights.values(), ema_decay(k, config.max_decay))
-        self.state.num_updates += 1
-        return grad_norm
-
-    # -- export -------------------------------------------------------------------------------------------
-    def get_per_tensor_param(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, layered_summon: bool = False, base_sync_done: bool = True, *, ema: bool = False, **kwargs: Any
-    ) -> tuple[NamedTensors, dict[str, Any] | None]:
-        """Tensors for a replica: (name, full tensor) in `wire_dtype`, to be consumed by all ranks in step.
-
-        Full weights, or with LoRA the merged ones (`model.lora.merge=true`), come under the checkpoint's names and
-        without a peft config; an adapter alone under peft's names and with its config.
-
-        Args:
-            base_sync_done: False yields the base weights if updates carry the adapter alone.
-            ema: export the EMA copy, also without `exports_average`; do not train until all is consumed.
-        """
-        exported, config = export(
-            self.module,
-            self.wire_dtype,
-            merge_lora=self._is_lora and self.model_config.merges_lora,
-            base_sync_done=base_sync_done,
-        )
-        return (self._averaged(exported) if ema or self.exports_average else exported), config
-
-    def _averaged(self, exported: NamedTensors) -> NamedTensors:
-        require(
-            self.state.ema is not None,
-            "digen.ema.enable must be true to export averaged weights",
-            False,
-            "set it to true",
-        )
-        assert self.state.ema is not None
-        with self.state.ema.swapped_in(self.module):
-            yield from exported
 
 
 def _number(value: float | Tensor, reduce: Reduce = "mean") -> Metric:
