@@ -87,7 +87,7 @@ BUGS = {
         "verl_digen.trainer.updates", "for uid, tags in groups.items()", "for uid, tags in list(groups.items())[:1]"
     ),
     "conditions of dropped groups are left": Bug(
-        "verl_digen.trainer.disaggregated", "keys=[*outcome.groups, *outcome.dropped_uids]", "keys=[*outcome.groups]"
+        "verl_digen.trainer.disaggregated", "[*outcome.groups, *outcome.dropped_uids]", "[*outcome.groups]"
     ),
     "rows that were published for nothing are left": Bug(
         "verl_digen.trainer.disaggregated", "if outcome.unwanted:", "if False:"

@@ -30,12 +30,12 @@ from verl_digen.agent_loop.server_manager import DiffusionServerClient
 from verl_digen.agent_loop.single_turn import DiffusionSingleTurnAgentLoop
 from verl_digen.config import DigenConfig
 from verl_digen.engine.fragment import FragmentSpec
-from verl_digen.pipeline.conditions import CONDITION_PARTITION
-from verl_digen.pipeline.keys import parse_key
 from verl_digen.reward.workers import RewardWorkers
 from verl_digen.rollout.batcher import RequestBatcher
 from verl_digen.rollout.lost import ReplicaHandle
 from verl_digen.sampling.requests import SINGLE_TURN
+from verl_digen.store.keys import parse_key
+from verl_digen.store.partitions import CONDITIONS
 from verl_digen.types import Generation, SampleRequest
 from verl_digen.virtual.samples import VirtualSamples
 
@@ -70,7 +70,7 @@ class QueueClient:
         self._blocking: Reference | None = None
 
     def cancel_calls(self) -> None:
-        """Counterpart of `verl_digen.pipeline.queue_calls.cancel_calls`."""
+        """Counterpart of `verl_digen.store.controller.cancel_calls`."""
         if self._blocking is not None:
             self._blocking.answer.cancel()
 
@@ -254,7 +254,7 @@ class Rank:
     async def accumulate(self, fragment: FragmentSpec) -> dict[str, float]:
         if not self.is_open:
             raise RuntimeError("no logical batch is open")
-        rows, conditions = (self._queue.partitions.get(name, {}) for name in (self._partition, CONDITION_PARTITION))
+        rows, conditions = (self._queue.partitions.get(name, {}) for name in (self._partition, CONDITIONS))
         groups: dict[str, list[tuple[int, int]]] = {}
         for sample in fragment.samples:
             self._checks.require(sample.key in rows, "lost", f"no row {sample.key} when it is trained")

@@ -37,7 +37,10 @@ from tests.chaos.world import World
 from verl_digen.agent_loop.server_manager import DiffusionServerClient
 from verl_digen.errors import RunStopped
 from verl_digen.observe.timeline import Lane, Recorder
-from verl_digen.pipeline.keys import SampleName
+from verl_digen.store.keys import SampleName
+from verl_digen.store.partitions import VAL
+from verl_digen.store.prompts import submit_prompts
+from verl_digen.store.samples import clear
 from verl_digen.trainer.disaggregated import DisaggregatedTrainer
 from verl_digen.trainer.ranks import TrainerRanks
 from verl_digen.trainer.replicas import replica_metrics
@@ -176,13 +179,13 @@ class Trainer(DisaggregatedTrainer):
                 self.on_validate_begin()
                 self._validate_some()
             replica_metrics(self.checkpoint_manager, self.digen.deadlines, published=step)
-            tq.kv_clear(keys=batch.keys, partition_id=batch.partition_id)
+            clear(batch.partition_id, batch.keys)
         self.on_validate_begin()  # drains all work in flight
 
     def _validate_some(self) -> None:
         """Validate like `_validate`, without pictures and a data loader."""
         uids = list(VALIDATION_PROMPTS)
-        tq.kv_batch_put(keys=uids, partition_id="val", tags=[{"status": "pending"} for _ in uids])
+        submit_prompts(VAL, uids, self.global_steps)
         agents = self.simulation.agents
         self.simulation.checks.validating |= dict.fromkeys(uids, self.global_steps)
         ray.get(
@@ -266,7 +269,7 @@ class Simulation:
             late |= {name.key for name in published.unwanted}
             late |= {SampleName.of(uid, *item).key for uid, tags in published.groups.items() for item in tags.items()}
         partitions = self.queue.partitions.items()
-        return {name: [key for key in rows if key not in late] for name, rows in partitions if name != "val"}
+        return {name: [key for key in rows if key not in late] for name, rows in partitions if name != VAL}
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from tests.engine.harness import with_advantages as with_known_advantages
 from tests.engine.test_worker import environment, make_worker  # noqa: F401 - a fixture
 from verl_digen.engine.fragment import fetch_samples
 from verl_digen.engine.worker import DiffusionWorker
-from verl_digen.pipeline.conditions import put_condition
+from verl_digen.store.conditions import put_condition
 from verl_digen.types import TRAJECTORY_COLUMNS
 
 pytestmark = pytest.mark.slow

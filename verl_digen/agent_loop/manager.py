@@ -16,13 +16,10 @@ from typing import Any
 
 import numpy as np
 import ray
-import torch
-import transfer_queue as tq
 from ray.exceptions import RayActorError
 from tensordict import TensorDict
 from verl import DataProto
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
-from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from verl_digen.agent_loop.chunks import ChunkOrder, ChunkRunner, GeneratedChunk, ScoredChunk
 from verl_digen.agent_loop.custom import make_agent_loop
@@ -30,10 +27,13 @@ from verl_digen.agent_loop.server_manager import ServerClient
 from verl_digen.agent_loop.single_turn import DiffusionSingleTurnAgentLoop
 from verl_digen.errors import describe
 from verl_digen.observe.images import image_path, is_logged, save_pixels
-from verl_digen.pipeline.conditions import put_condition
-from verl_digen.pipeline.keys import SampleName
 from verl_digen.reward.workers import RewardWorkers
 from verl_digen.sampling.requests import SINGLE_TURN, request_id, sample_request
+from verl_digen.store.conditions import put_condition
+from verl_digen.store.keys import SampleName
+from verl_digen.store.partitions import TRAIN, VAL
+from verl_digen.store.prompts import PromptStatus, publish_status
+from verl_digen.store.samples import put_samples, put_tags
 from verl_digen.types import Generation, SampleRequest, SampleScore
 
 logger = logging.getLogger(__name__)
@@ -71,9 +71,9 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
     ) -> None:
         """Generate, score and publish a whole group; on any failure publish the reason instead."""
         uid, validate = prompt["uid"], trajectory["validate"]
-        partition = "val" if validate else "train"
+        partition = VAL if validate else TRAIN
         num_samples = self.rollout_config.val_kwargs.n if validate else self.rollout_config.n
-        await tq.async_kv_put(key=uid, partition_id=partition, tag={"status": "running"})
+        await publish_status(partition, uid, PromptStatus("running"))
         params = {**sampling_params, "validate": validate}
         samples = [
             asyncio.create_task(self._run_agent_loop(params, trajectory, trace=trace, session_id=index, **prompt))
@@ -91,8 +91,8 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
                 "group %s failed: %d of %d samples: %s", uid, len(failures), num_samples, describe(failures[0])
             )
             logger.debug("the first failure of group %s", uid, exc_info=failures[0])
-        tag = {"status": "failure", "error": describe(failures[0])} if failures else {"status": "finished"}
-        await tq.async_kv_put(key=uid, partition_id=partition, tag=tag)
+        status = PromptStatus("failure", describe(failures[0])) if failures else PromptStatus("finished")
+        await publish_status(partition, uid, status)
 
     async def _run_agent_loop(
         self,
@@ -150,9 +150,8 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
 
     async def _publish(self, uid: str, partition: str, samples: list[Any]) -> None:
         """Put the group's rows, and its prompt's conditions once, into TransferQueue."""
-        if partition == "val":  # not trained: tags are enough
-            keys = [_key(sample) for sample in samples]
-            await tq.async_kv_batch_put(keys=keys, partition_id=partition, tags=[sample.tag for sample in samples])
+        if partition == VAL:  # not trained: tags are enough
+            await put_tags(VAL, {_key(sample): sample.tag for sample in samples})
             return
         versions = {sample.tag["min_global_steps"] for sample in samples}
         versions |= {sample.tag["max_global_steps"] for sample in samples}
@@ -165,20 +164,7 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         for sample in samples:
             if sample.generation.condition is not None:
                 await put_condition(uid, sample.generation.condition, sample.generation.negative_condition)
-        rows = [
-            {
-                **sample.generation.trajectory.columns(),
-                "uid": uid,
-                "rm_scores": torch.tensor([sample.score.reward], dtype=torch.float32),
-            }
-            for sample in samples
-        ]
-        await tq.async_kv_batch_put(
-            keys=[_key(sample) for sample in samples],
-            partition_id="train",
-            fields=list_of_dict_to_tensordict(rows),
-            tags=[sample.tag for sample in samples],
-        )
+        await put_samples({_key(sample): (sample.generation.trajectory, sample.tag) for sample in samples})
 
     # -- chunks, called by the trainer's conductor --------------------------------------------------------
     async def generate_chunk(self, order: ChunkOrder, server: Any) -> GeneratedChunk:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from verl_digen.engine.rows import Samples
-from verl_digen.pipeline.conditions import fetch_conditions
 from verl_digen.schedulers.deal import Row
-from verl_digen.types import TRAJECTORY_COLUMNS
+from verl_digen.store.conditions import fetch_conditions
+from verl_digen.store.samples import fetch_columns
 
 
 @dataclass(frozen=True)
@@ -73,16 +73,10 @@ def fragment_rows(samples: Sequence[FragmentSample]) -> list[Row]:
 
 def fetch_samples(partition: str, samples: Sequence[FragmentSample]) -> Samples:
     """The samples from TransferQueue's `partition`, with the conditions of their prompts."""
-    import transfer_queue as tq  # starts a client process-wide; kept out of module import
-
-    data = tq.kv_batch_get(
-        keys=[sample.key for sample in samples], partition_id=partition, select_fields=list(TRAJECTORY_COLUMNS)
-    )
-    if len(data) != len(samples):
-        raise RuntimeError(f"{len(samples)} samples are to be trained, but TransferQueue has {len(data)} of them")
+    columns = fetch_columns(partition, [sample.key for sample in samples])
     conditions = fetch_conditions([sample.uid for sample in samples])
     return Samples(
-        columns={name: list(data.get(name).unbind()) for name in TRAJECTORY_COLUMNS},
+        columns=columns,
         conditions=[conditions[sample.uid] for sample in samples],
         advantages=torch.zeros(len(samples)),
         old_log_probs=None,

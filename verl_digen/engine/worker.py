@@ -31,9 +31,9 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl_digen.engine.assistant import Assistant
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.fragment import FragmentSpec, fetch_samples
-from verl_digen.pipeline.conditions import fetch_conditions
 from verl_digen.platforms.device_name import accelerator_name
 from verl_digen.rollout.registry import REPLICAS
+from verl_digen.store.conditions import fetch_conditions
 from verl_digen.types import Generation, SampleRequest
 
 logger = logging.getLogger(__name__)

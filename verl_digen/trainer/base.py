@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the trainers of both placements share: processes, prompts, validation, checkpoints, metrics.
+"""Base of the trainers of both placements: processes, prompts, validation, checkpoints, metrics.
 
     fit (verl) -> on_step_begin, step, on_step_end, ... (verl's hooks) -> _compute_metrics
 
@@ -27,7 +27,6 @@ from typing import Any
 import ray
 from omegaconf import open_dict
 from tensordict import TensorDict
-from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils import tensordict_utils as tu
 from verl.utils.debug import marked_timer
@@ -43,6 +42,8 @@ from verl_digen.observe.progress import progress_line
 from verl_digen.platforms.placement import TypedPools, check_placement
 from verl_digen.reward.manager import DiffusionRewardLoopManager
 from verl_digen.schedulers.deadlines import Bound
+from verl_digen.store.partitions import TRAIN
+from verl_digen.store.samples import batch_meta
 from verl_digen.trainer.agreement import check_log_prob_gap
 from verl_digen.trainer.checkpoint import (
     DriverState,
@@ -52,7 +53,7 @@ from verl_digen.trainer.checkpoint import (
     save_driver_state,
 )
 from verl_digen.trainer.loop_thread import LoopThread, within
-from verl_digen.trainer.ranks import PARTITION, TrainerRanks
+from verl_digen.trainer.ranks import TrainerRanks
 from verl_digen.trainer.replicas import (
     end_processes,
     replica_device,
@@ -225,13 +226,13 @@ class DiffusionTrainer(PPOTrainerSync):
             )
 
     # -- one step -----------------------------------------------------------------------------------------
-    def step(self, metrics: dict, timing_raw: dict) -> KVBatchMeta:
+    def step(self, metrics: dict, timing_raw: dict) -> Any:
         """Run one step, up to its last optimizer step; verl's loop ends it (`on_step_end`)."""
         self._result = result = self._run_step(timing_raw)
         check_log_prob_gap(
             training_metrics(result.training), self.digen.rollout.max_log_prob_gap, step=self.global_steps
         )
-        return KVBatchMeta(partition_id=PARTITION, keys=list(result.samples), tags=[dict(tag) for tag in result.tags])
+        return batch_meta(TRAIN, dict(result.samples))
 
     @abstractmethod
     def _run_step(self, timing_raw: dict) -> StepResult:

@@ -26,17 +26,16 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-import transfer_queue as tq
 from tensordict import TensorDict
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.utils.debug import marked_timer
 
 from verl_digen.data.rows import prompt_batch, prompt_rows
 from verl_digen.errors import RunStopped
-from verl_digen.pipeline.conditions import CONDITION_PARTITION
-from verl_digen.pipeline.keys import parse_key
+from verl_digen.store.keys import parse_key
+from verl_digen.store.partitions import CONDITIONS, TRAIN
+from verl_digen.store.samples import clear
 from verl_digen.trainer.base import DiffusionTrainer
-from verl_digen.trainer.ranks import PARTITION
 from verl_digen.trainer.replay_buffer import GroupReplayBuffer
 from verl_digen.trainer.replicas import forget_lost_replicas
 from verl_digen.trainer.restarts import start_colocated
@@ -83,7 +82,7 @@ class ColocatedTrainer(DiffusionTrainer):
                     reads_old_log_probs=self.digen.denominator in ("first_pass", "recompute"),
                 )
             )
-        tq.kv_clear(keys=list(groups), partition_id=CONDITION_PARTITION)
+        clear(CONDITIONS, list(groups))
         tags = (tag for indices in groups.values() for tag in indices.values())
         return StepResult(
             samples={sample.key: tag for sample, tag in zip(samples, tags, strict=True)},
@@ -98,7 +97,7 @@ class ColocatedTrainer(DiffusionTrainer):
         self._supervision.patience.restart()
         self._add_batch_to_generate()
         batch, _ = self.replay_buffer.sample(
-            global_steps=self.global_steps, partition_id=PARTITION, batch_size=self.config.data.train_batch_size
+            global_steps=self.global_steps, partition_id=TRAIN, batch_size=self.config.data.train_batch_size
         )
         self.on_sample_end()
         found = sorted((parse_key(key), tag) for key, tag in zip(batch.keys, batch.tags, strict=True))

@@ -58,7 +58,6 @@ from verl_digen.agent_loop.chunks import GeneratedChunk, ScoredChunk
 from verl_digen.errors import DeadlineMissed, RunStopped
 from verl_digen.observe.timeline import Kind, Lane, Recorder, WaitReason
 from verl_digen.observe.timeline.recorder import OpenInterval
-from verl_digen.pipeline.keys import SampleName
 from verl_digen.schedulers.deadlines import Deadlines
 from verl_digen.schedulers.planner import BatchPlanner
 from verl_digen.schedulers.types import (
@@ -73,6 +72,7 @@ from verl_digen.schedulers.types import (
     Train,
     Wait,
 )
+from verl_digen.store.keys import SampleName
 from verl_digen.trainer.calls import CallsUnderWay, OnOverdue, end_run
 
 logger = logging.getLogger(__name__)

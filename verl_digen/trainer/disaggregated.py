@@ -19,7 +19,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
-import transfer_queue as tq
 from ray.exceptions import GetTimeoutError, RayActorError
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.utils.config import omega_conf_to_dataclass
@@ -30,16 +29,16 @@ from verl_digen.agent_loop.server_manager import AsyncDiffusionServerManager
 from verl_digen.algorithms.window import draw_window
 from verl_digen.config import DigenConfig
 from verl_digen.observe.timeline import Interval, Lane, Recorder, TimelineFile, step_metrics
-from verl_digen.pipeline.conditions import CONDITION_PARTITION
-from verl_digen.pipeline.keys import SampleName
 from verl_digen.platforms.placement import num_reward_devices
 from verl_digen.schedulers.durations import MeasuredDurations
 from verl_digen.schedulers.planner import BatchPlanner
 from verl_digen.schedulers.rules import BatchRules
+from verl_digen.store.keys import SampleName
+from verl_digen.store.partitions import CONDITIONS, TRAIN
+from verl_digen.store.samples import clear
 from verl_digen.trainer.base import DiffusionTrainer
 from verl_digen.trainer.conductor import BatchOutcome, Conductor, Joining, Lanes
 from verl_digen.trainer.pools import GeneratorPool, SlotHandle, TrainerPool
-from verl_digen.trainer.ranks import PARTITION
 from verl_digen.trainer.replicas import end_processes
 from verl_digen.trainer.restarts import start_standalone
 from verl_digen.trainer.step_result import StepResult
@@ -302,9 +301,9 @@ class DisaggregatedTrainer(DiffusionTrainer):
 
 def _clear(outcome: BatchOutcome) -> None:
     """Clear what is no longer read. The rows of trained samples are cleared by verl's loop, at the end of the step."""
-    tq.kv_clear(keys=[*outcome.groups, *outcome.dropped_uids], partition_id=CONDITION_PARTITION)
+    clear(CONDITIONS, [*outcome.groups, *outcome.dropped_uids])
     if outcome.unwanted:
-        tq.kv_clear(keys=[name.key for name in outcome.unwanted], partition_id=PARTITION)
+        clear(TRAIN, [name.key for name in outcome.unwanted])
 
 
 def _report_metrics(outcome: BatchOutcome) -> Mapping[str, float]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl_digen.observe.metrics import perf_metrics, reward_metrics, staleness_metrics, training_metrics
-from verl_digen.pipeline.keys import parse_key
+from verl_digen.store.keys import parse_key
 from verl_digen.trainer.utilisation import PoolDevices, step_utilisation
 
 

@@ -21,7 +21,7 @@ from verl_digen.algorithms.advantages import advantage_scale
 from verl_digen.config import AdvantageConfig
 from verl_digen.engine.fragment import FragmentSample, FragmentSpec
 from verl_digen.engine.ledger import BATCH_SCALES
-from verl_digen.pipeline.keys import SampleName
+from verl_digen.store.keys import SampleName
 from verl_digen.trainer.ranks import TrainerRanks
 
 

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from verl_digen.observe.board import log_pictures
 from verl_digen.observe.images import Shown, image_path, save_before_after, save_grid, step_dir, video_path
 from verl_digen.observe.metrics import reward_metrics
-from verl_digen.pipeline.keys import SampleName, parse_key
+from verl_digen.store.keys import SampleName, parse_key
 from verl_digen.trainer.checkpoint import replace_text
 
 Tag = Mapping[str, Any]

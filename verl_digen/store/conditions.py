@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompt conditions in TransferQueue: one row per prompt, not one per sample.
 
-- Partition `digen_conditions`, key = the group's uid, columns `positive.NAME` and, with guidance, `negative.NAME`.
+- Partition CONDITIONS, key = the group's uid, columns `positive.NAME` and, with guidance, `negative.NAME`.
 - Written by the agent loop when a group is published, read by every trainer rank that has rows of the group,
   cleared by the trainer when the step ends.
 """
@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from tensordict import TensorDict
 from torch import Tensor
 
+from verl_digen.store.partitions import CONDITIONS
 from verl_digen.types import Condition
-
-CONDITION_PARTITION = "digen_conditions"
 
 ConditionPair = tuple[Condition, Condition | None]
 """(positive, negative or None without guidance) of one prompt."""
@@ -44,7 +43,7 @@ async def put_condition(uid: str, positive: Condition, negative: Condition | Non
 
     columns = to_columns(positive, negative)
     row = TensorDict({name: tensor.unsqueeze(0) for name, tensor in columns.items()}, batch_size=1)
-    await tq.async_kv_batch_put(keys=[uid], partition_id=CONDITION_PARTITION, fields=row, tags=[{}])
+    await tq.async_kv_batch_put(keys=[uid], partition_id=CONDITIONS, fields=row, tags=[{}])
 
 
 def fetch_conditions(uids: Sequence[str]) -> dict[str, ConditionPair]:
@@ -56,7 +55,7 @@ def fetch_conditions(uids: Sequence[str]) -> dict[str, ConditionPair]:
     import transfer_queue as tq
 
     distinct = list(dict.fromkeys(uids))
-    rows = tq.kv_batch_get(keys=distinct, partition_id=CONDITION_PARTITION)
+    rows = tq.kv_batch_get(keys=distinct, partition_id=CONDITIONS)
     if len(rows) != len(distinct):
         raise RuntimeError(
             f"{len(distinct)} prompts are being trained but {len(rows)} have conditions in TransferQueue"
