@@ -142,13 +142,46 @@ class Generation:
 
 
 @dataclass(frozen=True)
-class SampleScore:
+class Score:
     """Reward of one sample."""
 
-    reward: float
+    total: float
     """Weighted sum over the reward functions."""
     parts: Mapping[str, float]
     """Each reward function's own value, and the numeric details it returned as `name/detail`."""
+
+
+@dataclass(frozen=True)
+class SampleTag:
+    """Facts about one scored sample that travel to the driver. Written by the agent loop; read by trainer and metrics.
+
+    Only names and numbers: latents stay in TransferQueue, pixels with the agent loop.
+    """
+
+    reward: float
+    """`Score.total`."""
+    parts: Mapping[str, float]
+    """`Score.parts`."""
+    prompt: str
+    data_source: str
+    seed: int
+    """Seed of its initial noise."""
+    version: int
+    """Weight version that generated the first step."""
+    last_version: int
+    """Weight version that generated the last step."""
+    num_steps: int
+    """K."""
+    experts: tuple[int, ...]
+    """K entries: number of the network that runs each trained step; () if the model has one."""
+    generated: tuple[float, float]
+    """(start, end) of its generation, in unix s."""
+    scored: tuple[float, float]
+    """(start, end) of its scoring, in unix s."""
+
+
+GroupTags = Mapping[int, SampleTag]
+"""Sample index -> tag, of one group."""
 
 
 @dataclass(frozen=True)

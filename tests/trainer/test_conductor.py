@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 
 from tests.chaos.loop import run_in_virtual_time
+from tests.tags import make_tag
 from verl_digen.agent_loop.chunks import GeneratedChunk, ScoredChunk
 from verl_digen.errors import DeadlineMissed, RunStopped
 from verl_digen.observe.timeline import Lane, Recorder
@@ -93,10 +94,7 @@ class Pools:
 
     async def collect(self, chunk):
         await self._pause()
-        tags = {
-            index: {"reward": float(index), "min_global_steps": chunk.version, "max_global_steps": chunk.version}
-            for index in self.done[chunk.id]
-        }
+        tags = {index: make_tag(float(index), version=chunk.version) for index in self.done[chunk.id]}
         self.num_scored = getattr(self, "num_scored", Counter()) + Counter({chunk.uid: len(tags)})
         if self.num_scored[chunk.uid] == GROUP_SIZE:
             self.calls.append(("scored whole", chunk.uid))
@@ -198,7 +196,7 @@ def test_every_group_trains_once_whole_under_one_version_whatever_the_order_fail
         assert outcome.report.num_groups == len(outcome.groups) == conductor.planner.rules.num_prompts
         for tags in outcome.groups.values():
             assert sorted(tags) == list(range(GROUP_SIZE))
-            assert {tag["min_global_steps"] for tag in tags.values()} == {number}
+            assert {tag.version for tag in tags.values()} == {number}
     assert [call[0] for call in pools.calls].count("commit") == 3
     generated = [key for key in pools.generated if key[0] in pools.trained]
     assert len(generated) == len(set(generated)), "nothing that was trained was generated twice"
@@ -252,7 +250,7 @@ def test_stale_groups_have_one_version_within_the_bound_and_none_is_lost(seed):
         ages = []
         for tags in outcome.groups.values():
             assert sorted(tags) == list(range(GROUP_SIZE))
-            (version,) = {tag["min_global_steps"] for tag in tags.values()}
+            (version,) = {tag.version for tag in tags.values()}
             ages.append(number - version)
         for age in range(1, 6):
             assert sum(found >= age for found in ages) <= allowance(age)

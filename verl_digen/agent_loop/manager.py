@@ -34,7 +34,7 @@ from verl_digen.store.keys import SampleName
 from verl_digen.store.partitions import TRAIN, VAL
 from verl_digen.store.prompts import PromptStatus, publish_status
 from verl_digen.store.samples import put_samples, put_tags
-from verl_digen.types import Generation, SampleRequest, SampleScore
+from verl_digen.types import Condition, Generation, GroupTags, SampleRequest, SampleTag, Score, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -43,10 +43,10 @@ logger = logging.getLogger(__name__)
 class ScoredSample:
     """One sample, generated and scored, before its group is published."""
 
-    generation: Generation
-    score: SampleScore
-    tag: dict[str, Any]
-    """Small facts for the driver: reward, parts, weight versions, time intervals."""
+    trajectory: Trajectory
+    condition: tuple[Condition, Condition | None] | None
+    """The prompt's conditions, positive and negative, if the sample carries them."""
+    tag: SampleTag
 
 
 # verl decorates its worker as a Ray actor; this is the undecorated class
@@ -75,15 +75,15 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         num_samples = self.rollout_config.val_kwargs.n if validate else self.rollout_config.n
         await publish_status(partition, uid, PromptStatus("running"))
         params = {**sampling_params, "validate": validate}
-        samples = [
+        tasks = [
             asyncio.create_task(self._run_agent_loop(params, trajectory, trace=trace, session_id=index, **prompt))
             for index in range(num_samples)
         ]
-        outcomes = await asyncio.gather(*samples, return_exceptions=True)
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
         failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         if not failures:
             try:
-                await self._publish(uid, partition, outcomes)
+                await self._publish(uid, partition, [task.result() for task in tasks], prompt["global_steps"])
             except Exception as error:  # the prompt must reach a final status, or the trainer waits forever
                 failures = [error]
         if failures:
@@ -113,32 +113,29 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **row: Any) -> ScoredSample:
         """Score one generation; called by verl's `_run_agent_loop` with what the agent loop returned."""
         generation: Generation = output
-        sample_index = generation.trajectory.sample_index
-        score, score_interval_s = await self._score(generation, row)
-        tag = {
-            "status": "success",
-            "seq_len": 1,
-            "global_steps": row["global_steps"],
-            "min_global_steps": generation.trajectory.version,
-            "max_global_steps": generation.trajectory.last_version,
-            "reward": score.reward,
-            "parts": dict(score.parts),
-            "prompt": row["raw_prompt"],
-            "data_source": row["data_source"],
-            "seed": generation.trajectory.seed,
-            "num_steps": len(generation.trajectory.positions),
-            "experts": generation.extra_fields["experts"],
-            "generate_start_s": generation.extra_fields["generate_start_s"],
-            "generate_end_s": generation.extra_fields["generate_end_s"],
-            "score_start_s": score_interval_s[0],
-            "score_end_s": score_interval_s[1],
-        }
-        if validate and sample_index == 0 and is_logged(row["index"], self.digen.num_logged_images):
+        trajectory = generation.trajectory
+        score, scored = await self._score(generation, row)
+        facts = generation.extra_fields
+        tag = SampleTag(
+            reward=score.total,
+            parts=score.parts,
+            prompt=row["raw_prompt"],
+            data_source=row["data_source"],
+            seed=trajectory.seed,
+            version=trajectory.version,
+            last_version=trajectory.last_version,
+            num_steps=len(trajectory.positions),
+            experts=facts["experts"],
+            generated=(facts["generate_start_s"], facts["generate_end_s"]),
+            scored=scored,
+        )
+        if validate and trajectory.sample_index == 0 and is_logged(row["index"], self.digen.num_logged_images):
             path = image_path(self._run_dir, row["global_steps"], row["uid"])
             await asyncio.to_thread(save_pixels, generation.pixels, path)
-        return ScoredSample(generation=generation, score=score, tag=tag)
+        condition = None if generation.condition is None else (generation.condition, generation.negative_condition)
+        return ScoredSample(trajectory, condition, tag)
 
-    async def _score(self, generation: Generation, row: dict[str, Any]) -> tuple[SampleScore, tuple[float, float]]:
+    async def _score(self, generation: Generation, row: dict[str, Any]) -> tuple[Score, tuple[float, float]]:
         """Have a reward worker score the sample -> (score, (start, end) in unix time). Pixels are sent only to it."""
         columns = {name: row[name] for name in ("raw_prompt", "data_source", "reward_model", "extra_info")}
         data = DataProto(
@@ -146,25 +143,24 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
             non_tensor_batch={name: np.array([value], dtype=object) for name, value in columns.items()},
         )
         result = await self._reward_workers.score(data)
-        return SampleScore(result["reward_score"], result["reward_extra_info"]), result["interval_s"]
+        return Score(result["reward_score"], result["reward_extra_info"]), result["interval_s"]
 
-    async def _publish(self, uid: str, partition: str, samples: list[Any]) -> None:
+    async def _publish(self, uid: str, partition: str, samples: list[ScoredSample], step: int) -> None:
         """Put the group's rows, and its prompt's conditions once, into TransferQueue."""
         if partition == VAL:  # not trained: tags are enough
-            await put_tags(VAL, {_key(sample): sample.tag for sample in samples})
+            await put_tags(VAL, {_key(sample): sample.tag for sample in samples}, step)
             return
-        versions = {sample.tag["min_global_steps"] for sample in samples}
-        versions |= {sample.tag["max_global_steps"] for sample in samples}
+        versions = {version for sample in samples for version in (sample.tag.version, sample.tag.last_version)}
         if len(versions) != 1:
             raise RuntimeError(f"group {uid} was generated under weight versions {sorted(versions)}; it must be one")
-        await self._publish_rows(uid, samples)
+        await self._publish_rows(uid, samples, step)
 
-    async def _publish_rows(self, uid: str, samples: list[Any]) -> None:
+    async def _publish_rows(self, uid: str, samples: Sequence[ScoredSample], step: int) -> None:
         """Put trajectories, and the prompt's conditions if one of the samples carries them, into TransferQueue."""
         for sample in samples:
-            if sample.generation.condition is not None:
-                await put_condition(uid, sample.generation.condition, sample.generation.negative_condition)
-        await put_samples({_key(sample): (sample.generation.trajectory, sample.tag) for sample in samples})
+            if sample.condition is not None:
+                await put_condition(uid, *sample.condition)
+        await put_samples({_key(sample): (sample.trajectory, sample.tag) for sample in samples}, step)
 
     # -- chunks, called by the trainer's conductor --------------------------------------------------------
     async def generate_chunk(self, order: ChunkOrder, server: Any) -> GeneratedChunk:
@@ -224,16 +220,13 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
     async def _score_for_chunk(self, order: ChunkOrder, generation: Generation) -> ScoredSample:
         return await self._agent_loop_postprocess(generation, False, **order.row)
 
-    async def _publish_chunk(
-        self, order: ChunkOrder, scored: Mapping[int, ScoredSample]
-    ) -> Mapping[int, dict[str, Any]]:
-        await self._publish_rows(order.uid, list(scored.values()))
+    async def _publish_chunk(self, order: ChunkOrder, scored: Mapping[int, ScoredSample]) -> GroupTags:
+        await self._publish_rows(order.uid, list(scored.values()), order.row["global_steps"])
         return {index: sample.tag for index, sample in scored.items()}
 
 
 def _key(sample: ScoredSample) -> str:
-    trajectory = sample.generation.trajectory
-    return SampleName(trajectory.uid, trajectory.sample_index, trajectory.version).key
+    return SampleName.of(sample.trajectory.uid, sample.trajectory.sample_index, sample.tag).key
 
 
 class DiffusionAgentLoopManager(AgentLoopManagerTQ):

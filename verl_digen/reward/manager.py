@@ -51,7 +51,7 @@ class DiffusionRewardManager(RewardManagerBase):
             extra_info={**row["extra_info"], "prompt": row["raw_prompt"]},
         )
         return {
-            "reward_score": score.reward,
+            "reward_score": score.total,
             "reward_extra_info": dict(score.parts),
             "interval_s": (started_s, time.time()),
         }

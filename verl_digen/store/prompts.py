@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 import transfer_queue as tq
 
-from verl_digen.store.samples import SampleTags, is_sample
+from verl_digen.store.tags import from_entry, is_sample
+from verl_digen.types import SampleTag
 
 Status = Literal["pending", "running", "finished", "failure"]
 
@@ -37,7 +38,7 @@ class Listing:
 
     prompts: dict[str, PromptStatus]
     """By uid."""
-    samples: SampleTags
+    samples: dict[str, SampleTag]
     """By key."""
 
 
@@ -58,9 +59,9 @@ async def publish_status(partition: str, uid: str, status: PromptStatus) -> None
 def list_partition(partition: str) -> Listing:
     """List a partition of samples."""
     listing = Listing({}, {})
-    for key, tag in tq.kv_list(partition)[partition].items():
-        if is_sample(tag):
-            listing.samples[key] = tag
+    for key, entry in tq.kv_list(partition)[partition].items():
+        if is_sample(entry):
+            listing.samples[key] = from_entry(entry)
         else:
-            listing.prompts[key] = PromptStatus(tag["status"], tag.get("error", ""))
+            listing.prompts[key] = PromptStatus(entry["status"], entry.get("error", ""))
     return listing

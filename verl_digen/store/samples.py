@@ -4,31 +4,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from verl_digen.store.partitions import TRAIN
-from verl_digen.types import TRAJECTORY_COLUMNS, Trajectory
+from verl_digen.store.tags import from_entry, to_entry
+from verl_digen.types import TRAJECTORY_COLUMNS, SampleTag, Trajectory
 
 if TYPE_CHECKING:
     from transfer_queue import KVBatchMeta
 
-SampleTags = dict[str, Mapping[str, Any]]
-"""Key -> tag."""
 
+async def put_samples(samples: Mapping[str, tuple[Trajectory, SampleTag]], step: int) -> None:
+    """Store samples for the trainer's ranks.
 
-async def put_samples(samples: Mapping[str, tuple[Trajectory, Mapping[str, Any]]]) -> None:
-    """Store samples for the trainer's ranks; `samples`: key -> trajectory and tag."""
+    Args:
+        samples: key -> trajectory and tag.
+        step: the optimizer step that they are for.
+    """
     import transfer_queue as tq  # starts a client process-wide; kept out of module import
 
     rows = [
         {
             **trajectory.columns(),
             "uid": trajectory.uid,
-            "rm_scores": torch.tensor([tag["reward"]], dtype=torch.float32),
+            "rm_scores": torch.tensor([tag.reward], dtype=torch.float32),
         }
         for trajectory, tag in samples.values()
     ]
@@ -36,15 +39,17 @@ async def put_samples(samples: Mapping[str, tuple[Trajectory, Mapping[str, Any]]
         keys=list(samples),
         partition_id=TRAIN,
         fields=list_of_dict_to_tensordict(rows),
-        tags=[dict(tag) for _, tag in samples.values()],
+        tags=[to_entry(tag, step) for _, tag in samples.values()],
     )
 
 
-async def put_tags(partition: str, tags: SampleTags) -> None:
-    """Store the tags of samples that are not trained."""
+async def put_tags(partition: str, tags: Mapping[str, SampleTag], step: int) -> None:
+    """Store the tags of samples that are not trained; `step` is the number of optimizer steps taken."""
     import transfer_queue as tq
 
-    await tq.async_kv_batch_put(keys=list(tags), partition_id=partition, tags=[dict(tag) for tag in tags.values()])
+    await tq.async_kv_batch_put(
+        keys=list(tags), partition_id=partition, tags=[to_entry(tag, step) for tag in tags.values()]
+    )
 
 
 def fetch_columns(partition: str, keys: Sequence[str]) -> dict[str, list[Tensor]]:
@@ -68,13 +73,14 @@ def clear(partition: str, keys: Sequence[str]) -> None:
     tq.kv_clear(keys=list(keys), partition_id=partition)
 
 
-def is_sample(tag: Mapping[str, Any]) -> bool:
-    """Tell a sample's tag from a prompt's status."""
-    return "reward" in tag
-
-
-def batch_meta(partition: str, tags: SampleTags) -> KVBatchMeta:
-    """Describe stored samples as verl's loop takes them."""
+def to_batch(partition: str, tags: Mapping[str, SampleTag], step: int) -> KVBatchMeta:
+    """Describe stored samples as verl's loop takes them; `tags`: key -> tag."""
     from transfer_queue import KVBatchMeta
 
-    return KVBatchMeta(partition_id=partition, keys=list(tags), tags=[dict(tag) for tag in tags.values()])
+    entries = [to_entry(tag, step) for tag in tags.values()]
+    return KVBatchMeta(partition_id=partition, keys=list(tags), tags=entries)
+
+
+def from_batch(batch: KVBatchMeta) -> dict[str, SampleTag]:
+    """Key -> tag of the samples that verl's replay buffer gives out."""
+    return {key: from_entry(entry) for key, entry in zip(batch.keys, batch.tags, strict=True)}

@@ -43,7 +43,7 @@ from verl_digen.platforms.placement import TypedPools, check_placement
 from verl_digen.reward.manager import DiffusionRewardLoopManager
 from verl_digen.schedulers.deadlines import Bound
 from verl_digen.store.partitions import TRAIN
-from verl_digen.store.samples import batch_meta
+from verl_digen.store.samples import to_batch
 from verl_digen.trainer.agreement import check_log_prob_gap
 from verl_digen.trainer.checkpoint import (
     DriverState,
@@ -232,7 +232,7 @@ class DiffusionTrainer(PPOTrainerSync):
         check_log_prob_gap(
             training_metrics(result.training), self.digen.rollout.max_log_prob_gap, step=self.global_steps
         )
-        return batch_meta(TRAIN, dict(result.samples))
+        return to_batch(TRAIN, result.samples, self.global_steps)
 
     @abstractmethod
     def _run_step(self, timing_raw: dict) -> StepResult:
@@ -322,13 +322,14 @@ class DiffusionTrainer(PPOTrainerSync):
 
     def _log_rollout_data(self, batch: Any, timing_raw: dict, rollout_data_dir: str) -> None:
         """Write prompts, rewards and seeds of a step as JSONL to `trainer.rollout_data_dir`."""
+        tags = self._result.tags
         with marked_timer("dump_rollout_generations", timing_raw):
             self._dump_generations(
-                inputs=[tag["prompt"] for tag in batch.tags],
-                outputs=[f"seed {tag['seed']}" for tag in batch.tags],
-                gts=[None] * len(batch.tags),
-                scores=[tag["reward"] for tag in batch.tags],
-                reward_extra_infos_dict={"key": list(batch.keys)},
+                inputs=[tag.prompt for tag in tags],
+                outputs=[f"seed {tag.seed}" for tag in tags],
+                gts=[None] * len(tags),
+                scores=[tag.reward for tag in tags],
+                reward_extra_infos_dict={"key": list(self._result.samples)},
                 dump_path=rollout_data_dir,
             )
 

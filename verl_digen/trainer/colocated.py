@@ -34,21 +34,19 @@ from verl_digen.data.rows import prompt_batch, prompt_rows
 from verl_digen.errors import RunStopped
 from verl_digen.store.keys import parse_key
 from verl_digen.store.partitions import CONDITIONS, TRAIN
-from verl_digen.store.samples import clear
+from verl_digen.store.samples import clear, from_batch
 from verl_digen.trainer.base import DiffusionTrainer
 from verl_digen.trainer.replay_buffer import GroupReplayBuffer
 from verl_digen.trainer.replicas import forget_lost_replicas
 from verl_digen.trainer.restarts import start_colocated
 from verl_digen.trainer.step_result import StepResult
 from verl_digen.trainer.updates import batch_scale, fragment_samples, mini_batches, train_batch
+from verl_digen.types import GroupTags, SampleTag
 
 logger = logging.getLogger(__name__)
 
 NAME = "digen_colocated"
 """`trainer.v1.trainer_mode`."""
-
-Groups = Mapping[str, Mapping[int, Mapping[str, Any]]]
-"""uid -> sample index -> tag."""
 
 
 class ColocatedTrainer(DiffusionTrainer):
@@ -91,7 +89,7 @@ class ColocatedTrainer(DiffusionTrainer):
             num_refilled_groups=self._num_refills,
         )
 
-    def _generate(self) -> Groups:
+    def _generate(self) -> Mapping[str, GroupTags]:
         """Have P groups generated and scored, then put the replicas to sleep."""
         self._num_refills = 0
         self._supervision.patience.restart()
@@ -100,10 +98,10 @@ class ColocatedTrainer(DiffusionTrainer):
             global_steps=self.global_steps, partition_id=TRAIN, batch_size=self.config.data.train_batch_size
         )
         self.on_sample_end()
-        found = sorted((parse_key(key), tag) for key, tag in zip(batch.keys, batch.tags, strict=True))
-        groups: dict[str, dict[int, Mapping[str, Any]]] = {}
-        for name, tag in found:
-            groups.setdefault(name.uid, {})[name.sample_index] = tag
+        tags = {parse_key(key): tag for key, tag in from_batch(batch).items()}
+        groups: dict[str, dict[int, SampleTag]] = {}
+        for name in sorted(tags):
+            groups.setdefault(name.uid, {})[name.sample_index] = tags[name]
         return groups
 
     # -- prompts: verl's hooks ----------------------------------------------------------------------------

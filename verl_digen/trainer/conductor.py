@@ -74,6 +74,7 @@ from verl_digen.schedulers.types import (
 )
 from verl_digen.store.keys import SampleName
 from verl_digen.trainer.calls import CallsUnderWay, OnOverdue, end_run
+from verl_digen.types import GroupTags, SampleTag
 
 logger = logging.getLogger(__name__)
 
@@ -82,9 +83,6 @@ RECONSIDER_MARGIN_S = 0.01
 
 REWARD = "rewards"
 """Callee name of the reward workers in `Deadlines`; other callees are a slot's id or TRAINER."""
-
-Tags = Mapping[int, Mapping[str, Any]]
-"""Sample index -> tag of the sample, as the agent loop wrote it."""
 
 
 class Generator(Protocol):
@@ -126,7 +124,7 @@ class Trainer(Protocol):
         """Open a logical batch."""
         ...
 
-    async def accumulate(self, fragment: Fragment, groups: Mapping[str, Tags]) -> None:
+    async def accumulate(self, fragment: Fragment, groups: Mapping[str, GroupTags]) -> None:
         """Add the gradient of complete groups."""
         ...
 
@@ -148,7 +146,7 @@ class BatchOutcome:
     """Metrics of the optimizer step."""
     slowest_decision_s: float
     """Longest time that the planner took to decide what the trainer does."""
-    groups: Mapping[str, Tags]
+    groups: Mapping[str, GroupTags]
     """uid -> tags of the trained samples."""
     dropped_uids: Sequence[str]
     """Dropped groups with published samples or conditions."""
@@ -180,7 +178,7 @@ class Joining:
 class PublishedSamples:
     """Published samples of one batch's groups."""
 
-    groups: dict[str, dict[int, Mapping[str, Any]]] = field(default_factory=dict)
+    groups: dict[str, dict[int, SampleTag]] = field(default_factory=dict)
     """uid -> sample index -> tag of the sample that is used."""
     unwanted: list[SampleName] = field(default_factory=list)
     """Samples that came too late, or that were generated again since."""
@@ -464,12 +462,12 @@ class Conductor:
         published = self._published_with(chunk)
         for index, tag in scored.tags.items():
             name = SampleName.of(chunk.uid, index, tag)
-            if name.version != tag["max_global_steps"]:
+            if name.version != tag.last_version:
                 raise RuntimeError(
                     f"sample {index} of group {chunk.uid} was generated under weight versions {name.version} and "
-                    f"{tag['max_global_steps']}; it must be one"
+                    f"{tag.last_version}; it must be one"
                 )
-            if not self.planner.on_scored(chunk.id, {index: tag["reward"]}, name.version, self.recorder.now_s()):
+            if not self.planner.on_scored(chunk.id, {index: tag.reward}, name.version, self.recorder.now_s()):
                 published.unwanted.append(name)
                 continue
             group = published.groups.setdefault(chunk.uid, {})

@@ -19,6 +19,7 @@ from verl_digen.errors import RunStopped
 from verl_digen.schedulers.types import Chunk, Fragment
 from verl_digen.trainer.ranks import TrainerRanks
 from verl_digen.trainer.updates import fragment_samples
+from verl_digen.types import GroupTags
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +159,7 @@ class TrainerPool:
         self._ranks.compute_s = 0.0
         await self._ranks.begin(self._num_samples, self._num_rows)
 
-    async def accumulate(self, fragment: Fragment, groups: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> None:
+    async def accumulate(self, fragment: Fragment, groups: Mapping[str, GroupTags]) -> None:
         await self._ranks.accumulate(FragmentSpec(f"f{fragment.id}", fragment_samples(groups)))
 
     async def commit(self) -> dict[str, float]:

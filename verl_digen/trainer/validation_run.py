@@ -21,6 +21,7 @@ from verl_digen.store.samples import clear
 from verl_digen.trainer.replay_buffer import POLL_INTERVAL_S
 from verl_digen.trainer.supervision import Supervision
 from verl_digen.trainer.validation import draw_pictures, validation_metrics, validation_uid
+from verl_digen.types import SampleTag
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ class Validation:
         Raises:
             RunStopped: every prompt of a batch failed.
         """
-        tags: dict[str, Any] = {}
+        tags: dict[str, SampleTag] = {}
         num_samples = 0
         for rows in loader:
             uids = [validation_uid(index) for index in rows["index"]]
@@ -90,7 +91,7 @@ class Validation:
         if self._pictures is not None:
             ray.get(self._pictures, timeout=self._digen.deadlines.save_s)
 
-    def wait(self, uids: list[str], tags: dict[str, Any]) -> list[str]:
+    def wait(self, uids: list[str], tags: dict[str, SampleTag]) -> list[str]:
         """Wait for the prompts, move their samples' tags into `tags`, clear them; returns the reasons of failures.
 
         Raises:
