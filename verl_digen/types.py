@@ -62,6 +62,29 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class PromptRow:
+    """One prompt, from its file to its requests. Read by `verl_digen.data`; the trainer that draws it sets `uid`.
+
+    Plain values only: unfinished prompts are part of a checkpoint, as JSON.
+    """
+
+    text: str
+    data_source: str
+    ground_truth: Any
+    """The reference that reward functions compare with."""
+    negative: str | None = None
+    """This prompt's own negative prompt, or None for `digen.sampling.negative_prompt`."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """More for reward functions, their `extra_info`."""
+    uid: str = ""
+    """Its group; empty until the prompt is drawn."""
+    index: int = 0
+    """Position in the data set."""
+    place: str = field(default="", compare=False)
+    """Place where it was read, for messages: "line 3 of 'train.jsonl'"."""
+
+
+@dataclass(frozen=True)
 class SampleRequest:
     """One sample to generate. Written by the agent loop, read by a replica."""
 

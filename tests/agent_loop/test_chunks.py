@@ -9,8 +9,9 @@ from ray.exceptions import RayActorError
 from tests.tags import make_tag
 from verl_digen.agent_loop.chunks import ChunkOrder, ChunkRunner
 from verl_digen.errors import RunStopped
+from verl_digen.types import PromptRow
 
-ORDER = ChunkOrder(chunk_id=7, uid="p0", samples=(0, 1, 2), row={})
+ORDER = ChunkOrder(chunk_id=7, samples=(0, 1, 2), row=PromptRow("a cat", "test", None, uid="p0"), step=1)
 
 
 def run_chunk(*, generating=None, scoring=None):

@@ -15,7 +15,7 @@ from verl_digen.algorithms.window import WindowConfig
 from verl_digen.config import DigenConfig, SamplingConfig, VirtualConfig
 from verl_digen.rollout.batcher import Withdrawn
 from verl_digen.sampling.requests import sample_request
-from verl_digen.types import Generation, SampleRequest
+from verl_digen.types import Generation, PromptRow, SampleRequest
 from verl_digen.virtual.host import VirtualHost, VirtualServer
 from verl_digen.virtual.reward import compute_score
 
@@ -27,8 +27,7 @@ DIGEN = DigenConfig(
 
 
 def request_of(index: int, uid: str = "p0") -> SampleRequest:
-    row = {"uid": uid, "raw_prompt": "a cat", "negative_prompt": None, "global_steps": 1}
-    return sample_request(DIGEN, row, index, validate=False)
+    return sample_request(DIGEN, PromptRow("a cat", "test", None, uid=uid), index, step=1, validate=False)
 
 
 def generate(host: VirtualHost, *calls: tuple[int, SampleRequest]) -> list[Generation]:

@@ -36,7 +36,7 @@ from verl_digen.rollout.lost import ReplicaHandle
 from verl_digen.sampling.requests import SINGLE_TURN
 from verl_digen.store.keys import parse_key
 from verl_digen.store.partitions import CONDITIONS
-from verl_digen.types import Generation, SampleRequest
+from verl_digen.types import Generation, PromptRow, SampleRequest
 from verl_digen.virtual.samples import VirtualSamples
 
 DENOISE_S, SCORE_S, TRAIN_S, COMMIT_S, LOAD_S = 2.0, 0.5, 1.5, 0.5, 1.0
@@ -213,7 +213,7 @@ class Agent(DiffusionAgentLoopWorker):
 
     async def validate(self, uid: str, step: int) -> None:
         """Generate and score one prompt of the validation set, in the background, as verl's `generate_sequences`."""
-        prompt = {**prompt_row(uid), "agent_name": SINGLE_TURN, "global_steps": step}
+        prompt = {"row": prompt_row(uid), "agent_name": SINGLE_TURN, "global_steps": step}
         self._task = asyncio.create_task(self._run_prompt(prompt, {}, {"validate": True}))
 
 
@@ -306,14 +306,6 @@ class RankGroup:
         return lambda *args: [getattr(handle, method).remote(*args) for handle in self.workers]
 
 
-def prompt_row(uid: str) -> dict[str, Any]:
-    """A row of the dataset."""
-    return {
-        "uid": uid,
-        "index": 0,
-        "raw_prompt": "a cat",
-        "negative_prompt": None,
-        "data_source": "chaos",
-        "reward_model": {"ground_truth": None},
-        "extra_info": {},
-    }
+def prompt_row(uid: str) -> PromptRow:
+    """A prompt of the data set."""
+    return PromptRow("a cat", "chaos", None, uid=uid)

@@ -47,6 +47,7 @@ from verl_digen.trainer.replicas import replica_metrics
 from verl_digen.trainer.restarts import Restarts
 from verl_digen.trainer.supervision import Supervision
 from verl_digen.trainer.validation_run import Validation
+from verl_digen.types import PromptRow
 from verl_digen.virtual.samples import VirtualSamples
 
 RESTART_S = 5.0
@@ -150,7 +151,7 @@ class Trainer(DisaggregatedTrainer):
             start_s=self.digen.deadlines.start_s,
         )
 
-    def _take_prompts(self, count: int) -> list[dict[str, Any]]:
+    def _take_prompts(self, count: int) -> list[PromptRow]:
         uids = [f"p{self._num_drawn + number:04d}" for number in range(count)]
         self._num_drawn += count
         return [prompt_row(uid) for uid in uids]

@@ -24,7 +24,7 @@ from typing import Any, Generic, TypeVar
 from ray.exceptions import RayActorError
 
 from verl_digen.errors import RunStopped, describe
-from verl_digen.types import GroupTags
+from verl_digen.types import GroupTags, PromptRow
 
 Generated = TypeVar("Generated")
 Scored = TypeVar("Scored")
@@ -35,11 +35,16 @@ class ChunkOrder:
     """Samples of one group to generate. Written by the trainer's conductor."""
 
     chunk_id: int
-    uid: str
     samples: tuple[int, ...]
     """Sample indices within the group."""
-    row: Mapping[str, Any]
-    """The prompt's dataset row, and `global_steps`."""
+    row: PromptRow
+    step: int
+    """The optimizer step that the samples are for."""
+
+    @property
+    def uid(self) -> str:
+        """Its group."""
+        return self.row.uid
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from verl_digen.agent_loop.chunks import ChunkOrder, ChunkRunner, GeneratedChunk
 from verl_digen.agent_loop.custom import make_agent_loop
 from verl_digen.agent_loop.server_manager import ServerClient
 from verl_digen.agent_loop.single_turn import DiffusionSingleTurnAgentLoop
+from verl_digen.data.rows import ROW, loop_columns, loop_row
 from verl_digen.errors import describe
 from verl_digen.observe.images import image_path, is_logged, save_pixels
 from verl_digen.reward.workers import RewardWorkers
@@ -34,7 +35,7 @@ from verl_digen.store.keys import SampleName
 from verl_digen.store.partitions import TRAIN, VAL
 from verl_digen.store.prompts import PromptStatus, publish_status
 from verl_digen.store.samples import put_samples, put_tags
-from verl_digen.types import Condition, Generation, GroupTags, SampleRequest, SampleTag, Score, Trajectory
+from verl_digen.types import Condition, Generation, GroupTags, PromptRow, SampleRequest, SampleTag, Score, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -70,20 +71,22 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool = False
     ) -> None:
         """Generate, score and publish a whole group; on any failure publish the reason instead."""
-        uid, validate = prompt["uid"], trajectory["validate"]
+        row: PromptRow = prompt[ROW]
+        uid, validate, step = row.uid, trajectory["validate"], prompt["global_steps"]
         partition = VAL if validate else TRAIN
         num_samples = self.rollout_config.val_kwargs.n if validate else self.rollout_config.n
         await publish_status(partition, uid, PromptStatus("running"))
         params = {**sampling_params, "validate": validate}
+        columns = {**loop_columns(row), "global_steps": step, "agent_name": prompt["agent_name"]}
         tasks = [
-            asyncio.create_task(self._run_agent_loop(params, trajectory, trace=trace, session_id=index, **prompt))
+            asyncio.create_task(self._run_agent_loop(params, trajectory, trace=trace, session_id=index, **columns))
             for index in range(num_samples)
         ]
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)
         failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         if not failures:
             try:
-                await self._publish(uid, partition, [task.result() for task in tasks], prompt["global_steps"])
+                await self._publish(uid, partition, [task.result() for task in tasks], step)
             except Exception as error:  # the prompt must reach a final status, or the trainer waits forever
                 failures = [error]
         if failures:
@@ -101,26 +104,31 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         *,
         agent_name: str,
         trace: bool = True,
-        **row: Any,
+        **columns: Any,
     ) -> ScoredSample:
         """Run one sample. verl creates an agent loop per sample through Hydra, which costs more than a small picture;
         ours is stateless, so one instance serves all. A custom loop (another `agent_name`) is created verl's way."""
         if agent_name != SINGLE_TURN:
-            return await super()._run_agent_loop(sampling_params, trajectory, agent_name=agent_name, trace=trace, **row)
-        output = await self._single_turn.run(sampling_params, **row)
-        return await self._agent_loop_postprocess(output, trajectory["validate"], **row)
+            return await super()._run_agent_loop(
+                sampling_params, trajectory, agent_name=agent_name, trace=trace, **columns
+            )
+        output = await self._single_turn.run(sampling_params, **columns)
+        return await self._agent_loop_postprocess(output, trajectory["validate"], **columns)
 
-    async def _agent_loop_postprocess(self, output: Any, validate: bool, **row: Any) -> ScoredSample:
+    async def _agent_loop_postprocess(self, output: Any, validate: bool, **columns: Any) -> ScoredSample:
         """Score one generation; called by verl's `_run_agent_loop` with what the agent loop returned."""
-        generation: Generation = output
+        return await self._finish(output, loop_row(columns), columns["global_steps"], validate=validate)
+
+    async def _finish(self, generation: Generation, row: PromptRow, step: int, *, validate: bool) -> ScoredSample:
+        """Score one generation, and save its picture where that is wanted."""
         trajectory = generation.trajectory
         score, scored = await self._score(generation, row)
         facts = generation.extra_fields
         tag = SampleTag(
             reward=score.total,
             parts=score.parts,
-            prompt=row["raw_prompt"],
-            data_source=row["data_source"],
+            prompt=row.text,
+            data_source=row.data_source,
             seed=trajectory.seed,
             version=trajectory.version,
             last_version=trajectory.last_version,
@@ -129,18 +137,17 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
             generated=(facts["generate_start_s"], facts["generate_end_s"]),
             scored=scored,
         )
-        if validate and trajectory.sample_index == 0 and is_logged(row["index"], self.digen.num_logged_images):
-            path = image_path(self._run_dir, row["global_steps"], row["uid"])
+        if validate and trajectory.sample_index == 0 and is_logged(row.index, self.digen.num_logged_images):
+            path = image_path(self._run_dir, step, row.uid)
             await asyncio.to_thread(save_pixels, generation.pixels, path)
         condition = None if generation.condition is None else (generation.condition, generation.negative_condition)
         return ScoredSample(trajectory, condition, tag)
 
-    async def _score(self, generation: Generation, row: dict[str, Any]) -> tuple[Score, tuple[float, float]]:
+    async def _score(self, generation: Generation, row: PromptRow) -> tuple[Score, tuple[float, float]]:
         """Have a reward worker score the sample -> (score, (start, end) in unix time). Pixels are sent only to it."""
-        columns = {name: row[name] for name in ("raw_prompt", "data_source", "reward_model", "extra_info")}
         data = DataProto(
             batch=TensorDict({"responses": generation.pixels.unsqueeze(0)}, batch_size=1),
-            non_tensor_batch={name: np.array([value], dtype=object) for name, value in columns.items()},
+            non_tensor_batch={ROW: np.array([row], dtype=object)},
         )
         result = await self._reward_workers.score(data)
         return Score(result["reward_score"], result["reward_extra_info"]), result["interval_s"]
@@ -184,7 +191,9 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         Raises:
             ValueError: the encoder refuses the prompt.
         """
-        requests = tuple(sample_request(self.digen, order.row, index, validate=False) for index in order.samples)
+        requests = tuple(
+            sample_request(self.digen, order.row, index, step=order.step, validate=False) for index in order.samples
+        )
         if server is not None:
             await put_condition(order.uid, *await server.encode.remote(requests[0]))
         return requests
@@ -209,7 +218,8 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
 
     async def _generate_for_chunk(self, order: ChunkOrder, index: int, server: Any) -> Generation:
         loop = make_agent_loop(self.rollout_config.agent.default_agent_loop, self, ServerClient(server, self.digen))
-        return await loop.run({"validate": False}, **order.row, session_id=index)
+        columns = {**loop_columns(order.row), "global_steps": order.step, "session_id": index}
+        return await loop.run({"validate": False}, **columns)
 
     async def _withdraw_from_chunk(self, order: ChunkOrder, index: int, server: Any) -> None:
         try:
@@ -218,10 +228,10 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
             logger.debug("sample %d of group %s was withdrawn from a replica that is lost", index, order.uid)
 
     async def _score_for_chunk(self, order: ChunkOrder, generation: Generation) -> ScoredSample:
-        return await self._agent_loop_postprocess(generation, False, **order.row)
+        return await self._finish(generation, order.row, order.step, validate=False)
 
     async def _publish_chunk(self, order: ChunkOrder, scored: Mapping[int, ScoredSample]) -> GroupTags:
-        await self._publish_rows(order.uid, list(scored.values()), order.row["global_steps"])
+        await self._publish_rows(order.uid, list(scored.values()), order.step)
         return {index: sample.tag for index, sample in scored.items()}
 
 

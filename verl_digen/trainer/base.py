@@ -19,16 +19,15 @@ import logging
 import os
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import ray
 from omegaconf import open_dict
-from tensordict import TensorDict
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
-from verl.utils import tensordict_utils as tu
 from verl.utils.debug import marked_timer
 
 from verl_digen.agent_loop.server_manager import AsyncDiffusionServerManager
@@ -67,6 +66,7 @@ from verl_digen.trainer.supervision import Supervision
 from verl_digen.trainer.utilisation import PoolDevices
 from verl_digen.trainer.validation import allow_no_prompts
 from verl_digen.trainer.validation_run import Validation
+from verl_digen.types import PromptRow
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
@@ -92,7 +92,7 @@ class DiffusionTrainer(PPOTrainerSync):
         self.digen = digen_config(config)
         self.run_dir = Path(config.trainer.default_local_dir)
         self._num_prompts_drawn = 0
-        self._drawn: list[dict[str, Any]] = []
+        self._drawn: list[PromptRow] = []
         """Prompts that were drawn and not used yet."""
         self._started_s = time.time()
         self._first_step: int | None = None
@@ -190,20 +190,22 @@ class DiffusionTrainer(PPOTrainerSync):
             end_processes(replica)
 
     # -- prompts ------------------------------------------------------------------------------------------
-    def _take_prompts(self, count: int) -> list[dict[str, Any]]:
-        """Take the next rows; first those that the run before a resume had drawn and not trained."""
+    def _take_prompts(self, count: int) -> list[PromptRow]:
+        """Take the next prompts; first those that the run before a resume had drawn and not trained."""
         while len(self._drawn) < count:
-            self._drawn += prompt_rows(self._draw_batch())
+            self._drawn += self._draw_batch()
         rows, self._drawn = self._drawn[:count], self._drawn[count:]
         return rows
 
-    def _draw_batch(self) -> TensorDict:
+    def _draw_batch(self) -> list[PromptRow]:
         """Draw verl's next batch, numbered so that noise and windows are equal in every run and after every resume."""
-        batch = super()._fetch_one_gen_batch()
-        uids = [f"p{self._num_prompts_drawn + index:08d}" for index in range(len(batch))]
-        self._num_prompts_drawn += len(batch)
-        tu.assign_non_tensor_stack(batch, "uid", uids)
-        return batch
+        first = self._num_prompts_drawn
+        rows = [
+            replace(row, uid=f"p{first + number:08d}")
+            for number, row in enumerate(prompt_rows(super()._fetch_one_gen_batch()))
+        ]
+        self._num_prompts_drawn += len(rows)
+        return rows
 
     def _add_started_replicas(self) -> None:
         """Add replicas that were started in place of lost ones: they get weights and validation samples from now on."""
@@ -364,8 +366,8 @@ class DiffusionTrainer(PPOTrainerSync):
             trainer=self, global_step=self.global_steps, checkpoint_dir=str(step_dir), async_save=False
         )
 
-    def _open_prompts(self) -> Sequence[Mapping[str, Any]]:
-        """Rows that were drawn and not trained by the end of a step."""
+    def _open_prompts(self) -> Sequence[PromptRow]:
+        """Prompts that were drawn and not trained by the end of a step."""
         return self._drawn
 
     def _load_checkpoint(self) -> None:

@@ -30,7 +30,7 @@ from tensordict import TensorDict
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.utils.debug import marked_timer
 
-from verl_digen.data.rows import prompt_batch, prompt_rows
+from verl_digen.data.rows import prompt_batch
 from verl_digen.errors import RunStopped
 from verl_digen.store.keys import parse_key
 from verl_digen.store.partitions import CONDITIONS, TRAIN
@@ -106,9 +106,9 @@ class ColocatedTrainer(DiffusionTrainer):
 
     # -- prompts: verl's hooks ----------------------------------------------------------------------------
     def _fetch_one_gen_batch(self) -> TensorDict:
-        batch = self._draw_batch()
-        self._drawn += prompt_rows(batch)
-        return prompt_batch(self._take_prompts(len(batch)))
+        drawn = self._draw_batch()
+        self._drawn += drawn
+        return prompt_batch(self._take_prompts(len(drawn)))
 
     def _add_prompts_to_generate(self, num_prompts: int) -> int:
         """Replace failed groups, up to the bound."""

@@ -42,6 +42,7 @@ from verl_digen.trainer.pools import GeneratorPool, SlotHandle, TrainerPool
 from verl_digen.trainer.replicas import end_processes
 from verl_digen.trainer.restarts import start_standalone
 from verl_digen.trainer.step_result import StepResult
+from verl_digen.types import PromptRow
 from verl_digen.weights.staged import StagedCheckpointManager
 
 if TYPE_CHECKING:
@@ -198,10 +199,10 @@ class DisaggregatedTrainer(DiffusionTrainer):
     def _draw_prompts(self, batch: int, count: int) -> list[str]:
         rows = self._take_prompts(count)
         for row in rows:
-            self._generator.add_prompt(batch, row["uid"], row)
-        return [row["uid"] for row in rows]
+            self._generator.add_prompt(batch, row)
+        return [row.uid for row in rows]
 
-    def _open_prompts(self) -> Sequence[Mapping[str, Any]]:
+    def _open_prompts(self) -> Sequence[PromptRow]:
         assert self._conductor is not None
         return [*self._generator.open_prompts(), *super()._open_prompts()]
 

@@ -19,7 +19,7 @@ from verl_digen.errors import RunStopped
 from verl_digen.schedulers.types import Chunk, Fragment
 from verl_digen.trainer.ranks import TrainerRanks
 from verl_digen.trainer.updates import fragment_samples
-from verl_digen.types import GroupTags
+from verl_digen.types import GroupTags, PromptRow
 
 logger = logging.getLogger(__name__)
 
@@ -59,17 +59,17 @@ class GeneratorPool:
         self._end_replica, self._answer_s, self._blip_s = end_replica, answer_s, blip_s
         self._slots = {slot.name: slot for slot in slots}
         self._trainer = trainer
-        self._rows: dict[int, dict[str, Mapping[str, Any]]] = {}
-        """Batch -> uid -> row of the dataset."""
+        self._rows: dict[int, dict[str, PromptRow]] = {}
+        """Batch -> uid -> prompt."""
         self._encoded: set[str] = set()
         """Prompts whose conditions were published for an assist."""
 
-    def add_prompt(self, batch: int, uid: str, row: Mapping[str, Any]) -> None:
-        """Register a prompt's dataset row for the agent loop."""
-        self._rows.setdefault(batch, {})[uid] = row
+    def add_prompt(self, batch: int, row: PromptRow) -> None:
+        """Register a drawn prompt of a batch."""
+        self._rows.setdefault(batch, {})[row.uid] = row
 
-    def open_prompts(self) -> list[Mapping[str, Any]]:
-        """Rows of the prompts of unfinished batches, in order."""
+    def open_prompts(self) -> list[PromptRow]:
+        """Prompts of unfinished batches, in order."""
         return [row for batch in sorted(self._rows) for row in self._rows[batch].values()]
 
     def forget_batch(self, batch: int) -> None:
@@ -134,8 +134,7 @@ class GeneratorPool:
             return None
 
     def _order(self, chunk: Chunk) -> ChunkOrder:
-        row = {**self._rows[chunk.batch][chunk.uid], "global_steps": chunk.batch + 1}
-        return ChunkOrder(chunk.id, chunk.uid, chunk.samples, row)
+        return ChunkOrder(chunk.id, chunk.samples, self._rows[chunk.batch][chunk.uid], step=chunk.batch + 1)
 
     async def collect(self, chunk: Chunk) -> ScoredChunk:
         return await self._worker(chunk).collect_chunk.remote(chunk.id)

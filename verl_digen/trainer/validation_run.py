@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
 from verl_digen.config import DigenConfig
+from verl_digen.data.rows import ROW, prompt_batch
 from verl_digen.errors import RunStopped
 from verl_digen.store.partitions import VAL
 from verl_digen.store.prompts import list_partition, submit_prompts
@@ -64,11 +66,11 @@ class Validation:
         """
         tags: dict[str, SampleTag] = {}
         num_samples = 0
-        for rows in loader:
-            uids = [validation_uid(index) for index in rows["index"]]
+        for columns in loader:
+            rows = [replace(row, uid=validation_uid(row.index)) for row in columns[ROW]]
+            uids = [row.uid for row in rows]
             num_samples += len(uids) * self._num_samples
-            batch = tu.get_tensordict(dict(rows))
-            tu.assign_non_tensor_stack(batch, "uid", uids)
+            batch = prompt_batch(rows)
             tu.assign_non_tensor_data(batch, "global_steps", step)
             tu.assign_non_tensor_data(batch, "validate", True)
             submit_prompts(VAL, uids, step)
