@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl_digen.types import SampleTag
+from verl_digen.types import Geometry, SampleTag, Sampling
+
+SAMPLING = Sampling(Geometry(16, 16), num_steps=10, true_cfg_scale=1.0, law="flow_grpo", noise_level=0.7)
 
 
 def make_tag(reward: float = 0.0, *, version: int = 0, **facts: Any) -> SampleTag:
@@ -20,5 +22,6 @@ def make_tag(reward: float = 0.0, *, version: int = 0, **facts: Any) -> SampleTa
         "experts": (),
         "generated": (0.0, 1.0),
         "scored": (1.0, 2.0),
+        "sampling": SAMPLING,
     }
     return SampleTag(reward=reward, version=version, **given | facts)

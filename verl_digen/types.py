@@ -132,6 +132,8 @@ class Trajectory:
     """Weight version that generated the first step."""
     last_version: int
     """Weight version that generated the last step; differs from `version` only by a bug."""
+    sampling: Sampling
+    """Settings that it was generated with."""
 
     def columns(self) -> dict[str, Tensor]:
         """The tensor columns of this sample's row in TransferQueue."""
@@ -201,6 +203,8 @@ class SampleTag:
     """(start, end) of its generation, in unix s."""
     scored: tuple[float, float]
     """(start, end) of its scoring, in unix s."""
+    sampling: Sampling
+    """`Trajectory.sampling`."""
 
 
 GroupTags = Mapping[int, SampleTag]

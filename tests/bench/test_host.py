@@ -43,6 +43,7 @@ def test_a_trajectory_has_the_shapes_of_a_real_one_and_shares_one_buffer():
     trajectory = first.trajectory
     assert trajectory.latents.shape == (3, 16, 3, 6, 8) and trajectory.latents.dtype == torch.float32
     assert trajectory.positions.tolist() == [0, 1]
+    assert trajectory.sampling == request_of(0).sampling
     assert trajectory.sigmas.shape == trajectory.next_sigmas.shape == trajectory.log_probs.shape == (2,)
     assert (trajectory.sigmas > trajectory.next_sigmas).all()
     assert second.trajectory.latents.data_ptr() == trajectory.latents.data_ptr()

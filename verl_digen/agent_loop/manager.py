@@ -136,6 +136,7 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
             experts=facts["experts"],
             generated=(facts["generate_start_s"], facts["generate_end_s"]),
             scored=scored,
+            sampling=trajectory.sampling,
         )
         if validate and trajectory.sample_index == 0 and is_logged(row.index, self.digen.num_logged_images):
             path = image_path(self._run_dir, step, row.uid)

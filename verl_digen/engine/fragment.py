@@ -16,6 +16,7 @@ from verl_digen.engine.rows import Samples
 from verl_digen.schedulers.deal import Row
 from verl_digen.store.conditions import fetch_conditions
 from verl_digen.store.samples import fetch_columns
+from verl_digen.types import Sampling
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class FragmentSample:
     """K. 0: the reward counts for its group's advantages, and the sample is not trained."""
     experts: tuple[int, ...] = ()
     """K entries: number of the network that each trained step runs; () if the model has one."""
+    sampling: Sampling | None = None
+    """Settings that it was generated with; None: those of the run."""
     old_log_probs: tuple[float, ...] = ()
     """K entries: log-prob of each trained step before the first of several optimizer steps; () if one is taken."""
 

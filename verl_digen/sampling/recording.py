@@ -79,4 +79,5 @@ def record_trajectory(
         seed=seed,
         version=versions[0],
         last_version=versions[1],
+        sampling=request.sampling,
     )

@@ -12,9 +12,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
-from verl_digen.types import SampleTag
+from verl_digen.types import Geometry, SampleTag, Sampling
 
 TAG = "digen"
 """Name of the sample's own facts, beside verl's."""
@@ -28,7 +29,7 @@ def to_entry(tag: SampleTag, step: int) -> dict[str, Any]:
         "global_steps": step,
         "min_global_steps": tag.version,
         "max_global_steps": tag.last_version,
-        TAG: {**vars(tag), "parts": dict(tag.parts)},
+        TAG: {**vars(tag), "parts": dict(tag.parts), "sampling": asdict(tag.sampling)},
     }
 
 
@@ -41,6 +42,7 @@ def from_entry(entry: Mapping[str, Any]) -> SampleTag:
             "experts": tuple(facts["experts"]),
             "generated": tuple(facts["generated"]),
             "scored": tuple(facts["scored"]),
+            "sampling": Sampling(**{**facts["sampling"], "geometry": Geometry(**facts["sampling"]["geometry"])}),
         }
     )
 

@@ -28,7 +28,7 @@ from verl_digen.types import GroupTags
 def fragment_samples(groups: Mapping[str, GroupTags]) -> tuple[FragmentSample, ...]:
     """Describe complete groups for the ranks. `groups`: uid -> sample index -> tag."""
     return tuple(
-        FragmentSample(SampleName.of(uid, index, tag).key, uid, tag.reward, tag.num_steps, tag.experts)
+        FragmentSample(SampleName.of(uid, index, tag).key, uid, tag.reward, tag.num_steps, tag.experts, tag.sampling)
         for uid, tags in groups.items()
         for index, tag in sorted(tags.items())
     )
