@@ -23,5 +23,6 @@ def make_tag(reward: float = 0.0, *, version: int = 0, **facts: Any) -> SampleTa
         "generated": (0.0, 1.0),
         "scored": (1.0, 2.0),
         "sampling": SAMPLING,
+        "condition_key": "a cat",
     }
     return SampleTag(reward=reward, version=version, **given | facts)

@@ -9,8 +9,10 @@ transformer reads ("packed"), written `...`; a sigma of 1 is noise and 0 is the 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -103,6 +105,11 @@ class SampleRequest:
         """Texts to encode: the prompt, and with guidance the negative one."""
         return (self.prompt, self.negative_prompt) if self.sampling.is_guided else (self.prompt,)
 
+    @property
+    def condition_key(self) -> str:
+        """Key of its prompt's conditions: a hash of what is encoded, equal for equal texts."""
+        return sha256(json.dumps(self.texts).encode()).hexdigest()
+
 
 @dataclass(frozen=True)
 class Trajectory:
@@ -134,6 +141,8 @@ class Trajectory:
     """Weight version that generated the last step; differs from `version` only by a bug."""
     sampling: Sampling
     """Settings that it was generated with."""
+    condition_key: str
+    """`SampleRequest.condition_key` of its request."""
 
     def columns(self) -> dict[str, Tensor]:
         """The tensor columns of this sample's row in TransferQueue."""
@@ -205,6 +214,8 @@ class SampleTag:
     """(start, end) of its scoring, in unix s."""
     sampling: Sampling
     """`Trajectory.sampling`."""
+    condition_key: str
+    """Key of its prompt's conditions in TransferQueue."""
 
 
 GroupTags = Mapping[int, SampleTag]

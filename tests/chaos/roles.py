@@ -258,7 +258,8 @@ class Rank:
         groups: dict[str, list[tuple[int, int]]] = {}
         for sample in fragment.samples:
             self._checks.require(sample.key in rows, "lost", f"no row {sample.key} when it is trained")
-            self._checks.require(sample.uid in conditions, "lost", f"no conditions of {sample.uid} when it is trained")
+            found = sample.condition_key in conditions
+            self._checks.require(found, "lost", f"no conditions of {sample.uid} when it is trained")
             _, index, version = parse_key(sample.key)
             groups.setdefault(sample.uid, []).append((index, version))
         self._checks.on_fragment(self.num_commits, groups)
@@ -268,6 +269,8 @@ class Rank:
 
     async def assist(self, requests: tuple[SampleRequest, ...], version: int) -> list[Generation]:
         began_s, weights = self._cluster.loop.time(), self.num_commits
+        conditions = self._queue.partitions.get(CONDITIONS, {})
+        self._checks.require(requests[0].condition_key in conditions, "lost", f"no conditions of {requests[0].uid}")
         await self._work("assist", DENOISE_S)
         for request in requests:
             self._checks.on_trajectory(request.uid, label=version, first=weights, last=self.num_commits)
@@ -307,5 +310,5 @@ class RankGroup:
 
 
 def prompt_row(uid: str) -> PromptRow:
-    """A prompt of the data set."""
-    return PromptRow("a cat", "chaos", None, uid=uid)
+    """A prompt of the data set; some have equal texts."""
+    return PromptRow(f"text {int(uid[-1]) % 3}", "chaos", None, uid=uid)

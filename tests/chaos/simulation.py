@@ -130,6 +130,7 @@ class Trainer(DisaggregatedTrainer):
         self._conductor = None
         self._num_devices = {"trainer": world.num_ranks, "generator": world.num_replicas}
         self._num_drawn = 0
+        self._condition_keys = set()
         self._ranks = TrainerRanks(simulation.ranks)
         self.run_dir = Path("unused")
         self._supervision = Supervision(
@@ -264,10 +265,9 @@ class Simulation:
         """Partition -> keys that are left in the queue and that the next outcome would not return for clearing."""
         conductor = self.trainer._conductor
         assert conductor is not None
-        late: set[str] = set()
+        late = self.trainer._condition_keys & self.trainer._generator.condition_keys()
         for published in conductor._published.values():
-            late |= published.groups.keys() | {name.uid for name in published.unwanted}
-            late |= {name.key for name in published.unwanted}
+            late |= published.condition_keys | {name.key for name in published.unwanted}
             late |= {SampleName.of(uid, *item).key for uid, tags in published.groups.items() for item in tags.items()}
         partitions = self.queue.partitions.items()
         return {name: [key for key in rows if key not in late] for name, rows in partitions if name != VAL}

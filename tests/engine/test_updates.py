@@ -175,7 +175,7 @@ def test_samples_are_described_group_after_group():
     tag = make_tag(0.5, version=3, num_steps=2, experts=(0, 1))
     described = fragment_samples({"b": {1: tag, 0: tag}, "a": {0: tag}})
     assert [sample.key for sample in described] == ["b_0_3", "b_1_3", "a_0_3"]
-    assert described[0] == FragmentSample("b_0_3", "b", 0.5, 2, (0, 1), SAMPLING)
+    assert described[0] == FragmentSample("b_0_3", "b", 0.5, 2, (0, 1), SAMPLING, "a cat")
 
 
 def test_a_scale_of_the_batch_is_that_of_all_rewards():

@@ -137,12 +137,19 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
             generated=(facts["generate_start_s"], facts["generate_end_s"]),
             scored=scored,
             sampling=trajectory.sampling,
+            condition_key=self._condition_key(trajectory),
         )
         if validate and trajectory.sample_index == 0 and is_logged(row.index, self.digen.num_logged_images):
             path = image_path(self._run_dir, step, row.uid)
             await asyncio.to_thread(save_pixels, generation.pixels, path)
         condition = None if generation.condition is None else (generation.condition, generation.negative_condition)
         return ScoredSample(trajectory, condition, tag)
+
+    def _condition_key(self, trajectory: Trajectory) -> str:
+        """Key of its prompt's conditions; the driver knows those of its own prompts, and so when each is unused. A
+        custom agent loop may rewrite a prompt: its groups share no conditions."""
+        key = trajectory.condition_key
+        return key if self.rollout_config.agent.default_agent_loop == SINGLE_TURN else f"{trajectory.uid}-{key}"
 
     async def _score(self, generation: Generation, row: PromptRow) -> tuple[Score, tuple[float, float]]:
         """Have a reward worker score the sample -> (score, (start, end) in unix time). Pixels are sent only to it."""
@@ -161,13 +168,13 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         versions = {version for sample in samples for version in (sample.tag.version, sample.tag.last_version)}
         if len(versions) != 1:
             raise RuntimeError(f"group {uid} was generated under weight versions {sorted(versions)}; it must be one")
-        await self._publish_rows(uid, samples, step)
+        await self._publish_rows(samples, step)
 
-    async def _publish_rows(self, uid: str, samples: Sequence[ScoredSample], step: int) -> None:
+    async def _publish_rows(self, samples: Sequence[ScoredSample], step: int) -> None:
         """Put trajectories, and the prompt's conditions if one of the samples carries them, into TransferQueue."""
         for sample in samples:
             if sample.condition is not None:
-                await put_condition(uid, *sample.condition)
+                await put_condition(sample.tag.condition_key, *sample.condition)
         await put_samples({_key(sample): (sample.trajectory, sample.tag) for sample in samples}, step)
 
     # -- chunks, called by the trainer's conductor --------------------------------------------------------
@@ -196,7 +203,7 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
             sample_request(self.digen, order.row, index, step=order.step, validate=False) for index in order.samples
         )
         if server is not None:
-            await put_condition(order.uid, *await server.encode.remote(requests[0]))
+            await put_condition(requests[0].condition_key, *await server.encode.remote(requests[0]))
         return requests
 
     async def adopt_chunk(self, order: ChunkOrder, parts: Sequence[Any], failure: str = "") -> GeneratedChunk:
@@ -232,7 +239,7 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         return await self._finish(generation, order.row, order.step, validate=False)
 
     async def _publish_chunk(self, order: ChunkOrder, scored: Mapping[int, ScoredSample]) -> GroupTags:
-        await self._publish_rows(order.uid, list(scored.values()), order.step)
+        await self._publish_rows(list(scored.values()), order.step)
         return {index: sample.tag for index, sample in scored.items()}
 
 

@@ -34,6 +34,8 @@ class FragmentSample:
     """K entries: number of the network that each trained step runs; () if the model has one."""
     sampling: Sampling | None = None
     """Settings that it was generated with; None: those of the run."""
+    condition_key: str = ""
+    """Key of its prompt's conditions in TransferQueue."""
     old_log_probs: tuple[float, ...] = ()
     """K entries: log-prob of each trained step before the first of several optimizer steps; () if one is taken."""
 
@@ -77,10 +79,10 @@ def fragment_rows(samples: Sequence[FragmentSample]) -> list[Row]:
 def fetch_samples(partition: str, samples: Sequence[FragmentSample]) -> Samples:
     """The samples from TransferQueue's `partition`, with the conditions of their prompts."""
     columns = fetch_columns(partition, [sample.key for sample in samples])
-    conditions = fetch_conditions([sample.uid for sample in samples])
+    conditions = fetch_conditions([sample.condition_key for sample in samples])
     return Samples(
         columns=columns,
-        conditions=[conditions[sample.uid] for sample in samples],
+        conditions=[conditions[sample.condition_key] for sample in samples],
         advantages=torch.zeros(len(samples)),
         old_log_probs=None,
     )

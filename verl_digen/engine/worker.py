@@ -134,7 +134,8 @@ class DiffusionWorker(ActorRolloutRefWorker):
         Args:
             version: weight version, recorded with the samples.
         """
-        condition, negative_condition = fetch_conditions([requests[0].uid])[requests[0].uid]
+        key = requests[0].condition_key
+        condition, negative_condition = fetch_conditions([key])[key]
         return self._assistant.generate(requests, condition, negative_condition, version=version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]

@@ -80,4 +80,5 @@ def record_trajectory(
         version=versions[0],
         last_version=versions[1],
         sampling=request.sampling,
+        condition_key=request.condition_key,
     )

@@ -18,6 +18,11 @@ def request_id(uid: str, sample_index: int) -> str:
     return f"{uid}_{sample_index}"
 
 
+def condition_key(digen: DigenConfig, row: PromptRow) -> str:
+    """Key of the prompt's conditions, unless a custom agent loop rewrites the prompt."""
+    return sample_request(digen, row, 0, step=0, validate=False).condition_key
+
+
 def sample_request(
     digen: DigenConfig, row: PromptRow, sample_index: int, *, step: int, validate: bool
 ) -> SampleRequest:

@@ -80,8 +80,8 @@ class ColocatedTrainer(DiffusionTrainer):
                     reads_old_log_probs=self.digen.denominator in ("first_pass", "recompute"),
                 )
             )
-        clear(CONDITIONS, list(groups))
-        tags = (tag for indices in groups.values() for tag in indices.values())
+        tags = [tag for indices in groups.values() for tag in indices.values()]
+        clear(CONDITIONS, sorted({tag.condition_key for tag in tags}))
         return StepResult(
             samples={sample.key: tag for sample, tag in zip(samples, tags, strict=True)},
             training=training,

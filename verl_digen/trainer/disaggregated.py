@@ -16,6 +16,7 @@ import itertools
 import logging
 import socket
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
@@ -30,6 +31,7 @@ from verl_digen.algorithms.window import draw_window
 from verl_digen.config import DigenConfig
 from verl_digen.observe.timeline import Interval, Lane, Recorder, TimelineFile, step_metrics
 from verl_digen.platforms.placement import num_reward_devices
+from verl_digen.sampling.requests import condition_key
 from verl_digen.schedulers.durations import MeasuredDurations
 from verl_digen.schedulers.planner import BatchPlanner
 from verl_digen.schedulers.rules import BatchRules
@@ -97,6 +99,8 @@ class DisaggregatedTrainer(DiffusionTrainer):
         self._recorder = Recorder()
         self._driver = Lane("driver", 0, socket.gethostname(), 0)
         self._conductor: Conductor | None = None
+        self._condition_keys: set[str] = set()
+        """Keys of published conditions that are not cleared yet."""
         self._previous_intervals: list[Interval] = []
         self._num_devices = self._device_counts()
         self._timeline_file = TimelineFile(self.run_dir / "timeline.jsonl", self._num_devices)
@@ -145,6 +149,7 @@ class DisaggregatedTrainer(DiffusionTrainer):
             self._slots,
             trainer=self.actor_rollout_wg,
             end_replica=self._end_replica,
+            condition_key=partial(condition_key, self.digen),
             answer_s=self.digen.deadlines.answer_s,
             blip_s=self.digen.deadlines.blip_s,
         )
@@ -217,7 +222,7 @@ class DisaggregatedTrainer(DiffusionTrainer):
             self._conductor = self._make_conductor()
         outcome = self._supervision.run(self._conductor.run_batch())
         self._generator.forget_batch(outcome.report.batch)
-        _clear(outcome)
+        self._clear(outcome)
         return StepResult(
             samples={
                 SampleName.of(uid, index, tag).key: tag
@@ -230,6 +235,18 @@ class DisaggregatedTrainer(DiffusionTrainer):
             num_assisted=outcome.report.num_assisted,
             facts=_report_metrics(outcome),
         )
+
+    def _clear(self, outcome: BatchOutcome) -> None:
+        """Clear what is no longer read; conditions stay while a prompt of an unfinished batch has the same.
+
+        The rows of trained samples are cleared by verl's loop, at the end of the step.
+        """
+        self._condition_keys |= outcome.condition_keys
+        unused = self._condition_keys - self._generator.condition_keys()
+        self._condition_keys -= unused
+        clear(CONDITIONS, sorted(unused))
+        if outcome.unwanted:
+            clear(TRAIN, [name.key for name in outcome.unwanted])
 
     def on_step_end(self) -> None:
         assert self._conductor is not None
@@ -298,13 +315,6 @@ class DisaggregatedTrainer(DiffusionTrainer):
     def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, global_steps: int, epoch: int) -> None:
         metrics.update(self._timeline_metrics)
         super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch)
-
-
-def _clear(outcome: BatchOutcome) -> None:
-    """Clear what is no longer read. The rows of trained samples are cleared by verl's loop, at the end of the step."""
-    clear(CONDITIONS, [*outcome.groups, *outcome.dropped_uids])
-    if outcome.unwanted:
-        clear(TRAIN, [name.key for name in outcome.unwanted])
 
 
 def _report_metrics(outcome: BatchOutcome) -> Mapping[str, float]:

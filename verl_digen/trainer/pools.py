@@ -41,6 +41,7 @@ class GeneratorPool:
         workers: handles of `DiffusionAgentLoopWorker`; a chunk stays with one of them.
         trainer: verl's worker group of `DiffusionWorker`.
         end_replica: ends the processes of the replica with this address.
+        condition_key: key of a prompt's conditions.
         answer_s: how long a replica may take to encode a prompt.
         blip_s: how long a replica may be unreachable.
     """
@@ -52,13 +53,14 @@ class GeneratorPool:
         trainer: Any,
         *,
         end_replica: Callable[[str], Awaitable[None]],
+        condition_key: Callable[[PromptRow], str],
         answer_s: float,
         blip_s: float,
     ):
         self._workers = list(workers)
         self._end_replica, self._answer_s, self._blip_s = end_replica, answer_s, blip_s
         self._slots = {slot.name: slot for slot in slots}
-        self._trainer = trainer
+        self._trainer, self._condition_key = trainer, condition_key
         self._rows: dict[int, dict[str, PromptRow]] = {}
         """Batch -> uid -> prompt."""
         self._encoded: set[str] = set()
@@ -71,6 +73,13 @@ class GeneratorPool:
     def open_prompts(self) -> list[PromptRow]:
         """Prompts of unfinished batches, in order."""
         return [row for batch in sorted(self._rows) for row in self._rows[batch].values()]
+
+    def condition_key(self, chunk: Chunk) -> str:
+        return self._condition_key(self._rows[chunk.batch][chunk.uid])
+
+    def condition_keys(self) -> set[str]:
+        """Keys of the conditions that unfinished batches need."""
+        return {self._condition_key(row) for row in self.open_prompts()}
 
     def forget_batch(self, batch: int) -> None:
         """Forget the prompts of a batch; all are trained or dropped."""

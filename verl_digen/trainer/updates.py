@@ -28,7 +28,15 @@ from verl_digen.types import GroupTags
 def fragment_samples(groups: Mapping[str, GroupTags]) -> tuple[FragmentSample, ...]:
     """Describe complete groups for the ranks. `groups`: uid -> sample index -> tag."""
     return tuple(
-        FragmentSample(SampleName.of(uid, index, tag).key, uid, tag.reward, tag.num_steps, tag.experts, tag.sampling)
+        FragmentSample(
+            key=SampleName.of(uid, index, tag).key,
+            uid=uid,
+            reward=tag.reward,
+            num_steps=tag.num_steps,
+            experts=tag.experts,
+            sampling=tag.sampling,
+            condition_key=tag.condition_key,
+        )
         for uid, tags in groups.items()
         for index, tag in sorted(tags.items())
     )
