@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from tests.tags import make_tag
 from verl_digen.store.controller import close, start
 from verl_digen.store.partitions import VAL
-from verl_digen.store.prompts import PromptStatus, list_partition, publish_status, submit_prompts
+from verl_digen.store.prompts import Listing, PromptStatus, list_partition, publish_status, submit_prompts, to_listing
 from verl_digen.store.samples import clear, from_batch, put_tags, to_batch
 from verl_digen.store.tags import from_entry, to_entry
 
@@ -45,6 +45,11 @@ def test_a_tag_survives_the_way_through_verls_mapping():
 
 def test_verls_batch_gives_the_tags_back():
     assert from_batch(to_batch("train", {"p0_0_3": TAG}, step=4)) == {"p0_0_3": TAG}
+
+
+def test_a_sample_that_is_being_stored_has_no_tag_yet_and_is_left_out():
+    entries = {"v0_0_3": to_entry(TAG, step=4), "v0_1_3": {}, "v0": {"status": "running"}}
+    assert to_listing(entries) == Listing({"v0": PromptStatus("running")}, {"v0_0_3": TAG})
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ A failed prompt has no samples, and its status has the reason.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -58,10 +58,15 @@ async def publish_status(partition: str, uid: str, status: PromptStatus) -> None
 
 def list_partition(partition: str) -> Listing:
     """List a partition of samples."""
+    return to_listing(tq.kv_list(partition)[partition])
+
+
+def to_listing(entries: Mapping[str, Mapping[str, Any]]) -> Listing:
+    """Sort entries by kind. One that is being stored has a key before it has a tag: it is left out."""
     listing = Listing({}, {})
-    for key, entry in tq.kv_list(partition)[partition].items():
+    for key, entry in entries.items():
         if is_sample(entry):
             listing.samples[key] = from_entry(entry)
-        else:
+        elif entry:
             listing.prompts[key] = PromptStatus(entry["status"], entry.get("error", ""))
     return listing
