@@ -807,8 +807,8 @@ TABLE: tuple[Mutation, ...] = (
     Mutation(
         "data/prompts.py",
         "columns of the user's own are lost",
-        "extra_info=extra_info | _mapping(",
-        "extra_info=_mapping(",
+        "extra=extra_info | _mapping(",
+        "extra=_mapping(",
         PROMPTS,
     ),
     Mutation(

@@ -6,12 +6,12 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import transfer_queue as tq
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
 from verl_digen.agent_loop.manager import DiffusionAgentLoopManager
 from verl_digen.preflight import check
 from verl_digen.preflight.notes import notes
+from verl_digen.store.controller import close, start
 from verl_digen.trainer.colocated import ColocatedTrainer
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class RayFlowGRPOTrainer(RayPPOTrainer):
         # no super().__init__(): the legacy trainer's own setup is what this class replaces
         self.config = config
         config.transfer_queue.enable = True
-        tq.init(config.transfer_queue)
+        start(config.transfer_queue)
         self._trainer = ColocatedTrainer(config=config)
 
     def init_workers(self) -> None:
@@ -52,4 +52,4 @@ class RayFlowGRPOTrainer(RayPPOTrainer):
             )
             self._trainer.fit(manager)
         finally:
-            tq.close()
+            close()

@@ -9,8 +9,10 @@ transformer reads ("packed"), written `...`; a sigma of 1 is noise and 0 is the 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -62,6 +64,29 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class PromptRow:
+    """One prompt, from its file to its requests. Read by `verl_digen.data`; the trainer that draws it sets `uid`.
+
+    Plain values only: unfinished prompts are part of a checkpoint, as JSON.
+    """
+
+    text: str
+    data_source: str
+    ground_truth: Any
+    """The reference that reward functions compare with."""
+    negative: str | None = None
+    """This prompt's own negative prompt, or None for `digen.sampling.negative_prompt`."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """More for reward functions, their `extra_info`."""
+    uid: str = ""
+    """Its group; empty until the prompt is drawn."""
+    index: int = 0
+    """Position in the data set."""
+    place: str = field(default="", compare=False)
+    """Place where it was read, for messages: "line 3 of 'train.jsonl'"."""
+
+
+@dataclass(frozen=True)
 class SampleRequest:
     """One sample to generate. Written by the agent loop, read by a replica."""
 
@@ -79,6 +104,11 @@ class SampleRequest:
     def texts(self) -> tuple[str, ...]:
         """Texts to encode: the prompt, and with guidance the negative one."""
         return (self.prompt, self.negative_prompt) if self.sampling.is_guided else (self.prompt,)
+
+    @property
+    def condition_key(self) -> str:
+        """Key of its prompt's conditions: a hash of what is encoded, equal for equal texts."""
+        return sha256(json.dumps(self.texts).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -109,6 +139,10 @@ class Trajectory:
     """Weight version that generated the first step."""
     last_version: int
     """Weight version that generated the last step; differs from `version` only by a bug."""
+    sampling: Sampling
+    """Settings that it was generated with."""
+    condition_key: str
+    """`SampleRequest.condition_key` of its request."""
 
     def columns(self) -> dict[str, Tensor]:
         """The tensor columns of this sample's row in TransferQueue."""
@@ -142,13 +176,50 @@ class Generation:
 
 
 @dataclass(frozen=True)
-class SampleScore:
+class Score:
     """Reward of one sample."""
 
-    reward: float
+    total: float
     """Weighted sum over the reward functions."""
     parts: Mapping[str, float]
     """Each reward function's own value, and the numeric details it returned as `name/detail`."""
+
+
+@dataclass(frozen=True)
+class SampleTag:
+    """Facts about one scored sample that travel to the driver. Written by the agent loop; read by trainer and metrics.
+
+    Only names and numbers: latents stay in TransferQueue, pixels with the agent loop.
+    """
+
+    reward: float
+    """`Score.total`."""
+    parts: Mapping[str, float]
+    """`Score.parts`."""
+    prompt: str
+    data_source: str
+    seed: int
+    """Seed of its initial noise."""
+    version: int
+    """Weight version that generated the first step."""
+    last_version: int
+    """Weight version that generated the last step."""
+    num_steps: int
+    """K."""
+    experts: tuple[int, ...]
+    """K entries: number of the network that runs each trained step; () if the model has one."""
+    generated: tuple[float, float]
+    """(start, end) of its generation, in unix s."""
+    scored: tuple[float, float]
+    """(start, end) of its scoring, in unix s."""
+    sampling: Sampling
+    """`Trajectory.sampling`."""
+    condition_key: str
+    """Key of its prompt's conditions in TransferQueue."""
+
+
+GroupTags = Mapping[int, SampleTag]
+"""Sample index -> tag, of one group."""
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,12 @@ import asyncio
 import pytest
 from ray.exceptions import RayActorError
 
+from tests.tags import make_tag
 from verl_digen.agent_loop.chunks import ChunkOrder, ChunkRunner
 from verl_digen.errors import RunStopped
+from verl_digen.types import PromptRow
 
-ORDER = ChunkOrder(chunk_id=7, uid="p0", samples=(0, 1, 2), row={})
+ORDER = ChunkOrder(chunk_id=7, samples=(0, 1, 2), row=PromptRow("a cat", "test", None, uid="p0"), step=1)
 
 
 def run_chunk(*, generating=None, scoring=None):
@@ -32,7 +34,7 @@ def run_chunk(*, generating=None, scoring=None):
 
     async def publish(order, scored):
         published.update(scored)
-        return {index: {"reward": reward} for index, reward in scored.items()}
+        return {index: make_tag(reward) for index, reward in scored.items()}
 
     async def run():
         generated = await runner.generate(ORDER, "server")
@@ -78,7 +80,7 @@ def test_samples_that_somebody_else_generated_are_scored_and_published_too():
         return generated / 10
 
     async def publish(order, scored):
-        return {index: {"reward": reward} for index, reward in scored.items()}
+        return {index: make_tag(reward) for index, reward in scored.items()}
 
     async def run():
         runner = ChunkRunner(None, withdraw, score, publish)
@@ -86,13 +88,13 @@ def test_samples_that_somebody_else_generated_are_scored_and_published_too():
 
     adopted, scored = asyncio.run(run())
     assert adopted.failures == {1: "the encoder refused"}
-    assert scored.tags == {0: {"reward": 0.0}, 2: {"reward": 0.2}}
+    assert scored.tags == {0: make_tag(0.0), 2: make_tag(0.2)}
 
 
 def test_samples_are_published_with_their_scores():
     generated, scored, published, _ = run_chunk()
     assert generated.failures == scored.failures == {}
-    assert scored.tags == {0: {"reward": 0.0}, 1: {"reward": 0.1}, 2: {"reward": 0.2}}
+    assert scored.tags == {0: make_tag(0.0), 1: make_tag(0.1), 2: make_tag(0.2)}
     assert published == {0: 0.0, 1: 0.1, 2: 0.2}
 
 

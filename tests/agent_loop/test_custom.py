@@ -16,8 +16,9 @@ from verl_digen.agent_loop.manager import DiffusionAgentLoopWorker
 from verl_digen.agent_loop.single_turn import DiffusionSingleTurnAgentLoop
 from verl_digen.config import DigenConfig
 from verl_digen.preflight.agent_loop import check_agent_loop
+from verl_digen.types import PromptRow
 
-ROW = {"uid": "g0", "raw_prompt": "a cat", "negative_prompt": None, "global_steps": 1}
+ROW = PromptRow("a cat", "test", None, uid="g0")
 AGENT = "actor_rollout_ref.rollout.agent"
 
 
@@ -63,7 +64,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("name", "prompt"), [("diffusion_single_turn", "a cat"), ("in_capitals", "A CAT")])
 def test_a_chunks_sample_is_made_by_the_runs_agent_loop_on_the_chosen_replica(registered, name, prompt):
-    order = ChunkOrder(chunk_id=1, uid="g0", samples=(2,), row=ROW)
+    order = ChunkOrder(chunk_id=1, samples=(2,), row=ROW, step=1)
     found = asyncio.run(make_worker(name)._generate_for_chunk(order, 2, Server()))
     assert found == ("g0_2", prompt)
 

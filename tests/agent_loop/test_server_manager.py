@@ -14,11 +14,12 @@ from verl_digen.config import DigenConfig
 from verl_digen.errors import RunStopped
 from verl_digen.sampling.requests import sample_request
 from verl_digen.schedulers.deadlines import DeadlinesConfig
+from verl_digen.types import PromptRow
 
 DIGEN = DigenConfig(
     deadlines=DeadlinesConfig(first_s=100.0, generate_s=50.0, answer_s=5.0, blip_s=10.0, no_progress_s=1000.0)
 )
-ROW = {"uid": "val-00000", "raw_prompt": "a cat", "negative_prompt": None, "global_steps": 1}
+ROW = PromptRow("a cat", "test", None, uid="val-00000")
 
 
 def remote(method):
@@ -86,7 +87,7 @@ def generate(monkeypatch, **servers):
 
     async def run():
         client = Client(Balancer(**servers))
-        sample = await client.generate_sample(sample_request(DIGEN, ROW, 0, validate=True))
+        sample = await client.generate_sample(sample_request(DIGEN, ROW, 0, step=1, validate=True))
         return sample, asyncio.get_running_loop().time()
 
     return run_in_virtual_time(run())

@@ -15,7 +15,7 @@ from verl_digen.algorithms.window import WindowConfig
 from verl_digen.config import DigenConfig, SamplingConfig, VirtualConfig
 from verl_digen.rollout.batcher import Withdrawn
 from verl_digen.sampling.requests import sample_request
-from verl_digen.types import Generation, SampleRequest
+from verl_digen.types import Generation, PromptRow, SampleRequest
 from verl_digen.virtual.host import VirtualHost, VirtualServer
 from verl_digen.virtual.reward import compute_score
 
@@ -27,8 +27,7 @@ DIGEN = DigenConfig(
 
 
 def request_of(index: int, uid: str = "p0") -> SampleRequest:
-    row = {"uid": uid, "raw_prompt": "a cat", "negative_prompt": None, "global_steps": 1}
-    return sample_request(DIGEN, row, index, validate=False)
+    return sample_request(DIGEN, PromptRow("a cat", "test", None, uid=uid), index, step=1, validate=False)
 
 
 def generate(host: VirtualHost, *calls: tuple[int, SampleRequest]) -> list[Generation]:
@@ -44,6 +43,7 @@ def test_a_trajectory_has_the_shapes_of_a_real_one_and_shares_one_buffer():
     trajectory = first.trajectory
     assert trajectory.latents.shape == (3, 16, 3, 6, 8) and trajectory.latents.dtype == torch.float32
     assert trajectory.positions.tolist() == [0, 1]
+    assert trajectory.sampling == request_of(0).sampling
     assert trajectory.sigmas.shape == trajectory.next_sigmas.shape == trajectory.log_probs.shape == (2,)
     assert (trajectory.sigmas > trajectory.next_sigmas).all()
     assert second.trajectory.latents.data_ptr() == trajectory.latents.data_ptr()

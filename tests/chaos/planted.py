@@ -84,10 +84,17 @@ BUGS = {
         "GeneratedChunk({}, is_lost)",
     ),
     "a fragment holds the samples of its first group only": Bug(
-        "verl_digen.trainer.updates", "for uid, tags in groups.items()", "for uid, tags in list(groups.items())[:1]"
+        "verl_digen.trainer.pools", "fragment_samples(groups)", "fragment_samples(dict(list(groups.items())[:1]))"
     ),
     "conditions of dropped groups are left": Bug(
-        "verl_digen.trainer.disaggregated", "keys=[*outcome.groups, *outcome.dropped_uids]", "keys=[*outcome.groups]"
+        "verl_digen.trainer.disaggregated",
+        "|= outcome.condition_keys",
+        "|= {tag.condition_key for tags in outcome.groups.values() for tag in tags.values()}",
+    ),
+    "conditions are cleared while another group needs them": Bug(
+        "verl_digen.trainer.disaggregated",
+        "self._condition_keys - self._generator.condition_keys()",
+        "{*self._condition_keys}",
     ),
     "rows that were published for nothing are left": Bug(
         "verl_digen.trainer.disaggregated", "if outcome.unwanted:", "if False:"

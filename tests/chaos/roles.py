@@ -30,13 +30,13 @@ from verl_digen.agent_loop.server_manager import DiffusionServerClient
 from verl_digen.agent_loop.single_turn import DiffusionSingleTurnAgentLoop
 from verl_digen.config import DigenConfig
 from verl_digen.engine.fragment import FragmentSpec
-from verl_digen.pipeline.conditions import CONDITION_PARTITION
-from verl_digen.pipeline.keys import parse_key
 from verl_digen.reward.workers import RewardWorkers
 from verl_digen.rollout.batcher import RequestBatcher
 from verl_digen.rollout.lost import ReplicaHandle
 from verl_digen.sampling.requests import SINGLE_TURN
-from verl_digen.types import Generation, SampleRequest
+from verl_digen.store.keys import parse_key
+from verl_digen.store.partitions import CONDITIONS
+from verl_digen.types import Generation, PromptRow, SampleRequest
 from verl_digen.virtual.samples import VirtualSamples
 
 DENOISE_S, SCORE_S, TRAIN_S, COMMIT_S, LOAD_S = 2.0, 0.5, 1.5, 0.5, 1.0
@@ -70,7 +70,7 @@ class QueueClient:
         self._blocking: Reference | None = None
 
     def cancel_calls(self) -> None:
-        """Counterpart of `verl_digen.pipeline.queue_calls.cancel_calls`."""
+        """Counterpart of `verl_digen.store.controller.cancel_calls`."""
         if self._blocking is not None:
             self._blocking.answer.cancel()
 
@@ -213,7 +213,7 @@ class Agent(DiffusionAgentLoopWorker):
 
     async def validate(self, uid: str, step: int) -> None:
         """Generate and score one prompt of the validation set, in the background, as verl's `generate_sequences`."""
-        prompt = {**prompt_row(uid), "agent_name": SINGLE_TURN, "global_steps": step}
+        prompt = {"row": prompt_row(uid), "agent_name": SINGLE_TURN, "global_steps": step}
         self._task = asyncio.create_task(self._run_prompt(prompt, {}, {"validate": True}))
 
 
@@ -254,11 +254,12 @@ class Rank:
     async def accumulate(self, fragment: FragmentSpec) -> dict[str, float]:
         if not self.is_open:
             raise RuntimeError("no logical batch is open")
-        rows, conditions = (self._queue.partitions.get(name, {}) for name in (self._partition, CONDITION_PARTITION))
+        rows, conditions = (self._queue.partitions.get(name, {}) for name in (self._partition, CONDITIONS))
         groups: dict[str, list[tuple[int, int]]] = {}
         for sample in fragment.samples:
             self._checks.require(sample.key in rows, "lost", f"no row {sample.key} when it is trained")
-            self._checks.require(sample.uid in conditions, "lost", f"no conditions of {sample.uid} when it is trained")
+            found = sample.condition_key in conditions
+            self._checks.require(found, "lost", f"no conditions of {sample.uid} when it is trained")
             _, index, version = parse_key(sample.key)
             groups.setdefault(sample.uid, []).append((index, version))
         self._checks.on_fragment(self.num_commits, groups)
@@ -268,6 +269,8 @@ class Rank:
 
     async def assist(self, requests: tuple[SampleRequest, ...], version: int) -> list[Generation]:
         began_s, weights = self._cluster.loop.time(), self.num_commits
+        conditions = self._queue.partitions.get(CONDITIONS, {})
+        self._checks.require(requests[0].condition_key in conditions, "lost", f"no conditions of {requests[0].uid}")
         await self._work("assist", DENOISE_S)
         for request in requests:
             self._checks.on_trajectory(request.uid, label=version, first=weights, last=self.num_commits)
@@ -306,14 +309,6 @@ class RankGroup:
         return lambda *args: [getattr(handle, method).remote(*args) for handle in self.workers]
 
 
-def prompt_row(uid: str) -> dict[str, Any]:
-    """A row of the dataset."""
-    return {
-        "uid": uid,
-        "index": 0,
-        "raw_prompt": "a cat",
-        "negative_prompt": None,
-        "data_source": "chaos",
-        "reward_model": {"ground_truth": None},
-        "extra_info": {},
-    }
+def prompt_row(uid: str) -> PromptRow:
+    """A prompt of the data set; some have equal texts."""
+    return PromptRow(f"text {int(uid[-1]) % 3}", "chaos", None, uid=uid)

@@ -37,13 +37,17 @@ from tests.chaos.world import World
 from verl_digen.agent_loop.server_manager import DiffusionServerClient
 from verl_digen.errors import RunStopped
 from verl_digen.observe.timeline import Lane, Recorder
-from verl_digen.pipeline.keys import SampleName
+from verl_digen.store.keys import SampleName
+from verl_digen.store.partitions import VAL
+from verl_digen.store.prompts import submit_prompts
+from verl_digen.store.samples import clear
 from verl_digen.trainer.disaggregated import DisaggregatedTrainer
 from verl_digen.trainer.ranks import TrainerRanks
 from verl_digen.trainer.replicas import replica_metrics
 from verl_digen.trainer.restarts import Restarts
 from verl_digen.trainer.supervision import Supervision
 from verl_digen.trainer.validation_run import Validation
+from verl_digen.types import PromptRow
 from verl_digen.virtual.samples import VirtualSamples
 
 RESTART_S = 5.0
@@ -126,6 +130,7 @@ class Trainer(DisaggregatedTrainer):
         self._conductor = None
         self._num_devices = {"trainer": world.num_ranks, "generator": world.num_replicas}
         self._num_drawn = 0
+        self._condition_keys = set()
         self._ranks = TrainerRanks(simulation.ranks)
         self.run_dir = Path("unused")
         self._supervision = Supervision(
@@ -147,7 +152,7 @@ class Trainer(DisaggregatedTrainer):
             start_s=self.digen.deadlines.start_s,
         )
 
-    def _take_prompts(self, count: int) -> list[dict[str, Any]]:
+    def _take_prompts(self, count: int) -> list[PromptRow]:
         uids = [f"p{self._num_drawn + number:04d}" for number in range(count)]
         self._num_drawn += count
         return [prompt_row(uid) for uid in uids]
@@ -176,13 +181,13 @@ class Trainer(DisaggregatedTrainer):
                 self.on_validate_begin()
                 self._validate_some()
             replica_metrics(self.checkpoint_manager, self.digen.deadlines, published=step)
-            tq.kv_clear(keys=batch.keys, partition_id=batch.partition_id)
+            clear(batch.partition_id, batch.keys)
         self.on_validate_begin()  # drains all work in flight
 
     def _validate_some(self) -> None:
         """Validate like `_validate`, without pictures and a data loader."""
         uids = list(VALIDATION_PROMPTS)
-        tq.kv_batch_put(keys=uids, partition_id="val", tags=[{"status": "pending"} for _ in uids])
+        submit_prompts(VAL, uids, self.global_steps)
         agents = self.simulation.agents
         self.simulation.checks.validating |= dict.fromkeys(uids, self.global_steps)
         ray.get(
@@ -260,13 +265,12 @@ class Simulation:
         """Partition -> keys that are left in the queue and that the next outcome would not return for clearing."""
         conductor = self.trainer._conductor
         assert conductor is not None
-        late: set[str] = set()
+        late = self.trainer._condition_keys & self.trainer._generator.condition_keys()
         for published in conductor._published.values():
-            late |= published.groups.keys() | {name.uid for name in published.unwanted}
-            late |= {name.key for name in published.unwanted}
+            late |= published.condition_keys | {name.key for name in published.unwanted}
             late |= {SampleName.of(uid, *item).key for uid, tags in published.groups.items() for item in tags.items()}
         partitions = self.queue.partitions.items()
-        return {name: [key for key in rows if key not in late] for name, rows in partitions if name != "val"}
+        return {name: [key for key in rows if key not in late] for name, rows in partitions if name != VAL}
 
 
 @contextmanager

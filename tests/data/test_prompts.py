@@ -9,7 +9,8 @@ import pytest
 from verl_digen.data import dataset as dataset_module
 from verl_digen.data.dataset import DiffusionPromptDataset
 from verl_digen.data.lengths import describe_dropped, find_too_long, without
-from verl_digen.data.prompts import Prompt, default_ground_truth, default_source, read_prompts
+from verl_digen.data.prompts import default_ground_truth, default_source, read_prompts
+from verl_digen.types import PromptRow
 
 
 def test_parquet_as_verl_users_write_it_is_read(tmp_path):
@@ -26,8 +27,8 @@ def test_parquet_as_verl_users_write_it_is_read(tmp_path):
     ]
     pyarrow.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "animals.parquet")
     first, second = read_prompts(str(tmp_path / "animals.parquet"))
-    assert first == Prompt("a cat", "ocr", "CAT", "blurry", {"split": "train", "ability": "ocr"})
-    assert second == Prompt("a dog", "animals", "a dog", None, {"ability": None})
+    assert first == PromptRow("a cat", "ocr", "CAT", "blurry", {"split": "train", "ability": "ocr"})
+    assert second == PromptRow("a dog", "animals", "a dog", None, {"ability": None})
 
 
 def test_jsonl_and_text_files_are_read_in_order_with_defaults(tmp_path):
@@ -45,13 +46,15 @@ def test_flow_grpos_geneval_metadata_reach_the_reward(tmp_path):
     row = {"tag": "counting", "include": [{"class": "cup", "count": 2}], "exclude": [], "prompt": "two cups"}
     (tmp_path / "geneval" / "train_metadata.jsonl").write_text(json.dumps(row))
     (prompt,) = read_prompts(str(tmp_path / "geneval" / "train_metadata.jsonl"))
-    assert prompt == Prompt("two cups", "geneval", "two cups", None, {k: row[k] for k in ("tag", "include", "exclude")})
+    assert prompt == PromptRow(
+        "two cups", "geneval", "two cups", None, {k: row[k] for k in ("tag", "include", "exclude")}
+    )
 
 
 def test_a_rows_own_extra_info_wins_over_a_column_of_the_same_name(tmp_path):
     row = {"prompt": "a", "tag": "column", "other": 1, "extra_info": {"tag": "own"}}
     (tmp_path / "x.jsonl").write_text(json.dumps(row))
-    assert read_prompts(str(tmp_path / "x.jsonl"))[0].extra_info == {"tag": "own", "other": 1}
+    assert read_prompts(str(tmp_path / "x.jsonl"))[0].extra == {"tag": "own", "other": 1}
 
 
 @pytest.mark.parametrize(
@@ -206,14 +209,8 @@ def test_the_dataset_gives_verls_rows_and_honours_max_samples(tmp_path):
     (tmp_path / "p.txt").write_text("one\ntwo\nthree\n")
     dataset = DiffusionPromptDataset(str(tmp_path / "p.txt"), max_samples=2)
     assert len(dataset) == 2
-    assert dataset[1] == {
-        "raw_prompt": "two",
-        "negative_prompt": None,
-        "data_source": "p",
-        "reward_model": {"ground_truth": "two"},
-        "extra_info": {},
-        "index": 1,
-    }
+    row = PromptRow("two", "p", "two", index=1)
+    assert dataset[1] == {"raw_prompt": "two", "index": 1, "uid": "", "row": row}
 
 
 def test_long_prompts_are_found_by_text_or_negative_prompt_and_the_tokenizer_is_loaded_once():
@@ -229,7 +226,12 @@ def test_long_prompts_are_found_by_text_or_negative_prompt_and_the_tokenizer_is_
         return check
 
     short, long = "a" * 200, "b" * 301
-    prompts = [Prompt(short, "s", ""), Prompt(long, "s", ""), Prompt("a", "s", "", long), Prompt("c" * 300, "s", "")]
+    prompts = [
+        PromptRow(short, "s", ""),
+        PromptRow(long, "s", ""),
+        PromptRow("a", "s", "", long),
+        PromptRow("c" * 300, "s", ""),
+    ]
     found = find_too_long(prompts, load_check)
     assert [prompts.index(one.prompt) for one in found] == [1, 2] and found[0].reason == "301 characters"
     assert without(prompts, found) == [prompts[0], prompts[3]] and loaded == [1]

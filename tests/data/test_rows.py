@@ -1,30 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-import numpy as np
-import torch
-from verl.utils import tensordict_utils as tu
+from verl_digen.data.rows import loop_columns, loop_row, prompt_batch, prompt_rows
+from verl_digen.types import PromptRow
 
-from verl_digen.data.rows import prompt_batch, prompt_rows
-
-BATCH = {
-    "uid": np.array(["p0", "p1", "p2"], dtype=object),
-    "raw_prompt": [[{"role": "user", "content": text}] for text in ("a", "b", "c")],
-    "reward_model": np.array([{"ground_truth": None}, {"ground_truth": "x"}, {}], dtype=object),
-    "index": np.array([0, 1, 2], dtype=object),
-    "numbers": torch.arange(6.0).reshape(3, 2),
-}
+ROWS = [
+    PromptRow("a", "s", None, uid="p0", index=0),
+    PromptRow("b", "s", {"shape": ["circle"]}, "ugly", {"tags": ["x", "y"], "n": 2}, uid="p1", index=1),
+    PromptRow("c", "t", "x", "", uid="p2", index=2),
+]
 
 
 def test_rows_and_batches_are_each_other_s_inverse():
-    rows = prompt_rows(tu.get_tensordict(BATCH))
-    assert [row["uid"] for row in rows] == ["p0", "p1", "p2"]
-    assert rows[1]["raw_prompt"] == [{"role": "user", "content": "b"}]
-    assert rows[2]["reward_model"] == {} and rows[2]["numbers"].tolist() == [4.0, 5.0]
-    again = prompt_rows(prompt_batch(rows))
-    assert [row | {"numbers": None} for row in again] == [row | {"numbers": None} for row in rows]
-    assert all(one["numbers"].equal(other["numbers"]) for one, other in zip(again, rows, strict=True))
+    batch = prompt_batch(ROWS)
+    assert prompt_rows(batch) == ROWS
+    assert list(batch["uid"]) == ["p0", "p1", "p2"] and list(batch["raw_prompt"]) == ["a", "b", "c"]
 
 
-def test_rows_of_several_batches_make_one():
-    rows = prompt_rows(tu.get_tensordict(BATCH))
-    batch = prompt_batch([rows[2], *rows[:1]])
-    assert len(batch) == 2 and list(batch["uid"]) == ["p2", "p0"]
+def test_rows_of_a_part_of_a_batch_and_of_one_prompt_are_found():
+    assert [row for part in prompt_batch(ROWS).chunk(2) for row in prompt_rows(part)] == ROWS
+    assert prompt_rows(prompt_batch(ROWS[1:2])) == ROWS[1:2]
+
+
+def test_a_custom_agent_loop_gets_verls_columns_and_they_make_the_row_again():
+    columns = loop_columns(ROWS[1])
+    assert columns == {
+        "raw_prompt": "b",
+        "negative_prompt": "ugly",
+        "data_source": "s",
+        "reward_model": {"ground_truth": {"shape": ["circle"]}},
+        "extra_info": {"tags": ["x", "y"], "n": 2},
+        "index": 1,
+        "uid": "p1",
+    }
+    assert loop_row({**columns, "session_id": 3}) == ROWS[1]

@@ -29,6 +29,7 @@ from tests.engine.harness import (
 )
 from tests.engine.off_policy import gradient_of
 from tests.engine.serial import flow_step, plain_lora, plain_transformer
+from tests.tags import SAMPLING, make_tag
 from verl_digen.algorithms.losses import default_config, find_loss, policy_loss
 from verl_digen.config import AdvantageConfig
 from verl_digen.engine.engine import DiffusersFSDPEngine
@@ -260,10 +261,10 @@ def test_mini_batches_are_whole_groups_in_order():
 
 
 def test_samples_are_described_group_after_group():
-    tag = {"min_global_steps": 3, "reward": 0.5, "num_steps": 2, "experts": (0, 1)}
+    tag = make_tag(0.5, version=3, num_steps=2, experts=(0, 1))
     described = fragment_samples({"b": {1: tag, 0: tag}, "a": {0: tag}})
     assert [sample.key for sample in described] == ["b_0_3", "b_1_3", "a_0_3"]
-    assert described[0] == FragmentSample("b_0_3", "b", 0.5, 2, (0, 1))
+    assert described[0] == FragmentSample("b_0_3", "b", 0.5, 2, (0, 1), SAMPLING, "a cat")
 
 
 def test_a_scale_of_the_batch_is_that_of_all_rewards():

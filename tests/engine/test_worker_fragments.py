@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,9 +22,9 @@ from tests.engine.cases import REWARDS, Case
 from tests.engine.harness import assert_equal, fragment, make_engine, num_rows_of, samples_of, train, weights
 from tests.engine.harness import with_advantages as with_known_advantages
 from tests.engine.test_worker import environment, make_worker  # noqa: F401 - a fixture
-from verl_digen.engine.fragment import fetch_samples
+from verl_digen.engine.fragment import FragmentSample, fetch_samples
 from verl_digen.engine.worker import DiffusionWorker
-from verl_digen.pipeline.conditions import put_condition
+from verl_digen.store.conditions import put_condition
 from verl_digen.types import TRAJECTORY_COLUMNS
 
 pytestmark = pytest.mark.slow
@@ -50,12 +51,21 @@ def batch(queue: None, tiny_qwen_image: Path) -> TensorDict:
         columns["pixels"] = torch.zeros(1, 8)  # a column that training does not fetch
         tq.kv_batch_put(keys=[str(number)], partition_id=PARTITION, fields=TensorDict(columns, batch_size=1), tags=[{}])
     for uid, (positive, negative) in tu.get(batch, "conditions").items():
-        asyncio.run(put_condition(uid, positive, negative))
+        for _ in range(2):  # groups with equal texts store the same conditions again
+            asyncio.run(put_condition(f"conditions of {uid}", positive, negative))
     return batch
 
 
+def described(batch: TensorDict) -> dict[str, list[FragmentSample]]:
+    """The samples of `batch` by group, with the keys of their conditions."""
+    return {
+        uid: [replace(sample, condition_key=f"conditions of {uid}") for sample in samples]
+        for uid, samples in samples_of(batch, REWARDS).items()
+    }
+
+
 def test_samples_come_in_the_order_they_are_asked_for(batch: TensorDict):
-    samples = [sample for group in samples_of(batch, REWARDS).values() for sample in group]
+    samples = [sample for group in described(batch).values() for sample in group]
     random.Random(0).shuffle(samples)
     found = fetch_samples(PARTITION, samples)
     for place, sample in enumerate(samples):
@@ -68,7 +78,7 @@ def test_samples_come_in_the_order_they_are_asked_for(batch: TensorDict):
 
 def test_fragments_are_one_update_on_the_whole_batch(environment: None, batch: TensorDict, tiny_qwen_image: Path):  # noqa: F811
     worker, engine = make_worker(tiny_qwen_image), make_engine(tiny_qwen_image, optim={"lr_warmup_steps": 4})
-    groups = samples_of(batch, REWARDS)
+    groups = described(batch)
     for _ in range(2):
         worker.begin(len(REWARDS), num_rows_of(groups), PARTITION)
         counts = worker.accumulate(fragment(groups, "g0", "g1", "g2"))
@@ -85,7 +95,7 @@ def test_fragments_are_one_update_on_the_whole_batch(environment: None, batch: T
 def test_abort_lets_the_batch_come_again(environment: None, batch: TensorDict, tiny_qwen_image: Path):  # noqa: F811
     worker = make_worker(tiny_qwen_image)
     before = weights(worker.engine)
-    groups = samples_of(batch, REWARDS)
+    groups = described(batch)
     worker.begin(len(REWARDS), 18, PARTITION)
     worker.accumulate(fragment(groups, "g1"))
     worker.abort()

@@ -4,21 +4,14 @@ import json
 import numpy as np
 import pytest
 
+from tests.tags import make_tag
 from verl_digen.observe.metrics import perf_metrics, reward_metrics, staleness_metrics, union_s
 from verl_digen.observe.metrics_file import MetricsFile
 from verl_digen.observe.progress import duration, progress_line
 
 
 def tag(reward, start=0.0, version=4, **parts):
-    return {
-        "reward": reward,
-        "parts": parts,
-        "min_global_steps": version,
-        "generate_start_s": start,
-        "generate_end_s": start + 2,
-        "score_start_s": start + 2,
-        "score_end_s": start + 2.5,
-    }
+    return make_tag(reward, version=version, parts=parts, generated=(start, start + 2), scored=(start + 2, start + 2.5))
 
 
 def test_union_counts_overlapping_time_once():

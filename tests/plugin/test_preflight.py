@@ -159,7 +159,7 @@ def test_a_prompt_that_is_longer_than_the_model_reads_is_refused(compose_main, r
     preflight.check(filtered)
     assert any(f"1 of 5 prompts of data.train_files are left out, the first in {place}" in n for n in notes(filtered))
     kept = DiffusionPromptDataset(filtered.data.train_files, config=filtered.data)
-    assert len(kept) == 4 and kept[3]["raw_prompt"] == "a red circle"
+    assert len(kept) == 4 and kept[3]["row"].text == "a red circle"
 
 
 @pytest.mark.parametrize(

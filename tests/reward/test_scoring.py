@@ -23,7 +23,7 @@ def test_the_reward_is_the_weighted_sum_and_each_function_is_reported_alone():
         return {"score": 0.5, "colour": 0.25, "comment": "not a number"}
 
     result = score(WeightedReward("a", lambda **sample: 2.0, 0.5), WeightedReward("b", asynchronous, 2.0))
-    assert result.reward == 0.5 * 2.0 + 2.0 * 0.5
+    assert result.total == 0.5 * 2.0 + 2.0 * 0.5
     assert result.parts == {"a": 2.0, "b": 0.5, "b/colour": 0.25}
 
 
@@ -36,7 +36,7 @@ def test_a_function_that_fails_once_is_retried_and_its_answer_counts():
             raise OSError("connection lost")
         return 1.0
 
-    assert score(WeightedReward("flaky", flaky, 1.0)).reward == 1.0
+    assert score(WeightedReward("flaky", flaky, 1.0)).total == 1.0
     assert len(calls) == 2
 
 

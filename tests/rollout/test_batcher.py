@@ -20,7 +20,9 @@ def request(uid: str, index: int, sampling: Sampling = SAMPLING) -> SampleReques
 
 def answer(asked: SampleRequest) -> Generation:
     empty = torch.empty(0)
-    path = Trajectory(asked.uid, asked.sample_index, empty, empty, empty, empty, empty, empty, 0, 0, 0)
+    path = Trajectory(
+        asked.uid, asked.sample_index, empty, empty, empty, empty, empty, empty, 0, 0, 0, asked.sampling, ""
+    )
     return Generation(path, empty)
 
 

@@ -3,13 +3,14 @@ from dataclasses import replace
 
 from verl_digen.config import DigenConfig, SamplingConfig
 from verl_digen.sampling.requests import sample_request
+from verl_digen.types import PromptRow
 
 DIGEN = DigenConfig(sampling=SamplingConfig(num_steps=10, val_num_steps=20, true_cfg_scale=4.0, negative_prompt="ugly"))
 
 
 def ask(digen=DIGEN, uid="p1", index=0, validate=False, negative=None):
-    row = {"uid": uid, "raw_prompt": "a cat", "negative_prompt": negative, "global_steps": 1}
-    return sample_request(digen, row, index, validate=validate)
+    row = PromptRow("a cat", "test", None, negative, uid=uid)
+    return sample_request(digen, row, index, step=1, validate=validate)
 
 
 def test_a_group_shares_one_window_and_groups_differ():

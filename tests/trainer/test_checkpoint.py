@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-import pickle
-from pathlib import Path
+from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
 from verl_digen.trainer.checkpoint import (
@@ -16,13 +14,14 @@ from verl_digen.trainer.checkpoint import (
     save_driver_state,
     way_to_resume,
 )
+from verl_digen.types import PromptRow
+
+PROMPT = PromptRow("a cat", "animals", None, "ugly", {"n": 1}, uid="p7", index=3)
 
 
 def test_the_driver_state_survives_a_round_trip(tmp_path):
-    save_driver_state(
-        tmp_path / "global_step_3", DriverState(num_prompts_drawn=24), {"position": 24}, [{"uid": "p7", "x": 1}]
-    )
-    assert load_open_prompts(tmp_path / "global_step_3") == [{"uid": "p7", "x": 1}]
+    save_driver_state(tmp_path / "global_step_3", DriverState(num_prompts_drawn=24), {"position": 24}, [PROMPT])
+    assert load_open_prompts(tmp_path / "global_step_3") == [PROMPT]
     assert load_driver_state(tmp_path / "global_step_3") == DriverState(num_prompts_drawn=24)
 
 
@@ -56,23 +55,21 @@ def test_a_run_that_stopped_says_after_which_checkpoint_it_can_go_on(tmp_path):
     assert "checkpoint of step 6 is intact" in way_to_resume(tmp_path)
 
 
-def test_prompts_are_saved_as_plain_values_and_a_file_that_would_run_code_is_refused(tmp_path):
-    row = {
-        "uid": "p1",
-        "index": np.int64(7),
-        "negative_prompt": None,
-        "extra_info": {"boxes": np.array([[1.5, 2.0]]), "tags": ("a", "b"), "is_easy": True},
-    }
+def test_prompts_are_saved_as_json_and_a_value_that_json_does_not_give_back_is_refused(tmp_path):
+    extra = {"boxes": np.array([[1.5, 2.0]]), "tags": ("a", "b"), "is_easy": True}
+    row = replace(PROMPT, index=np.int64(7), extra=extra, place="line 8 of 'a.jsonl'")
     save_driver_state(tmp_path, DriverState(1), {}, [row])
     (found,) = load_open_prompts(tmp_path)
-    assert found == {
-        "uid": "p1",
-        "index": 7,
-        "negative_prompt": None,
-        "extra_info": {"boxes": [[1.5, 2.0]], "tags": ["a", "b"], "is_easy": True},
-    }
-    with pytest.raises(ValueError, match=r"a prompt's row must hold texts.* of type object"):
-        save_driver_state(tmp_path, DriverState(1), {}, [{"extra_info": object()}])
-    torch.save([{"uid": Path("p1")}], tmp_path / "prompts.pt")
-    with pytest.raises(pickle.UnpicklingError):
+    assert found == replace(PROMPT, index=7, extra={"boxes": [[1.5, 2.0]], "tags": ["a", "b"], "is_easy": True})
+    assert found.place == row.place
+    for value in (object(), {1: "a"}):
+        with pytest.raises(ValueError, match=r"data.train_files: line 8 of 'a.jsonl' must hold texts.* of type "):
+            save_driver_state(tmp_path, DriverState(1), {}, [replace(row, extra={"x": value})])
+
+
+def test_a_checkpoint_without_its_open_prompts_is_refused(tmp_path):
+    save_driver_state(tmp_path, DriverState(1), {}, [])
+    assert load_open_prompts(tmp_path) == []
+    (tmp_path / "prompts.json").unlink()
+    with pytest.raises(ValueError, match=r"has no prompts.json; take another checkpoint"):
         load_open_prompts(tmp_path)

@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 
 from tests.chaos.loop import run_in_virtual_time
+from tests.tags import make_tag
 from verl_digen.agent_loop.chunks import GeneratedChunk, ScoredChunk
 from verl_digen.errors import DeadlineMissed, RunStopped
 from verl_digen.observe.timeline import Lane, Recorder
@@ -43,6 +44,9 @@ class Pools:
     async def _pause(self):
         for _ in range(self.rng.randint(0, 6) if self.rng else 1):
             await asyncio.sleep(0)
+
+    def condition_key(self, chunk):
+        return f"conditions of {chunk.uid}"
 
     async def generate(self, slot, chunk):
         self.calls.append(("generate", slot, chunk.uid, chunk.samples))
@@ -94,7 +98,7 @@ class Pools:
     async def collect(self, chunk):
         await self._pause()
         tags = {
-            index: {"reward": float(index), "min_global_steps": chunk.version, "max_global_steps": chunk.version}
+            index: make_tag(float(index), version=chunk.version, condition_key=self.condition_key(chunk))
             for index in self.done[chunk.id]
         }
         self.num_scored = getattr(self, "num_scored", Counter()) + Counter({chunk.uid: len(tags)})
@@ -198,7 +202,7 @@ def test_every_group_trains_once_whole_under_one_version_whatever_the_order_fail
         assert outcome.report.num_groups == len(outcome.groups) == conductor.planner.rules.num_prompts
         for tags in outcome.groups.values():
             assert sorted(tags) == list(range(GROUP_SIZE))
-            assert {tag["min_global_steps"] for tag in tags.values()} == {number}
+            assert {tag.version for tag in tags.values()} == {number}
     assert [call[0] for call in pools.calls].count("commit") == 3
     generated = [key for key in pools.generated if key[0] in pools.trained]
     assert len(generated) == len(set(generated)), "nothing that was trained was generated twice"
@@ -248,11 +252,12 @@ def test_stale_groups_have_one_version_within_the_bound_and_none_is_lost(seed):
     outcomes = run(conductor, num_batches=5, between=rng.randint(0, 40), drains=rng.random() < 0.2)
     allowance = conductor.planner.rules.stale_allowance
     for number, outcome in enumerate(outcomes):
-        assert len(outcome.groups) == num_prompts and not outcome.dropped_uids
+        assert len(outcome.groups) == num_prompts
+        assert outcome.condition_keys == {f"conditions of {uid}" for uid in outcome.groups}
         ages = []
         for tags in outcome.groups.values():
             assert sorted(tags) == list(range(GROUP_SIZE))
-            (version,) = {tag["min_global_steps"] for tag in tags.values()}
+            (version,) = {tag.version for tag in tags.values()}
             ages.append(number - version)
         for age in range(1, 6):
             assert sum(found >= age for found in ages) <= allowance(age)
@@ -309,7 +314,8 @@ def test_what_was_published_for_nothing_is_handed_out_to_be_cleared():
     pools.fail = {("p001", 2)}
     conductor = make_conductor(pools, num_prompts=2, slots=("s0",), max_sample_refills=0)
     (outcome,) = run(conductor)
-    assert list(outcome.groups) == ["p000", "p002"] and list(outcome.dropped_uids) == ["p001"]
+    assert list(outcome.groups) == ["p000", "p002"]
+    assert outcome.condition_keys == {f"conditions of p00{number}" for number in range(3)}
     assert {(name.uid, name.sample_index, name.version) for name in outcome.unwanted} == {
         ("p001", index, 0) for index in (0, 1, 3)
     }
@@ -609,8 +615,9 @@ def test_samples_whose_scores_were_given_up_are_cleared_if_their_group_is_droppe
     pools = Hanging(("collect", None))
     outcomes, _, _ = run_hanging(pools, num_batches=1, **{"max_sample_refills": 0, "max_group_refills": 6})
     (outcome,) = outcomes
-    assert outcome.dropped_uids and set(outcome.dropped_uids) == {name.uid for name in outcome.unwanted}
-    assert len(outcome.unwanted) == len(outcome.dropped_uids) * GROUP_SIZE
+    dropped = {name.uid for name in outcome.unwanted}
+    assert dropped and outcome.condition_keys == {f"conditions of {uid}" for uid in (*outcome.groups, *dropped)}
+    assert len(outcome.unwanted) == len(dropped) * GROUP_SIZE
 
 
 @pytest.mark.parametrize(

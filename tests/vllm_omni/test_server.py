@@ -66,7 +66,19 @@ class Engine:
         one = torch.zeros(1)
         asked = order.request
         trajectory = Trajectory(
-            asked.uid, 0, PATH, STEPS, SIGMAS[:2], SIGMAS[1:], one, one, 0, self.version, self.version
+            asked.uid,
+            0,
+            PATH,
+            STEPS,
+            SIGMAS[:2],
+            SIGMAS[1:],
+            one,
+            one,
+            0,
+            self.version,
+            self.version,
+            asked.sampling,
+            "",
         )
         record = {"trajectory": trajectory, "pixels": one, "start_s": 0.0, "end_s": 1.0}
         record |= {"condition": None, "negative_condition": None}

@@ -24,6 +24,7 @@ from typing import Any, Generic, TypeVar
 from ray.exceptions import RayActorError
 
 from verl_digen.errors import RunStopped, describe
+from verl_digen.types import GroupTags, PromptRow
 
 Generated = TypeVar("Generated")
 Scored = TypeVar("Scored")
@@ -34,11 +35,16 @@ class ChunkOrder:
     """Samples of one group to generate. Written by the trainer's conductor."""
 
     chunk_id: int
-    uid: str
     samples: tuple[int, ...]
     """Sample indices within the group."""
-    row: Mapping[str, Any]
-    """The prompt's dataset row, and `global_steps`."""
+    row: PromptRow
+    step: int
+    """The optimizer step that the samples are for."""
+
+    @property
+    def uid(self) -> str:
+        """Its group."""
+        return self.row.uid
 
 
 @dataclass(frozen=True)
@@ -55,8 +61,8 @@ class GeneratedChunk:
 class ScoredChunk:
     """Answer to the driver when a chunk's samples are scored and published."""
 
-    tags: Mapping[int, dict[str, Any]]
-    """Sample index -> small facts: reward, version, seed, intervals."""
+    tags: GroupTags
+    """Tags of the samples that were published."""
     failures: Mapping[int, str]
     """Sample index -> why it was not scored."""
 
@@ -76,7 +82,7 @@ class ChunkRunner(Generic[Generated, Scored]):
     withdraw_sample: Callable[[ChunkOrder, int, Any], Awaitable[None]]
     """(order, sample index, server): cancels the sample on the replica."""
     score_sample: Callable[[ChunkOrder, Generated], Awaitable[Scored]]
-    publish: Callable[[ChunkOrder, Mapping[int, Scored]], Awaitable[Mapping[int, dict[str, Any]]]]
+    publish: Callable[[ChunkOrder, Mapping[int, Scored]], Awaitable[GroupTags]]
     """Puts the samples' rows into TransferQueue for the trainer ranks -> their tags."""
     _generating: dict[int, tuple[ChunkOrder, Any]] = field(default_factory=dict)
     """Chunk id -> its order, and the replica's server."""

@@ -16,25 +16,26 @@ from typing import Any
 
 import numpy as np
 import ray
-import torch
-import transfer_queue as tq
 from ray.exceptions import RayActorError
 from tensordict import TensorDict
 from verl import DataProto
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
-from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from verl_digen.agent_loop.chunks import ChunkOrder, ChunkRunner, GeneratedChunk, ScoredChunk
 from verl_digen.agent_loop.custom import make_agent_loop
 from verl_digen.agent_loop.server_manager import ServerClient
 from verl_digen.agent_loop.single_turn import DiffusionSingleTurnAgentLoop
+from verl_digen.data.rows import ROW, loop_columns, loop_row
 from verl_digen.errors import describe
 from verl_digen.observe.images import image_path, is_logged, save_pixels
-from verl_digen.pipeline.conditions import put_condition
-from verl_digen.pipeline.keys import SampleName
 from verl_digen.reward.workers import RewardWorkers
 from verl_digen.sampling.requests import SINGLE_TURN, request_id, sample_request
-from verl_digen.types import Generation, SampleRequest, SampleScore
+from verl_digen.store.conditions import put_condition
+from verl_digen.store.keys import SampleName
+from verl_digen.store.partitions import TRAIN, VAL
+from verl_digen.store.prompts import PromptStatus, publish_status
+from verl_digen.store.samples import put_samples, put_tags
+from verl_digen.types import Condition, Generation, GroupTags, PromptRow, SampleRequest, SampleTag, Score, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -43,10 +44,10 @@ logger = logging.getLogger(__name__)
 class ScoredSample:
     """One sample, generated and scored, before its group is published."""
 
-    generation: Generation
-    score: SampleScore
-    tag: dict[str, Any]
-    """Small facts for the driver: reward, parts, weight versions, time intervals."""
+    trajectory: Trajectory
+    condition: tuple[Condition, Condition | None] | None
+    """The prompt's conditions, positive and negative, if the sample carries them."""
+    tag: SampleTag
 
 
 # verl decorates its worker as a Ray actor; this is the undecorated class
@@ -70,20 +71,22 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool = False
     ) -> None:
         """Generate, score and publish a whole group; on any failure publish the reason instead."""
-        uid, validate = prompt["uid"], trajectory["validate"]
-        partition = "val" if validate else "train"
+        row: PromptRow = prompt[ROW]
+        uid, validate, step = row.uid, trajectory["validate"], prompt["global_steps"]
+        partition = VAL if validate else TRAIN
         num_samples = self.rollout_config.val_kwargs.n if validate else self.rollout_config.n
-        await tq.async_kv_put(key=uid, partition_id=partition, tag={"status": "running"})
+        await publish_status(partition, uid, PromptStatus("running"))
         params = {**sampling_params, "validate": validate}
-        samples = [
-            asyncio.create_task(self._run_agent_loop(params, trajectory, trace=trace, session_id=index, **prompt))
+        columns = {**loop_columns(row), "global_steps": step, "agent_name": prompt["agent_name"]}
+        tasks = [
+            asyncio.create_task(self._run_agent_loop(params, trajectory, trace=trace, session_id=index, **columns))
             for index in range(num_samples)
         ]
-        outcomes = await asyncio.gather(*samples, return_exceptions=True)
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
         failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         if not failures:
             try:
-                await self._publish(uid, partition, outcomes)
+                await self._publish(uid, partition, [task.result() for task in tasks], step)
             except Exception as error:  # the prompt must reach a final status, or the trainer waits forever
                 failures = [error]
         if failures:
@@ -91,8 +94,8 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
                 "group %s failed: %d of %d samples: %s", uid, len(failures), num_samples, describe(failures[0])
             )
             logger.debug("the first failure of group %s", uid, exc_info=failures[0])
-        tag = {"status": "failure", "error": describe(failures[0])} if failures else {"status": "finished"}
-        await tq.async_kv_put(key=uid, partition_id=partition, tag=tag)
+        status = PromptStatus("failure", describe(failures[0])) if failures else PromptStatus("finished")
+        await publish_status(partition, uid, status)
 
     async def _run_agent_loop(
         self,
@@ -101,84 +104,78 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         *,
         agent_name: str,
         trace: bool = True,
-        **row: Any,
+        **columns: Any,
     ) -> ScoredSample:
         """Run one sample. verl creates an agent loop per sample through Hydra, which costs more than a small picture;
         ours is stateless, so one instance serves all. A custom loop (another `agent_name`) is created verl's way."""
         if agent_name != SINGLE_TURN:
-            return await super()._run_agent_loop(sampling_params, trajectory, agent_name=agent_name, trace=trace, **row)
-        output = await self._single_turn.run(sampling_params, **row)
-        return await self._agent_loop_postprocess(output, trajectory["validate"], **row)
+            return await super()._run_agent_loop(
+                sampling_params, trajectory, agent_name=agent_name, trace=trace, **columns
+            )
+        output = await self._single_turn.run(sampling_params, **columns)
+        return await self._agent_loop_postprocess(output, trajectory["validate"], **columns)
 
-    async def _agent_loop_postprocess(self, output: Any, validate: bool, **row: Any) -> ScoredSample:
+    async def _agent_loop_postprocess(self, output: Any, validate: bool, **columns: Any) -> ScoredSample:
         """Score one generation; called by verl's `_run_agent_loop` with what the agent loop returned."""
-        generation: Generation = output
-        sample_index = generation.trajectory.sample_index
-        score, score_interval_s = await self._score(generation, row)
-        tag = {
-            "status": "success",
-            "seq_len": 1,
-            "global_steps": row["global_steps"],
-            "min_global_steps": generation.trajectory.version,
-            "max_global_steps": generation.trajectory.last_version,
-            "reward": score.reward,
-            "parts": dict(score.parts),
-            "prompt": row["raw_prompt"],
-            "data_source": row["data_source"],
-            "seed": generation.trajectory.seed,
-            "num_steps": len(generation.trajectory.positions),
-            "experts": generation.extra_fields["experts"],
-            "generate_start_s": generation.extra_fields["generate_start_s"],
-            "generate_end_s": generation.extra_fields["generate_end_s"],
-            "score_start_s": score_interval_s[0],
-            "score_end_s": score_interval_s[1],
-        }
-        if validate and sample_index == 0 and is_logged(row["index"], self.digen.num_logged_images):
-            path = image_path(self._run_dir, row["global_steps"], row["uid"])
-            await asyncio.to_thread(save_pixels, generation.pixels, path)
-        return ScoredSample(generation=generation, score=score, tag=tag)
+        return await self._finish(output, loop_row(columns), columns["global_steps"], validate=validate)
 
-    async def _score(self, generation: Generation, row: dict[str, Any]) -> tuple[SampleScore, tuple[float, float]]:
+    async def _finish(self, generation: Generation, row: PromptRow, step: int, *, validate: bool) -> ScoredSample:
+        """Score one generation, and save its picture where that is wanted."""
+        trajectory = generation.trajectory
+        score, scored = await self._score(generation, row)
+        facts = generation.extra_fields
+        tag = SampleTag(
+            reward=score.total,
+            parts=score.parts,
+            prompt=row.text,
+            data_source=row.data_source,
+            seed=trajectory.seed,
+            version=trajectory.version,
+            last_version=trajectory.last_version,
+            num_steps=len(trajectory.positions),
+            experts=facts["experts"],
+            generated=(facts["generate_start_s"], facts["generate_end_s"]),
+            scored=scored,
+            sampling=trajectory.sampling,
+            condition_key=self._condition_key(trajectory),
+        )
+        if validate and trajectory.sample_index == 0 and is_logged(row.index, self.digen.num_logged_images):
+            path = image_path(self._run_dir, step, row.uid)
+            await asyncio.to_thread(save_pixels, generation.pixels, path)
+        condition = None if generation.condition is None else (generation.condition, generation.negative_condition)
+        return ScoredSample(trajectory, condition, tag)
+
+    def _condition_key(self, trajectory: Trajectory) -> str:
+        """Key of its prompt's conditions; the driver knows those of its own prompts, and so when each is unused. A
+        custom agent loop may rewrite a prompt: its groups share no conditions."""
+        key = trajectory.condition_key
+        return key if self.rollout_config.agent.default_agent_loop == SINGLE_TURN else f"{trajectory.uid}-{key}"
+
+    async def _score(self, generation: Generation, row: PromptRow) -> tuple[Score, tuple[float, float]]:
         """Have a reward worker score the sample -> (score, (start, end) in unix time). Pixels are sent only to it."""
-        columns = {name: row[name] for name in ("raw_prompt", "data_source", "reward_model", "extra_info")}
         data = DataProto(
             batch=TensorDict({"responses": generation.pixels.unsqueeze(0)}, batch_size=1),
-            non_tensor_batch={name: np.array([value], dtype=object) for name, value in columns.items()},
+            non_tensor_batch={ROW: np.array([row], dtype=object)},
         )
         result = await self._reward_workers.score(data)
-        return SampleScore(result["reward_score"], result["reward_extra_info"]), result["interval_s"]
+        return Score(result["reward_score"], result["reward_extra_info"]), result["interval_s"]
 
-    async def _publish(self, uid: str, partition: str, samples: list[Any]) -> None:
+    async def _publish(self, uid: str, partition: str, samples: list[ScoredSample], step: int) -> None:
         """Put the group's rows, and its prompt's conditions once, into TransferQueue."""
-        if partition == "val":  # not trained: tags are enough
-            keys = [_key(sample) for sample in samples]
-            await tq.async_kv_batch_put(keys=keys, partition_id=partition, tags=[sample.tag for sample in samples])
+        if partition == VAL:  # not trained: tags are enough
+            await put_tags(VAL, {_key(sample): sample.tag for sample in samples}, step)
             return
-        versions = {sample.tag["min_global_steps"] for sample in samples}
-        versions |= {sample.tag["max_global_steps"] for sample in samples}
+        versions = {version for sample in samples for version in (sample.tag.version, sample.tag.last_version)}
         if len(versions) != 1:
             raise RuntimeError(f"group {uid} was generated under weight versions {sorted(versions)}; it must be one")
-        await self._publish_rows(uid, samples)
+        await self._publish_rows(samples, step)
 
-    async def _publish_rows(self, uid: str, samples: list[Any]) -> None:
+    async def _publish_rows(self, samples: Sequence[ScoredSample], step: int) -> None:
         """Put trajectories, and the prompt's conditions if one of the samples carries them, into TransferQueue."""
         for sample in samples:
-            if sample.generation.condition is not None:
-                await put_condition(uid, sample.generation.condition, sample.generation.negative_condition)
-        rows = [
-            {
-                **sample.generation.trajectory.columns(),
-                "uid": uid,
-                "rm_scores": torch.tensor([sample.score.reward], dtype=torch.float32),
-            }
-            for sample in samples
-        ]
-        await tq.async_kv_batch_put(
-            keys=[_key(sample) for sample in samples],
-            partition_id="train",
-            fields=list_of_dict_to_tensordict(rows),
-            tags=[sample.tag for sample in samples],
-        )
+            if sample.condition is not None:
+                await put_condition(sample.tag.condition_key, *sample.condition)
+        await put_samples({_key(sample): (sample.trajectory, sample.tag) for sample in samples}, step)
 
     # -- chunks, called by the trainer's conductor --------------------------------------------------------
     async def generate_chunk(self, order: ChunkOrder, server: Any) -> GeneratedChunk:
@@ -202,9 +199,11 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         Raises:
             ValueError: the encoder refuses the prompt.
         """
-        requests = tuple(sample_request(self.digen, order.row, index, validate=False) for index in order.samples)
+        requests = tuple(
+            sample_request(self.digen, order.row, index, step=order.step, validate=False) for index in order.samples
+        )
         if server is not None:
-            await put_condition(order.uid, *await server.encode.remote(requests[0]))
+            await put_condition(requests[0].condition_key, *await server.encode.remote(requests[0]))
         return requests
 
     async def adopt_chunk(self, order: ChunkOrder, parts: Sequence[Any], failure: str = "") -> GeneratedChunk:
@@ -227,7 +226,8 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
 
     async def _generate_for_chunk(self, order: ChunkOrder, index: int, server: Any) -> Generation:
         loop = make_agent_loop(self.rollout_config.agent.default_agent_loop, self, ServerClient(server, self.digen))
-        return await loop.run({"validate": False}, **order.row, session_id=index)
+        columns = {**loop_columns(order.row), "global_steps": order.step, "session_id": index}
+        return await loop.run({"validate": False}, **columns)
 
     async def _withdraw_from_chunk(self, order: ChunkOrder, index: int, server: Any) -> None:
         try:
@@ -236,18 +236,15 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
             logger.debug("sample %d of group %s was withdrawn from a replica that is lost", index, order.uid)
 
     async def _score_for_chunk(self, order: ChunkOrder, generation: Generation) -> ScoredSample:
-        return await self._agent_loop_postprocess(generation, False, **order.row)
+        return await self._finish(generation, order.row, order.step, validate=False)
 
-    async def _publish_chunk(
-        self, order: ChunkOrder, scored: Mapping[int, ScoredSample]
-    ) -> Mapping[int, dict[str, Any]]:
-        await self._publish_rows(order.uid, list(scored.values()))
+    async def _publish_chunk(self, order: ChunkOrder, scored: Mapping[int, ScoredSample]) -> GroupTags:
+        await self._publish_rows(list(scored.values()), order.step)
         return {index: sample.tag for index, sample in scored.items()}
 
 
 def _key(sample: ScoredSample) -> str:
-    trajectory = sample.generation.trajectory
-    return SampleName(trajectory.uid, trajectory.sample_index, trajectory.version).key
+    return SampleName.of(sample.trajectory.uid, sample.trajectory.sample_index, sample.tag).key
 
 
 class DiffusionAgentLoopManager(AgentLoopManagerTQ):

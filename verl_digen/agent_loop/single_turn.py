@@ -8,6 +8,7 @@ from typing import Any
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, register
 
 from verl_digen.agent_loop.server_manager import DiffusionServerClient, ServerClient
+from verl_digen.data.rows import loop_row
 from verl_digen.sampling.requests import SINGLE_TURN, sample_request
 from verl_digen.types import Generation
 
@@ -19,9 +20,15 @@ class DiffusionSingleTurnAgentLoop(AgentLoopBase):
         self.digen = server_manager.digen
         self.server_manager = server_manager
 
-    async def run(self, sampling_params: dict[str, Any], **row: Any) -> Generation:  # type: ignore[override]
-        """Generate the sample `row["session_id"]` of the group `row["uid"]`."""
-        request = sample_request(self.digen, row, row["session_id"], validate=sampling_params["validate"])
+    async def run(self, sampling_params: dict[str, Any], **columns: Any) -> Generation:  # type: ignore[override]
+        """Generate the sample `session_id` of the group `uid`; see `verl_digen.data.rows.loop_columns`."""
+        request = sample_request(
+            self.digen,
+            loop_row(columns),
+            columns["session_id"],
+            step=columns["global_steps"],
+            validate=sampling_params["validate"],
+        )
         return await self.server_manager.generate_sample(request)
 
 

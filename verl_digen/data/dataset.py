@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch.utils.data import Dataset
 
 from verl_digen.data.lengths import PromptCheck, describe_dropped, find_too_long, without
-from verl_digen.data.prompts import Prompt, read_prompts
+from verl_digen.data.prompts import read_prompts
+from verl_digen.data.rows import batch_columns
+from verl_digen.types import PromptRow
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +40,7 @@ class DiffusionPromptDataset(Dataset):
         processor: Any = None,
         max_samples: int = -1,
     ):
-        self.prompts: list[Prompt] = []
+        self.prompts: list[PromptRow] = []
         if data_files is None:
             return
         files: Any = OmegaConf.to_container(data_files) if isinstance(data_files, ListConfig) else data_files
@@ -64,12 +67,4 @@ class DiffusionPromptDataset(Dataset):
         return len(self.prompts)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        prompt = self.prompts[index]
-        return {
-            "raw_prompt": prompt.text,
-            "negative_prompt": prompt.negative,
-            "data_source": prompt.data_source,
-            "reward_model": {"ground_truth": prompt.ground_truth},
-            "extra_info": prompt.extra_info,
-            "index": index,
-        }
+        return batch_columns(replace(self.prompts[index], index=index))

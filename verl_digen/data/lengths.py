@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from verl_digen.data.prompts import Prompt
+from verl_digen.types import PromptRow
 
 SURELY_SHORT_BYTES = 200
 """A prompt this long fits every model: a token is a byte or more, and none reads fewer than 256. (Eight quotations in
@@ -20,11 +20,11 @@ PromptCheck = Callable[[str], None]
 class TooLong:
     """A prompt that the model would not read to its end."""
 
-    prompt: Prompt
+    prompt: PromptRow
     reason: str
 
 
-def find_too_long(prompts: Iterable[Prompt], load_check: Callable[[], PromptCheck]) -> list[TooLong]:
+def find_too_long(prompts: Iterable[PromptRow], load_check: Callable[[], PromptCheck]) -> list[TooLong]:
     """The prompts that are too long, or have a negative prompt that is.
 
     Args:
@@ -47,7 +47,7 @@ def find_too_long(prompts: Iterable[Prompt], load_check: Callable[[], PromptChec
     return found
 
 
-def without(prompts: Sequence[Prompt], too_long: Sequence[TooLong]) -> list[Prompt]:
+def without(prompts: Sequence[PromptRow], too_long: Sequence[TooLong]) -> list[PromptRow]:
     """Prompts that are not too long."""
     dropped = {id(one.prompt) for one in too_long}
     return [prompt for prompt in prompts if id(prompt) not in dropped]

@@ -18,11 +18,11 @@ from __future__ import annotations
 import os.path
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from verl_digen.data.files import SUFFIXES, rows_of, shown
+from verl_digen.types import PromptRow
 
 COLUMNS = ("prompt", "negative_prompt", "data_source", "reward_model", "extra_info")
 """Columns with a meaning of their own; others join `extra_info`."""
@@ -33,22 +33,7 @@ UNREADABLE = re.compile("[\0\ud800-\udfff]")
 QUOTED = re.compile(r'"([^"]+)"')
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """One row of a prompt file."""
-
-    text: str
-    data_source: str
-    ground_truth: Any
-    """The ground truth that reward functions compare with."""
-    negative: str | None = None
-    """This prompt's own negative prompt, or None for `digen.sampling.negative_prompt`."""
-    extra_info: dict[str, Any] = field(default_factory=dict)
-    place: str = field(default="", compare=False)
-    """Place where it was read, for messages: "line 3 of 'train.jsonl'"."""
-
-
-def read_prompts(files: Any, key: str = "data.train_files") -> list[Prompt]:
+def read_prompts(files: Any, key: str = "data.train_files") -> list[PromptRow]:
     """All prompts of `files`, in order.
 
     Args:
@@ -79,14 +64,14 @@ def default_ground_truth(text: str, data_source: str) -> str:
     return text if quoted is None else quoted[1]
 
 
-def _read_file(path: Path, key: str) -> list[Prompt]:
+def _read_file(path: Path, key: str) -> list[PromptRow]:
     prompts = [_to_prompt(row, path, f"{key}: {place}", place) for place, row in rows_of(path, key)]
     if not prompts:
         raise ValueError(f"{key} must name files with at least one prompt, but {str(path)!r} is empty; add prompts")
     return prompts
 
 
-def _to_prompt(row: dict[str, Any], path: Path, where: str, place: str) -> Prompt:
+def _to_prompt(row: dict[str, Any], path: Path, where: str, place: str) -> PromptRow:
     if "prompt" not in row:
         raise ValueError(
             f"{where} must have a column 'prompt', got columns {shown(sorted(map(str, row)))}; rename the column that "
@@ -119,12 +104,12 @@ def _to_prompt(row: dict[str, Any], path: Path, where: str, place: str) -> Promp
     source = source or default_source(path)
     truth = _mapping(row, "reward_model", where).get("ground_truth")
     extra_info = {name: value for name, value in row.items() if name not in COLUMNS}
-    return Prompt(
+    return PromptRow(
         text=text,
         data_source=source,
         ground_truth=default_ground_truth(text, source) if truth is None else truth,
         negative=negative,
-        extra_info=extra_info | _mapping(row, "extra_info", where),
+        extra=extra_info | _mapping(row, "extra_info", where),
         place=place,
     )
 

@@ -1,30 +1,63 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion between verl's batch of prompts and one mapping per prompt."""
+"""Prompts in the forms that verl's interfaces take.
+
+| form | for |
+| --- | --- |
+| a batch, with the row as one column | verl's data loader and agent loop workers |
+| keyword arguments, one per column of verl's data sets | `AgentLoopBase.run` of custom agent loops |
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tensordict import NonTensorData, NonTensorStack, TensorDict
+from tensordict import NonTensorData, TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.utils.dataset.rl_dataset import collate_fn
 
+from verl_digen.types import PromptRow
 
-def prompt_rows(batch: TensorDict) -> list[dict[str, Any]]:
-    """One mapping per prompt."""
-
-    def column(value: Any) -> Sequence[Any]:
-        if isinstance(value, NonTensorStack):
-            return [item.data if isinstance(item, NonTensorData) else item for item in value]
-        if isinstance(value, NonTensorData):
-            return [value.data] * len(batch)
-        return list(value)
-
-    columns = {str(name): column(batch.get(name)) for name in batch.keys()}  # noqa: SIM118 - a TensorDict
-    return [{name: values[index] for name, values in columns.items()} for index in range(len(batch))]
+ROW = "row"
+"""Column of a batch that holds the `PromptRow`s."""
 
 
-def prompt_batch(rows: Sequence[Mapping[str, Any]]) -> TensorDict:
-    """Inverse of `prompt_rows`."""
-    return tu.get_tensordict(collate_fn([dict(row) for row in rows]))
+def batch_columns(row: PromptRow) -> dict[str, Any]:
+    """The columns of one prompt in a batch: the row, and those that verl reads."""
+    return {"raw_prompt": row.text, "index": row.index, "uid": row.uid, ROW: row}
+
+
+def prompt_batch(rows: Sequence[PromptRow]) -> TensorDict:
+    """Batch of prompts as verl passes it on."""
+    return tu.get_tensordict(collate_fn([batch_columns(row) for row in rows]))
+
+
+def prompt_rows(batch: TensorDict) -> list[PromptRow]:
+    """Inverse of `prompt_batch`."""
+    return [item.data if isinstance(item, NonTensorData) else item for item in batch.get(ROW)]
+
+
+def loop_columns(row: PromptRow) -> dict[str, Any]:
+    """Keyword arguments of an agent loop for one prompt."""
+    return {
+        "raw_prompt": row.text,
+        "negative_prompt": row.negative,
+        "data_source": row.data_source,
+        "reward_model": {"ground_truth": row.ground_truth},
+        "extra_info": row.extra,
+        "index": row.index,
+        "uid": row.uid,
+    }
+
+
+def loop_row(columns: Mapping[str, Any]) -> PromptRow:
+    """Inverse of `loop_columns`; other columns are ignored."""
+    return PromptRow(
+        text=columns["raw_prompt"],
+        negative=columns["negative_prompt"],
+        data_source=columns["data_source"],
+        ground_truth=columns["reward_model"]["ground_truth"],
+        extra=columns["extra_info"],
+        index=columns["index"],
+        uid=columns["uid"],
+    )

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from verl_digen.engine.rows import Samples
-from verl_digen.pipeline.conditions import fetch_conditions
 from verl_digen.schedulers.deal import Row
-from verl_digen.types import TRAJECTORY_COLUMNS
+from verl_digen.store.conditions import fetch_conditions
+from verl_digen.store.samples import fetch_columns
+from verl_digen.types import Sampling
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,10 @@ class FragmentSample:
     """K. 0: the reward counts for its group's advantages, and the sample is not trained."""
     experts: tuple[int, ...] = ()
     """K entries: number of the network that each trained step runs; () if the model has one."""
+    sampling: Sampling | None = None
+    """Settings that it was generated with; None: those of the run."""
+    condition_key: str = ""
+    """Key of its prompt's conditions in TransferQueue."""
     old_log_probs: tuple[float, ...] = ()
     """K entries: log-prob of each trained step before the first of several optimizer steps; () if one is taken."""
 
@@ -73,17 +78,11 @@ def fragment_rows(samples: Sequence[FragmentSample]) -> list[Row]:
 
 def fetch_samples(partition: str, samples: Sequence[FragmentSample]) -> Samples:
     """The samples from TransferQueue's `partition`, with the conditions of their prompts."""
-    import transfer_queue as tq  # starts a client process-wide; kept out of module import
-
-    data = tq.kv_batch_get(
-        keys=[sample.key for sample in samples], partition_id=partition, select_fields=list(TRAJECTORY_COLUMNS)
-    )
-    if len(data) != len(samples):
-        raise RuntimeError(f"{len(samples)} samples are to be trained, but TransferQueue has {len(data)} of them")
-    conditions = fetch_conditions([sample.uid for sample in samples])
+    columns = fetch_columns(partition, [sample.key for sample in samples])
+    conditions = fetch_conditions([sample.condition_key for sample in samples])
     return Samples(
-        columns={name: list(data.get(name).unbind()) for name in TRAJECTORY_COLUMNS},
-        conditions=[conditions[sample.uid] for sample in samples],
+        columns=columns,
+        conditions=[conditions[sample.condition_key] for sample in samples],
         advantages=torch.zeros(len(samples)),
         old_log_probs=None,
     )

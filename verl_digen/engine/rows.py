@@ -18,8 +18,8 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from verl_digen.pipeline.conditions import ConditionPair
 from verl_digen.schedulers.tiles import Tile
+from verl_digen.store.conditions import ConditionPair
 from verl_digen.types import Condition, TrainingRows
 
 

@@ -31,9 +31,9 @@ from verl_digen.algorithms.metric import Metric
 from verl_digen.engine.assistant import Assistant
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.fragment import FragmentSpec, fetch_samples
-from verl_digen.pipeline.conditions import fetch_conditions
 from verl_digen.platforms.device_name import accelerator_name
 from verl_digen.rollout.registry import REPLICAS
+from verl_digen.store.conditions import fetch_conditions
 from verl_digen.types import Generation, SampleRequest
 
 logger = logging.getLogger(__name__)
@@ -140,7 +140,8 @@ class DiffusionWorker(ActorRolloutRefWorker):
         Args:
             version: weight version, recorded with the samples.
         """
-        condition, negative_condition = fetch_conditions([requests[0].uid])[requests[0].uid]
+        key = requests[0].condition_key
+        condition, negative_condition = fetch_conditions([key])[key]
         return self._assistant.generate(requests, condition, negative_condition, version=version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]

@@ -26,10 +26,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, pstdev
-from typing import Any
 
-Tag = Mapping[str, Any]
-"""Facts about one sample, from the agent loop, see `verl_digen.agent_loop.manager`."""
+from verl_digen.types import SampleTag
 
 
 def union_s(intervals: Iterable[tuple[float, float]]) -> float:
@@ -41,14 +39,14 @@ def union_s(intervals: Iterable[tuple[float, float]]) -> float:
     return covered
 
 
-def reward_metrics(tags: Sequence[Tag], groups: Sequence[str]) -> dict[str, float]:
+def reward_metrics(tags: Sequence[SampleTag], groups: Sequence[str]) -> dict[str, float]:
     """`reward/*` of a batch; `groups` holds each sample's uid."""
-    rewards = [tag["reward"] for tag in tags]
+    rewards = [tag.reward for tag in tags]
     by_group: dict[str, set[float]] = defaultdict(set)
     parts: dict[str, list[float]] = defaultdict(list)
     for tag, group in zip(tags, groups, strict=True):
-        by_group[group].add(tag["reward"])
-        for name, value in tag["parts"].items():
+        by_group[group].add(tag.reward)
+        for name, value in tag.parts.items():
             parts[name].append(value)
     return {
         "reward/mean": fmean(rewards),
@@ -60,9 +58,9 @@ def reward_metrics(tags: Sequence[Tag], groups: Sequence[str]) -> dict[str, floa
     }
 
 
-def staleness_metrics(tags: Sequence[Tag], trained_version: int) -> dict[str, float]:
+def staleness_metrics(tags: Sequence[SampleTag], trained_version: int) -> dict[str, float]:
     """Number of versions by which samples are older than the weights they train: maximum, mean and histogram."""
-    ages = [trained_version - tag["min_global_steps"] for tag in tags]
+    ages = [trained_version - tag.version for tag in tags]
     return {
         "rollout/version_age_max_versions": float(max(ages)),
         "rollout/version_age_mean_versions": fmean(ages),
@@ -85,7 +83,7 @@ def training_metrics(outputs: Mapping[str, float]) -> dict[str, float]:
 
 
 def perf_metrics(
-    tags: Sequence[Tag],
+    tags: Sequence[SampleTag],
     *,
     step_s: float,
     train_s: float,
@@ -104,8 +102,8 @@ def perf_metrics(
         num_devices: devices of all pools.
         since_s: unix time at which the step began; samples may have been generated before.
     """
-    generating = [(tag["generate_start_s"], tag["generate_end_s"]) for tag in tags]
-    scoring = [(tag["score_start_s"], tag["score_end_s"]) for tag in tags]
+    generating = [tag.generated for tag in tags]
+    scoring = [tag.scored for tag in tags]
     images_per_s = len(tags) / step_s
     if training is None:
         busy_s = union_s(generating + scoring) + train_s

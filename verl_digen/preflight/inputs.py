@@ -16,7 +16,7 @@ from verl_digen.require import require
 
 if TYPE_CHECKING:
     from verl_digen.data.lengths import PromptCheck, TooLong
-    from verl_digen.data.prompts import Prompt
+    from verl_digen.types import PromptRow
 
 
 def check_prompts(config: DictConfig) -> None:
@@ -75,7 +75,7 @@ class PromptSet:
 
     part: str
     num_read: int
-    prompts: Sequence[Prompt]
+    prompts: Sequence[PromptRow]
     """After `data.*_max_samples`."""
     too_long: Sequence[TooLong]
     """Prompts that are too long; left out of `prompts` where `data.filter_overlong_prompts` is true."""

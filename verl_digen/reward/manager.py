@@ -17,6 +17,7 @@ from verl_digen.platforms.placement import reward_options
 from verl_digen.reward.functions import CUSTOM, resolve
 from verl_digen.reward.scoring import Scorer, WeightedReward
 from verl_digen.reward.workers import RestartingActor
+from verl_digen.types import PromptRow
 
 
 def make_scorer(digen: DigenConfig, custom: Any) -> Scorer:
@@ -35,23 +36,23 @@ class DiffusionRewardManager(RewardManagerBase):
         self._scorer = make_scorer(digen_config(config), compute_score)
 
     async def run_single(self, data: DataProto) -> dict[str, Any]:
-        """Score the one sample of `data`: `responses` is uint8 pixels [1, (F,) H, W, 3].
+        """Score the one sample of `data`: `responses` is uint8 pixels [1, (F,) H, W, 3], `row` its `PromptRow`.
 
         Returns:
             verl's mapping with `reward_score` (float) and `reward_extra_info` (each function's value, its details),
             and `interval_s`, the (start, end) of scoring in unix time.
         """
-        row = {name: values[0] for name, values in data.non_tensor_batch.items()}
+        row: PromptRow = data.non_tensor_batch["row"][0]
         assert data.batch is not None
         started_s = time.time()
         score = await self._scorer.score(
-            data_source=row["data_source"],
+            data_source=row.data_source,
             solution_image=data.batch["responses"][0].numpy(),
-            ground_truth=row["reward_model"]["ground_truth"],
-            extra_info={**row["extra_info"], "prompt": row["raw_prompt"]},
+            ground_truth=row.ground_truth,
+            extra_info={**row.extra, "prompt": row.text},
         )
         return {
-            "reward_score": score.reward,
+            "reward_score": score.total,
             "reward_extra_info": dict(score.parts),
             "interval_s": (started_s, time.time()),
         }

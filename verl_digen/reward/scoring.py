@@ -17,7 +17,7 @@ from numbers import Real
 from typing import Any
 
 from verl_digen.reward.functions import RewardFunction
-from verl_digen.types import SampleScore
+from verl_digen.types import Score
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Scorer:
     max_retries: int
     timeout_s: float
 
-    async def score(self, **sample: Any) -> SampleScore:
+    async def score(self, **sample: Any) -> Score:
         """Score one sample; the keyword arguments are those of a reward function.
 
         Raises:
@@ -57,7 +57,7 @@ class Scorer:
             total += reward.weight * value
             parts[reward.name] = value
             parts |= {f"{reward.name}/{name}": detail for name, detail in details.items()}
-        return SampleScore(reward=total, parts=parts)
+        return Score(total=total, parts=parts)
 
     async def _call(self, reward: WeightedReward, sample: Mapping[str, Any]) -> Any:
         last: Exception | None = None

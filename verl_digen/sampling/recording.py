@@ -79,4 +79,6 @@ def record_trajectory(
         seed=seed,
         version=versions[0],
         last_version=versions[1],
+        sampling=request.sampling,
+        condition_key=request.condition_key,
     )

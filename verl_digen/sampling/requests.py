@@ -3,12 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from verl_digen.algorithms.window import Window, draw_window
 from verl_digen.config import DigenConfig
-from verl_digen.types import Geometry, SampleRequest, Sampling
+from verl_digen.types import Geometry, PromptRow, SampleRequest, Sampling
 
 SINGLE_TURN = "diffusion_single_turn"
 """`actor_rollout_ref.rollout.agent.default_agent_loop` of a run without a custom agent loop."""
@@ -21,12 +18,19 @@ def request_id(uid: str, sample_index: int) -> str:
     return f"{uid}_{sample_index}"
 
 
-def sample_request(digen: DigenConfig, row: Mapping[str, Any], sample_index: int, *, validate: bool) -> SampleRequest:
+def condition_key(digen: DigenConfig, row: PromptRow) -> str:
+    """Key of the prompt's conditions, unless a custom agent loop rewrites the prompt."""
+    return sample_request(digen, row, 0, step=0, validate=False).condition_key
+
+
+def sample_request(
+    digen: DigenConfig, row: PromptRow, sample_index: int, *, step: int, validate: bool
+) -> SampleRequest:
     """One sample's request.
 
     Args:
-        row: dataset row with `uid` (its group) and `global_steps` (the optimizer step it is for). The window is a
-            function of the uid and the run seed, so a group shares one; the step moves a MixGRPO window.
+        row: the prompt. The window is a function of its uid and the run seed, so a group shares one.
+        step: the optimizer step that the sample is for; moves a MixGRPO window.
         validate: True for a deterministic validation sample.
     """
     config = digen.sampling
@@ -34,16 +38,13 @@ def sample_request(digen: DigenConfig, row: Mapping[str, Any], sample_index: int
     window = (
         DETERMINISTIC
         if validate
-        else draw_window(
-            digen.window, run_seed=digen.seed, uid=row["uid"], num_steps=num_steps, step=row["global_steps"]
-        )
+        else draw_window(digen.window, run_seed=digen.seed, uid=row.uid, num_steps=num_steps, step=step)
     )
-    negative_prompt = row["negative_prompt"]
     return SampleRequest(
-        uid=row["uid"],
+        uid=row.uid,
         sample_index=sample_index,
-        prompt=row["raw_prompt"],
-        negative_prompt=config.negative_prompt if negative_prompt is None else negative_prompt,
+        prompt=row.text,
+        negative_prompt=config.negative_prompt if row.negative is None else row.negative,
         window=window,
         sampling=Sampling(
             geometry=Geometry(config.height_px, config.width_px, config.num_frames),

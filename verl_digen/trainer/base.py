@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the trainers of both placements share: processes, prompts, validation, checkpoints, metrics.
+"""Base of the trainers of both placements: processes, prompts, validation, checkpoints, metrics.
 
     fit (verl) -> on_step_begin, step, on_step_end, ... (verl's hooks) -> _compute_metrics
 
@@ -19,17 +19,15 @@ import logging
 import os
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import ray
 from omegaconf import open_dict
-from tensordict import TensorDict
-from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
-from verl.utils import tensordict_utils as tu
 from verl.utils.debug import marked_timer
 
 from verl_digen.agent_loop.server_manager import AsyncDiffusionServerManager
@@ -43,6 +41,8 @@ from verl_digen.observe.progress import progress_line
 from verl_digen.platforms.placement import TypedPools, check_placement
 from verl_digen.reward.manager import DiffusionRewardLoopManager
 from verl_digen.schedulers.deadlines import Bound
+from verl_digen.store.partitions import TRAIN
+from verl_digen.store.samples import to_batch
 from verl_digen.trainer.agreement import check_log_prob_gap
 from verl_digen.trainer.checkpoint import (
     DriverState,
@@ -52,7 +52,7 @@ from verl_digen.trainer.checkpoint import (
     save_driver_state,
 )
 from verl_digen.trainer.loop_thread import LoopThread, within
-from verl_digen.trainer.ranks import PARTITION, TrainerRanks
+from verl_digen.trainer.ranks import TrainerRanks
 from verl_digen.trainer.replicas import (
     end_processes,
     replica_device,
@@ -66,6 +66,7 @@ from verl_digen.trainer.supervision import Supervision
 from verl_digen.trainer.utilisation import PoolDevices
 from verl_digen.trainer.validation import allow_no_prompts
 from verl_digen.trainer.validation_run import Validation
+from verl_digen.types import PromptRow
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
@@ -91,7 +92,7 @@ class DiffusionTrainer(PPOTrainerSync):
         self.digen = digen_config(config)
         self.run_dir = Path(config.trainer.default_local_dir)
         self._num_prompts_drawn = 0
-        self._drawn: list[dict[str, Any]] = []
+        self._drawn: list[PromptRow] = []
         """Prompts that were drawn and not used yet."""
         self._started_s = time.time()
         self._first_step: int | None = None
@@ -189,20 +190,22 @@ class DiffusionTrainer(PPOTrainerSync):
             end_processes(replica)
 
     # -- prompts ------------------------------------------------------------------------------------------
-    def _take_prompts(self, count: int) -> list[dict[str, Any]]:
-        """Take the next rows; first those that the run before a resume had drawn and not trained."""
+    def _take_prompts(self, count: int) -> list[PromptRow]:
+        """Take the next prompts; first those that the run before a resume had drawn and not trained."""
         while len(self._drawn) < count:
-            self._drawn += prompt_rows(self._draw_batch())
+            self._drawn += self._draw_batch()
         rows, self._drawn = self._drawn[:count], self._drawn[count:]
         return rows
 
-    def _draw_batch(self) -> TensorDict:
+    def _draw_batch(self) -> list[PromptRow]:
         """Draw verl's next batch, numbered so that noise and windows are equal in every run and after every resume."""
-        batch = super()._fetch_one_gen_batch()
-        uids = [f"p{self._num_prompts_drawn + index:08d}" for index in range(len(batch))]
-        self._num_prompts_drawn += len(batch)
-        tu.assign_non_tensor_stack(batch, "uid", uids)
-        return batch
+        first = self._num_prompts_drawn
+        rows = [
+            replace(row, uid=f"p{first + number:08d}")
+            for number, row in enumerate(prompt_rows(super()._fetch_one_gen_batch()))
+        ]
+        self._num_prompts_drawn += len(rows)
+        return rows
 
     def _add_started_replicas(self) -> None:
         """Add replicas that were started in place of lost ones: they get weights and validation samples from now on."""
@@ -225,13 +228,13 @@ class DiffusionTrainer(PPOTrainerSync):
             )
 
     # -- one step -----------------------------------------------------------------------------------------
-    def step(self, metrics: dict, timing_raw: dict) -> KVBatchMeta:
+    def step(self, metrics: dict, timing_raw: dict) -> Any:
         """Run one step, up to its last optimizer step; verl's loop ends it (`on_step_end`)."""
         self._result = result = self._run_step(timing_raw)
         check_log_prob_gap(
             training_metrics(result.training), self.digen.rollout.max_log_prob_gap, step=self.global_steps
         )
-        return KVBatchMeta(partition_id=PARTITION, keys=list(result.samples), tags=[dict(tag) for tag in result.tags])
+        return to_batch(TRAIN, result.samples, self.global_steps)
 
     @abstractmethod
     def _run_step(self, timing_raw: dict) -> StepResult:
@@ -321,13 +324,14 @@ class DiffusionTrainer(PPOTrainerSync):
 
     def _log_rollout_data(self, batch: Any, timing_raw: dict, rollout_data_dir: str) -> None:
         """Write prompts, rewards and seeds of a step as JSONL to `trainer.rollout_data_dir`."""
+        tags = self._result.tags
         with marked_timer("dump_rollout_generations", timing_raw):
             self._dump_generations(
-                inputs=[tag["prompt"] for tag in batch.tags],
-                outputs=[f"seed {tag['seed']}" for tag in batch.tags],
-                gts=[None] * len(batch.tags),
-                scores=[tag["reward"] for tag in batch.tags],
-                reward_extra_infos_dict={"key": list(batch.keys)},
+                inputs=[tag.prompt for tag in tags],
+                outputs=[f"seed {tag.seed}" for tag in tags],
+                gts=[None] * len(tags),
+                scores=[tag.reward for tag in tags],
+                reward_extra_infos_dict={"key": list(self._result.samples)},
                 dump_path=rollout_data_dir,
             )
 
@@ -362,8 +366,8 @@ class DiffusionTrainer(PPOTrainerSync):
             trainer=self, global_step=self.global_steps, checkpoint_dir=str(step_dir), async_save=False
         )
 
-    def _open_prompts(self) -> Sequence[Mapping[str, Any]]:
-        """Rows that were drawn and not trained by the end of a step."""
+    def _open_prompts(self) -> Sequence[PromptRow]:
+        """Prompts that were drawn and not trained by the end of a step."""
         return self._drawn
 
     def _load_checkpoint(self) -> None:

@@ -4,7 +4,7 @@
     RUN_DIR/global_step_N/actor/...        written by the engine, see `verl_digen.engine.checkpoint`
     RUN_DIR/global_step_N/data.pt          data loader state
     RUN_DIR/global_step_N/digen.json       counters of the driver
-    RUN_DIR/global_step_N/prompts.pt       prompts that were drawn and not trained yet, in order
+    RUN_DIR/global_step_N/prompts.json     prompts that were drawn and not trained yet, in order
     RUN_DIR/latest_checkpointed_iteration.txt   the pointer, replaced last and at once
 
 Invariant (tests/trainer/test_checkpoint.py): whatever fails before the pointer is replaced, the pointer names a
@@ -23,6 +23,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from verl_digen.types import PromptRow
+
 POINTER = "latest_checkpointed_iteration.txt"
 """The name verl's `find_latest_ckpt_path` reads."""
 
@@ -36,17 +38,17 @@ class DriverState:
 
 
 def save_driver_state(
-    step_dir: Path, state: DriverState, dataloader_state: dict[str, Any], open_prompts: Sequence[Mapping[str, Any]]
+    step_dir: Path, state: DriverState, dataloader_state: dict[str, Any], open_prompts: Sequence[PromptRow]
 ) -> None:
     """Write the driver's files into `step_dir`.
 
     Args:
-        open_prompts: rows that the data loader has given and no optimizer step has trained; a resumed run begins with
+        open_prompts: prompts that were drawn and that no optimizer step has trained; a resumed run begins with
             them.
     """
     step_dir.mkdir(parents=True, exist_ok=True)
     torch.save(dataloader_state, step_dir / "data.pt")
-    torch.save([_plain(dict(row)) for row in open_prompts], step_dir / "prompts.pt")
+    replace_text(step_dir / "prompts.json", json.dumps([_plain(vars(row), row.place) for row in open_prompts]))
     replace_text(step_dir / "digen.json", json.dumps(asdict(state)))
 
 
@@ -65,33 +67,38 @@ def load_driver_state(step_dir: Path) -> DriverState:
     return DriverState(**json.loads(path.read_text()))
 
 
-def load_open_prompts(step_dir: Path) -> list[dict[str, Any]]:
-    """Read the rows that were drawn and not trained; empty for a checkpoint from before they were saved.
+def load_open_prompts(step_dir: Path) -> list[PromptRow]:
+    """Read the prompts that were drawn and not trained.
 
     Raises:
-        pickle.UnpicklingError: the file holds more than plain values, for example code.
+        ValueError: the checkpoint has no such file.
     """
-    path = step_dir / "prompts.pt"
-    return torch.load(path, weights_only=True) if path.is_file() else []
+    path = step_dir / "prompts.json"
+    if not path.is_file():
+        raise ValueError(
+            f"a checkpoint must hold the prompts that were drawn and not trained, but {str(step_dir)!r} has no "
+            "prompts.json; take another checkpoint, or start a new run with trainer.resume_mode=disable"
+        )
+    return [PromptRow(**row) for row in json.loads(path.read_text())]
 
 
-def _plain(value: Any) -> Any:
-    """Convert a value of a prompt's row to plain Python types, so that the file can be read without running code.
+def _plain(value: Any, place: str) -> Any:
+    """Convert a value of a prompt's row to what JSON gives back unchanged; `place` names the row in a message.
 
     Raises:
         ValueError: a type that no prompt file holds.
     """
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: _plain(item, place) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_plain(item, place) for item in value]
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
-    if value is None or isinstance(value, str | int | float | bool | torch.Tensor):
+    if value is None or isinstance(value, str | int | float | bool):
         return value
     raise ValueError(
-        "a prompt's row must hold texts, numbers, lists and mappings to be saved in a checkpoint, got "
-        f"{value!r} of type {type(value).__name__}; convert that column of data.train_files"
+        f"data.train_files: {place or 'a prompt'} must hold texts, numbers, lists and mappings with text keys to be "
+        f"saved in a checkpoint, got {value!r} of type {type(value).__name__}; convert that column"
     )
 
 

@@ -26,31 +26,28 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-import transfer_queue as tq
 from tensordict import TensorDict
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.utils.debug import marked_timer
 
 from verl_digen.algorithms.losses import find_loss
-from verl_digen.data.rows import prompt_batch, prompt_rows
+from verl_digen.data.rows import prompt_batch
 from verl_digen.errors import RunStopped
-from verl_digen.pipeline.conditions import CONDITION_PARTITION
-from verl_digen.pipeline.keys import parse_key
+from verl_digen.store.keys import parse_key
+from verl_digen.store.partitions import CONDITIONS, TRAIN
+from verl_digen.store.samples import clear, from_batch
 from verl_digen.trainer.base import DiffusionTrainer
-from verl_digen.trainer.ranks import PARTITION
 from verl_digen.trainer.replay_buffer import GroupReplayBuffer
 from verl_digen.trainer.replicas import forget_lost_replicas
 from verl_digen.trainer.restarts import start_colocated
 from verl_digen.trainer.step_result import StepResult
 from verl_digen.trainer.updates import batch_scale, fragment_samples, mini_batches, train_batch
+from verl_digen.types import GroupTags, SampleTag
 
 logger = logging.getLogger(__name__)
 
 NAME = "digen_colocated"
 """`trainer.v1.trainer_mode`."""
-
-Groups = Mapping[str, Mapping[int, Mapping[str, Any]]]
-"""uid -> sample index -> tag."""
 
 
 class ColocatedTrainer(DiffusionTrainer):
@@ -85,8 +82,8 @@ class ColocatedTrainer(DiffusionTrainer):
                     old=self.digen.denominator,
                 )
             )
-        tq.kv_clear(keys=list(groups), partition_id=CONDITION_PARTITION)
-        tags = (tag for indices in groups.values() for tag in indices.values())
+        tags = [tag for indices in groups.values() for tag in indices.values()]
+        clear(CONDITIONS, sorted({tag.condition_key for tag in tags}))
         return StepResult(
             samples={sample.key: tag for sample, tag in zip(samples, tags, strict=True)},
             training=training,
@@ -94,26 +91,26 @@ class ColocatedTrainer(DiffusionTrainer):
             num_refilled_groups=self._num_refills,
         )
 
-    def _generate(self) -> Groups:
+    def _generate(self) -> Mapping[str, GroupTags]:
         """Have P groups generated and scored, then put the replicas to sleep."""
         self._num_refills = 0
         self._supervision.patience.restart()
         self._add_batch_to_generate()
         batch, _ = self.replay_buffer.sample(
-            global_steps=self.global_steps, partition_id=PARTITION, batch_size=self.config.data.train_batch_size
+            global_steps=self.global_steps, partition_id=TRAIN, batch_size=self.config.data.train_batch_size
         )
         self.on_sample_end()
-        found = sorted((parse_key(key), tag) for key, tag in zip(batch.keys, batch.tags, strict=True))
-        groups: dict[str, dict[int, Mapping[str, Any]]] = {}
-        for name, tag in found:
-            groups.setdefault(name.uid, {})[name.sample_index] = tag
+        tags = {parse_key(key): tag for key, tag in from_batch(batch).items()}
+        groups: dict[str, dict[int, SampleTag]] = {}
+        for name in sorted(tags):
+            groups.setdefault(name.uid, {})[name.sample_index] = tags[name]
         return groups
 
     # -- prompts: verl's hooks ----------------------------------------------------------------------------
     def _fetch_one_gen_batch(self) -> TensorDict:
-        batch = self._draw_batch()
-        self._drawn += prompt_rows(batch)
-        return prompt_batch(self._take_prompts(len(batch)))
+        drawn = self._draw_batch()
+        self._drawn += drawn
+        return prompt_batch(self._take_prompts(len(drawn)))
 
     def _add_prompts_to_generate(self, num_prompts: int) -> int:
         """Replace failed groups, up to the bound."""

@@ -58,7 +58,6 @@ from verl_digen.agent_loop.chunks import GeneratedChunk, ScoredChunk
 from verl_digen.errors import DeadlineMissed, RunStopped
 from verl_digen.observe.timeline import Kind, Lane, Recorder, WaitReason
 from verl_digen.observe.timeline.recorder import OpenInterval
-from verl_digen.pipeline.keys import SampleName
 from verl_digen.schedulers.deadlines import Deadlines
 from verl_digen.schedulers.planner import BatchPlanner
 from verl_digen.schedulers.types import (
@@ -73,7 +72,9 @@ from verl_digen.schedulers.types import (
     Train,
     Wait,
 )
+from verl_digen.store.keys import SampleName
 from verl_digen.trainer.calls import CallsUnderWay, OnOverdue, end_run
+from verl_digen.types import GroupTags, SampleTag
 
 logger = logging.getLogger(__name__)
 
@@ -83,12 +84,13 @@ RECONSIDER_MARGIN_S = 0.01
 REWARD = "rewards"
 """Callee name of the reward workers in `Deadlines`; other callees are a slot's id or TRAINER."""
 
-Tags = Mapping[int, Mapping[str, Any]]
-"""Sample index -> tag of the sample, as the agent loop wrote it."""
-
 
 class Generator(Protocol):
     """The generator pool: one chunk at a time per slot, and the agent loops that score and publish."""
+
+    def condition_key(self, chunk: Chunk) -> str:
+        """Key under which the conditions of the chunk's prompt are published."""
+        ...
 
     async def generate(self, slot: str, chunk: Chunk) -> GeneratedChunk:
         """Have the slot generate the chunk; returns when generation has ended."""
@@ -126,7 +128,7 @@ class Trainer(Protocol):
         """Open a logical batch."""
         ...
 
-    async def accumulate(self, fragment: Fragment, groups: Mapping[str, Tags]) -> None:
+    async def accumulate(self, fragment: Fragment, groups: Mapping[str, GroupTags]) -> None:
         """Add the gradient of complete groups."""
         ...
 
@@ -148,10 +150,10 @@ class BatchOutcome:
     """Metrics of the optimizer step."""
     slowest_decision_s: float
     """Longest time that the planner took to decide what the trainer does."""
-    groups: Mapping[str, Tags]
+    groups: Mapping[str, GroupTags]
     """uid -> tags of the trained samples."""
-    dropped_uids: Sequence[str]
-    """Dropped groups with published samples or conditions."""
+    condition_keys: frozenset[str]
+    """Keys of conditions that were published for groups of the batch, trained or not, or too late for another one."""
     unwanted: Sequence[SampleName]
     """Published samples that were not trained."""
 
@@ -180,10 +182,12 @@ class Joining:
 class PublishedSamples:
     """Published samples of one batch's groups."""
 
-    groups: dict[str, dict[int, Mapping[str, Any]]] = field(default_factory=dict)
+    groups: dict[str, dict[int, SampleTag]] = field(default_factory=dict)
     """uid -> sample index -> tag of the sample that is used."""
     unwanted: list[SampleName] = field(default_factory=list)
     """Samples that came too late, or that were generated again since."""
+    condition_keys: set[str] = field(default_factory=set)
+    """Keys under which conditions may have been published."""
     doubtful: list[SampleName] = field(default_factory=list)
     """Samples whose scoring timed out: they may have been published."""
 
@@ -374,6 +378,7 @@ class Conductor:
     # -- slots --------------------------------------------------------------------------------------------
     def _start_chunk(self, decision: Generate) -> None:
         slot, chunk = decision
+        condition_key = self.generator.condition_key(chunk)
         lane = self._slot_lanes[slot]
         self._stop_waiting(lane)
         opened = self._begin_chunk("generate", lane, chunk)
@@ -389,7 +394,7 @@ class Conductor:
             self._wait(lane, "staleness_bound" if self.planner.rules.max_versions else "no_chunk_left")
             if chunk.id not in self._withdrawn:
                 self.deadlines.observe("generate", slot, size=len(chunk.samples), seconds=took_s)
-            self._on_generated(chunk, generated)
+            self._on_generated(chunk, generated, condition_key)
 
         def on_overdue(error: DeadlineMissed) -> None:
             self.recorder.end(opened)
@@ -418,7 +423,7 @@ class Conductor:
             num_samples=len(chunk.samples),
         )
 
-    def _on_generated(self, chunk: Chunk, generated: GeneratedChunk) -> None:
+    def _on_generated(self, chunk: Chunk, generated: GeneratedChunk, condition_key: str) -> None:
         """Start collecting the samples of a generated chunk, to be scored and published; its generator is free."""
         self.planner.on_generated(chunk.id, self.recorder.now_s())
         if generated.failures:
@@ -440,9 +445,9 @@ class Conductor:
 
         def on_overdue(error: DeadlineMissed) -> None:
             self.recorder.end(opened)
-            self._published_with(chunk).doubtful.extend(
-                SampleName(chunk.uid, index, chunk.version) for index in chunk.samples
-            )
+            published = self._published_with(chunk)
+            published.doubtful.extend(SampleName(chunk.uid, index, chunk.version) for index in chunk.samples)
+            published.condition_keys.add(condition_key)
             self._on_failed(chunk, dict.fromkeys(chunk.samples, str(error)))
             self._tell(self.generator.discard(chunk), f"discarding chunk {chunk.id}")
 
@@ -464,12 +469,13 @@ class Conductor:
         published = self._published_with(chunk)
         for index, tag in scored.tags.items():
             name = SampleName.of(chunk.uid, index, tag)
-            if name.version != tag["max_global_steps"]:
+            published.condition_keys.add(tag.condition_key)
+            if name.version != tag.last_version:
                 raise RuntimeError(
                     f"sample {index} of group {chunk.uid} was generated under weight versions {name.version} and "
-                    f"{tag['max_global_steps']}; it must be one"
+                    f"{tag.last_version}; it must be one"
                 )
-            if not self.planner.on_scored(chunk.id, {index: tag["reward"]}, name.version, self.recorder.now_s()):
+            if not self.planner.on_scored(chunk.id, {index: tag.reward}, name.version, self.recorder.now_s()):
                 published.unwanted.append(name)
                 continue
             group = published.groups.setdefault(chunk.uid, {})
@@ -567,7 +573,8 @@ class Conductor:
     def _start_assist(self, decision: Assist) -> None:
         chunk = decision.chunk
         # the prompt's conditions are published for it, even if none of its samples ever is
-        self._published.setdefault(chunk.batch, PublishedSamples()).groups.setdefault(chunk.uid, {})
+        condition_key = self.generator.condition_key(chunk)
+        self._published.setdefault(chunk.batch, PublishedSamples()).condition_keys.add(condition_key)
         opened = self._begin_chunk("assist", self.lanes.trainer, chunk)
         opened.detail["reason"] = decision.reason
         if decision.predicted_gain_s is not None:
@@ -579,7 +586,7 @@ class Conductor:
             self.deadlines.observe("assist", TRAINER, size=len(chunk.samples), seconds=took_s)
             del self._chunks[chunk.id]
             self._trainer_is_free = True
-            self._on_generated(chunk, generated)
+            self._on_generated(chunk, generated, condition_key)
 
         self._calls.start(
             self.generator.assist(chunk),
@@ -631,7 +638,7 @@ class Conductor:
             metrics,
             self._slowest_decision_s,
             groups={uid: published.groups[uid] for uid in sorted(self._trained)},
-            dropped_uids=sorted({*published.groups, *(name.uid for name in unwanted)} - self._trained),
+            condition_keys=frozenset(published.condition_keys),
             unwanted=unwanted,
         )
 

@@ -16,10 +16,10 @@ import itertools
 import logging
 import socket
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
-import transfer_queue as tq
 from ray.exceptions import GetTimeoutError, RayActorError
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.utils.config import omega_conf_to_dataclass
@@ -30,19 +30,21 @@ from verl_digen.agent_loop.server_manager import AsyncDiffusionServerManager
 from verl_digen.algorithms.window import draw_window
 from verl_digen.config import DigenConfig
 from verl_digen.observe.timeline import Interval, Lane, Recorder, TimelineFile, step_metrics
-from verl_digen.pipeline.conditions import CONDITION_PARTITION
-from verl_digen.pipeline.keys import SampleName
 from verl_digen.pool_sizes import num_reward_devices
+from verl_digen.sampling.requests import condition_key
 from verl_digen.schedulers.durations import MeasuredDurations
 from verl_digen.schedulers.planner import BatchPlanner
 from verl_digen.schedulers.rules import BatchRules
+from verl_digen.store.keys import SampleName
+from verl_digen.store.partitions import CONDITIONS, TRAIN
+from verl_digen.store.samples import clear
 from verl_digen.trainer.base import DiffusionTrainer
 from verl_digen.trainer.conductor import BatchOutcome, Conductor, Joining, Lanes
 from verl_digen.trainer.pools import GeneratorPool, SlotHandle, TrainerPool
-from verl_digen.trainer.ranks import PARTITION
 from verl_digen.trainer.replicas import end_processes
 from verl_digen.trainer.restarts import start_standalone
 from verl_digen.trainer.step_result import StepResult
+from verl_digen.types import PromptRow
 from verl_digen.weights.staged import StagedCheckpointManager
 
 if TYPE_CHECKING:
@@ -97,6 +99,8 @@ class DisaggregatedTrainer(DiffusionTrainer):
         self._recorder = Recorder()
         self._driver = Lane("driver", 0, socket.gethostname(), 0)
         self._conductor: Conductor | None = None
+        self._condition_keys: set[str] = set()
+        """Keys of published conditions that are not cleared yet."""
         self._previous_intervals: list[Interval] = []
         self._num_devices = self._device_counts()
         self._timeline_file = TimelineFile(self.run_dir / "timeline.jsonl", self._num_devices)
@@ -145,6 +149,7 @@ class DisaggregatedTrainer(DiffusionTrainer):
             self._slots,
             trainer=self.actor_rollout_wg,
             end_replica=self._end_replica,
+            condition_key=partial(condition_key, self.digen),
             answer_s=self.digen.deadlines.answer_s,
             blip_s=self.digen.deadlines.blip_s,
         )
@@ -199,10 +204,10 @@ class DisaggregatedTrainer(DiffusionTrainer):
     def _draw_prompts(self, batch: int, count: int) -> list[str]:
         rows = self._take_prompts(count)
         for row in rows:
-            self._generator.add_prompt(batch, row["uid"], row)
-        return [row["uid"] for row in rows]
+            self._generator.add_prompt(batch, row)
+        return [row.uid for row in rows]
 
-    def _open_prompts(self) -> Sequence[Mapping[str, Any]]:
+    def _open_prompts(self) -> Sequence[PromptRow]:
         assert self._conductor is not None
         return [*self._generator.open_prompts(), *super()._open_prompts()]
 
@@ -217,7 +222,7 @@ class DisaggregatedTrainer(DiffusionTrainer):
             self._conductor = self._make_conductor()
         outcome = self._supervision.run(self._conductor.run_batch())
         self._generator.forget_batch(outcome.report.batch)
-        _clear(outcome)
+        self._clear(outcome)
         return StepResult(
             samples={
                 SampleName.of(uid, index, tag).key: tag
@@ -230,6 +235,18 @@ class DisaggregatedTrainer(DiffusionTrainer):
             num_assisted=outcome.report.num_assisted,
             facts=_report_metrics(outcome),
         )
+
+    def _clear(self, outcome: BatchOutcome) -> None:
+        """Clear what is no longer read; conditions stay while a prompt of an unfinished batch has the same.
+
+        The rows of trained samples are cleared by verl's loop, at the end of the step.
+        """
+        self._condition_keys |= outcome.condition_keys
+        unused = self._condition_keys - self._generator.condition_keys()
+        self._condition_keys -= unused
+        clear(CONDITIONS, sorted(unused))
+        if outcome.unwanted:
+            clear(TRAIN, [name.key for name in outcome.unwanted])
 
     def on_step_end(self) -> None:
         assert self._conductor is not None
@@ -298,13 +315,6 @@ class DisaggregatedTrainer(DiffusionTrainer):
     def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, global_steps: int, epoch: int) -> None:
         metrics.update(self._timeline_metrics)
         super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch)
-
-
-def _clear(outcome: BatchOutcome) -> None:
-    """Clear what is no longer read. The rows of trained samples are cleared by verl's loop, at the end of the step."""
-    tq.kv_clear(keys=[*outcome.groups, *outcome.dropped_uids], partition_id=CONDITION_PARTITION)
-    if outcome.unwanted:
-        tq.kv_clear(keys=[name.key for name in outcome.unwanted], partition_id=PARTITION)
 
 
 def _report_metrics(outcome: BatchOutcome) -> Mapping[str, float]:

@@ -20,6 +20,7 @@ from verl_digen.errors import RunStopped
 from verl_digen.schedulers.types import Chunk, Fragment
 from verl_digen.trainer.ranks import TrainerRanks
 from verl_digen.trainer.updates import fragment_samples
+from verl_digen.types import GroupTags, PromptRow
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ class GeneratorPool:
         workers: handles of `DiffusionAgentLoopWorker`; a chunk stays with one of them.
         trainer: verl's worker group of `DiffusionWorker`.
         end_replica: ends the processes of the replica with this address.
+        condition_key: key of a prompt's conditions.
         answer_s: how long a replica may take to encode a prompt.
         blip_s: how long a replica may be unreachable.
     """
@@ -52,25 +54,33 @@ class GeneratorPool:
         trainer: Any,
         *,
         end_replica: Callable[[str], Awaitable[None]],
+        condition_key: Callable[[PromptRow], str],
         answer_s: float,
         blip_s: float,
     ):
         self._workers = list(workers)
         self._end_replica, self._answer_s, self._blip_s = end_replica, answer_s, blip_s
         self._slots = {slot.name: slot for slot in slots}
-        self._trainer = trainer
-        self._rows: dict[int, dict[str, Mapping[str, Any]]] = {}
-        """Batch -> uid -> row of the dataset."""
+        self._trainer, self._condition_key = trainer, condition_key
+        self._rows: dict[int, dict[str, PromptRow]] = {}
+        """Batch -> uid -> prompt."""
         self._encoded: set[str] = set()
         """Prompts whose conditions were published for an assist."""
 
-    def add_prompt(self, batch: int, uid: str, row: Mapping[str, Any]) -> None:
-        """Register a prompt's dataset row for the agent loop."""
-        self._rows.setdefault(batch, {})[uid] = row
+    def add_prompt(self, batch: int, row: PromptRow) -> None:
+        """Register a drawn prompt of a batch."""
+        self._rows.setdefault(batch, {})[row.uid] = row
 
-    def open_prompts(self) -> list[Mapping[str, Any]]:
-        """Rows of the prompts of unfinished batches, in order."""
+    def open_prompts(self) -> list[PromptRow]:
+        """Prompts of unfinished batches, in order."""
         return [row for batch in sorted(self._rows) for row in self._rows[batch].values()]
+
+    def condition_key(self, chunk: Chunk) -> str:
+        return self._condition_key(self._rows[chunk.batch][chunk.uid])
+
+    def condition_keys(self) -> set[str]:
+        """Keys of the conditions that unfinished batches need."""
+        return {self._condition_key(row) for row in self.open_prompts()}
 
     def forget_batch(self, batch: int) -> None:
         """Forget the prompts of a batch; all are trained or dropped."""
@@ -134,8 +144,7 @@ class GeneratorPool:
             return None
 
     def _order(self, chunk: Chunk) -> ChunkOrder:
-        row = {**self._rows[chunk.batch][chunk.uid], "global_steps": chunk.batch + 1}
-        return ChunkOrder(chunk.id, chunk.uid, chunk.samples, row)
+        return ChunkOrder(chunk.id, chunk.samples, self._rows[chunk.batch][chunk.uid], step=chunk.batch + 1)
 
     async def collect(self, chunk: Chunk) -> ScoredChunk:
         return await self._worker(chunk).collect_chunk.remote(chunk.id)
@@ -159,7 +168,7 @@ class TrainerPool:
         self._ranks.compute_s = 0.0
         await self._ranks.begin(self._num_samples, self._num_rows)
 
-    async def accumulate(self, fragment: Fragment, groups: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> None:
+    async def accumulate(self, fragment: Fragment, groups: Mapping[str, GroupTags]) -> None:
         await self._ranks.accumulate(FragmentSpec(f"f{fragment.id}", fragment_samples(groups)))
 
     async def commit(self) -> dict[str, float]:

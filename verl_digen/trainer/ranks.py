@@ -13,11 +13,9 @@ from typing import Any
 from verl_digen.agent_loop.chunks import describe
 from verl_digen.algorithms.metric import Metric
 from verl_digen.engine.fragment import FragmentSample, FragmentSpec
+from verl_digen.store.partitions import TRAIN
 
 logger = logging.getLogger(__name__)
-
-PARTITION = "train"
-"""Partition of TransferQueue where samples' rows wait for the trainer."""
 
 
 class TrainerRanks:
@@ -34,7 +32,7 @@ class TrainerRanks:
 
     async def begin(self, num_samples: int, num_rows: int, scale: float | None = None) -> None:
         """Open a logical batch, see `DiffusersFSDPEngine.begin`."""
-        await asyncio.gather(*self._worker_group.begin(num_samples, num_rows, PARTITION, scale))
+        await asyncio.gather(*self._worker_group.begin(num_samples, num_rows, TRAIN, scale))
 
     async def accumulate(self, fragment: FragmentSpec) -> None:
         """Add the gradient of complete groups."""
@@ -49,7 +47,7 @@ class TrainerRanks:
         """
         started_s = time.perf_counter()
         found: dict[str, dict[int, float]] = {}
-        for part in await asyncio.gather(*self._worker_group.evaluate(fragments, PARTITION)):
+        for part in await asyncio.gather(*self._worker_group.evaluate(fragments, TRAIN)):
             for key, log_probs in part.items():
                 found.setdefault(key, {}).update(log_probs)
         self.compute_s += time.perf_counter() - started_s

@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import transfer_queue as tq
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+
+from verl_digen.store.prompts import list_partition
 
 POLL_INTERVAL_S = 0.02
 """How often the driver looks for finished groups; verl's 2 s would dominate a short step."""
@@ -30,5 +31,5 @@ class GroupReplayBuffer(ReplayBuffer):
         failed = eviction_reasons[2]
         self.on_poll(len(self.finished_keys[partition_id]) + len(failed))
         if failed:
-            self.last_error = tq.kv_list(partition_id)[partition_id][max(failed)]["error"]
+            self.last_error = list_partition(partition_id).prompts[max(failed)].error
         return super()._evict_terminal_groups(global_steps, partition_id, eviction_reasons)

@@ -5,18 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from verl_digen.observe.metrics import perf_metrics, reward_metrics, staleness_metrics, training_metrics
-from verl_digen.pipeline.keys import parse_key
+from verl_digen.store.keys import parse_key
 from verl_digen.trainer.utilisation import PoolDevices, step_utilisation
+from verl_digen.types import SampleTag
 
 
 @dataclass(frozen=True)
 class StepResult:
     """A committed step, as the trainer's siblings return it."""
 
-    samples: Mapping[str, Mapping[str, Any]]
+    samples: Mapping[str, SampleTag]
     """Key -> tag of each trained sample, group after group."""
     training: Mapping[str, float]
     """Metrics of the optimizer steps, by the engine's names."""
@@ -29,7 +29,7 @@ class StepResult:
     """Further metrics, under their final names."""
 
     @property
-    def tags(self) -> list[Mapping[str, Any]]:
+    def tags(self) -> list[SampleTag]:
         """Tags of the samples, in order."""
         return list(self.samples.values())
 

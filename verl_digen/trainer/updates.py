@@ -14,7 +14,6 @@ Invariant (tests/engine/test_updates.py): with one mini-batch and one epoch this
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -24,14 +23,23 @@ from verl_digen.algorithms.metric import combine_updates, numbers
 from verl_digen.config import AdvantageConfig
 from verl_digen.engine.fragment import FragmentSample, FragmentSpec
 from verl_digen.engine.ledger import BATCH_SCALES
-from verl_digen.pipeline.keys import SampleName
+from verl_digen.store.keys import SampleName
 from verl_digen.trainer.ranks import TrainerRanks
+from verl_digen.types import GroupTags
 
 
-def fragment_samples(groups: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> tuple[FragmentSample, ...]:
+def fragment_samples(groups: Mapping[str, GroupTags]) -> tuple[FragmentSample, ...]:
     """Describe complete groups for the ranks. `groups`: uid -> sample index -> tag."""
     return tuple(
-        FragmentSample(SampleName.of(uid, index, tag).key, uid, tag["reward"], tag["num_steps"], tag["experts"])
+        FragmentSample(
+            key=SampleName.of(uid, index, tag).key,
+            uid=uid,
+            reward=tag.reward,
+            num_steps=tag.num_steps,
+            experts=tag.experts,
+            sampling=tag.sampling,
+            condition_key=tag.condition_key,
+        )
         for uid, tags in groups.items()
         for index, tag in sorted(tags.items())
     )

@@ -17,10 +17,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from verl_digen.observe.board import log_pictures
 from verl_digen.observe.images import Shown, image_path, save_before_after, save_grid, step_dir, video_path
 from verl_digen.observe.metrics import reward_metrics
-from verl_digen.pipeline.keys import SampleName, parse_key
+from verl_digen.store.keys import SampleName, parse_key
 from verl_digen.trainer.checkpoint import replace_text
-
-Tag = Mapping[str, Any]
+from verl_digen.types import SampleTag
 
 
 def allow_no_prompts(config: DictConfig) -> None:
@@ -38,7 +37,7 @@ def validation_uid(index: int) -> str:
     return f"val-{index:05d}"
 
 
-def validation_metrics(tags: Mapping[str, Tag], num_samples: int) -> dict[str, float]:
+def validation_metrics(tags: Mapping[str, SampleTag], num_samples: int) -> dict[str, float]:
     """`val/*` of one validation. `tags`: sample key -> tag; `num_samples`: number of samples requested."""
     keys = sorted(tags)
     rewards = reward_metrics([tags[key] for key in keys], [parse_key(key).uid for key in keys])
@@ -47,13 +46,15 @@ def validation_metrics(tags: Mapping[str, Tag], num_samples: int) -> dict[str, f
     metrics["val/failed_samples"] = float(num_samples - len(keys))
     by_source: dict[str, list[float]] = {}
     for tag in tags.values():
-        by_source.setdefault(tag["data_source"], []).append(tag["reward"])
+        by_source.setdefault(tag.data_source, []).append(tag.reward)
     if len(by_source) > 1:
         metrics |= {f"val/{source}/reward": sum(values) / len(values) for source, values in by_source.items()}
     return metrics
 
 
-def draw_pictures(run_dir: Path, step: int, tags: Mapping[str, Tag], num_logged: int, *, to_tensorboard: bool) -> Any:
+def draw_pictures(
+    run_dir: Path, step: int, tags: Mapping[str, SampleTag], num_logged: int, *, to_tensorboard: bool
+) -> Any:
     """Start drawing the grid of this validation and the before/after picture; returns a Ray reference to wait for.
 
     Args:
@@ -65,13 +66,13 @@ def draw_pictures(run_dir: Path, step: int, tags: Mapping[str, Tag], num_logged:
         uid = validation_uid(index)
         tag = first_samples.get(uid)
         if tag is not None:
-            shown.append({"uid": uid, "prompt": tag["prompt"], "reward": tag["reward"]})
+            shown.append({"uid": uid, "prompt": tag.prompt, "reward": tag.reward})
     if not shown:
         return None
     return ray.remote(num_cpus=0)(_draw).remote(run_dir, step, shown, to_tensorboard)
 
 
-def _by_name(tags: Mapping[str, Tag]) -> list[tuple[SampleName, Tag]]:
+def _by_name(tags: Mapping[str, SampleTag]) -> list[tuple[SampleName, SampleTag]]:
     return [(parse_key(key), tag) for key, tag in tags.items()]
 
 

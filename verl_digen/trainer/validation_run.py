@@ -6,23 +6,26 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ray
-import transfer_queue as tq
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
 from verl_digen.config import DigenConfig
+from verl_digen.data.rows import ROW, prompt_batch
 from verl_digen.errors import RunStopped
+from verl_digen.store.partitions import VAL
+from verl_digen.store.prompts import list_partition, submit_prompts
+from verl_digen.store.samples import clear
 from verl_digen.trainer.replay_buffer import POLL_INTERVAL_S
 from verl_digen.trainer.supervision import Supervision
 from verl_digen.trainer.validation import draw_pictures, validation_metrics, validation_uid
+from verl_digen.types import SampleTag
 
 logger = logging.getLogger(__name__)
-
-PARTITION = "val"
 
 
 class Validation:
@@ -61,17 +64,16 @@ class Validation:
         Raises:
             RunStopped: every prompt of a batch failed.
         """
-        tags: dict[str, Any] = {}
+        tags: dict[str, SampleTag] = {}
         num_samples = 0
-        for rows in loader:
-            uids = [validation_uid(index) for index in rows["index"]]
+        for columns in loader:
+            rows = [replace(row, uid=validation_uid(row.index)) for row in columns[ROW]]
+            uids = [row.uid for row in rows]
             num_samples += len(uids) * self._num_samples
-            batch = tu.get_tensordict(dict(rows))
-            tu.assign_non_tensor_stack(batch, "uid", uids)
+            batch = prompt_batch(rows)
             tu.assign_non_tensor_data(batch, "global_steps", step)
             tu.assign_non_tensor_data(batch, "validate", True)
-            status = {"is_prompt": True, "status": "pending", "global_steps": step}
-            tq.kv_batch_put(keys=uids, partition_id=PARTITION, tags=[dict(status) for _ in uids])
+            submit_prompts(VAL, uids, step)
             generate(batch)
             reasons = self.wait(uids, tags)
             for reason in reasons:
@@ -91,7 +93,7 @@ class Validation:
         if self._pictures is not None:
             ray.get(self._pictures, timeout=self._digen.deadlines.save_s)
 
-    def wait(self, uids: list[str], tags: dict[str, Any]) -> list[str]:
+    def wait(self, uids: list[str], tags: dict[str, SampleTag]) -> list[str]:
         """Wait for the prompts, move their samples' tags into `tags`, clear them; returns the reasons of failures.
 
         Raises:
@@ -100,16 +102,15 @@ class Validation:
         self._supervision.patience.restart()
         while True:
             self._supervision.heartbeats.check()
-            statuses = tq.kv_list(PARTITION)[PARTITION]
-            ended = [uid for uid in uids if statuses[uid]["status"] in ("finished", "failure")]
+            found = list_partition(VAL)
+            ended = [uid for uid in uids if found.prompts[uid].has_ended]
             if len(ended) == len(uids):
                 break
             step = self._supervision.step()
             what = f"validation after step {step} ({len(ended)} of {len(uids)} prompts have ended)"
             self._supervision.patience.check(len(ended), what)
             time.sleep(self._poll_s)
-        reasons = [statuses[uid]["error"] for uid in uids if statuses[uid]["status"] == "failure"]
-        samples = {key: tag for key, tag in statuses.items() if "reward" in tag}
-        tags.update(samples)
-        tq.kv_clear(keys=[*uids, *samples], partition_id=PARTITION)
+        reasons = [found.prompts[uid].error for uid in uids if found.prompts[uid].status == "failure"]
+        tags.update(found.samples)
+        clear(VAL, [*uids, *found.samples])
         return reasons

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TransferQueue's controller, and cancellation of calls that wait for it.
+"""TransferQueue's processes: start, end, the controller's handle, and cancellation of calls that wait for it.
 
 Its client waits for the controller without a deadline, so a controller that died or hangs would stop every process
 that calls it. The driver asks for heartbeats (`verl_digen.trainer.heartbeats`) and cancels its own calls here.
@@ -12,6 +12,16 @@ from typing import Any
 
 import ray
 import transfer_queue as tq
+
+
+def start(config: Any) -> None:
+    """Start TransferQueue; `config` is verl's section `transfer_queue`."""
+    tq.init(config)
+
+
+def close() -> None:
+    """End TransferQueue's processes."""
+    tq.close()
 
 
 def controller() -> Any:

@@ -7,8 +7,9 @@ remains of its first attempt.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from verl_digen.types import SampleTag
 
 
 class SampleName(NamedTuple):
@@ -19,9 +20,9 @@ class SampleName(NamedTuple):
     version: int
 
     @classmethod
-    def of(cls, uid: str, sample_index: int, tag: Mapping[str, Any]) -> SampleName:
-        """Name a sample by its tag from the agent loop; the version is that of its first step."""
-        return cls(uid, sample_index, tag["min_global_steps"])
+    def of(cls, uid: str, sample_index: int, tag: SampleTag) -> SampleName:
+        """Name a sample by its tag; the version is that of its first step."""
+        return cls(uid, sample_index, tag.version)
 
     @property
     def key(self) -> str:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompt conditions in TransferQueue: one row per prompt, not one per sample.
+"""Prompt conditions in TransferQueue: one row per content, not one per sample.
 
-- Partition `digen_conditions`, key = the group's uid, columns `positive.NAME` and, with guidance, `negative.NAME`.
+- Partition CONDITIONS, key = a hash of what was encoded (`SampleRequest.condition_key`), so that groups with equal
+  texts share a row; columns `positive.NAME` and, with guidance, `negative.NAME`.
 - Written by the agent loop when a group is published, read by every trainer rank that has rows of the group,
   cleared by the trainer when the step ends.
 """
@@ -13,9 +14,8 @@ from collections.abc import Sequence
 from tensordict import TensorDict
 from torch import Tensor
 
+from verl_digen.store.partitions import CONDITIONS
 from verl_digen.types import Condition
-
-CONDITION_PARTITION = "digen_conditions"
 
 ConditionPair = tuple[Condition, Condition | None]
 """(positive, negative or None without guidance) of one prompt."""
@@ -38,31 +38,31 @@ def from_columns(columns: dict[str, Tensor]) -> ConditionPair:
     return branches["positive"], branches["negative"] or None
 
 
-async def put_condition(uid: str, positive: Condition, negative: Condition | None) -> None:
-    """Store one prompt's conditions."""
+async def put_condition(key: str, positive: Condition, negative: Condition | None) -> None:
+    """Store one prompt's conditions. Idempotent: the key stands for the content."""
     import transfer_queue as tq  # starts a client process-wide; kept out of module import
 
     columns = to_columns(positive, negative)
     row = TensorDict({name: tensor.unsqueeze(0) for name, tensor in columns.items()}, batch_size=1)
-    await tq.async_kv_batch_put(keys=[uid], partition_id=CONDITION_PARTITION, fields=row, tags=[{}])
+    await tq.async_kv_batch_put(keys=[key], partition_id=CONDITIONS, fields=row, tags=[{}])
 
 
-def fetch_conditions(uids: Sequence[str]) -> dict[str, ConditionPair]:
-    """Fetch the conditions of each distinct uid, one row per prompt.
+def fetch_conditions(keys: Sequence[str]) -> dict[str, ConditionPair]:
+    """Fetch the conditions of each distinct key.
 
     Raises:
-        RuntimeError: a uid without conditions: its group was published incompletely.
+        RuntimeError: a key without conditions: its group was published incompletely.
     """
     import transfer_queue as tq
 
-    distinct = list(dict.fromkeys(uids))
-    rows = tq.kv_batch_get(keys=distinct, partition_id=CONDITION_PARTITION)
+    distinct = list(dict.fromkeys(keys))
+    rows = tq.kv_batch_get(keys=distinct, partition_id=CONDITIONS)
     if len(rows) != len(distinct):
         raise RuntimeError(
             f"{len(distinct)} prompts are being trained but {len(rows)} have conditions in TransferQueue"
         )
     columns = {str(name): list(rows.get(name).unbind()) for name in rows.keys()}  # noqa: SIM118 - a TensorDict
     return {
-        uid: from_columns({name: tensors[index] for name, tensors in columns.items()})
-        for index, uid in enumerate(distinct)
+        key: from_columns({name: tensors[index] for name, tensors in columns.items()})
+        for index, key in enumerate(distinct)
     }

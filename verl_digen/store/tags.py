@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conversion between a `SampleTag` and the plain mapping that TransferQueue keeps and verl's replay buffer reads.
+
+| verl's name | means |
+| --- | --- |
+| `status` | "success": a failed group stores no samples |
+| `seq_len` | 1: verl balances tokens, which diffusion has none of |
+| `global_steps` | the optimizer step that the sample is for |
+| `min_global_steps`, `max_global_steps` | weight versions of its first and last step |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from verl_digen.types import Geometry, SampleTag, Sampling
+
+TAG = "digen"
+"""Name of the sample's own facts, beside verl's."""
+
+
+def to_entry(tag: SampleTag, step: int) -> dict[str, Any]:
+    """Plain mapping of a tag; `step` is the optimizer step that the sample is for."""
+    return {
+        "status": "success",
+        "seq_len": 1,
+        "global_steps": step,
+        "min_global_steps": tag.version,
+        "max_global_steps": tag.last_version,
+        TAG: {**vars(tag), "parts": dict(tag.parts), "sampling": asdict(tag.sampling)},
+    }
+
+
+def from_entry(entry: Mapping[str, Any]) -> SampleTag:
+    """Inverse of `to_entry`, without the step."""
+    facts = entry[TAG]
+    return SampleTag(
+        **{
+            **facts,
+            "experts": tuple(facts["experts"]),
+            "generated": tuple(facts["generated"]),
+            "scored": tuple(facts["scored"]),
+            "sampling": Sampling(**{**facts["sampling"], "geometry": Geometry(**facts["sampling"]["geometry"])}),
+        }
+    )
+
+
+def is_sample(entry: Mapping[str, Any]) -> bool:
+    """Tell a sample's entry from a prompt's status."""
+    return TAG in entry
