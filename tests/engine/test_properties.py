@@ -116,7 +116,7 @@ def make_toy_engine(folder: Path, flavour: str) -> DiffusersFSDPEngine:
 
 def configure(engine: DiffusersFSDPEngine, batch: RandomBatch) -> None:
     """Give the engine the batch's settings and weights, as if it had been built with them."""
-    engine.digen = engine.scorer.digen = batch.digen
+    engine.digen = engine.forward.digen = batch.digen
     engine.planner.tsp = batch.digen.tsp
     engine._reduce = None
     reshard(engine.module)
