@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is generated and learnt: `digen.sampling`, `sde`, `advantage`, `kl`, `ema`."""
+"""Generation and learning: `digen.sampling`, `sde`, `advantage`, `kl`, `ema`."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class GrpoGuardConfig(ClipConfig):
     """Settings of `grpo_guard`."""
 
     clip_range: float = 2e-6
-    """As in flow_grpo, of the scaled ratio: 2e-6 (OCR, GenEval), 4e-6 (PickScore)."""
+    """Clip of the scaled ratio: 2e-6 (OCR, GenEval), 4e-6 (PickScore)."""
 
 
 @register_loss(
