@@ -63,16 +63,16 @@ BUGS = {
     ),
     "a group is handed to the trainer again": Bug(
         "verl_digen.schedulers.planner",
-        "uids = tuple(heappop(batch.ready)[1] for _ in range(size))",
-        "uids = tuple(heappop(batch.ready)[1] for _ in range(size)) * (1 + (self._num_fragments == 1))",
+        "uids = self._book.take_ready(batch, size)",
+        "uids = self._book.take_ready(batch, size) * (1 + (self._num_fragments == 1))",
     ),
     "a failed sample is never generated again": Bug(
-        "verl_digen.schedulers.planner", "group.unissued = sorted({*group.unissued, *returned})", "pass"
+        "verl_digen.schedulers.group_book", "group.unissued = sorted({*group.unissued, *returned})", "pass"
     ),
     "the samples of a lost slot are never generated again": Bug(
-        "verl_digen.schedulers.planner", "self._give_back(live, live.left)", "pass"
+        "verl_digen.schedulers.planner", "self._book.give_back(chunk_id, live.left)", "pass"
     ),
-    "staleness has no bound": Bug("verl_digen.schedulers.planner", "return age == 0 or ", "return True or "),
+    "staleness has no bound": Bug("verl_digen.schedulers.group_book", "return age == 0 or ", "return True or "),
     "the death of a replica counts as bad luck of its samples": Bug(
         "verl_digen.agent_loop.chunks",
         "is_lost = any(isinstance(error, RayActorError) for error in errors.values())",

@@ -10,6 +10,7 @@ from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from verl_digen.config.digen import DigenConfig
+from verl_digen.config.loss import check_loss_section
 from verl_digen.require import require, suggestion
 
 if TYPE_CHECKING:
@@ -101,6 +102,11 @@ def _built(merged: Any, problems: list[str]) -> Any:
             except ValueError as error:
                 problems.append(str(error))
     values: Any = OmegaConf.to_container(merged)
+    if not any(problem.startswith("digen.loss.") for problem in problems):
+        try:
+            check_loss_section(values["loss"])
+        except ValueError as error:
+            problems.append(str(error))
     try:
         DigenConfig(**{name: value for name, value in values.items() if not isinstance(value, dict)})
     except ValueError as error:

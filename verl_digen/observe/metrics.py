@@ -26,8 +26,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, pstdev
+from typing import TYPE_CHECKING
 
-from verl_digen.types import SampleTag
+if TYPE_CHECKING:
+    from verl_digen.types import SampleTag  # imports torch, which the timeline's commands do without
 
 
 def union_s(intervals: Iterable[tuple[float, float]]) -> float:

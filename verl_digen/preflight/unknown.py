@@ -13,8 +13,9 @@ verl makes of it in the workers, and those of verl's own yaml. Not checked, beca
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
@@ -52,11 +53,12 @@ READERS: Mapping[str, tuple[str, str]] = {
 def unknown_problems(config: DictConfig) -> list[str]:
     """A paragraph for each key that nothing reads."""
     found = list(_unknown(config, "", _verls_keys()))
+    known = _with_loss_settings(config) if found else config
     problems = []
     for key, value, beside in found:
         section, _, name = key.rpartition(".")
         close = [f"{section}.{one}".lstrip(".") for one in get_close_matches(name, beside - {"_target_"}, n=1)]
-        close = close or closest_keys(key, config, [one for one, _, _ in found])
+        close = close or closest_keys(key, known, [one for one, _, _ in found])
         meant = f"did you mean {' or '.join(close)}? " if close else ""
         shown = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
         problems.append(
@@ -64,6 +66,18 @@ def unknown_problems(config: DictConfig) -> list[str]:
             f"section of your own, e.g. +mine.{name}=..."
         )
     return problems
+
+
+def _with_loss_settings(config: DictConfig) -> DictConfig:
+    """Copy of the config with the settings of its loss, which it holds only where they are not the defaults."""
+    from verl_digen.algorithms.losses import default_config, loss_names
+
+    name = OmegaConf.select(config, "digen.loss.name")
+    if name not in loss_names():
+        return config
+    copied = copy.deepcopy(config)
+    OmegaConf.update(copied, "digen.loss", asdict(default_config(name)), merge=True, force_add=True)
+    return copied
 
 
 def _unknown(section: DictConfig, path: str, verls: Any) -> Iterator[tuple[str, Any, set[str]]]:
