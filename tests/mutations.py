@@ -652,8 +652,8 @@ TABLE: tuple[Mutation, ...] = (
     Mutation(
         "trainer/conductor.py",
         "the open gradient of a failed batch stays",
-        "            if self._is_open:\n                await self._abort()\n",
-        "",
+        "            if self._is_open:\n                await to_the_end(",
+        "            if False:\n                await to_the_end(",
         CONDUCTOR,
     ),
     Mutation(
@@ -741,10 +741,10 @@ TABLE: tuple[Mutation, ...] = (
         "trainer/test_watchdog.py",
     ),
     Mutation(
-        "trainer/conductor.py",
+        "trainer/calls.py",
         "an abort that is interrupted is not waited for",
-        "            await aborting\n            raise\n",
-        "            raise\n",
+        "        await running\n        raise\n",
+        "        raise\n",
         "chaos",
     ),
     Mutation(

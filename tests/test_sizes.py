@@ -15,7 +15,7 @@ MAX_FILE_LINES = 450
 MAX_FUNCTION_LINES = 60
 """Lines of code: blank lines, comments and docstrings do not count, nested functions do."""
 
-LONGER_FILES = {"trainer/conductor.py"}
+LONGER_FILES: set[str] = set()
 LONGER_FUNCTIONS = {("sampling/sampler.py", "sample")}
 """Known to be too long, and to be split."""
 

@@ -42,8 +42,8 @@ class Bug:
 
 BUGS = {
     "a replica lost while it loads is told that it has loaded": Bug(
-        "verl_digen.trainer.conductor",
-        "if self.planner.has_slot(loaded):  # else reported lost while it loaded",
+        "verl_digen.trainer.slots",
+        "if self._planner.has_slot(loaded):  # else reported lost while it loaded",
         "if True:",
         World(
             num_batches=3,
@@ -56,10 +56,12 @@ BUGS = {
         also=Bug("verl_digen.trainer.replicas", "for server in replica.servers:", "for server in ():"),
     ),
     "a replica takes weights while another of its slots generates": Bug(
-        "verl_digen.trainer.conductor", "if not self._unloaded.issuperset(slots):", "if False:"
+        "verl_digen.trainer.slots", "if not self._unloaded.issuperset(slots):", "if False:"
     ),
     "a failure leaves the gradient open": Bug(
-        "verl_digen.trainer.conductor", "if self._is_open:\n                await self._abort()", "pass"
+        "verl_digen.trainer.conductor",
+        "if self._is_open:\n                await to_the_end",
+        "if False:\n                await to_the_end",
     ),
     "a group is handed to the trainer again": Bug(
         "verl_digen.schedulers.planner",

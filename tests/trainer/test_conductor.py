@@ -17,7 +17,8 @@ from verl_digen.schedulers.deadlines import Deadlines, DeadlinesConfig
 from verl_digen.schedulers.durations import MeasuredDurations
 from verl_digen.schedulers.planner import BatchPlanner
 from verl_digen.schedulers.rules import BatchRules
-from verl_digen.trainer.conductor import Conductor, Joining, Lanes
+from verl_digen.trainer.conductor import Conductor
+from verl_digen.trainer.lanes import Joining, Lanes
 
 GROUP_SIZE = 4
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_digen.errors import DeadlineMissed
-from verl_digen.schedulers.deadlines import Bound, DeadlinesConfig
+from verl_digen.schedulers.deadlines import Bound, Deadlines, DeadlinesConfig
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +38,11 @@ OnOverdue = Callable[[DeadlineMissed], None]
 def end_run(error: DeadlineMissed) -> None:
     """`on_overdue` of a call that the run needs: raise the error."""
     raise error
+
+
+def log_overdue(error: DeadlineMissed) -> None:
+    """`on_overdue` of a call whose failure another bound detects: only log the error."""
+    logger.warning("%s", error)
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,11 @@ class CallsUnderWay:
         """Begin `work`; one of `on_ended` and `on_overdue` is called from `next_events`."""
         task: asyncio.Task[Any] = asyncio.ensure_future(work)  # type: ignore[assignment]
         self._calls[task] = Call(what, _now_s(), bound, on_ended, on_overdue)
+
+    def tell(self, work: Awaitable[None], what: str, deadlines: Deadlines, on_overdue: OnOverdue = end_run) -> None:
+        """Begin a notification: a call whose result is not used, bounded like an answer."""
+        bound = deadlines.bound("answer", what)
+        self.start(work, what=what, bound=bound, on_ended=_require_success, on_overdue=on_overdue)
 
     async def next_events(self, timeout_s: float | None = None) -> bool:
         """Wait until calls end or are overdue, at most for `timeout_s`, and handle them. Returns False at the timeout.
@@ -142,3 +152,32 @@ class CallsUnderWay:
 
 def _now_s() -> float:
     return asyncio.get_running_loop().time()
+
+
+def _require_success(task: asyncio.Task[None], took_s: float) -> None:
+    task.result()
+
+
+async def to_the_end(work: Awaitable[None], seconds: float, what: str) -> None:
+    """Run `work`, also when the caller is cancelled meanwhile. A timeout is only logged: the run is about to end."""
+
+    async def bounded() -> None:
+        try:
+            await asyncio.wait_for(work, seconds)
+        except asyncio.TimeoutError:
+            logger.error("%s did not answer for %.0f s; its processes end with the run", what, seconds)
+
+    running = asyncio.ensure_future(bounded())
+    try:
+        await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await running
+        raise
+
+
+async def cancel(task: asyncio.Task[None]) -> None:
+    """Cancel a task and wait for its end; an exception that it raised is raised."""
+    task.cancel()
+    await asyncio.wait([task])  # unlike `await task`, ends with CancelledError only if the caller is cancelled
+    if not task.cancelled():
+        task.result()

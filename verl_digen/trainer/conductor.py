@@ -50,13 +50,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
 
 from verl_digen.agent_loop.chunks import GeneratedChunk, ScoredChunk
 from verl_digen.errors import DeadlineMissed, RunStopped
-from verl_digen.observe.timeline import Kind, Lane, Recorder, WaitReason
+from verl_digen.observe.timeline import Kind, Lane, Recorder
 from verl_digen.observe.timeline.recorder import OpenInterval
 from verl_digen.schedulers.deadlines import Deadlines
 from verl_digen.schedulers.planner import BatchPlanner
@@ -73,8 +71,11 @@ from verl_digen.schedulers.types import (
     Wait,
 )
 from verl_digen.store.keys import SampleName
-from verl_digen.trainer.calls import CallsUnderWay, OnOverdue, end_run
-from verl_digen.types import GroupTags, SampleTag
+from verl_digen.trainer.calls import CallsUnderWay, cancel, log_overdue, to_the_end
+from verl_digen.trainer.lanes import IdleLanes, Joining, Lanes
+from verl_digen.trainer.ports import Generator, Trainer
+from verl_digen.trainer.published import BatchOutcome, PublishedSamples, check_one_version
+from verl_digen.trainer.slots import ReplicaSlots
 
 logger = logging.getLogger(__name__)
 
@@ -83,113 +84,6 @@ RECONSIDER_MARGIN_S = 0.01
 
 REWARD = "rewards"
 """Callee name of the reward workers in `Deadlines`; other callees are a slot's id or TRAINER."""
-
-
-class Generator(Protocol):
-    """The generator pool: one chunk at a time per slot, and the agent loops that score and publish."""
-
-    def condition_key(self, chunk: Chunk) -> str:
-        """Key under which the conditions of the chunk's prompt are published."""
-        ...
-
-    async def generate(self, slot: str, chunk: Chunk) -> GeneratedChunk:
-        """Have the slot generate the chunk; returns when generation has ended."""
-        ...
-
-    async def cancel(self, chunk: Chunk) -> None:
-        """Have the replica drop the chunk that it generates; `generate` returns soon."""
-        ...
-
-    async def discard(self, chunk: Chunk) -> None:
-        """Drop the chunk, in whatever state it is: none of its samples is published from now on."""
-        ...
-
-    async def end_replica(self, slots: Sequence[str]) -> None:
-        """Kill the processes of a hung replica, given all of its slots; its devices are free then."""
-        ...
-
-    async def assist(self, chunk: Chunk) -> GeneratedChunk:
-        """Have the trainer's ranks generate the chunk; returns when generation has ended."""
-        ...
-
-    async def collect(self, chunk: Chunk) -> ScoredChunk:
-        """Wait until the chunk's samples are scored and published."""
-        ...
-
-    async def load(self, slots: Sequence[str]) -> int | None:
-        """Have a replica, given all of its slots, load the newest weights -> their version; None if it died."""
-        ...
-
-
-class Trainer(Protocol):
-    """The trainer pool."""
-
-    async def begin(self) -> None:
-        """Open a logical batch."""
-        ...
-
-    async def accumulate(self, fragment: Fragment, groups: Mapping[str, GroupTags]) -> None:
-        """Add the gradient of complete groups."""
-        ...
-
-    async def commit(self) -> dict[str, float]:
-        """Run the optimizer step; returns its metrics."""
-        ...
-
-    async def abort(self) -> None:
-        """Discard the open logical batch."""
-        ...
-
-
-@dataclass(frozen=True)
-class BatchOutcome:
-    """A committed batch."""
-
-    report: BatchReport
-    metrics: dict[str, float]
-    """Metrics of the optimizer step."""
-    slowest_decision_s: float
-    """Longest time that the planner took to decide what the trainer does."""
-    groups: Mapping[str, GroupTags]
-    """uid -> tags of the trained samples."""
-    condition_keys: frozenset[str]
-    """Keys of conditions that were published for groups of the batch, trained or not, or too late for another one."""
-    unwanted: Sequence[SampleName]
-    """Published samples that were not trained."""
-
-
-@dataclass(frozen=True)
-class Lanes:
-    """The timeline lanes that the conductor writes to."""
-
-    trainer: Lane
-    reward: Lane
-    slots: Mapping[str, Lane]
-    """Slot -> lane of its replica."""
-
-
-@dataclass(frozen=True)
-class Joining:
-    """A replica with the newest weights and no slot yet."""
-
-    replica: str
-    lane: Lane
-    slots: Sequence[str]
-    """New names, never used by a slot before."""
-
-
-@dataclass
-class PublishedSamples:
-    """Published samples of one batch's groups."""
-
-    groups: dict[str, dict[int, SampleTag]] = field(default_factory=dict)
-    """uid -> sample index -> tag of the sample that is used."""
-    unwanted: list[SampleName] = field(default_factory=list)
-    """Samples that came too late, or that were generated again since."""
-    condition_keys: set[str] = field(default_factory=set)
-    """Keys under which conditions may have been published."""
-    doubtful: list[SampleName] = field(default_factory=list)
-    """Samples whose scoring timed out: they may have been published."""
 
 
 class Conductor:
@@ -215,17 +109,17 @@ class Conductor:
     ):
         self.planner, self.generator, self.trainer, self.draw_prompts = planner, generator, trainer, draw_prompts
         self.deadlines, self.recorder, self.lanes = deadlines, recorder, lanes
-        self.slots_of = dict(slots_of)
-        self._slot_lanes = dict(lanes.slots)
         self.last_failure = ""
         """Reason of the last failed sample."""
         self._calls = CallsUnderWay(deadlines.config)
+        self._idle = IdleLanes(recorder)
+        self._slots = ReplicaSlots(
+            planner, generator, self._calls, deadlines, recorder, self._idle, slots_of=slots_of, lanes=lanes.slots
+        )
         self._chunks: dict[int, Chunk] = {}
         """Chunks in generation, by id."""
         self._withdrawn: set[int] = set()
         """Ids of chunks in generation that were cancelled."""
-        self._unloaded: set[str] = set()
-        """Slots that wait for the other slots of their replica before it loads new weights."""
         self._is_open = False
         """True while the trainer has a logical batch open."""
         self._trainer_is_free = False
@@ -234,7 +128,6 @@ class Conductor:
         self._trained: set[str] = set()
         self._published: dict[int, PublishedSamples] = {}
         """Batch -> its published samples."""
-        self._waiting: dict[Lane, OpenInterval] = {}
         self._slowest_decision_s = 0.0
         self._feeding: asyncio.Task[None] | None = None
 
@@ -262,27 +155,10 @@ class Conductor:
                 may_ask_again = await self._next_events(wait_s if may_ask_again else None)
         except BaseException:
             if self._is_open:
-                await self._abort()
+                await to_the_end(self.trainer.abort(), self.deadlines.config.abort_s, "`abort` of the trainer's ranks")
             raise
         self._feeding = asyncio.ensure_future(self._keep_feeding())
         return self._outcome
-
-    async def _abort(self) -> None:
-        """Have the trainer discard the open batch, if it still can, also when cancelled. A timeout is only logged."""
-        abort_s = self.deadlines.config.abort_s
-
-        async def abort() -> None:
-            try:
-                await asyncio.wait_for(self.trainer.abort(), abort_s)
-            except asyncio.TimeoutError:
-                logger.error("ranks of the trainer did not answer `abort` for %.0f s; they end with the run", abort_s)
-
-        aborting = asyncio.ensure_future(abort())
-        try:
-            await asyncio.shield(aborting)
-        except asyncio.CancelledError:
-            await aborting
-            raise
 
     async def publish(self, version: int, lost_slots: Sequence[str] = (), joining: Sequence[Joining] = ()) -> None:
         """Announce that every replica has received `version` and may load it between two chunks.
@@ -293,14 +169,10 @@ class Conductor:
         """
         await self._stop_feeding()
         for slot in lost_slots:
-            self._lose(slot)
+            self._slots.lose(slot)
         self.planner.on_published(version)
         for replica in joining:
-            logger.warning("replica %s joins with slots %s", replica.replica, ", ".join(replica.slots))
-            for slot in replica.slots:
-                self.slots_of[slot] = replica.slots
-                self._slot_lanes[slot] = replica.lane
-                self.planner.on_slot_joined(slot, replica=replica.replica, version=version)
+            self._slots.join(replica, version)
         self._feed(draws=False)
         self._feeding = asyncio.ensure_future(self._keep_feeding())
 
@@ -322,12 +194,9 @@ class Conductor:
 
     async def _stop_feeding(self) -> None:
         """Cancel `_keep_feeding`; an exception that it raised is raised here."""
-        if self._feeding is not None:
-            feeding, self._feeding = self._feeding, None
-            feeding.cancel()
-            await asyncio.wait([feeding])  # unlike `await feeding`, ends with CancelledError only if the caller is
-            if not feeding.cancelled():
-                feeding.result()
+        feeding, self._feeding = self._feeding, None
+        if feeding is not None:
+            await cancel(feeding)
 
     # -- deciding -----------------------------------------------------------------------------------------
     @property
@@ -345,15 +214,16 @@ class Conductor:
             self.planner.on_prompts(batch, self.draw_prompts(batch, count))
         for decision in self.planner.assign(self.recorder.now_s(), begins=begins):
             if isinstance(decision, LoadWeights):
-                self._unload(decision.slot)
+                self._slots.unload(decision.slot)
             else:
                 self._start_chunk(decision)
         for chunk_id in self.planner.take_cancelled():
             self._withdrawn.add(chunk_id)
-            self._tell(
+            self._calls.tell(
                 self.generator.cancel(self._chunks[chunk_id]),
                 f"cancelling chunk {chunk_id}",
-                on_overdue=_leave_to_the_chunk,
+                self.deadlines,
+                on_overdue=log_overdue,  # a hung replica is detected by the bound of its chunk
             )
 
     def _engage_trainer(self) -> float | None:
@@ -362,10 +232,10 @@ class Conductor:
         decision = self.planner.next_for_trainer(now_s)
         self._slowest_decision_s = max(self._slowest_decision_s, self.recorder.now_s() - now_s)
         if isinstance(decision, Wait):
-            self._wait(self.lanes.trainer, decision.reason)
+            self._idle.wait(self.lanes.trainer, decision.reason, self._step)
             wait_s = decision.predicted_wait_s
             return None if wait_s is None or wait_s == float("inf") else wait_s + RECONSIDER_MARGIN_S
-        self._stop_waiting(self.lanes.trainer)
+        self._idle.stop(self.lanes.trainer)
         self._trainer_is_free = False
         if isinstance(decision, Commit):
             self._start_commit(decision.report)
@@ -379,8 +249,8 @@ class Conductor:
     def _start_chunk(self, decision: Generate) -> None:
         slot, chunk = decision
         condition_key = self.generator.condition_key(chunk)
-        lane = self._slot_lanes[slot]
-        self._stop_waiting(lane)
+        lane = self._slots.lanes[slot]
+        self._idle.stop(lane)
         opened = self._begin_chunk("generate", lane, chunk)
 
         def on_generated(task: asyncio.Task[GeneratedChunk], took_s: float) -> None:
@@ -389,9 +259,10 @@ class Conductor:
             del self._chunks[chunk.id]
             if generated.is_slot_lost:
                 self._withdrawn.discard(chunk.id)
-                self._lose(slot)
+                self._slots.lose(slot)
                 return
-            self._wait(lane, "staleness_bound" if self.planner.rules.max_versions else "no_chunk_left")
+            reason = "staleness_bound" if self.planner.rules.max_versions else "no_chunk_left"
+            self._idle.wait(lane, reason, self._step)
             if chunk.id not in self._withdrawn:
                 self.deadlines.observe("generate", slot, size=len(chunk.samples), seconds=took_s)
             self._on_generated(chunk, generated, condition_key)
@@ -400,8 +271,8 @@ class Conductor:
             self.recorder.end(opened)
             del self._chunks[chunk.id]
             self._withdrawn.discard(chunk.id)
-            self._give_up(slot, error)
-            self._tell(self.generator.discard(chunk), f"discarding chunk {chunk.id}")
+            self._slots.give_up(slot, error)
+            self._calls.tell(self.generator.discard(chunk), f"discarding chunk {chunk.id}", self.deadlines)
 
         self._calls.start(
             self.generator.generate(slot, chunk),
@@ -445,11 +316,10 @@ class Conductor:
 
         def on_overdue(error: DeadlineMissed) -> None:
             self.recorder.end(opened)
-            published = self._published_with(chunk)
-            published.doubtful.extend(SampleName(chunk.uid, index, chunk.version) for index in chunk.samples)
-            published.condition_keys.add(condition_key)
+            names = [SampleName(chunk.uid, index, chunk.version) for index in chunk.samples]
+            self._published_with(chunk).doubt(names, condition_key)
             self._on_failed(chunk, dict.fromkeys(chunk.samples, str(error)))
-            self._tell(self.generator.discard(chunk), f"discarding chunk {chunk.id}")
+            self._calls.tell(self.generator.discard(chunk), f"discarding chunk {chunk.id}", self.deadlines)
 
         self._calls.start(
             self.generator.collect(chunk),
@@ -469,19 +339,10 @@ class Conductor:
         published = self._published_with(chunk)
         for index, tag in scored.tags.items():
             name = SampleName.of(chunk.uid, index, tag)
-            published.condition_keys.add(tag.condition_key)
-            if name.version != tag.last_version:
-                raise RuntimeError(
-                    f"sample {index} of group {chunk.uid} was generated under weight versions {name.version} and "
-                    f"{tag.last_version}; it must be one"
-                )
-            if not self.planner.on_scored(chunk.id, {index: tag.reward}, name.version, self.recorder.now_s()):
-                published.unwanted.append(name)
-                continue
-            group = published.groups.setdefault(chunk.uid, {})
-            if index in group:  # the group was restarted under newer weights
-                published.unwanted.append(SampleName.of(chunk.uid, index, group[index]))
-            group[index] = tag
+            check_one_version(name, tag)
+            rewards = {index: tag.reward}
+            used = self.planner.on_scored(chunk.id, rewards, name.version, self.recorder.now_s())
+            published.add(name, tag, is_wanted=index in used)
 
     def _on_failed(self, chunk: Chunk, failures: Mapping[int, str]) -> None:
         if chunk.id in self._withdrawn:
@@ -489,54 +350,6 @@ class Conductor:
         self.last_failure = next(iter(failures.values()))
         logger.warning("%d samples of group %s failed: %s", len(failures), chunk.uid, self.last_failure)
         self.planner.on_failed(chunk.id, list(failures))
-
-    def _unload(self, slot: str) -> None:
-        """Mark the slot ready for new weights; its replica loads them when all of its slots are ready."""
-        self._unloaded.add(slot)
-        slots = [other for other in self.slots_of[slot] if self.planner.has_slot(other)]
-        if not self._unloaded.issuperset(slots):
-            return
-        self._unloaded.difference_update(slots)
-        lane = self._slot_lanes[slot]
-        self._stop_waiting(lane)
-        opened = self.recorder.begin("publish", lane, step=self.planner.published, version=self.planner.published)
-
-        def on_loaded(task: asyncio.Task[int | None], took_s: float) -> None:
-            self.recorder.end(opened)
-            version = task.result()
-            if version is None:
-                self._lose(slot)
-                return
-            self.deadlines.observe("load", slots[0], seconds=took_s)
-            for loaded in slots:
-                if self.planner.has_slot(loaded):  # else reported lost while it loaded
-                    self.planner.on_loaded(loaded, version)
-
-        def on_overdue(error: DeadlineMissed) -> None:
-            self.recorder.end(opened)
-            self._give_up(slot, error)
-
-        self._calls.start(
-            self.generator.load(slots),
-            what=f"loading version {self.planner.published} on slot {slot}",
-            bound=self.deadlines.bound("load", slots[0]),
-            on_ended=on_loaded,
-            on_overdue=on_overdue,
-        )
-
-    def _give_up(self, slot: str, error: DeadlineMissed) -> None:
-        """Drop a hung replica and kill its processes."""
-        logger.error("the replica of slot %s is given up: %s", slot, error)
-        self._lose(slot)
-        self._tell(self.generator.end_replica(self.slots_of[slot]), f"ending the replica of slot {slot}")
-
-    def _lose(self, slot: str) -> None:
-        """Take all slots of a dead replica out of the plan. No effect on slots that are out already."""
-        for lost in self.slots_of[slot]:
-            self._unloaded.discard(lost)
-            if self.planner.has_slot(lost):
-                logger.warning("slot %s is lost; the samples it was generating go to others", lost)
-                self.planner.on_slot_lost(lost)
 
     # -- the trainer --------------------------------------------------------------------------------------
     def _on_begun(self, task: asyncio.Task[None], took_s: float) -> None:
@@ -609,7 +422,8 @@ class Conductor:
             self.deadlines.observe("commit", TRAINER, seconds=took_s)
             self._is_open = False
             self.planner.on_committed(report.batch)
-            self._outcome = self._make_outcome(report, metrics)
+            published = self._published.pop(report.batch)
+            self._outcome = published.outcome(report, metrics, self._trained, self._slowest_decision_s)
 
         self._calls.start(
             self.trainer.commit(),
@@ -618,41 +432,7 @@ class Conductor:
             on_ended=on_committed,
         )
 
-    def _make_outcome(self, report: BatchReport, metrics: dict[str, float]) -> BatchOutcome:
-        published = self._published.pop(report.batch)
-        trained = {
-            SampleName.of(uid, index, tag).key for uid in self._trained for index, tag in published.groups[uid].items()
-        }
-        unwanted = [
-            *published.unwanted,
-            *(
-                SampleName.of(uid, index, tag)
-                for uid, tags in published.groups.items()
-                if uid not in self._trained
-                for index, tag in tags.items()
-            ),
-            *(name for name in published.doubtful if name.key not in trained),
-        ]
-        return BatchOutcome(
-            report,
-            metrics,
-            self._slowest_decision_s,
-            groups={uid: published.groups[uid] for uid in sorted(self._trained)},
-            condition_keys=frozenset(published.condition_keys),
-            unwanted=unwanted,
-        )
-
     # -- events -------------------------------------------------------------------------------------------
-    def _tell(self, work: Coroutine[Any, Any, None], what: str, on_overdue: OnOverdue = end_run) -> None:
-        """Begin a notification: a call whose result is not used."""
-        self._calls.start(
-            work,
-            what=what,
-            bound=self.deadlines.bound("answer", what),
-            on_ended=_require_success,
-            on_overdue=on_overdue,
-        )
-
     async def _next_events(self, timeout_s: float | None) -> bool:
         """Wait until something has ended, or for `timeout_s`; handle all that has. Returns False at the timeout."""
         if not self._calls:
@@ -662,27 +442,6 @@ class Conductor:
             )
         return await self._calls.next_events(timeout_s)
 
-    def _wait(self, lane: Lane, reason: WaitReason) -> None:
-        """Record that a lane is idle from now on."""
-        opened = self._waiting.get(lane)
-        if opened is not None and opened.work.get("reason") == reason and opened.step == self._step:
-            return
-        self._stop_waiting(lane)
-        self._waiting[lane] = self.recorder.begin("wait", lane, step=self._step, reason=reason)
-
-    def _stop_waiting(self, lane: Lane) -> None:
-        if lane in self._waiting:
-            self.recorder.end(self._waiting.pop(lane))
-
 
 def _described(chunk: Chunk) -> str:
     return f"chunk {chunk.id} ({len(chunk.samples)} samples of group {chunk.uid})"
-
-
-def _require_success(task: asyncio.Task[None], took_s: float) -> None:
-    task.result()
-
-
-def _leave_to_the_chunk(error: DeadlineMissed) -> None:
-    """Only log that a replica did not accept a cancellation: the bound of its chunk detects a hung replica."""
-    logger.warning("%s", error)

@@ -39,8 +39,10 @@ from verl_digen.store.keys import SampleName
 from verl_digen.store.partitions import CONDITIONS, TRAIN
 from verl_digen.store.samples import clear
 from verl_digen.trainer.base import DiffusionTrainer
-from verl_digen.trainer.conductor import BatchOutcome, Conductor, Joining, Lanes
+from verl_digen.trainer.conductor import Conductor
+from verl_digen.trainer.lanes import Joining, Lanes
 from verl_digen.trainer.pools import GeneratorPool, SlotHandle, TrainerPool
+from verl_digen.trainer.published import BatchOutcome
 from verl_digen.trainer.replicas import end_processes
 from verl_digen.trainer.restarts import start_standalone
 from verl_digen.trainer.step_result import StepResult

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Published samples of a batch, and its outcome: what was trained, and what is to be cleared.
+
+Invariant (tests/trainer/test_conductor.py): every published sample is trained or among the unwanted ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from verl_digen.schedulers.types import BatchReport
+from verl_digen.store.keys import SampleName
+from verl_digen.types import GroupTags, SampleTag
+
+
+@dataclass(frozen=True)
+class BatchOutcome:
+    """A committed batch."""
+
+    report: BatchReport
+    metrics: dict[str, float]
+    """Metrics of the optimizer step."""
+    slowest_decision_s: float
+    """Longest time that the planner took to decide what the trainer does."""
+    groups: Mapping[str, GroupTags]
+    """uid -> tags of the trained samples."""
+    condition_keys: frozenset[str]
+    """Keys of conditions that were published for groups of the batch, trained or not, or too late for another one."""
+    unwanted: Sequence[SampleName]
+    """Published samples that were not trained."""
+
+
+@dataclass
+class PublishedSamples:
+    """Published samples of one batch's groups."""
+
+    groups: dict[str, dict[int, SampleTag]] = field(default_factory=dict)
+    """uid -> sample index -> tag of the sample that is used."""
+    unwanted: list[SampleName] = field(default_factory=list)
+    """Samples that came too late, or that were generated again since."""
+    condition_keys: set[str] = field(default_factory=set)
+    """Keys under which conditions may have been published."""
+    doubtful: list[SampleName] = field(default_factory=list)
+    """Samples whose scoring timed out: they may have been published."""
+
+    def add(self, name: SampleName, tag: SampleTag, *, is_wanted: bool) -> None:
+        """Add a sample: to its group, or to the unwanted ones. One that its group has was generated before a restart
+        under newer weights, and is unwanted from now on."""
+        self.condition_keys.add(tag.condition_key)
+        if not is_wanted:
+            self.unwanted.append(name)
+            return
+        group = self.groups.setdefault(name.uid, {})
+        if name.sample_index in group:
+            self.unwanted.append(SampleName.of(name.uid, name.sample_index, group[name.sample_index]))
+        group[name.sample_index] = tag
+
+    def doubt(self, names: Sequence[SampleName], condition_key: str) -> None:
+        """Add samples whose scoring timed out."""
+        self.doubtful.extend(names)
+        self.condition_keys.add(condition_key)
+
+    def outcome(
+        self, report: BatchReport, metrics: dict[str, float], trained: Collection[str], slowest_decision_s: float
+    ) -> BatchOutcome:
+        """Outcome of the batch; `trained`: uids of the groups that were trained."""
+        kept = {SampleName.of(uid, index, tag).key for uid in trained for index, tag in self.groups[uid].items()}
+        unwanted = [
+            *self.unwanted,
+            *(
+                SampleName.of(uid, index, tag)
+                for uid, tags in self.groups.items()
+                if uid not in trained
+                for index, tag in tags.items()
+            ),
+            *(name for name in self.doubtful if name.key not in kept),
+        ]
+        return BatchOutcome(
+            report,
+            metrics,
+            slowest_decision_s,
+            groups={uid: self.groups[uid] for uid in sorted(trained)},
+            condition_keys=frozenset(self.condition_keys),
+            unwanted=unwanted,
+        )
+
+
+def check_one_version(name: SampleName, tag: SampleTag) -> None:
+    """Require a sample to be generated under one weight version.
+
+    Raises:
+        RuntimeError: it was not.
+    """
+    if name.version != tag.last_version:
+        raise RuntimeError(
+            f"sample {name.sample_index} of group {name.uid} was generated under weight versions {name.version} and "
+            f"{tag.last_version}; it must be one"
+        )

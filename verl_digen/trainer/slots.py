@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Slots and their replicas: new weights between two chunks, and replicas that are lost, given up, or join."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+
+from verl_digen.errors import DeadlineMissed
+from verl_digen.observe.timeline import Lane, Recorder
+from verl_digen.schedulers.deadlines import Deadlines
+from verl_digen.schedulers.planner import BatchPlanner
+from verl_digen.trainer.calls import CallsUnderWay
+from verl_digen.trainer.lanes import IdleLanes, Joining
+from verl_digen.trainer.ports import Generator
+
+logger = logging.getLogger(__name__)
+
+
+class ReplicaSlots:
+    """Args:
+    slots_of: slot -> all slots of its replica.
+    lanes: slot -> lane of its replica.
+    """
+
+    def __init__(
+        self,
+        planner: BatchPlanner,
+        generator: Generator,
+        calls: CallsUnderWay,
+        deadlines: Deadlines,
+        recorder: Recorder,
+        idle: IdleLanes,
+        *,
+        slots_of: Mapping[str, Sequence[str]],
+        lanes: Mapping[str, Lane],
+    ):
+        self._planner, self._generator, self._calls, self._deadlines = planner, generator, calls, deadlines
+        self._recorder, self._idle = recorder, idle
+        self.slots_of, self.lanes = dict(slots_of), dict(lanes)
+        self._unloaded: set[str] = set()
+        """Slots that wait for the other slots of their replica before it loads new weights."""
+
+    def join(self, replica: Joining, version: int) -> None:
+        """Add the slots of a replica that has `version`."""
+        logger.warning("replica %s joins with slots %s", replica.replica, ", ".join(replica.slots))
+        for slot in replica.slots:
+            self.slots_of[slot] = replica.slots
+            self.lanes[slot] = replica.lane
+            self._planner.on_slot_joined(slot, replica=replica.replica, version=version)
+
+    def unload(self, slot: str) -> None:
+        """Mark the slot ready for new weights; its replica loads them when all of its slots are ready."""
+        self._unloaded.add(slot)
+        slots = [other for other in self.slots_of[slot] if self._planner.has_slot(other)]
+        if not self._unloaded.issuperset(slots):
+            return
+        self._unloaded.difference_update(slots)
+        lane = self.lanes[slot]
+        self._idle.stop(lane)
+        opened = self._recorder.begin("publish", lane, step=self._planner.published, version=self._planner.published)
+
+        def on_loaded(task: asyncio.Task[int | None], took_s: float) -> None:
+            self._recorder.end(opened)
+            version = task.result()
+            if version is None:
+                self.lose(slot)
+                return
+            self._deadlines.observe("load", slots[0], seconds=took_s)
+            for loaded in slots:
+                if self._planner.has_slot(loaded):  # else reported lost while it loaded
+                    self._planner.on_loaded(loaded, version)
+
+        def on_overdue(error: DeadlineMissed) -> None:
+            self._recorder.end(opened)
+            self.give_up(slot, error)
+
+        self._calls.start(
+            self._generator.load(slots),
+            what=f"loading version {self._planner.published} on slot {slot}",
+            bound=self._deadlines.bound("load", slots[0]),
+            on_ended=on_loaded,
+            on_overdue=on_overdue,
+        )
+
+    def give_up(self, slot: str, error: DeadlineMissed) -> None:
+        """Drop a hung replica and kill its processes."""
+        logger.error("the replica of slot %s is given up: %s", slot, error)
+        self.lose(slot)
+        self._calls.tell(
+            self._generator.end_replica(self.slots_of[slot]), f"ending the replica of slot {slot}", self._deadlines
+        )
+
+    def lose(self, slot: str) -> None:
+        """Take all slots of a dead replica out of the plan. No effect on slots that are out already."""
+        for lost in self.slots_of[slot]:
+            self._unloaded.discard(lost)
+            if self._planner.has_slot(lost):
+                logger.warning("slot %s is lost; the samples it was generating go to others", lost)
+                self._planner.on_slot_lost(lost)
