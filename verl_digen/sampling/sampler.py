@@ -97,34 +97,17 @@ class Sampler:
                 raise SamplingStopped(f"stopped before denoise step {step} of {sampling.num_steps}")
             if step in recorded:
                 path[step] = latents
-            sigma, next_sigma = sigmas[step].expand(len(requests)), sigmas[step + 1].expand(len(requests))
             velocity = self.model.velocity(
                 self.transformer,
                 latents,
-                sigma,
+                sigmas[step].expand(len(requests)),
                 conditions,
                 negative_conditions,
                 sampling.true_cfg_scale,
                 sampling.geometry,
                 sampling.guidance_scale,
             )
-            # Drawn while an accelerator is still busy with the forward.
-            is_sde = [step in request.window.sde_steps for request in requests]
-            noise = [
-                step_noise(seed, step, shape) if sde else torch.zeros(shape)
-                for seed, sde in zip(seeds, is_sde, strict=True)
-            ]
-            taken = sde_step(
-                velocity,
-                latents,
-                sigma,
-                next_sigma,
-                law=sampling.law,
-                noise_level=torch.tensor(is_sde, dtype=torch.float64) * sampling.noise_level,
-                sigma_max=sigmas[1],
-                noise=torch.stack(noise).to(self.device),
-                storage_dtype=self.latents_dtype,
-            )
+            taken = self._step(velocity, latents, sigmas, step, requests, seeds)
             latents = taken.next_sample
             log_probs.append(taken.log_prob)
 
@@ -142,6 +125,35 @@ class Sampler:
             for row, (request, seed) in enumerate(zip(requests, initial_seeds, strict=True))
         ]
         return trajectories, latents
+
+    def _step(
+        self,
+        velocity: Tensor,
+        latents: Tensor,
+        sigmas: Tensor,
+        step: int,
+        requests: Sequence[SampleRequest],
+        seeds: Sequence[int],
+    ) -> SdeStep:
+        """One denoising step: stochastic for the requests whose window says so, deterministic for the others."""
+        sampling, shape = requests[0].sampling, latents.shape[1:]
+        is_sde = [step in request.window.sde_steps for request in requests]
+        # Drawn while an accelerator is still busy with the forward.
+        noise = [
+            step_noise(seed, step, shape) if sde else torch.zeros(shape)
+            for seed, sde in zip(seeds, is_sde, strict=True)
+        ]
+        return sde_step(
+            velocity,
+            latents,
+            sigmas[step].expand(len(requests)),
+            sigmas[step + 1].expand(len(requests)),
+            law=sampling.law,
+            noise_level=torch.tensor(is_sde, dtype=torch.float64) * sampling.noise_level,
+            sigma_max=sigmas[1],
+            noise=torch.stack(noise).to(self.device),
+            storage_dtype=self.latents_dtype,
+        )
 
 
 def score_rows(
