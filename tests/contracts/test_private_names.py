@@ -9,19 +9,19 @@
 | FSDP2 `_is_root`, `reset_iter_state` | engine/gathered.py | a forward that failed leaves a usable module |
 | FSDP2 `_mp_policy` | engine/build.py | read at every forward; its `cast_forward_inputs` |
 | FSDP2 `mp_policy` of a parameter | engine/gradients.py | the reduce dtype |
-| peft `BaseTunerLayer._disable_adapters` | engine/scoring.py | a forward without it, `requires_grad` untouched |
+| peft `BaseTunerLayer._disable_adapters` | engine/policies.py | a forward without it, `requires_grad` untouched |
 | verl `TrainingWorker._postprocess_output` | engine/worker.py | metrics as `update` returns them |
 | verl `EngineRegistry._engines`, `RolloutReplicaRegistry._registry` | doctor.py | dicts of names |
 | verl `_ROLLOUT_REGISTRY` | plugin.py | a dict of (name, mode) |
 | verl `RolloutReplica._server_handle`, `_server_address` | rollout/replica.py | what the public properties return |
 | verl `register`'s attributes of a method | engine/worker.py | dispatch and `blocking` are kept with the method |
-| TransferQueue `KVBatchMeta` and the `kv_*` calls | trainer/, pipeline/ | names of fields and parameters |
+| TransferQueue `KVBatchMeta` and the `kv_*` calls | store/, trainer/ | names of fields and parameters |
 | Ray `ActorUnavailableError`, `ActorDiedError`, `RayActorError` | agent_loop/, trainer/ | which is a kind of which |
 | Ray `_private.state.actors` | actors.py | an actor that starts again (tests/reward/test_workers.py) |
 | Ray `ActorHandle._actor_id` | trainer/replicas.py | the id that an ActorUnavailableError names |
-| TransferQueue client `_loop` | pipeline/queue_calls.py | runs its blocking calls (tests/e2e/test_faults.py) |
+| TransferQueue client `_loop` | store/controller.py | runs its blocking calls (tests/e2e/test_faults.py) |
 | Hydra `JobReturn._return_value` | preflight/callback.py | the exception, unraised |
-| omegaconf `_get_node`, `_is_none` | config.py | a child as a node, not as its value |
+| omegaconf `_get_node`, `_is_none` | config/load.py | a child as a node, not as its value |
 | TensorBoard `_get_file_writer` | observe/board.py | encoded pictures as they are |
 | diffusers `_unpack_latents`, `_prepare_latent_image_ids` | models/ | the packing of two pipelines |
 

@@ -25,8 +25,8 @@ import os
 import signal
 from pathlib import Path
 
-from verl_digen.algorithms.losses import register_loss
-from verl_digen.algorithms.losses.clipped import clipped_ratio
+from verl_digen.algorithms.losses import ClipConfig, register_loss
+from verl_digen.algorithms.losses.flow_grpo import clipped_ratio
 
 RUN_DIR = Path("{run_dir}")
 
@@ -39,7 +39,9 @@ def is_due(fault):
     return True
 
 
-@register_loss("overflows_once", columns=("log_prob", "old_log_prob", "advantage"), homogeneous=True)
+@register_loss(
+    "overflows_once", config=ClipConfig, columns=("log_prob", "old_log_prob", "advantage"), homogeneous=True
+)
 def overflows_once(rows, config):
     if is_due("first_call"):
         return clipped_ratio(rows, config)
