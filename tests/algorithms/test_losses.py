@@ -9,7 +9,8 @@ import torch
 
 from verl_digen.algorithms import losses
 from verl_digen.algorithms.kl import KINDS, kl_loss
-from verl_digen.algorithms.losses import (
+from verl_digen.algorithms.metric import combine_tiles, numbers
+from verl_digen.algorithms.objectives import (
     ClampedConfig,
     ClipConfig,
     LossOutput,
@@ -19,7 +20,6 @@ from verl_digen.algorithms.losses import (
     register_loss,
     registry,
 )
-from verl_digen.algorithms.metric import combine_tiles, numbers
 
 ORACLES = Path(__file__).parents[1] / "fixtures" / "oracles"
 POLICY_INPUTS = ("log_prob", "old_log_prob", "advantage")

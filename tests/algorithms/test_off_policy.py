@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from verl_digen.algorithms.losses import (
+from verl_digen.algorithms.objectives import (
     ClampedConfig,
     ClipConfig,
     LossConfig,
@@ -24,12 +24,12 @@ from verl_digen.algorithms.losses import (
     register_loss,
     registry,
 )
-from verl_digen.algorithms.losses.cispo import CispoConfig
-from verl_digen.algorithms.losses.decoupled_ppo import DecoupledPpoConfig
-from verl_digen.algorithms.losses.gspo import trajectory_log_ratios
-from verl_digen.algorithms.losses.kimi import KimiConfig
-from verl_digen.algorithms.losses.tis import TisConfig
-from verl_digen.algorithms.losses.topr import ToprConfig, WeightedToprConfig
+from verl_digen.algorithms.objectives.cispo import CispoConfig
+from verl_digen.algorithms.objectives.decoupled_ppo import DecoupledPpoConfig
+from verl_digen.algorithms.objectives.gspo import trajectory_log_ratios
+from verl_digen.algorithms.objectives.kimi import KimiConfig
+from verl_digen.algorithms.objectives.tis import TisConfig
+from verl_digen.algorithms.objectives.topr import ToprConfig, WeightedToprConfig
 
 STEPS = (3, 1, 4, 2, 3)
 """Trained steps of each trajectory."""

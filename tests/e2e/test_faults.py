@@ -25,8 +25,8 @@ import os
 import signal
 from pathlib import Path
 
-from verl_digen.algorithms.losses import ClipConfig, register_loss
-from verl_digen.algorithms.losses.flow_grpo import clipped_ratio
+from verl_digen.algorithms.objectives import ClipConfig, register_loss
+from verl_digen.algorithms.objectives.flow_grpo import clipped_ratio
 
 RUN_DIR = Path("{run_dir}")
 

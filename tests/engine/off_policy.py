@@ -16,8 +16,8 @@ from tests.engine.cases import REWARDS, WINDOWS
 from tests.engine.harness import begin, fragment, make_batch, make_engine, perturb, stepped_gradients, with_advantages
 from tests.engine.serial import flow_step
 from verl_digen.algorithms.losses import default_config, policy_loss
-from verl_digen.algorithms.losses.gspo import trajectory_log_ratios
 from verl_digen.algorithms.metric import numbers
+from verl_digen.algorithms.objectives.gspo import trajectory_log_ratios
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.export import plain_name
 

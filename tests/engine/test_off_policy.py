@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from tests.engine.harness import assert_close, assert_equal, log_probs, read_samples, weights
 from tests.engine.off_policy import SHAPES, WHOLE, committed, loss_of, old_batch, old_engine, serial, serial_gspo
 from tests.engine.serial import plain_transformer
-from verl_digen.algorithms.losses import find_loss, loss_names
+from verl_digen.algorithms.objectives import find_loss, loss_names
 from verl_digen.config import DigenConfig
 from verl_digen.engine.loss import DiffusionLoss
 from verl_digen.engine.rows import make_rows

@@ -33,8 +33,8 @@ from tests.engine.harness import (
     weights,
     with_advantages,
 )
-from verl_digen.algorithms.losses import ClampedConfig, LossConfig, register_loss
 from verl_digen.algorithms.metric import numbers
+from verl_digen.algorithms.objectives import ClampedConfig, LossConfig, register_loss
 from verl_digen.algorithms.rows import LossInputs, LossOutput
 from verl_digen.engine import gradients
 from verl_digen.engine.engine import DiffusersFSDPEngine

@@ -30,7 +30,7 @@ from tests.engine.harness import (
 from tests.engine.off_policy import gradient_of
 from tests.engine.serial import flow_step, plain_lora, plain_transformer
 from tests.tags import SAMPLING, make_tag
-from verl_digen.algorithms.losses import default_config, find_loss, policy_loss
+from verl_digen.algorithms.objectives import default_config, find_loss, policy_loss
 from verl_digen.config import AdvantageConfig
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.fragment import FragmentSample, FragmentSpec

@@ -10,7 +10,7 @@
 | --- | --- |
 | `sampling`, `sde`, `advantage`, `kl`, `ema` | `sampling.py` |
 | `window` | `verl_digen/algorithms/window.py` |
-| `loss` | `loss.py`; the losses' own settings in `verl_digen/algorithms/losses/` |
+| `loss` | `loss.py`; the losses' own settings in `verl_digen/algorithms/objectives/` |
 | `rollout`, `reward` | `rollout.py` |
 | `gap`, `queue`, `tag`, `staleness`, `tsp` | `scheduling.py` |
 | `deadlines` | `verl_digen/schedulers/deadlines.py` |

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl_digen.algorithms.losses import Denominator, LossConfig, choose_denominator
+from verl_digen.algorithms.objectives import Denominator, LossConfig, choose_denominator
 from verl_digen.algorithms.window import WindowConfig
 from verl_digen.config.loss import LOSS_DEFAULTS, check_loss_section, loss_settings
 from verl_digen.config.placement import PlacementConfig, VirtualConfig
@@ -117,7 +117,7 @@ class DigenConfig:
     @property
     def denominator(self) -> Denominator:
         """Source of `old_log_prob`, from the loss, `old_log_probs` and the staleness of samples; see
-        `verl_digen.algorithms.losses.denominator`. A property, because a user's own loss is known late.
+        `verl_digen.algorithms.objectives.denominator`. A property, because a user's own loss is known late.
 
         Raises:
             ValueError: the three do not go together.

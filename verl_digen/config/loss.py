@@ -13,14 +13,14 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from verl_digen.algorithms.losses import OLD_LOG_PROBS, LossConfig, find_loss, loss_names
+from verl_digen.algorithms.objectives import OLD_LOG_PROBS, LossConfig, find_loss, loss_names
 from verl_digen.require import require_one_of, suggestion
 
 LOSS_DEFAULTS = {"name": "flow_grpo", "old_log_probs": "auto"}
 """Keys of `digen.loss` that are not settings of the loss itself. `old_log_probs`, the denominator of the ratio, for
 losses that read `old_log_prob` (flow_grpo): auto = the update's own first pass (ratio exactly 1) where one optimizer
 step takes the whole batch, else recompute; recompute = a forward with the engine before the update; rollout = as
-recorded. With stale samples auto is rollout, see `verl_digen.algorithms.losses.denominator`."""
+recorded. With stale samples auto is rollout, see `verl_digen.algorithms.objectives.denominator`."""
 
 
 def check_loss_section(section: Mapping[str, Any]) -> None:

@@ -41,8 +41,8 @@ from torch import Tensor, nn
 from verl.utils.device import get_device_id
 from verl.workers.engine import EngineRegistry
 
-from verl_digen.algorithms.losses import find_loss
 from verl_digen.algorithms.metric import Metric, Reduce, combine_tiles
+from verl_digen.algorithms.objectives import find_loss
 from verl_digen.engine import gradients, memory
 from verl_digen.engine.fragment import Fetch, FragmentSample, FragmentSpec
 from verl_digen.engine.gathered import recover, reshard

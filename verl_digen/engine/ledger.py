@@ -65,7 +65,7 @@ class AdvantageLedger:
     Args:
         num_samples: most samples the batch may have; it is complete when that many have arrived.
         clip: `digen.loss.advantage_clip`.
-        is_homogeneous: True if the loss is, see `verl_digen.algorithms.losses`.
+        is_homogeneous: True if the loss is, see `verl_digen.algorithms.objectives`.
         scale: scale of a batch that these samples are a part of; None if it is that of these samples.
     """
 

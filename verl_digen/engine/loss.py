@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Evaluated rows -> loss: the policy loss by name and the KL term, with the inputs that they declare.
 
-The inputs are listed in `verl_digen.algorithms.losses`. `behaviour_log_prob` is always recorded at generation.
+The inputs are listed in `verl_digen.algorithms.objectives`. `behaviour_log_prob` is always recorded at generation.
 `DigenConfig.denominator` decides what `old_log_prob` is:
 
 | value | one optimizer step takes the batch | several do (mini-batches, epochs) |
@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from verl_digen.algorithms.kl import kl_inputs, kl_loss
-from verl_digen.algorithms.losses import find_loss, loss_names, policy_loss
-from verl_digen.algorithms.losses.registry import BEHAVIOUR, OLD, POLICY_LATENTS, TRAJECTORY
 from verl_digen.algorithms.metric import Metric
+from verl_digen.algorithms.objectives import find_loss, loss_names, policy_loss
+from verl_digen.algorithms.objectives.registry import BEHAVIOUR, OLD, POLICY_LATENTS, TRAJECTORY
 from verl_digen.algorithms.rows import LossInputs
 from verl_digen.config import DigenConfig
 from verl_digen.engine.policies import Evaluated, Outputs

@@ -27,7 +27,7 @@ from verl_digen.sampling.sampler import score_rows
 from verl_digen.types import Geometry, TrainingRows
 
 Outputs = Mapping[str, Tensor]
-"""Outputs of one policy on N rows, by the names of `verl_digen.algorithms.losses`."""
+"""Outputs of one policy on N rows, by the names of `verl_digen.algorithms.objectives`."""
 
 
 @dataclass(frozen=True)

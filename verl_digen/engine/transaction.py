@@ -30,8 +30,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from verl_digen.algorithms.losses.gspo import trajectory_log_ratios
 from verl_digen.algorithms.metric import Metric, combine_tiles
+from verl_digen.algorithms.objectives.gspo import trajectory_log_ratios
 from verl_digen.engine import gradients
 from verl_digen.engine.gathered import recover
 from verl_digen.engine.gradients import Gradient

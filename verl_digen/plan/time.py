@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl_digen.algorithms.losses import find_loss, loss_names
+from verl_digen.algorithms.objectives import find_loss, loss_names
 from verl_digen.devices import PEAK_TFLOPS
 from verl_digen.plan.run import Run
 

@@ -70,7 +70,7 @@ def check_model_section(config: DictConfig) -> None:
 
 def check_loss(config: DictConfig) -> None:
     """Require a policy loss that is registered, by us or by a module the user names, with the log-probs it needs."""
-    from verl_digen.algorithms.losses import find_loss, loss_names
+    from verl_digen.algorithms.objectives import find_loss, loss_names
     from verl_digen.config.loss import unused_settings
     from verl_digen.preflight.recipes import typed_keys
 

@@ -70,7 +70,7 @@ def unknown_problems(config: DictConfig) -> list[str]:
 
 def _with_loss_settings(config: DictConfig) -> DictConfig:
     """Copy of the config with the settings of its loss, which it holds only where they are not the defaults."""
-    from verl_digen.algorithms.losses import default_config, loss_names
+    from verl_digen.algorithms.objectives import default_config, loss_names
 
     name = OmegaConf.select(config, "digen.loss.name")
     if name not in loss_names():

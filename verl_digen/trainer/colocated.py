@@ -30,7 +30,7 @@ from tensordict import TensorDict
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.utils.debug import marked_timer
 
-from verl_digen.algorithms.losses import find_loss
+from verl_digen.algorithms.objectives import find_loss
 from verl_digen.data.rows import prompt_batch
 from verl_digen.errors import RunStopped
 from verl_digen.store.keys import parse_key

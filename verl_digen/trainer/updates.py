@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from verl_digen.algorithms.advantages import advantage_scale
-from verl_digen.algorithms.losses import Denominator, Loss
 from verl_digen.algorithms.metric import combine_updates, numbers
+from verl_digen.algorithms.objectives import Denominator, Loss
 from verl_digen.config import AdvantageConfig
 from verl_digen.engine.fragment import FragmentSample, FragmentSpec
 from verl_digen.engine.ledger import BATCH_SCALES

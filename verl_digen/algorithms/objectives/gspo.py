@@ -6,9 +6,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from verl_digen.algorithms.losses.config import ClipConfig
-from verl_digen.algorithms.losses.ratio import clamped_advantage, ppo_clip, ratio_metrics, ratio_of
-from verl_digen.algorithms.losses.registry import TRAJECTORY, register_loss
+from verl_digen.algorithms.objectives.config import ClipConfig
+from verl_digen.algorithms.objectives.ratio import clamped_advantage, ppo_clip, ratio_metrics, ratio_of
+from verl_digen.algorithms.objectives.registry import TRAJECTORY, register_loss
 from verl_digen.algorithms.rows import LossInputs, LossOutput
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from verl_digen.algorithms.losses.config import DEFAULTS, ClampedConfig
-from verl_digen.algorithms.losses.ratio import behaviour_log_ratio, ratio_of, truncated_ratio, weighted_reinforce
-from verl_digen.algorithms.losses.registry import BEHAVIOUR, register_loss
+from verl_digen.algorithms.objectives.config import DEFAULTS, ClampedConfig
+from verl_digen.algorithms.objectives.ratio import behaviour_log_ratio, ratio_of, truncated_ratio, weighted_reinforce
+from verl_digen.algorithms.objectives.registry import BEHAVIOUR, register_loss
 from verl_digen.algorithms.rows import LossInputs, LossOutput
 from verl_digen.require import require
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 import torch
 
-from verl_digen.algorithms.losses.config import ClipConfig
-from verl_digen.algorithms.losses.ratio import clamped_advantage, ppo_clip, ratio_metrics, ratio_of
-from verl_digen.algorithms.losses.registry import OLD, register_loss
+from verl_digen.algorithms.objectives.config import ClipConfig
+from verl_digen.algorithms.objectives.ratio import clamped_advantage, ppo_clip, ratio_metrics, ratio_of
+from verl_digen.algorithms.objectives.registry import OLD, register_loss
 from verl_digen.algorithms.rows import LossInputs, LossOutput
 from verl_digen.algorithms.sde import gaussian_kl
 

@@ -9,14 +9,14 @@ from typing import Any
 
 from torch import Tensor
 
-from verl_digen.algorithms.losses.config import ClampedConfig, LossConfig
+from verl_digen.algorithms.objectives.config import ClampedConfig, LossConfig
 from verl_digen.algorithms.rows import LossInputs, LossOutput
 from verl_digen.require import require_one_of
 
 BEHAVIOUR = "behaviour_log_prob"
 """Column: log-prob under the policy that generated the sample, recorded at generation."""
 OLD = "old_log_prob"
-"""Column: log-prob under the policy before the update, see `verl_digen.algorithms.losses.denominator`."""
+"""Column: log-prob under the policy before the update, see `verl_digen.algorithms.objectives.denominator`."""
 TRAJECTORY = "trajectory_log_ratio"
 """Column: mean of log_prob - behaviour_log_prob, under the current weights, over the trained steps of the row's
 trajectory, see `trajectory_log_ratios`."""

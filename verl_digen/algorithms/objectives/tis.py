@@ -6,9 +6,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from verl_digen.algorithms.losses.config import ClampedConfig
-from verl_digen.algorithms.losses.ratio import truncated_ratio, weighted_reinforce
-from verl_digen.algorithms.losses.registry import BEHAVIOUR, register_loss
+from verl_digen.algorithms.objectives.config import ClampedConfig
+from verl_digen.algorithms.objectives.ratio import truncated_ratio, weighted_reinforce
+from verl_digen.algorithms.objectives.registry import BEHAVIOUR, register_loss
 from verl_digen.algorithms.rows import LossInputs, LossOutput
 from verl_digen.require import require
 

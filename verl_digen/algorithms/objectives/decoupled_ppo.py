@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from verl_digen.algorithms.losses.config import DEFAULTS, ClipConfig
-from verl_digen.algorithms.losses.ratio import clamped_advantage, ppo_clip, ratio_metrics, ratio_of
-from verl_digen.algorithms.losses.registry import BEHAVIOUR, OLD, register_loss
+from verl_digen.algorithms.objectives.config import DEFAULTS, ClipConfig
+from verl_digen.algorithms.objectives.ratio import clamped_advantage, ppo_clip, ratio_metrics, ratio_of
+from verl_digen.algorithms.objectives.registry import BEHAVIOUR, OLD, register_loss
 from verl_digen.algorithms.rows import LossInputs, LossOutput
 from verl_digen.require import require
 

@@ -56,7 +56,7 @@ Example, a custom loss with a setting of its own, `digen.loss.name=my_loss digen
         return LossOutput(rows.mean(-rows["advantage"] * rows["log_prob"] ** config.power), {})
 """
 
-from verl_digen.algorithms.losses import (  # noqa: F401 - they register their losses
+from verl_digen.algorithms.objectives import (  # noqa: F401 - they register their losses
     cispo,
     decoupled_ppo,
     flow_dppo,
@@ -68,9 +68,9 @@ from verl_digen.algorithms.losses import (  # noqa: F401 - they register their l
     tis,
     topr,
 )
-from verl_digen.algorithms.losses.config import ClampedConfig, ClipConfig, LossConfig
-from verl_digen.algorithms.losses.denominator import OLD_LOG_PROBS, Denominator, choose_denominator
-from verl_digen.algorithms.losses.registry import (
+from verl_digen.algorithms.objectives.config import ClampedConfig, ClipConfig, LossConfig
+from verl_digen.algorithms.objectives.denominator import OLD_LOG_PROBS, Denominator, choose_denominator
+from verl_digen.algorithms.objectives.registry import (
     Loss,
     default_config,
     find_loss,

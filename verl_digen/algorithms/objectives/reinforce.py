@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from verl_digen.algorithms.losses.config import ClampedConfig
-from verl_digen.algorithms.losses.ratio import clamped_advantage
-from verl_digen.algorithms.losses.registry import register_loss
+from verl_digen.algorithms.objectives.config import ClampedConfig
+from verl_digen.algorithms.objectives.ratio import clamped_advantage
+from verl_digen.algorithms.objectives.registry import register_loss
 from verl_digen.algorithms.rows import LossInputs, LossOutput
 
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from verl_digen.algorithms.losses.config import ClampedConfig
-from verl_digen.algorithms.losses.registry import BEHAVIOUR
 from verl_digen.algorithms.metric import Metric
+from verl_digen.algorithms.objectives.config import ClampedConfig
+from verl_digen.algorithms.objectives.registry import BEHAVIOUR
 from verl_digen.algorithms.rows import LossInputs, LossOutput
 
 MAX_LOG_RATIO = 20.0

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from verl_digen.algorithms.losses.registry import BEHAVIOUR, OLD, find_loss, loss_names
+from verl_digen.algorithms.objectives.registry import BEHAVIOUR, OLD, find_loss, loss_names
 from verl_digen.require import require
 
 OLD_LOG_PROBS = ("auto", "recompute", "rollout")
