@@ -3,14 +3,14 @@
 
 Notation, used in names and docstrings everywhere: `P` prompts of a logical batch, `G` samples of a group,
 `B` = P*G samples, `T` denoising steps, `K` trained steps of one sample, `S` recorded latents of one sample,
-`N` rows ((sample, trained step) pairs), `L` text tokens, `D` text width. Latents have the shape the
+`N` rows ((sample, point) pairs), `L` text tokens, `D` text width. Latents have the shape the
 transformer reads ("packed"), written `...`; a sigma of 1 is noise and 0 is the picture.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl_digen.algorithms.forward import NoiseLevels
 from verl_digen.algorithms.window import Window
 
 Condition = dict[str, Tensor]
@@ -97,6 +98,9 @@ class SampleRequest:
     window: Window
     """Stochastic steps, and steps recorded for training; the same for a whole group."""
     sampling: Sampling
+    noise_levels: NoiseLevels | None = None
+    """Levels at which its picture is noised again for training, the same for a whole group; None: its path is
+    recorded."""
     wants_condition: bool = False
     """True for one sample of a group: its answer carries the prompt's conditions (they travel once per prompt)."""
 
@@ -112,15 +116,13 @@ class SampleRequest:
 
 
 @dataclass(frozen=True)
-class Trajectory:
-    """One sample's recorded denoising path, as far as training needs it. Written by a replica, read by the engine.
+class PathRecord:
+    """The recorded part of a denoising path: K transitions x -> x' with their log-probs.
 
     Example: with trained steps (2, 3) of T = 10, `latents` holds x at steps 2, 3, 4 (S = 3), `positions` = [0, 1]:
     row k goes from `latents[positions[k]]` to `latents[positions[k] + 1]`.
     """
 
-    uid: str
-    sample_index: int
     latents: Tensor
     """[S, ...] in the dtype they were sampled in; S = K+1 when the trained steps are consecutive."""
     positions: Tensor
@@ -132,7 +134,38 @@ class Trajectory:
     sigma_max: Tensor
     """[] fp32: the schedule's second sigma, which the SDE uses in place of 1."""
     log_probs: Tensor
-    """[K] fp32: log-density of each trained step under the behaviour policy (`version`)."""
+    """[K] fp32: log-density of each trained step under the behaviour policy."""
+
+    COLUMNS = ("latents", "positions", "sigmas", "next_sigmas", "sigma_max", "log_probs")
+
+    def columns(self) -> dict[str, Tensor]:
+        """Columns of its row in TransferQueue, `COLUMNS`; `sigma_max` has shape [1]."""
+        return {**vars(self), "sigma_max": self.sigma_max.reshape(1)}
+
+
+@dataclass(frozen=True)
+class CleanRecord:
+    """The end of a denoising path, and the K noise levels at which it is noised again when it trains."""
+
+    clean: Tensor
+    """[...] the final latents, in the dtype they were sampled in."""
+    sigmas: Tensor
+    """[K] fp32."""
+
+    COLUMNS = ("clean", "sigmas")
+
+    def columns(self) -> dict[str, Tensor]:
+        """Columns of its row in TransferQueue, `COLUMNS`."""
+        return dict(vars(self))
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """What one generation of a sample recorded for training. Written by a replica, read by the engine."""
+
+    uid: str
+    sample_index: int
+    record: PathRecord | CleanRecord
     seed: int
     """Seed of its initial noise."""
     version: int
@@ -143,21 +176,6 @@ class Trajectory:
     """Settings that it was generated with."""
     condition_key: str
     """`SampleRequest.condition_key` of its request."""
-
-    def columns(self) -> dict[str, Tensor]:
-        """The tensor columns of this sample's row in TransferQueue."""
-        return {
-            "latents": self.latents,
-            "positions": self.positions,
-            "sigmas": self.sigmas,
-            "next_sigmas": self.next_sigmas,
-            "sigma_max": self.sigma_max.reshape(1),
-            "log_probs": self.log_probs,
-        }
-
-
-TRAJECTORY_COLUMNS = ("latents", "positions", "sigmas", "next_sigmas", "sigma_max", "log_probs")
-"""Names of `Trajectory.columns()`."""
 
 
 @dataclass(frozen=True)
@@ -223,29 +241,49 @@ GroupTags = Mapping[int, SampleTag]
 
 
 @dataclass(frozen=True)
-class TrainingRows:
-    """N rows of one tile, ready for a forward. Made by the engine from trajectories; never leaves its rank."""
+class Transitions:
+    """The part of N rows that path points have: recorded transitions from `TrainingRows.latents`."""
 
-    latents: Tensor
-    """[N, ...]."""
     next_latents: Tensor
     """[N, ...]."""
-    sigmas: Tensor
-    """[N] fp32."""
     next_sigmas: Tensor
     """[N] fp32."""
     sigma_max: Tensor
     """[N] fp32."""
-    conditions: list[Condition]
-    """N entries; rows of one prompt share the object."""
-    negative_conditions: list[Condition] | None
-    """N entries, or None without guidance."""
     log_probs: Tensor
     """[N] fp32, recorded at generation."""
+
+
+@dataclass(frozen=True)
+class Noised:
+    """The part of N rows that forward points have: what `TrainingRows.latents`, (1 - sigma) clean + sigma noise, are
+    made of."""
+
+    clean: Tensor
+    """[N, ...] fp32."""
+    noise: Tensor
+    """[N, ...] fp32."""
+
+
+@dataclass(frozen=True)
+class TrainingRows:
+    """N rows of one tile, ready for a forward. Made by the engine from trajectories; never leaves its rank."""
+
+    latents: Tensor
+    """[N, ...] what the network reads."""
+    sigmas: Tensor
+    """[N] fp32."""
+    point: Transitions | Noised
+    conditions: Sequence[Condition]
+    """N entries; rows of one prompt share the object."""
+    negative_conditions: Sequence[Condition] | None
+    """N entries, or None without guidance."""
     advantages: Tensor
     """[N] fp32."""
     mask: Tensor
     """[N] fp32: 1 for a row that trains, 0 for padding."""
+    sampling: Sampling
+    """Settings that all of them were generated with."""
     rewards: Tensor | None = None
     """[N] fp32: the weighted sum over the reward functions, not centred; None if not given."""
 
@@ -253,8 +291,9 @@ class TrainingRows:
         return self.latents.shape[0]
 
     def __getitem__(self, tile: slice) -> TrainingRows:
-        sliced = {name: value[tile] for name, value in vars(self).items() if value is not None}
-        return replace(self, **sliced)
+        sliced = {name: value[tile] for name, value in vars(self).items() if isinstance(value, (Tensor, Sequence))}
+        point = type(self.point)(**{name: value[tile] for name, value in vars(self.point).items()})
+        return replace(self, point=point, **sliced)
 
     def to(self, device: torch.device) -> TrainingRows:
         """Copy on `device`; rows of one prompt still share their conditions.
@@ -268,13 +307,20 @@ class TrainingRows:
                 moved[id(condition)] = move_condition(condition, device)
             return moved[id(condition)]
 
-        def convert(name: str, value: Any) -> Any:
-            if isinstance(value, Tensor):
-                return value if name in SCHEDULE_COLUMNS else value.to(device)
-            return None if value is None else [move(condition) for condition in value]
+        def convert(part: Any) -> dict[str, Tensor]:
+            tensors = {name: value for name, value in vars(part).items() if isinstance(value, Tensor)}
+            return {name: value if name in SCHEDULE_COLUMNS else value.to(device) for name, value in tensors.items()}
 
-        return TrainingRows(**{name: convert(name, value) for name, value in vars(self).items()})
+        return replace(
+            self,
+            point=replace(self.point, **convert(self.point)),
+            conditions=[move(condition) for condition in self.conditions],
+            negative_conditions=None
+            if self.negative_conditions is None
+            else [move(condition) for condition in self.negative_conditions],
+            **convert(self),
+        )
 
 
 SCHEDULE_COLUMNS = ("sigmas", "next_sigmas", "sigma_max")
-"""Fields of `TrainingRows` that stay on the host."""
+"""Fields that stay on the host."""
