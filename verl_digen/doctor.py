@@ -328,6 +328,6 @@ def _rewards() -> list[str]:
 
 
 def _losses() -> list[str]:
-    from verl_digen.algorithms.objectives import loss_names
+    from verl_digen.algorithms.objectives import objective_names
 
-    return list(loss_names())
+    return list(objective_names())

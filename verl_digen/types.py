@@ -252,6 +252,8 @@ class Transitions:
     """[N] fp32."""
     log_probs: Tensor
     """[N] fp32, recorded at generation."""
+    old_log_probs: Tensor | None = None
+    """[N] fp32 before the first of several optimizer steps; None if one is taken."""
 
 
 @dataclass(frozen=True)
@@ -292,7 +294,8 @@ class TrainingRows:
 
     def __getitem__(self, tile: slice) -> TrainingRows:
         sliced = {name: value[tile] for name, value in vars(self).items() if isinstance(value, (Tensor, Sequence))}
-        point = type(self.point)(**{name: value[tile] for name, value in vars(self.point).items()})
+        part = {name: value[tile] for name, value in vars(self.point).items() if value is not None}
+        point = replace(self.point, **part)
         return replace(self, point=point, **sliced)
 
     def to(self, device: torch.device) -> TrainingRows:

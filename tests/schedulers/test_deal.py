@@ -13,10 +13,10 @@ from verl_digen.schedulers.deal import Row, deal_rows, stand_ins
 def assert_invariants(rows: list[Row], dealt: list[list[Row]], whole_samples: bool) -> None:
     """Check the module's invariants, the slow way."""
     assert Counter(row for hand in dealt for row in hand) == Counter(rows)
-    for expert in {row.expert for row in rows}:
-        own = [[row for row in hand if row.expert == expert] for hand in dealt]
+    for bucket in {row.bucket for row in rows}:
+        own = [[row for row in hand if row.bucket == bucket] for hand in dealt]
         if not whole_samples:
-            assert [row for hand in own for row in hand] == [row for row in rows if row.expert == expert]
+            assert [row for hand in own for row in hand] == [row for row in rows if row.bucket == bucket]
             assert max(map(len, own)) - min(map(len, own)) <= 1
     counts = [len(hand) for hand in dealt]
     if not whole_samples:
@@ -32,7 +32,7 @@ def assert_invariants(rows: list[Row], dealt: list[list[Row]], whole_samples: bo
 def random_rows(rng: random.Random) -> list[Row]:
     rows = rows_of([rng.choice([0, 1, 2, 5, 9]) for _ in range(rng.randint(1, 12))]) or [Row(0, 0)]
     boundary = rng.choice([0, 3, 99])  # like a model that switches experts along the schedule
-    return [row._replace(expert=int(row.step >= boundary)) for row in rows]
+    return [row._replace(bucket=int(row.point >= boundary)) for row in rows]
 
 
 def test_every_row_is_dealt_once_and_evenly_for_many_sizes():
@@ -60,8 +60,8 @@ def test_whole_samples_that_divide_are_dealt_in_equal_blocks():
     assert [sorted({row.sample for row in hand}) for hand in dealt] == [[0, 1], [2, 3], [4, 5]]
 
 
-def test_experts_take_turns_at_what_does_not_divide():
-    rows = [Row(sample, step, expert=step) for sample in range(3) for step in range(2)]
+def test_buckets_take_turns_at_what_does_not_divide():
+    rows = [Row(sample, step, bucket=step) for sample in range(3) for step in range(2)]
     assert [len(hand) for hand in deal_rows(rows, 2)] == [3, 3]  # 2 + 1 and 1 + 2, not 2 + 2 and 1 + 1
 
 

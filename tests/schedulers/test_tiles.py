@@ -37,7 +37,7 @@ def assert_fits(tile: Tile, shape: TileShape) -> None:
         assert 1 <= len(tile.rows) <= shape.rows
     else:
         assert 1 <= len(counts) <= shape.samples and max(counts.values()) <= shape.steps
-    assert len({row.expert for row in tile.rows}) == 1
+    assert len({row.bucket for row in tile.rows}) == 1
     assert len(tile.rows) == 1 or not tile.is_filler
     assert list(tile.rows) == sorted(tile.rows)
 
@@ -49,11 +49,11 @@ def assert_invariants(dealt: list[list[Row]], plans: list[list[Tile]], shape: Ti
         assert Counter(real) == Counter(hand)
         for tile in tiles:
             assert_fits(tile, shape)
-    assert len({tuple(tile.rows[0].expert for tile in tiles) for tiles in plans}) == 1  # equal on all ranks
-    for expert in sorted({row.expert for hand in dealt for row in hand}):
-        least = [least_tiles([row for row in hand if row.expert == expert], shape) for hand in dealt]
+    assert len({tuple(tile.rows[0].bucket for tile in tiles) for tiles in plans}) == 1  # equal on all ranks
+    for bucket in sorted({row.bucket for hand in dealt for row in hand}):
+        least = [least_tiles([row for row in hand if row.bucket == bucket], shape) for hand in dealt]
         for own, tiles in zip(least, plans, strict=True):
-            here = [tile for tile in tiles if tile.rows[0].expert == expert]
+            here = [tile for tile in tiles if tile.rows[0].bucket == bucket]
             assert len(here) == max(least)
             assert sum(tile.is_filler for tile in here) == max(least) - own
             sizes = [size(tile, shape) for tile in here if not tile.is_filler]

@@ -1,14 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exponential moving average of the weights: ema <- decay * ema + (1 - decay) * weights.
 
-The decay grows with k, so that the average soon forgets the untrained weights. When to update is the caller's
-decision (Flow-GRPO: after every 8th optimizer step, k = optimizer steps before it, `max_decay` 0.9).
+| average | decay | updated |
+| --- | --- | --- |
+| `digen.ema`, for validation and export | `ema_decay`: grows, to forget the untrained weights | every n steps |
+| a policy that an objective names | its settings' `Decay` | once per batch |
+
+Sources: Flow-GRPO (every 8th step, `max_decay` 0.9); DiffusionNFT, arXiv 2509.16117 (`Decay`).
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Decay:
+    """Decay of a policy that follows at a distance: 0 up to optimizer step `start`, then `slope` more each step."""
+
+    slope: float
+    most: float
+    """Largest value. 0: the policy is always a copy."""
+    start: int = 0
+
+    def at(self, k: int) -> float:
+        """Decay after k optimizer steps: min(slope * max(k - start, 0), most)."""
+        return min(self.slope * max(k - self.start, 0), self.most)
 
 
 def ema_decay(k: int, max_decay: float) -> float:

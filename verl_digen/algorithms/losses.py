@@ -6,6 +6,6 @@ Example:
     policy_loss("flow_grpo", {"log_prob": now, "old_log_prob": before, "advantage": advantages}, config).loss
 """
 
-from verl_digen.algorithms.objectives import default_config, loss_names, policy_loss
+from verl_digen.algorithms.objectives import default_config, policy_loss
 
-__all__ = ["default_config", "loss_names", "policy_loss"]
+__all__ = ["default_config", "policy_loss"]

@@ -6,7 +6,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl_digen.algorithms.objectives import Denominator, LossConfig, choose_denominator
+from verl_digen.algorithms.forward import ForwardConfig
+from verl_digen.algorithms.objectives import (
+    Denominator,
+    LossConfig,
+    choose_denominator,
+    find_objective,
+    objective_names,
+)
 from verl_digen.algorithms.window import WindowConfig
 from verl_digen.config.loss import LOSS_DEFAULTS, check_loss_section, loss_settings
 from verl_digen.config.placement import PlacementConfig, VirtualConfig
@@ -29,6 +36,7 @@ class DigenConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     sde: SdeConfig = field(default_factory=SdeConfig)
     window: WindowConfig = field(default_factory=WindowConfig)
+    forward: ForwardConfig = field(default_factory=ForwardConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     loss: dict[str, Any] = field(default_factory=lambda: dict(LOSS_DEFAULTS))
     """`name` of the policy loss, `old_log_probs`, and the loss's own settings; see `verl_digen.config.loss`."""
@@ -89,7 +97,25 @@ class DigenConfig:
             self.sampling.num_frames,
             "leave digen.rollout.http.enable out",
         )
-        self.window.validate_for(self.sampling.num_steps)
+        if self.loss_name in objective_names():  # a user's own is known later
+            self.check_points()
+
+    def check_points(self) -> None:
+        """Require points that the schedule has, and a KL term that is defined for them.
+
+        Raises:
+            ValueError: a broken rule, or there is no such loss.
+        """
+        if not self.trains_forward_points:
+            self.window.validate_for(self.sampling.num_steps)
+            return
+        self.forward.count(self.sampling.num_steps)
+        require(
+            self.kl.coef == 0 or self.kl.kind == "velocity",
+            f"digen.kl.kind must be velocity with digen.loss.name={self.loss_name}, whose rows are no steps of an SDE",
+            self.kl.kind,
+            "set it, or digen.kl.coef=0",
+        )
 
     def most_group_refills(self, num_prompts: int) -> int:
         """`max_refills_per_step`, or `num_prompts` where it is null."""
@@ -99,6 +125,12 @@ class DigenConfig:
     def loss_name(self) -> str:
         """Name of the policy loss."""
         return self.loss["name"]
+
+    @property
+    def trains_forward_points(self) -> bool:
+        """True if finished pictures are noised again for training, and no path is recorded. ValueError if there is no
+        such loss."""
+        return find_objective(self.loss_name).points == "forward"
 
     @property
     def old_log_probs(self) -> str:

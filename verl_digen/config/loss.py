@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from verl_digen.algorithms.objectives import OLD_LOG_PROBS, LossConfig, find_loss, loss_names
+from verl_digen.algorithms.objectives import OLD_LOG_PROBS, LossConfig, find_objective, objective_names
 from verl_digen.require import require_one_of, suggestion
 
 LOSS_DEFAULTS = {"name": "flow_grpo", "old_log_probs": "auto"}
@@ -30,7 +30,7 @@ def check_loss_section(section: Mapping[str, Any]) -> None:
         ValueError: a broken rule, with key, value and remedy.
     """
     require_one_of("digen.loss.old_log_probs", section["old_log_probs"], OLD_LOG_PROBS)
-    if section["name"] in loss_names():
+    if section["name"] in objective_names():
         loss_settings(section)
 
 
@@ -43,13 +43,13 @@ def loss_settings(section: Mapping[str, Any]) -> LossConfig:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    loss = find_loss(section["name"])
+    loss = find_objective(section["name"]).loss
     known = _settings_of(loss.config)
     own = {name: value for name, value in section.items() if name in known}
-    elsewhere = set().union(*(_settings_of(find_loss(name).config) for name in loss_names()))
+    elsewhere = set().union(*(_settings_of(find_objective(name).loss.config) for name in objective_names()))
     for name in section.keys() - known - elsewhere - LOSS_DEFAULTS.keys():
         raise ValueError(
-            f"digen.loss.{name} must be a setting of digen.loss.name={loss.name}, got {section[name]!r}; "
+            f"digen.loss.{name} must be a setting of digen.loss.name={section['name']}, got {section[name]!r}; "
             f"{suggestion(name, sorted(known))}its settings are {', '.join(sorted(known)) or 'none'}"
         )
     try:
@@ -58,7 +58,8 @@ def loss_settings(section: Mapping[str, Any]) -> LossConfig:
     except OmegaConfBaseException as error:
         said = (error.msg or str(error)).splitlines()[0]
         raise ValueError(
-            f"digen.loss.{error.full_key or ''}: {said}; the settings of {loss.name} are in {loss.config.__module__}"
+            f"digen.loss.{error.full_key or ''}: {said}; the settings of {section['name']} are in "
+            f"{loss.config.__module__}"
         ) from error
     assert isinstance(settings, LossConfig)
     return settings
@@ -66,7 +67,7 @@ def loss_settings(section: Mapping[str, Any]) -> LossConfig:
 
 def unused_settings(section: Mapping[str, Any]) -> dict[str, Any]:
     """Settings in `digen.loss` that other losses have and the chosen one has not."""
-    known = _settings_of(find_loss(section["name"]).config)
+    known = _settings_of(find_objective(section["name"]).loss.config)
     return {name: value for name, value in section.items() if name not in known and name not in LOSS_DEFAULTS}
 
 

@@ -39,12 +39,12 @@ from peft import PeftModel
 from peft.utils import SAFETENSORS_WEIGHTS_NAME as ADAPTER_WEIGHTS_NAME
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager, FSDPConfig
 from verl.utils.fsdp_utils import fsdp_version
 
+from verl_digen.engine.copies import PolicyCopies
 from verl_digen.engine.export import ADAPTER, PEFT_PREFIX, adapter_weights, full_weights
-from verl_digen.engine.shadow import ShadowWeights
 from verl_digen.models.experts import Experts
 
 logger = logging.getLogger(__name__)
@@ -64,15 +64,14 @@ class UpdateState:
     """Optimizer steps that changed the weights."""
     num_skipped: int = 0
     """Optimizer steps skipped because the gradient was not finite."""
-    ema: ShadowWeights | None = None
 
 
 class DiffusersCheckpointManager(FSDPCheckpointManager):
-    """verl's manager, with saves that are all or nothing, and `update_state` saved and loaded too."""
+    """verl's manager, with saves that are all or nothing, and `update_state` and `copies` saved and loaded too."""
 
-    def __init__(self, *args: Any, update_state: UpdateState, **kwargs: Any):
+    def __init__(self, *args: Any, update_state: UpdateState, copies: PolicyCopies, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.update_state = update_state
+        self.update_state, self.copies = update_state, copies
 
     # -- save ---------------------------------------------------------------------------------------------
     def save_checkpoint(  # verl's signature
@@ -114,7 +113,10 @@ class DiffusersCheckpointManager(FSDPCheckpointManager):
                     {"lr_scheduler": schedule, "rng": self.get_rng_state()},
                     folder / self._file("extra_state"),
                 )
-                _save(_to_dict(self.update_state), folder / self._file("digen_state"))
+                _save(
+                    {**asdict(self.update_state), "copies": self.copies.state_dict()},
+                    folder / self._file("digen_state"),
+                )
         if self.rank == 0:
             self._save_description(folder)
 
@@ -161,32 +163,14 @@ class DiffusersCheckpointManager(FSDPCheckpointManager):
         super().load_checkpoint(local_path, hdfs_path, del_local_after_load)  # type: ignore[arg-type]
         state = folder / self._file("digen_state")
         if self.should_load_extra and state.is_file():
-            _from_dict(self.update_state, torch.load(state, weights_only=True), self.model)
-        elif self.update_state.ema is not None:
-            self.update_state.ema = ShadowWeights(self.model, _device(self.update_state.ema))
+            saved = torch.load(state, weights_only=True)
+            self.copies.load_state_dict(saved["copies"], saved["num_updates"])
+            self.update_state.num_updates, self.update_state.num_skipped = saved["num_updates"], saved["num_skipped"]
+        else:
+            self.copies.load_state_dict({}, num_updates=0)
 
     def _file(self, kind: str) -> str:
         return f"{kind}_world_size_{self.world_size}_rank_{self.rank}.pt"
-
-
-def _to_dict(state: UpdateState) -> dict[str, Any]:
-    ema = None if state.ema is None else state.ema.state_dict()
-    return {"num_updates": state.num_updates, "num_skipped": state.num_skipped, "ema": ema}
-
-
-def _from_dict(state: UpdateState, saved: dict[str, Any], module: nn.Module) -> None:
-    state.num_updates, state.num_skipped = saved["num_updates"], saved["num_skipped"]
-    if state.ema is None:
-        return
-    if saved["ema"] is None:
-        logger.warning("the checkpoint has no averaged weights; the average starts from the loaded ones")
-        state.ema = ShadowWeights(module, _device(state.ema))
-    else:
-        state.ema.load_state_dict(saved["ema"])
-
-
-def _device(shadow: ShadowWeights) -> torch.device:
-    return next(iter(shadow.shards.values())).device
 
 
 # -- writing ----------------------------------------------------------------------------------------------

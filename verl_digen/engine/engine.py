@@ -23,16 +23,16 @@ Invariants (tests/engine)
 - The committed gradient is that of the serial loop over rows, whatever the fragments, their order, the number of
   ranks and `digen.tsp.*`; also if the advantage scale is known only with the whole batch.
 - The ratio of an update's own first pass is exactly 1.
-- After `abort` weights, optimizer, EMA, schedule and counters are bitwise as at `begin`.
+- After `abort` weights, optimizer, copies, schedule and counters are bitwise as at `begin`.
 - `assisting` leaves the open gradient bitwise as it is.
-- A step with a gradient that is not finite changes neither weights nor EMA, and is counted.
+- A step with a gradient that is not finite changes neither weights nor copies, and is counted.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -42,18 +42,18 @@ from verl.utils.device import get_device_id
 from verl.workers.engine import EngineRegistry
 
 from verl_digen.algorithms.metric import Metric, Reduce, combine_tiles
-from verl_digen.algorithms.objectives import find_loss
 from verl_digen.engine import gradients, memory
-from verl_digen.engine.fragment import Fetch, FragmentSample, FragmentSpec
+from verl_digen.engine.copies import CURRENT
+from verl_digen.engine.fragment import FragmentSample, FragmentSpec
 from verl_digen.engine.gathered import recover, reshard
 from verl_digen.engine.ledger import AdvantageLedger
 from verl_digen.engine.logical_batch import LogicalBatch
 from verl_digen.engine.loss import DiffusionLoss
 from verl_digen.engine.planning import Planner
+from verl_digen.engine.points import points_of
 from verl_digen.engine.policies import PolicyForward
 from verl_digen.engine.row_flops import RowFlops
-from verl_digen.engine.rows import tile_rows
-from verl_digen.engine.shadow import ShadowWeights
+from verl_digen.engine.rows import Fetch, tile_rows
 from verl_digen.engine.sharded import ShardedTransformer
 from verl_digen.engine.transaction import GradientTransaction
 from verl_digen.model_config import MODEL_TYPE
@@ -67,8 +67,7 @@ class DiffusersFSDPEngine(ShardedTransformer):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.copies: dict[str, ShadowWeights] = {}
-        """Policy -> its weights, see `verl_digen.engine.policies`."""
+        self.points = points_of(self.objective, self.digen.seed)
         self._open: LogicalBatch | None = None
         self._loaded = ExitStack()
         """Keeps on the device, while a logical batch is open, what is offloaded between batches."""
@@ -83,14 +82,12 @@ class DiffusersFSDPEngine(ShardedTransformer):
         super().initialize()
         wanted = DiffusionLoss(self.digen).wanted
         if "reference" in wanted and not self._is_lora and not self.engine_config.forward_only:
-            self.copies["reference"] = self.copy_weights()
-        self.forward = PolicyForward(
-            self.model, self.module, self.digen, torch.device(get_device_id()), self.copies, self._is_lora
-        )
+            self.copies.keep("reference")
+        self.forward = PolicyForward(self.model, self.module, torch.device(get_device_id()), self.copies, self._is_lora)
         self.row_flops = RowFlops(self.model, self.module, self.digen.sampling, is_frozen=self._is_lora)
         group = self.get_data_parallel_group()
         assert group is not None
-        self.planner = Planner(self.digen.tsp, group, self.model.expert_of, rehearse=self._rehearse)
+        self.planner = Planner(self.digen.tsp, group, self.points, rehearse=self._rehearse)
 
     # -- a logical batch, fragment by fragment ------------------------------------------------------------
     def begin(self, num_samples: int, num_rows: int, fetch: Fetch, *, scale: float | None = None) -> None:
@@ -118,7 +115,8 @@ class DiffusersFSDPEngine(ShardedTransformer):
             self.digen.advantage,
             num_samples,
             clip=loss.config.advantage_bound,
-            is_homogeneous=loss.loss.homogeneous,
+            is_homogeneous=self.objective.loss.homogeneous,
+            whole_groups=self.objective.joint is not None and self.objective.joint.needs_groups,
             scale=scale,
         )
         if ledger.waits_for_batch and self.rank == 0 and self.state.num_updates == 0:
@@ -186,11 +184,13 @@ class DiffusersFSDPEngine(ShardedTransformer):
                 "advantage_abs_mean": Metric(advantages.mean()),
                 "advantage_abs_max": Metric(advantages.max(), "max"),
             }
+            if not more:
+                self.copies.follow_batch(self.state.num_updates)
         self._close(stays_loaded=more)
         return outputs
 
     def abort(self) -> None:
-        """Close the logical batch and discard it: weights, optimizer, EMA, schedule and counters stay.
+        """Close the logical batch and discard it: weights, optimizer, copies, schedule and counters stay.
 
         If only some ranks raised, the others may hang in a collective; then only a restart helps.
 
@@ -202,7 +202,8 @@ class DiffusersFSDPEngine(ShardedTransformer):
 
     @contextmanager
     def assisting(self) -> Iterator[nn.Module]:
-        """Context in which the module may run forwards without gradient, for trainer-assisted generation.
+        """Context in which the module may run forwards without gradient, for trainer-assisted generation. Its weights
+        are those that replicas have.
 
         An open logical batch's gradient stays as it is, also if the body raises. All ranks must run the same number of
         forwards.
@@ -212,7 +213,7 @@ class DiffusersFSDPEngine(ShardedTransformer):
         """
         if self._open is not None:
             self._open.transaction.require_sound("assisting")
-        with self.eval_mode(), torch.no_grad():
+        with self.eval_mode(), torch.no_grad(), self._behaviour():
             try:
                 yield self.module
             except BaseException:
@@ -221,6 +222,11 @@ class DiffusersFSDPEngine(ShardedTransformer):
             finally:
                 reshard(self.module)
 
+    def _behaviour(self) -> AbstractContextManager[None]:
+        """Context in which the module has the weights of the policy that generates."""
+        policy = self.objective.behaviour
+        return nullcontext() if policy == CURRENT else self.copies[policy].swapped_in(self.module)
+
     def keep_old(self) -> None:
         """Copy the weights, as policy `old` of the optimizer steps up to the next `commit` without `more`.
 
@@ -228,7 +234,7 @@ class DiffusersFSDPEngine(ShardedTransformer):
             RuntimeError: a logical batch is open.
         """
         self._require_closed("keep_old")
-        self.copies["old"] = self.copy_weights()
+        self.copies.keep("old")
 
     @torch.no_grad()
     def evaluate(self, fragments: Sequence[FragmentSpec], fetch: Fetch) -> dict[str, dict[int, float]]:
@@ -254,23 +260,20 @@ class DiffusersFSDPEngine(ShardedTransformer):
         self, samples: Sequence[FragmentSample], fetch: Fetch
     ) -> Iterator[tuple[FragmentSample, int, float]]:
         """(sample, trained step, log-prob) of this rank's rows."""
-        zeros = torch.zeros(len(samples))
-        work = self.planner.deal(
-            samples, zeros, fetch, whole_samples=find_loss(self.digen.loss_name).reads_trajectories
-        )
-        tiles = [tile_rows(work.samples, tile, work.places)[0] for tile in work.tiles]
+        work = self.planner.deal(samples, torch.zeros(len(samples)), fetch)
+        tiles = [tile_rows(self.points, work.samples, tile, work.places) for tile in work.tiles]
         evaluated = [self.forward(rows.to(self.forward.device)).log_prob for rows in tiles]
         for tile, log_probs in zip(work.tiles, evaluated, strict=True):
             if not tile.is_filler:  # its row is in another tile, too
                 for row, log_prob in zip(tile.rows, log_probs.tolist(), strict=True):
-                    yield samples[row.sample], row.step, log_prob
+                    yield samples[row.sample], row.point, log_prob
 
     def _close(self, *, stays_loaded: bool = False) -> None:
         self._open = None
         self.optimizer_zero_grad()
         self._stays_loaded = stays_loaded
         if not stays_loaded:
-            self.copies.pop("old", None)
+            self.copies.drop("old")
             self._loaded.close()
 
     def _enter_training(self) -> None:
@@ -323,7 +326,13 @@ class DiffusersFSDPEngine(ShardedTransformer):
             num_ranks=self.get_data_parallel_size(),
             reduce=self._when_to_reduce(),
             backward=self.backward,
+            exchange=self._sum_over_ranks,
+            points=self.points,
         )
+
+    def _sum_over_ranks(self, values: Tensor) -> Tensor:
+        dist.all_reduce(values, group=self.get_data_parallel_group())
+        return values
 
     def _when_to_reduce(self) -> str:
         """Value of `digen.tsp.reduce`; auto is decided once, the same on all ranks."""

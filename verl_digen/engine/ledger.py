@@ -15,7 +15,8 @@ does not bind. So these samples are held back until the scale is known, and then
 - samples that might be clamped. The rewards seen so far give a lower bound on the final scale:
   sqrt(sum of squares about their mean / planned samples), or the largest group scale so far. A sample whose centred
   reward is within the clip times that bound cannot be clamped. As the bound rises, held samples are released;
-- all samples, if the loss is not homogeneous: training then starts with the last group.
+- all samples, if the loss is not homogeneous: training then starts with the last group;
+- the others of their group, if the objective needs a group's rows together.
 
 Invariants (tests/engine/test_ledger.py): every sample is released exactly once; a centred reward that is released
 before the scale is known gives, divided by the scale, an advantage that is not clamped; a group is added once.
@@ -67,12 +68,20 @@ class AdvantageLedger:
         clip: `digen.loss.advantage_clip`.
         is_homogeneous: True if the loss is, see `verl_digen.algorithms.objectives`.
         scale: scale of a batch that these samples are a part of; None if it is that of these samples.
+        whole_groups: True releases a group's samples together.
     """
 
     def __init__(
-        self, config: AdvantageConfig, num_samples: int, clip: float, is_homogeneous: bool, scale: float | None = None
+        self,
+        config: AdvantageConfig,
+        num_samples: int,
+        clip: float,
+        is_homogeneous: bool,
+        scale: float | None = None,
+        whole_groups: bool = False,
     ):
         self.config, self.num_samples, self.clip, self.is_homogeneous = config, num_samples, clip, is_homogeneous
+        self.whole_groups = whole_groups
         self.scale = scale if config.scale in BATCH_SCALES else None
         self.keys: list[str] = []
         self.groups: list[str] = []
@@ -142,7 +151,9 @@ class AdvantageLedger:
             divisor = self._scale(self.rewards, self.groups)
         elif self.is_scale_late:
             largest = self._largest_unclamped()
-            chosen = [index for index in self._waiting if abs(self._early[index]) <= largest]
+            late = [index for index in self._waiting if abs(self._early[index]) > largest]
+            kept = {self.groups[index] for index in late} if self.whole_groups else set()
+            chosen = [index for index in self._waiting if index not in {*late} and self.groups[index] not in kept]
             divisor = None
         given = {*chosen}
         self._waiting = [index for index in self._waiting if index not in given]

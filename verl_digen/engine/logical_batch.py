@@ -13,9 +13,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from verl_digen.algorithms.metric import Metric
-from verl_digen.engine.fragment import Fetch, FragmentSample, FragmentSpec, fragment_rows
+from verl_digen.engine.fragment import FragmentSample, FragmentSpec, fragment_rows
 from verl_digen.engine.ledger import AdvantageLedger
 from verl_digen.engine.planning import Planner
+from verl_digen.engine.rows import Fetch
 from verl_digen.engine.transaction import GradientTransaction
 
 
@@ -70,8 +71,6 @@ class LogicalBatch:
         samples = [self._samples[key] for key in ready.keys]
         if not any(sample.num_steps for sample in samples):
             return 0
-        work = self.planner.deal(
-            samples, ready.advantages, self.fetch, whole_samples=self.transaction.loss.reads_trajectories
-        )
+        work = self.planner.deal(samples, ready.advantages, self.fetch)
         self.transaction.run(work, is_final=ready.divisor is not None, is_last=is_last)
         return work.num_rows

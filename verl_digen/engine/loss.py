@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluated rows -> loss: the policy loss by name and the KL term, with the inputs that they declare.
+"""Evaluated rows -> loss: the terms of a run, with the inputs that they declare.
 
-The inputs are listed in `verl_digen.algorithms.objectives`. `behaviour_log_prob` is always recorded at generation.
+The terms are the objective's loss and, if `digen.kl.coef` > 0, the KL to the reference. Their inputs are listed in
+`verl_digen.algorithms.objectives`. For path points `behaviour_log_prob` is always recorded at generation, and
 `DigenConfig.denominator` decides what `old_log_prob` is:
 
 | value | one optimizer step takes the batch | several do (mini-batches, epochs) |
@@ -24,66 +25,84 @@ from torch import Tensor
 
 from verl_digen.algorithms.kl import kl_inputs, kl_loss
 from verl_digen.algorithms.metric import Metric
-from verl_digen.algorithms.objectives import find_loss, loss_names, policy_loss
-from verl_digen.algorithms.objectives.registry import BEHAVIOUR, OLD, POLICY_LATENTS, TRAJECTORY
-from verl_digen.algorithms.rows import LossInputs
+from verl_digen.algorithms.objectives import find_objective, objective_names, policy_loss
+from verl_digen.algorithms.objectives.objective import BEHAVIOUR, OLD, POLICY_LATENTS
+from verl_digen.algorithms.rows import LossInputs, LossOutput
 from verl_digen.config import DigenConfig
 from verl_digen.engine.policies import Evaluated, Outputs
 from verl_digen.require import require_one_of
-from verl_digen.types import TrainingRows
+from verl_digen.types import TrainingRows, Transitions
+
+
+@dataclass(frozen=True)
+class Term:
+    """One term of the loss."""
+
+    inputs: tuple[str, ...]
+    """Names of what it reads."""
+    compute: Callable[[Mapping[str, Tensor], bool], LossOutput]
+    """(inputs, whether advantages are clamped) -> output."""
+    weight: float
+    scales: bool
+    """True: divided by the advantage scale where that is known late. False: it does not depend on advantages."""
 
 
 @dataclass(frozen=True)
 class LossTerms:
     """Share of some rows in the logical batch's loss, [] fp32 each."""
 
-    policy: Tensor
-    kl: Tensor | None
-    """Multiplied by `digen.kl.coef`; None without a KL term."""
+    scaled: Tensor
+    """Terms that are divided by the advantage scale where that is known late."""
+    fixed: Tensor | None
+    """The others; None if there are none."""
     metrics: Mapping[str, Metric]
 
     @property
     def total(self) -> Tensor:
-        return self.policy if self.kl is None else self.policy + self.kl
+        return self.scaled if self.fixed is None else self.scaled + self.fixed
 
     def detach(self) -> LossTerms:
         """Copy without the autograd graph."""
-        return LossTerms(self.policy.detach(), None if self.kl is None else self.kl.detach(), self.metrics)
+        return LossTerms(self.scaled.detach(), None if self.fixed is None else self.fixed.detach(), self.metrics)
 
-    def divide_policy(self, divisor: float) -> LossTerms:
+    def divide(self, divisor: float) -> LossTerms:
         """The terms as if advantages had been divided by `divisor`."""
-        policy = self.policy / divisor
-        return replace(self, policy=policy, metrics={**self.metrics, "policy_loss": Metric(policy)})
+        scaled = self.scaled / divisor
+        return replace(self, scaled=scaled, metrics={**self.metrics, "policy_loss": Metric(scaled)})
 
 
 class DiffusionLoss:
-    """The loss of the engine: a policy loss, and the KL term if `digen.kl.coef` > 0.
+    """The loss of the engine.
 
     Raises:
         ValueError: `digen.loss.name` is unknown, its settings are wrong, or it does not fit `digen.loss.old_log_probs`.
     """
 
     def __init__(self, digen: DigenConfig):
-        require_one_of("digen.loss.name", digen.loss_name, loss_names())
-        self.loss, self.config = find_loss(digen.loss_name), digen.loss_settings
-        self.unclamped = self.config.unclamped()
+        require_one_of("digen.loss.name", digen.loss_name, objective_names())
+        self.objective, self.config = find_objective(digen.loss_name), digen.loss_settings
         self.denominator = digen.denominator
-        self.kl = digen.kl if digen.kl.coef > 0 else None
-        self._inputs = {*self.loss.inputs, *(kl_inputs(digen.kl.kind) if self.kl else ())}
+        self.joint = self.objective.joint
+        self.terms = [self._policy_term(), *([_kl_term(digen)] if digen.kl.coef > 0 else ())]
+        self._inputs = {name for term in self.terms for name in term.inputs}
 
-    @property
-    def reads_trajectories(self) -> bool:
-        """True if the loss of a row depends on the other rows of its trajectory."""
-        return self.loss.reads_trajectories
+    def _policy_term(self) -> Term:
+        name, clamped, unclamped = self.objective.name, self.config, self.config.unclamped()
+
+        def compute(inputs: Mapping[str, Tensor], clamps: bool) -> LossOutput:
+            return policy_loss(name, inputs, clamped if clamps else unclamped)
+
+        return Term(self.objective.loss.inputs_for(self.config), compute, weight=1.0, scales=True)
 
     @property
     def wanted(self) -> dict[str, list[str]]:
-        """Outputs of other policies that a term reads: policy -> their names."""
+        """Outputs of other policies that a term or the joint column reads: policy -> their names."""
         found: dict[str, list[str]] = {}
-        for name in sorted(self._inputs & POLICY_LATENTS.keys()):
+        latents = {*self._inputs, *(self.joint.latents if self.joint else ())}
+        for name in sorted(latents & POLICY_LATENTS.keys()):
             policy, output = POLICY_LATENTS[name]
             found.setdefault(policy, []).append(output)
-        if "old" in found:
+        if "old" in found and self.objective.points == "path":
             found["old"].append("log_prob")
         return found
 
@@ -95,7 +114,7 @@ class DiffusionLoss:
         old_log_probs: Tensor | None,
         num_rows: float,
         *,
-        trajectory_log_ratios: Tensor | None = None,
+        joint: Tensor | None = None,
         clamps: bool = True,
     ) -> LossTerms:
         """The share of these rows in the logical batch's loss.
@@ -106,53 +125,79 @@ class DiffusionLoss:
             rows: on the device of `current`, except for sigmas, which may stay on the host.
             old_log_probs: [N] fp32; None takes those of `old`.
             num_rows: unmasked rows of the logical batch, over all ranks.
-            trajectory_log_ratios: [N] fp32, if the loss `reads_trajectories`.
+            joint: [N] fp32, the objective's joint column, if it has one.
             clamps: False does not clamp advantages, for those that are divided by their scale later.
         """
         device = current.velocity.device
         shared: dict[str, Tensor] = {"mask": rows.mask, "num_rows": torch.tensor(num_rows, device=device)}
-        inputs = shared | self._given(current, others, rows, old_log_probs, trajectory_log_ratios)
-        policy = policy_loss(self.loss.name, inputs, self.config if clamps else self.unclamped)
-        metrics = {"policy_loss": Metric(policy.loss.detach()), **policy.metrics}
-        weighed_kl = None
-        if self.kl is not None:
-            kl = kl_loss(self.kl.kind, inputs)
-            weighed_kl = self.kl.coef * kl.loss
-            metrics |= kl.metrics
-        metrics |= rollout_gap(shared | {"log_prob": current.log_prob.detach(), "recorded": rows.log_probs})
-        return LossTerms(policy.loss, weighed_kl, metrics)
+        inputs = shared | self._given(self._inputs, current, others, rows, old_log_probs)
+        if self.joint is not None and joint is not None:
+            inputs[self.joint.column] = joint
+        scaled, fixed, metrics = torch.zeros((), device=device), None, {}
+        for term in self.terms:
+            output = term.compute(inputs, clamps)
+            weighed = term.weight * output.loss
+            metrics |= output.metrics
+            if term.scales:
+                scaled = scaled + weighed
+            else:
+                fixed = weighed if fixed is None else fixed + weighed
+        metrics["policy_loss"] = Metric(scaled.detach())
+        if isinstance(rows.point, Transitions):
+            recorded = rows.point.log_probs
+            metrics |= rollout_gap(shared | {"log_prob": current.log_prob.detach(), "recorded": recorded})
+        return LossTerms(scaled, fixed, metrics)
+
+    def joint_scalars(self, current: Evaluated, others: Mapping[str, Outputs], rows: TrainingRows) -> Tensor:
+        """The number of each row that the joint column is made of, [N] fp32, without gradient."""
+        assert self.joint is not None
+        names = {*self.joint.columns, *self.joint.latents}
+        inputs = self._given(names, current, others, rows, None) | {"mask": torch.ones_like(rows.mask)}
+        checked = LossInputs.check(
+            f"joint column {self.joint.column}", inputs, columns=self.joint.columns, latents=self.joint.latents
+        )
+        return self.joint.scalar(checked).detach()
 
     def _given(
         self,
+        names: set[str],
         current: Evaluated,
         others: Mapping[str, Outputs],
         rows: TrainingRows,
         old_log_probs: Tensor | None,
-        trajectory_log_ratios: Tensor | None,
     ) -> dict[str, Tensor]:
-        """The inputs that a term reads, by name."""
-        device = current.velocity.device
-        old = others["old"] if "old" in others else current.outputs(("log_prob", "mean", "velocity"))
-        sources: dict[str, Callable[[], Tensor | None]] = {
-            "log_prob": lambda: current.log_prob,
-            OLD: lambda: old["log_prob"] if old_log_probs is None else old_log_probs,
-            BEHAVIOUR: lambda: rows.log_probs,
-            TRAJECTORY: lambda: trajectory_log_ratios,
-            "advantage": lambda: rows.advantages,
-            "reward": lambda: rows.rewards,
-            "std": lambda: current.std,
-            "sigma": lambda: rows.sigmas.to(device),
-            "sigma_next": lambda: rows.next_sigmas.to(device),
-            "latents": lambda: rows.latents,
-            "next_latents": lambda: rows.next_latents,
-            "mean": lambda: current.mean,
-            "velocity": lambda: current.velocity,
+        """Those of these inputs that there are, by name."""
+        tensors, device = current.tensors(), current.velocity.device
+        old = others["old"] if "old" in others else {name: value.detach() for name, value in tensors.items()}
+        there: dict[str, Tensor | None] = {
+            **tensors,
+            "advantage": rows.advantages,
+            "reward": rows.rewards,
+            "sigma": rows.sigmas.to(device),
         }
-        given = {name: sources[name]() for name in self._inputs - POLICY_LATENTS.keys()}
-        for name in self._inputs & POLICY_LATENTS.keys():
+        if isinstance(rows.point, Transitions):
+            there |= {
+                OLD: old.get("log_prob") if old_log_probs is None else old_log_probs,
+                BEHAVIOUR: rows.point.log_probs,
+                "sigma_next": rows.point.next_sigmas.to(device),
+                "latents": rows.latents,
+                "next_latents": rows.point.next_latents,
+            }
+        else:
+            there |= {"clean": rows.point.clean, "noise": rows.point.noise, "noisy": rows.latents}
+        for name in names & POLICY_LATENTS.keys():
             policy, output = POLICY_LATENTS[name]
-            given[name] = (old if policy == "old" else others[policy])[output]
-        return {name: value for name, value in given.items() if value is not None}
+            there[name] = (old if policy == "old" else others[policy])[output]
+        return {name: value for name, value in there.items() if name in names and value is not None}
+
+
+def _kl_term(digen: DigenConfig) -> Term:
+    kind = digen.kl.kind
+
+    def compute(inputs: Mapping[str, Tensor], clamps: bool) -> LossOutput:
+        return kl_loss(kind, inputs)
+
+    return Term(kl_inputs(kind), compute, weight=digen.kl.coef, scales=False)
 
 
 def rollout_gap(inputs: Mapping[str, Tensor]) -> dict[str, Metric]:

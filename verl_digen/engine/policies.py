@@ -3,8 +3,8 @@
 
 | policy | weights |
 | --- | --- |
-| `reference` | full fine-tune: a frozen copy of the initial weights; LoRA: the adapter switched off |
-| `old` | a copy from before the first of several optimizer steps on the same samples |
+| `reference` | full fine-tune: a copy of the initial weights; LoRA: the adapter switched off |
+| `old` | a copy, see `verl_digen.engine.copies`; without one, the policy that trains |
 
 A copy is swapped in once for all tiles of a call, and results are kept on the host; the adapter is switched off tile by
 tile. A policy that no term of the loss reads costs no forward.
@@ -20,11 +20,11 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
-from verl_digen.config import DigenConfig
+from verl_digen.algorithms.sde import SdeStep
 from verl_digen.engine.shadow import ShadowWeights
 from verl_digen.models.base import DiffusionModel
-from verl_digen.sampling.sampler import score_rows
-from verl_digen.types import Geometry, TrainingRows
+from verl_digen.sampling.sampler import row_velocity, score_rows
+from verl_digen.types import Noised, TrainingRows
 
 Outputs = Mapping[str, Tensor]
 """Outputs of one policy on N rows, by the names of `verl_digen.algorithms.objectives`."""
@@ -34,25 +34,35 @@ Outputs = Mapping[str, Tensor]
 class Evaluated:
     """N rows under one policy."""
 
-    log_prob: Tensor
-    """[N] fp32."""
-    mean: Tensor
-    """[N, ...] fp32: mean of x'."""
-    std: Tensor
-    """[N] fp32."""
     velocity: Tensor
     """[N, ...] fp32: the guided prediction."""
+    step: SdeStep | None = None
+    """The recorded steps under this policy; None for forward points."""
+
+    @property
+    def log_prob(self) -> Tensor:
+        """[N] fp32, of path points."""
+        assert self.step is not None
+        return self.step.log_prob
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Outputs by the names of `verl_digen.algorithms.objectives`."""
+        if self.step is None:
+            return {"velocity": self.velocity}
+        step = self.step
+        return {"velocity": self.velocity, "log_prob": step.log_prob, "mean": step.mean, "std": step.std}
 
     def outputs(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """These fields, without gradient."""
-        return {name: getattr(self, name).detach() for name in names}
+        """These outputs, without gradient."""
+        tensors = self.tensors()
+        return {name: tensors[name].detach() for name in names}
 
 
 class PolicyForward:
     """Evaluates rows with the module's weights, whatever they are.
 
     Args:
-        copies: policy -> its weights. The engine adds and removes `old`.
+        copies: policy -> its weights. The engine adds and removes some.
         has_adapter: whether `module` is a LoRA on a base.
     """
 
@@ -60,28 +70,19 @@ class PolicyForward:
         self,
         model: DiffusionModel,
         module: nn.Module,
-        digen: DigenConfig,
         device: torch.device,
         copies: Mapping[str, ShadowWeights],
         has_adapter: bool,
     ):
-        self.model, self.module, self.digen, self.device = model, module, digen, device
+        self.model, self.module, self.device = model, module, device
         self.copies, self.has_adapter = copies, has_adapter
 
     def __call__(self, rows: TrainingRows) -> Evaluated:
         """Evaluate rows on the device; differentiable if gradients are enabled."""
-        sampling = self.digen.sampling
-        step, velocity = score_rows(
-            self.model,
-            self.module,
-            rows,
-            law=self.digen.sde.law,
-            noise_level=self.digen.sde.noise_level,
-            true_cfg_scale=sampling.true_cfg_scale,
-            geometry=Geometry(sampling.height_px, sampling.width_px, sampling.num_frames),
-            guidance_scale=sampling.guidance_scale,
-        )
-        return Evaluated(step.log_prob, step.mean, step.std, velocity)
+        if isinstance(rows.point, Noised):
+            return Evaluated(row_velocity(self.model, self.module, rows))
+        step, velocity = score_rows(self.model, self.module, rows)
+        return Evaluated(velocity, step)
 
     def others(
         self, wanted: Mapping[str, Sequence[str]], tiles: Sequence[Callable[[], TrainingRows]]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's FSDP2 engine around a diffusers transformer: how it is built, updated, averaged, saved and exported.
 
-Ours: the module, the EMA, steps whose gradient is not finite, export.
+Ours: the module, copies of its weights, steps whose gradient is not finite, export.
 verl's: sharding, mixed precision, optimizer, schedule, offload, clipping, file names of checkpoints.
 
-Invariant (tests/engine): a step with a gradient that is not finite changes neither weights nor EMA, and is counted.
+Invariant (tests/engine): a step with a gradient that is not finite changes neither weights nor copies, and is counted.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from verl.utils.device import get_device_name
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
-from verl_digen.algorithms.ema import ema_decay, ema_update_
+from verl_digen.algorithms.objectives import find_objective
+from verl_digen.config import EmaConfig
 from verl_digen.engine.build import add_adapter, build_transformer, check_engine_config, keep_input_dtypes
 from verl_digen.engine.checkpoint import DiffusersCheckpointManager, UpdateState
+from verl_digen.engine.copies import AVERAGE, CURRENT, PolicyCopies
 from verl_digen.engine.export import NamedTensors, export
 from verl_digen.engine.policies import without_adapter
-from verl_digen.engine.shadow import ShadowWeights, local_shards
+from verl_digen.engine.shadow import ShadowWeights
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models import load_model
 from verl_digen.require import require
@@ -58,25 +60,32 @@ class ShardedTransformer(FSDPEngine):
         self.state = UpdateState()
         self.wire_dtype: torch.dtype | None = None
         """dtype of exported floating tensors; None keeps each parameter's own."""
-        self.exports_average = False
-        """True exports the EMA copy by default, for validation with averaged weights."""
+        self.objective = find_objective(self.digen.loss_name)
+        self.exports = self.objective.behaviour
+        """Policy that `get_per_tensor_param` exports, by name."""
 
     # -- build --------------------------------------------------------------------------------------------
     def initialize(self) -> None:
-        """Build module, optimizer and schedule, then the EMA copy."""
+        """Build module, optimizer and schedule, then the copies of the weights that follow."""
         super().initialize()
         self.model.compute_dtype = self._autocast_dtype
-        if self.digen.ema.enable and not self.engine_config.forward_only:
-            self.state.ema = self.copy_weights()
+        trains = not self.engine_config.forward_only
+        self.copies = PolicyCopies(
+            self.module,
+            self._copy_weights,
+            self.digen.ema if trains else EmaConfig(),
+            self.digen.loss_settings.copies if trains else {},
+        )
         self.checkpoint_manager = DiffusersCheckpointManager(
             model=self.module,
             optimizer=self.optimizer,
             lr_scheduler=self.lr_scheduler,
             checkpoint_config=self.checkpoint_config,
             update_state=self.state,
+            copies=self.copies,
         )
 
-    def copy_weights(self) -> ShadowWeights:
+    def _copy_weights(self) -> ShadowWeights:
         """Copy of the trainable shards as they are now; offloaded where the weights are."""
         return ShadowWeights(self.module, "cpu" if self.engine_config.param_offload else None)
 
@@ -103,7 +112,7 @@ class ShardedTransformer(FSDPEngine):
 
     # -- update -------------------------------------------------------------------------------------------
     def optimizer_step(self) -> float:
-        """Clip, step and update the EMA, unless the gradient is not finite. Returns its norm before clipping."""
+        """Clip, step and update the average, unless the gradient is not finite. Returns its norm before clipping."""
         grad_norm = super().optimizer_step()
         if not math.isfinite(grad_norm):
             self.state.num_skipped += 1
@@ -114,10 +123,7 @@ class ShardedTransformer(FSDPEngine):
                 self.state.num_skipped,
             )
             return grad_norm
-        ema, config, k = self.state.ema, self.digen.ema, self.state.num_updates
-        if ema is not None and (k + 1) % config.every_steps == 0:
-            weights = local_shards(self.module)
-            ema_update_(ema.shards.values(), weights.values(), ema_decay(k, config.max_decay))
+        self.copies.follow_step(self.state.num_updates)
         self.state.num_updates += 1
         return grad_norm
 
@@ -142,7 +148,7 @@ class ShardedTransformer(FSDPEngine):
 
     # -- export -------------------------------------------------------------------------------------------
     def get_per_tensor_param(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, layered_summon: bool = False, base_sync_done: bool = True, *, ema: bool = False, **kwargs: Any
+        self, layered_summon: bool = False, base_sync_done: bool = True, *, policy: str | None = None, **kwargs: Any
     ) -> tuple[NamedTensors, dict[str, Any] | None]:
         """Tensors for a replica: (name, full tensor) in `wire_dtype`, to be consumed by all ranks in step.
 
@@ -151,23 +157,26 @@ class ShardedTransformer(FSDPEngine):
 
         Args:
             base_sync_done: False yields the base weights if updates carry the adapter alone.
-            ema: export the EMA copy, also without `exports_average`; do not train until all is consumed.
+            policy: name of the policy, in place of `exports`; do not train until all is consumed.
+
+        Raises:
+            ValueError: the run keeps no such copy.
         """
+        policy = policy or self.exports
+        require(
+            policy != AVERAGE or policy in self.copies,
+            "digen.ema.enable must be true to export averaged weights",
+            False,
+            "set it to true",
+        )
         exported, config = export(
             self.module,
             self.wire_dtype,
             merge_lora=self._is_lora and self.model_config.merges_lora,
             base_sync_done=base_sync_done,
         )
-        return (self._averaged(exported) if ema or self.exports_average else exported), config
+        return (exported if policy == CURRENT else self._of_copy(policy, exported)), config
 
-    def _averaged(self, exported: NamedTensors) -> NamedTensors:
-        require(
-            self.state.ema is not None,
-            "digen.ema.enable must be true to export averaged weights",
-            False,
-            "set it to true",
-        )
-        assert self.state.ema is not None
-        with self.state.ema.swapped_in(self.module):
+    def _of_copy(self, policy: str, exported: NamedTensors) -> NamedTensors:
+        with self.copies[policy].swapped_in(self.module):
             yield from exported

@@ -30,7 +30,8 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl_digen.algorithms.metric import Metric
 from verl_digen.engine.assistant import Assistant
 from verl_digen.engine.engine import DiffusersFSDPEngine
-from verl_digen.engine.fragment import FragmentSpec, fetch_samples
+from verl_digen.engine.fragment import FragmentSpec
+from verl_digen.engine.rows import Fetch, fetch_samples
 from verl_digen.platforms.device_name import accelerator_name
 from verl_digen.rollout.registry import REPLICAS
 from verl_digen.store.conditions import fetch_conditions
@@ -87,9 +88,9 @@ class DiffusionWorker(ActorRolloutRefWorker):
             self.base_sync_done = True
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # pyright: ignore[reportAttributeAccessIssue]
-    def export_average(self, enabled: bool) -> None:
-        """Choose whether `update_weights` sends the EMA copy instead of the current weights, from now on."""
-        self.engine.exports_average = enabled
+    def export_policy(self, name: str) -> None:
+        """Choose the policy that `update_weights` sends from now on, see `verl_digen.engine.copies`."""
+        self.engine.exports = name
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # pyright: ignore[reportAttributeAccessIssue]
     def device_name(self) -> str | None:
@@ -104,7 +105,7 @@ class DiffusionWorker(ActorRolloutRefWorker):
         Args:
             partition: TransferQueue partition that holds the samples' rows until the batch is closed.
         """
-        self.engine.begin(num_samples, num_rows, fetch=partial(fetch_samples, partition), scale=scale)
+        self.engine.begin(num_samples, num_rows, fetch=self._fetch_from(partition), scale=scale)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
     def keep_old(self) -> None:
@@ -117,7 +118,10 @@ class DiffusionWorker(ActorRolloutRefWorker):
     def evaluate(self, fragments: Sequence[FragmentSpec], partition: str) -> dict[str, dict[int, float]]:
         """Log-probs of the rows that this rank would train, see `DiffusersFSDPEngine.evaluate`. Non-blocking: one
         reference per rank."""
-        return self.engine.evaluate(fragments, partial(fetch_samples, partition))
+        return self.engine.evaluate(fragments, self._fetch_from(partition))
+
+    def _fetch_from(self, partition: str) -> Fetch:
+        return partial(fetch_samples, self.engine.points, partition)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
     @DistProfiler.annotate(color="red", role="actor_accumulate")

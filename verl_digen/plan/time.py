@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl_digen.algorithms.objectives import find_loss, loss_names
+from verl_digen.algorithms.objectives import find_objective, objective_names
+from verl_digen.config import DigenConfig
 from verl_digen.devices import PEAK_TFLOPS
 from verl_digen.plan.run import Run
 
@@ -38,9 +39,7 @@ def plan_time(run: Run, device: str | None, mfu: float) -> StepTime:
     generating = settings.num_samples * settings.digen.sampling.num_steps * measured.flops.forward
     row = measured.flops.training(is_frozen=settings.is_lora, recomputes=settings.recomputes)
     digen = settings.digen
-    num_forwards = int(digen.old_log_probs == "recompute") + int(digen.kl.coef > 0)
-    num_forwards += digen.loss_name in loss_names() and find_loss(digen.loss_name).reads_trajectories
-    row += num_forwards * measured.flops.forward
+    row += _further_forwards(digen) * measured.flops.forward
     training = settings.num_samples * measured.rows_per_sample * row
     if device is None:
         return StepTime(generating, training, None, None, None)
@@ -50,3 +49,14 @@ def plan_time(run: Run, device: str | None, mfu: float) -> StepTime:
     overlaps = settings.is_split and settings.digen.gap.enable
     step_s = max(generating_s, training_s) if overlaps else generating_s + training_s
     return StepTime(generating, training, generating_s, training_s, step_s)
+
+
+def _further_forwards(digen: DigenConfig) -> int:
+    """Forwards of a row besides the one that trains; a user's own objective counts without its own."""
+    num_forwards = int(digen.old_log_probs == "recompute")
+    reads = {"reference_velocity"} if digen.kl.coef > 0 else set()
+    if digen.loss_name in objective_names():
+        objective = find_objective(digen.loss_name)
+        num_forwards += int(objective.joint is not None) + int(objective.behaviour == "old")
+        reads |= {*objective.loss.latents_for(digen.loss_settings)}
+    return num_forwards + int(any(name.startswith("reference_") for name in reads))

@@ -70,23 +70,23 @@ def check_model_section(config: DictConfig) -> None:
 
 def check_loss(config: DictConfig) -> None:
     """Require a policy loss that is registered, by us or by a module the user names, with the log-probs it needs."""
-    from verl_digen.algorithms.objectives import find_loss, loss_names
+    from verl_digen.algorithms.objectives import find_objective, objective_names
     from verl_digen.config.loss import unused_settings
     from verl_digen.preflight.recipes import typed_keys
 
     _import_external(config.actor_rollout_ref.model.external_lib)  # importing a user's loss registers it
     digen = digen_config(config)
-    require_one_of("digen.loss.name", digen.loss_name, loss_names())
+    require_one_of("digen.loss.name", digen.loss_name, objective_names())
     _ = digen.loss_settings, digen.denominator  # they raise
     for name in unused_settings(digen.loss).keys() & typed_keys(config, "digen.loss"):
         raise ValueError(
             f"digen.loss.{name} must be a setting of digen.loss.name={digen.loss_name}, got {digen.loss[name]!r}, a "
             "setting of another loss; leave it out, or choose that loss"
         )
-    loss = find_loss(digen.loss_name)
+    loss = find_objective(digen.loss_name).loss
     require(
         not loss.laws or digen.sde.law in loss.laws,
-        f"digen.sde.law must be {' or '.join(loss.laws)} with digen.loss.name={loss.name}",
+        f"digen.sde.law must be {' or '.join(loss.laws)} with digen.loss.name={digen.loss_name}",
         digen.sde.law,
         "choose that law, or another loss",
     )

@@ -70,10 +70,10 @@ def unknown_problems(config: DictConfig) -> list[str]:
 
 def _with_loss_settings(config: DictConfig) -> DictConfig:
     """Copy of the config with the settings of its loss, which it holds only where they are not the defaults."""
-    from verl_digen.algorithms.objectives import default_config, loss_names
+    from verl_digen.algorithms.objectives import default_config, objective_names
 
     name = OmegaConf.select(config, "digen.loss.name")
-    if name not in loss_names():
+    if name not in objective_names():
         return config
     copied = copy.deepcopy(config)
     OmegaConf.update(copied, "digen.loss", asdict(default_config(name)), merge=True, force_add=True)

@@ -5,12 +5,13 @@
   9 trained steps feed 16 ranks with 4 or 5 rows each.
 - Ranks take consecutive rows, so that an even split cuts samples at as few places as possible: rows of one sample
   share its latents, rows of one prompt its conditions.
-- Rows of different experts run different networks, and all ranks must run the same one at a time; so each expert's
-  rows are partitioned separately, and the rows left over from an even division go to ranks round-robin.
+- A bucket holds the rows that may share a forward: those of one network (expert) and one kind of sampling (geometry,
+  guidance). All ranks must run the same network at a time; so each bucket's rows are partitioned separately, and the
+  rows left over from an even division go to ranks round-robin.
 - Every rank computes the whole partition itself from the same input, without communication.
 
 Invariants (tests/schedulers/test_deal.py): every row is assigned exactly once, in order; ranks' numbers of rows differ
-by at most one, per expert and in total (with `whole_samples`: by less than two samples' rows, and no sample is
+by at most one, per bucket and in total (with `whole_samples`: by less than two samples' rows, and no sample is
 cut). O(rows + ranks).
 """
 
@@ -21,14 +22,14 @@ from typing import NamedTuple
 
 
 class Row(NamedTuple):
-    """One (sample, trained step) pair."""
+    """One (sample, point) pair."""
 
     sample: int
     """Index of the sample in its fragment."""
-    step: int
-    """Index among the sample's K trained steps, 0 to K-1."""
-    expert: int = 0
-    """Index of the network that the step runs; 0 unless the model has several."""
+    point: int
+    """Index among the sample's K points, 0 to K-1."""
+    bucket: int = 0
+    """Number of the rows that it may share a forward with."""
 
 
 def deal_rows(rows: Sequence[Row], num_ranks: int, *, whole_samples: bool = False) -> list[list[Row]]:
@@ -36,10 +37,10 @@ def deal_rows(rows: Sequence[Row], num_ranks: int, *, whole_samples: bool = Fals
 
     Args:
         rows: sorted by sample.
-        whole_samples: never cut a sample, as for a loss over a whole trajectory, or to train without time-step
-            parallelism; ranks are then as even as whole consecutive samples allow.
+        whole_samples: never cut a sample, to train without time-step parallelism; ranks are then as even as whole
+            consecutive samples allow.
 
-    Example, three rows of one sample and one of the next, written as (sample, step):
+    Example, three rows of one sample and one of the next, written as (sample, point):
         deal_rows(rows, 2)                      # (0,0) (0,1)       | (0,2) (1,0)
         deal_rows(rows, 2, whole_samples=True)  # (0,0) (0,1) (0,2) | (1,0)
     """
@@ -49,8 +50,8 @@ def deal_rows(rows: Sequence[Row], num_ranks: int, *, whole_samples: bool = Fals
 def _deal_single(rows: Sequence[Row], num_ranks: int) -> list[list[Row]]:
     dealt: list[list[Row]] = [[] for _ in range(num_ranks)]
     turn = 0  # the next rank to take an extra row
-    for expert in sorted({row.expert for row in rows}):
-        own = [row for row in rows if row.expert == expert]
+    for bucket in sorted({row.bucket for row in rows}):
+        own = [row for row in rows if row.bucket == bucket]
         least, rest = divmod(len(own), num_ranks)
         extra = {(turn + offset) % num_ranks for offset in range(rest)}
         turn = (turn + rest) % num_ranks
@@ -76,12 +77,12 @@ def _deal_samples(rows: Sequence[Row], num_ranks: int) -> list[list[Row]]:
 
 
 def stand_ins(dealt: Sequence[Sequence[Row]], rank: int) -> dict[int, Row]:
-    """Padding row of `rank` for each expert: run with weight 0 where other ranks have more tiles.
+    """Padding row of `rank` for each bucket: run with weight 0 where other ranks have more tiles.
 
-    Its own first row of the expert, or else the first one of any rank.
+    Its own first row of the bucket, or else the first one of any rank.
     """
     chosen: dict[int, Row] = {}
     for hand in (dealt[rank], *dealt):
         for row in hand:
-            chosen.setdefault(row.expert, row)
+            chosen.setdefault(row.bucket, row)
     return chosen

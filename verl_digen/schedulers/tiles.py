@@ -12,19 +12,19 @@ Two shapes of a tile:
 
 With both, most rows of a tile belong to one prompt, so that its text needs no padding. For all ranks together:
 
-- Rows of different experts never share a tile, and tiles at the same position have the same expert on all ranks: FSDP
-  gathers the weights of one network at a time.
+- Rows of different buckets never share a tile, and tiles at the same position have the same bucket on all ranks: FSDP
+  gathers the weights of one network at a time. Each bucket may have a shape of its own, as its rows have their size.
 - A rank with fewer tiles than another (or with no rows) gets padding tiles of one row with weight 0.
 
 Invariants (tests/schedulers/test_tiles.py): every row is in exactly one tile; the number of tiles is the minimum
-for the shape; all ranks have the same number; a rank's tiles of an expert differ by at most one strip, or one row;
+for the shape; all ranks have the same number; a rank's tiles of a bucket differ by at most one strip, or one row;
 padding rows are as few as equal numbers of tiles allow. O(rows).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -46,7 +46,7 @@ class Grid:
         return max([*strips, -(-sum(strips) // self.samples)], default=0)
 
     def pack(self, rows: Sequence[Row]) -> list[tuple[Row, ...]]:
-        """Rows of one rank and one expert as tiles, each in order of sample and step."""
+        """Rows of one rank and one bucket as tiles, each in order of sample and point."""
         by_sample: dict[int, list[Row]] = {}
         for row in sorted(rows):
             by_sample.setdefault(row.sample, []).append(row)
@@ -69,7 +69,7 @@ class Budget:
         return -(-sum(rows_by_sample) // self.rows)
 
     def pack(self, rows: Sequence[Row]) -> list[tuple[Row, ...]]:
-        """Rows of one rank and one expert as tiles, in order of sample and step."""
+        """Rows of one rank and one bucket as tiles, in order of sample and point."""
         return [tuple(part) for part in _even_parts(sorted(rows), self.rows)]
 
 
@@ -94,18 +94,19 @@ def choose_shape(max_rows: int, *, samples: int | None = None, steps: int | None
 
 @dataclass(frozen=True)
 class Tile:
-    """The rows of one forward/backward, by sample and step."""
+    """The rows of one forward/backward, by sample and point."""
 
     rows: tuple[Row, ...]
     is_filler: bool = False
     """True for a padding tile: one row of weight 0, run because other ranks have a tile."""
 
 
-def plan_tiles(dealt: Sequence[Sequence[Row]], rank: int, shape: TileShape) -> list[Tile]:
+def plan_tiles(dealt: Sequence[Sequence[Row]], rank: int, shape: TileShape | Mapping[int, TileShape]) -> list[Tile]:
     """Tiles of `rank`; all ranks have the same number.
 
     Args:
         dealt: the rows of each rank, not all empty.
+        shape: that of every tile, or bucket -> that of its tiles; the same on all ranks.
 
     Example:
         dealt = [[Row(0, 0), Row(0, 1), Row(0, 2)], [Row(1, 0)]]
@@ -113,9 +114,10 @@ def plan_tiles(dealt: Sequence[Sequence[Row]], rank: int, shape: TileShape) -> l
         plan_tiles(dealt, 1, Grid(1, 2))  # row (1,0) | row (1,0) of weight 0
     """
     tiles: list[Tile] = []
-    for expert, filler in sorted(stand_ins(dealt, rank).items()):
-        own = shape.pack([row for row in dealt[rank] if row.expert == expert])
-        most = max(shape.num_tiles(_rows_by_sample(hand, expert)) for hand in dealt)
+    for bucket, filler in sorted(stand_ins(dealt, rank).items()):
+        of_bucket = shape[bucket] if isinstance(shape, Mapping) else shape
+        own = of_bucket.pack([row for row in dealt[rank] if row.bucket == bucket])
+        most = max(of_bucket.num_tiles(_rows_by_sample(hand, bucket)) for hand in dealt)
         tiles += [Tile(rows) for rows in own] + [Tile((filler,), is_filler=True)] * (most - len(own))
     return tiles
 
@@ -127,5 +129,5 @@ def _even_parts(rows: Sequence[Row], size: int) -> list[Sequence[Row]]:
     return [rows[start:end] for start, end in pairwise(bounds)]
 
 
-def _rows_by_sample(rows: Sequence[Row], expert: int) -> list[int]:
-    return list(Counter(row.sample for row in rows if row.expert == expert).values())
+def _rows_by_sample(rows: Sequence[Row], bucket: int) -> list[int]:
+    return list(Counter(row.sample for row in rows if row.bucket == bucket).values())

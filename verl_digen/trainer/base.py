@@ -31,8 +31,10 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.debug import marked_timer
 
 from verl_digen.agent_loop.server_manager import AsyncDiffusionServerManager
+from verl_digen.algorithms.objectives import find_objective
 from verl_digen.config import digen_config
 from verl_digen.data.rows import prompt_rows
+from verl_digen.engine.copies import AVERAGE, CURRENT
 from verl_digen.engine.worker import DiffusionWorker
 from verl_digen.errors import DeadlineMissed, RunStopped, plain
 from verl_digen.observe.metrics import training_metrics
@@ -299,17 +301,30 @@ class DiffusionTrainer(PPOTrainerSync):
 
     # -- validation ---------------------------------------------------------------------------------------
     def on_validate_begin(self) -> None:
-        if self.digen.ema.validate:
-            self._serve(average=True)
+        if self._validated_policy != self._behaviour:
+            self._serve(self._validated_policy)
 
     def on_validate_end(self) -> None:
-        if self.digen.ema.validate:
-            self._serve(average=False)
+        if self._validated_policy != self._behaviour:
+            self._serve(self._behaviour)
 
-    def _serve(self, *, average: bool) -> None:
-        """Have the replicas generate with the averaged weights, or with the current ones again."""
-        with self._supervision.watch("publish", "exporting the averaged weights"):
-            self.actor_rollout_wg.export_average(average)
+    @property
+    def _behaviour(self) -> str:
+        """Policy that generates training samples."""
+        return find_objective(self.digen.loss_name).behaviour
+
+    @property
+    def _validated_policy(self) -> str:
+        """Policy that validation draws with. With stale samples the replicas are busy with the next batch, and keep
+        theirs."""
+        if self.digen.staleness.max_versions > 0:
+            return self._behaviour
+        return AVERAGE if self.digen.ema.validate else CURRENT
+
+    def _serve(self, policy: str) -> None:
+        """Have the replicas generate with the weights of `policy`."""
+        with self._supervision.watch("publish", f"exporting the weights of policy {policy}"):
+            self.actor_rollout_wg.export_policy(policy)
         self._update_replicas(lambda: self.checkpoint_manager.update_weights(self.global_steps))
 
     def _validate(self) -> dict[str, float]:

@@ -30,7 +30,7 @@ from tensordict import TensorDict
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.utils.debug import marked_timer
 
-from verl_digen.algorithms.objectives import find_loss
+from verl_digen.algorithms.objectives import find_objective
 from verl_digen.data.rows import prompt_batch
 from verl_digen.errors import RunStopped
 from verl_digen.store.keys import parse_key
@@ -69,7 +69,8 @@ class ColocatedTrainer(DiffusionTrainer):
     def _run_step(self, timing_raw: dict) -> StepResult:
         with marked_timer("gen", timing_raw):
             groups = self._generate()
-        samples = fragment_samples(groups)
+        objective = find_objective(self.digen.loss_name)
+        samples = fragment_samples(groups, objective.select)
         self._ranks.compute_s = 0.0
         with marked_timer("update_actor", timing_raw), self._supervision.watch("train", "training the batch"):
             training = self._supervision.run(
@@ -78,7 +79,7 @@ class ColocatedTrainer(DiffusionTrainer):
                     mini_batches(samples, self.config.actor_rollout_ref.actor.ppo_mini_batch_size),
                     num_epochs=self.config.actor_rollout_ref.actor.ppo_epochs,
                     scale=batch_scale(samples, self.digen.advantage),
-                    loss=find_loss(self.digen.loss_name),
+                    objective=objective,
                     old=self.digen.denominator,
                 )
             )

@@ -27,11 +27,11 @@ from verl.utils.debug import marked_timer
 
 from verl_digen.agent_loop.chunks import describe
 from verl_digen.agent_loop.server_manager import AsyncDiffusionServerManager
-from verl_digen.algorithms.window import draw_window
+from verl_digen.algorithms.objectives import find_objective
 from verl_digen.config import DigenConfig
 from verl_digen.observe.timeline import Interval, Lane, Recorder, TimelineFile, step_metrics
 from verl_digen.pool_sizes import num_reward_devices
-from verl_digen.sampling.requests import condition_key
+from verl_digen.sampling.requests import condition_key, num_points
 from verl_digen.schedulers.durations import MeasuredDurations
 from verl_digen.schedulers.planner import BatchPlanner
 from verl_digen.schedulers.rules import BatchRules
@@ -159,7 +159,12 @@ class DisaggregatedTrainer(DiffusionTrainer):
         return Conductor(
             planner,
             self._generator,
-            TrainerPool(self._ranks, num_samples=num_samples, num_rows=num_samples * self._num_trained_steps()),
+            TrainerPool(
+                self._ranks,
+                num_samples=num_samples,
+                num_rows=num_samples * num_points(self.digen),
+                select=find_objective(self.digen.loss_name).select,
+            ),
             self._draw_prompts,
             slots_of=slots_of,
             deadlines=self._supervision.deadlines,
@@ -195,13 +200,6 @@ class DisaggregatedTrainer(DiffusionTrainer):
         for replica in self.checkpoint_manager.replicas:
             if replica.server_address == address:
                 end_processes(replica)
-
-    def _num_trained_steps(self) -> int:
-        """Trained steps per sample; an estimate where the window varies between groups."""
-        window = draw_window(
-            self.digen.window, run_seed=self.digen.seed, uid="", num_steps=self.digen.sampling.num_steps, step=0
-        )
-        return len(window.train_steps)
 
     def _draw_prompts(self, batch: int, count: int) -> list[str]:
         rows = self._take_prompts(count)

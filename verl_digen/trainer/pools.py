@@ -14,6 +14,7 @@ from ray.exceptions import RayActorError
 from verl_digen.agent_loop.chunks import ChunkOrder, GeneratedChunk, ScoredChunk, describe
 from verl_digen.agent_loop.server_manager import ALL_LOST
 from verl_digen.algorithms.metric import numbers
+from verl_digen.algorithms.objectives import Select
 from verl_digen.blips import through_blips
 from verl_digen.engine.fragment import FragmentSpec
 from verl_digen.errors import RunStopped
@@ -159,17 +160,18 @@ class TrainerPool:
     Args:
         num_samples: most samples of a logical batch.
         num_rows: planned rows of a logical batch.
+        select: the objective's choice of samples.
     """
 
-    def __init__(self, ranks: TrainerRanks, *, num_samples: int, num_rows: int):
-        self._ranks, self._num_samples, self._num_rows = ranks, num_samples, num_rows
+    def __init__(self, ranks: TrainerRanks, *, num_samples: int, num_rows: int, select: Select):
+        self._ranks, self._num_samples, self._num_rows, self._select = ranks, num_samples, num_rows, select
 
     async def begin(self) -> None:
         self._ranks.compute_s = 0.0
         await self._ranks.begin(self._num_samples, self._num_rows)
 
     async def accumulate(self, fragment: Fragment, groups: Mapping[str, GroupTags]) -> None:
-        await self._ranks.accumulate(FragmentSpec(f"f{fragment.id}", fragment_samples(groups)))
+        await self._ranks.accumulate(FragmentSpec(f"f{fragment.id}", fragment_samples(groups, self._select)))
 
     async def commit(self) -> dict[str, float]:
         return numbers(await self._ranks.commit())

@@ -19,7 +19,7 @@ import torch
 
 from verl_digen.algorithms.advantages import advantage_scale
 from verl_digen.algorithms.metric import combine_updates, numbers
-from verl_digen.algorithms.objectives import Denominator, Loss
+from verl_digen.algorithms.objectives import Denominator, Objective, Select
 from verl_digen.config import AdvantageConfig
 from verl_digen.engine.fragment import FragmentSample, FragmentSpec
 from verl_digen.engine.ledger import BATCH_SCALES
@@ -28,21 +28,31 @@ from verl_digen.trainer.ranks import TrainerRanks
 from verl_digen.types import GroupTags
 
 
-def fragment_samples(groups: Mapping[str, GroupTags]) -> tuple[FragmentSample, ...]:
-    """Describe complete groups for the ranks. `groups`: uid -> sample index -> tag."""
-    return tuple(
-        FragmentSample(
-            key=SampleName.of(uid, index, tag).key,
-            uid=uid,
-            reward=tag.reward,
-            num_steps=tag.num_steps,
-            experts=tag.experts,
-            sampling=tag.sampling,
-            condition_key=tag.condition_key,
-        )
-        for uid, tags in groups.items()
-        for index, tag in sorted(tags.items())
-    )
+def fragment_samples(groups: Mapping[str, GroupTags], select: Select) -> tuple[FragmentSample, ...]:
+    """Describe complete groups for the ranks.
+
+    Args:
+        groups: uid -> sample index -> tag.
+        select: the objective's choice. A sample that is not chosen has no rows; its reward counts for its group.
+    """
+    samples = []
+    for uid, tags in groups.items():
+        ordered = sorted(tags.items())
+        chosen = {*select([tag.reward for _, tag in ordered])}
+        samples += [
+            FragmentSample(
+                key=SampleName.of(uid, index, tag).key,
+                uid=uid,
+                sample_index=index,
+                reward=tag.reward,
+                num_steps=tag.num_steps if position in chosen else 0,
+                sampling=tag.sampling,
+                condition_key=tag.condition_key,
+                experts=tag.experts if position in chosen else (),
+            )
+            for position, (index, tag) in enumerate(ordered)
+        ]
+    return tuple(samples)
 
 
 def mini_batches(samples: Sequence[FragmentSample], num_groups: int) -> list[FragmentSpec]:
@@ -70,7 +80,7 @@ async def train_batch(
     *,
     num_epochs: int,
     scale: float | None,
-    loss: Loss,
+    objective: Objective,
     old: Denominator,
 ) -> dict[str, float]:
     """Take one optimizer step per epoch and fragment; returns their metrics, combined.
@@ -80,7 +90,7 @@ async def train_batch(
         old: source of the policy before the update, if the loss compares with it.
     """
     num_updates = len(fragments) * num_epochs
-    if num_updates > 1 and loss.reads_old_latents:
+    if num_updates > 1 and objective.reads_old_weights:
         await ranks.keep_old()
     elif num_updates > 1 and old in ("first_pass", "recompute"):
         fragments = await ranks.evaluate(fragments)

@@ -1,27 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Policy losses over rows, by name; one file each.
 
-* A loss is a function of checked `LossInputs` and of settings of its own class. `register_loss` registers it by name
-  with the inputs it needs; `policy_loss` looks it up, checks the inputs and calls it.
+* A loss is a function of checked `LossInputs` and of settings of its own class. `register_objective` registers it by
+  name with the inputs it needs; `policy_loss` looks it up, checks the inputs and calls it.
 * Losses reduce with `LossInputs.mean` only, so they add up over tiles and fragments (see `rows`).
 
 | column [N] | meaning |
 | --- | --- |
-| `log_prob` | of the row under the weights that train, differentiable |
-| `behaviour_log_prob` | under the policy that generated the sample, recorded at generation |
-| `old_log_prob` | under the policy before the update; `denominator` chooses its source |
-| `trajectory_log_ratio` | mean of log_prob - behaviour_log_prob over the trained steps of the row's trajectory |
+| `log_prob` (p) | of the row under the weights that train, differentiable |
+| `behaviour_log_prob` (p) | under the policy that generated the sample, recorded at generation |
+| `old_log_prob` (p) | under the policy before the update; `denominator` chooses its source |
 | `advantage` | of the row's sample |
 | `reward` | of the row's sample: the weighted sum over the reward functions, not centred |
-| `std` | of the step's Gaussian, sqrt(-dt) included |
-| `sigma`, `sigma_next` | noise levels of the step; sigma > sigma_next |
+| `std` (p) | of the step's Gaussian, sqrt(-dt) included |
+| `sigma` | noise level of the latents that the network reads |
+| `sigma_next` (p) | noise level of x' |
+| a joint column | made of all rows of the fragment, see `objective.Joint` |
 
 | latents [N, ...] | meaning |
 | --- | --- |
-| `latents`, `next_latents` | x and x' of the recorded step |
-| `mean` | of the step's Gaussian under the weights that train, differentiable |
+| `latents`, `next_latents` (p) | x and x' of the recorded step |
+| `clean`, `noise`, `noisy` (f) | x_0, its noise, and (1 - sigma) x_0 + sigma noise |
+| `mean` (p) | of the step's Gaussian under the weights that train, differentiable |
 | `velocity` | the network's guided prediction under these weights, differentiable |
-| `old_mean`, `old_velocity` | the same under the policy before the update, without gradient |
+| `old_mean`, `old_velocity` | the same under policy `old`, without gradient |
 | `reference_mean`, `reference_velocity` | the same under the reference policy, without gradient |
 
 | name | per row, with A the clamped advantage, sg[.] without gradient, r = pi / pi_generation |
@@ -37,6 +39,7 @@
 | `gspo` | max(-A s, -A clamp(s, 1 - c, 1 + c')), s = exp(mean log r over the trajectory's trained steps) |
 | `kimi` | -A log_prob + tau / 2 (log_prob - behaviour_log_prob)^2 |
 | `reinforce` | -A log_prob |
+| `diffusion_nft` | (f) errors of two predictions, around policy `old`, weighed by A; it also generates the samples |
 
 Log-probs are means over latent dims, so ratios are near 1 and bounds that are wide for tokens seldom bind here.
 `digen.staleness.max_versions` > 1 needs one of those registered with `off_policy`: from `tis` on.
@@ -51,7 +54,7 @@ Example, a custom loss with a setting of its own, `digen.loss.name=my_loss digen
     class MyConfig(ClampedConfig):
         power: float = 1.0
 
-    @register_loss("my_loss", config=MyConfig, columns=("log_prob", "advantage"))
+    @register_objective("my_loss", config=MyConfig, columns=("log_prob", "advantage"))
     def my_loss(rows: LossInputs, config: MyConfig) -> LossOutput:
         return LossOutput(rows.mean(-rows["advantage"] * rows["log_prob"] ** config.power), {})
 """
@@ -59,6 +62,7 @@ Example, a custom loss with a setting of its own, `digen.loss.name=my_loss digen
 from verl_digen.algorithms.objectives import (  # noqa: F401 - they register their losses
     cispo,
     decoupled_ppo,
+    diffusion_nft,
     flow_dppo,
     flow_grpo,
     grpo_guard,
@@ -70,13 +74,13 @@ from verl_digen.algorithms.objectives import (  # noqa: F401 - they register the
 )
 from verl_digen.algorithms.objectives.config import ClampedConfig, ClipConfig, LossConfig
 from verl_digen.algorithms.objectives.denominator import OLD_LOG_PROBS, Denominator, choose_denominator
+from verl_digen.algorithms.objectives.objective import Joint, JointRows, Objective, Select, all_samples
 from verl_digen.algorithms.objectives.registry import (
-    Loss,
     default_config,
-    find_loss,
-    loss_names,
+    find_objective,
+    objective_names,
     policy_loss,
-    register_loss,
+    register_objective,
 )
 from verl_digen.algorithms.rows import LossInputs, LossOutput
 
@@ -85,14 +89,18 @@ __all__ = [
     "ClampedConfig",
     "ClipConfig",
     "Denominator",
-    "Loss",
+    "Joint",
+    "JointRows",
     "LossConfig",
     "LossInputs",
     "LossOutput",
+    "Objective",
+    "Select",
+    "all_samples",
     "choose_denominator",
     "default_config",
-    "find_loss",
-    "loss_names",
+    "find_objective",
+    "objective_names",
     "policy_loss",
-    "register_loss",
+    "register_objective",
 ]

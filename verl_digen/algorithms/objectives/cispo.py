@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from verl_digen.algorithms.objectives.config import DEFAULTS, ClampedConfig
+from verl_digen.algorithms.objectives.objective import BEHAVIOUR
 from verl_digen.algorithms.objectives.ratio import behaviour_log_ratio, ratio_of, truncated_ratio, weighted_reinforce
-from verl_digen.algorithms.objectives.registry import BEHAVIOUR, register_loss
+from verl_digen.algorithms.objectives.registry import register_objective
 from verl_digen.algorithms.rows import LossInputs, LossOutput
 from verl_digen.require import require
 
@@ -32,7 +33,7 @@ class CispoConfig(ClampedConfig):
         require(0 < self.high < math.inf, "digen.loss.high must be > 0 and finite", self.high, DEFAULTS)
 
 
-@register_loss(
+@register_objective(
     "cispo", config=CispoConfig, columns=("log_prob", BEHAVIOUR, "advantage"), homogeneous=True, off_policy=True
 )
 def clipped_weights(rows: LossInputs, config: CispoConfig) -> LossOutput:

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from verl_digen.algorithms.ema import Decay
 from verl_digen.require import require
 
 DEFAULTS = "leave it alone for the default"
@@ -23,6 +25,16 @@ class LossConfig:
     def unclamped(self) -> LossConfig:
         """Copy for advantages that are divided by their scale later, and must not be clamped before."""
         return self
+
+    @property
+    def more_latents(self) -> tuple[str, ...]:
+        """Latents that the loss reads with these settings, besides those that it always reads."""
+        return ()
+
+    @property
+    def copies(self) -> Mapping[str, Decay]:
+        """Policies that follow the one that trains at a distance: name -> decay of its average."""
+        return {}
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ import math
 from dataclasses import dataclass
 
 from verl_digen.algorithms.objectives.config import DEFAULTS, ClipConfig
+from verl_digen.algorithms.objectives.objective import BEHAVIOUR, OLD
 from verl_digen.algorithms.objectives.ratio import clamped_advantage, ppo_clip, ratio_metrics, ratio_of
-from verl_digen.algorithms.objectives.registry import BEHAVIOUR, OLD, register_loss
+from verl_digen.algorithms.objectives.registry import register_objective
 from verl_digen.algorithms.rows import LossInputs, LossOutput
 from verl_digen.require import require
 
@@ -33,7 +34,7 @@ class DecoupledPpoConfig(ClipConfig):
         )
 
 
-@register_loss(
+@register_objective(
     "decoupled_ppo",
     config=DecoupledPpoConfig,
     columns=("log_prob", OLD, BEHAVIOUR, "advantage"),

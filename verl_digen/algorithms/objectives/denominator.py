@@ -19,7 +19,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from verl_digen.algorithms.objectives.registry import BEHAVIOUR, OLD, find_loss, loss_names
+from verl_digen.algorithms.objectives.objective import BEHAVIOUR, OLD
+from verl_digen.algorithms.objectives.registry import find_objective, objective_names
 from verl_digen.require import require
 
 OLD_LOG_PROBS = ("auto", "recompute", "rollout")
@@ -40,15 +41,16 @@ def choose_denominator(name: str, old_log_probs: str, max_versions: int) -> Deno
     Raises:
         ValueError: the three do not fit together, or there is no such loss.
     """
-    loss = find_loss(name)
-    off_policy = [other for other in loss_names() if find_loss(other).off_policy]
+    objective = find_objective(name)
+    loss = objective.loss
+    off_policy = [other for other in objective_names() if find_objective(other).loss.off_policy]
     require(
         max_versions <= 1 or loss.off_policy,
         f"digen.loss.name must be one of {', '.join(off_policy)} with digen.staleness.max_versions={max_versions}",
         name,
         "choose one of these, or set digen.staleness.max_versions to 1 or 0",
     )
-    if loss.reads_old_latents:
+    if objective.reads_old_weights:
         require(
             max_versions == 0,
             f"digen.staleness.max_versions must be 0 with digen.loss.name={name}, which compares with the step's mean "
@@ -63,7 +65,7 @@ def choose_denominator(name: str, old_log_probs: str, max_versions: int) -> Deno
             old_log_probs,
             "leave it at auto",
         )
-    if OLD not in loss.columns and not loss.reads_old_latents:
+    if OLD not in loss.columns and not objective.reads_old_weights:
         require(
             old_log_probs != "recompute",
             f"digen.loss.old_log_probs must be auto with digen.loss.name={name}, which reads no recomputed log-probs",

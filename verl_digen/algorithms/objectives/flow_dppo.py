@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import torch
 
 from verl_digen.algorithms.objectives.config import DEFAULTS, LossConfig
+from verl_digen.algorithms.objectives.objective import OLD
 from verl_digen.algorithms.objectives.ratio import ratio_metrics, ratio_of
-from verl_digen.algorithms.objectives.registry import OLD, register_loss
+from verl_digen.algorithms.objectives.registry import register_objective
 from verl_digen.algorithms.rows import LossInputs, LossOutput
 from verl_digen.algorithms.sde import gaussian_kl
 from verl_digen.require import require
@@ -38,7 +39,7 @@ class FlowDppoConfig(LossConfig):
         )
 
 
-@register_loss(
+@register_objective(
     "flow_dppo",
     config=FlowDppoConfig,
     columns=("log_prob", OLD, "advantage", "std"),

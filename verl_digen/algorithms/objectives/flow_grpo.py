@@ -7,12 +7,15 @@ Sources: Flow-GRPO, arXiv 2505.05470; DanceGRPO, arXiv 2505.07818.
 from __future__ import annotations
 
 from verl_digen.algorithms.objectives.config import ClipConfig
+from verl_digen.algorithms.objectives.objective import OLD
 from verl_digen.algorithms.objectives.ratio import clamped_advantage, ppo_clip, ratio_metrics, ratio_of
-from verl_digen.algorithms.objectives.registry import OLD, register_loss
+from verl_digen.algorithms.objectives.registry import register_objective
 from verl_digen.algorithms.rows import LossInputs, LossOutput
 
 
-@register_loss("flow_grpo", "dance_grpo", config=ClipConfig, columns=("log_prob", OLD, "advantage"), homogeneous=True)
+@register_objective(
+    "flow_grpo", "dance_grpo", config=ClipConfig, columns=("log_prob", OLD, "advantage"), homogeneous=True
+)
 def clipped_ratio(rows: LossInputs, config: ClipConfig) -> LossOutput:
     """mean[max(-A r, -A clamp(r, 1 - c, 1 + c'))], r = exp(log_prob - old_log_prob)."""
     log_ratio = rows["log_prob"] - rows[OLD]

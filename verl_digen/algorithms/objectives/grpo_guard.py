@@ -18,8 +18,9 @@ from dataclasses import dataclass
 import torch
 
 from verl_digen.algorithms.objectives.config import ClipConfig
+from verl_digen.algorithms.objectives.objective import OLD
 from verl_digen.algorithms.objectives.ratio import clamped_advantage, ppo_clip, ratio_metrics, ratio_of
-from verl_digen.algorithms.objectives.registry import OLD, register_loss
+from verl_digen.algorithms.objectives.registry import register_objective
 from verl_digen.algorithms.rows import LossInputs, LossOutput
 from verl_digen.algorithms.sde import gaussian_kl
 
@@ -32,7 +33,7 @@ class GrpoGuardConfig(ClipConfig):
     """Clip of the scaled ratio: 2e-6 (OCR, GenEval), 4e-6 (PickScore)."""
 
 
-@register_loss(
+@register_objective(
     "grpo_guard",
     config=GrpoGuardConfig,
     columns=("log_prob", OLD, "advantage", "std", "sigma", "sigma_next"),

@@ -7,34 +7,49 @@ import torch
 from torch import Tensor
 
 from verl_digen.algorithms.objectives.config import ClipConfig
-from verl_digen.algorithms.objectives.ratio import clamped_advantage, ppo_clip, ratio_metrics, ratio_of
-from verl_digen.algorithms.objectives.registry import TRAJECTORY, register_loss
+from verl_digen.algorithms.objectives.objective import BEHAVIOUR, Joint, JointRows
+from verl_digen.algorithms.objectives.ratio import (
+    behaviour_log_ratio,
+    clamped_advantage,
+    ppo_clip,
+    ratio_metrics,
+    ratio_of,
+)
+from verl_digen.algorithms.objectives.registry import register_objective
 from verl_digen.algorithms.rows import LossInputs, LossOutput
 
+TRAJECTORY = "trajectory_log_ratio"
+"""Column: mean of log_prob - behaviour_log_prob, under the current weights, over the trained steps of the row's
+trajectory."""
 
-@register_loss(
-    "gspo", config=ClipConfig, columns=("log_prob", TRAJECTORY, "advantage"), homogeneous=True, off_policy=True
+
+def trajectory_means(rows: JointRows, config: ClipConfig) -> Tensor:
+    """Mean of the scalars over the rows of each row's trajectory, [M].
+
+    Example: scalars 1, 3, 5 of samples 7, 7, 2 give 2, 2, 5.
+    """
+    _, places, counts = rows.samples.unique(return_inverse=True, return_counts=True)
+    sums = torch.zeros(len(counts), dtype=rows.scalars.dtype, device=rows.scalars.device)
+    return (sums.index_add(0, places, rows.scalars) / counts)[places]
+
+
+@register_objective(
+    "gspo",
+    config=ClipConfig,
+    columns=("log_prob", TRAJECTORY, "advantage"),
+    homogeneous=True,
+    off_policy=True,
+    joint=Joint(TRAJECTORY, ("log_prob", BEHAVIOUR), scalar=behaviour_log_ratio, combine=trajectory_means),
 )
 def trajectory_clip(rows: LossInputs, config: ClipConfig) -> LossOutput:
     """PPO's clip of the trajectory's ratio: mean[max(-A s, -A clamp(s, 1 - c, 1 + c'))].
 
-    s = exp(`trajectory_log_ratio`) under the current weights, without gradient, because a trajectory's rows may lie in
-    several tiles. s depends on the log-probs of all K rows of a trajectory, with weight 1 / K each, and K rows have the
-    loss of s. So the gradient is that of K rows with s exp(log_prob - sg[log_prob]) in place of s (GSPO-token, with one
-    advantage for all rows of a trajectory).
+    s = exp(`trajectory_log_ratio`), without gradient, because a trajectory's rows may lie in several tiles. s depends
+    on the log-probs of all K rows of a trajectory, with weight 1 / K each, and K rows have the loss of s. So the
+    gradient is that of K rows with s exp(log_prob - sg[log_prob]) in place of s (GSPO-token, with one advantage for all
+    rows of a trajectory).
     """
     log_prob, log_ratio = rows["log_prob"], rows[TRAJECTORY]
     ratio = ratio_of(log_ratio.detach() + (log_prob - log_prob.detach()))
     per_row = ppo_clip(ratio, clamped_advantage(rows, config), *config.ratio_range)
     return LossOutput(rows.mean(per_row), ratio_metrics(rows, log_ratio, *config.ratio_range))
-
-
-def trajectory_log_ratios(log_ratio: Tensor, trajectories: Tensor) -> Tensor:
-    """[N] log-ratios and [N] int ids -> [N]: each row has the mean over the rows of its trajectory.
-
-    Example:
-        trajectory_log_ratios(torch.tensor([1.0, 3.0, 5.0]), torch.tensor([7, 7, 2]))  # 2, 2, 5
-    """
-    _, places, counts = trajectories.unique(return_inverse=True, return_counts=True)
-    sums = torch.zeros(len(counts), dtype=log_ratio.dtype, device=log_ratio.device).index_add(0, places, log_ratio)
-    return (sums / counts)[places]

@@ -8,8 +8,9 @@ import math
 from dataclasses import dataclass
 
 from verl_digen.algorithms.objectives.config import DEFAULTS, ClampedConfig
+from verl_digen.algorithms.objectives.objective import BEHAVIOUR
 from verl_digen.algorithms.objectives.ratio import behaviour_log_ratio, clamped_advantage
-from verl_digen.algorithms.objectives.registry import BEHAVIOUR, register_loss
+from verl_digen.algorithms.objectives.registry import register_objective
 from verl_digen.algorithms.rows import LossInputs, LossOutput
 from verl_digen.require import require
 
@@ -26,7 +27,7 @@ class KimiConfig(ClampedConfig):
         require(0 <= self.tau < math.inf, "digen.loss.tau must be >= 0 and finite", self.tau, DEFAULTS)
 
 
-@register_loss("kimi", config=KimiConfig, columns=("log_prob", BEHAVIOUR, "advantage"), off_policy=True)
+@register_objective("kimi", config=KimiConfig, columns=("log_prob", BEHAVIOUR, "advantage"), off_policy=True)
 def squared_log_ratio(rows: LossInputs, config: KimiConfig) -> LossOutput:
     """mean[-A log_prob + tau / 2 (log_prob - behaviour_log_prob)^2]; not homogeneous in A."""
     half_square = 0.5 * behaviour_log_ratio(rows).square()

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from verl_digen.algorithms.objectives.config import ClampedConfig
 from verl_digen.algorithms.objectives.ratio import clamped_advantage
-from verl_digen.algorithms.objectives.registry import register_loss
+from verl_digen.algorithms.objectives.registry import register_objective
 from verl_digen.algorithms.rows import LossInputs, LossOutput
 
 
-@register_loss("reinforce", config=ClampedConfig, columns=("log_prob", "advantage"), homogeneous=True, off_policy=True)
+@register_objective(
+    "reinforce", config=ClampedConfig, columns=("log_prob", "advantage"), homogeneous=True, off_policy=True
+)
 def reinforce(rows: LossInputs, config: ClampedConfig) -> LossOutput:
     """mean[-A log_prob], whichever policy generated the sample."""
     return LossOutput(rows.mean(-clamped_advantage(rows, config) * rows["log_prob"]), {})

@@ -7,8 +7,9 @@ import math
 from dataclasses import dataclass
 
 from verl_digen.algorithms.objectives.config import ClampedConfig
+from verl_digen.algorithms.objectives.objective import BEHAVIOUR
 from verl_digen.algorithms.objectives.ratio import truncated_ratio, weighted_reinforce
-from verl_digen.algorithms.objectives.registry import BEHAVIOUR, register_loss
+from verl_digen.algorithms.objectives.registry import register_objective
 from verl_digen.algorithms.rows import LossInputs, LossOutput
 from verl_digen.require import require
 
@@ -32,7 +33,9 @@ class TisConfig(ClampedConfig):
         )
 
 
-@register_loss("tis", config=TisConfig, columns=("log_prob", BEHAVIOUR, "advantage"), homogeneous=True, off_policy=True)
+@register_objective(
+    "tis", config=TisConfig, columns=("log_prob", BEHAVIOUR, "advantage"), homogeneous=True, off_policy=True
+)
 def truncated_importance_sampling(rows: LossInputs, config: TisConfig) -> LossOutput:
     """mean[-sg[clamp(r, low, high)] A log_prob], r = exp(log_prob - behaviour_log_prob)."""
     weight, metrics = truncated_ratio(rows, config.low, config.high)

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from verl_digen.algorithms.objectives.config import DEFAULTS, ClampedConfig
+from verl_digen.algorithms.objectives.objective import BEHAVIOUR
 from verl_digen.algorithms.objectives.ratio import truncated_ratio, weighted_reinforce
-from verl_digen.algorithms.objectives.registry import BEHAVIOUR, register_loss
+from verl_digen.algorithms.objectives.registry import register_objective
 from verl_digen.algorithms.rows import LossInputs, LossOutput
 from verl_digen.require import require
 
@@ -62,7 +63,7 @@ class WeightedToprConfig(ToprConfig):
 INPUTS = ("log_prob", BEHAVIOUR, "advantage", "reward")
 
 
-@register_loss("topr", config=ToprConfig, columns=INPUTS, homogeneous=True, off_policy=True)
+@register_objective("topr", config=ToprConfig, columns=INPUTS, homogeneous=True, off_policy=True)
 def tapered_reinforce(rows: LossInputs, config: ToprConfig) -> LossOutput:
     """mean[-w A log_prob], w = 1 where the reward is above `threshold`, else sg[clamp(r, 0, 1)].
 
@@ -71,7 +72,7 @@ def tapered_reinforce(rows: LossInputs, config: ToprConfig) -> LossOutput:
     return _tapered(rows, config, positive_weight=1.0, negative_weight=1.0)
 
 
-@register_loss("weighted_topr", config=WeightedToprConfig, columns=INPUTS, homogeneous=True, off_policy=True)
+@register_objective("weighted_topr", config=WeightedToprConfig, columns=INPUTS, homogeneous=True, off_policy=True)
 def weighted_tapered_reinforce(rows: LossInputs, config: WeightedToprConfig) -> LossOutput:
     """`topr` with w times `positive_weight` and `negative_weight`."""
     return _tapered(rows, config, config.positive_weight, config.negative_weight)

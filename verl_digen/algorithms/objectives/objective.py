@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Objective`: what is trained, as one value. Its parts are chosen by one file of this folder.
+
+| part | says |
+| --- | --- |
+| `points` | what one row of training is, and so what a replica records |
+| `loss` | the function of a row, its settings, and the inputs that it reads |
+| `behaviour` | the policy that replicas serve for training samples |
+| `select` | which samples of a group train |
+| `joint` | a column that the rows of a trajectory or of a group make together |
+
+Policies besides the one that trains follow from the names of the inputs: a loss that reads `old_velocity` has policy
+`old` evaluated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+from verl_digen.algorithms.objectives.config import LossConfig
+from verl_digen.algorithms.rows import LossInputs, LossOutput
+
+BEHAVIOUR = "behaviour_log_prob"
+"""Column: log-prob under the policy that generated the sample, recorded at generation."""
+OLD = "old_log_prob"
+"""Column: log-prob under the policy before the update, see `verl_digen.algorithms.objectives.denominator`."""
+
+Points = Literal["path", "forward"]
+"""Kinds of points. path: recorded SDE transitions x -> x' of the group's window (`digen.window`), with log-probs.
+forward: clean latents x_0, noised again at training time (`digen.forward`); samples come from the ODE."""
+Policy = Literal["current", "old"]
+"""Policies that replicas can serve."""
+
+ANY_COLUMNS = ("advantage", "reward", "sigma")
+ANY_LATENTS = ("velocity",)
+"""Inputs that rows of every kind of points have."""
+COLUMNS: dict[Points, tuple[str, ...]] = {
+    "path": (*ANY_COLUMNS, "log_prob", BEHAVIOUR, OLD, "std", "sigma_next"),
+    "forward": ANY_COLUMNS,
+}
+"""Kind of points -> inputs [N] that its rows have; see the package."""
+OUTPUTS: dict[Points, tuple[str, ...]] = {"path": ("mean", *ANY_LATENTS), "forward": ANY_LATENTS}
+"""Kind of points -> outputs of a policy on a row, [N, ...] each."""
+POLICIES = ("old", "reference")
+"""Policies besides the one that trains; input `old_mean` is the output `mean` of policy `old`."""
+POLICY_LATENTS = {f"{policy}_{output}": (policy, output) for policy in POLICIES for output in ("mean", *ANY_LATENTS)}
+"""Name of an input -> (policy, its output)."""
+RECORDED: dict[Points, tuple[str, ...]] = {"path": ("latents", "next_latents"), "forward": ("clean", "noisy", "noise")}
+"""Kind of points -> latents [N, ...] that do not depend on a policy; see the package."""
+
+
+def latents_of(points: Points) -> tuple[str, ...]:
+    """Inputs [N, ...] that rows of these points have."""
+    outputs = OUTPUTS[points]
+    of_policies = (name for name, (_, output) in POLICY_LATENTS.items() if output in outputs)
+    return (*RECORDED[points], *outputs, *of_policies)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The function of a row, and what it reads."""
+
+    compute: Callable[[LossInputs, Any], LossOutput]
+    """(checked inputs, settings of the loss's own class) -> output."""
+    config: type[LossConfig]
+    """Class of its settings; every field has a default."""
+    columns: tuple[str, ...]
+    latents: tuple[str, ...]
+    homogeneous: bool
+    """True: proportional to the advantage; see the package."""
+    off_policy: bool
+    """True: sound with `digen.staleness.max_versions` > 1."""
+    laws: tuple[str, ...]
+    """Values of `digen.sde.law` that it is defined for; (): all."""
+
+    def latents_for(self, config: LossConfig) -> tuple[str, ...]:
+        """Latents that it reads with these settings."""
+        return (*self.latents, *config.more_latents)
+
+    def inputs_for(self, config: LossConfig) -> tuple[str, ...]:
+        """Names of all inputs that it reads with these settings."""
+        return (*self.columns, *self.latents_for(config))
+
+
+@dataclass(frozen=True)
+class JointRows:
+    """All M rows of a fragment, on every rank: what a joint column is made of."""
+
+    scalars: Tensor
+    """[M] fp32: `Joint.scalar` of each row."""
+    samples: Tensor
+    """[M] int: number of the row's sample."""
+    groups: Tensor
+    """[M] int: number of the row's group."""
+    points: Tensor
+    """[M] int: number of the row's point in its sample."""
+    advantages: Tensor
+    """[M] fp32."""
+
+
+@dataclass(frozen=True)
+class Joint:
+    """A column whose value in a row depends on other rows, too.
+
+    Before a fragment trains, all its rows run a forward without gradient. Each gives one number, the ranks exchange
+    these numbers, and `combine` makes the column. It has no gradient: the loss writes that of the whole, which is a
+    coefficient from the column times each row's own gradient.
+    """
+
+    column: str
+    """Name of the input that it makes, [N]."""
+    columns: tuple[str, ...]
+    """Inputs [N] that `scalar` reads."""
+    scalar: Callable[[LossInputs], Tensor]
+    """Inputs -> [N] fp32."""
+    combine: Callable[[JointRows, Any], Tensor]
+    """(all rows, settings of the loss) -> [M] fp32."""
+    latents: tuple[str, ...] = ()
+    """Inputs [N, ...] that `scalar` reads."""
+    needs_groups: bool = False
+    """True: a group's rows train together. False: a sample's rows do, and no more."""
+
+
+Select = Callable[[Sequence[float]], Sequence[int]]
+"""Rewards of a group's samples -> positions of those that train. The others count for the group's advantages."""
+
+
+def all_samples(rewards: Sequence[float]) -> Sequence[int]:
+    """Select every sample."""
+    return range(len(rewards))
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is trained; see the module."""
+
+    name: str
+    points: Points
+    loss: Loss
+    behaviour: Policy = "current"
+    """`old`: the copy of that name in `LossConfig.copies`."""
+    select: Select = all_samples
+    joint: Joint | None = None
+
+    @property
+    def reads_old_weights(self) -> bool:
+        """True if it needs a forward of the policy before the update, not its log-probs alone. A policy `old` that
+        generates the samples is a copy that follows at a distance instead, see `LossConfig.copies`."""
+        if self.behaviour == "old":
+            return False
+        return any(POLICY_LATENTS.get(name, ("",))[0] == "old" for name in self.loss.latents)

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two kinds of points: what one row of training is made of.
+
+| points | recorded of a sample | a row |
+| --- | --- | --- |
+| `PathPoints` | transitions x -> x' of the SDE, with log-probs | one transition |
+| `ForwardPoints` | clean latents x_0 and noise levels | x_0 noised again at one level |
+
+Invariant (tests/engine/test_rows.py): a row depends on its sample and its point alone, not on rank, tile or order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from verl_digen.algorithms.forward import point_noise
+from verl_digen.algorithms.objectives import Objective
+from verl_digen.engine.fragment import FragmentSample
+from verl_digen.types import CleanRecord, Noised, PathRecord, Transitions
+
+Picks = Sequence[tuple[int, Sequence[int]]]
+"""(index of a sample, numbers of its points), in the order of the rows."""
+
+
+class Points(Protocol):
+    """Kind of points."""
+
+    columns: tuple[str, ...]
+    """What is fetched of each sample."""
+
+    def make(
+        self, samples: Sequence[FragmentSample], columns: Mapping[str, Sequence[Tensor]], picks: Picks
+    ) -> tuple[Tensor, Tensor, Transitions | Noised]:
+        """(latents [N, ...] that the network reads, sigmas [N], the rest) of the picked rows, on the CPU."""
+        ...
+
+
+class PathPoints:
+    """Recorded transitions."""
+
+    columns: tuple[str, ...] = PathRecord.COLUMNS
+
+    def make(
+        self, samples: Sequence[FragmentSample], columns: Mapping[str, Sequence[Tensor]], picks: Picks
+    ) -> tuple[Tensor, Tensor, Transitions]:
+        """The picked transitions, with the log-probs before the update where the driver sent them."""
+        chosen = [(index, torch.tensor(points, dtype=torch.int64)) for index, points in picks]
+
+        def gather(name: str) -> Tensor:
+            return torch.cat([columns[name][index][points] for index, points in chosen])
+
+        starts = [(index, columns["positions"][index][points]) for index, points in chosen]
+        old = [samples[index].old_log_probs[point] for index, points in picks for point in points if _has_old(samples)]
+        transitions = Transitions(
+            next_latents=torch.cat([columns["latents"][index][start + 1] for index, start in starts]),
+            next_sigmas=gather("next_sigmas"),
+            sigma_max=torch.cat([columns["sigma_max"][index].expand(len(points)) for index, points in chosen]),
+            log_probs=gather("log_probs"),
+            old_log_probs=torch.tensor(old) if old else None,
+        )
+        return (
+            torch.cat([columns["latents"][index][start] for index, start in starts]),
+            gather("sigmas"),
+            transitions,
+        )
+
+
+def _has_old(samples: Sequence[FragmentSample]) -> bool:
+    return any(sample.old_log_probs for sample in samples)
+
+
+class ForwardPoints:
+    """Clean latents, noised again. `run_seed`: `digen.seed`."""
+
+    columns: tuple[str, ...] = CleanRecord.COLUMNS
+
+    def __init__(self, run_seed: int):
+        self.run_seed = run_seed
+
+    def make(
+        self, samples: Sequence[FragmentSample], columns: Mapping[str, Sequence[Tensor]], picks: Picks
+    ) -> tuple[Tensor, Tensor, Noised]:
+        """x = (1 - sigma) x_0 + sigma noise, in fp32; the noise is that of the sample and the point."""
+        clean, noise, sigmas = [], [], []
+        for index, points in picks:
+            sample, end = samples[index], columns["clean"][index].float()
+            for point in points:
+                clean.append(end)
+                noise.append(point_noise(self.run_seed, sample.uid, sample.sample_index, point, end.shape))
+                sigmas.append(columns["sigmas"][index][point])
+        made = Noised(torch.stack(clean), torch.stack(noise))
+        level = torch.stack(sigmas)
+        scale = level.reshape(-1, *(1,) * (made.clean.dim() - 1))
+        return (1 - scale) * made.clean + scale * made.noise, level, made
+
+
+def points_of(objective: Objective, run_seed: int) -> Points:
+    """The points that an objective trains."""
+    return ForwardPoints(run_seed) if objective.points == "forward" else PathPoints()
