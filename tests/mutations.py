@@ -388,8 +388,8 @@ TABLE: tuple[Mutation, ...] = (
     Mutation(
         "sampling/sampler.py",
         "replay scores the step with its sigmas of the step before",
-        "        rows.next_sigmas,\n        law=law,",
-        "        rows.next_sigmas * 0.999,\n        law=law,",
+        "        point.next_sigmas,\n",
+        "        point.next_sigmas * 0.999,\n",
         SAMPLER,
     ),
     Mutation(
