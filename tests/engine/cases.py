@@ -27,6 +27,7 @@ from tests.engine.harness import (
 )
 from tests.engine.serial import plain_lora, plain_transformer, serial_loss_and_gradient
 from verl_digen.algorithms.metric import numbers
+from verl_digen.engine.copies import AVERAGE
 from verl_digen.engine.engine import DiffusersFSDPEngine
 
 WINDOWS = ((0, 1, 2), (1,), (0, 2))
@@ -160,8 +161,8 @@ def optimizer_state(engine: DiffusersFSDPEngine) -> dict[str, Tensor]:
         for name, value in state.items():
             local = value.to_local() if hasattr(value, "to_local") else value
             found[f"optimizer {number} {name}"] = local.clone()
-    if engine.state.ema is not None:
-        found |= {f"average {name}": value.clone() for name, value in engine.state.ema.shards.items()}
+    if AVERAGE in engine.copies:
+        found |= {f"average {name}": value.clone() for name, value in engine.copies[AVERAGE].shards.items()}
     counters = [engine.state.num_updates, engine.state.num_skipped, engine.lr_scheduler.last_epoch]
     rates = [group["lr"] for group in engine.optimizer.param_groups]
     found["counters"] = torch.tensor([*counters, *rates], dtype=torch.float64)

@@ -29,18 +29,20 @@ from verl_digen.algorithms.projection import project
 from verl_digen.algorithms.window import Window
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.export import plain_name
-from verl_digen.engine.fragment import Fetch, FragmentSample, FragmentSpec
+from verl_digen.engine.fragment import FragmentSample, FragmentSpec
 from verl_digen.engine.gradients import Gradient, put, take
-from verl_digen.engine.rows import Samples
+from verl_digen.engine.rows import Fetch, Samples
 from verl_digen.engine.shadow import local_shards
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models import load_model
 from verl_digen.sampling.sampler import Sampler
-from verl_digen.types import TRAJECTORY_COLUMNS, Geometry, SampleRequest, Sampling
+from verl_digen.types import CleanRecord, Geometry, PathRecord, SampleRequest, Sampling
 
 SIZE_PX = 32
 NUM_STEPS = 4
 TEXT_WIDTH = 32
+SAMPLING = Sampling(Geometry(SIZE_PX, SIZE_PX), NUM_STEPS, true_cfg_scale=1.0, law="flow", noise_level=0.7)
+"""Settings of the samples, those of `digen_section`."""
 LORA_TARGETS = ["attn.to_q", "attn.to_out.0", "img_mlp.net.2", "img_in"]
 """Layers: two in blocks, one in an MLP, and one that belongs to FSDP's root."""
 LORA = {"lora_rank": 4, "lora_alpha": 8, "target_modules": LORA_TARGETS}
@@ -97,8 +99,9 @@ def make_batch(
     sampler = Sampler(
         model, model.load_transformer(torch.float32), run_seed=seed, device="cpu", latents_dtype=torch.float32
     )
-    sampling = Sampling(Geometry(SIZE_PX, SIZE_PX), NUM_STEPS, true_cfg_scale, "flow", 0.7)
-    trajectories, uids, conditions = [], [], {}
+    sampling = replace(SAMPLING, true_cfg_scale=true_cfg_scale)
+    records: list[dict[str, Tensor]] = []
+    uids, conditions = [], {}
     for number, steps in enumerate(windows):
         uid = f"g{number}"
         positive = {"embeds": torch.randn(3 + 2 * number, TEXT_WIDTH, generator=generator)}
@@ -108,16 +111,17 @@ def make_batch(
             SampleRequest(uid, index, "", "", Window((0, 1, 2), steps), sampling) for index in range(group_size)
         ]
         negatives = None if negative is None else [negative] * group_size
-        trajectories += sampler.sample(requests, [positive] * group_size, negatives, version=0)[0]
+        trajectories = sampler.sample(requests, [positive] * group_size, negatives, version=0)[0]
+        records += [trajectory.record.columns() for trajectory in trajectories]
         uids += [uid] * group_size
     columns: dict[str, Any] = {}
-    for name in trajectories[0].columns():
-        values = [trajectory.columns()[name] for trajectory in trajectories]
+    for name in records[0]:
+        values = [record[name] for record in records]
         is_ragged = len({value.shape for value in values}) > 1
         columns[name] = torch.nested.as_nested_tensor(values, layout=torch.jagged) if is_ragged else torch.stack(values)
     columns["advantages"] = torch.randn(len(uids), generator=generator)
     columns["uid"] = uids
-    return tu.get_tensordict(columns, {"conditions": conditions})
+    return tu.get_tensordict(columns, {"conditions": conditions, "true_cfg_scale": true_cfg_scale})
 
 
 def select(batch: TensorDict, indices: list[int]) -> TensorDict:
@@ -143,7 +147,7 @@ def with_own_advantages(batch: TensorDict) -> FragmentSpec:
     samples: list[FragmentSample] = []
     for uid, group in groups.items():
         rest = -sum(sample.reward for sample in group)
-        samples += [*group, FragmentSample(f"rest of {uid}", uid, rest, num_steps=0)]
+        samples += [*group, described(f"rest of {uid}", uid, rest, 0)]
     return FragmentSpec("all", tuple(samples))
 
 
@@ -196,9 +200,19 @@ def samples_of(batch: TensorDict, rewards: list[float] | None = None) -> dict[st
     groups: dict[str, list[FragmentSample]] = {}
     for number, (uid, reward) in enumerate(zip(tu.get(batch, "uid"), rewards or [0.0] * len(batch), strict=True)):
         old = tuple(batch["old_log_probs"][number].tolist()) if "old_log_probs" in batch else ()
-        sample = FragmentSample(str(number), uid, reward, len(batch["positions"][number]), old_log_probs=old)
-        groups.setdefault(uid, []).append(sample)
+        group = groups.setdefault(uid, [])
+        sampling = replace(SAMPLING, true_cfg_scale=tu.get(batch, "true_cfg_scale"))
+        num_points = len(batch["sigmas"][number])
+        group.append(described(str(number), uid, reward, num_points, len(group), old_log_probs=old, sampling=sampling))
     return groups
+
+
+def described(
+    key: str, uid: str, reward: float, num_steps: int, sample_index: int = 0, **changes: Any
+) -> FragmentSample:
+    """A sample of the tiny checkpoint as the driver describes it."""
+    sample = FragmentSample(key, uid, sample_index, reward, num_steps, SAMPLING, condition_key=uid)
+    return replace(sample, **changes)
 
 
 def fragment(groups: dict[str, list[FragmentSample]], *uids: str) -> FragmentSpec:
@@ -208,19 +222,26 @@ def fragment(groups: dict[str, list[FragmentSample]], *uids: str) -> FragmentSpe
 
 def fetch_from(batch: TensorDict) -> Fetch:
     """A `Fetch` from `batch` instead of TransferQueue."""
-    return lambda samples: read_samples(batch, [int(sample.key) for sample in samples])
+    return lambda samples: read_samples(batch, samples)
 
 
-def read_samples(batch: TensorDict, indices: Sequence[int] | None = None) -> Samples:
+def read_samples(batch: TensorDict, samples: Sequence[FragmentSample] | None = None) -> Samples:
     """These samples of `batch`, or all of them, as a rank fetches them."""
-    chosen = range(len(batch)) if indices is None else indices
+    chosen = samples_in_order(batch) if samples is None else samples
     uids, conditions = tu.get(batch, "uid"), tu.get(batch, "conditions")
+    names = CleanRecord.COLUMNS if "clean" in batch else PathRecord.COLUMNS
+    indices = [int(sample.key) for sample in chosen]
     return Samples(
-        columns={name: [batch[name][index] for index in chosen] for name in TRAJECTORY_COLUMNS},
-        conditions=[conditions[uids[index]] for index in chosen],
+        described=chosen,
+        columns={name: [batch[name][index] for index in indices] for name in names},
+        conditions=[conditions[uids[index]] for index in indices],
         advantages=torch.zeros(len(chosen)),
-        old_log_probs=None,
     )
+
+
+def samples_in_order(batch: TensorDict) -> list[FragmentSample]:
+    """All samples of `batch`, by number."""
+    return sorted((sample for group in samples_of(batch).values() for sample in group), key=lambda one: int(one.key))
 
 
 def num_rows_of(groups: dict[str, list[FragmentSample]]) -> int:
@@ -255,9 +276,8 @@ def generate(engine: DiffusersFSDPEngine) -> Tensor:
     """A chunk's final latents, generated through the engine's module as a replica would."""
     with engine.assisting() as module:
         sampler = Sampler(engine.model, module, run_seed=5, device="cpu", latents_dtype=torch.float32)
-        sampling = Sampling(Geometry(SIZE_PX, SIZE_PX), NUM_STEPS, 1.0, "flow", 0.7)
         condition = {"embeds": torch.randn(4, TEXT_WIDTH, generator=torch.Generator().manual_seed(1))}
-        requests = [SampleRequest("h", index, "", "", Window((0, 1, 2), (0, 1)), sampling) for index in range(2)]
+        requests = [SampleRequest("h", index, "", "", Window((0, 1, 2), (0, 1)), SAMPLING) for index in range(2)]
         return sampler.sample(requests, [condition] * 2, None, version=0)[1]
 
 

@@ -14,11 +14,12 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from tests.engine.harness import digen_section
+from tests.engine.harness import SAMPLING, described, digen_section
 from tests.engine.slow_gradient import SIGMAS, leaves, score
 from tests.engine.toy import BOUNDARY, LATENTS, LORA, TEXT_WIDTH, toy_weights
 from verl_digen.config import DigenConfig, digen_config
 from verl_digen.engine.fragment import FragmentSample, FragmentSpec
+from verl_digen.types import Sampling
 
 FLAVOURS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -125,14 +126,25 @@ def draw(seed: int, num_ranks: int) -> RandomBatch:
         groups[uid] = _draw_group(rng, uid, flavour, least_steps=int(uid == "g0"))
     num_samples = sum(map(len, groups.values())) + rng.choice([0, 0, 1, 4])
     calls, digen = _draw_calls(rng, groups, num_samples), _draw_settings(rng)
+    sampling = replace(SAMPLING, true_cfg_scale=digen.sampling.true_cfg_scale)
+    groups = {uid: [replace(sample, sampling=sampling) for sample in group] for uid, group in groups.items()}
+    calls = tuple(_sampled(call, sampling) for call in calls)
     accidents = [Accident(where, rng.randint(0, 4)) for where in ("fetch", "forward", "backward")]
     accident = rng.choice([None] * 5 + accidents)
     batch = RandomBatch(
         seed, num_ranks, flavour, digen, weights, conditions, {}, calls, num_samples, num_rows=0, accident=accident
     )
-    for described in (sample for group in groups.values() for sample in group):
-        batch.samples[described.key] = _record(rng, generator, batch, described)
+    for sample in (sample for group in groups.values() for sample in group):
+        batch.samples[sample.key] = _record(rng, generator, batch, sample)
     return replace(batch, num_rows=max(1, batch.num_trained_rows + rng.choice([0, 0, 3, -2])))
+
+
+def _sampled(call: Call, sampling: Sampling) -> Call:
+    """The call with samples that were generated with `sampling`."""
+    if call.fragment is None:
+        return call
+    samples = tuple(replace(sample, sampling=sampling) for sample in call.fragment.samples)
+    return replace(call, fragment=replace(call.fragment, samples=samples))
 
 
 def _draw_group(rng: random.Random, uid: str, flavour: str, least_steps: int) -> list[FragmentSample]:
@@ -144,7 +156,8 @@ def _draw_group(rng: random.Random, uid: str, flavour: str, least_steps: int) ->
         steps = sorted(rng.sample(range(len(SIGMAS) - 2), max(least_steps, rng.choice([0, 1, 1, 2, 3]))))
         key = f"{uid}/{number}/{''.join(map(str, steps))}"
         experts = tuple(int(SIGMAS[step] < BOUNDARY) for step in steps) if flavour == "experts" else ()
-        group.append(FragmentSample(key, uid, 0.3 + spread * rng.gauss(0, 1), len(steps), experts))
+        reward = 0.3 + spread * rng.gauss(0, 1)
+        group.append(described(key, uid, reward, len(steps), number, experts=experts))
     return group
 
 
@@ -224,8 +237,8 @@ def _draw_refused(rng: random.Random, came: Sequence[FragmentSpec], following: F
     bad = {
         "not finite": (replace(good[0], reward=math.nan), *good[1:]),
         "twice in one": (*good, good[-1]),
-        "experts": (*good, FragmentSample("x", "x", 0.0, num_steps=1, experts=(0, 0))),
-        "too many": (*good, *(FragmentSample(f"x{number}", "x", 9.0, num_steps=0) for number in range(num_samples))),
+        "experts": (*good, described("x", "x", 0.0, 1, experts=(0, 0))),
+        "too many": (*good, *(described(f"x{number}", "x", 9.0, 0) for number in range(num_samples))),
     }
     if came:
         bad["group came before"] = (*good, *rng.choice(came).samples)

@@ -52,7 +52,7 @@ def test_resumed_run_continues_bitwise(tiny_qwen_image: Path, tmp_path: Path, ba
     found = train(resumed, batch, 3)[-1]
 
     assert_equal(weights(resumed), weights(straight))
-    assert_equal(weights(resumed, ema=True), weights(straight, ema=True))
+    assert_equal(weights(resumed, policy="average"), weights(straight, policy="average"))
     assert found["metrics"] == expected["metrics"]
     assert resumed.lr_scheduler.get_last_lr() == straight.lr_scheduler.get_last_lr()
     assert resumed.state.num_updates == 6
@@ -76,7 +76,7 @@ def test_average_starts_from_loaded_weights_if_none_was_saved(tiny_qwen_image: P
     engine.save_checkpoint(str(tmp_path / "step"))
     resumed = make_engine(tiny_qwen_image, digen=EMA)
     resumed.load_checkpoint(str(tmp_path / "step"), del_local_after_load=False)
-    assert_equal(weights(resumed, ema=True), weights(engine))
+    assert_equal(weights(resumed, policy="average"), weights(engine))
     assert "no averaged weights" in caplog.text
 
 

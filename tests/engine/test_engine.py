@@ -235,7 +235,7 @@ def test_ema_follows_its_schedule(tiny_qwen_image: Path, batch: TensorDict):
             decay = min((1 + k) / (10 + k), 0.3)
             average = {name: decay * average[name] + (1 - decay) * now for name, now in local_weights(engine).items()}
     current = weights(engine)
-    found = weights(engine, ema=True)
+    found = weights(engine, policy="average")
     for name, value in average.items():
         torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7)
     assert any(not torch.equal(found[name], current[name]) for name in average)
@@ -246,7 +246,7 @@ def test_gradient_that_is_not_finite_changes_nothing_and_is_counted(
     tiny_qwen_image: Path, batch: TensorDict, caplog: pytest.LogCaptureFixture
 ):
     engine = make_engine(tiny_qwen_image, digen={"ema": {"enable": True, "every_steps": 1}})
-    before, average = weights(engine), weights(engine, ema=True)
+    before, average = weights(engine), weights(engine, policy="average")
     broken = batch.clone()
     broken["latents"] = batch["latents"].clone()
     broken["latents"][0, 1] = torch.nan
@@ -255,7 +255,7 @@ def test_gradient_that_is_not_finite_changes_nothing_and_is_counted(
     assert math.isnan(metrics["grad_norm"])
     assert "optimizer step skipped" in caplog.text
     assert_equal(weights(engine), before)
-    assert_equal(weights(engine, ema=True), average)
+    assert_equal(weights(engine, policy="average"), average)
     assert train(engine, batch)[0]["metrics"]["num_skipped_updates"] == 0
     assert (engine.state.num_updates, engine.state.num_skipped) == (1, 1)
 

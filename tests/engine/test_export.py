@@ -122,14 +122,14 @@ def test_averaged_adapter_is_exported_like_the_current_one(tiny_qwen_image: Path
     start = weights(engine)
     train(engine, batch, 2)
     current = weights(engine)
-    assert_equal(weights(engine, ema=True), start)  # the average has not moved yet
+    assert_equal(weights(engine, policy="average"), start)  # the average has not moved yet
     assert_equal(weights(engine), current)
     assert any(not torch.equal(value, start[name]) for name, value in current.items())
 
 
 def test_average_that_is_not_kept_cannot_be_exported(tiny_qwen_image: Path):
     with pytest.raises(ValueError, match=r"digen\.ema\.enable must be true"):
-        weights(make_engine(tiny_qwen_image), ema=True)
+        weights(make_engine(tiny_qwen_image), policy="average")
 
 
 def test_adapter_that_cannot_be_merged_is_refused(tiny_qwen_image: Path):

@@ -8,32 +8,38 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.engine.harness import SAMPLING
 from verl_digen.algorithms.metric import Metric, combine_tiles, combine_updates, numbers
+from verl_digen.algorithms.sde import SdeStep
 from verl_digen.config import DigenConfig, KlConfig
 from verl_digen.engine.loss import DiffusionLoss, LossTerms
 from verl_digen.engine.policies import Evaluated
-from verl_digen.types import TrainingRows
+from verl_digen.types import TrainingRows, Transitions
 
 
 def make_rows(mask=(1.0, 1.0, 0.0)) -> TrainingRows:
     num_rows = len(mask)
     return TrainingRows(
         latents=torch.zeros(num_rows, 2),
-        next_latents=torch.zeros(num_rows, 2),
         sigmas=torch.full((num_rows,), 0.8),
-        next_sigmas=torch.full((num_rows,), 0.6),
-        sigma_max=torch.full((num_rows,), 0.9),
+        point=Transitions(
+            next_latents=torch.zeros(num_rows, 2),
+            next_sigmas=torch.full((num_rows,), 0.6),
+            sigma_max=torch.full((num_rows,), 0.9),
+            log_probs=torch.zeros(num_rows),
+        ),
         conditions=[{}] * num_rows,
         negative_conditions=None,
-        log_probs=torch.zeros(num_rows),
         advantages=torch.tensor([2.0, -1.0, 100.0]),
         mask=torch.tensor(mask),
+        sampling=SAMPLING,
     )
 
 
 def evaluated(log_prob: torch.Tensor) -> Evaluated:
     num_rows = len(log_prob)
-    return Evaluated(log_prob, torch.ones(num_rows, 2), torch.full((num_rows,), 0.5), torch.zeros(num_rows, 2))
+    step = SdeStep(torch.zeros(num_rows, 2), log_prob, torch.ones(num_rows, 2), torch.full((num_rows,), 0.5))
+    return Evaluated(torch.zeros(num_rows, 2), step)
 
 
 def test_own_first_pass_has_the_gradient_of_minus_a_log_prob():
@@ -61,7 +67,7 @@ def test_dividing_the_policy_term_leaves_the_kl_term():
         torch.tensor(1.0),
         {"policy_loss": Metric(torch.tensor(6.0)), "kl": Metric(torch.tensor(2.0))},
     )
-    divided = terms.divide_policy(3.0)
+    divided = terms.divide(3.0)
     assert divided.total.item() == 3.0
     assert numbers(divided.metrics) == {"policy_loss": 2.0, "kl": 2.0}
 
@@ -74,8 +80,8 @@ def test_kl_is_weighed_and_added():
     without = DiffusionLoss(DigenConfig())(evaluated(log_prob), {}, make_rows(), None, 2)
     kl = 0.5**2 / (2 * 0.5**2 / 0.2)  # (mu - mu_ref)^2 / (2 s^2), s^2 = std^2 / -dt
     assert with_kl.metrics["kl"].value.item() == pytest.approx(kl, rel=1e-5)
-    assert with_kl.kl is not None and without.kl is None
-    assert with_kl.kl.item() == pytest.approx(0.1 * kl, rel=1e-5)
+    assert with_kl.fixed is not None and without.fixed is None
+    assert with_kl.fixed.item() == pytest.approx(0.1 * kl, rel=1e-5)
     assert (with_kl.total - without.total).item() == pytest.approx(0.1 * kl, rel=1e-5)
 
 

@@ -13,12 +13,13 @@ from tensordict import TensorDict
 from tests.engine.harness import assert_close, assert_equal, log_probs, read_samples, weights
 from tests.engine.off_policy import SHAPES, WHOLE, committed, loss_of, old_batch, old_engine, serial, serial_gspo
 from tests.engine.serial import plain_transformer
-from verl_digen.algorithms.objectives import find_loss, loss_names
+from verl_digen.algorithms.objectives import find_objective, objective_names
 from verl_digen.config import DigenConfig
 from verl_digen.engine.loss import DiffusionLoss
+from verl_digen.engine.points import PathPoints
 from verl_digen.engine.rows import make_rows
 
-OFF_POLICY = [name for name in loss_names() if find_loss(name).off_policy]
+OFF_POLICY = [name for name in objective_names() if find_objective(name).loss.off_policy]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +49,8 @@ def test_gspo_is_the_same_however_trajectories_are_cut_into_tiles(
 ):
     engine = old_engine(tiny_qwen_image, "gspo", shape)
     expected = serial_gspo(plain_transformer(tiny_qwen_image, weights(engine)), tiny_qwen_image, batch)
-    engine.planner.rehearse(make_rows(read_samples(batch)))  # leaves nothing
+    samples = read_samples(batch)
+    engine.planner.rehearse(make_rows(PathPoints(), samples, samples.all_picks))  # leaves nothing
     found, metrics = committed(engine, batch, WHOLE)
     assert_close(found, expected, 2e-5)
     assert metrics["num_tiles"] == {1: 18, 2: 6, 3: 6, 100: 1}[shape[0]]

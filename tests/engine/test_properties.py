@@ -33,9 +33,9 @@ from tests.engine.toy import LATENTS, TEXT_WIDTH, build_toy, register_toy
 from verl_digen.algorithms.metric import numbers
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.export import plain_name
-from verl_digen.engine.fragment import Fetch, FragmentSample
+from verl_digen.engine.fragment import FragmentSample
 from verl_digen.engine.gathered import reshard
-from verl_digen.engine.rows import Samples
+from verl_digen.engine.rows import Fetch, Samples
 from verl_digen.types import Geometry
 
 pytestmark = pytest.mark.slow
@@ -247,6 +247,7 @@ def fetch_from(batch: RandomBatch) -> Fetch:
         is_guided = batch.digen.sampling.true_cfg_scale > 1
         conditions = [batch.conditions[sample.uid] for sample in samples]
         return Samples(
+            described=samples,
             columns={
                 "latents": [sample.latents for sample in recorded],
                 "positions": steps,
@@ -259,7 +260,6 @@ def fetch_from(batch: RandomBatch) -> Fetch:
                 ({"embeds": positive}, {"embeds": negative} if is_guided else None) for positive, negative in conditions
             ],
             advantages=torch.zeros(len(samples)),
-            old_log_probs=None,
         )
 
     return fetch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples -> rows -> tiles."""
+"""Samples -> rows -> tiles, for both kinds of points."""
 
 from __future__ import annotations
 
@@ -9,9 +9,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.engine.harness import SAMPLING, described
+from verl_digen.engine.fragment import fragment_rows
+from verl_digen.engine.points import ForwardPoints, PathPoints
 from verl_digen.engine.rows import Samples, make_rows, tile_rows
 from verl_digen.schedulers.deal import Row
 from verl_digen.schedulers.tiles import Grid, plan_tiles
+from verl_digen.types import Geometry, Noised, TrainingRows, Transitions
+
+PATH = PathPoints()
 
 
 def example(steps=((0, 1), (1,)), guided=False) -> Samples:
@@ -20,6 +26,7 @@ def example(steps=((0, 1), (1,)), guided=False) -> Samples:
         ({"embeds": torch.zeros(2, 3)}, {"embeds": torch.ones(1, 3)} if guided else None) for _ in range(len(steps))
     ]
     return Samples(
+        described=[described(str(index), "g", 10.0 + index, len(own), index) for index, own in enumerate(steps)],
         columns={
             "latents": [torch.arange(4.0)[:, None] + 10 * index for index in range(len(steps))],
             "positions": [torch.tensor(own) for own in steps],
@@ -30,65 +37,116 @@ def example(steps=((0, 1), (1,)), guided=False) -> Samples:
         },
         conditions=[conditions[index // 2] for index in range(len(steps))],  # groups of two
         advantages=torch.arange(len(steps)).float(),
-        old_log_probs=None,
     )
 
 
+def transitions(rows: TrainingRows) -> Transitions:
+    assert isinstance(rows.point, Transitions)
+    return rows.point
+
+
 def test_rows_lie_sample_after_sample():
-    rows = make_rows(example())
+    samples = example()
+    rows = make_rows(PATH, samples, samples.all_picks)
     assert rows.latents.flatten().tolist() == [0, 1, 11]
-    assert rows.next_latents.flatten().tolist() == [1, 2, 12]
+    point = transitions(rows)
+    assert point.next_latents.flatten().tolist() == [1, 2, 12]
     torch.testing.assert_close(rows.sigmas, torch.tensor([0.9, 0.8, 0.8]))
-    assert rows.sigma_max.shape == (3,)
+    assert point.sigma_max.shape == (3,) and point.old_log_probs is None
     assert rows.advantages.tolist() == [0, 0, 1]
-    assert rows.log_probs.tolist() == [0, -1, -1]
+    assert rows.rewards is not None and rows.rewards.tolist() == [10, 10, 11]
+    assert point.log_probs.tolist() == [0, -1, -1]
     assert rows.mask.tolist() == [1, 1, 1]
     assert rows.negative_conditions is None
     assert rows.conditions[0] is rows.conditions[2]  # both samples are of group g0
 
 
 def test_negative_conditions_come_along():
-    rows = make_rows(example(guided=True))
+    samples = example(guided=True)
+    rows = make_rows(PATH, samples, samples.all_picks)
     assert rows.negative_conditions is not None
     assert [len(condition["embeds"]) for condition in rows.negative_conditions] == [1, 1, 1]
 
 
-def test_outcomes_come_along_where_they_are_known():
-    samples = example(steps=((0, 1, 2), (1,)))
-    assert make_rows(samples).rewards is None
-    samples = samples.with_outcomes(torch.tensor([-1.0, 1.0]), torch.tensor([0.5, 2.0]))
-    rows = make_rows(samples.pick([(1, [0]), (0, [2, 0])]))
-    assert rows.rewards is not None and rows.rewards.tolist() == [2.0, 0.5, 0.5]
-    assert rows.advantages.tolist() == [1, -1, -1]
-
-
-def test_partly_guided_batch_is_refused():
+def test_rows_that_may_not_share_a_forward_are_refused():
     samples = example(steps=((0,), (1,), (2,)), guided=True)
     conditions = [*samples.conditions[:2], ({"embeds": torch.zeros(2, 3)}, None)]
-    with pytest.raises(RuntimeError, match="some have none"):
-        make_rows(replace(samples, conditions=conditions))
+    with pytest.raises(RuntimeError, match="2 negative conditions of 3 rows"):
+        make_rows(PATH, replace(samples, conditions=conditions), samples.all_picks)
+    large = replace(samples.described[0], sampling=replace(SAMPLING, geometry=Geometry(64, 32)))
+    with pytest.raises(RuntimeError, match="rows of one tile must have one sampling"):
+        make_rows(PATH, replace(samples, described=[large, *samples.described[1:]]), samples.all_picks)
 
 
-def test_pick_takes_steps_of_samples_and_their_latents():
+def test_rows_are_those_picked_in_order():
     samples = example(steps=((0, 1, 2), (1,)))
-    rows = make_rows(samples.pick([(1, [0]), (0, [2, 0])]))
+    old = [replace(samples.described[0], old_log_probs=(0.1, 0.2, 0.3)), samples.described[1]]
+    samples = replace(samples, described=[old[0], replace(old[1], old_log_probs=(0.4,))])
+    rows = make_rows(PATH, samples, [(1, [0]), (0, [2, 0])])
     assert rows.latents.flatten().tolist() == [11, 2, 0]
-    assert rows.next_latents.flatten().tolist() == [12, 3, 1]
+    point = transitions(rows)
+    assert point.next_latents.flatten().tolist() == [12, 3, 1]
     assert rows.advantages.tolist() == [1, 0, 0]
-    assert rows.log_probs.tolist() == [-1, -2, 0]
+    assert point.log_probs.tolist() == [-1, -2, 0]
+    assert point.old_log_probs is not None
+    torch.testing.assert_close(point.old_log_probs, torch.tensor([0.4, 0.3, 0.1]))
+
+
+def test_experts_and_samplings_have_buckets_of_their_own():
+    large = replace(SAMPLING, geometry=Geometry(64, 32))
+    samples = [
+        described("a", "g", 0.0, 2, experts=(0, 1)),
+        described("b", "h", 0.0, 2, experts=(0, 1), sampling=large),
+        described("c", "g", 0.0, 1, experts=(1,)),
+    ]
+    assert [row.bucket for row in fragment_rows(samples)] == [0, 2, 1, 3, 2]
+
+
+def clean_samples() -> Samples:
+    return Samples(
+        described=[described(str(index), "g", 0.0, 2, index) for index in range(2)],
+        columns={
+            "clean": [torch.full((3, 2), 1.0 + index, dtype=torch.bfloat16) for index in range(2)],
+            "sigmas": [torch.tensor([1.0, 0.25]) for _ in range(2)],
+        },
+        conditions=[({"embeds": torch.zeros(2, 3)}, None)] * 2,
+        advantages=torch.zeros(2),
+    )
+
+
+def test_a_forward_row_is_the_clean_latents_noised_at_its_level():
+    samples = clean_samples()
+    rows = make_rows(ForwardPoints(run_seed=7), samples, samples.all_picks)
+    assert isinstance(rows.point, Noised)
+    assert rows.latents.dtype == torch.float32 and rows.sigmas.tolist() == [1.0, 0.25, 1.0, 0.25]
+    assert rows.point.clean[:, 0, 0].tolist() == [1, 1, 2, 2]
+    torch.testing.assert_close(rows.latents[0], rows.point.noise[0])  # sigma 1 is noise alone
+    torch.testing.assert_close(rows.latents[1], 0.75 * rows.point.clean[1] + 0.25 * rows.point.noise[1])
+    assert len({tuple(noise.flatten().tolist()) for noise in rows.point.noise}) == 4
+
+
+def test_noise_of_a_forward_row_is_that_of_its_sample_and_point():
+    samples = clean_samples()
+    whole = make_rows(ForwardPoints(run_seed=7), samples, samples.all_picks)
+    alone = make_rows(ForwardPoints(run_seed=7), samples, [(1, [1])])
+    other = make_rows(ForwardPoints(run_seed=8), samples, [(1, [1])])
+    assert torch.equal(alone.latents[0], whole.latents[3])
+    assert not torch.equal(alone.latents[0], other.latents[0])
 
 
 def assert_invariants(samples, places, tiles):
     """Every row of the samples is in one tile, with its own old log-prob; fillers have mask 0."""
     found = []
     for tile in tiles:
-        rows, old = tile_rows(samples, tile, places)
+        rows = tile_rows(PATH, samples, tile, places)
+        old = transitions(rows).old_log_probs
+        assert old is not None
         assert len(rows) == len(tile.rows) == len(old)
         assert rows.mask.tolist() == [0.0 if tile.is_filler else 1.0] * len(rows)
         if not tile.is_filler:
             found += zip(rows.latents.flatten().tolist(), old.tolist(), strict=True)
-    rows = make_rows(samples)
-    old = torch.cat(list(samples.old_log_probs))
+    rows = make_rows(PATH, samples, samples.all_picks)
+    old = torch.tensor([value for sample in samples.described for value in sample.old_log_probs])
     assert sorted(found) == sorted(zip(rows.latents.flatten().tolist(), old.tolist(), strict=True))
 
 
@@ -96,7 +154,10 @@ def test_every_row_is_in_one_tile_for_many_shapes():
     rng = random.Random(0)
     for _ in range(50):
         steps = tuple(tuple(sorted(rng.sample(range(3), rng.randint(1, 3)))) for _ in range(rng.randint(1, 5)))
-        samples = replace(example(steps), old_log_probs=[torch.rand(len(own)) for own in steps])
+        samples = example(steps)
+        old = [tuple(torch.rand(len(own)).tolist()) for own in steps]
+        pairs = zip(samples.described, old, strict=True)
+        samples = replace(samples, described=[replace(sample, old_log_probs=own) for sample, own in pairs])
         numbers = rng.sample(range(100), len(steps))  # numbers in the plan are arbitrary
         own = [Row(number, step) for number, chosen in zip(numbers, steps, strict=True) for step in range(len(chosen))]
         dealt = [own, [Row(100, step) for step in range(rng.randint(0, 9))]]

@@ -20,6 +20,7 @@ from tests.engine.harness import (
     assert_equal,
     assert_same_projection,
     begin,
+    described,
     fetch_from,
     fragment,
     generate,
@@ -34,11 +35,12 @@ from tests.engine.harness import (
     with_advantages,
 )
 from verl_digen.algorithms.metric import numbers
-from verl_digen.algorithms.objectives import ClampedConfig, LossConfig, register_loss
+from verl_digen.algorithms.objectives import ClampedConfig, LossConfig, register_objective
 from verl_digen.algorithms.rows import LossInputs, LossOutput
 from verl_digen.engine import gradients
 from verl_digen.engine.engine import DiffusersFSDPEngine
-from verl_digen.engine.fragment import FragmentSample, FragmentSpec, fragment_rows
+from verl_digen.engine.fragment import FragmentSpec, fragment_rows
+from verl_digen.engine.points import PathPoints
 from verl_digen.engine.rows import make_rows
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -121,7 +123,7 @@ def test_a_sample_without_rows_counts_for_advantages_alone(tiny_qwen_image: Path
     engine = case.make_engine(tiny_qwen_image)
     groups = samples_of(batch, REWARDS)
     kept = [sample for sample in groups["g0"] if sample.key != "1"]
-    left_out = FragmentSample("1", "g0", REWARDS[1], num_steps=0)
+    left_out = described("1", "g0", REWARDS[1], 0)
     engine.begin(3, 6, fetch_from(batch))
     engine.accumulate(FragmentSpec("best and worst", (*kept, left_out)))
     with stepped_gradients(engine) as found:
@@ -136,7 +138,7 @@ def test_a_sample_without_rows_counts_for_advantages_alone(tiny_qwen_image: Path
 def test_a_loss_that_is_not_homogeneous_trains_with_the_last_group(
     tiny_qwen_image: Path, batch: TensorDict, caplog: pytest.LogCaptureFixture
 ):
-    @register_loss("squared_for_test", columns=("log_prob", "advantage"))
+    @register_objective("squared_for_test", columns=("log_prob", "advantage"))
     def squared(rows: LossInputs, config: ClampedConfig) -> LossOutput:
         return LossOutput(rows.mean(rows["log_prob"] * rows["advantage"].square()), {})
 
@@ -157,7 +159,9 @@ def test_a_loss_that_is_not_homogeneous_trains_with_the_last_group(
 def test_a_loss_may_read_latents(tiny_qwen_image: Path, batch: TensorDict):
     """-A log π by the density's own formula from x', its mean and its std, against the loss that reads log π."""
 
-    @register_loss("density_for_test", columns=("std", "advantage"), latents=("mean", "next_latents"), homogeneous=True)
+    @register_objective(
+        "density_for_test", columns=("std", "advantage"), latents=("mean", "next_latents"), homogeneous=True
+    )
     def density(rows: LossInputs, config: ClampedConfig) -> LossOutput:
         squared = (rows["next_latents"] - rows["mean"]).square().flatten(1).mean(1)
         advantage = rows["advantage"].clamp(-config.advantage_clip, config.advantage_clip)
@@ -181,7 +185,7 @@ def test_a_loss_may_read_the_reference_without_a_kl_term(tiny_qwen_image: Path, 
     """mean[(v - v_ref)^2] as a loss, against the KL term of that kind beside next to no policy gradient."""
     name = f"to_reference_for_test_{'lora' if model else 'full'}"
 
-    @register_loss(name, config=LossConfig, latents=("velocity", "reference_velocity"))
+    @register_objective(name, config=LossConfig, latents=("velocity", "reference_velocity"))
     def to_reference(rows: LossInputs, config: LossConfig) -> LossOutput:
         squared = (rows["velocity"] - rows["reference_velocity"]).square().flatten(1).mean(1)
         return LossOutput(rows.mean(squared), {})
@@ -332,10 +336,10 @@ def test_illegal_calls_are_refused_by_name(tiny_qwen_image: Path, batch: TensorD
         "fragment g0 came twice": lambda: engine.accumulate(fragment(groups, "g0")),
         "a group trains once": lambda: engine.accumulate(FragmentSpec("new", tuple(groups["g0"]))),
         "3 trained steps and 1 experts": lambda: engine.accumulate(
-            FragmentSpec("experts", (FragmentSample("x", "x", 0.0, num_steps=3, experts=(0,)),))
+            FragmentSpec("experts", (described("x", "x", 0.0, 3, experts=(0,)),))
         ),
         "begun for 9 samples": lambda: engine.accumulate(
-            FragmentSpec("many", tuple(FragmentSample(f"x{index}", "x", 0.0, 1) for index in range(7)))
+            FragmentSpec("many", tuple(described(f"x{index}", "x", 0.0, 1) for index in range(7)))
         ),
     }
     for message, call in refused.items():
@@ -349,17 +353,18 @@ def test_illegal_calls_are_refused_by_name(tiny_qwen_image: Path, batch: TensorD
 
 
 def test_experts_are_one_for_each_step():
-    sample = FragmentSample("k", "g", 0.0, num_steps=2, experts=(0, 1))
+    sample = described("k", "g", 0.0, 2, experts=(0, 1))
     assert [tuple(row) for row in fragment_rows([sample])] == [(0, 0, 0), (0, 1, 1)]
     with pytest.raises(RuntimeError, match="sample k has 3 trained steps and 2 experts"):
-        fragment_rows([FragmentSample("k", "g", 0.0, num_steps=3, experts=(0, 1))])
+        fragment_rows([described("k", "g", 0.0, 3, experts=(0, 1))])
 
 
 @pytest.mark.parametrize("reduce", ["tile", "batch"])
 def test_rehearsing_a_tile_leaves_the_open_gradient(tiny_qwen_image: Path, batch: TensorDict, reduce: str):
     engine = make_engine(tiny_qwen_image, digen={"tsp": {"reduce": reduce}})
     groups = begin(engine, batch, REWARDS)
-    rows = make_rows(fetch_from(batch)(groups["g0"]))
+    fetched = fetch_from(batch)(groups["g0"])
+    rows = make_rows(PathPoints(), fetched, fetched.all_picks)
     engine.planner.rehearse(rows)
     assert peek(engine) == {}
     engine.accumulate(fragment(groups, "g1"))

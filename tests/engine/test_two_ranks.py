@@ -113,7 +113,7 @@ def exports(path: Path, folder: Path) -> Any:
     ):
         engine = make_engine(path, **options, **EMA)
         train(engine, make_batch(path), 2)
-        results[name] = weights(engine), weights(engine, ema=True)
+        results[name] = weights(engine), weights(engine, policy="average")
     return results
 
 

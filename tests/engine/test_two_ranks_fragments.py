@@ -17,6 +17,7 @@ from tests.engine.harness import (
     assert_close,
     assert_same_projection,
     begin,
+    described,
     fetch_from,
     fragment,
     generate,
@@ -28,7 +29,7 @@ from tests.engine.harness import (
 )
 from tests.engine.serial import plain_transformer
 from verl_digen.algorithms.metric import numbers
-from verl_digen.engine.fragment import FragmentSample, FragmentSpec
+from verl_digen.engine.fragment import FragmentSpec
 
 pytestmark = pytest.mark.slow
 
@@ -65,7 +66,7 @@ def fetched_keys(path: Path, folder: Path) -> Any:
 
     engine.begin(7, 10, recording)
     engine.accumulate(fragment(groups, "g2", "g1"))
-    engine.accumulate(FragmentSpec("one row", (FragmentSample("0", "x", 1.0, num_steps=1),)))
+    engine.accumulate(FragmentSpec("one row", (described("0", "x", 1.0, 1),)))
     metrics = numbers(engine.commit()["metrics"])
     return gathered(fetched), metrics
 

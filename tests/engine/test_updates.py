@@ -18,6 +18,7 @@ from tests.engine.harness import (
     LORA,
     assert_close,
     assert_equal,
+    described,
     fetch_from,
     make_engine,
     perturb,
@@ -29,8 +30,9 @@ from tests.engine.harness import (
 )
 from tests.engine.off_policy import gradient_of
 from tests.engine.serial import flow_step, plain_lora, plain_transformer
-from tests.tags import SAMPLING, make_tag
-from verl_digen.algorithms.objectives import default_config, find_loss, policy_loss
+from tests.tags import SAMPLING as TAG_SAMPLING
+from tests.tags import make_tag
+from verl_digen.algorithms.objectives import all_samples, default_config, find_objective, policy_loss
 from verl_digen.config import AdvantageConfig
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.fragment import FragmentSample, FragmentSpec
@@ -71,7 +73,7 @@ async def answer(value: Any) -> Any:
     return value
 
 
-def samples(batch: TensorDict) -> list[FragmentSample]:
+def all_of(batch: TensorDict) -> list[FragmentSample]:
     return [sample for group in samples_of(batch, REWARDS).values() for sample in group]
 
 
@@ -79,13 +81,13 @@ def update(
     engine: DiffusersFSDPEngine, batch: TensorDict, *, num_groups: int = 3, num_epochs: int = 1
 ) -> tuple[dict[str, float], OneRank]:
     """Train as the colocated trainer does; returns the metrics and the rank."""
-    group, described = OneRank(engine, batch), samples(batch)
+    group, samples = OneRank(engine, batch), all_of(batch)
     work: Coroutine[Any, Any, dict[str, float]] = train_batch(
         TrainerRanks(group),
-        mini_batches(described, num_groups),
+        mini_batches(samples, num_groups),
         num_epochs=num_epochs,
-        scale=batch_scale(described, engine.digen.advantage),
-        loss=find_loss(engine.digen.loss_name),
+        scale=batch_scale(samples, engine.digen.advantage),
+        objective=find_objective(engine.digen.loss_name),
         old=engine.digen.denominator,
     )
     return asyncio.run(work), group
@@ -115,11 +117,11 @@ def test_mini_batches_share_the_advantage_scale_of_the_whole_batch(
     """lr 0: every mini-batch meets the same weights, so their gradients' row-weighted mean is that of the batch."""
     digen = {"loss": LOSS, "advantage": {"scale": scale}}
     engine = make_engine(tiny_qwen_image, digen=digen, optim={"lr": 0.0, "clip_grad": 1e9})
-    described, fetch = samples(batch), fetch_from(batch)
+    samples, fetch = all_of(batch), fetch_from(batch)
     total: dict[str, torch.Tensor] = {}
-    for fragment in mini_batches(described, 1):
+    for fragment in mini_batches(samples, 1):
         num_rows = sum(sample.num_steps for sample in fragment.samples)
-        engine.begin(len(fragment.samples), num_rows, fetch, scale=batch_scale(described, engine.digen.advantage))
+        engine.begin(len(fragment.samples), num_rows, fetch, scale=batch_scale(samples, engine.digen.advantage))
         assert engine.accumulate(fragment) == {"num_rows": num_rows, "num_held_samples": 0}
         with stepped_gradients(engine) as found:
             engine.commit(more=True)
@@ -250,8 +252,8 @@ def test_offloaded_weights_stay_between_the_updates_of_a_batch(tiny_qwen_image: 
 
 
 def test_mini_batches_are_whole_groups_in_order():
-    described = [FragmentSample(f"{uid}{index}", uid, 0.0, 1) for uid in "abcde" for index in range(2)]
-    fragments = mini_batches(described, 2)
+    samples = [described(f"{uid}{index}", uid, 0.0, 1) for uid in "abcde" for index in range(2)]
+    fragments = mini_batches(samples, 2)
     assert [fragment.fragment_id for fragment in fragments] == ["m0", "m1", "m2"]
     assert [[sample.key for sample in fragment.samples] for fragment in fragments] == [
         ["a0", "a1", "b0", "b1"],
@@ -262,17 +264,23 @@ def test_mini_batches_are_whole_groups_in_order():
 
 def test_samples_are_described_group_after_group():
     tag = make_tag(0.5, version=3, num_steps=2, experts=(0, 1))
-    described = fragment_samples({"b": {1: tag, 0: tag}, "a": {0: tag}})
-    assert [sample.key for sample in described] == ["b_0_3", "b_1_3", "a_0_3"]
-    assert described[0] == FragmentSample("b_0_3", "b", 0.5, 2, (0, 1), SAMPLING, "a cat")
+    found = fragment_samples({"b": {1: tag, 0: tag}, "a": {0: tag}}, all_samples)
+    assert [sample.key for sample in found] == ["b_0_3", "b_1_3", "a_0_3"]
+    assert found[0] == FragmentSample("b_0_3", "b", 0, 0.5, 2, TAG_SAMPLING, "a cat", (0, 1))
+
+
+def test_a_sample_that_the_objective_does_not_select_has_no_rows_and_keeps_its_reward():
+    tags = {index: make_tag(reward, version=0, num_steps=2) for index, reward in enumerate([0.5, 2.0, -1.0])}
+    found = fragment_samples({"a": tags}, lambda rewards: [rewards.index(max(rewards)), rewards.index(min(rewards))])
+    assert [(sample.reward, sample.num_steps) for sample in found] == [(0.5, 0), (2.0, 2), (-1.0, 2)]
 
 
 def test_a_scale_of_the_batch_is_that_of_all_rewards():
-    described = [FragmentSample(str(n), uid, r, 1) for n, (uid, r) in enumerate([("a", 0.0), ("a", 2.0), ("b", 1.0)])]
+    samples = [described(str(n), uid, r, 1) for n, (uid, r) in enumerate([("a", 0.0), ("a", 2.0), ("b", 1.0)])]
     std = torch.tensor([0.0, 2.0, 1.0]).double().std(correction=0).item()
-    assert batch_scale(described, AdvantageConfig(eps=0.5)) == pytest.approx(std + 0.5)
-    assert batch_scale(described, AdvantageConfig(scale="max_group", eps=0.5)) == pytest.approx(1.5)
-    assert batch_scale(described, AdvantageConfig(scale="group")) is None
+    assert batch_scale(samples, AdvantageConfig(eps=0.5)) == pytest.approx(std + 0.5)
+    assert batch_scale(samples, AdvantageConfig(scale="max_group", eps=0.5)) == pytest.approx(1.5)
+    assert batch_scale(samples, AdvantageConfig(scale="group")) is None
 
 
 def test_a_row_that_no_rank_evaluated_is_named():
@@ -280,6 +288,6 @@ def test_a_row_that_no_rank_evaluated_is_named():
         def evaluate(self, fragments: Sequence[FragmentSpec], partition: str) -> list[Any]:
             return [answer({"x": {0: -1.0}}), answer({})]
 
-    fragment = FragmentSpec("f", (FragmentSample("x", "g", 0.0, 2),))
+    fragment = FragmentSpec("f", (described("x", "g", 0.0, 2),))
     with pytest.raises(RuntimeError, match=r"sample x has 2 trained steps, but the trainer's ranks evaluated \[0\]"):
         asyncio.run(TrainerRanks(Lacking()).evaluate([fragment]))

@@ -84,9 +84,9 @@ def test_average_is_exported_while_asked_for(environment: None, tiny_qwen_image:
     worker.engine.optimizer.param_groups[0]["lr"] = 1e-3
     train(worker.engine, batch)
     trained = weights(worker.engine)
-    worker.export_average(True)
+    worker.export_policy("average")
     assert_equal(weights(worker.engine), start)
-    worker.export_average(False)
+    worker.export_policy("current")
     assert_equal(weights(worker.engine), trained)
     assert any(not torch.equal(value, start[name]) for name, value in trained.items())
 

@@ -23,10 +23,12 @@ from tests.engine.harness import assert_equal, fragment, make_engine, num_rows_o
 from tests.engine.harness import with_advantages as with_known_advantages
 from tests.engine.test_worker import environment, make_worker  # noqa: F401 - a fixture
 from verl_digen.algorithms.metric import numbers
-from verl_digen.engine.fragment import FragmentSample, fetch_samples
+from verl_digen.engine.fragment import FragmentSample
+from verl_digen.engine.points import PathPoints
+from verl_digen.engine.rows import fetch_samples
 from verl_digen.engine.worker import DiffusionWorker
 from verl_digen.store.conditions import put_condition
-from verl_digen.types import TRAJECTORY_COLUMNS
+from verl_digen.types import PathRecord
 
 pytestmark = pytest.mark.slow
 
@@ -48,7 +50,7 @@ def batch(queue: None, tiny_qwen_image: Path) -> TensorDict:
     """Samples and their prompts' conditions, as the agent loop writes them; keys are the samples' numbers."""
     batch = Case().make_batch(tiny_qwen_image)
     for number in range(len(REWARDS)):
-        columns = {name: batch[name][number].unsqueeze(0) for name in TRAJECTORY_COLUMNS}
+        columns = {name: batch[name][number].unsqueeze(0) for name in PathRecord.COLUMNS}
         columns["pixels"] = torch.zeros(1, 8)  # a column that training does not fetch
         tq.kv_batch_put(keys=[str(number)], partition_id=PARTITION, fields=TensorDict(columns, batch_size=1), tags=[{}])
     for uid, (positive, negative) in tu.get(batch, "conditions").items():
@@ -68,10 +70,10 @@ def described(batch: TensorDict) -> dict[str, list[FragmentSample]]:
 def test_samples_come_in_the_order_they_are_asked_for(batch: TensorDict):
     samples = [sample for group in described(batch).values() for sample in group]
     random.Random(0).shuffle(samples)
-    found = fetch_samples(PARTITION, samples)
+    found = fetch_samples(PathPoints(), PARTITION, samples)
     for place, sample in enumerate(samples):
         number = int(sample.key)
-        for name in TRAJECTORY_COLUMNS:
+        for name in PathRecord.COLUMNS:
             torch.testing.assert_close(found.columns[name][place], batch[name][number], rtol=0, atol=0)
         positive, _ = tu.get(batch, "conditions")[sample.uid]
         assert torch.equal(found.conditions[place][0]["embeds"], positive["embeds"])

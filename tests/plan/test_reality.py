@@ -81,12 +81,11 @@ def reality(request, tiny_wan, tmp_path_factory):
         batch = make_batch(tiny_wan)
         grads, _ = gradients(engine, batch)
         train(engine, batch)
-        assert engine.state.ema is not None
         found = {
             "parameters": parameter_bytes(engine),
             "gradients": num_bytes(grads.values()),
             "optimizer": optimizer_bytes(engine),
-            "EMA": num_bytes(engine.state.ema.shards.values()),
+            "EMA": num_bytes(engine.copies["average"].shards.values()),
         }
     return found, planned
 

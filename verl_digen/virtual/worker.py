@@ -24,8 +24,11 @@ from omegaconf import OmegaConf
 from verl.single_controller.base.decorator import Dispatch, register
 
 from verl_digen.algorithms.metric import Metric
+from verl_digen.algorithms.objectives import find_objective
 from verl_digen.config import digen_config
-from verl_digen.engine.fragment import FragmentSpec, fetch_samples
+from verl_digen.engine.fragment import FragmentSpec
+from verl_digen.engine.points import points_of
+from verl_digen.engine.rows import fetch_samples
 from verl_digen.engine.worker import DiffusionWorker
 from verl_digen.types import Generation, SampleRequest
 from verl_digen.virtual.checkpoint_engine import VirtualEngine
@@ -49,6 +52,7 @@ class VirtualWorker(DiffusionWorker):
         digen = digen_config(OmegaConf.create({"digen": self.config.model.digen}))
         self._durations = virtual_durations(digen)
         self._samples = VirtualSamples(digen)
+        self._points = points_of(find_objective(digen.loss_name), digen.seed)
         self._fetches = digen.virtual.fetch_rows
         self._partition = ""
         self._num_rows = 0
@@ -65,7 +69,7 @@ class VirtualWorker(DiffusionWorker):
         """Wait for the fragment's training time -> `num_rows`, `fetch_s` and `accumulate_s`."""
         started_s = time.perf_counter()
         if self._fetches:
-            fetch_samples(self._partition, fragment.samples)
+            fetch_samples(self._points, self._partition, fragment.samples)
         fetch_s = time.perf_counter() - started_s
         _sleep_until(started_s + self._durations.train_s(fragment.samples))
         num_rows = sum(sample.num_steps for sample in fragment.samples)
