@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from verl_digen.algorithms import losses
 from verl_digen.algorithms.kl import KINDS, kl_loss
 from verl_digen.algorithms.metric import combine_tiles, numbers
 from verl_digen.algorithms.objectives import (
@@ -15,13 +14,15 @@ from verl_digen.algorithms.objectives import (
     ClipConfig,
     LossOutput,
     default_config,
-    find_loss,
+    find_objective,
+    objective_names,
     policy_loss,
-    register_loss,
+    register_objective,
     registry,
 )
 
 ORACLES = Path(__file__).parents[1] / "fixtures" / "oracles"
+OF_PATHS = [name for name in objective_names() if find_objective(name).points == "path"]
 POLICY_INPUTS = ("log_prob", "old_log_prob", "advantage")
 
 
@@ -43,6 +44,9 @@ def some_inputs(num_rows=12, seed=0):
         "sigma": torch.full((num_rows,), 0.5),
         "sigma_next": 0.49 - 0.1 * torch.rand(num_rows, generator=generator),
         "old_mean": torch.randn(num_rows, 3, 4, generator=generator),
+        "old_velocity": torch.randn(num_rows, 3, 4, generator=generator),
+        "clean": torch.randn(num_rows, 3, 4, generator=generator),
+        "noisy": torch.randn(num_rows, 3, 4, generator=generator),
     }
 
 
@@ -114,7 +118,7 @@ def test_the_first_update_has_ratio_1_and_the_full_policy_gradient(name):
 
 
 def every_loss(inputs):
-    for name in losses.loss_names():
+    for name in objective_names():
         config = default_config(name)
         yield policy_loss(name, inputs, replace(config, clip_range=1e-3) if isinstance(config, ClipConfig) else config)
     for kind in KINDS:
@@ -168,7 +172,7 @@ def test_a_tile_of_padding_alone_has_loss_0():
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 @pytest.mark.parametrize("log_ratio", [-1e4, -100.0, 100.0, 1e4])
-@pytest.mark.parametrize("name", losses.loss_names())
+@pytest.mark.parametrize("name", OF_PATHS)
 def test_extreme_ratios_are_finite_in_value_and_gradient(name: str, log_ratio: float, advantage: float):
     log_prob = torch.tensor([log_ratio, 0.0], requires_grad=True)
     inputs = {
@@ -193,7 +197,7 @@ def test_extreme_ratios_are_finite_in_value_and_gradient(name: str, log_ratio: f
 
 
 @pytest.mark.parametrize("settings", [{}, {"clip_range": 1e-3, "low": 1e-3, "high": 1e-3, "mask": True}], ids=str)
-@pytest.mark.parametrize("name", losses.loss_names())
+@pytest.mark.parametrize("name", OF_PATHS)
 def test_a_loss_is_filed_as_homogeneous_in_the_advantage_if_and_only_if_it_is(name, settings):
     inputs = some_inputs(30)
     default = default_config(name).unclamped()
@@ -205,7 +209,7 @@ def test_a_loss_is_filed_as_homogeneous_in_the_advantage_if_and_only_if_it_is(na
         is_proportional = torch.allclose(many.loss, factor * one.loss, rtol=1e-5, atol=0) and torch.allclose(
             gradient(many, log_prob), factor * gradient(one, log_prob), rtol=1e-5, atol=0
         )
-        assert is_proportional == find_loss(name).homogeneous
+        assert is_proportional == find_objective(name).loss.homogeneous
 
 
 def test_clip_range_high_clips_above_and_clip_range_below():
@@ -285,24 +289,25 @@ def test_an_unknown_name_is_an_error_listing_the_known_ones():
         policy_loss("ppo", {}, ClipConfig())
     with pytest.raises(ValueError, match="unknown KL kind 'k3'; known kinds: flow_grpo, exact, velocity"):
         kl_loss("k3", {})
-    assert set(find_loss("flow_grpo").inputs) == set(POLICY_INPUTS)
+    assert set(find_objective("flow_grpo").loss.inputs_for(ClipConfig())) == set(POLICY_INPUTS)
 
 
 def test_a_registered_loss_is_found_checked_and_called(monkeypatch):
-    monkeypatch.setattr(registry, "_LOSSES", dict(registry._LOSSES))
+    monkeypatch.setattr(registry, "_OBJECTIVES", dict(registry._OBJECTIVES))
 
-    @register_loss("mine", columns=("log_prob", "advantage"))
+    @register_objective("mine", columns=("log_prob", "advantage"))
     def mine(rows, config):
         return LossOutput(rows.mean(-rows["advantage"] * rows["log_prob"]), {})
 
     inputs = {"log_prob": torch.tensor([1.0, 2.0]), "advantage": torch.tensor([3.0, 4.0])}
     assert policy_loss("mine", inputs, default_config("mine")).loss == -5.5
-    assert "mine" in losses.loss_names()
-    assert not find_loss("mine").homogeneous and not find_loss("mine").off_policy  # unless it says so
+    assert "mine" in objective_names()
+    loss = find_objective("mine").loss
+    assert not loss.homogeneous and not loss.off_policy  # unless it says so
     with pytest.raises(ValueError, match="needs advantage"):
         policy_loss("mine", {"log_prob": torch.ones(2)}, ClampedConfig())
     with pytest.raises(ValueError, match="'flow_grpo' exists already"):
-        register_loss("flow_grpo", columns=("log_prob",))(mine)
+        register_objective("flow_grpo", columns=("log_prob",))(mine)
 
 
 @pytest.mark.parametrize(
@@ -310,17 +315,17 @@ def test_a_registered_loss_is_found_checked_and_called(monkeypatch):
     [
         (
             dict(columns=("log_probs",)),
-            "columns of the policy loss 'mine' must be one of log_prob, .*, got 'log_probs'",
+            "columns of the objective 'mine' must be one of advantage, .*, got 'log_probs'",
         ),
-        (dict(latents=("new_mean",)), "latents of the policy loss 'mine' must be one of latents, .*, got 'new_mean'"),
-        (dict(columns=("mean",)), "columns of the policy loss 'mine' must be one of"),
-        (dict(), "a policy loss must have a name and an input"),
+        (dict(latents=("new_mean",)), "latents of the objective 'mine' must be one of latents, .*, got 'new_mean'"),
+        (dict(columns=("mean",)), "columns of the objective 'mine' must be one of"),
+        (dict(), "an objective must have a name and an input"),
     ],
 )
 def test_a_loss_that_asks_for_what_training_does_not_have_is_refused_when_it_is_registered(arguments, message):
     with pytest.raises(ValueError, match=message):
-        register_loss("mine", **arguments)
-    assert "mine" not in losses.loss_names()
+        register_objective("mine", **arguments)
+    assert "mine" not in objective_names()
 
 
 @pytest.mark.parametrize(

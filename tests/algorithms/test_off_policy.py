@@ -18,10 +18,10 @@ from verl_digen.algorithms.objectives import (
     LossConfig,
     choose_denominator,
     default_config,
-    find_loss,
-    loss_names,
+    find_objective,
+    objective_names,
     policy_loss,
-    register_loss,
+    register_objective,
     registry,
 )
 from verl_digen.algorithms.objectives.cispo import CispoConfig
@@ -239,7 +239,9 @@ def test_at_ratio_1_every_loss_has_flow_grpo_s_gradient(name: str):
 def test_no_gradient_reaches_what_was_recorded(name: str):
     """decoupled_ppo apart, whose clip has the policy before the update in it: that the engine hands over detached."""
     inputs = {key: value.detach().requires_grad_() for key, value in Batch(0).inputs().items()}
-    constants = [key for key in find_loss(name).inputs if key in ("reward", "trajectory_log_ratio")]
+    constants = [
+        key for key in find_objective(name).loss.inputs_for(CONFIGS[name]) if key in ("reward", "trajectory_log_ratio")
+    ]
     if name in ("tis", "cispo", "topr", "weighted_topr", "decoupled_ppo"):
         constants.append("behaviour_log_prob")
     loss = policy_loss(name, inputs, CONFIGS[name]).loss
@@ -324,8 +326,8 @@ def test_a_bad_value_is_an_error_that_names_the_key(name: str, values: dict[str,
 
 # -- which policy the ratio is against ----------------------------------------------------------------------
 def test_losses_that_are_sound_on_old_samples_say_so():
-    assert {name for name in loss_names() if find_loss(name).off_policy} >= {*REFERENCES}
-    assert not find_loss("flow_grpo").off_policy and not find_loss("dance_grpo").off_policy
+    assert {name for name in objective_names() if find_objective(name).loss.off_policy} >= {*REFERENCES}
+    assert not find_objective("flow_grpo").loss.off_policy and not find_objective("dance_grpo").loss.off_policy
 
 
 @pytest.mark.parametrize(
@@ -364,8 +366,8 @@ def test_the_denominator_is_the_policy_that_generated(name: str, setting: str, s
 
 
 def test_more_than_one_version_needs_an_off_policy_loss():
-    for name in loss_names():
-        if find_loss(name).off_policy:
+    for name in objective_names():
+        if find_objective(name).loss.off_policy:
             assert choose_denominator(name, "auto", 3) != "rollout"
         else:
             with pytest.raises(ValueError, match=r"digen.loss.name must be one of cispo, .* got '.*'; choose one"):
@@ -373,7 +375,7 @@ def test_more_than_one_version_needs_an_off_policy_loss():
 
 
 def test_a_loss_of_one_s_own_that_reads_old_log_prob_gets_the_recorded_ones(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(registry, "_LOSSES", dict(registry._LOSSES))
-    register_loss("mine", columns=("log_prob", "old_log_prob"), off_policy=True)(lambda rows, config: None)  # type: ignore[arg-type]
+    monkeypatch.setattr(registry, "_OBJECTIVES", dict(registry._OBJECTIVES))
+    register_objective("mine", columns=("log_prob", "old_log_prob"), off_policy=True)(lambda rows, config: None)  # type: ignore[arg-type]
     assert choose_denominator("mine", "auto", 3) == "rollout"
     assert choose_denominator("mine", "auto", 0) == "first_pass"

@@ -25,7 +25,7 @@ import os
 import signal
 from pathlib import Path
 
-from verl_digen.algorithms.objectives import ClipConfig, register_loss
+from verl_digen.algorithms.objectives import ClipConfig, register_objective
 from verl_digen.algorithms.objectives.flow_grpo import clipped_ratio
 
 RUN_DIR = Path("{run_dir}")
@@ -39,7 +39,7 @@ def is_due(fault):
     return True
 
 
-@register_loss(
+@register_objective(
     "overflows_once", config=ClipConfig, columns=("log_prob", "old_log_prob", "advantage"), homogeneous=True
 )
 def overflows_once(rows, config):

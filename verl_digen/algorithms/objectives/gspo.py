@@ -23,14 +23,19 @@ TRAJECTORY = "trajectory_log_ratio"
 trajectory."""
 
 
-def trajectory_means(rows: JointRows, config: ClipConfig) -> Tensor:
-    """Mean of the scalars over the rows of each row's trajectory, [M].
+def trajectory_log_ratios(log_ratio: Tensor, trajectories: Tensor) -> Tensor:
+    """[N] log-ratios and [N] int ids -> [N]: each row has the mean over the rows of its trajectory.
 
-    Example: scalars 1, 3, 5 of samples 7, 7, 2 give 2, 2, 5.
+    Example:
+        trajectory_log_ratios(torch.tensor([1.0, 3.0, 5.0]), torch.tensor([7, 7, 2]))  # 2, 2, 5
     """
-    _, places, counts = rows.samples.unique(return_inverse=True, return_counts=True)
-    sums = torch.zeros(len(counts), dtype=rows.scalars.dtype, device=rows.scalars.device)
-    return (sums.index_add(0, places, rows.scalars) / counts)[places]
+    _, places, counts = trajectories.unique(return_inverse=True, return_counts=True)
+    sums = torch.zeros(len(counts), dtype=log_ratio.dtype, device=log_ratio.device).index_add(0, places, log_ratio)
+    return (sums / counts)[places]
+
+
+def _means(rows: JointRows, config: ClipConfig) -> Tensor:
+    return trajectory_log_ratios(rows.scalars, rows.samples)
 
 
 @register_objective(
@@ -39,7 +44,7 @@ def trajectory_means(rows: JointRows, config: ClipConfig) -> Tensor:
     columns=("log_prob", TRAJECTORY, "advantage"),
     homogeneous=True,
     off_policy=True,
-    joint=Joint(TRAJECTORY, ("log_prob", BEHAVIOUR), scalar=behaviour_log_ratio, combine=trajectory_means),
+    joint=Joint(TRAJECTORY, ("log_prob", BEHAVIOUR), scalar=behaviour_log_ratio, combine=_means),
 )
 def trajectory_clip(rows: LossInputs, config: ClipConfig) -> LossOutput:
     """PPO's clip of the trajectory's ratio: mean[max(-A s, -A clamp(s, 1 - c, 1 + c'))].

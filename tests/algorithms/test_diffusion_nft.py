@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DiffusionNFT's loss against values of its published code, and against its formula one row at a time."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from verl_digen.algorithms.ema import Decay
+from verl_digen.algorithms.metric import numbers
+from verl_digen.algorithms.objectives import default_config, find_objective, policy_loss
+from verl_digen.algorithms.objectives.diffusion_nft import DiffusionNftConfig, optimality
+
+ORACLE = Path(__file__).parents[1] / "fixtures" / "oracles" / "loss_diffusion_nft.npz"
+CONFIG = default_config("diffusion_nft")
+
+
+def some_inputs(num_rows: int = 6) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    latents = ("clean", "noisy", "velocity", "old_velocity", "reference_velocity")
+    return {
+        **{name: torch.randn(num_rows, 3, 4, generator=generator) for name in latents},
+        "sigma": torch.linspace(1.0, 0.1, num_rows),
+        "advantage": torch.tensor([6.0, 1.5, 0.0, -0.3, -2.0, -7.0])[:num_rows],
+    }
+
+
+def slow_row(inputs: dict[str, torch.Tensor], row: int, config: DiffusionNftConfig) -> torch.Tensor:
+    """Loss of one row in fp64, by the paper's formula."""
+    values = {name: value[row].double() for name, value in inputs.items()}
+    share = max(0.0, min(1.0, max(-5.0, min(5.0, values["advantage"].item())) / 10 + 0.5))
+    velocity, old, beta = values["velocity"], values["old_velocity"], config.beta
+
+    def error(implicit: torch.Tensor) -> torch.Tensor:
+        wrong = values["noisy"] - values["sigma"] * implicit - values["clean"]
+        return (wrong**2).mean() / max(1e-5, wrong.abs().mean().item())
+
+    positive = error(beta * velocity + (1 - beta) * old)
+    negative = error((1 + beta) * old - beta * velocity)
+    policy = 5 * (share * positive + (1 - share) * negative) / beta
+    return policy + config.kl_coef * ((velocity - values["reference_velocity"]) ** 2).mean()
+
+
+def test_loss_and_gradient_agree_with_diffusion_nft():
+    oracle = {name: torch.from_numpy(np.asarray(value)) for name, value in np.load(ORACLE).items()}
+    velocity = oracle["v_new"].requires_grad_()
+    inputs = {
+        "advantage": oracle["advantages"],
+        "sigma": oracle["timesteps"] / 1000,
+        "clean": oracle["x0"],
+        "noisy": oracle["beta1.0_xt"],
+        "velocity": velocity,
+        "old_velocity": oracle["v_old"],
+    }
+    output = policy_loss("diffusion_nft", inputs, replace(CONFIG, kl_coef=0.0))
+    (gradient,) = torch.autograd.grad(output.loss, velocity)
+    torch.testing.assert_close(output.loss.double(), oracle["beta1.0_loss"].double(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(gradient, oracle["beta1.0_dloss_dv"], rtol=1e-4, atol=1e-7)
+    metrics = numbers(output.metrics)
+    assert metrics["positive_error"] == pytest.approx(oracle["beta1.0_positive_loss"].mean().item(), rel=1e-6)
+    assert metrics["negative_error"] == pytest.approx(oracle["beta1.0_negative_loss"].mean().item(), rel=1e-6)
+    assert metrics["optimality"] == pytest.approx(oracle["beta1.0_r"].mean().item(), rel=1e-6)
+    weighed = policy_loss(
+        "diffusion_nft", inputs | {"reference_velocity": oracle["v_ref"]}, replace(CONFIG, kl_coef=1.0)
+    )
+    kl = oracle["beta1.0_kl_div_loss"].item()
+    assert (weighed.loss - output.loss).item() == pytest.approx(kl, rel=1e-4)
+
+
+@pytest.mark.parametrize("beta", [0.1, 1.0, 1.7])
+@pytest.mark.parametrize("kl_coef", [0.0, 0.3])
+def test_loss_and_gradient_are_those_of_one_row_at_a_time(beta: float, kl_coef: float):
+    inputs, config = some_inputs(), replace(CONFIG, beta=beta, kl_coef=kl_coef)
+    velocity = inputs["velocity"].requires_grad_()
+    output = policy_loss("diffusion_nft", inputs, config)
+    (found,) = torch.autograd.grad(output.loss, velocity)
+    expected = torch.stack([slow_row(inputs, row, config) for row in range(6)]).mean()
+    torch.testing.assert_close(output.loss.double(), expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(found, torch.autograd.grad(expected, velocity)[0], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("all", [0.0, 0.3, 0.5, 0.65, 1.0]),
+        ("positive_only", [0.5, 0.5, 0.5, 0.65, 1.0]),
+        ("negative_only", [0.0, 0.3, 0.5, 0.5, 0.5]),
+        ("one_only", [0.5, 0.5, 0.5, 0.6, 0.6]),
+        ("binary", [0.4, 0.4, 0.5, 0.6, 0.6]),
+    ],
+)
+def test_a_mode_says_which_advantages_count(mode: str, expected: list[float]):
+    advantages = torch.tensor([-5.0, -2.0, 0.0, 1.5, 5.0])
+    torch.testing.assert_close(optimality(advantages, replace(CONFIG, mode=mode)), torch.tensor(expected))
+
+
+@pytest.mark.parametrize(
+    ("old_policy", "decays"),
+    [
+        ("copy", {0: 0.0, 100: 0.0}),
+        ("linear", {0: 0.0, 100: 0.1, 500: 0.5, 9000: 0.5}),
+        ("delayed", {0: 0.0, 75: 0.0, 76: 0.0075, 175: 0.75, 9000: 0.999}),
+    ],
+)
+def test_the_old_policy_follows_by_its_schedule(old_policy: str, decays: dict[int, float]):
+    decay = replace(CONFIG, old_policy=old_policy).copies["old"]
+    assert {k: decay.at(k) for k in decays} == pytest.approx(decays)
+    assert Decay(0.5, 0.9, start=2).at(3) == 0.5
+
+
+def test_it_serves_the_old_policy_and_reads_the_reference_only_for_its_kl():
+    objective = find_objective("diffusion_nft")
+    assert (objective.points, objective.behaviour, objective.reads_old_weights) == ("forward", "old", False)
+    assert "reference_velocity" in objective.loss.inputs_for(CONFIG)
+    assert "reference_velocity" not in objective.loss.inputs_for(replace(CONFIG, kl_coef=0.0))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (dict(beta=0.0), "digen.loss.beta must be > 0 and finite, got 0.0"),
+        (dict(kl_coef=-1.0), "digen.loss.kl_coef must be >= 0 and finite, got -1.0"),
+        (dict(kl_coef=math.nan), "digen.loss.kl_coef must be >= 0 and finite, got nan"),
+        (dict(advantage_clip=math.inf), "digen.loss.advantage_clip must be finite .* got inf"),
+        (dict(mode="some"), "digen.loss.mode must be one of all, positive_only, .* got 'some'"),
+        (dict(old_policy="ema"), "digen.loss.old_policy must be one of copy, linear, delayed, got 'ema'"),
+    ],
+)
+def test_a_bad_setting_is_an_error_that_names_the_key(values: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        replace(CONFIG, **values)
