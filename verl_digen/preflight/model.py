@@ -83,6 +83,14 @@ def check_loss(config: DictConfig) -> None:
             f"digen.loss.{name} must be a setting of digen.loss.name={digen.loss_name}, got {digen.loss[name]!r}, a "
             "setting of another loss; leave it out, or choose that loss"
         )
+    digen.check_points()
+    for section in ("window", "sde") if digen.trains_forward_points else ("forward",):
+        if typed := sorted(typed_keys(config, f"digen.{section}")):
+            trained = "digen.forward" if digen.trains_forward_points else "digen.window"
+            raise ValueError(
+                f"digen.{section}.{typed[0]} must be left out, because it has no effect with digen.loss.name="
+                f"{digen.loss_name}, got {config.digen[section][typed[0]]!r}; {trained} says what is trained"
+            )
     loss = find_objective(digen.loss_name).loss
     require(
         not loss.laws or digen.sde.law in loss.laws,

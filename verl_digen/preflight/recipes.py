@@ -7,6 +7,7 @@ asked for.
 
 from __future__ import annotations
 
+from importlib.resources import files
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -16,8 +17,12 @@ from verl_digen.require import require
 
 MACHINE = ("digen_cpu", "digen_machine")
 """Recipes of a machine: they may be combined with any other."""
-CHANGES = ("disaggregated", "flowgrpo_fast", "virtual", "vllm_omni")
-"""Recipes that change the run of one that precedes them."""
+PREFIX = "digen_"
+"""Start of the names of our recipes that a run may begin with. Our others change the run of one that precedes them."""
+
+
+def _changes(name: str) -> bool:
+    return not name.startswith(PREFIX) and (files("verl_digen.recipes") / f"{name}.yaml").is_file()
 
 
 def _command_line(config: DictConfig) -> list[str]:
@@ -63,7 +68,7 @@ def check_recipes(config: DictConfig) -> None:
         said if names else None,
         f"add one in front, e.g. recipe=[{','.join(['digen_flowgrpo', *names])}]",
     )
-    bases = [name for name in names if name.startswith("digen_") and name not in MACHINE]
+    bases = [name for name in names if name.startswith(PREFIX) and name not in MACHINE]
     require(
         len(set(names)) == len(names),
         "recipe must name a recipe once",
@@ -77,7 +82,7 @@ def check_recipes(config: DictConfig) -> None:
         said,
         f"choose one of {', '.join(bases)}",
     )
-    ordered = sorted(names, key=lambda name: (name in CHANGES, name == "virtual"))
+    ordered = sorted(names, key=lambda name: (_changes(name), name == "virtual"))
     require(
         names == ordered,
         "recipe must name what changes a run after the recipe that it changes",
