@@ -30,7 +30,7 @@ from verl_digen.models import load_model
 from verl_digen.models.base import DiffusionModel
 from verl_digen.models.tiny import build_tiny
 from verl_digen.sampling.sampler import Sampler, score_rows
-from verl_digen.types import Condition, Geometry, SampleRequest, Sampling, TrainingRows, Trajectory
+from verl_digen.types import Condition, Geometry, PathRecord, SampleRequest, Sampling, TrainingRows, Transitions
 
 PROMPTS = ("a red circle", "two small blue squares left of a red circle on a green background")
 RUN_SEED = 7
@@ -80,25 +80,27 @@ def check_model(model: DiffusionModel) -> Iterator[Check]:
     geometry = Geometry(SIZE_PX, SIZE_PX, model.spec.selftest.get("num_frames", 1))
     sampler = Sampler(model, transformer, run_seed=RUN_SEED, device="cpu", latents_dtype=torch.float32)
 
-    _, latents = sampler.sample(_requests(geometry, ODE), conditions, None, version=0)
+    sampling = Sampling(geometry, NUM_STEPS, true_cfg_scale=1.0, law=LAW, noise_level=NOISE_LEVEL)
+
+    _, latents = sampler.sample(_requests(sampling, ODE), conditions, None, version=0)
     gap = (latents - _run_pipeline(model, geometry)).abs().max().item()
     yield Check(f"sampler with eta = 0 against {model.pipeline}", gap, LATENTS_BOUND)
 
-    trajectories, _ = sampler.sample(_requests(geometry, TRAINED), conditions, None, version=0)
-    tiles = [_rows(model, trajectories, conditions, expert) for expert in range(len(model.experts))]
+    trajectories, _ = sampler.sample(_requests(sampling, TRAINED), conditions, None, version=0)
+    paths = [path.record for path in trajectories if isinstance(path.record, PathRecord)]
+    tiles = [_rows(model, paths, conditions, sampling, expert) for expert in range(len(model.experts))]
     with torch.no_grad():
-        gaps = [(_log_probs(model, transformer, rows, geometry) - rows.log_probs).abs().max().item() for rows in tiles]
+        gaps = [(_log_probs(model, transformer, rows) - recorded).abs().max().item() for rows, recorded in tiles]
     yield Check("log-probs in training against those of sampling", max(gaps), LOG_PROB_BOUND)
 
-    for expert, rows in zip(model.experts, tiles, strict=True):
+    for expert, (rows, _) in zip(model.experts, tiles, strict=True):
         network = "" if len(tiles) == 1 else f" of {expert}"
-        error = _gradient_step_error(model, transformer, rows, geometry)
+        error = _gradient_step_error(model, transformer, rows)
         yield Check(f"gradient step{network}: the loss falls by what it says", error, FALL_BOUND)
 
 
-def _requests(geometry: Geometry, window: Window) -> list[SampleRequest]:
-    how = Sampling(geometry, NUM_STEPS, true_cfg_scale=1.0, law=LAW, noise_level=NOISE_LEVEL)
-    return [SampleRequest(f"p{number}", 0, prompt, "", window, how) for number, prompt in enumerate(PROMPTS)]
+def _requests(sampling: Sampling, window: Window) -> list[SampleRequest]:
+    return [SampleRequest(f"p{number}", 0, prompt, "", window, sampling) for number, prompt in enumerate(PROMPTS)]
 
 
 def _run_pipeline(model: DiffusionModel, geometry: Geometry) -> Tensor:
@@ -126,49 +128,51 @@ def _run_pipeline(model: DiffusionModel, geometry: Geometry) -> Tensor:
 
 
 def _rows(
-    model: DiffusionModel, trajectories: Sequence[Trajectory], conditions: Sequence[Condition], expert: int
-) -> TrainingRows:
-    """All trained steps of one expert, sample after sample; advantage 1 for the first sample, -1 for the second."""
+    model: DiffusionModel,
+    paths: Sequence[PathRecord],
+    conditions: Sequence[Condition],
+    sampling: Sampling,
+    expert: int,
+) -> tuple[TrainingRows, Tensor]:
+    """All trained steps of one expert, sample after sample, and their recorded log-probs; advantage 1 for the first
+    sample, -1 for the second."""
     picks = [
         (number, step)
-        for number, path in enumerate(trajectories)
+        for number, path in enumerate(paths)
         for step, own in enumerate(model.expert_of(path.sigmas).tolist())
         if own == expert
     ]
-
-    def gather(column: str, offset: int = 0) -> Tensor:
-        if column == "latents":
-            return torch.stack([trajectories[n].latents[trajectories[n].positions[k] + offset] for n, k in picks])
-        return torch.stack([getattr(trajectories[n], column)[k] for n, k in picks])
-
-    return TrainingRows(
-        latents=gather("latents"),
-        next_latents=gather("latents", offset=1),
-        sigmas=gather("sigmas"),
-        next_sigmas=gather("next_sigmas"),
-        sigma_max=torch.stack([trajectories[n].sigma_max for n, _ in picks]),
+    log_probs = torch.stack([paths[n].log_probs[k] for n, k in picks])
+    rows = TrainingRows(
+        latents=torch.stack([paths[n].latents[paths[n].positions[k]] for n, k in picks]),
+        sigmas=torch.stack([paths[n].sigmas[k] for n, k in picks]),
+        point=Transitions(
+            next_latents=torch.stack([paths[n].latents[paths[n].positions[k] + 1] for n, k in picks]),
+            next_sigmas=torch.stack([paths[n].next_sigmas[k] for n, k in picks]),
+            sigma_max=torch.stack([paths[n].sigma_max for n, _ in picks]),
+            log_probs=log_probs,
+        ),
         conditions=[conditions[n] for n, _ in picks],
         negative_conditions=None,
-        log_probs=gather("log_probs"),
         advantages=torch.tensor([1.0 if n == 0 else -1.0 for n, _ in picks]),
         mask=torch.ones(len(picks)),
+        sampling=sampling,
     )
+    return rows, log_probs
 
 
-def _log_probs(model: DiffusionModel, transformer: nn.Module, rows: TrainingRows, geometry: Geometry) -> Tensor:
-    return score_rows(model, transformer, rows, LAW, NOISE_LEVEL, 1.0, geometry)[0].log_prob
+def _log_probs(model: DiffusionModel, transformer: nn.Module, rows: TrainingRows) -> Tensor:
+    return score_rows(model, transformer, rows)[0].log_prob
 
 
-def _gradient_step_error(
-    model: DiffusionModel, transformer: nn.Module, rows: TrainingRows, geometry: Geometry
-) -> float:
+def _gradient_step_error(model: DiffusionModel, transformer: nn.Module, rows: TrainingRows) -> float:
     """|fall / predicted fall - 1| of the loss, for a gradient step that should lower it by FALL.
 
     Restores the weights. nan if there is no gradient.
     """
 
     def loss() -> Tensor:
-        return -(rows.advantages * _log_probs(model, transformer, rows, geometry)).mean()
+        return -(rows.advantages * _log_probs(model, transformer, rows)).mean()
 
     before = loss()
     before.backward()

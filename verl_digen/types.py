@@ -98,11 +98,11 @@ class SampleRequest:
     window: Window
     """Stochastic steps, and steps recorded for training; the same for a whole group."""
     sampling: Sampling
+    wants_condition: bool = False
+    """True for one sample of a group: its answer carries the prompt's conditions (they travel once per prompt)."""
     noise_levels: NoiseLevels | None = None
     """Levels at which its picture is noised again for training, the same for a whole group; None: its path is
     recorded."""
-    wants_condition: bool = False
-    """True for one sample of a group: its answer carries the prompt's conditions (they travel once per prompt)."""
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -185,12 +185,16 @@ class Generation:
     trajectory: Trajectory
     pixels: Tensor
     """uint8 [H, W, 3] for an image, [F, H, W, 3] for a video."""
+    started_s: float
+    """Unix time."""
+    ended_s: float
+    """Unix time."""
+    experts: tuple[int, ...]
+    """K entries: number of the network that runs each point; () if the model has one."""
     condition: Condition | None = None
     """The prompt's condition, if the request asked for it."""
     negative_condition: Condition | None = None
     """The negative prompt's condition, if the request asked for it and guidance is on."""
-    extra_fields: dict[str, Any] = field(default_factory=dict)
-    """verl's own: its server client adds `global_steps` marks here."""
 
 
 @dataclass(frozen=True)
@@ -225,7 +229,7 @@ class SampleTag:
     num_steps: int
     """K."""
     experts: tuple[int, ...]
-    """K entries: number of the network that runs each trained step; () if the model has one."""
+    """`Generation.experts`."""
     generated: tuple[float, float]
     """(start, end) of its generation, in unix s."""
     scored: tuple[float, float]

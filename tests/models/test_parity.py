@@ -20,13 +20,14 @@ from torch import Tensor
 
 from tests.models.cases import CASES, CPU, NEGATIVE, NUM_STEPS, PROMPTS, Loaded, record_inputs
 from tests.tiny_models import BUILDERS, build_tiny
+from tests.training_rows import rows_of
 from verl_digen.algorithms.noise import INITIAL_LATENTS, noise
 from verl_digen.algorithms.window import Window
 from verl_digen.models import MODELS, load_model
 from verl_digen.models.base import DiffusionModel
 from verl_digen.models.locate import CONFIG_FILES
 from verl_digen.sampling.sampler import Sampler, score_rows
-from verl_digen.types import Condition, Geometry, SampleRequest, Sampling, TrainingRows, Trajectory
+from verl_digen.types import Condition, Geometry, SampleRequest, Sampling, Trajectory
 
 RUN_SEED = 7
 GUIDED = 2.0
@@ -90,7 +91,7 @@ def test_without_sde_steps_it_is_the_diffusers_pipeline(loaded: Loaded, size: in
     trajectories, latents = sample(loaded, requests(geometry, scale))
     start = initial(loaded.model, geometry)
     close(latents, loaded.run_pipeline(geometry, scale, start))
-    assert [path.latents.shape[0] for path in trajectories] == [0, 0]
+    assert [path.record.latents.shape[0] for path in trajectories] == [0, 0]
     if scale > 1:
         return
     pixels = loaded.model.load_decoder(torch.float32, CPU)(latents, geometry)
@@ -195,52 +196,17 @@ def test_replay_gives_the_recorded_log_probs(loaded: Loaded, scale: float) -> No
     model, geometry = loaded.model, loaded.case.sizes[0]
     asked = requests(geometry, scale, TRAINED)
     trajectories, _ = sample(loaded, asked)
-    rows = rows_of(trajectories, *conditions(loaded, scale))
-    assert (rows.log_probs != 0).all()
-    experts = model.expert_of(rows.sigmas)
-    for expert in experts.unique():
-        mine = (experts == expert).nonzero().flatten().tolist()
-        tile = take(rows, mine)
-        step, _ = score_rows(model, loaded.transformer, tile, "flow", 0.7, scale, geometry)
-        close(step.log_prob, tile.log_probs)
+    pairs = list(itertools.product(range(len(trajectories)), range(len(TRAINED.train_steps))))
+    experts = [model.expert_of(path.record.sigmas).tolist() for path in trajectories]
+    for expert in {one for own in experts for one in own}:
+        mine = [(n, k) for n, k in pairs if experts[n][k] == expert]
+        tile = rows_of(trajectories, mine, *conditions(loaded, scale))
+        assert (tile.point.log_probs != 0).all()
+        step, _ = score_rows(model, loaded.transformer, tile)
+        close(step.log_prob, tile.point.log_probs)
         other_prompts = replace(tile, conditions=loaded.encode([NEGATIVE] * len(tile)))
-        wrong, _ = score_rows(model, loaded.transformer, other_prompts, "flow", 0.7, scale, geometry)
-        assert (wrong.log_prob - tile.log_probs).abs().max() > 1e-3
-
-
-def rows_of(
-    trajectories: Sequence[Trajectory], positives: Sequence[Condition], negatives: Sequence[Condition] | None
-) -> TrainingRows:
-    """All trained steps of all trajectories, interleaved: sorted by step, then by sample."""
-    pairs = list(itertools.product(range(len(TRAINED.train_steps)), range(len(trajectories))))
-
-    def gather(column: str) -> Tensor:
-        return torch.stack([getattr(trajectories[n], column)[k] for k, n in pairs])
-
-    def latents(offset: int) -> Tensor:
-        return torch.stack([trajectories[n].latents[trajectories[n].positions[k] + offset] for k, n in pairs])
-
-    return TrainingRows(
-        latents=latents(0),
-        next_latents=latents(1),
-        sigmas=gather("sigmas"),
-        next_sigmas=gather("next_sigmas"),
-        sigma_max=torch.stack([trajectories[n].sigma_max for _, n in pairs]),
-        conditions=[positives[n] for _, n in pairs],
-        negative_conditions=None if negatives is None else [negatives[n] for _, n in pairs],
-        log_probs=gather("log_probs"),
-        advantages=torch.ones(len(pairs)),
-        mask=torch.ones(len(pairs)),
-    )
-
-
-def take(rows: TrainingRows, indices: list[int]) -> TrainingRows:
-    def pick(value: Any) -> Any:
-        if value is None:
-            return None
-        return value[indices] if isinstance(value, Tensor) else [value[index] for index in indices]
-
-    return TrainingRows(**{name: pick(value) for name, value in vars(rows).items()})
+        wrong, _ = score_rows(model, loaded.transformer, other_prompts)
+        assert (wrong.log_prob - tile.point.log_probs).abs().max() > 1e-3
 
 
 def test_the_tiny_network_notices_what_it_is_given(loaded: Loaded) -> None:

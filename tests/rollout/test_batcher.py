@@ -9,7 +9,7 @@ import torch
 from verl_digen.algorithms.window import Window
 from verl_digen.rollout.batcher import RequestBatcher, Withdrawn
 from verl_digen.sampling.sampler import SamplingStopped
-from verl_digen.types import Generation, Geometry, SampleRequest, Sampling, Trajectory
+from verl_digen.types import CleanRecord, Generation, Geometry, SampleRequest, Sampling, Trajectory
 
 SAMPLING = Sampling(Geometry(64, 64), num_steps=4, true_cfg_scale=1.0, law="flow", noise_level=0.7)
 
@@ -20,10 +20,9 @@ def request(uid: str, index: int, sampling: Sampling = SAMPLING) -> SampleReques
 
 def answer(asked: SampleRequest) -> Generation:
     empty = torch.empty(0)
-    path = Trajectory(
-        asked.uid, asked.sample_index, empty, empty, empty, empty, empty, empty, 0, 0, 0, asked.sampling, ""
-    )
-    return Generation(path, empty)
+    record = CleanRecord(empty, empty)
+    path = Trajectory(asked.uid, asked.sample_index, record, 0, 0, 0, asked.sampling, "")
+    return Generation(path, empty, started_s=0.0, ended_s=1.0, experts=())
 
 
 class Recorder:

@@ -66,8 +66,10 @@ def test_batching_number_of_replicas_and_order_change_nothing(tiny_qwen_image, s
     by_key = {(got.trajectory.uid, got.trajectory.sample_index): got for got in together}
     for got in alone:
         other = by_key[got.trajectory.uid, got.trajectory.sample_index]
-        torch.testing.assert_close(other.trajectory.latents, got.trajectory.latents, atol=1e-5, rtol=0)
-        torch.testing.assert_close(other.trajectory.log_probs, got.trajectory.log_probs, atol=1e-5, rtol=0)
+        torch.testing.assert_close(other.trajectory.record.latents, got.trajectory.record.latents, atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            other.trajectory.record.log_probs, got.trajectory.record.log_probs, atol=1e-5, rtol=0
+        )
         assert (other.pixels.int() - got.pixels.int()).abs().max() <= 1
         assert other.trajectory.seed == got.trajectory.seed
 
@@ -94,7 +96,9 @@ def test_a_prompt_the_encoder_refuses_fails_its_own_samples_alone(tiny_qwen_imag
         if index == 4:
             assert isinstance(got, ValueError) and "shorten it in data.train_files" in str(got)
         else:
-            torch.testing.assert_close(got.trajectory.latents, alone.trajectory.latents, atol=1e-5, rtol=0)
+            torch.testing.assert_close(
+                got.trajectory.record.latents, alone.trajectory.record.latents, atol=1e-5, rtol=0
+            )
 
 
 def test_a_weight_update_lands_between_trajectories_and_marks_them(tiny_qwen_image):
@@ -114,7 +118,7 @@ def test_a_weight_update_lands_between_trajectories_and_marks_them(tiny_qwen_ima
         assert got.trajectory.version == got.trajectory.last_version
     assert {got.trajectory.version for got in before} <= {0, 5}
     assert {got.trajectory.version for got in after} == {5}
-    assert not torch.equal(before[0].trajectory.latents, after[0].trajectory.latents)
+    assert not torch.equal(before[0].trajectory.record.latents, after[0].trajectory.record.latents)
 
 
 def test_after_a_refused_update_the_old_weights_serve(tiny_qwen_image):
@@ -132,7 +136,9 @@ def test_after_a_refused_update_the_old_weights_serve(tiny_qwen_image):
         asyncio.run(update())
     server = make_server(tiny_qwen_image)
     after = generate(server, make_requests()[:1])[0]
-    assert torch.equal(before.trajectory.latents, after.trajectory.latents) and after.trajectory.version == 0
+    assert (
+        torch.equal(before.trajectory.record.latents, after.trajectory.record.latents) and after.trajectory.version == 0
+    )
 
 
 def publish(server, weights, version):

@@ -1,11 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 from dataclasses import replace
 
+import pytest
+
+from tests.forward import ForwardDigen
+from verl_digen.algorithms.forward import ForwardConfig
+from verl_digen.algorithms.window import WindowConfig
 from verl_digen.config import DigenConfig, SamplingConfig
-from verl_digen.sampling.requests import sample_request
+from verl_digen.sampling.requests import num_points, sample_request
 from verl_digen.types import PromptRow
 
-DIGEN = DigenConfig(sampling=SamplingConfig(num_steps=10, val_num_steps=20, true_cfg_scale=4.0, negative_prompt="ugly"))
+SAMPLING = SamplingConfig(num_steps=10, val_num_steps=20, true_cfg_scale=4.0, negative_prompt="ugly")
+DIGEN = DigenConfig(sampling=SAMPLING)
+FORWARD = ForwardDigen(sampling=SAMPLING, forward=ForwardConfig(fraction=0.5))
 
 
 def ask(digen=DIGEN, uid="p1", index=0, validate=False, negative=None):
@@ -20,9 +27,42 @@ def test_a_group_shares_one_window_and_groups_differ():
     assert len(set.union(*windows.values())) > 1
 
 
-def test_validation_is_deterministic_and_records_nothing():
-    request = ask(validate=True)
-    assert request.window.sde_steps == () and request.window.train_steps == ()
+def test_a_request_for_forward_points_has_its_groups_noise_levels_and_no_stochastic_step():
+    groups = {uid: [ask(FORWARD, uid, index) for index in range(4)] for uid in ("p1", "p2", "p3", "p4")}
+    levels = {uid: {request.noise_levels for request in requests} for uid, requests in groups.items()}
+    assert all(len(shared) == 1 for shared in levels.values())
+    assert len(set.union(*levels.values())) > 1
+    for request in (request for requests in groups.values() for request in requests):
+        assert request.window.sde_steps == () and request.window.train_steps == ()
+        assert len(request.noise_levels.steps) == 5 and set(request.noise_levels.steps) <= set(range(10))
+
+
+def test_a_request_for_recorded_steps_has_no_noise_levels():
+    assert ask().noise_levels is None and len(ask().window.train_steps) == 9
+
+
+@pytest.mark.parametrize(
+    ("digen", "expected"),
+    [
+        (DIGEN, 9),
+        (replace(DIGEN, window=WindowConfig(kind="consecutive", size=2)), 2),
+        (replace(DIGEN, window=WindowConfig(kind="fraction", fraction=0.5)), 4),
+        (FORWARD, 5),
+        (replace(FORWARD, forward=ForwardConfig(num_points=3)), 3),
+    ],
+)
+def test_every_group_has_as_many_points_as_planners_count(digen, expected):
+    assert num_points(digen) == expected
+    for uid in ("p1", "p2", "p3"):
+        request = ask(digen, uid)
+        levels = request.noise_levels
+        assert len(request.window.train_steps if levels is None else levels.steps) == expected
+
+
+@pytest.mark.parametrize("digen", [DIGEN, FORWARD], ids=["path", "forward"])
+def test_validation_is_deterministic_and_records_nothing(digen):
+    request = ask(digen, validate=True)
+    assert request.window.sde_steps == () and request.window.train_steps == () and request.noise_levels is None
     assert request.sampling.num_steps == 20 and request.sampling.true_cfg_scale == 1.0
     assert not request.wants_condition
 

@@ -13,12 +13,23 @@ import torch
 from diffusers import QwenImagePipeline
 from torch import Tensor, nn
 
+from tests.training_rows import rows_of
+from verl_digen.algorithms.forward import NoiseLevels
 from verl_digen.algorithms.noise import INITIAL_LATENTS, noise, sample_seed
 from verl_digen.algorithms.window import Window
 from verl_digen.models import load_model
 from verl_digen.models.base import DiffusionModel, PromptEncoder
-from verl_digen.sampling.sampler import Sampler, SamplingStopped, score_rows
-from verl_digen.types import Condition, Geometry, SampleRequest, Sampling, TrainingRows, Trajectory
+from verl_digen.sampling.sampler import Sampler, SamplingStopped, row_velocity, score_rows
+from verl_digen.types import (
+    CleanRecord,
+    Condition,
+    Geometry,
+    Noised,
+    SampleRequest,
+    Sampling,
+    TrainingRows,
+    Trajectory,
+)
 
 CPU = torch.device("cpu")
 SQUARE = Geometry(height_px=64, width_px=64)
@@ -87,31 +98,13 @@ def run(
     return sampler.sample(requests, encode([r.prompt for r in requests]), negatives, version=3)
 
 
-def rows_of(
+def all_rows(
     trajectories: Sequence[Trajectory], conditions: Sequence[Condition], negatives: Sequence[Condition] | None
 ) -> TrainingRows:
     """All trained steps of all trajectories, in an order that mixes them."""
-    pairs = [(n, k) for n, path in enumerate(trajectories) for k in range(len(path.positions))]
+    pairs = [(n, k) for n, path in enumerate(trajectories) for k in range(len(path.record.positions))]
     random.Random(0).shuffle(pairs)
-
-    def gather(column: str) -> Tensor:
-        return torch.stack([getattr(trajectories[n], column)[k] for n, k in pairs])
-
-    def latents(offset: int) -> Tensor:
-        return torch.stack([trajectories[n].latents[trajectories[n].positions[k] + offset] for n, k in pairs])
-
-    return TrainingRows(
-        latents=latents(0),
-        next_latents=latents(1),
-        sigmas=gather("sigmas"),
-        next_sigmas=gather("next_sigmas"),
-        sigma_max=torch.stack([trajectories[n].sigma_max for n, _ in pairs]),
-        conditions=[conditions[n] for n, _ in pairs],
-        negative_conditions=None if negatives is None else [negatives[n] for n, _ in pairs],
-        log_probs=gather("log_probs"),
-        advantages=torch.ones(len(pairs)),
-        mask=torch.ones(len(pairs)),
-    )
+    return rows_of(trajectories, pairs, conditions, negatives)
 
 
 def close(actual: Tensor, expected: Tensor, atol: float = 1e-5) -> None:
@@ -160,7 +153,7 @@ def test_without_sde_steps_it_is_the_diffusers_pipeline(
     close(latents, expected("latent"))
     pixels = model.load_decoder(torch.float32, CPU)(latents, geometry)
     assert (pixels.float() - expected("np") * 255).abs().max() < 0.5 + 0.01  # rounding to 8 bits, and 4e-5 of error
-    assert [path.latents.shape[0] for path in trajectories] == [0, 0]
+    assert [path.record.latents.shape[0] for path in trajectories] == [0, 0]
 
 
 # -- with noise: the replay -------------------------------------------------------------------------------
@@ -175,15 +168,16 @@ def test_replay_gives_the_recorded_log_probs(
     requests = mixed_requests(how)
     trajectories, _ = run(model, transformer, encode, requests)
     negatives = encode([NEGATIVE] * len(requests)) if true_cfg_scale > 1 else None
-    rows = rows_of(trajectories, encode([r.prompt for r in requests]), negatives)
+    rows = all_rows(trajectories, encode([r.prompt for r in requests]), negatives)
     assert len(rows) == 2 * sum(len(window.train_steps) for window in WINDOWS)
-    step, velocity = score_rows(model, transformer, rows, law, how.noise_level, true_cfg_scale, SQUARE)
-    close(step.log_prob, rows.log_probs)
+    step, velocity = score_rows(model, transformer, rows)
+    close(step.log_prob, rows.point.log_probs)
+    close(velocity, row_velocity(model, transformer, rows), 0)
     assert velocity.shape == rows.latents.shape
-    assert (rows.log_probs != 0).all()
+    assert (rows.point.log_probs != 0).all()
     other_prompts = replace(rows, conditions=encode([NEGATIVE] * len(rows)))
-    wrong, _ = score_rows(model, transformer, other_prompts, law, how.noise_level, true_cfg_scale, SQUARE)
-    assert (wrong.log_prob - rows.log_probs).abs().max() > 1e-3  # and a wrong replay does not
+    wrong, _ = score_rows(model, transformer, other_prompts)
+    assert (wrong.log_prob - rows.point.log_probs).abs().max() > 1e-3  # and a wrong replay does not
 
 
 def test_replay_in_tiles_is_replay_at_once(
@@ -192,18 +186,18 @@ def test_replay_in_tiles_is_replay_at_once(
     how = sampling(4.0)
     requests = mixed_requests(how)
     trajectories, _ = run(model, transformer, encode, requests)
-    rows = rows_of(trajectories, encode([r.prompt for r in requests]), encode([NEGATIVE] * len(requests)))
+    rows = all_rows(trajectories, encode([r.prompt for r in requests]), encode([NEGATIVE] * len(requests)))
     tiles = [rows[start : start + 3] for start in range(0, len(rows), 3)]
-    scored = [score_rows(model, transformer, tile, "flow", 0.7, 4.0, SQUARE)[0].log_prob for tile in tiles]
-    close(torch.cat(scored), rows.log_probs)
+    scored = [score_rows(model, transformer, tile)[0].log_prob for tile in tiles]
+    close(torch.cat(scored), rows.point.log_probs)
 
 
 def test_replay_is_differentiable(model: DiffusionModel, encode: PromptEncoder) -> None:
     how = sampling(4.0)
     trained = model.load_transformer(torch.float32)
     trajectories, _ = run(model, trained, encode, [request(how, uid="g", window=WINDOWS[1])])
-    rows = rows_of(trajectories, encode(PROMPTS[:1]), encode([NEGATIVE]))
-    step, _ = score_rows(model, trained, rows, "flow", 0.7, 4.0, SQUARE)
+    rows = all_rows(trajectories, encode(PROMPTS[:1]), encode([NEGATIVE]))
+    step, _ = score_rows(model, trained, rows)
     step.log_prob.sum().backward()
     gradients = [parameter.grad for parameter in trained.parameters() if parameter.grad is not None]
     assert sum(gradient.abs().sum() for gradient in gradients) > 0
@@ -217,9 +211,9 @@ def test_rounding_to_storage_dtype_comes_before_the_log_prob(
     requests = mixed_requests(how)
     trajectories, latents = run(model, transformer, encode, requests, dtype=torch.bfloat16)
     assert latents.dtype == torch.bfloat16
-    assert {path.latents.dtype for path in trajectories} == {torch.bfloat16}
-    rows = rows_of(trajectories, encode([r.prompt for r in requests]), encode([NEGATIVE] * len(requests)))
-    close(score_rows(model, transformer, rows, "flow", 0.7, 4.0, SQUARE)[0].log_prob, rows.log_probs)
+    assert {path.record.latents.dtype for path in trajectories} == {torch.bfloat16}
+    rows = all_rows(trajectories, encode([r.prompt for r in requests]), encode([NEGATIVE] * len(requests)))
+    close(score_rows(model, transformer, rows)[0].log_prob, rows.point.log_probs)
 
 
 # -- what a sample depends on -----------------------------------------------------------------------------
@@ -248,8 +242,8 @@ def test_batches_and_order_of_requests_change_nothing(
                 requests[n].sample_index,
                 expected[n].seed,
             )
-            for name, column in path.columns().items():
-                close(column, expected[n].columns()[name])
+            for name, column in path.record.columns().items():
+                close(column, expected[n].record.columns()[name])
 
 
 def test_samples_of_a_group_differ_and_shared_noise_starts_them_alike(
@@ -260,7 +254,7 @@ def test_samples_of_a_group_differ_and_shared_noise_starts_them_alike(
         pair = [request(how, uid="g", index=index, window=ALL) for index in (0, 1)]
         (first, second), latents = run(model, transformer, encode, pair)
         assert (latents[0] - latents[1]).abs().mean() > 0.1
-        assert torch.equal(first.latents[0], second.latents[0]) == shared
+        assert torch.equal(first.record.latents[0], second.record.latents[0]) == shared
         assert first.seed == sample_seed(RUN_SEED, "g", 0)
         assert second.seed == sample_seed(RUN_SEED, "g", 0 if shared else 1)
 
@@ -273,8 +267,9 @@ def test_a_trajectory_holds_its_windows_latents_and_no_more(
 ) -> None:
     how = sampling(1.0)
     full, gaps = Window((0, 1, 2, 3, 4), (0, 1, 2, 3, 4)), Window((0, 1, 2, 3, 4), (0, 3, 4))
-    (whole,), _ = run(model, transformer, encode, [request(how, uid="g", window=full)])
-    (part,), _ = run(model, transformer, encode, [request(how, uid="g", window=gaps)])
+    (first,), _ = run(model, transformer, encode, [request(how, uid="g", window=full)])
+    (second,), _ = run(model, transformer, encode, [request(how, uid="g", window=gaps)])
+    whole, part = first.record, second.record
     sigmas = model.sigmas(NUM_STEPS, SQUARE)
     assert whole.latents.shape == (6, 16, 16)
     assert whole.positions.tolist() == [0, 1, 2, 3, 4]
@@ -286,8 +281,51 @@ def test_a_trajectory_holds_its_windows_latents_and_no_more(
     close(part.next_sigmas, sigmas[[1, 4, 5]], 0)
     close(part.log_probs, whole.log_probs[[0, 3, 4]], 0)
     assert part.sigma_max == sigmas[1]
-    assert (part.version, part.last_version) == (3, 3)
+    assert (second.version, second.last_version) == (3, 3)
     assert not part.log_probs.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_clean_record_is_the_odes_final_latents_and_the_schedules_sigmas(
+    model: DiffusionModel, transformer: nn.Module, encode: PromptEncoder, dtype: torch.dtype
+) -> None:
+    """In one batch with a sample whose path is recorded, which stays as it is."""
+    how = sampling(4.0)
+    levels = NoiseLevels((0, 2, 5))
+    asked = [request(how, uid=uid, window=window) for uid, window in (("h", WINDOWS[1]), ("g", ODE))]
+    _, expected = run(model, transformer, encode, asked, dtype=dtype)
+    (path, clean), latents = run(
+        model, transformer, encode, [asked[0], replace(asked[1], noise_levels=levels)], dtype=dtype
+    )
+    assert isinstance(clean.record, CleanRecord) and clean.record.clean.dtype == dtype
+    close(clean.record.clean, expected[1], 0)
+    close(latents, expected, 0)
+    close(clean.record.sigmas, model.sigmas(NUM_STEPS, SQUARE)[[0, 2, 5]], 0)
+    assert clean.record.sigmas[0] == 1.0 and clean.record.sigmas.dtype == torch.float32
+    assert clean.record.columns().keys() == set(CleanRecord.COLUMNS)
+    assert len(path.record.positions) == 2
+
+
+def test_records_own_their_memory(model: DiffusionModel, transformer: nn.Module, encode: PromptEncoder) -> None:
+    """A view would be sent to other processes with the whole batch."""
+    paths = mixed_requests(sampling(1.0))
+    forward = [replace(asked, window=ODE, noise_levels=NoiseLevels((1,))) for asked in paths]
+    for requests in (paths, forward):
+        for trajectory in run(model, transformer, encode, requests)[0]:
+            for name, column in trajectory.record.columns().items():
+                assert column.untyped_storage().nbytes() == column.nbytes, name
+
+
+def test_velocities_are_of_rows_of_either_kind_and_log_probs_of_recorded_steps_only(
+    model: DiffusionModel, transformer: nn.Module, encode: PromptEncoder
+) -> None:
+    requests = mixed_requests(sampling(4.0))
+    trajectories, _ = run(model, transformer, encode, requests)
+    rows = all_rows(trajectories, encode([r.prompt for r in requests]), encode([NEGATIVE] * len(requests)))
+    noised = replace(rows, point=Noised(clean=rows.latents, noise=rows.latents))
+    close(row_velocity(model, transformer, noised), score_rows(model, transformer, rows)[1], 0)
+    with pytest.raises(RuntimeError, match="log-probs are of recorded steps, got rows of Noised points"):
+        score_rows(model, transformer, noised)
 
 
 # -- stopping and misuse ----------------------------------------------------------------------------------

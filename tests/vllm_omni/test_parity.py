@@ -10,6 +10,9 @@ import torch
 
 from tests.vllm_omni.compare import assert_same, by_diffusers
 from tests.vllm_omni.conftest import GUIDED, SAMPLING, request
+from verl_digen.algorithms.forward import NoiseLevels
+from verl_digen.sampling.requests import ODE_ONLY
+from verl_digen.types import CleanRecord, PathRecord
 
 
 @pytest.mark.parametrize("sampling", [SAMPLING, GUIDED], ids=["plain", "guided"])
@@ -25,12 +28,22 @@ def test_latents_log_probs_and_pictures_are_those_of_the_diffusers_replica(full_
             assert_same(got, expected[number])
 
 
+def test_final_latents_for_forward_points_are_those_of_the_diffusers_replica(full_replica):
+    """In one batch with a sample whose path is recorded."""
+    forward = [replace(request(number), window=ODE_ONLY, noise_levels=NoiseLevels((0, 2, 5))) for number in range(3)]
+    requests = [*forward, request(3)]
+    expected = by_diffusers(full_replica.path, requests)
+    for got, wanted in zip(full_replica.generate(requests), expected, strict=True):
+        assert_same(got, wanted)
+    assert [type(wanted.trajectory.record) for wanted in expected] == [CleanRecord] * 3 + [PathRecord]
+
+
 def test_samples_of_a_group_share_their_initial_noise_if_asked(full_replica):
     shared = replace(SAMPLING, shared_initial_noise=True)
     first, second = full_replica.generate([request(0, shared), request(1, shared)])
     assert first.trajectory.seed == second.trajectory.seed
-    assert torch.equal(first.trajectory.latents[0], second.trajectory.latents[0])
-    assert not torch.equal(first.trajectory.latents[1], second.trajectory.latents[1])
+    assert torch.equal(first.trajectory.record.latents[0], second.trajectory.record.latents[0])
+    assert not torch.equal(first.trajectory.record.latents[1], second.trajectory.record.latents[1])
 
 
 def test_a_prompt_is_encoded_once_while_the_cache_has_room(full_replica):
@@ -59,7 +72,7 @@ def test_sleep_and_wake_up_change_nothing_and_a_sleeping_replica_lets_requests_w
     assert not done
     ray.get(full_replica.server.wake_up.remote(tags=["weights"]))
     after = ray.get(waiting)
-    assert torch.equal(before.trajectory.latents, after.trajectory.latents)
+    assert torch.equal(before.trajectory.record.latents, after.trajectory.record.latents)
 
 
 def test_a_closed_gate_lets_requests_under_way_finish(full_replica):

@@ -28,7 +28,9 @@ from tests.vllm_omni.probes import (
     load_weights,
     register_empty_adapters,
 )
+from verl_digen.algorithms.forward import NoiseLevels
 from verl_digen.models import load_model
+from verl_digen.sampling.requests import ODE_ONLY
 from verl_digen.types import Geometry, SampleRequest
 
 NUM_REQUESTS = 6
@@ -52,12 +54,14 @@ class Case:
         return self.name
 
     def requests(self, *, is_guided: bool) -> list[SampleRequest]:
-        """Requests of two groups, with prompts of different lengths, and different windows and laws."""
+        """Requests of two groups, with prompts of different lengths, and different windows and laws; the last one for
+        forward points."""
         sampling = replace(GUIDED if is_guided else SAMPLING, geometry=self.geometry)
         if is_guided:
             sampling = replace(sampling, guidance_scale=self.guidance_scale)
         laws = ("flow", "cps")
         asked = [request(number, replace(sampling, law=laws[number % 2])) for number in range(NUM_REQUESTS)]
+        asked[-1] = replace(asked[-1], window=ODE_ONLY, noise_levels=NoiseLevels((0, 2, 5)))
         return [replace(one, prompt=one.prompt + self.ending) if one.uid == "p1" else one for one in asked]
 
 
@@ -89,7 +93,9 @@ def test_a_batch_gives_the_samples_of_the_diffusers_replica(served, is_guided):
     for sample, expected in zip(got, by_diffusers(replica.path, requests), strict=True):
         assert_same(sample, expected)
     alone = replica.generate(requests[:1])
-    torch.testing.assert_close(alone[0].trajectory.latents, got[0].trajectory.latents, atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(
+        alone[0].trajectory.record.latents, got[0].trajectory.record.latents, atol=TOLERANCE, rtol=0
+    )
 
 
 def test_the_trainer_gets_the_conditions_that_a_sample_carries(served):
@@ -116,7 +122,7 @@ def test_updates_come_between_trajectories_and_with_every_weight(served):
             if asked.sample_index == 0:
                 network.load_state_dict(full_weights(replica.path, found.version))
                 expected = by_sampler(replica.path, network, asked, found.version)
-                torch.testing.assert_close(found.latents, expected.latents, atol=TOLERANCE, rtol=0)
+                torch.testing.assert_close(found.record.latents, expected.record.latents, atol=TOLERANCE, rtol=0)
     assert {1, 2} <= versions
     assert_probes_tell_what_is_used(replica, load_weights, keep_old_weights, requests)
     replica.update(full_weights(replica.path, 0).items(), 0).result()
@@ -142,7 +148,7 @@ def test_a_trajectory_has_the_adapter_it_was_asked_for(adapted):
         assert (found.version, found.last_version) == (version, version)
         if asked.sample_index == 0:
             expected = by_sampler(adapted.path, adapter_weights(adapted, version)[0], asked, version)
-            torch.testing.assert_close(found.latents, expected.latents, atol=TOLERANCE, rtol=0)
+            torch.testing.assert_close(found.record.latents, expected.record.latents, atol=TOLERANCE, rtol=0)
     assert_probes_tell_what_is_used(adapted, adapter_weights, register_empty_adapters, requests)
 
 

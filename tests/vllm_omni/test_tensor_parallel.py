@@ -63,8 +63,8 @@ def test_two_devices_generate_what_one_does_before_and_after_an_update(ray_here,
             expected = by_sampler(tiny_qwen_image, network, asked, version)
             found = got.trajectory
             assert (found.version, found.last_version) == (version, version)
-            torch.testing.assert_close(found.latents, expected.latents, atol=TOLERANCE, rtol=0)
-            torch.testing.assert_close(found.log_probs, expected.log_probs, atol=TOLERANCE, rtol=0)
+            torch.testing.assert_close(found.record.latents, expected.record.latents, atol=TOLERANCE, rtol=0)
+            torch.testing.assert_close(found.record.log_probs, expected.record.log_probs, atol=TOLERANCE, rtol=0)
     for version, weights in ((3, 2), (4, 4)):
         ray.get([rank.send.remote(tiny_qwen_image, version, weights) for rank in ranks], timeout=120)
         ray.get(server.activate_weights.remote())

@@ -19,7 +19,7 @@ from tests.vllm_omni.probes import (
     register_empty_adapters,
 )
 from verl_digen.models import load_model
-from verl_digen.sampling.requests import DETERMINISTIC
+from verl_digen.sampling.requests import ODE_ONLY
 
 NUM_TRAJECTORIES = 200
 NUM_CHECKED = 12
@@ -69,7 +69,7 @@ def test_full_weights_change_between_trajectories_and_nothing_is_thrown_away(ful
         found = trajectories[number]
         network.load_state_dict(full_weights(path, found.version))
         expected = by_sampler(path, network, asked[number], found.version)
-        torch.testing.assert_close(found.latents, expected.latents, atol=1e-4, rtol=0)
+        torch.testing.assert_close(found.record.latents, expected.record.latents, atol=1e-4, rtol=0)
     print("last update:", full_replica.health()["last_update"])
     full_replica.update(full_weights(path, 0).items(), 0).result()
 
@@ -85,13 +85,13 @@ def test_each_trajectory_has_the_adapter_that_was_current_when_it_was_asked_for(
         network, _ = adapter_weights(lora_replica, found.version)
         assert isinstance(network, PeftModel)
         expected = by_sampler(lora_replica.path, network, asked[number], found.version)
-        torch.testing.assert_close(found.latents, expected.latents, atol=1e-4, rtol=0)
+        torch.testing.assert_close(found.record.latents, expected.record.latents, atol=1e-4, rtol=0)
     print("last update:", lora_replica.health()["last_update"])
 
 
 def test_the_average_is_validated_where_it_is_sent_under_the_version_of_the_current_policy(lora_replica):
     """Send the EMA copy, then the current policy again, both with one version, like `digen.ema.validate`."""
-    validation = replace(request(0), window=DETERMINISTIC, wants_condition=False)
+    validation = replace(request(0), window=ODE_ONLY, wants_condition=False)
     training = request(0)
     found = []
     for numbers in (50, 51, 50):
@@ -100,8 +100,8 @@ def test_the_average_is_validated_where_it_is_sent_under_the_version_of_the_curr
         picture, sample = lora_replica.generate([validation, training])
         assert sample.trajectory.version == 50
         expected = by_sampler(lora_replica.path, network, training, 50)
-        torch.testing.assert_close(sample.trajectory.latents, expected.latents, atol=1e-4, rtol=0)
-        found.append((picture.pixels, sample.trajectory.latents))
+        torch.testing.assert_close(sample.trajectory.record.latents, expected.record.latents, atol=1e-4, rtol=0)
+        found.append((picture.pixels, sample.trajectory.record.latents))
     (current, current_latents), (average, average_latents), (again, again_latents) = found
     assert (average.int() - current.int()).abs().max() > 5 and (average_latents - current_latents).abs().max() > 1e-2
     assert (again.int() - current.int()).abs().max() <= 1, "the batch of a step decides about last bits"
@@ -130,10 +130,12 @@ def test_an_update_whose_sender_fails_half_way_leaves_the_replica_ready_for_the_
     with pytest.raises(ConnectionError):
         asyncio.run(full_replica.sender.update_weights(interrupted(), global_steps=60))
     (after,) = full_replica.generate([request(0)])
-    assert torch.equal(after.trajectory.latents, before.trajectory.latents)
+    assert torch.equal(after.trajectory.record.latents, before.trajectory.record.latents)
     full_replica.update(good.items(), 60).result(timeout=60)
     (new,) = full_replica.generate([request(0)])
-    assert new.trajectory.version == 60 and not torch.equal(new.trajectory.latents, before.trajectory.latents)
+    assert new.trajectory.version == 60 and not torch.equal(
+        new.trajectory.record.latents, before.trajectory.record.latents
+    )
     full_replica.update(full_weights(full_replica.path, 0).items(), 61).result()
 
 
@@ -155,7 +157,7 @@ def test_a_wrong_update_names_the_tensor_and_the_old_weights_still_serve(full_re
         full_replica.update(new.items(), before.trajectory.version + 1).result()
     (after,) = full_replica.generate([request(0)])
     assert after.trajectory.version == before.trajectory.version
-    assert torch.equal(after.trajectory.latents, before.trajectory.latents)
+    assert torch.equal(after.trajectory.record.latents, before.trajectory.record.latents)
 
 
 @pytest.mark.parametrize(("spoil", "message"), SPOILED)
@@ -168,7 +170,9 @@ def test_a_wrong_adapter_names_the_tensor_and_the_old_one_still_serves(lora_repl
     with pytest.raises(Exception, match=message):
         lora_replica.update(new.items(), 31).result()
     (after,) = lora_replica.generate([request(0)])
-    assert after.trajectory.version == 30 and torch.equal(after.trajectory.latents, before.trajectory.latents)
+    assert after.trajectory.version == 30 and torch.equal(
+        after.trajectory.record.latents, before.trajectory.record.latents
+    )
 
 
 def test_full_weights_for_a_replica_with_an_adapter_are_an_error_and_the_adapter_still_serves(lora_replica):
@@ -184,4 +188,6 @@ def test_full_weights_for_a_replica_with_an_adapter_are_an_error_and_the_adapter
     finally:
         lora_replica.sender._adapter_config = config
     (after,) = lora_replica.generate([request(0)])
-    assert after.trajectory.version == 40 and torch.equal(after.trajectory.latents, before.trajectory.latents)
+    assert after.trajectory.version == 40 and torch.equal(
+        after.trajectory.record.latents, before.trajectory.record.latents
+    )

@@ -123,7 +123,6 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         """Score one generation, and save its picture where that is wanted."""
         trajectory = generation.trajectory
         score, scored = await self._score(generation, row)
-        facts = generation.extra_fields
         tag = SampleTag(
             reward=score.total,
             parts=score.parts,
@@ -132,9 +131,9 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
             seed=trajectory.seed,
             version=trajectory.version,
             last_version=trajectory.last_version,
-            num_steps=len(trajectory.positions),
-            experts=facts["experts"],
-            generated=(facts["generate_start_s"], facts["generate_end_s"]),
+            num_steps=len(trajectory.record.sigmas),
+            experts=generation.experts,
+            generated=(generation.started_s, generation.ended_s),
             scored=scored,
             sampling=trajectory.sampling,
             condition_key=self._condition_key(trajectory),

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl_digen.algorithms.forward import ForwardConfig
 from verl_digen.algorithms.objectives import Denominator, LossConfig, choose_denominator
 from verl_digen.algorithms.window import WindowConfig
 from verl_digen.config.loss import LOSS_DEFAULTS, check_loss_section, loss_settings
@@ -29,6 +30,7 @@ class DigenConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     sde: SdeConfig = field(default_factory=SdeConfig)
     window: WindowConfig = field(default_factory=WindowConfig)
+    forward: ForwardConfig = field(default_factory=ForwardConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     loss: dict[str, Any] = field(default_factory=lambda: dict(LOSS_DEFAULTS))
     """`name` of the policy loss, `old_log_probs`, and the loss's own settings; see `verl_digen.config.loss`."""
@@ -94,6 +96,11 @@ class DigenConfig:
     def most_group_refills(self, num_prompts: int) -> int:
         """`max_refills_per_step`, or `num_prompts` where it is null."""
         return num_prompts if self.max_refills_per_step is None else self.max_refills_per_step
+
+    @property
+    def trains_forward_points(self) -> bool:
+        """True if the objective trains noised clean latents in place of recorded steps."""
+        return False
 
     @property
     def loss_name(self) -> str:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 
 from verl_digen.engine.engine import DiffusersFSDPEngine
-from verl_digen.sampling.recording import experts_of, generation_facts
+from verl_digen.sampling.recording import experts_of
 from verl_digen.sampling.sampler import Sampler
 from verl_digen.types import Condition, Generation, SampleRequest, move_condition
 
@@ -72,12 +72,9 @@ class Assistant:
             Generation(
                 trajectory=trajectory,
                 pixels=pixels[index],
-                extra_fields=generation_facts(
-                    version=version,
-                    started_s=started_s,
-                    ended_s=ended_s,
-                    experts=experts_of(self._engine.model, trajectory),
-                ),
+                started_s=started_s,
+                ended_s=ended_s,
+                experts=experts_of(self._engine.model, trajectory),
             )
             for index, trajectory in enumerate(trajectories)
         ]

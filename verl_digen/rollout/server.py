@@ -27,7 +27,7 @@ from verl_digen.platforms.device_name import accelerator_name
 from verl_digen.rollout.batcher import RequestBatcher
 from verl_digen.rollout.fingerprint import PROMPT, fingerprint
 from verl_digen.rollout.prompt_cache import PromptCache
-from verl_digen.sampling.recording import experts_of, generation_facts
+from verl_digen.sampling.recording import experts_of
 from verl_digen.sampling.sampler import Sampler
 from verl_digen.types import Condition, Generation, SampleRequest, move_condition
 from verl_digen.weights.probe import Probe, is_probe_due
@@ -163,15 +163,12 @@ class DiffusersServer:
             Generation(
                 trajectory=replace(trajectory, last_version=self._version),
                 pixels=pixels[index],
+                started_s=started_s,
+                ended_s=ended_s,
+                experts=experts_of(self._model, trajectory),
                 condition=move_condition(positive[index], "cpu") if request.wants_condition else None,
                 negative_condition=(
                     move_condition(negative[index], "cpu") if request.wants_condition and negative else None
-                ),
-                extra_fields=generation_facts(
-                    version=self._version,
-                    started_s=started_s,
-                    ended_s=ended_s,
-                    experts=experts_of(self._model, trajectory),
                 ),
             )
             for index, (request, trajectory) in enumerate(zip(requests, trajectories, strict=True))

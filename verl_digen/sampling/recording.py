@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Record the parts of a denoising path that training needs, on replicas and trainers alike."""
+"""Record the parts of a generation that training needs, on replicas and trainers alike.
+
+- Points of the path: `PathRecord`. Forward points (`SampleRequest.noise_levels`): `CleanRecord`.
+- Records own their memory: a view of a batch would be sent with the whole batch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from verl_digen.algorithms.forward import NoiseLevels
 from verl_digen.algorithms.noise import sample_seed
 from verl_digen.algorithms.window import Window
 from verl_digen.models.base import DiffusionModel
-from verl_digen.types import SampleRequest, Trajectory
+from verl_digen.types import CleanRecord, PathRecord, SampleRequest, Trajectory
 
 
 def initial_seed(run_seed: int, request: SampleRequest) -> int:
@@ -22,23 +26,8 @@ def initial_seed(run_seed: int, request: SampleRequest) -> int:
 
 
 def experts_of(model: DiffusionModel, trajectory: Trajectory) -> tuple[int, ...]:
-    """Number of the network that runs each trained step; () if the model has one network."""
-    return tuple(model.expert_of(trajectory.sigmas).tolist()) if len(model.experts) > 1 else ()
-
-
-def generation_facts(*, version: int, started_s: float, ended_s: float, experts: tuple[int, ...]) -> dict[str, Any]:
-    """`Generation.extra_fields`, on replicas and trainers alike.
-
-    Args:
-        version: weight version of the last step. started_s, ended_s: unix time.
-        experts: see `experts_of`.
-    """
-    return {
-        "global_steps": version,
-        "generate_start_s": started_s,
-        "generate_end_s": ended_s,
-        "experts": experts,
-    }
+    """Number of the network that runs each point; () if the model has one network."""
+    return tuple(model.expert_of(trajectory.record.sigmas).tolist()) if len(model.experts) > 1 else ()
 
 
 def trained_latents(window: Window) -> list[int]:
@@ -52,9 +41,9 @@ def record_trajectory(
     seed: int,
     versions: tuple[int, int],
     path: Mapping[int, Tensor],
+    final: Tensor,
     sigmas: Tensor,
     log_probs_T: Tensor,
-    empty: Tensor,
 ) -> Trajectory:
     """One sample's trajectory, on the CPU.
 
@@ -62,23 +51,40 @@ def record_trajectory(
         seed: seed of its initial noise.
         versions: weight versions of the first and of the last step.
         path: step -> latents [...], at the `trained_latents`, ascending.
+        final: [...] the latents after the last step.
         sigmas: [T+1] on the CPU. log_probs_T: [T], 0 where the step was deterministic.
-        empty: [0, ...], the latents of a sample that trains no step.
     """
-    steps = list(path)
-    trained = torch.tensor(request.window.train_steps, dtype=torch.int64)
+    levels = request.noise_levels
     return Trajectory(
         uid=request.uid,
         sample_index=request.sample_index,
-        latents=(torch.stack(list(path.values())) if path else empty).cpu(),
-        positions=torch.tensor([steps.index(start) for start in request.window.train_steps], dtype=torch.int64),
-        sigmas=sigmas[trained],
-        next_sigmas=sigmas[trained + 1],
-        sigma_max=sigmas[1].clone(),
-        log_probs=log_probs_T.cpu()[trained],
+        record=(
+            _path_record(request.window, path, final, sigmas, log_probs_T)
+            if levels is None
+            else _clean_record(levels, final, sigmas)
+        ),
         seed=seed,
         version=versions[0],
         last_version=versions[1],
         sampling=request.sampling,
         condition_key=request.condition_key,
     )
+
+
+def _path_record(
+    window: Window, path: Mapping[int, Tensor], final: Tensor, sigmas: Tensor, log_probs_T: Tensor
+) -> PathRecord:
+    steps = list(path)
+    trained = torch.tensor(window.train_steps, dtype=torch.int64)
+    return PathRecord(
+        latents=(torch.stack(list(path.values())) if path else final.new_empty(0, *final.shape)).cpu(),
+        positions=torch.tensor([steps.index(start) for start in window.train_steps], dtype=torch.int64),
+        sigmas=sigmas[trained],
+        next_sigmas=sigmas[trained + 1],
+        sigma_max=sigmas[1].clone(),
+        log_probs=log_probs_T.cpu()[trained],
+    )
+
+
+def _clean_record(levels: NoiseLevels, final: Tensor, sigmas: Tensor) -> CleanRecord:
+    return CleanRecord(clean=final.to("cpu", copy=True), sigmas=sigmas[list(levels.steps)])

@@ -2,7 +2,7 @@
 """The one denoising loop, and the replay of its steps.
 
 - All generation (replicas and assisting trainers) runs `Sampler.sample`; all log-probs of recorded steps come
-  from `score_rows`. Both call `DiffusionModel.velocity` and `sde_step`.
+  from `score_rows`, all velocities of rows from `row_velocity`. They share `DiffusionModel.velocity` and `sde_step`.
 - A step costs one forward for the whole batch, both guidance branches in it. Each row's own window decides
   whether a step is stochastic; other rows take the ODE step.
 - x is rounded to `latents_dtype` when it is made (the initial noise too), and only the rounded x is used
@@ -13,6 +13,7 @@ Invariants (tests/sampling/test_sampler.py)
   change it by float error only.
 - `score_rows` on what `sample` recorded, under the same weights, gives the recorded log-probs.
 - Without stochastic steps the result is that of the model's own diffusers pipeline.
+- A clean record holds bitwise the final latents.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from verl_digen.algorithms.noise import INITIAL_LATENTS, sample_seed, step_noise
 from verl_digen.algorithms.sde import SdeStep, sde_step
 from verl_digen.models.base import DiffusionModel
 from verl_digen.sampling.recording import initial_seed, record_trajectory, trained_latents
-from verl_digen.types import Condition, Geometry, SampleRequest, Sampling, TrainingRows, Trajectory
+from verl_digen.types import Condition, SampleRequest, Sampling, TrainingRows, Trajectory, Transitions
 
 
 class SamplingStopped(Exception):
@@ -118,9 +119,9 @@ class Sampler:
                 seed=seed,
                 versions=(version, version),
                 path={at: path[at][row] for at in trained_latents(request.window)},
+                final=latents[row],
                 sigmas=sigmas,
                 log_probs_T=log_probs_TB[:, row],
-                empty=latents[:0],
             )
             for row, (request, seed) in enumerate(zip(requests, initial_seeds, strict=True))
         ]
@@ -156,40 +157,44 @@ class Sampler:
         )
 
 
-def score_rows(
-    model: DiffusionModel,
-    transformer: nn.Module,
-    rows: TrainingRows,
-    law: str,
-    noise_level: float,
-    true_cfg_scale: float,
-    geometry: Geometry,
-    guidance_scale: float | None = None,
-) -> tuple[SdeStep, Tensor]:
-    """Replay N recorded steps, differentiably -> (steps under `transformer`, guided velocity [N, ...] fp32).
+def row_velocity(model: DiffusionModel, transformer: nn.Module, rows: TrainingRows) -> Tensor:
+    """Guided velocity [N, ...] fp32 of rows of either kind, differentiable.
 
-    `law` to `guidance_scale` are those the rows were sampled with. Rows of different steps and prompts share
-    the forward, if they belong to one expert (`DiffusionModel.expert_of`).
+    Rows of different points and prompts share the forward, if they belong to one expert (`DiffusionModel.expert_of`).
     """
-    velocity = model.velocity(
+    return model.velocity(
         transformer,
         rows.latents,
         rows.sigmas,
         rows.conditions,
         rows.negative_conditions,
-        true_cfg_scale,
-        geometry,
-        guidance_scale,
+        rows.sampling.true_cfg_scale,
+        rows.sampling.geometry,
+        rows.sampling.guidance_scale,
     )
+
+
+def score_rows(model: DiffusionModel, transformer: nn.Module, rows: TrainingRows) -> tuple[SdeStep, Tensor]:
+    """Replay N recorded steps, differentiably -> (steps under `transformer`, `row_velocity`).
+
+    Raises:
+        RuntimeError: rows of forward points, which have no step.
+    """
+    point = rows.point
+    if not isinstance(point, Transitions):
+        raise RuntimeError(
+            f"log-probs are of recorded steps, got rows of {type(point).__name__} points; evaluate velocities instead"
+        )
+    velocity = row_velocity(model, transformer, rows)
     step = sde_step(
         velocity,
         rows.latents,
         rows.sigmas,
-        rows.next_sigmas,
-        law=law,
-        noise_level=noise_level,
-        sigma_max=rows.sigma_max,
-        next_sample=rows.next_latents,
+        point.next_sigmas,
+        law=rows.sampling.law,
+        noise_level=rows.sampling.noise_level,
+        sigma_max=point.sigma_max,
+        next_sample=point.next_latents,
     )
     return step, velocity
 

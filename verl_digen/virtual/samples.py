@@ -16,8 +16,8 @@ import torch
 from verl.utils.torch_dtypes import PrecisionType
 
 from verl_digen.config import DigenConfig
-from verl_digen.sampling.recording import generation_facts, initial_seed, record_trajectory, trained_latents
-from verl_digen.types import Condition, Generation, SampleRequest
+from verl_digen.sampling.recording import initial_seed, record_trajectory, trained_latents
+from verl_digen.types import CleanRecord, Condition, Generation, PathRecord, SampleRequest
 
 CONDITION_SHAPE = (64, 64)
 """[L, D] of a virtual prompt's embeddings."""
@@ -42,15 +42,15 @@ class VirtualSamples:
         Args:
             versions: weight versions of its first and last step.
         """
-        num_steps, recorded = request.sampling.num_steps, trained_latents(request.window)
+        num_steps, nothing = request.sampling.num_steps, torch.empty(0)
         trajectory = record_trajectory(
             request,
             seed=initial_seed(self._digen.seed, request),
             versions=versions,
-            path=dict.fromkeys(recorded, torch.empty(0)),
+            path=dict.fromkeys(trained_latents(request.window), nothing),
+            final=nothing,
             sigmas=torch.linspace(1.0, 0.0, num_steps + 1),
             log_probs_T=torch.zeros(num_steps),
-            empty=torch.empty(0),
         )
         geometry = request.sampling.geometry
         frames = (geometry.num_frames,) if geometry.num_frames > 1 else ()
@@ -58,12 +58,20 @@ class VirtualSamples:
         pixels.view(-1)[0] = trajectory.seed % 256
         condition, negative_condition = self.conditions(request) if request.wants_condition else (None, None)
         return Generation(
-            trajectory=replace(trajectory, latents=self._zeros(len(recorded))),
+            trajectory=replace(trajectory, record=self._with_latents(trajectory.record)),
             pixels=pixels,
+            started_s=started_s,
+            ended_s=time.time(),
+            experts=(),
             condition=condition,
             negative_condition=negative_condition,
-            extra_fields=generation_facts(version=versions[1], started_s=started_s, ended_s=time.time(), experts=()),
         )
+
+    def _with_latents(self, record: PathRecord | CleanRecord) -> PathRecord | CleanRecord:
+        """The record, with views of the shared buffer as latents."""
+        if isinstance(record, PathRecord):
+            return replace(record, latents=self._zeros(len(record.latents)))
+        return replace(record, clean=self._zeros(1)[0])
 
     def _zeros(self, num_latents: int) -> torch.Tensor:
         """[S, ...] view of the shared buffer, which grows to the largest size requested."""

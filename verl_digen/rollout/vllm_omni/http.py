@@ -41,7 +41,7 @@ from torch import Tensor
 
 from verl_digen.config import DigenConfig
 from verl_digen.loopback import is_loopback
-from verl_digen.sampling.requests import DETERMINISTIC
+from verl_digen.sampling.requests import ODE_ONLY
 from verl_digen.types import Geometry, SampleRequest, Sampling
 
 RETRY_AFTER_S = 5
@@ -239,7 +239,7 @@ def sample_requests(body: ImageRequest, digen: DigenConfig, limits: Limits) -> l
     limits.check(sampling, body.n)
     uid = f"http-{uuid.uuid4().hex if body.seed is None else body.seed}"
     negative_prompt = config.negative_prompt if body.negative_prompt is None else body.negative_prompt
-    return [SampleRequest(uid, index, body.prompt, negative_prompt, DETERMINISTIC, sampling) for index in range(body.n)]
+    return [SampleRequest(uid, index, body.prompt, negative_prompt, ODE_ONLY, sampling) for index in range(body.n)]
 
 
 async def _draw_png(draw: Draw, request: SampleRequest) -> bytes:

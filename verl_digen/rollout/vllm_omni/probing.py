@@ -22,7 +22,7 @@ from verl_digen.algorithms.window import Window
 from verl_digen.models.base import DiffusionModel
 from verl_digen.rollout.fingerprint import GEOMETRY, PROMPT, SEED, summary
 from verl_digen.rollout.vllm_omni.requests import RecordingOrder
-from verl_digen.types import SampleRequest, Sampling, Trajectory
+from verl_digen.types import PathRecord, SampleRequest, Sampling, Trajectory
 
 UID = "probe"
 """uid of a probe's request."""
@@ -50,11 +50,13 @@ def fingerprint_of(model: DiffusionModel, trajectory: Trajectory) -> tuple[float
     Args:
         trajectory: generated from `probe_order`.
     """
-    latents = trajectory.latents.double()
-    moved = latents[trajectory.positions + 1] - latents[trajectory.positions]
-    passed = (trajectory.next_sigmas - trajectory.sigmas).double()
+    record = trajectory.record
+    assert isinstance(record, PathRecord), "a probe's request has no noise levels"
+    latents = record.latents.double()
+    moved = latents[record.positions + 1] - latents[record.positions]
+    passed = (record.next_sigmas - record.sigmas).double()
     velocities = moved / passed.view(-1, *[1] * (moved.dim() - 1))
-    experts = model.expert_of(trajectory.sigmas)
+    experts = model.expert_of(record.sigmas)
     return tuple(number for expert in range(len(model.experts)) for number in summary(velocities[experts == expert]))
 
 

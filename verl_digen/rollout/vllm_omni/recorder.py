@@ -45,7 +45,7 @@ class Recording:
     sigmas: Tensor
     """[T+1] fp32 CPU."""
     latents: Tensor
-    """[1, ...] x before the next step, in the order's dtype."""
+    """[1, ...] x before the next step, in the order's dtype; x_0 after the last one."""
     condition: Condition
     negative_condition: Condition | None
     version: int
@@ -135,9 +135,9 @@ class RecordingPipeline:
             seed=initial_seed(recording.order.run_seed, request),
             versions=(recording.version, self.weight_version),
             path=recording.path,
+            final=recording.latents[0],
             sigmas=recording.sigmas,
             log_probs_T=torch.stack(recording.log_probs),
-            empty=recording.latents[:0],
         )
         record = {
             "trajectory": trajectory,

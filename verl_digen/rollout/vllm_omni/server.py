@@ -50,7 +50,7 @@ from verl_digen.rollout.vllm_omni.requests import (
     to_prompt,
     to_sampling_params,
 )
-from verl_digen.sampling.recording import experts_of, generation_facts
+from verl_digen.sampling.recording import experts_of
 from verl_digen.types import Condition, Generation, SampleRequest, Trajectory
 from verl_digen.weights.checksum import Manifest
 from verl_digen.weights.probe import Probe, is_probe_due
@@ -161,14 +161,11 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         return Generation(
             trajectory=record["trajectory"],
             pixels=record["pixels"],
+            started_s=record["start_s"],
+            ended_s=record["end_s"],
+            experts=experts_of(self._model, record["trajectory"]),
             condition=record["condition"],
             negative_condition=record["negative_condition"],
-            extra_fields=generation_facts(
-                version=record["trajectory"].last_version,
-                started_s=record["start_s"],
-                ended_s=record["end_s"],
-                experts=experts_of(self._model, record["trajectory"]),
-            ),
         )
 
     async def _record(self, request_id: str, order: RecordingOrder, published: Published) -> dict[str, Any]:
