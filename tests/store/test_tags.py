@@ -4,30 +4,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 
 import pytest
-import ray
-from omegaconf import OmegaConf
 
 from tests.tags import make_tag
-from verl_digen.store.controller import close, start
 from verl_digen.store.partitions import VAL
 from verl_digen.store.prompts import Listing, PromptStatus, list_partition, publish_status, submit_prompts, to_listing
 from verl_digen.store.samples import clear, from_batch, put_tags, to_batch
 from verl_digen.store.tags import from_entry, to_entry
 
 TAG = make_tag(0.5, version=3, experts=(0, 1), parts={"a": 0.5}, num_steps=2)
-
-
-@pytest.fixture(scope="module")
-def queue() -> Iterator[None]:
-    """TransferQueue with one storage process."""
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    start(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}}))
-    yield
-    close()
-    ray.shutdown()
 
 
 def test_a_tag_survives_the_way_through_verls_mapping():

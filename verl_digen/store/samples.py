@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples in TransferQueue: a trajectory's columns, its reward and its tag, under `SampleName.key`."""
+"""Samples in TransferQueue: the columns of a trajectory's record, and its tag, under `SampleName.key`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from verl_digen.store.partitions import TRAIN
 from verl_digen.store.tags import from_entry, to_entry
-from verl_digen.types import TRAJECTORY_COLUMNS, SampleTag, Trajectory
+from verl_digen.types import SampleTag, Trajectory
 
 if TYPE_CHECKING:
     from transfer_queue import KVBatchMeta
@@ -27,14 +26,7 @@ async def put_samples(samples: Mapping[str, tuple[Trajectory, SampleTag]], step:
     """
     import transfer_queue as tq  # starts a client process-wide; kept out of module import
 
-    rows = [
-        {
-            **trajectory.columns(),
-            "uid": trajectory.uid,
-            "rm_scores": torch.tensor([tag.reward], dtype=torch.float32),
-        }
-        for trajectory, tag in samples.values()
-    ]
+    rows = [trajectory.record.columns() for trajectory, _ in samples.values()]
     await tq.async_kv_batch_put(
         keys=list(samples),
         partition_id=TRAIN,
@@ -52,18 +44,21 @@ async def put_tags(partition: str, tags: Mapping[str, SampleTag], step: int) -> 
     )
 
 
-def fetch_columns(partition: str, keys: Sequence[str]) -> dict[str, list[Tensor]]:
-    """Fetch `TRAJECTORY_COLUMNS` of samples, in order.
+def fetch_columns(partition: str, keys: Sequence[str], names: Sequence[str]) -> dict[str, list[Tensor]]:
+    """Fetch columns of samples, in order.
+
+    Args:
+        names: `PathRecord.COLUMNS` or `CleanRecord.COLUMNS`.
 
     Raises:
         RuntimeError: a sample is not there.
     """
     import transfer_queue as tq
 
-    data = tq.kv_batch_get(keys=list(keys), partition_id=partition, select_fields=list(TRAJECTORY_COLUMNS))
+    data = tq.kv_batch_get(keys=list(keys), partition_id=partition, select_fields=list(names))
     if len(data) != len(keys):
         raise RuntimeError(f"{len(keys)} samples are to be trained, but TransferQueue has {len(data)} of them")
-    return {name: list(data.get(name).unbind()) for name in TRAJECTORY_COLUMNS}
+    return {name: list(data.get(name).unbind()) for name in names}
 
 
 def clear(partition: str, keys: Sequence[str]) -> None:

@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real TransferQueue."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import ray
+from omegaconf import OmegaConf
+
+from verl_digen.store.controller import close, start
+
+
+@pytest.fixture(scope="session")
+def queue() -> Iterator[None]:
+    """TransferQueue with one storage process."""
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    start(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}}))
+    yield
+    close()
+    ray.shutdown()
