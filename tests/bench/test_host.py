@@ -11,10 +11,11 @@ import torch
 from verl.checkpoint_engine.base import CheckpointEngineRegistry
 
 import verl_digen.virtual.checkpoint_engine  # noqa: F401 - it registers itself
+from verl_digen.algorithms.forward import NoiseLevels
 from verl_digen.algorithms.window import WindowConfig
 from verl_digen.config import DigenConfig, SamplingConfig, VirtualConfig
 from verl_digen.rollout.batcher import Withdrawn
-from verl_digen.sampling.requests import sample_request
+from verl_digen.sampling.requests import ODE_ONLY, sample_request
 from verl_digen.types import Generation, PromptRow, SampleRequest
 from verl_digen.virtual.host import VirtualHost, VirtualServer
 from verl_digen.virtual.reward import compute_score
@@ -40,16 +41,24 @@ def generate(host: VirtualHost, *calls: tuple[int, SampleRequest]) -> list[Gener
 def test_a_trajectory_has_the_shapes_of_a_real_one_and_shares_one_buffer():
     host = VirtualHost(DIGEN)
     first, second = generate(host, (0, request_of(0)), (0, request_of(1)))
-    trajectory = first.trajectory
-    assert trajectory.latents.shape == (3, 16, 3, 6, 8) and trajectory.latents.dtype == torch.float32
-    assert trajectory.positions.tolist() == [0, 1]
-    assert trajectory.sampling == request_of(0).sampling
-    assert trajectory.sigmas.shape == trajectory.next_sigmas.shape == trajectory.log_probs.shape == (2,)
-    assert (trajectory.sigmas > trajectory.next_sigmas).all()
-    assert second.trajectory.latents.data_ptr() == trajectory.latents.data_ptr()
+    record = first.trajectory.record
+    assert record.latents.shape == (3, 16, 3, 6, 8) and record.latents.dtype == torch.float32
+    assert record.positions.tolist() == [0, 1]
+    assert first.trajectory.sampling == request_of(0).sampling
+    assert record.sigmas.shape == record.next_sigmas.shape == record.log_probs.shape == (2,)
+    assert (record.sigmas > record.next_sigmas).all()
+    assert second.trajectory.record.latents.data_ptr() == record.latents.data_ptr()
     assert first.pixels.shape == (16, 16, 3) and first.pixels.dtype == torch.uint8
     assert first.condition is not None and first.negative_condition is not None
     assert second.condition is None and second.negative_condition is None
+
+
+def test_a_clean_record_has_the_shapes_of_a_real_one_and_shares_the_buffer():
+    forward = [replace(request_of(index), window=ODE_ONLY, noise_levels=NoiseLevels((0, 3, 8))) for index in range(2)]
+    first, second = (got.trajectory.record for got in generate(VirtualHost(DIGEN), *[(0, asked) for asked in forward]))
+    assert first.clean.shape == (16, 3, 6, 8) and first.clean.dtype == torch.float32
+    assert first.sigmas.tolist() == pytest.approx([1.0, 0.7, 0.2])
+    assert second.clean.data_ptr() == first.clean.data_ptr()
 
 
 def test_a_sample_comes_out_the_same_whichever_replica_is_asked():
@@ -90,10 +99,7 @@ def test_a_chunk_takes_its_samples_time_and_replicas_work_side_by_side():
     host = VirtualHost(digen)
     requests = [(rank, request_of(index)) for rank in range(16) for index in range(3)]
     generations = generate(host, *requests)
-    took_s = [
-        generation.extra_fields["generate_end_s"] - generation.extra_fields["generate_start_s"]
-        for generation in generations
-    ]
+    took_s = [generation.ended_s - generation.started_s for generation in generations]
     assert min(took_s) >= 3 * host._sample_s * 0.99
     # one after the other, the 16 replicas would take 16 times as long
     assert max(took_s) < 8 * 3 * host._sample_s

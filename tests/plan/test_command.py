@@ -64,7 +64,7 @@ def test_rows_and_latents_are_those_of_the_runs_windows(tiny_qwen_image, capsys)
     windows = [draw_window(digen.window, run_seed=42, uid=f"p{n:08d}", num_steps=10, step=0) for n in range(4)]
     assert plan["rows_per_sample"] == len(windows[0].train_steps) == 3
     most = max(len(trained_latents(each)) for each in windows)
-    assert plan["trajectory_bytes"] == most * 4 * 16 * 4 + 3 * 20 + 8  # [4 tokens, 16 channels] in fp32
+    assert plan["trajectory_bytes"] == most * 4 * 16 * 4 + 3 * 20 + 4  # [4 tokens, 16 channels] in fp32
 
 
 def test_accelerators_are_planned_as_on_a_machine_that_has_them():

@@ -99,14 +99,6 @@ def test_parameters_gradients_and_optimizer_are_a_real_engines(reality):
     assert items["gradients"] == pytest.approx(found["EMA"], rel=WITHIN)  # the EMA is a copy of the trained parameters
 
 
-def test_a_trajectory_is_as_large_as_a_real_one(tiny_wan):
-    measured = plan(tiny_wan).measured
-    batch = make_batch(tiny_wan)
-    names = ("latents", "positions", "sigmas", "next_sigmas", "sigma_max", "log_probs", "advantages")
-    assert measured.rows_per_sample == batch["positions"].shape[1] == NUM_STEPS - 1
-    assert measured.trajectory_bytes == pytest.approx(sum(batch[name][0].nbytes for name in names), rel=WITHIN)
-
-
 def test_a_weight_update_is_what_the_engine_exports(reality, tiny_wan, tmp_path):
     _, planned = reality
     is_lora = planned.settings.is_lora

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
 
-from verl_digen.algorithms.window import draw_window
 from verl_digen.bench.runs import RunResult
 from verl_digen.config import DigenConfig, digen_config
 from verl_digen.observe.timeline import Interval, read_timeline
 from verl_digen.require import require
+from verl_digen.sampling.requests import num_points
 from verl_digen.simulate.cluster import COLOCATED_TSP
 
 PIPELINED = "gap+tsp"
@@ -51,8 +51,7 @@ def measured_profile(runs: Sequence[RunResult], *, num_warm_up: int, model: str,
     digen = read_config(pipelined[0].run_dir)
     intervals = [interval for run in pipelined for interval in _measured(run, num_warm_up)]
     work = _Work(*(_of_kind(intervals, kind) for kind in ("generate", "train", "score")))
-    window = draw_window(digen.window, run_seed=digen.seed, uid="", num_steps=digen.sampling.num_steps, step=0)
-    num_trained = len(window.train_steps)
+    num_trained = num_points(digen)
     numbers = {
         **_counts(pipelined, work, digen, num_trained),
         **_work_seconds(work, digen, num_trained),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Input of the plan: the config values that decide memory, traffic and time, and measurements of the networks.
 
-Invariant (tests/plan/test_command.py, test_reality.py): rows, recorded latents and their bytes equal the real run's.
+Invariant (tests/plan/test_command.py, test_records.py): rows, recorded latents and their bytes equal the real run's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from torch import nn
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.torch_dtypes import PrecisionType
 
-from verl_digen.algorithms.window import draw_window
 from verl_digen.config import DigenConfig, digen_config
 from verl_digen.engine.build import add_adapter
 from verl_digen.model_config import DiffusionModelConfig
@@ -29,15 +28,12 @@ from verl_digen.plan.networks import Counts, count_network, count_parts
 from verl_digen.plan.published import checkpoint_folder
 from verl_digen.pool_sizes import num_generator_devices, num_replica_devices, num_trainer_devices
 from verl_digen.require import require
-from verl_digen.sampling.recording import trained_latents
-from verl_digen.types import Condition, Geometry
+from verl_digen.sampling.recording import record_trajectory, trained_latents
+from verl_digen.sampling.requests import num_points, sample_request
+from verl_digen.types import Condition, Geometry, PromptRow, SampleRequest
 
 ADAMS = ("AdamW", "Adam")
 """Optimizers that keep two numbers per weight."""
-ROW_COLUMN_BYTES = 8 + 3 * 4
-"""Bytes of a trained step: its position, two sigmas and the log-prob, see `verl_digen.types.Trajectory`."""
-SAMPLE_COLUMN_BYTES = 2 * 4
-"""Bytes of a sample: sigma_max and the advantage."""
 
 
 @dataclass(frozen=True)
@@ -115,9 +111,9 @@ class Measured:
     condition_bytes: int
     """Bytes of a prompt's condition, the negative one included if guided."""
     rows_per_sample: int
-    """Maximum number of trained steps of a sample in the first step."""
+    """Points of a sample."""
     trajectory_bytes: int
-    """Bytes of a trajectory with `rows_per_sample` rows."""
+    """Bytes of a sample's record, the maximum over the groups of the first step."""
 
 
 @dataclass(frozen=True)
@@ -228,7 +224,7 @@ def _measure(folder: Any, settings: Settings, model_config: DiffusionModelConfig
     training = trace(network if num_experts == 1 else one_network(is_trained=True), dtypes.compute)
     is_same = not settings.is_lora and dtypes.compute == dtypes.rollout
     of_sampling = training if is_same else trace(one_network(is_trained=False), dtypes.rollout)
-    rows, num_latents = _recorded(settings)
+    first_step = [PromptRow("", "", None, uid=f"p{index:08d}") for index in range(settings.num_prompts)]
     return Measured(
         title=f"{model.spec.title}, {model.spec.transformer}",
         counts=counts,
@@ -238,10 +234,13 @@ def _measure(folder: Any, settings: Settings, model_config: DiffusionModelConfig
         sampling=of_sampling,
         flops=flops,
         condition_bytes=_bytes(condition, dtypes.rollout) * (2 if settings.is_guided else 1),
-        rows_per_sample=rows,
-        trajectory_bytes=math.prod(shape) * num_latents * dtypes.latents.itemsize
-        + rows * ROW_COLUMN_BYTES
-        + SAMPLE_COLUMN_BYTES,
+        rows_per_sample=num_points(digen),
+        trajectory_bytes=max(
+            record_bytes(
+                sample_request(digen, row, 0, step=0, validate=False), math.prod(shape) * dtypes.latents.itemsize
+            )
+            for row in first_step
+        ),
     )
 
 
@@ -249,11 +248,22 @@ def _bytes(condition: Condition, dtype: torch.dtype) -> int:
     return sum(tensor.numel() for tensor in condition.values()) * dtype.itemsize
 
 
-def _recorded(settings: Settings) -> tuple[int, int]:
-    """(trained steps, recorded latents) of a sample: the maximum over the groups of the first step."""
-    digen = settings.digen
-    windows = [
-        draw_window(digen.window, run_seed=digen.seed, uid=f"p{index:08d}", num_steps=digen.sampling.num_steps, step=0)
-        for index in range(settings.num_prompts)
-    ]
-    return max((len(window.train_steps), len(trained_latents(window))) for window in windows)
+def record_bytes(request: SampleRequest, latent_bytes: int) -> int:
+    """Bytes of the record that a sample of `request` leaves.
+
+    Args:
+        latent_bytes: bytes of one latent.
+    """
+    num_steps, nothing = request.sampling.num_steps, torch.empty(0)
+    kept = trained_latents(request.window)
+    record = record_trajectory(
+        request,
+        seed=0,
+        versions=(0, 0),
+        path=dict.fromkeys(kept, nothing),
+        final=nothing,
+        sigmas=torch.zeros(num_steps + 1),
+        log_probs_T=torch.zeros(num_steps),
+    ).record
+    num_latents = len(kept) if request.noise_levels is None else 1
+    return num_latents * latent_bytes + sum(column.nbytes for column in record.columns().values())
