@@ -289,7 +289,7 @@ def test_a_trajectory_holds_its_windows_latents_and_no_more(
 def test_a_clean_record_is_the_odes_final_latents_and_the_schedules_sigmas(
     model: DiffusionModel, transformer: nn.Module, encode: PromptEncoder, dtype: torch.dtype
 ) -> None:
-    """In one batch with a sample whose path is recorded, which stays as it is."""
+    """One batch with a sample whose path is recorded, which stays as it is."""
     how = sampling(4.0)
     levels = NoiseLevels((0, 2, 5))
     asked = [request(how, uid=uid, window=window) for uid, window in (("h", WINDOWS[1]), ("g", ODE))]
