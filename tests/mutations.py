@@ -393,6 +393,20 @@ TABLE: tuple[Mutation, ...] = (
         SAMPLER,
     ),
     Mutation(
+        "sampling/recording.py",
+        "forward points have the noise levels of the steps after theirs",
+        "sigmas=sigmas[list(levels.steps)]",
+        "sigmas=sigmas[[step + 1 for step in levels.steps]]",
+        SAMPLER,
+    ),
+    Mutation(
+        "sampling/requests.py",
+        "samples of a group have noise levels of their own",
+        "draw_noise_levels(digen.forward, run_seed=digen.seed, uid=row.uid, num_steps=num_steps)",
+        "draw_noise_levels(digen.forward, run_seed=sample_index, uid=row.uid, num_steps=num_steps)",
+        "sampling/test_requests.py",
+    ),
+    Mutation(
         "algorithms/noise.py",
         "every step has the same noise",
         'keyed_seed("noise", int(seed), int(step))',

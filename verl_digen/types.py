@@ -161,7 +161,7 @@ class CleanRecord:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """What one generation of a sample recorded for training. Written by a replica, read by the engine."""
+    """Record of one generation of a sample, for training. Written by a replica, read by the engine."""
 
     uid: str
     sample_index: int

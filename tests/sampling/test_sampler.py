@@ -289,16 +289,16 @@ def test_a_trajectory_holds_its_windows_latents_and_no_more(
 def test_a_clean_record_is_the_odes_final_latents_and_the_schedules_sigmas(
     model: DiffusionModel, transformer: nn.Module, encode: PromptEncoder, dtype: torch.dtype
 ) -> None:
-    """In one batch with a sample whose path is recorded, which stays as it is."""
+    """One batch with a sample whose path is recorded, which stays as it is."""
     how = sampling(4.0)
     levels = NoiseLevels((0, 2, 5))
-    asked = [request(how, uid=uid, window=window) for uid, window in (("g", ODE), ("h", WINDOWS[1]))]
+    asked = [request(how, uid=uid, window=window) for uid, window in (("h", WINDOWS[1]), ("g", ODE))]
     _, expected = run(model, transformer, encode, asked, dtype=dtype)
-    (clean, path), latents = run(
-        model, transformer, encode, [replace(asked[0], noise_levels=levels), asked[1]], dtype=dtype
+    (path, clean), latents = run(
+        model, transformer, encode, [asked[0], replace(asked[1], noise_levels=levels)], dtype=dtype
     )
     assert isinstance(clean.record, CleanRecord) and clean.record.clean.dtype == dtype
-    close(clean.record.clean, expected[0], 0)
+    close(clean.record.clean, expected[1], 0)
     close(latents, expected, 0)
     close(clean.record.sigmas, model.sigmas(NUM_STEPS, SQUARE)[[0, 2, 5]], 0)
     assert clean.record.sigmas[0] == 1.0 and clean.record.sigmas.dtype == torch.float32

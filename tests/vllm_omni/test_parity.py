@@ -29,7 +29,7 @@ def test_latents_log_probs_and_pictures_are_those_of_the_diffusers_replica(full_
 
 
 def test_final_latents_for_forward_points_are_those_of_the_diffusers_replica(full_replica):
-    """In one batch with a sample whose path is recorded."""
+    """One batch with a sample whose path is recorded."""
     forward = [replace(request(number), window=ODE_ONLY, noise_levels=NoiseLevels((0, 2, 5))) for number in range(3)]
     requests = [*forward, request(3)]
     expected = by_diffusers(full_replica.path, requests)

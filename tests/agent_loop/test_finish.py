@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tags that a worker makes of generated and scored samples."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from verl_digen.agent_loop.manager import DiffusionAgentLoopWorker
+from verl_digen.config import DigenConfig
+from verl_digen.sampling.requests import SINGLE_TURN
+from verl_digen.types import CleanRecord, Generation, Geometry, PathRecord, PromptRow, Sampling, Trajectory
+
+SAMPLING = Sampling(Geometry(16, 16), num_steps=6, true_cfg_scale=1.0, law="flow", noise_level=0.7)
+NUMBERS = torch.tensor([0.9, 0.5])
+PATH = PathRecord(torch.zeros(3, 4), torch.tensor([0, 1]), NUMBERS, NUMBERS, torch.tensor(0.9), NUMBERS)
+CLEAN = CleanRecord(torch.zeros(4), torch.tensor([1.0, 0.5, 0.1]))
+
+
+class Rewards:
+    """Scores every sample alike."""
+
+    async def score(self, data: Any) -> dict[str, Any]:
+        return {"reward_score": 0.5, "reward_extra_info": {"shapes": 0.5}, "interval_s": (3.0, 4.0)}
+
+
+def make_worker() -> Any:
+    """verl's worker without the processes that its constructor connects to."""
+    worker = object.__new__(DiffusionAgentLoopWorker)
+    agent = SimpleNamespace(default_agent_loop=SINGLE_TURN)
+    vars(worker).update(
+        digen=DigenConfig(), rollout_config=SimpleNamespace(agent=agent), _reward_workers=Rewards(), _run_dir=None
+    )
+    return worker
+
+
+@pytest.mark.parametrize(("record", "experts"), [(PATH, (0, 1)), (CLEAN, ())], ids=["path", "clean"])
+def test_a_tag_tells_the_points_of_its_sample_and_when_it_was_made(record, experts):
+    trajectory = Trajectory("g0", 1, record, 7, 3, 3, SAMPLING, "key")
+    pixels = torch.zeros(16, 16, 3, dtype=torch.uint8)
+    generation = Generation(trajectory, pixels, started_s=1.0, ended_s=2.0, experts=experts)
+    row = PromptRow("a cat", "test", None, uid="g0")
+    tag = asyncio.run(make_worker()._finish(generation, row, 4, validate=False)).tag
+    assert (tag.num_steps, tag.experts) == (len(record.sigmas), experts)
+    assert (tag.generated, tag.scored, tag.reward) == ((1.0, 2.0), (3.0, 4.0), 0.5)
+    assert (tag.seed, tag.version, tag.last_version, tag.condition_key) == (7, 3, 3, "key")
