@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from tests.nft import slow_row
 from verl_digen.algorithms.ema import Decay
 from verl_digen.algorithms.metric import numbers
 from verl_digen.algorithms.objectives import default_config, find_objective, policy_loss
-from verl_digen.algorithms.objectives.diffusion_nft import DiffusionNftConfig, optimality
+from verl_digen.algorithms.objectives.diffusion_nft import optimality
 
 ORACLE = Path(__file__).parents[1] / "fixtures" / "oracles" / "loss_diffusion_nft.npz"
 CONFIG = default_config("diffusion_nft")
@@ -27,22 +28,6 @@ def some_inputs(num_rows: int = 6) -> dict[str, torch.Tensor]:
         "sigma": torch.linspace(1.0, 0.1, num_rows),
         "advantage": torch.tensor([6.0, 1.5, 0.0, -0.3, -2.0, -7.0])[:num_rows],
     }
-
-
-def slow_row(inputs: dict[str, torch.Tensor], row: int, config: DiffusionNftConfig) -> torch.Tensor:
-    """Loss of one row in fp64, by the paper's formula."""
-    values = {name: value[row].double() for name, value in inputs.items()}
-    share = max(0.0, min(1.0, max(-5.0, min(5.0, values["advantage"].item())) / 10 + 0.5))
-    velocity, old, beta = values["velocity"], values["old_velocity"], config.beta
-
-    def error(implicit: torch.Tensor) -> torch.Tensor:
-        wrong = values["noisy"] - values["sigma"] * implicit - values["clean"]
-        return (wrong**2).mean() / max(1e-5, wrong.abs().mean().item())
-
-    positive = error(beta * velocity + (1 - beta) * old)
-    negative = error((1 + beta) * old - beta * velocity)
-    policy = 5 * (share * positive + (1 - share) * negative) / beta
-    return policy + config.kl_coef * ((velocity - values["reference_velocity"]) ** 2).mean()
 
 
 def test_loss_and_gradient_agree_with_diffusion_nft():
@@ -78,7 +63,9 @@ def test_loss_and_gradient_are_those_of_one_row_at_a_time(beta: float, kl_coef: 
     velocity = inputs["velocity"].requires_grad_()
     output = policy_loss("diffusion_nft", inputs, config)
     (found,) = torch.autograd.grad(output.loss, velocity)
-    expected = torch.stack([slow_row(inputs, row, config) for row in range(6)]).mean()
+    expected = torch.stack(
+        [slow_row({name: value[row] for name, value in inputs.items()}, config) for row in range(6)]
+    ).mean()
     torch.testing.assert_close(output.loss.double(), expected, rtol=1e-5, atol=0)
     torch.testing.assert_close(found, torch.autograd.grad(expected, velocity)[0], rtol=1e-4, atol=1e-6)
 

@@ -72,8 +72,8 @@ def assert_same(found: Generation, expected: Any) -> None:
         expected.seed,
     )
     assert trajectory.version == trajectory.last_version == VERSION
-    torch.testing.assert_close(trajectory.latents, expected.latents, atol=1e-5, rtol=0)
-    torch.testing.assert_close(trajectory.log_probs, expected.log_probs, atol=1e-5, rtol=0)
+    torch.testing.assert_close(trajectory.record.latents, expected.record.latents, atol=1e-5, rtol=0)
+    torch.testing.assert_close(trajectory.record.log_probs, expected.record.log_probs, atol=1e-5, rtol=0)
     assert found.pixels.shape == (SIZE_PX, SIZE_PX, 3) and found.pixels.dtype == torch.uint8
     assert found.condition is None, "the conditions are in TransferQueue already"
 

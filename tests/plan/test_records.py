@@ -9,7 +9,6 @@ from math import prod
 import pytest
 import torch
 
-from tests.forward import ForwardDigen
 from verl_digen.algorithms.forward import ForwardConfig
 from verl_digen.algorithms.window import WindowConfig
 from verl_digen.config import DigenConfig, SamplingConfig
@@ -28,7 +27,7 @@ SAMPLING = SamplingConfig(height_px=32, width_px=32, num_steps=6)
     [
         DigenConfig(sampling=SAMPLING),
         DigenConfig(sampling=SAMPLING, window=WindowConfig(kind="fraction", fraction=0.4)),
-        ForwardDigen(sampling=SAMPLING, forward=ForwardConfig(num_points=4)),
+        DigenConfig(loss={"name": "diffusion_nft"}, sampling=SAMPLING, forward=ForwardConfig(num_points=4)),
     ],
     ids=["all", "fraction", "forward"],
 )

@@ -3,7 +3,6 @@ from dataclasses import replace
 
 import pytest
 
-from tests.forward import ForwardDigen
 from verl_digen.algorithms.forward import ForwardConfig
 from verl_digen.algorithms.window import WindowConfig
 from verl_digen.config import DigenConfig, SamplingConfig
@@ -12,7 +11,7 @@ from verl_digen.types import PromptRow
 
 SAMPLING = SamplingConfig(num_steps=10, val_num_steps=20, true_cfg_scale=4.0, negative_prompt="ugly")
 DIGEN = DigenConfig(sampling=SAMPLING)
-FORWARD = ForwardDigen(sampling=SAMPLING, forward=ForwardConfig(fraction=0.5))
+FORWARD = DigenConfig(loss={"name": "diffusion_nft"}, sampling=SAMPLING, forward=ForwardConfig(fraction=0.5))
 
 
 def ask(digen=DIGEN, uid="p1", index=0, validate=False, negative=None):

@@ -66,6 +66,9 @@ class DiffusionNftConfig(ClampedConfig):
         require_one_of("digen.loss.mode", self.mode, MODES)
         require_one_of("digen.loss.old_policy", self.old_policy, tuple(OLD_POLICIES))
 
+    def unclamped(self) -> DiffusionNftConfig:
+        return self  # the clip is part of the loss, which never trains before its advantages are divided
+
     @property
     def more_latents(self) -> tuple[str, ...]:
         return ("reference_velocity",) if self.kl_coef > 0 else ()
