@@ -125,7 +125,7 @@ def trained_weights(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
 
 def assert_same_weights(one: Run, other: Run, step: int) -> None:
     """Assert that `other` changed the weights as `one` did, and not as `one` did with one update less, or none."""
-    start = dict(load_model(CHECKPOINT).iter_weights(torch.float32))
+    start = load_model(CHECKPOINT).load_transformer(torch.float32).state_dict()
     unequal = {"no training": start, "one update less": trained_weights(one.run_dir, step - 1)}
     expected, got = (trained_weights(run.run_dir, step) for run in (one, other))
     assert_same_change(start, expected, got, unequal=unequal)

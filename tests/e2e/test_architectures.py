@@ -108,7 +108,7 @@ def assert_moved(case: Case, checkpoint: Path, trained: dict[str, torch.Tensor])
     if case.is_lora:
         moved = {name for name, tensor in trained.items() if "lora_B" in name and tensor.count_nonzero()}
     else:
-        start = dict(model.iter_weights(torch.float32))
+        start = model.load_transformer(torch.float32).state_dict()
         assert start.keys() == trained.keys()
         moved = {name for name, tensor in start.items() if (trained[name] - tensor).abs().max() > 1e-4}
     assert moved

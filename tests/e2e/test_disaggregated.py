@@ -38,6 +38,13 @@ def test_training_begins_in_every_step_before_the_last_group_is_generated(separa
             assert 0 <= row[f"perf/bubble_fraction/{pool}"] < 1
 
 
+def test_checkpoints_and_the_validation_after_the_last_step_are_in_the_timeline(separate):
+    intervals = read_timeline(separate.run_dir / "timeline.jsonl").intervals
+    assert [interval.step for interval in intervals if interval.kind == "save"] == [1, 2, 3]
+    assert [interval.step for interval in intervals if interval.kind == "validate"] == [3]
+    assert all(row["perf/busy_s/trainer/save"] > 0 for row in steps_of(separate))
+
+
 def test_the_timeline_command_draws_a_step(separate, tmp_path):
     digen = Path(sys.executable).with_name("digen")
     command = [digen, "timeline", separate.run_dir, "--out", tmp_path]

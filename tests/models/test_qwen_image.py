@@ -112,38 +112,10 @@ def test_a_checkpoint_for_another_task_is_an_error(
         load_model(copy)
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_streamed_weights_fill_a_meta_transformer(
-    model: QwenImage, transformer: nn.Module, tiny_qwen_image: Path, tmp_path: Path, sharded: bool
-) -> None:
-    if sharded:
-        copy = shutil.copytree(tiny_qwen_image, tmp_path / "m")
-        shutil.rmtree(copy / "transformer")
-        transformer.save_pretrained(copy / "transformer", max_shard_size="100KB")  # pyright: ignore
-        assert len(list((copy / "transformer").glob("*.safetensors"))) > 2
-        model = QwenImage(copy)
-    empty = model.load_transformer(torch.float32, meta=True)
-    assert all(parameter.is_meta for parameter in empty.parameters())
-    assert not empty.training
-    empty.load_state_dict(dict(model.iter_weights(torch.float32)), assign=True)
-    for name, parameter in transformer.named_parameters():
-        close(empty.get_parameter(name), parameter, 0)
-    x, sigmas, condition = draw(1, 16, 16), torch.tensor([0.5]), {"embeds": draw(1, 5, 32)}
-    expected = model.predict(transformer, x, sigmas, condition, SQUARE)
-    close(model.predict(empty, x, sigmas, condition, SQUARE), expected)
-
-
 def test_weights_come_in_the_dtype_asked_for(model: QwenImage) -> None:
     assert {parameter.dtype for parameter in model.load_transformer(torch.bfloat16).parameters()} == {torch.bfloat16}
     meta = model.load_transformer(torch.bfloat16, meta=True)
     assert {parameter.dtype for parameter in meta.parameters()} == {torch.bfloat16}
-    assert {tensor.dtype for _, tensor in model.iter_weights(torch.bfloat16)} == {torch.bfloat16}
-
-
-def test_an_incomplete_download_is_an_error_that_names_the_file(tiny_qwen_image: Path, tmp_path: Path) -> None:
-    copy = shutil.copytree(tiny_qwen_image, tmp_path / "m", ignore=shutil.ignore_patterns("diffusion*.safetensors"))
-    with pytest.raises(ValueError, match=r"lacks diffusion_pytorch_model\.safetensors"):
-        next(load_model(copy).iter_weights(torch.float32))
 
 
 # -- text -------------------------------------------------------------------------------------------------

@@ -381,6 +381,53 @@ def test_the_timeline_shows_who_generated_trained_and_waited():
     assert sum(interval.num_samples for interval in intervals if interval.kind == "train") == 3 * GROUP_SIZE
 
 
+def waits_of(intervals, lane):
+    return [
+        (interval.reason, interval.start_s, interval.end_s)
+        for interval in intervals
+        if (interval.kind, interval.lane.name) == ("wait", lane)
+    ]
+
+
+def test_a_lost_slot_idles_under_that_reason_until_another_replica_takes_its_lane():
+    async def batches():
+        pools = Pools(lose_slot_at=0)
+        conductor = make_conductor(pools, num_prompts=2)
+        await conductor.run_batch()
+        lost = waits_of(conductor.recorder.drain().intervals, "generator/1")
+        pools.staged = 1
+        joining = Joining("s1b", Lane("generator", 1, "here", 1), ["s1b"])
+        pools.slot_versions |= {"s1b": 1}
+        await conductor.publish(1, lost_slots=["s1"], joining=[joining])
+        joined_s = conductor.recorder.now_s()
+        await conductor.run_batch()
+        return lost, joined_s, conductor.recorder.drain().intervals
+
+    lost, joined_s, after = asyncio.run(asyncio.wait_for(batches(), 20))
+    assert [reason for reason, _, _ in lost] == ["slot_lost"]
+    waits = waits_of(after, "generator/1")
+    assert [end_s < joined_s for reason, _, end_s in waits if reason == "slot_lost"] == [True], "it ends as one joins"
+    assert [interval for interval in after if interval.kind == "generate" and interval.lane.index == 1]
+
+
+def test_a_slot_of_a_replica_that_is_given_up_stays_lost_when_its_own_chunk_ends():
+    """Slot s1 hangs, and its replica is given up after 50 s; the chunk of its other slot ends at 60 s."""
+    pools, replica = Hanging(("generate", "s1")), ["s1", "s2"]
+    generate = pools.generate
+
+    async def generate_slowly(slot, chunk):
+        await asyncio.sleep(30.0)
+        return await generate(slot, chunk)
+
+    pools.generate = generate_slowly
+    slots_of = {"s0": ["s0"], **dict.fromkeys(replica, replica)}
+    _, took_s, conductor = run_hanging(pools, num_batches=1, slots=("s0", *replica), slots_of=slots_of)
+    assert took_s >= 60.0
+    intervals = conductor.recorder.drain().intervals
+    for lane in ("generator/1", "generator/2"):
+        assert waits_of(intervals, lane)[-1] == ("slot_lost", 50.0, took_s)
+
+
 async def spin():
     """Let everything happen that can happen without time passing."""
     for _ in range(200):

@@ -60,7 +60,7 @@ class Worker:
     def __init__(self, backend: str, bucket_bytes: int, is_master: bool):
         kwargs = {"is_master": True} if is_master else {}
         self.made = []
-        self.num_received = 0
+        self.num_received, self.stops_at = 0, None
         self.engine = CheckpointEngineRegistry.new(backend, bucket_size=bucket_bytes, **kwargs)
         self.own_listeners = self._listeners()
 
@@ -98,11 +98,16 @@ class Worker:
         async for _, tensor in self.engine.receive_weights():
             num_bytes += tensor.nbytes
             self.num_received += 1
+            if self.num_received == self.stops_at:
+                await asyncio.Event().wait()
         return num_bytes
 
-    async def has_received(self, count):
-        """Wait until the last `receive_and_drop` has received `count` tensors."""
-        while self.num_received < count:
+    def stop_at(self, count):
+        """Have the next `receive_and_drop` wait forever at `count` tensors, so that its update cannot end."""
+        self.num_received, self.stops_at = 0, count
+
+    async def has_stopped(self):
+        while self.num_received != self.stops_at:
             await asyncio.sleep(0.001)
 
     def num_made(self):
@@ -167,14 +172,15 @@ def test_after_a_replica_died_in_an_update_the_next_one_reaches_the_others(ray_h
     receivers = [actor.remote(backend, BUCKET_BYTES, False) for _ in range(3)]
     exchange(backend, senders, receivers, (1,))
     for victim in (0, 1):
+        ray.get(receivers[victim].stop_at.remote(4))
         sent, got = begin(backend, senders, receivers, (2, 256), "receive_and_drop")
-        ray.get(receivers[victim].has_received.remote(4))
+        ray.get(receivers[victim].has_stopped.remote())
         ray.kill(receivers.pop(victim))
         with pytest.raises(RayError):
             ray.get([*sent, *got])
         for found in exchange(backend, senders, receivers, (3,))[1]:
             assert_equal(found, weights(3))
-        ended, _ = ray.wait([*sent, *got], num_returns=len(sent) + len(got), timeout=30)
+        ended, _ = ray.wait([*sent, *got], num_returns=len(sent) + len(got), timeout=120)
         assert len(ended) == len(sent) + len(got), "nobody waits for the dead"
     made, expected = ray.get([sender.num_made.remote() for sender in senders])
     assert made == expected, "making a tensor is a collective of all ranks, also in an update that fails"

@@ -11,7 +11,7 @@ Invariants
 * No NaN comes out, and none is let in.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -86,46 +86,9 @@ def advantage_scale(
     return divisor if scale == "group" else torch.full_like(values, divisor.max().item())
 
 
-def combine_rewards(rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
-    """Weighted sum of several rewards: name -> [B] and name -> weight, to [B] fp32 on the rewards' device.
-
-    Raises:
-        ValueError: names or lengths that disagree; a NaN or infinite reward, named by its index.
-    """
-    scores = _checked_scores(rewards, weights)
-    total = torch.stack([weights[name] * values for name, values in scores.items()]).sum(dim=0)
-    return total.to(next(iter(rewards.values())).device, torch.float32)
-
-
-def combine_advantages(
-    rewards: Mapping[str, Tensor],
-    weights: Mapping[str, float],
-    groups: Sequence[Hashable],
-    *,
-    scale: str = "batch",
-    ddof: int = 0,
-    eps: float = 1e-4,
-) -> Tensor:
-    """Weighted sum of each reward's own advantages, [B] fp32 (GDPO): a reward's spread does not affect its weight.
-
-    Arguments and errors as in `combine_rewards` and `group_advantages`.
-    """
-    scores = _checked_scores(rewards, weights)
-    advantages = {
-        name: group_advantages(values, groups, scale=scale, ddof=ddof, eps=eps) for name, values in scores.items()
-    }
-    return combine_rewards(advantages, weights).to(next(iter(rewards.values())).device)
-
-
-def zero_spread_groups(rewards: Tensor, groups: Sequence[Hashable]) -> tuple[Hashable, ...]:
-    """Groups without gradient, because their rewards are all equal (or there is one), in order of appearance."""
-    values, members = _grouped(rewards, groups)
-    return tuple(group for group, samples in members.items() if not _has_spread(values[samples]))
-
-
 def _grouped(rewards: Tensor, groups: Sequence[Hashable]) -> tuple[Tensor, dict[Hashable, list[int]]]:
     """The rewards, [B] fp64 on the CPU, and the indices of each group's samples."""
-    values = _finite(rewards, "reward")
+    values = _finite(rewards)
     if len(values) != len(groups):
         raise ValueError(f"every reward needs a group id, got {len(values)} rewards and {len(groups)} ids")
     members: dict[Hashable, list[int]] = {}
@@ -134,25 +97,14 @@ def _grouped(rewards: Tensor, groups: Sequence[Hashable]) -> tuple[Tensor, dict[
     return values, members
 
 
-def _checked_scores(rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> dict[str, Tensor]:
-    """name -> [B] fp64 on the CPU."""
-    if not rewards or set(rewards) != set(weights):
-        raise ValueError(f"every reward needs a weight, got {sorted(rewards)} and weights for {sorted(weights)}")
-    scores = {name: _finite(values, f"reward {name!r}") for name, values in rewards.items()}
-    lengths = {name: len(values) for name, values in scores.items()}
-    if len(set(lengths.values())) > 1:
-        raise ValueError(f"every reward must score every sample, got numbers of scores {lengths}")
-    return scores
-
-
-def _finite(rewards: Tensor, what: str) -> Tensor:
+def _finite(rewards: Tensor) -> Tensor:
     if rewards.dim() != 1 or len(rewards) == 0:
-        raise ValueError(f"{what} must have shape [B] with B >= 1, got {list(rewards.shape)}")
+        raise ValueError(f"reward must have shape [B] with B >= 1, got {list(rewards.shape)}")
     values = rewards.detach().cpu().double()
     bad = (~values.isfinite()).nonzero().flatten().tolist()
     if bad:
         raise ValueError(
-            f"{what} must be finite, got {values[bad[0]].item()} at index {bad[0]} "
+            f"reward must be finite, got {values[bad[0]].item()} at index {bad[0]} "
             f"({len(bad)} of {len(values)} are not finite); a scorer that fails should raise"
         )
     return values

@@ -17,17 +17,12 @@ from verl.workers.config import FSDPEngineConfig
 
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models.base import DiffusionModel
-from verl_digen.require import require
+from verl_digen.require import require, require_fsdp2
 
 
 def check_engine_config(config: FSDPEngineConfig) -> None:
     """Raise ValueError for settings of `actor_rollout_ref.actor` that this engine does not support."""
-    require(
-        config.strategy == "fsdp2",
-        "actor_rollout_ref.actor.strategy must be fsdp2 for diffusion models",
-        config.strategy,
-        "set it to fsdp2",
-    )
+    require_fsdp2(config.strategy)
     require(
         config.ulysses_sequence_parallel_size == 1,
         "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size must be 1 for diffusion models",

@@ -17,7 +17,7 @@ padding of text changes nothing; our sampler with eta = 0 equals the model's own
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,28 +94,13 @@ class DiffusionModel(ABC):
     def load_transformer(self, dtype: torch.dtype, *, meta: bool = False) -> nn.Module:
         """Load the transformer in eval mode on the CPU; `meta=True` gives the structure only.
 
-        With `meta=True` parameters are on the meta device, to be filled from `iter_weights`; buffers and
-        tables that are not parameters are real, on the CPU, because no checkpoint holds them. Several experts are
+        With `meta=True` parameters are on the meta device, to be filled from a state dict; buffers and tables
+        that are not parameters are real, on the CPU, because no checkpoint holds them. Several experts are
         returned as one `Experts` module.
         """
         load = checkpoint.make_meta_network if meta else checkpoint.load_network
         networks = {name: load(self.path / name, self.spec.transformer, dtype) for name in self.experts}
         return Experts(networks).eval() if len(networks) > 1 else networks[self.experts[0]]
-
-    def iter_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Yield the transformer's checkpoint, one (state-dict name, CPU tensor) at a time, in the dtypes of
-        `load_transformer(dtype)`.
-
-        Files are mapped, not read whole: a consumer that keeps only its own shard of each tensor never holds
-        more than one full tensor.
-
-        Raises:
-            ValueError: the folder has no safetensors, or lacks a file that its index names.
-        """
-        for expert in self.experts:
-            prefix = f"{expert}." if len(self.experts) > 1 else ""
-            for name, tensor in checkpoint.iter_weights(self.path / expert, self.spec.transformer, dtype):
-                yield prefix + name, tensor
 
     def load_tokenizer(self, folder: str) -> Any:
         """Load the tokenizer in `folder`, of the class that the checkpoint's index names."""

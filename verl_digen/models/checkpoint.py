@@ -1,27 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint folder in the diffusers format: its configs, its networks, their weights one tensor at a time.
+"""A checkpoint folder in the diffusers format: its configs and its networks.
 
 - Errors name `actor_rollout_ref.model.path`, the key of the folder.
 - A network has the same dtypes as from diffusers' own loader, however it is filled: modules that the class keeps in
   fp32 stay fp32, and so do tables that no checkpoint holds.
 
-Invariant (tests/models): the meta network filled from `iter_weights` equals the loaded one in values, dtypes and
+Invariant (tests/models): the meta network filled with the loaded one's state dict equals it in values, dtypes and
 tables.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import torch
 from accelerate import init_empty_weights
-from diffusers.utils.constants import SAFE_WEIGHTS_INDEX_NAME, SAFETENSORS_WEIGHTS_NAME
-from safetensors import safe_open
-from torch import Tensor, nn
+from torch import nn
 
 from verl_digen.models.json_file import read_object
 
@@ -78,29 +75,6 @@ def make_meta_network(folder: Path, architecture: str, dtype: torch.dtype) -> nn
         if tensor.is_floating_point():
             tensor.data = tensor.data.to(_dtype_of(name, architecture, dtype))
     return module
-
-
-def iter_weights(folder: Path, architecture: str, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights in `folder` as (state-dict name, CPU tensor), one at a time; floats in `load_network`'s dtypes.
-
-    Raises:
-        ValueError: the folder has no safetensors, or lacks a file that its index names.
-    """
-    index = folder / SAFE_WEIGHTS_INDEX_NAME
-    names = {SAFETENSORS_WEIGHTS_NAME}
-    if index.is_file():
-        names = set(read_object(index, "actor_rollout_ref.model.path")["weight_map"].values())
-    missing = sorted(name for name in names if not (folder / name).is_file())
-    if missing:
-        raise ValueError(
-            f"the transformer's weights must be safetensors, but {folder} lacks {', '.join(missing)}; "
-            "complete the download, or save the checkpoint again with save_pretrained"
-        )
-    for name in sorted(names):
-        with safe_open(folder / name, framework="pt") as shard:
-            for key in shard.keys():  # noqa: SIM118 - not a dict
-                tensor = shard.get_tensor(key)
-                yield key, tensor.to(_dtype_of(key, architecture, dtype)) if tensor.is_floating_point() else tensor
 
 
 def kept_in_fp32(name: str, architecture: str) -> bool:

@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from verl_digen import plugin
 from verl_digen.config import digen_config
 from verl_digen.pool_sizes import num_trainer_devices
-from verl_digen.require import require, suggestion
+from verl_digen.require import require, require_fsdp2, suggestion
 
 STORAGES = {"MooncakeStore": ("mooncake", "mooncake-transfer-engine"), "Yuanrong": ("yr", "openyuanrong-datasystem")}
 """Storages of TransferQueue -> the module they import, and the package that has it."""
@@ -33,13 +33,7 @@ def check_digen(config: DictConfig) -> None:
 
 def check_strategy(config: DictConfig) -> None:
     """Require FSDP2 to shard the weights."""
-    strategy = config.actor_rollout_ref.actor.strategy
-    require(
-        strategy == "fsdp2",
-        "actor_rollout_ref.actor.strategy must be fsdp2 for diffusion models",
-        strategy,
-        "set it to fsdp2",
-    )
+    require_fsdp2(config.actor_rollout_ref.actor.strategy)
 
 
 def check_shards(config: DictConfig) -> None:

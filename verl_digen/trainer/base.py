@@ -40,6 +40,7 @@ from verl_digen.errors import DeadlineMissed, RunStopped, plain
 from verl_digen.observe.metrics import training_metrics
 from verl_digen.observe.metrics_file import MetricsFile
 from verl_digen.observe.progress import progress_line
+from verl_digen.patches import verl_master_port
 from verl_digen.platforms.placement import TypedPools, check_placement
 from verl_digen.reward.manager import DiffusionRewardLoopManager
 from verl_digen.schedulers.deadlines import Bound
@@ -125,6 +126,7 @@ class DiffusionTrainer(PPOTrainerSync):
         )
 
     def _setup(self) -> None:
+        verl_master_port.apply()  # before the first worker group
         self._supervision = Supervision(
             self.digen.deadlines,
             loop=LoopThread("driver"),

@@ -261,8 +261,9 @@ class Conductor:
                 self._withdrawn.discard(chunk.id)
                 self._slots.lose(slot)
                 return
-            reason = "staleness_bound" if self.planner.rules.max_versions else "no_chunk_left"
-            self._idle.wait(lane, reason, self._step)
+            if self.planner.has_slot(slot):  # else lost while it generated
+                reason = "staleness_bound" if self.planner.rules.max_versions else "no_chunk_left"
+                self._idle.wait(lane, reason, self._step)
             if chunk.id not in self._withdrawn:
                 self.deadlines.observe("generate", slot, size=len(chunk.samples), seconds=took_s)
             self._on_generated(chunk, generated, condition_key)

@@ -292,14 +292,28 @@ class DisaggregatedTrainer(DiffusionTrainer):
             self._supervision.run(self._conductor.drain())
         super().on_validate_begin()
 
+    def _save_checkpoint(self) -> None:
+        assert self._conductor is not None
+        with self._recorder.interval("save", self._conductor.lanes.trainer, step=self.global_steps):
+            super()._save_checkpoint()
+
+    def _validate(self) -> dict[str, float]:
+        with self._recorder.interval("validate", self._driver, step=self.global_steps):
+            metrics = super()._validate()
+        # Written now, since no step may follow; kept for the next step, whose first chunks may be among them.
+        self._previous_intervals = [*self._previous_intervals, *self._write_intervals()]
+        return metrics
+
+    def _write_intervals(self, *own: Interval) -> list[Interval]:
+        """Write what was recorded since the last call, and `own`, to disk."""
+        intervals = [*self._recorder.drain().intervals, *own]
+        self._timeline_file.append(intervals)
+        return intervals
+
     def _close_timeline(self) -> None:
         """Write the step's intervals to disk, and keep the metrics made of them for the step's other metrics."""
         end_s = self._recorder.now_s()
-        intervals = [
-            *self._recorder.drain().intervals,
-            Interval("step", self._driver, self.global_steps, self._step_began_s, end_s),
-        ]
-        self._timeline_file.append(intervals)
+        intervals = self._write_intervals(Interval("step", self._driver, self.global_steps, self._step_began_s, end_s))
         self._timeline_metrics = step_metrics(
             [*self._previous_intervals, *intervals], self.global_steps, self._num_devices
         )

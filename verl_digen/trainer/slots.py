@@ -45,6 +45,7 @@ class ReplicaSlots:
     def join(self, replica: Joining, version: int) -> None:
         """Add the slots of a replica that has `version`."""
         logger.warning("replica %s joins with slots %s", replica.replica, ", ".join(replica.slots))
+        self._idle.stop(replica.lane)
         for slot in replica.slots:
             self.slots_of[slot] = replica.slots
             self.lanes[slot] = replica.lane
@@ -99,3 +100,4 @@ class ReplicaSlots:
             if self._planner.has_slot(lost):
                 logger.warning("slot %s is lost; the samples it was generating go to others", lost)
                 self._planner.on_slot_lost(lost)
+                self._idle.wait(self.lanes[lost], "slot_lost", self._planner.batch + 1)

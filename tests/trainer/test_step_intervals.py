@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Intervals that the trainer on separate pools writes around verl's calls: checkpoints and validations."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+
+from verl_digen.observe.timeline import Lane, Recorder, TimelineFile, read_timeline
+from verl_digen.trainer.base import DiffusionTrainer
+from verl_digen.trainer.disaggregated import DisaggregatedTrainer
+
+TRAINER = Lane("trainer", 0, "here", 2)
+
+
+class Work(DiffusionTrainer):
+    """Stands below `DisaggregatedTrainer`: saving and validating end at once."""
+
+    fails = False
+
+    def _save_checkpoint(self):
+        if self.fails:
+            raise OSError("no space left")
+
+    def _validate(self):
+        return {"val/reward": 0.5}
+
+
+class Trainer(DisaggregatedTrainer, Work):
+    """A trainer in step 3, on a clock that counts its readings."""
+
+    def __init__(self, path):
+        self._recorder = Recorder(now_s=map(float, itertools.count()).__next__)
+        self._driver = Lane("driver", 0, "here", 0)
+        self._conductor = SimpleNamespace(lanes=SimpleNamespace(trainer=TRAINER))
+        self._num_devices = {"trainer": 2}
+        self._timeline_file = TimelineFile(path, self._num_devices)
+        self._previous_intervals = []
+        self.global_steps = 3
+        self._step_began_s = self._recorder.now_s()
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "timeline.jsonl"
+
+
+def seen(path):
+    return [(interval.kind, interval.lane.name, interval.step) for interval in read_timeline(path).intervals]
+
+
+def test_a_checkpoint_is_work_of_the_trainers_lane_in_its_step(path):
+    trainer = Trainer(path)
+    trainer._save_checkpoint()
+    trainer._close_timeline()
+    assert seen(path) == [("step", "driver/0", 3), ("save", "trainer/0", 3)]
+    assert trainer._timeline_metrics["perf/busy_s/trainer/save"] == 2 * 1.0, "two devices, one tick"
+
+
+def test_a_checkpoint_that_fails_leaves_its_interval(path):
+    trainer = Trainer(path)
+    trainer.fails = True
+    with pytest.raises(OSError, match="no space left"):
+        trainer._save_checkpoint()
+    (interval,) = trainer._recorder.drain().intervals
+    assert (interval.kind, interval.detail) == ("save", {"failed": "OSError"})
+
+
+def test_a_validation_is_on_disk_at_its_end_because_no_step_may_follow(path):
+    trainer = Trainer(path)
+    trainer._close_timeline()
+    assert trainer._validate() == {"val/reward": 0.5}
+    assert seen(path) == [("step", "driver/0", 3), ("validate", "driver/0", 3)]
+
+
+def test_what_ends_during_a_validation_counts_in_the_next_step(path):
+    """The drain before a validation finishes chunks of the next batch."""
+    trainer = Trainer(path)
+    generator = Lane("generator", 0, "here", 1)
+    trainer._num_devices["generator"] = 1
+    trainer._close_timeline()
+    for uid in ("p0", "p1"):
+        with trainer._recorder.interval("generate", generator, step=4, chunk_id=uid, group_ids=(uid,)):
+            pass
+    trainer._validate()
+    trainer.global_steps, trainer._step_began_s = 4, trainer._recorder.now_s()
+    trainer._close_timeline()
+    assert 0 < trainer._timeline_metrics["perf/first_group_fraction"] < 1
