@@ -21,7 +21,7 @@ from verl.utils.device import get_device_name
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
-from verl_digen.algorithms.objectives import find_objective
+from verl_digen.algorithms.objectives import Objective, find_objective
 from verl_digen.config import EmaConfig
 from verl_digen.engine.build import add_adapter, build_transformer, check_engine_config, keep_input_dtypes
 from verl_digen.engine.checkpoint import DiffusersCheckpointManager, UpdateState
@@ -60,9 +60,13 @@ class ShardedTransformer(FSDPEngine):
         self.state = UpdateState()
         self.wire_dtype: torch.dtype | None = None
         """dtype of exported floating tensors; None keeps each parameter's own."""
-        self.objective = find_objective(self.digen.loss_name)
-        self.exports = self.objective.behaviour
+        self.exports: str = self.objective.behaviour
         """Policy that `get_per_tensor_param` exports, by name."""
+
+    @property
+    def objective(self) -> Objective:
+        """The run's objective."""
+        return find_objective(self.digen.loss_name)
 
     # -- build --------------------------------------------------------------------------------------------
     def initialize(self) -> None:

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies of the weights by policy: when they follow, what is kept and saved."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from verl_digen.algorithms.ema import Decay, ema_decay
+from verl_digen.config import EmaConfig
+from verl_digen.engine.copies import PolicyCopies
+from verl_digen.engine.shadow import ShadowWeights
+
+
+def make_copies(
+    module: nn.Module, ema: EmaConfig | None = None, decays: dict[str, Decay] | None = None
+) -> PolicyCopies:
+    return PolicyCopies(module, lambda: ShadowWeights(module), ema or EmaConfig(), decays or {})
+
+
+def number(copies: PolicyCopies, policy: str) -> float:
+    return copies[policy].shards["weight"].item()
+
+
+@pytest.fixture
+def module() -> nn.Module:
+    made = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(made.weight, 1.0)
+    return made
+
+
+def move(module: nn.Module, value: float) -> None:
+    with torch.no_grad():
+        module.get_parameter("weight").fill_(value)
+
+
+def test_a_policy_follows_batches_and_the_average_steps(module: nn.Module):
+    copies = make_copies(module, EmaConfig(enable=True, every_steps=2, max_decay=0.9), {"old": Decay(0.25, 0.5)})
+    move(module, 3.0)
+    copies.follow_step(0)
+    assert (number(copies, "average"), number(copies, "old")) == (1.0, 1.0)
+    copies.follow_step(1)
+    copies.follow_batch(2)
+    average = ema_decay(1, 0.9) * 1.0 + (1 - ema_decay(1, 0.9)) * 3.0
+    assert number(copies, "average") == pytest.approx(average)
+    assert number(copies, "old") == pytest.approx(0.5 * 1.0 + 0.5 * 3.0)
+
+
+def test_a_batch_without_a_step_that_changed_the_weights_leaves_the_policy(module: nn.Module):
+    copies = make_copies(module, decays={"old": Decay(0.0, 0.0)})
+    move(module, 3.0)
+    copies.follow_batch(0)
+    assert number(copies, "old") == 1.0
+    copies.follow_batch(1)
+    assert number(copies, "old") == 3.0
+    move(module, 5.0)
+    copies.follow_batch(1)
+    assert number(copies, "old") == 3.0
+
+
+def test_a_copy_that_is_kept_can_be_dropped_and_one_that_follows_stays(module: nn.Module):
+    copies = make_copies(module, decays={"old": Decay(0.0, 0.0)})
+    copies.keep("reference")
+    assert {*copies} == {"old", "reference"}
+    copies.drop("old"), copies.drop("reference"), copies.drop("never kept")
+    assert {*copies} == {"old"}
+
+
+def test_copies_that_follow_are_saved_and_a_missing_one_starts_from_the_weights(
+    module: nn.Module, caplog: pytest.LogCaptureFixture
+):
+    copies = make_copies(module, decays={"old": Decay(0.0, 0.0)})
+    copies.keep("reference")
+    saved = copies.state_dict()
+    assert {*saved} == {"old"}
+    move(module, 7.0)
+    other = make_copies(module, EmaConfig(enable=True), {"old": Decay(0.0, 0.0)})
+    move(module, 9.0)
+    other.load_state_dict(saved, num_updates=4)
+    assert (number(other, "old"), number(other, "average")) == (1.0, 9.0)
+    assert "no copy of policy average" in caplog.text
+    other.follow_batch(4)
+    assert number(other, "old") == 1.0, "these steps were followed before the checkpoint"
