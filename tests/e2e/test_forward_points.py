@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DiffusionNFT through verl's own main: samples of the old policy, no recorded path, in both placements."""
+
+import pytest
+import torch
+
+from tests.e2e.conftest import Run, assert_same_gradients, assert_same_weights, run_main, steps_of
+from tests.e2e.test_training import assert_succeeded
+from tests.weight_change import SGD
+
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
+
+NFT = (
+    *SGD,
+    "trainer.total_training_steps=3",
+    "trainer.save_freq=1",
+    "trainer.test_freq=3",
+    "digen.advantage.scale=group",
+)
+
+
+def saved_policy(run: Run, policy: str, step: int) -> dict[str, torch.Tensor]:
+    """This policy's weights in a one-rank checkpoint."""
+    file = run.run_dir / f"global_step_{step}" / "actor" / "digen_state_world_size_1_rank_0.pt"
+    return torch.load(file, weights_only=True)["copies"][policy]
+
+
+def test_separate_pools_with_assisting_trainers_leave_the_weights_of_the_colocated_trainer(tmp_path):
+    one = run_main(tmp_path / "colocated", *NFT, recipe="[digen_flowgrpo,diffusion_nft]")
+    assert_succeeded(one)
+    other = run_main(
+        tmp_path / "separate", *NFT, "digen.tag.policy=always", recipe="[digen_flowgrpo,disaggregated,diffusion_nft]"
+    )
+    assert_succeeded(other)
+    assert_same_weights(one, other, 3)
+    assert_same_gradients(one, other)
+    assert sum(row["tag/assisted_samples"] for row in steps_of(other)) > 0
+    for run in (one, other):
+        assert all(row["actor/old_distance"] == 0 for row in steps_of(run)[:1]), "nothing has moved yet"
+        assert all(row["actor/old_distance"] > 0 for row in steps_of(run)[1:])
+        assert steps_of(run)[-1]["val/reward"] > 0
+    old = [saved_policy(run, "old", 3) for run in (one, other)]
+    for name, shard in old[0].items():
+        torch.testing.assert_close(old[1][name], shard, rtol=1e-3, atol=1e-5)
