@@ -28,6 +28,7 @@ STOPS = '''
 
 import os
 import signal
+import time
 from pathlib import Path
 
 from verl_digen.hooks import after_import
