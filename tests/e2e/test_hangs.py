@@ -120,7 +120,8 @@ def test_replicas_that_are_stopped_in_a_chunk_a_load_and_a_validation_are_replac
         "actor_rollout_ref.rollout.n_gpus_per_node=2",
         f"reward.custom_reward_function.path={path}",
         "digen.reward.custom_weight=0.0",
-        "digen.deadlines.first_s=300",
+        # also the time after which a replica that is stopped in its first validation is replaced
+        "digen.deadlines.first_s=120",
         "digen.deadlines.generate_s=20",
         "digen.deadlines.load_s=20",
         "digen.deadlines.answer_s=15",
