@@ -17,17 +17,18 @@ quickstart:  ## train a tiny model here and now
 
 test: lint test-unit test-e2e  ## what a change must pass
 
-test-unit:  ## several at a time, a file each
+test-unit:  ## three files at a time: some wait for Ray
 	@.ci/setup_env.sh dev
-	$(BIN)/python -m pytest -m "not (e2e or gpu or long)" -n logical --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest -m "not (e2e or gpu or long)" -n 3 --dist loadfile
 
-test-e2e:  ## one after the other: a run takes all cores
+test-e2e:  ## two files at a time, because a run waits for half of its time; the timed runs of tests/bench alone
 	@.ci/setup_env.sh dev
-	$(BIN)/python -m pytest -m "e2e and not (gpu or long)"
+	$(BIN)/python -m pytest -m "e2e and not (gpu or long)" -n 2 --dist loadfile tests/e2e
+	$(BIN)/python -m pytest -m "e2e and not (gpu or long)" --ignore tests/e2e --ignore tests/vllm_omni
 
-test-long:  ## every architecture end to end, faults, long runs, two at a time; CI makes them too
+test-long:  ## every architecture end to end, faults, long runs, three files at a time; CI makes them too
 	@.ci/setup_env.sh dev
-	$(BIN)/python -m pytest -m long -n logical --maxprocesses 2 --dist loadgroup
+	$(BIN)/python -m pytest -m long -n 3 --dist loadfile
 
 mutations:  ## wrong code, one line at a time: a test must notice each (10 minutes)
 	@.ci/setup_env.sh dev

@@ -13,6 +13,7 @@ from typing import IO
 import pytest
 
 from tests.bench.driver_watch import DriverWatch
+from tests.fork_server import shared_server
 from verl_digen.bench import command
 from verl_digen.bench.command import VIRTUAL_OVERRIDES
 from verl_digen.observe.timeline import read_timeline
@@ -30,6 +31,7 @@ def test_32_virtual_devices_of_two_types_take_the_simulated_time_and_what_the_li
     tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "executable", str(shared_server().python))
     parser = ArgumentParser()
     command.add_arguments(parser)
     arguments = "--virtual wan2.1-14b --trainer 16xH800 --generator 16xA100 --time-scale 0.02 --modes gap+tsp"
@@ -92,12 +94,14 @@ def test_a_fragment_costs_the_control_plane_less_than_30_ms(tmp_path):
 def run_virtual(run_dir: Path, *overrides: str) -> None:
     """Run virtual devices of wan2.1-14b, to the end of the run."""
     with open(log_of(run_dir), "w") as file:
-        process = start_virtual(run_dir, file, *overrides)
+        process = start_virtual(run_dir, file, *overrides, python=shared_server().python)
         assert process.wait() == 0, log_of(run_dir).read_text()[-3000:]
 
 
-def start_virtual(run_dir: Path, log: IO[str], *overrides: str) -> subprocess.Popen[bytes]:
-    main = (sys.executable, "-m", "verl.trainer.main_ppo", "recipe=[digen_flowgrpo,disaggregated,virtual]")
+def start_virtual(
+    run_dir: Path, log: IO[str], *overrides: str, python: Path = Path(sys.executable)
+) -> subprocess.Popen[bytes]:
+    main = (python, "-m", "verl.trainer.main_ppo", "recipe=[digen_flowgrpo,disaggregated,virtual]")
     given = (
         *VIRTUAL_OVERRIDES,
         "digen.virtual.profile=wan2.1-14b",

@@ -19,7 +19,7 @@
 | Ray `ActorUnavailableError`, `ActorDiedError`, `RayActorError` | agent_loop/, trainer/ | which is a kind of which |
 | Ray `_private.state.actors` | actors.py | an actor that starts again (tests/reward/test_workers.py) |
 | Ray `ActorHandle._actor_id` | trainer/replicas.py | the id that an ActorUnavailableError names |
-| TransferQueue client `_loop` | store/controller.py | runs its blocking calls (tests/e2e/test_faults.py) |
+| TransferQueue client `_loop` | store/controller.py | runs its blocking calls (tests/e2e/test_hangs.py) |
 | Hydra `JobReturn._return_value` | preflight/callback.py | the exception, unraised |
 | omegaconf `_get_node`, `_is_none` | config/load.py | a child as a node, not as its value |
 | TensorBoard `_get_file_writer` | observe/board.py | encoded pictures as they are |

@@ -12,9 +12,11 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -23,6 +25,7 @@ import torch
 from tests.fork_server import shared_server
 from tests.weight_change import SGD, assert_same_change
 from verl_digen.models import load_model
+from verl_digen.observe.timeline import read_timeline
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINT = ROOT / "examples" / "tiny_qwen_image" / "checkpoint"
@@ -91,10 +94,16 @@ def finish_main(process: subprocess.Popen[bytes], run_dir: Path, timeout_s: floa
     try:
         process.wait(timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        for child in (*processes_of(process), process):
-            child.kill()
-        raise
+        kill_all(process)
+        raise AssertionError(f"the run goes on after {timeout_s} s: {_log_of(run_dir).read_text()[-5000:]}") from None
     return Run(process.returncode, _log_of(run_dir).read_text(), run_dir)
+
+
+def kill_all(process: subprocess.Popen[bytes]) -> None:
+    """End a run at once."""
+    for child in (*processes_of(process), process):
+        with suppress(psutil.NoSuchProcess):  # it ended meanwhile
+            child.kill()
 
 
 def _log_of(run_dir: Path) -> Path:
@@ -140,6 +149,10 @@ def assert_same_gradients(one: Run, other: Run) -> None:
         assert ours["reward/mean"] == pytest.approx(theirs["reward/mean"], abs=1e-4)
 
 
+def assert_succeeded(run: Run) -> None:
+    assert run.exit_code == 0, run.output[-8000:]
+
+
 def steps_of(run: Run) -> list[dict[str, float]]:
     """The metrics of its steps."""
     return [row for row in run.metrics if "perf/step_s" in row]
@@ -147,15 +160,46 @@ def steps_of(run: Run) -> list[dict[str, float]]:
 
 def kill_one(process: subprocess.Popen[bytes], actor: str, by: signal.Signals = signal.SIGKILL) -> None:
     """Send a signal to one process of the Ray actor class `actor` that the run started."""
-    actors = [child for child in processes_of(process) if _title(child) == actor]
-    assert actors, f"the run has no process of {actor}"
+    titles = {child: _title(child) for child in processes_of(process)}
+    actors = [child for child, title in titles.items() if title == actor]
+    assert actors, f"the run has no process of {actor}, but of {sorted({*titles.values()})}"
     actors[0].send_signal(by)
 
 
-def _title(child: Any) -> str:
-    """Ray's workers carry the name of their actor class in their title: ray::[NAME:]CLASS[.METHOD]."""
-    title = " ".join(child.cmdline()).removeprefix("ray::")
+def wait_for(process: subprocess.Popen[bytes], run_dir: Path, is_there: Callable[[], bool]) -> None:
+    """Wait until `is_there`, or until the run ends.
+
+    Raises:
+        AssertionError: 5 minutes passed. The run is killed.
+    """
+    deadline = time.monotonic() + 300
+    while process.poll() is None and not is_there():
+        if time.monotonic() > deadline:
+            kill_all(process)
+            raise AssertionError(f"what was waited for did not come: {_log_of(run_dir).read_text()[-5000:]}")
+        time.sleep(0.05)
+
+
+def _title(child: psutil.Process) -> str:
+    """Ray's workers carry the name of their actor class in their title, ray::[NAME:]CLASS[.METHOD]; "" once ended."""
+    try:
+        title = " ".join(child.cmdline()).removeprefix("ray::")
+    except psutil.NoSuchProcess:
+        return ""
     return title.split(".")[0].split(":")[-1].strip()
+
+
+def assert_every_sample_trained_once(run: Run) -> None:
+    """Assert that each step trained 4 groups, and each sample once."""
+    num_samples = 16
+    for row in steps_of(run):
+        assert row["batch/num_samples"] == num_samples
+    timeline = read_timeline(run.run_dir / "timeline.jsonl")
+    for step in timeline.steps:
+        trained = [interval for interval in timeline.intervals if (interval.step, interval.kind) == (step, "train")]
+        groups = [uid for interval in trained for uid in interval.group_ids]
+        assert len(groups) == len(set(groups)) == 4
+        assert sum(interval.num_samples for interval in trained) == num_samples
 
 
 @pytest.fixture(scope="session")

@@ -15,8 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.e2e.conftest import Run, run_main, steps_of, trained_weights
-from tests.e2e.test_training import assert_succeeded
+from tests.e2e.conftest import Run, assert_succeeded, run_main, steps_of, trained_weights
 from tests.tiny_models import build_tiny
 from verl_digen.models import load_model
 

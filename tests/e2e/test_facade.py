@@ -39,7 +39,7 @@ def test_a_pipeline_that_swaps_in_our_trainer_trains(tmp_path):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=240,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-5000:]

@@ -1,22 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Three steps through verl's own main, colocated and on separate pools: equal weights, and what a run leaves behind.
+
+All tests of these two runs are in this file: files run side by side, and each process would make the runs anew.
+"""
+
 import shutil
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import AVERAGED, Run, assert_same_weights, run_main, steps_of
+from tests.e2e.conftest import (
+    AVERAGED,
+    assert_same_gradients,
+    assert_same_weights,
+    assert_succeeded,
+    run_main,
+    steps_of,
+)
 from tests.weight_change import SGD
+from verl_digen.observe.timeline import read_timeline
 
 pytestmark = pytest.mark.e2e
-
-BROKEN_REWARD = """
-def compute_score(data_source, solution_image, ground_truth, extra_info=None):
-    raise ConnectionError("the scorer is down")
-"""
-
-
-def assert_succeeded(run: Run) -> None:
-    assert run.exit_code == 0, run.output[-8000:]
 
 
 def test_a_run_trains_validates_and_leaves_metrics_pictures_and_a_checkpoint(three_steps):
@@ -59,45 +65,40 @@ def test_a_resumed_run_continues_as_if_it_had_not_stopped(three_steps, tmp_path)
     assert_same_weights(three_steps, resumed, 3)
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        pytest.param(
-            ("trainer.n_gpus_per_node=2", "actor_rollout_ref.model.lora_rank=4", "digen.kl.coef=0.01"),
-            id="two ranks, LoRA adapter",
-        ),
-        pytest.param(
-            (
-                *("digen.kl.coef=0.01", "digen.sampling.true_cfg_scale=2.0"),
-                "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-            ),
-            id="full weights, guided, two updates per batch",
-            marks=pytest.mark.long,
-        ),
-    ],
-)
-def test_variants_train_and_generation_agrees_with_training(tmp_path, overrides):
-    # at this rate a step is seen in the log-probs of the next one
-    rate = "actor_rollout_ref.actor.optim.lr=1e-3"
-    run = run_main(tmp_path / "run", "trainer.total_training_steps=2", rate, *overrides)
-    assert_succeeded(run)
-    assert steps_of(run)[-1]["rollout/probe_change"] > 0
-    # in step 2 the replicas serve the weights that step 1 committed: a gap means that they were not sent
-    assert run.metrics[1]["rollout/log_prob_gap_max"] <= 1e-4
-    assert run.metrics[0]["actor/grad_norm"] > 0
+def test_three_steps_leave_the_weights_of_the_colocated_trainer(three_steps, separate):
+    assert_succeeded(three_steps)
+    assert_succeeded(separate)
+    assert_same_weights(three_steps, separate, 3)
+    assert_same_gradients(three_steps, separate)
+    assert all(row["rollout/version_age_max_versions"] == 0 for row in steps_of(separate))
 
 
-@pytest.mark.long
-def test_a_reward_that_always_fails_ends_the_run_with_its_reason_and_no_ray(tmp_path):
-    (tmp_path / "reward.py").write_text(BROKEN_REWARD)
-    run = run_main(
-        tmp_path / "run",
-        "digen.reward.functions={}",
-        f"reward.custom_reward_function.path={tmp_path / 'reward.py'}",
-        "trainer.total_training_steps=2",
-    )
-    assert run.exit_code != 0
-    last = run.output.strip().splitlines()[-1]
-    assert "the scorer is down" in last and "digen.max_refills_per_step" in last, run.output[-3000:]
-    alive = subprocess.run(["pgrep", "-fc", str(tmp_path)], capture_output=True, text=True, check=False)
-    assert int(alive.stdout) == 0
+def test_training_begins_in_every_step_before_the_last_group_is_generated(separate):
+    timeline = read_timeline(separate.run_dir / "timeline.jsonl")
+    assert timeline.steps == [1, 2, 3]
+    for step in timeline.steps:
+        trained = [interval for interval in timeline.intervals if (interval.kind, interval.step) == ("train", step)]
+        generated = [
+            interval for interval in timeline.intervals if (interval.kind, interval.step) == ("generate", step)
+        ]
+        assert min(work.start_s for work in trained) < max(work.end_s for work in generated)
+    for row in steps_of(separate):
+        assert row["perf/overlap_s"] > 0
+        for pool in ("trainer", "generator"):
+            assert 0 <= row[f"perf/bubble_fraction/{pool}"] < 1
+
+
+def test_checkpoints_and_the_validation_after_the_last_step_are_in_the_timeline(separate):
+    intervals = read_timeline(separate.run_dir / "timeline.jsonl").intervals
+    assert [interval.step for interval in intervals if interval.kind == "save"] == [1, 2, 3]
+    assert [interval.step for interval in intervals if interval.kind == "validate"] == [3]
+    assert all(row["perf/busy_s/trainer/save"] > 0 for row in steps_of(separate))
+
+
+def test_the_timeline_command_draws_a_step(separate, tmp_path):
+    digen = Path(sys.executable).with_name("digen")
+    command = [digen, "timeline", separate.run_dir, "--out", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "timeline_step_3.png").stat().st_size > 10_000
+    assert "trainer" in done.stdout and "no_chunk_left" in done.stdout

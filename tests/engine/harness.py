@@ -386,10 +386,16 @@ def process_group(rank: int, world_size: int, file: str, timeout_s: float = 1800
         dist.destroy_process_group()
 
 
+mp.get_context("forkserver").set_forkserver_preload([__name__])
+"""Ranks are forks of a process that has imported this module: importing it takes 8 s of a core. The ranks cannot be
+forks of pytest's own process, which has threads and a process group."""
+
+
 def on_two_ranks(scenarios: list[Callable[[Path], Any]], path: Path, folder: Path) -> dict[str, Any]:
     """Run each scenario(path, folder) on two ranks in turn; returns rank 0's results by function name."""
     with tempfile.NamedTemporaryFile(dir=folder) as rendezvous:
-        mp.spawn(_child, args=(scenarios, path, folder, rendezvous.name + ".store"), nprocs=2)  # type: ignore
+        args = (scenarios, path, folder, rendezvous.name + ".store")
+        mp.start_processes(_child, args, nprocs=2, start_method="forkserver")  # type: ignore
     return torch.load(folder / "results.pt", weights_only=False)
 
 

@@ -27,6 +27,9 @@ from verl_digen.types import Generation, Geometry, SampleRequest, Sampling, Traj
 if find_spec("vllm_omni") is None:
     collect_ignore_glob = ["test_*.py"]
 
+os.environ["HUMMING_DISABLE_PARALLEL_BUILD"] = "1"
+"""A package that vLLM imports starts two compilations for CUDA in each process that imports it, 5 s of a core."""
+
 RUN_SEED = 11
 SAMPLING = Sampling(Geometry(64, 64), num_steps=6, true_cfg_scale=1.0, law="flow", noise_level=0.7)
 GUIDED = Sampling(Geometry(64, 64), num_steps=6, true_cfg_scale=3.0, law="flow", noise_level=0.7)

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs with other settings: adapters, guidance, KL, several ranks, a reward that fails."""
+
+import subprocess
+
+import pytest
+
+from tests.e2e.conftest import SEPARATE, assert_same_gradients, assert_succeeded, run_main, steps_of
+from tests.weight_change import SGD
+
+pytestmark = pytest.mark.e2e
+
+BROKEN_REWARD = """
+def compute_score(data_source, solution_image, ground_truth, extra_info=None):
+    raise ConnectionError("the scorer is down")
+"""
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param(
+            ("trainer.n_gpus_per_node=2", "actor_rollout_ref.model.lora_rank=4", "digen.kl.coef=0.01"),
+            id="two ranks, LoRA adapter",
+        ),
+        pytest.param(
+            (
+                *("digen.kl.coef=0.01", "digen.sampling.true_cfg_scale=2.0"),
+                "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+            ),
+            id="full weights, guided, two updates per batch",
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_variants_train_and_generation_agrees_with_training(tmp_path, overrides):
+    # at this rate a step is seen in the log-probs of the next one
+    rate = "actor_rollout_ref.actor.optim.lr=1e-3"
+    run = run_main(tmp_path / "run", "trainer.total_training_steps=2", rate, *overrides)
+    assert_succeeded(run)
+    assert steps_of(run)[-1]["rollout/probe_change"] > 0
+    # in step 2 the replicas serve the weights that step 1 committed: a gap means that they were not sent
+    assert run.metrics[1]["rollout/log_prob_gap_max"] <= 1e-4
+    assert run.metrics[0]["actor/grad_norm"] > 0
+
+
+@pytest.mark.long
+def test_a_reward_that_always_fails_ends_the_run_with_its_reason_and_no_ray(tmp_path):
+    (tmp_path / "reward.py").write_text(BROKEN_REWARD)
+    run = run_main(
+        tmp_path / "run",
+        "digen.reward.functions={}",
+        f"reward.custom_reward_function.path={tmp_path / 'reward.py'}",
+        "trainer.total_training_steps=2",
+    )
+    assert run.exit_code != 0
+    last = run.output.strip().splitlines()[-1]
+    assert "the scorer is down" in last and "digen.max_refills_per_step" in last, run.output[-3000:]
+    alive = subprocess.run(["pgrep", "-fc", str(tmp_path)], capture_output=True, text=True, check=False)
+    assert int(alive.stdout) == 0
+
+
+@pytest.mark.long
+def test_adapters_kl_two_ranks_and_a_group_size_that_no_rank_number_divides(tmp_path):
+    """Replicas of the one run have the adapter merged into their weights, those of the other keep it separate."""
+    overrides = (
+        *SGD,
+        "trainer.total_training_steps=3",
+        "actor_rollout_ref.model.lora_rank=4",
+        "digen.kl.coef=0.01",
+        "digen.advantage.scale=group",
+        "digen.sampling.true_cfg_scale=2.0",
+        "actor_rollout_ref.rollout.n=3",
+        "data.train_batch_size=2",
+    )
+    one = run_main(tmp_path / "colocated", *overrides, "actor_rollout_ref.model.lora.merge=true")
+    assert_succeeded(one)
+    other = run_main(
+        tmp_path / "separate",
+        *overrides,
+        "trainer.n_gpus_per_node=2",
+        "actor_rollout_ref.rollout.n_gpus_per_node=1",
+        recipe=SEPARATE,
+    )
+    assert_succeeded(other)
+    assert_same_gradients(one, other)
+    # from step 2 on replicas serve what was committed: a gap means that it was not sent, or not used
+    for run in (one, other):
+        assert all(row["rollout/log_prob_gap_max"] <= 1e-4 for row in steps_of(run))
+        assert steps_of(run)[-1]["rollout/probe_change"] > 0
