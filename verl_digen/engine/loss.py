@@ -166,7 +166,7 @@ class DiffusionLoss:
         rows: TrainingRows,
         old_log_probs: Tensor | None,
     ) -> dict[str, Tensor]:
-        """Those of these inputs that there are, by name."""
+        """The inputs among `names` that these rows have."""
         tensors, device = current.tensors(), current.velocity.device
         old = others["old"] if "old" in others else {name: value.detach() for name, value in tensors.items()}
         there: dict[str, Tensor | None] = {

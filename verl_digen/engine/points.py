@@ -30,7 +30,7 @@ class Points(Protocol):
     """Kind of points."""
 
     columns: tuple[str, ...]
-    """What is fetched of each sample."""
+    """Columns that are fetched of each sample."""
 
     def make(
         self, samples: Sequence[FragmentSample], columns: Mapping[str, Sequence[Tensor]], picks: Picks

@@ -136,7 +136,7 @@ def all_samples(rewards: Sequence[float]) -> Sequence[int]:
 
 @dataclass(frozen=True)
 class Objective:
-    """What is trained; see the module."""
+    """The value that a run trains by; see the module."""
 
     name: str
     points: Points
