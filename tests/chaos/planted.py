@@ -86,7 +86,7 @@ BUGS = {
         "GeneratedChunk({}, is_lost)",
     ),
     "a fragment holds the samples of its first group only": Bug(
-        "verl_digen.trainer.pools", "fragment_samples(groups)", "fragment_samples(dict(list(groups.items())[:1]))"
+        "verl_digen.trainer.pools", "fragment_samples(groups,", "fragment_samples(dict(list(groups.items())[:1]),"
     ),
     "conditions of dropped groups are left": Bug(
         "verl_digen.trainer.disaggregated",
