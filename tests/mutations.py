@@ -318,8 +318,8 @@ TABLE: tuple[Mutation, ...] = (
     Mutation(
         "engine/points.py",
         "all points of a sample have the same noise",
-        "sample.sample_index, point, end.shape",
-        "sample.sample_index, 0, end.shape",
+        "sample.uid, source, point, end.shape",
+        "sample.uid, source, 0, end.shape",
         "engine/test_rows.py",
     ),
     Mutation(

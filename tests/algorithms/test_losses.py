@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 import math
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from verl_digen.algorithms.ema import Decay
 from verl_digen.algorithms.kl import KINDS, kl_loss
 from verl_digen.algorithms.metric import combine_tiles, numbers
 from verl_digen.algorithms.objectives import (
     ClampedConfig,
     ClipConfig,
+    LossConfig,
     LossOutput,
     default_config,
     find_objective,
@@ -326,6 +328,26 @@ def test_a_loss_that_asks_for_what_training_does_not_have_is_refused_when_it_is_
     with pytest.raises(ValueError, match=message):
         register_objective("mine", **arguments)
     assert "mine" not in objective_names()
+
+
+@dataclass(frozen=True)
+class FollowedConfig(LossConfig):
+    """Settings with a copy of the weights."""
+
+    @property
+    def copies(self):
+        return {"ema": Decay(0.001, 0.3)}
+
+
+def test_an_objective_may_read_its_own_copies_and_serves_one_that_it_has(monkeypatch):
+    monkeypatch.setattr(registry, "_OBJECTIVES", dict(registry._OBJECTIVES))
+    latents = ("velocity", "ema_velocity")
+    register_objective("mine", config=FollowedConfig, points="forward", latents=latents)(lambda rows, config: None)
+    assert find_objective("mine").loss.inputs_for(FollowedConfig()) == latents
+    with pytest.raises(ValueError, match="latents of the objective 'other' must be one of .*, got 'ema_velocity'"):
+        register_objective("other", points="forward", latents=latents)
+    with pytest.raises(ValueError, match="behaviour of the objective 'other' must be current, .* no copy `old`"):
+        register_objective("other", config=FollowedConfig, latents=("velocity",), behaviour="old")
 
 
 @pytest.mark.parametrize(

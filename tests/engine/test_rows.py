@@ -134,6 +134,14 @@ def test_noise_of_a_forward_row_is_that_of_its_sample_and_point():
     assert not torch.equal(alone.latents[0], other.latents[0])
 
 
+def test_samples_of_a_group_may_share_the_noise_of_a_point():
+    samples = clean_samples()
+    rows = make_rows(ForwardPoints(run_seed=7, shares_noise=True), samples, samples.all_picks)
+    assert isinstance(rows.point, Noised)
+    noise = rows.point.noise
+    assert torch.equal(noise[0], noise[2]) and torch.equal(noise[1], noise[3]) and not torch.equal(noise[0], noise[1])
+
+
 def assert_invariants(samples, places, tiles):
     """Every row of the samples is in one tile, with its own old log-prob; fillers have mask 0."""
     found = []

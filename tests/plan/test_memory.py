@@ -60,11 +60,29 @@ def test_copies_are_on_the_device_unless_parameters_are_offloaded():
     digen = {"ema": EmaConfig(enable=True), "kl": KlConfig(coef=0.1)}
     here = plan_memory(make_run(digen=digen), DEVICE)
     assert here.training.items["EMA"] == 4 * GB
-    assert here.training.items["KL reference"] == 8 * GB  # the copy, and the weights it replaces
+    replaced = "weights that a policy replaces"
+    assert here.training.items["reference"] == here.training.items[replaced] == 4 * GB
     away = plan_memory(make_run(digen=digen, param_offload=True), DEVICE)
-    assert "EMA" not in away.training.items and away.training.items["KL reference"] == 4 * GB
+    assert not {"EMA", "reference"} & away.training.items.keys() and away.training.items[replaced] == 4 * GB
     assert away.host["offloaded parameters"] == 8 * (4 + 2 * 4) * GB
-    assert "KL reference" not in plan_memory(make_run(digen=digen, lora=True), DEVICE).training.items
+    assert not {"reference", replaced} & plan_memory(make_run(digen=digen, lora=True), DEVICE).training.items.keys()
+
+
+def test_policies_that_an_objective_reads_are_counted():
+    digen = {"loss": {"name": "diffusion_nft"}}
+    here, plain = (plan_memory(make_run(digen=changes), DEVICE) for changes in (digen, {}))
+    names = ("policy old", "reference", "weights that a policy replaces")
+    assert [here.training.items[name] for name in names] == [4 * GB] * 3
+    waiting = [plan.generating.items["trainer that waits"] for plan in (here, plain)]
+    assert waiting[0] - waiting[1] == 2 * 4 * GB
+    assert (
+        here.checkpoint_bytes - plain.checkpoint_bytes == 8 * 4 * GB
+    )  # `old` of all ranks; the reference is not saved
+    adapter = plan_memory(make_run(digen=digen, lora=True), DEVICE).training.items
+    assert "reference" not in adapter and adapter["policy old"] == adapter["weights that a policy replaces"]
+    away = plan_memory(make_run(digen=digen, param_offload=True), DEVICE)
+    assert "policy old" not in away.training.items
+    assert away.host["offloaded parameters"] == 8 * (4 + 2 * 4) * GB
 
 
 def test_offloading_helps_the_phase_in_which_the_trainer_waits_and_costs_host_memory():

@@ -3,22 +3,28 @@
 
 | module | holds |
 | --- | --- |
-| `model_config` | `actor_rollout_ref.model` as a validated dataclass |
-| `engine` | verl's engine: a logical batch or verl's batch, optimizer step, EMA, export |
+| `engine` | verl's engine, with logical batches: begin, accumulate, commit, abort |
+| `sharded` | how the module is built, updated, saved and exported |
 | `build` | the transformer and its adapter, before sharding |
-| `fragment` | a fragment as the driver describes it, and how a rank fetches its samples |
+| `fragment` | a fragment as the driver describes it |
 | `logical_batch` | an open logical batch: fragments in, one gradient out |
 | `ledger` | streaming advantages: samples that can train before all rewards have arrived |
 | `planning` | partition of rows over ranks and tiles |
 | `transaction` | the accumulating gradient of a logical batch |
 | `gradients` | the gradient of an FSDP2 module: move, scale, reduce, drop |
-| `rows` | trajectories of samples -> the rows of a tile |
-| `scoring` | rows under the current weights and under the KL reference |
-| `loss` | scored rows -> policy loss + KL, and which old log-probs the ratio takes |
+| `points` | the two kinds of rows: recorded transitions, and clean latents noised again |
+| `rows` | records of samples, fetched by key -> the rows of a tile |
+| `tile_work` | a rank's tiles with their samples, and all rows of a fragment by numbers |
+| `policies` | rows evaluated under the weights that train, and under other policies |
+| `copies` | copies of the weights by policy name, and when they follow |
+| `joint` | columns that rows of all ranks make together |
+| `loss` | evaluated rows -> the terms of the loss, and which old log-probs the ratio takes |
 | `memory` | choices made from free memory: rows per tile, unreduced gradients |
-| `shadow` | a second copy of this rank's trainable shards: EMA, frozen reference |
+| `row_flops` | FLOPs of a trained row, for metrics |
+| `shadow` | a second copy of this rank's trainable shards, and how it takes the weights' place |
 | `export` | sharded weights -> full tensors by diffusers name, adapters merged or separate |
 | `checkpoint` | save all or nothing, resume bitwise |
+| `assistant` | samples that the trainer generates itself |
 | `worker` | verl's worker around the engine |
 
 Import the modules; this package itself imports nothing. `register` registers the engine with verl.

@@ -26,7 +26,7 @@ from torch import Tensor
 from verl_digen.algorithms.kl import kl_inputs, kl_loss
 from verl_digen.algorithms.metric import Metric
 from verl_digen.algorithms.objectives import find_objective, objective_names, policy_loss
-from verl_digen.algorithms.objectives.objective import BEHAVIOUR, OLD, POLICY_LATENTS
+from verl_digen.algorithms.objectives.objective import BEHAVIOUR, OLD, policy_output
 from verl_digen.algorithms.rows import LossInputs, LossOutput
 from verl_digen.config import DigenConfig
 from verl_digen.engine.policies import Evaluated, Outputs
@@ -98,10 +98,9 @@ class DiffusionLoss:
     def wanted(self) -> dict[str, list[str]]:
         """Outputs of other policies that a term or the joint column reads: policy -> their names."""
         found: dict[str, list[str]] = {}
-        latents = {*self._inputs, *(self.joint.latents if self.joint else ())}
-        for name in sorted(latents & POLICY_LATENTS.keys()):
-            policy, output = POLICY_LATENTS[name]
-            found.setdefault(policy, []).append(output)
+        for name in sorted({*self._inputs, *(self.joint.latents if self.joint else ())}):
+            if read := policy_output(name):
+                found.setdefault(read[0], []).append(read[1])
         if "old" in found and self.objective.points == "path":
             found["old"].append("log_prob")
         return found
@@ -185,9 +184,10 @@ class DiffusionLoss:
             }
         else:
             there |= {"clean": rows.point.clean, "noise": rows.point.noise, "noisy": rows.latents}
-        for name in names & POLICY_LATENTS.keys():
-            policy, output = POLICY_LATENTS[name]
-            there[name] = (old if policy == "old" else others[policy])[output]
+        for name in names:
+            if read := policy_output(name):
+                policy, output = read
+                there[name] = (old if policy == "old" else others[policy])[output]
         return {name: value for name, value in there.items() if name in names and value is not None}
 
 

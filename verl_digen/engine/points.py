@@ -74,23 +74,29 @@ def _has_old(samples: Sequence[FragmentSample]) -> bool:
 
 
 class ForwardPoints:
-    """Clean latents, noised again. `run_seed`: `digen.seed`."""
+    """Clean latents, noised again.
+
+    Args:
+        run_seed: `digen.seed`.
+        shares_noise: the samples of a group have the same noise.
+    """
 
     columns: tuple[str, ...] = CleanRecord.COLUMNS
 
-    def __init__(self, run_seed: int):
-        self.run_seed = run_seed
+    def __init__(self, run_seed: int, *, shares_noise: bool = False):
+        self.run_seed, self.shares_noise = run_seed, shares_noise
 
     def make(
         self, samples: Sequence[FragmentSample], columns: Mapping[str, Sequence[Tensor]], picks: Picks
     ) -> tuple[Tensor, Tensor, Noised]:
-        """x = (1 - sigma) x_0 + sigma noise, in fp32; the noise is that of the sample and the point."""
+        """x = (1 - sigma) x_0 + sigma noise, in fp32; the noise is that of the sample, or group, and the point."""
         clean, noise, sigmas = [], [], []
         for index, points in picks:
             sample, end = samples[index], columns["clean"][index].float()
+            source = 0 if self.shares_noise else sample.sample_index
             for point in points:
                 clean.append(end)
-                noise.append(point_noise(self.run_seed, sample.uid, sample.sample_index, point, end.shape))
+                noise.append(point_noise(self.run_seed, sample.uid, source, point, end.shape))
                 sigmas.append(columns["sigmas"][index][point])
         made = Noised(torch.stack(clean), torch.stack(noise))
         level = torch.stack(sigmas)
@@ -100,4 +106,6 @@ class ForwardPoints:
 
 def points_of(objective: Objective, run_seed: int) -> Points:
     """The points that an objective trains."""
-    return ForwardPoints(run_seed) if objective.points == "forward" else PathPoints()
+    if objective.points == "forward":
+        return ForwardPoints(run_seed, shares_noise=objective.shares_noise)
+    return PathPoints()

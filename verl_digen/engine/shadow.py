@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A second copy of the trainable weights, kept as each rank's own shards: the EMA, or the frozen KL reference.
+"""A second copy of the trainable weights, kept as each rank's own shards: one policy of `copies`.
 
 - No collective: shards are copied, averaged and exchanged in place.
 - `swapped_in` puts the copy in place of the weights and back again. With `reshard_after_forward=false` FSDP2 keeps

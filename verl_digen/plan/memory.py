@@ -10,7 +10,7 @@ Per device, while it trains and while it generates. FSDP2 shards parameters in t
 | gradients | trained parameters / shards, in their dtype |
 | unreduced gradients | trained parameters in the reduce dtype if `digen.tsp.reduce` defers, else two blocks' |
 | optimizer | 2 numbers per trained parameter / shards |
-| EMA, KL reference | trained parameters / shards each; the reference of an adapter is the bare model |
+| EMA, other policies | trained parameters / shards each; the reference of an adapter is the bare model |
 | activations | rows of a tile x bytes per row, see `activations` |
 | replica | transformer, text encoders and VAE in rollout.dtype; the part that stays while its device trains |
 
@@ -25,6 +25,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verl_digen.engine.memory import MARGIN, gradients_may_wait, rows_that_fit
+from verl_digen.plan.policies import policies_read, policies_that_follow
 from verl_digen.plan.run import Run
 
 Items = dict[str, int]
@@ -105,9 +106,12 @@ def trainer_state(run: Run) -> Items:
     }
     if _has_average_here(run):
         items["EMA"] = shard
-    if _has_reference(run):
-        # the reference copy, unless it is on the host, and the weights it replaces meanwhile
-        items["KL reference"] = shard if settings.param_offload else 2 * shard
+    for policy in _following_here(run):
+        items[f"policy {policy}"] = shard
+    if _has_reference(run) and not settings.param_offload:
+        items["reference"] = shard
+    if _has_reference(run) or policies_read(settings.digen) & {*policies_that_follow(settings.digen)}:
+        items["weights that a policy replaces"] = shard
     return items
 
 
@@ -117,7 +121,12 @@ def _has_average_here(run: Run) -> bool:
 
 
 def _has_reference(run: Run) -> bool:
-    return run.settings.digen.kl.coef > 0 and not run.settings.is_lora
+    return "reference" in policies_read(run.settings.digen) and not run.settings.is_lora
+
+
+def _following_here(run: Run) -> tuple[str, ...]:
+    """Policies whose copies stay on the device."""
+    return () if run.settings.param_offload else policies_that_follow(run.settings.digen)
 
 
 def gathered(run: Run) -> Items:
@@ -191,7 +200,8 @@ def _shared_devices(run: Run, resident: Items) -> tuple[Items, Items]:
     parked = 0 if settings.param_offload else resident["parameters"]
     parked += 0 if settings.optimizer_offload else resident["optimizer"]
     parked += resident["EMA"] if _has_average_here(run) else 0
-    parked += resident["gradients"] if _has_reference(run) and not settings.param_offload else 0
+    parked += resident.get("reference", 0)
+    parked += sum(resident[f"policy {policy}"] for policy in _following_here(run))
     return {"replica that waits": left}, {"trainer that waits": parked}
 
 
@@ -209,7 +219,7 @@ def _host(run: Run, resident: Items) -> Items:
     trainer = {"checkpoint of rank 0 while it loads": counts.param_bytes}
     ranks = settings.trainer_devices_per_node
     if settings.param_offload:
-        copies = int(settings.digen.ema.enable) + int(_has_reference(run))
+        copies = int(settings.digen.ema.enable) + int(_has_reference(run)) + len(policies_that_follow(settings.digen))
         trainer["offloaded parameters"] = ranks * (resident["parameters"] + copies * resident["gradients"])
     if settings.optimizer_offload:
         trainer["offloaded optimizer"] = ranks * resident["optimizer"]
@@ -238,11 +248,11 @@ def _step(run: Run) -> Items:
 
 
 def _checkpoint(run: Run) -> int:
-    """Bytes of a checkpoint: sharded weights and optimizer, the EMA copy if enabled, and the export if configured."""
+    """Bytes of a checkpoint: sharded weights and optimizer, copies that follow, and the export if configured."""
     counts, settings = run.measured.counts, run.settings
     total = counts.param_bytes + 2 * counts.trained_bytes
-    if settings.digen.ema.enable:
-        total += counts.trained_bytes
+    num_copies = int(settings.digen.ema.enable) + len(policies_that_follow(settings.digen))
+    total += num_copies * counts.trained_bytes
     if settings.exports:
         total += counts.trained_bytes if settings.is_lora else counts.param_bytes
     return total

@@ -2,7 +2,7 @@
 """Seconds of a step, calculated at an assumed share of the devices' peak, not measured.
 
 - Generation: T forwards per sample. Training: forward and backward per row, plus one forward if old log-probs are
-  recomputed, and one for the KL reference.
+  recomputed, one for each other policy that the loss reads, and one for a joint column.
 - Not counted: text encoding, decoding, rewards, weight updates, communication and waiting. So a real step takes
   longer; `digen simulate` estimates by how much, and for which split.
 
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from verl_digen.algorithms.objectives import find_objective, objective_names
 from verl_digen.config import DigenConfig
 from verl_digen.devices import PEAK_TFLOPS
+from verl_digen.plan.policies import policies_read
 from verl_digen.plan.run import Run
 
 
@@ -52,11 +53,6 @@ def plan_time(run: Run, device: str | None, mfu: float) -> StepTime:
 
 
 def _further_forwards(digen: DigenConfig) -> int:
-    """Forwards of a row besides the one that trains; a user's own objective counts without its own."""
-    num_forwards = int(digen.old_log_probs == "recompute")
-    reads = {"reference_velocity"} if digen.kl.coef > 0 else set()
-    if digen.loss_name in objective_names():
-        objective = find_objective(digen.loss_name)
-        num_forwards += int(objective.joint is not None) + int(objective.behaviour == "old")
-        reads |= {*objective.loss.latents_for(digen.loss_settings)}
-    return num_forwards + int(any(name.startswith("reference_") for name in reads))
+    """Forwards of a row besides the one that trains."""
+    has_joint = digen.loss_name in objective_names() and find_objective(digen.loss_name).joint is not None
+    return int(digen.old_log_probs == "recompute") + int(has_joint) + len(policies_read(digen))

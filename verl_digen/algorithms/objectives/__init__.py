@@ -59,19 +59,9 @@ Example, a custom loss with a setting of its own, `digen.loss.name=my_loss digen
         return LossOutput(rows.mean(-rows["advantage"] * rows["log_prob"] ** config.power), {})
 """
 
-from verl_digen.algorithms.objectives import (  # noqa: F401 - they register their losses
-    cispo,
-    decoupled_ppo,
-    diffusion_nft,
-    flow_dppo,
-    flow_grpo,
-    grpo_guard,
-    gspo,
-    kimi,
-    reinforce,
-    tis,
-    topr,
-)
+import importlib
+import pkgutil
+
 from verl_digen.algorithms.objectives.config import ClampedConfig, ClipConfig, LossConfig
 from verl_digen.algorithms.objectives.denominator import OLD_LOG_PROBS, Denominator, choose_denominator
 from verl_digen.algorithms.objectives.objective import Joint, JointRows, Objective, Select, all_samples
@@ -83,6 +73,9 @@ from verl_digen.algorithms.objectives.registry import (
     register_objective,
 )
 from verl_digen.algorithms.rows import LossInputs, LossOutput
+
+for _file in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_file.name}")  # a file registers its objective
 
 __all__ = [
     "OLD_LOG_PROBS",

@@ -15,7 +15,7 @@ Policies besides the one that trains follow from the names of the inputs: a loss
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -46,18 +46,21 @@ COLUMNS: dict[Points, tuple[str, ...]] = {
 OUTPUTS: dict[Points, tuple[str, ...]] = {"path": ("mean", *ANY_LATENTS), "forward": ANY_LATENTS}
 """Kind of points -> outputs of a policy on a row, [N, ...] each."""
 POLICIES = ("old", "reference")
-"""Policies besides the one that trains; input `old_mean` is the output `mean` of policy `old`."""
-POLICY_LATENTS = {f"{policy}_{output}": (policy, output) for policy in POLICIES for output in ("mean", *ANY_LATENTS)}
-"""Name of an input -> (policy, its output)."""
+"""Policies that every objective may read, besides the one that trains and its own `LossConfig.copies`."""
 RECORDED: dict[Points, tuple[str, ...]] = {"path": ("latents", "next_latents"), "forward": ("clean", "noisy", "noise")}
 """Kind of points -> latents [N, ...] that do not depend on a policy; see the package."""
 
 
-def latents_of(points: Points) -> tuple[str, ...]:
-    """Inputs [N, ...] that rows of these points have."""
+def policy_output(name: str) -> tuple[str, str] | None:
+    """(policy, its output) of an input: `old_mean` is the output `mean` of policy `old`; None for other inputs."""
+    policy, _, output = name.rpartition("_")
+    return (policy, output) if policy and output in OUTPUTS["path"] else None
+
+
+def latents_of(points: Points, policies: Iterable[str]) -> tuple[str, ...]:
+    """Inputs [N, ...] that rows of these points have, with those of further `policies`."""
     outputs = OUTPUTS[points]
-    of_policies = (name for name, (_, output) in POLICY_LATENTS.items() if output in outputs)
-    return (*RECORDED[points], *outputs, *of_policies)
+    return (*RECORDED[points], *outputs, *(f"{policy}_{output}" for policy in policies for output in outputs))
 
 
 @dataclass(frozen=True)
@@ -145,6 +148,8 @@ class Objective:
     """`old`: the copy of that name in `LossConfig.copies`."""
     select: Select = all_samples
     joint: Joint | None = None
+    shares_noise: bool = False
+    """True: forward points of a group's samples have the same noise."""
 
     @property
     def reads_old_weights(self) -> bool:
@@ -152,4 +157,4 @@ class Objective:
         generates the samples is a copy that follows at a distance instead, see `LossConfig.copies`."""
         if self.behaviour == "old":
             return False
-        return any(POLICY_LATENTS.get(name, ("",))[0] == "old" for name in self.loss.latents)
+        return any((policy_output(name) or ("",))[0] == "old" for name in self.loss.latents)

@@ -11,6 +11,7 @@ from torch import Tensor
 from verl_digen.algorithms.objectives.config import ClampedConfig, LossConfig
 from verl_digen.algorithms.objectives.objective import (
     COLUMNS,
+    POLICIES,
     Joint,
     Loss,
     Objective,
@@ -40,6 +41,7 @@ def register_objective(
     behaviour: Policy = "current",
     select: Select = all_samples,
     joint: Joint | None = None,
+    shares_noise: bool = False,
 ) -> Callable[[LossFn], LossFn]:
     """Register an objective under `names`, by its loss and the inputs that it needs, at least one.
 
@@ -55,20 +57,27 @@ def register_objective(
         behaviour: policy that replicas serve for training samples. `old` needs settings with a copy of that name.
         select: which samples of a group train.
         joint: a column that rows make together.
+        shares_noise: forward points of a group's samples have the same noise, so that their errors can be compared.
 
     Raises:
         ValueError: a name is taken, or training has no such input.
     """
     shown = f"objective {names[0] if names else ''!r}"
-    made = () if joint is None else (joint.column,)
+    made, default = () if joint is None else (joint.column,), config()
+    known_latents = latents_of(points, {*POLICIES, *default.copies})
     for argument, given, known in (
         ("columns", columns, (*COLUMNS[points], *made)),
-        ("latents", latents, latents_of(points)),
+        ("latents", (*latents, *default.more_latents), known_latents),
         ("columns of the joint column", () if joint is None else joint.columns, COLUMNS[points]),
-        ("latents of the joint column", () if joint is None else joint.latents, latents_of(points)),
+        ("latents of the joint column", () if joint is None else joint.latents, known_latents),
     ):
         for name in given:
             require_one_of(f"{argument} of the {shown}", name, known)
+    if behaviour == "old" and "old" not in default.copies:
+        raise ValueError(
+            f"behaviour of the {shown} must be current, because its settings keep no copy `old`, got 'old'; give "
+            f"{config.__name__}.copies one"
+        )
     if not names or not (columns or latents):
         raise ValueError(
             f"an objective must have a name and an input, got names {names} and inputs {(*columns, *latents)}; "
@@ -80,7 +89,7 @@ def register_objective(
         for name in names:
             if name in _OBJECTIVES:
                 raise ValueError(f"an objective named {name!r} exists already; choose another name")
-            _OBJECTIVES[name] = Objective(name, points, loss, behaviour, select, joint)
+            _OBJECTIVES[name] = Objective(name, points, loss, behaviour, select, joint, shares_noise)
         return compute
 
     return file

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Policies that a run keeps or evaluates besides the one that trains. A user's own objective counts without its own."""
+
+from __future__ import annotations
+
+from verl_digen.algorithms.objectives import find_objective, objective_names
+from verl_digen.algorithms.objectives.objective import policy_output
+from verl_digen.config import DigenConfig
+
+
+def policies_read(digen: DigenConfig) -> set[str]:
+    """Policies that cost a forward of every row."""
+    read = {"reference"} if digen.kl.coef > 0 else set()
+    if digen.loss_name not in objective_names():
+        return read
+    objective, settings = find_objective(digen.loss_name), digen.loss_settings
+    joint = () if objective.joint is None else objective.joint.latents
+    named = {found[0] for name in (*objective.loss.latents_for(settings), *joint) if (found := policy_output(name))}
+    return read | (named if objective.behaviour == "old" else named - {"old"})  # else old is the policy that trains
+
+
+def policies_that_follow(digen: DigenConfig) -> tuple[str, ...]:
+    """Policies with a copy of the trained weights, besides the average of `digen.ema`."""
+    return tuple(digen.loss_settings.copies) if digen.loss_name in objective_names() else ()
