@@ -27,7 +27,7 @@ Picks = Sequence[tuple[int, Sequence[int]]]
 
 
 class Points(Protocol):
-    """Kind of points."""
+    """One kind of points: the columns of a sample that it needs, and how a row is made of them."""
 
     columns: tuple[str, ...]
     """Columns that are fetched of each sample."""

@@ -33,7 +33,7 @@ Points = Literal["path", "forward"]
 """Kinds of points. path: recorded SDE transitions x -> x' of the group's window (`digen.window`), with log-probs.
 forward: clean latents x_0, noised again at training time (`digen.forward`); samples come from the ODE."""
 Policy = Literal["current", "old"]
-"""Policies that replicas can serve."""
+"""Policies that replicas can serve: `current` is the one that trains."""
 
 ANY_COLUMNS = ("advantage", "reward", "sigma")
 ANY_LATENTS = ("velocity",)
