@@ -22,6 +22,7 @@ from verl_digen.algorithms.objectives import (
     register_objective,
     registry,
 )
+from verl_digen.algorithms.objectives.diffusion_nft import DiffusionNftConfig
 
 ORACLES = Path(__file__).parents[1] / "fixtures" / "oracles"
 OF_PATHS = [name for name in objective_names() if find_objective(name).points == "path"]
@@ -326,7 +327,7 @@ def test_a_registered_loss_is_found_checked_and_called(monkeypatch):
 )
 def test_a_loss_that_asks_for_what_training_does_not_have_is_refused_when_it_is_registered(arguments, message):
     with pytest.raises(ValueError, match=message):
-        register_objective("mine", **arguments)
+        register_objective("mine", **arguments)(lambda rows, config: None)
     assert "mine" not in objective_names()
 
 
@@ -344,10 +345,14 @@ def test_an_objective_may_read_its_own_copies_and_serves_one_that_it_has(monkeyp
     latents = ("velocity", "ema_velocity")
     register_objective("mine", config=FollowedConfig, points="forward", latents=latents)(lambda rows, config: None)
     assert find_objective("mine").loss.inputs_for(FollowedConfig()) == latents
-    with pytest.raises(ValueError, match="latents of the objective 'other' must be one of .*, got 'ema_velocity'"):
-        register_objective("other", points="forward", latents=latents)
-    with pytest.raises(ValueError, match="behaviour of the objective 'other' must be current, .* no copy `old`"):
-        register_objective("other", config=FollowedConfig, latents=("velocity",), behaviour="old")
+    with pytest.raises(ValueError, match=r"latents of the objective 'other' must be one of .*, got 'ema_velocity'"):
+        register_objective("other", points="forward", latents=latents)(lambda rows, config: None)
+    serves_none = register_objective("other", config=FollowedConfig, latents=("velocity",), behaviour="old")
+    with pytest.raises(ValueError, match=r"behaviour of the objective 'other' must be current, .* no copy `old`"):
+        serves_none(lambda rows, config: None)
+    serves_another = register_objective("other", config=DiffusionNftConfig, points="forward", latents=("velocity",))
+    with pytest.raises(ValueError, match=r"behaviour of the objective 'other' must be old, .* keep a copy `old`"):
+        serves_another(lambda rows, config: None)
 
 
 @pytest.mark.parametrize(

@@ -360,22 +360,30 @@ def test_the_denominator_is_the_policy_that_generated(name: str, setting: str, s
     for max_versions, expected in ((0, strict), (1, stale)):
         if expected.startswith("digen"):
             with pytest.raises(ValueError, match=expected):
-                choose_denominator(name, setting, max_versions)
+                choose_denominator(name, default_config(name), setting, max_versions)
         else:
-            assert choose_denominator(name, setting, max_versions) == expected
+            assert choose_denominator(name, default_config(name), setting, max_versions) == expected
 
 
 def test_more_than_one_version_needs_an_off_policy_loss():
     for name in objective_names():
         if find_objective(name).loss.off_policy:
-            assert choose_denominator(name, "auto", 3) != "rollout"
+            assert choose_denominator(name, default_config(name), "auto", 3) != "rollout"
         else:
             with pytest.raises(ValueError, match=r"digen.loss.name must be one of cispo, .* got '.*'; choose one"):
-                choose_denominator(name, "auto", 2)
+                choose_denominator(name, default_config(name), "auto", 2)
 
 
 def test_a_loss_of_one_s_own_that_reads_old_log_prob_gets_the_recorded_ones(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(registry, "_OBJECTIVES", dict(registry._OBJECTIVES))
     register_objective("mine", columns=("log_prob", "old_log_prob"), off_policy=True)(lambda rows, config: None)  # type: ignore[arg-type]
-    assert choose_denominator("mine", "auto", 3) == "rollout"
-    assert choose_denominator("mine", "auto", 0) == "first_pass"
+    assert choose_denominator("mine", ClampedConfig(), "auto", 3) == "rollout"
+    assert choose_denominator("mine", ClampedConfig(), "auto", 0) == "first_pass"
+
+
+def test_forward_points_have_no_log_probs_to_choose_from():
+    for max_versions in (0, 1):
+        assert choose_denominator("diffusion_nft", default_config("diffusion_nft"), "auto", max_versions) == "unused"
+    for setting in ("recompute", "rollout"):
+        with pytest.raises(ValueError, match=r"digen.loss.old_log_probs must be auto with .*diffusion_nft"):
+            choose_denominator("diffusion_nft", default_config("diffusion_nft"), setting, 0)

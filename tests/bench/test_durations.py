@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.tags import SAMPLING
 from verl_digen.config import DigenConfig, SamplingConfig, TspConfig, VirtualConfig
 from verl_digen.engine.fragment import FragmentSample
 from verl_digen.simulate.costs import sample_s, train_s
@@ -20,7 +21,7 @@ NUMBERS = load_profile("wan2.1-14b").numbers
 
 def fragment(num_groups: int, group_size: int, num_steps: int) -> list[FragmentSample]:
     return [
-        FragmentSample(f"p{group}_{index}_0", f"p{group}", reward=0.0, num_steps=num_steps)
+        FragmentSample(f"p{group}_{index}_0", f"p{group}", index, 0.0, num_steps, SAMPLING, condition_key="")
         for group in range(num_groups)
         for index in range(group_size)
     ]

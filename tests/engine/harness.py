@@ -121,7 +121,7 @@ def make_batch(
         columns[name] = torch.nested.as_nested_tensor(values, layout=torch.jagged) if is_ragged else torch.stack(values)
     columns["advantages"] = torch.randn(len(uids), generator=generator)
     columns["uid"] = uids
-    return tu.get_tensordict(columns, {"conditions": conditions, "true_cfg_scale": true_cfg_scale})
+    return tu.get_tensordict(columns, {"conditions": conditions, "sampling": sampling})
 
 
 def select(batch: TensorDict, indices: list[int]) -> TensorDict:
@@ -198,10 +198,10 @@ def log_probs(engine: DiffusersFSDPEngine, batch: TensorDict) -> list[Tensor]:
 def samples_of(batch: TensorDict, rewards: list[float] | None = None) -> dict[str, list[FragmentSample]]:
     """The samples of `batch` as the driver describes them, by group; a key is the sample's number."""
     groups: dict[str, list[FragmentSample]] = {}
+    sampling = tu.get(batch, "sampling")
     for number, (uid, reward) in enumerate(zip(tu.get(batch, "uid"), rewards or [0.0] * len(batch), strict=True)):
         old = tuple(batch["old_log_probs"][number].tolist()) if "old_log_probs" in batch else ()
         group = groups.setdefault(uid, [])
-        sampling = replace(SAMPLING, true_cfg_scale=tu.get(batch, "true_cfg_scale"))
         num_points = len(batch["sigmas"][number])
         group.append(described(str(number), uid, reward, num_points, len(group), old_log_probs=old, sampling=sampling))
     return groups

@@ -69,7 +69,7 @@ def make_clean_batch(path: Path, seed: int = 0) -> TensorDict:
         "sigmas": torch.nested.as_nested_tensor([record["sigmas"] for record in records], layout=torch.jagged),
         "uid": uids,
     }
-    return tu.get_tensordict(columns, {"conditions": conditions, "true_cfg_scale": 1.0})
+    return tu.get_tensordict(columns, {"conditions": conditions, "sampling": SAMPLING})
 
 
 def moved_engine(path: Path, **options: Any) -> DiffusersFSDPEngine:

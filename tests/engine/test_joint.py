@@ -163,4 +163,6 @@ def test_a_joint_column_may_read_other_policies(tiny_qwen_image: Path, batch: Te
 def test_a_joint_column_that_training_does_not_have_inputs_for_is_refused():
     joint = Joint("mine", ("std",), scalar=lambda rows: rows["std"], combine=mean_of_group)
     with pytest.raises(ValueError, match="columns of the joint column of the objective 'x' must be one of"):
-        register_objective("x", config=ClampedConfig, points="forward", columns=("mine",), joint=joint)
+        register_objective("x", config=ClampedConfig, points="forward", columns=("mine",), joint=joint)(
+            lambda rows, config: LossOutput(rows.mean(rows["mine"]), {})
+        )

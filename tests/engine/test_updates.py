@@ -32,7 +32,7 @@ from tests.engine.off_policy import gradient_of
 from tests.engine.serial import flow_step, plain_lora, plain_transformer
 from tests.tags import SAMPLING as TAG_SAMPLING
 from tests.tags import make_tag
-from verl_digen.algorithms.objectives import all_samples, default_config, find_objective, policy_loss
+from verl_digen.algorithms.objectives import all_samples, default_config, policy_loss
 from verl_digen.config import AdvantageConfig
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.fragment import FragmentSample, FragmentSpec
@@ -87,7 +87,7 @@ def update(
         mini_batches(samples, num_groups),
         num_epochs=num_epochs,
         scale=batch_scale(samples, engine.digen.advantage),
-        objective=find_objective(engine.digen.loss_name),
+        keeps_old=engine.objective.reads_old_weights(engine.digen.loss_settings),
         old=engine.digen.denominator,
     )
     return asyncio.run(work), group

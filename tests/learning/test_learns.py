@@ -85,15 +85,15 @@ class Run:
             trajectories, latents = sampler.sample(requests, conditions, None, version=number)
         pixels = self.decode(latents, SAMPLING.geometry)
         columns = {
-            name: torch.stack([trajectory.columns()[name] for trajectory in trajectories])
-            for name in trajectories[0].columns()
+            name: torch.stack([trajectory.record.columns()[name] for trajectory in trajectories])
+            for name in trajectories[0].record.columns()
         }
         per_group = {uid: (condition, None) for uid, condition in zip(uids, conditions, strict=True)}
         rewards = [
             compute_score("", image.numpy(), request.prompt)["score"]
             for image, request in zip(pixels, requests, strict=True)
         ]
-        return tu.get_tensordict(columns | {"uid": uids}, {"conditions": per_group}), rewards
+        return tu.get_tensordict(columns | {"uid": uids}, {"conditions": per_group, "sampling": SAMPLING}), rewards
 
 
 @pytest.fixture

@@ -75,9 +75,7 @@ def test_policies_that_an_objective_reads_are_counted():
     assert [here.training.items[name] for name in names] == [4 * GB] * 3
     waiting = [plan.generating.items["trainer that waits"] for plan in (here, plain)]
     assert waiting[0] - waiting[1] == 2 * 4 * GB
-    assert (
-        here.checkpoint_bytes - plain.checkpoint_bytes == 8 * 4 * GB
-    )  # `old` of all ranks; the reference is not saved
+    assert here.checkpoint_bytes - plain.checkpoint_bytes == 8 * 4 * GB  # `old`; the reference is not saved
     adapter = plan_memory(make_run(digen=digen, lora=True), DEVICE).training.items
     assert "reference" not in adapter and adapter["policy old"] == adapter["weights that a policy replaces"]
     away = plan_memory(make_run(digen=digen, param_offload=True), DEVICE)

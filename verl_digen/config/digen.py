@@ -154,4 +154,4 @@ class DigenConfig:
         Raises:
             ValueError: the three do not go together.
         """
-        return choose_denominator(self.loss_name, self.old_log_probs, self.staleness.max_versions)
+        return choose_denominator(self.loss_name, self.loss_settings, self.old_log_probs, self.staleness.max_versions)

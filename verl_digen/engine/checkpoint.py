@@ -164,6 +164,10 @@ class DiffusersCheckpointManager(FSDPCheckpointManager):
         state = folder / self._file("digen_state")
         if self.should_load_extra and state.is_file():
             saved = torch.load(state, weights_only=True)
+            if "copies" not in saved:
+                raise ValueError(
+                    f"{local_path} was written before copies were saved by policy; start a new run from its weights"
+                )
             self.copies.load_state_dict(saved["copies"], saved["num_updates"])
             self.update_state.num_updates, self.update_state.num_skipped = saved["num_updates"], saved["num_skipped"]
         else:

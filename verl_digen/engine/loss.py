@@ -98,7 +98,7 @@ class DiffusionLoss:
     def wanted(self) -> dict[str, list[str]]:
         """Outputs of other policies that a term or the joint column reads: policy -> their names."""
         found: dict[str, list[str]] = {}
-        for name in sorted({*self._inputs, *(self.joint.latents if self.joint else ())}):
+        for name in sorted({*self._inputs, *self.objective.latents_for(self.config)}):
             if read := policy_output(name):
                 found.setdefault(read[0], []).append(read[1])
         if "old" in found and self.objective.points == "path":

@@ -14,8 +14,7 @@ def policies_read(digen: DigenConfig) -> set[str]:
     if digen.loss_name not in objective_names():
         return read
     objective, settings = find_objective(digen.loss_name), digen.loss_settings
-    joint = () if objective.joint is None else objective.joint.latents
-    named = {found[0] for name in (*objective.loss.latents_for(settings), *joint) if (found := policy_output(name))}
+    named = {found[0] for name in objective.latents_for(settings) if (found := policy_output(name))}
     return read | (named if objective.behaviour == "old" else named - {"old"})  # else old is the policy that trains
 
 

@@ -79,7 +79,7 @@ class ColocatedTrainer(DiffusionTrainer):
                     mini_batches(samples, self.config.actor_rollout_ref.actor.ppo_mini_batch_size),
                     num_epochs=self.config.actor_rollout_ref.actor.ppo_epochs,
                     scale=batch_scale(samples, self.digen.advantage),
-                    objective=objective,
+                    keeps_old=objective.reads_old_weights(self.digen.loss_settings),
                     old=self.digen.denominator,
                 )
             )

@@ -19,7 +19,7 @@ import torch
 
 from verl_digen.algorithms.advantages import advantage_scale
 from verl_digen.algorithms.metric import combine_updates, numbers
-from verl_digen.algorithms.objectives import Denominator, Objective, Select
+from verl_digen.algorithms.objectives import Denominator, Select
 from verl_digen.config import AdvantageConfig
 from verl_digen.engine.fragment import FragmentSample, FragmentSpec
 from verl_digen.engine.ledger import BATCH_SCALES
@@ -80,17 +80,18 @@ async def train_batch(
     *,
     num_epochs: int,
     scale: float | None,
-    objective: Objective,
+    keeps_old: bool,
     old: Denominator,
 ) -> dict[str, float]:
     """Take one optimizer step per epoch and fragment; returns their metrics, combined.
 
     Args:
         scale: `batch_scale` of all fragments.
+        keeps_old: the objective needs forwards of the policy before the update, see `Objective.reads_old_weights`.
         old: source of the policy before the update, if the loss compares with it.
     """
     num_updates = len(fragments) * num_epochs
-    if num_updates > 1 and objective.reads_old_weights:
+    if num_updates > 1 and keeps_old:
         await ranks.keep_old()
     elif num_updates > 1 and old in ("first_pass", "recompute"):
         fragments = await ranks.evaluate(fragments)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from verl_digen.algorithms.objectives.config import LossConfig
 from verl_digen.algorithms.objectives.objective import BEHAVIOUR, OLD
 from verl_digen.algorithms.objectives.registry import find_objective, objective_names
 from verl_digen.require import require
@@ -31,10 +32,11 @@ Denominator = Literal["first_pass", "recompute", "rollout", "unused"]
 recompute. recompute: a forward before the update. rollout: recorded at generation. unused: the loss reads none."""
 
 
-def choose_denominator(name: str, old_log_probs: str, max_versions: int) -> Denominator:
+def choose_denominator(name: str, settings: LossConfig, old_log_probs: str, max_versions: int) -> Denominator:
     """Source of `old_log_prob` for loss `name`.
 
     Args:
+        settings: those of the loss.
         old_log_probs: `digen.loss.old_log_probs`.
         max_versions: `digen.staleness.max_versions`; above 0, samples may be older than the weights that train on them.
 
@@ -42,7 +44,7 @@ def choose_denominator(name: str, old_log_probs: str, max_versions: int) -> Deno
         ValueError: the three do not fit together, or there is no such loss.
     """
     objective = find_objective(name)
-    loss = objective.loss
+    loss, reads_old = objective.loss, objective.reads_old_weights(settings)
     off_policy = [other for other in objective_names() if find_objective(other).loss.off_policy]
     require(
         max_versions <= 1 or loss.off_policy,
@@ -50,7 +52,7 @@ def choose_denominator(name: str, old_log_probs: str, max_versions: int) -> Deno
         name,
         "choose one of these, or set digen.staleness.max_versions to 1 or 0",
     )
-    if objective.reads_old_weights:
+    if reads_old:
         require(
             max_versions == 0,
             f"digen.staleness.max_versions must be 0 with digen.loss.name={name}, which compares with the step's mean "
@@ -65,7 +67,9 @@ def choose_denominator(name: str, old_log_probs: str, max_versions: int) -> Deno
             old_log_probs,
             "leave it at auto",
         )
-    if OLD not in loss.columns and not objective.reads_old_weights:
+    if objective.points == "forward":
+        return _of_forward_points(name, old_log_probs, reads_old)
+    if OLD not in loss.columns and not reads_old:
         require(
             old_log_probs != "recompute",
             f"digen.loss.old_log_probs must be auto with digen.loss.name={name}, which reads no recomputed log-probs",
@@ -93,3 +97,13 @@ def choose_denominator(name: str, old_log_probs: str, max_versions: int) -> Deno
     if old_log_probs == "auto":
         return "first_pass"
     return "recompute" if old_log_probs == "recompute" else "rollout"
+
+
+def _of_forward_points(name: str, old_log_probs: str, reads_old: bool) -> Denominator:
+    require(
+        old_log_probs == "auto",
+        f"digen.loss.old_log_probs must be auto with digen.loss.name={name}, which reads no log-probs",
+        old_log_probs,
+        "leave it at auto",
+    )
+    return "first_pass" if reads_old else "unused"

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from verl_digen.algorithms.objectives.config import LossConfig
 from verl_digen.algorithms.rows import LossInputs, LossOutput
+from verl_digen.require import require, require_one_of
 
 BEHAVIOUR = "behaviour_log_prob"
 """Column: log-prob under the policy that generated the sample, recorded at generation."""
@@ -151,10 +152,38 @@ class Objective:
     shares_noise: bool = False
     """True: forward points of a group's samples have the same noise."""
 
-    @property
-    def reads_old_weights(self) -> bool:
+    def latents_for(self, settings: LossConfig) -> tuple[str, ...]:
+        """Latents that the loss and the joint column read with these settings."""
+        return (*self.loss.latents_for(settings), *(() if self.joint is None else self.joint.latents))
+
+    def reads_old_weights(self, settings: LossConfig) -> bool:
         """True if it needs a forward of the policy before the update, not its log-probs alone. A policy `old` that
         generates the samples is a copy that follows at a distance instead, see `LossConfig.copies`."""
         if self.behaviour == "old":
             return False
-        return any((policy_output(name) or ("",))[0] == "old" for name in self.loss.latents)
+        return any((policy_output(name) or ("",))[0] == "old" for name in self.latents_for(settings))
+
+    def check_inputs(self, settings: LossConfig) -> None:
+        """Require inputs that training has with these settings, and copies for the policies among them.
+
+        Raises:
+            ValueError: a broken rule.
+        """
+        made = () if self.joint is None else (self.joint.column,)
+        known_latents = latents_of(self.points, {*POLICIES, *settings.copies})
+        for argument, given, known in (
+            ("columns", self.loss.columns, (*COLUMNS[self.points], *made)),
+            ("latents", self.loss.latents_for(settings), known_latents),
+            ("columns of the joint column", () if self.joint is None else self.joint.columns, COLUMNS[self.points]),
+            ("latents of the joint column", () if self.joint is None else self.joint.latents, known_latents),
+        ):
+            for name in given:
+                require_one_of(f"{argument} of the objective {self.name!r}", name, known)
+        serves_copy, has_copy = self.behaviour == "old", "old" in settings.copies
+        require(
+            serves_copy == has_copy,
+            f"behaviour of the objective {self.name!r} must be {'old' if has_copy else 'current'}, because its "
+            f"settings keep {'a' if has_copy else 'no'} copy `old`",
+            self.behaviour,
+            f"change it, or {type(settings).__name__}.copies",
+        )

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from verl_digen.algorithms.objectives.config import ClampedConfig, LossConfig
 from verl_digen.algorithms.objectives.objective import (
-    COLUMNS,
-    POLICIES,
     Joint,
     Loss,
     Objective,
@@ -19,10 +17,8 @@ from verl_digen.algorithms.objectives.objective import (
     Policy,
     Select,
     all_samples,
-    latents_of,
 )
 from verl_digen.algorithms.rows import LossInputs, LossOutput
-from verl_digen.require import require_one_of
 
 LossFn = Callable[[LossInputs, Any], LossOutput]
 
@@ -62,22 +58,6 @@ def register_objective(
     Raises:
         ValueError: a name is taken, or training has no such input.
     """
-    shown = f"objective {names[0] if names else ''!r}"
-    made, default = () if joint is None else (joint.column,), config()
-    known_latents = latents_of(points, {*POLICIES, *default.copies})
-    for argument, given, known in (
-        ("columns", columns, (*COLUMNS[points], *made)),
-        ("latents", (*latents, *default.more_latents), known_latents),
-        ("columns of the joint column", () if joint is None else joint.columns, COLUMNS[points]),
-        ("latents of the joint column", () if joint is None else joint.latents, known_latents),
-    ):
-        for name in given:
-            require_one_of(f"{argument} of the {shown}", name, known)
-    if behaviour == "old" and "old" not in default.copies:
-        raise ValueError(
-            f"behaviour of the {shown} must be current, because its settings keep no copy `old`, got 'old'; give "
-            f"{config.__name__}.copies one"
-        )
     if not names or not (columns or latents):
         raise ValueError(
             f"an objective must have a name and an input, got names {names} and inputs {(*columns, *latents)}; "
@@ -89,7 +69,9 @@ def register_objective(
         for name in names:
             if name in _OBJECTIVES:
                 raise ValueError(f"an objective named {name!r} exists already; choose another name")
-            _OBJECTIVES[name] = Objective(name, points, loss, behaviour, select, joint, shares_noise)
+            objective = Objective(name, points, loss, behaviour, select, joint, shares_noise)
+            objective.check_inputs(config())
+            _OBJECTIVES[name] = objective
         return compute
 
     return file

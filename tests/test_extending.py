@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The objectives that docs/extending.md shows can be registered and computed as they stand there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from verl_digen.algorithms import ema, objectives, sde
+from verl_digen.algorithms.objectives import find_objective, policy_loss, ratio, registry
+
+PAGE = Path(__file__).parents[1] / "docs" / "extending.md"
+KNOWN: dict[str, Any] = {
+    **vars(ema),
+    **vars(sde),
+    **vars(ratio),
+    **vars(objectives),
+    "Mapping": Mapping,
+    "Sequence": Sequence,
+    "dataclass": dataclass,
+    "Tensor": torch.Tensor,
+    "torch": torch,
+    "softplus": torch.nn.functional.softplus,
+    "__name__": __name__,
+}
+"""Names that the sketches use; a real file imports them."""
+
+
+@pytest.mark.parametrize(
+    ("heading", "name"),
+    [("## An objective of your own", "my_matching"), ("## AWM", "awm"), ("## Online DPO", "online_dpo")],
+)
+def test_a_sketched_objective_can_be_registered_and_computed(monkeypatch: pytest.MonkeyPatch, heading: str, name: str):
+    monkeypatch.setattr(registry, "_OBJECTIVES", dict(registry._OBJECTIVES))
+    section = PAGE.read_text().split(heading)[1].split("\n## ")[0]
+    code = "\n".join(re.findall(r"```python\n(.*?)```", section, re.DOTALL))
+    exec(compile(code, f"{PAGE.name}, {heading}", "exec", dont_inherit=True), dict(KNOWN))
+    objective = find_objective(name)
+    generator = torch.Generator().manual_seed(0)
+    settings = objective.loss.config()
+    inputs = {column: torch.randn(4, generator=generator) for column in objective.loss.columns}
+    latents = objective.latents_for(settings)
+    inputs |= {latent: torch.randn(4, 3, 2, generator=generator) for latent in latents}
+    inputs["sigma"] = torch.rand(4, generator=generator)
+    velocity = inputs["velocity"].requires_grad_()
+    output = policy_loss(name, inputs, settings)
+    (gradient,) = torch.autograd.grad(output.loss, velocity)
+    assert output.loss.isfinite() and gradient.ne(0).any()
+    if objective.joint is not None:
+        rewards = [0.0, 3.0, -1.0, 2.0]
+        assert sorted(objective.select(rewards)) == [1, 2] and not list(objective.select([1.0, 1.0]))
