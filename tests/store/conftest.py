@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from verl_digen.store.controller import close, start
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def queue() -> Iterator[None]:
     """TransferQueue with one storage process."""
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
