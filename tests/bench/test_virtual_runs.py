@@ -117,7 +117,7 @@ def log_of(run_dir: Path) -> Path:
     return run_dir.with_suffix(".log")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_video_models_tensors_never_pass_through_the_driver(tmp_path):
     run_dir = tmp_path / "memory"
     overrides = (

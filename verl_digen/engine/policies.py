@@ -108,8 +108,8 @@ class PolicyForward:
             assert policy == "reference" and self.has_adapter
             return self._without_adapter(names, tiles)
         with copy.swapped_in(self.module):
-            waiting = [_moved(self(rows()).outputs(names), "cpu") for rows in tiles]
-        return (_moved(outputs, self.device) for outputs in waiting)
+            waiting = [moved(self(rows()).outputs(names), "cpu") for rows in tiles]
+        return (moved(outputs, self.device) for outputs in waiting)
 
     def _without_adapter(self, names: Sequence[str], tiles: Sequence[Callable[[], TrainingRows]]) -> Iterator[Outputs]:
         for rows in tiles:
@@ -118,7 +118,8 @@ class PolicyForward:
             yield outputs
 
 
-def _moved(outputs: Outputs, device: torch.device | str) -> Outputs:
+def moved(outputs: Outputs, device: torch.device | str) -> Outputs:
+    """Copy of the outputs on `device`."""
     return {name: value.to(device) for name, value in outputs.items()}
 
 

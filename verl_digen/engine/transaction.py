@@ -22,7 +22,7 @@ Invariants (tests/engine/test_transaction.py, test_two_ranks_fragments.py, test_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -37,7 +37,7 @@ from verl_digen.engine.gradients import Gradient
 from verl_digen.engine.joint import Exchange, joint_columns
 from verl_digen.engine.loss import DiffusionLoss, LossTerms
 from verl_digen.engine.points import Points
-from verl_digen.engine.policies import Outputs, PolicyForward
+from verl_digen.engine.policies import Outputs, PolicyForward, moved
 from verl_digen.engine.rows import tile_rows
 from verl_digen.engine.tile_work import TileWork
 from verl_digen.schedulers.tiles import Tile
@@ -117,11 +117,12 @@ class GradientTransaction:
             return rows_of(tile).to(self.forward.device)
 
         makers = [partial(on_device, tile) for tile in work.tiles]
-        others: Iterable[Mapping[str, Outputs]] = self.forward.others(self.loss.wanted, makers)
+        others = self.forward.others(self.loss.wanted, makers)
         columns: Sequence[Tensor | None] = [None] * len(work.tiles)
         if self.loss.joint is not None:
-            others = list(others)
-            columns = self._joint_columns(self.loss.joint, work, others, makers)
+            kept = [_moved(policies, "cpu") for policies in others]
+            columns = self._joint_columns(self.loss.joint, work, kept, makers)
+            others = (_moved(policies, self.forward.device) for policies in kept)
         for number, (tile, outputs) in enumerate(zip(work.tiles, others, strict=True)):
             ends = number == len(work.tiles) - 1
             rows = rows_of(tile)
@@ -200,8 +201,8 @@ class GradientTransaction:
     ) -> list[Tensor]:
         """The joint column of each tile, [N] fp32, under the current weights."""
         scalars = []
-        for make, outputs in zip(makers, others, strict=True):
-            rows = make()
+        for make, kept in zip(makers, others, strict=True):
+            rows, outputs = make(), _moved(kept, self.forward.device)
             scalars.append(self.loss.joint_scalars(self.forward(rows), outputs, rows))
         return joint_columns(work, scalars, lambda rows: joint.combine(rows, self.loss.config), self.exchange)
 
@@ -248,6 +249,11 @@ class GradientTransaction:
             recover(self.module)
         gradients.drop(self.module)
         self._fixed_gradient = {}
+
+
+def _moved(policies: Mapping[str, Outputs], device: torch.device | str) -> dict[str, Outputs]:
+    """Copy of the outputs of each policy on `device`."""
+    return {policy: moved(outputs, device) for policy, outputs in policies.items()}
 
 
 def _num_prompt_tokens(rows: TrainingRows) -> int:
