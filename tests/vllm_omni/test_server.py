@@ -17,7 +17,7 @@ from verl_digen.rollout.vllm_omni.recorder import RECORDED
 from verl_digen.rollout.vllm_omni.requests import ORDER, START, Published, Taken
 from verl_digen.rollout.vllm_omni.server import vLLMOmniHttpServer
 from verl_digen.schedulers.deadlines import DeadlinesConfig
-from verl_digen.types import Trajectory
+from verl_digen.types import PathRecord, Trajectory
 from verl_digen.weights.checksum import Manifest
 
 PATH, STEPS, SIGMAS = (
@@ -65,21 +65,8 @@ class Engine:
         self.probes.append(request_id) if order.is_probe else None
         one = torch.zeros(1)
         asked = order.request
-        trajectory = Trajectory(
-            asked.uid,
-            0,
-            PATH,
-            STEPS,
-            SIGMAS[:2],
-            SIGMAS[1:],
-            one,
-            one,
-            0,
-            self.version,
-            self.version,
-            asked.sampling,
-            "",
-        )
+        path = PathRecord(PATH, STEPS, SIGMAS[:2], SIGMAS[1:], one, one)
+        trajectory = Trajectory(asked.uid, 0, path, 0, self.version, self.version, asked.sampling, "")
         record = {"trajectory": trajectory, "pixels": one, "start_s": 0.0, "end_s": 1.0}
         record |= {"condition": None, "negative_condition": None}
         yield SimpleNamespace(multimodal_output={"trajectory": {RECORDED: record}})
