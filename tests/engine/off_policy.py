@@ -106,10 +106,13 @@ def gradient_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def committed(
-    engine: DiffusersFSDPEngine, batch: TensorDict, order: tuple[tuple[str, ...], ...] = (("g2",), ("g0",), ("g1",))
+    engine: DiffusersFSDPEngine,
+    batch: TensorDict,
+    order: tuple[tuple[str, ...], ...] = (("g2",), ("g0",), ("g1",)),
+    rewards: list[float] = REWARDS,
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """(gradient, metrics) of the batch, fragment by fragment."""
-    groups = begin(engine, batch, REWARDS)
+    groups = begin(engine, batch, rewards)
     for uids in order:
         engine.accumulate(fragment(groups, *uids))
     with stepped_gradients(engine) as found:

@@ -27,15 +27,13 @@ from tests.engine.harness import (
     make_engine,
     peek,
     perturb,
-    stepped_gradients,
     weights,
 )
-from tests.engine.off_policy import gradient_of
+from tests.engine.off_policy import committed, gradient_of
 from tests.engine.serial import plain_lora, plain_transformer
 from tests.nft import slow_row
 from verl_digen.algorithms.advantages import group_advantages
 from verl_digen.algorithms.forward import NoiseLevels, point_noise
-from verl_digen.algorithms.metric import numbers
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.models import load_model
 from verl_digen.sampling.requests import ODE_ONLY
@@ -45,6 +43,8 @@ from verl_digen.types import SampleRequest
 REWARDS = [1.0, 9.0, 3.0, 5.0, 4.0, 4.5]
 LEVELS = ((0, 2, 3), (1, 3))
 """Denoise steps of two groups of three samples: 15 rows."""
+WHOLE = (("g0", "g1"),)
+"""Order of one fragment."""
 LOSS = {"name": "diffusion_nft", "beta": 0.7, "kl_coef": 0.3}
 
 
@@ -117,18 +117,6 @@ def batch(one_rank: None, tiny_qwen_image: Path) -> TensorDict:
     return make_clean_batch(tiny_qwen_image)
 
 
-def committed(
-    engine: DiffusersFSDPEngine, batch: TensorDict, *order: tuple[str, ...]
-) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """(gradient, metrics) of the batch, fragment by fragment."""
-    groups = begin(engine, batch, REWARDS)
-    for uids in order:
-        engine.accumulate(fragment(groups, *uids))
-    with stepped_gradients(engine) as found:
-        metrics = numbers(engine.commit()["metrics"])
-    return found, metrics
-
-
 @pytest.mark.parametrize("model", [{}, LORA], ids=["full", "lora"])
 @pytest.mark.parametrize("scale", ["group", "batch"])
 def test_the_gradient_is_that_of_plain_modules_one_row_at_a_time(
@@ -136,7 +124,7 @@ def test_the_gradient_is_that_of_plain_modules_one_row_at_a_time(
 ):
     engine = moved_engine(tiny_qwen_image, model=model, digen={"advantage": {"scale": scale}})
     expected = serial_gradient(engine, tiny_qwen_image, batch, scale)
-    found, metrics = committed(engine, batch, ("g1",), ("g0",))
+    found, metrics = committed(engine, batch, (("g1",), ("g0",)), REWARDS)
     assert metrics["num_rows"] == 15 and metrics["num_late_samples"] == (3 if scale == "batch" else 0)
     assert metrics["old_distance"] > 0 and metrics["reference_distance"] > 0
     assert not any(name.startswith("rollout_") for name in metrics), "nothing was recorded to compare with"
@@ -149,8 +137,8 @@ def test_tiles_fragments_and_reduction_change_nothing(
     tiny_qwen_image: Path, batch: TensorDict, tile: tuple[int, int], reduce: str
 ):
     tsp = {"samples_per_tile": tile[0], "steps_per_tile": tile[1], "reduce": reduce}
-    found, _ = committed(moved_engine(tiny_qwen_image, digen={"tsp": tsp}), batch, ("g1",), ("g0",))
-    expected, _ = committed(moved_engine(tiny_qwen_image), batch, ("g0", "g1"))
+    found, _ = committed(moved_engine(tiny_qwen_image, digen={"tsp": tsp}), batch, (("g1",), ("g0",)), REWARDS)
+    expected, _ = committed(moved_engine(tiny_qwen_image), batch, WHOLE, REWARDS)
     assert_close(found, expected, 1e-5)
 
 
@@ -162,7 +150,7 @@ def test_the_old_policy_follows_each_batch_and_survives_a_checkpoint(
     engine = moved_engine(tiny_qwen_image, digen=digen)
     engine.state.num_updates = 75
     before = {name: shard.clone() for name, shard in engine.copies["old"].shards.items()}
-    committed(engine, batch, ("g0", "g1"))
+    committed(engine, batch, WHOLE, REWARDS)
     trained = local_weights(engine)
     for name, shard in engine.copies["old"].shards.items():
         expected = 0.0075 * before[name] + 0.9925 * trained[name]
@@ -183,7 +171,7 @@ def test_a_step_without_a_finite_gradient_and_an_abort_leave_the_old_policy(tiny
     assert_equal(weights(engine, policy="old"), before)
     broken = batch.clone()
     broken["clean"] = batch["clean"] * torch.nan
-    _, metrics = committed(engine, broken, ("g0", "g1"))
+    _, metrics = committed(engine, broken, WHOLE, REWARDS)
     assert metrics["num_skipped_updates"] == 1
     assert_equal(weights(engine, policy="old"), before)
 

@@ -54,7 +54,8 @@ class PathPoints:
             return torch.cat([columns[name][index][points] for index, points in chosen])
 
         starts = [(index, columns["positions"][index][points]) for index, points in chosen]
-        old = [samples[index].old_log_probs[point] for index, points in picks for point in points if _has_old(samples)]
+        has_old = any(sample.old_log_probs for sample in samples)
+        old = [samples[index].old_log_probs[point] for index, points in picks for point in points] if has_old else []
         transitions = Transitions(
             next_latents=torch.cat([columns["latents"][index][start + 1] for index, start in starts]),
             next_sigmas=gather("next_sigmas"),
@@ -67,10 +68,6 @@ class PathPoints:
             gather("sigmas"),
             transitions,
         )
-
-
-def _has_old(samples: Sequence[FragmentSample]) -> bool:
-    return any(sample.old_log_probs for sample in samples)
 
 
 class ForwardPoints:

@@ -38,9 +38,6 @@ class Samples:
     advantages: Tensor
     """[B] fp32; 0 if the caller only wants log-probs."""
 
-    def __len__(self) -> int:
-        return len(self.conditions)
-
     @property
     def all_picks(self) -> Picks:
         """Every point of every sample."""
