@@ -7,25 +7,29 @@ from pathlib import Path
 
 import pytest
 from hydra._internal.callbacks import Callbacks
-from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl_digen.config import RewardConfig
+from verl_digen.config.reward import reward_entry
 from verl_digen.patches.hydra_replaced_mappings import merge_overrides
 from verl_digen.preflight.rewards import (
+    check_combination,
+    check_group_rewards,
     check_reward_devices,
     check_reward_keys,
     check_reward_manager,
     check_rewards,
     reward_formula,
 )
-from verl_digen.reward.functions import formula, require_reward_function, resolve
+from verl_digen.reward.combine import formula
+from verl_digen.reward.functions import require_reward_function
+from verl_digen.reward.named import find
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(path for path in (ROOT / "examples").glob("*.sh") if path.stem != "quickstart")
 
 
-def functions(config: DictConfig) -> dict[str, float]:
+def functions(config: DictConfig) -> dict[str, object]:
     return OmegaConf.to_container(config.digen.reward.functions)  # type: ignore[return-value]
 
 
@@ -43,6 +47,18 @@ def functions(config: DictConfig) -> dict[str, float]:
         (["digen.reward.functions={a: 1}", "digen.reward.functions.b=2"], {"a": 1.0, "b": 2.0}),
         (["digen.reward.functions.b=2", "digen.reward.functions={a: 1}"], {"a": 1.0}),
         (["digen.reward.functions={my_rewards.ocr.score: 1}"], {"my_rewards.ocr.score": 1.0}),
+        (["digen.reward.functions={a: {weight: 1, url: x}}"], {"a": {"weight": 1, "url": "x"}}),
+        (["digen.reward.functions.shapes.num_workers=2"], {"shapes": {"weight": 1.0, "num_workers": 2}}),
+        (["digen.reward.functions.a.weight=2"], {"shapes": 1.0, "a": {"weight": 2}}),
+        (
+            ["digen.reward.functions={a: {weight: 1, url: x}}", "digen.reward.functions.a={weight: 2}"],
+            {"a": {"weight": 2}},
+        ),
+        (
+            ["digen.reward.functions={a: {weight: 1, url: x}}", "digen.reward.functions.a.weight=0.5"],
+            {"a": {"weight": 0.5, "url": "x"}},
+        ),
+        (["digen.reward.functions={a: {weight: 1, url: x}}", "digen.reward.functions.a=2"], {"a": 2}),
     ],
 )
 def test_functions_given_as_a_whole_replace_the_recipes_and_one_alone_is_added(compose_main, overrides, expected):
@@ -72,14 +88,14 @@ def command_of(script: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_the_advice_of_a_script_for_a_reward_of_ones_own_trains_on_it_alone(compose_main, script, tmp_path):
+def test_the_advice_of_a_script_for_a_reward_of_ones_own_trains_on_it_alone(start, script, tmp_path):
     advice = re.search(r"For your own: ('digen.reward.functions=.*?=)FILE", script.read_text())
     assert advice is not None
     (tmp_path / "mine.py").write_text("def compute_score(**sample):\n    return 0.0\n")
-    config = compose_main(*command_of(script), *shlex.split(f"{advice[1]}{tmp_path / 'mine.py'}"))
+    config = start(*command_of(script), *shlex.split(f"{advice[1]}{tmp_path / 'mine.py'}"))
     assert reward_formula(config) == "reward = 1 x custom"
     check_rewards(config)
-    assert reward_formula(compose_main(*command_of(script))) == "reward = 1 x jpeg_compressibility"
+    assert reward_formula(start(*command_of(script))) == "reward = 1 x jpeg_compressibility"
     assert config.trainer.save_freq > 0 and config.trainer.max_actor_ckpt_to_keep > 0
 
 
@@ -100,8 +116,8 @@ def test_the_formula_names_what_is_only_logged():
     ("save_freq", "lines"),
     [(5, ["verl-digen: reward = 1 x jpeg_compressibility"]), (-1, None)],
 )
-def test_a_run_says_its_reward_at_start_and_warns_if_it_saves_nothing(compose_main, runnable, capsys, save_freq, lines):
-    config = compose_main(*runnable, f"trainer.save_freq={save_freq}")
+def test_a_run_says_its_reward_at_start_and_warns_if_it_saves_nothing(start, runnable, capsys, save_freq, lines):
+    config = start(*runnable, f"trainer.save_freq={save_freq}")
     Callbacks(config).on_run_start(config=config, config_name="ppo_trainer")
     said = capsys.readouterr().err.splitlines()
     if lines is not None:
@@ -217,14 +233,40 @@ def test_a_function_of_an_unusual_form_that_can_be_called_is_accepted(composed, 
         ({PATH: __file__, NAME: 7}, "reward.custom_reward_function.name must be the name of a function in"),
         ({"digen__reward__functions": {}}, "digen.reward.functions must name a reward function and its weight"),
         ({"digen__reward__functions": {"shapes": 0.0}}, "must have a weight that is not 0"),
-        ({"digen__reward__functions": {"nonsense": 1.0}}, "must name one of jpeg_compressibility, shapes, or package."),
+        (
+            {"digen__reward__functions": {"nonsense": 1.0}},
+            "must name one of aesthetic, clip_score, diversity, ",
+        ),
         ({"digen__reward__functions": {"no_such.module:f": 1.0}}, "'no_such.module:f' could not be loaded"),
         ({"digen__reward__functions": {"json.no_such": 1.0}}, "(AttributeError: module 'json' has no attribute"),
-        ({"digen__reward__functions": {"json:": 1.0}}, "must name one of jpeg_compressibility, shapes, or package."),
+        (
+            {"digen__reward__functions": {"json:": 1.0}},
+            "must name one of aesthetic, clip_score, diversity, ",
+        ),
         ({"digen__reward__functions": {"math:pi": 1.0}}, "'math:pi' must be a function that returns a number"),
         ({"digen__reward__functions": {"json.dumps": 1.0}}, "'json.dumps' must take the keyword arguments"),
         ({"digen__reward__functions": {"shapes": float("nan")}}, "functions.shapes must be a finite number, got nan"),
         ({"digen__reward__functions": {"shapes": float("inf")}}, "functions.shapes must be a finite number, got inf"),
+        (
+            {"digen__reward__functions": {"shapes": "much"}},
+            "functions.shapes must be a number, got 'much'; 1.0 is usual",
+        ),
+        (
+            {"digen__reward__functions": {"shapes": {"num_gpus": 1}}},
+            "functions.shapes must have a weight, got {'num_gpus'",
+        ),
+        (
+            {"digen__reward__functions": {"shapes": {"weight": 1, "num_gpus": 1.5}}},
+            "functions.shapes.num_gpus must be a fraction of one device, or a whole number, got 1.5",
+        ),
+        (
+            {"digen__reward__functions": {"shapes": {"weight": 1, "num_workers": 0}}},
+            "functions.shapes.num_workers must be a whole number in [1, 10000], got 0",
+        ),
+        (
+            {"digen__reward__functions": {"diversity": {"weight": 1, "sise_px": 8}}},
+            "functions.diversity.sise_px must be a setting of Diversity (size_px), got 8; did you mean size_px?",
+        ),
         ({"digen__reward__custom_weight": float("nan")}, "digen.reward.custom_weight must be a finite number, got nan"),
     ],
 )
@@ -235,6 +277,46 @@ def test_a_reward_that_cannot_be_found_or_weighed_is_refused(composed, changes, 
 @pytest.mark.parametrize(
     ("check", "changes", "message"),
     [
+        (
+            check_combination,
+            {"digen__reward__combine": "product"},
+            "digen.reward.combine must name one of sum, gdpo, or package.module.function, got 'product'",
+        ),
+        (
+            check_combination,
+            {"digen__reward__combine": "math.pi"},
+            "digen.reward.combine must be a function of (values, weights), got 3.14",
+        ),
+        (
+            check_combination,
+            {"digen__reward__combine": "gdpo", "reward__reward_manager__name": "Mine"},
+            "digen.reward.combine must be sum with reward.reward_manager.name=Mine, which returns one number, got",
+        ),
+        (
+            check_combination,
+            {"digen__reward__combine": "gdpo", "digen__queue__drop_zero_spread": True},
+            "digen.queue.drop_zero_spread must be false with digen.reward.combine=gdpo",
+        ),
+        (
+            check_combination,
+            {"digen__reward__functions": {"custom": {"weight": 1, "reward": "shapes"}}, PATH: "mine.py"},
+            "digen.reward.functions must not name a reward 'custom' beside reward.custom_reward_function.path",
+        ),
+        (
+            check_group_rewards,
+            {"digen__reward__functions": {"diversity": 1.0}},
+            "actor_rollout_ref.rollout.val_kwargs.n must be >= 2 with diversity, which compares samples of a prompt",
+        ),
+        (
+            check_group_rewards,
+            {
+                "digen__reward__functions": {"diversity": 1.0},
+                "actor_rollout_ref__rollout__n": 1,
+                "trainer__test_freq": -1,
+                "trainer__val_before_train": False,
+            },
+            "actor_rollout_ref.rollout.n must be >= 2 with diversity",
+        ),
         (
             check_reward_devices,
             {"reward__reward_model__enable_resource_pool": True},
@@ -249,7 +331,14 @@ def test_a_reward_that_cannot_be_found_or_weighed_is_refused(composed, changes, 
             },
             "reward.reward_model.n_gpus_per_node must be >= 1",
         ),
-        (check_reward_keys, {"reward__reward_model__enable": True}, "reward.reward_model.enable must be false"),
+        (
+            check_reward_devices,
+            {
+                "digen__reward__functions": {"diversity": 1.0},
+                "reward__reward_model__enable_resource_pool": True,
+            },
+            "enable_resource_pool must be false where every reward has processes of its own, got True;",
+        ),
         (
             check_reward_keys,
             {"custom_reward_function__path": "mine.py"},
@@ -272,19 +361,14 @@ def test_the_quick_starts_reward_passes_every_check(composed):
 
 
 def test_a_name_with_a_colon_and_one_with_dots_are_the_same_function():
-    from verl_digen.reward.jpeg import compute_score
+    from verl_digen.reward.scorers.jpeg_compressibility import compute_score
 
-    assert resolve("verl_digen.reward.jpeg:compute_score") is compute_score
-    assert resolve("verl_digen.reward.jpeg.compute_score") is compute_score
+    assert find(reward_entry("verl_digen.reward.scorers.jpeg_compressibility:compute_score", 1.0)) is compute_score
+    assert find(reward_entry("verl_digen.reward.scorers.jpeg_compressibility.compute_score", 1.0)) is compute_score
 
 
 def test_a_compiled_function_that_hides_its_signature_is_not_refused():
     require_reward_function("key", max)
-
-
-def test_a_weight_that_is_no_number_is_an_error_of_hydra(compose_main):
-    with pytest.raises(ConfigCompositionException):
-        compose_main("recipe=digen_quickstart", "digen.reward.functions={shapes: much}")
 
 
 def test_the_custom_function_is_weighed_only_if_there_is_one():

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from verl_digen.reward import jpeg
-from verl_digen.reward.functions import BUILT_IN, resolve
+from verl_digen.config.reward import reward_entry
+from verl_digen.reward.named import BUILT_IN, find
+from verl_digen.reward.scorers import jpeg_compressibility as jpeg
 from verl_digen.reward.scoring import Scorer, ScoringError, WeightedReward
 
 SAMPLE = {"data_source": "x", "solution_image": np.zeros((8, 8, 3), np.uint8), "ground_truth": "y", "extra_info": {}}
@@ -66,15 +67,15 @@ def test_a_function_that_hangs_fails_after_the_time_limit():
 
 
 def test_every_built_in_reward_resolves_and_an_unknown_one_lists_them():
-    assert all(callable(resolve(name)) for name in BUILT_IN)
-    with pytest.raises(ValueError, match="jpeg_compressibility, shapes") as failure:
-        resolve("beauty")
+    assert all(callable(find(reward_entry(name, 1.0))) for name in BUILT_IN)
+    with pytest.raises(ValueError, match=", ".join(sorted(BUILT_IN))) as failure:
+        find(reward_entry("beauty", 1.0))
     assert "'beauty'" in str(failure.value)
 
 
 def test_a_module_without_the_function_is_an_error_that_names_it():
     with pytest.raises(ValueError, match="math:nothing"):
-        resolve("math:nothing")
+        find(reward_entry("math:nothing", 1.0))
 
 
 def test_jpeg_compressibility_is_minus_kilobytes_over_500_at_quality_95():

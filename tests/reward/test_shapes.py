@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 
-from verl_digen.reward.shapes.scene import (
+from verl_digen.reward.scorers.shapes.scene import (
     ANCHORS,
     BACKGROUNDS,
     COLOURS,
@@ -19,7 +19,7 @@ from verl_digen.reward.shapes.scene import (
     draw,
     parse_caption,
 )
-from verl_digen.reward.shapes.scorer import WEIGHTS, compute_score
+from verl_digen.reward.scorers.shapes.scorer import WEIGHTS, compute_score
 
 SCENES = all_scenes()
 ONE_WRONG_LOSES = {"shape": 0.2, "colour": 0.2, "position": 0.1, "count": 0.1, "background": 0.1}

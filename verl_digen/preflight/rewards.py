@@ -10,8 +10,14 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_digen.config import digen_config
+from verl_digen.config.reward import ALWAYS
+from verl_digen.pool_sizes import has_reward_model
 from verl_digen.require import require
-from verl_digen.reward.functions import formula, require_reward_function, resolve
+from verl_digen.reward.combine import find_combination, formula
+from verl_digen.reward.functions import CUSTOM, require_reward_function
+from verl_digen.reward.layout import OWN_MANAGER, has_custom, reward_layout
+from verl_digen.reward.named import check, scope_of
+from verl_digen.reward.reward_model import UNKNOWN, connected, router_argument
 
 CUSTOM_KEY = "reward.custom_reward_function"
 MODULE_PREFIX = "pkg://"
@@ -24,7 +30,7 @@ OLDER_KEYS = {
 
 
 def check_reward_keys(config: DictConfig) -> None:
-    """Refuse keys of verl's older configs, and a reward model of verl's."""
+    """Refuse keys of verl's older configs."""
     for section, place in OLDER_KEYS.items():
         given = dict(_leaves(OmegaConf.select(config, section), section))
         require(
@@ -33,12 +39,6 @@ def check_reward_keys(config: DictConfig) -> None:
             list(given.values()),
             f"the keys are under {place} now",
         )
-    require(
-        not config.reward.reward_model.enable,
-        "reward.reward_model.enable must be false: a diffusion run starts no server for a reward model",
-        config.reward.reward_model.enable,
-        f"call a server of your own from a reward function, {CUSTOM_KEY}.path=FILE",
-    )
 
 
 def check_rewards(config: DictConfig) -> None:
@@ -56,8 +56,9 @@ def check_rewards(config: DictConfig) -> None:
         weights,
         "nothing would be learnt; give the function to train on a weight of 1",
     )
-    for name in digen_config(config).reward.functions:
-        resolve(name)
+    served = UNKNOWN if has_reward_model(config) else None
+    for entry in digen_config(config).reward.entries:
+        check(connected(entry, served))
     if has_custom(config):
         _check_custom(config)
 
@@ -84,14 +85,60 @@ def check_reward_manager(config: DictConfig) -> None:
 
 
 def check_reward_devices(config: DictConfig) -> None:
-    """Require devices for a pool of reward devices."""
+    """Require devices for a pool of reward devices, and processes that use them."""
     model = config.reward.reward_model
+    require(
+        model.enable
+        or not model.enable_resource_pool
+        or reward_layout(config, digen_config(config)).num_function_workers > 0,
+        "reward.reward_model.enable_resource_pool must be false where every reward has processes of its own",
+        model.enable_resource_pool,
+        "give devices with digen.reward.functions.NAME.num_gpus, or serve a model with reward.reward_model.enable=true",
+    )
     for name in ("nnodes", "n_gpus_per_node"):
         require(
             not model.enable_resource_pool or (isinstance(model[name], int) and model[name] >= 1),
             f"reward.reward_model.{name} must be >= 1 with reward.reward_model.enable_resource_pool=true",
             model[name],
-            "give the nodes and devices per node of the pool that reward workers divide, beside the trainer's",
+            "give the nodes and devices per node of a pool beside the trainer's, for the processes that share reward "
+            "functions or, with reward.reward_model.enable=true, for the model's servers",
+        )
+
+
+def check_combination(config: DictConfig) -> None:
+    """Require `digen.reward.combine` to be known, and what it reads to be there."""
+    reward = digen_config(config).reward
+    find_combination(reward)
+    manager = config.reward.reward_manager.name
+    require(
+        reward.combine == "sum" or manager == OWN_MANAGER,
+        f"digen.reward.combine must be sum with reward.reward_manager.name={manager}, which returns one number",
+        reward.combine,
+        "leave reward.reward_manager alone, or digen.reward.combine out",
+    )
+    require(
+        CUSTOM not in reward.functions or not has_custom(config),
+        f"digen.reward.functions must not name a reward {CUSTOM!r} beside {CUSTOM_KEY}.path, which has that name",
+        list(reward.functions),
+        "give it another name",
+    )
+
+
+def check_group_rewards(config: DictConfig) -> None:
+    """Require groups of at least two samples for rewards that compare them, in training and where the run validates."""
+    compare = [entry for entry in digen_config(config).reward.entries if scope_of(entry) == "group"]
+    rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
+    validates = trainer.val_before_train or trainer.test_freq > 0 or trainer.val_only
+    for key, count in (("n", rollout.n), ("val_kwargs.n", rollout.val_kwargs.n if validates else 2)):
+        named = [entry.name for entry in compare if entry.when == ALWAYS or "val" in key]
+        require(
+            not named or count >= 2,
+            f"actor_rollout_ref.rollout.{key} must be >= 2 with {', '.join(named)}, which compares samples of a prompt",
+            count,
+            "raise it"
+            + (
+                ", or turn validation off (trainer.test_freq=-1 trainer.val_before_train=false)" if "val" in key else ""
+            ),
         )
 
 
@@ -102,12 +149,8 @@ def reward_weights(config: DictConfig) -> dict[str, float]:
 
 def reward_formula(config: DictConfig) -> str:
     """The reward that the run trains on, for people."""
-    return formula(reward_weights(config))
-
-
-def has_custom(config: DictConfig) -> bool:
-    """True if there is a reward function of the user's own."""
-    return config.reward.custom_reward_function.path is not None
+    reward = digen_config(config).reward
+    return formula(reward_weights(config), reward.combine, reward.entries)
 
 
 def _check_custom(config: DictConfig) -> None:
@@ -138,7 +181,9 @@ def _check_custom(config: DictConfig) -> None:
             f"{CUSTOM_KEY}.name={name}, got {type(cause).__name__}: {cause}; repair the file, or install what it "
             "imports"
         ) from error
-    require_reward_function(f"{CUSTOM_KEY} ({name} of {path})", function, _extra(section))
+    router = UNKNOWN.router if has_reward_model(config) else None
+    given = {**_extra(section), **router_argument(function, router)}
+    require_reward_function(f"{CUSTOM_KEY} ({name} of {path})", function, given)
 
 
 def _extra(section: DictConfig) -> Mapping[str, Any]:

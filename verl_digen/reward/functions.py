@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward functions by name, their calling convention, and their weighted sum.
+"""Reward functions: their calling convention, and how one becomes a `Reward`.
 
 A reward function takes verl's keyword arguments and returns a number, or a dict with `score` and details:
 
@@ -7,24 +7,23 @@ A reward function takes verl's keyword arguments and returns a number, or a dict
 
 `solution_image` is a numpy uint8 array [H, W, 3], or [F, H, W, 3] for a video: all its frames, as the VAE decoded them.
 The built-in functions score each frame and take the mean; others may do as they like. `extra_info` holds the row's own
-`extra_info` and the `prompt`. The function may be `async`. It may raise: the call is retried, then the sample fails;
-there is no silent zero.
+`extra_info`, the `prompt`, and the paths of its `images`. The function may be `async`. It may raise: the call is
+retried, then the sample fails; there is no silent zero.
 """
 
 from __future__ import annotations
 
-import importlib
+import asyncio
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-RewardFunction = Callable[..., Any]
+import torch
 
-BUILT_IN: dict[str, str] = {
-    "shapes": "verl_digen.reward.shapes.scorer:compute_score",
-    "jpeg_compressibility": "verl_digen.reward.jpeg:compute_score",
-}
-"""Name -> "module:function"."""
+from verl_digen.reward.base import NoSettings, Result, Reward
+from verl_digen.types import RewardInput
+
+RewardFunction = Callable[..., Any]
 
 CUSTOM = "custom"
 """Name under which `reward.custom_reward_function` is weighted and logged."""
@@ -32,47 +31,60 @@ CUSTOM = "custom"
 ARGUMENTS = ("data_source", "solution_image", "ground_truth", "extra_info")
 """Keyword arguments of every call."""
 
-
-def resolve(name: str) -> RewardFunction:
-    """The reward function called `name`: a built-in one, "package.module:function" or "package.module.function".
-
-    Hydra accepts the form without a colon on the command line without quotes.
-
-    Raises:
-        ValueError: unknown name (lists the built-in ones), a module that cannot be imported or lacks that function, or
-            an object that cannot be called as a reward function.
-    """
-    target = BUILT_IN.get(name, name)
-    separator = ":" if ":" in target else "."
-    module_name, _, function_name = target.rpartition(separator)
-    if not module_name or not function_name:
-        raise ValueError(
-            f"digen.reward.functions must name one of {', '.join(sorted(BUILT_IN))}, or package.module.function, "
-            f"got {name!r}; a function in a file of your own goes to reward.custom_reward_function.path"
-        )
-    try:
-        function = getattr(importlib.import_module(module_name), function_name)
-    except (Exception, SystemExit) as error:  # the user's module may raise anything at import
-        raise ValueError(
-            f"digen.reward.functions: {name!r} could not be loaded ({type(error).__name__}: {error}); check the "
-            "module's name and that it is installed"
-        ) from error
-    require_reward_function(f"digen.reward.functions: {name!r}", function)
-    return function
+FORM = f"def compute_score({', '.join(ARGUMENTS)}=None)"
+"""Definition to write, for messages."""
 
 
-def require_reward_function(key: str, function: Any, extra: Mapping[str, Any] | None = None) -> None:
+def call_arguments(sample: RewardInput) -> dict[str, Any]:
+    """The keyword arguments of a function's call for a sample."""
+    row = sample.row
+    return {
+        "data_source": row.data_source,
+        "solution_image": sample.pixels,
+        "ground_truth": row.ground_truth,
+        "extra_info": {**row.extra, "prompt": row.text, "images": list(row.images)},
+    }
+
+
+async def call(function: RewardFunction, sample: Mapping[str, Any]) -> Any:
+    """Call a sync function in a thread, an async one here."""
+    if inspect.iscoroutinefunction(function):
+        return await function(**sample)
+    result = await asyncio.to_thread(function, **sample)
+    return await result if inspect.isawaitable(result) else result
+
+
+class FunctionReward(Reward):
+    """A function as a reward with a pool of its own: the samples of a batch are scored at the same time, in threads."""
+
+    def __init__(self, function: RewardFunction, arguments: Mapping[str, Any]):
+        super().__init__(NoSettings(), torch.device("cpu"))
+        self._function, self._arguments = function, arguments
+
+    async def score(self, batch: Sequence[RewardInput]) -> Sequence[Result]:
+        """Call the function once per sample."""
+        calls = (call(self._function, call_arguments(sample) | dict(self._arguments)) for sample in batch)
+        return await asyncio.gather(*calls)
+
+
+def require_reward_function(
+    key: str,
+    function: Any,
+    extra: Mapping[str, Any] | None = None,
+    extra_place: str = "reward.custom_reward_function.reward_kwargs",
+) -> None:
     """Raise ValueError unless `function` can be called as a reward function.
 
     Args:
         key: config key that named it, for the message.
         extra: keyword arguments that the user passes in addition to `ARGUMENTS`.
+        extra_place: where the user gives them, for the message.
     """
     is_function = callable(function) and not isinstance(function, type) and not inspect.isgeneratorfunction(function)
     if not is_function:
         raise ValueError(
             f"{key} must be a function that returns a number or a dict with 'score', got "
-            f"{_describe(function)}; write def compute_score({', '.join(ARGUMENTS)}=None)"
+            f"{_describe(function)}; write {FORM}"
         )
     try:
         signature = inspect.signature(function)
@@ -84,7 +96,7 @@ def require_reward_function(key: str, function: Any, extra: Mapping[str, Any] | 
     except TypeError as error:
         raise ValueError(
             f"{key} must take the keyword arguments {', '.join(given)}, got a function of {signature} ({error}); "
-            f"{_remedy(signature, given)}"
+            f"{_remedy(signature, given, extra_place)}"
         ) from error
 
 
@@ -94,10 +106,10 @@ def _describe(value: Any) -> str:
     return f"the generator {value.__name__}" if callable(value) else repr(value)
 
 
-def _remedy(signature: inspect.Signature, given: Mapping[str, Any]) -> str:
+def _remedy(signature: inspect.Signature, given: Mapping[str, Any], extra_place: str) -> str:
     names = set(signature.parameters)
     if set(given) - set(ARGUMENTS) - names and names.issuperset(ARGUMENTS[:2]):
-        return "take the other names out of reward.custom_reward_function.reward_kwargs, or let the function take them"
+        return f"take the other names out of {extra_place}, or let the function take them"
     if "solution_str" in names:
         return "this is verl's form for text: rename solution_str to solution_image, a uint8 array [H, W, 3]"
     if {"images", "prompts"} & names:
@@ -105,15 +117,4 @@ def _remedy(signature: inspect.Signature, given: Mapping[str, Any]) -> str:
             "this is flow_grpo's form: write a compute_score of these arguments that calls it with [solution_image], "
             "[extra_info['prompt']] and [extra_info]"
         )
-    return f"write def compute_score({', '.join(ARGUMENTS)}=None), or let it take **kwargs"
-
-
-def formula(weights: Mapping[str, float]) -> str:
-    """Human-readable formula of the reward.
-
-    Example:
-        formula({"custom": 1.0, "jpeg": 0.2, "ocr": 0.0})  # "reward = 1 x custom + 0.2 x jpeg (only logged: ocr)"
-    """
-    terms = [f"{weight:g} x {name}" for name, weight in weights.items() if weight != 0]
-    logged = [name for name, weight in weights.items() if weight == 0]
-    return f"reward = {' + '.join(terms)}" + (f" (only logged: {', '.join(logged)})" if logged else "")
+    return f"write {FORM}, or let it take **kwargs"

@@ -8,16 +8,16 @@ Invariants (tests/reward/test_scoring.py): the reward is the weighted sum; a fun
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import math
-from collections.abc import Mapping
+import time
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-from verl_digen.reward.functions import RewardFunction
-from verl_digen.types import Score
+from verl_digen.reward.functions import RewardFunction, call
+from verl_digen.types import RewardCall, Score
 
 logger = logging.getLogger(__name__)
 
@@ -43,29 +43,34 @@ class Scorer:
     max_retries: int
     timeout_s: float
 
-    async def score(self, **sample: Any) -> Score:
-        """Score one sample; the keyword arguments are those of a reward function.
+    async def score(self, *, names: Collection[str] | None = None, **sample: Any) -> Score:
+        """Score one sample; the other keyword arguments are those of a reward function.
+
+        Args:
+            names: the rewards to call; None: all.
 
         Raises:
             ScoringError: a reward function failed 1 + max_retries times.
         """
-        results = await asyncio.gather(*[self._call(reward, sample) for reward in self.rewards])
+        rewards = [reward for reward in self.rewards if names is None or reward.name in names]
+        results = await asyncio.gather(*[self._call(reward, sample) for reward in rewards])
         total = 0.0
         parts: dict[str, float] = {}
-        for reward, result in zip(self.rewards, results, strict=True):
-            value, details = _read(reward.name, result)
+        for reward, (result, _) in zip(rewards, results, strict=True):
+            value, details = read_result(reward.name, result)
             total += reward.weight * value
             parts[reward.name] = value
             parts |= {f"{reward.name}/{name}": detail for name, detail in details.items()}
-        return Score(total=total, parts=parts)
+        return Score(total=total, parts=parts, calls=tuple(made for _, made in results))
 
-    async def _call(self, reward: WeightedReward, sample: Mapping[str, Any]) -> Any:
+    async def _call(self, reward: WeightedReward, sample: Mapping[str, Any]) -> tuple[Any, RewardCall]:
         last: Exception | None = None
         for attempt in range(1 + self.max_retries):
             try:
-                result = await asyncio.wait_for(_invoke(reward.function, sample), self.timeout_s)
-                _read(reward.name, result)  # an unusable answer is a failure of this attempt
-                return result
+                started_s = time.time()
+                result = await asyncio.wait_for(call(reward.function, sample), self.timeout_s)
+                read_result(reward.name, result)  # an unusable answer is a failure of this attempt
+                return result, RewardCall(reward.name, started_s, time.time(), num_samples=1, num_queued=0)
             except Exception as error:
                 last = error
                 is_last = attempt == self.max_retries
@@ -83,15 +88,7 @@ class Scorer:
         ) from last
 
 
-async def _invoke(function: RewardFunction, sample: Mapping[str, Any]) -> Any:
-    """Call a sync function in a thread, an async one here."""
-    if inspect.iscoroutinefunction(function):
-        return await function(**sample)
-    result = await asyncio.to_thread(function, **sample)
-    return await result if inspect.isawaitable(result) else result
-
-
-def _read(name: str, result: Any) -> tuple[float, dict[str, float]]:
+def read_result(name: str, result: Any) -> tuple[float, dict[str, float]]:
     """(score, numeric details) from a reward function's result."""
     details: dict[str, float] = {}
     score = result

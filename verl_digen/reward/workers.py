@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from collections import Counter
 from collections.abc import Sequence
 from copy import copy
 from typing import Any
@@ -83,22 +84,30 @@ class RewardWorkers:
     Args:
         handles: handles of workers started with `RestartingActor`.
         answer_s: `digen.deadlines.answer_s`. A worker that scores for longer is asked for a sign of life.
+        run: consecutive samples that go to the same worker, its batch size, so that it finds full batches.
     """
 
-    def __init__(self, handles: Sequence[Any], answer_s: float):
+    def __init__(self, handles: Sequence[Any], answer_s: float, run: int = 1):
         self._living = list(handles)
+        self._run = run
+        self._num_open: Counter[Any] = Counter()
+        """Worker -> samples that it has from here."""
+        self._chosen: Any = None
+        self._num_left = 0
+        """Further samples that go to the chosen worker."""
         self._answer_s = answer_s
         self._asked: dict[Any, asyncio.Task[None]] = {}
         self._last_error = "none was started"
 
-    async def score(self, data: Any) -> dict[str, Any]:
-        """Score one sample on a random worker -> the answer of its `compute_score`.
+    async def score(self, data: Any) -> Any:
+        """Score one sample -> the answer of the worker's `compute_score`.
 
         Raises:
             ScoringError: the worker died on the sample too often. RunStopped: no worker is left.
         """
         while self._living:
-            worker = random.choice(self._living)
+            worker = self._choose()
+            self._num_open[worker] += 1
             try:
                 return await self._score_on(worker, data)
             except ActorDiedError as error:
@@ -108,9 +117,20 @@ class RewardWorkers:
                     logger.warning("a reward worker is lost, %d are left: %s", len(self._living), error)
             except ActorUnavailableError as error:
                 raise ScoringError(f"the reward worker died whenever it scored this sample: {error}") from error
+            finally:
+                self._num_open[worker] -= 1
         raise RunStopped(ALL_LOST.format(error=self._last_error))
 
-    async def _score_on(self, worker: Any, data: Any) -> dict[str, Any]:
+    def _choose(self) -> Any:
+        """The worker of the last sample, until it has its run; then one of those with the fewest open samples."""
+        if self._num_left == 0 or self._chosen not in self._living:
+            fewest = min(self._num_open[worker] for worker in self._living)
+            self._chosen = random.choice([worker for worker in self._living if self._num_open[worker] == fewest])
+            self._num_left = self._run
+        self._num_left -= 1
+        return self._chosen
+
+    async def _score_on(self, worker: Any, data: Any) -> Any:
         """The worker's answer; no timeout while the worker is alive."""
         scoring = asyncio.ensure_future(worker.compute_score.remote(data))
         try:

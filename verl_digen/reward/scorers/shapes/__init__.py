@@ -3,3 +3,7 @@
 
 `scene` holds the world (scenes, captions, drawings), `scorer` the reward.
 """
+
+from verl_digen.reward.scorers.shapes.scorer import compute_score
+
+REWARD = compute_score

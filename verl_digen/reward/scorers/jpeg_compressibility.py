@@ -14,6 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from verl_digen.reward.pictures import frames_of
+
 QUALITY = 95
 KILOBYTES_PER_UNIT = 500.0
 
@@ -22,11 +24,14 @@ def compute_score(
     data_source: str, solution_image: NDArray[np.uint8], ground_truth: Any, extra_info: dict[str, Any] | None = None
 ) -> float:
     """-kB/500 of the picture as JPEG; the mean over frames for a video. Always negative; closer to 0 is smaller."""
-    frames = solution_image if solution_image.ndim == 4 else solution_image[None]
-    return -float(np.mean([_kilobytes(frame) for frame in frames])) / KILOBYTES_PER_UNIT
+    return -float(np.mean([kilobytes(frame) for frame in frames_of(solution_image)])) / KILOBYTES_PER_UNIT
 
 
-def _kilobytes(frame: NDArray[np.uint8]) -> float:
+def kilobytes(frame: NDArray[np.uint8]) -> float:
+    """Size of a picture [H, W, 3] as JPEG at `QUALITY`, in kB of 1000 bytes."""
     buffer = io.BytesIO()
     Image.fromarray(frame).save(buffer, format="JPEG", quality=QUALITY)
     return len(buffer.getvalue()) / 1000
+
+
+REWARD = compute_score

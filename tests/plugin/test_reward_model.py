@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's reward model: what a run that serves one, or asks one, must have."""
+
+import pytest
+from omegaconf import OmegaConf, open_dict
+
+from verl_digen.pool_sizes import asked_devices, num_function_devices, num_reward_devices
+from verl_digen.preflight import reward_model
+from verl_digen.preflight.reward_model import check_reward_model, check_served_model
+from verl_digen.preflight.rewards import check_reward_devices, check_rewards
+
+SERVED = [
+    "reward.reward_model.enable=true",
+    "reward.reward_model.enable_resource_pool=true",
+    "reward.reward_model.nnodes=1",
+    "reward.reward_model.n_gpus_per_node=4",
+    "reward.reward_model.model_path=Qwen/Qwen2.5-VL-7B-Instruct",
+    "reward.reward_model.rollout.name=vllm",
+    "digen.reward.functions={yes_no: 1.0}",
+]
+UNSHOWN = r"reward_model.enable must be false: no run has shown yet .*vllm serve MODEL"
+ROUTED = "def compute_score(data_source, solution_image, ground_truth, extra_info=None, *, reward_router_address): ..."
+
+
+@pytest.fixture
+def served(start, monkeypatch):
+    """A run that serves a model on four devices, for a judge."""
+    monkeypatch.setattr(reward_model, "find_spec", lambda name: object())
+    return start("recipe=digen_flowgrpo", *SERVED)
+
+
+def changed(config, changes):
+    config = config.copy()
+    with open_dict(config):
+        for key, value in changes.items():
+            OmegaConf.update(config, key, value, merge=False, force_add=True)
+    return config
+
+
+def test_a_judge_without_url_and_a_served_model_go_together(served):
+    for check in (check_served_model, check_rewards, check_reward_devices):
+        check(served)
+    assert (num_function_devices(served), num_reward_devices(served)) == (0, 4)
+    assert asked_devices(served, has_own_replicas=False)["reward.reward_model"] == 4
+
+
+def test_devices_of_a_pool_without_a_model_are_the_functions(served):
+    config = changed(served, {"reward.reward_model.enable": False, "digen.reward.functions": {"shapes": 1.0}})
+    check_reward_devices(config)
+    assert num_function_devices(config) == num_reward_devices(config) == 4
+
+
+M = "reward.reward_model."
+
+
+@pytest.mark.parametrize(
+    "changes, rule",
+    [
+        ({"digen.reward.functions": {"shapes": 1.0}}, "reward.reward_model.enable must be false where no reward asks"),
+        (
+            {"digen.reward.functions": {"yes_no": {"weight": 1.0, "url": "http://host:1"}}},
+            "reward.reward_model.enable must be false where no reward asks",
+        ),
+        ({M + "enable_resource_pool": False}, "enable_resource_pool must be true: its servers need devices"),
+        ({M + "model_path": None}, "model_path must name the model to serve, got None"),
+        ({M + "rollout.name": "???"}, "rollout.name must be a server of language models, got None; vllm or sglang"),
+        ({M + "rollout.name": "diffusers"}, "rollout.name must be a server of language models, got 'diffusers'"),
+        ({M + "rollout.tensor_model_parallel_size": 3}, r"must divide the 4 devices .* got 3"),
+        ({"digen.placement.reward_accelerator": "H100"}, "digen.placement.reward_accelerator must be null"),
+        ({"trainer.v1.trainer_mode": "digen_virtual"}, "must be false with virtual devices"),
+    ],
+)
+def test_a_reward_model_that_cannot_serve_is_refused(served, changes, rule):
+    with pytest.raises(ValueError, match=rule):
+        check_served_model(changed(served, changes))
+
+
+def test_a_server_that_is_not_installed_is_named(served, monkeypatch):
+    monkeypatch.setattr(reward_model, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"rollout.name=vllm needs the package vllm, .* start a server elsewhere"):
+        check_served_model(served)
+
+
+@pytest.mark.parametrize("functions", [{}, {"mine": {"weight": 1.0}}])
+def test_a_function_that_takes_the_router_asks_the_model(served, functions, tmp_path):
+    (tmp_path / "routed.py").write_text(ROUTED)
+    target = f"{tmp_path / 'routed.py'}:compute_score"
+    named = {name: {**entry, "reward": target} for name, entry in functions.items()}
+    path = None if functions else str(tmp_path / "routed.py")
+    config = changed(served, {"digen.reward.functions": named, "reward.custom_reward_function.path": path})
+    check_rewards(config)
+    check_served_model(config)
+    without = changed(config, {M + "enable": False})
+    with pytest.raises(ValueError, match="reward_router_address"):
+        check_rewards(without)
+
+
+def test_a_reward_model_is_refused_and_so_is_a_judge_without_a_server(served):
+    with pytest.raises(ValueError, match=UNSHOWN):
+        check_reward_model(served)
+    without = changed(served, {M + "enable": False})
+    with pytest.raises(ValueError, match=r"functions.yes_no.url must name a server .*vllm serve MODEL"):
+        check_reward_model(without)
+    check_reward_model(changed(without, {"digen.reward.functions": {"yes_no": {"weight": 1.0, "url": "http://h:1"}}}))

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests of judges, and their scores for all that a server may answer."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.reward.contract import check_contract, make_picture, make_samples, scores_of
+from tests.reward.judges.chat_server import (
+    MODEL,
+    ChatServer,
+    judge_of,
+    likely,
+    message,
+    pictures_in,
+    question_in,
+)
+from tests.reward.servers.local import refusing_url
+from verl_digen.reward.base import RewardUnavailable
+from verl_digen.reward.judges.base import api_url
+from verl_digen.reward.servers.answers import Refused, ServerError, UnusableAnswer
+from verl_digen.types import PromptRow, RewardInput
+
+SCORE = {"question": "Rate {prompt}", "pattern": r"Score: (\d+)", "low": 0, "high": 10}
+
+
+def sample_of(pixels=None, text="a cat", **row):
+    return RewardInput(make_picture(24, 40) if pixels is None else pixels, PromptRow(text, "test", None, **row), 0)
+
+
+def score_of(judge, sample=None):
+    return scores_of(judge, [sample_of() if sample is None else sample])[0]
+
+
+def test_a_request_has_every_field_of_the_protocol():
+    with ChatServer(lambda request: "Score: 4") as server:
+        judge = judge_of("judge", server, **SCORE, max_tokens=77, seed=5, system="Be strict.", request={"top_k": 1})
+        assert score_of(judge) == (0.4, {"number": 4.0})
+    (asked,) = server.asked
+    system, user = asked.pop("messages")
+    assert asked == {"model": MODEL, "temperature": 0.0, "max_tokens": 77, "seed": 5, "top_k": 1}
+    assert system == {"role": "system", "content": "Be strict."} and user["role"] == "user"
+    assert [part["type"] for part in user["content"]] == ["image_url", "text"]
+    (method, path, headers, _) = server.requests[-1]
+    assert (method, path, headers["Content-Type"]) == ("POST", "/v1/chat/completions", "application/json")
+    assert "Authorization" not in headers
+
+
+def test_a_request_for_probabilities_asks_for_them():
+    with ChatServer(lambda request: likely(Yes=0.6, No=0.2)) as server:
+        value, details = score_of(judge_of("yes_no", server))
+    assert value == pytest.approx(0.75) and details == {"share": pytest.approx(0.8)}
+    (asked,) = server.asked
+    assert (asked["logprobs"], asked["top_logprobs"], asked["temperature"]) == (True, 20, 0.0)
+    assert question_in(asked) == 'Does this figure show "a cat"? Please answer yes or no.'
+
+
+def test_the_picture_that_is_sent_is_the_samples():
+    sample = sample_of(make_picture(48, 96, seed=3))
+    with ChatServer(lambda request: "Score: 4") as server:
+        score_of(judge_of("judge", server, **SCORE), sample)
+    (sent,) = pictures_in(server.asked[0])
+    assert np.array_equal(sent, sample.pixels)
+
+
+def test_a_large_picture_is_made_smaller_before_it_is_sent():
+    with ChatServer(lambda request: "Score: 4") as server:
+        score_of(judge_of("judge", server, **SCORE, max_px=32), sample_of(make_picture(100, 200)))
+    assert pictures_in(server.asked[0])[0].shape == (16, 32, 3)
+
+
+@pytest.mark.parametrize("with_images, sizes", [(True, [(6, 4), (5, 5), (24, 40)]), (False, [(24, 40)])])
+def test_source_pictures_come_before_the_sample(tmp_path, with_images, sizes):
+    paths = (str(tmp_path / "b.png"), str(tmp_path / "a.png"))
+    Image.new("RGB", (4, 6)).save(paths[0])
+    Image.new("RGB", (5, 5)).save(paths[1])
+    with ChatServer(lambda request: "Score: 4") as server:
+        score_of(judge_of("judge", server, **SCORE, with_images=with_images), sample_of(images=paths))
+    assert [picture.shape[:2] for picture in pictures_in(server.asked[0])] == sizes
+
+
+def test_frames_of_a_video_are_sent_in_one_request():
+    video = np.stack([np.full((8, 8, 3), 10 * number, np.uint8) for number in range(9)])
+    with ChatServer(lambda request: "Score: 4") as server:
+        score_of(judge_of("judge", server, **SCORE, num_frames=3), sample_of(video))
+    assert [picture[0, 0, 0] for picture in pictures_in(server.asked[0])] == [0, 40, 80]
+
+
+def test_the_last_number_counts_and_thoughts_do_not():
+    answer = "<think>Score: 1</think> Score: 2 for style. Score: 9 overall."
+    with ChatServer(lambda request: answer) as server:
+        assert score_of(judge_of("judge", server, **SCORE)) == (0.9, {"number": 9.0})
+
+
+def test_answers_of_ones_own_are_weighed():
+    with ChatServer(lambda request: likely(A=0.5, B=0.25, x=0.25)) as server:
+        judge = judge_of("judge", server, question="A, B or C?", answers={"A": 1.0, "B": 0.5, "C": 0.0}, top_logprobs=5)
+        assert score_of(judge)[0] == pytest.approx((0.5 + 0.125) / 0.75)
+    assert server.asked[0]["top_logprobs"] == 5
+
+
+@pytest.mark.parametrize(
+    "answer, message_",
+    [
+        ("I like it", "judge: the judge's answer must match .* got 'I like it' .asked 3 times"),
+        ("Score: 11", r"must lie in \[0, 10\], got 11"),
+        (message(None, refusal="I cannot rate people."), "refused: 'I cannot rate people.'"),
+        (message("Score: 4", "length"), "ended at max_tokens"),
+        (message("Score: 4", "content_filter"), "filtered"),
+    ],
+)
+def test_an_answer_without_a_score_fails_and_shows_its_start(answer, message_):
+    with ChatServer(lambda request: answer) as server:
+        judge = judge_of("judge", server, **SCORE, max_asked_again=2)
+        with pytest.raises(UnusableAnswer, match=message_):
+            score_of(judge)
+    assert len(server.asked) == 3
+
+
+def test_missing_logprobs_are_a_failure():
+    with ChatServer(lambda request: "Yes") as server, pytest.raises(UnusableAnswer, match="came without logprobs"):
+        score_of(judge_of("yes_no", server))
+
+
+def test_neither_yes_nor_no_is_a_failure_and_no_zero():
+    message_ = "none of Yes, No is among the likeliest tokens 'The', 'A'"
+    with ChatServer(lambda request: likely(The=0.9, A=0.1)) as server, pytest.raises(UnusableAnswer, match=message_):
+        score_of(judge_of("yes_no", server))
+
+
+def test_an_answer_that_is_usable_the_second_time_counts():
+    answers = ["well", "Score: 7"]
+    with ChatServer(lambda request: answers.pop(0)) as server:
+        assert score_of(judge_of("judge", server, **SCORE))[0] == 0.7
+    assert len(server.asked) == 2
+
+
+@pytest.mark.parametrize("first", [(429, {"Retry-After": "0"}), (500, {}), (503, {})])
+def test_a_busy_or_broken_server_is_asked_again(first):
+    answers = [first, "Score: 7"]
+    with ChatServer(lambda request: answers.pop(0)) as server:
+        judge = judge_of("judge", server, **SCORE)
+        assert score_of(judge)[0] == 0.7
+        assert judge.take_counts()["retries"] == 1
+
+
+@pytest.mark.parametrize("status, error", [(500, ServerError), (400, Refused), (404, RewardUnavailable)])
+def test_a_server_that_keeps_failing_or_refuses_is_named(status, error):
+    with ChatServer(lambda request: (status, {})) as server, pytest.raises(error, match=f"status {status}.*error text"):
+        score_of(judge_of("judge", server, **SCORE))
+    assert len(server.asked) == (3 if status == 500 else 1)
+
+
+def test_a_server_out_of_reach_concerns_all_samples():
+    with pytest.raises(RewardUnavailable, match="no connection"):
+        score_of(judge_of("judge", refusing_url(), **SCORE))
+
+
+def test_the_model_is_asked_for_once():
+    with ChatServer(lambda request: "Score: 4", models=("served",)) as server:
+        scores_of(judge_of("judge", server, **SCORE), make_samples())
+    assert [path for method, path, *_ in server.requests if method == "GET"] == ["/v1/models"]
+    assert {asked["model"] for asked in server.asked} == {"served"}
+
+
+def test_a_model_that_is_given_is_not_asked_for():
+    with ChatServer(lambda request: "Score: 4", models=("a", "b")) as server:
+        score_of(judge_of("judge", server, **SCORE, model="b"))
+    assert [asked["model"] for asked in server.asked] == ["b"] == [body and "b" for _, _, _, body in server.requests]
+
+
+@pytest.mark.parametrize("models, found", [(("a", "b"), "a, b"), ((), "none")])
+def test_a_server_of_several_models_or_none_needs_a_name(models, found):
+    rule = f"must serve one, got {found}; set model=NAME"
+    with ChatServer(lambda request: "Score: 4", models=models) as server, pytest.raises(ValueError, match=rule):
+        score_of(judge_of("judge", server, **SCORE))
+
+
+def test_the_key_is_sent_and_never_shown(monkeypatch, caplog):
+    monkeypatch.setenv("JUDGE_KEY", "sk-secret")
+    with (
+        ChatServer(lambda request: (401, {})) as server,
+        pytest.raises(ServerError) as raised,
+        caplog.at_level("DEBUG"),
+    ):
+        score_of(judge_of("judge", server, **SCORE, token_env="JUDGE_KEY"))
+    assert server.requests[-1][2]["Authorization"] == "Bearer sk-secret"
+    assert "sk-secret" not in str(raised.value) + caplog.text
+
+
+def test_a_sample_that_is_scored_again_is_not_asked_about_again():
+    with ChatServer(lambda request: "Score: 4") as server:
+        judge = judge_of("judge", server, **SCORE)
+        assert score_of(judge) == score_of(judge)
+        assert judge.take_counts()["cache_hits"] == 1
+    assert len(server.asked) == 1
+
+
+def test_a_sample_that_fails_fails_after_the_others_of_its_batch_are_done():
+    """The others are then in the cache, when each is tried alone."""
+    answer = {True: "what?", False: "Score: 4"}
+    with ChatServer(lambda request: answer["bad" in question_in(request)]) as server:
+        judge = judge_of("judge", server, **SCORE, max_asked_again=0)
+        good = [sample_of(text=f"good {number}") for number in range(3)]
+        with pytest.raises(UnusableAnswer, match="what"):
+            scores_of(judge, [sample_of(text="bad"), *good])
+        assert len(server.asked) == 4
+        assert [value for value, _ in scores_of(judge, good)] == [0.4] * 3
+        assert len(server.asked) == 4
+
+
+def test_no_more_requests_are_under_way_than_allowed():
+    with ChatServer(lambda request: "Score: 4") as server:
+        scores_of(judge_of("judge", server, **SCORE, max_concurrency=2), [sample_of(text=str(n)) for n in range(12)])
+    assert len(server.asked) == 12 and server.max_in_flight <= 2
+
+
+def test_judges_keep_the_contract_of_rewards():
+    def answer(request):
+        return f"Score: {len(question_in(request)) % 11}"
+
+    with ChatServer(answer) as server:
+        check_contract(judge_of("judge", server, **SCORE, max_px=256))  # the test server takes requests of 1 MB
+
+
+@pytest.mark.parametrize(
+    "given, url",
+    [
+        ("http://host:8000", "http://host:8000/v1"),
+        ("https://api.openai.com/v1", "https://api.openai.com/v1"),
+        ("https://host/compatible-mode/v1", "https://host/compatible-mode/v1"),
+    ],
+)
+def test_the_version_is_added_to_a_url_without_a_path(given, url):
+    assert api_url(given) == url
+
+
+@pytest.mark.parametrize(
+    "name, settings, rule",
+    [
+        ("judge", SCORE | {"question": ""}, "question must be a text"),
+        ("judge", SCORE | {"question": "{prompt.x}"}, "nothing but names"),
+        ("judge", SCORE | {"answers": {"Yes": 1, "No": 0}}, "pattern or answers must be given, and not both"),
+        ("judge", {"question": "?"}, "pattern or answers must be given"),
+        ("judge", SCORE | {"pattern": "Score: [0-9]+"}, "pattern must have a group"),
+        ("judge", SCORE | {"pattern": "(Score"}, "pattern must be a regular expression"),
+        ("judge", SCORE | {"low": 10}, r"low must be below high, .* got \[10.0, 10.0\]"),
+        ("judge", {"question": "?", "answers": {"Yes": 1}}, "answers must name at least two answers"),
+        ("yes_no", {"top_logprobs": 21}, r"top_logprobs must lie in \[1, 20\]"),
+        ("yes_no", {"max_px": 0}, "max_px must lie in"),
+        ("yes_no", {"max_tokens": 0}, "max_tokens must lie in"),
+        ("yes_no", {"num_frames": 0}, "num_frames must lie in"),
+        ("yes_no", {"max_asked_again": -1}, "max_asked_again must lie in"),
+        ("yes_no", {"request": {"temperature": 1.0}}, r"request must leave out .* got \['temperature'\]"),
+        ("unified_reward", {"size_px": -1}, "size_px must lie in"),
+        ("win_rate", {"rounds": -1}, "rounds must lie in"),
+        ("win_rate", {"first": "1", "second": " 1"}, "first and second must name at least two answers"),
+        ("judge", {"temperature": 0.0}, "temperature must be a setting of Question"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused(name, settings, rule):
+    for url in ("http://host:1", "reward_model"):  # also while the servers' addresses are unknown
+        with pytest.raises(ValueError, match=rule):
+            judge_of(name, url, **settings)
+
+
+def test_a_judge_without_a_server_says_how_to_give_it_one():
+    with pytest.raises(ValueError, match=r"yes_no: url=reward_model needs .*enable=true; set url="):
+        judge_of("yes_no", "reward_model")
+
+
+def test_a_cancelled_call_leaves_no_request_behind():
+    async def call(judge):
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(judge.score([sample_of()]), 0.2)
+        return [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+
+    with ChatServer(lambda request: (429, {"Retry-After": "60"})) as server:
+        assert asyncio.run(call(judge_of("judge", server, **SCORE))) == []

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers in answers, and probabilities of answers, against sums by hand."""
+
+import math
+import re
+
+import pytest
+
+from verl_digen.reward.judges.reading import number_in, preferred, require_distinct, weighed
+from verl_digen.reward.judges.reply import Reply, Token
+from verl_digen.reward.servers.answers import UnusableAnswer
+
+SCORE = re.compile(r"Score:\s*(-?\d+(?:\.\d+)?)")
+YES_NO = {"Yes": 1.0, "No": 0.0}
+
+
+def ln(*probabilities: float) -> tuple[float, ...]:
+    return tuple(map(math.log, probabilities))
+
+
+def reply_of(*tops, text: str = "Yes") -> Reply:
+    """An answer whose tokens have these likeliest tokens; each is the first of its own."""
+    return Reply(text, False, tuple(Token(next(iter(top)), top) for top in tops))
+
+
+def test_yes_against_no_sums_case_and_spaces():
+    top = {"Yes": ln(0.4), " yes": ln(0.1), "YES": ln(0.05), "No": ln(0.2), "▁no": ln(0.05), "Maybe": ln(0.1)}
+    found = weighed(reply_of(top), YES_NO)
+    assert found.score == pytest.approx(0.55 / 0.8, abs=1e-12)
+    assert found.share == pytest.approx(0.8, abs=1e-12)
+
+
+def test_two_tokens_of_one_text_both_count():
+    assert weighed(reply_of({"Yes": ln(0.2, 0.3), "No": ln(0.25)}), YES_NO).score == pytest.approx(0.5 / 0.75)
+
+
+def test_an_answer_that_is_not_among_the_likeliest_has_no_weight():
+    found = weighed(reply_of({"No": ln(0.9), "Not": ln(0.05)}), YES_NO)
+    assert (found.score, found.share) == (0.0, pytest.approx(0.9))
+
+
+def test_more_answers_give_the_expected_value():
+    top = {"1": ln(0.1), "2": ln(0.2), "5": ln(0.5), "x": ln(0.2)}
+    values = {str(number): (number - 1) / 4 for number in range(1, 6)}
+    assert weighed(reply_of(top), values).score == pytest.approx((0.2 * 0.25 + 0.5) / 0.8)
+
+
+def test_the_first_token_that_is_not_blank_counts():
+    blank = {"\n": ln(0.9), "Yes": ln(0.05)}
+    assert weighed(reply_of(blank, {"No": ln(0.75), "Yes": ln(0.25)}), YES_NO).score == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize(
+    "reply, message",
+    [
+        (Reply("Yes", False, None), "'Yes' came without logprobs"),
+        (Reply("", False, ()), "blank"),
+        (reply_of({"\n": ln(0.9)}), "blank"),
+        (reply_of({"Maybe": ln(0.9), "Yesterday": ln(0.1)}, text="Maybe not"), "Yes, No is among the likeliest"),
+    ],
+)
+def test_an_answer_without_yes_or_no_is_a_failure(reply, message):
+    with pytest.raises(UnusableAnswer, match=message):
+        weighed(reply, YES_NO)
+
+
+def test_a_token_that_is_impossible_does_not_count():
+    with pytest.raises(UnusableAnswer, match="likeliest"):
+        weighed(reply_of({"Maybe": (0.0,), "Yes": (-9999.0,), "No": (-math.inf,)}), YES_NO)
+
+
+@pytest.mark.parametrize("takes_last, number", [(False, 3.0), (True, 4.5)])
+def test_the_first_or_the_last_number_is_read(takes_last, number):
+    reply = Reply("Score: 3 at first. Score: 4.5", False, None)
+    assert number_in(reply, SCORE, 1, 5, takes_last=takes_last) == number
+
+
+@pytest.mark.parametrize(
+    "text, is_cut, message",
+    [
+        ("a fine picture", False, "must match .* got 'a fine picture'"),
+        ("Score: 10", False, r"must lie in \[1, 5\], got 10 in 'Score: 10'"),
+        ("Score: 0.5", False, "got 0.5"),
+        ("Score: 4", True, "ended at max_tokens: 'Score: 4'; raise max_tokens"),
+    ],
+)
+def test_a_text_without_a_number_in_range_is_a_failure(text, is_cut, message):
+    with pytest.raises(UnusableAnswer, match=message):
+        number_in(Reply(text, is_cut, None), SCORE, 1, 5, takes_last=True)
+
+
+@pytest.mark.parametrize("pattern", [r"Score: (\w+)", r"Score: (\d+)?"])
+def test_a_group_that_finds_no_number_is_a_failure(pattern):
+    with pytest.raises(UnusableAnswer, match="must find a number"):
+        number_in(Reply("Score: four", False, None), re.compile(pattern), 1, 5, takes_last=True)
+
+
+@pytest.mark.parametrize("text, outcome", [("So image 1 is better.", 1.0), ("IMAGE 2 IS BETTER", 0.0)])
+def test_a_preference_is_found_whatever_its_case(text, outcome):
+    assert preferred(Reply(text, False, None), "Image 1 is better", "Image 2 is better") == outcome
+
+
+@pytest.mark.parametrize("text", ["both are good", "Image 1 is better. No: image 2 is better"])
+def test_a_preference_for_both_or_neither_is_a_failure(text):
+    with pytest.raises(UnusableAnswer, match="must hold one of"):
+        preferred(Reply(text, False, None), "Image 1 is better", "Image 2 is better")
+
+
+@pytest.mark.parametrize("answers", [{}, {"Yes": 1}, {"Yes": 1, " yes": 0}, {"Yes": 1, " ": 0}])
+def test_answers_that_cannot_be_told_apart_are_refused(answers):
+    with pytest.raises(ValueError, match="answers must name at least two answers"):
+        require_distinct(answers, "answers")

@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Samples for reward tests."""
+
+import numpy as np
+
+from verl_digen.types import PromptRow, RewardInput
+
+
+def make_sample(index: int = 0, *, uid: str = "g", value: int = 0) -> RewardInput:
+    """A picture of 4 x 4 px whose every byte is `value`."""
+    pixels = np.full((4, 4, 3), value, np.uint8)
+    return RewardInput(pixels, PromptRow("a cat", "test", "cat", uid=uid, extra={"tag": "x"}), index)

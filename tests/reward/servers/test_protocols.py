@@ -1,0 +1,419 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every protocol against a server that speaks it: right answers, and every way to fail."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import pickle
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from aiohttp import web
+from PIL import Image
+
+from tests.reward.contract import check_contract, make_picture, make_samples, scores_of
+from tests.reward.servers.local import RAN, LocalServer, refusing_url
+from tests.reward.servers.services import SERVICES, red
+from verl_digen.config.reward import reward_entry
+from verl_digen.reward.named import make
+from verl_digen.reward.pool_worker import BatchScorer
+from verl_digen.reward.scoring import ScoringError
+from verl_digen.reward.servers.protocols import PROTOCOLS
+from verl_digen.types import PromptRow, RewardInput
+
+FAST = {"backoff_s": 0.001, "max_backoff_s": 0.002, "breaker_cool_down_s": 0.001, "max_retries": 1}
+ROW = PromptRow("a dog", "test", None, uid="g")
+META = {"tag": "colors", "include": [{"class": "dog", "count": 1, "color": "red"}]}
+
+
+class Running:
+    """Context manager: a service of a protocol behind a server; `fault(request)` may answer in its place."""
+
+    def __init__(self, protocol, **changed):
+        settings, service, self.is_exact = SERVICES[protocol]
+        self.service, self.fault, self.made = service(), None, []
+        self.server = LocalServer(self.handle)
+        self.settings = {"weight": 1.0, "reward": "server", "protocol": protocol, **FAST, **settings, **changed}
+
+    async def handle(self, request):
+        if self.fault is not None and (found := await self.fault(request)) is not None:
+            return found
+        return self.service.answer(request.path, await request.read())
+
+    def __enter__(self):
+        self.server.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        for reward in self.made:
+            asyncio.run(reward.close())
+        self.server.__exit__(*error)
+
+    def reward(self, **changed):
+        entry = reward_entry("mine", {"url": self.server.url, **self.settings, **changed})
+        self.made.append(make(entry, torch.device("cpu")))
+        return self.made[-1]
+
+
+def with_meta(samples):
+    return [replace(sample, row=replace(sample.row, extra=META)) for sample in samples]
+
+
+def samples_of(number, size=16):
+    return with_meta(RewardInput(make_picture(size, size, seed=seed), ROW, seed) for seed in range(number))
+
+
+def run(reward, samples, **changed):
+    """Score samples as a pool does -> `PartScore`s or errors."""
+    settings = {"max_retries": 1, "timeout_s": 10.0, "max_batch_size": 64, "batch_wait_s": 0.001}
+    scorer = BatchScorer("mine", reward, **(settings | changed))
+
+    async def all_of_them():
+        return await asyncio.gather(*(scorer.score((sample,)) for sample in samples), return_exceptions=True)
+
+    return [one if isinstance(one, BaseException) else one[0] for one in asyncio.run(all_of_them())]
+
+
+def test_every_protocol_has_a_service_here():
+    assert set(SERVICES) == set(PROTOCOLS)
+
+
+@pytest.mark.parametrize(
+    "protocol",
+    ["http_scorer", *(pytest.param(name, marks=pytest.mark.long) for name in SERVICES if name != "http_scorer")],
+)
+def test_a_protocol_passes_the_contract_of_scorers(protocol):
+    with Running(protocol) as running:
+        check_contract(running.reward(cache_size=0), with_meta(make_samples()), abs_tol=1e-6)
+
+
+@pytest.mark.parametrize("protocol", SERVICES)
+def test_scores_are_those_of_the_pixels_that_were_sent_in_order(protocol):
+    samples = with_meta(make_samples())
+    with Running(protocol) as running:
+        found = scores_of(running.reward(), samples)
+    tolerance = 1e-12 if running.is_exact else 0.02
+    assert [value for value, _ in found] == pytest.approx([red(one.pixels) for one in samples], abs=tolerance)
+    sent = {one.pixels.shape: one.pixels for one in samples}
+    assert len(running.service.pictures) == len(samples)
+    for picture in running.service.pictures:
+        if running.is_exact:
+            assert np.array_equal(picture, sent[picture.shape])
+        else:  # exactly what JPEG makes of it
+            quality = 95 if protocol == "unirl" else 75
+            file = io.BytesIO()
+            Image.fromarray(sent[picture.shape]).save(file, "JPEG", quality=quality)
+            assert np.array_equal(picture, np.asarray(Image.open(file)))
+    if protocol != "flow_grpo_deqa":
+        assert sorted(running.service.prompts) == sorted(one.row.text for one in samples)
+
+
+@pytest.mark.parametrize("protocol", SERVICES)
+def test_a_video_is_the_mean_of_its_frames_or_sent_whole(protocol):
+    pixels = np.concatenate([make_picture(16, 16, seed=seed, frames=1) for seed in range(5)])
+    sample = with_meta([RewardInput(pixels, ROW, 0)])[0]
+    with Running(protocol) as running:
+        ((value, _),) = scores_of(running.reward(max_frames=3), [sample])
+    chosen = pixels if protocol == "flow_factory" else pixels[[0, 2, 4]]
+    assert len(running.service.pictures) == len(chosen)
+    assert value == pytest.approx(red(chosen), abs=1e-12 if running.is_exact else 0.02)
+
+
+async def error_500(request):
+    return web.Response(status=500, text="CUDA out of memory")
+
+
+async def half_an_answer(request):
+    response = web.StreamResponse(headers={"Content-Length": "1000"})
+    await response.prepare(request)
+    await response.write(b"half")
+    request.transport.close()
+    return response
+
+
+async def html(request):
+    return web.Response(text="<html>502 Bad Gateway</html>", content_type="text/html")
+
+
+async def nothing(request):
+    return web.Response(body=b"")
+
+
+async def silence(request):
+    await asyncio.Event().wait()
+
+
+class Evil:
+    def __reduce__(self):
+        return os.system, (f"touch {RAN}",)
+
+
+async def evil_pickle(request):
+    return web.Response(body=pickle.dumps({"scores": [Evil()], "outputs": [Evil()]}))
+
+
+FAULTS = {
+    "status 500": (error_500, "status 500.*CUDA out of memory"),
+    "half": (half_an_answer, "broke off"),
+    "html": (html, "cannot be used.*502 Bad Gateway"),
+    "empty": (nothing, "cannot be used.*0 bytes"),
+    "silence": (silence, "nothing came within read_timeout_s=0.05"),
+    "code": (evil_pickle, "wants posix.system|no JSON"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("protocol", SERVICES)
+def test_a_fault_fails_the_samples_with_what_came_and_is_never_a_score(protocol, fault):
+    handler, says = FAULTS[fault]
+    with Running(protocol) as running:
+        running.fault = handler
+        found = run(running.reward(read_timeout_s=0.05), samples_of(2), max_retries=0)
+    assert all(isinstance(one, ScoringError) for one in found)
+    for one in found:
+        assert_matches(one, says)
+    assert not RAN.exists()
+
+
+def assert_matches(error, says):
+    import re
+
+    assert re.search(says, str(error), re.DOTALL), str(error)
+
+
+@pytest.mark.parametrize("protocol", SERVICES)
+def test_a_fault_that_passes_costs_a_retry_and_no_sample(protocol):
+    left = [error_500, html]
+
+    async def passing(request):
+        return await left.pop()(request) if left else None
+
+    with Running(protocol, max_retries=2) as running:
+        running.fault = passing
+        found = run(running.reward(), samples_of(3), max_retries=0)
+    assert [one.value for one in found] == pytest.approx([red(one.pixels) for one in samples_of(3)], abs=0.02)
+    counts = dict(found[0].call.counts)
+    assert counts == {"retries": 2, "breaker_openings": 0, "cache_hits": 0}
+
+
+@pytest.mark.parametrize("protocol", SERVICES)
+def test_a_refused_connection_is_tried_again_and_then_fails_the_batch_as_a_whole(protocol):
+    with Running(protocol, max_retries=3) as running:
+        reward = running.reward(url=refusing_url())
+        found = run(reward, samples_of(20), max_retries=2)
+    assert all(isinstance(one, ScoringError) and "no connection" in str(one) for one in found)
+    assert reward.take_counts()["retries"] == 3 * 3, "three calls of four attempts, whatever the batch"
+
+
+WRONG = {
+    "too few": ([0.5], "one entry per sample, got 1 for 2"),
+    "text": ([0.5, "high"], r"\[1\] must be a number, got 'high'"),
+    "none": ([None, 0.5], r"\[0\] must be a number, got None"),
+    "nan": ([0.5, float("nan")], "NaN, which is no number of JSON|finite number, got nan"),
+    "infinite": ([float("inf"), 0.5], "Infinity, which is no number of JSON|finite number, got inf"),
+    "no list": (0.5, "must be a list, got 0.5"),
+}
+
+
+def answer_with(protocol, values):
+    """The protocol's answer with these scores."""
+    if protocol in ("flow_grpo_geneval", "http_scorer"):
+        more = {"strict_rewards": [0.0, 0.0], "rewards": [0.0, 0.0]}
+        return web.Response(body=pickle.dumps({"scores": values, **more}))
+    if protocol in ("flow_grpo_deqa", "unified_reward_remote"):
+        return web.Response(body=pickle.dumps({"outputs": values}))
+    if protocol == "flow_factory":
+        return web.json_response({"rewards": values})
+    if protocol == "unirl":
+        results = [{"hpsv2": {"hpsv2": one}} for one in values] if isinstance(values, list) else values
+        return web.json_response({"results": results, "errors": [{}, {}]})
+    return web.json_response({"scores": {"hpsv2": values}})
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("protocol", SERVICES)
+def test_scores_that_are_none_fail_and_are_named(protocol, wrong):
+    values, says = WRONG[wrong]
+
+    async def fault(request):
+        is_answer = request.path in ("/", "/compute", "/score", "/api/reward/pull")
+        return answer_with(protocol, values) if is_answer else None
+
+    with Running(protocol, max_retries=0) as running:
+        running.fault = fault
+        reward = running.reward()
+        with pytest.raises(RuntimeError) as raised:
+            asyncio.run(reward.score(samples_of(2)))
+    if protocol == "unirl":
+        says = says.replace(r"\[1\]", r"\[1\].hpsv2.hpsv2").replace(r"\[0\]", r"\[0\].hpsv2.hpsv2")
+    assert_matches(raised.value, says)
+
+
+def test_a_sample_that_the_server_cannot_score_fails_alone():
+    async def poisoned(request):
+        data = pickle.loads(await request.read())
+        if any(np.asarray(Image.open(io.BytesIO(file))).min() > 250 for file in data["images"]):
+            return web.Response(status=500, text="cannot")
+        return None
+
+    samples = samples_of(9)
+    samples[4] = replace(samples[4], pixels=np.full((16, 16, 3), 255, np.uint8))
+    with Running("http_scorer") as running:
+        running.fault = poisoned
+        found = run(running.reward(samples_per_request=3), samples)
+    assert [isinstance(one, ScoringError) for one in found] == [number == 4 for number in range(9)]
+    done = [one for one in found if not isinstance(one, ScoringError)]
+    assert [one.value for one in done] == pytest.approx(
+        [red(one.pixels) for number, one in enumerate(samples) if number != 4], abs=0.02
+    )
+    assert max(dict(one.call.counts)["cache_hits"] for one in done) == 1, "requests that succeeded are not repeated"
+
+
+def test_geneval_gives_the_rules_as_details_and_needs_its_columns():
+    with Running("flow_grpo_geneval") as running:
+        ((value, details),) = scores_of(running.reward(only_strict=False), samples_of(1))
+        assert details == {
+            **{"strict_accuracy": float(value > 0.5), "strict_accuracy/colors": float(value > 0.5)},
+            **{"accuracy": float(value > 0.25), "accuracy/colors": float(value > 0.25)},
+        }
+        ((_, details),) = scores_of(running.reward(only_strict=True), samples_of(1))
+        assert set(details) == {"strict_accuracy", "strict_accuracy/colors"}
+        with pytest.raises(ValueError, match="columns tag and include, got 'a red square' without tag and include"):
+            scores_of(running.reward(), make_samples()[:1])
+
+
+def test_http_scorer_sends_metadata_and_gives_further_lists_as_details():
+    with Running("http_scorer", metadata={"only_strict": True}, sends_rows=True) as running:
+        ((value, details),) = scores_of(running.reward(), samples_of(1))
+    (sent,) = (pickle.loads(body) for *_, body in running.server.requests)
+    assert sent["metadata"] == {"only_strict": True, "meta_datas": [{**META, "prompt": "a dog"}]}
+    assert details == {"twice": pytest.approx(2 * value)}
+
+
+@pytest.mark.parametrize(
+    "protocol, answer",
+    [
+        ("http_scorer", web.Response),
+        ("flow_factory", web.Response),
+        ("unirl", web.Response),
+    ],
+)
+def test_an_error_that_the_server_tells_is_told_and_not_asked_for_again(protocol, answer):
+    told = {
+        "http_scorer": pickle.dumps({"error": "Traceback: no such object"}),
+        "flow_factory": json.dumps({"error": "no such object"}).encode(),
+        "unirl": json.dumps({"results": [{}, {}], "errors": [{}, {"hpsv2": "no such object"}]}).encode(),
+    }[protocol]
+
+    async def fault(request):
+        return answer(body=told) if request.method == "POST" else None
+
+    with Running(protocol) as running:
+        running.fault = fault
+        with pytest.raises(RuntimeError, match=r"server declined: .*no such object"):
+            asyncio.run(running.reward().score(samples_of(2)))
+    assert sum(method == "POST" for method, *_ in running.server.requests) == 1
+
+
+def test_flow_factory_takes_a_bare_list_and_sends_the_prompts_images(tmp_path):
+    pictures = [make_picture(16, 16, seed=seed) for seed in (5, 6)]
+    paths = tuple(str(tmp_path / f"{number}.png") for number in range(2))
+    for path, pixels in zip(paths, pictures, strict=True):
+        Image.fromarray(pixels).save(path)
+
+    async def bare(request):
+        return web.json_response([0.25] * len(json.loads(await request.read())["prompt"]))
+
+    plain, edited = samples_of(2)
+    edited = replace(edited, row=replace(edited.row, images=paths))
+    with Running("flow_factory", extra={"mode": "edit"}) as running:
+        running.fault = bare
+        assert [value for value, _ in scores_of(running.reward(), [plain, edited, plain])] == [0.25] * 3
+    bodies = sorted((json.loads(body) for *_, body in running.server.requests), key=lambda body: len(body["prompt"]))
+    assert [body["condition_images"] is None for body in bodies] == [False, True] or len(bodies) == 2
+    (conditions,) = next(body["condition_images"] for body in bodies if body["condition_images"])
+    import base64
+
+    for file, pixels in zip(conditions, pictures, strict=True):
+        assert np.array_equal(np.asarray(Image.open(io.BytesIO(base64.b64decode(file)))), pixels)
+    assert all(body["extra"] == {"mode": "edit"} for body in bodies)
+
+
+def test_unirl_gets_the_very_pixels_on_demand_and_what_the_row_knows():
+    samples = samples_of(3)
+    with Running("unirl", lossless=True) as running:
+        found = scores_of(running.reward(), samples)
+    assert [value for value, _ in found] == pytest.approx([red(one.pixels) for one in samples], abs=1e-12)
+    (sent,) = (json.loads(body) for method, *_, body in running.server.requests if method == "POST")
+    assert sent["requests"][0]["metadata"] == {"data_source": "test", "ground_truth": None, **META}
+
+
+def test_unirl_weighs_rewards_and_says_which_are_missing():
+    rewards = {"hpsv2": 1.0, "wise": 0.5}
+    with Running("unirl", rewards=rewards, metrics={"wise": "Realism"}) as running:
+        ((value, details),) = scores_of(running.reward(), samples_of(1))
+        one = details["hpsv2/hpsv2"]
+        assert value == pytest.approx(one + 0.5 * 2 * one) and details["wise/wiscore"] == one
+        with pytest.raises(RuntimeError, match=r"sub-score 'wise', got wiscore, Realism; name one in metrics.wise"):
+            asyncio.run(running.reward(metrics={}).score(samples_of(1)))
+        with pytest.raises(RuntimeError, match=r"has the rewards \['hpsv2', 'wise', 'ocr'\], not clip"):
+            asyncio.run(running.reward(rewards={"clip": 1.0}, metrics={}).score(samples_of(1)))
+    assert sum(path == "/rewards" for _, path, *_ in running.server.requests) == 3, "once per process"
+
+
+def test_cosmos_asks_the_replica_that_has_the_job_and_weighs_rewards(monkeypatch):
+    monkeypatch.setenv("COSMOS_TOKEN", "abc")
+    with Running("cosmos_rl", rewards={"hpsv2": 1.0, "ocr": 2.0}, token_env="COSMOS_TOKEN") as running:
+        reward = running.reward()
+        ((value, details),) = scores_of(reward, samples_of(1))
+        scores_of(reward, samples_of(3))
+    assert value == pytest.approx(3 * details["ocr/ocr_reward"]) and set(details) == {"hpsv2/hpsv2", "ocr/ocr_reward"}
+    assert running.service.num_pings == 1 and set(running.service.num_pulls.values()) == {2}
+    headers = [headers for _, path, headers, _ in running.server.requests if path == "/api/reward/pull"]
+    assert all(one["X-Lepton-Replica-Target"] == "replica-7" for one in headers)
+    assert all(headers["Authorization"] == "Bearer abc" for _, _, headers, _ in running.server.requests)
+
+
+def test_a_job_that_a_server_forgets_fails_after_its_deadline():
+    async def forgetful(request):
+        return web.json_response({}, status=400) if request.path == "/api/reward/pull" else None
+
+    with Running("cosmos_rl", job_timeout_s=0.03) as running:
+        running.fault = forgetful
+        found = run(running.reward(), samples_of(2), max_retries=0)
+    assert all("job job-" in str(one) and "had no scores after 0.03 s" in str(one) for one in found)
+
+
+def test_a_job_is_asked_for_where_it_was_given():
+    with Running("cosmos_rl") as one, Running("cosmos_rl") as other:
+        urls = [one.server.url, other.server.url]
+        found = run(one.reward(url=urls, samples_per_request=1), samples_of(8))
+    assert [score.value for score in found] == pytest.approx([red(one.pixels) for one in samples_of(8)])
+    for running in (one, other):
+        assert len(running.service.jobs) == 4 and len(running.service.num_pulls) == 4
+
+
+@pytest.mark.parametrize(
+    "changed, says",
+    [
+        ({"protocol": "flow_grpo_genevl"}, "mine: protocol must be one of .*did you mean flow_grpo_geneval"),
+        ({"url": ""}, "mine: url must be a URL or a list of URLs"),
+        ({"url": "host:1"}, "mine: url must begin with http"),
+        ({"only_strict": True}, r"mine.only_strict must be a setting of ServerReward \(.*jpeg_quality"),
+        ({"jpeg_quality": 0}, r"mine: jpeg_quality must lie in \[1, 100\]"),
+        ({"max_retries": "many"}, "mine.max_retries must have a value of its type"),
+        ({"samples_per_request": 0}, "mine: samples_per_request must be >= 1"),
+        ({"protocol": "unirl"}, "mine: rewards must name at least one reward"),
+        ({"protocol": "cosmos_rl", "rewards": {"dance_grpo": 1}}, "mine: rewards must not name dance_grpo"),
+        ({"protocol": "cosmos_rl", "rewards": {"hpsv2": 1}, "poll_s": 0}, "mine: poll_s must be > 0"),
+    ],
+)
+def test_a_wrong_setting_is_told_with_its_key(changed, says):
+    given = {"weight": 1.0, "reward": "server", "protocol": "http_scorer", "url": "http://host", **changed}
+    with pytest.raises(ValueError, match=says):
+        make(reward_entry("mine", given), torch.device("cpu"))

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rewards that score some samples alone: those of validations, those of some data sources."""
+
+import asyncio
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+from tensordict import TensorDict
+from verl import DataProto
+
+from tests.reward.samples import make_sample
+from tests.tags import make_tag
+from verl_digen.algorithms.advantages import combined_advantages
+from verl_digen.config import DigenConfig, RewardConfig
+from verl_digen.config.reward import reward_entry
+from verl_digen.observe.metrics import reward_metrics
+from verl_digen.reward.combine import formula
+from verl_digen.reward.layout import RewardLayout
+from verl_digen.reward.manager import DiffusionRewardManager, make_scorer
+from verl_digen.reward.sample_rewards import NAMES, ROW, SampleRewards
+from verl_digen.trainer.updates import group_rewards
+from verl_digen.types import PartScore, RewardCall, RewardInput
+
+GOLD = {"weight": 0, "gold": True, "reward": "diversity"}
+"""A gold reward of groups."""
+NAMED = {
+    "jpeg": {"weight": 1.0, "reward": "jpeg_compressibility", "data_sources": ["photo"]},
+    "log": {"weight": 0.0, "reward": "jpeg_incompressibility"},
+    "text": {"weight": 2.0, "reward": "diversity", "data_sources": ["ocr"]},
+    "pool": {"weight": 0.5, "reward": "jpeg_compressibility", "num_workers": 1, "data_sources": ["ocr", "photo"]},
+    "gold": GOLD,
+}
+
+
+class Counting:
+    """A worker that counts its calls: of a pool, or with `functions` of those."""
+
+    def __init__(self, digen: DigenConfig, name: str | None = None):
+        self.calls: list[Any] = []
+        self._name, self._scorer = name, make_scorer(digen, None)
+        self.compute_score = SimpleNamespace(remote=lambda data: asyncio.ensure_future(self.answer(data)))
+
+    async def answer(self, data: Any) -> Any:
+        if self._name is not None:
+            self.calls.append([sample.row.uid for sample in data])
+            return [PartScore(10.0, {}, RewardCall(self._name, 0.0, 1.0, len(data), 0)) for _ in data]
+        names = data.non_tensor_batch[NAMES][0]
+        self.calls.append(names)
+        return {"reward_score": 1.0 * len(names), "reward_extra_info": dict.fromkeys(names, 1.0), "calls": ()}
+
+
+def score(source: str, *, is_validation: bool, combine: str = "sum", named: Any = None):
+    """(score of the first sample of a group of two, calls per worker)."""
+    digen = DigenConfig(reward=RewardConfig(NAMED if named is None else named, combine=combine))
+    pools = tuple(entry for entry in digen.reward.entries if entry.name in ("text", "pool", "gold"))
+    workers = {"functions": Counting(digen), **{entry.name: Counting(digen, entry.name) for entry in pools}}
+    layout = RewardLayout(1, pools, digen.reward.weights(has_custom=False))
+
+    async def run():
+        rewards = SampleRewards(layout, list(workers.values()), digen)
+        samples = [make_sample(index) for index in range(2)]
+        samples = [
+            replace(one, row=replace(one.row, data_source=source), is_validation=is_validation) for one in samples
+        ]
+        scored = await asyncio.gather(*(rewards.score(one, version=0, group_size=2) for one in samples))
+        return scored[0][0]
+
+    return asyncio.run(run()), {name: worker.calls for name, worker in workers.items()}
+
+
+def test_a_gold_reward_scores_no_training_sample_and_every_validation_sample():
+    trained, calls = score("photo", is_validation=False)
+    assert "gold" not in trained.parts and calls["gold"] == []
+    validated, calls = score("photo", is_validation=True)
+    assert validated.parts["gold"] == 10.0 and len(calls["gold"]) == 1
+    assert validated.total == trained.total, "it weighs nothing"
+
+
+def test_a_plain_reward_of_weight_0_scores_training_samples_too():
+    assert "log" in score("photo", is_validation=False)[0].parts
+
+
+def test_a_source_is_scored_by_its_own_rewards_alone():
+    photo, calls = score("photo", is_validation=False)
+    assert set(photo.parts) == {"jpeg", "log", "pool"} and calls["text"] == []
+    assert calls["functions"] == [("jpeg", "log")] * 2 and photo.total == 2.0 + 0.5 * 10
+    ocr, calls = score("ocr", is_validation=False)
+    assert set(ocr.parts) == {"log", "text", "pool"} and calls["functions"] == [("log",)] * 2
+    assert ocr.total == 1.0 + 2.0 * 10 + 0.5 * 10, "weights are not normalised"
+
+
+def test_a_sample_that_no_function_scores_calls_no_function_worker():
+    named = {name: value for name, value in NAMED.items() if name != "log"}
+    found, calls = score("ocr", is_validation=False, named=named)
+    assert calls["functions"] == [] and found.total == 25.0
+
+
+def test_a_combination_sees_the_rewards_that_scored_the_sample(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("def count(values, weights):\n    assert values.keys() == weights.keys()\n    return len(values)\n")
+    for source, num_trained in (("photo", 2), ("ocr", 2), ("other", 0)):
+        assert score(source, is_validation=True, combine=f"{path}:count")[0].total == num_trained
+
+
+def test_a_function_worker_calls_the_functions_that_are_asked_for():
+    named = {"jpeg_compressibility": 1.0, "jpeg_incompressibility": 2.0}
+    config = OmegaConf.create({"digen": {"reward": {"functions": named}}})
+    names = np.empty(1, dtype=object)
+    names[0] = ("jpeg_incompressibility",)
+    sample: RewardInput = make_sample(value=7)
+    rows = np.array([sample.row], dtype=object)
+    batch = TensorDict({"responses": torch.from_numpy(sample.pixels)[None]}, batch_size=1)
+    data = DataProto(batch=batch, non_tensor_batch={ROW: rows, NAMES: names})
+    found = asyncio.run(DiffusionRewardManager(config).run_single(data))
+    assert list(found["reward_extra_info"]) == ["jpeg_incompressibility"]
+    assert found["reward_score"] == 2.0 * found["reward_extra_info"]["jpeg_incompressibility"] > 0
+
+
+def test_gdpo_normalises_the_rewards_that_a_group_has():
+    digen = DigenConfig(reward=RewardConfig({"a": 1.0, "b": {"weight": 3.0, "data_sources": ["x"]}}, combine="gdpo"))
+    config = OmegaConf.create({"reward": {"custom_reward_function": {"path": None}}})
+    of_group = group_rewards(config, digen)
+    both = [make_tag(parts={"a": value, "b": -value}) for value in (1.0, 2.0)]
+    alone = [make_tag(parts={"a": value}) for value in (1.0, 2.0)]
+    assert of_group(alone) == combined_advantages({"a": [1.0, 2.0]}, {"a": 1.0})
+    assert of_group(both) == combined_advantages({"a": [1.0, 2.0], "b": [-1.0, -2.0]}, {"a": 1.0, "b": 3.0})
+
+
+def test_a_metric_is_the_mean_over_the_samples_that_have_the_part():
+    tags = [make_tag(parts={"a": 1.0, "b": 4.0}), make_tag(parts={"a": 3.0})]
+    found = reward_metrics(tags, ["g0", "g1"])
+    assert (found["reward/a"], found["reward/b"]) == (2.0, 4.0)
+
+
+def test_the_formula_says_when_and_for_what_a_reward_is_computed():
+    entries = RewardConfig(NAMED).entries
+    weights = {entry.name: entry.weight for entry in entries}
+    assert formula(weights, "sum", entries) == (
+        "reward = 1 x jpeg [photo] + 2 x text [ocr] + 0.5 x pool [ocr, photo] (only logged: log; only at validation: "
+        "gold (gold))"
+    )
+
+
+def test_gold_means_validation_unless_when_says_otherwise():
+    assert reward_entry("x", GOLD).when == "validation" and reward_entry("x", 0.0).when == "always"
+    assert reward_entry("x", GOLD | {"when": "always"}).scores("any", is_validation=False)
+    late = reward_entry("x", {"weight": 0, "when": "validation"})
+    assert not late.is_gold and not late.scores("any", is_validation=False) and late.scores("any", is_validation=True)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"weight": 1, "gold": True}, "weight must be 0 with digen.reward.functions.x.gold=true: a gold reward is not"),
+        ({"weight": 0, "gold": 1}, "x.gold must be true or false, got 1"),
+        ({"weight": 0, "when": "never"}, "x.when must be always or validation, got 'never'"),
+        ({"weight": 2, "when": "validation"}, "x.when must be always where digen.reward.functions.x.weight=2 is not 0"),
+        ({"weight": 1, "data_sources": "ocr"}, "x.data_sources must be a list of different names, got 'ocr'"),
+        ({"weight": 1, "data_sources": []}, "x.data_sources must be a list of different names, got []"),
+        ({"weight": 1, "data_sources": ["a", "a"]}, "x.data_sources must be a list of different names, got ['a', 'a']"),
+    ],
+)
+def test_an_entry_without_sense_is_refused_with_its_key(value, message):
+    with pytest.raises(ValueError) as refused:
+        reward_entry("x", value)
+    assert message in str(refused.value)

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rewards: `digen.reward`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+from verl_digen.config.rollout import MAX_SAMPLES
+from verl_digen.require import require
+
+MAX_RETRIES = 1000
+MAX_WORKERS = 10_000
+"""More processes than rewards of a cluster have. Catches typos."""
+COMBINED = ("sum", "gdpo")
+"""Built-in values of `digen.reward.combine`."""
+ALWAYS, VALIDATION = "always", "validation"
+"""Values of an entry's `when`."""
+MIN_POINTS = 3
+"""Fewest validations that have a trend and a noise."""
+
+
+@dataclass(frozen=True)
+class PoolSettings:
+    """Processes of one reward's own pool."""
+
+    num_workers: int = 1
+    """Processes. Each makes the reward once."""
+    num_gpus: float = 0.0
+    """Devices of each process: 0 computes on the CPU, 0.5 shares a device, a whole number takes that many."""
+    max_batch_size: int = 8
+    """Maximum samples of one call."""
+    batch_wait_s: float = 0.05
+    """Time in s that a call with fewer samples waits after each sample for a further one."""
+
+
+@dataclass(frozen=True)
+class RewardEntry:
+    """One reward of `digen.reward.functions`."""
+
+    name: str
+    weight: float
+    target: str
+    """A built-in name, package.module.NAME, or FILE.py:NAME."""
+    arguments: Mapping[str, Any]
+    """Keyword arguments of a function, or settings of a class."""
+    pool: PoolSettings | None
+    """None: a function that `reward.num_workers` processes share with the other functions. A class has a pool always;
+    None gives it the defaults."""
+    when: Literal["always", "validation"] = ALWAYS
+    """Samples that it scores: all, or those of validations."""
+    is_gold: bool = False
+    """True: higher is better, it is not trained on, and the alarm for hacking compares the trained reward with it."""
+    data_sources: tuple[str, ...] | None = None
+    """`data_source` of the prompts whose samples it scores; None: of all."""
+
+    @property
+    def pool_settings(self) -> PoolSettings:
+        """Settings of its pool, if it has one: those given, or the defaults."""
+        return PoolSettings() if self.pool is None else self.pool
+
+    @property
+    def key(self) -> str:
+        """The entry's key as typed."""
+        return f"digen.reward.functions.{self.name}"
+
+    def covers(self, data_source: str) -> bool:
+        """True if it scores samples of prompts of this source."""
+        return self.data_sources is None or data_source in self.data_sources
+
+    def scores(self, data_source: str, *, is_validation: bool) -> bool:
+        """True if it scores a sample; if not, the sample has no part of that name."""
+        return self.covers(data_source) and (is_validation or self.when == ALWAYS)
+
+
+@dataclass(frozen=True)
+class HackingConfig:
+    """Alarm for a reward that is hacked, see `verl_digen.reward.hacking`."""
+
+    window_validations: int = 10
+    """Newest validations that are looked at."""
+    min_validations: int = 6
+    """Fewest validations for a verdict."""
+    threshold: float = 3.0
+    """Smallest trend, in standard errors. Of flat, noisy series of 6 to 10 points 1 to 2 % fall by 3 (simulated)."""
+    patience_validations: int = 3
+    """Validations in a row with the warning before `stop_on_hacking` stops the run. With the defaults, 5 % of runs of
+    60 validations with a flat, noisy gold reward would stop (simulated)."""
+
+    def __post_init__(self) -> None:
+        key = "digen.reward.hacking"
+        require(
+            self.min_validations >= MIN_POINTS,
+            f"{key}.min_validations must be >= {MIN_POINTS}, because fewer points have no noise",
+            self.min_validations,
+            "6 is the default",
+        )
+        require(
+            self.window_validations >= self.min_validations,
+            f"{key}.window_validations must be >= {key}.min_validations={self.min_validations}",
+            self.window_validations,
+            "10 is the default",
+        )
+        require(self.threshold > 0, f"{key}.threshold must be > 0 standard errors", self.threshold, "3 is the default")
+        require(
+            1 <= self.patience_validations <= self.window_validations,
+            f"{key}.patience_validations must lie in [1, {key}.window_validations={self.window_validations}]",
+            self.patience_validations,
+            "3 is the default",
+        )
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """Rewards of a sample. verl's `reward.custom_reward_function` is added as `custom`."""
+
+    functions: dict[str, Any] = field(default_factory=dict)
+    """Name -> weight, or a mapping of `weight`, `reward` (what the name stands for, where it is no built-in name or
+    import path itself), `when` (always, or validation: training samples are not scored), `gold` (true: a reward of
+    weight 0 that `hacking` watches, at validation alone unless `when` says otherwise), `data_sources` (list: it scores
+    prompts of these alone), `num_workers`, `num_gpus`, `max_batch_size`, `batch_wait_s` (a pool of its own), and
+    arguments. Given as a whole on the command line, it replaces the recipe's, and so does an entry;
+    `functions.NAME=WEIGHT` and `functions.NAME.KEY=VALUE` add or change one. A weight of 0 only logs."""
+    custom_weight: float = 1.0
+    """Weight of `reward.custom_reward_function`, if there is one."""
+    combine: str = "sum"
+    """sum: the reward is the weighted sum. gdpo: each reward is normalised in its group, then the weighted sum of these
+    is what `digen.advantage` scales. Or package.module.function, or FILE.py:function, of (values, weights) by name,
+    which returns the reward."""
+    max_retries: int = 2
+    """Retries before a sample fails: of a reward that raised, and of a sample whose reward worker died."""
+    timeout_s: float = 300.0
+    """Timeout of a call; a longer one counts as failed."""
+    hacking: HackingConfig = field(default_factory=HackingConfig)
+    """Alarm at validations where the reward rises and a gold reward falls. It needs an entry with `gold`."""
+    stop_on_hacking: bool = False
+    """End the run when the alarm holds, and keep the checkpoint of each gold reward's best validation."""
+
+    def __post_init__(self) -> None:
+        for name, value in self.functions.items():
+            reward_entry(name, value)
+        require(
+            0 <= self.max_retries <= MAX_RETRIES,
+            f"digen.reward.max_retries must lie in [0, {MAX_RETRIES}]",
+            self.max_retries,
+            "2 is the default",
+        )
+        require(self.timeout_s > 0, "digen.reward.timeout_s must be > 0 seconds", self.timeout_s, "300 is the default")
+
+    @property
+    def entries(self) -> tuple[RewardEntry, ...]:
+        """The rewards of `functions`."""
+        return tuple(reward_entry(name, value) for name, value in self.functions.items())
+
+    @property
+    def golds(self) -> tuple[str, ...]:
+        """Names of the gold rewards."""
+        return tuple(entry.name for entry in self.entries if entry.is_gold)
+
+    def weights(self, *, has_custom: bool) -> dict[str, float]:
+        """Name -> weight of every reward; `custom` is the user's own function."""
+        named = {entry.name: entry.weight for entry in self.entries}
+        return named | ({"custom": self.custom_weight} if has_custom else {})
+
+
+def reward_entry(name: str, value: Any) -> RewardEntry:
+    """Read one entry of `digen.reward.functions`.
+
+    Raises:
+        ValueError: a broken rule.
+    """
+    key = f"digen.reward.functions.{name}"
+    if not isinstance(value, Mapping):
+        return RewardEntry(name, _number(key, value, "1.0 is usual"), name, {}, None)
+    require("weight" in value, f"{key} must have a weight", dict(value), f"set e.g. {key}.weight=1.0; 0 only logs")
+    given = dict(value)
+    weight = _number(f"{key}.weight", given.pop("weight"), "1.0 is usual")
+    target = given.pop("reward", name)
+    require(
+        isinstance(target, str), f"{key}.reward must be a name", target, "name a built-in reward, or its import path"
+    )
+    is_gold = _gold(key, given, weight)
+    when = _when(key, given, weight, is_gold)
+    sources = _sources(key, given)
+    own = {known: given.pop(known) for known in PoolSettings.__dataclass_fields__ if known in given}
+    return RewardEntry(name, weight, target, given, _pool(key, own) if own else None, when, is_gold, sources)
+
+
+def _gold(key: str, given: dict[str, Any], weight: float) -> bool:
+    """Take `gold` out of an entry."""
+    is_gold = given.pop("gold", False)
+    require(isinstance(is_gold, bool), f"{key}.gold must be true or false", is_gold, "leave it out for false")
+    require(
+        not is_gold or weight == 0,
+        f"{key}.weight must be 0 with {key}.gold=true: a gold reward is not trained on",
+        weight,
+        f"set {key}.weight=0, or leave {key}.gold out",
+    )
+    return is_gold
+
+
+def _when(key: str, given: dict[str, Any], weight: float, is_gold: bool) -> Literal["always", "validation"]:
+    """Take `when` out of an entry."""
+    when = given.pop("when", VALIDATION if is_gold else ALWAYS)
+    require(
+        when in (ALWAYS, VALIDATION),
+        f"{key}.when must be {ALWAYS} or {VALIDATION}",
+        when,
+        f"leave it out for {ALWAYS}, with gold=true for {VALIDATION}",
+    )
+    require(
+        when == ALWAYS or weight == 0,
+        f"{key}.when must be {ALWAYS} where {key}.weight={weight:g} is not 0: what is trained on scores every sample",
+        when,
+        f"set {key}.weight=0, or leave {key}.when out",
+    )
+    return cast("Literal['always', 'validation']", when)
+
+
+def _sources(key: str, given: dict[str, Any]) -> tuple[str, ...] | None:
+    """Take `data_sources` out of an entry."""
+    if "data_sources" not in given:
+        return None
+    sources = given.pop("data_sources")
+    is_list = isinstance(sources, list | tuple) and bool(sources) and all(isinstance(one, str) for one in sources)
+    require(
+        is_list and len({*sources}) == len(sources),
+        f"{key}.data_sources must be a list of different names",
+        sources,
+        f"set e.g. {key}.data_sources=[ocr,geneval], or leave it out for all prompts",
+    )
+    return tuple(sources)
+
+
+def _pool(key: str, given: Mapping[str, Any]) -> PoolSettings:
+    """Check the settings of a pool."""
+    pool, remedy = PoolSettings(**given), "leave it out for the default"
+    for name, most in (("num_workers", MAX_WORKERS), ("max_batch_size", MAX_SAMPLES)):
+        value = getattr(pool, name)
+        is_count = isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most
+        require(is_count, f"{key}.{name} must be a whole number in [1, {most}]", value, remedy)
+    for name in ("num_gpus", "batch_wait_s"):
+        value = _number(f"{key}.{name}", getattr(pool, name), remedy)
+        require(value >= 0, f"{key}.{name} must be >= 0", value, remedy)
+    require(
+        pool.num_gpus < 1 or pool.num_gpus == int(pool.num_gpus),
+        f"{key}.num_gpus must be a fraction of one device, or a whole number",
+        pool.num_gpus,
+        "Ray gives a process a share of one device, or whole ones",
+    )
+    return pool
+
+
+def _number(key: str, value: Any, remedy: str) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    require(is_number, f"{key} must be a number", value, remedy)
+    return float(value)

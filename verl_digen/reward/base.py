@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Reward`: a scorer that is made once per process and scores batches, or whole groups.
+
+    class Brightness(Reward):
+        def score(self, batch):
+            return [float(sample.pixels.mean()) / 255 for sample in batch]
+
+- `score` gets 1 to `max_batch_size` samples of any prompts; with `scope = "group"` all samples of one prompt at once.
+- It returns one entry per sample, in order: a number, or a mapping with `score` and numeric details.
+- A sync `score` runs in a thread, an async one in the process's event loop; one call at a time.
+- It may raise: the samples are tried again one by one, a group as a whole, and then fail. It never returns a 0 for a
+  failure.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from verl_digen.types import RewardInput
+
+Result = float | Mapping[str, Any]
+"""A number, or a mapping with `score` and details."""
+
+
+class RewardUnavailable(RuntimeError):
+    """Error of a reward that can score no sample at present, such as a server that does not answer.
+
+    A batch that fails with it is tried again as a whole, not sample by sample.
+    """
+
+
+@dataclass(frozen=True)
+class NoSettings:
+    """Settings of a reward that has none."""
+
+
+class Reward(ABC):
+    """Base class of rewards; see the module.
+
+    Args:
+        config: an instance of `config_class`, from the entry's arguments.
+        device: the process's device; the CPU where `num_gpus` is 0.
+    """
+
+    scope: ClassVar[Literal["sample", "group"]] = "sample"
+    config_class: ClassVar[type] = NoSettings
+    """Dataclass of settings: the arguments of the entry in `digen.reward.functions`."""
+
+    @classmethod
+    def settings_class(cls, arguments: Mapping[str, Any]) -> type:
+        """Dataclass of settings for the given arguments, where one of them decides which others there are."""
+        return cls.config_class
+
+    def __init__(self, config: Any, device: torch.device):
+        self.config, self.device = config, device
+
+    def take_counts(self) -> Mapping[str, int]:
+        """Counts of events since the last time, such as retries; `reward_calls/NAME_COUNT` shows them."""
+        return {}
+
+    @abstractmethod
+    def score(self, batch: Sequence[RewardInput]) -> Sequence[Result] | Awaitable[Sequence[Result]]:
+        """Score samples; see the module for what a batch holds."""

@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts that scorers with an encoder share: their settings, strict loading of weights, CLIP, frames of a video.
+
+- Weights that lack a tensor, or have one too many, or one of another shape, are refused with its name.
+- Each picture is prepared alone, on the CPU, by the processor that the checkpoint comes with, in its Pillow form: the
+  numbers are the same whether torchvision is installed or not. So pictures of a batch may differ in size.
+- A prompt is cut at the number of tokens that the text encoder has positions for.
+- Encoders compute in the setting `dtype`; features, cosines and heads in fp32.
+- A video is scored by the mean over `num_frames` evenly spaced frames.
+
+Invariants (tests/reward/test_clip_scorers.py): a batch scores as its samples do one by one; no gradient is recorded;
+dropout is off.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from abc import abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from verl_digen.require import require, require_one_of
+from verl_digen.reward.base import Result, Reward
+from verl_digen.reward.checkpoints import folder
+from verl_digen.reward.pictures import images_of
+from verl_digen.types import RewardInput
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DESCRIPTIONS = ("*.json", "*.txt")
+"""Files of a checkpoint without its weights."""
+FILES = (*DESCRIPTIONS, "model*.safetensors")
+MAX_NAMES = 6
+"""Tensors that a message names."""
+HEAD_SIZES = (1024, 128, 64, 16, 1)
+"""Layers of the heads of `aesthetic` and `image_reward`, which have no activation between them."""
+
+Prepare = Callable[[Image.Image], Tensor]
+"""A picture -> [3, H, W] fp32, ready for the encoder."""
+
+
+@dataclass(frozen=True)
+class EncoderConfig:
+    """Settings of every scorer with an encoder."""
+
+    path: str = ""
+    """Weights: a folder, or "owner/repository" of the Hugging Face hub, "owner/repository@revision"."""
+    dtype: str = "fp32"
+    """Dtype of the encoder: fp32, bf16 or fp16."""
+    num_frames: int = 8
+    """Maximum frames of a video that are scored, evenly spaced with the first and the last; 1 is the middle one."""
+
+
+def check_settings(name: str, config: EncoderConfig) -> None:
+    """Raise ValueError unless the shared settings of scorer `name` hold."""
+    require(config.path != "", f"{name}: path must name a folder or a repository", config.path, "take it out")
+    require_one_of(f"{name}: dtype", config.dtype, DTYPES)
+    require(config.num_frames >= 1, f"{name}: num_frames must be >= 1", config.num_frames, "8 is the default")
+
+
+class FrameReward(Reward):
+    """Base of rewards that score pictures; the score of a video is the mean of its frames."""
+
+    @torch.no_grad()
+    def score(self, batch: Sequence[RewardInput]) -> Sequence[Result]:
+        """Mean score of each sample's frames; [B]."""
+        frames = [images_of(sample, self.config.num_frames) for sample in batch]
+        owners = [number for number, own in enumerate(frames) for _ in own]
+        values = self.frame_scores([image for own in frames for image in own], owners, batch)
+        means = [own.mean().item() for own in values.float().cpu().split([len(own) for own in frames])]
+        return means
+
+    @abstractmethod
+    def frame_scores(
+        self, images: Sequence[Image.Image], owners: Sequence[int], batch: Sequence[RewardInput]
+    ) -> Tensor:
+        """Score frames; [N].
+
+        Args:
+            owners: the position in `batch` of the sample that each frame belongs to.
+        """
+
+
+class ClipEncoder:
+    """A CLIP model with what prepares its inputs.
+
+    Args:
+        tokenizer: None for pictures alone; the text encoder is then dropped.
+        clean: what becomes of a prompt before it is split into tokens.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        prepare: Prepare,
+        device: torch.device,
+        dtype: str,
+        clean: Callable[[str], str] = str,
+    ):
+        self.logit_scale: float = model.logit_scale.exp().item()
+        self.width: int = model.config.projection_dim
+        self._max_tokens = model.config.text_config.max_position_embeddings
+        self._tokenizer: Any = tokenizer
+        if tokenizer is None:
+            del model.text_model, model.text_projection
+        self._model = model.to(device, DTYPES[dtype]).eval().requires_grad_(False)
+        self._prepare, self._clean, self._device, self._dtype = prepare, clean, device, DTYPES[dtype]
+
+    @classmethod
+    def load(
+        cls,
+        path: str,
+        key: str,
+        device: torch.device,
+        dtype: str,
+        *,
+        processor: str | None = None,
+        has_text: bool = True,
+    ) -> ClipEncoder:
+        """Load a checkpoint in transformers' format.
+
+        Args:
+            key: setting that named it, for messages.
+            processor: folder or repository with tokenizer and picture processor; None takes those of `path`.
+            has_text: False drops the text encoder.
+
+        Raises:
+            ValueError: it cannot be fetched, or is no whole CLIP checkpoint.
+        """
+        from transformers import CLIPModel  # heavy, and the driver imports this file
+
+        place = folder(path, key, FILES)
+        model = load_model(CLIPModel, place, key)
+        inputs = place if processor is None else folder(processor, f"{key.partition(':')[0]}: processor", DESCRIPTIONS)
+        return cls(model, load_tokenizer(inputs, key) if has_text else None, load_processor(inputs, key), device, dtype)
+
+    def images(self, images: Sequence[Image.Image]) -> Tensor:
+        """Features of pictures, of length 1; [N, D] fp32."""
+        pixels = torch.stack([self._prepare(image) for image in images]).to(self._device, self._dtype)
+        return unit(self._model.get_image_features(pixel_values=pixels).pooler_output)
+
+    def texts(self, texts: Sequence[str]) -> Tensor:
+        """Features of prompts, cut at the model's number of tokens, of length 1; [N, D] fp32."""
+        tokens = self._tokenizer(
+            list(texts), padding=True, truncation=True, max_length=self._max_tokens, return_tensors="pt"
+        ).to(self._device)
+        found = self._model.get_text_features(input_ids=tokens.input_ids, attention_mask=tokens.attention_mask)
+        return unit(found.pooler_output)
+
+    def cosines(self, images: Sequence[Image.Image], owners: Sequence[int], batch: Sequence[RewardInput]) -> Tensor:
+        """Cosine of each frame with the prompt of its sample; [N] fp32."""
+        texts = self.texts([self._clean(sample.row.text) for sample in batch])
+        return (self.images(images) * texts.index_select(0, torch.tensor(owners, device=texts.device))).sum(-1)
+
+
+def load_head(state: Mapping[str, Tensor], width: int, key: str, path: str) -> nn.Module:
+    """A head in fp32 from its tensors, `layers.0.weight` and so on: features [N, D] -> numbers [N].
+
+    The dropouts of the published heads, off when scoring, keep their places 1, 3 and 5.
+
+    Raises:
+        ValueError: a tensor is missing, too many or of another shape.
+    """
+    linears = [nn.Linear(one, other) for one, other in itertools.pairwise((width, *HEAD_SIZES))]
+    places = [part for linear in linears[:3] for part in (linear, nn.Identity())]
+    layers = nn.Sequential(*places, *linears[3:])
+    head = nn.Sequential(OrderedDict(layers=layers, numbers=nn.Flatten(0))).eval().requires_grad_(False)
+    own = head.state_dict()
+    shapes = [name for name in own if name in state and own[name].shape != state[name].shape]
+    refuse(key, path, "a head", sorted(set(own) - set(state)), sorted(set(state) - set(own)), shapes)
+    head.load_state_dict({name: tensor.float() for name, tensor in state.items()})
+    return head
+
+
+def unit(features: Tensor) -> Tensor:
+    """Features of length 1, in fp32."""
+    features = features.float()
+    return features / features.norm(dim=-1, keepdim=True)
+
+
+def load_model(model_class: Any, source: Path | None, key: str, **options: Any) -> Any:
+    """A transformers model in fp32 on the CPU, every tensor of which comes from the weights.
+
+    Args:
+        source: its folder; None where `options` hold `config` and `state_dict`.
+
+    Raises:
+        ValueError: a tensor is missing, too many or of another shape, or there are no weights.
+    """
+    try:
+        model, info = model_class.from_pretrained(
+            source, **options, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    except OSError as error:
+        raise ValueError(
+            f"{key} must hold the weights of a {model_class.__name__}, got {str(source)!r}: {error}"
+        ) from error
+    shapes = sorted(name for name, *_ in info["mismatched_keys"])
+    place = "the weights" if source is None else str(source)
+    refuse(key, place, model_class.__name__, sorted(info["missing_keys"]), sorted(info["unexpected_keys"]), shapes)
+    return model
+
+
+def refuse(
+    key: str, path: str, kind: str, missing: Sequence[str], unexpected: Sequence[str], shapes: Sequence[str]
+) -> None:
+    """Raise ValueError if tensors of weights are missing, too many, or of another shape, with their names."""
+    found = {"missing": missing, "unexpected": unexpected, "of another shape": shapes}
+    faults = [f"{fault}: {_names(names)}" for fault, names in found.items() if names]
+    require(
+        not faults,
+        f"{key} must hold the tensors of {kind} and no others",
+        path,
+        f"{'; '.join(faults)}; check that it is the checkpoint you mean",
+    )
+
+
+def load_weights(path: Path, key: str) -> Mapping[str, Any]:
+    """Content of a PyTorch file of tensors, on the CPU; no code in it is run.
+
+    Raises:
+        ValueError: it holds something else.
+    """
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise ValueError(
+            f"{key} must be a PyTorch file of tensors, got {str(path)!r} ({error}); fetch it again"
+        ) from error
+    require(
+        isinstance(found, Mapping), f"{key} must hold tensors by name", str(path), "check that it is the right file"
+    )
+    return found
+
+
+def load_tokenizer(place: Path, key: str) -> Any:
+    """The tokenizer of a folder."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(place)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{key} must hold a tokenizer, got {str(place)!r}: {error}") from error
+
+
+def load_processor(place: Path, key: str, class_name: str = "CLIPImageProcessorPil") -> Prepare:
+    """The picture processor of a folder, in its Pillow form.
+
+    Args:
+        class_name: its class in transformers. AutoImageProcessor would take another one where torchvision is installed.
+    """
+    import transformers
+
+    try:
+        processor = getattr(transformers, class_name).from_pretrained(place)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{key} must hold preprocessor_config.json, got {str(place)!r}: {error}") from error
+    return lambda image: processor(images=image, return_tensors="pt")["pixel_values"][0]
+
+
+def _names(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + more

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Score in an answer: a number in its text, or the probability of answers at its first token.
+
+Probabilities, of answers a with values v_a:
+
+    p_a = sum of exp(logprob) over the likeliest tokens that are a, whatever their case and the space before them
+    score = sum_a p_a v_a / sum_a p_a
+
+so {Yes: 1, No: 0} gives P(Yes) / (P(Yes) + P(No)). The sum of all p_a is the answers' share: near 1 where the judge
+keeps to the answers. A judge whose likeliest tokens hold none of the answers has no score.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from verl_digen.reward.judges.reply import Reply, Token, shown
+from verl_digen.reward.servers.answers import UnusableAnswer
+
+MARKED_SPACES = str.maketrans("▁Ġ", "  ")
+"""Signs for a space at the start of a token, as tokenizers write it and some servers pass on."""
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """Expected value over answers."""
+
+    score: float
+    share: float
+    """Probability of all the answers together, 0 to 1."""
+
+
+def number_in(reply: Reply, pattern: re.Pattern[str], low: float, high: float, *, takes_last: bool) -> float:
+    """The number that the pattern's first group finds in the text.
+
+    Args:
+        takes_last: of several, the last one; a judge that reasons states its result at the end.
+
+    Raises:
+        UnusableAnswer: the text was cut off, has no such number, or one outside [low, high].
+    """
+    if reply.is_cut:
+        raise UnusableAnswer(f"the judge's answer ended at max_tokens: {shown(reply.text)}; raise max_tokens")
+    found = [match.group(1) for match in pattern.finditer(reply.text)]
+    if not found:
+        raise UnusableAnswer(f"the judge's answer must match {pattern.pattern!r}, got {shown(reply.text)}")
+    text = found[-1 if takes_last else 0]
+    try:
+        value = float(text)
+    except (TypeError, ValueError):  # the group may match a word, or nothing
+        raise UnusableAnswer(
+            f"the pattern {pattern.pattern!r} must find a number, got {text!r} in {shown(reply.text)}"
+        ) from None
+    if not low <= value <= high:
+        raise UnusableAnswer(
+            f"the judge's number must lie in [{low:g}, {high:g}], got {value:g} in {shown(reply.text)}"
+        )
+    return value
+
+
+def weighed(reply: Reply, values: Mapping[str, float]) -> Weighed:
+    """The expected value of the answers at the first token that is not blank.
+
+    Args:
+        values: answer -> value; each answer must be one token of the judge.
+
+    Raises:
+        UnusableAnswer: the server sent no log-probabilities, the answer is blank, or none of the answers is among the
+            likeliest tokens.
+
+    Example:
+        ln = math.log
+        top = {"Yes": (ln(0.5),), " yes": (ln(0.1),), "No": (ln(0.2),), "Maybe": (ln(0.1),)}
+        weighed(Reply("Yes", False, (Token("Yes", top),)), {"Yes": 1, "No": 0})  # score 0.6 / 0.8, share 0.8
+    """
+    if reply.tokens is None:
+        raise UnusableAnswer(
+            f"the judge's answer {shown(reply.text)} came without logprobs; use a server that sends them (vLLM, SGLang "
+            "and OpenAI do), or a pattern"
+        )
+    first = next((token for token in reply.tokens if _plain(token.text)), None)
+    if first is None:
+        raise UnusableAnswer(f"the judge's answer is blank: {shown(reply.text)}; raise max_tokens if it thinks first")
+    probabilities = {answer: _probability(first, answer) for answer in values}
+    share = sum(probabilities.values())
+    if share == 0:
+        raise UnusableAnswer(
+            f"none of {', '.join(values)} is among the likeliest tokens {_listed(first)} of the judge's answer "
+            f"{shown(reply.text)}; ask for one of them, as one token"
+        )
+    return Weighed(sum(probabilities[answer] * value for answer, value in values.items()) / share, share)
+
+
+def preferred(reply: Reply, first: str, second: str) -> float:
+    """1 if the text holds `first`, 0 if it holds `second`, whatever their case.
+
+    Raises:
+        UnusableAnswer: it holds both, or neither.
+    """
+    text = reply.text.lower()
+    has_first, has_second = first.lower() in text, second.lower() in text
+    if has_first == has_second:
+        raise UnusableAnswer(
+            f"the judge's answer must hold one of {first!r} and {second!r}, got {shown(reply.text)}"
+            + ("; it ended at max_tokens: raise max_tokens" if reply.is_cut else "")
+        )
+    return 1.0 if has_first else 0.0
+
+
+def require_distinct(values: Mapping[str, float], key: str) -> None:
+    """Raise ValueError unless the answers are at least two, not blank, and differ in more than case and spaces."""
+    plain = [_plain(answer) for answer in values]
+    if len(plain) < 2 or len(set(plain)) < len(plain) or not all(plain):
+        raise ValueError(
+            f"{key} must name at least two answers that differ in more than case and spaces, got {dict(values)!r}; "
+            "give e.g. {Yes: 1, No: 0}, in a yaml file with quotes around the answers"
+        )
+
+
+def _probability(token: Token, answer: str) -> float:
+    wanted = _plain(answer)
+    return sum(math.exp(logprob) for text, found in token.top.items() if _plain(text) == wanted for logprob in found)
+
+
+def _plain(text: str) -> str:
+    return text.translate(MARKED_SPACES).strip().lower()
+
+
+def _listed(token: Token) -> str:
+    return ", ".join(repr(text) for text in list(token.top)[:5]) or "(the server names none)"

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rewards by name: an entry of `digen.reward.functions` -> its function or class, with its arguments checked."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from dataclasses import is_dataclass
+from typing import Any, get_type_hints
+
+import torch
+
+from verl_digen.config import RewardConfig, RewardEntry
+from verl_digen.require import suggestion
+from verl_digen.reward import scorers
+from verl_digen.reward.base import Reward
+from verl_digen.reward.functions import FORM, FunctionReward, require_reward_function
+
+BUILT_IN = {
+    module.name: f"{scorers.__name__}.{module.name}:REWARD" for module in pkgutil.iter_modules(scorers.__path__)
+}
+"""Name -> "module:REWARD" of each file in `scorers/`; none of them is imported before it is asked for."""
+
+FILE_END = ".py:"
+
+
+def find(entry: RewardEntry) -> Any:
+    """The function or `Reward` class that an entry stands for; its arguments are not checked.
+
+    Raises:
+        ValueError: unknown name (lists the built-in ones), or a module or file that cannot be loaded or lacks it.
+    """
+    return load(entry.target, entry.key, f"one of {', '.join(sorted(BUILT_IN))}, or package.module.NAME")
+
+
+def load(name: str, key: str, known: str) -> Any:
+    """Load a built-in name, "package.module:NAME", "package.module.NAME" or "FILE.py:NAME".
+
+    Hydra accepts the second form without a colon on the command line without quotes.
+
+    Args:
+        key: config key that named it, for the message.
+        known: what else it may name, for the message.
+
+    Raises:
+        ValueError: it cannot be loaded.
+    """
+    target = BUILT_IN.get(name, name)
+    module_name, _, attribute = target.rpartition(":" if ":" in target else ".")
+    if not module_name or not attribute:
+        raise ValueError(
+            f"{key} must name {known}, got {name!r}; a function in a file of your own goes to "
+            "reward.custom_reward_function.path, a class to reward: FILE.py:NAME"
+        )
+    try:
+        if FILE_END in target:
+            from verl.utils.import_utils import load_extern_object
+
+            return load_extern_object(module_name, attribute)
+        return getattr(importlib.import_module(module_name), attribute)
+    except (Exception, SystemExit) as error:  # the user's module may raise anything at import
+        cause = error.__cause__ or error
+        raise ValueError(
+            f"{key}: {name!r} could not be loaded ({type(cause).__name__}: {cause}); check its name, and that it is "
+            "installed"
+        ) from error
+
+
+def is_class(found: Any) -> bool:
+    """True for a `Reward` class."""
+    return isinstance(found, type) and issubclass(found, Reward)
+
+
+def check(entry: RewardEntry) -> Any:
+    """Load what an entry names and check that it can be made or called with the entry's arguments -> it.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    found = find(entry)
+    if is_class(found):
+        settings(entry, found)
+        return found
+    if isinstance(found, type):
+        raise ValueError(
+            f"{entry.key} must be a class of verl_digen.reward.base.Reward or a function, got the class "
+            f"{found.__name__}; derive it from Reward, or write {FORM}"
+        )
+    require_reward_function(f"{entry.key}: {entry.target!r}", found, entry.arguments, "the entry's arguments")
+    return found
+
+
+def settings(entry: RewardEntry, found: type[Reward]) -> Any:
+    """The entry's arguments as an instance of the class's `config_class`.
+
+    Raises:
+        ValueError: an unknown argument, a value of the wrong type, or a broken rule of the class.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        config_class = found.settings_class(entry.arguments)
+    except ValueError as error:
+        raise ValueError(f"{entry.key}: {error}") from error
+    if not is_dataclass(config_class):
+        raise ValueError(
+            f"{entry.key}: {found.__name__}.config_class must be a dataclass, got {config_class!r}; decorate it with "
+            "@dataclass(frozen=True)"
+        )
+    known = list(get_type_hints(config_class))
+    for name in entry.arguments:
+        if name not in known:
+            raise ValueError(
+                f"{entry.key}.{name} must be a setting of {found.__name__} ({', '.join(known) or 'it has none'}), got "
+                f"{entry.arguments[name]!r}; {suggestion(name, known)}take it out"
+            )
+    try:
+        schema: Any = OmegaConf.structured(config_class)
+        OmegaConf.set_readonly(schema, False)
+        made = OmegaConf.to_object(OmegaConf.merge(schema, dict(entry.arguments)))
+    except OmegaConfBaseException as error:
+        raise ValueError(
+            f"{entry.key}.{error.full_key} must have a value of its type, got "
+            f"{entry.arguments.get(str(error.full_key))!r}; {str(error.msg or error).splitlines()[0]}"
+        ) from error
+    except ValueError as error:  # a rule of the class
+        raise ValueError(f"{entry.key}: {error}") from error
+    return made
+
+
+def make(entry: RewardEntry, device: torch.device) -> Reward:
+    """Make the reward of a pool on `device`; a function is wrapped."""
+    found = check(entry)
+    if is_class(found):
+        return found(settings(entry, found), device)
+    return FunctionReward(found, entry.arguments)
+
+
+def scope_of(entry: RewardEntry) -> str:
+    """`sample` or `group`."""
+    found = find(entry)
+    return found.scope if is_class(found) else "sample"
+
+
+def has_pool(entry: RewardEntry) -> bool:
+    """True if the entry has processes of its own: a class, or a function that asks for them."""
+    return entry.pool is not None or is_class(find(entry))
+
+
+def pool_entries(config: RewardConfig) -> tuple[RewardEntry, ...]:
+    """Entries with processes of their own, in order."""
+    return tuple(entry for entry in config.entries if has_pool(entry))
+
+
+def shared_entries(config: RewardConfig) -> tuple[RewardEntry, ...]:
+    """Functions that share the processes of `reward.num_workers`, in order."""
+    return tuple(entry for entry in config.entries if not has_pool(entry))

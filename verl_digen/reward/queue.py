@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Queue in front of a reward: what waits is scored together, one call at a time.
+
+- A call starts when `max_batch_size` samples wait, or when no sample has arrived for `wait_s`. Samples that arrive
+  during a call wait for the next one, so that calls grow with the load.
+- Samples are taken in the order in which they came; a caller that is cancelled leaves the queue.
+
+Invariants (tests/reward/test_queue.py): n samples that wait together make ceil(n / max_batch_size) calls; every sample
+gets its own outcome.
+
+Bound: one entry per caller, because each caller waits for its own outcome.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Generic, TypeVar
+
+Item = TypeVar("Item")
+Outcome = TypeVar("Outcome")
+
+
+class BatchQueue(Generic[Item, Outcome]):
+    """See the module.
+
+    Args:
+        run: (items, number of other items in the queue) -> an outcome or an exception per item, in order.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[Sequence[Item], int], Awaitable[Sequence[Outcome | Exception]]],
+        *,
+        max_batch_size: int,
+        wait_s: float,
+    ):
+        self._run_batch, self._max_batch_size, self._wait_s = run, max_batch_size, wait_s
+        self._pending: list[tuple[Item, asyncio.Future[Outcome]]] = []
+        self._arrived = asyncio.Event()
+        self._loop: asyncio.Task[None] | None = None
+
+    async def submit(self, item: Item) -> Outcome:
+        """The item's outcome; raises its exception."""
+        if self._loop is None:
+            self._loop = asyncio.create_task(self._run())
+        answer: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self._pending.append((item, answer))
+        self._arrived.set()
+        return await answer
+
+    async def _run(self) -> None:
+        while True:
+            await self._until_ready()
+            waiting = [entry for entry in self._pending if not entry[1].done()]  # the others were cancelled
+            batch, self._pending = waiting[: self._max_batch_size], waiting[self._max_batch_size :]
+            if not batch:
+                continue
+            try:
+                outcomes = await self._run_batch([item for item, _ in batch], len(self._pending))
+            except Exception as error:  # every caller is told
+                outcomes = [error] * len(batch)
+            for (_, answer), outcome in zip(batch, outcomes, strict=True):
+                if answer.done():
+                    continue
+                if isinstance(outcome, Exception):
+                    answer.set_exception(outcome)
+                else:
+                    answer.set_result(outcome)
+
+    async def _until_ready(self) -> None:
+        while not self._pending:
+            self._arrived.clear()
+            await self._arrived.wait()
+        while len(self._pending) < self._max_batch_size:
+            self._arrived.clear()
+            try:
+                await asyncio.wait_for(self._arrived.wait(), self._wait_s)
+            except asyncio.TimeoutError:
+                return

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Qwen2-VL with a head that reads scores off special tokens of the question, as in HPSv3 and VideoReward.
+
+    picture or video, question with a special token per score -> Qwen2-VL -> hidden state of each token -> head
+
+- Checkpoints have the names of transformers 4.45, merged or with LoRA factors; `lm_head` is not used.
+- Text positions are counted through, also over the picture: both were trained so, and not with Qwen2-VL's own positions
+  of three dimensions.
+- A batch is padded on the right; every score is that of its sample alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from verl_digen.reward.qwen_pixels import Patches
+
+BASE_FILES = ("*.json", "*.txt")
+"""Files of the base model that are needed: its config and its tokenizer."""
+RENAMED = ((r"^visual\.", "visual."), (r"^model\.(?!visual|language_model)", "language_model."), (r"^model\.", ""))
+"""Names of transformers 4.45 -> `Qwen2VLModel`'s, first match."""
+QUESTION = (
+    "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n<|vision_start|>{pad}<|vision_end|>"
+    "{question}<|im_end|>\n<|im_start|>assistant\n"
+)
+"""Qwen2-VL's chat template for one picture or video and one text."""
+IMAGE_PAD, VIDEO_PAD = "<|image_pad|>", "<|video_pad|>"
+
+
+@dataclass(frozen=True)
+class Question:
+    """One sample."""
+
+    patches: Patches
+    is_video: bool
+    text: str
+    """Question with every special token once, in order."""
+
+
+class QwenRegressor:
+    """See the module.
+
+    Args:
+        base: folder with the base model's config and tokenizer.
+        weights: its state dict, with `rm_head.*`.
+        head: network [hidden] -> scores; its weights are `rm_head.*`.
+        tokens: special tokens to read scores at.
+
+    Raises:
+        ValueError: names or shapes of the weights are not the model's.
+    """
+
+    def __init__(
+        self,
+        base: Path,
+        weights: Mapping[str, Tensor],
+        head: nn.Module,
+        tokens: Sequence[str],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        key: str,
+    ):
+        from transformers import AutoTokenizer
+
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(base, padding_side="right")
+        self._tokenizer.add_special_tokens({"additional_special_tokens": list(tokens)})
+        self._token_ids = torch.tensor(self._tokenizer.convert_tokens_to_ids(list(tokens)), device=device)
+        network, own_head = _split(weights)
+        self._model = _load_model(base, network, key).to(device=device, dtype=dtype).eval()
+        _load(head, own_head, f"{key}: rm_head")
+        self._head = head.to(device=device, dtype=torch.float32).eval()
+        self._device, self._dtype = device, dtype
+
+    @torch.no_grad()
+    def scores(self, questions: Sequence[Question]) -> Tensor:
+        """Scores of questions that are all of pictures, or all of videos; [B, tokens, outputs] fp32 on the CPU."""
+        (is_video,) = {question.is_video for question in questions}
+        pad = VIDEO_PAD if is_video else IMAGE_PAD
+        texts = [
+            QUESTION.format(pad=pad * question.patches.num_tokens, question=question.text) for question in questions
+        ]
+        batch = self._tokenizer(texts, padding=True, return_tensors="pt").to(self._device)
+        ids: Tensor = batch["input_ids"]
+        is_score = (ids.unsqueeze(-1) == self._token_ids).any(-1)
+        counts = is_score.sum(1)
+        if not bool((counts == len(self._token_ids)).all()):
+            raise ValueError(
+                f"a prompt must not contain the special tokens of the question, got {counts.max().item()} of "
+                f"{len(self._token_ids)}; take them out"
+            )
+        pixels = torch.cat([question.patches.values for question in questions]).to(self._device, self._dtype)
+        grid = torch.tensor([question.patches.grid for question in questions], device=self._device)
+        vision = (
+            {"pixel_values_videos": pixels, "video_grid_thw": grid}
+            if is_video
+            else {"pixel_values": pixels, "image_grid_thw": grid}
+        )
+        positions = torch.arange(ids.shape[1], device=self._device).expand(3, *ids.shape)
+        hidden = self._model(
+            input_ids=ids, attention_mask=batch["attention_mask"], position_ids=positions, use_cache=False, **vision
+        ).last_hidden_state
+        return self._head(hidden[is_score].float()).view(len(questions), len(self._token_ids), -1).cpu()
+
+
+def _split(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(weights of the network under its own names, weights of the head)."""
+    network: dict[str, Tensor] = {}
+    head: dict[str, Tensor] = {}
+    for name, weight in weights.items():
+        if name.startswith("rm_head."):
+            head[name.removeprefix("rm_head.")] = weight
+        elif not name.startswith("lm_head."):
+            pattern, start = next((pair for pair in RENAMED if re.match(pair[0], name)), ("^", ""))
+            network[re.sub(pattern, start, name, count=1)] = weight
+    return network, head
+
+
+def _load_model(base: Path, weights: Mapping[str, Tensor], key: str) -> nn.Module:
+    """The network with its weights; takes the memory of these alone."""
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, Qwen2VLModel
+
+    config: Any = AutoConfig.from_pretrained(base)
+    table = weights.get("language_model.embed_tokens.weight")
+    if table is not None:
+        config.text_config.vocab_size = table.shape[0]  # the special tokens were added
+    with init_empty_weights():
+        model = Qwen2VLModel(config)
+    _load(model, weights, key)
+    return model
+
+
+def _load(module: nn.Module, weights: Mapping[str, Tensor], where: str) -> None:
+    wanted = {name: tuple(value.shape) for name, value in module.state_dict().items()}
+    found = {name: tuple(value.shape) for name, value in weights.items()}
+    wrong = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+    if wrong:
+        name = wrong[0]
+        raise ValueError(
+            f"{where} must hold the weights of its model, but {len(wrong)} differ, e.g. {name}: "
+            f"{found.get(name, 'missing')} in place of {wanted.get(name, 'none')}; check that base and weights belong "
+            "together"
+        )
+    module.load_state_dict(dict(weights), assign=True)

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CLIP score: how well a picture agrees with its prompt.
+
+Rule: c = cos(image, text) of CLIP's projected features. `scale` says which published number it becomes:
+
+| scale | score | used by |
+| --- | --- | --- |
+| `raw` | c | papers, mostly; DiffusionNFT (logits / 100) |
+| `flow_grpo` | exp(logit_scale) c / 30; 100 c / 30 for OpenAI's weights | flow_grpo (flow_grpo/clip_scorer.py) |
+
+Pictures are prepared by the checkpoint's processor; flow_grpo resizes float tensors with torchvision, so its
+numbers differ a little. Prompts are cut at 77 tokens.
+
+Range: c lies in [-1, 1], for OpenAI's weights about 0.15 to 0.35, so about 0.5 to 1.15 with `flow_grpo`. Videos: the
+mean over frames.
+
+Weights: openai/clip-vit-large-patch14, 1.7 GB in fp32; MIT (https://github.com/openai/CLIP).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from verl_digen.require import require_one_of
+from verl_digen.reward.encoders import ClipEncoder, EncoderConfig, FrameReward, check_settings
+from verl_digen.types import RewardInput
+
+SCALES = ("raw", "flow_grpo")
+FLOW_GRPO_DIVISOR = 30.0
+
+
+@dataclass(frozen=True)
+class ClipScoreConfig(EncoderConfig):
+    """Settings of `clip_score`."""
+
+    path: str = "openai/clip-vit-large-patch14"
+    """Weights in transformers' format: a folder, or "owner/repository" of the hub."""
+    scale: str = "raw"
+    """raw: the cosine. flow_grpo: exp(logit_scale) times the cosine, over 30."""
+
+    def __post_init__(self) -> None:
+        check_settings("clip_score", self)
+        require_one_of("clip_score: scale", self.scale, SCALES)
+
+
+class ClipScore(FrameReward):
+    """See the module."""
+
+    config_class = ClipScoreConfig
+
+    def __init__(self, config: ClipScoreConfig, device: torch.device):
+        super().__init__(config, device)
+        self.encoder = ClipEncoder.load(config.path, "clip_score: path", device, config.dtype)
+
+    def frame_scores(
+        self, images: Sequence[Image.Image], owners: Sequence[int], batch: Sequence[RewardInput]
+    ) -> Tensor:
+        """Cosine in the scale of the config; [N]."""
+        cosines = self.encoder.cosines(images, owners, batch)
+        return cosines if self.config.scale == "raw" else self.encoder.logit_scale * cosines / FLOW_GRPO_DIVISOR
+
+
+REWARD = ClipScore

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HPSv2.1: how people would rate a picture for its prompt, by a CLIP-H trained on Human Preference Dataset v2.
+
+Rule (https://github.com/tgxs002/HPSv2, hpsv2/img_score.py): cos(image, text) of ViT-H-14 with the weights of
+HPS_v2.1_compressed.pt, an open_clip state dict. The picture is shrunk until its longer side fits the encoder and padded
+with black, not cropped: bicubic with antialiasing on fp32 pixels, as torchvision >= 0.17 does for the package. Prompts
+are mended by ftfy (quotes, ligatures, broken Unicode) and freed of HTML escapes, as the package does, and cut at 77
+tokens. The package computes in fp16 (`dtype=fp16`); the default here is fp32.
+
+The model runs as transformers' CLIPModel: tensors are renamed, and query, key and value taken apart, nothing else. So
+neither open_clip nor torchvision is needed; the scores are theirs to 1e-5 (tests/reward/test_hpsv2.py).
+
+Range: -1 to 1; about 0.2 to 0.35 for pictures of diffusion models. Videos: the mean over frames.
+
+Weights: HPS_v2.1_compressed.pt of xswu/HPSv2, 2.0 GB in fp16, Apache-2.0; `path=FOLDER/HPS_v2_compressed.pt` is v2.0.
+Config and tokenizer: laion/CLIP-ViT-H-14-laion2B-s32B-b79K, MIT. Paper: https://arxiv.org/abs/2306.09341
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor
+
+from verl_digen.require import require
+from verl_digen.reward.checkpoints import file, folder
+from verl_digen.reward.encoders import (
+    DESCRIPTIONS,
+    ClipEncoder,
+    EncoderConfig,
+    FrameReward,
+    check_settings,
+    load_model,
+    load_tokenizer,
+    load_weights,
+)
+from verl_digen.reward.packages import imported
+from verl_digen.types import RewardInput
+
+WEIGHTS_FILE = "HPS_v2.1_compressed.pt"
+STATE = "state_dict"
+"""Key of the tensors in that file."""
+MEAN = (0.48145466, 0.4578275, 0.40821073)
+STD = (0.26862954, 0.26130258, 0.27577711)
+"""Standardisation of CLIP's pixels, by colour."""
+
+RENAMED = {
+    "logit_scale": "logit_scale",
+    "positional_embedding": "text_model.embeddings.position_embedding.weight",
+    "token_embedding.weight": "text_model.embeddings.token_embedding.weight",
+    "ln_final.": "text_model.final_layer_norm.",
+    "transformer.resblocks.": "text_model.encoder.layers.",
+    "visual.class_embedding": "vision_model.embeddings.class_embedding",
+    "visual.positional_embedding": "vision_model.embeddings.position_embedding.weight",
+    "visual.conv1.weight": "vision_model.embeddings.patch_embedding.weight",
+    "visual.ln_pre.": "vision_model.pre_layrnorm.",  # transformers spells it so
+    "visual.ln_post.": "vision_model.post_layernorm.",
+    "visual.transformer.resblocks.": "vision_model.encoder.layers.",
+}
+"""Name, or its start with a dot, in open_clip -> in transformers."""
+TRANSPOSED = {"text_projection": "text_projection.weight", "visual.proj": "visual_projection.weight"}
+BLOCK = {
+    "ln_1": "layer_norm1",
+    "ln_2": "layer_norm2",
+    "mlp.c_fc": "mlp.fc1",
+    "mlp.c_proj": "mlp.fc2",
+    "attn.out_proj": "self_attn.out_proj",
+}
+"""Part of a block in open_clip -> in transformers."""
+
+
+@dataclass(frozen=True)
+class HpsV2Config(EncoderConfig):
+    """Settings of `hpsv2`."""
+
+    path: str = "xswu/HPSv2"
+    """The file of weights, or a folder or repository that holds HPS_v2.1_compressed.pt."""
+    base: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
+    """Folder or repository with the CLIP config and tokenizer in transformers' format; its weights are not fetched."""
+
+    def __post_init__(self) -> None:
+        check_settings("hpsv2", self)
+        require(self.base != "", "hpsv2: base must name a folder or a repository", self.base, "take it out")
+
+
+class HpsV2(FrameReward):
+    """See the module."""
+
+    config_class = HpsV2Config
+
+    def __init__(self, config: HpsV2Config, device: torch.device):
+        super().__init__(config, device)
+        from transformers import CLIPConfig, CLIPModel  # heavy, and the driver imports this file
+
+        base = folder(config.base, "hpsv2: base", DESCRIPTIONS)
+        weights = load_weights(file(config.path, WEIGHTS_FILE, "hpsv2: path"), "hpsv2: path")
+        require(STATE in weights, f"hpsv2: path must hold {STATE}", config.path, "check that it is the right file")
+        ftfy = imported("ftfy", "hpsv2")
+        clip = CLIPConfig.from_pretrained(base)
+        model = load_model(CLIPModel, None, "hpsv2: path", config=clip, state_dict=to_transformers(weights[STATE]))
+        size: Any = clip.vision_config.image_size  # type: ignore[union-attr]
+        self.encoder = ClipEncoder(
+            model,
+            load_tokenizer(base, "hpsv2: base"),
+            lambda image: prepare(image, size),
+            device,
+            config.dtype,
+            clean=lambda text: html.unescape(html.unescape(ftfy.fix_text(text))),
+        )
+
+    def frame_scores(
+        self, images: Sequence[Image.Image], owners: Sequence[int], batch: Sequence[RewardInput]
+    ) -> Tensor:
+        """Cosine of frame and prompt; [N]."""
+        return self.encoder.cosines(images, owners, batch)
+
+
+def to_transformers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of open_clip's CLIP by their names in transformers' CLIPModel.
+
+    A name that is in neither stays as it is, so that loading refuses it by that name.
+
+    Example:
+        to_transformers({"ln_final.bias": x})  # {"text_model.final_layer_norm.bias": x}
+    """
+    made: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        if name in TRANSPOSED:
+            made[TRANSPOSED[name]] = tensor.T.contiguous()
+            continue
+        old = next((old for old in RENAMED if name == old or (old.endswith(".") and name.startswith(old))), None)
+        if old is None:
+            made[name] = tensor
+            continue
+        new = RENAMED[old] + name.removeprefix(old)
+        joint = re.fullmatch(r"(.*\.\d+)\.attn\.in_proj_(weight|bias)", new)
+        if joint is not None:
+            for part, piece in zip("qkv", tensor.chunk(3), strict=True):
+                made[f"{joint[1]}.self_attn.{part}_proj.{joint[2]}"] = piece.contiguous()
+            continue
+        block = re.fullmatch(r"(.*layers\.\d+)\.(.+)\.(weight|bias)", new)
+        made[f"{block[1]}.{BLOCK.get(block[2], block[2])}.{block[3]}" if block is not None else new] = tensor
+    return made
+
+
+def prepare(image: Image.Image, size_px: int) -> Tensor:
+    """The picture, its longer side made `size_px`, in the middle of a black square; [3, size, size] fp32."""
+    pixels = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1).float() / 255
+    height, width = pixels.shape[1:]
+    scale = size_px / max(height, width)
+    if scale != 1:
+        new = (max(1, round(height * scale)), max(1, round(width * scale)))
+        pixels = F.interpolate(pixels[None], new, mode="bicubic", align_corners=False, antialias=True)[0]
+    rows, columns = size_px - pixels.shape[1], size_px - pixels.shape[2]
+    pixels = F.pad(pixels, (columns // 2, columns - columns // 2, rows // 2, rows - rows // 2))
+    mean, std = (torch.tensor(values)[:, None, None] for values in (MEAN, STD))
+    return (pixels - mean) / std
+
+
+REWARD = HpsV2

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Image similarity: how much an edited picture is still like the images of its prompt (`PromptRow.images`).
+
+Rule: the cosine of the image features of sample and source, the mean over the prompt's images. The features are those
+of the checkpoint `path`:
+
+| checkpoint | features | says |
+| --- | --- | --- |
+| CLIP (default) | projected image features | the same things are shown; flow_grpo's edit runs use it |
+| DINOv2 | the normed class token | the same individual, pose and layout; blind to words that CLIP knows |
+
+CLIP is the default because published edit runs use it (image_similarity of flow_grpo/clip_scorer.py). Features hardly
+see a background that has been drawn anew. `pixel_weight` = w mixes in the pixels: (1 - w) cosine + w (1 - d), where d
+is the root mean square difference of the pixels in [0, 1], both pictures squeezed to `pixel_size_px` squared. It also
+punishes the edit that was asked for, so a small w, 0.1 to 0.3, is meant. Details: `features`, `pixels`.
+
+Range: -1 to 1 for the cosine, mostly 0.5 to 1; an unchanged picture scores 1, so never train on this alone. Videos: the
+mean over frames, each against the prompt's images.
+
+Weights: openai/clip-vit-large-patch14, MIT; facebook/dinov2-base, Apache-2.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from verl_digen.inputs import image_file
+from verl_digen.require import require
+from verl_digen.reward.base import Result, Reward
+from verl_digen.reward.checkpoints import folder
+from verl_digen.reward.encoders import (
+    DTYPES,
+    FILES,
+    ClipEncoder,
+    EncoderConfig,
+    check_settings,
+    load_model,
+    load_processor,
+    unit,
+)
+from verl_digen.reward.pictures import images_of
+from verl_digen.types import RewardInput
+
+DINO_CLASSES = {"dinov2": "Dinov2Model", "dinov2_with_registers": "Dinov2WithRegistersModel"}
+"""Type of a checkpoint's config -> class of transformers whose `pooler_output` is the normed class token."""
+
+
+@dataclass(frozen=True)
+class ImageSimilarityConfig(EncoderConfig):
+    """Settings of `image_similarity`."""
+
+    path: str = "openai/clip-vit-large-patch14"
+    """A CLIP or DINOv2 checkpoint in transformers' format: a folder, or "owner/repository" of the hub."""
+    pixel_weight: float = 0.0
+    """Share of the pixels in the score, in [0, 1]."""
+    pixel_size_px: int = 64
+    """Width and height at which pixels are compared."""
+
+    def __post_init__(self) -> None:
+        name = "image_similarity"
+        check_settings(name, self)
+        require(0 <= self.pixel_weight <= 1, f"{name}: pixel_weight must lie in [0, 1]", self.pixel_weight, "0 is off")
+        require(self.pixel_size_px >= 1, f"{name}: pixel_size_px must be >= 1", self.pixel_size_px, "64 is the default")
+
+
+class DinoEncoder:
+    """A DINO model with its picture processor."""
+
+    def __init__(self, model: Any, place: Any, key: str, device: torch.device, dtype: str):
+        self._model = model.to(device, DTYPES[dtype]).eval().requires_grad_(False)
+        self._prepare = load_processor(place, key, "BitImageProcessorPil")
+        self._device, self._dtype = device, DTYPES[dtype]
+
+    def images(self, images: Sequence[Image.Image]) -> Tensor:
+        """Features of pictures, of length 1; [N, D] fp32."""
+        pixels = torch.stack([self._prepare(image) for image in images]).to(self._device, self._dtype)
+        return unit(self._model(pixel_values=pixels).pooler_output)
+
+
+class ImageSimilarity(Reward):
+    """See the module."""
+
+    config_class = ImageSimilarityConfig
+
+    def __init__(self, config: ImageSimilarityConfig, device: torch.device):
+        super().__init__(config, device)
+        self.encoder = _load_encoder(config, device)
+
+    @torch.no_grad()
+    def score(self, batch: Sequence[RewardInput]) -> Sequence[Result]:
+        """Similarity of each sample to the images of its prompt; [B].
+
+        Raises:
+            ValueError: a prompt without images, or one that cannot be read.
+        """
+        sources = {path: image_file(path).read() for sample in batch for path in _paths(sample)}
+        frames = [images_of(sample, self.config.num_frames) for sample in batch]
+        features = self.encoder.images([*sources.values(), *(image for own in frames for image in own)]).cpu()
+        known = dict(zip(sources, features, strict=False))
+        own_features = features[len(sources) :].split([len(own) for own in frames])
+        results: list[Result] = []
+        for sample, own, found in zip(batch, frames, own_features, strict=True):
+            cosine = (found @ torch.stack([known[path] for path in sample.row.images]).T).mean().item()
+            pixels = self._pixel_similarity(own, [sources[path] for path in sample.row.images])
+            weight = self.config.pixel_weight
+            score = (1 - weight) * cosine + weight * pixels
+            results.append({"score": score, "features": cosine, "pixels": pixels})
+        return results
+
+    def _pixel_similarity(self, frames: Sequence[Image.Image], sources: Sequence[Image.Image]) -> float:
+        """1 - root mean square difference, the mean over frames and sources; in [0, 1]."""
+        own, others = (np.stack([self._small(image) for image in images]) for images in (frames, sources))
+        return 1 - float(np.sqrt(np.square(own[:, None] - others).mean(axis=(2, 3, 4))).mean())
+
+    def _small(self, image: Image.Image) -> np.ndarray:
+        size = (self.config.pixel_size_px, self.config.pixel_size_px)
+        return np.asarray(image.resize(size, Image.Resampling.BOX)) / 255.0
+
+
+def _paths(sample: RewardInput) -> tuple[str, ...]:
+    paths = sample.row.images
+    require(
+        len(paths) >= 1,
+        "image_similarity needs prompts with images",
+        sample.row.text,
+        "give its row the column images, or take the reward out",
+    )
+    return paths
+
+
+def _load_encoder(config: ImageSimilarityConfig, device: torch.device) -> ClipEncoder | DinoEncoder:
+    import transformers
+
+    key = "image_similarity: path"
+    place = folder(config.path, key, FILES)
+    try:
+        kind = transformers.AutoConfig.from_pretrained(place).model_type
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{key} must hold the config.json of a model, got {config.path!r}: {error}") from error
+    if kind == "clip":
+        return ClipEncoder.load(str(place), key, device, config.dtype, has_text=False)
+    known = ", ".join(("clip", *DINO_CLASSES))
+    require(kind in DINO_CLASSES, f"{key} must be a checkpoint of type {known}", kind, "choose one of these")
+    return DinoEncoder(
+        load_model(getattr(transformers, DINO_CLASSES[kind]), place, key), place, key, device, config.dtype
+    )
+
+
+REWARD = ImageSimilarity

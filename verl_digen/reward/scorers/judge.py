@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A question of your own to a vision-language model, over the OpenAI chat protocol.
+
+The answer gives the score in one of two ways:
+
+    pattern   a regular expression whose first group is a number in [low, high]; of several matches the last one counts.
+              score = (number - low) / (high - low), from 0 to 1; detail `number`
+    answers   answers of one token each, with their values: the expected value by the probabilities of the first token
+              (verl_digen/reward/judges/reading.py), in the range of the values; detail `share`, their probability
+
+The judge sees the pictures that the prompt is about, then the sample, then the question. Model and licence are yours to
+choose: it is whatever the server at `url` serves.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from verl_digen.require import require
+from verl_digen.reward.base import Result
+from verl_digen.reward.judges.base import JudgeConfig, SampleJudge
+from verl_digen.reward.judges.content import fitted, picture_parts, sample_images, source_images
+from verl_digen.reward.judges.question import fields_of, filled
+from verl_digen.reward.judges.reading import number_in, require_distinct, weighed
+from verl_digen.reward.judges.request import MAX_TOP_LOGPROBS
+from verl_digen.types import RewardInput
+
+
+@dataclass(frozen=True)
+class QuestionConfig(JudgeConfig):
+    """Settings of `judge`."""
+
+    question: str = ""
+    """Text with {prompt}, {ground_truth} and {NAME} of further columns; other braces are written twice."""
+    pattern: str = ""
+    """Regular expression whose first group is the number, e.g. 'Score: (\\d+)'. This or `answers`."""
+    low: float = 0.0
+    """Smallest number that the answer may give; score 0."""
+    high: float = 0.0
+    """Largest number that the answer may give; score 1."""
+    answers: dict[str, float] = field(default_factory=dict)
+    """Answer -> value, e.g. {Yes: 1, No: 0}. This or `pattern`."""
+    top_logprobs: int = MAX_TOP_LOGPROBS
+    """Likeliest tokens that are asked for with `answers`; services have limits of their own below the protocol's 20."""
+    with_images: bool = True
+    """Show the pictures that the prompt is about, before the sample."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(bool(self.question), "question must be a text", self.question, "e.g. 'Does it show {prompt}?'")
+        fields_of(self.question, "question")
+        require(
+            bool(self.pattern) != bool(self.answers),
+            "pattern or answers must be given, and not both",
+            [self.pattern, dict(self.answers)],
+            "a pattern reads a number, answers are weighed by their probability",
+        )
+        if self.pattern:
+            require_pattern("pattern", self.pattern)
+            require(
+                self.low < self.high,
+                "low must be below high, the range of the numbers that the question asks for",
+                [self.low, self.high],
+                "set both, e.g. low: 1, high: 10",
+            )
+        else:
+            require_distinct(self.answers, "answers")
+        require(
+            1 <= self.top_logprobs <= MAX_TOP_LOGPROBS,
+            f"top_logprobs must lie in [1, {MAX_TOP_LOGPROBS}]",
+            self.top_logprobs,
+            "leave it out",
+        )
+
+
+def require_pattern(key: str, pattern: str) -> None:
+    """Raise ValueError unless `pattern` is a regular expression with a group."""
+    try:
+        groups = re.compile(pattern).groups
+    except re.error as error:
+        raise ValueError(f"{key} must be a regular expression, got {pattern!r} ({error}); mend it") from error
+    require(groups >= 1, f"{key} must have a group, which finds the number", pattern, r"e.g. 'Score: (\d+)'")
+
+
+class Question(SampleJudge):
+    """See the module."""
+
+    name = "judge"
+    config_class = QuestionConfig
+
+    async def judge(self, sample: RewardInput) -> Result:
+        """Ask about one sample."""
+        config = self.config
+        sources = [fitted(image, config.max_px) for image in source_images(sample.row)] if config.with_images else []
+        pictures = await picture_parts([*sources, *sample_images([sample], config.num_frames, config.max_px)])
+        question = filled(config.question, sample.row, f"{self.name}: question")
+        if config.answers:
+            found = await self.ask(
+                pictures, question, lambda reply: weighed(reply, config.answers), top_logprobs=config.top_logprobs
+            )
+            return {"score": found.score, "share": found.share}
+        pattern = re.compile(config.pattern)
+        number = await self.ask(
+            pictures, question, lambda reply: number_in(reply, pattern, config.low, config.high, takes_last=True)
+        )
+        return {"score": (number - config.low) / (config.high - config.low), "number": number}
+
+
+REWARD = Question

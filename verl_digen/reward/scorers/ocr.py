@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OCR: does a picture show the text that its prompt asks for, as rapidocr reads it.
+
+- Target: the row's ground truth where it is a text of its own (the quoted part of an OCR prompt, see
+  `verl_digen.data.prompts`), else the quoted part of the prompt.
+- Read: the lines that rapidocr finds, in its order, joined without a space. Its classifier, which turns lines by 180
+  degrees, is off, as in flow_grpo. A page without text reads as "".
+- Reward: `verl_digen.reward.text_match`, flow_grpo's rule, 0 to 1.
+- Videos: `num_frames` frames, evenly spaced. `frames=mean_read` is flow_grpo's rule, the mean over frames with a reward
+  above 0 (0 if there is none); `mean` counts all of them; `best` takes the best one.
+- Details: `read_length`, characters read without spaces, mean over the frames.
+
+rapidocr reads one picture at a time, and lines of several pictures in one batch would change what it reads; so a batch
+is read picture by picture. More pictures per second: more workers of the pool, each with an engine of its own, and the
+settings of `OcrConfig`. flow_grpo reads with PaddleOCR 2.9, so its numbers are not the same on doubtful pictures.
+
+Weights: PP-OCRv6 small (detection 10 MB, recognition 21 MB) of PaddleOCR as ONNX, in rapidocr's wheel; Apache-2.0.
+Sources: flow_grpo/ocr.py of https://github.com/yifan123/flow_grpo, https://github.com/RapidAI/RapidOCR.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw
+
+from verl_digen.require import require, require_one_of
+from verl_digen.reward.base import Result, Reward
+from verl_digen.reward.packages import imported
+from verl_digen.reward.pictures import images_of
+from verl_digen.reward.text_match import text_reward, text_target
+from verl_digen.types import PromptRow, RewardInput
+
+FRAMES = ("mean_read", "mean", "best")
+"""Values of `OcrConfig.frames`."""
+LINE_HEIGHT_PX = 48
+"""Height to which rapidocr scales a line before it reads it."""
+
+
+@dataclass(frozen=True)
+class OcrConfig:
+    """Settings of `ocr`."""
+
+    detect: bool = True
+    """False reads the whole picture as one line, which is faster: for pictures of a single line that fills them."""
+    detection_side_px: int = 736
+    """A shorter side is enlarged to this many pixels before lines are looked for. rapidocr's `Det.limit_side_len`, and
+    its default. Small pictures of large letters are read as well without enlarging, and many times as fast; a long and
+    thin picture becomes huge with it."""
+    line_width_px: int = 320
+    """Width to which a shorter line is padded, at a height of 48 px. rapidocr's `Rec.rec_img_shape`, and its default;
+    short words are read in less time with less."""
+    num_threads: int = 1
+    """Threads of an engine, at most the machine's cores. A core does more with an engine of its own: raise
+    `num_workers` first."""
+    num_frames: int = 8
+    """Frames that are read of a video."""
+    frames: str = "mean_read"
+    """Reward of a video: mean_read, mean or best; see the module."""
+
+    def __post_init__(self) -> None:
+        require(self.detection_side_px >= 32, "ocr: detection_side_px must be >= 32", self.detection_side_px, "try 736")
+        require(
+            self.line_width_px >= LINE_HEIGHT_PX,
+            f"ocr: line_width_px must be >= {LINE_HEIGHT_PX}",
+            self.line_width_px,
+            "try 320",
+        )
+        require(self.num_threads >= 1, "ocr: num_threads must be >= 1", self.num_threads, "try 1")
+        require(self.num_frames >= 1, "ocr: num_frames must be >= 1", self.num_frames, "try 8")
+        require_one_of("ocr: frames", self.frames, FRAMES)
+
+
+class Ocr(Reward):
+    """See the module."""
+
+    config_class = OcrConfig
+
+    def __init__(self, config: OcrConfig, device: torch.device):
+        super().__init__(config, device)
+        num_threads = min(config.num_threads, os.cpu_count() or 1)  # more are ignored by rapidocr, which then takes all
+        rapidocr = imported("rapidocr", "ocr")
+        self._engine = rapidocr.RapidOCR(params=engine_parameters(config, num_threads))
+        page = Image.new("RGB", (96, 32), "white")
+        ImageDraw.Draw(page).text((16, 4), "OCR", fill="black", font_size=24)
+        self.read(page)  # loads all weights, or fails before the first sample
+
+    def score(self, batch: Sequence[RewardInput]) -> Sequence[Result]:
+        """Reward and `read_length` of each sample."""
+        return [self._score_one(sample) for sample in batch]
+
+    def read(self, image: Image.Image) -> str:
+        """The text of a picture, as rapidocr reads it; "" if there is none."""
+        lines: Any = self._engine(image)
+        return "".join(lines.txts) if lines.txts else ""
+
+    def _score_one(self, sample: RewardInput) -> Result:
+        target = target_of(sample.row)
+        texts = [self.read(image) for image in images_of(sample, self.config.num_frames)]
+        rewards = [text_reward(text, target) for text in texts]
+        lengths = [len(text.replace(" ", "")) for text in texts]
+        return {"score": combined(rewards, self.config.frames), "read_length": float(np.mean(lengths))}
+
+
+def engine_parameters(config: OcrConfig, num_threads: int) -> dict[str, Any]:
+    """rapidocr's own names of the settings."""
+    return {
+        "Global.log_level": "error",  # it warns about every page without text
+        "Global.use_cls": False,
+        "Global.use_det": config.detect,
+        "Det.limit_side_len": config.detection_side_px,
+        "Rec.rec_img_shape": [3, LINE_HEIGHT_PX, config.line_width_px],
+        "EngineConfig.onnxruntime.intra_op_num_threads": num_threads,
+        "EngineConfig.onnxruntime.inter_op_num_threads": 1,
+    }
+
+
+def target_of(row: PromptRow) -> str:
+    """The text that a sample is to show; see the module.
+
+    Raises:
+        ValueError: the ground truth is no text, or it is the prompt, and the prompt quotes nothing.
+    """
+    if row.ground_truth is None or row.ground_truth == row.text:
+        return text_target(row.text)
+    require(
+        isinstance(row.ground_truth, str),
+        "ocr: reward_model.ground_truth must be the text to show",
+        row.ground_truth,
+        "write a string, or leave it out and quote the text in the prompt",
+    )
+    return row.ground_truth
+
+
+def combined(rewards: Sequence[float], how: str) -> float:
+    """The reward of a video from those of its frames; see the module for `how`. Of one frame it is that frame's.
+
+    Example:
+        combined([0.0, 0.5, 1.0], "mean_read")  # 0.75
+    """
+    if how == "best":
+        return max(rewards)
+    counted = [reward for reward in rewards if reward > 0 or how == "mean"]
+    return float(np.mean(counted)) if counted else 0.0
+
+
+REWARD = Ocr

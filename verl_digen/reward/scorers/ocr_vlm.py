@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text in a picture, read by a vision-language model and compared with the text that the prompt asks for.
+
+Score: 1 - min(distance, length) / length, from 0 to 1 (`verl_digen/reward/text_match.py`, flow_grpo's rule). The
+question is the one that Qwen's OCR models are asked by default. An answer that says nothing means that there is no
+text, and has score 0; one that was cut off at `max_tokens` is compared as far as it goes. A video gets the mean over
+its frames.
+
+Model: any that reads, e.g. Qwen/Qwen2.5-VL-7B-Instruct (Apache 2.0), served by vLLM or SGLang.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import fmean
+
+import torch
+
+from verl_digen.reward.base import Result
+from verl_digen.reward.judges.base import JudgeConfig, SampleJudge
+from verl_digen.reward.judges.content import Part, picture_parts, sample_images
+from verl_digen.reward.judges.question import fields_of, filled
+from verl_digen.reward.packages import imported
+from verl_digen.reward.text_match import text_reward, text_target
+from verl_digen.types import RewardInput
+
+QUESTION = "Please output only the text content from the image without any additional descriptions or formatting."
+
+
+@dataclass(frozen=True)
+class OcrVlmConfig(JudgeConfig):
+    """Settings of `ocr_vlm`."""
+
+    question: str = QUESTION
+    """Text that asks for the picture's text and nothing else."""
+    max_tokens: int = 512
+    """Maximum tokens of an answer; noise can make a judge repeat itself without end."""
+    num_frames: int = 4
+    """Maximum frames of a video, each of which is read."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        fields_of(self.question, "question")
+
+
+class OcrVlm(SampleJudge):
+    """See the module."""
+
+    name = "ocr_vlm"
+    config_class = OcrVlmConfig
+
+    def __init__(self, config: OcrVlmConfig, device: torch.device):
+        super().__init__(config, device)
+        imported("rapidfuzz", self.name)  # here, so that a run ends before its first sample
+
+    async def judge(self, sample: RewardInput) -> Result:
+        """Read each frame."""
+        target = text_target(sample.row.text)
+        question = filled(self.config.question, sample.row, f"{self.name}: question")
+        frames = await picture_parts(sample_images([sample], self.config.num_frames, self.config.max_px))
+        read = await self.all(self._text(frame, question) for frame in frames)
+        return fmean(text_reward(text, target) for text in read)
+
+    async def _text(self, frame: Part, question: str) -> str:
+        return await self.ask([frame], question, lambda reply: reply.text)
+
+
+REWARD = OcrVlm

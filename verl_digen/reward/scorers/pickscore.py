@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PickScore: how people would rate a picture for its prompt, by a CLIP-H trained on the choices of Pick-a-Pic.
+
+Rule (model card of yuvalkirstain/PickScore_v1): s = exp(logit_scale) cos(image, text); the score is s / `divisor`.
+flow_grpo divides by 26 (flow_grpo/pickscore_scorer.py), which is the default here; `divisor=1` is the model card's
+number. Prompts are cut at 77 tokens.
+
+Range: s is about 15 to 25 for pictures of diffusion models, so the score about 0.6 to 0.95; at most exp(logit_scale) /
+`divisor`, 100 / 26 = 3.8. Videos: the mean over frames.
+
+Weights: yuvalkirstain/PickScore_v1, 3.9 GB in fp32; its repository holds tokenizer and picture processor, those of
+laion/CLIP-ViT-H-14-laion2B-s32B-b79K that the model card names. The model card states no licence.
+Paper: https://arxiv.org/abs/2305.01569
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from verl_digen.require import require
+from verl_digen.reward.encoders import ClipEncoder, EncoderConfig, FrameReward, check_settings
+from verl_digen.types import RewardInput
+
+
+@dataclass(frozen=True)
+class PickScoreConfig(EncoderConfig):
+    """Settings of `pickscore`."""
+
+    path: str = "yuvalkirstain/PickScore_v1"
+    """Weights in transformers' format: a folder, or "owner/repository" of the hub."""
+    processor: str | None = None
+    """Folder or repository with tokenizer and picture processor; None takes those of `path`."""
+    divisor: float = 26.0
+    """The scaled cosine is divided by this."""
+
+    def __post_init__(self) -> None:
+        check_settings("pickscore", self)
+        require(self.divisor > 0, "pickscore: divisor must be > 0", self.divisor, "26 is the default")
+
+
+class PickScore(FrameReward):
+    """See the module."""
+
+    config_class = PickScoreConfig
+
+    def __init__(self, config: PickScoreConfig, device: torch.device):
+        super().__init__(config, device)
+        self.encoder = ClipEncoder.load(
+            config.path, "pickscore: path", device, config.dtype, processor=config.processor
+        )
+
+    def frame_scores(
+        self, images: Sequence[Image.Image], owners: Sequence[int], batch: Sequence[RewardInput]
+    ) -> Tensor:
+        """Scaled cosine over `divisor`; [N]."""
+        return self.encoder.logit_scale * self.encoder.cosines(images, owners, batch) / self.config.divisor
+
+
+REWARD = PickScore

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Win rate within a group: a vision-language model compares samples of a prompt two at a time (Pref-GRPO,
+arXiv:2508.20751; https://github.com/CodeGoat24/Pref-GRPO).
+
+The score of a sample is the mean over its comparisons of the probability that it is the better one, 0 to 1; the mean of
+a group is 0.5. Each pair is asked about in both orders (`both_orders`), because judges prefer a place. Two ways to read
+an answer:
+
+    logprobs   P(first) / (P(first) + P(second)) at the first token, answers `first` and `second` being one token each
+    text       the answer must hold one of `first` and `second`, as UnifiedReward-Think's "Image 1 is better"
+
+With all pairs a group of G costs G (G - 1) requests (552 for 24); `rounds` R costs 2 G R. The judge sees the pictures
+that the prompt is about, the first sample, the second sample, then the question. Model and licence are yours to choose.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from verl_digen.require import require
+from verl_digen.reward.base import Result
+from verl_digen.reward.judges.base import Judge, JudgeConfig
+from verl_digen.reward.judges.content import Part, fitted, picture_parts, sample_images, source_images
+from verl_digen.reward.judges.pairs import pairs_of, win_rates
+from verl_digen.reward.judges.question import fields_of, filled
+from verl_digen.reward.judges.reading import preferred, require_distinct, weighed
+from verl_digen.reward.judges.request import MAX_TOP_LOGPROBS
+from verl_digen.types import RewardInput
+
+QUESTION = (
+    "Two pictures were made for the same text. The last two pictures that you see are picture 1 and picture 2.\n"
+    "Text: {prompt}\n"
+    "Which picture shows what the text says more completely and is of better quality? Answer with 1 or 2, nothing else."
+)
+MAX_ROUNDS = 10_000
+
+
+@dataclass(frozen=True)
+class WinRateConfig(JudgeConfig):
+    """Settings of `win_rate`."""
+
+    question: str = QUESTION
+    """Text with {prompt}, {ground_truth} and {NAME} of further columns; other braces are written twice."""
+    first: str = "1"
+    """Answer for the first sample."""
+    second: str = "2"
+    """Answer for the second sample."""
+    logprobs: bool = True
+    """Weigh the two answers by their probability; false looks for them in the text."""
+    both_orders: bool = True
+    """Ask about every pair in both orders; false asks in a random one."""
+    rounds: int = 0
+    """Neighbours on either side, in a random circle, that a sample meets; 0: everybody meets everybody."""
+    max_tokens: int = 16
+    """Maximum tokens of an answer. A judge that thinks first needs room for its thoughts."""
+    num_frames: int = 4
+    """Maximum frames of each of two videos."""
+    with_images: bool = True
+    """Show the pictures that the prompt is about, before the samples."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        fields_of(self.question, "question")
+        require_distinct({self.first: 1.0, self.second: 0.0}, "first and second")
+        require(0 <= self.rounds <= MAX_ROUNDS, f"rounds must lie in [0, {MAX_ROUNDS}]", self.rounds, "0 for all pairs")
+
+
+class WinRate(Judge):
+    """See the module."""
+
+    name = "win_rate"
+    scope = "group"
+    config_class = WinRateConfig
+
+    async def score(self, batch: Sequence[RewardInput]) -> Sequence[Result]:
+        """Win rates of a group; the same pairs whenever it is scored."""
+        config, row = self.config, batch[0].row
+        pairs = pairs_of(len(batch), config.rounds, random.Random(f"{config.seed}/{row.uid}"))
+        if config.both_orders:
+            pairs += [(second, first) for first, second in pairs]
+        question = filled(config.question, row, f"{self.name}: question")
+        sources = [fitted(image, config.max_px) for image in source_images(row)] if config.with_images else []
+        before = await picture_parts(sources)
+        frames = [await picture_parts(sample_images([sample], config.num_frames, config.max_px)) for sample in batch]
+        outcomes = await self.all(self._outcome([*before, *frames[i], *frames[j]], question) for i, j in pairs)
+        return win_rates(len(batch), dict(zip(pairs, outcomes, strict=True)))
+
+    async def _outcome(self, pictures: Sequence[Part], question: str) -> float:
+        """Probability that the first sample is better."""
+        config = self.config
+        if not config.logprobs:
+            return await self.ask(pictures, question, lambda reply: preferred(reply, config.first, config.second))
+        values = {config.first: 1.0, config.second: 0.0}
+        return await self.ask(
+            pictures, question, lambda reply: weighed(reply, values).score, top_logprobs=MAX_TOP_LOGPROBS
+        )
+
+
+REWARD = WinRate

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Protocol`: how a kind of reward server is asked, without I/O. A file NAME.py in `protocols/` defines
+
+    PROTOCOL = a class of this one
+
+and `digen.reward.functions={mine: {weight: 1.0, reward: server, protocol: NAME, url: ...}}` uses it. Its settings are
+keys of the entry beside those of every server.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from verl_digen.require import require
+from verl_digen.reward.base import Result
+from verl_digen.reward.servers.answers import Answer
+from verl_digen.reward.servers.settings import ServerSettings
+from verl_digen.types import RewardInput
+
+
+@dataclass(frozen=True)
+class ProtocolSettings(ServerSettings):
+    """Settings of `reward: server`, whatever the protocol."""
+
+    protocol: str = ""
+    """Name of a file in `verl_digen/reward/servers/protocols/`."""
+    samples_per_request: int = 64
+    """Maximum pictures or videos of one request. A batch of more makes several requests, at the same time."""
+    max_frames: int = 8
+    """Frames of a video that a server of pictures gets, evenly spaced; the score is their mean."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("samples_per_request", "max_frames"):
+            value = getattr(self, name)
+            require(value >= 1, f"{name} must be >= 1", value, "leave it out for the default")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One HTTP request."""
+
+    path: str
+    body: bytes | None
+    """None makes it a GET."""
+    content_type: str = "application/octet-stream"
+    headers: Mapping[str, str] = field(default_factory=dict)
+    accept: tuple[int, ...] = ()
+    """Statuses beside 2xx whose answer is read."""
+
+
+@dataclass(frozen=True)
+class Later:
+    """Reading result of an answer without scores: ask the same server again."""
+
+    request: Request
+    server: str
+    """`Answer.url`."""
+    what: str
+    """Name of the job, for messages."""
+    wait_s: float
+    """Time to wait before."""
+    deadline_s: float
+    """Maximum time since the first request."""
+    read: Callable[[Answer], list[Result] | Later]
+
+
+class Protocol(ABC):
+    """See the module. Samples that `request` gets together have the same `kind`."""
+
+    settings: ClassVar[type[ProtocolSettings]] = ProtocolSettings
+    takes_videos: ClassVar[bool] = False
+    """False: a video arrives as several pictures."""
+
+    def __init__(self, config: Any):
+        self.config = config
+
+    def hello(self) -> Request | None:
+        """Request that is sent once before the first samples, or None."""
+        return None
+
+    def read_hello(self, answer: Answer) -> None:
+        """Check the answer to `hello`; raise `Declined` if the server cannot do what is configured."""
+        return
+
+    def kind(self, sample: RewardInput) -> Hashable:
+        """Property that samples of one request must share."""
+        return None
+
+    @abstractmethod
+    def request(self, batch: Sequence[RewardInput]) -> Request:
+        """Encode samples. Runs in a thread."""
+
+    @abstractmethod
+    def read(self, answer: Answer, batch: Sequence[RewardInput]) -> list[Result] | Later:
+        """Read one result per sample; raise `UnusableAnswer` or `Declined` if the answer has none."""

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Remote rewards of Flow-Factory (github.com/X-GenGroup/Flow-Factory, `rewards/my_reward_remote.py`).
+
+- POST `/compute` of JSON `{"prompt": [str], "image": [base64 PNG] or null, "video": [[base64 PNG per frame]] or null,
+  "condition_images": [[base64 PNG]] or null, "condition_videos": null, "extra": dict}`.
+- Answer: JSON `{"rewards": [number]}` or the list alone; `{"error": str}` fails the samples.
+
+Videos are sent whole, frame by frame. `condition_images` are the images of the prompt's row.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from PIL import Image
+
+from verl_digen.inputs import image_file
+from verl_digen.reward.base import Result
+from verl_digen.reward.pictures import encoded, images_of
+from verl_digen.reward.servers.answers import Answer, Declined
+from verl_digen.reward.servers.protocol import Protocol, ProtocolSettings, Request
+from verl_digen.reward.servers.values import entry_of, json_of, numbers_of
+from verl_digen.types import RewardInput
+
+
+@dataclass(frozen=True)
+class FlowFactorySettings(ProtocolSettings):
+    """Settings of `protocol: flow_factory`."""
+
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the server's `compute_reward`."""
+
+
+class FlowFactory(Protocol):
+    """See the module."""
+
+    settings = FlowFactorySettings
+    takes_videos = True
+
+    def kind(self, sample: RewardInput) -> Hashable:
+        """Pictures and videos go separately, and so do prompts with and without images."""
+        return sample.pixels.ndim, bool(sample.row.images)
+
+    def request(self, batch: Sequence[RewardInput]) -> Request:
+        """Encode pictures or videos."""
+        frames = [[_png(image) for image in images_of(sample)] for sample in batch]
+        is_video = batch[0].pixels.ndim == 4
+        conditions = [[_png(image_file(path).read()) for path in sample.row.images] for sample in batch]
+        payload = {
+            "prompt": [sample.row.text for sample in batch],
+            "image": None if is_video else [one for (one,) in frames],
+            "video": frames if is_video else None,
+            "condition_images": conditions if batch[0].row.images else None,
+            "condition_videos": None,
+            "extra": self.config.extra,
+        }
+        return Request("/compute", json.dumps(payload).encode(), "application/json")
+
+    def read(self, answer: Answer, batch: Sequence[RewardInput]) -> list[Result]:
+        """Read `rewards`."""
+        found = json_of(answer)
+        if isinstance(found, Mapping) and found.get("error"):
+            raise Declined(str(found["error"]))
+        rewards = found if isinstance(found, list) else entry_of(found, "rewards")
+        return [*numbers_of(rewards, len(batch), "rewards")]
+
+
+def _png(image: Image.Image) -> str:
+    return base64.b64encode(encoded(image)).decode()
+
+
+PROTOCOL = FlowFactory

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GenEval of flow_grpo's reward server (github.com/yifan123/reward-server, `app_geneval.py`, port 18085).
+
+- POST of a pickle `{"images": [JPEG], "meta_datas": [dict], "only_strict": bool}`; a meta data dict is GenEval's:
+  `tag`, `include`, perhaps `exclude`, from the columns of the prompt file, and `prompt`.
+- Answer: a pickle of lists with an entry per picture. `scores`, which flow_grpo trains on, is at most 1: the mean over
+  counts, colours and positions that were asked for; far too many objects make it negative. `strict_rewards` is 1 where
+  all are right, `rewards` where GenEval's own rule holds. `group_rewards` and `group_strict_rewards` say the same per
+  tag, with -10 for pictures of other tags.
+
+Details: `strict_accuracy`, `strict_accuracy/TAG` of the prompt's own tag; without `only_strict` also `accuracy` and
+`accuracy/TAG`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verl_digen.reward.base import Result
+from verl_digen.reward.servers.answers import Answer
+from verl_digen.reward.servers.jpegs import JpegSettings, jpegs_of, pickled
+from verl_digen.reward.servers.pickles import pickle_of
+from verl_digen.reward.servers.protocol import Protocol, Request
+from verl_digen.reward.servers.values import entry_of, numbers_of
+from verl_digen.types import RewardInput
+
+
+@dataclass(frozen=True)
+class GenevalSettings(JpegSettings):
+    """Settings of `protocol: flow_grpo_geneval`."""
+
+    only_strict: bool = True
+    """Leave out GenEval's own rule, as flow_grpo does in training. The score is the same."""
+
+
+class Geneval(Protocol):
+    """See the module."""
+
+    settings = GenevalSettings
+
+    def request(self, batch: Sequence[RewardInput]) -> Request:
+        """Encode pictures with the meta data of their prompts."""
+        return pickled(
+            {
+                "images": jpegs_of(batch, self.config.jpeg_quality),
+                "meta_datas": [meta_data(sample) for sample in batch],
+                "only_strict": self.config.only_strict,
+            }
+        )
+
+    def read(self, answer: Answer, batch: Sequence[RewardInput]) -> list[Result]:
+        """Read `scores`, and the rules as details."""
+        found = pickle_of(answer)
+        rules = {"strict_accuracy": "strict_rewards"} | ({} if self.config.only_strict else {"accuracy": "rewards"})
+        lists = {
+            name: numbers_of(entry_of(found, key), len(batch), key)
+            for name, key in {"score": "scores", **rules}.items()
+        }
+        return [
+            {name: values[place] for name, values in lists.items()}
+            | {f"{name}/{sample.row.extra['tag']}": lists[name][place] for name in rules}
+            for place, sample in enumerate(batch)
+        ]
+
+
+def meta_data(sample: RewardInput) -> dict[str, Any]:
+    """GenEval's meta data of a prompt.
+
+    Raises:
+        ValueError: its row has none.
+    """
+    row = sample.row
+    missing = [name for name in ("tag", "include") if name not in row.extra]
+    if missing:
+        raise ValueError(
+            f"a prompt of GenEval must have the columns tag and include, got {row.place or repr(row.text)} without "
+            f"{' and '.join(missing)}; take flow_grpo's dataset/geneval files, or another protocol"
+        )
+    return {**row.extra, "prompt": row.text}
+
+
+PROTOCOL = Geneval

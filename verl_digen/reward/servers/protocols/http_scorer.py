@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scorer services of deepgen_rl (`rewards_services/api_services`), which verl-omni's `http_scorer_client` asks, too.
+
+- POST of a pickle `{"images": [JPEG], "prompts": [str], "metadata": dict}`; ports from 18080 on, one per scorer.
+- Answer: a pickle `{"scores": [number]}`, or `{"error": str}`, which fails the samples.
+
+Details: further lists of numbers in the answer with an entry per picture, e.g. GenEval's `rewards`, `strict_rewards`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl_digen.reward.base import Result
+from verl_digen.reward.servers.answers import Answer, Declined
+from verl_digen.reward.servers.jpegs import JpegSettings, jpegs_of, pickled
+from verl_digen.reward.servers.pickles import pickle_of
+from verl_digen.reward.servers.protocol import Protocol, Request
+from verl_digen.reward.servers.values import entry_of, numbers_of
+from verl_digen.types import RewardInput
+
+
+@dataclass(frozen=True)
+class HttpScorerSettings(JpegSettings):
+    """Settings of `protocol: http_scorer`."""
+
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the service, e.g. `{only_strict: true}` of its GenEval."""
+    sends_rows: bool = False
+    """Add the prompts' further columns as `metadata["meta_datas"]`, which its GenEval needs."""
+
+
+class HttpScorer(Protocol):
+    """See the module."""
+
+    settings = HttpScorerSettings
+
+    def request(self, batch: Sequence[RewardInput]) -> Request:
+        """Encode pictures, prompts and metadata."""
+        rows = [{**sample.row.extra, "prompt": sample.row.text} for sample in batch]
+        return pickled(
+            {
+                "images": jpegs_of(batch, self.config.jpeg_quality),
+                "prompts": [sample.row.text for sample in batch],
+                "metadata": {**self.config.metadata, **({"meta_datas": rows} if self.config.sends_rows else {})},
+            }
+        )
+
+    def read(self, answer: Answer, batch: Sequence[RewardInput]) -> list[Result]:
+        """Read `scores` and further lists."""
+        found = pickle_of(answer)
+        if isinstance(found, Mapping) and "error" in found:
+            raise Declined(str(found["error"]).strip()[-500:])  # the end of a traceback says more
+        scores = numbers_of(entry_of(found, "scores"), len(batch), "scores")
+        details = {
+            str(name): numbers_of(values, len(batch), str(name))
+            for name, values in found.items()
+            if name not in ("scores", "score") and _is_detail(values, len(batch))
+        }
+        return [
+            {"score": score} | {name: values[place] for name, values in details.items()}
+            for place, score in enumerate(scores)
+        ]
+
+
+def _is_detail(values: Any, length: int) -> bool:
+    """True for a list with a number per picture."""
+    return isinstance(values, list) and len(values) == length and all(isinstance(one, int | float) for one in values)
+
+
+PROTOCOL = HttpScorer
