@@ -15,6 +15,8 @@ from verl_digen import doctor
 from verl_digen.bench import command as bench
 from verl_digen.observe.timeline import command as timeline
 from verl_digen.plan import command as plan
+from verl_digen.score import score_command as score
+from verl_digen.score import serve_command as serve_reward
 from verl_digen.simulate import command as simulate
 
 
@@ -42,7 +44,7 @@ EXIT_REFUSED = 2
 EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 130, 141
 """128 + the number of the signal, as in shells."""
 
-COMMANDS: tuple[Command, ...] = (doctor, timeline, simulate, bench, plan)
+COMMANDS: tuple[Command, ...] = (doctor, timeline, simulate, bench, plan, score, serve_reward)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rewards by name, made in this process, and their scores of samples; a run's batches, retries and rules (reward/)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+
+from verl_digen.config import RewardEntry
+from verl_digen.config.reward import reward_entry
+from verl_digen.require import require
+from verl_digen.reward.named import make, scope_of
+from verl_digen.reward.pool_worker import BatchScorer
+from verl_digen.reward.scoring import ScoringError
+from verl_digen.types import PartScore, RewardInput
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Scores of one sample."""
+
+    parts: Mapping[str, float]
+    """Each reward's value, and its details as `name/detail`; without those that failed."""
+    errors: Mapping[str, str]
+    """Rewards that failed, with the reason."""
+    total: float | None
+    """Weighted sum; None if a reward failed."""
+
+
+def parse(text: str, key: str = "REWARD") -> list[RewardEntry]:
+    """Read the rewards of a command line.
+
+    Example:
+        parse("ocr,pickscore")                             # two, each with weight 1
+        parse("{ocr: 1.0, pick: {weight: 0.5, path: X}}")  # as digen.reward.functions takes them
+        parse("mine.py:score")                             # a function or class of one's own
+
+    Raises:
+        ValueError: it is neither, or an entry breaks a rule.
+    """
+    if not text.strip().startswith("{"):
+        names = [name.strip() for name in text.split(",")]
+        require(all(names), f"{key} must be names of rewards, separated by commas", text, "write e.g. ocr")
+        return [_named(name) for name in names]
+    try:
+        given: Any = OmegaConf.to_container(OmegaConf.create(text))
+    except Exception as error:  # YAML's and OmegaConf's errors have no common class
+        line = str(error).strip().splitlines()[0]
+        raise ValueError(f"{key} must be names or a YAML mapping, got {text!r} ({line}); write {{ocr: 1.0}}") from error
+    require(bool(given), f"{key} must name a reward", text, "write {ocr: 1.0}")
+    return [reward_entry(str(name), value) for name, value in given.items()]
+
+
+def _named(name: str) -> RewardEntry:
+    if ":" not in name and "." not in name:
+        return reward_entry(name, 1.0)
+    own = name.replace(":", ".").rpartition(".")[2]  # mine.py:score -> score
+    return reward_entry(own, {"weight": 1.0, "reward": name})
+
+
+class LocalRewards:
+    """Rewards in this process, with a queue each: calls that overlap share batches.
+
+    Args:
+        entries: rewards; each is made once, on `device`.
+        timeout_s: seconds of one call before it counts as failed.
+
+    Raises:
+        ValueError: an unknown reward, a broken rule of one, or settings of processes that a run has and this has not.
+    """
+
+    def __init__(self, entries: Sequence[RewardEntry], device: torch.device, *, max_retries: int, timeout_s: float):
+        for entry in entries:
+            pool = entry.pool_settings
+            require(
+                pool.num_workers == 1 and pool.num_gpus == 0,
+                f"{entry.key}: num_workers and num_gpus belong to a run",
+                {"num_workers": pool.num_workers, "num_gpus": pool.num_gpus},
+                "leave them out; --device chooses the device",
+            )
+        self.entries = tuple(entries)
+        self._scopes = {entry.name: scope_of(entry) for entry in entries}
+        self._scorers = {
+            entry.name: _scorer(entry, device, max_retries=max_retries, timeout_s=timeout_s) for entry in entries
+        }
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The rewards' names, in order."""
+        return tuple(self._scorers)
+
+    @property
+    def of_groups(self) -> list[str]:
+        """Names of the rewards that compare all samples of a prompt."""
+        return [name for name, scope in self._scopes.items() if scope == "group"]
+
+    async def score(self, samples: Sequence[RewardInput], names: Sequence[str] | None = None) -> list[Scored]:
+        """Score samples; those with equal `row.uid` are one group.
+
+        Args:
+            names: rewards to ask; None asks all.
+        """
+        asked = self.names if names is None else tuple(names)
+        columns = await asyncio.gather(*(self._column(name, samples) for name in asked))
+        return [self._scored(dict(zip(asked, row, strict=True))) for row in zip(*columns, strict=True)]
+
+    async def _column(self, name: str, samples: Sequence[RewardInput]) -> list[PartScore | ScoringError]:
+        """One reward's scores of all samples."""
+        groups: dict[object, list[int]] = {}
+        for number, sample in enumerate(samples):
+            groups.setdefault(sample.row.uid if self._scopes[name] == "group" else number, []).append(number)
+        found = await asyncio.gather(
+            *(self._attempt(name, [samples[number] for number in numbers]) for numbers in groups.values())
+        )
+        column: dict[int, PartScore | ScoringError] = {}
+        for numbers, scores in zip(groups.values(), found, strict=True):
+            column |= zip(numbers, scores, strict=True)
+        return [column[number] for number in range(len(samples))]
+
+    async def _attempt(self, name: str, samples: Sequence[RewardInput]) -> Sequence[PartScore | ScoringError]:
+        try:
+            return await self._scorers[name].score(samples)
+        except ScoringError as error:
+            return [error] * len(samples)
+
+    def _scored(self, found: Mapping[str, PartScore | ScoringError]) -> Scored:
+        parts: dict[str, float] = {}
+        errors = {name: str(score) for name, score in found.items() if isinstance(score, ScoringError)}
+        total = 0.0
+        for entry in self.entries:
+            score = found.get(entry.name)
+            if isinstance(score, PartScore):
+                parts[entry.name] = score.value
+                parts |= {f"{entry.name}/{detail}": value for detail, value in score.details.items()}
+                total += entry.weight * score.value
+        return Scored(parts, errors, None if errors else total)
+
+
+def _scorer(entry: RewardEntry, device: torch.device, *, max_retries: int, timeout_s: float) -> BatchScorer:
+    pool = entry.pool_settings
+    return BatchScorer(
+        entry.name,
+        make(entry, device),
+        max_retries=max_retries,
+        timeout_s=timeout_s,
+        max_batch_size=pool.max_batch_size,
+        batch_wait_s=pool.batch_wait_s,
+    )
+
+
+def chosen_device(given: str | None) -> torch.device:
+    """The device that `--device` names; without it this machine's accelerator, or the CPU.
+
+    Raises:
+        ValueError: PyTorch has no such device.
+    """
+    if given is None:
+        found = torch.accelerator.current_accelerator(check_available=True)
+        return torch.device("cpu") if found is None else found
+    try:
+        device = torch.device(given)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        line = (str(error) or type(error).__name__).splitlines()[0]
+        raise ValueError(f"--device must be a device that PyTorch has here, got {given!r} ({line})") from error
+    return device
