@@ -155,15 +155,23 @@ def test_the_prompt_of_a_chat_is_its_users_last_message(tmp_path):
         ("extra.jsonl", '{"prompt": "a", "extra_info": "x"}', "must have a extra_info that is an object, got 'x';"),
         ("extra.jsonl", '{"prompt": "a", "extra_info": []}', "must have a extra_info that is an object, got [];"),
         ("model.jsonl", '{"prompt": "a", "reward_model": "x"}', "must have a reward_model that is an object, got 'x'"),
-        ("prompts.csv", "a,b\n", "must name files ending in one of"),
+        ("image.jsonl", '{"prompt": "a", "images": 7}', "must have images that are a path or a list of paths, got 7;"),
+        ("image.jsonl", '{"prompt": "a", "images": [""]}', "must have images that are a path or a list of paths"),
+        ("image.jsonl", '{"prompt": "a", "images": "b.png"}', "b.png' is missing; paths are relative to"),
+        ("prompts.xlsx", "a,b\n", "must name files ending in one of"),
+        ("prompts.parquet.gz", b"", "must name files ending in one of"),
         ("prompts", "a\n", "must name files ending in one of"),
         ("bad.parquet", "not parquet", "is not a readable parquet file"),
         ("latin.txt", b"a cat\nd\xe9j\xe0 vu\n", "line 2 of"),
         ("latin.jsonl", b'{"prompt": "\xe9"}', "must be UTF-8, got the byte 0xe9; save the file as UTF-8"),
         ("sixteen.txt", "a cat".encode("utf-16"), "must be UTF-8, got the byte 0xff"),
-        ("folder.txt", {"a.txt": "a"}, "must name files, got the folder"),
+        (
+            "folder.txt",
+            {"a.txt": "a"},
+            "a folder with one file of its split (test or validation or val), got the folder",
+        ),
         ("folder", {"train.jsonl": "", "README": ""}, "train.jsonl"),
-        ("folder", {}, "the folder has none of .parquet, .jsonl, .json, .txt"),
+        ("folder", {}, "the folder has none of .parquet, .jsonl, .json, .csv"),
         ("long" * 100 + ".txt", None, "must name files that can be read"),
         ("s3://bucket/a.txt", None, "prompts are read from this machine: fetch it first"),
     ],
@@ -205,6 +213,14 @@ def test_an_error_does_not_print_a_whole_file(tmp_path):
     assert len(str(failure.value)) < 400
 
 
+def test_images_are_found_beside_the_file(tmp_path):
+    (tmp_path / "b.png").write_bytes(b"")
+    first = f'{{"prompt": "a", "images": ["b.png", "../{tmp_path.name}/b.png"]}}'
+    (tmp_path / "p.jsonl").write_text(f'{first}\n{{"prompt": "b", "images": []}}\n{{"prompt": "c"}}\n')
+    found = [prompt.images for prompt in read_prompts(str(tmp_path / "p.jsonl"))]
+    assert found == [(str(tmp_path / "b.png"), f"{tmp_path}/../{tmp_path.name}/b.png"), (), ()]
+
+
 def test_the_dataset_gives_verls_rows_and_honours_max_samples(tmp_path):
     (tmp_path / "p.txt").write_text("one\ntwo\nthree\n")
     dataset = DiffusionPromptDataset(str(tmp_path / "p.txt"), max_samples=2)
@@ -243,7 +259,8 @@ def test_the_dataset_warns_of_what_it_leaves_out_and_refuses_to_be_empty(tmp_pat
     from omegaconf import OmegaConf
 
     (tmp_path / "p.txt").write_text("short\n" + "red " * 600)
-    config = OmegaConf.create({"filter_overlong_prompts": True, "custom_cls": {"checkpoint": str(tiny_wan)}})
+    keys = {"prompt_key": "prompt", "reward_fn_key": "data_source", "image_key": "images"}
+    config = OmegaConf.create({"filter_overlong_prompts": True, "custom_cls": {"checkpoint": str(tiny_wan)}, **keys})
     with caplog.at_level(logging.WARNING, logger=dataset_module.__name__):
         assert len(DiffusionPromptDataset(str(tmp_path / "p.txt"), config=config)) == 1
     assert "1 of 2 prompts" in caplog.text and "line 2 of" in caplog.text

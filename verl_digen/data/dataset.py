@@ -11,7 +11,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch.utils.data import Dataset
 
 from verl_digen.data.lengths import PromptCheck, describe_dropped, find_too_long, without
-from verl_digen.data.prompts import read_prompts
+from verl_digen.data.prompts import VERLS_NAMES, Columns, count_repeated, read_prompts
 from verl_digen.data.rows import batch_columns
 from verl_digen.types import PromptRow
 
@@ -22,8 +22,8 @@ class DiffusionPromptDataset(Dataset):
     """Prompts as rows for verl's loader; the constructor's signature is verl's.
 
     Args:
-        data_files: path(s) of prompt files, see `verl_digen.data.prompts`. None: no prompts, for a run that does not
-            validate.
+        data_files: what `verl_digen.data.splits` lists; the trainer names the splits. None: no prompts, for a run that
+            does not validate.
         config: the `data:` section. With `filter_overlong_prompts`, prompts that are longer than the checkpoint
             `custom_cls.checkpoint` reads are left out.
         max_samples: keep at most the first `max_samples` prompts; -1 keeps all.
@@ -44,8 +44,14 @@ class DiffusionPromptDataset(Dataset):
         if data_files is None:
             return
         files: Any = OmegaConf.to_container(data_files) if isinstance(data_files, ListConfig) else data_files
-        prompts = read_prompts(files)
+        prompts = read_prompts(files, columns=VERLS_NAMES if config is None else Columns.of(config))
         self.prompts = prompts[:max_samples] if max_samples > 0 else prompts
+        if num_repeated := count_repeated(self.prompts):
+            logger.warning(
+                "%d of %d prompts of %s repeat an earlier one: training draws each of them, and validation scores them "
+                "again",
+                *(num_repeated, len(self.prompts), files),
+            )
         if config is not None and config.filter_overlong_prompts:
             self._leave_out_too_long(str(files), config.custom_cls.checkpoint)
 

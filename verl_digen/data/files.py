@@ -1,48 +1,65 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of a prompt file: parquet, JSON, JSON lines, or plain text with one prompt per line.
+"""Rows of a prompt file: parquet, JSON, JSON lines, comma- or tab-separated values, or text with one prompt per line.
 
 - A text file is UTF-8, with or without a byte order mark. Lines end with a line feed, a carriage return or both; other
-  separators of Unicode are part of a prompt.
+  separators of Unicode are part of a prompt. Each kind but parquet may be compressed (`.jsonl.gz`).
 - A `.json` or `.jsonl` file is an array of rows, one row, or one row per line. A row that is a string is its prompt.
 - An error is a ValueError of one line: key, place, rule, value, remedy.
 """
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import os
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-SUFFIXES = (".parquet", ".jsonl", ".json", ".txt")
+from verl_digen.data.tables import csv_rows, parquet_rows
+
+SUFFIXES = (".parquet", ".jsonl", ".json", ".csv", ".tsv", ".txt")
 """Suffixes of prompt files, in any case."""
+COMPRESSED = ".gz"
+"""May follow a suffix, except that of parquet, which compresses itself."""
+DELIMITERS = {".csv": ",", ".tsv": "\t"}
 MAX_CHARACTERS_SHOWN = 80
 """Longest value shown in an error, in characters."""
 
 
-def rows_of(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place, row) of every non-blank row; a place is such as "line 3 of 'train.jsonl'".
+def kind_of(path: Path) -> str | None:
+    """The one of `SUFFIXES` that says how to read a file; None for other files."""
+    suffix, allowed = path.suffix.lower(), SUFFIXES
+    if suffix == COMPRESSED:
+        suffix, allowed = Path(path.stem).suffix.lower(), SUFFIXES[1:]
+    return suffix if suffix in allowed else None
+
+
+def rows_of(path: Path, key: str, kept: frozenset[str] = frozenset()) -> Iterator[tuple[str, str | dict[str, Any]]]:
+    """(place, row) of every non-blank row; a place is such as "line 3 of 'train.jsonl'". A string is a prompt.
 
     Args:
         key: the config key under which the path was typed.
+        kept: columns of a table that are read whatever they hold, see `verl_digen.data.tables`.
 
     Raises:
         ValueError: the file is not there, cannot be read, or is malformed.
     """
+    name = repr(str(path))
     try:
-        _require_file(path, key)
-        numbered = _parquet_rows(path, key) if path.suffix.lower() == ".parquet" else _text_rows(path, key)
+        kind = _require_file(path, key)
+        numbered = parquet_rows(path, key, kept) if kind == ".parquet" else _text_rows(path, kind, key)
         for place, row in numbered:
-            place = f"{place} of {str(path)!r}"
-            row = {"prompt": row} if isinstance(row, str) else row
-            if not isinstance(row, dict):
-                raise ValueError(f'{key}: {place} must be a JSON object, got {shown(row)}; write {{"prompt": "..."}}')
-            yield place, row
+            if not isinstance(row, str | dict):
+                raise ValueError(
+                    f'{key}: {place} of {name} must be a JSON object, got {shown(row)}; write {{"prompt": "..."}}'
+                )
+            yield f"{place} of {name}", row
     except OSError as error:
         raise ValueError(
-            f"{key} must name files that can be read, got {str(path)!r} ({error.strerror or error}); check the file "
+            f"{key} must name files that can be read, got {name} ({error.strerror or error}); check the file "
             "and its permissions"
         ) from error
 
@@ -53,17 +70,13 @@ def shown(value: Any) -> str:
     return text if len(text) <= MAX_CHARACTERS_SHOWN else f"{text[:MAX_CHARACTERS_SHOWN]}..."
 
 
-def _require_file(path: Path, key: str) -> None:
-    if path.is_dir():
-        files = sorted(str(file) for file in path.iterdir() if file.suffix.lower() in SUFFIXES)
-        inside = (
-            f" of those in it, e.g. {key}={files[0]}" if files else f"; the folder has none of {', '.join(SUFFIXES)}"
-        )
-        raise ValueError(f"{key} must name files, got the folder {str(path)!r}; name one or several{inside}")
-    if path.suffix.lower() not in SUFFIXES:
+def _require_file(path: Path, key: str) -> str:
+    """The file's kind."""
+    kind = kind_of(path)
+    if kind is None:
         raise ValueError(
             f"{key} must name files ending in one of {', '.join(SUFFIXES)}, got {str(path)!r}; convert it, e.g. with "
-            "pandas.read_csv(FILE).to_parquet(FILE.parquet)"
+            "pandas.read_excel(FILE).to_parquet(FILE.parquet)"
         )
     if not path.is_file():
         where = (
@@ -72,28 +85,19 @@ def _require_file(path: Path, key: str) -> None:
             else f"check the path (it is relative to the working directory {Path.cwd()})"
         )
         raise ValueError(f"{key} must name an existing file, got {str(path)!r}; {where}")
+    return kind
 
 
-def _parquet_rows(path: Path, key: str) -> Iterator[tuple[str, Any]]:
-    import pyarrow.lib  # a heavy import that text users do not need
-    import pyarrow.parquet
-
-    try:
-        rows = pyarrow.parquet.read_table(path).to_pylist()
-    except (OSError, ValueError, pyarrow.lib.ArrowException) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"{key}: {str(path)!r} is not a readable parquet file ({reason}); write it again") from error
-    for number, row in enumerate(rows, start=1):
-        yield f"row {number}", row
-
-
-def _text_rows(path: Path, key: str) -> Iterator[tuple[str, Any]]:
+def _text_rows(path: Path, kind: str, key: str) -> Iterator[tuple[str, Any]]:
     text = _decode(path, key)
-    if path.suffix.lower() == ".txt":
+    if kind == ".txt":
         yield from ((place, line.strip()) for place, line in _lines(text))
         return
+    if kind in DELIMITERS:
+        yield from csv_rows(text, DELIMITERS[kind], f"{key}: {str(path)!r}")
+        return
     is_array = text.lstrip().startswith("[")
-    if is_array or path.suffix.lower() == ".json":
+    if is_array or kind == ".json":
         try:
             whole = _parse(text)
         except ValueError as error:
@@ -125,6 +129,13 @@ def _lines(text: str) -> Iterator[tuple[str, str]]:
 
 def _decode(path: Path, key: str) -> str:
     content = path.read_bytes()
+    if path.suffix.lower() == COMPRESSED:
+        try:
+            content = gzip.decompress(content)
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise ValueError(
+                f"{key}: {str(path)!r} is not a readable gzip file ({error}); compress it again"
+            ) from error
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

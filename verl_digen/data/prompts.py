@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read prompts from files (`verl_digen.data.files`), and interpret the columns of a row.
+"""Read prompts from files (`verl_digen.data.splits`), and interpret the columns of a row.
 
 | column | means | else |
 | --- | --- | --- |
-| `prompt` | the text: a string, or verl's chat list, of which the last user message is taken | required |
+| `prompt` (`data.prompt_key`) | the text: a string, or verl's chat list, whose last user message counts | required |
 | `negative_prompt` | its own negative prompt, in the same two forms | `digen.sampling.negative_prompt` |
-| `data_source` | its source; validation is reported per source | see `default_source` |
-| `reward_model.ground_truth` | the reference for reward functions | see `default_ground_truth` |
+| `data_source` (`data.reward_fn_key`) | its source; validation is reported per source | see `default_source` |
+| `ground_truth`, or `reward_model.ground_truth` | the reference for reward functions | see `default_ground_truth` |
+| `images` (`data.image_key`) | path(s) of the images it is about, relative to the file's folder | none |
 | `extra_info` | a mapping for reward functions | `{}` |
 | any other | joins `extra_info`, e.g. GenEval's `tag`, `include`, `exclude` | - |
 
@@ -17,15 +18,20 @@ from __future__ import annotations
 
 import os.path
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from verl_digen.data.files import SUFFIXES, rows_of, shown
+from omegaconf import DictConfig
+
+from verl_digen.data.files import COMPRESSED, rows_of, shown
+from verl_digen.data.hub import SCHEME, HubName, hub_rows, saved_rows
+from verl_digen.data.splits import TRAIN, resolve
+from verl_digen.require import require
 from verl_digen.types import PromptRow
 
-COLUMNS = ("prompt", "negative_prompt", "data_source", "reward_model", "extra_info")
-"""Columns with a meaning of their own; others join `extra_info`."""
 SPLIT_WORDS = {"train", "training", "test", "val", "valid", "validation", "eval", "dev", "metadata"}
 """Words of a file's name that say nothing about the source of its prompts."""
 UNREADABLE = re.compile("[\0\ud800-\udfff]")
@@ -33,29 +39,70 @@ UNREADABLE = re.compile("[\0\ud800-\udfff]")
 QUOTED = re.compile(r'"([^"]+)"')
 
 
-def read_prompts(files: Any, key: str = "data.train_files") -> list[PromptRow]:
+FIXED = ("negative_prompt", "reward_model", "ground_truth", "extra_info")
+"""Columns that always have these names."""
+NAMED_BY = ("prompt_key", "reward_fn_key", "image_key")
+"""Keys of `data:` that name the fields of `Columns`, in order."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Names of the columns that a user may rename: `data.prompt_key`, `data.reward_fn_key` and `data.image_key`."""
+
+    prompt: str = "prompt"
+    data_source: str = "data_source"
+    images: str = "images"
+
+    @staticmethod
+    def of(data: DictConfig) -> Columns:
+        """The names in the `data:` section.
+
+        Raises:
+            ValueError: an empty name or one that has another meaning, or two keys with one name.
+        """
+        names = [data[key] for key in NAMED_BY]
+        for key, name in zip(NAMED_BY, names, strict=True):
+            require(
+                isinstance(name, str) and name.strip() != "" and name not in FIXED and names.count(name) == 1,
+                f"data.{key} must be the name of a column without another meaning",
+                name,
+                "leave it out, or rename the column",
+            )
+        return Columns(*names)
+
+    @cached_property
+    def known(self) -> frozenset[str]:
+        """Columns with a meaning of their own; others join `extra_info`."""
+        return frozenset({*FIXED, self.prompt, self.data_source, self.images})
+
+
+VERLS_NAMES = Columns()
+
+
+def read_prompts(files: Any, key: str = TRAIN, columns: Columns = VERLS_NAMES) -> list[PromptRow]:
     """All prompts of `files`, in order.
 
     Args:
-        files: one path or several, of the kinds in `SUFFIXES`.
-        key: the config key under which the paths were typed, for error messages.
+        files: one or several of what `verl_digen.data.splits` lists.
+        key: the config key under which they were typed: `data.train_files` or `data.val_files`. It says which split
+            of a folder is read, and error messages begin with it.
 
     Raises:
         ValueError: a value that is no path; a missing, empty, unreadable or malformed file.
     """
-    paths = [files] if isinstance(files, str) else files
-    if not isinstance(paths, list | tuple) or not paths or not all(isinstance(path, str) and path for path in paths):
-        raise ValueError(
-            f"{key} must name a prompt file or a list of them, got {shown(files)}; give a path to one of "
-            f"{', '.join(SUFFIXES)}"
-        )
-    return [prompt for path in paths for prompt in _read_file(Path(os.path.expanduser(path)), key)]
+    return [prompt for name in resolve(files, key) for prompt in _read_one(name, key, columns)]
+
+
+def count_repeated(prompts: Sequence[PromptRow]) -> int:
+    """Number of prompts that equal an earlier one in text, negative prompt, images and reference."""
+    return len(prompts) - len({(row.text, row.negative, row.images, repr(row.ground_truth)) for row in prompts})
 
 
 def default_source(path: Path) -> str:
     """The file's name, or its folder's if the name says only which part it is: "ocr" for ocr/train.txt."""
-    words = re.split(r"[\W_]+", path.stem.lower())
-    return path.absolute().parent.name or path.stem if SPLIT_WORDS.issuperset(words) else path.stem
+    stem = Path(path.stem).stem if path.suffix.lower() == COMPRESSED else path.stem
+    words = re.split(r"[\W_]+", stem.lower())
+    return path.absolute().parent.name or stem if SPLIT_WORDS.issuperset(words) else stem
 
 
 def default_ground_truth(text: str, data_source: str) -> str:
@@ -64,24 +111,65 @@ def default_ground_truth(text: str, data_source: str) -> str:
     return text if quoted is None else quoted[1]
 
 
-def _read_file(path: Path, key: str) -> list[PromptRow]:
-    prompts = [_to_prompt(row, path, f"{key}: {place}", place) for place, row in rows_of(path, key)]
+def _read_one(name: str, key: str, columns: Columns) -> list[PromptRow]:
+    if name.startswith(SCHEME):
+        hub = HubName.parse(name, key)
+        source, folder = hub.name.partition("/")[2], Path.cwd()
+        rows = _placed(hub_rows(hub, key, columns.known), name)
+    else:
+        path = Path(os.path.expanduser(name))
+        source, folder = default_source(path), path.absolute().parent
+        is_saved = path.is_dir()
+        rows = _placed(saved_rows(path, key, columns.known), name) if is_saved else rows_of(path, key, columns.known)
+    prompts = []
+    for place, row in rows:
+        row = {columns.prompt: row} if isinstance(row, str) else row
+        prompts.append(_to_prompt(row, columns, source, folder, f"{key}: {place}", place))
     if not prompts:
-        raise ValueError(f"{key} must name files with at least one prompt, but {str(path)!r} is empty; add prompts")
+        raise ValueError(f"{key} must name files with at least one prompt, but {name!r} is empty; add prompts")
     return prompts
 
 
-def _to_prompt(row: dict[str, Any], path: Path, where: str, place: str) -> PromptRow:
-    if "prompt" not in row:
+def _placed(rows: Iterator[tuple[str, Any]], name: str) -> Iterator[tuple[str, Any]]:
+    return ((f"{place} of {name!r}", row) for place, row in rows)
+
+
+def _to_prompt(
+    row: dict[str, Any], columns: Columns, file_source: str, folder: Path, where: str, place: str
+) -> PromptRow:
+    source = row.get(columns.data_source)
+    if not (source is None or (isinstance(source, str) and source.strip())):
         raise ValueError(
-            f"{where} must have a column 'prompt', got columns {shown(sorted(map(str, row)))}; rename the column that "
-            "holds the text"
+            f"{where} must have a {columns.data_source} that is a string, got {shown(source)}; write a name, or leave "
+            "the column out"
         )
-    text = _text(row["prompt"])
+    source = source or file_source
+    text, negative = _texts(row, columns.prompt, where)
+    truth = _truth(row, where)
+    extra_info = {name: value for name, value in row.items() if name not in columns.known}
+    return PromptRow(
+        text=text,
+        data_source=source,
+        ground_truth=default_ground_truth(text, source) if truth is None else truth,
+        negative=negative,
+        extra=extra_info | _mapping(row, "extra_info", where),
+        images=_images(row.get(columns.images), columns.images, folder, where),
+        place=place,
+    )
+
+
+def _texts(row: dict[str, Any], column: str, where: str) -> tuple[str, str | None]:
+    """The prompt, and the negative prompt."""
+    if column not in row:
+        raise ValueError(
+            f"{where} must have a column {column!r}, got columns {shown(sorted(map(str, row)))}; rename the column "
+            "that holds the text, or set data.prompt_key to its name"
+        )
+    text = _text(row[column])
     if text is None or not text.strip():
         raise ValueError(
-            f"{where} must have a prompt that is a non-empty string or a chat with a user message, got "
-            f"{shown(row['prompt'])}; fill it in or remove the row"
+            f"{where} must have a {column} that is a non-empty string or a chat with a user message, got "
+            f"{shown(row[column])}; fill it in or remove the row"
         )
     negative = _text(row.get("negative_prompt"))
     if negative is None and row.get("negative_prompt") is not None:
@@ -89,29 +177,44 @@ def _to_prompt(row: dict[str, Any], path: Path, where: str, place: str) -> Promp
             f"{where} must have a negative_prompt that is a string, got {shown(row['negative_prompt'])}; write a "
             "string, or leave the column out"
         )
-    for name, value in (("prompt", text), ("negative_prompt", negative or "")):
+    for name, value in ((column, text), ("negative_prompt", negative or "")):
         if UNREADABLE.search(value):
             raise ValueError(
                 f"{where} must have a {name} without NUL characters and halves of surrogate pairs, got {shown(value)}; "
                 "remove them, or save the file as UTF-8 if it is in another encoding"
             )
-    source = row.get("data_source")
-    if not (source is None or (isinstance(source, str) and source.strip())):
+    return text, negative
+
+
+def _truth(row: dict[str, Any], where: str) -> Any:
+    """The reference that the row gives; None where it gives none."""
+    nested, own = _mapping(row, "reward_model", where).get("ground_truth"), row.get("ground_truth")
+    if nested is not None and own is not None and nested != own:
         raise ValueError(
-            f"{where} must have a data_source that is a string, got {shown(source)}; write a name, or leave the column "
-            "out"
+            f"{where} must have one reference, got ground_truth {shown(own)} and reward_model.ground_truth "
+            f"{shown(nested)}; leave one out"
         )
-    source = source or default_source(path)
-    truth = _mapping(row, "reward_model", where).get("ground_truth")
-    extra_info = {name: value for name, value in row.items() if name not in COLUMNS}
-    return PromptRow(
-        text=text,
-        data_source=source,
-        ground_truth=default_ground_truth(text, source) if truth is None else truth,
-        negative=negative,
-        extra=extra_info | _mapping(row, "extra_info", where),
-        place=place,
-    )
+    return own if nested is None else nested
+
+
+def _images(value: Any, column: str, folder: Path, where: str) -> tuple[str, ...]:
+    """Absolute paths of a row's images, each of which is there."""
+    if value is None:
+        return ()
+    paths = [value] if isinstance(value, str) else value
+    if not isinstance(paths, list) or not all(isinstance(path, str) and path.strip() for path in paths):
+        raise ValueError(
+            f"{where} must have {column} that are a path or a list of paths, got {shown(value)}; write pictures to "
+            "files, or leave the column out"
+        )
+    found = [folder / os.path.expanduser(path) for path in paths]
+    for path in found:
+        if not path.is_file():
+            raise ValueError(
+                f"{where} must have {column} that are files, but {str(path)!r} is missing; paths are relative to "
+                f"{str(folder)!r}"
+            )
+    return tuple(map(str, found))
 
 
 def _mapping(row: Mapping[str, Any], column: str, where: str) -> dict[str, Any]:

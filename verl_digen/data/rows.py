@@ -45,6 +45,7 @@ def loop_columns(row: PromptRow) -> dict[str, Any]:
         "data_source": row.data_source,
         "reward_model": {"ground_truth": row.ground_truth},
         "extra_info": row.extra,
+        "images": row.images,
         "index": row.index,
         "uid": row.uid,
     }
@@ -58,6 +59,7 @@ def loop_row(columns: Mapping[str, Any]) -> PromptRow:
         data_source=columns["data_source"],
         ground_truth=columns["reward_model"]["ground_truth"],
         extra=columns["extra_info"],
+        images=columns["images"],
         index=columns["index"],
         uid=columns["uid"],
     )

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of tables: parquet, what the `datasets` library reads, and comma- or tab-separated values.
+
+- A column that a prompt's row cannot hold (bytes, pictures, dates, decimals) is left out with a warning. A prompt is
+  part of checkpoints as JSON, and travels to every reward.
+- Comma- and tab-separated values have a header row, quotes as RFC 4180 has them, and texts only. An empty cell is a
+  missing value; a column without a name (an index, as pandas writes it) is left out.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pyarrow
+
+logger = logging.getLogger(__name__)
+
+
+def parquet_rows(path: Path, key: str, kept: frozenset[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(place, row) of every row of a parquet file; see `rows_of_table`.
+
+    Raises:
+        ValueError: it is not readable.
+    """
+    import pyarrow.lib  # a heavy import that text users do not need
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.read_table(path)
+        return rows_of_table(table, str(path), kept)
+    except (OSError, ValueError, pyarrow.lib.ArrowException) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"{key}: {str(path)!r} is not a readable parquet file ({reason}); write it again") from error
+
+
+def rows_of_table(table: pyarrow.Table, name: str, kept: frozenset[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(place, row) of every row of an Arrow table.
+
+    Args:
+        name: the file's or dataset's name, for the warning.
+        kept: columns that are read whatever they hold; their own rules say what is wrong.
+    """
+    columns = [one.name for one in table.schema if one.name in kept or _is_plain(one.type)]
+    left_out = [f"{one.name} ({one.type})" for one in table.schema if one.name not in columns]
+    if left_out:
+        logger.warning(
+            "%r: columns of bytes, pictures, dates and decimals are not read: %s; convert those that a reward needs to "
+            "texts or numbers",
+            name,
+            ", ".join(left_out),
+        )
+    rows = table.select(columns).to_pylist()
+    return ((f"row {number}", row) for number, row in enumerate(rows, start=1))
+
+
+def csv_rows(text: str, delimiter: str, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(place, row) of every row that has a non-empty cell.
+
+    Args:
+        where: key and file, for messages.
+
+    Raises:
+        ValueError: a header without names or with one twice; a row with another number of cells; stray quotes.
+    """
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    header: list[str] = []
+    start = 1
+    try:
+        for cells in reader:
+            place, start = f"line {start}", reader.line_num + 1
+            if not any(cell.strip() for cell in cells):
+                continue
+            if not header:
+                header = _header(cells, where, place)
+            elif len(cells) != len(header):
+                raise ValueError(
+                    f"{where} must have {len(header)} cells in {place}, as its header has, got {len(cells)}; put "
+                    f"quotes around a text with {'commas' if delimiter == ',' else 'tabs'}"
+                )
+            else:
+                yield place, {name: cell or None for name, cell in zip(header, cells, strict=True) if name}
+    except csv.Error as error:
+        raise ValueError(
+            f"{where} must be comma- or tab-separated values with quotes in pairs, but line {start} is not ({error}); "
+            'put quotes around a text that begins with one, and write "" for a quote in it'
+        ) from error
+
+
+def _header(cells: list[str], where: str, place: str) -> list[str]:
+    names = [cell.strip() for cell in cells]
+    twice = sorted({name for name in names if name and names.count(name) > 1})
+    if twice:
+        raise ValueError(
+            f"{where} must have columns with names of their own in {place}, got {', '.join(twice)} twice; rename one"
+        )
+    return names
+
+
+def _is_plain(kind: pyarrow.DataType) -> bool:
+    """True if JSON has the type's values."""
+    from pyarrow import types
+
+    if types.is_dictionary(kind) or types.is_run_end_encoded(kind):
+        return _is_plain(kind.value_type)
+    if types.is_nested(kind):
+        return not types.is_union(kind) and all(_is_plain(kind.field(i).type) for i in range(kind.num_fields))
+    return (
+        types.is_null(kind)
+        or types.is_boolean(kind)
+        or types.is_integer(kind)
+        or types.is_floating(kind)
+        or types.is_string(kind)
+        or types.is_large_string(kind)
+        or types.is_string_view(kind)
+    )
