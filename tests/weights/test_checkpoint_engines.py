@@ -16,6 +16,8 @@ import verl_digen.weights.checkpoint_engines  # noqa: F401 - registers them, as 
 from verl_digen.weights.buckets import Bucket, from_buckets, to_buckets
 from verl_digen.weights.checkpoint_engines.gloo import GlooEngine, Member
 
+pytestmark = pytest.mark.slow
+
 BUCKET_BYTES = 1 << 16
 
 
@@ -57,7 +59,8 @@ def test_buckets_hold_what_they_may_and_give_back_every_tensor():
 class Worker:
     """Actor that uses an engine like verl's workers."""
 
-    def __init__(self, backend: str, bucket_bytes: int, is_master: bool):
+    def start(self, backend: str, bucket_bytes: int, is_master: bool):
+        """Create an engine, in place of that of an earlier test."""
         kwargs = {"is_master": True} if is_master else {}
         self.made = []
         self.num_received, self.stops_at = 0, None
@@ -132,18 +135,32 @@ def exchange(*args):
     return ray.get(sent), ray.get(got)
 
 
+class Workers:
+    """Processes that serve one test after the other, because starting one takes 8 s of a core."""
+
+    def __init__(self):
+        self.living = []
+
+    def start(self, backend, count, has_master=False):
+        """Return workers with engines of their own, the first of which may be the master."""
+        new = [ray.remote(Worker).options(num_cpus=0).remote() for _ in range(count - len(self.living))]
+        started, self.living = [*self.living, *new][:count], self.living[count:]
+        masters = [has_master and rank == 0 for rank in range(count)]
+        ray.get([one.start.remote(backend, BUCKET_BYTES, is_it) for one, is_it in zip(started, masters, strict=True)])
+        return started
+
+
 @pytest.fixture(scope="module")
-def ray_here():
+def workers():
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
-    yield
+    yield Workers()
     ray.shutdown()
 
 
 @pytest.mark.parametrize("backend", ["digen_gloo", "digen_ray"])
-def test_every_replica_gets_every_tensor_and_every_trainer_rank_takes_part(ray_here, backend):
-    actor = ray.remote(Worker).options(num_cpus=0)
-    senders = [actor.remote(backend, BUCKET_BYTES, rank == 0) for rank in range(2)]
-    receivers = [actor.remote(backend, BUCKET_BYTES, False) for _ in range(2)]
+def test_every_replica_gets_every_tensor_and_every_trainer_rank_takes_part(workers, backend):
+    started = workers.start(backend, 4, has_master=True)
+    senders, receivers = started[:2], started[2:]
     for version in (1, 2):
         sent, got = exchange(backend, senders, receivers, (version,))
         assert all(seen == list(weights(version)) for seen in sent), "making a tensor is a collective of all ranks"
@@ -152,7 +169,7 @@ def test_every_replica_gets_every_tensor_and_every_trainer_rank_takes_part(ray_h
     hosts = set().union(*ray.get([worker.hosts_of_new_listeners.remote() for worker in (*senders, *receivers)]))
     assert hosts == ({"127.0.0.1"} if backend == "digen_gloo" else set()), "one node: nothing is open to others"
     ray.kill(receivers[1])  # a replica restarts as a new process
-    receivers[1] = actor.remote(backend, BUCKET_BYTES, False)
+    (receivers[1],) = workers.start(backend, 1)
     for found in exchange(backend, senders, receivers, (3,))[1]:
         assert_equal(found, weights(3))
     for found in exchange(backend, senders, receivers[:1], (4,))[1]:
@@ -161,15 +178,13 @@ def test_every_replica_gets_every_tensor_and_every_trainer_rank_takes_part(ray_h
     _, got = exchange(backend, senders, receivers[:1], (5, 64), "receive_and_drop")
     print(f"{backend}: {got[0] / 2**20 / (time.perf_counter() - started_s):.0f} MB/s")
     assert got == [64 << 20]
-    for worker in (*senders, *receivers):
-        ray.kill(worker)
+    workers.living += [*senders, *receivers]
 
 
 @pytest.mark.parametrize("backend", ["digen_gloo", "digen_ray"])
-def test_after_a_replica_died_in_an_update_the_next_one_reaches_the_others(ray_here, backend):
-    actor = ray.remote(Worker).options(num_cpus=0)
-    senders = [actor.remote(backend, BUCKET_BYTES, rank == 0) for rank in range(2)]
-    receivers = [actor.remote(backend, BUCKET_BYTES, False) for _ in range(3)]
+def test_after_a_replica_died_in_an_update_the_next_one_reaches_the_others(workers, backend):
+    started = workers.start(backend, 5, has_master=True)
+    senders, receivers = started[:2], started[2:]
     exchange(backend, senders, receivers, (1,))
     for victim in (0, 1):
         ray.get(receivers[victim].stop_at.remote(4))
@@ -184,8 +199,7 @@ def test_after_a_replica_died_in_an_update_the_next_one_reaches_the_others(ray_h
         assert len(ended) == len(sent) + len(got), "nobody waits for the dead"
     made, expected = ray.get([sender.num_made.remote() for sender in senders])
     assert made == expected, "making a tensor is a collective of all ranks, also in an update that fails"
-    for worker in (*senders, *receivers):
-        ray.kill(worker)
+    workers.living += [*senders, *receivers]
 
 
 def test_a_gloo_group_is_kept_while_all_of_its_members_are():

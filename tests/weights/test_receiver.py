@@ -19,8 +19,14 @@ def update(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor + 1 for name, tensor in module.state_dict().items()}
 
 
-def seal_and_switch(receiver, num_tensors):
-    receiver.seal(num_tensors)
+def stage(receiver, *buckets):
+    take = receiver.begin_staged(torch.device("cpu"))
+    for bucket in buckets:
+        take(list(bucket.items()))
+
+
+def seal_and_switch(receiver):
+    receiver.seal()
     receiver.switch()
 
 
@@ -28,9 +34,8 @@ def test_a_complete_update_in_buckets_replaces_every_tensor():
     module = network()
     new = update(module)
     receiver = WeightReceiver(module, None, NETWORK)
-    for name, tensor in new.items():
-        receiver.stage({name: tensor})
-    seal_and_switch(receiver, len(new))
+    stage(receiver, *({name: tensor} for name, tensor in new.items()))
+    seal_and_switch(receiver)
     assert all(torch.equal(tensor, new[name]) for name, tensor in module.state_dict().items())
 
 
@@ -48,22 +53,76 @@ def test_a_wrong_update_is_an_error_that_names_the_tensor_and_changes_nothing(sp
     new = update(module)
     spoil(new)
     receiver = WeightReceiver(module, None, NETWORK)
-    receiver.stage(new)
+    stage(receiver, new)
     with pytest.raises(RuntimeError, match=message):
-        seal_and_switch(receiver, len(new))
+        seal_and_switch(receiver)
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
     good = update(module)
-    receiver.stage(good)
-    seal_and_switch(receiver, len(good))
+    stage(receiver, good)
+    seal_and_switch(receiver)
 
 
-def test_a_lost_bucket_is_an_error():
+def test_a_lost_bucket_and_one_that_comes_twice_are_errors():
     module = network()
     receiver = WeightReceiver(module, None, NETWORK)
     new = update(module)
-    receiver.stage(dict(list(new.items())[:2]))
-    with pytest.raises(RuntimeError, match="4 tensors were sent but 2 arrived"):
-        seal_and_switch(receiver, len(new))
+    stage(receiver, dict(list(new.items())[:2]))
+    with pytest.raises(RuntimeError, match=r"2 tensors are missing from the update: 1\.bias, 1\.weight"):
+        receiver.seal()
+    with pytest.raises(RuntimeError, match=r"0\.weight came twice"):
+        stage(receiver, new, new)
+    take = receiver.begin_live()
+    take(list(new.items()))
+    with pytest.raises(RuntimeError, match=r"4 tensors came twice: 0\.weight"):
+        take(list(new.items()))
+
+
+def test_a_live_update_is_loaded_as_it_arrives_and_the_network_is_whole_when_it_is_sealed():
+    module = network()
+    receiver = WeightReceiver(module, None, NETWORK)
+    new = update(module)
+    take = receiver.begin_live()
+    for named in new.items():
+        with pytest.raises(RuntimeError, match="serves nothing until a whole update has come"):
+            receiver.require_whole()
+        take([named])
+        assert torch.equal(module.state_dict()[named[0]], named[1])
+    receiver.seal()
+    receiver.require_whole()
+    assert receiver.is_sealed
+    receiver.switch()
+    assert not receiver.is_sealed
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda new: new.pop("1.bias"), "1 tensors are missing from the update: 1.bias"),
+        (lambda new: new.update(extra=torch.ones(1)), "unknown to the replica: extra"),
+        (lambda new: new.update({"0.bias": torch.ones(9)}), r"0.bias \(9,\) != \(4,\)"),
+    ],
+)
+def test_after_a_wrong_live_update_nothing_serves_until_a_whole_one_has_come(spoil, message):
+    module = network()
+    receiver = WeightReceiver(module, None, NETWORK)
+    good = update(module)
+    wrong = dict(good)
+    spoil(wrong)
+    with pytest.raises(RuntimeError, match=message + ".*serves nothing"):
+        receiver.begin_live()(list(wrong.items()))
+        receiver.seal()
+    assert not receiver.is_whole
+    receiver.begin_live()(list(good.items())[:3])  # interrupted
+    assert not receiver.is_whole
+    receiver.begin_live()(list(good.items()))
+    receiver.seal()
+    assert receiver.is_whole and all(torch.equal(tensor, good[name]) for name, tensor in module.state_dict().items())
+
+
+def test_an_adapter_computes_in_the_dtype_of_its_network():
+    config = LoraConfig(r=2, target_modules=["0"])
+    receiver = WeightReceiver(network().bfloat16(), config, NETWORK)
+    assert {parameter.dtype for parameter in receiver.module.parameters()} == {torch.bfloat16}
 
 
 def test_an_adapter_update_changes_the_adapter_alone_and_a_full_one_is_refused():
@@ -72,15 +131,15 @@ def test_an_adapter_update_changes_the_adapter_alone_and_a_full_one_is_refused()
     base = receiver.module.get_parameter("base_model.model.0.base_layer.weight").clone()
     sender = get_peft_model(network(), config)
     adapter = {name: torch.randn_like(tensor) for name, tensor in get_peft_model_state_dict(sender).items()}
-    receiver.stage(adapter)
-    seal_and_switch(receiver, len(adapter))
+    stage(receiver, adapter)
+    seal_and_switch(receiver)
     loaded = get_peft_model_state_dict(receiver.module)
     assert all(torch.equal(loaded[name], tensor) for name, tensor in adapter.items())
     assert torch.equal(base, receiver.module.get_parameter("base_model.model.0.base_layer.weight"))
     full = update(network())
-    receiver.stage(full)
+    stage(receiver, full)
     with pytest.raises(RuntimeError, match="are missing from the update"):
-        seal_and_switch(receiver, len(full))
+        seal_and_switch(receiver)
 
 
 def test_an_adapter_that_wraps_no_layer_is_refused():
@@ -90,8 +149,11 @@ def test_an_adapter_that_wraps_no_layer_is_refused():
 
 def test_an_update_without_tensors_is_an_error():
     receiver = WeightReceiver(network(), None, NETWORK)
+    with pytest.raises(RuntimeError, match="begin one first"):
+        receiver.seal()
+    stage(receiver)
     with pytest.raises(RuntimeError, match="4 tensors are missing from the update"):
-        seal_and_switch(receiver, 0)
+        seal_and_switch(receiver)
 
 
 class HandsOutCopies(nn.Sequential):
@@ -105,9 +167,9 @@ def test_weights_that_would_go_into_copies_are_an_error():
     module = HandsOutCopies(nn.Linear(3, 4), nn.Linear(4, 2))
     receiver = WeightReceiver(module, None, NETWORK)
     new = update(module)
-    receiver.stage(new)
+    stage(receiver, new)
     with pytest.raises(RuntimeError, match=r"4 tensors would be loaded into copies, not into the network: 0\.weight"):
-        seal_and_switch(receiver, len(new))
+        seal_and_switch(receiver)
 
 
 def test_a_probe_tells_full_weights_apart_and_of_an_adapter_what_moves_the_output():

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversion of a stream of named tensors into byte buckets in host memory, and back.
 
-A tensor larger than a bucket is split over several; small ones share one. Splitting and joining is verl's code.
+A tensor larger than a bucket is split over several; small ones share one. Splitting and joining is verl's code. Each
+number is copied once on the way in, from its device straight into the bucket, which is page-locked if the device is an
+accelerator; and not at all on the way out, unless its tensor was split.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ class Bucket:
     parts: tuple[TensorMeta, ...]
     """Tensors, or pieces of them, in `data`, in order, each at its `offset`."""
     data: Tensor
-    """uint8 [num_bytes], on the CPU."""
+    """uint8 [num_bytes], on the CPU; may be part of a larger allocation."""
     is_last: bool
 
     def header(self) -> bytes:
@@ -58,6 +60,8 @@ class Bucket:
 
 _PLAIN = ("name", "chunk_offset", "chunk_size", "offset")
 """Fields of `TensorMeta` that JSON has types for."""
+ALIGNMENT_BYTES = 16
+"""Each piece starts at a multiple of it, so that a piece can be read as numbers where it lies."""
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
@@ -66,18 +70,34 @@ async def to_buckets(
 ) -> AsyncIterator[Bucket]:
     """Fill buckets of at most `bucket_bytes`; the last one, which may be empty, has `is_last`."""
     parts: list[TensorMeta] = []
-    pieces: list[Tensor] = []
+    data = torch.empty(0, dtype=torch.uint8)
     num_bytes = 0
+    device = torch.device("cpu")
     async for part, piece in split_weight_chunks(weights, bucket_bytes):  # type: ignore[arg-type]
         assert piece is not None
+        device = piece.device
         if num_bytes + part.chunk_size > bucket_bytes:
-            yield Bucket(tuple(parts), torch.cat(pieces), is_last=False)
-            parts, pieces, num_bytes = [], [], 0
+            _wait_for_copies(device)
+            yield Bucket(tuple(parts), data[:num_bytes], is_last=False)
+            parts, num_bytes = [], 0
+        if not parts:
+            data = torch.empty(bucket_bytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
         part.offset = num_bytes
         parts.append(part)
-        pieces.append(piece.to("cpu", copy=True))  # a generator may reuse its buffer
-        num_bytes += part.chunk_size
-    yield Bucket(tuple(parts), torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8), is_last=True)
+        data[num_bytes : num_bytes + part.chunk_size].copy_(piece, non_blocking=True)
+        num_bytes = _aligned(num_bytes + part.chunk_size)
+    _wait_for_copies(device)
+    yield Bucket(tuple(parts), data[:num_bytes], is_last=True)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _wait_for_copies(device: torch.device) -> None:
+    """Return when a bucket that was filled from `device` may be read."""
+    if device.type != "cpu":
+        torch.accelerator.current_stream(device).synchronize()
 
 
 async def from_buckets(buckets: AsyncIterator[Bucket], bucket_bytes: int) -> AsyncIterator[tuple[str, Tensor]]:
@@ -86,8 +106,7 @@ async def from_buckets(buckets: AsyncIterator[Bucket], bucket_bytes: int) -> Asy
     async def parts() -> AsyncIterator[tuple[TensorMeta, Tensor]]:
         async for bucket in buckets:
             for part in bucket.parts:
-                # copied: a view could start at any byte, and numbers must be aligned to their size
-                yield part, bucket.data[part.offset : part.offset + part.chunk_size].clone()
+                yield part, bucket.data[part.offset : part.offset + part.chunk_size]
 
     async for named in merge_weight_chunks(parts(), bucket_bytes):  # type: ignore[arg-type]
         yield named

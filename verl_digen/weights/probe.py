@@ -147,7 +147,7 @@ def check_reached(received: Mapping[str, int | None], serving: Sequence[int], pu
         if version != published:
             raise RuntimeError(
                 f"version {published} was published and replica {name} has received {version}, so weight updates do "
-                "not reach it; look in the run's log for errors of update_weights and seal_weights, and for replicas "
+                "not reach it; look in the run's log for errors of update_weights and seal_update, and for replicas "
                 "that are lost"
             )
     return {"rollout/version_lag_max_versions": float(published - min(serving))}

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Receiver of a weight update: stage everything, compare with the loaded tensors (seal), then switch at once.
+"""The weights of one transformer and the update that is under way.
 
-Staging and sealing do not change the loaded weights, so generation continues; the caller decides when to switch.
+| update | for a replica | tensors go | until it is sealed |
+| --- | --- | --- | --- |
+| staged | with its own devices | to host memory; `switch` loads them all | the old weights serve |
+| live | that takes turns with the trainer | into the network, as they arrive | nothing serves (`is_whole`) |
 
-Invariants (tests/weights): after an update that misses, adds or reshapes a tensor the old weights are untouched; every
-tensor sent is loaded into the tensor that the network computes with.
+Invariants (tests/weights): after a staged update that misses, adds or reshapes a tensor the old weights are untouched;
+after such a live one, or an interrupted one, the network is not whole until a whole update has come; every tensor sent
+is loaded into the tensor that the network computes with.
 """
 
 from __future__ import annotations
@@ -16,9 +20,40 @@ from torch import Tensor, nn
 
 from verl_digen.weights.checksum import DecidingChecksums
 from verl_digen.weights.probe import Probe
+from verl_digen.weights.receiving import Named, Staging, Take
 
 MAX_NAMES_SHOWN = 5
 """Maximum number of tensor names listed in an error."""
+OLD_WEIGHTS_SERVE = "the old weights keep serving"
+NOT_WHOLE = "the replica holds neither the old nor the new weights and serves nothing until a whole update has come"
+
+
+class Live:
+    """Loads an update as it arrives, after a comparison of names and shapes.
+
+    Args:
+        shapes: of all tensors of an update, by name. load: loads a bucket.
+    """
+
+    def __init__(self, shapes: Mapping[str, torch.Size], load: Take):
+        self._shapes, self._load = shapes, load
+        self._missing = set(shapes)
+
+    def take(self, bucket: Named) -> None:
+        """Load a bucket.
+
+        Raises:
+            RuntimeError: a tensor is unknown, came twice or has another shape.
+        """
+        _raise_for("are unknown to the replica", [name for name, _ in bucket if name not in self._shapes], NOT_WHOLE)
+        _raise_for("came twice", [name for name, _ in bucket if name not in self._missing], NOT_WHOLE)
+        _compare_shapes(dict(bucket), self._shapes, NOT_WHOLE)
+        self._load(bucket)
+        self._missing -= {name for name, _ in bucket}
+
+    def finish(self) -> None:
+        """Raise RuntimeError if a tensor has not come."""
+        _raise_for("are missing from the update", sorted(self._missing), NOT_WHOLE)
 
 
 class WeightReceiver:
@@ -36,62 +71,102 @@ class WeightReceiver:
         if adapter_config is not None:
             from peft import get_peft_model
 
-            self.module = get_peft_model(transformer, adapter_config)  # type: ignore[arg-type]
+            # the adapter computes in the network's dtype, as in the trainer; peft would make it float32
+            self.module = get_peft_model(transformer, adapter_config, autocast_adapter_dtype=False)  # type: ignore[arg-type]
         self._shapes = {name: tensor.shape for name, tensor in tensors_of_update(self.module).items()}
         if not self._shapes:
             raise RuntimeError(
                 "a weight update must set at least one tensor of the network, but the adapter wraps no layer; "
                 "actor_rollout_ref.model.target_modules must name layers of the transformer"
             )
-        self._staged: dict[str, Tensor] = {}
-        self._sealed: dict[str, Tensor] = {}
+        self.is_whole = True
+        """False while a live update is under way, after one that failed, and after `lose`."""
+        self._update: Staging | Live | None = None
+        self._sealed: dict[str, Tensor] | None = None
 
-    def stage(self, named_tensors: dict[str, Tensor]) -> None:
-        """Store a bucket on the CPU."""
-        self._staged.update(named_tensors)
-
-    def seal(self, num_tensors: int) -> None:
-        """Check the staged tensors, ready for `switch`. Drops an update that was sealed earlier and not loaded.
+    def begin_staged(self, device: torch.device) -> Take:
+        """Begin an update, in place of an unfinished one -> function that stages a bucket of it.
 
         Args:
-            num_tensors: number of tensors sent.
+            device: of the tensors that will come.
+        """
+        self._update = Staging(device)
+        return self._update.take
+
+    def begin_live(self) -> Take:
+        """Begin an update, in place of an unfinished one -> function that loads a bucket of it. `is_whole` becomes
+        false.
 
         Raises:
-            RuntimeError: the tensors do not match the network's; names them. The old weights are unchanged.
+            RuntimeError: a tensor would go into a copy that the network does not compute with.
         """
-        staged, self._staged = self._staged, {}
-        if len(staged) != num_tensors:
-            raise RuntimeError(f"{num_tensors} tensors were sent but {len(staged)} arrived; the update is dropped")
-        compare_with(staged, self._shapes)
-        self._sealed = staged
+        targets = self._targets()
 
-    @property
-    def is_staged(self) -> bool:
-        """True if any tensor was received since the last `seal`."""
-        return bool(self._staged)
+        def load(bucket: Named) -> None:
+            for name, tensor in bucket:
+                targets[name].copy_(tensor, non_blocking=True)
+
+        self._update = Live(self._shapes, load)
+        self.is_whole = False
+        return self._update.take
+
+    def seal(self) -> None:
+        """Check that the update is complete: a staged one waits for `switch`, a live one is there.
+
+        A staged update that was sealed earlier and not loaded is dropped.
+
+        Raises:
+            RuntimeError: the tensors do not match the network's; names them. After a staged update the old weights
+                are unchanged.
+        """
+        update, self._update = self._update, None
+        if update is None:
+            raise RuntimeError("no weight update is under way; begin one first")
+        if isinstance(update, Live):
+            update.finish()
+            self._sealed, self.is_whole = {}, True
+            return
+        compare_with(update.tensors, self._shapes)
+        self._sealed = update.tensors
 
     @property
     def is_sealed(self) -> bool:
         """True if a sealed update waits for `switch`."""
-        return bool(self._sealed)
+        return self._sealed is not None
 
     def switch(self) -> None:
-        """Copy the sealed tensors into the network.
+        """Copy the tensors of a sealed staged update into the network; those of a live one are there.
 
         Raises:
             RuntimeError: nothing is sealed; or a tensor would go into a copy that the network does not compute with.
         """
-        sealed, self._sealed = self._sealed, {}
-        if not sealed:
+        sealed, self._sealed = self._sealed, None
+        if sealed is None:
             raise RuntimeError("no weight update is waiting to be taken; seal one first")
-        # looked up at every switch: moving the module between devices replaces its tensors
-        current = tensors_of_update(self.module)
-        live = {tensor.data_ptr() for tensor in [*self.module.parameters(), *self.module.buffers()]}
-        copies = [name for name in sealed if current[name].data_ptr() not in live]
-        _raise_for("would be loaded into copies, not into the network", copies)
+        current = self._targets()
         with torch.no_grad():
             for name, tensor in sealed.items():
                 current[name].copy_(tensor)
+        self.is_whole = True
+
+    def lose(self) -> list[Tensor]:
+        """Declare the tensors of an update undefined -> those tensors. `is_whole` becomes false."""
+        self.is_whole = False
+        return list(tensors_of_update(self.module).values())
+
+    def require_whole(self) -> None:
+        """Raise RuntimeError unless the network holds the weights of one version."""
+        if not self.is_whole:
+            raise RuntimeError(f"a weight update was interrupted or has not come since the last sleep: {NOT_WHOLE}")
+
+    def _targets(self) -> dict[str, Tensor]:
+        """The network's tensors, by their names in an update."""
+        # looked up at every update: moving the module between devices replaces its tensors
+        current = tensors_of_update(self.module)
+        live = {tensor.data_ptr() for tensor in [*self.module.parameters(), *self.module.buffers()]}
+        copies = [name for name in self._shapes if current[name].data_ptr() not in live]
+        _raise_for("would be loaded into copies, not into the network", copies, OLD_WEIGHTS_SERVE)
+        return current
 
     def probe(self, version: int, fingerprint: tuple[float, ...]) -> Probe:
         """Report on the loaded weights; reads every number once, on the device that holds it.
@@ -117,9 +192,13 @@ def tensors_of_update(module: nn.Module) -> dict[str, Tensor]:
 
 
 def compare_with(staged: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
-    """Raise RuntimeError, which names the tensors, unless an update has all of `shapes` and nothing else."""
-    _raise_for("are missing from the update", sorted(shapes.keys() - staged.keys()))
-    _raise_for("are unknown to the replica", sorted(staged.keys() - shapes.keys()))
+    """Raise RuntimeError, which names the tensors, unless a staged update has all of `shapes` and nothing else."""
+    _raise_for("are missing from the update", sorted(shapes.keys() - staged.keys()), OLD_WEIGHTS_SERVE)
+    _raise_for("are unknown to the replica", sorted(staged.keys() - shapes.keys()), OLD_WEIGHTS_SERVE)
+    _compare_shapes(staged, shapes, OLD_WEIGHTS_SERVE)
+
+
+def _compare_shapes(staged: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], outcome: str) -> None:
     _raise_for(
         "have another shape than what is loaded",
         [
@@ -127,12 +206,11 @@ def compare_with(staged: Mapping[str, Tensor], shapes: Mapping[str, torch.Size])
             for name, tensor in sorted(staged.items())
             if tensor.shape != shapes[name]
         ],
+        outcome,
     )
 
 
-def _raise_for(problem: str, names: list[str]) -> None:
+def _raise_for(problem: str, names: list[str], outcome: str) -> None:
     if names:
         more = f" and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
-        raise RuntimeError(
-            f"{len(names)} tensors {problem}: {', '.join(names[:MAX_NAMES_SHOWN])}{more}; the old weights keep serving"
-        )
+        raise RuntimeError(f"{len(names)} tensors {problem}: {', '.join(names[:MAX_NAMES_SHOWN])}{more}; {outcome}")

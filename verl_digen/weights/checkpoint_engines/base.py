@@ -11,6 +11,7 @@ Invariant (tests/weights/test_checkpoint_engines.py): the update after one in wh
 
 from __future__ import annotations
 
+import asyncio
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
@@ -65,18 +66,32 @@ class BucketEngine(CheckpointEngine):
     async def send_weights(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, weights: Iterable[tuple[str, Tensor]], global_steps: int | None = None
     ) -> dict[str, Any]:
-        """Send all `weights`; `OUTSIDE` ranks only materialise each tensor, which is a collective."""
+        """Send all `weights`; `OUTSIDE` ranks only materialise each tensor, which is a collective.
+
+        At most two buckets exist: one is sent while the next is filled.
+        """
         if self.rank == OUTSIDE:
             for _ in weights:
                 pass
             return {}
         channel = self.channel  # a later update has its own
+        sending: asyncio.Future[None] | None = None
         try:
             async for bucket in to_buckets(weights, self.bucket_size):
-                await self.send(channel, bucket)
+                if sending is not None:
+                    await sending
+                sending = asyncio.ensure_future(self.send(channel, bucket))
+                await asyncio.sleep(0)  # it starts now: making the next tensors blocks the event loop
+            if sending is not None:
+                await sending
         finally:
             for _ in weights:
                 pass
+            if sending is not None:
+                await asyncio.wait([sending])
+            # an error's traceback holds this frame: without the task, whose error it is, it is no circle, and a channel
+            # that failed is closed at once
+            sending = channel = None
         return {}
 
     async def receive_weights(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -87,12 +102,19 @@ class BucketEngine(CheckpointEngine):
             yield named
 
     async def _buckets(self) -> AsyncIterator[Bucket]:
+        """At most two buckets exist: one is received while the caller takes the one before."""
         channel = self.channel
-        while True:
-            bucket = await self.receive(channel)
-            yield bucket
-            if bucket.is_last:
-                return
+        receiving: asyncio.Future[Bucket] | None = asyncio.ensure_future(self.receive(channel))
+        try:
+            while receiving is not None:
+                bucket = await receiving
+                receiving = None if bucket.is_last else asyncio.ensure_future(self.receive(channel))
+                await asyncio.sleep(0)  # it starts now: the caller may block the event loop
+                yield bucket
+        finally:
+            if receiving is not None:
+                receiving.cancel()
+            receiving = channel = None  # as in `send_weights`
 
     @classmethod
     @abstractmethod

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sender and receiver of a weight update over a real socket and shared memory, in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from verl_digen.weights.checksum import Manifest, checksum
+from verl_digen.weights.receiver import WeightReceiver
+from verl_digen.weights.receiving import Receiving, Staging
+from verl_digen.weights.sending import DIRECT_MB, ReceiverDied, Wire, send_update
+
+CPU = torch.device("cpu")
+WEIGHTS = {f"layer{number}": torch.full((200_000,), float(number)) for number in range(4)}
+"""0.8 MB each, so that every bucket of 1 MB holds one."""
+
+KILLED_RECEIVER = """
+import os, signal, sys
+import torch
+from verl_digen.weights.receiving import BoundedReceiver
+
+receiver = BoundedReceiver(sys.argv[1], torch.device("cpu"), True, check=lambda: None, timeout_s=60)
+receiver.receive_weights(lambda *bucket: os.kill(os.getpid(), signal.SIGKILL))
+"""
+
+
+def shared_memory():
+    """Segments of weight updates that exist on this machine."""
+    return {path.name for path in Path("/dev/shm").glob("verl_weights_*")}
+
+
+@pytest.fixture
+def handle(tmp_path):
+    return f"ipc://{tmp_path}/weights.sock"
+
+
+def receive(handle, take=None, *, timeout_s=30.0):
+    """(receiving, staging) of one update, unless `take` is given."""
+    staging = Staging(CPU)
+    take = take or staging.take
+    return Receiving(handle, CPU, take, networks=["transformer"], use_shm=True, timeout_s=timeout_s), staging
+
+
+def send(handle, weights, *, timeout_s=30.0, dtype=torch.float32, has_died=lambda: False):
+    wire = Wire(handle, use_shm=True, is_live=False, dtype=dtype, max_bucket_mb=1, timeout_s=timeout_s)
+    return asyncio.run(send_update(weights, wire, receiver="replica 0", has_died=has_died))
+
+
+def interrupted():
+    """Two tensors, then the error that a trainer rank raises when another replica is lost."""
+    yield from list(WEIGHTS.items())[:2]
+    raise ConnectionError("another replica was lost")
+
+
+def assert_complete(receiving, staging):
+    arrived = receiving.result()
+    assert arrived.checksum == checksum(WEIGHTS.values()) and arrived.num_tensors == len(WEIGHTS)
+    assert staging.tensors.keys() == WEIGHTS.keys()
+    assert all(torch.equal(staging.tensors[name], tensor) for name, tensor in WEIGHTS.items())
+
+
+def test_verls_package_of_the_transfer_cannot_be_imported_without_vllm():
+    """Remove `weights/bucketed.py` when it can."""
+    if importlib.util.find_spec("vllm") is None:
+        with pytest.raises(ValueError, match="vllm"):
+            importlib.import_module("verl.workers.rollout.vllm_rollout")
+
+
+def test_an_update_arrives_with_its_checksum(handle):
+    receiving, staging = receive(handle)
+    total = send(handle, WEIGHTS.items())
+    assert_complete(receiving, staging)
+    receiving.result().check(Manifest(1, total.num_tensors, total.value))
+    for manifest in (Manifest(1, 5, total.value), Manifest(1, 4, total.value + 1)):
+        with pytest.raises(RuntimeError, match="were sent, but 4 with checksum"):
+            receiving.result().check(manifest)
+
+
+def test_numbers_travel_in_the_dtype_of_the_wire_and_counters_in_their_own(handle):
+    receiving, staging = receive(handle)
+    count = torch.arange(3)
+    total = send(handle, [("a", torch.tensor([1.0, 2.0])), ("count", count)], dtype=torch.bfloat16)
+    assert receiving.result().checksum == total.value
+    assert staging.tensors["a"].dtype == torch.bfloat16 and torch.equal(staging.tensors["count"], count)
+
+
+def test_of_an_adapter_what_moves_the_output_has_a_checksum_of_its_own(handle):
+    adapter = {f"to_q.lora_{side}.weight": torch.full((4,), value) for side, value in (("A", -2.0), ("B", 3.0))}
+    receiving, _ = receive(handle)
+    send(handle, adapter.items())
+    arrived = receiving.result()
+    assert arrived.checksum == checksum(adapter.values())
+    assert arrived.deciding_checksums == (checksum([adapter["to_q.lora_B.weight"]]),)
+
+
+def test_an_interrupted_update_is_abandoned_and_the_next_one_arrives(handle):
+    first, _ = receive(handle)
+    with pytest.raises(ConnectionError):
+        send(handle, interrupted())
+    first.abandon()
+    with pytest.raises(RuntimeError, match="abandoned for a newer one"):
+        first.result()
+    second = receive(handle)
+    send(handle, WEIGHTS.items())
+    assert_complete(*second)
+
+
+def test_a_receiver_does_not_wait_for_a_lost_sender_beyond_its_limit(handle):
+    receiving, _ = receive(handle, timeout_s=0.2)
+    with pytest.raises(ConnectionError):
+        send(handle, interrupted())
+    with pytest.raises(RuntimeError, match=r"no part of it came for 0\.2 s; .*digen\.rollout\.update_timeout_s"):
+        receiving.result()
+
+
+def test_a_sender_without_a_receiver_does_not_wait_beyond_its_limit(handle):
+    with pytest.raises(RuntimeError, match=r"replica 0 took no part .* digen\.rollout\.update_timeout_s=0\.2 s"):
+        send(handle, WEIGHTS.items(), timeout_s=0.2)
+
+
+def test_a_sender_does_not_wait_for_a_receiver_that_died(handle):
+    first, _ = receive(handle)
+    died = threading.Event()
+
+    def tensors():
+        yield from list(WEIGHTS.items())[:2]
+        first.abandon()
+        died.set()
+        yield from list(WEIGHTS.items())[2:]
+
+    with pytest.raises(ReceiverDied, match="replica 0 died"):
+        send(handle, tensors(), has_died=died.is_set)
+
+
+def test_a_sender_outlives_a_receiver_that_is_killed_and_takes_the_shared_memory_with_it(handle):
+    process = subprocess.Popen([sys.executable, "-c", KILLED_RECEIVER, handle])
+    before = shared_memory()
+
+    def tensors():
+        yield from list(WEIGHTS.items())[:2]
+        process.wait(timeout=60)
+        deadline_s = time.monotonic() + 30
+        while not shared_memory() <= before and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        yield from list(WEIGHTS.items())[2:]
+
+    with pytest.raises(ReceiverDied, match="replica 0 died"):
+        send(handle, tensors(), has_died=lambda: process.poll() is not None)
+    assert shared_memory() <= before
+
+
+def test_a_tensor_that_the_receiver_refuses_ends_the_update_and_the_sender_is_not_held_up(handle):
+    network = nn.ParameterDict({name: nn.Parameter(tensor.clone()) for name, tensor in WEIGHTS.items()})
+    weights = WeightReceiver(network, None, ["transformer"])
+    receiving, _ = receive(handle, weights.begin_live())
+    send(handle, {**WEIGHTS, "layer1": torch.zeros(3)}.items())
+    with pytest.raises(RuntimeError, match=r"layer1 \(3,\) != \(200000,\); the replica holds neither"):
+        receiving.result()
+    assert not weights.is_whole
+
+
+def test_a_live_update_is_in_the_network_when_its_last_bucket_has_come(handle):
+    network = nn.ParameterDict({name: nn.Parameter(torch.zeros_like(tensor)) for name, tensor in WEIGHTS.items()})
+    weights = WeightReceiver(network, None, ["transformer"])
+    receiving, _ = receive(handle, weights.begin_live())
+    send(handle, WEIGHTS.items())
+    receiving.result()
+    assert not weights.is_whole
+    weights.seal()
+    assert weights.is_whole and all(torch.equal(network[name], tensor) for name, tensor in WEIGHTS.items())
+
+
+def test_a_tensor_larger_than_a_bucket_in_shared_memory_is_an_error_that_names_the_key(handle):
+    receiving, _ = receive(handle)
+    with pytest.raises(ValueError, match=r"update_weights_bucket_megabytes must be at least 2 for big .*, got 1"):
+        send(handle, [("big", torch.zeros(1 << 18, 2, dtype=torch.float16).float())])
+    receiving.abandon()
+
+
+def test_large_tensors_that_are_loaded_as_they_arrive_need_no_bucket_where_there_is_ipc():
+    def bucket_mb(**way):
+        return Wire("", dtype=torch.float32, max_bucket_mb=2048, timeout_s=1.0, **way).bucket_mb
+
+    assert bucket_mb(use_shm=False, is_live=True) == DIRECT_MB
+    assert [bucket_mb(use_shm=use_shm, is_live=not use_shm) for use_shm in (True,)] == [2048]
+    assert bucket_mb(use_shm=False, is_live=False) == 2048
+
+
+def test_no_thread_is_left_of_an_update_that_ended(handle):
+    before = threading.active_count()
+    receiving, _ = receive(handle)
+    send(handle, WEIGHTS.items())
+    receiving.result()
+    receive(handle)[0].abandon()
+    assert threading.active_count() == before

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's bucketed weight transfer (CUDA IPC, or shared memory where the platform has none), also without vLLM.
+
+The module needs no vLLM, but its package `verl.workers.rollout.vllm_rollout` imports it and fails without. So the file
+is loaded by its path. Remove when the package can be imported without vLLM: a contract test fails then.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import verl.workers.rollout
+
+if TYPE_CHECKING:
+    from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver, BucketedWeightSender
+
+NAME = "verl.workers.rollout.vllm_rollout.bucketed_weight_transfer"
+
+
+def _load() -> ModuleType:
+    """The module, as Python has imported it already, or loaded from its file."""
+    if NAME in sys.modules:
+        return sys.modules[NAME]
+    folder, file = NAME.split(".")[-2:]
+    assert verl.workers.rollout.__file__ is not None, "a package with an __init__.py has a file"
+    spec = spec_from_file_location(NAME, Path(verl.workers.rollout.__file__).parent / folder / f"{file}.py")
+    assert spec is not None and spec.loader is not None, "a path of a Python file has a loader"
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+if not TYPE_CHECKING:
+    _module = _load()
+    BucketedWeightReceiver, BucketedWeightSender = _module.BucketedWeightReceiver, _module.BucketedWeightSender
+
+__all__ = ["BucketedWeightReceiver", "BucketedWeightSender"]

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Receiver of one weight update in a replica's worker, for both back ends: a thread takes bucket after bucket.
+
+The thread ends when the last bucket has arrived, no part arrived for `timeout_s`, or the update was cancelled
+(`abandon`). verl's receiver, which does the transfer, has no timeout of its own. Checksums are computed on the device
+that a bucket is on, as it passes.
+
+Example:
+    staging = Staging(device)
+    receiving = Receiving(handle, device, staging.take, networks=model.experts, use_shm=True, timeout_s=600)
+    ... the sender sends ...
+    receiving.result()      # its checksums; staging.tensors are complete
+    receiving.abandon()     # instead: the sender was lost, and a new update starts
+
+Invariants (tests/weights/test_transfer.py): an update arrives whole or is an error; an abandoned one leaves no thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import zmq
+from torch import Tensor
+
+from verl_digen.weights.bounded_socket import BoundedSocket
+from verl_digen.weights.bucketed import BucketedWeightReceiver
+from verl_digen.weights.checksum import Checksum, DecidingChecksums, Manifest
+from verl_digen.weights.host_pool import pool_for
+
+STOP_S = 30.0
+"""Timeout for the thread of a cancelled update, which may be copying a bucket."""
+
+Named = Sequence[tuple[str, Tensor]]
+"""Tensors of an update, with their names."""
+Take = Callable[[Named], None]
+"""Takes one bucket of an update. Its tensors are valid during the call alone."""
+
+
+class Abandoned(RuntimeError):
+    """The update was cancelled before its last bucket arrived."""
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """Facts about a received update."""
+
+    num_tensors: int
+    checksum: int
+    """`verl_digen.weights.checksum` of all tensors."""
+    deciding_checksums: tuple[int, ...]
+    """`verl_digen.weights.probe.Probe.checksums` of the tensors."""
+
+    def check(self, manifest: Manifest) -> None:
+        """Raise RuntimeError unless what arrived is what was sent."""
+        if (self.num_tensors, self.checksum) != (manifest.num_tensors, manifest.checksum):
+            raise RuntimeError(
+                f"{manifest.num_tensors} tensors with checksum {manifest.checksum:x} were sent, but "
+                f"{self.num_tensors} with checksum {self.checksum:x} arrived"
+            )
+
+
+class Staging:
+    """Host copy of an update that is loaded later."""
+
+    def __init__(self, device: torch.device):
+        self._pool = pool_for(device)
+        self.tensors: dict[str, Tensor] = {}
+
+    def take(self, bucket: Named) -> None:
+        """Copy a bucket; verl's receiver waits for the copies before it answers.
+
+        Raises:
+            RuntimeError: the update has had a tensor of this name.
+        """
+        for name, tensor in bucket:
+            if name in self.tensors:
+                raise RuntimeError(f"the tensor {name} came twice")
+            self.tensors[name] = self._pool.empty_like(tensor).copy_(tensor, non_blocking=True)
+
+
+class BoundedReceiver(BucketedWeightReceiver):
+    """verl's receiver on a `BoundedSocket`."""
+
+    def __init__(
+        self, handle: str, device: torch.device, use_shm: bool, *, check: Callable[[], None], timeout_s: float
+    ):
+        super().__init__(handle, device, use_shm)
+        self._check, self._timeout_s = check, timeout_s
+
+    def _init_socket(self) -> None:
+        self.socket = BoundedSocket.open(self.zmq_context, zmq.REP, check=self._check, timeout_s=self._timeout_s)
+        self.socket.setsockopt(zmq.LINGER, round(self._timeout_s * 1000))  # deliver the last answer before closing
+        self.socket.connect(self.zmq_handle)
+
+
+class Receiving:
+    """See the module.
+
+    Args:
+        handle: address of verl's zmq socket; the sender binds it.
+        device: the worker's device, with its index unless it is the CPU.
+        take: called in the thread, on a stream of its own.
+        networks: names of the networks that the update is for, in order (`DiffusionModel.experts`).
+        use_shm: True if buckets come through shared memory.
+        timeout_s: timeout for the next part.
+    """
+
+    def __init__(
+        self,
+        handle: str,
+        device: torch.device,
+        take: Take,
+        *,
+        networks: Sequence[str],
+        use_shm: bool,
+        timeout_s: float,
+    ):
+        self.handle = handle
+        self._device, self._take, self._timeout_s = device, take, timeout_s
+        self._abandoned = threading.Event()
+        self._receiver = BoundedReceiver(handle, device, use_shm, check=self._check, timeout_s=timeout_s)
+        self._deciding, self._rest = DecidingChecksums(networks), Checksum()
+        self._num_tensors = 0
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="receive-weights", daemon=True)
+        self._thread.start()
+
+    def _check(self) -> None:
+        if self._abandoned.is_set():
+            raise Abandoned("the update was abandoned for a newer one")
+
+    def _run(self) -> None:
+        try:
+            with torch.no_grad(), _own_stream(self._device):
+                self._receiver.receive_weights(self._on_bucket)
+        except BaseException as error:  # raised again by `result`, in the caller's thread
+            self._error = self._error or error
+
+    def _on_bucket(self, named_tensors: list[tuple[str, Tensor]], is_last: bool) -> None:
+        """Take a bucket. After an error the rest is answered and dropped: the sender ends, and `result` raises."""
+        if self._error is not None:
+            return
+        try:
+            for name, tensor in named_tensors:
+                if not self._deciding.add(name, tensor):
+                    self._rest.add(tensor)
+            self._take(named_tensors)
+            self._num_tensors += len(named_tensors)
+        except Exception as error:
+            # without its frames: they hold views of the bucket, which must be closed
+            self._error = error.with_traceback(None)
+
+    def result(self) -> Arrived:
+        """Wait for the last bucket.
+
+        Raises:
+            RuntimeError: the update did not arrive, or `take` refused a tensor; the message says why.
+        """
+        while self._thread.is_alive():  # each wait of the thread is bounded, so this one is
+            self._thread.join(self._timeout_s)
+        if self._error is not None:
+            raise RuntimeError(f"an update could not be received: {self._error}") from self._error
+        deciding = self._deciding.values
+        return Arrived(self._num_tensors, (sum(deciding) + self._rest.value) % 2**64, deciding)
+
+    def abandon(self) -> None:
+        """Cancel the update: end the thread.
+
+        Raises:
+            RuntimeError: the thread does not end.
+        """
+        self._abandoned.set()
+        self._thread.join(STOP_S)
+        if self._thread.is_alive():
+            raise RuntimeError(f"the receiver of an abandoned weight update did not stop within {STOP_S:g} s")
+
+
+def _own_stream(device: torch.device) -> AbstractContextManager[Any]:
+    """Context of a thread that uses `device` beside others: its own stream there, so that copies wait for no kernel."""
+    if device.type == "cpu":
+        return nullcontext()
+    torch.accelerator.set_device_index(device.index)
+    return torch.Stream(device)

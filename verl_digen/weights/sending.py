@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sender of one weight update to one worker of a replica on the same node, for both back ends.
+
+verl's `BucketedWeightSender`, with a bound on every wait. Without IPC, buckets lie in shared memory. With it, buckets
+stay on the device:
+
+- A replica that stages the update gets buckets of `update_weights_bucket_megabytes`: few, because the answer to each
+  waits for the kernels that generate.
+- One that loads it as it arrives gets a handle of each tensor larger than `DIRECT_MB`, which is not copied into a
+  bucket, and buckets of that size with the others.
+
+docs/weights.md counts the copies of each way.
+
+Invariants (tests/weights/test_transfer.py): the receiver gets every tensor in the wire's dtype, bitwise; the sender
+never waits for a dead receiver, nor for a silent one longer than its timeout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import zmq
+from torch import Tensor
+from verl.utils.device import get_device_name
+from verl.workers.rollout.utils import ensure_async_iterator
+
+from verl_digen.weights.bounded_socket import BoundedSocket
+from verl_digen.weights.bucketed import BucketedWeightSender
+from verl_digen.weights.checksum import Checksum
+from verl_digen.weights.own_device import own_device
+
+DIRECT_MB = 16
+"""Size above which a tensor that is loaded as it arrives is not copied into a bucket. Opening a handle costs about as
+much time as copying so much."""
+
+
+class ReceiverDied(RuntimeError):
+    """The receiver's process ended while it received an update."""
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Connection to one worker for one update."""
+
+    handle: str
+    """zmq address, bound by the sender."""
+    use_shm: bool
+    """Buckets in shared memory; else they stay on the device, which both processes share."""
+    is_live: bool
+    """The worker loads each tensor as it arrives, and stages none."""
+    dtype: torch.dtype
+    """Dtype of all floating-point tensors on the wire."""
+    max_bucket_mb: int
+    """`actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes`."""
+    timeout_s: float
+    """`digen.rollout.update_timeout_s`."""
+
+    @property
+    def bucket_mb(self) -> int:
+        """Size of a bucket; see the module."""
+        return min(DIRECT_MB, self.max_bucket_mb) if self.is_live and not self.use_shm else self.max_bucket_mb
+
+
+class BoundedSender(BucketedWeightSender):
+    """verl's sender on a `BoundedSocket`.
+
+    Args:
+        check: called again and again while it waits; what it raises ends the update.
+    """
+
+    def __init__(self, wire: Wire, check: Callable[[], None]):
+        super().__init__(wire.handle, wire.bucket_mb, wire.use_shm)
+        self._timeout_s, self._check = wire.timeout_s, check
+
+    def _init_socket(self) -> None:
+        Path(self.zmq_handle.removeprefix("ipc://")).unlink(missing_ok=True)  # of a process that was killed
+        self.socket = BoundedSocket.open(self.zmq_context, zmq.REQ, check=self._check, timeout_s=self._timeout_s)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.bind(self.zmq_handle)
+
+    def _cleanup(self) -> None:
+        try:
+            super()._cleanup()
+        except FileNotFoundError:  # shared memory goes with a receiver that is killed: its resource tracker unlinks it
+            self.shm = None
+            super()._cleanup()
+
+
+async def send_update(
+    weights: Iterable[tuple[str, Tensor]] | AsyncIterator[tuple[str, Tensor]],
+    wire: Wire,
+    *,
+    receiver: str,
+    has_died: Callable[[], bool],
+) -> Checksum:
+    """Send all `weights` -> their checksum, computed on the device that the wire's tensors are on.
+
+    Args:
+        receiver: name for messages.
+        has_died: True once the receiver's process has ended; called while the event loop is blocked.
+
+    Raises:
+        ReceiverDied: it did. The rest of `weights` was not read.
+        RuntimeError: the receiver took no part for `wire.timeout_s`.
+        ValueError: a tensor is larger than a bucket in shared memory.
+    """
+
+    def check() -> None:
+        if has_died():
+            raise ReceiverDied(f"{receiver} died while it received a weight update")
+
+    total = Checksum()
+    try:
+        await BoundedSender(wire, check).async_send_weights(_on_the_wire(weights, wire, total))
+    except TimeoutError as error:
+        raise RuntimeError(
+            f"{receiver} took no part of a weight update for digen.rollout.update_timeout_s={wire.timeout_s:g} s; it "
+            "is dead or hung, or the limit is too low"
+        ) from error
+    return total
+
+
+async def _on_the_wire(
+    weights: Iterable[tuple[str, Tensor]] | AsyncIterator[tuple[str, Tensor]], wire: Wire, total: Checksum
+) -> AsyncIterator[tuple[str, Tensor]]:
+    # a tensor from another pool may come over the host: on the device its checksum takes no time
+    target: dict[str, Any] = {} if wire.use_shm else {"device": own_device(get_device_name())}
+    async for name, tensor in ensure_async_iterator(weights):
+        dtype = wire.dtype if tensor.is_floating_point() else tensor.dtype
+        sent = tensor.detach().to(dtype=dtype, **target)
+        if wire.use_shm and sent.nbytes > wire.bucket_mb << 20:
+            raise ValueError(
+                "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes must be at least "
+                f"{-(-sent.nbytes >> 20)} for {name} {tuple(sent.shape)}, got {wire.max_bucket_mb}; a tensor must fit "
+                "into a bucket where the platform has no IPC"
+            )
+        total.add(sent)
+        yield name, sent
