@@ -55,10 +55,12 @@ class DiffusionModelConfig(BaseConfig):
         "model_type",
         "digen",
         "mtp",
+        "enable_activation_offload",
         "lora",
         "lora_rank",
         "lora_alpha",
         "lora_adapter_path",
+        "use_remove_padding",
     }
 
     path: str = MISSING
@@ -72,10 +74,15 @@ class DiffusionModelConfig(BaseConfig):
     digen: DigenConfig = None  # type: ignore[assignment]
     """The `digen:` section of the config (`digen: ${digen}`), as a mapping; converted and validated here."""
 
+    recompute_blocks: str | int = "auto"
+    """Blocks whose activations backward recomputes in place of keeping them: far less memory, and for all blocks one
+    forward more per row. auto: as few as memory asks for, together with the rows of a tile; none on a CPU. all, none,
+    or how many of the first ones."""
     enable_gradient_checkpointing: bool = True
-    """Recompute each block's activations in backward: about a third more compute, far less memory."""
+    """verl's key. False: as `recompute_blocks=none`."""
     enable_activation_offload: bool = False
-    """Keep activations in host memory between forward and backward."""
+    """Keep the inputs of recomputed blocks in pinned host memory between forward and backward: per row and block
+    tokens x width x bytes. Not with `recompute_blocks=none`."""
 
     lora_rank: int = 0
     """LoRA rank; 0 trains all weights."""
@@ -114,11 +121,40 @@ class DiffusionModelConfig(BaseConfig):
                 self[key],
                 "drop it",
             )
+        self._check_recomputation()
         index = self.local_path if "://" in self.path else locate_index(os.path.expanduser(self.path))
         self.hf_config = SimpleNamespace(model_type=read_pipeline(index))
         if self.tokenizer_path is None:
             self.tokenizer_path = self.path
         self._settle_lora()
+
+    @property
+    def recomputed(self) -> str | int:
+        """`recompute_blocks`, "none" with verl's key off."""
+        return self.recompute_blocks if self.enable_gradient_checkpointing else "none"
+
+    def _check_recomputation(self) -> None:
+        number = self.recompute_blocks
+        is_number = isinstance(number, int) and not isinstance(number, bool) and number >= 0
+        _require(
+            is_number or number in ("auto", "all", "none"),
+            "recompute_blocks must be auto, all, none or a number of blocks",
+            number,
+            "auto recomputes as few as memory asks for",
+        )
+        _require(
+            self.enable_gradient_checkpointing or number in ("auto", "none"),
+            "recompute_blocks must be auto or none with enable_gradient_checkpointing=false",
+            number,
+            "drop actor_rollout_ref.model.enable_gradient_checkpointing",
+        )
+        _require(
+            self.recomputed not in ("none", 0) or not self.enable_activation_offload,
+            "enable_activation_offload must be false where no block is recomputed: what waits in host memory are the "
+            "inputs of recomputed blocks",
+            self.enable_activation_offload,
+            "set actor_rollout_ref.model.recompute_blocks=all",
+        )
 
     def _settle_lora(self) -> None:
         """Reduce verl's spellings and a given adapter to `lora_rank` and `lora_alpha`."""

@@ -9,17 +9,19 @@ transformer reads ("packed"), written `...`; a sigma of 1 is noise and 0 is the 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from hashlib import sha256
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from verl_digen.algorithms.forward import NoiseLevels
 from verl_digen.algorithms.window import Window
+from verl_digen.inputs import PromptInputs, content_key
+from verl_digen.transfers import to_device
 
 Condition = dict[str, Tensor]
 """Transformer inputs of ONE prompt, by name, without a batch dimension, e.g. {"embeds": [L, D]}."""
@@ -27,7 +29,7 @@ Condition = dict[str, Tensor]
 
 def move_condition(condition: Condition, device: torch.device | str) -> Condition:
     """Copy of the condition on `device`."""
-    return {name: tensor.to(device) for name, tensor in condition.items()}
+    return {name: to_device(tensor, torch.device(device)) for name, tensor in condition.items()}
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,8 @@ class PromptRow:
     """Its group; empty until the prompt is drawn."""
     index: int = 0
     """Position in the data set."""
+    images: tuple[str, ...] = ()
+    """Paths of the images that the prompt is about, absolute."""
     place: str = field(default="", compare=False)
     """Place where it was read, for messages: "line 3 of 'train.jsonl'"."""
 
@@ -93,8 +97,8 @@ class SampleRequest:
 
     uid: str
     sample_index: int
-    prompt: str
-    negative_prompt: str
+    inputs: PromptInputs
+    negative_inputs: PromptInputs
     window: Window
     """Stochastic steps, and steps recorded for training; the same for a whole group."""
     sampling: Sampling
@@ -105,14 +109,14 @@ class SampleRequest:
     recorded."""
 
     @property
-    def texts(self) -> tuple[str, ...]:
-        """Texts to encode: the prompt, and with guidance the negative one."""
-        return (self.prompt, self.negative_prompt) if self.sampling.is_guided else (self.prompt,)
+    def branches(self) -> tuple[PromptInputs, ...]:
+        """Inputs to encode: the prompt's, and with guidance the negative prompt's."""
+        return (self.inputs, self.negative_inputs) if self.sampling.is_guided else (self.inputs,)
 
     @property
     def condition_key(self) -> str:
-        """Key of its prompt's conditions: a hash of what is encoded, equal for equal texts."""
-        return sha256(json.dumps(self.texts).encode()).hexdigest()
+        """Key of its prompt's conditions: a hash of what is encoded, equal for equal texts and images."""
+        return content_key(self.branches)
 
 
 @dataclass(frozen=True)
@@ -198,13 +202,54 @@ class Generation:
 
 
 @dataclass(frozen=True)
+class RewardInput:
+    """One sample for a reward. Made by the agent loop; never stored."""
+
+    pixels: NDArray[np.uint8]
+    """[H, W, 3], or [F, H, W, 3] for a video."""
+    row: PromptRow
+    """Its prompt, with source, ground truth, extra columns and images."""
+    sample_index: int
+    """Its number in the group `row.uid`."""
+    is_validation: bool = False
+    """True for a sample of a validation."""
+
+
+@dataclass(frozen=True)
+class RewardCall:
+    """One call of a reward; samples of one batch or group share it. Plain values: it is part of a tag."""
+
+    reward: str
+    """Name in `digen.reward.functions`, or `custom`."""
+    start_s: float
+    """Unix seconds."""
+    end_s: float
+    num_samples: int
+    num_queued: int
+    """Samples that waited in the same process when the call began, those of the call left out."""
+    counts: tuple[tuple[str, int], ...] = ()
+    """(name, number) of `Reward.take_counts` after the call, with those of failed calls since the last answer."""
+
+
+@dataclass(frozen=True)
+class PartScore:
+    """Result of one reward for one sample."""
+
+    value: float
+    details: Mapping[str, float]
+    call: RewardCall
+
+
+@dataclass(frozen=True)
 class Score:
     """Reward of one sample."""
 
     total: float
-    """Weighted sum over the reward functions."""
+    """Weighted sum over the rewards, or what the user's own combination made of them."""
     parts: Mapping[str, float]
-    """Each reward function's own value, and the numeric details it returned as `name/detail`."""
+    """Value of each reward that scored it, and the numeric details that it returned as `name/detail`."""
+    calls: tuple[RewardCall, ...]
+    """The calls that made it."""
 
 
 @dataclass(frozen=True)
@@ -238,6 +283,8 @@ class SampleTag:
     """`Trajectory.sampling`."""
     condition_key: str
     """Key of its prompt's conditions in TransferQueue."""
+    calls: tuple[RewardCall, ...] = ()
+    """`Score.calls`."""
 
 
 GroupTags = Mapping[int, SampleTag]
@@ -316,7 +363,9 @@ class TrainingRows:
 
         def convert(part: Any) -> dict[str, Tensor]:
             tensors = {name: value for name, value in vars(part).items() if isinstance(value, Tensor)}
-            return {name: value if name in SCHEDULE_COLUMNS else value.to(device) for name, value in tensors.items()}
+            return {
+                name: value if name in SCHEDULE_COLUMNS else to_device(value, device) for name, value in tensors.items()
+            }
 
         return replace(
             self,

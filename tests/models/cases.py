@@ -16,8 +16,9 @@ from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from diffusers.schedulers.scheduling_unipc_multistep import UniPCMultistepScheduler
 from torch import Tensor, nn
 
+from tests.texts import TextEncoder, of_texts
 from verl_digen.models import load_model
-from verl_digen.models.base import DiffusionModel, PromptEncoder
+from verl_digen.models.base import DiffusionModel
 from verl_digen.types import Geometry
 
 CPU = torch.device("cpu")
@@ -98,8 +99,8 @@ class Loaded:
         return self.model.load_transformer(torch.float32).requires_grad_(False)
 
     @cached_property
-    def encode(self) -> PromptEncoder:
-        return self.model.load_encoder(torch.float32, CPU)
+    def encode(self) -> TextEncoder:
+        return of_texts(self.model.load_encoder(torch.float32, CPU))
 
     @cached_property
     def pipeline(self) -> Any:

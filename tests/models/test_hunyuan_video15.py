@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import AutoencoderKLHunyuanVideo
+from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import AutoencoderKLHunyuanVideo15
 from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15Transformer3DModel
 
 from tests.models.cases import CASES, PROMPTS, Loaded, record_inputs
@@ -137,3 +139,26 @@ def test_gradients_are_those_of_the_networks_own_forward(loaded: Loaded, recompu
             torch.testing.assert_close(found.grad, expected.grad, atol=1e-5, rtol=1e-4)
     assert network.image_embedder.linear_1.weight.grad is None
     assert network.context_embedder_2.linear_1.weight.grad is not None
+
+
+class Tiled(Exception):
+    """A VAE began to decode in tiles."""
+
+
+@pytest.mark.parametrize(
+    ("name", "vae"),
+    [("hunyuan_video", AutoencoderKLHunyuanVideo), ("hunyuan_video15", AutoencoderKLHunyuanVideo15)],
+)
+def test_large_pictures_are_decoded_in_tiles(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, vae: type
+) -> None:
+    """A side of more than 256 px: the VAE's attention makes a mask of positions x positions."""
+
+    def tiled_decode(*unused: Any, **also_unused: Any) -> None:
+        raise Tiled
+
+    monkeypatch.setattr(vae, "tiled_decode", tiled_decode)
+    model = load_model(build_tiny(name, tmp_path / "m"))
+    decode = model.load_decoder(torch.float32, torch.device("cpu"))
+    with pytest.raises(Tiled):
+        decode(torch.zeros(1, *model.latent_shape(Geometry(288, 32))), Geometry(288, 32))

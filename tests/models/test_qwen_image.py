@@ -17,6 +17,7 @@ from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageCaus
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import QwenImagePipeline
 from torch import Tensor, nn
 
+from tests.texts import of_texts
 from verl_digen.models import MODELS, load_model
 from verl_digen.models.qwen_image import QwenImage, conv_one_frame
 from verl_digen.types import Condition, Geometry
@@ -51,7 +52,7 @@ def pipeline(tiny_qwen_image: Path) -> QwenImagePipeline:
 @pytest.fixture(scope="module")
 def conditions(model: QwenImage) -> list[Condition]:
     """Conditions of SHORT, LONG, and the negative prompt."""
-    return model.load_encoder(torch.float32, CPU)([SHORT, LONG, " "])
+    return of_texts(model.load_encoder(torch.float32, CPU))([SHORT, LONG, " "])
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -132,7 +133,7 @@ def test_an_embedding_is_the_pipelines_and_does_not_depend_on_other_prompts(
     for condition, padded, length in zip(conditions, embeds, lengths, strict=True):
         assert condition["embeds"].shape == (length, 32)
         close(condition["embeds"], padded[:length])
-    encode = model.load_encoder(torch.float32, CPU)
+    encode = of_texts(model.load_encoder(torch.float32, CPU))
     close(encode([LONG])[0]["embeds"], conditions[1]["embeds"], 0)
     assert not encode([LONG])[0]["embeds"].requires_grad
     assert not encode([LONG])[0]["embeds"].is_inference()
@@ -281,7 +282,7 @@ def test_padding_changes_nothing(model: QwenImage, transformer: nn.Module, condi
     close(model.predict(transformer, x, sigmas, {"embeds": filler[None], "mask": mask}, SQUARE), plain)
 
 
-def test_both_guidance_branches_run_in_one_call(
+def test_both_guidance_branches_run_in_one_call_unless_split(
     model: QwenImage, transformer: nn.Module, conditions: list[Condition]
 ) -> None:
     calls: list[int] = []
@@ -292,8 +293,10 @@ def test_both_guidance_branches_run_in_one_call(
     model.velocity(transformer, x, sigmas, conditions[:2], [conditions[2]] * 2, 4.0, SQUARE)
     model.velocity(transformer, x, sigmas, conditions[:2], None, 1.0, SQUARE)
     model.velocity(transformer, x, sigmas, conditions[:2], [conditions[2]] * 2, 1.0, SQUARE)
+    model.velocity(transformer, x, sigmas, conditions[:2], [conditions[2]] * 2, 4.0, SQUARE, splits=True)
+    model.velocity(transformer, x, sigmas, conditions[:2], None, 1.0, SQUARE, splits=True)
     handle.remove()
-    assert calls == [4, 2, 2]
+    assert calls == [4, 2, 2, 2, 2, 2]
 
 
 def test_guidance_without_negative_conditions_is_an_error(

@@ -14,7 +14,9 @@ from diffusers.schedulers.scheduling_unipc_multistep import UniPCMultistepSchedu
 from torch import Tensor
 
 from tests.models.cases import CPU
+from tests.texts import of_texts
 from tests.tiny_models import build_tiny
+from verl_digen.engine.recompute import Recomputation
 from verl_digen.models import load_model
 from verl_digen.models.base import DiffusionModel
 from verl_digen.models.experts import Experts
@@ -71,10 +73,10 @@ def test_rows_of_both_experts_in_one_forward_are_an_error(two_experts: Diffusion
         velocity(two_experts, transformer, 0.95, 0.3)
 
 
-def test_gradient_checkpointing_reaches_every_expert(two_experts: DiffusionModel) -> None:
+def test_recomputation_reaches_every_expert(two_experts: DiffusionModel) -> None:
     transformer = two_experts.load_transformer(torch.float32)
     assert isinstance(transformer, Experts)
-    transformer.enable_gradient_checkpointing()
+    Recomputation(transformer, "all", offloads=False)
     assert all(transformer.get_submodule(name).gradient_checkpointing for name in transformer.names)
     assert transformer._no_split_modules == ["WanTransformerBlock"]
 
@@ -118,6 +120,6 @@ def test_an_euler_schedule_has_fractional_timesteps(one_expert: DiffusionModel, 
 
 
 def test_a_prompt_is_cleaned_as_in_the_pipeline(one_expert: DiffusionModel) -> None:
-    encode = one_expert.load_encoder(torch.float32, CPU)
+    encode = of_texts(one_expert.load_encoder(torch.float32, CPU))
     plain, messy = encode(["a red circle & more", "  a red \n circle &amp;amp; more "])
     assert torch.equal(plain["embeds"], messy["embeds"])

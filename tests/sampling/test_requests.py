@@ -71,5 +71,5 @@ def test_only_the_first_sample_of_a_group_asks_for_the_conditions():
 
 
 def test_a_prompts_own_negative_prompt_wins_over_the_configs():
-    assert ask().negative_prompt == "ugly"
-    assert ask(negative="").negative_prompt == ""
+    assert ask().negative_inputs.text == "ugly"
+    assert ask(negative="").negative_inputs.text == ""

@@ -13,12 +13,15 @@ import torch
 from diffusers import QwenImagePipeline
 from torch import Tensor, nn
 
+from tests.texts import TextEncoder, of_texts
 from tests.training_rows import rows_of
 from verl_digen.algorithms.forward import NoiseLevels
 from verl_digen.algorithms.noise import INITIAL_LATENTS, noise, sample_seed
 from verl_digen.algorithms.window import Window
+from verl_digen.inputs import PromptInputs
 from verl_digen.models import load_model
-from verl_digen.models.base import DiffusionModel, PromptEncoder
+from verl_digen.models.base import DiffusionModel
+from verl_digen.sampling.branches import ONE_FORWARD, GuidanceBranches
 from verl_digen.sampling.sampler import Sampler, SamplingStopped, row_velocity, score_rows
 from verl_digen.types import (
     CleanRecord,
@@ -54,8 +57,8 @@ def transformer(model: DiffusionModel) -> nn.Module:
 
 
 @pytest.fixture(scope="module")
-def encode(model: DiffusionModel) -> PromptEncoder:
-    return model.load_encoder(torch.float32, CPU)
+def encode(model: DiffusionModel) -> TextEncoder:
+    return of_texts(model.load_encoder(torch.float32, CPU))
 
 
 def sampling(true_cfg_scale: float, geometry: Geometry = SQUARE, law: str = "flow", **changes: bool) -> Sampling:
@@ -73,7 +76,12 @@ def request(
     how: Sampling, *, uid: str, index: int = 0, prompt: str = PROMPTS[0], window: Window = ODE
 ) -> SampleRequest:
     return SampleRequest(
-        uid=uid, sample_index=index, prompt=prompt, negative_prompt=NEGATIVE, window=window, sampling=how
+        uid=uid,
+        sample_index=index,
+        inputs=PromptInputs(prompt),
+        negative_inputs=PromptInputs(NEGATIVE),
+        window=window,
+        sampling=how,
     )
 
 
@@ -89,13 +97,14 @@ def mixed_requests(how: Sampling) -> list[SampleRequest]:
 def run(
     model: DiffusionModel,
     transformer: nn.Module,
-    encode: PromptEncoder,
+    encode: TextEncoder,
     requests: Sequence[SampleRequest],
     dtype: torch.dtype = torch.float32,
+    branches: GuidanceBranches = ONE_FORWARD,
 ) -> tuple[list[Trajectory], Tensor]:
-    sampler = Sampler(model, transformer, run_seed=RUN_SEED, device=CPU, latents_dtype=dtype)
-    negatives = encode([r.negative_prompt for r in requests]) if requests[0].sampling.true_cfg_scale > 1 else None
-    return sampler.sample(requests, encode([r.prompt for r in requests]), negatives, version=3)
+    sampler = Sampler(model, transformer, run_seed=RUN_SEED, device=CPU, latents_dtype=dtype, branches=branches)
+    negatives = encode([r.negative_inputs.text for r in requests]) if requests[0].sampling.true_cfg_scale > 1 else None
+    return sampler.sample(requests, encode([r.inputs.text for r in requests]), negatives, version=3)
 
 
 def all_rows(
@@ -119,7 +128,7 @@ def close(actual: Tensor, expected: Tensor, atol: float = 1e-5) -> None:
 def test_without_sde_steps_it_is_the_diffusers_pipeline(
     model: DiffusionModel,
     transformer: nn.Module,
-    encode: PromptEncoder,
+    encode: TextEncoder,
     tiny_qwen_image: Path,
     geometry: Geometry,
     true_cfg_scale: float,
@@ -162,13 +171,13 @@ def test_without_sde_steps_it_is_the_diffusers_pipeline(
 @pytest.mark.parametrize("law", ["flow", "flow_clipped", "dance", "cps"])
 @pytest.mark.parametrize("true_cfg_scale", [1.0, 4.0])
 def test_replay_gives_the_recorded_log_probs(
-    model: DiffusionModel, transformer: nn.Module, encode: PromptEncoder, true_cfg_scale: float, law: str
+    model: DiffusionModel, transformer: nn.Module, encode: TextEncoder, true_cfg_scale: float, law: str
 ) -> None:
     how = sampling(true_cfg_scale, law=law)
     requests = mixed_requests(how)
     trajectories, _ = run(model, transformer, encode, requests)
     negatives = encode([NEGATIVE] * len(requests)) if true_cfg_scale > 1 else None
-    rows = all_rows(trajectories, encode([r.prompt for r in requests]), negatives)
+    rows = all_rows(trajectories, encode([r.inputs.text for r in requests]), negatives)
     assert len(rows) == 2 * sum(len(window.train_steps) for window in WINDOWS)
     step, velocity = score_rows(model, transformer, rows)
     close(step.log_prob, rows.point.log_probs)
@@ -180,19 +189,32 @@ def test_replay_gives_the_recorded_log_probs(
     assert (wrong.log_prob - rows.point.log_probs).abs().max() > 1e-3  # and a wrong replay does not
 
 
-def test_replay_in_tiles_is_replay_at_once(
-    model: DiffusionModel, transformer: nn.Module, encode: PromptEncoder
+def test_guidance_in_two_forwards_gives_the_same_sample(
+    model: DiffusionModel, transformer: nn.Module, encode: TextEncoder
 ) -> None:
+    requests = mixed_requests(sampling(4.0))
+    expected, latents = run(model, transformer, encode, requests)
+    calls: list[None] = []
+    handle = transformer.register_forward_pre_hook(lambda *unused: calls.append(None))
+    found, split = run(model, transformer, encode, requests, branches=GuidanceBranches(True, CPU))
+    handle.remove()
+    assert len(calls) == 2 * NUM_STEPS
+    close(split, latents)
+    for one, other in zip(found, expected, strict=True):
+        close(one.record.log_probs, other.record.log_probs)
+
+
+def test_replay_in_tiles_is_replay_at_once(model: DiffusionModel, transformer: nn.Module, encode: TextEncoder) -> None:
     how = sampling(4.0)
     requests = mixed_requests(how)
     trajectories, _ = run(model, transformer, encode, requests)
-    rows = all_rows(trajectories, encode([r.prompt for r in requests]), encode([NEGATIVE] * len(requests)))
+    rows = all_rows(trajectories, encode([r.inputs.text for r in requests]), encode([NEGATIVE] * len(requests)))
     tiles = [rows[start : start + 3] for start in range(0, len(rows), 3)]
     scored = [score_rows(model, transformer, tile)[0].log_prob for tile in tiles]
     close(torch.cat(scored), rows.point.log_probs)
 
 
-def test_replay_is_differentiable(model: DiffusionModel, encode: PromptEncoder) -> None:
+def test_replay_is_differentiable(model: DiffusionModel, encode: TextEncoder) -> None:
     how = sampling(4.0)
     trained = model.load_transformer(torch.float32)
     trajectories, _ = run(model, trained, encode, [request(how, uid="g", window=WINDOWS[1])])
@@ -205,14 +227,14 @@ def test_replay_is_differentiable(model: DiffusionModel, encode: PromptEncoder) 
 
 
 def test_rounding_to_storage_dtype_comes_before_the_log_prob(
-    model: DiffusionModel, transformer: nn.Module, encode: PromptEncoder
+    model: DiffusionModel, transformer: nn.Module, encode: TextEncoder
 ) -> None:
     how = sampling(4.0)
     requests = mixed_requests(how)
     trajectories, latents = run(model, transformer, encode, requests, dtype=torch.bfloat16)
     assert latents.dtype == torch.bfloat16
     assert {path.record.latents.dtype for path in trajectories} == {torch.bfloat16}
-    rows = all_rows(trajectories, encode([r.prompt for r in requests]), encode([NEGATIVE] * len(requests)))
+    rows = all_rows(trajectories, encode([r.inputs.text for r in requests]), encode([NEGATIVE] * len(requests)))
     close(score_rows(model, transformer, rows)[0].log_prob, rows.point.log_probs)
 
 
@@ -224,7 +246,7 @@ def test_rounding_to_storage_dtype_comes_before_the_log_prob(
 def test_batches_and_order_of_requests_change_nothing(
     model: DiffusionModel,
     transformer: nn.Module,
-    encode: PromptEncoder,
+    encode: TextEncoder,
     batch_size: int,
     true_cfg_scale: float,
 ) -> None:
@@ -247,7 +269,7 @@ def test_batches_and_order_of_requests_change_nothing(
 
 
 def test_samples_of_a_group_differ_and_shared_noise_starts_them_alike(
-    model: DiffusionModel, transformer: nn.Module, encode: PromptEncoder
+    model: DiffusionModel, transformer: nn.Module, encode: TextEncoder
 ) -> None:
     for shared in (False, True):
         how = sampling(1.0, shared_initial_noise=shared)
@@ -263,7 +285,7 @@ def test_samples_of_a_group_differ_and_shared_noise_starts_them_alike(
 
 
 def test_a_trajectory_holds_its_windows_latents_and_no_more(
-    model: DiffusionModel, transformer: nn.Module, encode: PromptEncoder
+    model: DiffusionModel, transformer: nn.Module, encode: TextEncoder
 ) -> None:
     how = sampling(1.0)
     full, gaps = Window((0, 1, 2, 3, 4), (0, 1, 2, 3, 4)), Window((0, 1, 2, 3, 4), (0, 3, 4))
@@ -287,7 +309,7 @@ def test_a_trajectory_holds_its_windows_latents_and_no_more(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_clean_record_is_the_odes_final_latents_and_the_schedules_sigmas(
-    model: DiffusionModel, transformer: nn.Module, encode: PromptEncoder, dtype: torch.dtype
+    model: DiffusionModel, transformer: nn.Module, encode: TextEncoder, dtype: torch.dtype
 ) -> None:
     """One batch with a sample whose path is recorded, which stays as it is."""
     how = sampling(4.0)
@@ -306,7 +328,7 @@ def test_a_clean_record_is_the_odes_final_latents_and_the_schedules_sigmas(
     assert len(path.record.positions) == 2
 
 
-def test_records_own_their_memory(model: DiffusionModel, transformer: nn.Module, encode: PromptEncoder) -> None:
+def test_records_own_their_memory(model: DiffusionModel, transformer: nn.Module, encode: TextEncoder) -> None:
     """A view would be sent to other processes with the whole batch."""
     paths = mixed_requests(sampling(1.0))
     forward = [replace(asked, window=ODE, noise_levels=NoiseLevels((1,))) for asked in paths]
@@ -317,11 +339,11 @@ def test_records_own_their_memory(model: DiffusionModel, transformer: nn.Module,
 
 
 def test_velocities_are_of_rows_of_either_kind_and_log_probs_of_recorded_steps_only(
-    model: DiffusionModel, transformer: nn.Module, encode: PromptEncoder
+    model: DiffusionModel, transformer: nn.Module, encode: TextEncoder
 ) -> None:
     requests = mixed_requests(sampling(4.0))
     trajectories, _ = run(model, transformer, encode, requests)
-    rows = all_rows(trajectories, encode([r.prompt for r in requests]), encode([NEGATIVE] * len(requests)))
+    rows = all_rows(trajectories, encode([r.inputs.text for r in requests]), encode([NEGATIVE] * len(requests)))
     noised = replace(rows, point=Noised(clean=rows.latents, noise=rows.latents))
     close(row_velocity(model, transformer, noised), score_rows(model, transformer, rows)[1], 0)
     with pytest.raises(RuntimeError, match="log-probs are of recorded steps, got rows of Noised points"):
@@ -331,7 +353,7 @@ def test_velocities_are_of_rows_of_either_kind_and_log_probs_of_recorded_steps_o
 # -- stopping and misuse ----------------------------------------------------------------------------------
 
 
-def test_it_can_be_stopped_between_steps(model: DiffusionModel, transformer: nn.Module, encode: PromptEncoder) -> None:
+def test_it_can_be_stopped_between_steps(model: DiffusionModel, transformer: nn.Module, encode: TextEncoder) -> None:
     answers = iter([False, False, True])
     sampler = Sampler(model, transformer, run_seed=RUN_SEED, device=CPU, latents_dtype=torch.float32)
     with pytest.raises(SamplingStopped, match="before denoise step 2 of 6"):
@@ -345,7 +367,7 @@ def test_it_can_be_stopped_between_steps(model: DiffusionModel, transformer: nn.
 
 
 def test_requests_that_do_not_belong_together_are_refused(
-    model: DiffusionModel, transformer: nn.Module, encode: PromptEncoder
+    model: DiffusionModel, transformer: nn.Module, encode: TextEncoder
 ) -> None:
     sampler = Sampler(model, transformer, run_seed=RUN_SEED, device=CPU, latents_dtype=torch.float32)
     one = request(sampling(1.0), uid="g")

@@ -3,8 +3,8 @@
 
 - Everything heavy is loaded by an explicit call, so that a trainer rank loads only the transformer and a
   replica loads everything. Constructing the object reads only JSON configs.
-- `velocity` is shared code: it runs both guidance branches in ONE forward and asks the subclass for
-  `predict`, `collate` and, where the pipeline guides in its own way, `guide`.
+- `velocity` is shared code: it runs both guidance branches in one forward, or in two that take half the memory, and
+  asks the subclass for `predict`, `collate` and, where the pipeline guides in its own way, `guide`.
 - Some networks take a guidance scale as an input ("embedded" guidance, distilled into them). It is a number of the
   request like the size, not of the prompt: `velocity` adds it to the collated condition as "guidance".
 - Some checkpoints hold several networks, each for a part of the schedule (`experts`). Their parameters train as one
@@ -27,18 +27,15 @@ from torch import Tensor, nn
 
 from verl_digen.models import checkpoint
 from verl_digen.models.experts import Experts
+from verl_digen.models.loaded import Decoder, PromptEncoder
 from verl_digen.models.spec import ModelSpec
 from verl_digen.types import Condition, Geometry
 
 TIMESTEPS_PER_SIGMA = 1000
 """Ratio of timestep to sigma, in the schedules of all pipelines."""
 
-PromptEncoder = Callable[[Sequence[str]], list[Condition]]
-"""Texts -> one condition each, on the encoder's device."""
 PromptCheck = Callable[[str], None]
-"""Raises ValueError for a prompt that is longer than the pipeline reads."""
-Decoder = Callable[[Tensor, Geometry], Tensor]
-"""Packed latents [B, ...] -> pixels uint8 [B, H, W, 3] (image) or [B, F, H, W, 3] (video), on the CPU."""
+"""Raises ValueError for a text that is longer than the pipeline reads."""
 Collated = dict[str, Any]
 """Name -> input of `predict` from N conditions: tensors [N, ...], or lists of N if the network takes lists."""
 
@@ -61,6 +58,10 @@ class DiffusionModel(ABC):
         self.compute_dtype: torch.dtype | None = None
         """Compute dtype of the network, if it differs from its parameters': set once by the owner of a wrapper that
         casts (FSDP2 keeps fp32 shards and computes in its `param_dtype`). None: the parameters' dtype."""
+        self.sequence_size = 1
+        """Devices that share a row's tokens, see `verl_digen.models.sequence`; set by `split_networks`."""
+        self.takes_masks = True
+        """False if the network's attention kernel takes no mask (`verl_digen.models.kernels` sets it)."""
         self.experts: tuple[str, ...] = ("transformer",)
         """Folders of the networks, in the order of `expert_of`."""
         self.default_embedded_guidance: float | None = None
@@ -119,7 +120,17 @@ class DiffusionModel(ABC):
 
     @abstractmethod
     def load_decoder(self, dtype: torch.dtype, device: torch.device) -> Decoder:
-        """Load the VAE."""
+        """Load the VAE, in `decoder_dtype(dtype)`."""
+
+    def decoder_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """dtype in which the VAE decodes where the network computes in `dtype`: that of the pipeline's authors.
+
+        fp32 where the VAE's config asks for it (`force_upcast`, on by default in diffusers' `AutoencoderKL`) or
+        the pipeline's documentation does (`ModelSpec.decodes_in_fp32`).
+        """
+        config = self.read_network_config("vae")
+        in_fp32 = self.spec.decodes_in_fp32 or ("force_upcast" in config and config["force_upcast"])
+        return torch.float32 if in_fp32 else dtype
 
     # -- the shape of the problem -------------------------------------------------------------------------
     @abstractmethod
@@ -130,6 +141,14 @@ class DiffusionModel(ABC):
             ValueError: a size the model cannot produce; names the key, the value and the nearest valid
                 one.
         """
+
+    def num_tokens(self, geometry: Geometry) -> int:
+        """Tokens of one sample in the network, without its prompt: the rows of packed latents [tokens, C].
+
+        Raises:
+            ValueError: as `latent_shape`.
+        """
+        return self.latent_shape(geometry)[0]
 
     @abstractmethod
     def sigmas(self, num_steps: int, geometry: Geometry) -> Tensor:
@@ -200,6 +219,24 @@ class DiffusionModel(ABC):
             if parameter.is_floating_point() and not checkpoint.kept_in_fp32(name, self.spec.transformer)
         )
 
+    @property
+    def pads_texts(self) -> bool:
+        """True if conditions have their prompt's own length, so that a forward pads them to the longest, under a mask.
+        False if all are of one length for the network."""
+        return self.spec.condition.num_tokens is None and self.spec.flops.text_tokens is None
+
+    @property
+    def keeps_lengths_apart(self) -> bool:
+        """True if texts of one forward must be of one length: the network would mask padding, and cannot. Guidance then
+        runs in two forwards."""
+        return self.pads_texts and not self.takes_masks
+
+    def text_lengths(self, condition: Condition) -> tuple[int, ...]:
+        """Numbers of tokens of the condition's texts; () where all conditions are of one length for the network."""
+        if not self.pads_texts:
+            return ()
+        return tuple(len(tensor) for _, tensor in sorted(condition.items()) if tensor.ndim > 1)
+
     def velocity(
         self,
         transformer: nn.Module,
@@ -210,29 +247,42 @@ class DiffusionModel(ABC):
         true_cfg_scale: float,
         geometry: Geometry,
         guidance_scale: float | None = None,
+        *,
+        splits: bool = False,
     ) -> Tensor:
-        """Guided velocity dx/dsigma [N, ...] fp32 of N rows, both branches in one forward.
+        """Guided velocity dx/dsigma [N, ...] fp32 of N rows.
 
         Args:
             latents: [N, ...]. sigmas: [N] fp32. conditions: N entries. negative_conditions: N entries; not
                 read if `true_cfg_scale` is 1, which runs only the positive branch.
             guidance_scale: `asked` of `embedded_guidance`.
+            splits: run the branches one after the other, not in one forward.
 
         Raises:
-            RuntimeError: guidance without negative conditions, or rows of different experts.
+            RuntimeError: guidance without negative conditions, rows of different experts, or texts of different lengths
+                where `keeps_lengths_apart`.
         """
-        is_guided = true_cfg_scale != 1.0
-        if is_guided and negative_conditions is None:
+
+        def branch(latents: Tensor, sigmas: Tensor, conditions: Sequence[Condition]) -> Tensor:
+            if self.keeps_lengths_apart and len(found := {self.text_lengths(each) for each in conditions}) > 1:
+                raise RuntimeError(
+                    f"texts of one forward must be of one length for an attention kernel without masks, got {found}; "
+                    "put them into different batches"
+                )
+            collated = self.collate(conditions)
+            embedded = self.embedded_guidance(guidance_scale)
+            if embedded is not None:
+                collated["guidance"] = torch.full((len(latents),), embedded, dtype=torch.float32, device=latents.device)
+            return self.predict(transformer, latents, sigmas, collated, geometry).float()
+
+        if true_cfg_scale == 1.0:
+            return branch(latents, sigmas, conditions)
+        if negative_conditions is None:
             raise RuntimeError(f"true_cfg_scale={true_cfg_scale} needs negative conditions, got None")
-        if is_guided and negative_conditions is not None:
-            conditions = [*conditions, *negative_conditions]
-            latents, sigmas = torch.cat([latents, latents]), torch.cat([sigmas, sigmas])
-        collated = self.collate(conditions)
-        embedded = self.embedded_guidance(guidance_scale)
-        if embedded is not None:
-            collated["guidance"] = torch.full((len(latents),), embedded, dtype=torch.float32, device=latents.device)
-        predicted = self.predict(transformer, latents, sigmas, collated, geometry).float()
-        if not is_guided:
-            return predicted
-        positive, negative = predicted.chunk(2)
+        if splits or self.keeps_lengths_apart:
+            positive = branch(latents, sigmas, conditions)
+            negative = branch(latents, sigmas, negative_conditions)
+        else:
+            both = [*conditions, *negative_conditions]
+            positive, negative = branch(torch.cat([latents, latents]), torch.cat([sigmas, sigmas]), both).chunk(2)
         return self.guide(positive, negative, true_cfg_scale)

@@ -82,5 +82,12 @@ def kept_in_fp32(name: str, architecture: str) -> bool:
     return not set(getattr(diffusers, architecture)._keep_in_fp32_modules or ()).isdisjoint(name.split("."))
 
 
+def in_one_dtype(network: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The network, with all parameters in `dtype`, those that diffusers keeps in fp32, too."""
+    for parameter in network.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return network
+
+
 def _dtype_of(name: str, architecture: str, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if kept_in_fp32(name, architecture) else dtype

@@ -38,8 +38,7 @@ class Experts(nn.Module):
         """Run expert number `expert` on its own inputs."""
         return self.get_submodule(self.names[expert])(**inputs)
 
-    def enable_gradient_checkpointing(self) -> None:
-        """Enable it in every expert."""
-        for name in self.names:
-            network: Any = self.get_submodule(name)
-            network.enable_gradient_checkpointing()
+
+def networks_of(module: nn.Module) -> list[Any]:
+    """The diffusers networks of what `DiffusionModel.load_transformer` returns, in the order of `expert_of`."""
+    return [module.get_submodule(name) for name in module.names] if isinstance(module, Experts) else [module]

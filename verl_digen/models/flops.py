@@ -38,17 +38,18 @@ class Flops:
         """FLOPs of all layers."""
         return self.linear + self.attention
 
-    def training(self, *, is_frozen: bool, recomputes: bool) -> float:
+    def training(self, *, is_frozen: bool, recomputed: float) -> float:
         """FLOPs of forward, backward and recomputation.
 
         A full fine-tune costs 3 forwards, 4 with recomputation; an adapter on frozen weights 2 to 3, or 3 to 4.
 
         Args:
             is_frozen: the weights are frozen under an adapter and get no gradient.
-            recomputes: gradient checkpointing. False for a utilisation that counts only useful work.
+            recomputed: share of the blocks that backward recomputes. 0.0 for a utilisation that counts only useful
+                work.
         """
         backward = self.linear * (1 if is_frozen else 2) + self.attention * 2
-        return self.forward * (2 if recomputes else 1) + backward
+        return self.forward * (1 + recomputed) + backward
 
 
 def forward_flops(

@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from verl_digen.models.base import TIMESTEPS_PER_SIGMA, Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder
 from verl_digen.models.pixels import load_image_decoder
 from verl_digen.models.sizes import check_size
-from verl_digen.models.spec import MODULATION, ConditionLayout, FlopsLayout, ModelSpec, VllmOmniServing
-from verl_digen.models.text import length_check, one_by_one
+from verl_digen.models.spec import MODULATION, ConditionLayout, FlopsLayout, ModelSpec, SequenceLayout, VllmOmniServing
+from verl_digen.models.text import length_check, text_encoder
+from verl_digen.transfers import to_device
 from verl_digen.types import Condition, Geometry
 
 MAX_TEXT_TOKENS_DEV = 512
@@ -64,6 +65,7 @@ class Flux(DiffusionModel):
         condition=ConditionLayout(
             width="joint_attention_dim", pooled="pooled_projection_dim", num_tokens=MAX_TEXT_TOKENS_DEV
         ),
+        sequence=SequenceLayout(splits_prompts=True),
         vllm_omni=VllmOmniServing(
             pipeline="FluxPipeline", mixin="verl_digen.rollout.vllm_omni.request_pipelines:FluxRecording"
         ),
@@ -102,13 +104,13 @@ class Flux(DiffusionModel):
             embeds, pooled, _ = pipeline.encode_prompt(prompt, device=device, max_sequence_length=self.max_text_tokens)
             return {"embeds": embeds[0], "pooled": pooled[0]}
 
-        return one_by_one(encode)
+        return text_encoder(encode, pipeline.text_encoder, pipeline.text_encoder_2)
 
     def load_decoder(self, dtype: torch.dtype, device: torch.device) -> Decoder:
         def unpack(latents: Tensor, geometry: Geometry) -> Tensor:
             return FluxPipeline._unpack_latents(latents, geometry.height_px, geometry.width_px, self._vae_scale)
 
-        return load_image_decoder(self.path / "vae", dtype, device, unpack=unpack)
+        return load_image_decoder(self.path / "vae", self.decoder_dtype(dtype), device, unpack=unpack)
 
     # -- the shape of the problem -------------------------------------------------------------------------
     def _token_grid(self, geometry: Geometry) -> tuple[int, int]:
@@ -151,13 +153,15 @@ class Flux(DiffusionModel):
         # then divided.
         dtype, device = self.input_dtype(transformer), latents.device
         rows, columns = self._token_grid(geometry)
+        # Made on the host in any case; the pipeline's own copy to a device would wait for it.
+        image_ids = FluxPipeline._prepare_latent_image_ids(len(latents), rows, columns, torch.device("cpu"), dtype)
         return transformer(
             hidden_states=latents.to(dtype),
-            timestep=self.timesteps(sigmas).to(device, dtype) / TIMESTEPS_PER_SIGMA,
+            timestep=to_device(self.timesteps(sigmas), device, dtype) / TIMESTEPS_PER_SIGMA,
             guidance=condition.get("guidance"),
             pooled_projections=condition["pooled"].to(dtype),
             encoder_hidden_states=condition["embeds"].to(dtype),
             txt_ids=torch.zeros(condition["embeds"].shape[1], 3, device=device, dtype=dtype),
-            img_ids=FluxPipeline._prepare_latent_image_ids(len(latents), rows, columns, device, dtype),
+            img_ids=to_device(image_ids, device),
             return_dict=False,
         )[0]

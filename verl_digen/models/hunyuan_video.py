@@ -21,10 +21,12 @@ from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchE
 from torch import Tensor, nn
 
 from verl_digen.models.base import Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder
+from verl_digen.models.hunyuan_video_forward import SEQUENCE_PLAN, run_unmasked
 from verl_digen.models.pixels import decode_each
-from verl_digen.models.sizes import video_latent_shape
-from verl_digen.models.spec import MODULATION, ConditionLayout, FlopsLayout, ModelSpec
-from verl_digen.models.text import length_check, one_by_one, pad_embeds
+from verl_digen.models.sizes import num_video_tokens, video_latent_shape
+from verl_digen.models.spec import MODULATION, ConditionLayout, FlopsLayout, ModelSpec, SequenceLayout
+from verl_digen.models.text import length_check, pad_embeds, text_encoder
+from verl_digen.transfers import to_device
 from verl_digen.types import Condition, Geometry
 
 MAX_TEXT_TOKENS = 256
@@ -59,6 +61,7 @@ class HunyuanVideo(DiffusionModel):
         ),
         condition=ConditionLayout(width="text_embed_dim", pooled="pooled_projection_dim"),
         selftest={"num_frames": 5},
+        sequence=SequenceLayout(splits_prompts=True, plan=SEQUENCE_PLAN),
     )
 
     def __init__(self, path: str | Path):
@@ -70,6 +73,11 @@ class HunyuanVideo(DiffusionModel):
         self._vae_scale: int = vae["spatial_compression_ratio"]
 
     # -- loading ------------------------------------------------------------------------------------------
+    def load_transformer(self, dtype: torch.dtype, *, meta: bool = False) -> nn.Module:
+        network = super().load_transformer(dtype, meta=meta)
+        run_unmasked(network)
+        return network
+
     def load_prompt_check(self) -> PromptCheck:
         template = DEFAULT_PROMPT_TEMPLATE
         limit = template["crop_start"] + MAX_TEXT_TOKENS
@@ -90,19 +98,22 @@ class HunyuanVideo(DiffusionModel):
             embeds, pooled, mask = pipeline.encode_prompt(prompt, device=device, max_sequence_length=MAX_TEXT_TOKENS)
             return {"embeds": embeds[0, : int(mask.sum())], "pooled": pooled[0]}
 
-        return one_by_one(encode)
+        return text_encoder(encode, pipeline.text_encoder, pipeline.text_encoder_2)
 
     def load_decoder(self, dtype: torch.dtype, device: torch.device) -> Decoder:
-        """The VAE decodes longer videos in overlapping temporal tiles by itself, as in the pipeline."""
+        """The VAE decodes longer videos in overlapping temporal tiles by itself, as in the pipeline, and sides of more
+        than 256 px in overlapping tiles, as in the pipeline's example: its attention makes a mask of positions x
+        positions."""
         vae: Any = AutoencoderKLHunyuanVideo.from_pretrained(self.path / "vae", dtype=dtype)
         vae.eval().to(device)
+        vae.enable_tiling()
 
         @torch.no_grad()
         def decode(latents: Tensor, geometry: Geometry) -> Tensor:
             # The end of HunyuanVideoPipeline.__call__.
             return decode_each(vae, latents.to(device, dtype) / vae.config.scaling_factor)
 
-        return decode
+        return Decoder(decode, (vae,))
 
     # -- the shape of the problem -------------------------------------------------------------------------
     def latent_shape(self, geometry: Geometry) -> tuple[int, ...]:
@@ -115,6 +126,10 @@ class HunyuanVideo(DiffusionModel):
             frame_stride=self._frame_stride,
         )
 
+    def num_tokens(self, geometry: Geometry) -> int:
+        sides = (self._network["patch_size_t"], self._network["patch_size"], self._network["patch_size"])
+        return num_video_tokens(self.latent_shape(geometry), sides)
+
     def sigmas(self, num_steps: int, geometry: Geometry) -> Tensor:
         # "4. Prepare timesteps" of HunyuanVideoPipeline.__call__.
         scheduler: Any = FlowMatchEulerDiscreteScheduler.from_config(self._schedule)
@@ -123,13 +138,14 @@ class HunyuanVideo(DiffusionModel):
 
     # -- the network --------------------------------------------------------------------------------------
     def collate(self, conditions: Sequence[Condition]) -> Collated:
-        """{"embeds": [N, L, D], "mask": [N, L] bool, "pooled": [N, E]}, padded to the longest of the N."""
-        padded, mask = pad_embeds([condition["embeds"] for condition in conditions])
-        return {
-            "embeds": padded,
-            "mask": mask,
-            "pooled": torch.stack([condition["pooled"] for condition in conditions]),
-        }
+        """{"embeds": [N, L, D], "pooled": [N, E]}, padded to the longest of the N; plus "mask": [N, L] bool if lengths
+        differ (attention is faster without)."""
+        embeds = [condition["embeds"] for condition in conditions]
+        pooled = torch.stack([condition["pooled"] for condition in conditions])
+        if len({len(embed) for embed in embeds}) == 1:
+            return {"embeds": torch.stack(embeds), "pooled": pooled}
+        padded, mask = pad_embeds(embeds)
+        return {"embeds": padded, "mask": mask, "pooled": pooled}
 
     def predict(
         self,
@@ -142,13 +158,12 @@ class HunyuanVideo(DiffusionModel):
         # "7. Denoising loop" of HunyuanVideoPipeline.__call__; there too the timestep is rounded to the network's
         # dtype, which the latents have after the first step.
         dtype = self.input_dtype(transformer)
-        guidance = condition.get("guidance")
+        guidance, mask = condition.get("guidance"), condition.get("mask")
         return transformer(
             hidden_states=latents.to(dtype),
-            timestep=self.timesteps(sigmas).to(latents.device, dtype),
+            timestep=to_device(self.timesteps(sigmas), latents.device, dtype),
             encoder_hidden_states=condition["embeds"].to(dtype),
-            encoder_attention_mask=condition["mask"].to(dtype),
+            encoder_attention_mask=None if mask is None else mask.to(dtype),
             pooled_projections=condition["pooled"].to(dtype),
             guidance=None if guidance is None else guidance.to(dtype) * GUIDANCE_UNIT,
-            return_dict=False,
         )[0]

@@ -27,10 +27,12 @@ from torch import Tensor, nn
 
 from verl_digen.models.base import Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder
 from verl_digen.models.hunyuan_video15_forward import run_text_to_video
+from verl_digen.models.hunyuan_video_forward import SEQUENCE_PLAN
 from verl_digen.models.pixels import decode_each
-from verl_digen.models.sizes import video_latent_shape
-from verl_digen.models.spec import MODULATION, ConditionLayout, FlopsLayout, ModelSpec, VllmOmniServing
-from verl_digen.models.text import PROMPT_CHARACTERS_SHOWN, length_check, one_by_one, pad_embeds
+from verl_digen.models.sizes import num_video_tokens, video_latent_shape
+from verl_digen.models.spec import MODULATION, ConditionLayout, FlopsLayout, ModelSpec, SequenceLayout, VllmOmniServing
+from verl_digen.models.text import PROMPT_CHARACTERS_SHOWN, length_check, pad_embeds, text_encoder
+from verl_digen.transfers import to_device
 from verl_digen.types import Condition, Geometry
 
 # Functions of the class, not of an instance: a pipeline cannot be built without a VAE.
@@ -77,6 +79,7 @@ class HunyuanVideo15(DiffusionModel):
         ),
         condition=ConditionLayout(width="text_embed_dim", glyphs="text_embed_2_dim"),
         selftest={"num_frames": 5},
+        sequence=SequenceLayout(splits_prompts=True, plan=SEQUENCE_PLAN),
         vllm_omni=VllmOmniServing(
             pipeline="HunyuanVideo15Pipeline",
             mixin="verl_digen.rollout.vllm_omni.request_pipelines:HunyuanVideo15Recording",
@@ -156,7 +159,7 @@ class HunyuanVideo15(DiffusionModel):
             glyphs, glyph_mask = encode_glyphs(glyph_tokenizer, glyph_encoder, prompt, device)
             return {"embeds": embeds[0][mask[0].bool()], "glyphs": glyphs[0][glyph_mask[0].bool()]}
 
-        return one_by_one(encode)
+        return text_encoder(encode, encoder, glyph_encoder)
 
     def load_decoder(self, dtype: torch.dtype, device: torch.device) -> Decoder:
         """The VAE decodes sides of more than 256 px in overlapping tiles, as in the pipeline's example: its attention
@@ -170,7 +173,7 @@ class HunyuanVideo15(DiffusionModel):
             # The end of HunyuanVideo15Pipeline.__call__.
             return decode_each(vae, latents.to(device, dtype) / vae.config.scaling_factor)
 
-        return decode
+        return Decoder(decode, (vae,))
 
     # -- the shape of the problem -------------------------------------------------------------------------
     def latent_shape(self, geometry: Geometry) -> tuple[int, ...]:
@@ -182,6 +185,10 @@ class HunyuanVideo15(DiffusionModel):
             patch_size=self._network["patch_size"],
             frame_stride=self._frame_stride,
         )
+
+    def num_tokens(self, geometry: Geometry) -> int:
+        sides = (self._network["patch_size_t"], self._network["patch_size"], self._network["patch_size"])
+        return num_video_tokens(self.latent_shape(geometry), sides)
 
     def sigmas(self, num_steps: int, geometry: Geometry) -> Tensor:
         # "4. Prepare timesteps" of HunyuanVideo15Pipeline.__call__.
@@ -216,6 +223,6 @@ class HunyuanVideo15(DiffusionModel):
         no_frame = latents.new_zeros(num_rows, self._network["in_channels"] - num_channels, *size)
         return transformer(
             hidden_states=torch.cat([latents, no_frame], dim=1).to(dtype),
-            timestep=self.timesteps(sigmas).to(latents.device, dtype),
+            timestep=to_device(self.timesteps(sigmas), latents.device, dtype),
             **{TEXT_INPUTS[name]: tensor.to(dtype) for name, tensor in condition.items()},
         )[0]

@@ -21,6 +21,8 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.embeddings import apply_rotary_emb
 from torch import Tensor, nn
 
+from verl_digen.models.sequence import own_share
+
 PROMPT_TYPE, GLYPH_TYPE = 0, 1
 """Type ids of text tokens, inputs of `cond_type_embed`."""
 
@@ -28,6 +30,7 @@ PROMPT_TYPE, GLYPH_TYPE = 0, 1
 def run_text_to_video(network: Any) -> None:
     """Replace the forward of a `HunyuanVideo15Transformer3DModel` as described above; its weights are unchanged."""
     network.forward = MethodType(_forward, network)
+    network.sequence_mesh = None
     for block in network.transformer_blocks:
         block.attn.set_processor(_KeyMasked())
 
@@ -63,10 +66,13 @@ def _forward(
     glyphs = of_type(network.context_embedder_2(encoder_hidden_states_2), GLYPH_TYPE)
     text = torch.cat([glyphs, prompt], dim=1)
     masks = ((encoder_attention_mask_2, glyphs), (encoder_attention_mask, prompt))
-    is_asked = None
+    text_mask = is_asked = None
     if encoder_attention_mask is not None or encoder_attention_mask_2 is not None:
         parts = [torch.ones_like(tokens[..., 0]) if mask is None else mask for mask, tokens in masks]
-        is_asked = torch.cat([torch.ones_like(video[..., 0]), *parts], dim=1).bool()[:, None, None]
+        text_mask = torch.cat(parts, dim=1)
+    text, text_mask = own_share(network, text, text_mask)
+    if text_mask is not None:
+        is_asked = torch.cat([torch.ones_like(video[..., 0]), text_mask], dim=1).bool()[:, None, None]
 
     recomputes = network.gradient_checkpointing and torch.is_grad_enabled()
     for block in network.transformer_blocks:

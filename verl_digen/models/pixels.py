@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversion of a VAE's output to 8-bit pixels on the host, rounded as by diffusers' processors.
 
-- A video leaves the accelerator before the next one is decoded: peak memory is that of one video.
+- Pictures leave the accelerator a few at a time (`in_batches`), and a video before the next one is decoded: peak memory
+  is that of so many pictures, or of one video.
 
-Invariant (tests/models): pixels equal those of the model's own pipeline, up to values at the edge of rounding.
+Invariant (tests/models): pixels equal those of the model's own pipeline, in batches of any size, up to values at the
+edge of rounding.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from torch import Tensor
 
+from verl_digen.models.loaded import Decoder
 from verl_digen.types import Geometry
 
 
@@ -25,15 +28,33 @@ def to_pixels(frames: Tensor) -> Tensor:
     return (in_unit_range.movedim(1, -1) * 255).round().to(torch.uint8).cpu()
 
 
+def in_batches(
+    decode: Callable[[Tensor, Geometry], Tensor], latents: Tensor, geometry: Geometry, batch_size: int
+) -> Tensor:
+    """Pixels of all `latents` [B, ...], decoded at most `batch_size` (`digen.rollout.decode_batch_size`) at a time."""
+    return torch.cat([decode(part, geometry) for part in latents.split(batch_size)])
+
+
 def decode_each(vae: Any, latents: Tensor) -> Tensor:
     """Decode one video after the other, [B, C, F, H, W] -> uint8 [B, F', H', W', 3], or [B, H', W', 3] of one frame."""
     videos = torch.cat([to_pixels(vae.decode(one, return_dict=False)[0]) for one in latents.split(1)])
     return videos.squeeze(1)
 
 
+def decode_in(vae: Any, dtype: torch.dtype) -> None:
+    """Make a loaded VAE decode in `dtype`, whatever the latents' dtype; for pipelines that are not ours."""
+    vae.to(dtype)
+    decode = vae.decode
+
+    def decode_cast(latents: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return decode(latents.to(dtype), *args, **kwargs)
+
+    vae.decode = decode_cast
+
+
 def load_image_decoder(
     folder: Path, dtype: torch.dtype, device: torch.device, *, unpack: Callable[[Tensor, Geometry], Tensor]
-) -> Callable[[Tensor, Geometry], Tensor]:
+) -> Decoder:
     """Load the decoder of a model whose VAE is diffusers' `AutoencoderKL`.
 
     Args:
@@ -48,4 +69,4 @@ def load_image_decoder(
         denormalised = unpacked / vae.config.scaling_factor + vae.config.shift_factor
         return to_pixels(vae.decode(denormalised, return_dict=False)[0])
 
-    return decode
+    return Decoder(decode, (vae,))

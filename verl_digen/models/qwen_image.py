@@ -24,9 +24,11 @@ from torch.nn import functional as F
 
 from verl_digen.models.base import TIMESTEPS_PER_SIGMA, Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder
 from verl_digen.models.pixels import to_pixels
+from verl_digen.models.sequence import pad_prompts
 from verl_digen.models.sizes import check_size
-from verl_digen.models.spec import MODULATION, ConditionLayout, FlopsLayout, ModelSpec, VllmOmniServing
-from verl_digen.models.text import length_check, one_by_one, pad_embeds
+from verl_digen.models.spec import MODULATION, ConditionLayout, FlopsLayout, ModelSpec, SequenceLayout, VllmOmniServing
+from verl_digen.models.text import length_check, pad_embeds, text_encoder
+from verl_digen.transfers import to_device
 from verl_digen.types import Condition, Geometry
 
 MAX_TEXT_TOKENS = 1024
@@ -62,6 +64,7 @@ class QwenImage(DiffusionModel):
         ),
         condition=ConditionLayout(width="joint_attention_dim"),
         freed={"text_encoder": ("model.visual.", "lm_head.")},
+        sequence=SequenceLayout(splits_prompts=True),
         vllm_omni=VllmOmniServing(
             pipeline="QwenImagePipeline",
             mixin="verl_digen.rollout.vllm_omni.step_mode:StepRecordingMixin",
@@ -103,7 +106,7 @@ class QwenImage(DiffusionModel):
             embeds, _ = pipeline.encode_prompt(prompt, device=device, max_sequence_length=MAX_TEXT_TOKENS)
             return {"embeds": embeds[0]}
 
-        return one_by_one(encode)
+        return text_encoder(encode, pipeline.text_encoder)
 
     def load_decoder(self, dtype: torch.dtype, device: torch.device) -> Decoder:
         vae = AutoencoderKLQwenImage.from_pretrained(self.path / "vae", dtype=dtype)
@@ -125,7 +128,7 @@ class QwenImage(DiffusionModel):
             denormalised = unpacked.to(device, dtype) / inverse_std + mean
             return to_pixels(vae.decode(denormalised, return_dict=False)[0][:, :, 0])
 
-        return decode
+        return Decoder(decode, (vae,))
 
     # -- the shape of the problem -------------------------------------------------------------------------
     @property
@@ -175,13 +178,14 @@ class QwenImage(DiffusionModel):
         # "6. Denoising loop" of QwenImagePipeline.__call__; there too the timestep is rounded to the
         # network's dtype, then divided.
         dtype = self.input_dtype(transformer)
-        timesteps = self.timesteps(sigmas).to(latents.device, dtype) / TIMESTEPS_PER_SIGMA
+        timesteps = to_device(self.timesteps(sigmas), latents.device, dtype) / TIMESTEPS_PER_SIGMA
         rows, columns = self._token_grid(geometry)
+        embeds, mask = pad_prompts(condition["embeds"], condition.get("mask"), self.sequence_size)
         return transformer(
             hidden_states=latents.to(dtype),
             timestep=timesteps,
-            encoder_hidden_states=condition["embeds"].to(dtype),
-            encoder_hidden_states_mask=condition.get("mask"),
+            encoder_hidden_states=embeds.to(dtype),
+            encoder_hidden_states_mask=mask,
             img_shapes=[[(1, rows, columns)]] * len(latents),
             return_dict=False,
         )[0]

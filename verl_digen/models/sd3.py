@@ -22,7 +22,8 @@ from verl_digen.models.base import Collated, Decoder, DiffusionModel, PromptChec
 from verl_digen.models.pixels import load_image_decoder
 from verl_digen.models.sizes import check_size
 from verl_digen.models.spec import MODULATION, ConditionLayout, FlopsLayout, ModelSpec, VllmOmniServing
-from verl_digen.models.text import length_check, one_by_one
+from verl_digen.models.text import length_check, text_encoder
+from verl_digen.transfers import to_device
 from verl_digen.types import Condition, Geometry
 
 CLIP_TOKENS = 77
@@ -53,7 +54,9 @@ class StableDiffusion3(DiffusionModel):
         condition=ConditionLayout(
             width="joint_attention_dim", pooled="pooled_projection_dim", num_tokens=CLIP_TOKENS + MAX_TEXT_TOKENS
         ),
+        runs_in_fp16=True,
         selftest={"guidance_scale": 1.0},
+        dispatches_attention=False,
         vllm_omni=VllmOmniServing(
             pipeline="StableDiffusion3Pipeline",
             mixin="verl_digen.rollout.vllm_omni.request_pipelines:StableDiffusion3Recording",
@@ -91,10 +94,12 @@ class StableDiffusion3(DiffusionModel):
             )
             return {"embeds": embeds[0], "pooled": pooled[0]}
 
-        return one_by_one(encode)
+        return text_encoder(encode, pipeline.text_encoder, pipeline.text_encoder_2, pipeline.text_encoder_3)
 
     def load_decoder(self, dtype: torch.dtype, device: torch.device) -> Decoder:
-        return load_image_decoder(self.path / "vae", dtype, device, unpack=lambda latents, geometry: latents)
+        return load_image_decoder(
+            self.path / "vae", self.decoder_dtype(dtype), device, unpack=lambda latents, geometry: latents
+        )
 
     # -- the shape of the problem -------------------------------------------------------------------------
     def latent_shape(self, geometry: Geometry) -> tuple[int, ...]:
@@ -141,7 +146,7 @@ class StableDiffusion3(DiffusionModel):
         dtype = self.input_dtype(transformer)
         return transformer(
             hidden_states=latents.to(dtype),
-            timestep=self.timesteps(sigmas).to(latents.device),
+            timestep=to_device(self.timesteps(sigmas), latents.device),
             encoder_hidden_states=condition["embeds"].to(dtype),
             pooled_projections=condition["pooled"].to(dtype),
             return_dict=False,

@@ -6,6 +6,9 @@ Invariant (tests/models): an error names the config key, the value, and the near
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 from verl_digen.types import Geometry
 
 
@@ -52,6 +55,11 @@ def check_size(
                 f"digen.sampling.{key} must be at most {max_px} for this {title} checkpoint, "
                 f"got {value}; the nearest is {max_px}"
             )
+
+
+def num_video_tokens(latent_shape: Sequence[int], patch: Sequence[int]) -> int:
+    """Tokens of a video's latents [C, F, H, W] that the network reads in patches of [frames, height, width]."""
+    return math.prod(size // side for size, side in zip(latent_shape[1:], patch, strict=True))
 
 
 def video_latent_shape(

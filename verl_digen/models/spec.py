@@ -7,7 +7,10 @@
 | `lora_targets` | the model config, where the user names no targets |
 | `flops` | `models/flops.py` |
 | `condition`, `freed` | `digen plan` |
+| `num_images` | the checks of prompt files |
+| `sequence` | `models/sequence.py` |
 | `selftest` | `digen doctor --selftest` |
+| `dispatches_attention` | the checks of `digen.attention_backend` |
 | `vllm_omni` | `rollout/vllm_omni` and the checks before Ray starts |
 
 Invariants (tests/models/test_spec.py): names of layers, config keys, folders and arguments in a spec are those of the
@@ -59,6 +62,18 @@ class ConditionLayout:
 
 
 @dataclass(frozen=True)
+class SequenceLayout:
+    """Split of a network's tokens over devices, in the terms of diffusers' context parallelism."""
+
+    splits_prompts: bool
+    """True if prompt tokens are split like the picture's; False: every device has all of them."""
+    plan: Mapping[str, Any] | None = None
+    """Module -> how its inputs or outputs are split or gathered; None: the network class's own plan."""
+    unsplit: tuple[str, ...] = ()
+    """Entries of the class's plan that apply to inputs that this project never gives."""
+
+
+@dataclass(frozen=True)
 class VllmOmniServing:
     """How vLLM-Omni generates with a model and records its trajectories. Names only: nothing of vLLM is imported."""
 
@@ -89,9 +104,19 @@ class ModelSpec:
     condition: ConditionLayout
     components: tuple[str, ...] = ("scheduler", "text_encoder", "tokenizer", "transformer", "vae")
     """Folders a checkpoint must hold."""
+    decodes_in_fp32: bool = False
+    """True: the pipeline's documentation loads its VAE in fp32."""
+    runs_in_fp16: bool = False
+    """True if its activations fit into fp16 and training in it is published; False: it was made in bf16."""
+    num_images: tuple[int, int] = (0, 0)
+    """(least, most) images of a prompt. (0, 0): the pipeline reads text alone."""
     freed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Folder of a text encoder -> name prefixes of the parameters that `load_encoder` drops."""
     selftest: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the pipeline in the self-test besides the size: guidance off, and the frames of a video."""
+    sequence: SequenceLayout | None = None
+    """None: the network runs whole on each device."""
+    dispatches_attention: bool = True
+    """False: the network calls PyTorch's attention itself, so that no other kernel can be chosen."""
     vllm_omni: VllmOmniServing | None = None
     """None: vLLM-Omni cannot generate for this trainer with the model."""

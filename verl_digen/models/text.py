@@ -15,25 +15,49 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from verl_digen.inputs import PromptInputs
+from verl_digen.models.loaded import PromptEncoder
+from verl_digen.transfers import to_device
 from verl_digen.types import Condition
 
 PROMPT_CHARACTERS_SHOWN = 40
 """Maximum number of a prompt's characters that an error quotes."""
 
 
-def one_by_one(encode: Callable[[str], Condition]) -> Callable[[Sequence[str]], list[Condition]]:
-    """Turn an encoder of one prompt into an encoder of several, which encodes each distinct prompt once."""
+def one_by_one(encode: Callable[[PromptInputs], Condition], *modules: nn.Module) -> PromptEncoder:
+    """Turn an encoder of one prompt, which runs `modules`, into an encoder of several; it encodes each distinct prompt
+    once."""
 
     # Not inference_mode: the embeddings enter autograd in training.
     @torch.no_grad()
-    def encode_all(prompts: Sequence[str]) -> list[Condition]:
+    def encode_all(prompts: Sequence[PromptInputs]) -> list[Condition]:
         known = {prompt: encode(prompt) for prompt in dict.fromkeys(prompts)}
         return [known[prompt] for prompt in prompts]
 
-    return encode_all
+    return PromptEncoder(encode_all, modules)
+
+
+def text_encoder(encode: Callable[[str], Condition], *modules: nn.Module) -> PromptEncoder:
+    """Turn an encoder of one text, which runs `modules`, into the encoder of a pipeline that reads no images."""
+    return one_by_one(lambda inputs: encode(only_text(inputs)), *modules)
+
+
+def only_text(inputs: PromptInputs) -> str:
+    """The text of inputs without images.
+
+    Raises:
+        ValueError: there are images.
+    """
+    if inputs.images:
+        raise ValueError(
+            f"a prompt must have no images for a model that reads text alone, got {len(inputs.images)} for "
+            f"{inputs.text[:PROMPT_CHARACTERS_SHOWN]!r}...; train a model that reads them, or rename the column "
+            "'images'"
+        )
+    return inputs.text
 
 
 def pad_embeds(embeds: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -41,7 +65,7 @@ def pad_embeds(embeds: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     padded = pad_sequence(list(embeds), batch_first=True)
     lengths = torch.tensor([len(embed) for embed in embeds])
     mask = torch.arange(padded.shape[1]) < lengths[:, None]
-    return padded, mask.to(padded.device)
+    return padded, to_device(mask, padded.device)
 
 
 def length_check(

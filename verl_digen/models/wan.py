@@ -25,9 +25,10 @@ from torch import Tensor, nn
 from verl_digen.models.base import TIMESTEPS_PER_SIGMA, Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder
 from verl_digen.models.checkpoint import check_components
 from verl_digen.models.pixels import decode_each
-from verl_digen.models.sizes import video_latent_shape
-from verl_digen.models.spec import ConditionLayout, FlopsLayout, ModelSpec, VllmOmniServing
-from verl_digen.models.text import length_check, one_by_one
+from verl_digen.models.sizes import num_video_tokens, video_latent_shape
+from verl_digen.models.spec import ConditionLayout, FlopsLayout, ModelSpec, SequenceLayout, VllmOmniServing
+from verl_digen.models.text import length_check, text_encoder
+from verl_digen.transfers import to_device
 from verl_digen.types import Condition, Geometry
 
 MAX_TEXT_TOKENS = 512
@@ -48,7 +49,10 @@ class Wan(DiffusionModel):
             text_tokens=MAX_TEXT_TOKENS,
         ),
         condition=ConditionLayout(width="text_dim"),
+        decodes_in_fp32=True,
         selftest={"guidance_scale": 1.0, "num_frames": 5},
+        # "" is the timestep per token of TI2V-5B, which gets one per row
+        sequence=SequenceLayout(splits_prompts=False, unsplit=("",)),
         vllm_omni=VllmOmniServing(
             pipeline="WanPipeline", mixin="verl_digen.rollout.vllm_omni.request_pipelines:WanRecording"
         ),
@@ -89,10 +93,11 @@ class Wan(DiffusionModel):
             )
             return {"embeds": embeds[0, : len(pipeline.tokenizer(prompt_clean(prompt)).input_ids)]}
 
-        return one_by_one(encode)
+        return text_encoder(encode, pipeline.text_encoder)
 
     def load_decoder(self, dtype: torch.dtype, device: torch.device) -> Decoder:
         """The VAE itself decodes one latent frame at a time, with the caches of its causal convolutions."""
+        dtype = self.decoder_dtype(dtype)
         vae: Any = AutoencoderKLWan.from_pretrained(self.path / "vae", dtype=dtype)
         vae.eval().to(device)
         per_channel = (1, -1, 1, 1, 1)
@@ -104,7 +109,7 @@ class Wan(DiffusionModel):
             # The end of WanPipeline.__call__.
             return decode_each(vae, latents.to(device, dtype) / inverse_std + mean)
 
-        return decode
+        return Decoder(decode, (vae,))
 
     # -- the shape of the problem -------------------------------------------------------------------------
     def latent_shape(self, geometry: Geometry) -> tuple[int, ...]:
@@ -116,6 +121,9 @@ class Wan(DiffusionModel):
             patch_size=self._network["patch_size"][1],
             frame_stride=self._frame_stride,
         )
+
+    def num_tokens(self, geometry: Geometry) -> int:
+        return num_video_tokens(self.latent_shape(geometry), self._network["patch_size"])
 
     def sigmas(self, num_steps: int, geometry: Geometry) -> Tensor:
         # "4. Prepare timesteps" of WanPipeline.__call__.
@@ -168,7 +176,7 @@ class Wan(DiffusionModel):
             chosen = {"expert": experts[0]}
         return transformer(
             hidden_states=latents.to(dtype),
-            timestep=self.timesteps(sigmas).to(latents.device),
+            timestep=to_device(self.timesteps(sigmas), latents.device),
             encoder_hidden_states=condition["embeds"].to(dtype),
             return_dict=False,
             **chosen,

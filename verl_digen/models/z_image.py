@@ -27,7 +27,8 @@ from verl_digen.models.base import TIMESTEPS_PER_SIGMA, Collated, Decoder, Diffu
 from verl_digen.models.pixels import load_image_decoder
 from verl_digen.models.sizes import check_size
 from verl_digen.models.spec import ConditionLayout, FlopsLayout, ModelSpec, VllmOmniServing
-from verl_digen.models.text import length_check, one_by_one
+from verl_digen.models.text import length_check, text_encoder
+from verl_digen.transfers import to_device
 from verl_digen.types import Condition, Geometry
 
 MAX_TEXT_TOKENS = 512
@@ -100,10 +101,12 @@ class ZImage(DiffusionModel):
             )
             return {"embeds": embeds}
 
-        return one_by_one(encode)
+        return text_encoder(encode, pipeline.text_encoder)
 
     def load_decoder(self, dtype: torch.dtype, device: torch.device) -> Decoder:
-        return load_image_decoder(self.path / "vae", dtype, device, unpack=lambda latents, geometry: latents)
+        return load_image_decoder(
+            self.path / "vae", self.decoder_dtype(dtype), device, unpack=lambda latents, geometry: latents
+        )
 
     # -- the shape of the problem -------------------------------------------------------------------------
     def latent_shape(self, geometry: Geometry) -> tuple[int, ...]:
@@ -143,7 +146,7 @@ class ZImage(DiffusionModel):
         one_frame = latents.to(dtype).unsqueeze(2)
         predicted = transformer(
             list(one_frame.unbind()),
-            timesteps.to(latents.device),
+            to_device(timesteps, latents.device),
             [embeds.to(dtype) for embeds in condition["embeds"]],
             return_dict=False,
         )[0]

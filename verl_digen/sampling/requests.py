@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sample requests, made from the config and a prompt; pure functions."""
+"""Sample requests, made from the config and a prompt. Pure functions, but for the hashes of a prompt's images."""
 
 from __future__ import annotations
 
 from verl_digen.algorithms.forward import draw_noise_levels
 from verl_digen.algorithms.window import Window, draw_window
 from verl_digen.config import DigenConfig
+from verl_digen.inputs import PromptInputs, image_file
 from verl_digen.types import Geometry, PromptRow, SampleRequest, Sampling
 
 SINGLE_TURN = "diffusion_single_turn"
@@ -42,6 +43,9 @@ def sample_request(
             them.
         step: the optimizer step that the sample is for; moves a MixGRPO window.
         validate: True for a deterministic validation sample.
+
+    Raises:
+        ValueError: an image of the prompt cannot be read.
     """
     config = digen.sampling
     num_steps = config.val_num_steps if validate else config.num_steps
@@ -50,11 +54,13 @@ def sample_request(
         noise_levels = draw_noise_levels(digen.forward, run_seed=digen.seed, uid=row.uid, num_steps=num_steps)
     elif not validate:
         window = draw_window(digen.window, run_seed=digen.seed, uid=row.uid, num_steps=num_steps, step=step)
+    images = tuple(image_file(path) for path in row.images)
+    negative = config.negative_prompt if row.negative is None else row.negative
     return SampleRequest(
         uid=row.uid,
         sample_index=sample_index,
-        prompt=row.text,
-        negative_prompt=config.negative_prompt if row.negative is None else row.negative,
+        inputs=PromptInputs(row.text, images),
+        negative_inputs=PromptInputs(negative, images),
         window=window,
         sampling=Sampling(
             geometry=Geometry(config.height_px, config.width_px, config.num_frames),

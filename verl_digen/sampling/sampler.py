@@ -3,8 +3,8 @@
 
 - All generation (replicas and assisting trainers) runs `Sampler.sample`; all log-probs of recorded steps come
   from `score_rows`, all velocities of rows from `row_velocity`. They share `DiffusionModel.velocity` and `sde_step`.
-- A step costs one forward for the whole batch, both guidance branches in it. Each row's own window decides
-  whether a step is stochastic; other rows take the ODE step.
+- A step costs one forward for the whole batch, both guidance branches in it, or one per branch (`branches`). Each
+  row's own window decides whether a step is stochastic; other rows take the ODE step.
 - x is rounded to `latents_dtype` when it is made (the initial noise too), and only the rounded x is used
   further: by the log-prob, the next forward, the record and the replay.
 
@@ -26,8 +26,13 @@ from torch import Tensor, nn
 from verl_digen.algorithms.noise import INITIAL_LATENTS, sample_seed, step_noise
 from verl_digen.algorithms.sde import SdeStep, sde_step
 from verl_digen.models.base import DiffusionModel
+from verl_digen.sampling.branches import ONE_FORWARD, GuidanceBranches
 from verl_digen.sampling.recording import initial_seed, record_trajectory, trained_latents
+from verl_digen.transfers import to_device
 from verl_digen.types import Condition, SampleRequest, Sampling, TrainingRows, Trajectory, Transitions
+
+TEXT_STEP = 64
+"""Prompts whose lengths differ by less than so many tokens count as equally long in what a forward takes of memory."""
 
 
 class SamplingStopped(Exception):
@@ -41,6 +46,7 @@ class Sampler:
         transformer: on `device`, in whatever wrapper (FSDP2, peft); the sampler does not change its mode.
         run_seed: `digen.seed`.
         latents_dtype: dtype of latents between steps and in the record.
+        branches: chooses between one forward for both branches of guidance and two.
     """
 
     def __init__(
@@ -51,12 +57,14 @@ class Sampler:
         run_seed: int,
         device: torch.device | str,
         latents_dtype: torch.dtype,
+        branches: GuidanceBranches = ONE_FORWARD,
     ):
         self.model = model
         self.transformer = transformer
         self.run_seed = run_seed
         self.device = torch.device(device)
         self.latents_dtype = latents_dtype
+        self.branches = branches
 
     @torch.no_grad()
     def sample(
@@ -89,7 +97,7 @@ class Sampler:
         initial_seeds = [initial_seed(self.run_seed, request) for request in requests]
 
         latents = torch.stack([step_noise(seed, INITIAL_LATENTS, shape) for seed in initial_seeds])
-        latents = latents.to(self.device, self.latents_dtype)
+        latents = to_device(latents, self.device, self.latents_dtype)
         recorded = {step for request in requests for step in trained_latents(request.window)}
         path: dict[int, Tensor] = {}
         log_probs: list[Tensor] = []
@@ -98,15 +106,8 @@ class Sampler:
                 raise SamplingStopped(f"stopped before denoise step {step} of {sampling.num_steps}")
             if step in recorded:
                 path[step] = latents
-            velocity = self.model.velocity(
-                self.transformer,
-                latents,
-                sigmas[step].expand(len(requests)),
-                conditions,
-                negative_conditions,
-                sampling.true_cfg_scale,
-                sampling.geometry,
-                sampling.guidance_scale,
+            velocity = self._velocity(
+                latents, sigmas[step].expand(len(requests)), conditions, negative_conditions, sampling
             )
             taken = self._step(velocity, latents, sigmas, step, requests, seeds)
             latents = taken.next_sample
@@ -126,6 +127,32 @@ class Sampler:
             for row, (request, seed) in enumerate(zip(requests, initial_seeds, strict=True))
         ]
         return trajectories, latents
+
+    def _velocity(
+        self,
+        latents: Tensor,
+        sigmas: Tensor,
+        conditions: Sequence[Condition],
+        negative_conditions: Sequence[Condition] | None,
+        sampling: Sampling,
+    ) -> Tensor:
+        def forward(splits: bool) -> Tensor:
+            return self.model.velocity(
+                self.transformer,
+                latents,
+                sigmas,
+                conditions,
+                negative_conditions,
+                sampling.true_cfg_scale,
+                sampling.geometry,
+                sampling.guidance_scale,
+                splits=splits,
+            )
+
+        if sampling.true_cfg_scale == 1.0 or negative_conditions is None:
+            return forward(False)
+        longest = max(len(condition["embeds"]) for condition in (*conditions, *negative_conditions))
+        return self.branches.run((sampling.geometry, len(latents), longest // TEXT_STEP), forward)
 
     def _step(
         self,
@@ -152,7 +179,7 @@ class Sampler:
             law=sampling.law,
             noise_level=torch.tensor(is_sde, dtype=torch.float64) * sampling.noise_level,
             sigma_max=sigmas[1],
-            noise=torch.stack(noise).to(self.device),
+            noise=to_device(torch.stack(noise), self.device),
             storage_dtype=self.latents_dtype,
         )
 

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention kernels and compiled blocks of every architecture."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.models.cases import CASES, PROMPTS, Loaded
+from tests.tiny_models import build_tiny
+from verl_digen.models import kernels
+from verl_digen.models.experts import networks_of
+from verl_digen.models.kernels import block_classes, set_kernels
+
+ONE = (PROMPTS[0], PROMPTS[0], PROMPTS[0])
+
+
+def run(loaded: Loaded, network: nn.Module, prompts: tuple[str, ...]) -> tuple[Tensor, dict[str, Tensor]]:
+    """(velocity, gradients) of guided rows, one for each prompt."""
+    model, geometry = loaded.model, loaded.case.sizes[0]
+    start = torch.randn(len(prompts), *model.latent_shape(geometry), generator=torch.Generator().manual_seed(0))
+    sigmas = torch.linspace(0.95, 0.93, len(prompts))
+    network.zero_grad()
+    negative = loaded.encode([" "] * len(prompts))
+    found = model.velocity(network, start, sigmas, loaded.encode(prompts), negative, 3.0, geometry)
+    found.square().mean().backward()
+    named = network.named_parameters()
+    return found.detach(), {name: parameter.grad for name, parameter in named if parameter.grad is not None}
+
+
+def assert_same(found: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict[str, Tensor]]) -> None:
+    torch.testing.assert_close(found[0], expected[0], atol=1e-5, rtol=1e-4)
+    unused = found[1].keys() - expected[1].keys()  # zero from compiled code, none from the network itself
+    assert expected[1].keys() <= found[1].keys() and not any(found[1][name].any() for name in unused)
+    for name, gradient in expected[1].items():
+        torch.testing.assert_close(found[1][name], gradient, atol=1e-4 * gradient.abs().max().item() + 1e-7, rtol=1e-3)
+
+
+def test_a_kernel_can_be_chosen_where_the_network_asks_the_dispatcher(loaded: Loaded):
+    network = loaded.model.load_transformer(torch.float32, meta=True)
+    found = [module.processor for module in network.modules() if hasattr(module, "processor")]
+    processors = [processor for processor in found if hasattr(processor, "_attention_backend")]
+    assert found and loaded.model.spec.dispatches_attention == bool(processors)  # HunyuanVideo's refiner has none
+    set_kernels(loaded.model, network, side="trainer", attention="_native_math", compiles=False)
+    if loaded.model.spec.dispatches_attention:
+        assert {processor._attention_backend.value for processor in processors} == {"_native_math"}
+    set_kernels(loaded.model, network, side="trainer", attention="native", compiles=False)
+
+
+def test_texts_are_kept_apart_for_a_kernel_without_masks(loaded: Loaded):
+    model = loaded.model
+    if not model.spec.dispatches_attention:
+        pytest.skip("no kernel can be chosen")
+    network = model.load_transformer(torch.float32)
+    expected = run(loaded, network, ONE)
+    masked = network.zero_grad() or run(loaded, network, PROMPTS)[0]
+    set_kernels(model, network, side="trainer", attention="_native_flash", compiles=False)
+    try:
+        assert_same(run(loaded, network, ONE), expected)
+        if model.keeps_lengths_apart:
+            with pytest.raises(RuntimeError, match="texts of one forward must be of one length"):
+                run(loaded, network, PROMPTS)
+        else:
+            torch.testing.assert_close(run(loaded, network, PROMPTS)[0], masked, atol=1e-5, rtol=1e-4)
+    finally:
+        set_kernels(model, network, side="trainer", attention="native", compiles=False)
+
+
+def test_blocks_that_are_compiled_hold_no_other_one(loaded: Loaded):
+    network = loaded.model.load_transformer(torch.float32, meta=True)
+    first: Any = network.get_submodule(loaded.model.experts[0]) if len(loaded.model.experts) > 1 else network
+    names = block_classes(first)
+    blocks = [module for module in first.modules() if type(module).__name__ in names]
+    assert blocks
+    for block in blocks:
+        assert [type(inner).__name__ for inner in block.modules() if type(inner).__name__ in names] == [
+            type(block).__name__
+        ]
+
+
+def compiled(case: str, compiler: str, folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare a network with compiled blocks with an uncompiled one, for tiles of three shapes."""
+    monkeypatch.setattr(kernels, "COMPILER", compiler)
+    (of_case,) = (each for each in CASES if each.name == case)
+    loaded = Loaded(of_case, build_tiny(case, folder))
+    plain: Any = loaded.model.load_transformer(torch.float32)
+    network: Any = loaded.model.load_transformer(torch.float32)
+    names = list(network.state_dict())
+    set_kernels(loaded.model, network, side="trainer", attention="native", compiles=True)
+    assert list(network.state_dict()) == names
+    for each in networks_of(network):
+        each.enable_gradient_checkpointing()
+    try:
+        for prompts in (PROMPTS, ONE, PROMPTS[:1]):
+            assert_same(run(loaded, network, prompts), run(loaded, plain, prompts))
+        with torch.no_grad():  # weights change in place
+            for parameter, own in zip(network.parameters(), plain.parameters(), strict=True):
+                own.copy_(parameter.mul_(1.1))
+        assert_same(run(loaded, network, PROMPTS), run(loaded, plain, PROMPTS))
+    finally:
+        torch._dynamo.reset()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", [case.name for case in CASES if case.name not in ("flux_schnell", "wan2.2_ti2v_5b")])
+def test_compiled_blocks_compute_the_same(case: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
+    compiled(case, "aot_eager", tmp_path / "m", monkeypatch)
+
+
+@pytest.mark.long
+def test_compiled_blocks_compute_the_same_with_inductor(tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
+    compiled("sd3", "inductor", tmp_path / "m", monkeypatch)

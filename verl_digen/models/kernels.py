@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels of a loaded network: attention by diffusers' dispatcher, and repeated blocks compiled one by one.
+
+- Only a block's forward is compiled. Hooks around it (FSDP2), recomputation in backward and the loop over blocks stay
+  as they are; names of parameters, too. Compiled code reads parameters at each call, so weights may change in place,
+  be swapped, or leave the device between two calls.
+- Parameters that a loss does not depend on (the last block's text stream) get a gradient of zeros from compiled code,
+  and none without it: an optimizer with weight decay then shrinks them, without effect on the network's output.
+- Blocks of one class share their compiled variants: one per combination of batch size 1 or more, mask or none, gradient
+  or none, adapter or none. A dimension that has changed once (batch, text length) is compiled as variable.
+
+Invariants (tests/models/test_kernels.py, tests/engine/test_kernels.py): outputs and gradients equal those without; the
+names of the state dict are unchanged.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from diffusers.models.attention_dispatch import attention_backend
+from diffusers.utils.constants import DIFFUSERS_ATTN_BACKEND
+from torch import nn
+from torch._dynamo import config as dynamo
+from torch._functorch import config as functorch
+
+from verl_digen.attention import ATTENTION_BACKENDS, NATIVE
+from verl_digen.models.base import DiffusionModel
+from verl_digen.models.experts import networks_of
+
+logger = logging.getLogger(__name__)
+
+COMPILER = "inductor"
+"""torch.compile's back end."""
+MAX_VARIANTS = 64
+"""Compiled variants of a block. PyTorch's default of 8 is less than both guidance branches, tiles of one row and of
+more, the reference without adapter, and evaluation need together. PyTorch warns when it is reached, and runs further
+variants uncompiled."""
+
+
+def set_kernels(model: DiffusionModel, network: nn.Module, *, side: str, attention: str, compiles: bool) -> None:
+    """Choose the kernels of `network`, before any wrapper (FSDP2, peft).
+
+    Args:
+        network: fresh from `model.load_transformer`. side: "trainer" or "replica", for the log. attention: a name of
+            `verl_digen.attention`. compiles: compile the repeated blocks.
+
+    Raises:
+        RuntimeError: the kernel's package is missing or too old (diffusers).
+    """
+    model.takes_masks = ATTENTION_BACKENDS[attention].takes_masks
+    networks = networks_of(network)
+    for each in networks:
+        if (attention, DIFFUSERS_ATTN_BACKEND) != (NATIVE, NATIVE):  # diffusers' own default else, without a warning
+            with attention_backend(NATIVE):  # it also sets that of all other networks of the process: taken back
+                each.set_attention_backend(attention)
+    num_blocks = sum(map(_compile_blocks, networks)) if compiles else 0
+    logger.info(
+        "%s: attention backend %s%s; %s",
+        side,
+        attention,
+        ", texts of one length in each forward" if model.keeps_lengths_apart else "",
+        f"{num_blocks} blocks compiled, at most {MAX_VARIANTS} variants each" if compiles else "blocks not compiled",
+    )
+
+
+def block_classes(network: Any) -> frozenset[str]:
+    """Class names of the blocks that repeat: those that diffusers names for compilation, else those it keeps whole on a
+    device (Stable Diffusion 3.5)."""
+    return frozenset(getattr(network, "_repeated_blocks", None) or network._no_split_modules)
+
+
+def _compile_blocks(network: nn.Module) -> int:
+    """Compile the forward of each repeated block -> their number."""
+    dynamo.recompile_limit = max(dynamo.recompile_limit, MAX_VARIANTS)
+    # a tile's terms with and without advantages have two backwards of one graph (`engine/transaction.py`)
+    functorch.donated_buffer = False
+    names = block_classes(network)
+    blocks = [module for module in network.modules() if type(module).__name__ in names]
+    for block in blocks:
+        block.forward = torch.compile(block.forward, backend=COMPILER)
+    return len(blocks)
