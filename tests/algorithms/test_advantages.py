@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from verl_digen.algorithms.advantages import SCALES, advantage_scale, group_advantages
+from verl_digen.algorithms.advantages import SCALES, advantage_scale, combined_advantages, group_advantages
 
 ORACLES = Path(__file__).parents[1] / "fixtures" / "oracles"
 EVERY_RULE = list(itertools.product(SCALES, (0, 1), (0.0, 1e-8, 1e-4)))
@@ -126,3 +126,36 @@ def test_a_reward_that_is_not_finite_is_an_error_that_names_its_index(bad):
 def test_wrong_arguments_are_errors_that_say_what_is_wrong(overrides, message):
     with pytest.raises(ValueError, match=message):
         group_advantages(**dict(rewards=torch.tensor([0.0, 1.0]), groups=["a", "a"]) | overrides)
+
+
+@pytest.mark.parametrize("ddof", [0, 1])
+def test_gdpo_normalises_each_reward_in_its_group_before_they_are_weighted_and_scaled_by_the_batch(ddof):
+    rng, eps = random.Random(0), 1e-4
+    weights = {"ocr": 0.7, "pick": -2.0, "gold": 0.0}
+    groups = {f"g{number}": {name: [rng.gauss(5, 3) for _ in range(4)] for name in weights} for number in range(3)}
+    groups["g1"]["ocr"] = [0.25] * 4
+    combined = {
+        uid: combined_advantages(parts, weights, ddof=ddof, eps=eps) for uid, parts in groups.items()
+    }  # as the driver has them, group after group
+    expected = []
+    for parts in groups.values():
+        for index in range(4):
+            total = 0.0
+            for name, weight in weights.items():
+                values = parts[name]
+                centred = values[index] - sum(values) / 4
+                total += weight * centred / (reference_std(values, ddof) + eps) if len(set(values)) > 1 else 0.0
+            expected.append(total)
+    found = [value for values in combined.values() for value in values]
+    assert found == pytest.approx(expected, rel=1e-12)
+    uids = [uid for uid in groups for _ in range(4)]
+    scaled = group_advantages(torch.tensor(found, dtype=torch.float64), uids, scale="batch", ddof=ddof, eps=eps)
+    batch_std = reference_std(expected, ddof)
+    assert scaled.tolist() == pytest.approx([value / (batch_std + eps) for value in expected], rel=1e-5)
+
+
+def test_gdpo_trains_a_group_whose_weighted_sums_are_equal():
+    assert combined_advantages({"a": [1.0, 0.0], "b": [0.0, 2.0]}, {"a": 2.0, "b": 1.0}, eps=0.0) == [1.0, -1.0]
+    assert combined_advantages({"a": [1.0, 1.0]}, {"a": 2.0}) == [0.0, 0.0]
+    with pytest.raises(ValueError, match="a weight must differ from 0"):
+        combined_advantages({"a": [1.0, 1.0]}, {"a": 0.0})

@@ -20,7 +20,6 @@ from verl_digen.algorithms.objectives import (
     objective_names,
     policy_loss,
     register_objective,
-    registry,
 )
 from verl_digen.algorithms.objectives.diffusion_nft import DiffusionNftConfig
 
@@ -117,7 +116,30 @@ def test_the_first_update_has_ratio_1_and_the_full_policy_gradient(name):
         "ratio_deviation_max": 0.0,
         "clip_fraction": 0.0,
         "approx_kl": 0.0,
+        "ratio_above_fraction": 0.0,
+        "ratio_below_fraction": 0.0,
+        "ratio_sign_positive": 0.0,
+        "ratio_sign_negative": 0.0,
+        "advantage_positive_fraction": 0.5,
+        "advantage_negative_fraction": 0.5,
     }
+
+
+def test_sides_of_the_ratio_are_counted_by_the_advantage_s_sign():
+    inputs = {
+        "log_prob": torch.tensor([0.1, 0.2, -0.1, 0.0, 0.3, torch.nan]),
+        "old_log_prob": torch.zeros(6),
+        "advantage": torch.tensor([1.0, 2.0, 1.0, -1.0, -3.0, -1.0]),
+        "mask": torch.tensor([1.0, 1, 1, 1, 1, 0]),
+        "num_rows": 10,
+    }
+    found = numbers(policy_loss("flow_grpo", inputs, ClipConfig()).metrics)
+    assert found["ratio_above_fraction"] == pytest.approx(3 / 10)
+    assert found["ratio_below_fraction"] == pytest.approx(1 / 10)
+    assert found["ratio_sign_positive"] == pytest.approx((1 + 1 - 1) / 10)
+    assert found["ratio_sign_negative"] == pytest.approx((0 + 1) / 10)
+    assert found["advantage_positive_fraction"] == pytest.approx(3 / 10)
+    assert found["advantage_negative_fraction"] == pytest.approx(2 / 10)
 
 
 def every_loss(inputs):
@@ -295,9 +317,7 @@ def test_an_unknown_name_is_an_error_listing_the_known_ones():
     assert set(find_objective("flow_grpo").loss.inputs_for(ClipConfig())) == set(POLICY_INPUTS)
 
 
-def test_a_registered_loss_is_found_checked_and_called(monkeypatch):
-    monkeypatch.setattr(registry, "_OBJECTIVES", dict(registry._OBJECTIVES))
-
+def test_a_registered_loss_is_found_checked_and_called():
     @register_objective("mine", columns=("log_prob", "advantage"))
     def mine(rows, config):
         return LossOutput(rows.mean(-rows["advantage"] * rows["log_prob"]), {})
@@ -340,8 +360,7 @@ class FollowedConfig(LossConfig):
         return {"ema": Decay(0.001, 0.3)}
 
 
-def test_an_objective_may_read_its_own_copies_and_serves_one_that_it_has(monkeypatch):
-    monkeypatch.setattr(registry, "_OBJECTIVES", dict(registry._OBJECTIVES))
+def test_an_objective_may_read_its_own_copies_and_serves_one_that_it_has():
     latents = ("velocity", "ema_velocity")
     register_objective("mine", config=FollowedConfig, points="forward", latents=latents)(lambda rows, config: None)
     assert find_objective("mine").loss.inputs_for(FollowedConfig()) == latents

@@ -53,6 +53,7 @@ class Case:
     model: dict[str, Any] = field(default_factory=dict)
     clip: float = CLIP
     old_log_probs: str = "auto"
+    kernels: dict[str, Any] = field(default_factory=dict)
 
     def make_engine(self, path: Path) -> DiffusersFSDPEngine:
         """Engine with other weights than the checkpoint's, so that the KL term and adapters are not zero."""
@@ -61,6 +62,7 @@ class Case:
             "advantage": {"scale": self.scale},
             "loss": {"advantage_clip": self.clip, "old_log_probs": self.old_log_probs},
             "sampling": {"true_cfg_scale": self.true_cfg_scale},
+            **self.kernels,
         }
         if self.kl is not None:
             digen["kl"] = {"coef": KL, "kind": self.kl}
@@ -147,9 +149,16 @@ CASES = {
     "lora_kl": Case(is_lora=True, kl="flow_grpo", order=(("g2",), ("g1", "g0"))),
     "lora_kl_by_tile": Case(is_lora=True, kl="exact", scale="max_group", tsp={"reduce": "tile"}, clip=float("inf")),
     "lora_kl_velocity": Case(is_lora=True, kl="velocity", tsp={"reduce": "fragment"}),
-    "kl_checkpointed": Case(kl="flow_grpo", model={"enable_gradient_checkpointing": True}),
+    "kl_checkpointed": Case(kl="flow_grpo", model={"recompute_blocks": "all"}),
     "guided": Case(true_cfg_scale=3.0, tsp={"samples_per_tile": 2, "steps_per_tile": 2}),
     "replicated": Case(fsdp={"fsdp_size": 1}, tsp={"reduce": "batch"}),
+    "without_masks": Case(
+        order=(("g0", "g1", "g2"),),
+        true_cfg_scale=3.0,
+        tsp={"samples_per_tile": 4, "steps_per_tile": 2},
+        model={"enable_gradient_checkpointing": True},
+        kernels={"attention_backend": "_native_flash"},
+    ),
     "recomputed": Case(old_log_probs="recompute"),
 }
 

@@ -53,11 +53,13 @@ def loss_of(name: str, **settings: Any) -> dict[str, Any]:
     return {"name": name, **BOUNDS.get(name, {}), **settings}
 
 
-def old_engine(path: Path, name: str, shape: tuple[int, int] = (2, 2), **digen: Any) -> DiffusersFSDPEngine:
+def old_engine(
+    path: Path, name: str, shape: tuple[int, int] = (2, 2), fsdp: dict[str, Any] | None = None, **digen: Any
+) -> DiffusersFSDPEngine:
     """Engine whose weights have moved since the samples were generated."""
     tile = {"samples_per_tile": shape[0], "steps_per_tile": shape[1]}
     settings = {"loss": loss_of(name), "tsp": tile} | digen
-    engine = make_engine(path, digen=settings, optim={"clip_grad": 1e9})
+    engine = make_engine(path, digen=settings, fsdp=fsdp, optim={"clip_grad": 1e9})
     perturb(engine)
     return engine
 

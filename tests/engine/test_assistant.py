@@ -26,6 +26,7 @@ from tests.engine.harness import (
 )
 from verl_digen.algorithms.window import Window
 from verl_digen.engine.assistant import Assistant
+from verl_digen.inputs import PromptInputs
 from verl_digen.sampling.sampler import Sampler
 from verl_digen.types import Condition, Generation, Geometry, SampleRequest, Sampling
 
@@ -36,7 +37,10 @@ MODELS: dict[str, dict[str, Any]] = {"full": {}, "lora": LORA}
 def requests(count: int, true_cfg_scale: float = 3.0) -> list[SampleRequest]:
     sampling = Sampling(Geometry(SIZE_PX, SIZE_PX), NUM_STEPS, true_cfg_scale, "flow", 0.7)
     window = Window((0, 1, 2), (0, 1))
-    return [SampleRequest("p3", index, "a cat", "", window, sampling, index == 0) for index in range(count)]
+    return [
+        SampleRequest("p3", index, PromptInputs("a cat"), PromptInputs(""), window, sampling, index == 0)
+        for index in range(count)
+    ]
 
 
 def condition(num_tokens: int) -> Condition:

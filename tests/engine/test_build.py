@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The network that is trained, in the dtype that is configured."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from tests.engine.harness import make_batch, make_engine, train
+from tests.engine.harness import full, make_batch, make_engine, on_two_ranks, train
 
 LORA = {"lora_rank": 4, "lora_alpha": 8, "target_modules": ["to_q", "to_out.0"]}
 
@@ -26,3 +28,45 @@ def test_an_adapter_leaves_them_alone(tiny_wan):
     assert dtypes == {True: {torch.float32}, False: {torch.float32, torch.bfloat16}}
     (output,) = train(engine, make_batch(tiny_wan))
     assert output["metrics"]["grad_norm"] > 0
+
+
+BF16 = {
+    "model_dtype": "bf16",
+    "mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
+}
+
+
+def gap_to_replica(path: Path, *, keeps_fp32: bool) -> float:
+    """Mean distance of log-probs from those of a `diffusers` replica in bf16."""
+    engine = make_engine(path, model=dict(LORA), fsdp=BF16)
+    if keeps_fp32:
+        engine.keep_fp32()
+    (output,) = train(engine, make_batch(path, dtype=torch.bfloat16))
+    assert output["metrics"]["grad_norm"] > 0
+    return output["metrics"]["rollout_log_prob_gap_mean"]
+
+
+def test_what_a_replica_computes_in_fp32_the_trainer_does_too(tiny_wan):
+    assert gap_to_replica(tiny_wan, keeps_fp32=True) < 0.05 * gap_to_replica(tiny_wan, keeps_fp32=False)
+
+
+def test_parameters_kept_in_fp32_are_gathered_exactly(tiny_wan):
+    engine = make_engine(tiny_wan, model=dict(LORA), fsdp=BF16 | {"reshard_after_forward": False})
+    engine.keep_fp32()
+    kept = "scale_shift_table"
+    expected = {name: full(value).clone() for name, value in engine.module.named_parameters() if kept in name}
+    train(engine, make_batch(tiny_wan))
+    engine.module.unshard()
+    for name, value in engine.module.named_parameters():
+        if name in expected and "blocks" not in name:  # of the root, which is gathered
+            assert value.dtype == torch.float32 and torch.equal(full(value), expected[name])
+
+
+def gaps(path: Path, folder: Path) -> list[float]:
+    return [gap_to_replica(path, keeps_fp32=keeps) for keeps in (True, False)]
+
+
+@pytest.mark.slow
+def test_two_ranks_gather_both_dtypes(tiny_wan, tmp_path):
+    kept, cast = on_two_ranks([gaps], tiny_wan, tmp_path)["gaps"]
+    assert kept < 0.05 * cast

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import resource
 from pathlib import Path
 
 import pytest
@@ -58,16 +57,45 @@ def test_resumed_run_continues_bitwise(tiny_qwen_image: Path, tmp_path: Path, ba
     assert resumed.state.num_updates == 6
 
 
-def test_lora_only_checkpoint_is_small_and_loads(tiny_qwen_image: Path, tmp_path: Path, batch: TensorDict):
+def test_checkpoint_of_an_adapter_leaves_the_base_out(tiny_qwen_image: Path, tmp_path: Path, batch: TensorDict):
     engine = make_engine(tiny_qwen_image, model=LORA)
-    engine.checkpoint_manager.checkpoint_config = {"save_lora_only": True}
     train(engine, batch)
     engine.save_checkpoint(str(tmp_path / "step"))
     saved = torch.load(tmp_path / "step" / "model_world_size_1_rank_0.pt", weights_only=False)
-    assert all("lora_" in name for name in saved)
+    assert saved and all("lora_" in name for name in saved)
     resumed = make_engine(tiny_qwen_image, model=LORA)
     resumed.load_checkpoint(str(tmp_path / "step"), del_local_after_load=False)
     assert_equal(weights(resumed), weights(engine))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": LORA, "fsdp": {"model_dtype": "bf16"}}, "for other base weights than those of .*model_dtype"),
+        ({"model": LORA | {"lora_rank": 2}}, r"14 tensors .* got 14, which differ e\.g\. in .*lora_A"),
+        ({"model": LORA | {"target_modules": ["attn.to_q"]}}, "tensors that this run trains, got 14"),
+        ({}, "the 77 tensors that this run trains, got 14"),
+    ],
+    ids=["dtype", "rank", "targets", "full"],
+)
+def test_checkpoint_of_another_adapter_or_base_is_refused(
+    tiny_qwen_image: Path, tmp_path: Path, changes: dict, message: str
+):
+    make_engine(tiny_qwen_image, model=LORA).save_checkpoint(str(tmp_path / "step"))
+    with pytest.raises(ValueError, match=message):
+        make_engine(tiny_qwen_image, **changes).load_checkpoint(str(tmp_path / "step"), del_local_after_load=False)
+
+
+def test_shards_saved_on_any_device_are_loaded_on_the_host(tiny_qwen_image: Path, tmp_path: Path, monkeypatch):
+    engine = make_engine(tiny_qwen_image, model=LORA)
+    engine.save_checkpoint(str(tmp_path / "step"))
+    devices = []
+    load = torch.load
+    monkeypatch.setattr(
+        torch, "load", lambda *args, **given: devices.append(given["map_location"]) or load(*args, **given)
+    )
+    engine.load_checkpoint(str(tmp_path / "step"), del_local_after_load=False)
+    assert devices == ["cpu"] * 4
 
 
 def test_average_starts_from_loaded_weights_if_none_was_saved(tiny_qwen_image: Path, tmp_path: Path, batch, caplog):
@@ -91,6 +119,21 @@ def test_only_the_latest_are_kept(tiny_qwen_image: Path, tmp_path: Path):
     for step in (1, 2, 3):
         engine.save_checkpoint(str(tmp_path / f"step_{step}" / "actor"), max_ckpt_to_keep=2)
     assert [(tmp_path / f"step_{step}" / "actor").exists() for step in (1, 2, 3)] == [False, True, True]
+
+
+def test_a_kept_checkpoint_stays_and_does_not_count(tiny_qwen_image: Path, tmp_path: Path):
+    engine = make_engine(tiny_qwen_image)
+
+    def save(step: int) -> list[int]:
+        engine.save_checkpoint(str(tmp_path / f"step_{step}" / "actor"), max_ckpt_to_keep=1)
+        return [number for number in range(1, 6) if (tmp_path / f"step_{number}" / "actor").exists()]
+
+    assert save(1) == [1]
+    engine.checkpoint_manager.kept = frozenset({str(tmp_path / "step_1" / "actor")})
+    assert save(2) == [1, 2] and save(3) == [1, 3]
+    engine.checkpoint_manager.kept = frozenset({str(tmp_path / "step_3" / "actor")})
+    assert save(4) == [3, 4], "the one that was kept is an old one now"
+    assert save(5) == [3, 5]
 
 
 def test_saving_a_step_again_replaces_it(tiny_qwen_image: Path, tmp_path: Path, batch: TensorDict):
@@ -122,34 +165,19 @@ def test_failed_save_leaves_the_old_checkpoint(tiny_qwen_image: Path, tmp_path: 
     make_engine(tiny_qwen_image).load_checkpoint(str(tmp_path / "step"), del_local_after_load=False)
 
 
-FULL_DISK = """
-import resource, sys
-from pathlib import Path
-from tests.engine.harness import make_engine, process_group
-
-path, folder = sys.argv[1:]
-with process_group(0, 1, folder + "/store"):
-    engines = {contents: make_engine(path, save=[contents]) for contents in ("model", "hf_model")}
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))  # no file may grow beyond; python ignores the signal
-    for contents, engine in engines.items():
-        try:
-            engine.save_checkpoint(f"{folder}/checkpoints/{contents}/actor")
-        except RuntimeError as error:
-            print(contents, "RuntimeError:", error)
-"""
-
-
-@pytest.mark.slow
 def test_full_disk_raises_and_leaves_nothing(tiny_qwen_image: Path, tmp_path: Path):
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FULL_DISK, str(tiny_qwen_image), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-    )
-    errors = [line for line in done.stdout.splitlines() if "make room on the disk, or let trainer.default" in line]
-    assert [error.split(maxsplit=1)[0] for error in errors] == ["model", "hf_model"], done.stdout + done.stderr
-    assert [list((tmp_path / "checkpoints" / name).iterdir()) for name in ("model", "hf_model")] == [[], []]
+    names = ("model", "hf_model")
+    engines = {name: make_engine(tiny_qwen_image, save=[name]) for name in names}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # no file of this process may grow beyond; Python ignores the signal
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        for name, engine in engines.items():
+            with pytest.raises(RuntimeError, match=r"make room on the disk, or let trainer\.default"):
+                engine.save_checkpoint(str(tmp_path / name / "actor"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [list((tmp_path / name).iterdir()) for name in names] == [[], []]
 
 
 # -- exports ----------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from tests.engine.harness import (
 from tests.engine.serial import flow_step, plain_lora, plain_transformer, serial_loss_and_gradient
 from verl_digen.engine.engine import DiffusersFSDPEngine
 
-pytestmark = pytest.mark.usefixtures("one_rank")
+pytestmark = [pytest.mark.usefixtures("one_rank"), pytest.mark.slow]
 
 ALL = range(6)
 
@@ -81,12 +81,16 @@ def test_tile_shape_does_not_change_the_gradient(
     assert_close(found, expected, 1e-5)
 
 
-def test_gradient_checkpointing_does_not_change_the_gradient(tiny_qwen_image: Path, batch: TensorDict):
-    expected, _ = gradients(make_engine(tiny_qwen_image), batch)
-    engine = make_engine(tiny_qwen_image, model={"enable_gradient_checkpointing": True})
-    assert engine.module.is_gradient_checkpointing
-    found, _ = gradients(engine, batch)
+@pytest.mark.parametrize(("blocks", "share"), [("all", 1.0), (1, 0.5), (7, 1.0), ("none", 0.0)])
+def test_recomputed_blocks_do_not_change_the_gradient(
+    tiny_qwen_image: Path, batch: TensorDict, blocks: str | int, share: float
+):
+    plain = make_engine(tiny_qwen_image)
+    assert not plain.module.is_gradient_checkpointing  # on a CPU, auto recomputes nothing
+    expected, _ = gradients(plain, batch)
+    found, output = gradients(make_engine(tiny_qwen_image, model={"recompute_blocks": blocks}), batch)
     assert_close(found, expected, 1e-6)
+    assert output["metrics"]["recomputed_share"] == share
 
 
 def test_gradient_reduced_at_every_tile_is_the_same(tiny_qwen_image: Path, batch: TensorDict):

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
+from threading import Barrier, BrokenBarrierError
 
 import pytest
 import torch
@@ -22,6 +25,7 @@ from tests.engine.harness import (
     weights,
 )
 from tests.engine.serial import plain_lora, plain_transformer
+from verl_digen.engine.export import LOOKAHEAD, in_step
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -141,3 +145,23 @@ def test_adapter_that_cannot_be_merged_is_refused(tiny_qwen_image: Path):
         ValueError, match=r"lora.merge=true needs plain LoRA on linear layers, got Linear around img_in"
     ):
         weights(engine)
+
+
+def test_no_rank_gathers_far_ahead_of_one_that_writes_slowly():
+    ranks = Barrier(2)
+
+    gathered: list[int] = []
+
+    def gather_all() -> None:
+        gathered.extend(in_step(range(10 * LOOKAHEAD), ranks.wait))
+
+    gathered_by_the_slow = 3 * LOOKAHEAD + 2
+    with ThreadPoolExecutor(1) as pool:
+        fast = pool.submit(gather_all)
+        list(islice(in_step(range(10 * LOOKAHEAD), ranks.wait), gathered_by_the_slow))
+        while ranks.n_waiting == 0:
+            assert not fast.done()
+        ranks.abort()
+    with pytest.raises(BrokenBarrierError):
+        fast.result()
+    assert 0 < len(gathered) - gathered_by_the_slow <= LOOKAHEAD

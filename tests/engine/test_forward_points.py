@@ -15,6 +15,7 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
 from tests.engine.harness import (
+    EMPTY,
     LORA,
     SAMPLING,
     TEXT_WIDTH,
@@ -59,7 +60,8 @@ def make_clean_batch(path: Path, seed: int = 0) -> TensorDict:
         condition = {"embeds": torch.randn(3 + 2 * number, TEXT_WIDTH, generator=generator)}
         conditions[uid] = (condition, None)
         requests = [
-            SampleRequest(uid, index, "", "", ODE_ONLY, SAMPLING, noise_levels=NoiseLevels(steps)) for index in range(3)
+            SampleRequest(uid, index, EMPTY, EMPTY, ODE_ONLY, SAMPLING, noise_levels=NoiseLevels(steps))
+            for index in range(3)
         ]
         made = sampler.sample(requests, [condition] * 3, None, version=0)[0]
         records += [trajectory.record.columns() for trajectory in made]

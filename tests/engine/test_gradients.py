@@ -8,12 +8,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tests.engine.harness import process_group
 from verl_digen.algorithms.projection import project
 from verl_digen.engine import gradients
 from verl_digen.engine.gathered import recover
+from verl_digen.engine.gradient_check import check_deferred_gradients
 
 
 @pytest.fixture(scope="module")
@@ -175,3 +177,44 @@ def test_the_projection_of_a_reversed_gradient_is_the_opposite_and_a_permuted_on
 
 def test_without_a_gradient_the_projection_is_zero(group: None):
     assert gradients.projection(make_module()).item() == 0.0
+
+
+def lose_attribute(module: nn.Module) -> None:
+    module.no_such_attribute  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("broken", "got"),
+    [(lambda module: None, "got None where"), (gradients.drop, "got None where"), (lose_attribute, "got no no_such_")],
+    ids=["does nothing", "drops", "is gone"],
+)
+def test_a_run_whose_deferred_gradients_are_not_reduced_does_not_start(group: None, monkeypatch, broken, got: str):
+    mesh, device = init_device_mesh("cpu", (1,)), torch.device("cpu")
+    state = torch.get_rng_state()
+    check_deferred_gradients(mesh, 0, device)
+    assert torch.equal(torch.get_rng_state(), state), "the run's random numbers stay"
+    monkeypatch.setattr(gradients, "reduce_pending", broken)
+    with pytest.raises(RuntimeError, match=rf"{got}.*pip install 'torch==2.13.0'"):
+        check_deferred_gradients(mesh, 0, device)
+
+
+def test_parameters_that_never_ran_do_not_stop_a_backward_that_waits(group: None, policy: dict):
+    """The second expert's, in the first tile. FSDP2 fails where gradients are cast before they are reduced."""
+
+    class First(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return self.used(inputs)
+
+    module = First()
+    for part in (module.used, module.unused, module):
+        fully_shard(part, mp_policy=MixedPrecisionPolicy(**policy))
+    with gradients.reduced_at_end(module, False):
+        loss = module(torch.ones(1, 2)).float().sum()
+        gradients.exempt_unused(module)
+        loss.backward()
+    gradients.reduce_pending(module)
+    assert module.used.weight.grad is not None and module.unused.weight.grad is None

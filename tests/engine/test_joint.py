@@ -59,7 +59,7 @@ def on_ranks(num_ranks: int, shape: Grid, all_rows: AllRows) -> list[tuple[Row, 
     """(row, its column) of every tile of every rank, with the sum over the ranks made here."""
     dealt = deal_rows(ROWS, num_ranks)
     nothing = Samples([], {}, [], torch.zeros(0))
-    works = [TileWork(nothing, {}, plan_tiles(dealt, rank, shape), all_rows) for rank in range(num_ranks)]
+    works = [TileWork(nothing, {}, plan_tiles(dealt, rank, shape), all_rows, {}) for rank in range(num_ranks)]
     scalars = [[torch.tensor([value_of(row) for row in tile.rows]) for tile in work.tiles] for work in works]
     parts: list[torch.Tensor] = []
 

@@ -19,6 +19,8 @@ from verl_digen.engine.loss import DiffusionLoss
 from verl_digen.engine.points import PathPoints
 from verl_digen.engine.rows import make_rows
 
+pytestmark = pytest.mark.slow
+
 OFF_POLICY = [name for name in objective_names() if find_objective(name).loss.off_policy]
 
 

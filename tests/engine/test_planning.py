@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +19,12 @@ from verl_digen.engine.fragment import FragmentSample
 from verl_digen.engine.planning import Planner
 from verl_digen.engine.points import ForwardPoints
 from verl_digen.engine.rows import Samples
+from verl_digen.models.qwen_image import QwenImage
+from verl_digen.platforms import device_memory
 from verl_digen.types import Geometry, TrainingRows
 
+ALL = SimpleNamespace(fixed=3)
+"""Switch of a network whose first 3 blocks are recomputed whatever memory there is."""
 LARGE = replace(SAMPLING, geometry=Geometry(64, 64))
 
 
@@ -32,17 +37,39 @@ def fetch(samples: Sequence[FragmentSample]) -> Samples:
             "clean": [torch.zeros(size, 2) for size in sizes],
             "sigmas": [torch.linspace(0.9, 0.1, sample.num_steps) for sample in samples],
         },
-        conditions=[({"embeds": torch.zeros(len(sample.key), 3)}, None) for sample in samples],
+        conditions=[({"embeds": torch.zeros(40 * len(sample.key), 3)}, None) for sample in samples],
         advantages=torch.zeros(len(samples)),
     )
 
 
 def planner(
-    patch: pytest.MonkeyPatch, tsp: TspConfig, *, rank: int = 0, num_ranks: int = 1, rehearse: Any = None
+    patch: pytest.MonkeyPatch,
+    tsp: TspConfig,
+    *,
+    rank: int = 0,
+    num_ranks: int = 1,
+    rehearse: Any = None,
+    takes_masks: bool = True,
 ) -> Planner:
     patch.setattr(dist, "get_rank", lambda group: rank)
     patch.setattr(dist, "get_world_size", lambda group: num_ranks)
-    return Planner(tsp, None, ForwardPoints(0), rehearse=rehearse)  # type: ignore[arg-type]
+    model = object.__new__(QwenImage)
+    model.takes_masks = takes_masks
+    return Planner(tsp, None, ForwardPoints(0), model, rehearse=rehearse, later_bytes=int, recomputation=ALL)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("takes_masks", [True, False])
+def test_texts_of_like_length_share_tiles_and_of_equal_length_where_padding_cannot_be_masked(
+    monkeypatch: pytest.MonkeyPatch, takes_masks: bool
+):
+    monkeypatch.setattr(memory, "agreed_most", lambda values, group: [max(*values, 5)])  # another rank has five tiles
+    samples = [described(key, "g", 0.0, 1) for key in ("a", "bbb", "c", "ddd")]
+    work = planner(monkeypatch, TspConfig(samples_per_tile=2, steps_per_tile=1), takes_masks=takes_masks).deal(
+        samples, torch.zeros(4), fetch
+    )
+    keys = [[samples[row.sample].key for row in tile.rows] for tile in work.tiles if not tile.is_filler]
+    assert keys == [["a", "c"], ["bbb", "ddd"]]
+    assert len(work.tiles) == (2 if takes_masks else 5)
 
 
 @pytest.mark.parametrize("is_parallel", [True, False])
@@ -68,19 +95,28 @@ def test_advantages_and_samples_are_those_of_the_rows(monkeypatch: pytest.Monkey
     assert work.places == {2: 0, 3: 1}
 
 
-def test_rows_per_tile_are_measured_for_each_sampling_with_its_longest_prompt(monkeypatch: pytest.MonkeyPatch):
-    """A device of 100 bytes on which a row takes its height in bytes: 90 / 32 and 90 / 64 fit."""
+@pytest.fixture
+def hundred_bytes(monkeypatch: pytest.MonkeyPatch) -> list[TrainingRows]:
+    """A device of 100 bytes on which a row takes its height in bytes; what was rehearsed on it."""
     rehearsed: list[TrainingRows] = []
     monkeypatch.setattr(planning, "get_device_name", lambda: "pretend")
-    monkeypatch.setattr(memory, "limit_bytes", lambda: 100)
-    monkeypatch.setattr(memory, "agreed_least", lambda value, group: value)
+    monkeypatch.setattr(device_memory, "limit_bytes", lambda: 100)
+    monkeypatch.setattr(device_memory, "allocated_bytes", int)
+    monkeypatch.setattr(memory, "agreed_most", lambda values, group: list(values))
 
     def peak_of(run: Any) -> int:
         run()
         return len(rehearsed[-1]) * rehearsed[-1].latents.shape[1]
 
-    monkeypatch.setattr(memory, "peak_of", peak_of)
-    plan = planner(monkeypatch, TspConfig(), rehearse=rehearsed.append)
+    monkeypatch.setattr(device_memory, "peak_of", peak_of)
+    return rehearsed
+
+
+def test_rows_per_tile_are_measured_for_each_sampling_with_its_longest_prompt(
+    monkeypatch: pytest.MonkeyPatch, hundred_bytes: list[TrainingRows]
+):
+    """90 / 32 and 90 / 64 rows fit."""
+    plan = planner(monkeypatch, TspConfig(), rehearse=hundred_bytes.append)
     samples = [
         described("1", "g", 0.0, 3),
         described("22", "g", 0.0, 3),
@@ -88,9 +124,36 @@ def test_rows_per_tile_are_measured_for_each_sampling_with_its_longest_prompt(mo
     ]
     work = plan.deal(samples, torch.zeros(3), fetch)
     assert [len(tile.rows) for tile in work.tiles] == [2, 2, 2, 1, 1, 1]
-    longest = {rows.sampling: len(rows.conditions[0]["embeds"]) for rows in rehearsed}
-    assert longest == {SAMPLING: 2, LARGE: 3}
-    assert all(not rows.mask.any() for rows in rehearsed)
-    count = len(rehearsed)
+    assert work.recomputed == {0: 3, 1: 3}
+    longest = {rows.sampling: len(rows.conditions[0]["embeds"]) for rows in hundred_bytes}
+    assert longest == {SAMPLING: 128, LARGE: 128}  # 80 and 120 tokens, rounded up
+    assert all(not rows.mask.any() for rows in hundred_bytes)
+    count = len(hundred_bytes)
     plan.deal(samples, torch.zeros(3), fetch)
-    assert len(rehearsed) == count, "measured once"
+    assert len(hundred_bytes) == count, "measured once"
+
+
+def test_a_prompt_is_as_long_as_the_longest_of_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, hundred_bytes: list[TrainingRows]
+):
+    """The other rank has one of 300 tokens."""
+    monkeypatch.setattr(memory, "agreed_most", lambda values, group: [300] if len(values) == 1 else list(values))
+    samples = [described(str(number), "g", 0.0, 1) for number in range(2)]
+    planner(monkeypatch, TspConfig(), num_ranks=2, rehearse=hundred_bytes.append).deal(samples, torch.zeros(2), fetch)
+    assert {len(rows.conditions[0]["embeds"]) for rows in hundred_bytes} == {320}
+
+
+def test_a_rank_of_several_that_runs_out_of_memory_raises(
+    monkeypatch: pytest.MonkeyPatch, hundred_bytes: list[TrainingRows]
+):
+    """The others wait for it inside a forward, so it cannot go on with fewer rows."""
+
+    def rehearse(rows: TrainingRows) -> None:
+        hundred_bytes.append(rows)
+        if len(rows) == 2:
+            raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+
+    samples = [described(str(number), "g", 0.0, 1) for number in range(2)]
+    plan = planner(monkeypatch, TspConfig(), num_ranks=2, rehearse=rehearse)
+    with pytest.raises(RuntimeError, match=r"a rehearsed tile of 2 row.*2 GiB.*set digen.tsp.samples_per_tile=1"):
+        plan.deal(samples, torch.zeros(2), fetch)

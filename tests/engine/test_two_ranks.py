@@ -42,7 +42,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "replicated": {"digen": {"tsp": {"samples_per_tile": 2, "steps_per_tile": 2}}, "fsdp": {"fsdp_size": 1}},
     "checkpointed": {
         "digen": {"tsp": {"samples_per_tile": 4, "steps_per_tile": 2}},
-        "model": {"enable_gradient_checkpointing": True},
+        "model": {"recompute_blocks": "all"},
     },
 }
 BF16_BASE = {
@@ -180,6 +180,7 @@ def test_gradient_is_that_of_one_rank(two_ranks: dict, one_rank_gradients: dict,
     assert_close(found, expected, 1e-5)
     torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=1e-7)
     assert metrics.pop("num_tiles") <= expected_metrics.pop("num_tiles")
+    del metrics["text_padding_share"], expected_metrics["text_padding_share"]  # of other tiles
     assert metrics.pop("num_pad_rows") >= expected_metrics.pop("num_pad_rows")
     assert metrics == pytest.approx(expected_metrics, rel=1e-4, abs=1e-7)
 

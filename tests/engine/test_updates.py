@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from tensordict import TensorDict
 
 from tests.engine.cases import CLIP, REWARDS, Case
@@ -33,11 +34,13 @@ from tests.engine.serial import flow_step, plain_lora, plain_transformer
 from tests.tags import SAMPLING as TAG_SAMPLING
 from tests.tags import make_tag
 from verl_digen.algorithms.objectives import all_samples, default_config, policy_loss
-from verl_digen.config import AdvantageConfig
+from verl_digen.config import AdvantageConfig, DigenConfig, RewardConfig
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.fragment import FragmentSample, FragmentSpec
 from verl_digen.trainer.ranks import TrainerRanks
-from verl_digen.trainer.updates import batch_scale, fragment_samples, mini_batches, train_batch
+from verl_digen.trainer.updates import batch_scale, fragment_samples, group_rewards, mini_batches, train_batch
+
+pytestmark = pytest.mark.slow
 
 LOSS = {"advantage_clip": CLIP}
 
@@ -273,6 +276,20 @@ def test_a_sample_that_the_objective_does_not_select_has_no_rows_and_keeps_its_r
     tags = {index: make_tag(reward, version=0, num_steps=2) for index, reward in enumerate([0.5, 2.0, -1.0])}
     found = fragment_samples({"a": tags}, lambda rewards: [rewards.index(max(rewards)), rewards.index(min(rewards))])
     assert [(sample.reward, sample.num_steps) for sample in found] == [(0.5, 0), (2.0, 2), (-1.0, 2)]
+
+
+def test_with_gdpo_the_rewards_of_a_group_are_made_of_its_parts_and_no_others_are_selected_by():
+    reward = RewardConfig({"a": 2.0, "gold": {"weight": 0.0}}, custom_weight=1.0, combine="gdpo")
+    digen = DigenConfig(reward=reward, advantage=AdvantageConfig(eps=0.5))
+    config = OmegaConf.create({"reward": {"custom_reward_function": {"path": "mine.py"}}})
+    parts = [{"a": 1.0, "a/detail": 7.0, "custom": 0.0, "gold": 9.0}, {"a": 0.0, "custom": 2.0, "gold": 0.0}]
+    tags = {index: make_tag(3.0, num_steps=2, parts=part) for index, part in enumerate(parts)}
+    found = fragment_samples({"g": tags}, lambda rewards: [rewards.index(max(rewards))], group_rewards(config, digen))
+    # 2 x 0.5 / (0.5 + 0.5) - 1 / (1 + 0.5)
+    assert [sample.reward for sample in found] == pytest.approx([1 / 3, -1 / 3])
+    assert [sample.num_steps for sample in found] == [2, 0]
+    plain = group_rewards(config, DigenConfig(reward=RewardConfig({"a": 2.0})))
+    assert plain(list(tags.values())) == [3.0, 3.0]
 
 
 def test_a_scale_of_the_batch_is_that_of_all_rewards():

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import timedelta
 from importlib.resources import files
 from pathlib import Path
 
@@ -38,8 +39,10 @@ def make_config(path: Path, **digen) -> DictConfig:
     section.actor.optim.lr = 1e-3
     section.actor.optim.lr_warmup_steps = 4
     section.actor.ppo_micro_batch_size_per_gpu = section.rollout.log_prob_micro_batch_size_per_gpu = 1
+    section.rollout.name = "diffusers"
     section.rollout.n = GROUP_SIZE
     section.rollout.dtype = "float32"
+    section.nccl_timeout = 777
     return section
 
 
@@ -74,6 +77,8 @@ def batch(tiny_qwen_image: Path) -> TensorDict:
 def test_init_starts_gloo_and_shares_the_cores(environment: None, tiny_qwen_image: Path):
     worker = make_worker(tiny_qwen_image)
     assert dist.get_backend() == "gloo"
+    group = dist.group.WORLD._get_backend(torch.device("cpu"))
+    assert group.options._timeout == timedelta(seconds=777)
     assert torch.get_num_threads() == 1  # of a thousand ranks on this machine
     assert worker.engine.wire_dtype == torch.float32  # rollout.dtype
 

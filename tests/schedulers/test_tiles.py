@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 
@@ -67,8 +68,62 @@ def test_every_row_is_in_one_tile_of_the_fewest_for_many_sizes():
         grid = Grid(rng.choice([1, 2, 3, 8]), rng.choice([1, 2, 4, 9]))
         shape = rng.choice([grid, Budget(grid.samples * grid.steps)])
         dealt = deal_rows(rows, num_ranks, whole_samples=rng.random() < 0.3)
-        plans = [plan_tiles(dealt, rank, shape) for rank in range(num_ranks)]
+        seed = rng.random()
+        plans = [
+            plan_tiles(dealt, rank, shape, order=lambda sample, seed=seed: (hash((seed, sample)) % 5,))
+            for rank in range(num_ranks)
+        ]
         assert_invariants(dealt, plans, shape)
+
+
+def kept_in(asked: list[int]) -> Callable[[int], int]:
+    """A rank alone, whose own numbers are kept."""
+
+    def agreed_most(own: int) -> int:
+        asked.append(own)
+        return own
+
+    return agreed_most
+
+
+def iter_of(agreed: list[int]) -> Callable[[int], int]:
+    """The agreed numbers, one a call."""
+    left = iter(agreed)
+    return lambda own: next(left)
+
+
+def test_text_lengths_are_kept_apart_in_as_many_tiles_on_each_rank():
+    rng = random.Random(3)
+    for _ in range(300):
+        rows, num_ranks = random_rows(rng), rng.choice([1, 2, 3, 8])
+        grid = Grid(rng.choice([1, 2, 8]), rng.choice([1, 4, 9]))
+        shape = rng.choice([grid, Budget(grid.samples * grid.steps)])
+        dealt = deal_rows(rows, num_ranks)
+        lengths = [rng.choice([3, 5, 8]) for _ in range(1 + max(row.sample for row in rows))]
+
+        def order(sample: int, lengths: list[int] = lengths) -> tuple[int, ...]:
+            return (lengths[sample],)
+
+        counts: dict[int, list[int]] = {}
+
+        for rank in range(num_ranks):  # what each rank asks for, bucket after bucket
+            plan_tiles(dealt, rank, shape, order=order, agreed_most=kept_in(counts.setdefault(rank, [])))
+        most = [max(own) for own in zip(*counts.values(), strict=True)]
+        plans = [plan_tiles(dealt, rank, shape, order=order, agreed_most=iter_of(most)) for rank in range(num_ranks)]
+        assert {len(tiles) for tiles in plans} == {sum(most)}
+        for hand, tiles in zip(dealt, plans, strict=True):
+            assert Counter(row for tile in tiles if not tile.is_filler for row in tile.rows) == Counter(hand)
+            for tile in tiles:
+                assert_fits(tile, shape)
+                assert len({lengths[row.sample] for row in tile.rows}) == 1
+        assert len({tuple(tile.rows[0].bucket for tile in tiles) for tiles in plans}) == 1
+
+
+@pytest.mark.parametrize("shape", [Grid(2, 1), Budget(2)])
+def test_samples_of_like_text_length_share_tiles(shape: TileShape):
+    lengths = [10, 90, 11, 91]
+    tiles = plan_tiles([rows_of([1] * 4)], 0, shape, order=lambda sample: (lengths[sample],))
+    assert [[row.sample for row in tile.rows] for tile in tiles] == [[0, 2], [1, 3]]
 
 
 def test_a_budget_never_needs_more_tiles_than_a_grid_of_as_many_rows():

@@ -11,7 +11,7 @@ Invariants
 * No NaN comes out, and none is let in.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -84,6 +84,41 @@ def advantage_scale(
     for samples in members.values():
         divisor[samples] = _std(values[samples], ddof) + eps
     return divisor if scale == "group" else torch.full_like(values, divisor.max().item())
+
+
+def effective_samples(advantages: Tensor) -> float:
+    """Number of samples of equal weight that these advantages [B] amount to: (sum of |A|)^2 / sum of A^2, 0 to B.
+
+    Example:
+        effective_samples(torch.tensor([1.0, -1.0, 0.0, 0.0]))  # 2.0
+    """
+    weights = advantages.double().abs()
+    return (weights.sum().square() / weights.square().sum()).item() if bool(weights.any()) else 0.0
+
+
+def combined_advantages(
+    parts: Mapping[str, Sequence[float]], weights: Mapping[str, float], *, ddof: int = 0, eps: float = 1e-4
+) -> list[float]:
+    """GDPO's combination of several rewards, for the samples of one group: sum over rewards k of
+    w_k (r_k - mean of the group) / (std of the group + eps), [G].
+
+    Weights are not normalised. GDPO then divides by the std of the batch: these values as rewards, with scale "batch".
+    Rewards of weight 0 are left out, so one that some samples lack must have it.
+
+    Args:
+        parts: reward -> values of the group's samples.
+        ddof, eps: see `advantage_scale`.
+    """
+    total: Tensor | None = None
+    for name, weight in weights.items():
+        if weight != 0:
+            values = torch.tensor(parts[name], dtype=torch.float64)
+            divisor = advantage_scale(values, [0] * len(values), scale="group", ddof=ddof, eps=eps)
+            centred = values - values.mean() if _has_spread(values) else torch.zeros_like(values)
+            total = weight * centred / divisor if total is None else total + weight * centred / divisor
+    if total is None:
+        raise ValueError(f"a weight must differ from 0, got {dict(weights)}; nothing would be learnt")
+    return total.tolist()
 
 
 def _grouped(rewards: Tensor, groups: Sequence[Hashable]) -> tuple[Tensor, dict[Hashable, list[int]]]:

@@ -29,6 +29,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from verl_digen.transfers import to_device
+
 FLOW_CLIPPED_MAX_STD = 0.45
 """Largest std of a step under law flow_clipped (LongCat-Video)."""
 
@@ -108,7 +110,7 @@ def sde_step(
             "sigma_next 0); score only steps of the trained window"
         )
 
-    a, b, std = coefficients.to(sample.device)
+    a, b, std = to_device(coefficients, sample.device)
     per_row = (-1,) + (1,) * (sample.dim() - 1)
     mean = a.view(per_row) * sample.float() + b.view(per_row) * velocity.float()
     if noise is not None:

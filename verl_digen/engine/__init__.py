@@ -12,6 +12,7 @@
 | `planning` | partition of rows over ranks and tiles |
 | `transaction` | the accumulating gradient of a logical batch |
 | `gradients` | the gradient of an FSDP2 module: move, scale, reduce, drop |
+| `gradient_sizes` | size of the gradient's entries against Adam's eps |
 | `points` | the two kinds of rows: recorded transitions, and clean latents noised again |
 | `rows` | records of samples, fetched by key -> the rows of a tile |
 | `tile_work` | a rank's tiles with their samples, and all rows of a fragment by numbers |
@@ -21,6 +22,7 @@
 | `loss` | evaluated rows -> the terms of the loss, and which old log-probs the ratio takes |
 | `memory` | choices made from free memory: rows per tile, unreduced gradients |
 | `row_flops` | FLOPs of a trained row, for metrics |
+| `loss_scale` | dynamic loss scale of fp16 |
 | `shadow` | a second copy of this rank's trainable shards, and how it takes the weights' place |
 | `export` | sharded weights -> full tensors by diffusers name, adapters merged or separate |
 | `checkpoint` | save all or nothing, resume bitwise |

@@ -2,8 +2,8 @@
 """Trainer-assisted generation on a rank: the project's sampler over the trainer's own FSDP-sharded weights.
 
 - No second copy of the network, nothing offloaded; the gradient of the open logical batch stays as it is.
-- The samples of a call are split over the data-parallel ranks. A rank that gets none denoises a padding sample and
-  discards it, because every forward gathers weights from all ranks.
+- The samples of a call are split over the data-parallel ranks; of ranks that share rows the first decodes. A rank that
+  gets none denoises a padding sample and discards it, because every forward gathers weights from all ranks.
 - A rank also holds the VAE's decoder, which a trainer does not have otherwise. Prompts are encoded by a replica.
 
 Invariant (tests/engine/test_assistant.py): a sample equals what a replica with the same weights generates, to float
@@ -18,6 +18,8 @@ from collections.abc import Sequence
 import torch
 
 from verl_digen.engine.engine import DiffusersFSDPEngine
+from verl_digen.models.pixels import in_batches
+from verl_digen.sampling.branches import GuidanceBranches
 from verl_digen.sampling.recording import experts_of
 from verl_digen.sampling.sampler import Sampler
 from verl_digen.types import Condition, Generation, SampleRequest, move_condition
@@ -38,6 +40,8 @@ class Assistant:
             run_seed=engine.digen.seed,
             device=self._device,
             latents_dtype=latents_dtype,
+            # `auto` too is one forward: a tile of a row, both branches with gradients, fits
+            branches=GuidanceBranches(engine.digen.rollout.split_guidance is True, self._device),
         )
 
     def generate(
@@ -64,9 +68,10 @@ class Assistant:
         )
         with self._engine.assisting():
             trajectories, latents = self._sampler.sample(batch, conditions, negative, version=version)
-        if not share:
+        if not share or not self._engine.is_mp_src_rank_with_outputs():
             return []
-        pixels = self._decode(latents, share[0].sampling.geometry)
+        batch_size = self._engine.digen.rollout.decode_batch_size
+        pixels = in_batches(self._decode, latents, share[0].sampling.geometry, batch_size)
         ended_s = time.time()
         return [
             Generation(

@@ -6,29 +6,29 @@ verl's own builders make a language model, and accept settings that this engine 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from peft import PeftModel, get_peft_model
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.config import FSDPEngineConfig
 
+from verl_digen.engine.export import plain_name
+from verl_digen.engine.gradients import parameters_of
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models.base import DiffusionModel
+from verl_digen.models.checkpoint import in_one_dtype, kept_in_fp32
+from verl_digen.models.kernels import set_kernels
 from verl_digen.require import require, require_fsdp2
 
 
 def check_engine_config(config: FSDPEngineConfig) -> None:
     """Raise ValueError for settings of `actor_rollout_ref.actor` that this engine does not support."""
     require_fsdp2(config.strategy)
-    require(
-        config.ulysses_sequence_parallel_size == 1,
-        "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size must be 1 for diffusion models",
-        config.ulysses_sequence_parallel_size,
-        "set it to 1; rows are spread over the ranks anyway",
-    )
     require(
         not config.qat.enable,
         "actor_rollout_ref.actor.fsdp_config.qat.enable must be false for diffusion models",
@@ -43,15 +43,15 @@ def build_transformer(
     """The transformer: real on rank 0, from which verl's `fsdp2_load_full_state_dict` broadcasts, meta elsewhere.
 
     Some networks keep a few parameters in fp32 when they are loaded in another dtype (Wan: norms, time embedding).
-    FSDP2 trains the parameters of a unit in one dtype, so without an adapter all have that of `model_dtype`.
+    FSDP2 trains the parameters of a unit in one dtype, so without an adapter all have that of `model_dtype`; a replica
+    of the `diffusers` back end casts them then, too.
     """
     dtype = PrecisionType.to_dtype(engine_config.model_dtype)
     module = model.load_transformer(dtype, meta=rank != 0)
+    digen = model_config.digen
+    set_kernels(model, module, side="trainer", attention=digen.attention_backend, compiles=digen.compile)
     if model_config.lora_rank == 0:
-        for parameter in module.parameters():
-            parameter.data = parameter.data.to(dtype)
-    if model_config.enable_gradient_checkpointing:
-        module.enable_gradient_checkpointing()  # pyright: ignore[reportCallIssue] - of diffusers' ModelMixin
+        in_one_dtype(module, dtype)
     return module
 
 
@@ -84,3 +84,21 @@ def keep_input_dtypes(module: nn.Module) -> None:
         if isinstance(part, FSDPModule):
             state = part._get_fsdp_state()
             state._mp_policy = replace(state._mp_policy, cast_forward_inputs=False)
+
+
+def keep_fp32(module: nn.Module, architecture: str) -> None:
+    """Make FSDP2 gather in fp32 the frozen parameters that diffusers keeps in fp32; before the first forward.
+
+    Wan's network computes its time embedding and modulation with them, and a `diffusers` replica does, too. FSDP2 casts
+    all parameters of a unit alike: in bf16 the velocity of a tiny Wan moves by 0.7 %. Trained ones stay as they are,
+    because the gradients of a unit must have one dtype.
+    """
+    names = {parameter: plain_name(name) for name, parameter in module.named_parameters()}
+    for parameter in parameters_of(module):
+        sharded = parameter.sharded_param
+        if not sharded.requires_grad and sharded.dtype == torch.float32 and kept_in_fp32(names[sharded], architecture):
+            parameter.init_dtype_attrs = partial(_in_own_dtype, parameter.init_dtype_attrs)
+
+
+def _in_own_dtype(initialise: Callable[[MixedPrecisionPolicy], None], policy: MixedPrecisionPolicy) -> None:
+    initialise(replace(policy, param_dtype=None))

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of a diffusers transformer: all or nothing on disk, bitwise on resume.
 
-Files are verl's, per rank: model, optimizer, extra (schedule, RNG); `digen_state_*` adds the EMA and counters.
+Files are verl's, per rank: model, optimizer, extra (schedule, RNG); `digen_state_*` adds the EMA and counters. With
+LoRA the model's file holds the adapter alone, and a fingerprint of the base weights, which come from
+`actor_rollout_ref.model.path` again. Files are loaded into host memory, whatever device they were saved from.
+
 With "hf_model" in `actor_rollout_ref.actor.checkpoint.save_contents` also an export for other tools, gathered tensor
 by tensor and written by rank 0:
 
@@ -27,6 +30,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -39,18 +43,23 @@ from peft import PeftModel
 from peft.utils import SAFETENSORS_WEIGHTS_NAME as ADAPTER_WEIGHTS_NAME
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager, FSDPConfig
 from verl.utils.fsdp_utils import fsdp_version
 
 from verl_digen.engine.copies import PolicyCopies
 from verl_digen.engine.export import ADAPTER, PEFT_PREFIX, adapter_weights, full_weights
+from verl_digen.engine.loss_scale import LossScale
+from verl_digen.engine.shadow import local_shard
 from verl_digen.models.experts import Experts
 
 logger = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 5 << 30
 """Largest safetensors file of an export; the diffusers library's own limit is 10 GB."""
+
+FINGERPRINT_NUMBERS = 8
+"""Numbers of each frozen shard in its fingerprint: enough for other weights, cheap at 20 billion parameters."""
 
 WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)
 """Exceptions on a full disk: torch's zip writer raises RuntimeError, safetensors its own."""
@@ -64,6 +73,8 @@ class UpdateState:
     """Optimizer steps that changed the weights."""
     num_skipped: int = 0
     """Optimizer steps skipped because the gradient was not finite."""
+    loss_scale: LossScale | None = None
+    """Only of training in fp16."""
 
 
 class DiffusersCheckpointManager(FSDPCheckpointManager):
@@ -72,6 +83,8 @@ class DiffusersCheckpointManager(FSDPCheckpointManager):
     def __init__(self, *args: Any, update_state: UpdateState, copies: PolicyCopies, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.update_state, self.copies = update_state, copies
+        self.kept: frozenset[str] = frozenset()
+        """`local_path` of checkpoints that are not removed, and not counted, whatever `max_ckpt_to_keep` is."""
 
     # -- save ---------------------------------------------------------------------------------------------
     def save_checkpoint(  # verl's signature
@@ -89,16 +102,21 @@ class DiffusersCheckpointManager(FSDPCheckpointManager):
         if local_path is None:
             return
         self.previous_global_step = global_step
+        kept = [path for path in self.previous_saved_paths if path in self.kept]
+        self.previous_saved_paths = [path for path in self.previous_saved_paths if path not in self.kept]
         if self.rank == 0:
             self.ensure_checkpoint_capacity(max_ckpt_to_keep)  # type: ignore[arg-type]
         target = Path(local_path).absolute()
-        with _all_or_nothing(target) as folder:
-            _on_all_ranks(target, lambda: self._save_shards(folder))
-            if self.should_save_hf_model:
-                _on_all_ranks(target, lambda: self._save_export(folder))
-        if self.rank == 0:
-            self.register_checkpoint(local_path, max_ckpt_to_keep)  # type: ignore[arg-type]
-            logger.info("saved checkpoint %s", local_path)
+        try:
+            with _all_or_nothing(target) as folder:
+                _on_all_ranks(target, lambda: self._save_shards(folder))
+                if self.should_save_hf_model:
+                    _on_all_ranks(target, lambda: self._save_export(folder))
+            if self.rank == 0:
+                self.register_checkpoint(local_path, max_ckpt_to_keep)  # type: ignore[arg-type]
+                logger.info("saved checkpoint %s", local_path)
+        finally:
+            self.previous_saved_paths = [*kept, *self.previous_saved_paths]
 
     def _save_shards(self, folder: Path) -> None:
         with warnings.catch_warnings():
@@ -114,17 +132,23 @@ class DiffusersCheckpointManager(FSDPCheckpointManager):
                     folder / self._file("extra_state"),
                 )
                 _save(
-                    {**asdict(self.update_state), "copies": self.copies.state_dict()},
+                    {
+                        **asdict(self.update_state),
+                        "copies": self.copies.state_dict(),
+                        "frozen": frozen_fingerprint(self.model),
+                    },
                     folder / self._file("digen_state"),
                 )
         if self.rank == 0:
             self._save_description(folder)
 
     def _model_state(self) -> dict[str, Tensor]:
+        """This rank's shards; with LoRA those that train."""
         state = self.model.state_dict()
-        if self.should_save_lora_only and self._has_lora():
-            return {name: value for name, value in state.items() if "lora_" in name}
-        return state
+        if not self._has_lora():
+            return state
+        trained = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        return {name: value for name, value in state.items() if name in trained}
 
     def _save_description(self, folder: Path) -> None:
         """Write the description of the sharding that verl's own tools read."""
@@ -160,21 +184,81 @@ class DiffusersCheckpointManager(FSDPCheckpointManager):
                 f"a run on {self.world_size} trainer ranks resumes from a checkpoint of as many, but {local_path} "
                 f"has {', '.join(found) or 'none'}; change trainer.nnodes x trainer.n_gpus_per_node, or start a new run"
             )
-        super().load_checkpoint(local_path, hdfs_path, del_local_after_load)  # type: ignore[arg-type]
         state = folder / self._file("digen_state")
-        if self.should_load_extra and state.is_file():
-            saved = torch.load(state, weights_only=True)
-            if "copies" not in saved:
-                raise ValueError(
-                    f"{local_path} was written before copies were saved by policy; start a new run from its weights"
-                )
+        saved = _load(state) if self.should_load_extra and state.is_file() else None
+        if saved is not None and not {"copies", "frozen"} <= saved.keys():
+            raise ValueError(
+                f"{local_path} was written by an older version, which saved other things; start a new run from its "
+                "weights"
+            )
+        frozen = frozen_fingerprint(self.model)
+        if saved is not None and saved["frozen"] and frozen and saved["frozen"] != frozen:
+            raise ValueError(
+                f"{local_path} holds an adapter for other base weights than those of actor_rollout_ref.model.path in "
+                "the dtype of actor_rollout_ref.actor.fsdp_config.model_dtype; set both to what the run began with"
+            )
+        self._load_shards(folder)
+        if saved is None:
+            self.copies.load_state_dict({}, num_updates=0)
+        else:
             self.copies.load_state_dict(saved["copies"], saved["num_updates"])
             self.update_state.num_updates, self.update_state.num_skipped = saved["num_updates"], saved["num_skipped"]
+            self._load_loss_scale(saved)
+        dist.barrier()
+
+    def _load_loss_scale(self, saved: dict[str, Any]) -> None:
+        if self.update_state.loss_scale is None:
+            return
+        if "loss_scale" in saved and saved["loss_scale"] is not None:
+            self.update_state.loss_scale = LossScale(**saved["loss_scale"])
         else:
-            self.copies.load_state_dict({}, num_updates=0)
+            logger.warning(
+                "the checkpoint was not trained in fp16 and has no loss scale; it starts at %g",
+                self.update_state.loss_scale.value,
+            )
+
+    def _load_shards(self, folder: Path) -> None:
+        if self.should_load_model:
+            self._load_model(_load(folder / self._file("model")))
+        if self.should_load_optimizer:
+            self.optimizer.load_state_dict(_load(folder / self._file("optim")))
+        if self.should_load_extra:
+            extra = _load(folder / self._file("extra_state"))
+            self.load_rng_state(extra["rng"])
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.load_state_dict(extra["lr_scheduler"])
+
+    @torch.no_grad()
+    def _load_model(self, saved: dict[str, Tensor]) -> None:
+        """Copy saved shards into the module.
+
+        Raises:
+            ValueError: they are not those that this run trains; names one.
+        """
+        live = self._model_state()
+        unlike = saved.keys() ^ live.keys() or {name for name in live if saved[name].shape != live[name].shape}
+        if unlike:
+            raise ValueError(
+                f"a checkpoint must hold the {len(live)} tensors that this run trains, got {len(saved)}, which differ "
+                f"e.g. in {min(unlike)}; resume with the same actor_rollout_ref.model.lora_* and target_modules"
+            )
+        for name, value in live.items():
+            local_shard(value).copy_(local_shard(saved[name]))
 
     def _file(self, kind: str) -> str:
         return f"{kind}_world_size_{self.world_size}_rank_{self.rank}.pt"
+
+
+def _load(path: Path) -> Any:
+    return torch.load(path, map_location="cpu", weights_only=False)  # written by this run: RNG states, a schedule
+
+
+@torch.no_grad()
+def frozen_fingerprint(module: nn.Module) -> str:
+    """Hash of the first numbers of this rank's frozen shards; tells base weights apart that are not the same."""
+    shards = (local_shard(value) for value in module.parameters() if not value.requires_grad)
+    heads = [shard.flatten()[:FINGERPRINT_NUMBERS].float() for shard in shards if shard.numel()]
+    return sha256(torch.cat(heads).cpu().numpy().tobytes()).hexdigest() if heads else ""
 
 
 # -- writing ----------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ Invariants (tests/engine)
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -41,11 +42,13 @@ from torch import Tensor, nn
 from verl.utils.device import get_device_id
 from verl.workers.engine import EngineRegistry
 
+from verl_digen.algorithms.advantages import effective_samples
 from verl_digen.algorithms.metric import Metric, Reduce, combine_tiles
-from verl_digen.engine import gradients, memory
+from verl_digen.engine import gradients, memory, rejoin
 from verl_digen.engine.copies import CURRENT
 from verl_digen.engine.fragment import FragmentSample, FragmentSpec
 from verl_digen.engine.gathered import recover, reshard
+from verl_digen.engine.gradient_sizes import eps_numbers, gradient_sizes
 from verl_digen.engine.ledger import AdvantageLedger
 from verl_digen.engine.logical_batch import LogicalBatch
 from verl_digen.engine.loss import DiffusionLoss
@@ -57,6 +60,7 @@ from verl_digen.engine.rows import Fetch, tile_rows
 from verl_digen.engine.sharded import ShardedTransformer
 from verl_digen.engine.transaction import GradientTransaction
 from verl_digen.model_config import MODEL_TYPE
+from verl_digen.platforms import device_memory
 from verl_digen.types import TrainingRows
 
 logger = logging.getLogger(__name__)
@@ -87,7 +91,15 @@ class DiffusersFSDPEngine(ShardedTransformer):
         self.row_flops = RowFlops(self.model, self.module, self.digen.sampling, is_frozen=self._is_lora)
         group = self.get_data_parallel_group()
         assert group is not None
-        self.planner = Planner(self.digen.tsp, group, self.points, rehearse=self._rehearse)
+        self.planner = Planner(
+            self.digen.tsp,
+            group,
+            self.points,
+            self.model,
+            rehearse=self._rehearse,
+            later_bytes=lambda: memory.state_to_come(self.optimizer),
+            recomputation=self.recomputation,
+        )
 
     # -- a logical batch, fragment by fragment ------------------------------------------------------------
     def begin(self, num_samples: int, num_rows: int, fetch: Fetch, *, scale: float | None = None) -> None:
@@ -137,7 +149,8 @@ class DiffusersFSDPEngine(ShardedTransformer):
             self._loaded, self._stays_loaded = loading.pop_all(), False
 
     def accumulate(self, fragment: FragmentSpec) -> dict[str, int]:
-        """Add the gradient of complete groups. Its only collectives are those of the forwards and backwards.
+        """Add the gradient of complete groups. Its only collectives are those of the forwards and backwards, and where
+        tiles or recomputed blocks are automatic the ranks' agreement on the longest prompt.
 
         Returns:
             `num_rows`, trained in this call, over all ranks, and `num_held_samples`, held back because their
@@ -173,21 +186,35 @@ class DiffusersFSDPEngine(ShardedTransformer):
         with batch.transaction.may_fail("commit"):
             self._enter_training()
             loss, metrics = batch.finish()
-            advantages = batch.ledger.advantages().abs()
+            advantages, trained = batch.ledger.advantages().abs(), batch.trained_advantages()
             outputs = self._outputs(batch.transaction, loss, metrics)
-            outputs["metrics"] |= {
-                "grad_norm": _number(self.optimizer_step()),
+            outputs["metrics"] |= self._step_metrics() | {
                 "lr": _number(self.learning_rate() if more else self.lr_scheduler_step()),
                 "num_skipped_updates": _number(self.state.num_skipped - skipped, "count"),
                 "num_fragments": _number(len(batch.fragment_ids), "count"),
                 "num_late_samples": _number(batch.num_late_samples, "count"),
                 "advantage_abs_mean": Metric(advantages.mean()),
                 "advantage_abs_max": Metric(advantages.max(), "max"),
+                "advantage_num_nonzero": _number((trained != 0).sum()),
+                "advantage_effective_samples": _number(effective_samples(trained)),
             }
             if not more:
                 self.copies.follow_batch(self.state.num_updates)
         self._close(stays_loaded=more)
         return outputs
+
+    def _step_metrics(self) -> dict[str, Metric]:
+        """Take the optimizer step; returns numbers of its gradient."""
+        assert self.optimizer is not None
+        settings, sizes = self.optimizer.param_groups[0], None
+        if "betas" in settings and isinstance(settings.get("eps"), float):
+            sizes = gradient_sizes(self.module)
+        norm = self.optimizer_step()
+        numbers = {"grad_norm": norm}
+        if sizes is not None and math.isfinite(norm):
+            clip_factor = min(1.0, self.optimizer_config.clip_grad / max(norm, 1e-30))
+            numbers |= eps_numbers(sizes, eps=settings["eps"], clip_factor=clip_factor)
+        return {name: _number(value) for name, value in numbers.items()}
 
     def abort(self) -> None:
         """Close the logical batch and discard it: weights, optimizer, copies, schedule and counters stay.
@@ -238,7 +265,8 @@ class DiffusersFSDPEngine(ShardedTransformer):
 
     @torch.no_grad()
     def evaluate(self, fragments: Sequence[FragmentSpec], fetch: Fetch) -> dict[str, dict[int, float]]:
-        """Log-probs of the fragments' rows that this rank would train, under the current weights.
+        """Log-probs of the fragments' rows that this rank would train, under the current weights. Of ranks that share
+        rows the first returns them.
 
         Rows go to the same ranks and tiles as in `accumulate`, so that their first ratio is exactly 1.
 
@@ -254,7 +282,7 @@ class DiffusersFSDPEngine(ShardedTransformer):
             for fragment in fragments:
                 for sample, step, log_prob in self._log_probs(fragment.samples, fetch):
                     found.setdefault(sample.key, {})[step] = log_prob
-        return found
+        return found if self.is_mp_src_rank_with_outputs() else {}
 
     def _log_probs(
         self, samples: Sequence[FragmentSample], fetch: Fetch
@@ -324,10 +352,13 @@ class DiffusersFSDPEngine(ShardedTransformer):
             loss,
             num_rows=num_rows,
             num_ranks=self.get_data_parallel_size(),
+            ranks_per_row=self.ulysses_sequence_parallel_size,
             reduce=self._when_to_reduce(),
             backward=self.backward,
             exchange=self._sum_over_ranks,
             points=self.points,
+            loss_scale=1.0 if self.state.loss_scale is None else self.state.loss_scale.value,
+            recomputation=self.recomputation,
         )
 
     def _sum_over_ranks(self, values: Tensor) -> Tensor:
@@ -340,14 +371,24 @@ class DiffusersFSDPEngine(ShardedTransformer):
             return self.digen.tsp.reduce
         if self._reduce is None:
             waiting = gradients.unreduced_bytes(self.module)
-            free = memory.agreed_least(memory.free_bytes(dist.get_world_size()), self.get_data_parallel_group())
+            free = memory.agreed_least(device_memory.free_bytes(dist.get_world_size()), dist.group.WORLD)
             self._reduce = "batch" if self._is_lora or memory.gradients_may_wait(waiting, free) else "tile"
             logger.info("gradients are reduced at every %s (%.1f GB unreduced)", self._reduce, waiting / 1e9)
         return self._reduce
 
     def _rehearse(self, rows: TrainingRows) -> None:
         """Dry run of one tile (forward, and backward if this engine trains) to measure memory. Discards the gradient.
-        Rows are on the CPU."""
+        Rows are on the CPU. See `rejoin` for one of several ranks that runs out of memory with more than one row."""
+        if len(rows) > 1 and self._can_rejoin():
+            rejoin.together(self.module, lambda: self._run_dry(rows), lambda: self._run_dry(rows[:1]))
+        else:
+            self._run_dry(rows)
+
+    def _can_rejoin(self) -> bool:
+        """True if there are several ranks, none of which shares a row with another."""
+        return self.get_data_parallel_size() == dist.get_world_size() > 1 and rejoin.can_rejoin(self.module)
+
+    def _run_dry(self, rows: TrainingRows) -> None:
         rows = rows.to(self.forward.device)
         if self.engine_config.forward_only:
             with torch.no_grad():
@@ -363,11 +404,15 @@ class DiffusersFSDPEngine(ShardedTransformer):
         dist.all_gather_object(gathered, on_host, group=self.get_data_parallel_group())
         combined = combine_tiles(gathered)
         prompt_tokens = combined.pop("num_prompt_tokens").value.item() / transaction.num_trained_rows
+        text, padding = (combined.pop(name).value.item() for name in ("num_text_tokens", "num_padding_tokens"))
         combined |= {
             "num_rows": _number(transaction.num_trained_rows, "count"),
             "num_tiles": _number(transaction.num_tiles, "count"),
             "prompt_tokens": _number(prompt_tokens),
-            "grad_projection": _number(gradients.projection(self.module).item() / self.loss_scale()),
+            "text_padding_share": _number(padding / text if text else 0.0),
+            "recomputed_share": _number(transaction.recomputed_shares / transaction.num_tiles),
+            "grad_projection": _number(gradients.projection(self.module).item()),
+            **({} if self.state.loss_scale is None else {"loss_scale": _number(self.state.loss_scale.value, "min")}),
             **{name: _number(value) for name, value in self.row_flops.metrics(prompt_tokens).items()},
         }
         return {"model_output": {}, "loss": [loss], "metrics": combined}

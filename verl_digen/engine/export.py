@@ -2,6 +2,8 @@
 """Sharded weights -> full tensors under the names the diffusers checkpoint uses, one at a time.
 
 - Gathering a tensor is a collective: every rank must consume the whole iterator, in step.
+- A rank that sends or writes may take minutes over some tensors. The others wait for it on the CPU, at most
+  `LOOKAHEAD` tensors ahead: a gather that waits on the device is killed by NCCL's watchdog.
 - A yielded tensor is a copy; it stays valid when the weights change.
 - The module is not changed: LoRA is merged into the copy, in fp32, rounded once.
 
@@ -10,10 +12,11 @@ Invariants (tests/engine/test_export.py): names and shapes are the checkpoint's;
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from peft import PeftModel, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
@@ -21,6 +24,11 @@ from torch.distributed.tensor import DTensor
 from verl.utils.device import get_device_id
 
 NamedTensors = Iterator[tuple[str, Tensor]]
+
+Item = TypeVar("Item")
+
+LOOKAHEAD = 16
+"""Tensors that a rank may gather before the slowest rank asks for them."""
 
 PEFT_PREFIX = "base_model.model."
 """Prefix that `PeftModel` puts before every name."""
@@ -59,7 +67,7 @@ def full_weights(module: nn.Module, *, merge_lora: bool, dtype: torch.dtype | No
         ValueError: the adapter cannot be merged.
     """
     adapters = _mergeable(module) if merge_lora else {}
-    for name, value in module.state_dict().items():
+    for name, value in in_step(module.state_dict().items(), _meet):
         if _is_adapter(name):
             continue
         full = _gather(value)
@@ -78,8 +86,22 @@ def adapter_weights(module: PeftModel, dtype: torch.dtype | None = None) -> Name
     """The adapter's tensors under peft's canonical names, "base_model.model.LAYER.lora_A.weight"."""
     # save_embedding_layers: "auto" asks the Hugging Face hub about the base model
     state = get_peft_model_state_dict(module, state_dict=module.state_dict(), save_embedding_layers=False)
-    for name, value in state.items():
+    for name, value in in_step(state.items(), _meet):
         yield name, _cast(_gather(value), dtype)
+
+
+def in_step(items: Iterable[Item], meet: Callable[[], None]) -> Iterator[Item]:
+    """Yield `items`, and call `meet`, which waits for the other ranks, before each further `LOOKAHEAD` of them."""
+    for number, item in enumerate(items):
+        if number and number % LOOKAHEAD == 0:
+            meet()
+        yield item
+
+
+def _meet() -> None:
+    """Wait for all ranks on the CPU: of the backends that verl gives the process group, a barrier takes gloo."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier()
 
 
 def adapter_config(module: nn.Module) -> dict[str, Any] | None:

@@ -33,7 +33,7 @@ Gradient = dict[tuple[int, str], Tensor]
 """A gradient outside of its module: (number of the parameter, place) -> piece. Empty: no gradient."""
 
 
-def _parameters(module: nn.Module) -> list[Any]:
+def parameters_of(module: nn.Module) -> list[Any]:
     """FSDP2's own record of every parameter."""
     units = [unit._get_fsdp_state() for unit in module.modules() if isinstance(unit, FSDPModule)]
     groups = dict.fromkeys(unit._fsdp_param_group for unit in units)  # modules may share one
@@ -42,7 +42,7 @@ def _parameters(module: nn.Module) -> list[Any]:
 
 def _places(module: nn.Module) -> Iterator[tuple[tuple[int, str], Any, str]]:
     """(key, owner, attribute) of every place where a piece of the gradient may be."""
-    for number, parameter in enumerate(_parameters(module)):
+    for number, parameter in enumerate(parameters_of(module)):
         yield (number, "sharded"), parameter.sharded_param, "grad"
         yield (number, "accumulated"), parameter, "unsharded_accumulated_grad"
         if hasattr(parameter, "_unsharded_param"):  # made by the first forward
@@ -113,6 +113,19 @@ def reduced_at_end(module: nn.Module, last: bool) -> Iterator[None]:
         module.set_requires_gradient_sync(True)
 
 
+def exempt_unused(module: nn.Module) -> None:
+    """Let a backward without reduction pass parameters that never ran, as those of another expert; call it between
+    forward and backward.
+
+    FSDP2 looks for their unreduced gradient to cast it to the reduce dtype, and raises AttributeError, because the
+    first forward makes the place where that would be. Under reduction it passes them.
+    """
+    for unit in module.modules():
+        group = unit._get_fsdp_state()._fsdp_param_group if isinstance(unit, FSDPModule) else None
+        if group is not None and not any(hasattr(parameter, "_unsharded_param") for parameter in group.fsdp_params):
+            group.reduce_grads = True
+
+
 def reduce_pending(module: nn.Module) -> None:
     """Reduce over the ranks what no backward has reduced yet. Collective if there is any; call it on all ranks."""
     assert isinstance(module, FSDPModule)
@@ -122,7 +135,7 @@ def reduce_pending(module: nn.Module) -> None:
 def unreduced_bytes(module: nn.Module) -> int:
     """Bytes of the whole gradient on each rank while it is unreduced."""
     total = 0
-    for parameter in _parameters(module):
+    for parameter in parameters_of(module):
         if parameter.sharded_param.requires_grad:
             policy = parameter.mp_policy
             dtype = policy.reduce_dtype or policy.param_dtype or parameter.sharded_param.dtype

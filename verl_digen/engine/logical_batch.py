@@ -10,14 +10,20 @@ Invariants (tests/engine/test_transaction.py): nothing trains twice; the fragmen
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
 from verl_digen.algorithms.metric import Metric
 from verl_digen.engine.fragment import FragmentSample, FragmentSpec, fragment_rows
 from verl_digen.engine.ledger import AdvantageLedger
+from verl_digen.engine.memory import shortage_explained, smaller_row, smaller_tile
 from verl_digen.engine.planning import Planner
+from verl_digen.engine.recompute import ALL
 from verl_digen.engine.rows import Fetch
 from verl_digen.engine.transaction import GradientTransaction
+from verl_digen.schedulers.deal import Row
 
 
 class LogicalBatch:
@@ -64,6 +70,11 @@ class LogicalBatch:
         self._train(is_last=True)
         return self.transaction.close()
 
+    def trained_advantages(self) -> Tensor:
+        """Advantages of the samples that have rows, [samples] fp32, clamped as in the loss."""
+        has_rows = torch.tensor([self._samples[key].num_steps > 0 for key in self.ledger.keys])
+        return self.ledger.advantages()[has_rows].clamp(-self.ledger.clip, self.ledger.clip)
+
     def _train(self, *, is_last: bool) -> int:
         ready = self.ledger.take(is_last=is_last)
         if ready.divisor is not None:
@@ -72,5 +83,18 @@ class LogicalBatch:
         if not any(sample.num_steps for sample in samples):
             return 0
         work = self.planner.deal(samples, ready.advantages, self.fetch)
-        self.transaction.run(work, is_final=ready.divisor is not None, is_last=is_last)
+        rows = max((tile.rows for tile in work.tiles), key=len)
+        with shortage_explained("a tile", len(rows), lambda: self._remedy(rows)):
+            self.transaction.run(work, is_final=ready.divisor is not None, is_last=is_last)
         return work.num_rows
+
+    def _remedy(self, rows: Sequence[Row]) -> str:
+        """Settings under which a tile of these rows takes less memory."""
+        if len(rows) > 1:
+            return smaller_tile(rows)
+        blocks = self.transaction.recomputation
+        return smaller_row(
+            recomputes_all=blocks.num_blocks == ALL or blocks.share == 1.0,
+            offloads=blocks.offloads,
+            reduce=self.transaction.reduce,
+        )

@@ -31,6 +31,7 @@ from verl_digen.algorithms.rows import LossInputs, LossOutput
 from verl_digen.config import DigenConfig
 from verl_digen.engine.policies import Evaluated, Outputs
 from verl_digen.require import require_one_of
+from verl_digen.transfers import to_device
 from verl_digen.types import TrainingRows, Transitions
 
 
@@ -128,7 +129,7 @@ class DiffusionLoss:
             clamps: False does not clamp advantages, for those that are divided by their scale later.
         """
         device = current.velocity.device
-        shared: dict[str, Tensor] = {"mask": rows.mask, "num_rows": torch.tensor(num_rows, device=device)}
+        shared: dict[str, Tensor] = {"mask": rows.mask, "num_rows": torch.full((), num_rows, device=device)}
         inputs = shared | self._given(self._inputs, current, others, rows, old_log_probs)
         if self.joint is not None and joint is not None:
             inputs[self.joint.column] = joint
@@ -172,13 +173,13 @@ class DiffusionLoss:
             **tensors,
             "advantage": rows.advantages,
             "reward": rows.rewards,
-            "sigma": rows.sigmas.to(device),
+            "sigma": to_device(rows.sigmas, device),
         }
         if isinstance(rows.point, Transitions):
             there |= {
                 OLD: old.get("log_prob") if old_log_probs is None else old_log_probs,
                 BEHAVIOUR: rows.point.log_probs,
-                "sigma_next": rows.point.next_sigmas.to(device),
+                "sigma_next": to_device(rows.point.next_sigmas, device),
                 "latents": rows.latents,
                 "next_latents": rows.point.next_latents,
             }
@@ -208,5 +209,7 @@ def rollout_gap(inputs: Mapping[str, Tensor]) -> dict[str, Metric]:
         "rollout_log_prob_gap_mean": Metric(rows.mean(gap.abs()), "first"),
         "rollout_log_prob_gap_max": Metric(rows.max(gap.abs()), "first_max"),
         "rollout_ratio": Metric(rows.mean(gap.exp()), "first"),
+        "rollout_ratio_above_fraction": Metric(rows.mean((gap > 0).float()), "first"),
+        "rollout_ratio_below_fraction": Metric(rows.mean((gap < 0).float()), "first"),
         "rollout_ratio_deviation_max": Metric(rows.max(gap.expm1().abs()), "first_max"),
     }

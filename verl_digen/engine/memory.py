@@ -1,46 +1,210 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choices made from free memory: rows per tile, and whether gradients may stay unreduced.
+"""Memory of tiles as measured, and whether gradients may stay unreduced.
 
 - Rows: the peak of one forward/backward grows linearly with its rows. So the peaks of 1 row and of 2 give the rows
-  that fit, less a margin for what varies from call to call (longer prompts, fragmentation).
+  that fit, less a margin for what varies from call to call (fragmentation), and less the optimizer's state as long as
+  it does not exist: it is made by the first step and then stays on the device beside every tile.
+- Blocks: rows are measured with all blocks recomputed. What each block saves is seen while it is recomputed; one more
+  rehearsal, with one row and as few blocks recomputed as that shows to fit, scales these numbers to what they are
+  outside of recomputation. `schedulers.tile_choice` chooses from both.
+- Two rows are rehearsed only where the peak of one shows, on every rank, that they fit: at most, all that the first
+  row took beyond what was allocated before comes again.
+- A rehearsal that runs out of memory leaves one row, and one with kept blocks leaves fewer of them. That of two rows
+  does so also if it ran out on one of several ranks (`rejoin`). Elsewhere that is an error, which ends the run: the
+  other ranks wait in a collective of FSDP2.
+- A tile that trains and runs out of memory ends the run, with the settings of a tile of half the rows. Rolling it back
+  would take a second copy of the gradient beside every tile, of all weights where gradients wait.
 - Unreduced gradients take a full copy on each rank. That must be at most `UNREDUCED_SHARE` of the free memory.
 - On a CPU memory does not limit a tile, and a process's peak memory cannot be reset: tiles have a fixed number of
   rows, enough to keep caches and cores busy.
 
-Invariants (tests/engine/test_memory.py): the rows chosen fit by the measurements, one more would not; at least 1.
+Invariants (tests/engine/test_memory.py, test_tight_device.py): the rows that fit do by the measurements, one more would
+not. No rehearsal beyond what its measurements allow. All ranks have the same numbers: the most of any.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import torch
-from verl.plugin.platform import get_platform
-from verl.utils.device import get_device_id, get_device_name
+from torch import Tensor
+from verl.utils.device import get_device_id
 
-MARGIN = 0.1
-"""Share of the device's memory that a tile leaves free."""
+from verl_digen.engine.recompute import ALL, Recomputation
+from verl_digen.engine.shadow import local_shard
+from verl_digen.platforms.device_memory import MARGIN
+from verl_digen.schedulers.deal import Row
+
+logger = logging.getLogger(__name__)
+
 CPU_ROWS = 8
 """Rows of an automatic tile on a CPU."""
 UNREDUCED_SHARE = 0.4
 """Share of free memory that unreduced gradients may take; the rest is for activations and the reduction itself."""
+NUM_MOMENTS = 2
+"""Tensors that Adam keeps per trained parameter, in the parameter's dtype."""
+SMALLER_SAMPLES = (
+    "use more devices, let devices share a row (actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2), "
+    "train an adapter (actor_rollout_ref.model.lora_rank), or smaller samples (digen.sampling)"
+)
+"""Remedy where one row does not fit with any setting of the trainer."""
+SMALLER_ROWS = (
+    "set actor_rollout_ref.model.recompute_blocks=all (or leave it auto), then "
+    f"actor_rollout_ref.model.enable_activation_offload=true and digen.tsp.reduce=tile, {SMALLER_SAMPLES}"
+)
+"""Remedy where one row may not fit."""
+RESUMES = "then start again with trainer.resume_mode=auto, which continues from the newest checkpoint, if there is one"
+"""Way on after a run that ended: no setting of memory changes what a checkpoint holds."""
 
 
-def rows_that_fit(peak_bytes: Callable[[int], int], limit_bytes: int) -> int:
-    """Number of rows that fit into a tile, at least 1.
+@dataclass(frozen=True)
+class TileMemory:
+    """Device memory of tiles of one kind, in bytes; the same on all ranks."""
+
+    room: int
+    """Limit of a tile's peak."""
+    base: int
+    """Peak without rows."""
+    row: int
+    """Each row, with all blocks recomputed."""
+    kept: tuple[int, ...] = ()
+    """Each row, for each block more that is not recomputed: the last block's number first. Empty: nothing to choose."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that may be recomputed or not."""
+        return len(self.kept)
+
+    def rows(self, num_recomputed: int) -> int:
+        """Rows that fit into a tile; 0 if none does."""
+        row = self.row + sum(self.kept[: self.num_blocks - num_recomputed])
+        return max(0, (self.room - self.base) // max(row, 1))
+
+
+def measure_tiles(
+    peak_bytes: Callable[[int], int],
+    limit_bytes: int,
+    *,
+    kept_bytes: Callable[[], int],
+    later_bytes: int = 0,
+    blocks: Recomputation | None = None,
+    most: Callable[[Sequence[int]], list[int]] = list,
+) -> TileMemory:
+    """Measure tiles by dry runs of few rows. Collective.
 
     Args:
         peak_bytes: rows -> the peak of their forward/backward; called with 1 twice, the first time to allocate what
-            stays (gradients, workspaces), and with 2.
+            stays (workspaces), with 2 where every rank can hold two, and with 1 where not all blocks are recomputed.
         limit_bytes: memory this process can use in all.
+        kept_bytes: memory that is allocated between two tiles.
+        later_bytes: memory for what comes later and stays.
+        blocks: decides which blocks are recomputed; None: that is not to be chosen.
+        most: maximum of all ranks' values, one by one. Collective.
 
-    Example: a base of 10 GB, 2 GB per row, 80 GB
-        rows_that_fit(lambda rows: (10 + 2 * rows) * GB, 80 * GB)  # 31 = (80 * 0.9 - 10) / 2
+    Example: 8 GB kept and 2 GB per call and per row, 80 GB
+        measure_tiles(lambda rows: (10 + 2 * rows) * GB, 80 * GB, kept_bytes=lambda: 8 * GB).rows(0)
+        # 31 = (80 * 0.9 - 10) / 2
     """
+    if blocks is not None:
+        blocks.num_blocks = ALL
     peak_bytes(1)
-    one, two = peak_bytes(1), peak_bytes(2)
-    room = int(limit_bytes * (1 - MARGIN)) - one
-    return 1 + max(0, room // max(two - one, 1))
+    kept = kept_bytes()
+    one, sizes = _one_row(peak_bytes, blocks)
+    room = int(limit_bytes * (1 - MARGIN)) - later_bytes
+    if one > room and later_bytes > 0:
+        logger.warning(
+            "one row peaks at %.1f GB of %.1f GB, and the optimizer's state, which comes with the first step, takes "
+            "%.1f GB more; if a step runs out of memory, %s",
+            one / 1e9,
+            limit_bytes / 1e9,
+            later_bytes / 1e9,
+            SMALLER_ROWS,
+        )
+    row = one - kept
+    if not any(most([one + row > room])):
+        row = max(peak_bytes(2) - one, 1)
+    tightest, base, row, *sizes = most([-room, one - row, row, *sizes])
+    found = TileMemory(-tightest, base, row, (0, *sizes[1:]) if sizes else ())
+    if blocks is not None and any(found.kept):
+        found = _scaled(found, peak_bytes, blocks, most)
+    return found
+
+
+def _one_row(peak_bytes: Callable[[int], int], blocks: Recomputation | None) -> tuple[int, list[int]]:
+    """(peak of one row, bytes that each block saves, from last to first)"""
+    if blocks is None:
+        return peak_bytes(1), []
+    with blocks.measured() as sizes:
+        one = peak_bytes(1)
+    return one, [max(0, sizes[number]) for number in sorted(sizes, reverse=True)]
+
+
+def _scaled(
+    found: TileMemory,
+    peak_bytes: Callable[[int], int],
+    blocks: Recomputation,
+    most: Callable[[Sequence[int]], list[int]],
+) -> TileMemory:
+    """`found` with what kept blocks took in a rehearsal of one row, of as many as fit."""
+    fewest = next((number for number in range(found.num_blocks) if found.rows(number) >= 1), found.num_blocks)
+    expected = sum(found.kept[: found.num_blocks - fewest])
+    if expected == 0:
+        return found
+    blocks.num_blocks = fewest
+    (peak,) = most([peak_bytes(1)])
+    taken = max(0, peak - found.base - found.row)
+    return replace(found, kept=tuple(-(-size * taken // expected) for size in found.kept))
+
+
+@contextmanager
+def shortage_explained(what: str, num_rows: int, remedy: Callable[[], str]) -> Iterator[None]:
+    """Context that raises the device's out-of-memory error as one that says what to do.
+
+    Args:
+        remedy: settings that take less memory, asked for after the shortage.
+
+    Raises:
+        RuntimeError: the body ran out of memory. Other ranks may wait for this one in a collective, so the driver must
+            end the run at the first rank's error.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise RuntimeError(
+            f"digen.tsp must give tiles that fit into the device's memory, got {what} of {num_rows} row(s) that did "
+            f"not ({str(error).splitlines()[0]}); {remedy()}; {RESUMES}"
+        ) from error
+
+
+def smaller_tile(rows: Sequence[Row]) -> str:
+    """Settings of tiles with at most half of these rows, of which there are several, as the user types them.
+
+    Example: 6 samples with 3 rows each
+        smaller_tile(rows)  # "set digen.tsp.samples_per_tile=3 digen.tsp.steps_per_tile=3"
+    """
+    half = len(rows) // 2
+    num_steps = min(half, max(Counter(row.sample for row in rows).values()))
+    return f"set digen.tsp.samples_per_tile={half // num_steps} digen.tsp.steps_per_tile={num_steps}"
+
+
+def smaller_row(*, recomputes_all: bool, offloads: bool, reduce: str) -> str:
+    """Settings under which one row takes less, as the user types them.
+
+    Args:
+        recomputes_all: True if all blocks are recomputed.
+        offloads: True if inputs of recomputed blocks wait in host memory.
+        reduce: "tile", "fragment" or "batch".
+    """
+    missing = [
+        *([] if recomputes_all else ["actor_rollout_ref.model.recompute_blocks=all"]),
+        *([] if offloads else ["actor_rollout_ref.model.enable_activation_offload=true"]),
+        *([] if reduce == "tile" else ["digen.tsp.reduce=tile"]),
+    ]
+    return f"set {' '.join(missing)}; if that is not enough, {SMALLER_SAMPLES}" if missing else SMALLER_SAMPLES
 
 
 def gradients_may_wait(unreduced_bytes: int, free_bytes: int) -> bool:
@@ -48,37 +212,37 @@ def gradients_may_wait(unreduced_bytes: int, free_bytes: int) -> bool:
     return unreduced_bytes <= UNREDUCED_SHARE * free_bytes
 
 
-def free_bytes(num_ranks: int) -> int:
-    """Memory this process can still allocate: on its device, or its share of the host's on a CPU.
-
-    Args:
-        num_ranks: ranks that may share the host; read on a CPU only.
-    """
-    device = get_platform().device_module
-    free, _ = device.mem_get_info()
-    if get_device_name() == "cpu":
-        return free // num_ranks
-    return free + device.memory_reserved() - device.memory_allocated()
-
-
-def peak_of(run: Callable[[], None]) -> int:
-    """Peak device memory while `run` runs, in bytes."""
-    device = get_platform().device_module
-    device.empty_cache()
-    device.reset_peak_memory_stats()
-    run()
-    get_platform().synchronize()
-    return device.max_memory_allocated()
+def state_to_come(optimizer: torch.optim.Optimizer | None) -> int:
+    """Bytes of the optimizer's state that this rank's device does not hold yet, and will beside later tiles: Adam's
+    moments before its first step, or a state that is offloaded now."""
+    if optimizer is None:
+        return 0
+    if not optimizer.state:
+        trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        return NUM_MOMENTS * sum(_local_bytes(parameter) for parameter in trained if parameter.requires_grad)
+    return sum(
+        _local_bytes(value)
+        for parameter, state in optimizer.state.items()
+        for value in state.values()
+        if isinstance(value, Tensor)
+        and value.ndim > 0
+        and value.device != parameter.device  # a count stays on the host
+    )
 
 
-def limit_bytes() -> int:
-    """Device memory this process can use in all, in bytes."""
-    device = get_platform().device_module
-    return free_bytes(1) + device.memory_allocated()
+def _local_bytes(tensor: Tensor) -> int:
+    """Bytes of this rank's part of a tensor."""
+    return local_shard(tensor).nbytes
+
+
+def agreed_most(values: Sequence[int], group: torch.distributed.ProcessGroup | None) -> list[int]:
+    """Maximum of all ranks' values, one by one. Collective; every rank has as many."""
+    most = torch.tensor([int(value) for value in values], device=get_device_id())
+    torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX, group=group)
+    return most.tolist()
 
 
 def agreed_least(value: int, group: torch.distributed.ProcessGroup | None) -> int:
     """Minimum of all ranks' values. Collective."""
-    least = torch.tensor(value, device=get_device_id())
-    torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN, group=group)
-    return int(least)
+    (most,) = agreed_most([-value], group)
+    return -most

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Partition of rows over ranks and tiles: descriptions and samples -> this rank's `TileWork`.
 
-- Every rank partitions all rows over the ranks by itself and fetches the samples of its own rows; nothing is exchanged.
-- Rows per tile under `auto` are measured once per sampling, on all ranks together, with masked tiles of the longest
-  prompt at hand; the minimum over the ranks counts. On a CPU the number is fixed.
+- Every rank partitions all rows over the ranks by itself and fetches the samples of its own rows; nothing is exchanged,
+  except the number of tiles where lengths of texts are kept apart.
+- Rows whose texts are of like length share tiles, so that little is padded (`verl_digen.schedulers.tiles`).
+- Rows per tile and recomputed blocks under `auto` are chosen from measurements, see `verl_digen.engine.memory` and
+  `verl_digen.schedulers.tile_choice`. All ranks measure together, with masked tiles, once per sampling and text length:
+  the longest prompt of all ranks' rows, rounded up to `TEXT_STEP` tokens. Later prompts are as long at most, or are
+  measured too. On a CPU the rows are fixed, and nothing is recomputed.
 
 Invariant: all ranks make the same plan, so that all run the same number of tiles.
 """
@@ -13,6 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -22,14 +27,27 @@ from verl.utils.device import get_device_name
 from verl_digen.config import TspConfig
 from verl_digen.engine import memory
 from verl_digen.engine.fragment import FragmentSample, fragment_rows
+from verl_digen.engine.memory import TileMemory
 from verl_digen.engine.points import Picks, Points
+from verl_digen.engine.recompute import ALL, Recomputation
+from verl_digen.engine.rejoin import Rejoined
 from verl_digen.engine.rows import Fetch, Samples, make_rows
+from verl_digen.engine.texts import text_order
 from verl_digen.engine.tile_work import AllRows, TileWork
+from verl_digen.models.base import DiffusionModel
+from verl_digen.platforms import device_memory
 from verl_digen.schedulers.deal import Row, deal_rows, stand_ins
-from verl_digen.schedulers.tiles import TileShape, choose_shape, plan_tiles
+from verl_digen.schedulers.tile_choice import TileChoice, choose_tile
+from verl_digen.schedulers.tiles import plan_tiles
 from verl_digen.types import Sampling, TrainingRows
 
 logger = logging.getLogger(__name__)
+
+TEXT_STEP = 64
+"""Tokens to which the length of a measured prompt is rounded up: few measurements, and at most 63 tokens too many."""
+
+SMALLEST_TILE = "set digen.tsp.samples_per_tile=1 digen.tsp.steps_per_tile=1, or a larger number that fits"
+"""Remedy where a rehearsal of several rows does not fit."""
 
 
 class Planner:
@@ -38,7 +56,10 @@ class Planner:
     Args:
         group: the data-parallel ranks.
         points: kind of the rows.
+        model: says how long the texts of a sample are, and whether the network can mask padding.
         rehearse: dry run of rows as in training, to measure memory.
+        later_bytes: device memory for what comes with the first optimizer step and stays.
+        recomputation: the module's switch.
     """
 
     def __init__(
@@ -46,11 +67,16 @@ class Planner:
         tsp: TspConfig,
         group: dist.ProcessGroup,
         points: Points,
+        model: DiffusionModel,
         rehearse: Callable[[TrainingRows], None],
+        later_bytes: Callable[[], int],
+        recomputation: Recomputation,
     ):
-        self.tsp, self.group, self.points, self.rehearse = tsp, group, points, rehearse
+        self.tsp, self.points, self.model = tsp, points, model
+        self.rehearse, self.later_bytes, self.recomputation = rehearse, later_bytes, recomputation
         self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._rows_that_fit: dict[Sampling, int] = {}
+        self._measured: dict[tuple[Sampling, int], TileMemory] = {}
+        self._logged: set[tuple[Sampling, int, TileChoice]] = set()
 
     def deal(self, samples: Sequence[FragmentSample], advantages: Tensor, fetch: Fetch) -> TileWork:
         """This rank's part of these samples' rows, of which there is at least one; a padding row if it gets none.
@@ -64,40 +90,99 @@ class Planner:
         needed = sorted({row.sample for row in chosen})
         own = replace(fetch([samples[number] for number in needed]), advantages=advantages[needed])
         places = {number: place for place, number in enumerate(needed)}
-        tiles = plan_tiles(dealt, self.rank, self._shapes(chosen, own, places))
-        return TileWork(own, places, tiles, AllRows(rows, [sample.uid for sample in samples], advantages))
+        choices = self._choices(dealt, own, places)
+        tiles = plan_tiles(
+            dealt,
+            self.rank,
+            {bucket: choice.shape for bucket, choice in choices.items()},
+            order=lambda sample: text_order(self.model, own.conditions[places[sample]]),
+            agreed_most=_agreed_most if self.model.keeps_lengths_apart else None,
+        )
+        recomputed = {bucket: choice.num_recomputed for bucket, choice in choices.items()}
+        return TileWork(own, places, tiles, AllRows(rows, [sample.uid for sample in samples], advantages), recomputed)
 
-    def _shapes(self, rows: Sequence[Row], own: Samples, places: Mapping[int, int]) -> dict[int, TileShape]:
-        """Bucket -> shape of its tiles, the same on all ranks, each of which has a row of every bucket in `rows`."""
-        num_samples, num_steps = self.tsp.extents
-        shapes: dict[int, TileShape] = {}
+    def _choices(
+        self, dealt: Sequence[Sequence[Row]], own: Samples, places: Mapping[int, int]
+    ) -> dict[int, TileChoice]:
+        """Bucket -> its tiles, the same on all ranks, each of which has a row of every bucket."""
+        rows = [*dealt[self.rank], *stand_ins(dealt, self.rank).values()]
+        choices: dict[int, TileChoice] = {}
         for bucket in sorted({row.bucket for row in rows}):
             picks = [(places[row.sample], [row.point]) for row in rows if row.bucket == bucket]
-            most = 1 if num_samples and num_steps else self._measured_rows(own, picks)
-            shapes[bucket] = choose_shape(most, samples=num_samples, steps=num_steps)
-        return shapes
+            most = max(sum(row.bucket == bucket for row in hand) for hand in dealt)
+            choices[bucket] = self._choice(own, picks, most)
+        return choices
 
-    def _measured_rows(self, samples: Samples, picks: Picks) -> int:
-        """Rows like the picked ones, of one bucket, that fit into memory in one tile."""
-        if get_device_name() == "cpu":
-            return memory.CPU_ROWS
-        sampling = samples.described[picks[0][0]].sampling
-        if sampling not in self._rows_that_fit:
+    def _choice(self, samples: Samples, picks: Picks, num_rows: int) -> TileChoice:
+        """Tiles for `num_rows` rows like the picked ones, of one bucket."""
+        num_samples, num_steps = self.tsp.extents
+        choose = partial(choose_tile, num_rows=num_rows, samples=num_samples, steps=num_steps)
+        fixed = self.recomputation.fixed
+        if fixed is not None and (get_device_name() == "cpu" or (num_samples and num_steps)):
+            return replace(choose(lambda unused: memory.CPU_ROWS, num_blocks=0), num_recomputed=fixed)
+        key = self._key(samples, picks)
+        if key not in self._measured:
+            self._measured[key] = self._measure(samples, picks, key)
+        found = self._measured[key]
+        choice = choose(found.rows, num_blocks=found.num_blocks)
+        choice = choice if fixed is None else replace(choice, num_recomputed=fixed)
+        if (*key, choice) not in self._logged:
+            self._logged.add((*key, choice))
+            logger.info(
+                "%s with prompts of up to %d tokens: tiles of %s, %s of %d blocks recomputed",
+                *(key[0].geometry, key[1], choice.shape, choice.num_recomputed, found.num_blocks),
+            )
+        return choice
 
-            def peak_bytes(num_rows: int) -> int:
-                rows = self._rehearsal(samples, picks, num_rows)
-                return memory.peak_of(lambda: self.rehearse(rows))
+    def _key(self, samples: Samples, picks: Picks) -> tuple[Sampling, int]:
+        """(sampling, tokens of the longest prompt on all ranks, rounded up). Collective."""
+        longest = max(_text_tokens(samples, pick) for pick in picks)
+        return samples.described[picks[0][0]].sampling, -(-_agreed_most(longest) // TEXT_STEP) * TEXT_STEP
 
-            fit = memory.rows_that_fit(peak_bytes, memory.limit_bytes())
-            self._rows_that_fit[sampling] = memory.agreed_least(fit, self.group)
-            logger.info("tiles hold up to %d rows of %s", self._rows_that_fit[sampling], sampling.geometry)
-        return self._rows_that_fit[sampling]
+    def _measure(self, samples: Samples, picks: Picks, key: tuple[Sampling, int]) -> TileMemory:
+        longest = max(picks, key=lambda pick: _text_tokens(samples, pick))
+        return memory.measure_tiles(
+            lambda num_rows: self._peak_bytes(_rehearsal(self.points, samples, longest, num_rows, key[1])),
+            device_memory.limit_bytes(),
+            kept_bytes=device_memory.allocated_bytes,
+            later_bytes=self.later_bytes(),
+            blocks=self.recomputation if self.recomputation.fixed is None else None,
+            most=lambda values: memory.agreed_most(values, dist.group.WORLD),
+        )
 
-    def _rehearsal(self, samples: Samples, picks: Picks, num_rows: int) -> TrainingRows:
-        """`num_rows` copies of the picked row with the longest prompt, masked out; for the memory probe."""
+    def _peak_bytes(self, rows: TrainingRows) -> int:
+        """Peak memory of a dry run of `rows`; more than there is if it ran out of it with more than the smallest tile
+        (one row, all blocks recomputed), on the only rank or on one that has rejoined the others."""
+        try:
+            return device_memory.peak_of(lambda: self.rehearse(rows))
+        except torch.OutOfMemoryError as error:
+            keeps_blocks = self.recomputation.fixed is None and self.recomputation.num_blocks < ALL
+            is_smallest = len(rows) == 1 and not keeps_blocks
+            if is_smallest or (dist.get_world_size(dist.group.WORLD) > 1 and not isinstance(error, Rejoined)):
+                remedy = memory.SMALLER_ROWS if len(rows) == 1 else SMALLEST_TILE
+                with memory.shortage_explained("a rehearsed tile", len(rows), lambda: remedy):
+                    raise
+            return device_memory.limit_bytes()
 
-        def length(pick: tuple[int, Sequence[int]]) -> int:
-            return sum(tensor.numel() for tensor in samples.conditions[pick[0]][0].values())
 
-        rows = make_rows(self.points, samples, [max(picks, key=length)] * num_rows)
-        return replace(rows, mask=torch.zeros(num_rows))
+def _agreed_most(value: int) -> int:
+    """Maximum of all ranks' values. Collective."""
+    (most,) = memory.agreed_most([value], dist.group.WORLD)
+    return most
+
+
+def _text_tokens(samples: Samples, pick: tuple[int, Sequence[int]]) -> int:
+    """Tokens of the picked sample's prompt, or of its negative one if that is longer: both are padded to one length."""
+    return max(len(condition["embeds"]) for condition in samples.conditions[pick[0]] if condition is not None)
+
+
+def _rehearsal(
+    points: Points, samples: Samples, pick: tuple[int, Sequence[int]], num_rows: int, num_tokens: int
+) -> TrainingRows:
+    """`num_rows` copies of the picked row, masked out, with a prompt of `num_tokens`."""
+    rows = make_rows(points, samples, [pick] * num_rows)
+    embeds = rows.conditions[0]["embeds"]
+    padded = embeds.new_zeros(num_tokens, *embeds.shape[1:])
+    padded[: len(embeds)] = embeds
+    condition = {**rows.conditions[0], "embeds": padded}
+    return replace(rows, conditions=[condition] * num_rows, mask=torch.zeros(num_rows))

@@ -24,6 +24,7 @@ from verl_digen.algorithms.sde import SdeStep
 from verl_digen.engine.shadow import ShadowWeights
 from verl_digen.models.base import DiffusionModel
 from verl_digen.sampling.sampler import row_velocity, score_rows
+from verl_digen.transfers import to_device
 from verl_digen.types import Noised, TrainingRows
 
 Outputs = Mapping[str, Tensor]
@@ -120,7 +121,7 @@ class PolicyForward:
 
 def moved(outputs: Outputs, device: torch.device | str) -> Outputs:
     """Copy of the outputs on `device`."""
-    return {name: value.to(device) for name, value in outputs.items()}
+    return {name: to_device(value, torch.device(device)) for name, value in outputs.items()}
 
 
 @contextmanager

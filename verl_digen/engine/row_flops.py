@@ -34,7 +34,7 @@ class RowFlops:
         flops = self._of(round(prompt_tokens))
         return {
             "row_forward_flops": flops.forward,
-            "row_training_flops": flops.training(is_frozen=self._is_frozen, recomputes=False),
+            "row_training_flops": flops.training(is_frozen=self._is_frozen, recomputed=0.0),
         }
 
     def _of(self, num_tokens: int) -> Flops:

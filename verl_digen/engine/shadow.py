@@ -18,16 +18,23 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from verl_digen.engine.gathered import recover, reshard
+from verl_digen.engine.offload import wait_for
+
+
+def local_shard(value: Tensor) -> Tensor:
+    """This rank's part of a tensor: the live storage, detached."""
+    value = value.detach()
+    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def local_shards(module: nn.Module) -> dict[str, Tensor]:
-    """This rank's shard of each trainable parameter, by name: the live storage, detached."""
+    """This rank's shard of each trainable parameter, by name: live storage, detached. Offloaded ones have arrived."""
     reshard(module)
     shards = {}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
-            value = parameter.detach()
-            shards[name] = value.to_local() if isinstance(value, DTensor) else value
+            shards[name] = local_shard(parameter)
+    wait_for(shards.values())
     return shards
 
 

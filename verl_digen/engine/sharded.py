@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's FSDP2 engine around a diffusers transformer: how it is built, updated, averaged, saved and exported.
 
-Ours: the module, copies of its weights, steps whose gradient is not finite, export.
+Ours: the module, copies of its weights, steps whose gradient is not finite, the loss scale of fp16, export.
 verl's: sharding, mixed precision, optimizer, schedule, offload, clipping, file names of checkpoints.
 
 Invariant (tests/engine): a step with a gradient that is not finite changes neither weights nor copies, and is counted.
@@ -11,26 +11,42 @@ from __future__ import annotations
 
 import logging
 import math
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from verl.base_config import BaseConfig
+from verl.plugin.platform import get_platform
 from verl.trainer.config import CheckpointConfig
-from verl.utils.device import get_device_name
+from verl.utils.device import get_device_id, get_device_name
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
 from verl_digen.algorithms.objectives import Objective, find_objective
 from verl_digen.config import EmaConfig
-from verl_digen.engine.build import add_adapter, build_transformer, check_engine_config, keep_input_dtypes
+from verl_digen.engine.build import (
+    add_adapter,
+    build_transformer,
+    check_engine_config,
+    keep_fp32,
+    keep_input_dtypes,
+)
 from verl_digen.engine.checkpoint import DiffusersCheckpointManager, UpdateState
 from verl_digen.engine.copies import AVERAGE, CURRENT, PolicyCopies
 from verl_digen.engine.export import NamedTensors, export
+from verl_digen.engine.gradient_check import check_deferred_gradients_once
+from verl_digen.engine.gradients import exempt_unused
+from verl_digen.engine.loss_scale import LossScale
+from verl_digen.engine.offload import offload_safely
 from verl_digen.engine.policies import without_adapter
+from verl_digen.engine.recompute import Recomputation
+from verl_digen.engine.sequence import sequence_mesh
 from verl_digen.engine.shadow import ShadowWeights
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models import load_model
+from verl_digen.models.sequence import split_networks
 from verl_digen.require import require
 
 logger = logging.getLogger(__name__)
@@ -54,7 +70,10 @@ class ShardedTransformer(FSDPEngine):
         checkpoint_config: CheckpointConfig,
     ):
         check_engine_config(engine_config)
-        super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)  # pyright: ignore
+        # verl splits packed text only; a diffusion row has no padding to remove, see `verl_digen.engine.sequence`
+        is_split = engine_config.ulysses_sequence_parallel_size > 1
+        with _set_to(model_config, "use_remove_padding", is_split):
+            super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)  # pyright: ignore
         self.digen = model_config.digen
         self.model = load_model(model_config.local_path)
         self.state = UpdateState()
@@ -73,7 +92,14 @@ class ShardedTransformer(FSDPEngine):
         """Build module, optimizer and schedule, then the copies of the weights that follow."""
         super().initialize()
         self.model.compute_dtype = self._autocast_dtype
+        self.recomputation = Recomputation(
+            self.module, self.model_config.recomputed, offloads=self.model_config.enable_activation_offload
+        )
         trains = not self.engine_config.forward_only
+        if trains:
+            check_deferred_gradients_once(self.device_mesh, self.rank, torch.device(get_device_id()))
+        if trains and self._autocast_dtype == torch.float16:
+            self.state.loss_scale = LossScale()
         self.copies = PolicyCopies(
             self.module,
             self._copy_weights,
@@ -89,6 +115,13 @@ class ShardedTransformer(FSDPEngine):
             copies=self.copies,
         )
 
+    def keep_fp32(self) -> None:
+        """Compute in fp32 with the frozen parameters that diffusers keeps in fp32; before the first forward.
+
+        For runs whose replicas do so: those of the `diffusers` back end.
+        """
+        keep_fp32(self.module, self.model.spec.transformer)
+
     def _copy_weights(self) -> ShadowWeights:
         """Copy of the trainable shards as they are now; offloaded where the weights are."""
         return ShadowWeights(self.module, "cpu" if self.engine_config.param_offload else None)
@@ -100,26 +133,46 @@ class ShardedTransformer(FSDPEngine):
         return add_adapter(module, self.model_config, self.rank)
 
     def _build_fsdp_module(self, module: nn.Module) -> nn.Module:
+        if self.use_ulysses_sp:
+            split_networks(self.model, module, sequence_mesh(self.ulysses_sequence_parallel_size))
         sharded = self._shard(module)
+        self.scaler = None  # verl's, for fp16; see `verl_digen.engine.loss_scale`
         keep_input_dtypes(sharded)
+        offload_safely(sharded)
         return sharded
 
     def _shard(self, module: nn.Module) -> nn.Module:
-        if not (self.engine_config.forward_only and get_device_name() == "cpu"):
+        with ExitStack() as changes:
+            # ours is there already, see `verl_digen.engine.recompute`
+            changes.enter_context(_set_to(self.model_config, "enable_activation_offload", False))
+            if get_device_name() == "cpu":
+                # verl offloads a forward-only engine through pinned memory, which needs an accelerator
+                changes.enter_context(_set_to(self.engine_config, "forward_only", False))
             return super()._build_fsdp_module(module)
-        # verl offloads a forward-only engine through pinned memory, which needs an accelerator
-        self.engine_config.forward_only = False
-        try:
-            return super()._build_fsdp_module(module)
-        finally:
-            self.engine_config.forward_only = True
+
+    def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        """verl's `to`; the host may read what was offloaded when it returns."""
+        super().to(device=device, model=model, optimizer=optimizer, grad=grad)
+        if device == "cpu" and (model or optimizer):
+            get_platform().synchronize()
 
     # -- update -------------------------------------------------------------------------------------------
     def optimizer_step(self) -> float:
         """Clip, step and update the average, unless the gradient is not finite. Returns its norm before clipping."""
-        grad_norm = super().optimizer_step()
-        if not math.isfinite(grad_norm):
+        grad_norm, scale = super().optimizer_step(), self.state.loss_scale
+        is_finite = math.isfinite(grad_norm)
+        if scale is not None:
+            scale.update(is_finite=is_finite)
+        if not is_finite:
             self.state.num_skipped += 1
+            if scale is not None:
+                logger.info(
+                    "optimizer step skipped: the gradient overflowed fp16 (%d skipped so far); the loss scale is now "
+                    "%g",
+                    self.state.num_skipped,
+                    scale.value,
+                )
+                return grad_norm
             logger.warning(
                 "optimizer step skipped: its gradient norm is %s (%d skipped so far); "
                 "if this goes on, lower actor_rollout_ref.actor.optim.lr",
@@ -133,13 +186,9 @@ class ShardedTransformer(FSDPEngine):
 
     def backward(self, loss: Tensor, retain_graph: bool) -> None:
         """Run the backward of `loss`, with fp16's loss scale if there is one."""
-        scaled = loss if self.scaler is None else self.scaler.scale(loss)
-        assert isinstance(scaled, Tensor)
+        scaled = loss if self.state.loss_scale is None else loss * self.state.loss_scale.value
+        exempt_unused(self.module)
         scaled.backward(retain_graph=retain_graph)
-
-    def loss_scale(self) -> float:
-        """Loss scale of fp16 training; the gradient is divided by it in the optimizer step."""
-        return 1.0 if self.scaler is None else self.scaler.get_scale()
 
     def learning_rate(self) -> float:
         """Learning rate of the last optimizer step."""
@@ -184,3 +233,14 @@ class ShardedTransformer(FSDPEngine):
     def _of_copy(self, policy: str, exported: NamedTensors) -> NamedTensors:
         with self.copies[policy].swapped_in(self.module):
             yield from exported
+
+
+@contextmanager
+def _set_to(config: BaseConfig, field: str, value: bool) -> Iterator[None]:
+    """Context in which a config's field has another value."""
+    own = config[field]
+    setattr(config, field, value)
+    try:
+        yield
+    finally:
+        setattr(config, field, own)

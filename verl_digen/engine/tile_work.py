@@ -51,6 +51,8 @@ class TileWork:
     """`Row.sample`, a sample's number in the plan -> its index in `samples`."""
     tiles: Sequence[Tile]
     all_rows: AllRows
+    recomputed: Mapping[int, int]
+    """`Row.bucket` -> blocks recomputed in backward."""
 
     @property
     def num_rows(self) -> int:

@@ -12,6 +12,7 @@
   tile of the batch; `close` reduces what is still pending.
 - For an objective with a joint column all tiles run a forward before the first backward, and the ranks exchange one
   number per row.
+- In fp16 losses are multiplied by a loss scale, one for the whole batch; `close` divides the reduced gradient by it.
 - Metrics of tiles stay on their device until `close`, so that a run waits for no device and no rank.
 
 Invariants (tests/engine/test_transaction.py, test_two_ranks_fragments.py, test_properties.py)
@@ -38,7 +39,9 @@ from verl_digen.engine.joint import Exchange, joint_columns
 from verl_digen.engine.loss import DiffusionLoss, LossTerms
 from verl_digen.engine.points import Points
 from verl_digen.engine.policies import Outputs, PolicyForward, moved
+from verl_digen.engine.recompute import Recomputation
 from verl_digen.engine.rows import tile_rows
+from verl_digen.engine.texts import padded_tokens
 from verl_digen.engine.tile_work import TileWork
 from verl_digen.schedulers.tiles import Tile
 from verl_digen.types import TrainingRows, Transitions
@@ -50,10 +53,13 @@ class GradientTransaction:
     Args:
         num_rows: planned unmasked rows of the logical batch, over all ranks.
         num_ranks: data-parallel ranks.
+        ranks_per_row: ranks that share each row, see `verl_digen.engine.sequence`.
         points: kind of the rows.
+        loss_scale: factor that `backward` multiplies losses by.
         reduce: "tile", "fragment" or "batch", see `digen.tsp.reduce`.
         backward: runs a loss's backward, with the loss scale of fp16 if any; takes (loss, retain_graph).
         exchange: sums a tensor over the ranks.
+        recomputation: the module's switch.
     """
 
     def __init__(
@@ -68,17 +74,27 @@ class GradientTransaction:
         backward: Callable[[Tensor, bool], None],
         exchange: Exchange,
         points: Points,
+        recomputation: Recomputation,
+        ranks_per_row: int = 1,
+        loss_scale: float = 1.0,
     ):
         self.module, self.forward, self.loss, self.points = module, forward, loss, points
-        self.exchange = exchange
+        self.recomputation = recomputation
+        self.exchange, self.loss_scale = exchange, loss_scale
         self.num_rows, self.num_ranks, self.reduce, self.backward = num_rows, num_ranks, reduce, backward
+        self.loss_factor = num_ranks * ranks_per_row
+        """Ranks that FSDP2 averages gradients over."""
         self.num_trained_rows = 0
         """Unmasked rows trained so far, over all ranks."""
         self.num_tiles = 0
+        self.recomputed_shares = 0.0
+        """Share of the blocks that backward recomputed, summed over the tiles."""
         self.num_pad_rows = 0
         """Padding rows (mask 0) that this rank ran."""
         self.num_prompt_tokens = 0
         """Prompt tokens of this rank's unmasked rows."""
+        self.num_text_tokens, self.num_padding_tokens = 0, 0
+        """Text tokens that the network reads, negative prompts and padding included; and padding alone."""
         self.is_poisoned = False
         self._settled: list[LossTerms] = []
         self._unsettled: list[LossTerms] = []
@@ -126,22 +142,32 @@ class GradientTransaction:
         for number, (tile, outputs) in enumerate(zip(work.tiles, others, strict=True)):
             ends = number == len(work.tiles) - 1
             rows = rows_of(tile)
+            self.recomputation.num_blocks = work.recomputed[tile.rows[0].bucket]
             self.num_pad_rows += int((rows.mask == 0).sum())
             self.num_prompt_tokens += _num_prompt_tokens(rows)
+            text, padding = padded_tokens(self.forward.model, rows)
+            self.num_text_tokens += text
+            self.num_padding_tokens += padding
             reduces = self.reduce == "tile" or (ends and (is_last or self.reduce == "fragment"))
             terms = self._backward(
                 rows.to(self.forward.device), outputs, columns[number], is_final=is_final, reduces=reduces
             )
+            self.recomputed_shares += self.recomputation.share
             (self._settled if is_final else self._unsettled).append(terms.detach())
         self.num_tiles += len(work.tiles)
         self.num_trained_rows += work.num_rows
 
     def rehearse(self, rows: TrainingRows) -> None:
-        """Dry run of a forward and backward like those of `run`; discards the gradient."""
+        """Dry run of a forward and backward like those of `run`; discards the gradient, and leaves the module's own as
+        it is, also if the device runs out of memory."""
         scratch: Gradient = {}
         with gradients.exchanged(self.module, scratch):
-            others = next(self.forward.others(self.loss.wanted, [lambda: rows]))
-            self._backward(rows, others, torch.zeros_like(rows.mask), is_final=True, reduces=self.reduce == "tile")
+            try:
+                others = next(self.forward.others(self.loss.wanted, [lambda: rows]))
+                self._backward(rows, others, torch.zeros_like(rows.mask), is_final=True, reduces=self.reduce == "tile")
+            except BaseException:
+                recover(self.module)
+                raise
 
     def _backward(
         self,
@@ -167,11 +193,11 @@ class GradientTransaction:
                 clamps=is_final,
             )
             if is_final or terms.fixed is None:
-                self.backward(terms.total * self.num_ranks, False)
+                self.backward(terms.total * self.loss_factor, False)
             else:
-                self.backward(terms.scaled * self.num_ranks, True)
+                self.backward(terms.scaled * self.loss_factor, True)
                 with gradients.exchanged(self.module, self._fixed_gradient):
-                    self.backward(terms.fixed * self.num_ranks, False)
+                    self.backward(terms.fixed * self.loss_factor, False)
         return terms
 
     def _before_update(self, rows: TrainingRows) -> tuple[Tensor | None, dict[str, Outputs]]:
@@ -236,11 +262,17 @@ class GradientTransaction:
             gradients.scale_(gradient, correction)
             gradients.put(self.module, gradient)
         gradients.reduce_pending(self.module)
+        if self.loss_scale != 1:
+            gradient = gradients.take(self.module)
+            gradients.scale_(gradient, 1 / self.loss_scale)
+            gradients.put(self.module, gradient)
         loss = torch.stack([terms.total for terms in self._settled]).sum() * (self.num_ranks * correction)
         metrics = combine_tiles(terms.metrics for terms in self._settled)
         return loss, {name: metric.scaled(correction) for name, metric in metrics.items()} | {
             "num_pad_rows": Metric(torch.tensor(float(self.num_pad_rows)), "count"),
             "num_prompt_tokens": Metric(torch.tensor(float(self.num_prompt_tokens)), "count"),
+            "num_text_tokens": Metric(torch.tensor(float(self.num_text_tokens)), "count"),
+            "num_padding_tokens": Metric(torch.tensor(float(self.num_padding_tokens)), "count"),
         }
 
     def drop(self) -> None:

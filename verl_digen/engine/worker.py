@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
+from verl.utils.distributed import initialize_global_process_group_ray
 from verl.utils.profiler import DistProfiler
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
@@ -40,15 +40,14 @@ from verl_digen.types import Generation, SampleRequest
 logger = logging.getLogger(__name__)
 
 
-def ensure_process_group() -> None:
-    """Start the process group on a CPU before verl does: verl would name gloo twice and fail."""
-    if get_device_name() == "cpu" and not dist.is_initialized():
-        dist.init_process_group(
-            backend="gloo",
-            rank=int(os.environ["RANK"]),
-            world_size=int(os.environ["WORLD_SIZE"]),
-            init_method=os.environ.get("DIST_INIT_METHOD"),
-        )
+def ensure_process_group(timeout_s: int) -> None:
+    """Start the process group before verl does, which names gloo twice on a CPU and fails, and sets no timeout.
+
+    Args:
+        timeout_s: `actor_rollout_ref.nccl_timeout`, of every collective.
+    """
+    backend = "gloo" if get_device_name() == "cpu" else None
+    initialize_global_process_group_ray(timeout_second=timeout_s, backend=backend)
 
 
 def share_cpu_cores(num_replicas: int) -> None:
@@ -71,11 +70,13 @@ class DiffusionWorker(ActorRolloutRefWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # pyright: ignore[reportAttributeAccessIssue] - a dynamic enum
     def init_model(self) -> None:
         """Build the engine and the rollout handle."""
-        ensure_process_group()
+        ensure_process_group(self.config.nccl_timeout)
         share_cpu_cores(0 if self._is_rollout else self.config.rollout.n_gpus_per_node)
         super().init_model()
         if self._is_actor:
             self.engine.wire_dtype = PrecisionType.to_dtype(self.config.rollout.dtype)
+            if self.config.rollout.name == "diffusers":  # vLLM-Omni computes in one dtype
+                self.engine.keep_fp32()
             if self.engine.digen.tag.policy != "off":
                 rollout = self.engine.digen.rollout
                 self._assistant = Assistant(
@@ -91,6 +92,12 @@ class DiffusionWorker(ActorRolloutRefWorker):
     def export_policy(self, name: str) -> None:
         """Choose the policy that `update_weights` sends from now on, see `verl_digen.engine.copies`."""
         self.engine.exports = name
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # pyright: ignore[reportAttributeAccessIssue]
+    def keep_checkpoints(self, paths: Sequence[str]) -> None:
+        """Keep the checkpoints at `paths` from now on, and no others beyond the newest, see
+        `DiffusersCheckpointManager.kept`."""
+        self.engine.checkpoint_manager.kept = frozenset(paths)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # pyright: ignore[reportAttributeAccessIssue]
     def device_name(self) -> str | None:

@@ -10,25 +10,37 @@ Two shapes of a tile:
   at most one of them; and neighbouring samples share tiles.
 - `Budget(rows)`: at most `rows` consecutive rows of any samples and steps, in even parts.
 
-With both, most rows of a tile belong to one prompt, so that its text needs no padding. For all ranks together:
+With both, most rows of a tile belong to one prompt, so that its text needs no padding. Where a tile holds several
+prompts, `order` sorts them by the lengths of their texts, so that neighbours are padded little. Each rank sorts its own
+samples: tiles at the same position are then about as long on all ranks. For all ranks together:
 
 - Rows of different buckets never share a tile, and tiles at the same position have the same bucket on all ranks: FSDP
   gathers the weights of one network at a time. Each bucket may have a shape of its own, as its rows have their size.
 - A rank with fewer tiles than another (or with no rows) gets padding tiles of one row with weight 0.
+- For a network that cannot mask padding, rows of different text lengths never share a tile (`agreed_most`). A rank does
+  not know the texts of another's samples, so ranks then agree on the number of tiles.
 
 Invariants (tests/schedulers/test_tiles.py): every row is in exactly one tile; the number of tiles is the minimum
-for the shape; all ranks have the same number; a rank's tiles of a bucket differ by at most one strip, or one row;
-padding rows are as few as equal numbers of tiles allow. O(rows).
+for the shape, unless lengths are kept apart; all ranks have the same number; a rank's tiles of a bucket differ by at
+most one strip, or one row; padding rows are as few as equal numbers of tiles allow. O(rows log rows).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from verl_digen.schedulers.deal import Row, stand_ins
+
+TextOrder = Callable[[int], tuple[int, ...]]
+"""`Row.sample` -> lengths of its texts; equal for samples that may share a forward without padding."""
+
+
+def _as_they_come(sample: int) -> tuple[int, ...]:
+    """Order for samples of one text length."""
+    return ()
 
 
 @dataclass(frozen=True)
@@ -40,15 +52,20 @@ class Grid:
     steps: int
     """Maximum number of rows of one sample in a tile."""
 
+    @property
+    def size(self) -> int:
+        """Most rows of a tile."""
+        return self.samples * self.steps
+
     def num_tiles(self, rows_by_sample: Sequence[int]) -> int:
         """Minimum number of tiles: max(strips of the largest sample, ceil(all strips / samples))."""
         strips = [-(-count // self.steps) for count in rows_by_sample]
         return max([*strips, -(-sum(strips) // self.samples)], default=0)
 
-    def pack(self, rows: Sequence[Row]) -> list[tuple[Row, ...]]:
+    def pack(self, rows: Sequence[Row], order: TextOrder = _as_they_come) -> list[tuple[Row, ...]]:
         """Rows of one rank and one bucket as tiles, each in order of sample and point."""
         by_sample: dict[int, list[Row]] = {}
-        for row in sorted(rows):
+        for row in _ordered(rows, order):
             by_sample.setdefault(row.sample, []).append(row)
         strips = [_even_parts(own, self.steps) for own in by_sample.values()]
         in_lanes = [strip for lane in range(self.samples) for own in strips[lane :: self.samples] for strip in own]
@@ -64,13 +81,18 @@ class Budget:
 
     rows: int
 
+    @property
+    def size(self) -> int:
+        """Most rows of a tile."""
+        return self.rows
+
     def num_tiles(self, rows_by_sample: Sequence[int]) -> int:
         """Minimum number of tiles: ceil(all rows / rows)."""
         return -(-sum(rows_by_sample) // self.rows)
 
-    def pack(self, rows: Sequence[Row]) -> list[tuple[Row, ...]]:
-        """Rows of one rank and one bucket as tiles, in order of sample and point."""
-        return [tuple(part) for part in _even_parts(sorted(rows), self.rows)]
+    def pack(self, rows: Sequence[Row], order: TextOrder = _as_they_come) -> list[tuple[Row, ...]]:
+        """Rows of one rank and one bucket as tiles, each in order of sample and point."""
+        return [tuple(sorted(part)) for part in _even_parts(_ordered(rows, order), self.rows)]
 
 
 TileShape = Grid | Budget
@@ -101,12 +123,22 @@ class Tile:
     """True for a padding tile: one row of weight 0, run because other ranks have a tile."""
 
 
-def plan_tiles(dealt: Sequence[Sequence[Row]], rank: int, shape: TileShape | Mapping[int, TileShape]) -> list[Tile]:
+def plan_tiles(
+    dealt: Sequence[Sequence[Row]],
+    rank: int,
+    shape: TileShape | Mapping[int, TileShape],
+    *,
+    order: TextOrder = _as_they_come,
+    agreed_most: Callable[[int], int] | None = None,
+) -> list[Tile]:
     """Tiles of `rank`; all ranks have the same number.
 
     Args:
         dealt: the rows of each rank, not all empty.
         shape: that of every tile, or bucket -> that of its tiles; the same on all ranks.
+        order: of the samples of `rank`.
+        agreed_most: maximum of all ranks' values, a collective. If given, samples that differ in `order` never share a
+            tile.
 
     Example:
         dealt = [[Row(0, 0), Row(0, 1), Row(0, 2)], [Row(1, 0)]]
@@ -116,10 +148,28 @@ def plan_tiles(dealt: Sequence[Sequence[Row]], rank: int, shape: TileShape | Map
     tiles: list[Tile] = []
     for bucket, filler in sorted(stand_ins(dealt, rank).items()):
         of_bucket = shape[bucket] if isinstance(shape, Mapping) else shape
-        own = of_bucket.pack([row for row in dealt[rank] if row.bucket == bucket])
-        most = max(of_bucket.num_tiles(_rows_by_sample(hand, bucket)) for hand in dealt)
+        mine = [row for row in dealt[rank] if row.bucket == bucket]
+        if agreed_most is None:
+            own = of_bucket.pack(mine, order)
+            most = max(of_bucket.num_tiles(_rows_by_sample(hand, bucket)) for hand in dealt)
+        else:
+            own = [tile for alike in _by_text(mine, order) for tile in of_bucket.pack(alike)]
+            most = agreed_most(len(own))
         tiles += [Tile(rows) for rows in own] + [Tile((filler,), is_filler=True)] * (most - len(own))
     return tiles
+
+
+def _ordered(rows: Sequence[Row], order: TextOrder) -> list[Row]:
+    """Rows by the lengths of their texts, then by sample and point."""
+    return sorted(rows, key=lambda row: (order(row.sample), row))
+
+
+def _by_text(rows: Sequence[Row], order: TextOrder) -> list[list[Row]]:
+    """Rows of each text length, shortest first."""
+    alike: dict[tuple[int, ...], list[Row]] = {}
+    for row in _ordered(rows, order):
+        alike.setdefault(order(row.sample), []).append(row)
+    return list(alike.values())
 
 
 def _even_parts(rows: Sequence[Row], size: int) -> list[Sequence[Row]]:

@@ -63,7 +63,12 @@ import importlib
 import pkgutil
 
 from verl_digen.algorithms.objectives.config import ClampedConfig, ClipConfig, LossConfig
-from verl_digen.algorithms.objectives.denominator import OLD_LOG_PROBS, Denominator, choose_denominator
+from verl_digen.algorithms.objectives.denominator import (
+    OLD_LOG_PROBS,
+    Denominator,
+    choose_denominator,
+    clips_recorded,
+)
 from verl_digen.algorithms.objectives.objective import Joint, JointRows, Objective, Select, all_samples
 from verl_digen.algorithms.objectives.registry import (
     default_config,
@@ -91,6 +96,7 @@ __all__ = [
     "Select",
     "all_samples",
     "choose_denominator",
+    "clips_recorded",
     "default_config",
     "find_objective",
     "objective_names",

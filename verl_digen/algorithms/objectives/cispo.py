@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +32,10 @@ class CispoConfig(ClampedConfig):
         super().__post_init__()
         require(0 < self.low <= 1, "digen.loss.low must lie in (0, 1]", self.low, "0.1 is the default")
         require(0 < self.high < math.inf, "digen.loss.high must be > 0 and finite", self.high, DEFAULTS)
+
+    @property
+    def clip_widths(self) -> Mapping[str, float]:
+        return {"low": self.low, "high": self.high} if self.mask else {}
 
 
 @register_objective(

@@ -27,6 +27,11 @@ class LossConfig:
         return self
 
     @property
+    def clip_widths(self) -> Mapping[str, float]:
+        """Keys under `digen.loss` -> distance from 1 at which they take a row's ratio out of the gradient."""
+        return {}
+
+    @property
     def more_latents(self) -> tuple[str, ...]:
         """Latents that the loss reads with these settings, besides those that it always reads."""
         return ()
@@ -91,3 +96,8 @@ class ClipConfig(ClampedConfig):
         """(1 - clip_range, 1 + clip_range_high)."""
         high = self.clip_range if self.clip_range_high is None else self.clip_range_high
         return 1 - self.clip_range, 1 + high
+
+    @property
+    def clip_widths(self) -> Mapping[str, float]:
+        high = {} if self.clip_range_high is None else {"clip_range_high": self.clip_range_high}
+        return {"clip_range": self.clip_range, **high}

@@ -99,6 +99,15 @@ def choose_denominator(name: str, settings: LossConfig, old_log_probs: str, max_
     return "recompute" if old_log_probs == "recompute" else "rollout"
 
 
+def clips_recorded(name: str, settings: LossConfig, denominator: Denominator) -> bool:
+    """True if loss `name` clips a ratio to log-probs that were recorded at generation, whose rounding it then sees."""
+    objective = find_objective(name)
+    if objective.points == "forward" or not settings.clip_widths:
+        return False
+    reads_own = OLD in objective.loss.columns or objective.reads_old_weights(settings)
+    return denominator == "rollout" or not reads_own
+
+
 def _of_forward_points(name: str, old_log_probs: str, reads_old: bool) -> Denominator:
     require(
         old_log_probs == "auto",

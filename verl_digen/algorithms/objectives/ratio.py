@@ -54,9 +54,13 @@ def ratio_metrics(rows: LossInputs, log_ratio: Tensor, low: float, high: float) 
     """Metrics of the distance between the two policies of a ratio, from log-ratios [N].
 
     `ratio_deviation`, `_min`, `_max` are of r - 1 (r would round its digits away), `clip_fraction` the share of
-    rows with r outside [low, high], `approx_kl` the mean of half the squared log-ratio.
+    rows with r outside [low, high], `approx_kl` the mean of half the squared log-ratio. `ratio_above_fraction` and
+    `ratio_below_fraction` are shares of rows with r > 1 and r < 1. `ratio_sign_positive` and `_negative` are sums of
+    the log-ratios' signs over rows with that sign of the advantage, per row of the batch; divided by the share of such
+    rows, `advantage_positive_fraction` and `_negative_fraction`, they are means.
     """
-    ratio = ratio_of(log_ratio)
+    ratio, sign = ratio_of(log_ratio), log_ratio.sign()
+    is_positive, is_negative = rows["advantage"] > 0, rows["advantage"] < 0
     deviation = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).expm1()
     return {
         "ratio_deviation": rows.mean_metric(deviation),
@@ -64,4 +68,10 @@ def ratio_metrics(rows: LossInputs, log_ratio: Tensor, low: float, high: float) 
         "ratio_deviation_max": rows.max_metric(deviation),
         "clip_fraction": rows.mean_metric(((ratio < low) | (ratio > high)).float()),
         "approx_kl": rows.mean_metric(0.5 * log_ratio.square()),
+        "ratio_above_fraction": rows.mean_metric((sign > 0).float()),
+        "ratio_below_fraction": rows.mean_metric((sign < 0).float()),
+        "ratio_sign_positive": rows.mean_metric(sign * is_positive),
+        "ratio_sign_negative": rows.mean_metric(sign * is_negative),
+        "advantage_positive_fraction": rows.mean_metric(is_positive.float()),
+        "advantage_negative_fraction": rows.mean_metric(is_negative.float()),
     }
