@@ -166,3 +166,23 @@ def test_a_chunk_discarded_while_it_is_collected_is_not_published():
 
     (outcome,) = asyncio.run(run())
     assert isinstance(outcome, KeyError)
+
+
+def test_a_chunk_is_settled_once_its_outcome_is_there_or_it_is_discarded_and_not_before():
+    settled = []
+
+    async def score(order, index):
+        assert settled == []
+        raise RuntimeError("no score")
+
+    async def run():
+        runner = ChunkRunner(None, withdraw, score, None, on_settled=settled.append)
+        runner.adopt(ORDER, {0: 0, 1: 1})
+        await runner.collect(ORDER.chunk_id)
+        assert settled == [ORDER]
+        runner.adopt(ORDER, {})
+        runner.discard(ORDER.chunk_id)
+        runner.discard(ORDER.chunk_id)
+        assert settled == [ORDER, ORDER]
+
+    asyncio.run(run())

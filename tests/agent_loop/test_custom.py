@@ -36,7 +36,7 @@ class Server:
         self.generate = SimpleNamespace(remote=self._generate)
 
     async def _generate(self, name: str, tokens: list[int], params: dict[str, Any]) -> tuple[str, str]:
-        return name, params["request"].prompt
+        return name, params["request"].inputs.text
 
 
 def make_worker(agent_loop: str) -> Any:

@@ -11,19 +11,32 @@ import torch
 from verl_digen.agent_loop.manager import DiffusionAgentLoopWorker
 from verl_digen.config import DigenConfig
 from verl_digen.sampling.requests import SINGLE_TURN
-from verl_digen.types import CleanRecord, Generation, Geometry, PathRecord, PromptRow, Sampling, Trajectory
+from verl_digen.types import (
+    CleanRecord,
+    Generation,
+    Geometry,
+    PathRecord,
+    PromptRow,
+    RewardCall,
+    RewardInput,
+    Sampling,
+    Score,
+    Trajectory,
+)
 
 SAMPLING = Sampling(Geometry(16, 16), num_steps=6, true_cfg_scale=1.0, law="flow", noise_level=0.7)
 NUMBERS = torch.tensor([0.9, 0.5])
 PATH = PathRecord(torch.zeros(3, 4), torch.tensor([0, 1]), NUMBERS, NUMBERS, torch.tensor(0.9), NUMBERS)
+CALL = RewardCall("shapes", 3.0, 4.0, num_samples=1, num_queued=0)
 CLEAN = CleanRecord(torch.zeros(4), torch.tensor([1.0, 0.5, 0.1]))
 
 
 class Rewards:
     """Scores every sample alike."""
 
-    async def score(self, data: Any) -> dict[str, Any]:
-        return {"reward_score": 0.5, "reward_extra_info": {"shapes": 0.5}, "interval_s": (3.0, 4.0)}
+    async def score(self, sample: RewardInput, *, version: int, group_size: int) -> Any:
+        assert (sample.row.uid, sample.sample_index, version, group_size) == ("g0", 1, 3, 4)
+        return Score(0.5, {"shapes": 0.5}, (CALL,)), (3.0, 4.0)
 
 
 def make_worker() -> Any:
@@ -31,7 +44,7 @@ def make_worker() -> Any:
     worker = object.__new__(DiffusionAgentLoopWorker)
     agent = SimpleNamespace(default_agent_loop=SINGLE_TURN)
     vars(worker).update(
-        digen=DigenConfig(), rollout_config=SimpleNamespace(agent=agent), _reward_workers=Rewards(), _run_dir=None
+        digen=DigenConfig(), rollout_config=SimpleNamespace(agent=agent, n=4), _rewards=Rewards(), _run_dir=None
     )
     return worker
 
@@ -46,3 +59,4 @@ def test_a_tag_tells_the_points_of_its_sample_and_when_it_was_made(record, exper
     assert (tag.num_steps, tag.experts) == (len(record.sigmas), experts)
     assert (tag.generated, tag.scored, tag.reward) == ((1.0, 2.0), (3.0, 4.0), 0.5)
     assert (tag.seed, tag.version, tag.last_version, tag.condition_key) == (7, 3, 3, "key")
+    assert (tag.parts, tag.calls) == ({"shapes": 0.5}, (CALL,))

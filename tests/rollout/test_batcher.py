@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from verl_digen.algorithms.window import Window
+from verl_digen.inputs import PromptInputs
 from verl_digen.rollout.batcher import RequestBatcher, Withdrawn
 from verl_digen.sampling.sampler import SamplingStopped
 from verl_digen.types import CleanRecord, Generation, Geometry, SampleRequest, Sampling, Trajectory
@@ -14,8 +15,8 @@ from verl_digen.types import CleanRecord, Generation, Geometry, SampleRequest, S
 SAMPLING = Sampling(Geometry(64, 64), num_steps=4, true_cfg_scale=1.0, law="flow", noise_level=0.7)
 
 
-def request(uid: str, index: int, sampling: Sampling = SAMPLING) -> SampleRequest:
-    return SampleRequest(uid, index, "a prompt", " ", Window((), ()), sampling)
+def request(uid: str, index: int, sampling: Sampling = SAMPLING, text: str = "a prompt") -> SampleRequest:
+    return SampleRequest(uid, index, PromptInputs(text), PromptInputs(" "), Window((), ()), sampling)
 
 
 def answer(asked: SampleRequest) -> Generation:
@@ -71,6 +72,23 @@ def test_every_request_gets_its_own_answer_whatever_the_arrival_order():
     formed = [asyncio.run(run(seed)) for seed in range(5)]
     assert all(batches == formed[0] for batches in formed), "the same requests always form the same batches"
     assert [len(batch) for batch in formed[0]] == [4, 4, 1]
+
+
+def test_prompts_of_like_length_share_a_batch():
+    async def run() -> list[list[str]]:
+        record = Recorder()
+        batcher = RequestBatcher(record, max_batch_size=4, wait_s=0.01)
+        texts = {
+            "p0": "short",
+            "p1": "a prompt that is much longer",
+            "p2": "brief",
+            "p3": "a prompt as long as that",
+        }
+        requests = [request(uid, index, text=text) for uid, text in texts.items() for index in range(2)]
+        await asyncio.gather(*[batcher.submit(asked) for asked in requests])
+        return [[asked.uid for asked in batch] for batch in record.batches]
+
+    assert asyncio.run(run()) == [["p0", "p0", "p2", "p2"], ["p1", "p1", "p3", "p3"]]
 
 
 def test_a_batch_holds_only_requests_with_equal_sampling():

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from tests.tiny_models import build_tiny
+from verl_digen.inputs import PromptInputs
 from verl_digen.models import load_model
 from verl_digen.models.tiny import BUILDERS
 from verl_digen.rollout.fingerprint import PROMPT, fingerprint
@@ -13,7 +14,7 @@ from verl_digen.rollout.fingerprint import PROMPT, fingerprint
 @pytest.fixture(scope="module", params=sorted(BUILDERS))
 def loaded(request, tmp_path_factory):
     model = load_model(build_tiny(request.param, tmp_path_factory.mktemp("fingerprint") / "checkpoint"))
-    (condition,) = model.load_encoder(torch.float32, torch.device("cpu"))([PROMPT])
+    (condition,) = model.load_encoder(torch.float32, torch.device("cpu"))([PromptInputs(PROMPT)])
     return model, model.load_transformer(torch.float32), condition
 
 

@@ -35,7 +35,7 @@ class Replica:
         self.requests.append(request)
         self.has_begun.set()
         await self.may_finish.wait()
-        if request.prompt == "too long":
+        if request.inputs.text == "too long":
             raise ValueError("the prompt has 2000 tokens, the encoder reads 512")
         geometry = request.sampling.geometry
         return torch.zeros(geometry.height_px, geometry.width_px, 3, dtype=torch.uint8)

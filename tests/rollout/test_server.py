@@ -4,6 +4,7 @@
 import asyncio
 import random
 from dataclasses import replace
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 import pytest
@@ -11,41 +12,74 @@ import torch
 
 from verl_digen.algorithms.window import Window
 from verl_digen.config import DigenConfig, RolloutConfig
+from verl_digen.inputs import PromptInputs
 from verl_digen.rollout.server import DiffusersServer
 from verl_digen.types import Geometry, SampleRequest, Sampling
+from verl_digen.weights.checksum import Manifest
 from verl_digen.weights.probe import check_probes
+from verl_digen.weights.sending import Wire, send_update
 
 SAMPLING = Sampling(Geometry(64, 64), num_steps=4, true_cfg_scale=1.0, law="flow", noise_level=0.7)
 GUIDED = Sampling(Geometry(64, 64), num_steps=4, true_cfg_scale=3.0, law="flow", noise_level=0.7)
 
 
-@pytest.fixture(autouse=True)
-def keep_the_devices_of_this_process(monkeypatch):
-    """Undo the server's changes to its process, which is this one."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-
-
-def make_server(path, max_batch_size=4, embed_cache_size=16):
+def make_server(path, max_batch_size=4, embed_cache_size=16, **rollout):
     digen = DigenConfig(
         seed=7,
         rollout=RolloutConfig(
-            max_batch_size=max_batch_size, batch_wait_s=0.01, embed_cache_size=embed_cache_size, probe_every=5
+            max_batch_size=max_batch_size,
+            batch_wait_s=0.01,
+            embed_cache_size=embed_cache_size,
+            probe_every=5,
+            **rollout,
         ),
     )
     return DiffusersServer(
         SimpleNamespace(dtype="float32"),
-        SimpleNamespace(local_path=path, digen=digen, adapter_config=lambda: None),
-        visible_devices="0",
+        SimpleNamespace(local_path=path, digen=digen, adapter_config=lambda: None, lora_rank=0),
         num_threads=1,
     )
 
 
 def make_requests(sampling=SAMPLING):
     return [
-        SampleRequest(uid, index, f"prompt of {uid}", " ", Window((0, 1, 2), (0, 1, 2)), sampling, index == 0)
+        SampleRequest(
+            uid,
+            index,
+            PromptInputs(f"prompt of {uid}"),
+            PromptInputs(" "),
+            Window((0, 1, 2), (0, 1, 2)),
+            sampling,
+            index == 0,
+        )
         for uid in ("p1", "p2", "p3")
         for index in range(3)
     ]
+
+
+async def begin_and_send(server, weights, version, *, is_live, max_bucket_mb=1):
+    """Send an update like a trainer rank -> its manifest. The sender blocks, so it has a thread."""
+    with TemporaryDirectory() as folder:
+        wire = Wire(f"ipc://{folder}/s", True, is_live, torch.float32, max_bucket_mb=max_bucket_mb, timeout_s=30.0)
+        for _ in range(2):  # a call may be made again
+            await server.begin_update(wire.handle, wire.use_shm, wire.is_live)
+
+        def send():
+            return asyncio.run(send_update(weights.items(), wire, receiver="replica", has_died=lambda: False))
+
+        total = await asyncio.to_thread(send)
+    return Manifest(version, total.num_tensors, total.value)
+
+
+async def update(server, weights, version, **wire):
+    """Update a replica that takes turns with the trainer."""
+    manifest = await begin_and_send(server, weights, version, is_live=True, **wire)
+    for _ in range(2):  # a call may be made again
+        await server.commit_update(manifest)
+
+
+def weights_of(server, factor=1.0):
+    return {name: factor * tensor for name, tensor in server._weights.module.state_dict().items()}
 
 
 def generate(server, requests):
@@ -80,9 +114,45 @@ def test_only_the_sample_that_asks_carries_the_prompts_conditions(tiny_qwen_imag
     assert [got.negative_condition is not None for got in answers] == [True, False, False]
 
 
+def test_guidance_is_split_and_pictures_are_decoded_in_batches_as_configured(tiny_qwen_image):
+    server = make_server(tiny_qwen_image, decode_batch_size=3, split_guidance=True)
+    forwards, decoded, decode = [], [], server._decode
+
+    def count(module, args, inputs):
+        forwards.append(len(inputs["hidden_states"]))
+
+    def decode_counted(latents, geometry):
+        decoded.append(len(latents))
+        return decode(latents, geometry)
+
+    server._weights.module.register_forward_pre_hook(count, with_kwargs=True)
+    server._decode = decode_counted
+    generate(server, make_requests(GUIDED)[:4])
+    assert forwards == [4] * (2 * GUIDED.num_steps)
+    assert decoded == [3, 1]
+
+
+def test_texts_of_one_length_share_a_forward_where_padding_cannot_be_masked(tiny_qwen_image):
+    requests = make_requests(GUIDED)[:6]
+    requests[3:] = [replace(asked, inputs=PromptInputs("a much longer prompt of p2")) for asked in requests[3:]]
+    expected = generate(make_server(tiny_qwen_image, max_batch_size=6), requests)
+    server, forwards = make_server(tiny_qwen_image, max_batch_size=6, attention_backend="_native_flash"), []
+
+    def count(module, args, inputs):
+        assert inputs["encoder_hidden_states_mask"] is None
+        forwards.append(len(inputs["hidden_states"]))
+
+    server._weights.module.register_forward_pre_hook(count, with_kwargs=True)
+    answers = generate(server, requests)
+    assert forwards == [3] * (2 * 2 * GUIDED.num_steps)
+    for got, own in zip(answers, expected, strict=True):
+        assert got.trajectory.uid == own.trajectory.uid
+        torch.testing.assert_close(got.trajectory.record.latents, own.trajectory.record.latents, atol=1e-5, rtol=0)
+
+
 def test_a_prompt_the_encoder_refuses_fails_its_own_samples_alone(tiny_qwen_image):
     requests = make_requests(GUIDED)
-    requests[4] = replace(requests[4], prompt="a cat " * 2000)
+    requests[4] = replace(requests[4], inputs=PromptInputs("a cat " * 2000))
     server = make_server(tiny_qwen_image, max_batch_size=9)
 
     async def run():
@@ -101,53 +171,99 @@ def test_a_prompt_the_encoder_refuses_fails_its_own_samples_alone(tiny_qwen_imag
             )
 
 
-def test_a_weight_update_lands_between_trajectories_and_marks_them(tiny_qwen_image):
+@pytest.mark.parametrize("is_live", [True, False], ids=["live", "staged"])
+def test_a_weight_update_lands_between_trajectories_and_marks_them(tiny_qwen_image, is_live):
     server = make_server(tiny_qwen_image)
-    weights = {name: tensor.clone() * 1.01 for name, tensor in server._weights.module.state_dict().items()}
+
+    async def ask():
+        return await asyncio.gather(*[server.generate("id", [], {"request": asked}) for asked in make_requests()[:4]])
 
     async def run():
-        first = asyncio.gather(*[server.generate("id", [], {"request": asked}) for asked in make_requests()[:4]])
+        first = asyncio.ensure_future(ask())
         await asyncio.sleep(0.03)
-        await server.receive_weights(weights)
-        await server.commit_weights(version=5, num_tensors=len(weights))
-        second = await asyncio.gather(*[server.generate("id", [], {"request": asked}) for asked in make_requests()[:4]])
-        return await first, second
+        manifest = await begin_and_send(server, weights_of(server, 1.01), 5, is_live=is_live)
+        meanwhile = asyncio.ensure_future(ask())
+        if is_live:
+            await first
+            assert not meanwhile.done(), "no batch runs on half an update"
+            await server.commit_update(manifest)
+        else:
+            await meanwhile
+            await server.seal_update(manifest)
+            await server.seal_update(manifest)
+            await server.activate_weights()
+        return await first, await meanwhile, await ask()
 
-    before, after = asyncio.run(run())
-    for got in (*before, *after):
+    before, meanwhile, after = asyncio.run(run())
+    for got in (*before, *meanwhile, *after):
         assert got.trajectory.version == got.trajectory.last_version
     assert {got.trajectory.version for got in before} <= {0, 5}
+    assert {got.trajectory.version for got in meanwhile} == {5 if is_live else 0}
     assert {got.trajectory.version for got in after} == {5}
     assert not torch.equal(before[0].trajectory.record.latents, after[0].trajectory.record.latents)
 
 
-def test_after_a_refused_update_the_old_weights_serve(tiny_qwen_image):
+def test_after_a_refused_update_the_old_weights_serve_if_it_was_staged(tiny_qwen_image):
+    before = generate(make_server(tiny_qwen_image), make_requests()[:1])[0]
     server = make_server(tiny_qwen_image)
-    before = generate(server, make_requests()[:1])[0]
-    weights = dict(server._weights.module.state_dict())
-    name = next(iter(weights))
-    weights[name] = torch.zeros(3, 3, 3)
+    wrong = weights_of(server, 1.01)
+    name = next(iter(wrong))
+    wrong[name] = torch.zeros(3, 3, 3)
 
-    async def update():
-        await server.receive_weights(weights)
-        await server.commit_weights(version=1, num_tensors=len(weights))
+    async def refused(*, is_live):
+        manifest = await begin_and_send(server, wrong, 1, is_live=is_live)
+        with pytest.raises(RuntimeError, match=name):
+            await server.seal_update(manifest)
+        await server.resume_generation()
+        return (await server.generate("id", [], {"request": make_requests()[0]})).trajectory
 
-    with pytest.raises(RuntimeError, match=name):
-        asyncio.run(update())
+    async def run():
+        after = await refused(is_live=False)
+        assert torch.equal(before.trajectory.record.latents, after.record.latents) and after.version == 0
+        with pytest.raises(RuntimeError, match="serves nothing until a whole update has come"):
+            await refused(is_live=True)
+
+    asyncio.run(run())
+
+
+def test_a_sleeping_server_has_no_memory_and_an_update_wakes_it(tiny_qwen_image):
+    expected = generate(make_server(tiny_qwen_image), make_requests()[:2])
     server = make_server(tiny_qwen_image)
-    after = generate(server, make_requests()[:1])[0]
-    assert (
-        torch.equal(before.trajectory.record.latents, after.trajectory.record.latents) and after.trajectory.version == 0
-    )
+    server._frees_memory = True
+    weights = {name: tensor.clone() for name, tensor in weights_of(server).items()}
+    modules = [server._weights.module, *server._encoder.modules, *server._decode.modules]
+    tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+    num_bytes = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+    copied_out = []
+
+    async def run():
+        for version in (1, 2):
+            await server.sleep()
+            assert not any(tensor.untyped_storage().nbytes() for tensor in tensors if tensor.numel() > 0)
+            copied_out.append(server._memory.num_bytes_copied_out)
+            with pytest.raises(RuntimeError, match="a sleeping replica cannot encode"):
+                await server.encode(make_requests()[0])
+            waiting = asyncio.gather(*[server.generate("id", [], {"request": asked}) for asked in make_requests()[:2]])
+            await server.wake_up()
+            await update(server, weights, version)
+            got = await waiting
+        return got
+
+    got = asyncio.run(run())
+    for one, other in zip(got, expected, strict=True):
+        assert one.trajectory.version == 2
+        torch.testing.assert_close(one.trajectory.record.latents, other.trajectory.record.latents, atol=1e-5, rtol=0)
+        assert (one.pixels.int() - other.pixels.int()).abs().max() <= 1
+    trained = sum(tensor.nbytes for tensor in weights.values())
+    assert copied_out[0] == copied_out[1] == num_bytes - trained > 0, "once, and nothing that updates replace"
 
 
 def publish(server, weights, version):
-    async def update():
-        await server.receive_weights(weights)
-        await server.commit_weights(version=version, num_tensors=len(weights))
+    async def run():
+        await update(server, weights, version)
         return (await server.check_health())["probes"]
 
-    return asyncio.run(update())
+    return asyncio.run(run())
 
 
 def test_a_probe_follows_the_weights_and_two_replicas_agree_on_it(tiny_qwen_image):

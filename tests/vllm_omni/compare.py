@@ -29,8 +29,8 @@ def by_diffusers(path: Path, requests: Sequence[SampleRequest]) -> list[Generati
             local_path=path,
             digen=DigenConfig(seed=RUN_SEED, rollout=RolloutConfig(max_batch_size=1, batch_wait_s=0.0)),
             adapter_config=lambda: None,
+            lora_rank=0,
         ),
-        visible_devices="0",
         num_threads=1,
     )
 

@@ -21,6 +21,7 @@ from hydra import compose, initialize_config_module
 from torch import Tensor, nn
 
 from verl_digen.algorithms.window import Window
+from verl_digen.inputs import PromptInputs
 from verl_digen.loopback import is_loopback
 from verl_digen.types import Generation, Geometry, SampleRequest, Sampling, Trajectory
 
@@ -42,8 +43,8 @@ def request(number: int, sampling: Sampling = SAMPLING) -> SampleRequest:
     return SampleRequest(
         uid=f"p{group}",
         sample_index=number % 3,
-        prompt="a red circle" + " and a blue square" * (group % 3),
-        negative_prompt="blurry",
+        inputs=PromptInputs("a red circle" + " and a blue square" * (group % 3)),
+        negative_inputs=PromptInputs("blurry"),
         window=windows[group % 3],
         sampling=sampling,
         wants_condition=number % 3 == 0,
@@ -272,6 +273,6 @@ def by_sampler(
     encode = model.load_encoder(torch.float32, torch.device("cpu"))
     sampler = Sampler(model, network, run_seed=run_seed, device="cpu", latents_dtype=torch.float32)
     is_guided = asked.sampling.true_cfg_scale > 1.0
-    negative = encode([asked.negative_prompt]) if is_guided else None
-    (trajectory,), _ = sampler.sample([asked], encode([asked.prompt]), negative, version=version)
+    negative = encode([asked.negative_inputs]) if is_guided else None
+    (trajectory,), _ = sampler.sample([asked], encode([asked.inputs]), negative, version=version)
     return trajectory

@@ -32,6 +32,17 @@ def test_a_pipeline_runs_step_by_step_where_it_can_and_in_batches_where_it_can(
     assert (made["step_execution"], made["max_num_seqs"]) == (is_stepwise, max_num_seqs)
 
 
+def test_the_vae_decodes_one_by_one_and_in_tiles_where_a_diffusers_replica_does_unless_asked(tmp_path):
+    def vae(path, *overrides):
+        made = arguments(path, *overrides)
+        return made["vae_use_slicing"], made["vae_use_tiling"]
+
+    assert vae(build_tiny("sd3", tmp_path / "sd3")) == (True, False)
+    path = build_tiny("hunyuan_video15", tmp_path / "hunyuan")
+    assert vae(path) == (True, True)
+    assert vae(path, "+actor_rollout_ref.rollout.engine_kwargs.vllm_omni.vae_use_tiling=false") == (True, False)
+
+
 def test_every_pipeline_that_is_served_has_its_recorder_and_vllm_omni_has_it():
     from vllm_omni.diffusion.registry import DiffusionModelRegistry
 

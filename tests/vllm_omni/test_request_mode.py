@@ -29,6 +29,7 @@ from tests.vllm_omni.probes import (
     register_empty_adapters,
 )
 from verl_digen.algorithms.forward import NoiseLevels
+from verl_digen.inputs import PromptInputs
 from verl_digen.models import load_model
 from verl_digen.sampling.requests import ODE_ONLY
 from verl_digen.types import Geometry, SampleRequest
@@ -62,7 +63,10 @@ class Case:
         laws = ("flow", "cps")
         asked = [request(number, replace(sampling, law=laws[number % 2])) for number in range(NUM_REQUESTS)]
         asked[-1] = replace(asked[-1], window=ODE_ONLY, noise_levels=NoiseLevels((0, 2, 5)))
-        return [replace(one, prompt=one.prompt + self.ending) if one.uid == "p1" else one for one in asked]
+        return [
+            replace(one, inputs=PromptInputs(one.inputs.text + self.ending)) if one.uid == "p1" else one
+            for one in asked
+        ]
 
 
 CASES = (
@@ -128,6 +132,19 @@ def test_updates_come_between_trajectories_and_with_every_weight(served):
     replica.update(full_weights(replica.path, 0).items(), 0).result()
 
 
+def test_a_replica_in_bf16_decodes_in_fp32_where_the_authors_do(ray_here, tmp_path):
+    case = CASES[0]
+    path = build_tiny(case.name, tmp_path / "checkpoint")
+    replica = start_replica(path, FIRST_RANK + len(CASES) + 1, "actor_rollout_ref.rollout.dtype=bfloat16")
+    (got,) = replica.generate(case.requests(is_guided=False)[-1:])
+    ray.kill(replica.server)
+    decode = load_model(path).load_decoder(torch.float32, torch.device("cpu"))
+    clean = got.trajectory.record.clean[None]
+    # the pipeline may round the latents on their way to the VAE
+    gaps = [(got.pixels.int() - decode(x, case.geometry)[0].int()).abs().max() for x in (clean, clean.bfloat16())]
+    assert min(gaps) <= 1
+
+
 @pytest.fixture(scope="module")
 def adapted(ray_here, tmp_path_factory) -> Iterator[Replica]:
     """A replica whose updates carry a LoRA adapter."""
@@ -161,7 +178,9 @@ def test_the_trainer_need_not_wait_for_a_batch_and_an_abort_loses_one_sample_of_
     under_way = [adapted.submit(first), adapted.submit(second)]
     while adapted.health()["num_running"] < 2:
         assert not ray.wait(under_way, timeout=0)[0], "one finished before both had begun"
-    condition, _ = ray.get(adapted.server.encode.remote(replace(first, prompt="a prompt that was not asked for yet")))
+    condition, _ = ray.get(
+        adapted.server.encode.remote(replace(first, inputs=PromptInputs("a prompt that was not asked for yet")))
+    )
     assert condition["embeds"].isfinite().all()
     ray.get(adapted.server.abort_request.remote(f"{first.uid}_{first.sample_index}"))
     assert not ray.wait(under_way[1:], timeout=0)[0], "the batch is not under way any more"

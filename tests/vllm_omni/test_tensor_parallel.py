@@ -46,7 +46,8 @@ class TrainerRank:
 
 def test_two_devices_generate_what_one_does_before_and_after_an_update(ray_here, tiny_qwen_image):
     composed = compose_actor_rollout(tiny_qwen_image, SIZE)
-    server = start_server(composed, REPLICA, num_devices=2)
+    server = start_server(composed, REPLICA, num_devices=2, MASTER_PORT="1", RANK="7", WORLD_SIZE="9", LOCAL_RANK="5")
+    assert [device.name for device in ray.get(server.visible_devices.remote())] == ["0", "1"]
     ranks = [ray.remote(num_cpus=0)(TrainerRank).remote(rank, composed) for rank in range(2)]
     model = load_model(tiny_qwen_image)
     network = model.load_transformer(torch.float32)

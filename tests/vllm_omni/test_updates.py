@@ -139,6 +139,38 @@ def test_an_update_whose_sender_fails_half_way_leaves_the_replica_ready_for_the_
     full_replica.update(full_weights(full_replica.path, 0).items(), 61).result()
 
 
+def test_a_live_update_is_loaded_as_it_arrives_and_half_of_one_is_never_served(full_replica):
+    good = full_weights(full_replica.path, 2)
+    requests = [request(number) for number in range(6)]
+
+    def interrupted():
+        yield from list(good.items())[: len(good) // 2]
+        raise ConnectionError("another replica was lost")
+
+    full_replica.sender._takes_turns = True
+    try:
+        under_way = [full_replica.submit(asked) for asked in requests]
+        ray.wait(under_way, num_returns=1, timeout=120)  # all are admitted by then; later ones wait for the update
+        with pytest.raises(ConnectionError):
+            asyncio.run(full_replica.sender.update_weights(interrupted(), global_steps=70))
+        assert all(one.trajectory.version == one.trajectory.last_version for one in ray.get(under_way, timeout=120))
+        ray.get(full_replica.server.open_submission_gate.remote())
+        with pytest.raises(Exception, match="serves nothing until a whole update has come"):
+            full_replica.generate(requests[:1])
+        with pytest.raises(Exception, match=r"are missing from the update: .* serves nothing"):
+            asyncio.run(full_replica.sender.update_weights(iter(list(good.items())[1:]), global_steps=70))
+        asyncio.run(full_replica.sender.update_weights(iter(good.items()), global_steps=70))
+    finally:
+        full_replica.sender._takes_turns = False
+    network = load_model(full_replica.path).load_transformer(torch.float32)
+    network.load_state_dict(good)
+    (found,) = full_replica.generate(requests[:1])
+    expected = by_sampler(full_replica.path, network, requests[0], 70)
+    assert found.trajectory.version == 70
+    torch.testing.assert_close(found.trajectory.record.latents, expected.record.latents, atol=1e-4, rtol=0)
+    full_replica.update(full_weights(full_replica.path, 0).items(), 71).result()
+
+
 SPOILED = [
     pytest.param(lambda new: new.pop(sorted(new)[3]), "1 tensors are missing from the update", id="missing"),
     pytest.param(lambda new: new.update(extra=torch.ones(1)), "are unknown to the replica: extra", id="extra"),

@@ -84,6 +84,8 @@ class ChunkRunner(Generic[Generated, Scored]):
     score_sample: Callable[[ChunkOrder, Generated], Awaitable[Scored]]
     publish: Callable[[ChunkOrder, Mapping[int, Scored]], Awaitable[GroupTags]]
     """Puts the samples' rows into TransferQueue for the trainer ranks -> their tags."""
+    on_settled: Callable[[ChunkOrder], None] = lambda order: None
+    """Called when every sample of a chunk has its outcome, or the chunk is discarded."""
     _generating: dict[int, tuple[ChunkOrder, Any]] = field(default_factory=dict)
     """Chunk id -> its order, and the replica's server."""
     _scoring: dict[int, tuple[ChunkOrder, dict[int, asyncio.Task[Scored]]]] = field(default_factory=dict)
@@ -120,9 +122,11 @@ class ChunkRunner(Generic[Generated, Scored]):
 
     def discard(self, chunk_id: int) -> None:
         """Drop the chunk: none of its samples is scored or published from now on. No effect for an unknown chunk."""
-        _, scoring = self._scoring.pop(chunk_id, (None, {}))
+        order, scoring = self._scoring.pop(chunk_id, (None, {}))
         for task in scoring.values():
             task.cancel()
+        if order is not None:
+            self.on_settled(order)
 
     def adopt(self, order: ChunkOrder, generated: Mapping[int, Generated], failure: str = "") -> GeneratedChunk:
         """Take samples of `order` that were generated elsewhere, and start scoring them.
@@ -147,6 +151,7 @@ class ChunkRunner(Generic[Generated, Scored]):
         order, scoring = self._scoring[chunk_id]
         outcomes = await asyncio.gather(*scoring.values(), return_exceptions=True)
         del self._scoring[chunk_id]
+        self.on_settled(order)
         _raise_stop(outcomes)
         scored: dict[int, Scored] = {}
         failures: dict[int, str] = {}

@@ -10,15 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ray
 from ray.exceptions import RayActorError
-from tensordict import TensorDict
-from verl import DataProto
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
 from verl_digen.agent_loop.chunks import ChunkOrder, ChunkRunner, GeneratedChunk, ScoredChunk
@@ -27,15 +25,26 @@ from verl_digen.agent_loop.server_manager import ServerClient
 from verl_digen.agent_loop.single_turn import DiffusionSingleTurnAgentLoop
 from verl_digen.data.rows import ROW, loop_columns, loop_row
 from verl_digen.errors import describe
+from verl_digen.observe.group_pictures import GroupPictures, is_group_logged, is_step_logged
 from verl_digen.observe.images import image_path, is_logged, save_pixels
-from verl_digen.reward.workers import RewardWorkers
+from verl_digen.reward.sample_rewards import SampleRewards
 from verl_digen.sampling.requests import SINGLE_TURN, request_id, sample_request
 from verl_digen.store.conditions import put_condition
-from verl_digen.store.keys import SampleName
+from verl_digen.store.keys import SampleName, group_number
 from verl_digen.store.partitions import TRAIN, VAL
 from verl_digen.store.prompts import PromptStatus, publish_status
 from verl_digen.store.samples import put_samples, put_tags
-from verl_digen.types import Condition, Generation, GroupTags, PromptRow, SampleRequest, SampleTag, Score, Trajectory
+from verl_digen.types import (
+    Condition,
+    Generation,
+    GroupTags,
+    PromptRow,
+    RewardInput,
+    SampleRequest,
+    SampleTag,
+    Score,
+    Trajectory,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -60,11 +69,16 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.digen = self.llm_client.digen
-        self._reward_workers = RewardWorkers(self.reward_loop_worker_handles, self.digen.deadlines.answer_s)
+        self._rewards = SampleRewards.of_run(self.config, self.reward_loop_worker_handles, self.digen)
         self._single_turn = DiffusionSingleTurnAgentLoop(self.llm_client)
         self._run_dir = Path(self.config.trainer.default_local_dir)
+        self._group_pictures = GroupPictures(self._run_dir)
         self._chunks = ChunkRunner(
-            self._generate_for_chunk, self._withdraw_from_chunk, self._score_for_chunk, self._publish_chunk
+            self._generate_for_chunk,
+            self._withdraw_from_chunk,
+            self._score_for_chunk,
+            self._publish_chunk,
+            on_settled=self._on_settled,
         )
 
     async def _run_prompt(
@@ -82,7 +96,10 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
             asyncio.create_task(self._run_agent_loop(params, trajectory, trace=trace, session_id=index, **columns))
             for index in range(num_samples)
         ]
+        for index, task in enumerate(tasks):
+            task.add_done_callback(partial(self._on_sample_ended, uid, index))
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        self._rewards.settled(uid, range(num_samples))
         failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         if not failures:
             try:
@@ -96,6 +113,10 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
             logger.debug("the first failure of group %s", uid, exc_info=failures[0])
         status = PromptStatus("failure", describe(failures[0])) if failures else PromptStatus("finished")
         await publish_status(partition, uid, status)
+
+    def _on_sample_ended(self, uid: str, index: int, task: asyncio.Task[Any]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._rewards.fail(uid, index, describe(error))
 
     async def _run_agent_loop(
         self,
@@ -122,7 +143,8 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
     async def _finish(self, generation: Generation, row: PromptRow, step: int, *, validate: bool) -> ScoredSample:
         """Score one generation, and save its picture where that is wanted."""
         trajectory = generation.trajectory
-        score, scored = await self._score(generation, row)
+        group_size = self.rollout_config.val_kwargs.n if validate else self.rollout_config.n
+        score, scored = await self._score(generation, row, group_size, validate=validate)
         tag = SampleTag(
             reward=score.total,
             parts=score.parts,
@@ -137,12 +159,23 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
             scored=scored,
             sampling=trajectory.sampling,
             condition_key=self._condition_key(trajectory),
+            calls=score.calls,
         )
         if validate and trajectory.sample_index == 0 and is_logged(row.index, self.digen.num_logged_images):
             path = image_path(self._run_dir, step, row.uid)
             await asyncio.to_thread(save_pixels, generation.pixels, path)
+        if not validate and self._shows_group(step, row.uid):
+            index = trajectory.sample_index
+            await asyncio.to_thread(self._group_pictures.offer, step, row.uid, index, score.total, generation.pixels)
         condition = None if generation.condition is None else (generation.condition, generation.negative_condition)
         return ScoredSample(trajectory, condition, tag)
+
+    def _shows_group(self, step: int, uid: str) -> bool:
+        """True if the best and the worst sample of the training group `uid` are saved."""
+        if not is_step_logged(self.digen, step):
+            return False
+        num_prompts = self.config.data.train_batch_size
+        return is_group_logged(self.digen, step=step, number=group_number(uid), num_prompts=num_prompts)
 
     def _condition_key(self, trajectory: Trajectory) -> str:
         """Key of its prompt's conditions; the driver knows those of its own prompts, and so when each is unused. A
@@ -150,14 +183,14 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         key = trajectory.condition_key
         return key if self.rollout_config.agent.default_agent_loop == SINGLE_TURN else f"{trajectory.uid}-{key}"
 
-    async def _score(self, generation: Generation, row: PromptRow) -> tuple[Score, tuple[float, float]]:
-        """Have a reward worker score the sample -> (score, (start, end) in unix time). Pixels are sent only to it."""
-        data = DataProto(
-            batch=TensorDict({"responses": generation.pixels.unsqueeze(0)}, batch_size=1),
-            non_tensor_batch={ROW: np.array([row], dtype=object)},
-        )
-        result = await self._reward_workers.score(data)
-        return Score(result["reward_score"], result["reward_extra_info"]), result["interval_s"]
+    async def _score(
+        self, generation: Generation, row: PromptRow, group_size: int, *, validate: bool
+    ) -> tuple[Score, tuple[float, float]]:
+        """Have the rewards score the sample -> (score, (start, end) in unix time). Pixels are sent only to them."""
+        trajectory = generation.trajectory
+        row, index = replace(row, uid=trajectory.uid), trajectory.sample_index
+        sample = RewardInput(generation.pixels.numpy(), row, index, is_validation=validate)
+        return await self._rewards.score(sample, version=trajectory.version, group_size=group_size)
 
     async def _publish(self, uid: str, partition: str, samples: list[ScoredSample], step: int) -> None:
         """Put the group's rows, and its prompt's conditions once, into TransferQueue."""
@@ -236,6 +269,9 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
 
     async def _score_for_chunk(self, order: ChunkOrder, generation: Generation) -> ScoredSample:
         return await self._finish(generation, order.row, order.step, validate=False)
+
+    def _on_settled(self, order: ChunkOrder) -> None:
+        self._rewards.settled(order.uid, order.samples)
 
     async def _publish_chunk(self, order: ChunkOrder, scored: Mapping[int, ScoredSample]) -> GroupTags:
         await self._publish_rows(list(scored.values()), order.step)

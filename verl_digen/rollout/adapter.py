@@ -1,25 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trainer-side weight sender of a `diffusers` replica: streams new weights to the replica's server.
+"""Trainer-side weight sender of a `diffusers` replica: streams new weights to the replica's processes.
 
-Every rank drains the generator, because materialising a tensor is a collective; the leader rank of each replica
-sends. Buckets travel as Ray objects (shared memory on one node), at most one in flight.
+Every rank sends all tensors to the process of the replica that has its device, the server or one of its peers. All
+calls go to the server, and the leader's last one waits for every rank's update. Tensors travel by CUDA IPC, or in
+shared memory (`verl_digen.weights.sending`); Ray carries calls alone.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import tempfile
 import time
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from verl.utils.device import is_support_ipc
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.rollout.base import BaseRollout
-from verl.workers.rollout.utils import ensure_async_iterator
 
 from verl_digen.rollout.lost import ReplicaHandle
 from verl_digen.rollout.replica import server_name
+from verl_digen.weights.checksum import Manifest
+from verl_digen.weights.sending import Wire
 
 logger = logging.getLogger(__name__)
 
@@ -29,14 +34,19 @@ class DiffusersServerAdapter(BaseRollout):
 
     def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1, **kwargs: Any):
         super().__init__(config, model_config, device_mesh, **kwargs)
-        # one device per replica; a replica on its own devices has an explicit rank and switches when it is told to
+        # a replica on its own devices has an explicit rank and switches when it is told to
         self._takes_turns = replica_rank < 0
-        self.replica_rank = torch.distributed.get_rank() if self._takes_turns else replica_rank
-        self.is_leader_rank = True
+        size = self.config.tensor_model_parallel_size
+        # verl forms the group of a replica's own workers after this constructor
+        number = torch.distributed.get_rank() if self._takes_turns else int(os.environ["RANK"])
+        self.replica_rank = number // size if self._takes_turns else replica_rank
+        self._rank = number % size
+        self.is_leader_rank = self._rank == 0
         self.sleep_level = 1
         self._wire_dtype = PrecisionType.to_dtype(self.config.dtype)
-        self._bucket_bytes = self.config.checkpoint_engine.update_weights_bucket_megabytes << 20
-        self._replica = ReplicaHandle(server_name(self.replica_rank), self.model_config.digen.deadlines.blip_s)
+        digen = self.model_config.digen
+        self._timeout_s = digen.rollout.update_timeout_s
+        self._replica = ReplicaHandle(server_name(self.replica_rank), digen.deadlines.blip_s)
 
     async def resume(self, tags: list[str]) -> None:
         """Wake the server before its weights are replaced."""
@@ -55,27 +65,31 @@ class DiffusersServerAdapter(BaseRollout):
         **kwargs: Any,
     ) -> None:
         """Send all `weights` as version `global_steps`. A server on its own devices stages them until
-        `activate_weights`; one that shares devices with the trainer loads them at once.
+        `activate_weights`; one that shares devices with the trainer loads each as it arrives.
 
         Raises:
-            RuntimeError: the server found a tensor missing, unknown or of another shape.
+            RuntimeError: the server found a tensor missing, unknown or of another shape, or took none for
+                `digen.rollout.update_timeout_s`.
         """
-        self._replica.find_successor()
         if wire_format != "named_tensors":
             raise ValueError(f"the diffusers replica takes full tensors only, got wire_format={wire_format!r}")
         started_s = time.perf_counter()
-        bucket: dict[str, Tensor] = {}
-        num_bytes = num_tensors = 0
-        async for name, tensor in ensure_async_iterator(weights):
-            wire = tensor.detach().to(device="cpu", dtype=self._wire_dtype)
-            bucket[name] = wire
-            num_bytes += wire.nbytes
-            num_tensors += 1
-            if num_bytes >= self._bucket_bytes:
-                await self._replica.call("receive_weights", bucket)
-                bucket, num_bytes = {}, 0
-        if bucket:
-            await self._replica.call("receive_weights", bucket)
-        last = "commit_weights" if self._takes_turns else "seal_weights"
-        await self._replica.call(last, kwargs["global_steps"], num_tensors)
-        logger.debug("sent %d tensors in %.3f s", num_tensors, time.perf_counter() - started_s)
+        self._replica.find_successor()
+        with tempfile.TemporaryDirectory(prefix="digen-weights-") as folder:  # readable by this user alone
+            wire = Wire(
+                handle=f"ipc://{folder}/update.sock",
+                use_shm=not is_support_ipc(),
+                is_live=self._takes_turns,
+                dtype=self._wire_dtype,
+                max_bucket_mb=self.config.checkpoint_engine.update_weights_bucket_megabytes,
+                timeout_s=self._timeout_s,
+            )
+            await self._replica.call("begin_update", wire.handle, wire.use_shm, wire.is_live, self._rank)
+            total = await self._replica.send(weights, wire, self._rank)
+        if total is not None:
+            manifest = Manifest(kwargs["global_steps"], total.num_tensors, total.value)
+            if self._takes_turns and self.is_leader_rank:
+                await self._replica.call("commit_update", manifest)
+            else:
+                await self._replica.call("seal_update", manifest, self._rank)
+            logger.debug("sent %d tensors in %.3f s", total.num_tensors, time.perf_counter() - started_s)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Request batching: collects concurrent requests and runs them together, one batch at a time.
 
-- A batch holds requests with the `sampling` (size, steps, guidance) of the oldest pending request, ordered by
-  (uid, sample_index) so that the same requests always form the same batch.
+- A batch holds requests with the `sampling` (size, steps, guidance) of the oldest pending request: the first of them by
+  (uid, sample_index), and those whose prompts are nearest to its prompt in length, so that little is padded. The same
+  requests always form the same batch.
 - A batch starts when it is full, or when no request has arrived for `wait_s`.
 - A sample can be cancelled: it leaves the queue; when all of the running batch is cancelled, the batch stops at its
   next step.
@@ -136,11 +137,19 @@ class RequestBatcher:
             if self._open.is_set():
                 return
 
-    def _take(self) -> list[tuple[SampleRequest, asyncio.Future[Generation]]]:
+    def _take(self) -> list[Entry]:
+
+        def by_name(entry: Entry) -> tuple[str, int]:
+            return entry[0].uid, entry[0].sample_index
+
+        def length(entry: Entry) -> int:
+            return len(entry[0].inputs.text)
+
         sampling = self._pending[0][0].sampling
-        fitting = [entry for entry in self._pending if entry[0].sampling == sampling]
-        fitting.sort(key=lambda entry: (entry[0].uid, entry[0].sample_index))
-        batch = fitting[: self._max_batch_size]
+        fitting = sorted((entry for entry in self._pending if entry[0].sampling == sampling), key=by_name)
+        first = fitting[0]
+        fitting.sort(key=lambda entry: (abs(length(entry) - length(first)), entry[0].uid != first[0].uid))
+        batch = sorted(fitting[: self._max_batch_size], key=by_name)
         taken = {id(entry) for entry in batch}
         self._pending = [entry for entry in self._pending if id(entry) not in taken]
         return batch

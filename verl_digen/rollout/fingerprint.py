@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fingerprint of a network: a few numbers computed on fixed inputs; see `verl_digen.weights.probe`.
 
-One forward per network of the checkpoint on one 64 x 64 px picture: noise from a fixed seed, at a noise level that the
+One forward per network of the checkpoint on one 64 x 64 px picture, or a wider one whose tokens several devices can
+share: noise from a fixed seed, at a noise level that the
 network handles, with the conditions of a fixed prompt. (A `vllm_omni` replica generates that picture instead:
 `verl_digen.rollout.vllm_omni.probing`.)
 
@@ -12,6 +13,7 @@ network's weights that changes its output changes them.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -37,14 +39,15 @@ def fingerprint(model: DiffusionModel, transformer: nn.Module, condition: Condit
         transformer: the replica's, in eval mode. condition: conditions of `PROMPT`, on the transformer's device.
     """
     device = next(transformer.parameters()).device
-    shape = model.latent_shape(GEOMETRY)
+    geometry = replace(GEOMETRY, width_px=GEOMETRY.width_px * model.sequence_size)
+    shape = model.latent_shape(geometry)
     latents = step_noise(SEED, INITIAL_LATENTS, shape)[None].to(device)
     sigmas = torch.tensor(NOISE_LEVELS)
     asked = dict(zip(reversed(model.expert_of(sigmas).tolist()), reversed(NOISE_LEVELS), strict=True))
     numbers: list[float] = []
     for _, sigma in sorted(asked.items()):
         velocity = model.velocity(
-            transformer, latents, torch.tensor([sigma]), [condition], None, true_cfg_scale=1.0, geometry=GEOMETRY
+            transformer, latents, torch.tensor([sigma]), [condition], None, true_cfg_scale=1.0, geometry=geometry
         )
         numbers += summary(velocity)
     return tuple(numbers)

@@ -4,15 +4,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
+from concurrent.futures import Future
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
 from torch import Tensor
 from verl.workers.rollout.utils import ensure_async_iterator
 
 from verl_digen.blips import through_blips
+from verl_digen.weights.checksum import Checksum
+from verl_digen.weights.sending import ReceiverDied, Wire, send_update
 
 logger = logging.getLogger(__name__)
 
@@ -50,11 +53,45 @@ class ReplicaHandle:
             actor = self._look_up()
             return await through_blips(lambda: getattr(actor, method).remote(*args), self._blip_s)
         except RayActorError as error:
-            logger.warning("replica %s is lost and gets no more weights: %s", self.name, error)
-            self.is_lost = True
+            self._lose(error)
             if isinstance(error, ActorUnavailableError):
                 ray.kill(actor)
             return None
+
+    async def send(
+        self,
+        weights: Iterable[tuple[str, Tensor]] | AsyncIterator[tuple[str, Tensor]],
+        wire: Wire,
+        *watched: Any,
+    ) -> Checksum | None:
+        """Send an update to one worker of the replica, after its `begin_update` -> checksum of what was sent; None if
+        the replica is lost. All `weights` are materialised in both cases, because making one is a collective.
+
+        Args:
+            watched: arguments of the server's `until_update_ends`.
+
+        Raises: see `verl_digen.weights.sending.send_update`.
+        """
+        if not self.is_lost:
+            try:
+                has_died = self._watch("until_update_ends", *watched)
+                return await send_update(weights, wire, receiver=self.name, has_died=has_died)
+            except (ReceiverDied, RayActorError) as error:
+                self._lose(error)
+        await drain(weights)
+        return None
+
+    def _watch(self, method: str, *args: Any) -> Callable[[], bool]:
+        """Call `method`, which ends no earlier than the update -> predicate that is True once the server has died.
+
+        The predicate does not wait, and may be called while the event loop is blocked.
+        """
+        pending: Future[Any] = getattr(self._look_up(), method).remote(*args).future()
+        return lambda: pending.done() and isinstance(pending.exception(), ActorDiedError)
+
+    def _lose(self, error: Exception) -> None:
+        logger.warning("replica %s is lost and gets no more weights: %s", self.name, error)
+        self.is_lost = True
 
     def _look_up(self) -> Any:
         if self._actor is None:

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replica placement on one device type (`digen.placement.generator_accelerator`), and CPU threads per replica."""
+"""Replica placement: on one device type (`digen.placement.generator_accelerator`), on the devices of its workers; and
+CPU threads per replica."""
 
 from __future__ import annotations
 
+import asyncio
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica
 
 from verl_digen.platforms.placement import type_resource
+from verl_digen.rollout.birth import SeenDevice, assigned_device, require_same_devices, reserved_device
 
 
 class PlacedReplica(RolloutReplica):
@@ -21,6 +25,16 @@ class PlacedReplica(RolloutReplica):
             accelerator = section.digen.placement.generator_accelerator
             self.resource_pool.accelerator_type = type_resource("digen.placement.generator_accelerator", accelerator)
         return super().get_ray_class_with_init_args()
+
+    async def require_devices(self, seen: Sequence[SeenDevice]) -> None:
+        """Require that the replica's engine runs on the devices of its workers, in their order.
+
+        Raises:
+            RuntimeError: it does not; says which devices both see.
+        """
+        look = reserved_device if self.rollout_mode is RolloutMode.STANDALONE else assigned_device
+        reserved = await asyncio.gather(*(worker.__ray_call__.remote(lambda _: look()) for worker in self.workers))
+        require_same_devices(f"replica {self.replica_rank}", reserved, seen)
 
 
 def cpu_threads(*, num_neighbours: int, num_devices: int, is_standalone: bool) -> int:

@@ -1,15 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The server actor of a `diffusers` replica: holds the whole pipeline and answers generation requests.
 
-Method names are verl's for a rollout server. New weights are received and sealed while batches run; the driver's
-`activate_weights` loads them, all at once, between two batches (`RequestBatcher.exclusive`).
+Method names are verl's for a rollout server. New weights of a replica with its own devices are staged and sealed while
+batches run; the driver's `activate_weights` loads them, all at once, between two batches (`RequestBatcher.exclusive`).
+Those of a replica that takes turns with the trainer are loaded as they arrive; from the first to the last of them no
+batch starts, and after an update that failed none runs before a whole one has come (`WeightReceiver`).
+
+While the server sleeps, transformer, text encoders and VAE have no device memory (`DeviceMemory`). Trained weights are
+not kept: the trainer wakes a server only to send all of them.
+
+A replica of several devices has a peer per further device (`verl_digen.rollout.peers`), with a share of every sample's
+tokens. The server's rank is 0. It alone encodes, draws noise and decodes. An update has come when every rank has it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,21 +24,25 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor
-from verl.plugin.platform import get_platform
 from verl.utils.torch_dtypes import PrecisionType
 
-from verl_digen.models import load_model
+from verl_digen.inputs import PromptInputs
+from verl_digen.models.pixels import in_batches
 from verl_digen.platforms.device_name import accelerator_name
 from verl_digen.rollout.batcher import RequestBatcher
+from verl_digen.rollout.birth import SeenDevice, visible_device
+from verl_digen.rollout.device_memory import DeviceMemory
 from verl_digen.rollout.fingerprint import PROMPT, fingerprint
+from verl_digen.rollout.network import Intake, Seals, load_network
+from verl_digen.rollout.peers import Place, Team, release, require_same_weights, restore, start_peers
 from verl_digen.rollout.prompt_cache import PromptCache
+from verl_digen.sampling.branches import GuidanceBranches
 from verl_digen.sampling.recording import experts_of
 from verl_digen.sampling.sampler import Sampler
 from verl_digen.types import Condition, Generation, SampleRequest, move_condition
+from verl_digen.weights.checksum import Manifest
 from verl_digen.weights.probe import Probe, is_probe_due
-from verl_digen.weights.receiver import WeightReceiver
+from verl_digen.weights.receiver import NOT_WHOLE
 
 logger = logging.getLogger(__name__)
 
@@ -41,24 +52,27 @@ class DiffusersServer:
 
     Args:
         config: verl's rollout config. model_config: `DiffusionModelConfig`.
-        visible_devices: value for the platform's visible-devices variable.
         num_threads: CPU threads of this process; 0 leaves torch's default.
+        peers: further devices of this replica.
     """
 
-    def __init__(self, config: Any, model_config: Any, visible_devices: str, num_threads: int):
-        platform = get_platform()
-        os.environ[platform.visible_devices_envvar()] = visible_devices
-        if num_threads:
-            torch.set_num_threads(num_threads)
-        self._device = torch.device(platform.device_name)
+    def __init__(self, config: Any, model_config: Any, num_threads: int, peers: Sequence[Place] = ()):
+        # one thread: the device does one thing at a time, and the event loop stays responsive
+        self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="denoise")
+        self._encoding = ThreadPoolExecutor(max_workers=1, thread_name_prefix="encode")
+        started = start_peers(peers, config, model_config, num_threads)  # they load while this process does
         digen = model_config.digen
-        dtype = PrecisionType.to_dtype(config.dtype)
-        self._model = load_model(model_config.local_path)
-        self._transformer = self._model.load_transformer(dtype).to(self._device)
-        self._weights = WeightReceiver(self._transformer, model_config.adapter_config(), self._model.experts)
+        self._network = load_network(config, model_config, num_threads)
+        self._device, self._weights = self._network.device, self._network.weights
+        self._model, dtype = self._network.model, self._network.dtype
+        self._team = Team(started, self._network, digen, self._on_device)
         self._encoder = self._model.load_encoder(dtype, self._device)
         self._prompts = PromptCache(self._encoder, digen.rollout.embed_cache_size)
         self._decode = self._model.load_decoder(dtype, self._device)
+        self._decode_batch_size = digen.rollout.decode_batch_size
+        self._memory = DeviceMemory([self._weights.module, *self._encoder.modules, *self._decode.modules], self._device)
+        self._frees_memory = self._device.type != "cpu"
+        """On the CPU, the host copies that sleeping needs would take as much memory as it frees."""
         self._last_update: dict[str, float] = {}
         self._probe_every = digen.rollout.probe_every
         self._probe_condition: Condition | None = None
@@ -71,17 +85,25 @@ class DiffusersServer:
             run_seed=digen.seed,
             device=self._device,
             latents_dtype=PrecisionType.to_dtype(digen.rollout.latents_dtype),
+            branches=GuidanceBranches(digen.rollout.split_guidance, self._device),
         )
         self._batcher = RequestBatcher(
             self._generate_batch,
             max_batch_size=digen.rollout.max_batch_size,
             wait_s=digen.rollout.batch_wait_s,
         )
-        # one thread: the device does one thing at a time, and the event loop stays responsive
-        self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="denoise")
-        self._encoding = ThreadPoolExecutor(max_workers=1, thread_name_prefix="encode")
         self._version = 0
-        self._sealed_version: int | None = None
+        self._update_timeout_s = digen.rollout.update_timeout_s
+        self._intake = Intake(self._network, self._update_timeout_s)
+        self._seals = Seals(self._team.size)
+        self._sealing = asyncio.Lock()
+        """Held by a seal of any rank, and while all ranks load what they have sealed."""
+        self._sealed = asyncio.Event()
+        """Set when a rank seals its update, or refuses it."""
+        self._committed: Manifest | None = None
+        """Last update of `commit_update`, until another begins."""
+        self._is_loading = False
+        """True from the first rank's live update to the switch of all."""
 
     # -- generation ---------------------------------------------------------------------------------------
     async def generate(
@@ -110,10 +132,12 @@ class DiffusersServer:
         return await asyncio.get_running_loop().run_in_executor(self._encoding, self._encode, request)
 
     def _encode(self, request: SampleRequest) -> tuple[Condition, Condition | None]:
-        known = self._prompts.lookup(request.texts)
+        if self._memory.is_released:
+            raise RuntimeError("a sleeping replica cannot encode a prompt; wake it first")
+        known = self._prompts.lookup(request.branches)
         found: list[Condition] = []
-        for text in request.texts:
-            condition = known[text]
+        for inputs in request.branches:
+            condition = known[inputs]
             if isinstance(condition, ValueError):
                 raise condition
             found.append(move_condition(condition, "cpu"))
@@ -129,12 +153,13 @@ class DiffusersServer:
     ) -> list[Generation | ValueError]:
         """Samples in the order of `requests`; the encoder's error for a request whose prompt it refuses."""
         started_s = time.time()
-        known = self._prompts.lookup([text for request in requests for text in request.texts])
+        self._require_whole()
+        known = self._prompts.lookup([inputs for request in requests for inputs in request.branches])
         refused: dict[int, ValueError] = {}
         readable: list[SampleRequest] = []
         conditions: list[list[Condition]] = []
         for position, request in enumerate(requests):
-            found = [known[text] for text in request.texts]
+            found = [known[inputs] for inputs in request.branches]
             usable = [condition for condition in found if not isinstance(condition, ValueError)]
             if len(usable) == len(found):
                 readable.append(request)
@@ -152,12 +177,38 @@ class DiffusersServer:
         should_stop: Callable[[], bool],
     ) -> list[Generation]:
         """Generate samples. `conditions` per sample: the prompt's, then with guidance the negative prompt's."""
+        generated: dict[int, Generation] = {}
+        for places in self._together(conditions):
+            part = self._denoise_together(
+                [requests[place] for place in places], [conditions[place] for place in places], started_s, should_stop
+            )
+            generated |= dict(zip(places, part, strict=True))
+        return [generated[place] for place in range(len(requests))]
+
+    def _together(self, conditions: Sequence[Sequence[Condition]]) -> list[list[int]]:
+        """Places of the samples of each forward: all, unless lengths of texts must be kept apart."""
+        if not self._model.keeps_lengths_apart:
+            return [list(range(len(conditions)))]
+        alike: dict[tuple[tuple[int, ...], ...], list[int]] = {}
+        for place, known in enumerate(conditions):
+            alike.setdefault(tuple(map(self._model.text_lengths, known)), []).append(place)
+        return list(alike.values())
+
+    def _denoise_together(
+        self,
+        requests: Sequence[SampleRequest],
+        conditions: Sequence[Sequence[Condition]],
+        started_s: float,
+        should_stop: Callable[[], bool],
+    ) -> list[Generation]:
+        """Generate samples in one batch."""
         positive = [known[0] for known in conditions]
         negative = [known[1] for known in conditions] if len(conditions[0]) > 1 else None
-        trajectories, latents = self._sampler.sample(
-            requests, positive, negative, version=self._version, should_stop=should_stop
-        )
-        pixels = self._decode(latents, requests[0].sampling.geometry)
+        with self._team.session():
+            trajectories, latents = self._sampler.sample(
+                requests, positive, negative, version=self._version, should_stop=should_stop
+            )
+        pixels = in_batches(self._decode, latents, requests[0].sampling.geometry, self._decode_batch_size)
         ended_s = time.time()
         return [
             Generation(
@@ -175,20 +226,80 @@ class DiffusersServer:
         ]
 
     # -- weights ------------------------------------------------------------------------------------------
-    async def receive_weights(self, named_tensors: dict[str, Tensor]) -> None:
-        """Stage one bucket of the next version; the loaded weights do not change."""
-        self._weights.stage(named_tensors)
+    async def begin_update(self, handle: str, use_shm: bool, is_live: bool, rank: int = 0) -> None:
+        """Have one rank start to receive an update, in place of an unfinished one. Idempotent.
 
-    async def seal_weights(self, version: int, num_tensors: int) -> None:
-        """Declare the received tensors complete, as version `version`, ready for `activate_weights`. Idempotent.
+        Args:
+            handle, use_shm, is_live: see `verl_digen.weights.sending.Wire`. A live update starts between two batches,
+                and no other starts before it is committed.
+        """
+
+        async def begin() -> None:
+            self._seals.begin(rank)
+            self._committed = None
+            if rank == 0:
+                await self._intake.begin(handle, use_shm, is_live)
+            else:
+                await self._team.begin_update(rank, handle, use_shm, is_live)
+
+        if not is_live:
+            return await begin()
+        self._batcher.pause()
+        async with self._batcher.exclusive():
+            self._is_loading = True
+            await begin()
+
+    async def until_update_ends(self, rank: int = 0) -> None:
+        """Return when the rank's update that is under way is sealed, or another has begun. The sender watches this
+        call: it fails when this process dies."""
+        if rank == 0:
+            await self._intake.until_ended()
+        else:
+            await self._team.until_update_ends(rank)
+
+    async def seal_update(self, manifest: Manifest, rank: int = 0) -> None:
+        """Wait for the rank's last tensor and declare its update complete, ready for `activate_weights`. Idempotent.
 
         Raises:
-            RuntimeError: a tensor is missing, unknown or of another shape; the old weights keep serving.
+            RuntimeError: a tensor is missing, unknown, of another shape, or not what was sent. If the update was
+                staged, the old weights keep serving; else the replica serves nothing until a whole update has come.
         """
-        if not self._weights.is_staged and version == self._sealed_version:
-            return  # a retry: the first answer was lost
-        self._weights.seal(num_tensors)
-        self._sealed_version = version
+        async with self._sealing:
+            try:
+                if rank == 0:
+                    await self._intake.seal(manifest)
+                else:
+                    await self._team.seal_update(rank, manifest)
+                self._seals.note(rank, manifest)
+            except Exception as error:
+                self._seals.refuse(rank, str(error))
+                raise
+            finally:
+                self._sealed.set()
+
+    async def _until_sealed(self, is_done: Callable[[], bool]) -> None:
+        """Return when the ranks' seals are as asked.
+
+        Raises:
+            RuntimeError: a rank refused its update or got another one, or did not seal it within
+                `digen.rollout.update_timeout_s`.
+        """
+        while not is_done():
+            self._seals.require_alike()
+            self._sealed.clear()
+            try:
+                await asyncio.wait_for(self._sealed.wait(), self._update_timeout_s)
+            except asyncio.TimeoutError as error:
+                raise RuntimeError(
+                    "a weight update did not come to every rank of the replica within "
+                    f"digen.rollout.update_timeout_s={self._update_timeout_s:g} s; look for errors of update_weights"
+                ) from error
+
+    def _require_whole(self) -> None:
+        """Raise RuntimeError unless every rank holds the weights of one version."""
+        self._weights.require_whole()
+        if self._is_loading:
+            raise RuntimeError(f"a weight update has not come to every rank of the replica: {NOT_WHOLE}")
 
     async def activate_weights(self) -> int:
         """Load the newest sealed version between two batches -> its version. Idempotent.
@@ -196,15 +307,25 @@ class DiffusersServer:
         After the first updates and every `digen.rollout.probe_every`-th, takes a probe, which `check_health` reports.
         """
         asked_s = time.perf_counter()
-        async with self._batcher.exclusive():
-            if not self._weights.is_sealed and self._version == self._sealed_version:
-                return self._version  # a retry: the first answer was lost
-            began_s = time.perf_counter()
-            self._weights.switch()
-            assert self._sealed_version is not None  # switch found an update
-            self._version = self._sealed_version
-            if is_probe_due(self._num_updates, self._probe_every):
-                self._probes.append(await self._on_device(self._take_probe))
+        if self._seals.received_version is None and self._team.size == 1:
+            raise RuntimeError("no weight update is waiting to be taken; seal one first")
+        while True:
+            await self._until_sealed(lambda: self._seals.agreed() is not None)
+            async with self._batcher.exclusive(), self._sealing:
+                if (sealed := self._seals.agreed()) is not None:  # a rank may have sealed the next update meanwhile
+                    return await self._switch(sealed, asked_s)
+
+    async def _switch(self, sealed: Manifest, asked_s: float) -> int:
+        """Load what every rank has sealed, and take a probe if one is due -> its version."""
+        if not self._weights.is_sealed and self._version == sealed.version:
+            return self._version  # a retry: the first answer was lost
+        began_s = time.perf_counter()
+        await self._on_device(self._weights.switch)
+        await self._team.call_all("switch", sealed.version)
+        self._is_loading, self._version = False, sealed.version
+        self._seals.take()
+        if is_probe_due(self._num_updates, self._probe_every):
+            self._probes.append(await self._take_probe())
         self._num_updates += 1
         load_s, drain_s = time.perf_counter() - began_s, began_s - asked_s
         self._last_update = {"update_s": drain_s + load_s, "load_s": load_s, "drain_s": drain_s}
@@ -213,37 +334,51 @@ class DiffusersServer:
     async def probe(self) -> Probe:
         """Run the network on fixed inputs with its current weights, between two batches."""
         async with self._batcher.exclusive():
-            return await self._on_device(self._take_probe)
+            return await self._take_probe()
 
-    def _take_probe(self) -> Probe:
+    async def _take_probe(self) -> Probe:
+        own = await self._on_device(self._probe_own)
+        require_same_weights(own, await self._team.call_all("probe", own.version, own.fingerprint))
+        return own
+
+    def _probe_own(self) -> Probe:
         if self._probe_condition is None:
-            (self._probe_condition,) = self._encoder([PROMPT])
-        computed = fingerprint(self._model, self._weights.module, self._probe_condition)
+            (self._probe_condition,) = self._encoder([PromptInputs(PROMPT)])
+        with self._team.session():
+            computed = fingerprint(self._model, self._weights.module, self._probe_condition)
         return self._weights.probe(self._version, computed)
 
     async def _on_device(self, function: Callable[[], Any]) -> Any:
         """Call `function` in the compute thread."""
         return await asyncio.get_running_loop().run_in_executor(self._compute, function)
 
-    async def commit_weights(self, version: int, num_tensors: int) -> None:
-        """`seal_weights`, then `activate_weights`; for a replica that shares devices with the trainer."""
-        await self.seal_weights(version, num_tensors)
+    async def commit_update(self, manifest: Manifest) -> None:
+        """`seal_update`, then `activate_weights`, and start batches again; for a replica that shares devices with the
+        trainer. Idempotent."""
+        await self.seal_update(manifest)
+        await self._until_sealed(lambda: self._committed == manifest or self._seals.is_complete)
         await self.activate_weights()
+        self._committed = manifest
+        self._sealed.set()
+        self._batcher.resume()
 
     # -- what verl calls around a step --------------------------------------------------------------------
     async def sleep(self) -> None:
         """Free the device memory after the running batch; requests wait until `wake_up`."""
         self._batcher.pause()
         async with self._batcher.exclusive():
-            if self._device.type != "cpu":
-                self._weights.module.to("cpu")
-                get_platform().empty_cache()
+            if self._frees_memory:
+                await self._on_device(lambda: release(self._memory, self._network))
+            await self._team.call_all("sleep")
 
     async def wake_up(self) -> None:
-        """Move the weights back to the device and serve."""
+        """Allocate the device memory again. If it was freed, the next update starts the batches, else they start."""
         async with self._batcher.exclusive():
-            self._weights.module.to(self._device)
-        self._batcher.resume()
+            if self._memory.is_released:
+                await self._on_device(lambda: restore(self._memory))
+            await self._team.call_all("wake_up")
+        if self._weights.is_whole and not self._is_loading:
+            self._batcher.resume()
 
     async def abort_all_requests(self, reject_request: bool = False) -> None:
         """Stop starting batches. Work in flight is finished, not discarded."""
@@ -272,7 +407,7 @@ class DiffusersServer:
         """State of this replica; see `verl_digen.trainer.replicas.replica_metrics`."""
         return {
             "version": self._version,
-            "received_version": self._sealed_version,
+            "received_version": self._seals.received_version,
             "prompt_cache": self._prompts.stats(),
             "last_update": self._last_update,
             "probes": tuple(self._probes),
@@ -282,3 +417,10 @@ class DiffusersServer:
     async def ready(self) -> bool:
         """True once the constructor is done."""
         return True
+
+    async def join_peers(self) -> list[SeenDevice]:
+        """Form the group with the peers, once, before the first request -> devices of all ranks.
+
+        Raises: see `Team.join`.
+        """
+        return [visible_device(0), *await self._team.join()]

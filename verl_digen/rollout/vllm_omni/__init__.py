@@ -13,7 +13,8 @@
 | `recorder.py` | engine worker | steps with our SDE, and records |
 | `step_mode.py` | engine worker | any pipeline with step execution |
 | `request_mode.py`, `request_pipelines.py` | engine worker | all other pipelines |
-| `worker.py` | engine worker | receives weights (`receiving.py`), compares them, loads them |
+| `worker.py` | engine worker | receives weights, compares them, loads them |
+| `full_update.py` | engine worker | an update on its way into the network |
 | `loopback_store.py` | engine worker | rendezvous of a replica's workers |
 | `adapter.py` | trainer rank | sends weights |
 | `cpu/` | all of these processes, without an accelerator | vLLM-Omni's platform for the CPU |

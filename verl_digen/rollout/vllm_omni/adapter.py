@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weight sender of a `vllm_omni` replica: verl's vLLM adapter, with a manifest of the tensors sent.
 
-Every rank of a replica sends all tensors to the engine worker of the same local rank, in buckets (CUDA IPC, or shared
-memory where the platform has none), through verl's `BucketedWeightSender`. Then the leader has the server check and
-commit.
+Every rank of a replica sends all tensors to the engine worker of the same local rank, by CUDA IPC, or in shared memory
+where the platform has none (`verl_digen.weights.sending`). Then the leader has the server check and commit.
 """
 
 from __future__ import annotations
@@ -14,37 +13,16 @@ from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 import torch
-import zmq
 from torch import Tensor
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.torch_dtypes import PrecisionType
-from verl.workers.rollout.utils import ensure_async_iterator
-from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
-from verl_digen.rollout.lost import ReplicaHandle, drain
-from verl_digen.weights.checksum import Checksum, Manifest
+from verl_digen.rollout.lost import ReplicaHandle
+from verl_digen.weights.checksum import Manifest
+from verl_digen.weights.sending import Wire
 
 logger = logging.getLogger(__name__)
-
-
-class BoundedSender(BucketedWeightSender):
-    """verl's sender, with a timeout on each wait for the receiver.
-
-    Args:
-        timeout_s: timeout for the receiver to accept one part.
-    """
-
-    def __init__(self, *args: Any, timeout_s: float, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self._timeout_ms = round(timeout_s * 1000)
-
-    def _init_socket(self) -> None:
-        super()._init_socket()
-        assert self.socket is not None
-        for option in (zmq.RCVTIMEO, zmq.SNDTIMEO):
-            self.socket.setsockopt(option, self._timeout_ms)
-        self.socket.setsockopt(zmq.LINGER, 0)
 
 
 class vLLMOmniServerAdapter(ServerAdapter):
@@ -83,48 +61,30 @@ class vLLMOmniServerAdapter(ServerAdapter):
         **unused: Any,
     ) -> None:
         """Send all `weights` as version `global_steps`. A server on its own devices stages them until
-        `activate_weights`; one that shares devices with the trainer loads them at once.
+        `activate_weights`; one that shares devices with the trainer loads each as it arrives.
 
         Raises:
-            RuntimeError: the tensors do not match the server's; names them. The old weights keep serving.
+            RuntimeError: the tensors do not match the server's; names them, and the weights that serve now.
         """
         if wire_format != "named_tensors":
             raise ValueError(f"vllm_omni replicas take full tensors only, got wire_format={wire_format!r}")
         assert global_steps is not None, "a weight update has a version"
         started_s = time.perf_counter()
-        if self._has_server:
-            self._replica.find_successor()
-            await self._replica.call("begin_update", self.use_shm)
-        if self._replica.is_lost:
-            await drain(weights)
-            return
-        total = Checksum()
-        sender = BoundedSender(
-            zmq_handle=self.zmq_handle,
-            bucket_size_mb=self.config.checkpoint_engine.update_weights_bucket_megabytes,
+        wire = Wire(
+            handle=self.zmq_handle,
             use_shm=self.use_shm,
+            is_live=self._takes_turns and self._adapter_config is None,  # an adapter is registered beside the old ones
+            dtype=self._wire_dtype,
+            max_bucket_mb=self.config.checkpoint_engine.update_weights_bucket_megabytes,
             timeout_s=self._timeout_s,
         )
-        try:
-            await sender.async_send_weights(self._on_the_wire(weights, total))
-        except zmq.Again as error:
-            raise RuntimeError(
-                f"{self._replica.name} took no part of a weight update for digen.rollout.update_timeout_s="
-                f"{self._timeout_s:g} s; it is dead or hung, or the limit is too low"
-            ) from error
         if self._has_server:
+            self._replica.find_successor()
+            await self._replica.call("begin_update", wire.use_shm, wire.is_live)
+        total = await self._replica.send(weights, wire)
+        if self._has_server and total is not None:
             manifest = Manifest(global_steps, total.num_tensors, total.value)
             await self._replica.call(
                 "commit_update" if self._takes_turns else "seal_update", manifest, self._adapter_config
             )
             logger.debug("sent %d tensors in %.3f s", total.num_tensors, time.perf_counter() - started_s)
-
-    async def _on_the_wire(
-        self, weights: Iterable[tuple[str, Tensor]] | AsyncIterator[tuple[str, Tensor]], total: Checksum
-    ) -> AsyncIterator[tuple[str, Tensor]]:
-        async for name, tensor in ensure_async_iterator(weights):
-            wire = tensor.detach()
-            if wire.is_floating_point():
-                wire = wire.to(self._wire_dtype)
-            total.add(wire)
-            yield name, wire

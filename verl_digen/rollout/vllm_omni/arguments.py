@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from verl.plugin.platform import get_platform
@@ -11,13 +12,18 @@ from vllm_omni.diffusion.data import parse_attention_config
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models import read_pipeline
 from verl_digen.rollout.vllm_omni.pipeline import PREFIX, recording_class
-from verl_digen.rollout.vllm_omni.settings import KEY, check_settings
+from verl_digen.rollout.vllm_omni.settings import KEY, check_attention, check_settings
 from verl_digen.rollout.vllm_omni.step_mode import StepRecordingMixin
+
+logger = logging.getLogger(__name__)
 
 PACKAGE = "verl_digen.rollout.vllm_omni"
 
 NOT_KEPT = frozenset({"init_timeout", "stage_init_timeout"})
 """Settings that vLLM-Omni uses only at startup and does not keep in its config."""
+
+ATTENTION = "diffusion_attention_backend"
+"""Short name of the setting for the attention kernel."""
 
 WAIT_PER_WINDOW = 5
 """vLLM-Omni stops waiting for a fuller batch when no request arrived for 1 / this of the maximum wait, or for 50 ms."""
@@ -39,6 +45,8 @@ def engine_arguments(rollout: Any, model: DiffusionModelConfig, *, can_sleep: bo
     is_stepwise = issubclass(recording, StepRecordingMixin)
     extra = _extra(rollout)
     check_settings(extra, is_stepwise=is_stepwise)
+    attention = check_attention(model.digen, extra.get(ATTENTION))
+    logger.info("replica: vLLM-Omni's attention %s; enforce_eager=%s", attention, rollout.enforce_eager)
     size = rollout.tensor_model_parallel_size
     if size > 1 and not is_stepwise and get_platform().device_name == "cpu":
         raise ValueError(
@@ -55,26 +63,32 @@ def engine_arguments(rollout: Any, model: DiffusionModelConfig, *, can_sleep: bo
         "step_execution": is_stepwise,
         "max_num_seqs": digen.max_batch_size if is_stepwise or recording.supports_request_batch else 1,
         "request_batch_max_wait_ms": WAIT_PER_WINDOW * digen.batch_wait_s * 1000,
+        "vae_use_slicing": True,  # pictures are decoded one by one
+        "vae_use_tiling": recording.tiles_vae,
         "enable_prompt_embed_cache": True,
         "prompt_embed_cache_size": digen.embed_cache_size,
         "custom_pipeline_args": {"pipeline_class": f"{PACKAGE}.pipeline.{PREFIX}{pipeline}"},
         "worker_extension_cls": f"{PACKAGE}.worker.WeightReceiverExtension",
         "engine_backend": f"{PACKAGE}.engine.VersionedEngine",
-        **extra,
+        **{key: value for key, value in extra.items() if key != ATTENTION},
+        # not by its short name, which vLLM-Omni merges twice where a pipeline has a deploy config
+        "diffusion_attention_config": {"default": {"backend": attention}},
     }
 
 
-def check_taken(rollout: Any, engine_config: Any) -> None:
+def check_taken(rollout: Any, model: DiffusionModelConfig, engine_config: Any) -> None:
     """Raise RuntimeError for a setting that vLLM-Omni silently ignored.
 
     Args:
         engine_config: the engine's `OmniDiffusionConfig`.
     """
-    for key, value in _extra(rollout).items():
+    extra = _extra(rollout)
+    attention = check_attention(model.digen, extra.get(ATTENTION))
+    for key, value in {**extra, ATTENTION: attention}.items():
         if key in NOT_KEPT:
             continue
         wanted: Any = value
-        if key == "diffusion_attention_backend":
+        if key == ATTENTION:
             key, wanted = "diffusion_attention_config", parse_attention_config(attention_backend=value)
         taken = getattr(engine_config, key)
         if taken != wanted:

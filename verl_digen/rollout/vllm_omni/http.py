@@ -40,6 +40,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from torch import Tensor
 
 from verl_digen.config import DigenConfig
+from verl_digen.inputs import PromptInputs
 from verl_digen.loopback import is_loopback
 from verl_digen.sampling.requests import ODE_ONLY
 from verl_digen.types import Geometry, SampleRequest, Sampling
@@ -239,7 +240,8 @@ def sample_requests(body: ImageRequest, digen: DigenConfig, limits: Limits) -> l
     limits.check(sampling, body.n)
     uid = f"http-{uuid.uuid4().hex if body.seed is None else body.seed}"
     negative_prompt = config.negative_prompt if body.negative_prompt is None else body.negative_prompt
-    return [SampleRequest(uid, index, body.prompt, negative_prompt, ODE_ONLY, sampling) for index in range(body.n)]
+    inputs, negative_inputs = PromptInputs(body.prompt), PromptInputs(negative_prompt)
+    return [SampleRequest(uid, index, inputs, negative_inputs, ODE_ONLY, sampling) for index in range(body.n)]
 
 
 async def _draw_png(draw: Draw, request: SampleRequest) -> bytes:

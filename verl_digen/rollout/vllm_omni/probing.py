@@ -19,6 +19,7 @@ from __future__ import annotations
 import torch
 
 from verl_digen.algorithms.window import Window
+from verl_digen.inputs import PromptInputs
 from verl_digen.models.base import DiffusionModel
 from verl_digen.rollout.fingerprint import GEOMETRY, PROMPT, SEED, summary
 from verl_digen.rollout.vllm_omni.requests import RecordingOrder
@@ -40,7 +41,7 @@ def probe_order(model: DiffusionModel) -> RecordingOrder:
     recorded = tuple(range(num_steps - 1))
     # noise level 0: the recorded steps are ODE steps
     sampling = Sampling(GEOMETRY, num_steps, true_cfg_scale=1.0, law="flow", noise_level=0.0)
-    request = SampleRequest(UID, 0, PROMPT, "", Window(recorded, recorded), sampling)
+    request = SampleRequest(UID, 0, PromptInputs(PROMPT), PromptInputs(""), Window(recorded, recorded), sampling)
     return RecordingOrder(request, SEED, torch.float32, is_probe=True)
 
 

@@ -64,6 +64,8 @@ class Recording:
 class RecordingPipeline:
     """Base of the mixins for vLLM-Omni's pipeline classes."""
 
+    tiles_vae: bool = False
+    """Default of vLLM-Omni's `vae_use_tiling`: its VAE needs it, and a `diffusers` replica tiles too."""
     weight_version = 0
     """Version of the weights used by the next step."""
     adapter_versions: Mapping[int, int] = MappingProxyType({})

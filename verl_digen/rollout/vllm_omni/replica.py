@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import ray
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica
 
+from verl_digen.rollout.birth import BornOnDevices
 from verl_digen.rollout.placed import PlacedReplica
 from verl_digen.rollout.vllm_omni.server import vLLMOmniHttpServer
 
@@ -25,7 +25,12 @@ class vLLMOmniReplica(PlacedReplica, vLLMReplica):
                 "actor_rollout_ref.rollout.tensor_model_parallel_size must fit one node with "
                 f"actor_rollout_ref.rollout.name=vllm_omni, got {self.world_size} devices on {self.nnodes}; lower it"
             )
-        self.server_class = ray.remote(vLLMOmniHttpServer)
+        self.server_class = BornOnDevices(vLLMOmniHttpServer)
+
+    async def launch_servers(self) -> None:
+        """Run verl's method, then check the devices that the engine's workers found."""
+        await super().launch_servers()
+        await self.require_devices(await self.servers[0].visible_devices.remote())
 
     def _get_server_name_prefix(self) -> str:
         return SERVER_PREFIX

@@ -183,8 +183,8 @@ class RequestRecordingMixin(RecordingPipeline):
             shape=self._model.latent_shape(sampling.geometry),
             sigmas=self._model.sigmas(sampling.num_steps, sampling.geometry),
             device=get_local_device(),
-            condition=self._encode_for(order, request.prompt),
-            negative_condition=self._encode_for(order, request.negative_prompt) if sampling.is_guided else None,
+            condition=self._encode_for(order, request.inputs.text),
+            negative_condition=self._encode_for(order, request.negative_inputs.text) if sampling.is_guided else None,
             start_s=start_s,
         )
 

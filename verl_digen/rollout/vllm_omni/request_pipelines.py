@@ -135,6 +135,8 @@ class ZImageRecording(HandsOverEncoded):
 class HunyuanVideo15Recording(HandsOverEncoded):
     """HunyuanVideo 1.5, text to video."""
 
+    tiles_vae = True
+
     def __init__(self, *, od_config: OmniDiffusionConfig, prefix: str = ""):
         super().__init__(od_config=od_config, prefix=prefix)  # type: ignore[call-arg]
         _name_packed_layers(self.transformer)  # type: ignore[attr-defined]

@@ -31,9 +31,9 @@ class RecordingOrder:
 
 def to_prompt(request: SampleRequest) -> dict[str, Any]:
     """The prompt; the negative prompt only with guidance, because its presence turns guidance on."""
-    prompt: dict[str, Any] = {"prompt": request.prompt}
+    prompt: dict[str, Any] = {"prompt": request.inputs.text}
     if request.sampling.is_guided:
-        prompt["negative_prompt"] = request.negative_prompt
+        prompt["negative_prompt"] = request.negative_inputs.text
     return prompt
 
 

@@ -36,6 +36,8 @@ from vllm.lora.request import LoRARequest
 from vllm_omni.entrypoints.async_omni import AsyncOmni
 
 from verl_digen.models import load_model
+from verl_digen.models.text import only_text
+from verl_digen.rollout.birth import SeenDevice, drop_launcher_variables
 from verl_digen.rollout.placed import cpu_threads
 from verl_digen.rollout.vllm_omni.arguments import check_taken, engine_arguments
 from verl_digen.rollout.vllm_omni.http import build_app, read_key
@@ -54,6 +56,7 @@ from verl_digen.sampling.recording import experts_of
 from verl_digen.types import Condition, Generation, SampleRequest, Trajectory
 from verl_digen.weights.checksum import Manifest
 from verl_digen.weights.probe import Probe, is_probe_due
+from verl_digen.weights.receiver import NOT_WHOLE
 
 logger = logging.getLogger(__name__)
 
@@ -93,14 +96,13 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         arguments = engine_arguments(
             self.config, self.model_config, can_sleep=self.rollout_mode != RolloutMode.STANDALONE
         )
-        # all workers are on this node: use loopback, and not a MASTER_PORT that was set for something else
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
-        os.environ.pop("MASTER_PORT", None)
+        drop_launcher_variables()
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)  # all workers are on this node
         http = self.digen.rollout.http
         key = read_key(http.api_key_env) if http.enable else None
         # the constructor starts its own event loop in a thread and waits for it
         self.engine = await asyncio.to_thread(lambda: AsyncOmni(**arguments))
-        check_taken(self.config, self.engine.get_diffusion_od_config())
+        check_taken(self.config, self.model_config, self.engine.get_diffusion_od_config())
         if http.enable:
             name = Path(self.model_config.path).name
             app = build_app(self._draw, is_awake=self._gate.is_set, name=name, digen=self.digen, key=key)
@@ -120,6 +122,9 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         self._sealed = self._served = START
         self._adapter = Taken(START, num_tensors=0, checksums=(), load_s=0.0)
         self._activating = asyncio.Lock()
+        self._update_ended = asyncio.Event()
+        self._is_whole = True
+        """False from the first to the last tensor of a live update, and after one that failed."""
         self._num_updates = 0
         self._probes: deque[Probe] = deque(maxlen=2)
         self._last_update: dict[str, float] = {}
@@ -130,6 +135,11 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         """The node's address, and a name that is unique among the replicas (the HTTP API's port may be the same on two
         nodes)."""
         return self._server_address, f"replica-{self.replica_rank}"
+
+    async def visible_devices(self) -> list[SeenDevice]:
+        """The device of each engine worker."""
+        (devices,) = await self._call_workers("visible_devices")
+        return devices
 
     async def http_address(self) -> tuple[str, int] | None:
         """(host, port) of the HTTP API; None without one."""
@@ -152,9 +162,11 @@ class vLLMOmniHttpServer(vLLMHttpServer):
             RuntimeError: the engine failed the request; has the engine's message.
         """
         request: SampleRequest = sampling_params["request"]
-        for text in request.texts:  # here, because in the engine an error would fail all requests of the same step
-            self._check_prompt(text)
+        for inputs in request.branches:  # here, because in the engine an error would fail all requests of the same step
+            self._check_prompt(only_text(inputs))
         await self._gate.wait()
+        if not self._is_whole:
+            raise RuntimeError(f"a weight update was interrupted: {NOT_WHOLE}")
         order = RecordingOrder(request, self.digen.seed, self._latents_dtype)
         # with adapters, the request keeps the update served now; full weights may change while it is queued
         record = await self._record(request_id, order, self._served)
@@ -242,16 +254,32 @@ class vLLMOmniHttpServer(vLLMHttpServer):
             ValueError: the encoder refuses a prompt.
         """
         try:
-            conditions = (await self._call_workers("encode", request.texts))[0]  # equal on every worker
+            texts = tuple(only_text(inputs) for inputs in request.branches)
+            conditions = (await self._call_workers("encode", texts))[0]  # equal on every worker
         except RuntimeError as error:
             raise ValueError(f"the prompts of group {request.uid} cannot be encoded: {error}") from error
         return conditions[0], conditions[1] if request.sampling.is_guided else None
 
     # -- weights ------------------------------------------------------------------------------------------
-    async def begin_update(self, use_shm: bool) -> None:
+    async def begin_update(self, use_shm: bool, is_live: bool) -> None:
         """Have every worker receive the buckets from its trainer rank. An older update that was interrupted is
-        cancelled."""
-        await self._call_workers("begin_update", use_shm, self.digen.rollout.update_timeout_s)
+        cancelled.
+
+        Args:
+            is_live: load them as they arrive; drains first, and admits no request before the update is committed.
+        """
+        self._update_ended.set()
+        self._update_ended = asyncio.Event()
+        if is_live:
+            self._gate.clear()
+            await self.wait_for_requests_to_drain()
+            self._is_whole = False
+        await self._call_workers("begin_update", use_shm, self.digen.rollout.update_timeout_s, is_live)
+
+    async def until_update_ends(self) -> None:
+        """Return when the update that is under way is sealed, or another has begun. The sender watches this call: it
+        fails when this process dies."""
+        await self._update_ended.wait()
 
     async def seal_update(self, manifest: Manifest, adapter: LoraConfig | None) -> None:
         """Check that the update is complete; `activate_weights` makes it the current one.
@@ -260,11 +288,12 @@ class vLLMOmniHttpServer(vLLMHttpServer):
             adapter: its config, if a LoRA adapter was sent and not full weights.
 
         Raises:
-            RuntimeError: the update does not match the network or the manifest; names the tensors. The old weights
-                keep serving.
+            RuntimeError: the update does not match the network or the manifest; names the tensors, and the weights that
+                serve now.
         """
         self._last_serial += 1
         published = Published(self._last_serial, manifest.version)
+        self._update_ended.set()
         if adapter is None:
             await self._call_workers("seal_weights", manifest, published)
         else:
@@ -308,9 +337,12 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         return Probe(published.version, taken.checksums, taken.num_tensors, fingerprint)
 
     async def commit_update(self, manifest: Manifest, adapter: LoraConfig | None) -> None:
-        """`seal_update`, then `activate_weights`; for a replica that shares devices with the trainer."""
+        """`seal_update`, then `activate_weights`, and admit requests again; for a replica that shares devices with the
+        trainer."""
         await self.seal_update(manifest, adapter)
         await self.activate_weights()
+        self._is_whole = True
+        self._gate.set()
 
     async def _serials_to_keep(self) -> frozenset[int]:
         """Wait for room for one more adapter -> serials of the current update and those used by requests in flight."""
@@ -353,7 +385,8 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         if self._is_asleep:
             _check_acknowledged(await self.engine.wake_up(), "wake up", self.replica_rank)
             self._is_asleep = False
-        self._gate.set()
+        if self._is_whole:
+            self._gate.set()
 
     async def abort_all_requests(self, reset_prefix_cache: bool = True, reject_request: bool = False) -> dict[str, Any]:
         """Admit no more requests. Requests in flight are finished, not discarded."""

@@ -14,6 +14,7 @@ from difflib import get_close_matches
 from importlib.metadata import version
 from typing import Any
 
+from verl_digen.config import DigenConfig
 from verl_digen.require import require, require_one_of
 
 KEY = "actor_rollout_ref.rollout.engine_kwargs.vllm_omni"
@@ -37,6 +38,18 @@ ALLOWED: dict[str, type] = {
     "vae_use_tiling": bool,
 }
 """Setting -> type of its value."""
+
+ATTENTION_KEY = f"{KEY}.diffusion_attention_backend"
+
+OF_KERNEL = {
+    "native": "TORCH_SDPA",
+    "_native_cudnn": "CUDNN_ATTN",
+    **dict.fromkeys(("flash", "flash_varlen", "_flash_3", "_flash_varlen_3"), "FLASH_ATTN"),
+    **dict.fromkeys(("flash_hub", "flash_varlen_hub"), "FLASH_ATTN_HUB"),
+    **dict.fromkeys(("_flash_3_hub", "_flash_3_varlen_hub"), "FLASH_ATTN_3_HUB"),
+}
+"""Attention kernel by diffusers' name -> vLLM-Omni's of the same kind. Its FLASH_ATTN is FlashAttention 3 where that is
+installed, else 2."""
 
 EXACT_ATTENTION = (
     *("auto", "FLASH_ATTN", "FLASH_ATTN_HUB", "FLASH_ATTN_3_HUB", "TORCH_SDPA", "CUDNN_ATTN", "FLASHINFER_ATTN"),
@@ -113,6 +126,34 @@ def check_settings(settings: Mapping[str, Any], *, is_stepwise: bool) -> None:
         True,
         "drop the key",
     )
+
+
+def check_attention(digen: DigenConfig, given: str | None) -> str:
+    """The attention back end of vLLM-Omni.
+
+    Args:
+        given: `engine_kwargs.vllm_omni.diffusion_attention_backend`; None: the run's kernel, by `OF_KERNEL`.
+
+    Raises:
+        ValueError: both are given, or vLLM-Omni has no such kernel.
+    """
+    own = digen.rollout.attention_backend
+    if given is not None:
+        require(
+            own is None,
+            f"digen.rollout.attention_backend must be null where {ATTENTION_KEY} is set",
+            own,
+            "leave one of them out",
+        )
+        return given
+    require(
+        digen.rollout_attention_backend in OF_KERNEL,
+        f"digen.{'' if own is None else 'rollout.'}attention_backend must be one of {', '.join(OF_KERNEL)} with "
+        "actor_rollout_ref.rollout.name=vllm_omni, which has kernels of its own",
+        digen.rollout_attention_backend,
+        f"choose one of these in digen.rollout.attention_backend, or name vLLM-Omni's own in {ATTENTION_KEY}",
+    )
+    return OF_KERNEL[digen.rollout_attention_backend]
 
 
 def check_versions(*, allow_untested: bool) -> None:

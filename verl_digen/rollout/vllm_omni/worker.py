@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Extension of vLLM-Omni's worker: receives new weights, and knows which version it runs.
 
-    begin_update        a thread receives the buckets into host memory; generation continues
+    begin_update        a thread receives the buckets: into host memory while generation continues, or, live, into the
+                        network, while the server admits nothing
     seal_weights        checks that full weights are complete and have the network's names and shapes
-    commit_weights      loads them; a barrier call (`engine.BARRIER`), alone between trajectories
+    commit_weights      loads them unless they are; a barrier call (`engine.BARRIER`), alone between trajectories
     commit_adapter      registers the LoRA adapter of one update; each request names its adapter, so nothing waits
 
-A received update is compared first: names and shapes with the checkpoint's network, its checksum with the sender's. The
-loaded weights do not change before that, and after an error the old ones keep serving.
+A received update is compared first: names and shapes with the checkpoint's network, its checksum with the sender's. If
+it is staged, the loaded weights do not change before that, and after an error the old ones keep serving. Checksums are
+computed on the device, as buckets pass and over the network after loading.
 
 | silent fault | check |
 | --- | --- |
@@ -39,14 +41,18 @@ from vllm_omni.platforms import current_omni_platform
 
 from verl_digen.models import load_model
 from verl_digen.models.base import DiffusionModel
+from verl_digen.models.checkpoint import load_network
+from verl_digen.models.pixels import decode_in
 from verl_digen.platforms.device_name import accelerator_name
+from verl_digen.rollout.birth import SeenDevice, visible_device
+from verl_digen.rollout.vllm_omni.full_update import FullUpdate
 from verl_digen.rollout.vllm_omni.loopback_store import loopback_store
-from verl_digen.rollout.vllm_omni.receiving import Receiving, Staged
 from verl_digen.rollout.vllm_omni.recorder import RecordingPipeline
 from verl_digen.rollout.vllm_omni.requests import Published, Taken, adapter_request
 from verl_digen.types import Condition
 from verl_digen.weights.checksum import Manifest, checksum
-from verl_digen.weights.receiver import compare_with, tensors_of_update
+from verl_digen.weights.receiver import OLD_WEIGHTS_SERVE, tensors_of_update
+from verl_digen.weights.receiving import Arrived, Named, Receiving, Staging
 
 NO_LIMIT = 1 << 16
 """Number of adapters at which vLLM-Omni evicts the least recently used one; never reached."""
@@ -62,10 +68,10 @@ class WeightReceiverExtension(CustomPipelineWorkerExtension):
     local_rank: int
     rank: int
 
-    _sealed: tuple[Published, Staged] | None = None
-    """Sealed full weights, not yet loaded."""
-    _receiving: Receiving | None = None
-    """Update being received."""
+    _sealed: tuple[Published, Arrived, FullUpdate] | None = None
+    """Sealed full weights, not yet committed."""
+    _receiving: tuple[Receiving, FullUpdate] | None = None
+    """Update being received, and its destination."""
     _shapes: dict[str, torch.Size] | None = None
     """Expected tensor shapes; read at the first update (all updates of a run are of the same kind)."""
 
@@ -80,6 +86,18 @@ class WeightReceiverExtension(CustomPipelineWorkerExtension):
         )
         super().init_device()  # type: ignore[misc]
 
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load the pipeline by vLLM-Omni's method; its VAE then decodes in the dtype in which a `diffusers` replica's
+        does."""
+        super().load_model(*args, **kwargs)  # type: ignore[misc]
+        if self.model_runner.pipeline is None:  # it is loaded later
+            return
+        vae, dtype = self.model_runner.pipeline.vae, self._model.decoder_dtype(self.od_config.dtype)
+        decode_in(vae, dtype)
+        if dtype != self.od_config.dtype:  # in which its weights may have been loaded
+            stored = load_network(self._model.path / "vae", self._model.index["vae"][1], dtype)
+            vae.load_state_dict(stored.state_dict())
+
     def init_lora_manager(self) -> None:
         """Create vLLM-Omni's LoRA manager without its eviction: `commit_adapter` drops adapters itself."""
         super().init_lora_manager()  # type: ignore[misc]
@@ -87,53 +105,66 @@ class WeightReceiverExtension(CustomPipelineWorkerExtension):
             self.lora_manager.max_cached_adapters = NO_LIMIT
 
     # -- receiving ----------------------------------------------------------------------------------------
-    def begin_update(self, use_shm: bool, timeout_s: float) -> None:
+    def begin_update(self, use_shm: bool, timeout_s: float, is_live: bool) -> None:
         """Start to receive the buckets sent by this worker's trainer rank.
 
         An unfinished older update, whose sender was lost, is cancelled.
+
+        Args:
+            is_live: load full weights into the network as they arrive; no sample runs meanwhile.
         """
         if self._receiving is not None:
-            self._receiving.abandon()
-        self._receiving = Receiving(
+            self._receiving[0].abandon()
+        if is_live:
+            self._require_unwrapped()
+            update = FullUpdate(self.od_config.dtype, live=(self._expected_shapes(None), self._load))
+        else:
+            update = FullUpdate(self.od_config.dtype, staging=Staging(self.device))
+        receiving = Receiving(
             zmq_handle(self.local_rank),
             self.device,
+            update.take,
             networks=self._model.experts,
             use_shm=use_shm,
             timeout_s=timeout_s,
         )
+        self._receiving = receiving, update
 
-    def _take_staged(self, manifest: Manifest) -> Staged:
+    def _load(self, bucket: Named) -> set[str]:
+        """Load tensors of an update -> vLLM-Omni's names of what it loaded."""
+        return self.model_runner.pipeline.load_weights((self._name(name), tensor) for name, tensor in bucket)
+
+    def _require_unwrapped(self) -> None:
+        wrapped = next((name for name, module in self._modules() if isinstance(module, BaseLayerWithLoRA)), None)
+        if wrapped is not None:
+            raise RuntimeError(
+                "full weights were sent to a replica that serves a LoRA adapter, whose layers would skip them, e.g. "
+                f"{wrapped}; send the adapter alone, or merged weights from the first update on "
+                f"(actor_rollout_ref.model.lora.merge=true); {OLD_WEIGHTS_SERVE}"
+            )
+
+    def _wait_for_arrival(self, manifest: Manifest) -> tuple[Arrived, FullUpdate]:
         if self._receiving is None:
             raise RuntimeError("begin_update must come before a commit")
-        receiving, self._receiving = self._receiving, None
-        staged = receiving.result()
-        if (len(staged.tensors), staged.checksum) != (manifest.num_tensors, manifest.checksum):
-            raise RuntimeError(
-                f"{manifest.num_tensors} tensors with checksum {manifest.checksum:x} were sent, but "
-                f"{len(staged.tensors)} with checksum {staged.checksum:x} arrived; the old weights keep serving"
-            )
-        return staged
+        (receiving, update), self._receiving = self._receiving, None
+        arrived = receiving.result()
+        arrived.check(manifest)
+        return arrived, update
 
     # -- full weights -------------------------------------------------------------------------------------
     def seal_weights(self, manifest: Manifest, published: Published) -> None:
         """Check the received full weights and make them ready for `commit_weights`, as the update `published`.
 
         Raises:
-            RuntimeError: the tensors do not match the network's; names them. The old weights keep serving.
+            RuntimeError: the tensors do not match the network's; names them, and the weights that serve now.
         """
-        staged = self._take_staged(manifest)
-        wrapped = next((name for name, module in self._modules() if isinstance(module, BaseLayerWithLoRA)), None)
-        if wrapped is not None:
-            raise RuntimeError(
-                "full weights were sent to a replica that serves a LoRA adapter, whose layers would skip them, e.g. "
-                f"{wrapped}; send the adapter alone, or merged weights from the first update on "
-                "(actor_rollout_ref.model.lora.merge=true). The old weights keep serving"
-            )
-        compare_with(staged.tensors, self._expected_shapes(None))
-        self._sealed = published, staged
+        arrived, update = self._wait_for_arrival(manifest)
+        self._require_unwrapped()
+        update.check_complete(self._expected_shapes(None))
+        self._sealed = published, arrived, update
 
     def commit_weights(self) -> Taken:
-        """Load the newest sealed full weights.
+        """Load the newest sealed full weights, unless they were loaded as they arrived, and check the network.
 
         Raises:
             RuntimeError: nothing is sealed; or the network differs from the tensors sent, and the message says that it
@@ -142,13 +173,12 @@ class WeightReceiverExtension(CustomPipelineWorkerExtension):
         started_s = time.perf_counter()
         if self._sealed is None:
             raise RuntimeError("no weight update is waiting to be loaded; seal one first")
-        (published, sealed), self._sealed = self._sealed, None
-        named_tensors = ((self._name(name), tensor) for name, tensor in sealed.tensors.items())
-        self._check_loaded(sealed.tensors, self.model_runner.pipeline.load_weights(named_tensors))
+        (published, arrived, update), self._sealed = self._sealed, None
+        self._check_loaded(update.loaded_checksum(arrived), update.finish(self._load))
         self._pipeline.weight_version = published.version
-        return _taken(published, sealed, started_s)
+        return _taken(published, arrived, started_s)
 
-    def _check_loaded(self, staged: dict[str, Tensor], loaded: set[str]) -> None:
+    def _check_loaded(self, sent: int, loaded: set[str]) -> None:
         """Check that every parameter was loaded, with the numbers that were sent.
 
         vLLM-Omni fuses tensors but changes none of their numbers, so the checksums before and after are equal. (An
@@ -168,7 +198,6 @@ class WeightReceiverExtension(CustomPipelineWorkerExtension):
         if self.od_config.parallel_config.tensor_parallel_size > 1:
             return
         dtype = self.od_config.dtype
-        sent = checksum(tensor.to(dtype) for tensor in staged.values())
         if sent != checksum(tensor.to(dtype) for name, tensor in held.items() if name in loaded):
             raise RuntimeError(
                 "vLLM-Omni did not load all of an update: the network's checksum is not that of what was sent. Its "
@@ -189,9 +218,9 @@ class WeightReceiverExtension(CustomPipelineWorkerExtension):
                 names the tensors or modules. Older adapters still serve.
         """
         started_s = time.perf_counter()
-        staged = self._take_staged(manifest)
-        compare_with(staged.tensors, self._expected_shapes(config))
-        adapter = self._to_vllm(staged.tensors, config, published.serial)
+        arrived, update = self._wait_for_arrival(manifest)
+        update.check_complete(self._expected_shapes(config))
+        adapter = self._to_vllm(update.staged, config, published.serial)
         for serial in self.lora_manager.list_adapters():
             if serial not in kept:
                 self.lora_manager.remove_adapter(serial)
@@ -202,7 +231,7 @@ class WeightReceiverExtension(CustomPipelineWorkerExtension):
             for serial, version in {**self._pipeline.adapter_versions, published.serial: published.version}.items()
             if serial in serials
         }
-        return _taken(published, staged, started_s)
+        return _taken(published, arrived, started_s)
 
     def _register(self, published: Published, adapter: tuple[LoRAModel, PEFTHelper]) -> None:
         """Register an adapter with vLLM-Omni and activate it once, which binds its modules to layers.
@@ -262,6 +291,12 @@ class WeightReceiverExtension(CustomPipelineWorkerExtension):
         """`hits`, `misses` and `size` of the cache of prompt embeddings."""
         return self.model_runner.get_prompt_embed_cache_stats()
 
+    def visible_devices(self) -> list[SeenDevice]:
+        """Devices of the replica's workers, by rank; on a CPU, logical ones. vLLM-Omni returns only rank 0's answer."""
+        devices = [visible_device(self.local_rank)] * self.od_config.num_gpus
+        torch.distributed.all_gather_object(devices, devices[0])
+        return devices
+
     def device_name(self) -> str | None:
         """The accelerator's name; None on a CPU."""
         return accelerator_name()
@@ -299,9 +334,9 @@ class WeightReceiverExtension(CustomPipelineWorkerExtension):
         return self._shapes
 
 
-def _taken(published: Published, staged: Staged, started_s: float) -> Taken:
+def _taken(published: Published, arrived: Arrived, started_s: float) -> Taken:
     load_s = time.perf_counter() - started_s
-    return Taken(published, len(staged.tensors), staged.deciding_checksums, load_s)
+    return Taken(published, arrived.num_tensors, arrived.deciding_checksums, load_s)
 
 
 def _layer_name(module: str, layers: set[str]) -> str:

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Release and return of modules' memory; the code is the same on every device."""
+
+import torch
+from torch import nn
+
+from verl_digen.rollout.device_memory import DeviceMemory
+from verl_digen.weights.host_pool import HostPool
+
+CPU = torch.device("cpu")
+
+
+def network():
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.BatchNorm1d(4))
+    return module
+
+
+def storages(module):
+    return [tensor.untyped_storage() for tensor in module.state_dict().values()]
+
+
+def test_a_release_frees_every_byte_and_a_return_gives_back_every_number():
+    module = network()
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    objects = list(module.parameters())
+    memory = DeviceMemory([module], CPU)
+    num_bytes = sum(tensor.nbytes for tensor in before.values())
+    for _ in range(2):
+        assert memory.release() == num_bytes and memory.is_released
+        assert memory.release() == 0, "it is free already"
+        assert all(storage.nbytes() == 0 for storage in storages(module))
+        memory.restore()
+        assert not memory.is_released and all(map(torch.equal, module.state_dict().values(), before.values()))
+    assert memory.num_bytes_copied_out == num_bytes, "the second release copies nothing"
+    assert all(one is other for one, other in zip(module.parameters(), objects, strict=True))
+
+
+def test_what_an_update_replaces_is_not_copied_and_can_be_loaded_after_the_return():
+    module = network()
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    memory = DeviceMemory([module], CPU)
+    memory.release(replaced=lambda: [module[0].weight])
+    memory.restore()
+    with torch.no_grad():
+        module[0].weight.copy_(before["0.weight"])
+    assert all(map(torch.equal, module.state_dict().values(), before.values()))
+    assert memory.num_bytes_copied_out == sum(tensor.nbytes for tensor in before.values()) - before["0.weight"].nbytes
+
+
+def test_tensors_that_share_memory_are_released_and_copied_once():
+    module = nn.ModuleList([nn.Linear(4, 4, bias=False) for _ in range(2)])
+    module[1].weight = nn.Parameter(module[0].weight.data.t())
+    expected = module[0].weight.detach().clone()
+    memory = DeviceMemory([module, module[0]], CPU)
+    assert memory.release() == expected.nbytes == memory.num_bytes_copied_out
+    memory.restore()
+    assert torch.equal(module[0].weight, expected) and torch.equal(module[1].weight, expected.t())
+
+
+def test_host_copies_share_chunks_and_do_not_overlap():
+    pool = HostPool(is_pinned=False, chunk_bytes=1024)
+    tensors = [torch.full((size,), value, dtype=dtype) for size, value, dtype in CASES]
+    copies = [pool.empty_like(tensor).copy_(tensor) for tensor in tensors]
+    assert all(map(torch.equal, copies, tensors)) and pool.num_bytes == 1024 + 2048
+    assert all(copy.data_ptr() % copy.element_size() == 0 for copy in copies)
+
+
+CASES = [(3, 1, torch.uint8), (5, 2.0, torch.float64), (7, 3.0, torch.bfloat16), (250, 4.0, torch.float64)]

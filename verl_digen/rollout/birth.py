@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Environment of a replica's process, and the check that it runs on the device that was reserved for it.
+
+- A driver reads the visible-devices variable once, when it starts, and importing a module may start it: verl asks
+  `torch.cuda.is_available()` at import. So the process is started with the variable; setting it later has no effect.
+- The variables by which torchrun or a SLURM script describes its own process group are inherited by every process of
+  the Ray cluster, if `ray start` ran below them. A `vllm_omni` replica drops them: its workers would meet there.
+
+Invariant (tests/platforms/test_placement.py): the variable is in the environment that the process was started with.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+from verl.plugin.platform import get_platform
+
+LAUNCHER_VARIABLES = (
+    *("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
+    *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"),
+)
+"""Variables of torchrun's process group; SLURM scripts set the first ones by hand."""
+
+
+def birth_variables(devices: str) -> dict[str, str]:
+    """Environment variables of an actor that is to see `devices`, which Ray did not give to it, and no others."""
+    platform = get_platform()
+    return {**dict.fromkeys(platform.ray_noset_envvars(), "1"), platform.visible_devices_envvar(): devices}
+
+
+def drop_launcher_variables() -> None:
+    """Remove the variables of a process group that this process is not part of."""
+    for name in LAUNCHER_VARIABLES:
+        os.environ.pop(name, None)
+
+
+class BornOnDevices:
+    """Actor class for verl's `launch_servers`; each actor's process starts with its `cuda_visible_devices` visible.
+
+    Args:
+        server_class: class of the server, with verl's constructor.
+        options: options of the actor, as for `ray.remote`.
+    """
+
+    def __init__(self, server_class: type[Any], **options: Any):
+        self._server_class, self._options = server_class, options
+
+    def options(self, **options: Any) -> BornOnDevices:
+        """An actor class with more options."""
+        return BornOnDevices(self._server_class, **(self._options | options))
+
+    def remote(self, *, cuda_visible_devices: str, **arguments: Any) -> Any:
+        """Start the actor."""
+        given = self._options["runtime_env"]
+        env_vars = {**given["env_vars"], **birth_variables(cuda_visible_devices)}
+        actor = ray.remote(self._server_class).options(
+            **(self._options | {"runtime_env": {**given, "env_vars": env_vars}})
+        )
+        return actor.remote(cuda_visible_devices=cuda_visible_devices, **arguments)
+
+
+@dataclass(frozen=True)
+class SeenDevice:
+    """A device as one process sees it."""
+
+    name: str
+    """Ray's id of the device on its node, or the process's entry of the visible-devices variable."""
+    uuid: str | None
+    """The driver's UUID, which is the same in every process; None if the platform has none, as a CPU, or if the process
+    does not compute on it."""
+
+
+def assigned_device() -> SeenDevice:
+    """The device that Ray gave to this process; its driver is asked for the UUID."""
+    return replace(reserved_device(), uuid=_uuid(get_platform().current_device()))
+
+
+def reserved_device() -> SeenDevice:
+    """The device that Ray gave to this process, without a UUID: the driver is left alone."""
+    (name, *_) = ray.get_runtime_context().get_accelerator_ids()[get_platform().ray_resource_name()]
+    return SeenDevice(name, None)
+
+
+def visible_device(index: int) -> SeenDevice:
+    """Device `index` of those that are visible to this process."""
+    variable = get_platform().visible_devices_envvar()
+    names = os.environ[variable].split(",") if variable in os.environ else []
+    return SeenDevice(names[index] if index < len(names) else f"no {variable}", _uuid(index))
+
+
+def _uuid(index: Any) -> str | None:
+    platform = get_platform()
+    if platform.device_name != "cuda":
+        return None
+    return str(platform.device_module.get_device_properties(index).uuid)
+
+
+def require_same_devices(replica: str, reserved: Sequence[SeenDevice], seen: Sequence[SeenDevice]) -> None:
+    """Raise RuntimeError unless a replica computes on the devices reserved for it; says what was seen.
+
+    Args:
+        replica: its name, for the message.
+        reserved: devices of its workers; of colocated replicas, these are the trainer's ranks. `seen`: by its engine.
+    """
+    is_same = len(reserved) == len(seen) and all(
+        want.name == have.name and (want.uuid is None or want.uuid == have.uuid)
+        for want, have in zip(reserved, seen, strict=True)
+    )
+    if not is_same:
+        raise RuntimeError(
+            f"{replica} must compute on the devices of its workers, {_listed(reserved)}, got {_listed(seen)}; its "
+            f"process must start with {get_platform().visible_devices_envvar()} set and find the same devices under "
+            "the same numbers as the others of its node: set neither the variable nor a device order in the job's "
+            "environment (ray_kwargs.ray_init.runtime_env) or in a sitecustomize"
+        )
+
+
+def _listed(devices: Sequence[SeenDevice]) -> str:
+    return " and ".join(one.name + (f" ({one.uuid})" if one.uuid else "") for one in devices) or "none"

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The network of one process of a `diffusers` replica, and the weight updates that the process receives."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from verl.plugin.platform import get_platform
+from verl.utils.torch_dtypes import PrecisionType
+
+from verl_digen.models import load_model
+from verl_digen.models.base import DiffusionModel
+from verl_digen.models.checkpoint import in_one_dtype
+from verl_digen.models.kernels import set_kernels
+from verl_digen.weights.checksum import Manifest
+from verl_digen.weights.own_device import own_device
+from verl_digen.weights.receiver import WeightReceiver
+from verl_digen.weights.receiving import Receiving
+
+
+@dataclass(frozen=True)
+class LoadedNetwork:
+    """A network on its device."""
+
+    model: DiffusionModel
+    transformer: nn.Module
+    """Result of `DiffusionModel.load_transformer`; an adapter is added to its layers."""
+    weights: WeightReceiver
+    """Holds the network in peft's wrapper, if there is an adapter."""
+    device: torch.device
+    dtype: torch.dtype
+
+
+def load_network(config: Any, model_config: Any, num_threads: int) -> LoadedNetwork:
+    """Load the network of a replica.
+
+    Args:
+        config: verl's rollout config. model_config: `DiffusionModelConfig`.
+        num_threads: CPU threads of this process; 0 leaves torch's default.
+    """
+    if num_threads:
+        torch.set_num_threads(num_threads)
+    device = own_device(get_platform().device_name)
+    digen, dtype = model_config.digen, PrecisionType.to_dtype(config.dtype)
+    model = load_model(model_config.local_path)
+    transformer = model.load_transformer(dtype)
+    if model_config.lora_rank == 0:  # as in the trainer, see `verl_digen.engine.build`
+        in_one_dtype(transformer, dtype)
+    transformer = transformer.to(device)
+    set_kernels(
+        model,
+        transformer,
+        side="replica",
+        attention=digen.rollout_attention_backend,
+        compiles=digen.rollout_compiles,
+    )
+    weights = WeightReceiver(transformer, model_config.adapter_config(), model.experts)
+    return LoadedNetwork(model, transformer, weights, device, dtype)
+
+
+class Intake:
+    """Receives updates for one network, one at a time. All methods may be called again after a lost answer.
+
+    Args:
+        timeout_s: timeout for the next part of an update.
+    """
+
+    def __init__(self, network: LoadedNetwork, timeout_s: float):
+        self._network, self._timeout_s = network, timeout_s
+        self._receiving: Receiving | None = None
+        """Update that is under way."""
+        self.sealed_version: int | None = None
+        self._updating = asyncio.Lock()
+        self._ended = asyncio.Event()
+
+    async def begin(self, handle: str, use_shm: bool, is_live: bool) -> None:
+        """Start to receive an update, in place of an unfinished one.
+
+        Args:
+            handle, use_shm, is_live: see `verl_digen.weights.sending.Wire`. No batch may run when a live one starts.
+        """
+        async with self._updating:
+            if self._receiving is not None:
+                if self._receiving.handle == handle:
+                    return  # a retry: the first answer was lost
+                await asyncio.to_thread(self._receiving.abandon)
+            self._ended.set()
+            self._ended = asyncio.Event()
+            weights, device = self._network.weights, self._network.device
+            self._receiving = Receiving(
+                handle,
+                device,
+                weights.begin_live() if is_live else weights.begin_staged(device),
+                networks=self._network.model.experts,
+                use_shm=use_shm,
+                timeout_s=self._timeout_s,
+            )
+
+    async def until_ended(self) -> None:
+        """Return when the update that is under way is sealed, or another has begun."""
+        await self._ended.wait()
+
+    async def seal(self, manifest: Manifest) -> None:
+        """Wait for the last tensor and declare the update complete.
+
+        Raises:
+            RuntimeError: see `WeightReceiver.seal`; or what arrived is not what was sent.
+        """
+        async with self._updating:
+            if self._receiving is None:
+                if manifest.version == self.sealed_version:
+                    return  # a retry: the first answer was lost
+                raise RuntimeError("begin_update must come before seal_update")
+            receiving, self._receiving = self._receiving, None
+            try:
+                arrived = await asyncio.to_thread(receiving.result)
+                arrived.check(manifest)
+                self._network.weights.seal()
+            finally:
+                self._ended.set()
+            self.sealed_version = manifest.version
+
+
+class Seals:
+    """Updates that the ranks of a replica have sealed. Pure.
+
+    Example:
+        seals = Seals(2)
+        seals.note(0, Manifest(1, 9, 0x5EED))   # seals.agreed() is None
+        seals.note(1, Manifest(1, 9, 0x5EED))   # seals.agreed().version == 1, seals.is_complete
+        seals.take()                            # seals.agreed().version == 1, not seals.is_complete
+    """
+
+    def __init__(self, size: int):
+        self._manifests: list[Manifest | None] = [None] * size
+        self._new: set[int] = set()
+        """Ranks that sealed an update after the last one was taken."""
+        self._refused: dict[int, str] = {}
+
+    def begin(self, rank: int) -> None:
+        """An update of `rank` begins."""
+        self._refused.pop(rank, None)
+        self._new.discard(rank)
+
+    def note(self, rank: int, manifest: Manifest) -> None:
+        """`rank` has sealed this update."""
+        self._manifests[rank] = manifest
+        self._new.add(rank)
+
+    def refuse(self, rank: int, reason: str) -> None:
+        """`rank` has refused its update."""
+        self._refused[rank] = reason
+
+    def take(self) -> None:
+        """All ranks load the update they agree on."""
+        self._new.clear()
+
+    @property
+    def is_complete(self) -> bool:
+        """True if every rank has sealed an update since the last one was taken."""
+        return len(self._new) == len(self._manifests)
+
+    @property
+    def received_version(self) -> int | None:
+        """Newest version that every rank has sealed; None before the first."""
+        versions = [manifest.version for manifest in self._manifests if manifest is not None]
+        return min(versions) if len(versions) == len(self._manifests) else None
+
+    def agreed(self) -> Manifest | None:
+        """The update that every rank has sealed last; None while ranks differ, or before the first."""
+        first = self._manifests[0]
+        return first if all(other == first for other in self._manifests) else None
+
+    def require_alike(self) -> None:
+        """Raise RuntimeError if a rank has refused its last update, or all have sealed new ones that differ."""
+        for rank, reason in self._refused.items():
+            raise RuntimeError(f"rank {rank} of the replica refused a weight update: {reason}")
+        if self.is_complete and self.agreed() is None:
+            listed = ", ".join(
+                f"version {each.version} of {each.num_tensors} tensors, checksum {each.checksum:x}, on rank {rank}"
+                for rank, each in enumerate(self._manifests)
+                if each is not None
+            )
+            raise RuntimeError(
+                f"every rank of a replica must get the same weights, got {listed}; look in the run's log for errors of "
+                "update_weights"
+            )
