@@ -10,8 +10,8 @@ import torch
 
 from verl_digen.config import DigenConfig
 from verl_digen.models.flops import Flops
-from verl_digen.plan.activations import Activations
-from verl_digen.plan.networks import Counts
+from verl_digen.plan.activations import Activations, BlockBytes
+from verl_digen.plan.networks import Counts, Part, Tensors
 from verl_digen.plan.run import Dtypes, Measured, Run, Settings
 
 GB = 10**9
@@ -28,7 +28,9 @@ SETTINGS = Settings(
     group_size=8,
     is_lora=False,
     merges_lora=False,
-    recomputes=True,
+    recompute="all",
+    offloads_activations=False,
+    sequence_parallel=1,
     param_offload=False,
     optimizer_offload=False,
     reshard=True,
@@ -36,9 +38,15 @@ SETTINGS = Settings(
     tensor_parallel=1,
     frees_replica=True,
     exports=False,
+    is_accelerated=False,
     dtypes=Dtypes(torch.float32, torch.bfloat16, torch.float32, torch.bfloat16, torch.float32),
 )
 """A full fine-tune in fp32 on 8 devices, colocated."""
+BLOCK = BlockBytes(
+    inputs=GB // 16, saved_inputs=0, saved=3 * GB, peaks=((3 * GB, 0),), num_params=GB // 4, num_trained=GB // 4
+)
+ACTIVATIONS = Activations(blocks=(BLOCK,) * 32, head=GB, tail=0, largest=GB)
+"""6 GB with all blocks recomputed, 97 with none."""
 MEASURED = Measured(
     title="round numbers",
     counts=Counts(
@@ -51,12 +59,16 @@ MEASURED = Measured(
         largest_block=GB // 4,
         outside_blocks=0,
     ),
-    parts={"text_encoder": 5 * GB, "vae": GB // 2},
+    parts={"text_encoder": Part(5 * GB, 10 * GB), "vae": Part(GB // 2, GB)},
+    transformer_bytes=16 * GB,
+    tensors=(Tensors(GB // 10, True, 320),),
+    decoding_bytes=GB,
     num_experts=1,
-    training=Activations(saved=100 * GB, largest_block=2 * GB, inputs=3 * GB, outside=GB, largest=GB),
-    sampling=Activations(saved=100 * GB, largest_block=2 * GB, inputs=3 * GB, outside=GB, largest=GB),
+    training=ACTIVATIONS,
+    sampling=ACTIVATIONS,
     flops=Flops(linear=60e12, attention=40e12),
     condition_bytes=10**6,
+    embedding_bytes=0,
     rows_per_sample=9,
     trajectory_bytes=10**7,
 )

@@ -11,9 +11,12 @@ from verl_digen.config import digen_config
 from verl_digen.devices import PEAK_TFLOPS
 from verl_digen.models import MODELS, load_model
 from verl_digen.plan import command
-from verl_digen.plan.compose import DEVICE_GB, Words, compose_run, device_of, split_words
+from verl_digen.plan.compose import DEVICE_GB, Words, compose_run, device_of, platform_of, split_words
 from verl_digen.plan.published import checkpoint_folder, repositories
+from verl_digen.preflight import check
 from verl_digen.sampling.recording import trained_latents
+
+pytestmark = pytest.mark.slow
 
 WAN_14B = (
     "recipe=digen_flowgrpo",
@@ -39,14 +42,17 @@ def test_a_local_folder_is_planned_from_its_own_files(tiny_qwen_image, capsys):
     assert "2 H100 do both" in out and "FITS" in out and "at 40% of the peak of H100" in out
 
 
+@pytest.mark.long
 def test_wan_14b_at_480x832x81_does_not_fit_8_devices_of_80_gb_and_with_the_remedies_it_does(capsys):
     assert digen_plan(*WAN_14B, "gpus=8", "device=H100", "--json") == 1
     plan = json.loads(capsys.readouterr().out)
     assert plan["fits"] is False and plan["device_bytes"] == 80 * 10**9
     assert plan["parameters"]["num_params"] == 14_288_491_584
-    assert plan["activations"]["inputs"] == pytest.approx(40 * 32760 * 5120 * 2, rel=0.02)  # a hidden state per block
+    assert plan["activations"]["inputs_bytes"] == pytest.approx(
+        40 * 32760 * 5120 * 2, rel=0.02
+    )  # a hidden state per block
     assert [remedy["fits"] for remedy in plan["remedies"]][-1] is True
-    assert "actor_rollout_ref.model.lora_rank=32" in plan["remedies"][-1]["override"]
+    assert plan["remedies"][-1]["override"] == "digen.rollout.max_batch_size=1"
     more = [word for remedy in plan["remedies"] for word in remedy["override"].split()]
     assert digen_plan(*WAN_14B, "gpus=8", "device=H100", *more, "--json") == 0
     after = json.loads(capsys.readouterr().out)
@@ -103,6 +109,63 @@ def test_there_is_a_published_checkpoint_of_every_pipeline():
         with checkpoint_folder(repository) as folder:
             found.add(load_model(folder).pipeline)
     assert found == MODELS.keys()
+
+
+def test_the_host_has_a_verdict_where_its_memory_is_given(tiny_qwen_image, capsys):
+    words = [*small(tiny_qwen_image), "gpus=2", "device=H100"]
+    assert digen_plan(*words) == 0
+    assert "GB of host memory (calculated); host_mem=1000 compares it" in capsys.readouterr().out
+    assert digen_plan(*words, "host_mem=1000") == 0
+    assert "FITS THE HOST" in capsys.readouterr().out
+    assert digen_plan(*words, "host_mem=0.0001", "--json") == 1
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["fits"] is True and plan["host_fits"] is False
+    assert plan["host_needed_bytes"] == sum(plan["host"].values()) > plan["host_bytes"] == 100_000
+
+
+REFUSED = (
+    (
+        "digen.tag.policy=bts",
+        "actor_rollout_ref.rollout.data_parallel_size=2",
+        "actor_rollout_ref.rollout.temperature=0.5",
+        "+digen.loss.beta=0.5",
+    ),
+    ("actor_rollout_ref.model.target_modules=[nothing]", "+actor_rollout_ref.model.unknown=1"),
+)
+"""Words that break rules of pools, replicas, keys without effect and losses; and rules that read the checkpoint."""
+
+
+@pytest.mark.parametrize("broken", REFUSED, ids=["config", "model"])
+def test_what_a_run_would_refuse_is_refused_with_its_messages(broken, tiny_qwen_image, capsys):
+    overrides, words = [*small(tiny_qwen_image), *broken], Words(gpus=2, gpu_mem=80)
+    assert digen_plan(*overrides, "gpus=2", "gpu_mem=80") == 2
+    said = capsys.readouterr().err.removeprefix("digen plan: ").strip().splitlines()
+    with platform_of(words), pytest.raises(ValueError) as refused:
+        check(compose_run(overrides, words))
+    assert len(said) >= len(broken) and set(said) <= set(str(refused.value).splitlines())
+
+
+@pytest.mark.parametrize("backend", ["nccl", "nixl", "digen_gloo"])
+def test_separate_pools_are_planned_without_the_packages_that_carry_their_weights(backend, tiny_qwen_image, capsys):
+    separate = ["recipe=[digen_flowgrpo,disaggregated]", *small(tiny_qwen_image)[1:]]
+    path = () if backend == "nccl" else (f"actor_rollout_ref.rollout.checkpoint_engine.backend={backend}",)
+    assert digen_plan(*separate, *path, "gpus=2", "device=H100") == 0, capsys.readouterr().err
+    out = capsys.readouterr().out
+    assert "1 H100 train" in out and "FITS" in out
+
+
+def test_a_weight_path_that_no_engine_has_is_refused_by_the_plan_too(tiny_qwen_image, capsys):
+    separate = ["recipe=[digen_flowgrpo,disaggregated]", *small(tiny_qwen_image)[1:]]
+    wrong = "actor_rollout_ref.rollout.checkpoint_engine.backend=ncl"
+    assert digen_plan(*separate, wrong, "gpus=2", "device=H100") == 2
+    assert "backend must be one of delta_sharded, digen_gloo" in capsys.readouterr().err
+
+
+def test_prompts_and_rewards_are_checked_where_they_are_named(tiny_qwen_image, capsys):
+    named = ("data.train_files=nowhere.jsonl", "data.val_files=nowhere.jsonl", "+digen.reward.functions.nothing=1.0")
+    assert digen_plan(*small(tiny_qwen_image), *named, "gpus=1") == 2
+    refused = capsys.readouterr().err
+    assert "nowhere.jsonl" in refused and "'nothing'" in refused
 
 
 @pytest.mark.parametrize(

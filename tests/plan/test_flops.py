@@ -61,14 +61,14 @@ def test_training_a_deep_network_is_counted_within_two_percent(tiny_qwen_image, 
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model.velocity(network, latents, SIGMAS, [condition] * 2, None, 1.0, geometry).sum().backward()
     flops = forward_flops(model, network, geometry, 16, num_rows=2)
-    assert flops.training(is_frozen=is_frozen, recomputes=False) == pytest.approx(counter.get_total_flops(), rel=0.02)
+    assert flops.training(is_frozen=is_frozen, recomputed=0.0) == pytest.approx(counter.get_total_flops(), rel=0.02)
 
 
 def test_training_is_three_forwards_four_with_recomputation_and_less_with_frozen_weights():
     flops = Flops(linear=6.0, attention=4.0)
-    assert flops.training(is_frozen=False, recomputes=False) == 3 * flops.forward
-    assert flops.training(is_frozen=False, recomputes=True) == 4 * flops.forward
-    assert flops.training(is_frozen=True, recomputes=False) == 2 * flops.forward + flops.attention
+    assert flops.training(is_frozen=False, recomputed=0.0) == 3 * flops.forward
+    assert flops.training(is_frozen=False, recomputed=1.0) == 4 * flops.forward
+    assert flops.training(is_frozen=True, recomputed=0.0) == 2 * flops.forward + flops.attention
 
 
 def test_an_adapters_layers_count_too(tiny_qwen_image):

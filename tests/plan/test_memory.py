@@ -4,18 +4,19 @@ from dataclasses import replace
 import pytest
 
 from tests.plan.runs import GB, MEASURED, make_run
-from verl_digen.config import EmaConfig, GapConfig, KlConfig, RolloutConfig, TspConfig
-from verl_digen.plan.memory import plan_memory, update_bytes
+from verl_digen.config import EmaConfig, GapConfig, KlConfig, RolloutConfig, SamplingConfig, TagConfig, TspConfig
+from verl_digen.plan.host import PROMPT_CACHE
+from verl_digen.plan.memory import CONTEXT_BYTES, NCCL_BYTES, RUNTIME, plan_memory, update_bytes
 
 DEVICE = 80 * GB
 
 
 def assert_invariants(memory):
-    for phase in (memory.training, memory.generating):
+    for phase in memory.phases:
         assert phase.total == sum(phase.items.values()) + phase.row_bytes * phase.num_rows
         assert all(size >= 0 for size in phase.items.values()) and phase.num_rows >= 1
     if memory.fits is not None:
-        assert memory.fits == (max(memory.training.total, memory.generating.total) <= memory.limit_bytes)
+        assert memory.fits == (memory.peak_bytes <= memory.limit_bytes)
 
 
 def test_a_full_fine_tune_by_hand():
@@ -24,8 +25,9 @@ def test_a_full_fine_tune_by_hand():
     assert items["parameters"] == items["gradients"] == 4 * GB  # 32 GB over 8 ranks
     assert items["optimizer"] == 8 * GB
     assert items["gathered parameters"] == 2 * GB // 4 * 2  # two blocks in bf16
-    assert items["replica that waits"] == (5 * GB + GB // 2) * 2  # encoder and VAE stay; the transformer moves out
-    assert memory.training.row_bytes == (3 + 2 + 1) * GB
+    assert items["replica that waits"] == 0  # all of its networks leave the device
+    assert memory.num_recomputed == memory.num_blocks == 32
+    assert memory.training.row_bytes == 6 * GB - GB // 16  # the last block but one, beside the gradients of the last
     assert memory.generating.items["transformer"] == 16 * GB
     assert memory.generating.items["trainer that waits"] == 12 * GB
     assert memory.step["weights to all replicas"] == 8 * 16 * GB
@@ -38,7 +40,8 @@ def test_an_adapter_has_small_gradients_and_updates_and_frozen_shards():
     items = plan_memory(run, DEVICE).training.items
     assert items["parameters"] == LORA_BYTES // 8
     assert items["gradients"] == 4 * GB // 10 // 8
-    assert items["unreduced gradients (batch)"] == 4 * GB // 10  # deferred automatically, see digen.tsp.reduce
+    waiting = items["unreduced gradients (batch)"] + items["gradients"]  # the former turn into the latter
+    assert waiting == 4 * GB // 10  # deferred automatically, see digen.tsp.reduce
     assert update_bytes(run) == 2 * GB // 10  # the adapter alone, in bf16
     assert update_bytes(make_run(lora=True, merges_lora=True)) == 16 * GB
 
@@ -51,9 +54,9 @@ def test_gradients_wait_only_where_the_engine_would_let_them():
         return plan_memory(make_run(digen={"tsp": TspConfig(**tsp)}), device_bytes).training.items
 
     assert "unreduced gradients (tile)" in items(DEVICE)  # 32 GB are more than 0.4 of 64 free
-    assert items(200 * GB)["unreduced gradients (batch)"] == 32 * GB
-    assert items(DEVICE, reduce="batch")["unreduced gradients (batch)"] == 32 * GB
-    assert items(DEVICE, reduce="tile")["unreduced gradients (tile)"] == 2 * GB
+    assert items(200 * GB)["unreduced gradients (batch)"] == (32 - 4) * GB
+    assert items(DEVICE, reduce="batch")["unreduced gradients (batch)"] == (32 - 4) * GB
+    assert items(DEVICE, reduce="tile")["unreduced gradients (tile)"] == GB  # a block's, in fp32
 
 
 def test_copies_are_on_the_device_unless_parameters_are_offloaded():
@@ -64,7 +67,7 @@ def test_copies_are_on_the_device_unless_parameters_are_offloaded():
     assert here.training.items["reference"] == here.training.items[replaced] == 4 * GB
     away = plan_memory(make_run(digen=digen, param_offload=True), DEVICE)
     assert not {"EMA", "reference"} & away.training.items.keys() and away.training.items[replaced] == 4 * GB
-    assert away.host["offloaded parameters"] == 8 * (4 + 2 * 4) * GB
+    assert away.host["offloaded parameters"] == 8 * 4 * GB and away.host["copies of the weights"] == 8 * 2 * 4 * GB
     assert not {"reference", replaced} & plan_memory(make_run(digen=digen, lora=True), DEVICE).training.items.keys()
 
 
@@ -80,7 +83,7 @@ def test_policies_that_an_objective_reads_are_counted():
     assert "reference" not in adapter and adapter["policy old"] == adapter["weights that a policy replaces"]
     away = plan_memory(make_run(digen=digen, param_offload=True), DEVICE)
     assert "policy old" not in away.training.items
-    assert away.host["offloaded parameters"] == 8 * (4 + 2 * 4) * GB
+    assert away.host["offloaded parameters"] == 8 * 4 * GB and away.host["copies of the weights"] == 8 * 2 * 4 * GB
 
 
 def test_offloading_helps_the_phase_in_which_the_trainer_waits_and_costs_host_memory():
@@ -105,10 +108,31 @@ def test_a_tile_has_the_rows_that_the_engine_would_choose_and_no_more_than_there
         run = make_run(digen={"tsp": TspConfig(**tsp)}, num_prompts=num_prompts)
         return plan_memory(run, device_bytes).training.num_rows
 
-    assert rows(60 * GB) == 4  # 54 GB less 30 fixed ones, in rows of 6
+    assert rows(60 * GB) == 6  # 54 GB less 17 fixed ones, in rows of 6
     assert rows(60 * GB, samples_per_tile=2, steps_per_tile=3) == 6
     assert rows(2000 * GB, num_prompts=1) == 9  # 8 samples x 9 steps over 8 ranks
     assert rows(None) == 1
+
+
+def test_a_trainer_that_assists_keeps_a_vae():
+    split = {"is_split": True, "frees_replica": False}
+    alone, assisting = (
+        plan_memory(make_run(**split, digen={"tag": TagConfig(policy=policy)}), DEVICE).training.items
+        for policy in ("off", "bts")
+    )
+    assert assisting == alone | {"VAE of assistance": GB}
+
+
+def test_devices_of_a_diffusers_replica_share_activations_and_no_weights():
+    one, two = (make_run(rollout_name="diffusers", tensor_parallel=size) for size in (1, 2))
+    assert two.settings.num_replicas == one.settings.num_replicas / 2
+    alone, shared = (plan_memory(run, DEVICE) for run in (one, two))
+    assert shared.generating.items["transformer"] == alone.generating.items["transformer"]
+    assert shared.generating.row_bytes == -(-alone.generating.row_bytes // 2)
+    assert shared.step["weights to all replicas"] == alone.step["weights to all replicas"], "each device gets them"
+    split = [make_run(rollout_name="diffusers", tensor_parallel=size, is_split=True) for size in (1, 2)]
+    staged = [plan_memory(run, DEVICE).host["staged weight updates"] for run in split]
+    assert staged[0] == staged[1] > 0
 
 
 def test_tensor_parallelism_divides_the_transformer_alone():
@@ -118,7 +142,36 @@ def test_tensor_parallelism_divides_the_transformer_alone():
 
 
 def test_without_checkpointing_a_row_keeps_everything():
-    assert plan_memory(make_run(recomputes=False), DEVICE).training.row_bytes == 101 * GB
+    assert plan_memory(make_run(recompute="none"), DEVICE).training.row_bytes == (1 + 32 * 3) * GB
+
+
+def test_as_few_blocks_are_recomputed_as_the_tiles_ask_for():
+    def plan(device_bytes, **settings):
+        run = make_run(recompute="auto", is_accelerated=True, **settings)
+        memory = plan_memory(run, device_bytes)
+        return memory.num_recomputed, memory.training.num_rows
+
+    one_row = {"tsp": TspConfig(samples_per_tile=1, steps_per_tile=1)}
+    assert plan(1000 * GB, digen=one_row) == (0, 1)
+    assert plan(80 * GB, digen=one_row) == (15, 1)  # 72 GB less 17 fixed ones: 1 + 17 x 3 of kept blocks, 1 of inputs
+    assert plan(80 * GB) == (15, 1)  # 9 rows per tile would save 8 tiles and cost the other 17 blocks for each row
+    assert plan_memory(make_run(recompute="auto"), DEVICE).num_recomputed == 0  # on a CPU
+    assert plan_memory(make_run(recompute="auto", is_accelerated=True), None).num_recomputed == 32
+    assert plan_memory(make_run(recompute=7), DEVICE).recomputed_share == 7 / 32
+
+
+def test_inputs_that_wait_on_the_host_take_no_device_memory():
+    plain, away = (plan_memory(make_run(offloads_activations=away), DEVICE) for away in (False, True))
+    assert away.training.row_bytes == 4 * GB + GB // 16  # what is outside of blocks, one block, and its own inputs
+    rows = away.training.num_rows
+    assert away.host["inputs of recomputed blocks"] == 8 * rows * 2 * GB
+    assert plain.training.num_rows < rows
+
+
+def test_ranks_of_a_sequence_share_its_activations():
+    one, four = (plan_memory(make_run(sequence_parallel=size), DEVICE) for size in (1, 4))
+    assert four.training.row_bytes == -(-one.training.row_bytes // 4)
+    assert four.training.num_rows == 4 * one.training.num_rows == 36  # 8 samples x 9 steps, of 8 and of 2 groups
 
 
 def test_tables_are_whole_on_every_rank():
@@ -138,3 +191,40 @@ def test_unknown_memory_gives_no_verdict():
 def test_more_shards_never_need_more(shards):
     state = plan_memory(make_run(num_shards=shards), DEVICE).training.items
     assert state["parameters"] * shards == 32 * GB
+
+
+def test_decoding_is_a_phase_of_its_own_of_a_few_pictures_or_one_video():
+    memory = plan_memory(make_run(), DEVICE)
+    assert memory.decoding.items == memory.generating.items
+    assert (memory.decoding.num_rows, memory.decoding.row_bytes) == (4, GB)
+    one = {"rollout": RolloutConfig(max_batch_size=1)}
+    video = {"sampling": SamplingConfig(num_frames=5)}
+    assert [plan_memory(make_run(digen=digen), DEVICE).decoding.num_rows for digen in (one, video)] == [1, 1]
+    assert plan_memory(make_run(rollout_name="vllm_omni"), DEVICE).decoding.num_rows == 1
+    large = replace(make_run(), measured=replace(MEASURED, decoding_bytes=20 * GB))
+    decoding = plan_memory(large, DEVICE)
+    assert decoding.generating.total < decoding.limit_bytes < decoding.decoding.total
+    assert decoding.fits is False and decoding.replica_bytes == decoding.decoding.total
+    assert_invariants(decoding)
+
+
+def test_processes_take_memory_of_an_accelerator_that_no_tensor_is():
+    def runtime(**settings):
+        memory = plan_memory(make_run(**settings), DEVICE)
+        return [phase.items.get(RUNTIME) for phase in memory.phases]
+
+    assert runtime() == [None] * 3
+    assert runtime(is_accelerated=True) == [2 * CONTEXT_BYTES + NCCL_BYTES] * 3 == [2 * GB] * 3
+    alone = runtime(is_accelerated=True, is_split=True, frees_replica=False)
+    assert alone == [CONTEXT_BYTES + NCCL_BYTES, CONTEXT_BYTES, CONTEXT_BYTES]
+
+
+def test_cached_prompts_stay_on_the_device_as_encoders_do():
+    run = replace(make_run(), measured=replace(MEASURED, embedding_bytes=4 * 10**6))
+    memory = plan_memory(run, DEVICE)
+    assert memory.generating.items[PROMPT_CACHE] == 1024 * 4 * 10**6  # digen.rollout.embed_cache_size prompts
+    left = (
+        memory.training.items["replica that waits"]
+        - plan_memory(make_run(), DEVICE).training.items["replica that waits"]
+    )
+    assert left == 1024 * 4 * 10**6

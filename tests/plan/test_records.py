@@ -12,6 +12,7 @@ import torch
 from verl_digen.algorithms.forward import ForwardConfig
 from verl_digen.algorithms.window import WindowConfig
 from verl_digen.config import DigenConfig, SamplingConfig
+from verl_digen.inputs import PromptInputs
 from verl_digen.models import load_model
 from verl_digen.plan.run import record_bytes
 from verl_digen.sampling.requests import num_points, sample_request
@@ -34,7 +35,7 @@ SAMPLING = SamplingConfig(height_px=32, width_px=32, num_steps=6)
 def test_a_record_is_as_large_as_a_real_one(tiny_qwen_image, digen, dtype):
     model = load_model(tiny_qwen_image)
     network = model.load_transformer(torch.float32)
-    conditions = model.load_encoder(torch.float32, torch.device("cpu"))(["a cat"])
+    conditions = model.load_encoder(torch.float32, torch.device("cpu"))([PromptInputs("a cat")])
     for uid in ("p0", "p1", "p2"):
         asked = sample_request(digen, PromptRow("a cat", "test", None, uid=uid), 0, step=0, validate=False)
         asked = replace(asked, sampling=replace(asked.sampling, true_cfg_scale=1.0))

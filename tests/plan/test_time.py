@@ -10,7 +10,7 @@ SAMPLES, STEPS, ROWS = 32, 10, 9
 
 
 def test_a_step_by_hand():
-    time = plan_time(make_run(), "H100", 0.4)
+    time = plan_time(make_run(), "H100", 0.4, 1.0)
     assert time.generating_flops == SAMPLES * STEPS * FORWARD
     assert time.training_flops == SAMPLES * ROWS * 4 * FORWARD
     assert time.generating_s == pytest.approx(time.generating_flops / (8 * 0.4 * 989e12))
@@ -18,33 +18,37 @@ def test_a_step_by_hand():
 
 
 def test_pools_overlap_only_with_the_pipeline():
-    split = plan_time(make_run(is_split=True), "H100", 0.4)
+    split = plan_time(make_run(is_split=True), "H100", 0.4, 1.0)
     assert split.step_s == max(split.generating_s, split.training_s)
-    barrier = plan_time(make_run(is_split=True, digen={"gap": GapConfig(enable=False)}), "H100", 0.4)
+    barrier = plan_time(make_run(is_split=True, digen={"gap": GapConfig(enable=False)}), "H100", 0.4, 1.0)
     assert barrier.step_s == pytest.approx(split.generating_s + split.training_s)
 
 
 def test_twice_the_devices_take_half_the_time():
-    one = plan_time(make_run(), "H100", 0.4)
-    two = plan_time(make_run(num_trainer_devices=16, num_generator_devices=16), "H100", 0.4)
+    one = plan_time(make_run(), "H100", 0.4, 1.0)
+    two = plan_time(make_run(num_trainer_devices=16, num_generator_devices=16), "H100", 0.4, 1.0)
     assert two.step_s == pytest.approx(one.step_s / 2)
 
 
 def test_a_reference_and_recomputed_log_probs_cost_a_forward_each():
-    more = plan_time(make_run(digen={"kl": KlConfig(coef=0.1), "loss": {"old_log_probs": "recompute"}}), None, 0.4)
+    more = plan_time(make_run(digen={"kl": KlConfig(coef=0.1), "loss": {"old_log_probs": "recompute"}}), None, 0.4, 1.0)
     assert more.training_flops == SAMPLES * ROWS * (4 + 2) * FORWARD
 
 
 def test_a_loss_over_whole_trajectories_costs_a_forward():
-    assert plan_time(make_run(digen={"loss": {"name": "gspo"}}), None, 0.4).training_flops == (
+    assert plan_time(make_run(digen={"loss": {"name": "gspo"}}), None, 0.4, 1.0).training_flops == (
         SAMPLES * ROWS * (4 + 1) * FORWARD
     )
 
 
 def test_frozen_weights_need_no_gradient_of_their_own():
-    assert plan_time(make_run(lora=True), None, 0.4).training_flops == SAMPLES * ROWS * (2 + 0.6 + 0.8) * FORWARD
+    assert plan_time(make_run(lora=True), None, 0.4, 1.0).training_flops == SAMPLES * ROWS * (2 + 0.6 + 0.8) * FORWARD
 
 
 def test_an_unknown_device_has_no_seconds():
-    time = plan_time(make_run(), None, 0.4)
+    time = plan_time(make_run(), None, 0.4, 1.0)
     assert time.generating_s is None and time.training_s is None and time.step_s is None
+
+
+def test_half_of_the_blocks_recomputed_cost_half_a_forward():
+    assert plan_time(make_run(), None, 0.4, 0.5).training_flops == SAMPLES * ROWS * 3.5 * FORWARD

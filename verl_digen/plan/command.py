@@ -5,12 +5,16 @@ The words are those of verl's main; nothing is downloaded for a local folder or 
   gpus=8              devices of the whole run (separate pools share them), in place of the pools' own keys
   gpu_mem=80          GB of each
   device=H100         their type, for the seconds; this machine's without it
+  host_mem=1000       GB of host memory of a node, for a verdict about it
   mfu=0.4             share of the peak that is assumed
   prompt_tokens=128   length of a prompt
 
     digen plan recipe=digen_qwen_image gpus=8 gpu_mem=80
     digen plan recipe=digen_flowgrpo actor_rollout_ref.model.path=Wan-AI/Wan2.1-T2V-14B-Diffusers \\
         digen.sampling.height_px=480 digen.sampling.width_px=832 digen.sampling.num_frames=81 gpus=8 device=H100
+
+A config that a run would refuse before Ray starts is refused with the same message. Weights, prompts and rewards need
+not be there yet, nor the packages of a replica.
 
 Exit code 0 if it fits or the memory is not known, 1 if it does not fit, 2 if it cannot be planned.
 """
@@ -47,6 +51,11 @@ class Plan:
     words: Words
     remedies: list[Remedy]
 
+    @property
+    def host_fits(self) -> bool | None:
+        """True if the node's host memory suffices; None if it is not known."""
+        return None if self.words.host_bytes is None else self.memory.host_bytes <= self.words.host_bytes
+
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("words", nargs="+", metavar="KEY=VALUE", help="overrides of verl's main, and the words above")
@@ -60,7 +69,7 @@ def run(args: Namespace) -> int:
         print(f"digen plan: {error}", file=sys.stderr)
         return 2
     print(json.dumps(to_json(plan), indent=2) if args.json else to_text(plan))
-    return 1 if plan.memory.fits is False else 0
+    return 1 if plan.memory.fits is False or plan.host_fits is False else 0
 
 
 def make_plan(words: Sequence[str]) -> Plan:
@@ -69,12 +78,13 @@ def make_plan(words: Sequence[str]) -> Plan:
     Raises:
         ValueError: a config, checkpoint or setting that cannot be planned.
     """
-    from verl_digen.plan.compose import compose_run, device_of, split_words
+    from verl_digen.plan.compose import compose_run, device_of, platform_of, split_words
     from verl_digen.plan.memory import plan_memory
+    from verl_digen.plan.published import checkpoint_folder
     from verl_digen.plan.remedies import LORA_RANK, find_remedies
     from verl_digen.plan.run import read_run
     from verl_digen.plan.time import plan_time
-    from verl_digen.preflight.plannable import check_plannable
+    from verl_digen.preflight.plannable import check_plannable, check_plannable_model
 
     own, overrides = split_words(words)
 
@@ -82,7 +92,10 @@ def make_plan(words: Sequence[str]) -> Plan:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # verl warns about every engine whose library is missing
             config = compose_run([*overrides, *more], own)
-            check_plannable(config)
+            with platform_of(own):
+                check_plannable(config)
+            with checkpoint_folder(config.actor_rollout_ref.model.path) as folder:
+                check_plannable_model(config, folder)
             return read_run(config, own.prompt_tokens)
 
     planned = read()
@@ -91,10 +104,11 @@ def make_plan(words: Sequence[str]) -> Plan:
         f"actor_rollout_ref.model.lora_rank={LORA_RANK}",
         "actor_rollout_ref.actor.fsdp_config.model_dtype=bf16",
     )
+    memory = plan_memory(planned, device_bytes)
     return Plan(
         run=planned,
-        memory=plan_memory(planned, device_bytes),
-        time=plan_time(planned, device, own.mfu),
+        memory=memory,
+        time=plan_time(planned, device, own.mfu, memory.recomputed_share),
         device=device,
         device_bytes=device_bytes,
         words=own,
@@ -118,11 +132,15 @@ def to_text(plan: Plan) -> str:
         f"{measured.rows_per_sample} trained steps; {_pools(plan)}",
         "",
         *_phase("a device that trains", memory.training),
+        f"  backward recomputes {memory.num_recomputed} of {memory.num_blocks} blocks",
         "",
         *_phase("a device that generates", memory.generating),
+        "the same device, when it decodes",
+        *_rows(memory.decoding, "decoding"),
         "",
         "host memory of a node",
         *_items(memory.host),
+        _line("together", memory.host_bytes),
         "in a step",
         *_items(memory.step),
         _line("of it one sample's trajectory", measured.trajectory_bytes),
@@ -133,6 +151,7 @@ def to_text(plan: Plan) -> str:
         *_seconds(plan),
         "",
         *_verdict(plan),
+        _host_verdict(plan),
     ]
     return "\n".join(lines)
 
@@ -146,13 +165,12 @@ def _pools(plan: Plan) -> str:
 
 
 def _phase(title: str, phase: Phase) -> list[str]:
+    return [title, *_items(phase.items), *_rows(phase, "activations")]
+
+
+def _rows(phase: Phase, what: str) -> list[str]:
     rows = f"{phase.num_rows} {phase.rows_name} x {_gb(phase.row_bytes).strip()}"
-    return [
-        title,
-        *_items(phase.items),
-        _line(f"activations, {rows}", phase.row_bytes * phase.num_rows),
-        _line("together", phase.total),
-    ]
+    return [_line(f"{what}, {rows}", phase.row_bytes * phase.num_rows), _line("together", phase.total)]
 
 
 def _items(items: Items) -> list[str]:
@@ -191,7 +209,7 @@ def _verdict(plan: Plan) -> list[str]:
     if memory.limit_bytes is None or plan.device_bytes is None:
         return ["no verdict: the device's memory is not known; gpu_mem=80 plans for 80 GB"]
     limit = f"{memory.limit_bytes / 1e9:.1f} of {plan.device_bytes / 1e9:.0f} GB"
-    peak = max(memory.training.total, memory.generating.total)
+    peak = memory.peak_bytes
     if memory.fits:
         return [f"FITS  {peak / 1e9:.1f} GB are needed (calculated), {limit} may be used"]
     lines = [f"DOES NOT FIT  {peak / 1e9:.1f} GB are needed (calculated), {limit} may be used"]
@@ -203,6 +221,19 @@ def _verdict(plan: Plan) -> list[str]:
     if not plan.remedies or not plan.remedies[-1].fits:
         lines.append(f"  no setting makes it fit; {_way_out(memory)}")
     return lines
+
+
+def _host_verdict(plan: Plan) -> str:
+    needed = f"{plan.memory.host_bytes / 1e9:.1f} GB of host memory"
+    if plan.words.host_bytes is None:
+        return f"the fullest node needs {needed} (calculated); host_mem=1000 compares it with 1000 GB"
+    given = f"{plan.words.host_bytes / 1e9:.0f} GB"
+    if plan.host_fits:
+        return f"FITS THE HOST  {needed} are needed on the fullest node (calculated), it has {given}"
+    return (
+        f"DOES NOT FIT THE HOST  {needed} are needed on the fullest node (calculated), it has {given}; use fewer "
+        "devices per node, or offload less (actor_rollout_ref.actor.fsdp_config.param_offload, optimizer_offload)"
+    )
 
 
 def _way_out(memory: Memory) -> str:
@@ -224,16 +255,26 @@ def to_json(plan: Plan) -> dict[str, Any]:
     return {
         "model": measured.title,
         "parameters": asdict(measured.counts),
-        "parts": measured.parts,
+        "parts": {name: part.num_params for name, part in measured.parts.items()},
         "num_trainer_devices": settings.num_trainer_devices,
         "num_generator_devices": settings.num_generator_devices,
         "is_split": settings.is_split,
         "device": plan.device,
         "device_bytes": plan.device_bytes,
-        "activations": asdict(measured.training),
+        "activations": {
+            "all_recomputed_bytes": measured.training.row_bytes(memory.num_blocks),
+            "none_recomputed_bytes": measured.training.row_bytes(0),
+            "inputs_bytes": sum(block.inputs for block in measured.training.blocks),
+        },
+        "num_blocks": memory.num_blocks,
+        "num_recomputed": memory.num_recomputed,
         "training": _phase_json(memory.training),
         "generating": _phase_json(memory.generating),
+        "decoding": _phase_json(memory.decoding),
         "host": memory.host,
+        "host_needed_bytes": memory.host_bytes,
+        "host_bytes": plan.words.host_bytes,
+        "host_fits": plan.host_fits,
         "step": memory.step,
         "trajectory_bytes": measured.trajectory_bytes,
         "condition_bytes": measured.condition_bytes,

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The config of a run from its command line, composed as by verl's main, and the plan's own words.
 
-- `gpus`, `gpu_mem`, `device`, `mfu` and `prompt_tokens` are not keys of the config; everything else goes to Hydra.
+- `gpus`, `gpu_mem`, `device`, `host_mem`, `mfu` and `prompt_tokens` are not keys of the config; everything else goes to
+  Hydra.
 - On a machine without an accelerator, any of the first three plans a run on accelerators: the config is then composed
   as it would be there, without `recipe=digen_cpu`.
 """
@@ -46,6 +47,8 @@ class Words:
     """GB of one device; None: the memory of `device`."""
     device: str | None = None
     """Type of device; None: this machine's."""
+    host_mem: float | None = None
+    """GB of host memory of one node; None: no verdict."""
     mfu: float = MFU
     prompt_tokens: int = PROMPT_TOKENS
 
@@ -54,8 +57,14 @@ class Words:
             require_one_of("device", self.device, tuple(DEVICE_GB))
         require(self.gpus is None or self.gpus >= 1, "gpus must be >= 1", self.gpus, "give the devices of the run")
         require(self.gpu_mem is None or self.gpu_mem > 0, "gpu_mem must be > 0 GB", self.gpu_mem, "e.g. 80")
+        require(self.host_mem is None or self.host_mem > 0, "host_mem must be > 0 GB", self.host_mem, "e.g. 1000")
         require(0 < self.mfu <= 1, "mfu must lie in (0, 1]", self.mfu, f"{MFU} is assumed without it")
         require(self.prompt_tokens >= 1, "prompt_tokens must be >= 1", self.prompt_tokens, "128 is assumed without it")
+
+    @property
+    def host_bytes(self) -> int | None:
+        """Bytes of `host_mem`."""
+        return None if self.host_mem is None else int(self.host_mem * GB)
 
     @property
     def names_accelerator(self) -> bool:
@@ -72,7 +81,14 @@ def split_words(arguments: Sequence[str]) -> tuple[Words, list[str]]:
     Example:
         split_words(["recipe=digen_qwen_image", "gpus=8"])  # Words(gpus=8), ["recipe=digen_qwen_image"]
     """
-    kinds: dict[str, Any] = {"gpus": int, "gpu_mem": float, "device": str, "mfu": float, "prompt_tokens": int}
+    kinds: dict[str, Any] = {
+        "gpus": int,
+        "gpu_mem": float,
+        "device": str,
+        "host_mem": float,
+        "mfu": float,
+        "prompt_tokens": int,
+    }
     own: dict[str, Any] = {}
     overrides = []
     for argument in arguments:
@@ -97,7 +113,7 @@ def split_words(arguments: Sequence[str]) -> tuple[Words, list[str]]:
 
 
 def compose_run(overrides: Sequence[str], words: Words) -> DictConfig:
-    """Compose the config as verl's main does.
+    """Compose the config as verl's main does, with Hydra's record of the command line, which checks read.
 
     Raises:
         ValueError: Hydra cannot compose it; with the first line of Hydra's message.
@@ -105,23 +121,21 @@ def compose_run(overrides: Sequence[str], words: Words) -> DictConfig:
     import verl  # noqa: F401 - loads the plugin, and with it the recipes
     from hydra import compose, initialize_config_module
     from hydra.errors import HydraException
-    from omegaconf import flag_override
     from omegaconf.errors import OmegaConfBaseException
 
     from verl_digen.preflight.recipes import check_recipes
 
     overrides = list(overrides)
-    with _platform_of(words), initialize_config_module("verl.trainer.config", version_base=None):
+    with platform_of(words), initialize_config_module("verl.trainer.config", version_base=None):
         try:
             config = compose("ppo_trainer", overrides=overrides, return_hydra_config=True)
             check_recipes(config)
-            with flag_override(config, ["struct", "readonly"], False):
-                del config["hydra"]
             if words.gpus is None:
                 return config
             given = [key for key in POOL_KEYS if any(word.partition("=")[0].lstrip("+") == key for word in overrides)]
             require(not given, "gpus must be left out where the pools are given", given, "drop one or the other")
-            return compose("ppo_trainer", overrides=[*overrides, *_pools(words.gpus, is_split(config))])
+            overrides += _pools(words.gpus, is_split(config))
+            return compose("ppo_trainer", overrides=overrides, return_hydra_config=True)
         except (HydraException, OmegaConfBaseException) as error:
             lines = str(error).strip().splitlines()
             recipes = next((line.partition(", recipes: ")[2] for line in lines if ", recipes: " in line), "")
@@ -150,7 +164,7 @@ def _pools(gpus: int, split: bool) -> list[str]:
 
 
 @contextmanager
-def _platform_of(words: Words) -> Iterator[None]:
+def platform_of(words: Words) -> Iterator[None]:
     """Set the platform that the run is planned for: this machine's, or NVIDIA's if `words` name accelerators and it has
     none."""
     from verl.plugin.platform import PlatformRegistry, get_platform, set_platform

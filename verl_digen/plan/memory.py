@@ -6,30 +6,45 @@ Per device, while it trains and while it generates. FSDP2 shards parameters in t
 | item | bytes on one device |
 | --- | --- |
 | parameters | each in its dtype / shards; frozen ones in fsdp_config.model_dtype, adapters in fp32 |
-| gathered | 2 x the largest block (one runs, the next is prefetched), and all outside blocks; compute dtype |
+| gathered | the block that runs, the one that is prefetched, and all outside blocks; compute dtype |
 | gradients | trained parameters / shards, in their dtype |
 | unreduced gradients | trained parameters in the reduce dtype if `digen.tsp.reduce` defers, else two blocks' |
 | optimizer | 2 numbers per trained parameter / shards |
 | EMA, other policies | trained parameters / shards each; the reference of an adapter is the bare model |
 | activations | rows of a tile x bytes per row, see `activations` |
-| replica | transformer, text encoders and VAE in rollout.dtype; the part that stays while its device trains |
+| replica | transformer, text encoders and VAE, in the dtypes in which they load; what stays while its device trains |
+| VAE of assistance | with `digen.tag.policy`, where the trainer generates too |
+| prompt cache | `digen.rollout.embed_cache_size` prompts of the planned length, which stay as encoders do |
+| contexts and NCCL | `CONTEXT_BYTES` per process, `NCCL_BYTES` where ranks communicate; estimates |
+| decoding | the peak of one picture or video, see `decoding`, x those that are decoded together |
 
-Left out: VAE decoding, text encoding, kernel workspaces and the runtime. `engine.memory.MARGIN` of the memory is left
-free for them; for decoding a video it may be too little.
+Left out: text encoding and kernel workspaces. `engine.memory.MARGIN` of the memory is left free for them.
 
-Invariant (tests/plan/test_reality.py): parameters, gradients and optimizer within 5 % of a real engine's tensors.
+Invariants
+- tests/plan/test_reality.py: parameters, gradients and optimizer within 5 % of a real engine's tensors.
+- tests/plan/test_tracker.py: a training tile within 5 % of what PyTorch's memory tracker counts of the engine.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from verl_digen.engine.memory import MARGIN, gradients_may_wait, rows_that_fit
-from verl_digen.plan.policies import policies_read, policies_that_follow
+from verl_digen.engine.memory import MARGIN, gradients_may_wait
+from verl_digen.plan.activations import Moment
+from verl_digen.plan.host import PROMPT_CACHE, Items, host_memory
+from verl_digen.plan.policies import has_reference, policies_read, policies_that_follow
 from verl_digen.plan.run import Run
+from verl_digen.schedulers.tile_choice import choose_tile
 
-Items = dict[str, int]
-"""Name -> bytes."""
+RUNTIME = "contexts and NCCL (estimated)"
+
+CONTEXT_BYTES = 500_000_000
+"""A process's CUDA context with the code of its libraries. Estimate: nvidia-smi shows 0.4 to 0.6 GB for an idle process
+of PyTorch on A100 and H100; not measured here."""
+NCCL_BYTES = 1_000_000_000
+"""Buffers of a trainer rank's communicators. Estimate: 2 communicators (all ranks, and FSDP2's mesh) of 16 to 32
+channels with about 10 MB for each; not measured here."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +70,13 @@ class Memory:
     """Memory plan of a run."""
 
     training: Phase
+    num_recomputed: int
+    """Blocks that backward recomputes, the first ones."""
+    num_blocks: int
+    """Blocks that it could recompute."""
     generating: Phase
+    decoding: Phase
+    """Follows on generating, on the same device."""
     limit_bytes: int | None
     """Memory of a device, less the margin; None if unknown."""
     host: Items
@@ -65,11 +86,33 @@ class Memory:
     checkpoint_bytes: int
 
     @property
+    def recomputed_share(self) -> float:
+        """Share of the blocks that backward recomputes."""
+        return self.num_recomputed / self.num_blocks
+
+    @property
     def fits(self) -> bool | None:
-        """True if both phases fit; None if the memory is unknown."""
-        if self.limit_bytes is None:
-            return None
-        return max(self.training.total, self.generating.total) <= self.limit_bytes
+        """True if all phases fit; None if the memory is unknown."""
+        return None if self.limit_bytes is None else self.peak_bytes <= self.limit_bytes
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        return self.training, self.generating, self.decoding
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes of the phase that needs most."""
+        return max(phase.total for phase in self.phases)
+
+    @property
+    def replica_bytes(self) -> int:
+        """Bytes of a device that generates, and then decodes."""
+        return max(self.generating.total, self.decoding.total)
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that the fullest node needs."""
+        return sum(self.host.values())
 
 
 def plan_memory(run: Run, device_bytes: int | None) -> Memory:
@@ -77,21 +120,52 @@ def plan_memory(run: Run, device_bytes: int | None) -> Memory:
     limit = None if device_bytes is None else int(device_bytes * (1 - MARGIN))
     resident = trainer_state(run)
     beside_training, beside_generating = _shared_devices(run, resident)
-    fixed = resident | gathered(run) | _waiting_gradients(run, resident, device_bytes) | beside_training
-    training = _training(run, fixed, device_bytes)
+    of_replica = replica(run) | beside_generating | _runtime(run, trains=not run.settings.is_split, generates=True)
+    runtime = _runtime(run, trains=True, generates=not run.settings.is_split)
+    tile = _choose_tile(run, resident, beside_training | _assistant(run) | runtime, device_bytes)
     return Memory(
-        training=training,
+        training=tile.phase,
+        num_recomputed=tile.num_recomputed,
+        num_blocks=len(run.measured.training.blocks),
         generating=Phase(
-            replica(run) | beside_generating,
-            run.measured.sampling.largest_block,
+            of_replica,
+            -(-run.measured.sampling.largest_block // run.settings.devices_per_sample),
             run.settings.digen.rollout.max_batch_size,
             "samples of a batch",
         ),
+        decoding=Phase(of_replica, run.measured.decoding_bytes, _num_decoded(run), "samples decoded together"),
         limit_bytes=limit,
-        host=_host(run, resident),
+        host=host_memory(
+            run,
+            resident,
+            replica(run),
+            update_bytes=update_bytes(run),
+            queue_bytes=sum(_queue(run).values()),
+            input_bytes=_offloaded_inputs(run, tile),
+        ),
         step=_step(run),
         checkpoint_bytes=_checkpoint(run),
     )
+
+
+def _runtime(run: Run, *, trains: bool, generates: bool) -> Items:
+    """Memory of a device that no tensor of ours takes, by the processes on it."""
+    if not run.settings.is_accelerated:
+        return {}
+    num_groups = trains + (generates and run.settings.devices_per_sample > 1)
+    return {RUNTIME: (trains + generates) * CONTEXT_BYTES + num_groups * NCCL_BYTES}
+
+
+def _assistant(run: Run) -> Items:
+    """The VAE of a trainer rank that also generates (`verl_digen.engine.assistant`)."""
+    return {} if run.settings.digen.tag.policy == "off" else {"VAE of assistance": run.measured.parts["vae"].num_bytes}
+
+
+def _num_decoded(run: Run) -> int:
+    digen = run.settings.digen
+    if digen.sampling.num_frames > 1 or run.settings.rollout_name != "diffusers":
+        return 1
+    return min(digen.rollout.decode_batch_size, digen.rollout.max_batch_size)
 
 
 # -- a trainer's device ---------------------------------------------------------------------------------------
@@ -108,9 +182,11 @@ def trainer_state(run: Run) -> Items:
         items["EMA"] = shard
     for policy in _following_here(run):
         items[f"policy {policy}"] = shard
-    if _has_reference(run) and not settings.param_offload:
+    if has_reference(settings.digen, is_lora=settings.is_lora) and not settings.param_offload:
         items["reference"] = shard
-    if _has_reference(run) or policies_read(settings.digen) & {*policies_that_follow(settings.digen)}:
+    if has_reference(settings.digen, is_lora=settings.is_lora) or policies_read(settings.digen) & {
+        *policies_that_follow(settings.digen)
+    }:
         items["weights that a policy replaces"] = shard
     return items
 
@@ -120,63 +196,121 @@ def _has_average_here(run: Run) -> bool:
     return run.settings.digen.ema.enable and not run.settings.param_offload
 
 
-def _has_reference(run: Run) -> bool:
-    return "reference" in policies_read(run.settings.digen) and not run.settings.is_lora
-
-
 def _following_here(run: Run) -> tuple[str, ...]:
     """Policies whose copies stay on the device."""
     return () if run.settings.param_offload else policies_that_follow(run.settings.digen)
 
 
-def gathered(run: Run) -> Items:
-    """Unsharded parameters of the blocks gathered on a rank at one time."""
+@dataclass(frozen=True)
+class Tile:
+    """Training with the tiles that the engine would choose."""
+
+    phase: Phase
+    num_recomputed: int
+
+
+def _choose_tile(run: Run, resident: Items, beside: Items, device_bytes: int | None) -> Tile:
+    """The engine's choice, from planned bytes in place of measured ones.
+
+    Args:
+        beside: what else is on the device while it trains.
+    """
+    settings, activations = run.settings, run.measured.training
+    num_blocks, fixed = len(activations.blocks), _fixed_blocks(run, device_bytes)
+    when = _when_to_reduce(run, resident, device_bytes)
+
+    def moments(num_recomputed: int) -> Iterator[tuple[Items, int]]:
+        """(bytes beside the rows, bytes per row)"""
+        number = num_recomputed if fixed is None else fixed
+        for moment in activations.moments(number, offloads=settings.offloads_activations):
+            gradients = _unreduced(run, resident, moment, when)
+            items = resident | _gathered(run, moment.block) | gradients | beside
+            yield items, -(-moment.row_bytes // settings.sequence_parallel)
+
+    def rows_that_fit(num_recomputed: int) -> int:
+        if device_bytes is None:
+            return 1
+        room = int(device_bytes * (1 - MARGIN))
+        return min((room - sum(items.values())) // max(size, 1) for items, size in moments(num_recomputed))
+
+    num_groups = settings.num_trainer_devices // settings.sequence_parallel
+    num_rows = -(-settings.num_samples * run.measured.rows_per_sample // num_groups)
+    samples, steps = settings.digen.tsp.extents
+    choice = choose_tile(
+        rows_that_fit,
+        num_blocks=num_blocks if fixed is None else 0,
+        num_rows=num_rows,
+        samples=samples,
+        steps=steps,
+    )
+    num_rows = min(choice.shape.size, num_rows)
+    fullest = max(moments(choice.num_recomputed), key=lambda found: sum(found[0].values()) + num_rows * found[1])
+    return Tile(Phase(*fullest, num_rows, "rows of a tile"), choice.num_recomputed if fixed is None else fixed)
+
+
+def _offloaded_inputs(run: Run, tile: Tile) -> int:
+    """Host memory of one rank for the inputs of recomputed blocks."""
+    if not run.settings.offloads_activations:
+        return 0
+    inputs = sum(block.inputs for block in run.measured.training.blocks[: tile.num_recomputed])
+    return tile.phase.num_rows * -(-inputs // run.settings.sequence_parallel)
+
+
+def _fixed_blocks(run: Run, device_bytes: int | None) -> int | None:
+    """Recomputed blocks if memory does not decide."""
+    wanted, all_blocks = run.settings.recompute, len(run.measured.training.blocks)
+    if wanted == "auto" and not run.settings.is_accelerated:
+        return 0
+    if wanted == "auto" and device_bytes is None:
+        return all_blocks
+    if isinstance(wanted, int):
+        return min(wanted, all_blocks)
+    return {"auto": None, "all": all_blocks, "none": 0}[wanted]
+
+
+def _gathered(run: Run, block: int) -> Items:
+    """Unsharded parameters while a block runs backward: its own, those of the one before, which is prefetched, and
+    those outside all blocks. Before the first block come those that are sharded as blocks and never recomputed."""
     counts, itemsize = run.measured.counts, run.settings.dtypes.compute.itemsize
-    whole = counts.num_params
-    if run.settings.reshard:
-        whole = min(whole, 2 * counts.largest_block + counts.outside_blocks)
-    return {"gathered parameters": whole * itemsize}
+    if not run.settings.reshard:
+        return {"gathered parameters": counts.num_params * itemsize}
+    blocks = [block.num_params for block in run.measured.training.blocks]
+    before = counts.num_params // run.measured.num_experts - sum(blocks) - counts.outside_blocks
+    blocks = [max(0, before), *blocks, 0]
+    return {"gathered parameters": (blocks[block] + blocks[block + 1] + counts.outside_blocks) * itemsize}
 
 
-def _waiting_gradients(run: Run, resident: Items, device_bytes: int | None) -> Items:
-    """Unreduced gradients under deferred reduction; "auto" follows the engine's own rule."""
-    settings, counts = run.settings, run.measured.counts
-    unreduced = counts.num_trained * settings.dtypes.reduce.itemsize
-    when = settings.digen.tsp.reduce
-    if when == "auto":
-        free = None if device_bytes is None else device_bytes - sum(resident.values())
-        waits = settings.is_lora or (free is not None and gradients_may_wait(unreduced, free))
-        when = "batch" if waits else "tile"
-    if when == "tile":
-        trained_of_block = min(counts.largest_block, counts.num_trained)
-        unreduced = min(unreduced, 2 * trained_of_block * settings.dtypes.reduce.itemsize)
-    return {f"unreduced gradients ({when})": unreduced}
+def _when_to_reduce(run: Run, resident: Items, device_bytes: int | None) -> str:
+    """Value of `digen.tsp.reduce`; "auto" follows the engine's own rule."""
+    settings = run.settings
+    if settings.digen.tsp.reduce != "auto":
+        return settings.digen.tsp.reduce
+    free = None if device_bytes is None else device_bytes - sum(resident.values())
+    unreduced = run.measured.counts.num_trained * settings.dtypes.reduce.itemsize
+    return "batch" if settings.is_lora or (free is not None and gradients_may_wait(unreduced, free)) else "tile"
 
 
-def _training(run: Run, fixed: Items, device_bytes: int | None) -> Phase:
-    """The training phase with the tiles that the engine would choose."""
-    row_bytes = run.measured.training.kept(recomputes=run.settings.recomputes)
-    rows_of_rank = -(-run.settings.num_samples * run.measured.rows_per_sample // run.settings.num_trainer_devices)
-    samples, steps = run.settings.digen.tsp.extents
-    if samples and steps:
-        most = samples * steps
-    elif device_bytes is None:
-        most = 1
+def _unreduced(run: Run, resident: Items, moment: Moment, when: str) -> Items:
+    """Unreduced gradients while a block runs backward: those that it has made, and those that wait."""
+    counts, itemsize = run.measured.counts, run.settings.dtypes.reduce.itemsize
+    if when == "tile":  # of the block that ran before, in a buffer of the reduction
+        waiting = [*(block.num_trained for block in run.measured.training.blocks), 0, 0][moment.block + 1] * itemsize
     else:
-        most = rows_that_fit(lambda rows: sum(fixed.values()) + rows * row_bytes, device_bytes)
-        most = max(most, samples or steps or 1)
-    return Phase(fixed, row_bytes, max(1, min(most, rows_of_rank)), "rows of a tile")
+        waiting = counts.num_trained * itemsize
+        if when == "batch":  # block by block they become the reduced gradient, which is counted
+            waiting = max(0, waiting - resident["gradients"])
+    return {f"unreduced gradients ({when})": waiting + moment.gradient_bytes}
 
 
 # -- a replica's device ---------------------------------------------------------------------------------------
 def replica(run: Run) -> Items:
     """Networks of one device of a replica; text encoders and VAE are unsharded on each."""
     settings, measured = run.settings, run.measured
-    itemsize = settings.dtypes.rollout.itemsize
-    items = {"transformer": -(-_transformer_params(run) * itemsize // settings.tensor_parallel)}
+    items = {"transformer": -(-measured.transformer_bytes // settings.shards_per_replica)}
     if settings.is_lora and not settings.merges_lora:
         items["adapter"] = measured.counts.trained_bytes
-    return items | {name.replace("_", " "): count * itemsize for name, count in measured.parts.items()}
+    items |= {name.replace("_", " "): part.num_bytes for name, part in measured.parts.items()}
+    return items | {PROMPT_CACHE: settings.digen.rollout.embed_cache_size * measured.embedding_bytes}
 
 
 def _transformer_params(run: Run) -> int:
@@ -191,12 +325,7 @@ def _shared_devices(run: Run, resident: Items) -> tuple[Items, Items]:
     if settings.is_split:
         return {}, {}
     networks = replica(run)
-    if not settings.frees_replica:
-        left = sum(networks.values())
-    elif settings.rollout_name == "diffusers":  # moves the transformer out, keeps text encoders and VAE
-        left = sum(size for name, size in networks.items() if name not in ("transformer", "adapter"))
-    else:
-        left = 0
+    left = networks[PROMPT_CACHE] if settings.frees_replica else sum(networks.values())
     parked = 0 if settings.param_offload else resident["parameters"]
     parked += 0 if settings.optimizer_offload else resident["optimizer"]
     parked += resident["EMA"] if _has_average_here(run) else 0
@@ -214,27 +343,6 @@ def update_bytes(run: Run) -> int:
     return _transformer_params(run) * settings.dtypes.rollout.itemsize
 
 
-def _host(run: Run, resident: Items) -> Items:
-    settings, counts = run.settings, run.measured.counts
-    trainer = {"checkpoint of rank 0 while it loads": counts.param_bytes}
-    ranks = settings.trainer_devices_per_node
-    if settings.param_offload:
-        copies = int(settings.digen.ema.enable) + int(_has_reference(run)) + len(policies_that_follow(settings.digen))
-        trainer["offloaded parameters"] = ranks * (resident["parameters"] + copies * resident["gradients"])
-    if settings.optimizer_offload:
-        trainer["offloaded optimizer"] = ranks * resident["optimizer"]
-    replicas = max(1, settings.generator_devices_per_node // settings.tensor_parallel)
-    generator = {"staged weight updates": replicas * update_bytes(run)}
-    if settings.frees_replica:
-        names = ("transformer", "adapter") if settings.rollout_name == "diffusers" else tuple(replica(run))
-        waiting = sum(size for name, size in replica(run).items() if name in names)
-        generator["replicas that wait"] = settings.generator_devices_per_node * waiting
-    queue = {"trajectories and conditions": sum(_queue(run).values())}
-    if settings.is_split:
-        return queue | max(trainer, generator, key=lambda items: sum(items.values()))
-    return queue | trainer | generator
-
-
 def _queue(run: Run) -> Items:
     settings, measured = run.settings, run.measured
     return {
@@ -244,13 +352,14 @@ def _queue(run: Run) -> Items:
 
 
 def _step(run: Run) -> Items:
-    return _queue(run) | {"weights to all replicas": update_bytes(run) * run.settings.num_replicas}
+    num_receivers = run.settings.num_replicas * run.settings.devices_per_sample
+    return _queue(run) | {"weights to all replicas": update_bytes(run) * num_receivers}
 
 
 def _checkpoint(run: Run) -> int:
-    """Bytes of a checkpoint: sharded weights and optimizer, copies that follow, and the export if configured."""
+    """Bytes of a checkpoint: sharded trained weights, optimizer, copies that follow, and the export if configured."""
     counts, settings = run.measured.counts, run.settings
-    total = counts.param_bytes + 2 * counts.trained_bytes
+    total = 3 * counts.trained_bytes  # weights and two moments; a frozen base is not saved
     num_copies = int(settings.digen.ema.enable) + len(policies_that_follow(settings.digen))
     total += num_copies * counts.trained_bytes
     if settings.exports:

@@ -6,6 +6,7 @@ Invariant (tests/plan/test_reality.py): bytes equal those of a real engine, for 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,21 @@ class Counts:
     """Parameters of the largest block; a block is sharded, gathered and freed as one."""
     outside_blocks: int
     """Parameters outside all blocks."""
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """Parameters of one size."""
+
+    num_bytes: int
+    is_trained: bool
+    num: int
+
+
+def list_tensors(network: nn.Module) -> tuple[Tensors, ...]:
+    """Parameters of a network by size; on any device."""
+    found = Counter((value.nbytes, value.requires_grad) for value in network.parameters())
+    return tuple(Tensors(size, trained, num) for (size, trained), num in sorted(found.items()))
 
 
 def count_network(network: nn.Module) -> Counts:
@@ -69,29 +85,73 @@ def _base(network: Any) -> Any:
     return network.get_base_model() if hasattr(network, "get_base_model") else network
 
 
-def count_parts(model: DiffusionModel, *, as_loaded_by_us: bool) -> dict[str, int]:
-    """Folder of each text encoder and of the VAE -> number of parameters that a replica keeps.
+@dataclass(frozen=True)
+class Part:
+    """Parameters of a text encoder or of the VAE, as far as a replica keeps them."""
+
+    num_params: int
+    num_bytes: int
+    """Bytes in the dtypes in which a replica loads them."""
+
+
+def count_parts(model: DiffusionModel, dtype: torch.dtype, *, as_loaded_by_us: bool) -> dict[str, Part]:
+    """Folder of each text encoder and of the VAE -> its parameters.
+
+    The VAE decodes in a dtype of its own (`DiffusionModel.decoder_dtype`), and transformers keeps some parameters of
+    text encoders in fp32.
 
     Args:
+        dtype: of the replica.
         as_loaded_by_us: leave out the parameters that our model file frees after loading; vLLM-Omni keeps all.
     """
-    counts = {}
+    parts = {}
     for name, entry in model.index.items():
         if isinstance(entry, list) and (name == "vae" or name.startswith("text_encoder")) and entry[1] is not None:
+            network = _make_part(model.path / name, entry[0], entry[1])
             freed = model.spec.freed.get(name, ()) if as_loaded_by_us else ()
-            counts[name] = _count_part(model.path / name, entry[0], entry[1], freed)
-    return counts
+            kept = {key: value for key, value in network.named_parameters() if not key.startswith(freed)}
+            asked = model.decoder_dtype(dtype) if name == "vae" else dtype
+            parts[name] = Part(
+                sum(value.numel() for value in kept.values()),
+                sum(value.numel() * _loaded_dtype(network, key, asked).itemsize for key, value in kept.items()),
+            )
+    return parts
 
 
-def _count_part(folder: Path, library: str, class_name: str, freed: tuple[str, ...]) -> int:
+def _make_part(folder: Path, library: str, class_name: str) -> nn.Module:
     import diffusers
     import transformers
 
     with torch.device("meta"):  # not accelerate's init_empty_weights, under which tied weights would count twice
         if library == "diffusers":
             network_class: Any = getattr(diffusers, class_name)
-            network = network_class.from_config(network_class.load_config(folder))
-        else:
-            network_class = getattr(transformers, class_name)
-            network = network_class(network_class.config_class.from_pretrained(folder))
-    return sum(value.numel() for name, value in network.named_parameters() if not name.startswith(freed))
+            return network_class.from_config(network_class.load_config(folder))
+        network_class = getattr(transformers, class_name)
+        return network_class(network_class.config_class.from_pretrained(folder))
+
+
+def _loaded_dtype(network: Any, name: str, dtype: torch.dtype) -> torch.dtype:
+    """Dtype in which `from_pretrained(dtype=dtype)` of transformers leaves the parameter `name`; diffusers' VAEs have
+    all in `dtype`."""
+    import transformers
+
+    if not isinstance(network, transformers.PreTrainedModel):
+        return dtype
+    in_fp32 = set(network._keep_in_fp32_modules_strict or ()) if dtype in (torch.float16, torch.bfloat16) else set()
+    if dtype == torch.float16:
+        in_fp32 |= set(network._keep_in_fp32_modules or ())
+    return dtype if in_fp32.isdisjoint(name.split(".")) else torch.float32
+
+
+def transformer_bytes(model: DiffusionModel, dtype: torch.dtype, *, in_one_dtype: bool) -> int:
+    """Bytes of all experts' parameters and exported tables in a replica.
+
+    Args:
+        dtype: of the replica.
+        in_one_dtype: False where parameters that diffusers keeps in fp32 stay so.
+    """
+    network = model.load_transformer(dtype, meta=True)
+    buffers, exported = dict(network.named_buffers()), network.state_dict()
+    tables = sum(value.numel() for name, value in buffers.items() if name in exported) * dtype.itemsize
+    parameters = network.parameters()
+    return tables + sum(value.numel() * dtype.itemsize if in_one_dtype else value.nbytes for value in parameters)

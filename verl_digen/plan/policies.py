@@ -21,3 +21,8 @@ def policies_read(digen: DigenConfig) -> set[str]:
 def policies_that_follow(digen: DigenConfig) -> tuple[str, ...]:
     """Policies with a copy of the trained weights, besides the average of `digen.ema`."""
     return tuple(digen.loss_settings.copies) if digen.loss_name in objective_names() else ()
+
+
+def has_reference(digen: DigenConfig, *, is_lora: bool) -> bool:
+    """True if the reference is a copy of the weights; of an adapter it is the bare model."""
+    return "reference" in policies_read(digen) and not is_lora

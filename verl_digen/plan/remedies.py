@@ -82,13 +82,13 @@ def _describe(run: Run, device_bytes: int, changes: list[_Change]) -> Iterator[R
     for change, changed in zip(changes, runs, strict=True):
         memory = plan_memory(changed, device_bytes)
         override = change.override or f"gpus={_num_devices(changed)}"
-        yield Remedy(override, memory.training.total, memory.generating.total, bool(memory.fits))
+        yield Remedy(override, memory.training.total, memory.replica_bytes, bool(memory.fits))
 
 
 def _excess(memory: Memory) -> int:
-    """Bytes over the limit, summed over both phases."""
+    """Bytes over the limit, summed over the phases."""
     assert memory.limit_bytes is not None
-    return sum(max(0, phase.total - memory.limit_bytes) for phase in (memory.training, memory.generating))
+    return sum(max(0, phase.total - memory.limit_bytes) for phase in memory.phases)
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,9 @@ def _candidates(with_lora: Callable[[], Run]) -> Iterator[_Change]:
     yield _Change(f"{actor}.param_offload=true", lambda run: _set(run, param_offload=True))
     yield _Change("digen.rollout.max_batch_size=1", _one_sample)
     yield _Change("digen.tsp.samples_per_tile=1 digen.tsp.steps_per_tile=1", _one_row)
-    yield _Change(f"{model}.enable_gradient_checkpointing=true", lambda run: _set(run, recomputes=True))
+    for blocks in ("auto", "all"):
+        yield _Change(f"{model}.recompute_blocks={blocks}", partial(_set, recompute=blocks))
+    yield _Change(f"{model}.enable_activation_offload=true", _offload_activations)
     yield _Change("digen.tsp.reduce=tile", _reduce_at_tiles)
     yield _Change(
         f"{model}.lora_rank={LORA_RANK} {actor}.model_dtype=bf16",
@@ -125,8 +127,12 @@ def _candidates(with_lora: Callable[[], Run]) -> Iterator[_Change]:
         yield _Change("", _double)
 
 
-def _set(run: Run, **values: bool) -> Run:
+def _set(run: Run, **values: bool | str) -> Run:
     return replace(run, settings=replace(run.settings, **values))
+
+
+def _offload_activations(run: Run) -> Run | None:
+    return _set(run, offloads_activations=True) if run.settings.recompute not in ("none", 0) else None
 
 
 def _one_sample(run: Run) -> Run:

@@ -24,7 +24,8 @@ from verl_digen.models.flops import Flops, forward_flops
 from verl_digen.plan.activations import Activations, trace_activations
 from verl_digen.plan.compose import is_split
 from verl_digen.plan.conditions import empty_condition
-from verl_digen.plan.networks import Counts, count_network, count_parts
+from verl_digen.plan.decoding import decoding_bytes
+from verl_digen.plan.networks import Counts, Part, Tensors, count_network, count_parts, list_tensors, transformer_bytes
 from verl_digen.plan.published import checkpoint_folder
 from verl_digen.pool_sizes import num_generator_devices, num_replica_devices, num_trainer_devices
 from verl_digen.require import require
@@ -66,7 +67,12 @@ class Settings:
     group_size: int
     is_lora: bool
     merges_lora: bool
-    recomputes: bool
+    recompute: str | int
+    """auto, all, none, or the number of the first blocks that backward recomputes."""
+    offloads_activations: bool
+    """True if the inputs of recomputed blocks wait in host memory."""
+    sequence_parallel: int
+    """Ranks that share a row's activations."""
     param_offload: bool
     optimizer_offload: bool
     reshard: bool
@@ -76,6 +82,8 @@ class Settings:
     """True if a replica frees device memory while the trainer uses the same device."""
     exports: bool
     """True if checkpoints also hold an export for other tools."""
+    is_accelerated: bool
+    """False on a CPU, where nothing is page-locked and no process needs memory of a device for itself."""
     dtypes: Dtypes
 
     @property
@@ -86,6 +94,16 @@ class Settings:
     @property
     def is_guided(self) -> bool:
         return self.digen.sampling.true_cfg_scale != 1.0
+
+    @property
+    def shards_per_replica(self) -> int:
+        """Devices that share the network's weights in a replica."""
+        return 1 if self.rollout_name == "diffusers" else self.tensor_parallel
+
+    @property
+    def devices_per_sample(self) -> int:
+        """Devices that share the tokens of a sample in a replica, and so its activations."""
+        return self.tensor_parallel if self.rollout_name == "diffusers" else 1
 
     @property
     def num_replicas(self) -> int:
@@ -99,8 +117,14 @@ class Measured:
     title: str
     counts: Counts
     """Parameter counts of the trainer's network, adapter included."""
-    parts: dict[str, int]
+    parts: dict[str, Part]
     """Folder -> parameters, for a replica's text encoders and VAE."""
+    transformer_bytes: int
+    """Bytes of a replica's transformer without an adapter, exported tables included."""
+    tensors: tuple[Tensors, ...]
+    """Parameters of the trainer's network by size."""
+    decoding_bytes: int
+    """Peak of decoding one sample, without the VAE's weights."""
     num_experts: int
     training: Activations
     """Activations of one training row."""
@@ -110,6 +134,8 @@ class Measured:
     """FLOPs of one row's forward, guidance included."""
     condition_bytes: int
     """Bytes of a prompt's condition, the negative one included if guided."""
+    embedding_bytes: int
+    """Bytes of one text's condition."""
     rows_per_sample: int
     """Points of a sample."""
     trajectory_bytes: int
@@ -173,7 +199,9 @@ def _settings(config: DictConfig, digen: DigenConfig, model: DiffusionModelConfi
         group_size=rollout.n,
         is_lora=model.lora_rank > 0,
         merges_lora=model.merges_lora,
-        recomputes=model.enable_gradient_checkpointing,
+        recompute=model.recomputed,
+        offloads_activations=model.enable_activation_offload,
+        sequence_parallel=fsdp.ulysses_sequence_parallel_size,
         param_offload=fsdp.param_offload,
         optimizer_offload=fsdp.optimizer_offload,
         reshard=fsdp.reshard_after_forward,
@@ -181,6 +209,7 @@ def _settings(config: DictConfig, digen: DigenConfig, model: DiffusionModelConfi
         tensor_parallel=size,
         frees_replica=not split and rollout.free_cache_engine,
         exports="hf_model" in actor.checkpoint.save_contents,
+        is_accelerated=config.trainer.device != "cpu",
         dtypes=_dtypes(fsdp, rollout, digen),
     )
 
@@ -207,7 +236,10 @@ def _measure(folder: Any, settings: Settings, model_config: DiffusionModelConfig
     network = model.load_transformer(dtypes.model, meta=True)
     if settings.is_lora:
         network = add_adapter(network, model_config, rank=1)
-    counts, num_experts = count_network(network), len(model.experts)
+    counts, tensors, num_experts = count_network(network), list_tensors(network), len(model.experts)
+    is_ours = settings.rollout_name == "diffusers"
+    # where all weights train, a replica gets them in one dtype
+    of_replica = transformer_bytes(model, dtypes.rollout, in_one_dtype=not is_ours or not settings.is_lora)
     condition = empty_condition(model, prompt_tokens)
     flops = forward_flops(
         model, network, geometry, len(condition["embeds"]), is_guided=settings.is_guided
@@ -228,12 +260,16 @@ def _measure(folder: Any, settings: Settings, model_config: DiffusionModelConfig
     return Measured(
         title=f"{model.spec.title}, {model.spec.transformer}",
         counts=counts,
-        parts=count_parts(model, as_loaded_by_us=settings.rollout_name == "diffusers"),
+        parts=count_parts(model, dtypes.rollout, as_loaded_by_us=is_ours),
+        transformer_bytes=of_replica,
+        tensors=tensors,
+        decoding_bytes=decoding_bytes(model, geometry, dtypes.rollout),
         num_experts=num_experts,
         training=training,
         sampling=of_sampling,
         flops=flops,
         condition_bytes=_bytes(condition, dtypes.rollout) * (2 if settings.is_guided else 1),
+        embedding_bytes=_bytes(condition, dtypes.rollout),
         rows_per_sample=num_points(digen),
         trajectory_bytes=max(
             record_bytes(

@@ -34,11 +34,15 @@ class StepTime:
     """max(generating_s, training_s) on separate pools with `digen.gap.enable`; else their sum."""
 
 
-def plan_time(run: Run, device: str | None, mfu: float) -> StepTime:
-    """Time a step on devices of type `device` that reach the share `mfu` of their peak."""
+def plan_time(run: Run, device: str | None, mfu: float, recomputed: float) -> StepTime:
+    """Time a step on devices of type `device` that reach the share `mfu` of their peak.
+
+    Args:
+        recomputed: share of the blocks that backward recomputes.
+    """
     settings, measured = run.settings, run.measured
     generating = settings.num_samples * settings.digen.sampling.num_steps * measured.flops.forward
-    row = measured.flops.training(is_frozen=settings.is_lora, recomputes=settings.recomputes)
+    row = measured.flops.training(is_frozen=settings.is_lora, recomputed=recomputed)
     digen = settings.digen
     row += _further_forwards(digen) * measured.flops.forward
     training = settings.num_samples * measured.rows_per_sample * row

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host memory of the fullest node: one of the trainer with its replicas, or of either pool.
+
+| item | bytes on a node |
+| --- | --- |
+| checkpoint | the whole network, which rank 0 reads and sends to the others |
+| offloaded parameters, optimizer | each shard in page-locked memory of its own, rounded up to a power of two |
+| copies of the weights | EMA, `old`, reference: with offloaded parameters only, not page-locked |
+| inputs of recomputed blocks | with `enable_activation_offload`: those of one tile per rank |
+| replicas that wait | copies of networks that leave the device: all of `vllm_omni`; of `diffusers` what no update has |
+| staged weight updates | one update per replica with devices of its own; the others load updates as they arrive |
+
+PyTorch's allocator of page-locked memory rounds every allocation up to a power of two (`CachingHostAllocator`), and
+verl offloads with `non_blocking=True`, which allocates there. Left out: the processes themselves, about 2 GB each, and
+TransferQueue's copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from verl_digen.plan.networks import Tensors
+from verl_digen.plan.policies import has_reference, policies_that_follow
+from verl_digen.plan.run import Run
+
+Items = dict[str, int]
+"""Name -> bytes."""
+PROMPT_CACHE = "prompt cache"
+
+
+def host_memory(
+    run: Run, resident: Items, networks: Items, *, update_bytes: int, queue_bytes: int, input_bytes: int
+) -> Items:
+    """Items of the fullest node.
+
+    Args:
+        resident: a trainer rank's state, see `memory.trainer_state`.
+        networks: a replica's networks, see `memory.replica`.
+        update_bytes: one weight update.
+        queue_bytes: trajectories and conditions of a step.
+        input_bytes: inputs of blocks that wait for recomputation, of one trainer rank.
+    """
+    settings = run.settings
+    trainer = {"checkpoint of rank 0 while it loads": run.measured.counts.param_bytes} | _offloaded(run, resident)
+    if input_bytes:
+        trainer["inputs of recomputed blocks"] = settings.trainer_devices_per_node * input_bytes
+    replicas = max(1, settings.generator_devices_per_node // settings.tensor_parallel)
+    generator = (
+        {"staged weight updates": replicas * settings.devices_per_sample * update_bytes} if settings.is_split else {}
+    )
+    if settings.frees_replica:
+        names = {*networks} - {PROMPT_CACHE}
+        if settings.rollout_name == "diffusers":  # the next update brings what it sends
+            names -= {"adapter"} if settings.is_lora and not settings.merges_lora else {"transformer"}
+        waiting = sum(size for name, size in networks.items() if name in names)
+        generator["replicas that wait"] = settings.generator_devices_per_node * waiting
+    queue = {"trajectories and conditions": queue_bytes}
+    if settings.is_split:
+        return queue | max(trainer, generator, key=lambda items: sum(items.values()))
+    return queue | trainer | generator
+
+
+def _offloaded(run: Run, resident: Items) -> Items:
+    """State of a node's trainer ranks between two trainings."""
+    settings, tensors = run.settings, run.measured.tensors
+    ranks, items = settings.trainer_devices_per_node, {}
+    trained = [tensor for tensor in tensors if tensor.is_trained]
+    if settings.param_offload:
+        buffers = run.measured.counts.buffer_bytes
+        items["offloaded parameters"] = ranks * (_shards(run, tensors) + buffers)
+        has_copy = has_reference(settings.digen, is_lora=settings.is_lora)
+        copies = int(settings.digen.ema.enable) + int(has_copy) + len(policies_that_follow(settings.digen))
+        if copies:
+            items["copies of the weights"] = ranks * copies * resident["gradients"]
+    if settings.optimizer_offload:
+        items["offloaded optimizer"] = ranks * 2 * _shards(run, trained)
+    return items
+
+
+def _shards(run: Run, tensors: Iterable[Tensors]) -> int:
+    """Bytes that one rank's shards of these tensors take in host memory."""
+    total = 0
+    for tensor in tensors:
+        shard = -(-tensor.num_bytes // run.settings.num_shards)
+        total += tensor.num * (page_locked_bytes(shard) if run.settings.is_accelerated else shard)
+    return total
+
+
+def page_locked_bytes(num_bytes: int) -> int:
+    """Bytes that PyTorch page-locks for an allocation.
+
+    Example:
+        page_locked_bytes(5), page_locked_bytes(8)  # 8, 8
+    """
+    return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
