@@ -3,12 +3,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+from verl_digen.config import digen_config
+
+POOLS_KEY = "digen.reward.functions"
+"""Key of rewards with processes of their own."""
+
+REPLICA_KEY = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+"""Key of the number of devices of a replica."""
+
+ROUNDING = 1e-9
+"""Shares that add up to a device may miss it by this much."""
 
 
 def num_trainer_devices(config: Any) -> int:
     """Devices of the trainer's pool, each of which has one rank."""
     return config.trainer.nnodes * config.trainer.n_gpus_per_node
+
+
+def num_data_parallel_ranks(config: Any) -> int:
+    """Trainer ranks, or groups of ranks that share rows, that rows are dealt to."""
+    return num_trainer_devices(config) // config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
 
 
 def num_generator_devices(config: Any) -> int:
@@ -17,10 +34,73 @@ def num_generator_devices(config: Any) -> int:
     return rollout.nnodes * rollout.n_gpus_per_node
 
 
-def num_reward_devices(config: Any) -> int:
-    """Devices of the reward workers: verl's reward model pool, if that is a separate pool."""
+def has_reward_model(config: Any) -> bool:
+    """True if verl starts servers of a reward model."""
+    return config.reward.reward_model.enable
+
+
+def num_function_devices(config: Any) -> int:
+    """Devices of the processes that share the reward functions: verl's reward model pool, if no model is served."""
+    num_devices = _num_model_pool_devices(config)
+    return 0 if num_devices == 0 or has_reward_model(config) else num_devices
+
+
+def num_reward_model_devices(config: Any) -> int:
+    """Devices of the servers of verl's reward model."""
+    return _num_model_pool_devices(config) if has_reward_model(config) else 0
+
+
+def _num_model_pool_devices(config: Any) -> int:
     model = config.reward.reward_model
     return model.nnodes * model.n_gpus_per_node if model.enable_resource_pool else 0
+
+
+def num_pool_devices(config: Any) -> int:
+    """Devices of rewards with processes of their own; processes with shares are packed, the largest first."""
+    workers = [
+        entry.pool.num_gpus
+        for entry in digen_config(config).reward.entries
+        if entry.pool is not None
+        for _ in range(entry.pool.num_workers)
+    ]
+    free: list[float] = []
+    for share in sorted((share for share in workers if 0 < share < 1), reverse=True):
+        fitting = next((number for number, left in enumerate(free) if left >= share - ROUNDING), None)
+        if fitting is None:
+            free.append(1 - share)
+        else:
+            free[fitting] -= share
+    return len(free) + sum(int(share) for share in workers if share >= 1)
+
+
+def num_reward_devices(config: Any) -> int:
+    """Devices of all reward processes."""
+    return _num_model_pool_devices(config) + num_pool_devices(config)
+
+
+def asked_text(asked: Mapping[str, int]) -> str:
+    """Pools with their keys and devices, for messages; see `asked_devices`."""
+    return " + ".join(
+        f"{POOLS_KEY} num_workers x num_gpus ({number})"
+        if pool == POOLS_KEY
+        else f"{pool}.nnodes x {pool}.n_gpus_per_node ({number})"
+        for pool, number in asked.items()
+    )
+
+
+def asked_devices(config: Any, *, has_own_replicas: bool) -> dict[str, int]:
+    """Pool, as the prefix of its keys, -> devices that it asks for; pools without devices are left out.
+
+    Args:
+        has_own_replicas: True if replicas do not share the trainer's devices.
+    """
+    asked = {
+        "trainer": num_trainer_devices(config),
+        "actor_rollout_ref.rollout": num_generator_devices(config) if has_own_replicas else 0,
+        "reward.reward_model": _num_model_pool_devices(config),
+        POOLS_KEY: num_pool_devices(config),
+    }
+    return {pool: number for pool, number in asked.items() if number}
 
 
 def num_replica_devices(config: Any) -> int:

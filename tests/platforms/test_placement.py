@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Device types in a Ray cluster of one node that has two of them by name."""
 
+import asyncio
 import inspect
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -9,11 +11,18 @@ from omegaconf import OmegaConf
 from verl.single_controller.ray.base import RayResourcePool
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica
 
-from verl_digen.config import digen_config
+from tests.platforms.driver import Server
+from verl_digen.checkup import identity
+from verl_digen.checkup.outcome import CheckFailed
+from verl_digen.checkup.setting import Setting
+from verl_digen.config import DigenConfig, digen_config
 from verl_digen.errors import RunStopped
-from verl_digen.platforms.placement import TypedPools, check_placement, reward_options
-from verl_digen.pool_sizes import num_reward_devices
+from verl_digen.platforms.placement import TypedPools, check_placement, pool_options, reward_options
+from verl_digen.pool_sizes import num_pool_devices, num_reward_devices
+from verl_digen.rollout.birth import BornOnDevices, SeenDevice, require_same_devices
 from verl_digen.rollout.placed import PlacedReplica
+from verl_digen.rollout.replica import DiffusersReplica
+from verl_digen.trainer.nodes import fetch_on_all_nodes
 
 pytestmark = pytest.mark.slow
 
@@ -31,16 +40,17 @@ def cluster():
     ray.shutdown()
 
 
-def make_config(*, reward_devices=0, **placement):
+def make_config(*, reward_devices=0, nodes=1, per_node=2, **placement):
     """A run of two trainer devices and one for the generator."""
     return OmegaConf.create(
         {
             "digen": {"placement": placement},
-            "trainer": {"nnodes": 1, "n_gpus_per_node": 2},
+            "trainer": {"nnodes": nodes, "n_gpus_per_node": per_node},
             "actor_rollout_ref": {"rollout": {"nnodes": 1, "n_gpus_per_node": 1}},
             "reward": {
                 "num_workers": 2,
                 "reward_model": {
+                    "enable": False,
                     "enable_resource_pool": reward_devices > 0,
                     "nnodes": 1,
                     "n_gpus_per_node": reward_devices,
@@ -72,6 +82,15 @@ def test_pools_of_one_type_together_find_enough_devices(cluster):
         check(trainer_accelerator="H100", generator_accelerator="H100", reward_accelerator="H100", reward_devices=2)
 
 
+def test_more_devices_than_the_cluster_has_are_an_error_before_any_is_reserved(cluster):
+    rule = r"trainer.nnodes x trainer.n_gpus_per_node \(4\) \+ actor_rollout_ref.rollout.nnodes x .* \(1\) must be <= 4"
+    for size in ({"per_node": 4}, {"nodes": 4, "per_node": 1}):
+        with pytest.raises(
+            RunStopped, match=rf"{rule}, the devices of the Ray cluster, on 1 nodes, got 5; ask for fewer"
+        ):
+            check(**size)
+
+
 def test_the_trainers_devices_are_reserved_on_nodes_of_its_type(cluster):
     pools = TypedPools({"global_pool": [2]}, {}, max_colocate_count=1, accelerator="H100")
     pools.create_resource_pool()
@@ -100,3 +119,129 @@ def test_reward_workers_divide_their_devices(cluster):
     assert num_reward_devices(config) == 1
     assert reward_options(config, digen_config(config)) == {"num_gpus": 0.5, "resources": {"L40S": 1e-4}}
     assert reward_options(make_config(), digen_config(make_config())) == {"resources": {}}
+
+
+@pytest.mark.parametrize(
+    ("entries", "expected"),
+    [
+        ({"a": 1.0, "b": {"weight": 1, "num_workers": 3}}, 0),
+        ({"a": {"weight": 1, "num_gpus": 2, "num_workers": 2}}, 4),
+        ({"a": {"weight": 1, "num_gpus": 0.5, "num_workers": 3}}, 2),
+        ({"a": {"weight": 1, "num_gpus": 0.6, "num_workers": 3}}, 3),
+        ({"a": {"weight": 1, "num_gpus": 0.1, "num_workers": 10}}, 1),
+        (
+            {
+                name: {"weight": 1, "num_gpus": share}
+                for name, share in (("a", 0.5), ("b", 0.7), ("c", 0.3), ("d", 0.5))
+            },
+            2,
+        ),
+    ],
+)
+def test_devices_of_rewards_are_packed_into_whole_ones(entries, expected):
+    config = make_config()
+    config.digen.reward = {"functions": entries}
+    assert num_reward_devices(config) == num_pool_devices(config) == expected
+
+
+def test_rewards_with_devices_of_their_own_are_counted_with_the_other_pools(cluster):
+    config = make_config(reward_accelerator="L40S")
+    config.digen.reward = {"functions": {"a": {"weight": 1, "num_gpus": 3}}}
+    (entry,) = digen_config(config).reward.entries
+    options = pool_options(entry.pool, digen_config(config))
+    assert options == {"num_cpus": 1, "num_gpus": 3.0, "resources": {"L40S": 1e-4}}
+    with pytest.raises(RunStopped) as stopped:
+        config.digen.placement = {}
+        config.digen.reward.functions.a.num_workers = 9
+        check_placement(config, digen_config(config), is_disaggregated=True)
+    assert "digen.reward.functions num_workers x num_gpus (27) must be <= " in str(stopped.value)
+
+
+class Worker:
+    """A trainer's rank, or the worker that holds a replica's device."""
+
+
+@pytest.fixture
+def two_workers(cluster):
+    """Workers on the node's second and first device, in this order."""
+    first, second = (ray.remote(Worker).options(num_gpus=1, num_cpus=0).remote() for _ in range(2))
+    ids = ray.get([worker.__ray_call__.remote(lambda _: ray.get_gpu_ids()[0]) for worker in (first, second)])
+    yield (second, first) if ids[0] == 0 else (first, second)
+    for worker in (first, second):
+        ray.kill(worker)
+
+
+def launch(workers):
+    """A replica on the devices of these workers, whose server is a fake -> the server."""
+
+    class Replica(DiffusersReplica):
+        server_class = Server
+
+    replica = Replica.__new__(Replica)
+    replica.world_size, replica.nnodes, replica.replica_rank, replica.gpus_per_node = len(workers), 1, 0, 4
+    replica.config, replica.model_config = SimpleNamespace(max_num_seqs=8), SimpleNamespace(digen=DigenConfig())
+    replica.rollout_mode, replica.workers = RolloutMode.HYBRID, workers
+    asyncio.run(replica.launch_servers())
+    (server,) = replica.servers
+    return server
+
+
+def devices_of(workers):
+    return [str(ray.get(worker.__ray_call__.remote(lambda _: ray.get_gpu_ids()[0]))) for worker in workers]
+
+
+def test_the_driver_of_a_diffusers_replica_finds_the_device_of_its_worker(two_workers):
+    second_worker = two_workers[0]
+    server = launch([second_worker])
+    assert [ray.get(server.read_by_the_driver.remote())] == devices_of([second_worker]) != ["0"]
+    ray.kill(server)
+
+
+def test_the_ranks_of_a_diffusers_replica_have_the_devices_of_its_workers_in_order(two_workers):
+    server = launch(list(two_workers))
+    mine, peers = devices_of(two_workers), ray.get(server.peers.remote())
+    assert [ray.get(server.read_by_the_driver.remote()), *(peer.device for peer in peers)] == mine
+    assert [peer.node_id for peer in peers] == [ray.get_runtime_context().get_node_id()]
+    ray.kill(server)
+
+
+def test_verls_launch_starts_a_server_with_its_devices_visible(cluster):
+    launched = BornOnDevices(Server).options(
+        name="a_server", runtime_env={"env_vars": {"SET_BY_VERL": "1"}}, num_cpus=0
+    )
+    server = launched.remote(cuda_visible_devices="2,3", node_rank=0)
+    start = ray.get(server.environment_at_start.remote())
+    assert (start["CUDA_VISIBLE_DEVICES"], start["SET_BY_VERL"]) == ("2,3", "1")
+    assert start["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] == "1", "Ray leaves the variable alone"
+    ray.kill(server)
+
+
+@pytest.mark.long
+def test_the_doctor_sees_two_servers_on_swapped_devices(cluster, monkeypatch, tmp_path):
+    setting = Setting(tmp_path, num_devices=2, architecture="sd3", update_mb=1, asleep_mb=1)
+    assert identity.check_identity(setting).startswith("2 server(s) on the device of their worker: ")
+    right = identity.birth_variables
+    swapped = {"0": "1", "1": "0", "2": "3", "3": "2"}
+    monkeypatch.setattr(identity, "birth_variables", lambda device: right(swapped[device]))
+    with pytest.raises(CheckFailed, match="replica 0 must compute on the devices of its workers"):
+        identity.check_identity(setting)
+
+
+def test_another_device_than_the_workers_is_an_error_that_shows_both():
+    reserved = [SeenDevice("2", "GPU-a"), SeenDevice("3", "GPU-b")]
+    require_same_devices("replica 1", reserved, reserved)
+    require_same_devices("replica 1", [SeenDevice("2", None)], [SeenDevice("2", "GPU-a")])
+    for seen in ([*reversed(reserved)], reserved[:1], [SeenDevice("2", "GPU-b"), SeenDevice("3", "GPU-a")]):
+        with pytest.raises(RuntimeError, match=r"replica 1 must compute on .* 2 \(GPU-a\) and 3 \(GPU-b\), got "):
+            require_same_devices("replica 1", reserved, seen)
+
+
+def test_a_node_without_the_checkpoint_is_told_before_a_rank_starts(cluster, tmp_path):
+    config = make_config()
+    config.actor_rollout_ref.model = {"path": str(tmp_path), "use_shm": False}
+    fetch_on_all_nodes(config, is_disaggregated=True)
+    config.actor_rollout_ref.model.path = str(tmp_path / "absent")
+    with pytest.raises(
+        RunStopped, match=r"actor_rollout_ref.model.path .* 1 of 1 nodes with devices lack, .*\(no such"
+    ):
+        fetch_on_all_nodes(config, is_disaggregated=True)

@@ -22,9 +22,16 @@ import ray
 from verl.plugin.platform import get_platform
 from verl.single_controller.ray.base import ResourcePoolManager
 
-from verl_digen.config import DigenConfig
+from verl_digen.config import DigenConfig, PoolSettings
 from verl_digen.errors import RunStopped
-from verl_digen.pool_sizes import num_generator_devices, num_reward_devices, num_trainer_devices
+from verl_digen.pool_sizes import (
+    asked_devices,
+    asked_text,
+    num_function_devices,
+    num_generator_devices,
+    num_reward_devices,
+    num_trainer_devices,
+)
 
 LEAST_SHARE = 1e-4
 """Smallest share of a resource that Ray counts."""
@@ -50,9 +57,17 @@ class TypedPools(ResourcePoolManager):
 
 
 def reward_options(config: Any, digen: DigenConfig) -> dict[str, Any]:
-    """Options of a reward worker's Ray actor: number of devices (or share of one), and their type."""
+    """Options of a function worker's Ray actor: number of devices (or share of one), and their type."""
+    return _device_options(num_function_devices(config) / max(1, config.reward.num_workers), digen)
+
+
+def pool_options(pool: PoolSettings, digen: DigenConfig) -> dict[str, Any]:
+    """Options of the Ray actor of a reward's own pool."""
+    return {"num_cpus": 1, **_device_options(pool.num_gpus, digen)}
+
+
+def _device_options(share: float, digen: DigenConfig) -> dict[str, Any]:
     options: dict[str, Any] = {"resources": {}}
-    share = num_reward_devices(config) / max(1, config.reward.num_workers)
     if share:
         device = get_platform().ray_resource_name()
         if device == "GPU":
@@ -66,10 +81,10 @@ def reward_options(config: Any, digen: DigenConfig) -> dict[str, Any]:
 
 
 def check_placement(config: Any, digen: DigenConfig, *, is_disaggregated: bool) -> None:
-    """Check that the cluster has every pool's type, and enough devices of it.
+    """Check that the cluster has enough devices, every pool's type, and enough devices of it.
 
     Raises:
-        RunStopped: the cluster does not have a type, or too few devices of it.
+        RunStopped: the cluster has too few devices, or none of a type, or a pool asks for more than a node has.
     """
     placement = digen.placement
     num_generator = num_generator_devices(config) if is_disaggregated else 0
@@ -93,6 +108,24 @@ def check_placement(config: Any, digen: DigenConfig, *, is_disaggregated: bool) 
                 f"{' and '.join(keys[resource])} must find {count} devices on nodes with the Ray resource "
                 f"{resource!r}, got {found}; ask for fewer devices in these pools, add nodes, or set another type"
             )
+    _check_devices(config, is_disaggregated=is_disaggregated)
+
+
+def _check_devices(config: Any, *, is_disaggregated: bool) -> None:
+    device = get_platform().ray_resource_name()
+    counts = [int(node["Resources"][device]) for node in ray.nodes() if node["Alive"] and device in node["Resources"]]
+    asked = asked_devices(config, has_own_replicas=is_disaggregated)
+    total = sum(asked.values())
+    if sum(counts) < total:
+        raise RunStopped(
+            f"{asked_text(asked)} must be <= {sum(counts)}, the devices of the Ray cluster, on {len(counts)} nodes, "
+            f"got {total}; ask for fewer devices, or add nodes"
+        )
+    if config.trainer.n_gpus_per_node > max(counts):
+        raise RunStopped(
+            f"trainer.n_gpus_per_node must be <= {max(counts)}, the devices of the largest node, got "
+            f"{config.trainer.n_gpus_per_node}; lower it and raise trainer.nnodes"
+        )
 
 
 def type_resource(key: str, accelerator: str | None) -> str | None:

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each check of `digen doctor --gpu` in this process: it passes here, and fails where what it is for is broken.
+
+The same functions run on the pretend accelerator.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import UntypedStorage
+
+from tests.pretend.process import on_pretend
+from verl_digen.checkup import gradient, identity, numerics, sleeping, training, update
+from verl_digen.checkup.outcome import CheckFailed
+from verl_digen.checkup.setting import Setting
+from verl_digen.engine import gradients
+from verl_digen.engine.engine import DiffusersFSDPEngine
+from verl_digen.models import sd3
+from verl_digen.rollout.birth import SeenDevice
+from verl_digen.weights.receiver import Live
+
+CPU = torch.device("cpu")
+SIZE_MB = 64
+
+
+def setting(folder: Path) -> Setting:
+    return Setting(folder, num_devices=1, architecture="sd3", update_mb=SIZE_MB, asleep_mb=2 * SIZE_MB)
+
+
+def in_a_thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1)
+
+
+# -- identity: tests/platforms/test_placement.py starts the processes ------------------------------------------
+def test_devices_that_are_the_workers_own_pass_and_others_fail():
+    given = [SeenDevice("0", "GPU-a"), SeenDevice("1", "GPU-b")]
+    assert identity.compare(given, given) == "2 server(s) on the device of their worker: GPU-a, GPU-b"
+    with pytest.raises(CheckFailed, match=r"replica 0 must compute on .*0 \(GPU-a\), got 1 \(GPU-b\)") as failed:
+        identity.compare(given, [given[1], given[0]])
+    assert failed.value.remedy is not None and "set neither the variable" in failed.value.remedy
+    twice = [SeenDevice("0", "GPU-a"), SeenDevice("1", "GPU-a")]
+    with pytest.raises(CheckFailed, match="2 workers must have a device each, got GPU-a, GPU-a"):
+        identity.compare(twice, twice)
+
+
+# -- numerics -----------------------------------------------------------------------------------------------
+def test_the_self_test_holds_in_both_dtypes(tmp_path: Path):
+    figure = numerics.check_numerics(setting(tmp_path))
+    assert figure.startswith("sd3: 6 numbers hold") and "in float32" in figure and "in bfloat16" in figure
+
+
+def test_a_network_that_computes_something_else_in_training_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    predict = sd3.StableDiffusion3.predict
+
+    def off(self, transformer, latents, *args):
+        scale = 1.001 if torch.is_inference_mode_enabled() or not torch.is_grad_enabled() else 1.0
+        return predict(self, transformer, latents * scale, *args)
+
+    monkeypatch.setattr(sd3.StableDiffusion3, "predict", off)
+    with pytest.raises(CheckFailed, match=r"sampler with eta = 0 against .* in float32: "):
+        numerics.check_numerics(setting(tmp_path))
+
+
+# -- gradient -----------------------------------------------------------------------------------------------
+def test_deferred_and_immediate_gradient_agree(one_rank: None, tiny_qwen_image: Path):
+    gap = gradient.gradient_gap(tiny_qwen_image)
+    assert gradient.conclude([gap]).startswith("1 rank(s) on gloo: deferred and immediate gradient differ by ")
+
+
+def test_a_gradient_that_deferring_changes_fails(
+    one_rank: None, tiny_qwen_image: Path, monkeypatch: pytest.MonkeyPatch
+):
+    make = DiffusersFSDPEngine._transaction
+
+    def scaled(self, *args):
+        made = make(self, *args)
+        made.loss_factor *= 1.001 if made.reduce == "batch" else 1
+        return made
+
+    monkeypatch.setattr(DiffusersFSDPEngine, "_transaction", scaled)
+    gap = gradient.gradient_gap(tiny_qwen_image)
+    with pytest.raises(CheckFailed, match=r"on 2 rank\(s\) .* differs from that reduced at every tile by 1\.0e-03 of"):
+        gradient.conclude([0.0, gap])
+
+
+def _never_reduced(path: Path, folder: Path) -> str:
+    dist.init_process_group("cpu:gloo,pretend:gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    gradients.reduce_pending = gradients.drop
+    with pytest.raises(RuntimeError) as failed:
+        gradient.gradient_gap(path)
+    return str(failed.value)
+
+
+def test_a_gradient_that_is_never_reduced_fails_at_the_engines_start(tiny_qwen_image: Path, tmp_path: Path):
+    """A process checks once, at its first engine; so this one is new."""
+    said = on_pretend(_never_reduced, tiny_qwen_image, tmp_path)
+    assert said.startswith("a gradient that is reduced after the last tile must equal")
+    with pytest.raises(CheckFailed, match="by nan of its norm"):
+        gradient.conclude([float("nan"), 0.0])
+
+
+# -- update -------------------------------------------------------------------------------------------------
+def test_an_update_arrives_both_ways():
+    figure = update.round_trips(SIZE_MB, in_a_thread)
+    assert figure.startswith("64 MiB by shared memory: live ") and "GB/s, staged " in figure
+
+
+def test_a_number_that_changes_on_the_way_fails(monkeypatch: pytest.MonkeyPatch):
+    take = Live.take
+
+    def corrupt(self, bucket):
+        bucket[-1][1].view(-1)[7] += 1
+        take(self, bucket)
+
+    monkeypatch.setattr(Live, "take", corrupt)
+    with pytest.raises(CheckFailed, match=r"a live update of 64 MiB: weights with checksum .* were sent, the network"):
+        update.round_trips(SIZE_MB, in_a_thread)
+
+
+def test_a_receiver_that_dies_is_the_cause(monkeypatch: pytest.MonkeyPatch):
+    def no_room(*args):
+        raise torch.OutOfMemoryError("no room for the network")
+
+    monkeypatch.setattr(update, "receive", no_room)
+    with pytest.raises(CheckFailed, match="a live update of 64 MiB: no room for the network"):
+        update.round_trips(SIZE_MB, in_a_thread)
+
+
+# -- sleep --------------------------------------------------------------------------------------------------
+def test_memory_goes_and_comes_back():
+    assert sleeping.sleep_and_wake(2 * SIZE_MB, CPU).startswith("128 MiB asleep in ")
+
+
+def test_memory_that_stays_fails(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sleeping.DeviceMemory, "release", lambda self, replaced: 0)
+    with pytest.raises(CheckFailed, match=r"device memory asleep: 1\d\d.* MB where 0.0 MB were due"):
+        sleeping.sleep_and_wake(2 * SIZE_MB, CPU)
+
+
+def test_numbers_that_do_not_come_back_fail(monkeypatch: pytest.MonkeyPatch):
+    def restore(self):
+        for storage, num_bytes in self._released:
+            UntypedStorage.resize_(storage, num_bytes)
+            storage.fill_(0)
+
+    monkeypatch.setattr(sleeping.DeviceMemory, "restore", restore)
+    with pytest.raises(CheckFailed, match="weights that no update replaces have other numbers"):
+        sleeping.sleep_and_wake(4 * SIZE_MB, CPU)
+
+
+# -- training: the run itself is in test_command.py ---------------------------------------------------------------
+def test_steps_without_a_gradient_fail():
+    step = {"actor/grad_norm": 0.3, "perf/step_s": 2.0, "rollout/log_prob_gap_max": 1e-6}
+    assert training.conclude([step] * 3, 2) == "3 steps on 2 device(s) in 2.0, 2.0, 2.0 s; log-probs differ by 1e-06"
+    for steps in ([step] * 2, [*[step] * 2, step | {"actor/grad_norm": float("nan")}]):
+        with pytest.raises(CheckFailed, match="3 steps with a gradient were due, got gradient norms"):
+            training.conclude(steps, 2)
+
+
+# -- on the pretend accelerator ------------------------------------------------------------------------------
+def _all_on_the_device(path: Path, folder: Path) -> tuple[str, ...]:
+    given = setting(folder)
+    dist.init_process_group("cpu:gloo,pretend:gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    gap = gradient.gradient_gap(path)
+    return (
+        numerics.check_numerics(given),
+        gradient.conclude([gap]),
+        update.round_trips(SIZE_MB, in_a_thread),
+        sleeping.check_sleeping(given),
+    )
+
+
+def test_the_checks_run_on_an_accelerator(tiny_qwen_image: Path, tmp_path: Path):
+    figures = on_pretend(_all_on_the_device, tiny_qwen_image, tmp_path)
+    assert [figure.split(" ")[0] for figure in figures] == ["sd3:", "1", "64", "128"]
+
+
+def _leaking_server(folder: Path) -> str:
+    release = sleeping.DeviceMemory.release
+
+    def keep_one(self, **replaced):
+        if len(self._modules) > 2:  # the server's: transformer, encoders, VAE
+            self._modules = self._modules[:-1]
+        return release(self, **replaced)
+
+    sleeping.DeviceMemory.release = keep_one
+    with pytest.raises(CheckFailed) as failed:
+        sleeping.check_sleeping(setting(folder))
+    return failed.value.cause
+
+
+def test_a_server_that_keeps_its_decoder_fails(tmp_path: Path):
+    assert on_pretend(_leaking_server, tmp_path).startswith("device memory of a sleeping server: ")

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks in processes of their own, with small programs in place of the checks, and what is printed of them."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from argparse import ArgumentParser
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from verl_digen import cli
+from verl_digen.checkup import command, runner
+from verl_digen.checkup.outcome import Outcome, to_table
+from verl_digen.checkup.quickstart import override
+from verl_digen.checkup.registry import CHECKS
+from verl_digen.checkup.setting import Setting
+
+PROGRAM = """
+import json, os, signal, subprocess, sys, time
+name, setting = sys.argv[1], json.load(sys.stdin)
+def say(**said): open(setting["folder"] + "/outcome.json", "w").write(json.dumps(said))
+print("imports", flush=True)
+if name == "identity": say(figure=f"{setting['num_devices']} devices")
+if name == "numerics": say(cause="too far off", remedy=None)
+if name == "gradient": say(cause="no link", remedy="plug it in")
+if name == "update": os.kill(os.getpid(), signal.SIGSEGV)
+if name == "sleep":
+    child = subprocess.Popen(["sleep", "300"])
+    print(child.pid, flush=True)
+    time.sleep(300)
+if name == "training": print("no such module"); sys.exit(3)
+"""
+
+
+@pytest.fixture
+def outcomes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Outcome]:
+    monkeypatch.setitem(runner.CHECKS, "sleep", replace(CHECKS["sleep"], deadline_s=1.0))
+    given = Setting(tmp_path, num_devices=2, architecture="sd3", update_mb=1, asleep_mb=1)
+    program = (sys.executable, "-c", PROGRAM)
+    return {one.name: one for one in runner.run_checks(list(CHECKS), given, variables={}, program=program)}
+
+
+def test_a_check_that_fails_dies_or_hangs_stops_no_other(outcomes: dict[str, Outcome], tmp_path: Path):
+    assert [name for name, one in outcomes.items() if one.passed] == ["identity"]
+    assert outcomes["identity"].figure == "2 devices"
+    causes = {name: one.cause for name, one in outcomes.items() if not one.passed}
+    assert causes == {
+        "numerics": "too far off",
+        "gradient": "no link",
+        "update": "its process was ended by SIGSEGV; its last line: imports",
+        "sleep": "it was not done after 1 s",
+        "training": "its process ended with exit code 3; its last line: no such module",
+    }
+    assert outcomes["gradient"].remedy == f"plug it in; the log: {tmp_path / 'gradient' / 'log.txt'}"
+    assert outcomes["update"].remedy.startswith(CHECKS["update"].remedy)
+    child = int((tmp_path / "sleep" / "log.txt").read_text().split()[-1])
+    deadline_s = time.monotonic() + 10
+    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline_s, "a process outlives its check"
+        time.sleep(0.01)
+
+
+def test_a_line_each_and_a_table_with_cause_and_remedy(outcomes: dict[str, Outcome], capsys: pytest.CaptureFixture):
+    assert list(command.report(outcomes.values())) == list(outcomes.values())
+    out = capsys.readouterr().out
+    lines = out.splitlines()
+    assert lines[0].startswith("pass  identity") and lines[0].endswith("2 devices")
+    assert lines[1].startswith("FAIL  numerics") and lines[2] == "      cause  too far off"
+    assert lines[3].startswith("      remedy compare with `digen doctor --selftest")
+    assert to_table(list(outcomes.values())) in out and "| gradient | FAIL | " in out
+    assert "FAILED: numerics,gradient,update,sleep,training" in lines[-1]
+
+
+def arguments(*words: str):
+    parser = ArgumentParser()
+    parser.add_argument("--json", nargs="?", const="-")
+    command.add_arguments(parser)
+    return parser.parse_args(words)
+
+
+def test_options_choose_the_checks_and_the_exit_code_is_theirs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    asked = []
+
+    def run_checks(names, given, *, variables):
+        asked.append((names, given, variables))
+        yield from (Outcome(name, name != "update", "fine", 1.0, "broken" * (name == "update")) for name in names)
+
+    monkeypatch.setattr(runner, "run_checks", run_checks)
+    words = ("--gpu", "--device", "cpu", "--architecture", "sd3", "--skip", "training", "--skip", "identity")
+    assert command.run(arguments(*words, "--skip", "update", "--json", str(tmp_path / "out.json"))) == 0
+    (names, given, variables) = asked[0]
+    assert names == ["numerics", "gradient", "sleep"] and variables == {"VERL_PLATFORM": "cpu"}
+    assert (given.architecture, given.num_devices) == ("sd3", 1) and not given.folder.exists()
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert [check["passed"] for check in written["checks"]] == [True] * 3 and written["device"] == "cpu"
+    capsys.readouterr()
+    assert command.run(arguments(*words)) == 1
+    assert "FAIL  update" in capsys.readouterr().out
+    assert asked[1][1].folder.exists(), "logs of failed checks stay"
+    asked[1][1].folder.rmdir()
+
+
+def test_without_an_accelerator_nothing_runs_unless_the_cpu_is_asked_for(capsys: pytest.CaptureFixture):
+    assert cli.main(["doctor", "--gpu"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == "" and "no accelerator that PyTorch can use" in captured.err
+    assert "--device cpu runs the same checks" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--architecture", "wan2.3"), "did you mean wan2.1?"),
+        (("--skip", "sleping"), "did you mean sleep?"),
+        (("--json", "no/such/folder/x"), "--json must be in a folder that is there"),
+    ],
+)
+def test_a_bad_option_is_told_before_a_check_runs(capsys: pytest.CaptureFixture, words: tuple[str, ...], said: str):
+    assert cli.main(["doctor", "--gpu", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("found", "devices"), [(0, 1), (1, 1), (2, 2), (3, 2), (4, 4), (6, 4), (7, 4), (8, 8), (9, 8), (16, 8)]
+)
+def test_the_quick_start_takes_all_devices_that_divide_its_prompts(found: int, devices: int):
+    assert override(found) == (f"trainer.n_gpus_per_node={devices}" if devices > 1 else "")

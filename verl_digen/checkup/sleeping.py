@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sleep gives the device's memory back, and waking brings back the memory and every number that no update replaces.
+
+A server of the architecture's tiny checkpoint sleeps and wakes as in a run. A tiny network's memory does not show what
+the allocator keeps, so larger weights do the same. A server on a CPU keeps its memory, so there they do it alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+from verl.plugin.platform import get_platform
+
+from verl_digen.checkup.outcome import CheckFailed
+from verl_digen.checkup.setting import Setting
+from verl_digen.config import DigenConfig
+from verl_digen.models.tiny import build_tiny
+from verl_digen.rollout.device_memory import DeviceMemory
+from verl_digen.rollout.server import DiffusersServer
+from verl_digen.weights.checksum import checksum
+from verl_digen.weights.own_device import own_device
+
+TOLERANCE = 0.02
+"""Share of the memory that may stay, or come back more or less."""
+TENSOR_MB = 64
+"""Large enough that a CPU's allocator gives the memory back to the system at once."""
+
+
+def check_sleeping(setting: Setting) -> str:
+    """Let a server and larger weights sleep and wake.
+
+    Raises:
+        CheckFailed: memory stayed or did not come back, or numbers changed.
+    """
+    device = own_device(get_platform().device_name)
+    figure = sleep_and_wake(setting.asleep_mb, device)
+    if device.type != "cpu":
+        asyncio.run(_server_sleeps(setting))
+    return figure
+
+
+def sleep_and_wake(size_mb: int, device: torch.device) -> str:
+    """Free and restore weights of `size_mb` MiB, half of which an update replaces -> figure."""
+    platform, start = get_platform(), _held_bytes()
+    kept, replaced = (_weights(size_mb // 2, device) for _ in range(2))
+    before, awake = checksum(kept.parameters()), _held_bytes()
+    memory = DeviceMemory([kept, replaced], device)
+
+    began_s = time.perf_counter()
+    memory.release(replaced=replaced.parameters)
+    platform.synchronize()
+    platform.empty_cache()
+    slept_s = time.perf_counter()
+    # on a CPU the copies lie in the same memory
+    copies = memory.num_bytes_copied_out if device.type == "cpu" else 0
+    _compare("asleep", _held_bytes() - start - copies, 0, awake - start)
+
+    woke_s = time.perf_counter()
+    memory.restore()
+    platform.synchronize()
+    ended_s = time.perf_counter()
+    for parameter in replaced.parameters():
+        parameter.data.fill_(1.0)  # as an update does; a CPU's memory is there once it is written
+    back = _held_bytes() - start - copies
+    _compare("awake again", back, awake - start, awake - start)
+    if checksum(kept.parameters()) != before:
+        raise CheckFailed("weights that no update replaces have other numbers after sleep and wake")
+    return (
+        f"{size_mb} MiB asleep in {slept_s - began_s:.2f} s and back in {ended_s - woke_s:.2f} s, "
+        f"{abs(back / (awake - start) - 1):.1%} off"
+    )
+
+
+async def _server_sleeps(setting: Setting) -> None:
+    """Let a replica's server sleep and wake: transformer, text encoders and VAE."""
+    start = _allocated_bytes()
+    path = build_tiny(setting.architecture, setting.folder / "checkpoint")
+    model = SimpleNamespace(local_path=path, lora_rank=0, digen=DigenConfig(), adapter_config=lambda: None)
+    server = DiffusersServer(SimpleNamespace(dtype="bfloat16"), model, num_threads=0)
+    own = _allocated_bytes() - start
+    await server.sleep()
+    _compare("of a sleeping server", _allocated_bytes() - start, 0, own)
+    await server.wake_up()
+    _compare("of a server that woke", _allocated_bytes() - start, own, own)
+
+
+def _compare(when: str, found: int, expected: int, own: int) -> None:
+    if abs(found - expected) > TOLERANCE * own:
+        raise CheckFailed(
+            f"device memory {when}: {found / 1e6:.1f} MB where {expected / 1e6:.1f} MB were due; {TOLERANCE:.0%} of "
+            f"{own / 1e6:.1f} MB are tolerated"
+        )
+
+
+def _held_bytes() -> int:
+    """Device memory that this process keeps from others."""
+    return get_platform().device_module.memory_reserved()
+
+
+def _allocated_bytes() -> int:
+    return get_platform().device_module.memory_allocated()
+
+
+def _weights(size_mb: int, device: torch.device) -> nn.Module:
+    count, numel = max(1, size_mb // TENSOR_MB), (TENSOR_MB << 20) // torch.float32.itemsize
+    tensors = [torch.full((numel,), float(number), device=device) for number in range(count)]
+    return nn.ParameterList([nn.Parameter(tensor, requires_grad=False) for tensor in tensors])
