@@ -12,8 +12,16 @@ from verl_digen.store.partitions import VAL
 from verl_digen.store.prompts import Listing, PromptStatus, list_partition, publish_status, submit_prompts, to_listing
 from verl_digen.store.samples import clear, from_batch, put_tags, to_batch
 from verl_digen.store.tags import from_entry, to_entry
+from verl_digen.types import RewardCall
 
-TAG = make_tag(0.5, version=3, experts=(0, 1), parts={"a": 0.5}, num_steps=2)
+TAG = make_tag(
+    0.5,
+    version=3,
+    experts=(0, 1),
+    parts={"a": 0.5},
+    num_steps=2,
+    calls=(RewardCall("a", 1.0, 2.0, 8, 3, (("retries", 1),)),),
+)
 
 
 def test_a_tag_survives_the_way_through_verls_mapping():

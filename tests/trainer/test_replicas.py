@@ -16,7 +16,7 @@ from verl.workers.rollout.replica import RolloutMode
 from tests.trainer.mortal import Balancer, Process
 from verl_digen.errors import RunStopped
 from verl_digen.schedulers.deadlines import DeadlinesConfig
-from verl_digen.trainer.replicas import replica_metrics, update_living_replicas
+from verl_digen.trainer.replicas import replica_metrics, tell_living_replicas
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +26,7 @@ SHORT_DEADLINES = DeadlinesConfig(answer_s=3.0, blip_s=0.5)
 
 
 class Managers:
-    """The parts of verl's checkpoint manager and server manager that `update_living_replicas` uses."""
+    """The parts of verl's checkpoint manager and server manager that `tell_living_replicas` uses."""
 
     def __init__(self, balancer, processes, mode=RolloutMode.STANDALONE):
         self.replicas = [
@@ -110,7 +110,7 @@ def kill(process):
 
 
 def update(managers, version, kill=None, deadlines=DEADLINES):
-    update_living_replicas(managers, managers, lambda: managers.update(version, kill), deadlines, asyncio.run)
+    tell_living_replicas(managers, managers, lambda: managers.update(version, kill), deadlines, asyncio.run)
     ours = [process for replica in managers.replicas for process in processes(replica)]
     assert set(ray.get([process.version_now.remote() for process in ours])) == {version}
     return [replica.server_address for replica in managers.replicas]
@@ -134,14 +134,14 @@ def test_when_a_replica_dies_in_an_update_the_others_get_it_again(start, part):
 def test_the_workers_of_a_colocated_replica_are_the_trainers_ranks_and_say_nothing_about_it(start):
     managers = start(1, mode=RolloutMode.HYBRID)
     kill(managers.replicas[0].workers[0])
-    update_living_replicas(managers, managers, lambda: None, DEADLINES, asyncio.run)
+    tell_living_replicas(managers, managers, lambda: None, DEADLINES, asyncio.run)
     assert len(managers.replicas) == 1
 
 
 def test_an_update_that_fails_while_all_replicas_live_is_an_error(start):
     managers = start(1)
     with pytest.raises(RayActorError):
-        update_living_replicas(managers, managers, raise_dead, DEADLINES, asyncio.run)
+        tell_living_replicas(managers, managers, raise_dead, DEADLINES, asyncio.run)
 
 
 def raise_dead():

@@ -6,9 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.tags import make_tag
 from verl_digen.observe.timeline import Lane, Recorder, TimelineFile, read_timeline
 from verl_digen.trainer.base import DiffusionTrainer
 from verl_digen.trainer.disaggregated import DisaggregatedTrainer
+from verl_digen.types import RewardCall
 
 TRAINER = Lane("trainer", 0, "here", 2)
 
@@ -36,6 +38,7 @@ class Trainer(DisaggregatedTrainer, Work):
         self._num_devices = {"trainer": 2}
         self._timeline_file = TimelineFile(path, self._num_devices)
         self._previous_intervals = []
+        self._result, self._reward_names = SimpleNamespace(samples={}), ["ocr"]
         self.global_steps = 3
         self._step_began_s = self._recorder.now_s()
 
@@ -55,6 +58,14 @@ def test_a_checkpoint_is_work_of_the_trainers_lane_in_its_step(path):
     trainer._close_timeline()
     assert seen(path) == [("step", "driver/0", 3), ("save", "trainer/0", 3)]
     assert trainer._timeline_metrics["perf/busy_s/trainer/save"] == 2 * 1.0, "two devices, one tick"
+
+
+def test_calls_of_rewards_are_written_with_the_step_whose_samples_they_scored(path):
+    trainer = Trainer(path)
+    call = RewardCall("ocr", 0.0, 0.5, num_samples=8, num_queued=0)
+    trainer._result = SimpleNamespace(samples={f"p0_{index}_2": make_tag(calls=(call,)) for index in range(8)})
+    trainer._close_timeline()
+    assert sorted(seen(path)) == [("score", "reward/1", 3), ("step", "driver/0", 3)]
 
 
 def test_a_checkpoint_that_fails_leaves_its_interval(path):

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures and videos to TensorBoard, as the files they are: PNG is shown, GIF is played.
+"""Pictures, videos and distributions to TensorBoard. Pictures as the files they are: PNG is shown, GIF is played.
 
 Invariant (tests/observe/test_images.py): what TensorBoard reads is the file, byte for byte.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image
 from tensorboard.compat.proto import summary_pb2
 from torch.utils.tensorboard import SummaryWriter
@@ -35,3 +36,10 @@ def log_pictures(folder: Path, step: int, pictures: Mapping[str, Path]) -> None:
         values.append(Summary.Value(tag=tag, image=picture))
     with SummaryWriter(str(folder)) as writer:
         writer._get_file_writer().add_summary(Summary(value=values), step)
+
+
+def log_histograms(folder: Path, step: int, values: Mapping[str, Sequence[float]]) -> None:
+    """Write the distributions of `values`, by tag, for optimizer step `step`. `folder` as in `log_pictures`."""
+    with SummaryWriter(str(folder)) as writer:
+        for tag, numbers in values.items():
+            writer.add_histogram(tag, np.array(numbers), step)

@@ -5,12 +5,26 @@
 | --- | --- | --- |
 | `reward/mean`, `_std`, `_min`, `_max` | reward | over the samples of the logical batch |
 | `reward/NAME` | reward | mean of one reward function, or of one of its details |
+| `reward_calls/NAME_count` | calls | of one reward, for the samples of the batch |
+| `reward_calls/NAME_s` | s | mean duration of a call |
+| `reward_calls/NAME_samples` | samples | mean size of a call |
+| `reward_calls/NAME_queued_max_samples` | samples | that waited in the same process when a call began |
+| `reward_calls/NAME_retries`, `_breaker_openings`, `_cache_hits` | events | of a reward that asks a server |
 | `reward/zero_spread_groups` | groups | groups whose samples all scored the same: they carry no gradient |
 | `actor/grad_norm` | | of the committed gradient, before it is clipped |
 | `actor/grad_projection` | | a fixed ±1 projection of it: tells directions apart, see `engine.gradients.projection` |
+| `actor/grad_rms`, `actor/grad_rms_to_eps` | | root mean square of the clipped gradient's entries; over Adam's eps |
+| `actor/eps_bound_share` | share | of trained parameters whose step Adam's eps holds back |
+| `actor/loss_scale` | | of training in fp16, see `engine.loss_scale` |
+| `actor/ratio_above_fraction`, `_below_` | share | of rows with a ratio above, below 1; neither counts exact 1 |
+| `actor/ratio_sign_positive`, `_negative` | -1 to 1 | mean sign of log-ratios of rows with that sign of the advantage |
+| `advantage/positive_fraction`, `_negative_` | share | of rows |
+| `advantage/num_nonzero` | samples | of an optimizer step, with a gradient |
+| `advantage/effective_samples` | samples | (sum of abs A)^2 / sum of A^2: as many of equal weight |
 | `advantage/abs_mean`, `_max` | | of the advantages, before they are clamped |
 | `rollout/version_age_max_versions` | versions | between the generating and the trained weights; 0 in strict mode |
 | `rollout/log_prob_gap_max`, `_mean` | nats | the trainer's log-probs against those recorded at generation |
+| `rollout/ratio_above_fraction`, `_below_` | share | of rows whose log-prob is above, below the recorded one |
 | `rollout/ratio`, `rollout/ratio_deviation_max` | | the same as a ratio: 1 and 0 if both compute alike |
 | `perf/images_per_s`, `..._per_device` | 1/s | samples of the step over its whole time; over all devices |
 | `perf/step_s` | s | the whole step, checkpoint excluded |
@@ -29,7 +43,7 @@ from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from verl_digen.types import SampleTag  # imports torch, which the timeline's commands do without
+    from verl_digen.types import RewardCall, SampleTag  # imports torch, which the timeline's commands do without
 
 
 def union_s(intervals: Iterable[tuple[float, float]]) -> float:
@@ -60,6 +74,27 @@ def reward_metrics(tags: Sequence[SampleTag], groups: Sequence[str]) -> dict[str
     }
 
 
+def call_metrics(tags: Sequence[SampleTag]) -> dict[str, float]:
+    """`reward_calls/*` of a batch. Samples of one call share it."""
+    calls: dict[str, set[RewardCall]] = defaultdict(set)
+    for tag in tags:
+        for call in tag.calls:
+            calls[call.reward].add(call)
+    found: dict[str, float] = {}
+    for name, made in sorted(calls.items()):
+        found |= {
+            f"reward_calls/{name}_count": float(len(made)),
+            f"reward_calls/{name}_s": fmean(call.end_s - call.start_s for call in made),
+            f"reward_calls/{name}_samples": fmean(call.num_samples for call in made),
+            f"reward_calls/{name}_queued_max_samples": float(max(call.num_queued for call in made)),
+        }
+        counts: Counter[str] = Counter()
+        for call in made:
+            counts.update(dict(call.counts))
+        found |= {f"reward_calls/{name}_{what}": float(number) for what, number in sorted(counts.items())}
+    return found
+
+
 def staleness_metrics(tags: Sequence[SampleTag], trained_version: int) -> dict[str, float]:
     """Number of versions by which samples are older than the weights they train: maximum, mean and histogram."""
     ages = [trained_version - tag.version for tag in tags]
@@ -81,7 +116,12 @@ def training_metrics(outputs: Mapping[str, float]) -> dict[str, float]:
         section, _, rest = name.partition("_")
         return f"{section}/{rest}" if section in PREFIXES else f"actor/{name}"
 
-    return {key(name): float(value) for name, value in outputs.items()}
+    found = {key(name): float(value) for name, value in outputs.items()}
+    for sign in ("positive", "negative"):
+        share = found.get(f"advantage/{sign}_fraction")
+        if share:  # a sum over rows of this sign, per row of the batch -> their mean
+            found[f"actor/ratio_sign_{sign}"] /= share
+    return found
 
 
 def perf_metrics(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Key of a sample's row in TransferQueue: `UID_INDEX_VERSION`.
+"""Ids of training groups, and the key of a sample's row in TransferQueue: `UID_INDEX_VERSION`.
 
-The weight version is part of it, so that a sample which is generated again under newer weights never meets the
+The weight version is part of the key, so that a sample which is generated again under newer weights never meets the
 remains of its first attempt.
 """
 
@@ -34,3 +34,13 @@ def parse_key(key: str) -> SampleName:
     """Inverse of `SampleName.key`."""
     uid, sample_index, version = key.rsplit("_", 2)
     return SampleName(uid, int(sample_index), int(version))
+
+
+def group_uid(number: int) -> str:
+    """Id of the training group with the run's prompt `number`."""
+    return f"p{number:08d}"
+
+
+def group_number(uid: str) -> int:
+    """Inverse of `group_uid`."""
+    return int(uid.removeprefix("p"))

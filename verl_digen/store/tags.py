@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from verl_digen.types import Geometry, SampleTag, Sampling
+from verl_digen.types import Geometry, RewardCall, SampleTag, Sampling
 
 TAG = "digen"
 """Name of the sample's own facts, beside verl's."""
@@ -29,7 +29,12 @@ def to_entry(tag: SampleTag, step: int) -> dict[str, Any]:
         "global_steps": step,
         "min_global_steps": tag.version,
         "max_global_steps": tag.last_version,
-        TAG: {**vars(tag), "parts": dict(tag.parts), "sampling": asdict(tag.sampling)},
+        TAG: {
+            **vars(tag),
+            "parts": dict(tag.parts),
+            "sampling": asdict(tag.sampling),
+            "calls": [asdict(call) for call in tag.calls],
+        },
     }
 
 
@@ -42,9 +47,15 @@ def from_entry(entry: Mapping[str, Any]) -> SampleTag:
             "experts": tuple(facts["experts"]),
             "generated": tuple(facts["generated"]),
             "scored": tuple(facts["scored"]),
+            "calls": tuple(_call(call) for call in facts["calls"]),
             "sampling": Sampling(**{**facts["sampling"], "geometry": Geometry(**facts["sampling"]["geometry"])}),
         }
     )
+
+
+def _call(facts: Mapping[str, Any]) -> RewardCall:
+    """Read a call; transport makes lists of tuples."""
+    return RewardCall(**{**facts, "counts": tuple((name, number) for name, number in facts["counts"])})
 
 
 def is_sample(entry: Mapping[str, Any]) -> bool:

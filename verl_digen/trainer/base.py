@@ -19,7 +19,7 @@ import logging
 import os
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -31,19 +31,23 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.debug import marked_timer
 
 from verl_digen.agent_loop.server_manager import AsyncDiffusionServerManager
-from verl_digen.algorithms.objectives import find_objective
+from verl_digen.algorithms.objectives import clips_recorded, find_objective
 from verl_digen.config import digen_config
 from verl_digen.data.rows import prompt_rows
+from verl_digen.data.splits import name_splits
 from verl_digen.engine.copies import AVERAGE, CURRENT
 from verl_digen.engine.worker import DiffusionWorker
 from verl_digen.errors import DeadlineMissed, RunStopped, plain
 from verl_digen.observe.metrics import training_metrics
 from verl_digen.observe.metrics_file import MetricsFile
+from verl_digen.observe.numerics import FirstSteps
 from verl_digen.observe.progress import progress_line
 from verl_digen.patches import verl_master_port
 from verl_digen.platforms.placement import TypedPools, check_placement
+from verl_digen.pool_sizes import has_reward_model
 from verl_digen.reward.manager import DiffusionRewardLoopManager
 from verl_digen.schedulers.deadlines import Bound
+from verl_digen.store.keys import group_uid
 from verl_digen.store.partitions import TRAIN
 from verl_digen.store.samples import to_batch
 from verl_digen.trainer.agreement import check_log_prob_gap
@@ -55,24 +59,30 @@ from verl_digen.trainer.checkpoint import (
     save_driver_state,
 )
 from verl_digen.trainer.loop_thread import LoopThread, within
+from verl_digen.trainer.nodes import fetch_on_all_nodes
 from verl_digen.trainer.ranks import TrainerRanks
 from verl_digen.trainer.replicas import (
     end_processes,
     replica_device,
     replica_metrics,
     silent_replicas,
-    update_living_replicas,
+    tell_living_replicas,
 )
 from verl_digen.trainer.restarts import Restarts
 from verl_digen.trainer.step_result import StepResult, StepTimes, result_metrics, utilisation
 from verl_digen.trainer.supervision import Supervision
+from verl_digen.trainer.training_pictures import TrainingPictures
 from verl_digen.trainer.utilisation import PoolDevices
 from verl_digen.trainer.validation import allow_no_prompts
 from verl_digen.trainer.validation_run import Validation
+from verl_digen.trainer.watch import RewardWatch
 from verl_digen.types import PromptRow
 
+REWARD_POOL = "reward_pool"
+"""verl's name of the pool of `reward.reward_model`."""
+
 logger = logging.getLogger(__name__)
-logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
+logging.getLogger("verl_digen").setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 
 
 class DiffusionTrainer(PPOTrainerSync):
@@ -91,6 +101,7 @@ class DiffusionTrainer(PPOTrainerSync):
 
     def __init__(self, config: Any):
         allow_no_prompts(config)
+        name_splits(config)
         super().__init__(config)
         self.digen = digen_config(config)
         self.run_dir = Path(config.trainer.default_local_dir)
@@ -104,6 +115,7 @@ class DiffusionTrainer(PPOTrainerSync):
         os.environ.setdefault("TENSORBOARD_DIR", str(self.run_dir / "tensorboard"))
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self._metrics_file = MetricsFile(self.run_dir / "metrics.jsonl")
+        self._watch = RewardWatch(self.digen.reward, self.run_dir)
 
     # -- setting up ---------------------------------------------------------------------------------------
     def init(self) -> None:
@@ -119,8 +131,10 @@ class DiffusionTrainer(PPOTrainerSync):
         super()._init_resource_pool_mgr()
         for role in self.role_worker_mapping:
             self.role_worker_mapping[role] = ray.remote(DiffusionWorker)
+        spec = self.resource_pool_manager.resource_pool_spec
         self.resource_pool_manager = TypedPools(
-            self.resource_pool_manager.resource_pool_spec,
+            # the servers of a reward model have their devices by the time that verl counts what is free
+            {name: nodes for name, nodes in spec.items() if name != REWARD_POOL or not has_reward_model(self.config)},
             self.resource_pool_manager.mapping,
             accelerator=self.digen.placement.trainer_accelerator,
         )
@@ -135,15 +149,17 @@ class DiffusionTrainer(PPOTrainerSync):
             end_all=self._end_all,
         )
         check_placement(self.config, self.digen, is_disaggregated=not self._enable_hybrid_replicas)
+        if self._computes:
+            fetch_on_all_nodes(self.config, is_disaggregated=not self._enable_hybrid_replicas)
         # Ours first: its workers start while trainer ranks and replicas do. verl builds its own inside _setup, from a
-        # module global: let it build one without workers, and put ours in its place.
+        # module global: let it build one without workers and servers, and put ours in its place.
         reward_loop_manager = DiffusionRewardLoopManager(self.config)
-        reward = self.config.reward
-        num_reward_workers = reward.num_workers
+        reward, model = self.config.reward, self.config.reward.reward_model
+        num_reward_workers, has_reward_model = reward.num_workers, model.enable
         with open_dict(self.config):
-            reward.num_workers = 0
+            reward.num_workers, model.enable = 0, False
             super()._setup()
-            reward.num_workers = num_reward_workers
+            reward.num_workers, model.enable = num_reward_workers, has_reward_model
         self.reward_loop_manager = reward_loop_manager
         self.llm_server_manager = AsyncDiffusionServerManager.adopt(self.llm_server_manager)
         self._restarts = self._make_restarts()
@@ -155,6 +171,7 @@ class DiffusionTrainer(PPOTrainerSync):
             num_samples=self.config.actor_rollout_ref.rollout.val_kwargs.n,
             to_tensorboard="tensorboard" in self.config.trainer.logger,
         )
+        self._training_pictures = TrainingPictures.of_run(self.config, self.digen, self.run_dir)
 
     def _make_restarts(self) -> Restarts:
         """Make the object that restarts replicas; needs the first ones."""
@@ -180,6 +197,7 @@ class DiffusionTrainer(PPOTrainerSync):
         with self._supervision.ends_explained(self.run_dir):
             self._supervision.watch_processes(agent_loop_manager.agent_loop_workers)
             super().fit(agent_loop_manager)
+            self._training_pictures.finish()
 
     async def _end_silent_replicas(self) -> list[str]:
         silent = await silent_replicas(self.checkpoint_manager.replicas, self.digen.deadlines)
@@ -205,7 +223,7 @@ class DiffusionTrainer(PPOTrainerSync):
         """Draw verl's next batch, numbered so that noise and windows are equal in every run and after every resume."""
         first = self._num_prompts_drawn
         rows = [
-            replace(row, uid=f"p{first + number:08d}")
+            replace(row, uid=group_uid(first + number))
             for number, row in enumerate(prompt_rows(super()._fetch_one_gen_batch()))
         ]
         self._num_prompts_drawn += len(rows)
@@ -223,13 +241,13 @@ class DiffusionTrainer(PPOTrainerSync):
     def _update_replicas(self, update: Callable[[], Any]) -> None:
         """Have `update` send the newest weights to every living replica."""
         with self._supervision.watch("publish", "sending weights to the replicas"):
-            update_living_replicas(
-                self.checkpoint_manager,
-                self.llm_server_manager,
-                update,
-                self.digen.deadlines,
-                self._supervision.loop.run,
-            )
+            self._tell_replicas(update)
+
+    def _tell_replicas(self, tell: Callable[[], Any]) -> None:
+        """Have `tell` call every living replica; those that die meanwhile are left out."""
+        tell_living_replicas(
+            self.checkpoint_manager, self.llm_server_manager, tell, self.digen.deadlines, self._supervision.loop.run
+        )
 
     # -- one step -----------------------------------------------------------------------------------------
     def step(self, metrics: dict, timing_raw: dict) -> Any:
@@ -266,7 +284,10 @@ class DiffusionTrainer(PPOTrainerSync):
             "training/epoch": epoch,
         }
         metrics.update(found)
+        self._training_pictures.log(global_steps, self._result.samples, self._wandb)
         self._metrics_file.append(global_steps, metrics)
+        for remark in self._first_steps.observe(metrics):
+            logger.log(logging.WARNING if remark.is_warning else logging.INFO, "%s", remark.text)
         logger.info(
             progress_line(
                 metrics,
@@ -275,6 +296,17 @@ class DiffusionTrainer(PPOTrainerSync):
                 remaining_s=self._remaining_s(global_steps),
             )
         )
+
+    @cached_property
+    def _first_steps(self) -> FirstSteps:
+        digen = self.digen
+        is_recorded = clips_recorded(digen.loss_name, digen.loss_settings, digen.denominator)
+        return FirstSteps(digen.loss_settings.clip_widths, is_recorded=is_recorded)
+
+    @property
+    def _wandb(self) -> Any | None:
+        """The module `wandb` of verl's tracker; None if the run does not log there."""
+        return self.logger.logger.get("wandb")
 
     def _training_intervals(self) -> Sequence[tuple[float, float]] | None:
         """(start, end) of the engine's calls of the step, if they overlapped generation; else None."""
@@ -331,13 +363,29 @@ class DiffusionTrainer(PPOTrainerSync):
 
     def _validate(self) -> dict[str, float]:
         metrics = self._validation.run(
-            self.val_dataloader, self.agent_loop_manager.generate_sequences, step=self.global_steps
+            self.val_dataloader,
+            self.agent_loop_manager.generate_sequences,
+            step=self.global_steps,
+            wandb=self._wandb,
         )
+        metrics |= self._watch_rewards(metrics)
         if self._first_step is None:  # before the first step; later ones are part of their step's metrics
             self._metrics_file.append(self.global_steps, metrics)
         if self.global_steps >= self.total_training_steps:
             self._validation.finish_pictures()
         return metrics
+
+    def _watch_rewards(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Compare the gold rewards of a validation with the trained reward -> `hacking/*`; may end the run's loop."""
+        if not self.digen.reward.golds:
+            return {}
+        watched, stops = self._watch.observe(self.global_steps, metrics)
+        if self.digen.reward.stop_on_hacking:
+            with self._supervision.watch_files("keeping the checkpoint of the best validation"):
+                self.actor_rollout_wg.keep_checkpoints(self._watch.kept_checkpoints)
+        if stops:
+            self.total_training_steps = self.global_steps  # verl's loop ends after this step
+        return watched
 
     def _log_rollout_data(self, batch: Any, timing_raw: dict, rollout_data_dir: str) -> None:
         """Write prompts, rewards and seeds of a step as JSONL to `trainer.rollout_data_dir`."""
@@ -370,6 +418,7 @@ class DiffusionTrainer(PPOTrainerSync):
                 self.train_dataloader.state_dict(),
                 self._open_prompts(),
             )
+            self._watch.save(step_dir)
             publish(self.run_dir, self.global_steps)
         except DeadlineMissed:
             raise
@@ -397,4 +446,5 @@ class DiffusionTrainer(PPOTrainerSync):
                 step_dir = Path(self.config.trainer.resume_from_path)
             self._num_prompts_drawn = load_driver_state(step_dir).num_prompts_drawn
             self._drawn = load_open_prompts(step_dir)
+            self._watch.load(step_dir)
             logger.info("resumed from %s after %d steps", step_dir, self.global_steps)

@@ -5,6 +5,7 @@
     RUN_DIR/global_step_N/data.pt          data loader state
     RUN_DIR/global_step_N/digen.json       counters of the driver
     RUN_DIR/global_step_N/prompts.json     prompts that were drawn and not trained yet, in order
+    RUN_DIR/global_step_N/watch.json       the alarm for hacking, see `verl_digen.trainer.watch`
     RUN_DIR/latest_checkpointed_iteration.txt   the pointer, replaced last and at once
 
 Invariant (tests/trainer/test_checkpoint.py): whatever fails before the pointer is replaced, the pointer names a
@@ -79,7 +80,7 @@ def load_open_prompts(step_dir: Path) -> list[PromptRow]:
             f"a checkpoint must hold the prompts that were drawn and not trained, but {str(step_dir)!r} has no "
             "prompts.json; take another checkpoint, or start a new run with trainer.resume_mode=disable"
         )
-    return [PromptRow(**row) for row in json.loads(path.read_text())]
+    return [PromptRow(**row | {"images": tuple(row["images"])}) for row in json.loads(path.read_text())]
 
 
 def _plain(value: Any, place: str) -> Any:

@@ -38,10 +38,9 @@ from verl_digen.store.partitions import CONDITIONS, TRAIN
 from verl_digen.store.samples import clear, from_batch
 from verl_digen.trainer.base import DiffusionTrainer
 from verl_digen.trainer.replay_buffer import GroupReplayBuffer
-from verl_digen.trainer.replicas import forget_lost_replicas
 from verl_digen.trainer.restarts import start_colocated
 from verl_digen.trainer.step_result import StepResult
-from verl_digen.trainer.updates import batch_scale, fragment_samples, mini_batches, train_batch
+from verl_digen.trainer.updates import batch_scale, fragment_samples, group_rewards, mini_batches, train_batch
 from verl_digen.types import GroupTags, SampleTag
 
 logger = logging.getLogger(__name__)
@@ -70,7 +69,7 @@ class ColocatedTrainer(DiffusionTrainer):
         with marked_timer("gen", timing_raw):
             groups = self._generate()
         objective = find_objective(self.digen.loss_name)
-        samples = fragment_samples(groups, objective.select)
+        samples = fragment_samples(groups, objective.select, group_rewards(self.config, self.digen))
         self._ranks.compute_s = 0.0
         with marked_timer("update_actor", timing_raw), self._supervision.watch("train", "training the batch"):
             training = self._supervision.run(
@@ -127,11 +126,8 @@ class ColocatedTrainer(DiffusionTrainer):
 
     # -- replicas -----------------------------------------------------------------------------------------
     def on_sample_end(self) -> None:
-        forget_lost_replicas(
-            self.checkpoint_manager, self.llm_server_manager, self.digen.deadlines, self._supervision.loop.run
-        )
         with self._supervision.watch("load", "putting the replicas to sleep"):
-            super().on_sample_end()
+            self._tell_replicas(super().on_sample_end)
 
     def on_step_end(self) -> None:
         self._restart_lost_replicas()

@@ -30,7 +30,8 @@ from verl_digen.agent_loop.server_manager import AsyncDiffusionServerManager
 from verl_digen.algorithms.objectives import find_objective
 from verl_digen.config import DigenConfig
 from verl_digen.observe.timeline import Interval, Lane, Recorder, TimelineFile, step_metrics
-from verl_digen.pool_sizes import num_reward_devices
+from verl_digen.pool_sizes import num_data_parallel_ranks, num_reward_devices
+from verl_digen.reward.named import pool_entries
 from verl_digen.sampling.requests import condition_key, num_points
 from verl_digen.schedulers.durations import MeasuredDurations
 from verl_digen.schedulers.planner import BatchPlanner
@@ -40,12 +41,13 @@ from verl_digen.store.partitions import CONDITIONS, TRAIN
 from verl_digen.store.samples import clear
 from verl_digen.trainer.base import DiffusionTrainer
 from verl_digen.trainer.conductor import Conductor
-from verl_digen.trainer.lanes import Joining, Lanes
+from verl_digen.trainer.lanes import Joining, Lanes, call_intervals
 from verl_digen.trainer.pools import GeneratorPool, SlotHandle, TrainerPool
 from verl_digen.trainer.published import BatchOutcome
 from verl_digen.trainer.replicas import end_processes
 from verl_digen.trainer.restarts import start_standalone
 from verl_digen.trainer.step_result import StepResult
+from verl_digen.trainer.updates import group_rewards
 from verl_digen.types import PromptRow
 from verl_digen.weights.staged import StagedCheckpointManager
 
@@ -104,6 +106,7 @@ class DisaggregatedTrainer(DiffusionTrainer):
         self._condition_keys: set[str] = set()
         """Keys of published conditions that are not cleared yet."""
         self._previous_intervals: list[Interval] = []
+        self._reward_names = [entry.name for entry in pool_entries(self.digen.reward)]
         self._num_devices = self._device_counts()
         self._timeline_file = TimelineFile(self.run_dir / "timeline.jsonl", self._num_devices)
         self._timeline_file.keep_until(self.global_steps)
@@ -129,7 +132,7 @@ class DisaggregatedTrainer(DiffusionTrainer):
                 self.digen,
                 num_prompts=num_prompts,
                 group_size=rollout.n,
-                num_trainer_ranks=self._num_devices["trainer"],
+                num_trainer_ranks=num_data_parallel_ranks(self.config),
             ),
             MeasuredDurations(),
             first_batch=first_batch,
@@ -164,6 +167,7 @@ class DisaggregatedTrainer(DiffusionTrainer):
                 num_samples=num_samples,
                 num_rows=num_samples * num_points(self.digen),
                 select=find_objective(self.digen.loss_name).select,
+                rewards_of=group_rewards(self.config, self.digen),
             ),
             self._draw_prompts,
             slots_of=slots_of,
@@ -313,7 +317,9 @@ class DisaggregatedTrainer(DiffusionTrainer):
     def _close_timeline(self) -> None:
         """Write the step's intervals to disk, and keep the metrics made of them for the step's other metrics."""
         end_s = self._recorder.now_s()
-        intervals = self._write_intervals(Interval("step", self._driver, self.global_steps, self._step_began_s, end_s))
+        calls = call_intervals(self._result.samples, self._reward_names, self._driver.host, step=self.global_steps)
+        step = Interval("step", self._driver, self.global_steps, self._step_began_s, end_s)
+        intervals = self._write_intervals(step, *calls)
         self._timeline_metrics = step_metrics(
             [*self._previous_intervals, *intervals], self.global_steps, self._num_devices
         )

@@ -6,8 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from verl_digen.observe.timeline import Lane, Recorder, WaitReason
+from verl_digen.observe.timeline import Interval, Lane, Recorder, WaitReason
 from verl_digen.observe.timeline.recorder import OpenInterval
+from verl_digen.store.keys import parse_key
+from verl_digen.types import RewardCall, SampleTag
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,34 @@ class Joining:
     lane: Lane
     slots: Sequence[str]
     """New names, never used by a slot before."""
+
+
+def call_intervals(samples: Mapping[str, SampleTag], names: Sequence[str], host: str, *, step: int) -> list[Interval]:
+    """The calls of rewards that scored samples of a step, each once: samples of one call share it.
+
+    Args:
+        samples: key -> tag.
+        names: rewards with processes of their own; each has a lane without devices, from `reward/1` on.
+        host: where the lanes are drawn.
+    """
+    groups: dict[RewardCall, dict[str, None]] = {}
+    for key, tag in samples.items():
+        for call in tag.calls:
+            if call.reward in names:
+                groups.setdefault(call, {})[parse_key(key).uid] = None
+    return [
+        Interval(
+            "score",
+            Lane("reward", 1 + names.index(call.reward), host, 0),
+            step,
+            call.start_s,
+            max(call.start_s, call.end_s),
+            group_ids=tuple(uids),
+            num_samples=call.num_samples,
+            detail={"reward": call.reward, "num_queued": call.num_queued},
+        )
+        for call, uids in groups.items()
+    ]
 
 
 class IdleLanes:

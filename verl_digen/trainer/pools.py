@@ -8,6 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from zlib import crc32
 
 from ray.exceptions import RayActorError
 
@@ -20,7 +21,7 @@ from verl_digen.engine.fragment import FragmentSpec
 from verl_digen.errors import RunStopped
 from verl_digen.schedulers.types import Chunk, Fragment
 from verl_digen.trainer.ranks import TrainerRanks
-from verl_digen.trainer.updates import fragment_samples
+from verl_digen.trainer.updates import GroupRewards, fragment_samples, totals
 from verl_digen.types import GroupTags, PromptRow
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ class GeneratorPool:
     """Agent loop workers in front of replicas, and in front of the trainer's ranks when those assist.
 
     Args:
-        workers: handles of `DiffusionAgentLoopWorker`; a chunk stays with one of them.
+        workers: handles of `DiffusionAgentLoopWorker`; a group stays with one of them.
         trainer: verl's worker group of `DiffusionWorker`.
         end_replica: ends the processes of the replica with this address.
         condition_key: key of a prompt's conditions.
@@ -151,7 +152,8 @@ class GeneratorPool:
         return await self._worker(chunk).collect_chunk.remote(chunk.id)
 
     def _worker(self, chunk: Chunk) -> Any:
-        return self._workers[chunk.id % len(self._workers)]
+        """One worker has all chunks of a group: it collects the group for rewards that compare its samples."""
+        return self._workers[crc32(chunk.uid.encode()) % len(self._workers)]
 
 
 class TrainerPool:
@@ -161,17 +163,22 @@ class TrainerPool:
         num_samples: most samples of a logical batch.
         num_rows: planned rows of a logical batch.
         select: the objective's choice of samples.
+        rewards_of: what of a sample is its reward.
     """
 
-    def __init__(self, ranks: TrainerRanks, *, num_samples: int, num_rows: int, select: Select):
-        self._ranks, self._num_samples, self._num_rows, self._select = ranks, num_samples, num_rows, select
+    def __init__(
+        self, ranks: TrainerRanks, *, num_samples: int, num_rows: int, select: Select, rewards_of: GroupRewards = totals
+    ):
+        self._ranks, self._num_samples, self._num_rows = ranks, num_samples, num_rows
+        self._select, self._rewards_of = select, rewards_of
 
     async def begin(self) -> None:
         self._ranks.compute_s = 0.0
         await self._ranks.begin(self._num_samples, self._num_rows)
 
     async def accumulate(self, fragment: Fragment, groups: Mapping[str, GroupTags]) -> None:
-        await self._ranks.accumulate(FragmentSpec(f"f{fragment.id}", fragment_samples(groups, self._select)))
+        samples = fragment_samples(groups, self._select, self._rewards_of)
+        await self._ranks.accumulate(FragmentSpec(f"f{fragment.id}", samples))
 
     async def commit(self) -> dict[str, float]:
         return numbers(await self._ranks.commit())

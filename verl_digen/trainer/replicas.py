@@ -37,25 +37,26 @@ logger = logging.getLogger(__name__)
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
 
-def update_living_replicas(
-    checkpoint_manager: Any, server_manager: Any, update: Callable[[], Any], deadlines: DeadlinesConfig, run: Run
+def tell_living_replicas(
+    checkpoint_manager: Any, server_manager: Any, tell: Callable[[], Any], deadlines: DeadlinesConfig, run: Run
 ) -> None:
-    """Have `update` send weights to the replicas; whenever one dies meanwhile, retry with the remaining ones. A replica
-    that is unreachable for a moment has missed its part of the transfer, which the others wait for: it is killed.
+    """Have `tell` send weights to the replicas, or put them to sleep; whenever one dies meanwhile, retry with the
+    remaining ones. A replica that is unreachable for a moment has missed its part, which in a transfer the others wait
+    for: it is killed.
 
     Raises:
-        RunStopped: no replica is left. Any exception of `update` while all of them are alive.
+        RunStopped: no replica is left. Any exception of `tell` while all of them are alive.
     """
     forget_lost_replicas(checkpoint_manager, server_manager, deadlines, run)
     while True:
         try:
-            update()
+            tell()
         except RayError as error:
             if isinstance(error, ActorUnavailableError) and not _end_replica_of(error, checkpoint_manager.replicas):
                 raise  # a trainer rank: the others wait for it in the transfer that it missed
             if not forget_lost_replicas(checkpoint_manager, server_manager, deadlines, run):
                 raise
-            logger.warning("sending weights again, to the replicas that are left, after: %s", describe(error))
+            logger.warning("the replicas that are left are called again, after: %s", describe(error))
         else:
             forget_lost_replicas(checkpoint_manager, server_manager, deadlines, run)
             return

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from verl_digen.observe.metrics import perf_metrics, reward_metrics, staleness_metrics, training_metrics
+from verl_digen.observe.metrics import call_metrics, perf_metrics, reward_metrics, staleness_metrics, training_metrics
 from verl_digen.store.keys import parse_key
 from verl_digen.trainer.utilisation import PoolDevices, step_utilisation
 from verl_digen.types import SampleTag
@@ -64,6 +64,7 @@ def result_metrics(result: StepResult, times: StepTimes, *, num_devices: int, tr
         **training_metrics(result.training),
         **result.facts,
         **reward_metrics(result.tags, result.groups),
+        **call_metrics(result.tags),
         **staleness_metrics(result.tags, trained_version=trained_version),
         **perf_metrics(
             result.tags,

@@ -13,38 +13,69 @@ Invariant (tests/engine/test_updates.py): with one mini-batch and one epoch this
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
+from omegaconf import DictConfig
 
-from verl_digen.algorithms.advantages import advantage_scale
+from verl_digen.algorithms.advantages import advantage_scale, combined_advantages
 from verl_digen.algorithms.metric import combine_updates, numbers
 from verl_digen.algorithms.objectives import Denominator, Select
-from verl_digen.config import AdvantageConfig
+from verl_digen.config import AdvantageConfig, DigenConfig
 from verl_digen.engine.fragment import FragmentSample, FragmentSpec
 from verl_digen.engine.ledger import BATCH_SCALES
+from verl_digen.reward.layout import has_custom
 from verl_digen.store.keys import SampleName
 from verl_digen.trainer.ranks import TrainerRanks
-from verl_digen.types import GroupTags
+from verl_digen.types import GroupTags, SampleTag
+
+GroupRewards = Callable[[Sequence[SampleTag]], Sequence[float]]
+"""Tags of a group's samples -> the rewards that advantages are made of."""
 
 
-def fragment_samples(groups: Mapping[str, GroupTags], select: Select) -> tuple[FragmentSample, ...]:
+def totals(tags: Sequence[SampleTag]) -> Sequence[float]:
+    """`GroupRewards` of one reward per sample."""
+    return [tag.reward for tag in tags]
+
+
+def group_rewards(config: DictConfig, digen: DigenConfig) -> GroupRewards:
+    """`GroupRewards` of a run: the samples' rewards, or with `digen.reward.combine=gdpo` what GDPO makes of their
+    parts."""
+    if digen.reward.combine != "gdpo":
+        return totals
+    weights = digen.reward.weights(has_custom=has_custom(config))
+    trained = {name: weight for name, weight in weights.items() if weight != 0}
+    ddof, eps = digen.advantage.ddof, digen.advantage.eps
+
+    def of_group(tags: Sequence[SampleTag]) -> Sequence[float]:
+        scored = {name: weight for name, weight in trained.items() if name in tags[0].parts}  # by the group's source
+        parts = {name: [tag.parts[name] for tag in tags] for name in scored}
+        return combined_advantages(parts, scored, ddof=ddof, eps=eps)
+
+    return of_group
+
+
+def fragment_samples(
+    groups: Mapping[str, GroupTags], select: Select, rewards_of: GroupRewards = totals
+) -> tuple[FragmentSample, ...]:
     """Describe complete groups for the ranks.
 
     Args:
         groups: uid -> sample index -> tag.
+        rewards_of: what of a sample is its reward.
         select: the objective's choice. A sample that is not chosen has no rows; its reward counts for its group.
     """
     samples = []
     for uid, tags in groups.items():
         ordered = sorted(tags.items())
-        chosen = {*select([tag.reward for _, tag in ordered])}
+        rewards = rewards_of([tag for _, tag in ordered])
+        chosen = {*select(rewards)}
         samples += [
             FragmentSample(
                 key=SampleName.of(uid, index, tag).key,
                 uid=uid,
                 sample_index=index,
-                reward=tag.reward,
+                reward=rewards[position],
                 num_steps=tag.num_steps if position in chosen else 0,
                 sampling=tag.sampling,
                 condition_key=tag.condition_key,

@@ -60,16 +60,22 @@ def draw_pictures(
     Args:
         to_tensorboard: also send the grid and the videos there.
     """
-    first_samples = {name.uid: tag for name, tag in _by_name(tags) if name.sample_index == 0}
-    shown = []
-    for index in range(num_logged):
-        uid = validation_uid(index)
-        tag = first_samples.get(uid)
-        if tag is not None:
-            shown.append({"uid": uid, "prompt": tag.prompt, "reward": tag.reward})
+    samples = shown_samples(run_dir, step, tags, num_logged)
+    shown = [{"uid": uid, "prompt": entry.prompt, "reward": entry.reward} for uid, entry in samples.items()]
     if not shown:
         return None
     return ray.remote(num_cpus=0)(_draw).remote(run_dir, step, shown, to_tensorboard)
+
+
+def shown_samples(run_dir: Path, step: int, tags: Mapping[str, SampleTag], num_logged: int) -> dict[str, Shown]:
+    """Group id -> picture of the first sample, of the first `num_logged` validation prompts."""
+    first_samples = {name.uid: tag for name, tag in _by_name(tags) if name.sample_index == 0}
+    uids = [validation_uid(index) for index in range(num_logged)]
+    return {
+        uid: Shown(image_path(run_dir, step, uid), first_samples[uid].prompt, first_samples[uid].reward)
+        for uid in uids
+        if uid in first_samples
+    }
 
 
 def _by_name(tags: Mapping[str, SampleTag]) -> list[tuple[SampleName, SampleTag]]:

@@ -17,12 +17,13 @@ from verl.utils import tensordict_utils as tu
 from verl_digen.config import DigenConfig
 from verl_digen.data.rows import ROW, prompt_batch
 from verl_digen.errors import RunStopped
+from verl_digen.observe.wandb_media import log_to_wandb
 from verl_digen.store.partitions import VAL
 from verl_digen.store.prompts import list_partition, submit_prompts
 from verl_digen.store.samples import clear
 from verl_digen.trainer.replay_buffer import POLL_INTERVAL_S
 from verl_digen.trainer.supervision import Supervision
-from verl_digen.trainer.validation import draw_pictures, validation_metrics, validation_uid
+from verl_digen.trainer.validation import draw_pictures, shown_samples, validation_metrics, validation_uid
 from verl_digen.types import SampleTag
 
 logger = logging.getLogger(__name__)
@@ -53,13 +54,19 @@ class Validation:
         self._pictures: Any = None
 
     def run(
-        self, loader: Iterable[Mapping[str, Any]], generate: Callable[[TensorDict], Any], *, step: int
+        self,
+        loader: Iterable[Mapping[str, Any]],
+        generate: Callable[[TensorDict], Any],
+        *,
+        step: int,
+        wandb: Any | None = None,
     ) -> dict[str, float]:
         """Validate -> `val/*`. Pictures are drawn in the background, see `finish_pictures`.
 
         Args:
             loader: batches of validation prompts.
             generate: hands a batch to the agent loops.
+            wandb: the module, if the run logs there.
 
         Raises:
             RunStopped: every prompt of a batch failed.
@@ -84,6 +91,9 @@ class Validation:
         self._pictures = draw_pictures(
             self._run_dir, step, tags, self._digen.num_logged_images, to_tensorboard=self._to_tensorboard
         )
+        if wandb is not None:
+            shown = shown_samples(self._run_dir, step, tags, self._digen.num_logged_images)
+            log_to_wandb(wandb, step, {"val/pictures": list(shown.values())}, {})
         metrics = validation_metrics(tags, num_samples)
         logger.info("validation after %d steps: reward %.4f over %d pictures", step, metrics["val/reward"], len(tags))
         return metrics

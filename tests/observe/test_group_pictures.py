@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures of training groups: which files there are, which are shown, and what W&B is given."""
+
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.tags import make_tag
+from verl_digen.config import DigenConfig
+from verl_digen.observe.group_pictures import GroupPictures, best_and_worst, group_dir, is_group_logged, sample_path
+from verl_digen.observe.images import Shown, save_pixels
+from verl_digen.observe.wandb_media import log_to_wandb
+
+UID = "p00000072"
+
+
+def picture(value: int, frames: int = 0) -> torch.Tensor:
+    return torch.full((*((frames,) if frames else ()), 4, 4, 3), value, dtype=torch.uint8)
+
+
+def files(run_dir, step=10) -> list[str]:
+    return sorted(path.name for path in group_dir(run_dir, step).iterdir())
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_files_are_the_best_and_the_worst_in_whatever_order(tmp_path, seed):
+    rng = random.Random(seed)
+    rewards = [rng.choice((0.1, 0.2, 0.3, 0.4)) for _ in range(rng.randint(1, 8))]
+    pictures, order = GroupPictures(tmp_path), rng.sample(range(len(rewards)), len(rewards))
+    for index in order:
+        pictures.offer(10, UID, index, rewards[index], picture(index))
+        assert len(files(tmp_path)) <= 2
+    held = [int(name.removesuffix(".png").rpartition("-")[2]) for name in files(tmp_path)]
+    assert {rewards[index] for index in held} == {min(rewards), max(rewards)}
+    assert len(held) == len({min(rewards), max(rewards)})
+    for index in held:
+        assert (np.array(Image.open(sample_path(tmp_path, 10, UID, index))) == index).all()
+    tags = {index: make_tag(reward) for index, reward in enumerate(rewards)}
+    assert [entry.reward for entry in best_and_worst(tmp_path, 10, {UID: tags})] == [max(rewards), min(rewards)]
+
+
+def test_a_sample_that_is_generated_again_replaces_its_picture(tmp_path):
+    pictures = GroupPictures(tmp_path)
+    for index, reward, value in ((0, 0.5, 1), (1, 0.9, 2), (1, 0.7, 3), (1, 0.5, 4)):
+        pictures.offer(10, UID, index, reward, picture(value))
+    assert files(tmp_path) == [f"{UID}-000.png"]
+    pictures.offer(10, UID, 0, 0.4, picture(5))
+    assert (np.array(Image.open(sample_path(tmp_path, 10, UID, 0))) == 5).all()
+
+
+def test_a_group_does_not_take_over_the_files_of_a_run_before_a_resume(tmp_path):
+    GroupPictures(tmp_path).offer(10, UID, 7, 0.5, picture(1))
+    GroupPictures(tmp_path).offer(10, UID, 0, 0.5, picture(1))
+    assert files(tmp_path) == [f"{UID}-000.png"]
+
+
+def test_videos_that_are_neither_best_nor_worst_leave_no_file(tmp_path):
+    pictures = GroupPictures(tmp_path)
+    for index, reward in enumerate((0.5, 0.6, 0.7)):
+        pictures.offer(10, UID, index, reward, picture(1, frames=3))
+    assert files(tmp_path) == [f"{UID}-{index:03d}.{end}" for index in (0, 2) for end in ("gif", "png")]
+
+
+def test_groups_of_old_steps_are_forgotten(tmp_path):
+    pictures = GroupPictures(tmp_path)
+    for step in range(1, 20):
+        pictures.offer(step, f"p{step:08d}", 0, 0.5, picture(1))
+        assert len(pictures._held) <= 2
+
+
+def test_a_trained_best_whose_file_is_gone_is_left_out(tmp_path):
+    save_pixels(picture(1), sample_path(tmp_path, 10, UID, 0))
+    tags = {0: make_tag(0.1), 1: make_tag(0.9)}
+    assert [(entry.prompt, entry.reward) for entry in best_and_worst(tmp_path, 10, {UID: tags})] == [
+        ("worst of 2: a cat", 0.1)
+    ]
+
+
+def test_the_first_groups_of_every_so_many_steps_are_shown():
+    digen = DigenConfig(num_logged_groups=2, logged_groups_every=5)
+    shown = [
+        (step, number)
+        for step in range(1, 11)
+        for number in range(8 * (step - 1), 8 * step)
+        if is_group_logged(digen, step=step, number=number, num_prompts=8)
+    ]
+    assert shown == [(5, 32), (5, 33), (10, 72), (10, 73)]
+
+
+def test_wandb_gets_each_picture_with_its_caption_videos_and_histograms_in_one_call(tmp_path):
+    calls = []
+    wandb = SimpleNamespace(
+        Image=lambda path, caption: ("image", path, caption),
+        Video=lambda path, caption, format: ("video", path, caption, format),
+        Histogram=lambda values: ("histogram", values),
+        log=lambda data, step: calls.append((data, step)),
+    )
+    save_pixels(picture(1), tmp_path / "a.png")
+    save_pixels(picture(1, frames=2), tmp_path / "b.png")
+    shown = [Shown(tmp_path / "a.png", "a cat", 0.5), Shown(tmp_path / "b.png", "a dog", 1 / 3)]
+    log_to_wandb(wandb, 10, {"train": shown, "none": []}, {"distribution/reward": (1.0, 2.0)})
+    log_to_wandb(wandb, 20, {"none": []}, {})
+    images = [("image", f"{tmp_path}/a.png", "0.500  a cat"), ("video", f"{tmp_path}/b.gif", "0.333  a dog", "gif")]
+    assert calls == [({"train": images, "distribution/reward": ("histogram", [1.0, 2.0])}, 10)]

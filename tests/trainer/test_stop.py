@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stop on hacking in verl's own loop: the run ends in order after the step whose validation gave the verdict."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import verl.trainer.ppo.v1.trainer_base as verl_trainer
+from omegaconf import OmegaConf
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+from verl_digen.config import DigenConfig, HackingConfig, RewardConfig
+from verl_digen.trainer.base import DiffusionTrainer
+from verl_digen.trainer.watch import RewardWatch
+
+CONFIG = {
+    "trainer": {
+        **{"project_name": "p", "experiment_name": "e", "logger": [], "val_before_train": False},
+        **{"total_epochs": 9, "save_freq": -1, "test_freq": 2},
+    },
+    "global_profiler": {"steps": None},
+}
+HACKING = HackingConfig(min_validations=3, window_validations=3, threshold=1.0, patience_validations=1)
+
+
+class Loop:
+    """verl's loop over the real `_watch_rewards`, with nothing in its steps."""
+
+    fit = PPOTrainer.fit
+    _watch_rewards = DiffusionTrainer._watch_rewards
+
+    def __init__(self, run_dir, *, stops: bool):
+        functions = {"shapes": 1.0, "pick": {"weight": 0, "gold": True}}
+        reward = RewardConfig(functions, hacking=HACKING, stop_on_hacking=stops)
+        self.digen, self.config = DigenConfig(reward=reward), OmegaConf.create(CONFIG)
+        self._watch = RewardWatch(reward, run_dir)
+        self._supervision = SimpleNamespace(watch_files=lambda what: nullcontext())
+        self.kept: list[list[str]] = []
+        self.actor_rollout_wg = SimpleNamespace(keep_checkpoints=self.kept.append)
+        self.global_steps, self.total_training_steps, self.steps_per_epoch = 0, 12, 12
+        self.logged: list[tuple[int, dict[str, float]]] = []
+        self.ended = ""
+
+    def step(self, metrics: dict, timing_raw: dict) -> Any:
+        return SimpleNamespace(keys=[], partition_id="train")
+
+    def _validate(self) -> dict[str, float]:
+        metrics = {"val/reward": float(self.global_steps), "val/reward_pick": -float(self.global_steps)}
+        return metrics | self._watch_rewards(metrics)
+
+    def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, **facts: Any) -> None:
+        self.logged.append((self.global_steps, metrics))
+
+    def on_train_end(self) -> None:
+        self.ended = "on_train_end"
+
+    def _consume_sync_metrics(self) -> dict:
+        return {}
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("on_") or name in (
+            *("_reissue_inflight_prompts", "_start_profiling", "_stop_profiling", "_shutdown_dump_executor"),
+        ):
+            return lambda *args: None
+        raise AttributeError(name)
+
+
+def run(run_dir, monkeypatch, *, stops: bool) -> Loop:
+    skips = SimpleNamespace(init=lambda config: None, set_step=lambda step: None)
+    monkeypatch.setattr(verl_trainer, "SkipManager", skips)
+    monkeypatch.setattr(verl_trainer, "tq", SimpleNamespace(kv_clear=lambda **given: None))
+    loop = Loop(run_dir, stops=stops)
+    loop.fit(None)  # type: ignore[arg-type]
+    return loop
+
+
+def test_the_run_ends_after_the_step_of_the_verdict_with_its_metrics_logged(tmp_path, monkeypatch):
+    loop = run(tmp_path, monkeypatch, stops=True)
+    assert [step for step, _ in loop.logged] == [1, 2, 3, 4, 5, 6] and loop.ended == "on_train_end"
+    assert loop.logged[-1][1]["hacking/verdict"] == 1.0
+    assert loop.kept == [[str(tmp_path / "global_step_2" / "actor")]] * 3
+
+
+def test_a_run_that_does_not_stop_goes_on_and_keeps_nothing(tmp_path, monkeypatch):
+    loop = run(tmp_path, monkeypatch, stops=False)
+    assert [step for step, _ in loop.logged] == list(range(1, 13)) and loop.kept == []
+    assert loop.logged[-1][1]["hacking/verdict"] == 1.0

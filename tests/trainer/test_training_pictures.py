@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pictures and distributions of a step: what is drawn, and what TensorBoard reads."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.tags import make_tag
+from verl_digen.config import DigenConfig
+from verl_digen.observe.group_pictures import GroupPictures
+from verl_digen.store.keys import SampleName, group_uid
+from verl_digen.trainer.training_pictures import TrainingPictures, distributions, draw
+
+DIGEN = DigenConfig(num_logged_groups=2, logged_groups_every=5)
+
+
+def step_samples(run_dir: Path, step: int):
+    """Samples of a step of 4 groups of 3, after their agent loop worker; odd groups have no part `b`."""
+    pictures, samples = GroupPictures(run_dir), {}
+    for number in range(4 * (step - 1), 4 * step):
+        for index in range(3):
+            reward = number + index / 10
+            tag = make_tag(reward, parts={"a": reward, "a/detail": 1.0, **({"b": -reward} if number % 2 == 0 else {})})
+            samples[SampleName.of(group_uid(number), index, tag).key] = tag
+            pixels = torch.full((4, 4, 3), number, dtype=torch.uint8)
+            pictures.offer(step, group_uid(number), index, reward, pixels)
+    return samples
+
+
+def make_pictures(run_dir: Path, drawn: list[tuple], digen: DigenConfig = DIGEN) -> TrainingPictures:
+    """Pictures of a run with rewards `a`, `b` and `gold`; the arguments of the drawing tasks go to `drawn`."""
+    return TrainingPictures(
+        digen,
+        run_dir,
+        num_prompts=4,
+        rewards=["a", "b", "gold"],
+        to_tensorboard=True,
+        begin=lambda *arguments: drawn.append(arguments),
+    )
+
+
+def test_the_first_groups_of_the_step_are_drawn_best_and_worst(tmp_path):
+    logged, drawn = [], []
+    wandb = SimpleNamespace(
+        Image=lambda path, caption: caption, Histogram=lambda values: values, log=lambda data, step: logged.append(data)
+    )
+    pictures = make_pictures(tmp_path, drawn)
+    pictures.log(4, step_samples(tmp_path, 4), wandb)
+    assert not drawn and not logged, "not a multiple of logged_groups_every"
+    samples = step_samples(tmp_path, 5)
+    pictures.log(5, samples, wandb)
+    [(_, step, shown, values)] = drawn
+    captions = [f"{entry.reward:.1f} {entry.prompt}" for entry in shown]
+    assert captions == [
+        *("16.2 best of 3: a cat", "16.0 worst of 3: a cat"),
+        *("17.2 best of 3: a cat", "17.0 worst of 3: a cat"),
+    ]
+    assert step == 5 and values == distributions(list(samples.values()), ["a", "b", "gold"])
+    [data] = logged
+    assert data["train/best_and_worst"][0] == "16.200  best of 3: a cat" and len(data["distribution/reward"]) == 12
+
+
+def test_none_are_logged_with_0_groups(tmp_path):
+    drawn: list[tuple] = []
+    digen = DigenConfig(num_logged_groups=0, logged_groups_every=5)
+    make_pictures(tmp_path, drawn, digen).log(5, step_samples(tmp_path, 5), None)
+    assert not drawn
+
+
+def test_a_distribution_holds_the_samples_that_have_the_part(tmp_path):
+    found = distributions(list(step_samples(tmp_path, 5).values()), ["a", "b", "gold"])
+    assert {name: len(values) for name, values in found.items()} == {
+        "distribution/reward": 12,
+        "distribution/a": 12,
+        "distribution/b": 6,
+    }
+
+
+def test_tensorboard_reads_the_grid_and_the_distributions(tmp_path):
+    drawn: list[tuple] = []
+    make_pictures(tmp_path, drawn).log(5, step_samples(tmp_path, 5), None)
+    draw(*drawn[0])
+    read = EventAccumulator(str(tmp_path / "tensorboard" / "training"), size_guidance={"histograms": 0, "images": 0})
+    read.Reload()
+    [image] = read.Images("train/best_and_worst")
+    assert image.step == 5 and image.encoded_image_string == (tmp_path / "images" / "train_000005.png").read_bytes()
+    [histogram] = read.Histograms("distribution/a")
+    value = histogram.histogram_value
+    assert (value.num, round(value.min, 3), round(value.max, 3)) == (12, 16.0, 19.2)

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gold rewards of validations in a run: what is logged, when the run stops, which checkpoints are kept, and resumes."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from verl_digen.config import HackingConfig, RewardConfig
+from verl_digen.trainer.watch import STATE, RewardWatch
+
+HACKING = HackingConfig(min_validations=3, window_validations=5, threshold=1.0, patience_validations=2)
+FUNCTIONS = {"jpeg_compressibility": 1.0, "pick": {"weight": 0, "gold": True}}
+REWARDS, GOLDS = [0.1, 0.2, 0.3, 0.4, 0.5], [0.8, 0.9, 0.7, 0.6, 0.5]
+
+
+def make_watch(run_dir: Path, *, stops: bool = True) -> RewardWatch:
+    return RewardWatch(RewardConfig(FUNCTIONS, hacking=HACKING, stop_on_hacking=stops), run_dir)
+
+
+def validate(watch: RewardWatch, run_dir: Path, number: int) -> tuple[dict[str, float], bool]:
+    """The validation after 10 x `number` steps, each of which but the first is saved before."""
+    folder = run_dir / f"global_step_{10 * number}"
+    if number > 0 and not folder.is_dir():
+        folder.mkdir()
+        watch.save(folder)
+    return watch.observe(10 * number, {"val/reward": REWARDS[number], "val/reward_pick": GOLDS[number]})
+
+
+def test_a_run_is_warned_then_stopped_and_told_where_the_best_is(tmp_path, caplog):
+    watch = make_watch(tmp_path)
+    found = [validate(watch, tmp_path, number) for number in range(5)]
+    assert [metrics["hacking/warning"] for metrics, _ in found] == [0, 0, 0, 1, 1]
+    assert [metrics["hacking/verdict"] for metrics, _ in found] == [0, 0, 0, 0, 1]
+    assert [stops for _, stops in found] == [False] * 4 + [True]
+    last, _ = found[-1]
+    assert (last["hacking/pick_best"], last["hacking/pick_best_step"]) == (0.9, 10.0)
+    assert last["hacking/reward_trend"] > 1 and last["hacking/pick_trend"] < -1
+    assert "hacking/pick_trend" not in found[0][0]
+    first, second = (record.getMessage() for record in caplog.records)
+    assert "validation after 30 steps: the reward rises (+" in first and "run ends" not in first
+    place = f"(kept: {tmp_path}/global_step_10)"
+    falls = f"pick falls (-2.9 standard errors) and is 0.5000, at best 0.9000 after step 10 {place}"
+    assert falls in second and "the run ends here (digen.reward.stop_on_hacking=true)" in second
+
+
+def test_a_run_that_does_not_stop_is_warned_alone(tmp_path, caplog):
+    watch = make_watch(tmp_path, stops=False)
+    assert not any(validate(watch, tmp_path, number)[1] for number in range(5))
+    assert len(caplog.records) == 2 and "run ends" not in caplog.text and "kept" not in caplog.text
+
+
+def test_the_best_validations_checkpoint_is_kept_and_before_training_there_is_none(tmp_path):
+    watch = make_watch(tmp_path)
+    assert watch.kept_checkpoints == []
+    validate(watch, tmp_path, 0)
+    assert watch.kept_checkpoints == []
+    for number in range(1, 5):
+        validate(watch, tmp_path, number)
+        assert watch.kept_checkpoints == [str(tmp_path / "global_step_10" / "actor")]
+
+
+@pytest.mark.parametrize("cut", range(1, 5))
+@pytest.mark.parametrize("again", [False, True], ids=["trains on", "validates again"])
+def test_a_resumed_run_judges_as_one_that_was_never_interrupted(tmp_path, cut, again):
+    whole = [validate(watch := make_watch(tmp_path), tmp_path, 0)]
+    whole += [validate(watch, tmp_path, number) for number in range(1, 5)]
+    resumed = make_watch(tmp_path)
+    resumed.load(tmp_path / f"global_step_{10 * cut}")
+    first = cut if again else cut + 1
+    assert [validate(resumed, tmp_path, number) for number in range(first, 5)] == whole[first:]
+    assert resumed.kept_checkpoints == watch.kept_checkpoints
+
+
+def test_a_checkpoint_has_the_state_of_before_its_validation_until_that_ends(tmp_path):
+    watch = make_watch(tmp_path)
+    (tmp_path / "global_step_10").mkdir()
+    watch.save(tmp_path / "global_step_10")
+    before = (tmp_path / "global_step_10" / STATE).read_text()
+    validate(watch, tmp_path, 1)
+    assert '"step": 10' in (tmp_path / "global_step_10" / STATE).read_text() and '"step": 10' not in before
+
+
+def test_a_checkpoint_of_a_run_without_gold_rewards_starts_the_alarm_anew(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    make_watch(tmp_path).load(tmp_path)
+    assert f"has no {STATE}: the alarm on hacking starts with the next validation" in caplog.text
+    without = RewardWatch(RewardConfig({"jpeg_compressibility": 1.0}), tmp_path)
+    without.save(tmp_path)
+    assert not (tmp_path / STATE).exists()
+
+
+def test_a_validation_in_which_gold_scored_nothing_does_not_count(tmp_path, caplog):
+    watch = make_watch(tmp_path)
+    assert watch.observe(10, {"val/reward": 0.1}) == ({}, False)
+    assert "no sample was scored by pick" in caplog.text and watch.kept_checkpoints == []

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Best and worst sample of a few training groups, as files that an agent loop worker writes while it has the pixels.
+
+    RUN_DIR/images/train_000010/p00000072-003.png    sample 3 of group p00000072, trained in step 10; a GIF for a video
+    RUN_DIR/images/train_000010.png                  all of them, with rewards and captions, drawn after the step
+
+| key | meaning |
+| --- | --- |
+| `digen.logged_groups_every` | steps from one step whose groups are shown to the next |
+| `digen.num_logged_groups` | groups of such a step |
+
+Invariants (tests/observe/test_group_pictures.py): after the last sample of a group the files are the best and the worst
+of what was offered, at most two, whatever the order; no pixels are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from threading import Lock
+
+from torch import Tensor
+
+from verl_digen.config import DigenConfig
+from verl_digen.observe.images import Shown, save_pixels, video_path
+from verl_digen.types import GroupTags
+
+KEPT_STEPS = 2
+"""Steps whose groups may still be generated: that of the newest sample and the one before, with stale samples."""
+
+
+def is_step_logged(digen: DigenConfig, step: int) -> bool:
+    """True if training groups of optimizer step `step` are shown."""
+    return digen.num_logged_groups > 0 and step % digen.logged_groups_every == 0
+
+
+def is_group_logged(digen: DigenConfig, *, step: int, number: int, num_prompts: int) -> bool:
+    """True if the group is shown.
+
+    Args:
+        step: the optimizer step that its samples are for.
+        number: number of its prompt in the run.
+        num_prompts: groups of a step.
+    """
+    return is_step_logged(digen, step) and number % num_prompts < digen.num_logged_groups
+
+
+def group_dir(run_dir: Path, step: int) -> Path:
+    """Folder of the pictures of a step's training groups."""
+    return run_dir / "images" / f"train_{step:06d}"
+
+
+def sample_path(run_dir: Path, step: int, uid: str, index: int) -> Path:
+    """PNG of one training sample."""
+    return group_dir(run_dir, step) / f"{uid}-{index:03d}.png"
+
+
+class GroupPictures:
+    """Files of the best and the worst sample so far of each group that is shown. Thread-safe.
+
+    Example:
+        pictures = GroupPictures(run_dir)
+        pictures.offer(10, "p00000072", 0, 0.5, pixels)  # written
+        pictures.offer(10, "p00000072", 1, 0.7, pixels)  # written: best 1, worst 0
+        pictures.offer(10, "p00000072", 2, 0.6, pixels)  # not written
+        pictures.offer(10, "p00000072", 3, 0.9, pixels)  # written, and 1 is removed
+    """
+
+    def __init__(self, run_dir: Path):
+        self._run_dir = run_dir
+        self._lock = Lock()
+        self._held: dict[tuple[int, str], dict[int, float]] = {}
+        """(step, group) -> sample index -> reward of the samples that have files."""
+
+    def offer(self, step: int, uid: str, index: int, reward: float, pixels: Tensor) -> None:
+        """Write a scored sample if it is the best or the worst of its group so far.
+
+        Args:
+            pixels: uint8 [H, W, 3], or [F, H, W, 3] for a video.
+        """
+        with self._lock:
+            held = self._group(step, uid)
+            if index in held:  # generated again, under newer weights
+                del held[index]
+                self._remove(step, uid, index)
+            if held and min(held.values()) <= reward <= max(held.values()):
+                return
+            save_pixels(pixels, sample_path(self._run_dir, step, uid, index))
+            held[index] = reward
+            if len(held) > 2:
+                between = sorted(held, key=held.__getitem__)[1]
+                del held[between]
+                self._remove(step, uid, between)
+
+    def _group(self, step: int, uid: str) -> dict[int, float]:
+        """The group's samples with files; a new group removes what a run before a resume left of it."""
+        if (step, uid) not in self._held:
+            self._held = {key: held for key, held in self._held.items() if key[0] > step - KEPT_STEPS}
+            self._held[step, uid] = {}
+            for leftover in group_dir(self._run_dir, step).glob(f"{uid}-*"):
+                leftover.unlink()
+        return self._held[step, uid]
+
+    def _remove(self, step: int, uid: str, index: int) -> None:
+        path = sample_path(self._run_dir, step, uid, index)
+        path.unlink()
+        video_path(path).unlink(missing_ok=True)
+
+
+def best_and_worst(run_dir: Path, step: int, groups: Mapping[str, GroupTags]) -> list[Shown]:
+    """Pictures of trained groups to show: of each its best sample, then its worst.
+
+    A group whose best or worst trained sample has no file is shown without it: the files are those of all samples that
+    were scored, and some are not trained.
+
+    Args:
+        groups: uid -> sample index -> tag.
+    """
+    shown = []
+    for uid, tags in sorted(groups.items()):
+        for word, extreme in (("best", max), ("worst", min)):
+            reward = extreme(tag.reward for tag in tags.values())
+            alike = [index for index, tag in sorted(tags.items()) if tag.reward == reward]
+            paths = [sample_path(run_dir, step, uid, index) for index in alike]
+            found = [(path, tags[index]) for path, index in zip(paths, alike, strict=True) if path.is_file()]
+            if found:
+                path, tag = found[0]
+                shown.append(Shown(path, f"{word} of {len(tags)}: {tag.prompt}", tag.reward))
+    return shown
