@@ -8,11 +8,13 @@ Two config sources join the search path of applications whose primary config fol
 - `RecipeSource`, behind, holds group `recipe/` (the flat files of `verl_digen/recipes/`) and the groups in its
   subfolders.
 
-Two recipes are computed when they are loaded:
+Three recipes are computed when they are loaded:
 
 - `digen_schema`: the fields and defaults of `verl_digen.config.DigenConfig`, at `digen:`. A field can be overridden
   without `+`; an unknown one, or a value of the wrong type, is a Hydra error.
 - `digen_machine`: on a machine whose verl platform is `cpu` it is `digen_cpu`, elsewhere the (empty) file of that name.
+- `disaggregated`: where verl's platform communicates over NCCL, weights travel between the pools over it, by verl's own
+  checkpoint engine; elsewhere as the file says.
 
 Invariant: without a recipe the composed config equals verl's, byte for byte.
 """
@@ -80,6 +82,7 @@ class RecipeSource(ConfigSource):
         self._served: dict[str, Callable[[], ConfigResult]] = {
             f"{GROUP}/digen_schema.yaml": self._load_schema,
             f"{GROUP}/digen_machine.yaml": self._load_machine,
+            f"{GROUP}/disaggregated.yaml": self._load_disaggregated,
         }
         self._missed = ""
         """The last recipe that was requested and does not exist."""
@@ -127,6 +130,16 @@ class RecipeSource(ConfigSource):
         from verl.plugin.platform import get_platform
 
         return self._files.load_config("digen_cpu" if get_platform().device_name == "cpu" else "digen_machine")
+
+    def _load_disaggregated(self) -> ConfigResult:
+        from verl.plugin.platform import get_platform
+
+        result = self._files.load_config("disaggregated")
+        if get_platform().communication_backend_name() == "nccl":
+            # rebuild_group: a replica that was started again is not in the old group
+            nccl = {"backend": "nccl", "engine_kwargs": {"nccl": {"rebuild_group": True}}}
+            OmegaConf.update(result.config, "actor_rollout_ref.rollout.checkpoint_engine", nccl)
+        return result
 
 
 class RecipeSearchPath(SearchPathPlugin):

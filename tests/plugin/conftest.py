@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import verl  # noqa: F401 - loads the plugin
+import verl.plugin.platform as platforms
 from hydra import compose, initialize_config_module
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
@@ -54,16 +55,17 @@ def compose_main() -> Compose:
 @pytest.fixture(scope="session")
 def start() -> Compose:
     """`start("recipe=NAME", "key=value")` -> what `compose_main` makes, a few times as fast: the config of every
-    `recipe=` is composed once, and Hydra applies the other overrides to a copy of it."""
+    `recipe=` is composed once per platform, and Hydra applies the other overrides to a copy of it."""
     composed: dict[tuple[str, ...], bytes] = {}
 
     def run(*overrides: str) -> DictConfig:
         recipes = tuple(word for word in overrides if word.startswith("recipe="))
-        if recipes not in composed:
+        key = (platforms.get_platform().device_name, *recipes)  # recipes hold what the platform's machine needs
+        if key not in composed:
             with initialize_config_module("verl.trainer.config", version_base=None):
                 config = compose("ppo_trainer", overrides=list(recipes), return_hydra_config=True)
-            composed[recipes] = pickle.dumps(config)
-        config = pickle.loads(composed[recipes])  # five times as fast as a copy
+            composed[key] = pickle.dumps(config)
+        config = pickle.loads(composed[key])  # five times as fast as a copy
         others = [word for word in overrides if word not in recipes]
         ConfigLoaderImpl._apply_overrides_to_config(OverridesParser.create().parse_overrides(others), config)
         OmegaConf.update(config, "hydra.overrides.task", list(overrides))

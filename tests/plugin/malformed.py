@@ -59,6 +59,8 @@ NUMBERS = [
     *_each("digen.reward.custom_weight", "nan", "inf"),
     *_each("digen.reward.timeout_s", "0", "nan", "inf", "-1"),
     *_each("digen.reward.max_retries", "-1", "1000000000"),
+    *_each("digen.reward.hacking.threshold", "0", "nan"),
+    *_each("digen.reward.hacking.min_validations", "2"),
     *_each("digen.rollout.max_batch_size", "0", "-8", "10000000000"),
     *_each("digen.rollout.batch_wait_s", "-1", "nan", "inf", "100000"),
     *_each("digen.rollout.embed_cache_size", "0", "-1"),
@@ -66,9 +68,12 @@ NUMBERS = [
     *_each("digen.window.fraction", "0", "1.5", "nan"),
     *_each("digen.max_refills_per_step", "-1"),
     *_each("digen.num_logged_images", "-1"),
+    *_each("digen.num_logged_groups", "-1"),
+    *_each("digen.logged_groups_every", "0", "-1"),
     *_each("digen.seed", "99999999999999999999"),
     *_each(f"{MODEL}.lora_rank", "-1", "big", "2.5", "1000000", "true"),
     *_each(f"{ACTOR}.fsdp_config.fsdp_size", "0", "-2", "all"),
+    *_each(f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size", "0", "-1", "two"),
     *_each(f"{ACTOR}.fsdp_config.mixed_precision", "5"),
     *_each(f"{ACTOR}.optim.override_optimizer_config", "5"),
     *_each(f"{ROLLOUT}.engine_kwargs", "5"),
@@ -114,7 +119,8 @@ NAMES = [
     *_each("trainer.project_name", "../../x", "/etc/x", "null", "''", "5"),
     *_each("trainer.experiment_name", "a/../../../b", "[x]"),
     *_each("trainer.default_local_dir", "''", "TMP/loop", "TMP/loop/run"),
-    *_each("data.train_files", "''", "[]", "nan", "[[a]]", "TMP", "TMP/loop", "TMP/loop/x.txt"),
+    *_each("data.train_files", "''", "[]", "nan", "[[a]]", "TMP", "TMP/loop", "TMP/loop/x.txt", "hf://words", "a.xlsx"),
+    *_each("data.prompt_key", "''", "5", "null", "images"),
     *_each("trainer.default_local_dir", "null", "TMP/file", "TMP/file/below", "/proc/x", "5"),
     *_each("trainer.rollout_data_dir", "TMP/file", "5"),
     *_each("trainer.val_only", "maybe", "1", "null"),
@@ -225,7 +231,7 @@ WITHOUT_EFFECT = [
     *_each("digen.placement.generator_accelerator", "H100"),
     *_each("critic.enable", "true", "maybe"),
     *_each("distillation.enabled", "true"),
-    *_each("reward.reward_model.enable", "true"),
+    *_each("reward.reward_model.enable", "true", "maybe"),
     *_each("algorithm.adv_estimator", "gae", "nosuch", "null"),
 ]
 """Keys that are read, but not in this run; and features that our runs do not have."""
@@ -236,6 +242,9 @@ ACROSS_KEYS = [
     *_each("data.train_max_samples", "3", "0", "-2", "all"),
     *_each("data.val_max_samples", "0", "half"),
     *_each("data.val_files", "null"),
+    *_each("digen.num_logged_groups", "all"),
+    *_each("digen.reward.stop_on_hacking", "true", "often"),
+    *_each("digen.reward.hacking.min_validations", "11"),
     *_each("ray_kwargs.ray_init.num_cpus", "1", "all"),
     *_each("ray_kwargs.ray_init.num_gpus", "0", "-1", "many", "null"),
     *_each("digen.sampling.height_px", "33"),
@@ -253,6 +262,14 @@ TOGETHER = [
     (
         ("trainer.n_gpus_per_node=4", f"{ACTOR}.fsdp_config.fsdp_size=3"),
         "fsdp_size must divide the trainer's ranks (4)",
+    ),
+    (
+        ("trainer.n_gpus_per_node=1", f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2"),
+        "ulysses_sequence_parallel_size must divide the trainer's ranks (1): so many ranks share a row",
+    ),
+    (
+        (f"{ACTOR}.ulysses_sequence_parallel_size=2",),
+        "fsdp_config.ulysses_sequence_parallel_size is the key of sequence parallelism",
     ),
     (("trainer.val_only=true", "trainer.val_before_train=false"), "trainer.val_before_train must be true with"),
     (("data.val_files=null", "trainer.val_before_train=false"), "(trainer.test_freq=20), got nothing; set data.val_"),
@@ -302,6 +319,24 @@ RECIPES = [
 ]
 """(recipes as typed, the remedy)."""
 
+
+def apart(words: list[str]) -> list[list[str]]:
+    """Distribute overrides over few starts, so that no key is below another one of the same start."""
+    dealt: list[list[str]] = []
+    for word in words:
+        key = word.lstrip("+").partition("=")[0]
+        taken = ([other.lstrip("+").partition("=")[0] for other in start] for start in dealt)
+        free = (
+            not any(f"{key}.".startswith(f"{own}.") or f"{own}.".startswith(f"{key}.") for own in keys)
+            for keys in taken
+        )
+        place = next((start for start, is_free in zip(dealt, free, strict=True) if is_free), None)
+        if place is None:
+            dealt.append(place := [])
+        place.append(word)
+    return dealt
+
+
 NO_VALIDATION = ("trainer.test_freq=-1", "trainer.val_before_train=false")
 
 UNUSUAL = [
@@ -327,6 +362,7 @@ UNUSUAL = [
     (f"{ACTOR}.optim.optimizer=SGD",),
     (f"{ACTOR}.fsdp_config.fsdp_size=8",),
     ("trainer.n_gpus_per_node=4", f"{ACTOR}.fsdp_config.fsdp_size=2"),
+    ("trainer.n_gpus_per_node=4", f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2"),
     ("global_profiler.steps=[1,2]", "global_profiler.tool=torch"),
     ("data.val_files=null", *NO_VALIDATION, "data.filter_overlong_prompts=true"),
     ("trainer.val_only=true",),
@@ -351,7 +387,10 @@ UNUSUAL = [
     ("digen.max_refills_per_step=null",),
     ("digen.num_logged_images=0",),
     ("reward.num_workers=3",),
-    *((word,) for word in ADDED),
+    ("digen.reward.functions.jpeg_compressibility={weight: 1, num_workers: 2, num_gpus: 0.5, batch_wait_s: 0}",),
+    ("digen.reward.combine=gdpo", "digen.reward.functions={jpeg_compressibility: 1, shapes: {weight: 0.5}}"),
+    ("digen.reward.functions.diversity=0.1", f"{ROLLOUT}.val_kwargs.n=2"),
+    *map(tuple, apart(ADDED)),
     ("hydra.run.dir=TMP/hydra",),
 ]
 """Starts that a run must not refuse."""

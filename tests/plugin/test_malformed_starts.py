@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+from collections import Counter
 from contextlib import suppress
 
 import pytest
@@ -26,6 +27,8 @@ from verl_digen import preflight
 from verl_digen.patches.hydra_override_errors import _keys as known_keys
 from verl_digen.preflight.unknown import READERS, _verls_keys, unknown_problems
 from verl_digen.preflight.unused import REFUSED, UNUSED
+
+pytestmark = pytest.mark.slow
 
 SEPARATE = "recipe=[digen_flowgrpo,disaggregated]"
 
@@ -64,6 +67,15 @@ def assert_told(message, override, key):
     assert "Traceback" not in message
 
 
+def _some_of_each_key(starts, count=2):
+    """The first `count` of each key for every change, the others as long tests."""
+    num_seen = Counter()
+    for override, key in starts:
+        num_seen[key] += 1
+        marks = [pytest.mark.long] if num_seen[key] > count else []
+        yield pytest.param(override, key, id=override, marks=marks)
+
+
 def shows(line, value):
     """True if a line has the value, as typed or as Python prints it."""
     texts = {value, value.strip("[]"), value.strip("[]").split(",")[-1], value.capitalize()}
@@ -74,7 +86,7 @@ def shows(line, value):
     return any(re.search(rf"(?<![\w.]){re.escape(text)}(?![\w])", line) for text in texts if text)
 
 
-@pytest.mark.parametrize(("override", "key"), ALONE, ids=[override for override, _ in ALONE])
+@pytest.mark.parametrize(("override", "key"), [*_some_of_each_key(ALONE)])
 def test_a_malformed_start_is_told_by_key_value_and_remedy(start, runnable, tmp_path, override, key):
     typed = override.replace("TMP", str(tmp_path))
     assert_told(said_of(start, *runnable, typed), typed, key)

@@ -13,12 +13,17 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from tests.plugin.conftest import start_main
 from tests.tiny_models import build_tiny
 from verl_digen import plugin, preflight
+from verl_digen.checkup.quickstart import override
 from verl_digen.data.dataset import DiffusionPromptDataset
 from verl_digen.plan.published import checkpoint_folder
+from verl_digen.preflight.machine import joins_cluster, require_devices
 from verl_digen.preflight.model import check_model
 from verl_digen.preflight.notes import notes
+from verl_digen.preflight.precision import check_precision
 from verl_digen.preflight.verl_keys import check_digen
 from verl_digen.trainer.validation import allow_no_prompts
+
+pytestmark = pytest.mark.slow
 
 MODEL_RECIPES = (
     *("digen_flux", "digen_hunyuan_video", "digen_hunyuan_video15", "digen_qwen_image", "digen_sd3", "digen_wan2_1"),
@@ -27,15 +32,15 @@ MODEL_RECIPES = (
 )
 
 
-def problem(compose_main, *overrides):
+def problem(start, *overrides):
     """The message `check` raises for these overrides."""
     with pytest.raises(ValueError) as raised:
-        preflight.check(compose_main(*overrides))
+        preflight.check(start(*overrides))
     return str(raised.value)
 
 
-def test_a_good_config_passes(compose_main, runnable):
-    preflight.check(compose_main(*runnable))
+def test_a_good_config_passes(start, runnable):
+    preflight.check(start(*runnable))
 
 
 @pytest.mark.parametrize(
@@ -61,7 +66,18 @@ def test_a_good_config_passes(compose_main, runnable):
         ("actor_rollout_ref.actor.ppo_mini_batch_size=3", "ppo_mini_batch_size must divide data.train_batch_size=4"),
         ("actor_rollout_ref.actor.strategy=fsdp", "actor_rollout_ref.actor.strategy must be fsdp2"),
         ("actor_rollout_ref.rollout.name=sglang", "actor_rollout_ref.rollout.name must be one of diffusers"),
-        ("actor_rollout_ref.rollout.tensor_model_parallel_size=2", "tensor_model_parallel_size (times"),
+        (
+            "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+            "actor_rollout_ref.rollout.tensor_model_parallel_size must divide trainer.n_gpus_per_node=1 with",
+        ),
+        (
+            "actor_rollout_ref.rollout.data_parallel_size=2",
+            "actor_rollout_ref.rollout.data_parallel_size must be 1 with",
+        ),
+        (
+            "actor_rollout_ref.rollout.pipeline_model_parallel_size=2",
+            "actor_rollout_ref.rollout.pipeline_model_parallel_size must be 1 with",
+        ),
         ("actor_rollout_ref.actor.use_kl_loss=true", "digen.kl.coef is the weight of the KL term"),
         ("digen.tag.policy=bts", "digen.tag.policy must be off where trainer and replicas take turns"),
         ("digen.staleness.max_versions=1", "digen.staleness.max_versions must be 0 where trainer and replicas"),
@@ -76,16 +92,16 @@ def test_a_good_config_passes(compose_main, runnable):
             "digen.placement.generator_accelerator=H100",
             "generator_accelerator needs replicas on devices",
         ),
-        ("digen.reward.functions.nonsense=1.0", "digen.reward.functions must name one of jpeg_compressibility"),
+        ("digen.reward.functions.nonsense=1.0", "digen.reward.functions.nonsense must name one of aesthetic, "),
         ("reward.custom_reward_function.path=missing.py", "reward.custom_reward_function.path must be an existing"),
     ],
 )
-def test_a_bad_value_is_named_by_its_key(compose_main, runnable, override, message):
+def test_a_bad_value_is_named_by_its_key(start, runnable, override, message):
     from verl.plugin.platform import get_platform
 
     if "num_gpus" in message and get_platform().device_name != "cpu":
         pytest.skip("a rule for machines without an accelerator")
-    assert message in problem(compose_main, *runnable, override)
+    assert message in problem(start, *runnable, override)
 
 
 @pytest.mark.parametrize(
@@ -109,14 +125,24 @@ def test_a_bad_value_is_named_by_its_key(compose_main, runnable, override, messa
             ("digen.staleness.max_versions=1", "digen.ema.enable=true", "digen.ema.validate=true"),
             "digen.ema.validate must be false with digen.staleness.max_versions > 0",
         ),
+        (
+            ("actor_rollout_ref.rollout.checkpoint_engine.backend=nccl",),
+            "got 'nccl'; nccl is verl's and needs cupy: install cupy-cuda12x (or -cuda13x), or choose digen_gloo",
+        ),
+        (
+            ("actor_rollout_ref.rollout.checkpoint_engine.backend=nixl",),
+            "must be one of digen_gloo, digen_ray, whose packages are installed, got 'nixl'; install what "
+            "verl/checkpoint_engine/ imports for nixl, or choose digen_gloo",
+        ),
+        (("actor_rollout_ref.rollout.checkpoint_engine.backend=digen_glo",), "did you mean digen_gloo?"),
     ],
 )
-def test_what_separate_pools_can_do_and_what_not(compose_main, runnable, overrides, message):
+def test_what_separate_pools_can_do_and_what_not(start, runnable, overrides, message):
     separate = ["recipe=[digen_flowgrpo,disaggregated]", *runnable[1:], *overrides]
     if message is None:
-        preflight.check(compose_main(*separate))
+        preflight.check(start(*separate))
     else:
-        assert message in problem(compose_main, *separate)
+        assert message in problem(start, *separate)
 
 
 @pytest.fixture
@@ -139,28 +165,179 @@ def tiny_video(tmp_path):
         ),
     ],
 )
-def test_a_video_that_the_model_cannot_make_is_refused(compose_main, runnable, tiny_video, override, message):
-    assert message in problem(compose_main, *runnable, f"actor_rollout_ref.model.path={tiny_video}", override)
+def test_a_video_that_the_model_cannot_make_is_refused(start, runnable, tiny_video, override, message):
+    assert message in problem(start, *runnable, f"actor_rollout_ref.model.path={tiny_video}", override)
 
 
-def test_a_checkpoint_without_one_of_its_parts_is_refused_before_anything_starts(compose_main, runnable, tiny_video):
+def test_a_checkpoint_without_one_of_its_parts_is_refused_before_anything_starts(start, runnable, tiny_video):
     shutil.rmtree(tiny_video / "transformer_2")
-    found = problem(compose_main, *runnable, f"actor_rollout_ref.model.path={tiny_video}")
+    found = problem(start, *runnable, f"actor_rollout_ref.model.path={tiny_video}")
     assert "must hold all parts of its WanPipeline" in found and "lacks transformer_2; complete the download" in found
 
 
-def test_a_prompt_that_is_longer_than_the_model_reads_is_refused(compose_main, runnable, tiny_video, tmp_path):
+def test_a_prompt_that_is_longer_than_the_model_reads_is_refused(start, runnable, tiny_video, tmp_path):
     (tmp_path / "long.txt").write_text("\n".join(["red " * 500, *["a red circle"] * 3, "red " * 600]))
     overrides = [f"actor_rollout_ref.model.path={tiny_video}", f"data.train_files={tmp_path / 'long.txt'}"]
-    found = problem(compose_main, *runnable, *overrides)
+    found = problem(start, *runnable, *overrides)
     place = f"line 5 of '{tmp_path / 'long.txt'}'"
     assert found.startswith(f"{place}: a prompt must have at most 512 tokens for Wan, got 601 for 'red red "), found
     assert "shorten it in data.train_files or data.val_files, or set data.filter_overlong_prompts=true" in found
-    filtered = compose_main(*runnable, *overrides, "data.filter_overlong_prompts=true")
+    filtered = start(*runnable, *overrides, "data.filter_overlong_prompts=true")
     preflight.check(filtered)
     assert any(f"1 of 5 prompts of data.train_files are left out, the first in {place}" in n for n in notes(filtered))
     kept = DiffusionPromptDataset(filtered.data.train_files, config=filtered.data)
     assert len(kept) == 4 and kept[3]["row"].text == "a red circle"
+
+
+PRECISION = "actor_rollout_ref.actor.fsdp_config.mixed_precision"
+ROLLOUT_FP32 = "actor_rollout_ref.rollout.dtype=float32"
+FP16 = (f"{PRECISION}.param_dtype=fp16", "actor_rollout_ref.rollout.dtype=float16")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "noted"),
+    [
+        (("digen.loss.clip_range=1e-5",), "digen.loss.clip_range=1e-05 is as narrow as the rounding of bf16 log-probs"),
+        (
+            ("digen.loss.clip_range=1e-3", "digen.loss.clip_range_high=5e-5"),
+            "clip_range_high=5e-05 is as narrow as the rounding of bf16",
+        ),
+        (("digen.loss.clip_range=1e-4",), None),
+        (("digen.loss.clip_range=1e-5", ROLLOUT_FP32), None),
+        (("digen.loss.clip_range=1e-5", "digen.loss.old_log_probs=auto"), None),
+        ((*FP16, "digen.loss.clip_range=2e-5"), None),
+        ((*FP16, "digen.loss.clip_range=1e-5"), "rounding of fp16 log-probs (up to 6e-06)"),
+        # the coarser of the two
+        ((f"{PRECISION}.param_dtype=bf16", "digen.loss.clip_range=2e-5", ROLLOUT_FP32), "rounding of bf16"),
+        # clips its ratio to recorded log-probs whatever old_log_probs is
+        (("digen.loss.name=gspo", "digen.loss.clip_range=1e-5"), "which with digen.loss.name=gspo are compared"),
+        (("digen.loss.name=cispo", "digen.loss.mask=true", "digen.loss.low=1e-5"), "digen.loss.low=1e-05 is as narrow"),
+        (("digen.loss.name=cispo", "digen.loss.low=1e-5"), None),
+        (("digen.loss.name=tis",), None),
+        # clips against forwards of the trainer
+        (("digen.loss.name=decoupled_ppo", "digen.loss.clip_range=1e-5", "digen.loss.old_log_probs=auto"), None),
+        (("digen.loss.name=grpo_guard", "digen.loss.old_log_probs=auto"), None),
+    ],
+)
+def test_a_clip_range_that_rounding_fills_is_noted(start, runnable, overrides, noted):
+    recorded = ("actor_rollout_ref.rollout.dtype=bfloat16", "digen.loss.old_log_probs=rollout")
+    found = [note for note in notes(start(*runnable, *recorded, *overrides)) if "rounding" in note]
+    assert ([noted in note for note in found] == [True]) if noted else not found
+
+
+@pytest.mark.parametrize(("checkpoint", "noted"), [("sd3", False), ("qwen_image", True)])
+def test_fp16_is_noted_where_a_network_may_overflow(start, runnable, tmp_path, checkpoint, noted):
+    path = build_tiny(checkpoint, tmp_path / "checkpoint")
+    found = notes(start(*runnable, f"actor_rollout_ref.model.path={path}", *FP16))
+    assert any("its activations may overflow fp16" in note for note in found) == noted
+    assert not any("replicas compute in" in note for note in found)
+
+
+def test_dtypes_of_trainer_and_replicas_that_differ_are_noted(start, runnable):
+    found = notes(start(*runnable, f"{PRECISION}.param_dtype=fp16"))
+    assert any("replicas compute in fp32 (actor_rollout_ref.rollout.dtype) and the trainer in fp16" in n for n in found)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ((f"{PRECISION}.reduce_dtype=bf16",), f"{PRECISION}.reduce_dtype must be fp32 with"),
+        (("actor_rollout_ref.actor.fsdp_config.model_dtype=fp16",), "model_dtype must be fp32 where all weights are"),
+        (("actor_rollout_ref.actor.fsdp_config.model_dtype=fp16", "actor_rollout_ref.model.lora_rank=4"), None),
+        ((), None),
+    ],
+)
+def test_training_in_fp16_has_fp32_sums_and_weights(start, runnable, overrides, message):
+    config = start(*runnable, *FP16, *overrides)
+    if message is None:
+        check_precision(config)
+    else:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            check_precision(config)
+
+
+SHARING = "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size"
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "num_devices", "size", "is_noted"), [(1, 4, 2, False), (2, 2, 4, True), (2, 3, 2, True)]
+)
+def test_ranks_of_two_nodes_that_share_rows_are_noted(start, runnable, num_nodes, num_devices, size, is_noted):
+    pool = (f"trainer.nnodes={num_nodes}", f"trainer.n_gpus_per_node={num_devices}", f"{SHARING}={size}")
+    found = [note for note in notes(start(*runnable, *pool)) if "lie on two nodes" in note]
+    assert len(found) == is_noted
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "size", "message"),
+    [
+        ("wan2.1", 3, f"{SHARING} must divide the 2 attention heads of this Wan checkpoint, got 3; choose one of 1, 2"),
+        ("sd3", 3, f"{SHARING} must be 1 for Stable Diffusion 3, whose network (SD3Transformer2DModel) has no plan"),
+    ],
+)
+def test_a_checkpoint_that_ranks_cannot_share_is_refused_before_anything_starts(
+    start, runnable, tmp_path, checkpoint, size, message
+):
+    path = build_tiny(checkpoint, tmp_path / "checkpoint")
+    config = (f"actor_rollout_ref.model.path={path}", "trainer.n_gpus_per_node=3", f"{SHARING}={size}")
+    assert message in problem(start, *runnable, *config)
+
+
+REPLICA = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "per_node", "size", "message"),
+    [
+        (
+            "wan2.1",
+            3,
+            3,
+            f"{REPLICA} must divide the 2 attention heads of this Wan checkpoint, got 3; choose one of 1, 2",
+        ),
+        ("sd3", 2, 2, f"{REPLICA} must be 1 for Stable Diffusion 3, whose network (SD3Transformer2DModel) has no plan"),
+        (
+            "wan2.1",
+            3,
+            2,
+            f"{REPLICA} must divide trainer.n_gpus_per_node=3 with actor_rollout_ref.rollout.name=diffusers",
+        ),
+        ("wan2.1", 2, 2, None),
+    ],
+)
+def test_a_replica_whose_devices_cannot_share_a_sample_is_refused(
+    start, runnable, tmp_path, checkpoint, per_node, size, message
+):
+    path = build_tiny(checkpoint, tmp_path / "checkpoint")
+    words = (f"actor_rollout_ref.model.path={path}", f"trainer.n_gpus_per_node={per_node}", f"{REPLICA}={size}")
+    if message is None:
+        preflight.check(start(*runnable, *words))
+    else:
+        assert message in problem(start, *runnable, *words)
+
+
+def test_replicas_of_several_devices_share_them_with_the_trainer(start, runnable):
+    separate = ["recipe=[digen_flowgrpo,disaggregated]", *runnable[1:]]
+    words = ("actor_rollout_ref.rollout.n_gpus_per_node=2", f"{REPLICA}=2", "trainer.n_gpus_per_node=2")
+    found = problem(start, *separate, *words)
+    assert f"{REPLICA} must be 1 with actor_rollout_ref.rollout.name=diffusers on devices of their own" in found
+
+
+def test_virtual_devices_do_not_share_rows(start, runnable):
+    virtual = ["recipe=[digen_flowgrpo,disaggregated,virtual]", *runnable[1:]]
+    config = ("trainer.n_gpus_per_node=2", f"{SHARING}=2")
+    assert f"{SHARING} must be 1 with virtual devices" in problem(start, *virtual, *config)
+
+
+def test_images_for_a_model_that_reads_none_are_refused(start, runnable, tiny_video, tmp_path):
+    (tmp_path / "a.png").write_bytes(b"")
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n' * 4 + '{"prompt": "b", "images": ["a.png"]}\n')
+    overrides = [f"actor_rollout_ref.model.path={tiny_video}", f"data.train_files={tmp_path / 'p.jsonl'}"]
+    found = problem(start, *runnable, *overrides)
+    assert found == (
+        f"line 5 of '{tmp_path / 'p.jsonl'}' must have no images for Wan, got 1; choose a checkpoint that reads them, "
+        "or rename the column 'images'"
+    )
 
 
 @pytest.mark.parametrize(
@@ -174,72 +351,72 @@ def test_a_prompt_that_is_longer_than_the_model_reads_is_refused(compose_main, r
     ],
 )
 def test_a_pipeline_that_is_not_supported_is_refused_before_anything_starts_whatever_its_transformer(
-    compose_main, runnable, tmp_path, checkpoint, pipeline
+    start, runnable, tmp_path, checkpoint, pipeline
 ):
     """All but the last have the transformer of the pipeline that the checkpoint was made for."""
     path = build_tiny(checkpoint, tmp_path / "checkpoint")
     index = json.loads((path / "model_index.json").read_text())
     (path / "model_index.json").write_text(json.dumps(index | {"_class_name": pipeline}))
-    found = problem(compose_main, *runnable, f"actor_rollout_ref.model.path={path}")
+    found = problem(start, *runnable, f"actor_rollout_ref.model.path={path}")
     assert found.startswith("actor_rollout_ref.model.path must hold a checkpoint of one of FluxPipeline, "), found
     assert f"got a {pipeline}, which is not supported" in found
     assert len(found.splitlines()) == 1
 
 
-def test_a_network_that_is_not_the_pipelines_is_refused(compose_main, runnable, tiny_video):
+def test_a_network_that_is_not_the_pipelines_is_refused(start, runnable, tiny_video):
     index = json.loads((tiny_video / "model_index.json").read_text())
     other = {"transformer": ["diffusers", "LTXVideoTransformer3DModel"]}
     (tiny_video / "model_index.json").write_text(json.dumps(index | other))
-    found = problem(compose_main, *runnable, f"actor_rollout_ref.model.path={tiny_video}")
+    found = problem(start, *runnable, f"actor_rollout_ref.model.path={tiny_video}")
     assert "must hold a WanTransformer3DModel for Wan, got LTXVideoTransformer3DModel" in found
 
 
-def test_a_checkpoint_that_vllm_omni_does_not_serve_is_refused_before_anything_starts(compose_main, runnable, tmp_path):
+def test_a_checkpoint_that_vllm_omni_does_not_serve_is_refused_before_anything_starts(start, runnable, tmp_path):
     path = build_tiny("hunyuan_video", tmp_path / "hunyuan")
     overrides = [f"actor_rollout_ref.model.path={path}", "digen.sampling.num_frames=5"]
-    preflight.check(compose_main(*runnable, *overrides))
-    found = problem(compose_main, *runnable, *overrides, "actor_rollout_ref.rollout.name=vllm_omni")
+    preflight.check(start(*runnable, *overrides))
+    found = problem(start, *runnable, *overrides, "actor_rollout_ref.rollout.name=vllm_omni")
     assert "name=vllm_omni needs a checkpoint of one of FluxPipeline, " in found
     assert "got 'HunyuanVideoPipeline'; set actor_rollout_ref.rollout.name=diffusers" in found
 
 
-def test_an_adapter_that_vllm_omni_cannot_bind_is_refused_before_anything_starts(compose_main, runnable, tmp_path):
+def test_an_adapter_that_vllm_omni_cannot_bind_is_refused_before_anything_starts(start, runnable, tmp_path):
     path = build_tiny("hunyuan_video15", tmp_path / "hunyuan15")
     served = [f"actor_rollout_ref.model.path={path}", "actor_rollout_ref.rollout.name=vllm_omni"]
-    check_model(compose_main(*runnable, *served))
+    check_model(start(*runnable, *served))
     for rank in ("actor_rollout_ref.model.lora_rank=4", "+actor_rollout_ref.model.lora.rank=4"):
         served_adapter = [*served, rank]
-        found = problem(compose_main, *runnable, *served_adapter)
+        found = problem(start, *runnable, *served_adapter)
         assert "actor_rollout_ref.model.exclude_modules must leave out refiner_blocks for an adapter" in found
         assert "got None; set it to '.*refiner_blocks.*', or actor_rollout_ref.model.lora.merge=true" in found
         for remedy in ("exclude_modules='.*refiner_blocks.*'", "lora.merge=true", "target_modules=[attn.add_q_proj]"):
-            check_model(compose_main(*runnable, *served_adapter, f"actor_rollout_ref.model.{remedy}"))
+            check_model(start(*runnable, *served_adapter, f"actor_rollout_ref.model.{remedy}"))
 
 
-def test_a_pipeline_without_a_transformer_is_refused(compose_main, runnable, tiny_video):
+def test_a_pipeline_without_a_transformer_is_refused(start, runnable, tiny_video):
     index = json.loads((tiny_video / "model_index.json").read_text())
     (tiny_video / "model_index.json").write_text(json.dumps(index | {"transformer": None}))
-    found = problem(compose_main, *runnable, f"actor_rollout_ref.model.path={tiny_video}")
+    found = problem(start, *runnable, f"actor_rollout_ref.model.path={tiny_video}")
     assert "must hold all parts of its WanPipeline" in found and "lacks transformer; complete the download" in found
 
 
 @pytest.mark.parametrize("recipe", MODEL_RECIPES)
-def test_the_published_checkpoint_of_a_recipe_makes_what_the_recipe_asks_for(compose_main, recipe):
+def test_the_published_checkpoint_of_a_recipe_makes_what_the_recipe_asks_for(start, recipe):
     """From the configs that `digen plan` has, so without a download."""
-    config = compose_main(f"recipe={recipe}")
+    config = start(f"recipe={recipe}")
     with checkpoint_folder(config.actor_rollout_ref.model.path) as folder:
         config.actor_rollout_ref.model.path = str(folder)
         check_model(config)
         check_digen(config)
 
 
-def test_a_run_without_a_reward_is_refused(compose_main, runnable):
-    assert "digen.reward.functions must name" in problem(compose_main, *runnable[:-1])
+def test_a_run_without_a_reward_is_refused(start, runnable):
+    assert "digen.reward.functions must name" in problem(start, *runnable[:-1])
 
 
-def test_verls_loaders_are_made_where_a_run_does_not_validate_and_names_no_prompts_for_it(compose_main, runnable):
+def test_verls_loaders_are_made_where_a_run_does_not_validate_and_names_no_prompts_for_it(start, runnable):
     never = "data.val_files=null", "trainer.test_freq=-1", "trainer.val_before_train=false"
-    config = compose_main(*runnable, *never, "data.validation_shuffle=true")
+    config = start(*runnable, *never, "data.validation_shuffle=true")
     preflight.check(config)
     allow_no_prompts(config)
     trainer: Any = SimpleNamespace(
@@ -261,49 +438,47 @@ def test_verls_loaders_are_made_where_a_run_does_not_validate_and_names_no_promp
         ("def compute_score(:\n", "got SyntaxError: invalid syntax"),
     ],
 )
-def test_a_reward_file_that_workers_could_not_load_is_told_before_they_start(
-    compose_main, runnable, tmp_path, text, found
-):
+def test_a_reward_file_that_workers_could_not_load_is_told_before_they_start(start, runnable, tmp_path, text, found):
     path = tmp_path / "reward.py"
     path.write_text(text)
     overrides = (*runnable, f"reward.custom_reward_function.path={path}")
     if found is None:
-        preflight.check(compose_main(*overrides))
+        preflight.check(start(*overrides))
     else:
-        message = problem(compose_main, *overrides)
+        message = problem(start, *overrides)
         assert message.startswith(f"reward.custom_reward_function.path={path} must be a module that can be imported")
         assert re.search(found, message) and message.endswith("repair the file, or install what it imports")
 
 
-def test_log_probs_that_the_loss_does_not_read_are_refused(compose_main, runnable):
-    message = problem(compose_main, *runnable, "digen.loss.name=tis", "digen.loss.old_log_probs=recompute")
+def test_log_probs_that_the_loss_does_not_read_are_refused(start, runnable):
+    message = problem(start, *runnable, "digen.loss.name=tis", "digen.loss.old_log_probs=recompute")
     assert message.startswith("digen.loss.old_log_probs must be auto with digen.loss.name=tis")
-    preflight.check(compose_main(*runnable, "digen.loss.name=gspo"))
+    preflight.check(start(*runnable, "digen.loss.name=gspo"))
 
 
-def test_all_problems_are_shown_at_once(compose_main, runnable):
-    message = problem(compose_main, *runnable, "digen.loss.name=ppo", "actor_rollout_ref.rollout.n=1")
+def test_all_problems_are_shown_at_once(start, runnable):
+    message = problem(start, *runnable, "digen.loss.name=ppo", "actor_rollout_ref.rollout.n=1")
     assert len(message.splitlines()) == 2
 
 
-def test_a_plugin_that_failed_refuses_the_run_and_names_the_cause(compose_main, runnable):
+def test_a_plugin_that_failed_refuses_the_run_and_names_the_cause(start, runnable):
     plugin.FAILURES.append("its engine could not be registered (ImportError: diffusers)")
     try:
-        assert "its engine could not be registered (ImportError: diffusers)" in problem(compose_main, *runnable)
+        assert "its engine could not be registered (ImportError: diffusers)" in problem(start, *runnable)
     finally:
         plugin.FAILURES.pop()
 
 
-def test_recipes_install_the_callback_and_it_stops_hydra(compose_main, capsys):
-    config = compose_main("recipe=digen_flowgrpo", "digen.loss.name=ppo")
+def test_recipes_install_the_callback_and_it_stops_hydra(start, capsys):
+    config = start("recipe=digen_flowgrpo", "digen.loss.name=ppo")
     with pytest.raises(SystemExit) as stopped:
         Callbacks(config).on_run_start(config=config, config_name="ppo_trainer")
     assert stopped.value.code == 2
     assert "digen.loss.name must be one of" in capsys.readouterr().err
 
 
-def test_verl_alone_has_no_callback(compose_main):
-    assert not OmegaConf.select(compose_main(), "hydra.callbacks")
+def test_verl_alone_has_no_callback(start):
+    assert not OmegaConf.select(start(), "hydra.callbacks")
 
 
 def test_main_shows_a_paragraph_and_writes_nothing(tmp_path):
@@ -317,3 +492,40 @@ def test_main_shows_a_paragraph_and_writes_nothing(tmp_path):
     stdout, _ = shown.communicate(timeout=120)
     assert shown.returncode == 0 and "digen:\n" in stdout
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_quickstart_fits_any_machine_with_a_gpu(compose_main, monkeypatch):
+    """Composed as there: on a CPU another recipe asks for one device."""
+    cuda = SimpleNamespace(device_name="cuda", communication_backend_name=lambda: "nccl")
+    monkeypatch.setattr("verl.plugin.platform.get_platform", lambda: cuda)
+    config = compose_main("recipe=digen_quickstart")
+    assert config.trainer.device == "cuda"
+    require_devices(config, 1)
+    for found in range(1, 17):
+        config.trainer.n_gpus_per_node = int(override(found).removeprefix("trainer.n_gpus_per_node=") or 1)
+        require_devices(config, found)
+        assert config.data.train_batch_size % config.trainer.n_gpus_per_node == 0
+
+
+def test_a_run_asks_for_no_more_devices_than_the_machine_has(start):
+    config = start("recipe=digen_flowgrpo", "trainer.n_gpus_per_node=8")
+    require_devices(config, 8)
+    rule = r"^trainer\.nnodes x trainer\.n_gpus_per_node \(8\) must be <= 1, the devices of this machine, got 8; set"
+    with pytest.raises(ValueError, match=rule):
+        require_devices(config, 1)
+    split = start("recipe=[digen_flowgrpo,disaggregated]", "trainer.n_gpus_per_node=8")
+    with pytest.raises(ValueError, match=r"\(8\) \+ actor_rollout_ref\.rollout\.nnodes x .* shared by the pools"):
+        require_devices(split, 8)
+
+
+def test_devices_of_a_cluster_that_runs_are_not_those_of_this_machine(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("verl_digen.preflight.machine.find_bootstrap_address", lambda folder: None)
+    assert [joins_cluster(address) for address in (None, "auto", "local", "10.0.0.1:6379")] == [
+        False,
+        False,
+        False,
+        True,
+    ]
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert joins_cluster(None)

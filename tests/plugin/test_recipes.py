@@ -13,6 +13,8 @@ from verl_digen.config import DigenConfig, digen_config
 from verl_digen.preflight.unknown import unknown_problems
 from verl_digen.recipe_source import _is_verl
 
+pytestmark = pytest.mark.slow
+
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
 
@@ -23,7 +25,8 @@ def job(config):
 
 def test_without_a_recipe_the_config_is_verls_byte_for_byte(tmp_path):
     runs = [start_main("--cfg", "job", cwd=tmp_path, VERL_USE_EXTERNAL_PLUGINS=p) for p in ("auto", "none")]
-    with_plugin, without_plugin = [run.communicate(timeout=120)[0] for run in runs]
+    (with_plugin, _), (without_plugin, _) = answers = [run.communicate(timeout=120) for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], [errors for _, errors in answers]
     assert with_plugin == without_plugin
     assert "\ntrainer:\n" in with_plugin
 
@@ -66,6 +69,21 @@ def test_machine_recipe_applies_itself_and_may_be_named_too(compose_main):
     assert by_itself.trainer.device == "cpu"
     assert by_itself.ray_kwargs.ray_init.num_gpus == 8
     assert job(compose_main("recipe=[digen_flowgrpo,digen_cpu]")) == job(by_itself)
+
+
+@pytest.mark.parametrize(("platform", "backend"), [("cpu", "digen_gloo"), ("nvidia", "nccl")])
+def test_weights_travel_over_nccl_between_pools_where_devices_have_it(compose_main, monkeypatch, platform, backend):
+    import verl.plugin.platform as platforms
+
+    chosen = platforms.PlatformRegistry.get(platform)
+    assert chosen is not None
+    monkeypatch.setattr(platforms, "get_platform", lambda: chosen())
+    rollout = compose_main("recipe=[digen_flowgrpo,disaggregated]").actor_rollout_ref.rollout
+    assert rollout.checkpoint_engine.backend == backend
+    by_hand = compose_main(
+        "recipe=[digen_flowgrpo,disaggregated]", "actor_rollout_ref.rollout.checkpoint_engine.backend=digen_ray"
+    )
+    assert by_hand.actor_rollout_ref.rollout.checkpoint_engine.backend == "digen_ray"
 
 
 def test_defaults_of_our_section_are_those_of_the_dataclasses(compose_main):

@@ -11,7 +11,8 @@
 | `sampling`, `sde`, `advantage`, `kl`, `ema` | `sampling.py` |
 | `window` | `verl_digen/algorithms/window.py` |
 | `loss` | `loss.py`; the losses' own settings in `verl_digen/algorithms/objectives/` |
-| `rollout`, `reward` | `rollout.py` |
+| `rollout` | `rollout.py` |
+| `reward` | `reward.py` |
 | `gap`, `queue`, `tag`, `staleness`, `tsp` | `scheduling.py` |
 | `deadlines` | `verl_digen/schedulers/deadlines.py` |
 | `placement`, `virtual` | `placement.py` |
@@ -20,7 +21,8 @@
 from verl_digen.config.digen import DigenConfig
 from verl_digen.config.load import digen_config, digen_schema
 from verl_digen.config.placement import PlacementConfig, VirtualConfig
-from verl_digen.config.rollout import HttpConfig, RewardConfig, RolloutConfig
+from verl_digen.config.reward import HackingConfig, PoolSettings, RewardConfig, RewardEntry
+from verl_digen.config.rollout import HttpConfig, RolloutConfig
 from verl_digen.config.sampling import AdvantageConfig, EmaConfig, KlConfig, SamplingConfig, SdeConfig
 from verl_digen.config.scheduling import GapConfig, QueueConfig, StalenessConfig, TagConfig, TspConfig
 
@@ -29,11 +31,14 @@ __all__ = [
     "DigenConfig",
     "EmaConfig",
     "GapConfig",
+    "HackingConfig",
     "HttpConfig",
     "KlConfig",
     "PlacementConfig",
+    "PoolSettings",
     "QueueConfig",
     "RewardConfig",
+    "RewardEntry",
     "RolloutConfig",
     "SamplingConfig",
     "SdeConfig",

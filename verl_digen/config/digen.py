@@ -15,9 +15,11 @@ from verl_digen.algorithms.objectives import (
     objective_names,
 )
 from verl_digen.algorithms.window import WindowConfig
+from verl_digen.attention import NATIVE, check_name
 from verl_digen.config.loss import LOSS_DEFAULTS, check_loss_section, loss_settings
 from verl_digen.config.placement import PlacementConfig, VirtualConfig
-from verl_digen.config.rollout import RewardConfig, RolloutConfig
+from verl_digen.config.reward import RewardConfig
+from verl_digen.config.rollout import RolloutConfig
 from verl_digen.config.sampling import AdvantageConfig, EmaConfig, KlConfig, SamplingConfig, SdeConfig
 from verl_digen.config.scheduling import GapConfig, QueueConfig, StalenessConfig, TagConfig, TspConfig
 from verl_digen.require import require
@@ -53,10 +55,23 @@ class DigenConfig:
     virtual: VirtualConfig = field(default_factory=VirtualConfig)
     deadlines: DeadlinesConfig = field(default_factory=DeadlinesConfig)
     """Timeouts of everything the run waits for, see `verl_digen.schedulers.deadlines`."""
+    attention_backend: str = NATIVE
+    """Attention kernel of the network, by diffusers' name (`verl_digen.attention`): native leaves the choice to
+    PyTorch, flash is flash-attn's, _flash_3_hub FlashAttention 3. Kernels without masks have texts of one length in
+    each forward: then more tiles, and guidance in two forwards. For trainer and replicas;
+    `digen.rollout.attention_backend` for the replicas alone."""
+    compile: bool = False
+    """Compile the repeated blocks with `torch.compile` (inductor). The first calls of each kind take seconds to minutes
+    longer. For trainer and replicas; `digen.rollout.compile` for the replicas alone."""
     max_refills_per_step: int | None = None
     """Maximum groups replaced per step because a sample failed; 0: none. null: the number of prompts of a batch."""
     num_logged_images: int = 16
     """Validation prompts shown in the picture grids."""
+    num_logged_groups: int = 4
+    """Training groups of which the best and the worst sample are shown, in a step that is a multiple of
+    `logged_groups_every`; 0: none, and no distributions of rewards either."""
+    logged_groups_every: int = 10
+    """Steps from one step whose training groups are shown to the next."""
 
     def __post_init__(self) -> None:
         require(
@@ -65,6 +80,7 @@ class DigenConfig:
             self.seed,
             "any small number does",
         )
+        check_name("digen.attention_backend", self.attention_backend)
         object.__setattr__(self, "loss", LOSS_DEFAULTS | self.loss)
         check_loss_section(self.loss)
         require(
@@ -75,6 +91,15 @@ class DigenConfig:
         )
         require(
             self.num_logged_images >= 0, "digen.num_logged_images must be >= 0", self.num_logged_images, "0 logs none"
+        )
+        require(
+            self.num_logged_groups >= 0, "digen.num_logged_groups must be >= 0", self.num_logged_groups, "0 logs none"
+        )
+        require(
+            self.logged_groups_every >= 1,
+            "digen.logged_groups_every must be >= 1 step",
+            self.logged_groups_every,
+            "10 is the default; digen.num_logged_groups=0 shows none",
         )
         require(
             self.staleness.max_versions == 0 or not self.ema.validate,
@@ -92,6 +117,13 @@ class DigenConfig:
             "raise it, or lower digen.reward.timeout_s",
         )
         require(
+            self.reward.combine != "gdpo" or not self.queue.drop_zero_spread,
+            "digen.queue.drop_zero_spread must be false with digen.reward.combine=gdpo, where a group with equal sums "
+            "of rewards trains if one of them differs",
+            self.queue.drop_zero_spread,
+            "leave it out",
+        )
+        require(
             not self.rollout.http.enable or self.sampling.num_frames == 1,
             "digen.rollout.http.enable must be false with digen.sampling.num_frames > 1: the HTTP API draws pictures",
             self.sampling.num_frames,
@@ -99,6 +131,16 @@ class DigenConfig:
         )
         if self.loss_name in objective_names():  # a user's own is known later
             self.check_points()
+
+    @property
+    def rollout_attention_backend(self) -> str:
+        """Attention kernel of the replicas: theirs, else the trainer's."""
+        return self.rollout.attention_backend or self.attention_backend
+
+    @property
+    def rollout_compiles(self) -> bool:
+        """True if replicas compile blocks: by their own key, else by the trainer's."""
+        return self.compile if self.rollout.compile is None else self.rollout.compile
 
     def check_points(self) -> None:
         """Require points that the schedule has, and a KL term that is defined for them.

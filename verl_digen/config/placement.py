@@ -19,8 +19,9 @@ class PlacementConfig:
     generator_accelerator: str | None = None
     """Type of the `actor_rollout_ref.rollout.nnodes` x `n_gpus_per_node` devices (`recipe=[...,disaggregated]`)."""
     reward_accelerator: str | None = None
-    """Type of the nodes of the `reward.num_workers` reward workers, which divide the devices of
-    `reward.reward_model.{nnodes,n_gpus_per_node}` where `reward.reward_model.enable_resource_pool` is true."""
+    """Type of the nodes of all reward workers: the `reward.num_workers` that hold functions, which divide the devices
+    of `reward.reward_model.{nnodes,n_gpus_per_node}` where `reward.reward_model.enable_resource_pool` is true, and the
+    `num_workers` of each reward of `digen.reward.functions`."""
 
 
 @dataclass(frozen=True)

@@ -1,49 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas and rewards: `digen.rollout`, `digen.reward`."""
+"""Replicas: `digen.rollout`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from verl_digen.attention import check_name
 from verl_digen.loopback import is_loopback
 from verl_digen.require import require, require_one_of
 
 MAX_SAMPLES = 1_000_000
 """Samples, chunks or groups in one place; more than a cluster generates at once. Catches typos."""
-MAX_RETRIES = 1000
 DTYPES = ("float32", "bfloat16", "float16")
-
-
-@dataclass(frozen=True)
-class RewardConfig:
-    """Reward functions that score a sample. verl's `reward.custom_reward_function` is added as `custom`."""
-
-    functions: dict[str, float] = field(default_factory=dict)
-    """Name -> weight; the reward is the weighted sum. A name of `verl_digen.reward.functions`, or
-    package.module.function. Given as a whole on the command line, it replaces the recipe's; `functions.NAME=WEIGHT`
-    adds or changes one. A weight of 0 only logs."""
-    custom_weight: float = 1.0
-    """Weight of `reward.custom_reward_function`, if there is one."""
-    max_retries: int = 2
-    """Retries before a sample fails: of a reward function that raised, and of a sample whose reward worker died."""
-    timeout_s: float = 300.0
-    """Timeout of a call; a longer one counts as failed."""
-
-    def __post_init__(self) -> None:
-        for name, weight in self.functions.items():  # OmegaConf lets a list into a mapping of numbers
-            is_number = isinstance(weight, int | float)
-            require(is_number, f"digen.reward.functions.{name} must be a number", weight, "1.0 is usual")
-        require(
-            0 <= self.max_retries <= MAX_RETRIES,
-            f"digen.reward.max_retries must lie in [0, {MAX_RETRIES}]",
-            self.max_retries,
-            "2 is the default",
-        )
-        require(self.timeout_s > 0, "digen.reward.timeout_s must be > 0 seconds", self.timeout_s, "300 is the default")
-
-    def weights(self, *, has_custom: bool) -> dict[str, float]:
-        """Name -> weight of every function that is called; `custom` is the user's own."""
-        return dict(self.functions) | ({"custom": self.custom_weight} if has_custom else {})
 
 
 @dataclass(frozen=True)
@@ -96,6 +64,21 @@ class RolloutConfig:
 
     max_batch_size: int = 8
     """Maximum samples that a replica denoises together (memory decides)."""
+    split_guidance: bool | str = "auto"
+    """Run the two branches of classifier-free guidance one after the other, in half the memory, rather than in one
+    forward, while a `diffusers` replica or an assisting trainer generates. auto: a replica does where both together
+    would not fit, measured at the first step of each kind of batch; never on a CPU. The numbers differ by rounding."""
+    attention_backend: str | None = None
+    """Attention kernel of the replicas. null: as the trainer, `digen.attention_backend`; a `vllm_omni` replica runs its
+    own kernel of that kind, unless `engine_kwargs.vllm_omni.diffusion_attention_backend` names one. Other kernels than
+    the trainer's round differently, which `rollout/log_prob_gap_max` shows."""
+    compile: bool | None = None
+    """Compile the repeated blocks of a `diffusers` replica. null: as the trainer, `digen.compile`. A `vllm_omni`
+    replica compiles by `actor_rollout_ref.rollout.enforce_eager`."""
+    decode_batch_size: int = 4
+    """Maximum pictures that a VAE decodes together, in `diffusers` replicas and in trainers that assist; videos are
+    decoded one by one. A picture of 1024 px takes about 1.6 GB while it is decoded (calculated for FLUX's VAE in bf16).
+    A `vllm_omni` replica decodes one by one."""
     batch_wait_s: float = 0.05
     """Time that a `diffusers` replica waits after each request for a further one before it starts a batch that is not
     full; a `vllm_omni` replica too, if its pipeline runs in one go, but at most five times as long in total. With step
@@ -104,7 +87,7 @@ class RolloutConfig:
     """LoRA adapters, one per weight version, that a `vllm_omni` replica keeps for requests in flight; an update waits
     while requests in flight use that many versions."""
     update_timeout_s: float = 600.0
-    """Longest wait in s between two parts of a weight update of a `vllm_omni` replica, on either side. The trainer
+    """Longest wait in s between two parts of a weight update of a replica, on either side. The trainer
     gathers a tensor of a sharded model between two parts, which takes seconds; `digen.deadlines.publish_s` bounds the
     whole update."""
     allow_untested_versions: bool = False
@@ -132,6 +115,7 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         for name, least in (
             ("max_batch_size", 1),
+            ("decode_batch_size", 1),
             ("embed_cache_size", 1),
             ("num_kept_adapters", 2),
             ("max_restarts", 0),
@@ -143,6 +127,14 @@ class RolloutConfig:
                 value,
                 f"set it to {least} or more; memory decides",
             )
+        require(
+            isinstance(self.split_guidance, bool) or self.split_guidance == "auto",
+            "digen.rollout.split_guidance must be auto, true or false",
+            self.split_guidance,
+            "auto is the default",
+        )
+        if self.attention_backend is not None:
+            check_name("digen.rollout.attention_backend", self.attention_backend)
         require(
             0 <= self.batch_wait_s <= 600,
             "digen.rollout.batch_wait_s must lie in [0, 600] s",

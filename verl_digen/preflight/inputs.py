@@ -12,15 +12,17 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_digen.config import digen_config
 from verl_digen.preflight.pools import VIRTUAL
+from verl_digen.preflight.sources import check_sources
 from verl_digen.require import require
 
 if TYPE_CHECKING:
     from verl_digen.data.lengths import PromptCheck, TooLong
+    from verl_digen.models.base import DiffusionModel
     from verl_digen.types import PromptRow
 
 
 def check_prompts(config: DictConfig) -> None:
-    """Require readable prompt files, enough prompts for one step, and none that is longer than the model reads."""
+    """Require readable prompt files, enough prompts for one step, and none that the model does not read whole."""
     validating = validates(config)
     if OmegaConf.select(config, "data.train_files") is None:
         raise ValueError("data.train_files must name a file of prompts, got nothing; set data.train_files=FILE")
@@ -30,6 +32,8 @@ def check_prompts(config: DictConfig) -> None:
             "set data.val_files=FILE, or trainer.test_freq=-1 trainer.val_before_train=false"
         )
     train, val = prompts_of(config, "train"), prompts_of(config, "val")
+    _check_images(config, [*train.prompts, *val.prompts])
+    check_sources(config, train.prompts, val.prompts)
     found = [*train.too_long, *val.too_long]
     if found and not config.data.filter_overlong_prompts:
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
@@ -105,7 +109,7 @@ def prompts_of(config: DictConfig, part: str) -> PromptSet:
         ValueError: a file is missing or malformed, or `data.PART_max_samples` or the run's negative prompt is wrong.
     """
     from verl_digen.data.lengths import find_too_long
-    from verl_digen.data.prompts import read_prompts
+    from verl_digen.data.prompts import Columns, read_prompts
 
     given, most = OmegaConf.select(config, f"data.{part}_files"), config.data[f"{part}_max_samples"]
     require(
@@ -117,7 +121,7 @@ def prompts_of(config: DictConfig, part: str) -> PromptSet:
     if given is None:
         return PromptSet(part, 0, (), ())
     files: Any = OmegaConf.to_container(given) if OmegaConf.is_list(given) or OmegaConf.is_dict(given) else given
-    read = read_prompts(files, key=f"data.{part}_files")
+    read = read_prompts(files, f"data.{part}_files", Columns.of(config.data))
     taken = read[:most] if most > 0 else read
     if not _has_tokenizers(config):
         return PromptSet(part, len(read), taken, ())
@@ -136,6 +140,27 @@ def _check_negative(config: DictConfig) -> None:
             raise ValueError(f"digen.sampling.negative_prompt: {error}") from error
 
 
+def _check_images(config: DictConfig, prompts: Sequence[PromptRow]) -> None:
+    """Require as many images of each prompt as the checkpoint's pipeline reads."""
+    if not _has_tokenizers(config):
+        return
+    spec = _load_model(config).spec
+    least, most = spec.num_images
+    for prompt in prompts:
+        require(
+            least <= len(prompt.images) <= most,
+            f"{prompt.place} must have {_number_of_images(least, most)} for {spec.title}",
+            len(prompt.images),
+            "choose a checkpoint that reads them, or rename the column 'images'" if prompt.images else "add them",
+        )
+
+
+def _number_of_images(least: int, most: int) -> str:
+    if most == 0:
+        return "no images"
+    return f"{least} images" if least == most else f"{least} to {most} images"
+
+
 def _has_tokenizers(config: DictConfig) -> bool:
     """True if prompts can be measured now: the checkpoint is on this machine. Else encoding reports long ones."""
     section = config.actor_rollout_ref.model
@@ -144,6 +169,10 @@ def _has_tokenizers(config: DictConfig) -> bool:
 
 
 def _load_prompt_check(config: DictConfig) -> PromptCheck:
+    return _load_model(config).load_prompt_check()
+
+
+def _load_model(config: DictConfig) -> DiffusionModel:
     from verl_digen.models import load_model
 
-    return load_model(Path(config.actor_rollout_ref.model.path).expanduser()).load_prompt_check()
+    return load_model(Path(config.actor_rollout_ref.model.path).expanduser())

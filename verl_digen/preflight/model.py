@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_digen.config import digen_config
+from verl_digen.pool_sizes import REPLICA_KEY, num_replica_devices
 from verl_digen.preflight.pools import VIRTUAL
 from verl_digen.require import require, require_one_of, suggestion
 
@@ -30,10 +31,11 @@ def check_model(config: DictConfig) -> None:
     section = config.actor_rollout_ref.model
     if "://" in section.path:  # on a remote file system: verl fetches it once the run has started
         return
+    from verl_digen.models.sequence import TRAINER_KEY, check_sequence
     from verl_digen.rollout.vllm_omni.served import require_bound, require_served
     from verl_digen.types import Geometry
 
-    model = _load(section.path)
+    model = load_configs(section.path)
     if config.actor_rollout_ref.rollout.name == "vllm_omni":
         serving = require_served(model.pipeline)
         lora = {"rank": section.lora_rank, "merge": False} | OmegaConf.to_container(section.lora, throw_on_missing=True)  # type: ignore[operator]
@@ -46,7 +48,12 @@ def check_model(config: DictConfig) -> None:
     for key in ("target_modules", "exclude_modules"):
         _check_names(model, f"{KEY}.{key}", section[key])
     sampling = digen_config(config).sampling
-    model.latent_shape(Geometry(sampling.height_px, sampling.width_px, sampling.num_frames))
+    geometry = Geometry(sampling.height_px, sampling.width_px, sampling.num_frames)
+    model.latent_shape(geometry)
+    size = config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
+    check_sequence(model, TRAINER_KEY, size, geometry)
+    if config.actor_rollout_ref.rollout.name == "diffusers":
+        check_sequence(model, REPLICA_KEY, num_replica_devices(config), geometry)
     model.embedded_guidance(sampling.guidance_scale)
 
 
@@ -102,7 +109,12 @@ def check_loss(config: DictConfig) -> None:
     )
 
 
-def _load(path: str) -> DiffusionModel:
+def load_configs(path: str) -> DiffusionModel:
+    """The model of a checkpoint, from its configs alone.
+
+    Raises:
+        ValueError: they are not those of a supported pipeline, or damaged.
+    """
     from verl_digen.models import load_model
     from verl_digen.models.locate import locate_configs
 

@@ -9,7 +9,9 @@ from verl_digen.config import digen_config
 from verl_digen.config.loss import unused_settings
 from verl_digen.data.lengths import describe_dropped
 from verl_digen.preflight.inputs import prompts_of
+from verl_digen.preflight.kernels import kernel_notes
 from verl_digen.preflight.pools import VIRTUAL
+from verl_digen.preflight.precision import precision_notes
 from verl_digen.preflight.rewards import reward_formula
 
 
@@ -20,6 +22,15 @@ def notes(config: DictConfig) -> list[str]:
     if unused := unused_settings(digen.loss):
         listed = ", ".join(f"digen.loss.{name}={value}" for name, value in sorted(unused.items()))
         found.append(f"{listed}, of a recipe, is not used: digen.loss.name={digen.loss_name} has no such setting")
+    found += kernel_notes(config)
+    found += precision_notes(config, digen)
+    sharing = config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
+    if config.trainer.n_gpus_per_node % sharing:
+        found.append(
+            f"actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size={sharing} does not divide "
+            f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}: ranks that share a row lie on two nodes and "
+            "exchange every attention's tokens over the network"
+        )
     for part in ("train", "val") if config.data.filter_overlong_prompts else ():
         of_part = prompts_of(config, part)
         if of_part.too_long:

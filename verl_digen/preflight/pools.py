@@ -9,12 +9,15 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_digen.config import digen_config
 from verl_digen.pool_sizes import (
+    REPLICA_KEY,
+    num_function_devices,
     num_generator_devices,
     num_replica_devices,
     num_reward_devices,
     num_trainer_devices,
 )
 from verl_digen.require import require, require_one_of, suggestion
+from verl_digen.reward.layout import reward_layout
 from verl_digen.rollout.registry import REPLICAS
 
 COLOCATED = "digen_colocated"
@@ -22,6 +25,10 @@ COLOCATED = "digen_colocated"
 VIRTUAL = "digen_virtual"
 """`trainer.v1.trainer_mode` with virtual devices, which only take time."""
 MODES = (COLOCATED, "digen_disaggregated", VIRTUAL)
+NCCL_REMEDY = "nccl is verl's and needs cupy: install cupy-cuda12x (or -cuda13x), or choose digen_gloo, which is slower"
+BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend"
+VERLS_ENGINES = ("delta_sharded", "kimi_ckpt_engine", "mooncake", "nccl", "nixl")
+"""verl's own engines for weights between pools; each is registered only where its packages are installed."""
 CPUS_PER_RANK = 3
 """CPUs that verl's placement group asks for beside each device (`RayResourcePool.max_colocate_count`)."""
 
@@ -52,11 +59,11 @@ def check_device(config: DictConfig) -> None:
         )
     num_cpus = OmegaConf.select(config, "ray_kwargs.ray_init.num_cpus", throw_on_missing=True)
     if num_cpus is not None:
-        least = CPUS_PER_RANK * num_trainer_devices(config) + config.reward.num_workers
+        least = CPUS_PER_RANK * num_trainer_devices(config) + reward_layout(config, digen_config(config)).num_workers
         require(
             isinstance(num_cpus, int) and num_cpus >= least,
             f"ray_kwargs.ray_init.num_cpus must be >= {least}, {CPUS_PER_RANK} for each trainer rank and one for each "
-            "of reward.num_workers",
+            "of reward.num_workers and of the workers of digen.reward.functions",
             num_cpus,
             "raise it (these CPUs are logical), or null to count the machine's",
         )
@@ -66,22 +73,32 @@ def check_rollout(config: DictConfig) -> None:
     """Require a replica type that exists, and replicas that fit the devices."""
     rollout = config.actor_rollout_ref.rollout
     require_one_of("actor_rollout_ref.rollout.name", rollout.name, REPLICAS)
+    size, is_colocated = num_replica_devices(config), config.trainer.v1.trainer_mode == COLOCATED
+    for name in ("data_parallel_size", "pipeline_model_parallel_size"):
+        require(
+            rollout.name != "diffusers" or rollout[name] == 1,
+            f"actor_rollout_ref.rollout.{name} must be 1 with actor_rollout_ref.rollout.name=diffusers, whose replicas "
+            f"have {REPLICA_KEY} devices",
+            rollout[name],
+            "set it to 1; more devices make more replicas",
+        )
     require(
-        rollout.name != "vllm_omni" or find_spec("vllm_omni") is not None,
-        "actor_rollout_ref.rollout.name=vllm_omni needs the package vllm-omni",
-        "not installed",
-        "pip install 'verl-digen[vllm-omni]', or set actor_rollout_ref.rollout.name=diffusers",
-    )
-    size = num_replica_devices(config)
-    require(
-        rollout.name != "diffusers" or size == 1,
-        "actor_rollout_ref.rollout.tensor_model_parallel_size (times data and pipeline sizes) must be 1 for "
-        "actor_rollout_ref.rollout.name=diffusers",
+        rollout.name != "diffusers" or size == 1 or is_colocated,
+        f"{REPLICA_KEY} must be 1 with actor_rollout_ref.rollout.name=diffusers on devices of their own, where "
+        "replicas of several devices have not been tried",
         size,
-        "set it to 1; more devices make more replicas",
+        "set it to 1, or leave out recipe disaggregated",
+    )
+    per_node = config.trainer.n_gpus_per_node
+    require(
+        rollout.name != "diffusers" or not is_colocated or per_node % size == 0,
+        f"{REPLICA_KEY} must divide trainer.n_gpus_per_node={per_node} with actor_rollout_ref.rollout.name=diffusers, "
+        "whose replicas lie in one node",
+        size,
+        "1 generates each sample on one device, and more devices make more replicas",
     )
     require(
-        config.trainer.v1.trainer_mode == COLOCATED or rollout.nnodes >= 1,
+        is_colocated or rollout.nnodes >= 1,
         "actor_rollout_ref.rollout.nnodes must be >= 1 with replicas on devices of their own",
         rollout.nnodes,
         "give the nodes that generate",
@@ -92,8 +109,18 @@ def check_rollout(config: DictConfig) -> None:
             num_devices % size == 0,
             f"{pool}.nnodes x {pool}.n_gpus_per_node must be a multiple of a replica's devices ({size})",
             num_devices,
-            "change it, or actor_rollout_ref.rollout.tensor_model_parallel_size",
+            f"change it, or {REPLICA_KEY}",
         )
+
+
+def check_rollout_package(config: DictConfig) -> None:
+    """Require the package of the replica type."""
+    require(
+        config.actor_rollout_ref.rollout.name != "vllm_omni" or find_spec("vllm_omni") is not None,
+        "actor_rollout_ref.rollout.name=vllm_omni needs the package vllm-omni",
+        "not installed",
+        "pip install 'verl-digen[vllm-omni]', or set actor_rollout_ref.rollout.name=diffusers",
+    )
 
 
 def check_placement(config: DictConfig) -> None:
@@ -113,7 +140,7 @@ def check_placement(config: DictConfig) -> None:
         types,
         "leave them out",
     )
-    num_devices, num_workers = num_reward_devices(config), config.reward.num_workers
+    num_devices, num_workers = num_function_devices(config), config.reward.num_workers
     require(
         num_devices == 0 or num_devices % num_workers == 0 or num_workers % num_devices == 0,
         f"reward.num_workers must divide the {num_devices} devices of reward.reward_model.nnodes x n_gpus_per_node, "
@@ -136,15 +163,43 @@ def check_mode(config: DictConfig) -> None:
 
 
 def check_weight_path(config: DictConfig) -> None:
-    """Require a registered engine to send weights from the trainer to the replicas."""
+    """Require a known engine to send weights from the trainer to the replicas."""
+    section, mode = config.actor_rollout_ref.rollout.checkpoint_engine, config.trainer.v1.trainer_mode
+    if mode == COLOCATED:
+        require_one_of(BACKEND, section.backend, ("naive",))
+        return
+    registered = _registered_engines(section)
+    virtual = {name for name in registered if name == VIRTUAL}
+    known = virtual if mode == VIRTUAL else (registered | {*VERLS_ENGINES}) - virtual
+    require(
+        section.backend in known,
+        f"{BACKEND} must be one of {', '.join(sorted(known)) or 'those that custom_backend_module registers'}",
+        section.backend,
+        f"{suggestion(str(section.backend), known)}leave it to the recipes",
+    )
+
+
+def check_weight_package(config: DictConfig) -> None:
+    """Require the package of one of verl's own engines for weights between pools."""
+    section, mode = config.actor_rollout_ref.rollout.checkpoint_engine, config.trainer.v1.trainer_mode
+    if mode == COLOCATED or section.backend not in VERLS_ENGINES:
+        return
+    registered = _registered_engines(section)
+    require(
+        section.backend in registered,
+        f"{BACKEND} must be one of {', '.join(sorted(registered - {VIRTUAL}))}, whose packages are installed",
+        section.backend,
+        NCCL_REMEDY
+        if section.backend == "nccl"
+        else f"install what verl/checkpoint_engine/ imports for {section.backend}, or choose digen_gloo",
+    )
+
+
+def _registered_engines(section: DictConfig) -> set[str]:
+    """Names of the engines that send weights between pools, as far as their packages are installed."""
     from verl.checkpoint_engine import CheckpointEngineRegistry
     from verl.utils.import_utils import import_external_libs
 
-    section, mode = config.actor_rollout_ref.rollout.checkpoint_engine, config.trainer.v1.trainer_mode
-    key = "actor_rollout_ref.rollout.checkpoint_engine.backend"
-    if mode == COLOCATED:
-        require_one_of(key, section.backend, ("naive",))
-        return
     try:
         import_external_libs(section.custom_backend_module)
     except ImportError as error:
@@ -152,15 +207,7 @@ def check_weight_path(config: DictConfig) -> None:
             "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module must be a module that can be imported, "
             f"got {section.custom_backend_module!r} ({error}); leave it to the recipes"
         ) from error
-    registered = set(CheckpointEngineRegistry._registry) - {"naive"}
-    virtual = {name for name in registered if name == VIRTUAL}
-    known = virtual if mode == VIRTUAL else registered - virtual
-    require(
-        section.backend in known,
-        f"{key} must be one of {', '.join(sorted(known)) or 'those that custom_backend_module registers'}",
-        section.backend,
-        f"{suggestion(str(section.backend), known)}leave it to the recipes",
-    )
+    return set(CheckpointEngineRegistry._registry) - {"naive"}
 
 
 def check_pools(config: DictConfig) -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryValue, OmegaConfBaseException
@@ -13,6 +13,8 @@ from verl_digen.preflight.agent_loop import check_agent_loop
 from verl_digen.preflight.classes import check_classes
 from verl_digen.preflight.effect import effect_problems
 from verl_digen.preflight.inputs import check_prompts, check_validation
+from verl_digen.preflight.kernels import check_kernel_machine, check_kernel_model, check_kernels
+from verl_digen.preflight.machine import check_machine
 from verl_digen.preflight.model import check_loss, check_model, check_model_section
 from verl_digen.preflight.paths import check_resume, check_run_dir
 from verl_digen.preflight.pools import (
@@ -21,11 +23,22 @@ from verl_digen.preflight.pools import (
     check_placement,
     check_pools,
     check_rollout,
+    check_rollout_package,
     check_virtual,
+    check_weight_package,
     check_weight_path,
 )
+from verl_digen.preflight.precision import check_precision
 from verl_digen.preflight.recipes import check_recipes
-from verl_digen.preflight.rewards import check_reward_devices, check_reward_keys, check_reward_manager, check_rewards
+from verl_digen.preflight.reward_model import check_reward_model
+from verl_digen.preflight.rewards import (
+    check_combination,
+    check_group_rewards,
+    check_reward_devices,
+    check_reward_keys,
+    check_reward_manager,
+    check_rewards,
+)
 from verl_digen.preflight.unknown import unknown_problems
 from verl_digen.preflight.unused import unused_problems
 from verl_digen.preflight.values import value_problems
@@ -41,6 +54,7 @@ from verl_digen.preflight.verl_keys import (
 )
 from verl_digen.preflight.versions import check_versions
 from verl_digen.preflight.vllm_omni import check_vllm_omni
+from verl_digen.preflight.watching import check_watching
 from verl_digen.preflight.weights import check_weights
 
 Rule = Callable[[DictConfig], None]
@@ -61,18 +75,24 @@ RULES: tuple[Rule, ...] = (
     check_plugin,
     check_digen,
     check_device,
+    check_machine,
     _raising(unknown_problems),
     _raising(unused_problems),
     check_strategy,
     check_batches,
     check_shards,
+    check_precision,
     check_optimizer,
     check_callback,
     check_storage,
     check_mode,
     check_rollout,
+    check_rollout_package,
     check_vllm_omni,
     check_weight_path,
+    check_weight_package,
+    check_kernels,
+    check_kernel_machine,
     check_pools,
     _raising(effect_problems),
     check_virtual,
@@ -81,6 +101,7 @@ RULES: tuple[Rule, ...] = (
     check_run_dir,
     check_resume,
     check_model,
+    check_kernel_model,
     check_weights,
     check_model_section,
     check_prompts,
@@ -89,14 +110,18 @@ RULES: tuple[Rule, ...] = (
     check_agent_loop,
     check_reward_keys,
     check_rewards,
+    check_reward_model,
+    check_combination,
+    check_group_rewards,
     check_reward_manager,
     check_reward_devices,
+    check_watching,
 )
 """All rules, in the order in which their messages are shown, after those of `values`."""
 
 
-def check(config: DictConfig) -> None:
-    """Run all rules.
+def check(config: DictConfig, rules: Sequence[Rule] = RULES) -> None:
+    """Run `rules`, all by default.
 
     - Recipes that do not go together are reported alone: everything else follows from them.
     - A rule that reads a value of the wrong type or range is left out: the value's own message says what is wrong.
@@ -108,7 +133,7 @@ def check(config: DictConfig) -> None:
     values = value_problems(config)
     problems = [problem for problem in values.values() if problem is not None]
     usable = _without(config, list(values)) if values else config
-    for rule in RULES:
+    for rule in rules:
         try:
             rule(usable)
         except (MissingMandatoryValue, InterpolationToMissingValueError) as error:

@@ -35,7 +35,7 @@ COLUMNS = "prompt files have the columns prompt, negative_prompt, data_source, r
 NO_TEXT = "a diffusion run makes no text, leave it out"
 PICTURES = "digen.num_logged_images says how many validation prompts are shown as pictures, in images/ of the run"
 SEED = "digen.seed is the seed of everything"
-SPREAD = "rows are spread over the ranks anyway; set it to 1"
+SEQUENCE = f"{A}.fsdp_config.ulysses_sequence_parallel_size is the key of sequence parallelism"
 DTYPE = f"weights are trained in {A}.fsdp_config.model_dtype"
 FSDP1 = "it is an option of fsdp, and diffusion runs on fsdp2"
 OWN_MODE = "it belongs to a trainer of verl's; leave it out, recipe=[...,disaggregated] has separate pools"
@@ -111,14 +111,13 @@ UNUSED: Mapping[str, tuple[Any, str]] = {
     f"{A}.shuffle": (False, "mini-batches are taken in the order of the prompts, which data.shuffle shuffles"),
     f"{A}.data_loader_seed": (42, SEED),
     f"{A}.grad_clip": (1.0, f"{A}.optim.clip_grad is the largest norm of the gradient"),
-    f"{A}.ulysses_sequence_parallel_size": (1, SPREAD),
+    f"{A}.ulysses_sequence_parallel_size": (1, SEQUENCE),
     f"{A}.qat.enable": (False, DTYPE),
     f"{A}.checkpoint.async_save": (False, "checkpoints are written before the next step begins; leave it out"),
     f"{A}.fsdp_config.use_no_sync_for_gradient_accumulation": (
         False,
         "digen.tsp.reduce says when gradients are reduced",
     ),
-    f"{A}.fsdp_config.ulysses_sequence_parallel_size": (1, SPREAD),
     f"{A}.fsdp_config.qat.enable": (False, DTYPE),
     f"{A}.fsdp_config.use_orig_params": (False, FSDP1),
     f"{A}.fsdp_config.forward_prefetch": (False, FSDP1),
@@ -159,9 +158,6 @@ UNUSED: Mapping[str, tuple[Any, str]] = {
     "data.max_response_length": (512, NO_TEXT),
     "data.gen_batch_size": (None, "digen.queue.extra_prompts begins groups beyond the batch"),
     "data.tokenizer": (None, "the checkpoint's own tokenizers are used"),
-    "data.prompt_key": ("prompt", COLUMNS),
-    "data.reward_fn_key": ("data_source", COLUMNS),
-    "data.image_key": ("images", COLUMNS),
     "data.video_key": ("videos", COLUMNS),
     "data.return_full_prompt": (False, COLUMNS),
     "data.return_raw_input_ids": (False, COLUMNS),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -82,6 +83,7 @@ WORDS = (
 """pydantic's words -> ours."""
 
 MODEL, ACTOR, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+REWARD_MODEL = "reward.reward_model"
 NEVER = "give a number of steps, or -1 for never"
 DEVICES = "give the devices of a node, and the nodes"
 
@@ -94,6 +96,11 @@ class Value:
     remedy: str
     where: str | None = None
     """`KEY=VALUE`: applies only if that other key has that value. None: always."""
+
+    @cached_property
+    def adapter(self) -> TypeAdapter[Any]:
+        """Validator of values; to make one takes as long as a check."""
+        return TypeAdapter(self.type, config=STRICT)
 
 
 VALUES: dict[str, Value] = {
@@ -121,7 +128,7 @@ VALUES: dict[str, Value] = {
     "data.filter_overlong_prompts": Value(bool, "give true or false"),
     "trainer.balance_batch": Value(bool, "give true or false"),
     "trainer.del_local_ckpt_after_load": Value(bool, "give true or false"),
-    "actor_rollout_ref.nccl_timeout": Value(Count, "give seconds; 600 is verl's default"),
+    "actor_rollout_ref.nccl_timeout": Value(Count, "give seconds; 1800 suits most runs"),
     "global_profiler.tool": Value(Tool | None, "null profiles nothing"),
     "global_profiler.steps": Value(list[Count] | None, "give the steps to profile, e.g. [2,3]; null profiles none"),
     "ray_kwargs.ray_init": Value(dict, "leave it out, or give single arguments, e.g. +ray_kwargs.ray_init.num_gpus=8"),
@@ -132,6 +139,9 @@ VALUES: dict[str, Value] = {
     f"{MODEL}.path": Value(Text, "give a checkpoint in the diffusers format, a folder or a repository of the hub"),
     f"{MODEL}.lora_rank": Value(Annotated[int, Field(ge=0, le=MAX_LORA_RANK)], "0 trains all weights, 32 is usual"),
     f"{MODEL}.lora_alpha": Value(Count, "twice actor_rollout_ref.model.lora_rank is usual"),
+    f"{MODEL}.recompute_blocks": Value(
+        Annotated[int, Field(ge=0)] | Literal["auto", "all", "none"], "auto recomputes as few as memory asks for"
+    ),
     f"{MODEL}.enable_gradient_checkpointing": Value(bool, "give true or false"),
     f"{MODEL}.enable_activation_offload": Value(bool, "give true or false"),
     f"{MODEL}.use_shm": Value(bool, "give true or false"),
@@ -160,6 +170,7 @@ VALUES: dict[str, Value] = {
     f"{ACTOR}.fsdp_config.optimizer_offload": Value(bool, "give true or false"),
     f"{ACTOR}.fsdp_config.reshard_after_forward": Value(bool, "give true or false"),
     f"{ACTOR}.fsdp_config.fsdp_size": Value(CountOrAll, "-1 shards over all ranks"),
+    f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size": Value(Devices, "1 runs each row on one device"),
     f"{ACTOR}.fsdp_config.mixed_precision": Value(
         Precision | None, "give e.g. {param_dtype: bf16, reduce_dtype: fp32}"
     ),
@@ -188,13 +199,22 @@ VALUES: dict[str, Value] = {
         Annotated[int, Field(ge=1, le=1_000_000)], "2048 is verl's default"
     ),
     "reward.num_workers": Value(FewWorkers, "8 is verl's default"),
-    "reward.reward_model.enable_resource_pool": Value(bool, "give true or false"),
-    "reward.reward_model.nnodes": Value(
-        Devices, "give the nodes of the reward workers' own devices", "reward.reward_model.enable_resource_pool=true"
+    f"{REWARD_MODEL}.enable": Value(bool, "give true or false"),
+    f"{REWARD_MODEL}.enable_resource_pool": Value(bool, "give true or false"),
+    f"{REWARD_MODEL}.nnodes": Value(
+        Devices,
+        "give the nodes of a pool for the model's servers or the reward workers",
+        f"{REWARD_MODEL}.enable_resource_pool=true",
     ),
-    "reward.reward_model.n_gpus_per_node": Value(
-        Devices, "give the reward workers' devices of a node", "reward.reward_model.enable_resource_pool=true"
+    f"{REWARD_MODEL}.n_gpus_per_node": Value(
+        Devices, "give the pool's devices of a node", f"{REWARD_MODEL}.enable_resource_pool=true"
     ),
+    **{
+        f"{REWARD_MODEL}.rollout.{kind}_parallel_size": Value(
+            Devices, "give the devices of a server", f"{REWARD_MODEL}.enable=true"
+        )
+        for kind in ("tensor_model", "data", "pipeline_model")
+    },
     "actor_rollout_ref.hybrid_engine": Value(bool, "leave it to the recipes"),
     "transfer_queue.backend.storage_backend": Value(Storage, "SimpleStorage needs nothing installed beside it"),
     "transfer_queue.backend.SimpleStorage.num_data_storage_units": Value(FewWorkers, "8 is verl's default"),
@@ -228,7 +248,7 @@ def _check(config: DictConfig, key: str, value: Value, problems: dict[str, str |
         return
     try:
         given = _select(config, key)
-        TypeAdapter(value.type, config=STRICT).validate_python(given)
+        value.adapter.validate_python(given)
     except OmegaConfBaseException as error:  # an interpolation that leads nowhere
         problems[key] = f"{key} must have a value, but {source}: {str(error).splitlines()[0]}; {value.remedy}"
     except ValidationError as error:

@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 from verl_digen import plugin
 from verl_digen.config import digen_config
 from verl_digen.pool_sizes import num_trainer_devices
+from verl_digen.preflight.pools import VIRTUAL
 from verl_digen.require import require, require_fsdp2, suggestion
 
 STORAGES = {"MooncakeStore": ("mooncake", "mooncake-transfer-engine"), "Yuanrong": ("yr", "openyuanrong-datasystem")}
@@ -37,13 +38,29 @@ def check_strategy(config: DictConfig) -> None:
 
 
 def check_shards(config: DictConfig) -> None:
-    """Require that ranks divide into groups that shard the weights, each of which holds all of them."""
+    """Require that ranks divide into groups that shard the weights, each of which holds all of them, and into groups
+    that share rows."""
     size, ranks = config.actor_rollout_ref.actor.fsdp_config.fsdp_size, num_trainer_devices(config)
     require(
         size == -1 or size >= ranks or ranks % size == 0,
         f"actor_rollout_ref.actor.fsdp_config.fsdp_size must divide the trainer's ranks ({ranks})",
         size,
         "-1 shards over all ranks",
+    )
+    sharing = config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
+    require(
+        ranks % sharing == 0,
+        "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size must divide the trainer's ranks "
+        f"({ranks}): so many ranks share a row",
+        sharing,
+        "change it, or trainer.nnodes x trainer.n_gpus_per_node",
+    )
+    require(
+        sharing == 1 or config.trainer.v1.trainer_mode != VIRTUAL,
+        "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size must be 1 with virtual devices, whose "
+        "times are of whole rows",
+        sharing,
+        "set it to 1",
     )
 
 

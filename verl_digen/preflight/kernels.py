@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules for attention kernels and compiled blocks, of the trainer and of the replicas."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_digen.attention import NATIVE, check_machine, check_split, check_use
+from verl_digen.config import digen_config
+from verl_digen.pool_sizes import REPLICA_KEY, num_replica_devices
+from verl_digen.preflight.pools import VIRTUAL
+from verl_digen.require import require
+from verl_digen.rollout.vllm_omni.settings import ATTENTION_KEY, check_attention
+
+SIZE_KEY = "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size"
+KEY, ROLLOUT_KEY = "digen.attention_backend", "digen.rollout.attention_backend"
+OMNI_VARIABLE = "DIFFUSION_ATTENTION_BACKEND"
+"""Environment variable that chooses vLLM-Omni's attention where no setting does."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side of a run that runs the network through diffusers."""
+
+    key: str
+    """Key that chose its attention kernel."""
+    attention: str
+    compiles: bool
+    compile_key: str
+    dtype: str
+    trains: bool
+    size: int
+    """Devices that share a row's tokens."""
+    size_key: str
+
+
+def sides(config: DictConfig) -> Iterator[Side]:
+    """The trainer, and the replicas unless they are vLLM-Omni's. None on virtual devices."""
+    if config.trainer.v1.trainer_mode == VIRTUAL:
+        return
+    digen = digen_config(config)
+    precision = OmegaConf.select(config, "actor_rollout_ref.actor.fsdp_config.mixed_precision") or {}
+    dtype = ({"param_dtype": "bf16"} | dict(precision))["param_dtype"]  # verl's default
+    size = config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
+    yield Side(KEY, digen.attention_backend, digen.compile, "digen.compile", dtype, True, size, SIZE_KEY)
+    if config.actor_rollout_ref.rollout.name == "diffusers":
+        own, compiles = digen.rollout.attention_backend, digen.rollout.compile
+        yield Side(
+            KEY if own is None else ROLLOUT_KEY,
+            digen.rollout_attention_backend,
+            digen.rollout_compiles,
+            "digen.compile" if compiles is None else "digen.rollout.compile",
+            config.actor_rollout_ref.rollout.dtype,
+            False,
+            num_replica_devices(config),
+            REPLICA_KEY,
+        )
+
+
+def check_kernels(config: DictConfig) -> None:
+    """Require kernels that can do what each side asks of them, and settings that reach vLLM-Omni."""
+    from verl.plugin.platform import get_platform
+
+    device = get_platform().device_name
+    for side in sides(config):
+        check_use(side.key, side.attention, trains=side.trains, dtype=side.dtype, device=device, compiles=side.compiles)
+        if side.size > 1:
+            check_split(side.key, side.attention, side.size_key, trains=side.trains, needs_masks=False)
+    digen = digen_config(config)
+    if config.actor_rollout_ref.rollout.name != "vllm_omni":
+        return
+    require(
+        digen.rollout.compile is None,
+        "digen.rollout.compile must be null with actor_rollout_ref.rollout.name=vllm_omni, which compiles by "
+        "actor_rollout_ref.rollout.enforce_eager",
+        digen.rollout.compile,
+        "leave it out, and set actor_rollout_ref.rollout.enforce_eager=false to compile",
+    )
+    given = OmegaConf.select(config, ATTENTION_KEY)
+    check_attention(digen, given)
+
+
+def check_kernel_machine(config: DictConfig) -> None:
+    """Require kernels that are installed and run on the platform's devices, and the tools of a compiler."""
+    from verl.plugin.platform import get_platform
+
+    device = get_platform().device_name
+    for side in sides(config):
+        check_machine(side.key, side.attention, device)
+        has_tools = shutil.which(os.environ.get("CXX", "g++")) if device == "cpu" else find_spec("triton")
+        require(
+            not side.compiles or has_tools is not None,
+            f"{side.compile_key} must be false without {'a C++ compiler' if device == 'cpu' else 'triton'}, which "
+            "torch.compile needs",
+            side.compiles,
+            "install g++, or name another one in CXX" if device == "cpu" else "install triton",
+        )
+    named = os.environ.get(OMNI_VARIABLE)
+    require(
+        config.actor_rollout_ref.rollout.name != "vllm_omni" or named is None,
+        f"the environment variable {OMNI_VARIABLE} must not be set with actor_rollout_ref.rollout.name=vllm_omni, "
+        f"because {ROLLOUT_KEY} decides",
+        named,
+        f"unset it, and set {ROLLOUT_KEY} or {ATTENTION_KEY}",
+    )
+
+
+def check_kernel_model(config: DictConfig) -> None:
+    """Require a network in which attention can be chosen, if it is chosen, and a kernel with masks where devices share
+    the tokens of prompts of any length: they are padded to a length that divides."""
+    from verl_digen.models import load_model
+    from verl_digen.models.locate import locate_configs
+
+    path = config.actor_rollout_ref.model.path
+    chosen = [side for side in sides(config) if side.attention != NATIVE]
+    if not chosen or "://" in path:
+        return
+    model = load_model(locate_configs(path))
+    spec = model.spec
+    for side in chosen:
+        require(
+            spec.dispatches_attention,
+            f"{side.key} must be {NATIVE} for {spec.title}, whose network in diffusers calls PyTorch's own attention",
+            side.attention,
+            "leave it out",
+        )
+        if side.size > 1 and spec.sequence is not None and spec.sequence.splits_prompts and model.pads_texts:
+            check_split(side.key, side.attention, side.size_key, trains=side.trains, needs_masks=True)
+
+
+def kernel_notes(config: DictConfig) -> list[str]:
+    """Notes on sides that compute with different kernels."""
+    digen = digen_config(config)
+    with_omni = config.actor_rollout_ref.rollout.name == "vllm_omni"
+    differing = []
+    if digen.rollout_attention_backend != digen.attention_backend:
+        differing.append(f"{ROLLOUT_KEY}={digen.rollout_attention_backend}, {KEY}={digen.attention_backend}")
+    elif with_omni and (given := OmegaConf.select(config, ATTENTION_KEY)) is not None:
+        differing.append(f"{ATTENTION_KEY}={given}, {KEY}={digen.attention_backend}")
+    if with_omni and digen.compile == bool(config.actor_rollout_ref.rollout.enforce_eager):
+        eager = str(bool(config.actor_rollout_ref.rollout.enforce_eager)).lower()
+        differing.append(f"actor_rollout_ref.rollout.enforce_eager={eager}, digen.compile={str(digen.compile).lower()}")
+    elif not with_omni and digen.rollout_compiles != digen.compile:
+        differing.append(f"digen.rollout.compile={digen.rollout_compiles}, digen.compile={digen.compile}".lower())
+    if not differing or config.trainer.v1.trainer_mode == VIRTUAL:
+        return []
+    return [
+        f"replicas and trainer run other kernels ({'; '.join(differing)}), which round differently: "
+        "rollout/log_prob_gap_max says how far recorded log-probs are from the trainer's"
+    ]
