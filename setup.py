@@ -10,6 +10,15 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
+REWARDS = [
+    "aiohttp>=3.10",
+    "ftfy>=6",
+    "onnxruntime",
+    "rapidfuzz>=3,<4",
+    "rapidocr>=3.10,<4",
+    "tenacity>=9",
+]
+
 setup(
     name="verl-digen",
     version="0.1.0",
@@ -38,6 +47,7 @@ setup(
         # Imported by verl's v1 trainer, but listed in none of its requirements outside an extra.
         *("cachetools", "fastapi", "orjson", "uvicorn"),
         "accelerate",
+        "datasets",
         "diffusers==0.40.*",
         "hydra-core>=1.3,<1.4",
         "matplotlib",
@@ -57,7 +67,10 @@ setup(
     extras_require={
         # The versions that were tested with each other and with this plugin.
         "vllm-omni": ["vllm==0.28.0", "vllm-omni==0.28.0"],
+        # Packages of the built-in rewards; each is imported when its reward is made.
+        "rewards": REWARDS,
         "dev": [
+            *REWARDS,
             "import-linter>=2.16",
             "pre-commit",
             "pyright[nodejs]",

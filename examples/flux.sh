@@ -3,11 +3,11 @@
 #
 # Flow-GRPO on FLUX.1 [dev], LoRA: examples/flux.sh PROMPTS VALIDATION_PROMPTS [KEY=VALUE ...]
 #
-# GPUs       8 of 80 GB: the plan says 71.9 GB, most of it tiles that fill what is there. Ask again: digen plan
+# GPUs       8 of 80 GB: the plan says 63.3 GB, most of it tiles that fill what is there. Ask again: digen plan
 #            recipe=digen_flux gpus=8 gpu_mem=80
 # Downloads  black-forest-labs/FLUX.1-dev, once per node: 17 B parameters with encoders and VAE, of 2 bytes each (4
 #            where they are published in fp32). Accept its licence on the hub and run `huggingface-cli login` first.
-# Minutes    Not measured. Calculated: a step takes at least 84 s for 576 pictures, at 40 % of the peak of 8 H100.
+# Minutes    Not measured. Calculated: a step takes at least 65 s for 576 pictures, at 40 % of the peak of 8 H100.
 # You see    A validation, then a line per step with the reward, which should rise; what it reaches was not
 #            measured. rollout/log_prob_gap_max stays small. In outputs/digen/flux/images: before_after.png, the
 #            same prompts and noise over time.

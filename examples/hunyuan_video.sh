@@ -3,11 +3,11 @@
 #
 # DanceGRPO on HunyuanVideo, all weights: examples/hunyuan_video.sh PROMPTS VALIDATION_PROMPTS [KEY=VALUE ...]
 #
-# GPUs       8 of 80 GB: the plan says 67.0 GB, and up to 620 GB of host memory. Ask again: digen plan
+# GPUs       8 of 80 GB: the plan says 66.3 GB, and up to 423 GB of host memory. Ask again: digen plan
 #            recipe=digen_hunyuan_video gpus=8 gpu_mem=80
 # Downloads  hunyuanvideo-community/HunyuanVideo, once per node: 21 B parameters with encoders and VAE, of 2 bytes
 #            each (4 where they are published in fp32).
-# Minutes    Not measured. Calculated: a step takes at least 461 s for 96 videos of 53 frames, 480 x 480, at 40 %
+# Minutes    Not measured. Calculated: a step takes at least 460 s for 96 videos of 53 frames, 480 x 480, at 40 %
 #            of the peak of 8 H100.
 # You see    A validation, then a line per step with the reward, which should rise; what it reaches was not
 #            measured. rollout/log_prob_gap_max stays small. In outputs/digen/hunyuan_video/images:

@@ -3,11 +3,11 @@
 #
 # DanceGRPO on HunyuanVideo 1.5, all weights: examples/hunyuan_video15.sh PROMPTS VALIDATION_PROMPTS [KEY=VALUE ...]
 #
-# GPUs       8 of 80 GB: the plan says 71.6 GB, half of it tiles that fill what is there, and up to 402 GB of host
+# GPUs       8 of 80 GB: the plan says 66.0 GB, half of it tiles that fill what is there, and up to 283 GB of host
 #            memory. Ask again: digen plan recipe=digen_hunyuan_video15 gpus=8 gpu_mem=80
 # Downloads  hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v, once per node: 17 B parameters with encoders
 #            and VAE, of 2 bytes each (4 where they are published in fp32).
-# Minutes    Not measured. Calculated: a step takes at least 445 s for 96 videos of 53 frames, 480 x 480, at 40 %
+# Minutes    Not measured. Calculated: a step takes at least 443 s for 96 videos of 53 frames, 480 x 480, at 40 %
 #            of the peak of 8 H100.
 # You see    A validation, then a line per step with the reward, which should rise; what it reaches was not
 #            measured. rollout/log_prob_gap_max stays small. In outputs/digen/hunyuan_video15/images:

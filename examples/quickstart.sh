@@ -3,10 +3,14 @@
 #
 # Train the tiny model and show how it gets better. Arguments go to verl:
 #   examples/quickstart.sh trainer.total_training_steps=3
+# Trains and generates on all accelerators of this machine, up to 8, or on its CPU.
 # Shows the run's own lines; everything verl and Ray print is in RUN_DIR/console.log.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+# the machine's devices come first, so that an argument can ask for less
+devices="$(python -W ignore -m verl_digen.checkup.quickstart)"
+set -- ${devices:+"$devices"} "$@"
 run_dir="outputs/digen/quickstart-$(date +%Y-%m-%d_%H-%M-%S)"
 mkdir -p "$run_dir"
 echo "Training the tiny model with verl's main entry; everything it prints is in $run_dir/console.log"

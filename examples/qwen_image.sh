@@ -3,10 +3,11 @@
 #
 # Flow-GRPO on Qwen-Image, LoRA: examples/qwen_image.sh PROMPTS VALIDATION_PROMPTS [KEY=VALUE ...]
 #
-# GPUs       8 of 80 GB: the plan says 59.4 GB. Ask again: digen plan recipe=digen_qwen_image gpus=8 gpu_mem=80
+# GPUs       8 of 80 GB: the plan says 70.9 GB, and up to 552 GB of host memory: every replica that sleeps
+#            keeps its frozen networks there. Ask again: digen plan recipe=digen_qwen_image gpus=8 gpu_mem=80
 # Downloads  Qwen/Qwen-Image, once per node: 29 B parameters with encoder and VAE, of 2 bytes each (4 where they are
 #            published in fp32).
-# Minutes    Not measured. Calculated: a step takes at least 51 s for 128 pictures, at 40 % of the peak of 8 H100.
+# Minutes    Not measured. Calculated: a step takes at least 42 s for 128 pictures, at 40 % of the peak of 8 H100.
 # You see    A validation, then a line per step with the reward, which should rise; what it reaches was not
 #            measured. rollout/log_prob_gap_max stays small. In outputs/digen/qwen_image/images: before_after.png,
 #            the same prompts and noise over time.

@@ -27,6 +27,7 @@ from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
 from verl_digen.algorithms.window import Window
 from verl_digen.config import DigenConfig, RolloutConfig
+from verl_digen.inputs import PromptInputs
 from verl_digen.rollout.server import DiffusersServer
 from verl_digen.rollout.vllm_omni.arguments import engine_arguments
 from verl_digen.rollout.vllm_omni.requests import RecordingOrder, to_prompt, to_sampling_params
@@ -38,18 +39,20 @@ MAX_CONCURRENT = 8
 
 def make_request(number: int, sampling: Sampling) -> SampleRequest:
     every_step = tuple(range(sampling.num_steps - 1))
-    return SampleRequest("p0", number, "a red circle", " ", Window(every_step, every_step), sampling)
+    return SampleRequest(
+        "p0", number, PromptInputs("a red circle"), PromptInputs(" "), Window(every_step, every_step), sampling
+    )
 
 
 def back_ends(model: str, dtype: str) -> dict[str, Generate]:
     """Name -> what generates one sample with it."""
     digen = DigenConfig(rollout=RolloutConfig(max_batch_size=MAX_CONCURRENT, batch_wait_s=0.002))
-    config = SimpleNamespace(local_path=model, digen=digen, adapter_config=lambda: None)
+    config = SimpleNamespace(local_path=model, digen=digen, adapter_config=lambda: None, lora_rank=0)
     rollout = SimpleNamespace(
         dtype=dtype, tensor_model_parallel_size=1, enforce_eager=True, free_cache_engine=False, engine_kwargs={}
     )
     engine = AsyncOmni(**engine_arguments(rollout, config, can_sleep=False))  # type: ignore[arg-type]
-    diffusers = DiffusersServer(rollout, config, os.environ.get("CUDA_VISIBLE_DEVICES", "0"), num_threads=0)
+    diffusers = DiffusersServer(rollout, config, num_threads=0)
 
     async def run(prompt: dict[str, Any], params: OmniDiffusionSamplingParams) -> Any:
         return [output async for output in engine.generate(prompt, sampling_params_list=[params])][-1]

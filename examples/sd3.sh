@@ -3,12 +3,13 @@
 #
 # Flow-GRPO on Stable Diffusion 3.5 medium, LoRA: examples/sd3.sh PROMPTS VALIDATION_PROMPTS [KEY=VALUE ...]
 #
-# GPUs       8 of 80 GB: the plan says 71.9 GB, most of it tiles that fill what is there. On 24 GB with
-#            digen.rollout.max_batch_size=1 (21.3 GB). Ask again: digen plan recipe=digen_sd3 gpus=8 gpu_mem=80
+# GPUs       8 of 80 GB: the plan says 68.4 GB, most of it tiles that fill what is there. On 24 GB with
+#            digen.rollout.max_batch_size=1 digen.rollout.decode_batch_size=1 digen.rollout.embed_cache_size=64
+#            (21.4 GB). Ask again: digen plan recipe=digen_sd3 gpus=8 gpu_mem=80
 # Downloads  stabilityai/stable-diffusion-3.5-medium, once per node: 7.9 B parameters with encoders and VAE, of 2
 #            bytes each (4 where they are published in fp32). Accept its licence on the hub and run `huggingface-cli
 #            login` first.
-# Minutes    Not measured. Calculated: a step takes at least 43 s for 576 pictures; 9 s with
+# Minutes    Not measured. Calculated: a step takes at least 34 s for 576 pictures; 7 s with
 #            recipe=[digen_sd3,flowgrpo_fast], at 40 % of the peak of 8 H100.
 # You see    A validation, then a line per step with the reward, which should rise; what it reaches was not
 #            measured. rollout/log_prob_gap_max stays small. In outputs/digen/sd3/images: before_after.png, the same

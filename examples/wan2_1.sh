@@ -3,11 +3,11 @@
 #
 # DanceGRPO on Wan2.1 T2V 14B, LoRA: examples/wan2_1.sh PROMPTS VALIDATION_PROMPTS [KEY=VALUE ...]
 #
-# GPUs       8 of 80 GB: the plan says 69.7 GB, most of it tiles that fill what is there. Ask again: digen plan
+# GPUs       8 of 80 GB: the plan says 70.6 GB, most of it tiles that fill what is there. Ask again: digen plan
 #            recipe=digen_wan2_1 gpus=8 gpu_mem=80
 # Downloads  Wan-AI/Wan2.1-T2V-14B-Diffusers, once per node: 20 B parameters with encoder and VAE, of 2 bytes each
 #            (4 where they are published in fp32).
-# Minutes    Not measured. Calculated: a step takes at least 324 s for 96 videos of 33 frames, 240 x 416, at 40 %
+# Minutes    Not measured. Calculated: a step takes at least 265 s for 96 videos of 33 frames, 240 x 416, at 40 %
 #            of the peak of 8 H100.
 # You see    A validation, then a line per step with the reward, which should rise; what it reaches was not
 #            measured. rollout/log_prob_gap_max stays small. In outputs/digen/wan2_1/images: before_after.png, the

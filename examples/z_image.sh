@@ -3,10 +3,10 @@
 #
 # Flow-GRPO on Z-Image-Turbo, LoRA: examples/z_image.sh PROMPTS VALIDATION_PROMPTS [KEY=VALUE ...]
 #
-# GPUs       8 of 80 GB: the plan says 40.4 GB. Ask again: digen plan recipe=digen_z_image gpus=8 gpu_mem=80
+# GPUs       8 of 80 GB: the plan says 65.4 GB. Ask again: digen plan recipe=digen_z_image gpus=8 gpu_mem=80
 # Downloads  Tongyi-MAI/Z-Image-Turbo, once per node: 10 B parameters with encoder and VAE, of 2 bytes each (4 where
 #            they are published in fp32).
-# Minutes    Not measured. Calculated: a step takes at least 15 s for 384 pictures, at 40 % of the peak of 8 H100.
+# Minutes    Not measured. Calculated: a step takes at least 14 s for 384 pictures, at 40 % of the peak of 8 H100.
 # You see    A validation, then a line per step with the reward, which should rise; what it reaches was not
 #            measured. rollout/log_prob_gap_max stays small. In outputs/digen/z_image/images: before_after.png, the
 #            same prompts and noise over time.

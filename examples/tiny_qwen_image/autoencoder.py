@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train the tiny AutoencoderKLQwenImage: 64x64 pixels to 8x8 latents of 16 channels.
+"""Train a tiny AutoencoderKLQwenImage on drawings: 8x8 pixels to one latent of 16 channels.
 
 - The latents carry noise while the decoder learns, so that pictures survive the rest of the noise that a
   stochastic sampler leaves in them.
@@ -11,20 +11,21 @@
 
 import logging
 import time
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
 import torch
 from diffusers import AutoencoderKLQwenImage
 from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageCausalConv3d
+from snapshot import Snapshot
 from torch.nn import functional as F
 
 from verl_digen.models.qwen_image import conv_one_frame
-from verl_digen.reward.shapes.scene import all_scenes, draw
 
 logger = logging.getLogger(__name__)
 
-PICTURE_PX = 64
+CROP_PX = 32
 
 CONFIG = {
     "base_dim": 8,
@@ -39,7 +40,7 @@ CONFIG = {
 PEAK_LR = 2e-3
 
 CROP_SHARE = 0.7
-"""Share of the steps that train on crops around a shape, which are a quarter of the work; then whole pictures."""
+"""Share of the steps that train on square crops around something drawn, which are less work; then whole pictures."""
 
 OBJECT_WEIGHT = 4.0
 """Weight of the error at and near a shape; elsewhere it is 1."""
@@ -68,25 +69,34 @@ def to_tensor(pictures: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(pictures).permute(0, 3, 1, 2).unsqueeze(2).float() / 127.5 - 1
 
 
-def train_autoencoder(num_steps: int, batch_size: int, seed: int) -> AutoencoderKLQwenImage:
-    """An autoencoder trained from scratch, its latent statistics in its config."""
+def train_autoencoder(
+    draw_batch: Callable[[np.random.Generator, int], list[np.ndarray]],
+    draw_world: Callable[[np.random.Generator], Sequence[np.ndarray]],
+    *,
+    num_steps: int,
+    batch_size: int,
+    seed: int,
+    snapshot: Snapshot,
+    start: AutoencoderKLQwenImage | None = None,
+) -> AutoencoderKLQwenImage:
+    """A trained autoencoder, its latent statistics in its config.
+
+    Args:
+        draw_batch: that many pictures, uint8 [H, W, 3], drawn with the generator.
+        draw_world: pictures whose latents are whitened.
+        start: a trained one that learns another world, and is changed; None starts from scratch.
+    """
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
-    scenes = all_scenes()
-    vae = AutoencoderKLQwenImage(**CONFIG)
-    with torch.no_grad():
-        for module in vae.modules():
-            if isinstance(module, QwenImageCausalConv3d):
-                module.weight[:, :, :-1] = 0
-                module.weight[:, :, -1] *= 3**0.5  # the default scale counts the taps that are 0 now
-        vae.quant_conv.bias[CONFIG["z_dim"] :] = -4.0  # little noise to begin with
+    vae = _untrained() if start is None else start.train().requires_grad_(True)
     optimizer = torch.optim.AdamW(vae.parameters(), lr=PEAK_LR, betas=(0.9, 0.99), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK_LR, total_steps=num_steps, pct_start=0.1)
+    parts = {"vae": vae, "optimizer": optimizer, "schedule": schedule}
+    first_step = snapshot.resume(parts, rng)
     start_s = time.monotonic()
     with OneFrame(vae):
-        for step in range(num_steps):
-            chosen = rng.integers(len(scenes), size=batch_size)
-            pictures = [draw(scenes[i], PICTURE_PX, rng) for i in chosen]
+        for step in range(first_step, num_steps):
+            pictures = draw_batch(rng, batch_size)
             if step < CROP_SHARE * num_steps:
                 pictures = [_crop(picture, rng) for picture in pictures]
             else:
@@ -114,8 +124,21 @@ def train_autoencoder(num_steps: int, batch_size: int, seed: int) -> Autoencoder
                     torch.exp(0.5 * log_var).mean().item(),
                     time.monotonic() - start_s,
                 )
+            snapshot.keep(step + 1, parts, rng, is_last=step == num_steps - 1)
         vae.eval().requires_grad_(False)
-        _whiten(vae, np.stack([draw(scene, PICTURE_PX, rng) for scene in scenes]))
+        _whiten(vae, np.stack(draw_world(rng)))
+    return vae
+
+
+@torch.no_grad()
+def _untrained() -> AutoencoderKLQwenImage:
+    """An autoencoder with random weights, those of past frames 0."""
+    vae = AutoencoderKLQwenImage(**CONFIG)
+    for module in vae.modules():
+        if isinstance(module, QwenImageCausalConv3d):
+            module.weight[:, :, :-1] = 0
+            module.weight[:, :, -1] *= 3**0.5  # the default scale counts the taps that are 0 now
+    vae.quant_conv.bias[CONFIG["z_dim"] :] = -4.0  # little noise to begin with
     return vae
 
 
@@ -143,12 +166,11 @@ def _whiten(vae: AutoencoderKLQwenImage, pictures: np.ndarray) -> None:
 
 
 def _crop(picture: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """A quarter of the picture, somewhere around a pixel of a shape."""
-    size = PICTURE_PX // 2
-    shape_pixels = np.argwhere((picture != picture[0, 0]).any(-1))
-    y, x = shape_pixels[rng.integers(len(shape_pixels))] - rng.integers(size // 4, 3 * size // 4, size=2)
-    y, x = np.clip((y, x), 0, PICTURE_PX - size)
-    return picture[y : y + size, x : x + size]
+    """A square of the picture, somewhere around a pixel that is not background."""
+    drawn = np.argwhere((picture != picture[0, 0]).any(-1))
+    corner = drawn[rng.integers(len(drawn))] - rng.integers(CROP_PX // 4, 3 * CROP_PX // 4, size=2)
+    y, x = np.clip(corner, 0, np.array(picture.shape[:2]) - CROP_PX)
+    return picture[y : y + CROP_PX, x : x + CROP_PX]
 
 
 def _importance(x: torch.Tensor) -> torch.Tensor:

@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train the tiny QwenImageTransformer2DModel, and the text encoder with it, by flow matching.
+"""Train a tiny QwenImageTransformer2DModel, and the text encoder with it, by flow matching.
 
 - x_s = (1 - s) x_0 + s noise; the network gets s itself as its timestep, as the pipeline passes it, and
   learns noise - x_0.
-- In a lesson with disobedience, the pictures are true to their captions only in part: shape, colour and
-  position are drawn at random with that probability. After such a lesson the model still draws recognisable
-  things, but often the wrong ones, which leaves reinforcement learning something to do in minutes.
-- The first lesson is without: captions that tell little teach little, and drawing is learnt far more slowly.
 - The weights that are kept are a running average.
 """
 
@@ -14,11 +10,11 @@ import copy
 import logging
 import math
 import time
-from dataclasses import replace
+from collections.abc import Callable
 
 import numpy as np
 import torch
-from autoencoder import PICTURE_PX, encode
+from autoencoder import encode
 from diffusers import (
     AutoencoderKLQwenImage,
     FlowMatchEulerDiscreteScheduler,
@@ -26,18 +22,10 @@ from diffusers import (
     QwenImageTransformer2DModel,
 )
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
+from snapshot import Snapshot
 from text import HIDDEN_SIZE
+from torch.nn.utils.rnn import pad_sequence
 from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
-
-from verl_digen.reward.shapes.scene import (
-    ANCHORS,
-    COLOURS,
-    SHAPES,
-    Scene,
-    all_scenes,
-    caption,
-    draw,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -72,98 +60,92 @@ themselves, so a little signal tells all); the shift puts half of the denoising 
 PROMPT_DROPOUT = 0.1
 """Share of the training pictures whose prompt is the empty one, for classifier-free guidance."""
 
-PICTURES_PER_SCENE = 16
+PX_PER_TOKEN = 16
 
-NUM_IMAGE_TOKENS = (PICTURE_PX // 16) ** 2
-
-
-def disobey(scene: Scene, probability: float, rng: np.random.Generator) -> Scene:
-    """`scene` with its shape, colour and position each replaced by a random one with the given probability.
-
-    Background and count stay: a model in doubt about those draws blotches, not pictures.
-    """
-
-    def pick(current: str, choices: tuple[str, ...]) -> str:
-        return choices[rng.integers(len(choices))] if rng.random() < probability else current
-
-    colours = tuple(colour for colour in COLOURS if colour != scene.background)
-    return replace(
-        scene,
-        shape=pick(scene.shape, SHAPES),
-        colour=pick(scene.colour, colours),
-        position=pick(scene.position, tuple(ANCHORS)) if scene.position is not None else None,
-    )
+LessonBatch = Callable[[np.random.Generator, int], tuple[torch.Tensor, list[str]]]
+"""(generator, batch size) -> packed latents x_0 [B, tokens, 64] and captions."""
 
 
-def encode_world(vae: AutoencoderKLQwenImage, seed: int) -> torch.Tensor:
-    """Normalised, packed latents of some drawings of every scene, fp32 [scenes, pictures, 16, 64]."""
-    rng = np.random.default_rng(seed)
+def encode_packed(vae: AutoencoderKLQwenImage, pictures: np.ndarray) -> torch.Tensor:
+    """uint8 [B, H, W, 3] -> normalised, packed latents, fp32 [B, tokens, 64]."""
     mean = torch.tensor(vae.config.latents_mean).view(1, -1, 1, 1, 1)
     std = torch.tensor(vae.config.latents_std).view(1, -1, 1, 1, 1)
-    packed = []
-    for scene in all_scenes():
-        pictures = np.stack([draw(scene, PICTURE_PX, rng) for _ in range(PICTURES_PER_SCENE)])
-        latents = (encode(vae, pictures) - mean) / std
-        batch, channels, _, height, width = latents.shape
-        packed.append(QwenImagePipeline._pack_latents(latents[:, :, 0], batch, channels, height, width))
-    return torch.stack(packed)
+    latents = (encode(vae, pictures) - mean) / std
+    batch, channels, _, height, width = latents.shape
+    return QwenImagePipeline._pack_latents(latents[:, :, 0], batch, channels, height, width)
 
 
 class PromptEncoder:
-    """Prompts -> (embeddings [B, L, D], mask [B, L]), by the pipeline's own code, with gradients."""
+    """Prompts -> (embeddings [B, L, D], mask [B, L]), by the pipeline's own code.
 
-    def __init__(self, text_encoder: Qwen2_5_VLForConditionalGeneration, tokenizer: Qwen2Tokenizer):
+    Args:
+        is_frozen: each prompt is encoded once, without gradients; else every time, with them.
+    """
+
+    def __init__(self, text_encoder: Qwen2_5_VLForConditionalGeneration, tokenizer: Qwen2Tokenizer, *, is_frozen: bool):
         self.pipeline = QwenImagePipeline(
             scheduler=None, vae=None, text_encoder=text_encoder, tokenizer=tokenizer, transformer=None
         )
+        self.is_frozen = is_frozen
+        self.known: dict[str, torch.Tensor] = {}
 
     def __call__(self, prompts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.pipeline._get_qwen_prompt_embeds(prompts, device=torch.device("cpu"))
+        if not self.is_frozen:
+            return self.pipeline._get_qwen_prompt_embeds(prompts, device=torch.device("cpu"))
+        new = sorted(set(prompts) - self.known.keys())
+        if new:
+            with torch.no_grad():
+                embeds, mask = self.pipeline._get_qwen_prompt_embeds(new, device=torch.device("cpu"))
+            self.known.update({prompt: one[: own.sum()] for prompt, one, own in zip(new, embeds, mask, strict=True)})
+        found = [self.known[prompt] for prompt in prompts]
+        mask = pad_sequence([torch.ones(len(one), dtype=torch.long) for one in found], batch_first=True)
+        return pad_sequence(found, batch_first=True), mask
 
 
-def schedule_shift() -> float:
-    """The k of the time shift s' = k s / (1 + (k - 1) s) that the pipeline applies at this picture size."""
+def schedule_shift(num_tokens: int) -> float:
+    """The k of the time shift s' = k s / (1 + (k - 1) s) that the pipeline applies to pictures of so many tokens."""
     names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
-    return math.exp(calculate_shift(NUM_IMAGE_TOKENS, *(SCHEDULER_CONFIG[name] for name in names)))
+    return math.exp(calculate_shift(num_tokens, *(SCHEDULER_CONFIG[name] for name in names)))
 
 
 def train_denoiser(
     transformer: torch.nn.Module,
     text_encoder: Qwen2_5_VLForConditionalGeneration,
     tokenizer: Qwen2Tokenizer,
-    latents: torch.Tensor,
+    draw_batch: LessonBatch,
     *,
+    picture_px: tuple[int, int],
     num_steps: int,
     batch_size: int,
     peak_lr: float,
-    disobedience: float,
     seed: int,
+    snapshot: Snapshot,
+    is_text_frozen: bool = False,
 ) -> None:
-    """One lesson: train `transformer` and `text_encoder` in place on `encode_world`'s latents.
+    """One lesson: train `transformer`, and `text_encoder` unless it is frozen, in place.
 
-    `disobedience` is the probability with which an attribute of a picture is not what its caption says.
+    Args:
+        picture_px: height and width of the pictures.
     """
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
-    scenes = all_scenes()
-    index = {scene: i for i, scene in enumerate(scenes)}
-    captions = [caption(scene) for scene in scenes]
-    encode_prompts = PromptEncoder(text_encoder, tokenizer)
-    side = PICTURE_PX // 16
-    shift = schedule_shift()
+    encode_prompts = PromptEncoder(text_encoder, tokenizer, is_frozen=is_text_frozen)
+    rows, columns = (side // PX_PER_TOKEN for side in picture_px)
+    shift = schedule_shift(rows * columns)
 
-    both = torch.nn.ModuleList([transformer, text_encoder.model.language_model])
+    trained = [transformer] if is_text_frozen else [transformer, text_encoder.model.language_model]
+    both = torch.nn.ModuleList(trained)
     average = copy.deepcopy(both)
     optimizer = torch.optim.AdamW(both.parameters(), lr=peak_lr, betas=(0.9, 0.99), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, peak_lr, total_steps=num_steps, pct_start=0.08, cycle_momentum=False
     )
+    parts = {"both": both, "average": average, "optimizer": optimizer, "schedule": schedule}
+    first_step = snapshot.resume(parts, rng)
     start_s, losses = time.monotonic(), []
-    for step in range(num_steps):
-        asked = rng.integers(len(scenes), size=batch_size)
-        shown = [index[disobey(scenes[i], disobedience, rng)] for i in asked]
-        x0 = latents[shown, rng.integers(PICTURES_PER_SCENE, size=batch_size)]
-        prompts = [" " if rng.random() < PROMPT_DROPOUT else captions[i] for i in asked]
+    for step in range(first_step, num_steps):
+        x0, captions = draw_batch(rng, batch_size)
+        prompts = [" " if rng.random() < PROMPT_DROPOUT else caption for caption in captions]
         embeds, mask = encode_prompts(prompts)
         # One time per stratum of the batch: less noise in the loss than independent times.
         u = (torch.randperm(batch_size) + torch.rand(batch_size)) / batch_size
@@ -175,7 +157,7 @@ def train_denoiser(
             timestep=sigma,
             encoder_hidden_states=embeds,
             encoder_hidden_states_mask=mask,
-            img_shapes=[[(1, side, side)]] * batch_size,
+            img_shapes=[[(1, rows, columns)]] * batch_size,
             return_dict=False,
         )[0]
         loss = (velocity - (noise - x0)).square().mean()
@@ -191,6 +173,7 @@ def train_denoiser(
         if step % 100 == 99 or step == num_steps - 1:
             taken_s = time.monotonic() - start_s
             logger.info("denoiser step %d: loss %.4f, %.0f s", step + 1, np.mean(losses[-100:]), taken_s)
+        snapshot.keep(step + 1, parts, rng, is_last=step == num_steps - 1)
     both.load_state_dict(average.state_dict())
 
 

@@ -17,14 +17,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from autoencoder import PICTURE_PX, OneFrame, train_autoencoder
-from denoiser import build_scheduler, build_transformer, encode_world, train_denoiser
+from autoencoder import OneFrame, train_autoencoder
+from denoiser import build_scheduler, build_transformer, train_denoiser
 from diffusers import QwenImagePipeline
 from PIL import Image
+from shapes import PICTURE_PX, draw_batch, draw_world, encode_world, lesson
+from snapshot import Snapshot
 from text import build_text_encoder, build_tokenizer
 
-from verl_digen.reward.shapes.scene import all_scenes, caption
-from verl_digen.reward.shapes.scorer import compute_score
+from verl_digen.reward.scorers.shapes.scene import all_scenes, caption
+from verl_digen.reward.scorers.shapes.scorer import compute_score
 
 logger = logging.getLogger(__name__)
 
@@ -86,18 +88,32 @@ def look(pipeline: QwenImagePipeline, prompts: list[str], seed: int) -> tuple[fl
     return float(np.mean(scores)), sheet
 
 
+def snapshot_of(stage: str, options: argparse.Namespace, **settings: float) -> Snapshot:
+    """The snapshots of one stage."""
+    path = None if options.snapshots is None else options.snapshots / f"{stage}.pt"
+    return Snapshot(path, {**settings, "seed": options.seed})
+
+
 def main() -> None:
     """Run all stages and write the folders."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--output", type=Path, required=True, help="folder to write into")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--snapshots", type=Path, help="folder of snapshots: the same command goes on from them")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
 
     prompts = split_prompts(options.seed)
     write_prompts(options.output / "prompts", prompts)
-    tokenizer = build_tokenizer()
-    vae = train_autoencoder(AUTOENCODER_STEPS, AUTOENCODER_BATCH, options.seed)
+    tokenizer = build_tokenizer(caption(scene) for scene in all_scenes())
+    vae = train_autoencoder(
+        draw_batch,
+        draw_world,
+        num_steps=AUTOENCODER_STEPS,
+        batch_size=AUTOENCODER_BATCH,
+        seed=options.seed,
+        snapshot=snapshot_of("autoencoder", options, num_steps=AUTOENCODER_STEPS, batch_size=AUTOENCODER_BATCH),
+    )
     with OneFrame(vae):
         latents = encode_world(vae, options.seed)
     pipeline = QwenImagePipeline(
@@ -108,15 +124,18 @@ def main() -> None:
         transformer=build_transformer(options.seed),
     )
     pipeline.set_progress_bar_config(disable=True)
-    for number, lesson in enumerate(LESSONS):
+    for number, settings in enumerate(LESSONS):
         train_denoiser(
             pipeline.transformer,
             pipeline.text_encoder,
             tokenizer,
-            latents,
+            lesson(latents, settings["disobedience"]),
+            picture_px=(PICTURE_PX, PICTURE_PX),
+            num_steps=settings["num_steps"],
             batch_size=DENOISER_BATCH,
+            peak_lr=settings["peak_lr"],
             seed=options.seed + number,
-            **lesson,
+            snapshot=snapshot_of(f"lesson_{number + 1}", options, batch_size=DENOISER_BATCH, **settings),
         )
         score, sheet = look(pipeline, prompts["val"], options.seed)
         logger.info("after lesson %d the validation prompts score %.3f on average", number + 1, score)

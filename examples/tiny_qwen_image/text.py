@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build the tiny tokenizer and text encoder: Qwen-Image's classes, with the words of the captions only.
+"""Build a tiny tokenizer and text encoder: Qwen-Image's classes, with the words of the captions only.
 
 - The pipeline wraps a prompt into a chat template and drops the embeddings of its first 34 tokens, a number
   that is written into the pipeline. With a byte-level vocabulary in which every word of the template is one
@@ -8,6 +8,7 @@
 """
 
 import json
+from collections.abc import Iterable
 
 import torch
 from diffusers import QwenImagePipeline
@@ -15,22 +16,20 @@ from tokenizers import pre_tokenizers
 from tokenizers.trainers import BpeTrainer
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
-from verl_digen.reward.shapes.scene import all_scenes, caption
-
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 HIDDEN_SIZE = 64
 
 
-def build_tokenizer() -> Qwen2Tokenizer:
-    """A tokenizer in which each word of the template and of the captions is one token.
+def build_tokenizer(captions: Iterable[str]) -> Qwen2Tokenizer:
+    """A tokenizer in which each word of the template and of these captions is one token.
 
     A `RuntimeError` if the installed pipeline drops another number of tokens than its template has.
     """
     parts = dict.fromkeys(("scheduler", "vae", "text_encoder", "tokenizer", "transformer"))
     pipeline = QwenImagePipeline(**parts)  # carries the template; needs no weights for it
     head, tail = pipeline.prompt_template_encode.split("{}")
-    corpus = [head, tail, " ", *(caption(scene) for scene in all_scenes())]
+    corpus = [head, tail, " ", *captions]
     for token in SPECIAL_TOKENS:
         corpus = [piece for text in corpus for piece in text.split(token)]
 
