@@ -9,26 +9,30 @@ ARGS ?=
 ORDERS ?= 10000
 SEED ?= 7
 
-.PHONY: quickstart test test-unit test-e2e test-long mutations chaos test-vllm-omni lint format clean
+.PHONY: quickstart test lint-beside-e2e test-unit test-e2e test-long mutations chaos test-vllm-omni lint format clean
 
 quickstart:  ## train a tiny model here and now
 	@.ci/setup_env.sh
 	PATH="$(CURDIR)/$(BIN):$$PATH" examples/quickstart.sh $(ARGS)
 
-test: lint test-unit test-e2e  ## what a change must pass
+test: lint-beside-e2e test-unit  ## what a change must pass
 
-test-unit:  ## three files at a time: some wait for Ray
+lint-beside-e2e:  ## the end-to-end runs wait for half of their time; each one's output comes whole, at its end
 	@.ci/setup_env.sh dev
-	$(BIN)/python -m pytest -m "not (e2e or gpu or long)" -n 3 --dist loadfile
+	$(MAKE) -j 2 --output-sync=target lint test-e2e
 
-test-e2e:  ## two files at a time, because a run waits for half of its time; the timed runs of tests/bench alone
+test-unit:  ## three files at a time, because some wait for Ray; those that take longest first
 	@.ci/setup_env.sh dev
-	$(BIN)/python -m pytest -m "e2e and not (gpu or long)" -n 2 --dist loadfile tests/e2e
-	$(BIN)/python -m pytest -m "e2e and not (gpu or long)" --ignore tests/e2e --ignore tests/vllm_omni
+	$(BIN)/python -m pytest -m "not (e2e or gpu or long)" -n 3 --dist loadfile --no-loadscope-reorder
 
-test-long:  ## every architecture end to end, faults, long runs, three files at a time; CI makes them too
+test-e2e:  ## a run on each placement, and one that is resumed
 	@.ci/setup_env.sh dev
-	$(BIN)/python -m pytest -m long -n 3 --dist loadfile
+	$(BIN)/python -m pytest -m "e2e and not (gpu or long)"
+
+test-long:  ## every architecture end to end, faults, long runs, further values of grids, three files at a time; CI too
+	@.ci/setup_env.sh dev
+	$(BIN)/python -m pytest -m long -n 3 --dist loadfile --ignore tests/bench
+	$(BIN)/python -m pytest -m long tests/bench  # alone: their durations are compared with a simulation's
 
 mutations:  ## wrong code, one line at a time: a test must notice each (10 minutes)
 	@.ci/setup_env.sh dev

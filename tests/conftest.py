@@ -9,8 +9,21 @@ import pytest
 import torch
 
 from tests.tiny_models import build_tiny, build_tiny_qwen_image
+from verl_digen.algorithms.objectives import registry
 
 torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Move files with the mark `slow` to the front: a long one that starts last has one core to itself."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
+@pytest.fixture(autouse=True)
+def own_objectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget objectives that a test registers."""
+    monkeypatch.setattr(registry, "_OBJECTIVES", dict(registry._OBJECTIVES))
 
 
 @pytest.fixture(scope="session")

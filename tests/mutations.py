@@ -62,8 +62,12 @@ PROBE = "weights/test_probe.py"
 PLANNER = "schedulers/test_planner.py"
 CONDUCTOR = "trainer/test_conductor.py"
 SCORING = "reward/test_scoring.py"
+POOL_WORKER = "reward/test_pool_worker.py"
+GROUPS = "reward/test_groups.py"
 PROMPTS = "data/test_prompts.py"
+INPUTS = "rollout/test_inputs.py"
 UPDATES = "engine/test_updates.py"
+SEQUENCE = "engine/test_sequence.py"
 
 TABLE: tuple[Mutation, ...] = (
     # -- engine -------------------------------------------------------------------------------------------
@@ -119,9 +123,23 @@ TABLE: tuple[Mutation, ...] = (
     Mutation(
         "engine/engine.py",
         "the gradient's projection is that of another gradient",
-        "gradients.projection(self.module).item() / self.loss_scale()",
-        "-gradients.projection(self.module).item() / self.loss_scale()",
+        "gradients.projection(self.module).item()",
+        "-gradients.projection(self.module).item()",
         f"{TRANSACTION} -k 'serial_loop and one_fragment'",
+    ),
+    Mutation(
+        "engine/transaction.py",
+        "the gradient of fp16 stays scaled",
+        "gradients.scale_(gradient, 1 / self.loss_scale)",
+        "gradients.scale_(gradient, 1.0)",
+        "engine/test_loss_scale.py -k clipping",
+    ),
+    Mutation(
+        "engine/sharded.py",
+        "an overflow in fp16 leaves the loss scale",
+        "scale.update(is_finite=is_finite)",
+        "scale.update(is_finite=True)",
+        "engine/test_loss_scale.py -k halves_the_scale",
     ),
     Mutation(
         "engine/shadow.py",
@@ -226,15 +244,43 @@ TABLE: tuple[Mutation, ...] = (
     Mutation(
         "engine/transaction.py",
         "FSDP's mean over the ranks is taken for their sum",
-        "self.backward(terms.total * self.num_ranks, False)",
+        "self.backward(terms.total * self.loss_factor, False)",
         "self.backward(terms.total, False)",
         f"{RANDOM}[3]",
     ),
     Mutation(
         "engine/transaction.py",
+        "the gradient's parts of ranks that share a row are averaged",
+        "num_ranks * ranks_per_row",
+        "num_ranks",
+        SEQUENCE,
+    ),
+    Mutation(
+        "engine/engine.py",
+        "every rank that shares a row returns its log-probs",
+        "found if self.is_mp_src_rank_with_outputs() else {}",
+        "found",
+        SEQUENCE,
+    ),
+    Mutation(
+        "models/sequence.py",
+        "padding of a shared prompt takes part in the attention",
+        "F.pad(mask, (0, missing))",
+        "F.pad(mask, (0, missing), value=1)",
+        SEQUENCE,
+    ),
+    Mutation(
+        "models/hunyuan_video_forward.py",
+        "every rank that shares a row takes the positions of the first tokens",
+        '    "rope": {0: POSITIONS, 1: POSITIONS},\n',
+        '    "rope": {1: POSITIONS},\n',
+        SEQUENCE,
+    ),
+    Mutation(
+        "engine/transaction.py",
         "the KL term that is kept apart pushes away",
-        "self.backward(terms.fixed * self.num_ranks, False)",
-        "self.backward(-terms.fixed * self.num_ranks, False)",
+        "self.backward(terms.fixed * self.loss_factor, False)",
+        "self.backward(-terms.fixed * self.loss_factor, False)",
         f"{RANDOM}[3]",
     ),
     Mutation(
@@ -302,9 +348,30 @@ TABLE: tuple[Mutation, ...] = (
     ),
     Mutation(
         "engine/planning.py",
+        "a tile leaves no room for the optimizer's state",
+        "later_bytes=self.later_bytes(),",
+        "later_bytes=0,",
+        "engine/test_tight_device.py",
+    ),
+    Mutation(
+        "engine/memory.py",
+        "two rows are rehearsed where they cannot fit",
+        "if not any(most([one + row > room])):",
+        "if True:",
+        "engine/test_tight_device.py",
+    ),
+    Mutation(
+        "sampling/branches.py",
+        "both branches of guidance are thought to take what one takes",
+        "kept + 2 * taken",
+        "kept + taken",
+        "sampling/test_branches.py",
+    ),
+    Mutation(
+        "engine/planning.py",
         "a tile is rehearsed with a short prompt",
-        "max(picks, key=length)",
-        "min(picks, key=length)",
+        "longest = max(picks, ",
+        "longest = min(picks, ",
         "engine/test_planning.py",
     ),
     Mutation(
@@ -433,6 +500,27 @@ TABLE: tuple[Mutation, ...] = (
         "module._get_fsdp_state()._root_post_backward_final_callback()",
         "pass",
         "engine/test_gradients.py",
+    ),
+    Mutation(
+        "engine/export.py",
+        "a rank that only takes part gathers all tensors at once",
+        "if number and number % LOOKAHEAD == 0:",
+        "if number > 1 << 20:",
+        "engine/test_export.py",
+    ),
+    Mutation(
+        "engine/checkpoint.py",
+        "shards are loaded on the device that they were saved from",
+        'torch.load(path, map_location="cpu", weights_only=False)',
+        "torch.load(path, map_location=None, weights_only=False)",
+        "engine/test_checkpoint.py",
+    ),
+    Mutation(
+        "engine/checkpoint.py",
+        "an adapter is resumed on any base",
+        'saved["frozen"] != frozen:',
+        'saved["frozen"] != saved["frozen"]:',
+        "engine/test_checkpoint.py",
     ),
     Mutation(
         "algorithms/projection.py",
@@ -694,16 +782,72 @@ TABLE: tuple[Mutation, ...] = (
     Mutation(
         "weights/buckets.py",
         "tensors of a bucket lie over each other",
-        "num_bytes += part.chunk_size",
-        "num_bytes += 0",
-        "weights/test_checkpoint_engines.py",
+        "num_bytes = _aligned(num_bytes + part.chunk_size)",
+        "num_bytes = _aligned(num_bytes)",
+        "weights/test_traffic.py",
+    ),
+    Mutation(
+        "weights/receiver.py",
+        "a live update that misses a tensor counts as whole",
+        "            update.finish()\n",
+        "            pass\n",
+        RECEIVER,
+    ),
+    Mutation(
+        "weights/sending.py",
+        "a sender waits for a receiver that died",
+        "        if has_died():\n",
+        "        if False:\n",
+        "weights/test_transfer.py",
+    ),
+    Mutation(
+        "weights/receiving.py",
+        "an update with other numbers than were sent is taken",
+        "(self.num_tensors, self.checksum) != (manifest.num_tensors, manifest.checksum)",
+        "self.num_tensors != manifest.num_tensors",
+        "weights/test_transfer.py",
+    ),
+    Mutation(
+        "rollout/device_memory.py",
+        "a sleep copies to the host what an update replaces",
+        "_key(storage) not in undefined and ",
+        "",
+        "rollout/test_device_memory.py",
+    ),
+    Mutation(
+        "rollout/server.py",
+        "half of an update is served",
+        "        self._require_whole()\n",
+        "        pass\n",
+        "rollout/test_server.py",
     ),
     Mutation(
         "rollout/server.py",
         "samples carry the version that was sealed, not the one that generated them",
-        "            self._version = self._sealed_version\n",
-        "            pass\n",
+        "self._is_loading, self._version = False, sealed.version",
+        "self._is_loading = False",
         "rollout/test_server.py -k 'weight_update or probe'",
+    ),
+    Mutation(
+        "rollout/network.py",
+        "a rank's last update counts as its new one",
+        "        self._new.clear()\n",
+        "        pass\n",
+        "rollout/test_peers.py -k 'sealed_it or sent_twice'",
+    ),
+    Mutation(
+        "rollout/network.py",
+        "ranks of a replica load different weights",
+        "if self.is_complete and self.agreed() is None:",
+        "if False:",
+        "rollout/test_peers.py -k other_tensors",
+    ),
+    Mutation(
+        "rollout/lockstep.py",
+        "an error inside a forward ends a session as if all ranks had run it",
+        "                if self._is_running:\n",
+        "                if False:\n",
+        "rollout/test_lockstep.py -k inside_a_forward",
     ),
     # -- conductor and planner ----------------------------------------------------------------------------------
     Mutation(
@@ -897,6 +1041,62 @@ TABLE: tuple[Mutation, ...] = (
         SCORING,
     ),
     Mutation(
+        "reward/queue.py",
+        "a queue of samples is scored one by one",
+        "waiting[: self._max_batch_size], waiting[self._max_batch_size :]",
+        "waiting[:1], waiting[1:]",
+        POOL_WORKER,
+    ),
+    Mutation(
+        "reward/pool_worker.py",
+        "one bad picture fails its whole batch",
+        "return [await self._attempts(samples, num_queued, max(1, self._max_retries)) for samples in batch]",
+        "return [error] * len(batch)",
+        POOL_WORKER,
+    ),
+    Mutation(
+        "reward/pool_worker.py",
+        "a call that hangs holds up all others",
+        "            self._thread = ThreadPoolExecutor(1)\n            raise",
+        "            raise",
+        POOL_WORKER,
+    ),
+    Mutation(
+        "reward/groups.py",
+        "samples of two weight versions are compared",
+        "key, index = (sample.row.uid, version), sample.sample_index",
+        "key, index = (sample.row.uid, 0), sample.sample_index",
+        GROUPS,
+    ),
+    Mutation(
+        "reward/groups.py",
+        "a sample that comes late waits for one that failed",
+        "if sample.row.uid in self._failed:",
+        "if False:",
+        GROUPS,
+    ),
+    Mutation(
+        "reward/workers.py",
+        "every worker gets a few samples of a batch",
+        "self._num_left = self._run",
+        "self._num_left = 1",
+        "reward/test_workers.py -k runs_of",
+    ),
+    Mutation(
+        "reward/sample_rewards.py",
+        "a reward with a pool is not weighted",
+        "base += self._weights[name] * score.value",
+        "base += score.value",
+        "reward/test_sample_rewards.py",
+    ),
+    Mutation(
+        "algorithms/advantages.py",
+        "GDPO does not normalise its rewards",
+        "total = weight * centred / divisor if total is None else total + weight * centred / divisor",
+        "total = weight * centred if total is None else total + weight * centred",
+        ADVANTAGES,
+    ),
+    Mutation(
         "data/prompts.py",
         "a chat's first message is taken for its last",
         "content = contents[-1] if contents else None",
@@ -923,6 +1123,28 @@ TABLE: tuple[Mutation, ...] = (
         "for name in (GRADIENT_NORM, GRADIENT_PROJECTION)",
         "for name in (GRADIENT_NORM,)",
         "bench/test_summary.py",
+    ),
+    # -- inputs -------------------------------------------------------------------------------------------
+    Mutation(
+        "inputs.py",
+        "images are no part of what a condition is stored under",
+        "[inputs.text, *(image.digest for image in inputs.images)]",
+        "[inputs.text]",
+        f"{INPUTS} -k part_of_what",
+    ),
+    Mutation(
+        "inputs.py",
+        "an image that changed is read as it is now",
+        "if sha256(content).hexdigest() != self.digest:",
+        "if False:",
+        f"{INPUTS} -k changes_during",
+    ),
+    Mutation(
+        "sampling/requests.py",
+        "the negative branch is encoded without the images",
+        "negative_inputs=PromptInputs(negative, images)",
+        "negative_inputs=PromptInputs(negative)",
+        f"{INPUTS} -k negative_branch",
     ),
 )
 

@@ -88,6 +88,11 @@ BUGS = {
     "a fragment holds the samples of its first group only": Bug(
         "verl_digen.trainer.pools", "fragment_samples(groups,", "fragment_samples(dict(list(groups.items())[:1]),"
     ),
+    "chunks of a group go to different agent loop workers": Bug(
+        "verl_digen.trainer.pools",
+        "self._workers[crc32(chunk.uid.encode()) % len(self._workers)]",
+        "self._workers[chunk.id % len(self._workers)]",
+    ),
     "conditions of dropped groups are left": Bug(
         "verl_digen.trainer.disaggregated",
         "|= outcome.condition_keys",

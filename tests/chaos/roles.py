@@ -29,14 +29,16 @@ from verl_digen.agent_loop.manager import DiffusionAgentLoopWorker
 from verl_digen.agent_loop.server_manager import DiffusionServerClient
 from verl_digen.agent_loop.single_turn import DiffusionSingleTurnAgentLoop
 from verl_digen.config import DigenConfig
+from verl_digen.config.reward import reward_entry
 from verl_digen.engine.fragment import FragmentSpec
-from verl_digen.reward.workers import RewardWorkers
+from verl_digen.reward.layout import RewardLayout
+from verl_digen.reward.sample_rewards import SampleRewards
 from verl_digen.rollout.batcher import RequestBatcher
 from verl_digen.rollout.lost import ReplicaHandle
 from verl_digen.sampling.requests import SINGLE_TURN
 from verl_digen.store.keys import parse_key
 from verl_digen.store.partitions import CONDITIONS
-from verl_digen.types import Generation, PromptRow, SampleRequest
+from verl_digen.types import Generation, PartScore, PromptRow, RewardCall, RewardInput, SampleRequest
 from verl_digen.virtual.samples import VirtualSamples
 
 DENOISE_S, SCORE_S, TRAIN_S, COMMIT_S, LOAD_S = 2.0, 0.5, 1.5, 0.5, 1.0
@@ -136,10 +138,10 @@ class Server:
     async def encode(self, request: SampleRequest) -> Any:
         return self._samples.conditions(request)
 
-    async def receive_weights(self, tensors: dict[str, int]) -> None:
+    async def begin_update(self, tensors: dict[str, int]) -> None:
         self._staged |= tensors
 
-    async def seal_weights(self, version: int, num_tensors: int) -> None:
+    async def seal_update(self, version: int, num_tensors: int) -> None:
         if not self._staged and version == self._sealed_version:
             return
         staged, self._staged = self._staged, {}
@@ -179,8 +181,8 @@ class Engine:
         self._server = ReplicaHandle(server_name, blip_s)
 
     async def update_weights(self, version: int, weights: int) -> None:
-        await self._server.call("receive_weights", {"weights": weights})
-        await self._server.call("seal_weights", version, 1)
+        await self._server.call("begin_update", {"weights": weights})
+        await self._server.call("seal_update", version, 1)
 
 
 class Reward:
@@ -190,25 +192,57 @@ class Reward:
         self._cluster, self._name, self._num_scored = cluster, name, 0
 
     async def compute_score(self, data: Any) -> dict[str, Any]:
-        began_s = self._cluster.loop.time()
         self._num_scored += 1
         await asyncio.sleep(self._cluster.draw_s(SCORE_S, self._name, self._num_scored))
         reward = reward_of(int(data.batch["responses"].view(-1)[0]))
-        return {"reward_score": reward, "reward_extra_info": {}, "interval_s": (began_s, self._cluster.loop.time())}
+        return {"reward_score": reward, "reward_extra_info": {}}
+
+
+class Judge:
+    """A worker of a reward of whole groups."""
+
+    def __init__(self, cluster: Cluster, name: str, checks: Checks):
+        self._cluster, self._name, self._checks, self._num_scored = cluster, name, checks, 0
+
+    async def compute_score(self, group: Sequence[RewardInput]) -> list[PartScore]:
+        self._num_scored += 1
+        began_s = self._cluster.loop.time()
+        await asyncio.sleep(self._cluster.draw_s(SCORE_S, self._name, self._num_scored))
+        uids, indices = {sample.row.uid for sample in group}, [sample.sample_index for sample in group]
+        is_whole = len(uids) == 1 and indices == [*range(len(group))]
+        self._checks.require(is_whole, "mixed", f"samples {indices} of {uids} are compared")
+        call = RewardCall(COMPARED.name, began_s, self._cluster.loop.time(), len(group), 0)
+        return [PartScore(1.0, {}, call) for _ in group]
+
+
+COMPARED = reward_entry("diversity", 0.0)
+"""The reward of groups, which only watches."""
 
 
 class Agent(DiffusionAgentLoopWorker):
     """The project's agent loop worker, made without verl's constructor, which reads a model's tokenizer."""
 
-    def __init__(self, client: DiffusionServerClient, digen: DigenConfig, rewards: Sequence[Handle], group_size: int):
+    def __init__(
+        self,
+        client: DiffusionServerClient,
+        digen: DigenConfig,
+        rewards: Sequence[Handle],
+        judges: Sequence[Handle],
+        group_size: int,
+    ):
         self.llm_client, self.digen = client, digen
         loops = SimpleNamespace(default_agent_loop=SINGLE_TURN)
         self.rollout_config = SimpleNamespace(n=group_size, val_kwargs=SimpleNamespace(n=1), agent=loops)
-        self._reward_workers = RewardWorkers(rewards, digen.deadlines.answer_s)
+        layout = RewardLayout(len(rewards), (COMPARED,) if judges else (), {"known": 1.0, COMPARED.name: 0.0})
+        self._rewards = SampleRewards(layout, [*rewards, *judges], digen)
         self._single_turn = DiffusionSingleTurnAgentLoop(client)
         self._run_dir = Path("unused")
         self._chunks = ChunkRunner(
-            self._generate_for_chunk, self._withdraw_from_chunk, self._score_for_chunk, self._publish_chunk
+            self._generate_for_chunk,
+            self._withdraw_from_chunk,
+            self._score_for_chunk,
+            self._publish_chunk,
+            on_settled=self._on_settled,
         )
 
     async def validate(self, uid: str, step: int) -> None:

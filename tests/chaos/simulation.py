@@ -31,7 +31,7 @@ from tests.chaos.checks import Checks, Problem
 from tests.chaos.faults import AGENT, ENGINE, QUEUE, RANK, REWARD, SERVER, Fault
 from tests.chaos.loop import Stuck, VirtualLoop, who_waits
 from tests.chaos.processes import Cluster, Handle
-from tests.chaos.roles import Agent, Engine, Queue, QueueClient, Rank, RankGroup, Reward, Server, prompt_row
+from tests.chaos.roles import Agent, Engine, Judge, Queue, QueueClient, Rank, RankGroup, Reward, Server, prompt_row
 from tests.chaos.survival import may_end
 from tests.chaos.world import World
 from verl_digen.agent_loop.server_manager import DiffusionServerClient
@@ -115,9 +115,13 @@ class Trainer(DisaggregatedTrainer):
         self.config = OmegaConf.create(
             {
                 "data": {"train_batch_size": world.num_prompts},
-                "actor_rollout_ref": {"rollout": {"n": world.group_size}},
+                "actor_rollout_ref": {
+                    "actor": {"fsdp_config": {"ulysses_sequence_parallel_size": 1}},
+                    "rollout": {"n": world.group_size},
+                },
                 "trainer": {"nnodes": 1, "n_gpus_per_node": world.num_ranks},
                 "reward": {"reward_model": {"enable_resource_pool": False}},
+                "digen": {},
             }
         )
         self.actor_rollout_wg = simulation.ranks
@@ -125,6 +129,7 @@ class Trainer(DisaggregatedTrainer):
         self.checkpoint_manager = simulation.sender
         self.llm_server_manager = SimpleNamespace(global_load_balancer=simulation.balancer)
         self.global_steps, self.total_training_steps, self.timing_raw = 1, world.num_batches, {}
+        self._reward_names = []
         self._recorder = Recorder(now_s=loop.time)
         self._driver = Lane("driver", 0, socket.gethostname(), 0)
         self._conductor = None
@@ -217,6 +222,7 @@ class Simulation:
         ]
         self.ranks = RankGroup([cluster.start(f"{RANK} {n}", rank) for n, rank in enumerate(self.rank_targets)])
         rewards = [cluster.start(f"{REWARD} {n}", Reward(cluster, f"{REWARD} {n}")) for n in range(world.num_rewards)]
+        judges = [cluster.start("judge", Judge(cluster, "judge", checks))] if world.compares else []
         replicas = [self._start_replica(number, samples) for number in range(world.num_replicas)]
         self.sender = Sender(cluster, self.ranks, replicas)
         self.balancer = cluster.start(
@@ -227,7 +233,8 @@ class Simulation:
         for number in range(world.num_agents):
             client = DiffusionServerClient(None, self.balancer)  # type: ignore[arg-type]
             client.__dict__["digen"] = digen  # a cached property, of a config that is not there
-            self.agents.append(cluster.start(f"{AGENT} {number}", Agent(client, digen, rewards, world.group_size)))
+            agent = Agent(client, digen, rewards, judges, world.group_size)
+            self.agents.append(cluster.start(f"{AGENT} {number}", agent))
         self.trainer = Trainer(world, self)
 
     def _start_replica(self, number: int, samples: VirtualSamples) -> Replica:

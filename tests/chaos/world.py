@@ -52,6 +52,8 @@ class World:
     drop_zero_spread: bool = False
     batch_size: int = 8
     """Samples that a replica denoises at once."""
+    compares: bool = False
+    """Also a reward of whole groups, of weight 0."""
     validates: tuple[int, ...] = ()
     """Steps after which there is a validation."""
     faults: tuple[Fault, ...] = ()
@@ -99,6 +101,7 @@ class World:
             staleness=StalenessConfig(max_versions=self.max_versions, fraction=self.fraction),
             max_refills_per_step=MANY,
             num_logged_images=0,
+            num_logged_groups=0,
         )
 
 
@@ -129,7 +132,8 @@ def draw_world(seed: int, kinds: Sequence[Kind] = KINDS) -> World:
         batch_size=rng.choice((1, 2, 8)),
         validates=tuple(step for step in range(1, num_batches + 1) if rng.random() < 0.2),
     )
-    return replace(world, faults=draw_faults(rng, world.processes(), kinds))
+    world = replace(world, faults=draw_faults(rng, world.processes(), kinds))
+    return replace(world, compares=rng.random() < 0.5)
 
 
 def smaller(world: World) -> Iterator[World]:

@@ -30,7 +30,7 @@ OVERRIDDEN = {
     "engine.checkpoint:DiffusersCheckpointManager": "save_checkpoint load_checkpoint",
     "engine.engine:DiffusersFSDPEngine": "initialize train_mode eval_mode save_checkpoint load_checkpoint",
     "engine.sharded:ShardedTransformer": "initialize _build_module _build_lora_module _build_fsdp_module "
-    "disable_adapter optimizer_step get_per_tensor_param",
+    "disable_adapter to optimizer_step get_per_tensor_param",
     "model_config:DiffusionModelConfig": "_mutable_fields",
     "engine.worker:DiffusionWorker": "init_model",
     "models.experts:Experts": "forward",
@@ -41,7 +41,7 @@ OVERRIDDEN = {
     "recipe_source:RecipeSearchPath": "manipulate_search_path",
     "reward.manager:DiffusionRewardManager": "run_single",
     "reward.manager:DiffusionRewardLoopWorker": "_init_reward_fn compute_score",
-    "reward.manager:DiffusionRewardLoopManager": "_init_reward_loop_workers",
+    "reward.manager:DiffusionRewardLoopManager": "_init_reward_loop_workers reward_loop_worker_handles",
     "rollout.adapter:DiffusersServerAdapter": "resume release update_weights",
     "rollout.placed:PlacedReplica": "get_ray_class_with_init_args",
     "rollout.replica:DiffusersReplica": "launch_servers",
@@ -60,6 +60,8 @@ OVERRIDDEN = {
     "weights.checkpoint_engines.base:BucketEngine": "build_topology finalize send_weights receive_weights",
     "weights.checkpoint_engines.gloo:GlooEngine": "prepare init_process_group",
     "weights.checkpoint_engines.objects:RayObjectEngine": "prepare init_process_group",
+    "weights.receiving:BoundedReceiver": "_init_socket",
+    "weights.sending:BoundedSender": "_init_socket _cleanup",
     "weights.staged:StagedCheckpointManager": "update_weights abort_replicas resume_generation_replicas",
 }
 """Class -> names that it overrides of a foreign base."""

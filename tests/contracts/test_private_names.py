@@ -7,11 +7,15 @@
 | FSDP2 `sharded_param`, `_unsharded_param`, `unsharded_accumulated_grad` | engine/gradients.py | a gradient's places |
 | FSDP2 `_root_post_backward_final_callback` | engine/gradients.py | reduces what no backward reduced |
 | FSDP2 `_is_root`, `reset_iter_state` | engine/gathered.py | a forward that failed leaves a usable module |
+| FSDP2 `DefaultAllGather`, `DefaultReduceScatter` | engine/rejoin.py | its collectives (test_two_ranks_tight.py) |
 | FSDP2 `_mp_policy` | engine/build.py | read at every forward; its `cast_forward_inputs` |
+| FSDPMemTracker `memory_tracking`, `_FSDPModMemStats` | tests/plan/fake_engine.py | an expert that does not run |
 | FSDP2 `mp_policy` of a parameter | engine/gradients.py | the reduce dtype |
+| FSDP2 `init_dtype_attrs` of a parameter | engine/build.py | called by the first forward; the dtype that is gathered |
 | peft `BaseTunerLayer._disable_adapters` | engine/policies.py | a forward without it, `requires_grad` untouched |
 | verl `TrainingWorker._postprocess_output` | engine/worker.py | metrics as `update` returns them |
 | verl `EngineRegistry._engines`, `RolloutReplicaRegistry._registry` | doctor.py | dicts of names |
+| verl `CheckpointEngineRegistry._registry` | preflight/pools.py | a dict of names, and the names of verl's engines |
 | verl `_ROLLOUT_REGISTRY` | plugin.py | a dict of (name, mode) |
 | verl `RolloutReplica._server_handle`, `_server_address` | rollout/replica.py | what the public properties return |
 | verl `register`'s attributes of a method | engine/worker.py | dispatch and `blocking` are kept with the method |
@@ -23,7 +27,11 @@
 | Hydra `JobReturn._return_value` | preflight/callback.py | the exception, unraised |
 | omegaconf `_get_node`, `_is_none` | config/load.py | a child as a node, not as its value |
 | TensorBoard `_get_file_writer` | observe/board.py | encoded pictures as they are |
+| diffusers `_repeated_blocks`, `_no_split_modules` | models/kernels.py | blocks (tests/models/test_kernels.py) |
+| torch `_dynamo.config`, `_functorch.config` | models/kernels.py | two names; unknown ones raise |
 | diffusers `_unpack_latents`, `_prepare_latent_image_ids` | models/ | the packing of two pipelines |
+| diffusers `_cp_plan`, `ContextParallelConfig`, -`Input`, -`Output` | models/ | tokens split and gathered by a plan |
+| verl `use_remove_padding`, `use_ulysses_sp`, `is_mp_src_rank_with_outputs` | engine/ | ranks that share rows |
 
 `test_overrides.py` has the methods we override, `tests/vllm_omni` what we use of vLLM-Omni.
 """
@@ -31,9 +39,11 @@
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -161,6 +171,19 @@ def test_fsdp2_reads_its_policy_for_the_inputs_at_every_forward(one_rank, casts)
             module(ROWS)
 
 
+def test_fsdp2_gathers_a_frozen_parameter_in_the_dtype_that_its_record_is_given_before_the_first_forward(one_rank):
+    module = Layers().requires_grad_(False)
+    for part in (module.first, module.second, module):
+        fully_shard(part, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16), reshard_after_forward=False)
+    (record, *others) = state_of(module.first)._fsdp_param_group.fsdp_params
+    own = record.init_dtype_attrs
+    record.init_dtype_attrs = lambda policy: own(replace(policy, param_dtype=None))
+    with pytest.raises(RuntimeError):  # a weight in fp32 and a bias in bf16
+        module(ROWS.bfloat16())
+    assert record.unsharded_param.dtype is torch.float32
+    assert others and all(other.unsharded_param.dtype is torch.bfloat16 for other in others)
+
+
 def state_of(part: nn.Module) -> Any:
     return cast("Any", part)._get_fsdp_state()
 
@@ -202,6 +225,17 @@ def test_verl_turns_an_engines_output_into_metrics():
     )
     metrics = tu.get(made, "metrics")
     assert (metrics["loss"], metrics["grad_norm"], metrics["lr"], metrics["kl"]) == (3.0, 4.0, 0.1, [0.5])
+
+
+def test_verls_engines_for_weights_between_pools_are_the_known_ones() -> None:
+    from verl.checkpoint_engine import CheckpointEngineRegistry
+
+    from verl_digen.preflight.pools import VERLS_ENGINES
+
+    files = Path(inspect.getfile(CheckpointEngineRegistry)).parent.glob("*_checkpoint_engine.py")
+    registered = {name for file in files for name in re.findall(r'Registry\.register\("(\w+)"\)', file.read_text())}
+    assert registered == {*VERLS_ENGINES}
+    assert "naive" in CheckpointEngineRegistry._registry
 
 
 def test_verls_registries_are_dicts_that_hold_what_the_plugin_filed():
@@ -319,3 +353,32 @@ def test_diffusers_packs_latents_as_its_pipelines_say():
     assert torch.equal(unpacked[0, :, 0, 0, 0], packed[0, 0, ::4]), "a patch is channels x 2 x 2"
     ids = FluxPipeline._prepare_latent_image_ids(1, 2, 3, torch.device("cpu"), torch.float32)
     assert ids.tolist() == [[0.0, row, column] for row in (0.0, 1.0) for column in (0.0, 1.0, 2.0)]
+
+
+def test_diffusers_plans_say_where_tokens_are_split_and_gathered():
+    from diffusers import QwenImageTransformer2DModel, WanTransformer3DModel
+    from diffusers.models._modeling_parallel import ContextParallelConfig, ContextParallelInput, ContextParallelOutput
+
+    for network in (QwenImageTransformer2DModel, WanTransformer3DModel):
+        plan = network._cp_plan
+        assert isinstance(plan["proj_out"], ContextParallelOutput)
+        assert all(isinstance(part, ContextParallelOutput | dict) for part in plan.values())
+        split = [part for parts in plan.values() if isinstance(parts, dict) for part in parts.values()]
+        assert split and all(isinstance(part, ContextParallelInput) for part in split)
+    assert ContextParallelConfig(ulysses_degree=2).mesh_dim_names == ("ring", "ulysses")
+    assert {"config", "cp_plan"} <= inspect.signature(WanTransformer3DModel.enable_parallelism).parameters.keys()
+
+
+def test_verl_wants_packed_text_where_ranks_share_rows():
+    """If it does not any more, `ShardedTransformer` need not say that there is."""
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
+
+    source = inspect.getsource(FSDPEngine.__init__)
+    assert "ulysses_sequence_parallel_size > 1 and not self.use_remove_padding" in source
+
+
+def test_settings_of_torch_compile_have_the_values_that_compiled_blocks_change():
+    assert torch._dynamo.config.recompile_limit >= 8
+    assert torch._functorch.config.donated_buffer in (True, False)
+    with pytest.raises(AttributeError):
+        torch._dynamo.config.recompile_limits = 8

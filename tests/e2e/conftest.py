@@ -96,6 +96,9 @@ def finish_main(process: subprocess.Popen[bytes], run_dir: Path, timeout_s: floa
     except subprocess.TimeoutExpired:
         kill_all(process)
         raise AssertionError(f"the run goes on after {timeout_s} s: {_log_of(run_dir).read_text()[-5000:]}") from None
+    for left in shared_server().processes():  # one that a test has stopped cannot end, and looks like the next run's
+        with suppress(psutil.NoSuchProcess):
+            left.kill()
     return Run(process.returncode, _log_of(run_dir).read_text(), run_dir)
 
 
@@ -214,6 +217,8 @@ def three_steps(tmp_path_factory: pytest.TempPathFactory) -> Run:
         "trainer.test_freq=3",
         "trainer.val_before_train=true",
         "trainer.logger=[tensorboard]",
+        "digen.reward.functions.gold={weight: 0, gold: true, reward: jpeg_compressibility}",
+        "digen.logged_groups_every=3",
         *AVERAGED,
         python=Path(sys.executable),
     )
@@ -228,5 +233,6 @@ def separate(tmp_path_factory: pytest.TempPathFactory) -> Run:
         "trainer.total_training_steps=3",
         "trainer.save_freq=1",
         "trainer.test_freq=3",
+        "digen.reward.functions.shapes={weight: 1.0, num_workers: 2, max_batch_size: 4}",  # a pool of its own
         recipe=SEPARATE,
     )

@@ -126,3 +126,25 @@ def assert_shows_videos(run: Run) -> None:
             assert strip.size == (4 * 64, 64)
     assert (run.run_dir / "images" / "before_after.png").is_file()
     assert list((run.run_dir / "tensorboard" / "pictures").iterdir())
+
+
+FP16 = (
+    "actor_rollout_ref.actor.fsdp_config.model_dtype=fp16",
+    "actor_rollout_ref.actor.fsdp_config.mixed_precision={param_dtype: fp16, reduce_dtype: fp32, buffer_dtype: fp32}",
+    "actor_rollout_ref.rollout.dtype=float16",
+)
+
+
+def test_stable_diffusion_3_trains_in_fp16(tmp_path: Path) -> None:
+    case = Case("sd3", "colocated", is_lora=True)
+    checkpoint = build_tiny(case.name, tmp_path / "checkpoint")
+    run = run_main(tmp_path / "run", *overrides(case, checkpoint), *FP16, recipe=RECIPES[case.placement])
+    assert_succeeded(run)
+    for row in steps_of(run):
+        assert row["actor/loss_scale"] == 2.0**16 and row["actor/num_skipped_updates"] == 0
+        assert row["actor/ratio_deviation_max"] == 0 and row["rollout/log_prob_gap_mean"] <= 1e-3
+        assert 0 < row["advantage/effective_samples"] <= row["advantage/num_nonzero"] <= 4 * 4
+        assert row["actor/grad_rms_to_eps"] > 10
+    assert "noise floor: log-probs of replicas and trainer differ by" in run.output
+    assert "may overflow fp16" not in run.output
+    assert_moved(case, checkpoint, trained_weights(run.run_dir, 3))

@@ -21,6 +21,7 @@ from tests.e2e.conftest import (
     wait_for,
 )
 from tests.weight_change import SGD
+from verl_digen.observe.timeline import read_timeline
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
@@ -77,6 +78,8 @@ def test_a_dead_replica_and_a_dead_reward_worker_cost_time_and_no_sample(separat
         "actor_rollout_ref.rollout.n_gpus_per_node=2",
         f"reward.custom_reward_function.path={write_faulty(tmp_path, run_dir)}",
         "digen.reward.custom_weight=0.0",
+        "digen.reward.functions={shapes: {weight: 1.0, num_workers: 1, max_batch_size: 4},"
+        " diversity: {weight: 0.0, num_gpus: 0.5}}",
         # a cluster of two types, so that processes that come back find their place too
         "+ray_kwargs.ray_init.resources={H100: 1, L40S: 1}",
         "digen.placement.trainer_accelerator=H100",
@@ -90,6 +93,7 @@ def test_a_dead_replica_and_a_dead_reward_worker_cost_time_and_no_sample(separat
     wait_for(process, run_dir, lambda: (run_dir / "latest_checkpointed_iteration.txt").exists())
     if process.poll() is None:
         kill_one(process, "DiffusersServer")  # before or while step 1 is published
+        kill_one(process, "RewardPoolWorker")
     run = finish_main(process, run_dir)
     assert_succeeded(run)
     assert (run_dir / "crash").exists(), "a reward worker was killed"
@@ -98,6 +102,11 @@ def test_a_dead_replica_and_a_dead_reward_worker_cost_time_and_no_sample(separat
     assert min(row["rollout/num_replicas"] for row in steps) == 1 and steps[-1]["rollout/num_restarts"] == 1
     assert_every_sample_trained_once(run)
     assert_same_weights(separate, run, 3)
+    for row in steps:
+        assert row["reward_calls/diversity_samples"] == 4 and row["reward_calls/diversity_count"] == 4
+        assert 4 <= row["reward_calls/shapes_count"] <= 16 and row["reward/diversity"] > 0
+    lanes = {one.lane.name for one in read_timeline(run.run_dir / "timeline.jsonl").intervals if one.kind == "score"}
+    assert lanes == {"reward/0", "reward/1", "reward/2"}
 
 
 def test_an_exception_in_training_stops_the_run_and_a_resume_ends_where_it_would_have(separate, tmp_path, monkeypatch):

@@ -29,13 +29,19 @@ def test_a_run_trains_validates_and_leaves_metrics_pictures_and_a_checkpoint(thr
     assert_succeeded(three_steps)
     steps = steps_of(three_steps)
     assert [row["step"] for row in steps] == [1, 2, 3]
+    assert "validation after 3 steps: reward" in three_steps.output and "step 3/3 | reward" in three_steps.output
     assert steps[-1]["val/reward"] > 0 and three_steps.metrics[0]["val/failed_samples"] == 0
     for row in steps:
         assert row["rollout/version_age_max_versions"] == 0, "strict mode trains what the current weights generated"
         assert row["actor/grad_norm"] > 0
-    for name in ("step_000000.png", "step_000003.png", "before_after.png"):
+        assert "reward/shapes" in row and "reward/gold" not in row, "a gold reward scores validations alone"
+    assert steps[-1]["val/reward_gold"] < 0 and steps[-1]["hacking/warning"] == 0
+    for name in ("step_000000.png", "step_000003.png", "before_after.png", "train_000003.png"):
         assert (three_steps.run_dir / "images" / name).stat().st_size > 1000
-    assert list((three_steps.run_dir / "tensorboard").iterdir())
+    assert 4 <= len(list((three_steps.run_dir / "images" / "train_000003").iterdir())) <= 8, (
+        "best and worst of 4 groups"
+    )
+    assert list((three_steps.run_dir / "tensorboard" / "training").iterdir())
     assert (three_steps.run_dir / "latest_checkpointed_iteration.txt").read_text() == "3"
 
 

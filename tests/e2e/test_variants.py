@@ -8,7 +8,7 @@ import pytest
 from tests.e2e.conftest import SEPARATE, assert_same_gradients, assert_succeeded, run_main, steps_of
 from tests.weight_change import SGD
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 BROKEN_REWARD = """
 def compute_score(data_source, solution_image, ground_truth, extra_info=None):
@@ -29,7 +29,6 @@ def compute_score(data_source, solution_image, ground_truth, extra_info=None):
                 "actor_rollout_ref.actor.ppo_mini_batch_size=2",
             ),
             id="full weights, guided, two updates per batch",
-            marks=pytest.mark.long,
         ),
     ],
 )
@@ -44,7 +43,6 @@ def test_variants_train_and_generation_agrees_with_training(tmp_path, overrides)
     assert run.metrics[0]["actor/grad_norm"] > 0
 
 
-@pytest.mark.long
 def test_a_reward_that_always_fails_ends_the_run_with_its_reason_and_no_ray(tmp_path):
     (tmp_path / "reward.py").write_text(BROKEN_REWARD)
     run = run_main(
@@ -60,7 +58,6 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_reason_and_no_ray(tmp_
     assert int(alive.stdout) == 0
 
 
-@pytest.mark.long
 def test_adapters_kl_two_ranks_and_a_group_size_that_no_rank_number_divides(tmp_path):
     """Replicas of the one run have the adapter merged into their weights, those of the other keep it separate."""
     overrides = (

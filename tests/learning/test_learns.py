@@ -18,8 +18,10 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
 from tests.engine.harness import begin, fragment, make_engine, process_group
+from tests.texts import of_texts
 from verl_digen.algorithms.window import Window
-from verl_digen.reward.shapes.scorer import compute_score
+from verl_digen.inputs import PromptInputs
+from verl_digen.reward.scorers.shapes.scorer import compute_score
 from verl_digen.sampling.sampler import Sampler
 from verl_digen.types import Geometry, SampleRequest, Sampling
 
@@ -61,7 +63,7 @@ class Run:
         model, device = self.engine.model, torch.device("cpu")
         lines = (TINY / "prompts" / "train.jsonl").read_text().splitlines()[:P]
         self.prompts = [json.loads(line)["prompt"] for line in lines]
-        self.conditions = model.load_encoder(torch.float32, device)(self.prompts)
+        self.conditions = of_texts(model.load_encoder(torch.float32, device))(self.prompts)
         self.decode = model.load_decoder(torch.float32, device)
 
     def step(self, number: int) -> float:
@@ -76,7 +78,7 @@ class Run:
         """Samples of every prompt, and their rewards."""
         uids = [f"{number}_{prompt}" for prompt in range(P) for _ in range(G)]
         requests = [
-            SampleRequest(uid, index % G, self.prompts[index // G], "", WINDOW, SAMPLING)
+            SampleRequest(uid, index % G, PromptInputs(self.prompts[index // G]), PromptInputs(""), WINDOW, SAMPLING)
             for index, uid in enumerate(uids)
         ]
         conditions = [self.conditions[index // G] for index in range(P * G)]
@@ -90,7 +92,7 @@ class Run:
         }
         per_group = {uid: (condition, None) for uid, condition in zip(uids, conditions, strict=True)}
         rewards = [
-            compute_score("", image.numpy(), request.prompt)["score"]
+            compute_score("", image.numpy(), request.inputs.text)["score"]
             for image, request in zip(pixels, requests, strict=True)
         ]
         return tu.get_tensordict(columns | {"uid": uids}, {"conditions": per_group, "sampling": SAMPLING}), rewards
@@ -102,6 +104,7 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
         yield
 
 
+@pytest.mark.long
 def test_twenty_steps_raise_the_reward_and_without_a_learning_rate_they_do_not(one_rank: None) -> None:
     learning = Run(seed=1, lr=LR)
     rewards = [learning.step(number) for number in range(NUM_UPDATES)]

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two devices that share every video against one, in the trainer and in a replica, through verl's main."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.e2e.conftest import SEPARATE, Run, assert_same_gradients, assert_succeeded, run_main, steps_of
+from tests.tiny_models import build_tiny
+from tests.weight_change import SGD, assert_same_change
+from verl_digen.models import load_model
+
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
+
+NUM_STEPS = 2
+SHARED = (
+    "trainer.n_gpus_per_node=2",
+    "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2",
+)
+
+
+PAIR = ("trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=2")
+
+
+def run(run_dir: Path, checkpoint: Path, *overrides: str, recipe: str = SEPARATE) -> Run:
+    finished = run_main(
+        run_dir,
+        *SGD,
+        f"actor_rollout_ref.model.path={checkpoint}",
+        "actor_rollout_ref.model.enable_gradient_checkpointing=true",
+        "digen.sampling.num_frames=5",
+        f"trainer.total_training_steps={NUM_STEPS}",
+        "trainer.save_freq=1",
+        *overrides,
+        recipe=recipe,
+    )
+    assert_succeeded(finished)
+    return finished
+
+
+def whole_weights(run_dir: Path, step: int, num_ranks: int) -> dict[str, torch.Tensor]:
+    """Parameters of a checkpoint by name, put together from the ranks' shards."""
+    folder = run_dir / f"global_step_{step}" / "actor"
+    shards = [
+        torch.load(folder / f"model_world_size_{num_ranks}_rank_{rank}.pt", weights_only=False)
+        for rank in range(num_ranks)
+    ]
+    return {
+        name: torch.cat([shard[name].to_local() for shard in shards]) if hasattr(tensor, "to_local") else tensor
+        for name, tensor in shards[0].items()
+    }
+
+
+def test_ranks_that_share_rows_train_the_weights_of_one_rank(tmp_path: Path) -> None:
+    checkpoint = build_tiny("wan2.1", tmp_path / "checkpoint")
+    alone = run(tmp_path / "alone", checkpoint, "digen.tag.policy=always")
+    shared = run(tmp_path / "shared", checkpoint, "digen.tag.policy=always", *SHARED)
+    assert_same_gradients(alone, shared)
+    assert all(row["rollout/log_prob_gap_max"] <= 1e-4 for row in steps_of(shared))
+    start = load_model(checkpoint).load_transformer(torch.float32).state_dict()
+    assert_same_change(
+        start,
+        whole_weights(alone.run_dir, NUM_STEPS, 1),
+        whole_weights(shared.run_dir, NUM_STEPS, 2),
+        unequal={"no training": start, "one update less": whole_weights(alone.run_dir, NUM_STEPS - 1, 1)},
+    )
+
+
+def test_a_replica_of_two_devices_trains_what_one_of_one_device_does(tmp_path: Path) -> None:
+    checkpoint, colocated = build_tiny("wan2.1", tmp_path / "checkpoint"), "digen_flowgrpo"
+    alone = run(tmp_path / "alone", checkpoint, recipe=colocated)
+    pair = run(tmp_path / "pair", checkpoint, *PAIR, recipe=colocated)
+    assert_same_gradients(alone, pair)
+    for row in steps_of(pair):
+        assert row["rollout/num_replicas"] == 1 and row["rollout/log_prob_gap_max"] <= 1e-4
+        assert row["rollout/version_lag_max_versions"] == 0
+    assert all(row["rollout/probe_change"] > 0 for row in steps_of(pair)[1:])
