@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,9 @@ from tests.tiny_models import build_tiny, build_tiny_qwen_image
 from verl_digen.algorithms.objectives import registry
 
 torch.set_num_threads(1)
+
+# Ray's workers are nice (15) by default: beside other tests on the same cores they would get about 1 % of them.
+os.environ["RAY_worker_niceness"] = "0"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
