@@ -9,7 +9,7 @@ ARGS ?=
 ORDERS ?= 10000
 SEED ?= 7
 
-.PHONY: quickstart test lint-beside-e2e test-unit test-e2e test-long mutations chaos test-vllm-omni lint format clean
+.PHONY: quickstart test lint-beside-e2e test-unit test-e2e test-long test-grids mutations chaos test-vllm-omni lint format clean
 
 quickstart:  ## train a tiny model here and now
 	@.ci/setup_env.sh
@@ -31,8 +31,12 @@ test-e2e:  ## a run on each placement, and one that is resumed
 
 test-long:  ## every architecture end to end, faults, long runs, further values of grids, three files at a time; CI too
 	@.ci/setup_env.sh dev
-	$(BIN)/python -m pytest -m long -n 3 --dist loadfile --ignore tests/bench
-	$(BIN)/python -m pytest -m long tests/bench  # alone: their durations are compared with a simulation's
+	$(BIN)/python -m pytest -m "long and not grid" -n 3 --dist loadfile --ignore tests/bench
+	$(BIN)/python -m pytest -m "long and not grid" tests/bench  # alone: their durations are compared with a simulation's
+
+test-grids:  ## what is not worth CI's time: further architectures, ranks and settings of what test-long tries (10 minutes)
+	@.ci/setup_env.sh dev
+	$(BIN)/python -m pytest -m grid -n 2 --dist loadfile
 
 mutations:  ## wrong code, one line at a time: a test must notice each (10 minutes)
 	@.ci/setup_env.sh dev

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from tests.engine import harness  # noqa: F401 - its forkserver has imported what ranks need
 from tests.engine.sequence_cases import CASES, build
+from tests.grid import in_grid
 from verl_digen.algorithms.window import Window
 from verl_digen.inputs import PromptInputs
 from verl_digen.models import load_model
@@ -54,14 +55,16 @@ class Shared:
 QUICK = (Shared("wan2.1"), Shared("hunyuan_video"))
 LONG = (
     Shared("wan2.1", is_lora=True),
+    Shared("hunyuan_video", size=4),
+    Shared("hunyuan_video15"),
+    Shared("flux_dev", scale=1.0),
+)
+GRID = (
     Shared("wan2.1", size=4, scale=1.0),
     Shared("wan2.2_a14b"),
     Shared("wan2.2_ti2v_5b"),
     Shared("hunyuan_video", is_lora=True),
-    Shared("hunyuan_video", size=4),
-    Shared("hunyuan_video15"),
     Shared("qwen_image"),
-    Shared("flux_dev", scale=1.0),
 )
 
 
@@ -230,7 +233,7 @@ def test_two_processes_generate_the_samples_of_one(asked: Shared, tmp_path: Path
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("asked", LONG, ids=str)
+@pytest.mark.parametrize("asked", [*LONG, *in_grid(GRID)], ids=str)
 def test_processes_generate_the_samples_of_one(asked: Shared, tmp_path: Path) -> None:
     compare(asked, tmp_path)
 

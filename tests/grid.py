@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Further values of a grid that CI leaves out: `make test-grids`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def in_grid(values: Iterable[Any]) -> list[Any]:
+    """Mark values of `pytest.mark.parametrize` with `grid`."""
+    return [pytest.param(value, marks=pytest.mark.grid) for value in values]
