@@ -15,7 +15,7 @@ from verl_digen.algorithms.objectives import registry
 torch.set_num_threads(1)
 
 # Ray's workers are nice (15) by default: beside other tests on the same cores they would get about 1 % of them.
-os.environ["RAY_worker_niceness"] = "0"
+os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - the name is Ray's
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
