@@ -11,6 +11,9 @@ from verl_digen.config import digen_config
 POOLS_KEY = "digen.reward.functions"
 """Key of rewards with processes of their own."""
 
+ROLLOUT = "actor_rollout_ref.rollout"
+"""Prefix of the keys of the replicas' own pool."""
+
 REPLICA_KEY = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 """Key of the number of devices of a replica."""
 
@@ -96,7 +99,7 @@ def asked_devices(config: Any, *, has_own_replicas: bool) -> dict[str, int]:
     """
     asked = {
         "trainer": num_trainer_devices(config),
-        "actor_rollout_ref.rollout": num_generator_devices(config) if has_own_replicas else 0,
+        ROLLOUT: num_generator_devices(config) if has_own_replicas else 0,
         "reward.reward_model": _num_model_pool_devices(config),
         POOLS_KEY: num_pool_devices(config),
     }

@@ -39,6 +39,7 @@ SETTINGS = Settings(
     frees_replica=True,
     exports=False,
     is_accelerated=False,
+    shares_host_copies=False,
     dtypes=Dtypes(torch.float32, torch.bfloat16, torch.float32, torch.bfloat16, torch.float32),
 )
 """A full fine-tune in fp32 on 8 devices, colocated."""

@@ -40,13 +40,25 @@ def cluster():
     ray.shutdown()
 
 
-def make_config(*, reward_devices=0, nodes=1, per_node=2, **placement):
-    """A run of two trainer devices and one for the generator."""
+def make_config(*, reward_devices=0, nodes=1, per_node=2, generators=1, size=1, **placement):
+    """A run of two trainer devices and one for the generator, unless told otherwise.
+
+    Args:
+        size: devices of a replica.
+    """
     return OmegaConf.create(
         {
             "digen": {"placement": placement},
             "trainer": {"nnodes": nodes, "n_gpus_per_node": per_node},
-            "actor_rollout_ref": {"rollout": {"nnodes": 1, "n_gpus_per_node": 1}},
+            "actor_rollout_ref": {
+                "rollout": {
+                    "nnodes": 1,
+                    "n_gpus_per_node": generators,
+                    "tensor_model_parallel_size": size,
+                    "data_parallel_size": 1,
+                    "pipeline_model_parallel_size": 1,
+                }
+            },
             "reward": {
                 "num_workers": 2,
                 "reward_model": {
@@ -91,6 +103,16 @@ def test_more_devices_than_the_cluster_has_are_an_error_before_any_is_reserved(c
             check(**size)
 
 
+def test_replicas_that_find_no_node_with_as_many_devices_are_an_error_before_any_is_reserved(cluster, monkeypatch):
+    check(generators=2, size=2)
+    (node,) = ray.nodes()
+    halves = [{**node, "Resources": {**node["Resources"], "GPU": 3.0}} for _ in range(2)]
+    monkeypatch.setattr(ray, "nodes", lambda: halves)
+    check(generators=4, size=2)
+    with pytest.raises(RunStopped, match=r"n_gpus_per_node must be <= 0, .*tensor_model_parallel_size=4, got 4; lower"):
+        check(generators=4, size=4)
+
+
 def test_the_trainers_devices_are_reserved_on_nodes_of_its_type(cluster):
     pools = TypedPools({"global_pool": [2]}, {}, max_colocate_count=1, accelerator="H100")
     pools.create_resource_pool()
@@ -99,16 +121,33 @@ def test_the_trainers_devices_are_reserved_on_nodes_of_its_type(cluster):
     ray.util.remove_placement_group(group)
 
 
-def test_a_replica_asks_for_its_type_before_its_devices_are_reserved(cluster):
+def placed(size):
+    """A replica of so many devices whose pool is described, after verl's hook."""
+
     class Replica(PlacedReplica):
         async def launch_servers(self):
             raise NotImplementedError
 
     replica = Replica.__new__(Replica)
     replica.rollout_mode, replica.replica_rank, replica.config = RolloutMode.STANDALONE, 0, None
-    replica.model_config = make_config(generator_accelerator="L40S")
-    replica.resource_pool = RayResourcePool([1])
+    replica.world_size, replica.model_config = size, make_config(generator_accelerator="L40S")
+    replica.resource_pool = RayResourcePool([size], max_colocate_count=1)
     replica.get_ray_class_with_init_args()
+    return replica
+
+
+def test_devices_of_one_replica_are_reserved_in_one_node_and_of_its_type(cluster):
+    pool = placed(2).resource_pool
+    (group,) = pool.get_placement_groups(strategy="PACK", device_name="cpu")  # as verl asks, after the hook
+    try:
+        assert ray.util.placement_group_table(group)["strategy"] == "STRICT_PACK"
+        assert [bundle["L40S"] for bundle in group.bundle_specs] == [1e-4, 1e-4]
+    finally:
+        ray.util.remove_placement_group(group)
+
+
+def test_a_replica_asks_for_its_type_before_its_devices_are_reserved(cluster):
+    replica = placed(1)
     assert replica.resource_pool.accelerator_type == "L40S" and replica.resource_pool.pgs is None
     source = inspect.getsource(RolloutReplica.init_standalone)
     assert source.index("self.resource_pool = ") < source.index("self.get_ray_class_with_init_args()")

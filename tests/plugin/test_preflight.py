@@ -316,11 +316,20 @@ def test_a_replica_whose_devices_cannot_share_a_sample_is_refused(
         assert message in problem(start, *runnable, *words)
 
 
-def test_replicas_of_several_devices_share_them_with_the_trainer(start, runnable):
+@pytest.mark.parametrize(
+    ("per_node", "message"),
+    [(3, f"{REPLICA} must divide actor_rollout_ref.rollout.n_gpus_per_node=3 with"), (4, None)],
+)
+def test_replicas_of_several_devices_divide_their_own_nodes_not_the_trainers(
+    start, runnable, tiny_wan, per_node, message
+):
     separate = ["recipe=[digen_flowgrpo,disaggregated]", *runnable[1:]]
-    words = ("actor_rollout_ref.rollout.n_gpus_per_node=2", f"{REPLICA}=2", "trainer.n_gpus_per_node=2")
-    found = problem(start, *separate, *words)
-    assert f"{REPLICA} must be 1 with actor_rollout_ref.rollout.name=diffusers on devices of their own" in found
+    words = (f"actor_rollout_ref.model.path={tiny_wan}", f"actor_rollout_ref.rollout.n_gpus_per_node={per_node}")
+    words += (f"{REPLICA}=2", "trainer.n_gpus_per_node=1")
+    if message is None:
+        preflight.check(start(*separate, *words))
+    else:
+        assert message in problem(start, *separate, *words)
 
 
 def test_virtual_devices_do_not_share_rows(start, runnable):

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Release and return of modules' memory; the code is the same on every device."""
 
+import os
+
 import torch
 from torch import nn
 
@@ -56,6 +58,27 @@ def test_tensors_that_share_memory_are_released_and_copied_once():
     assert memory.release() == expected.nbytes == memory.num_bytes_copied_out
     memory.restore()
     assert torch.equal(module[0].weight, expected) and torch.equal(module[1].weight, expected.t())
+
+
+def test_of_processes_with_equal_weights_one_copies_each_module_and_all_give_them_back(caplog):
+    """A server and two peers, one of which has another network."""
+    name, encoder = f"{os.getpid()}-replicas", nn.Linear(4, 4)
+    server, peer, odd = network(), network(), network()
+    with torch.no_grad():
+        odd[1].bias += 1
+    memories = [DeviceMemory([server, encoder], CPU, name), DeviceMemory([peer], CPU, name)]
+    memories.append(DeviceMemory([odd], CPU, name))
+    before = [{key: tensor.clone() for key, tensor in each.state_dict().items()} for each in (server, peer, odd)]
+    size = sum(tensor.nbytes for tensor in server.state_dict().values())
+    for memory in memories * 2:
+        memory.release()
+        memory.restore()
+    of_encoder = sum(tensor.nbytes for tensor in encoder.state_dict().values())
+    assert [memory.num_bytes_copied_out for memory in memories] == [size + of_encoder, 0, size]
+    assert [memory.num_bytes_shared for memory in memories] == [0, size, 0]
+    assert "other weights than the node's copy" in caplog.text
+    for module, expected in zip((server, peer, odd), before, strict=True):
+        assert all(map(torch.equal, module.state_dict().values(), expected.values()))
 
 
 def test_host_copies_share_chunks_and_do_not_overlap():

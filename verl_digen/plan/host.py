@@ -7,7 +7,8 @@
 | offloaded parameters, optimizer | each shard in page-locked memory of its own, rounded up to a power of two |
 | copies of the weights | EMA, `old`, reference: with offloaded parameters only, not page-locked |
 | inputs of recomputed blocks | with `enable_activation_offload`: those of one tile per rank |
-| replicas that wait | copies of networks that leave the device: all of `vllm_omni`; of `diffusers` what no update has |
+| replicas that wait | copies of networks that leave the device: all of `vllm_omni`; of `diffusers` what no update |
+| | has, once per node on GPUs, else per process; a replica's further devices have the network alone |
 | staged weight updates | one update per replica with devices of its own; the others load updates as they arrive |
 
 PyTorch's allocator of page-locked memory rounds every allocation up to a power of two (`CachingHostAllocator`), and
@@ -49,15 +50,26 @@ def host_memory(
         {"staged weight updates": replicas * settings.devices_per_sample * update_bytes} if settings.is_split else {}
     )
     if settings.frees_replica:
-        names = {*networks} - {PROMPT_CACHE}
-        if settings.rollout_name == "diffusers":  # the next update brings what it sends
-            names -= {"adapter"} if settings.is_lora and not settings.merges_lora else {"transformer"}
-        waiting = sum(size for name, size in networks.items() if name in names)
-        generator["replicas that wait"] = settings.generator_devices_per_node * waiting
+        generator["replicas that wait"] = _waiting(run, networks)
     queue = {"trajectories and conditions": queue_bytes}
     if settings.is_split:
         return queue | max(trainer, generator, key=lambda items: sum(items.values()))
     return queue | trainer | generator
+
+
+def _waiting(run: Run, networks: Items) -> int:
+    """Host copies of the replicas of a node that sleep."""
+    settings, names = run.settings, {*networks} - {PROMPT_CACHE}
+    if settings.rollout_name != "diffusers":
+        return settings.generator_devices_per_node * sum(networks[name] for name in names)
+    # the next update brings what it sends
+    names -= {"adapter"} if settings.is_lora and not settings.merges_lora else {"transformer"}
+    server = sum(networks[name] for name in names)
+    if settings.shares_host_copies:
+        return server
+    num_servers = settings.generator_devices_per_node // settings.devices_per_sample
+    peer = networks["transformer"] if "transformer" in names else 0
+    return num_servers * (server + (settings.devices_per_sample - 1) * peer)
 
 
 def _offloaded(run: Run, resident: Items) -> Items:

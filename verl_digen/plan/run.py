@@ -29,6 +29,7 @@ from verl_digen.plan.networks import Counts, Part, Tensors, count_network, count
 from verl_digen.plan.published import checkpoint_folder
 from verl_digen.pool_sizes import num_generator_devices, num_replica_devices, num_trainer_devices
 from verl_digen.require import require
+from verl_digen.rollout.device_memory import SHARING
 from verl_digen.sampling.recording import record_trajectory, trained_latents
 from verl_digen.sampling.requests import num_points, sample_request
 from verl_digen.types import Condition, Geometry, PromptRow, SampleRequest
@@ -84,6 +85,8 @@ class Settings:
     """True if checkpoints also hold an export for other tools."""
     is_accelerated: bool
     """False on a CPU, where nothing is page-locked and no process needs memory of a device for itself."""
+    shares_host_copies: bool
+    """True if the `diffusers` processes of a node that sleep share one host copy of equal weights."""
     dtypes: Dtypes
 
     @property
@@ -210,6 +213,7 @@ def _settings(config: DictConfig, digen: DigenConfig, model: DiffusionModelConfi
         frees_replica=not split and rollout.free_cache_engine,
         exports="hf_model" in actor.checkpoint.save_contents,
         is_accelerated=config.trainer.device != "cpu",
+        shares_host_copies=config.trainer.device in SHARING,
         dtypes=_dtypes(fsdp, rollout, digen),
     )
 

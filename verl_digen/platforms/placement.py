@@ -25,10 +25,13 @@ from verl.single_controller.ray.base import ResourcePoolManager
 from verl_digen.config import DigenConfig, PoolSettings
 from verl_digen.errors import RunStopped
 from verl_digen.pool_sizes import (
+    REPLICA_KEY,
+    ROLLOUT,
     asked_devices,
     asked_text,
     num_function_devices,
     num_generator_devices,
+    num_replica_devices,
     num_reward_devices,
     num_trainer_devices,
 )
@@ -125,6 +128,14 @@ def _check_devices(config: Any, *, is_disaggregated: bool) -> None:
         raise RunStopped(
             f"trainer.n_gpus_per_node must be <= {max(counts)}, the devices of the largest node, got "
             f"{config.trainer.n_gpus_per_node}; lower it and raise trainer.nnodes"
+        )
+    size, num_generator = num_replica_devices(config), asked.get(ROLLOUT, 0)
+    found = sum(count // size for count in counts)
+    if num_generator > found * size:
+        raise RunStopped(
+            f"{ROLLOUT}.nnodes x {ROLLOUT}.n_gpus_per_node must be <= {found * size}, the devices of the {found} "
+            f"replicas that find room, each in one node, with {REPLICA_KEY}={size}, got {num_generator}; lower either, "
+            "or add nodes"
         )
 
 

@@ -83,34 +83,29 @@ def check_rollout(config: DictConfig) -> None:
             "set it to 1; more devices make more replicas",
         )
     require(
-        rollout.name != "diffusers" or size == 1 or is_colocated,
-        f"{REPLICA_KEY} must be 1 with actor_rollout_ref.rollout.name=diffusers on devices of their own, where "
-        "replicas of several devices have not been tried",
-        size,
-        "set it to 1, or leave out recipe disaggregated",
-    )
-    per_node = config.trainer.n_gpus_per_node
-    require(
-        rollout.name != "diffusers" or not is_colocated or per_node % size == 0,
-        f"{REPLICA_KEY} must divide trainer.n_gpus_per_node={per_node} with actor_rollout_ref.rollout.name=diffusers, "
-        "whose replicas lie in one node",
-        size,
-        "1 generates each sample on one device, and more devices make more replicas",
-    )
-    require(
         is_colocated or rollout.nnodes >= 1,
         "actor_rollout_ref.rollout.nnodes must be >= 1 with replicas on devices of their own",
         rollout.nnodes,
         "give the nodes that generate",
     )
-    pools = {"trainer": num_trainer_devices(config), "actor_rollout_ref.rollout": num_generator_devices(config)}
-    for pool, num_devices in pools.items():
-        require(
-            num_devices % size == 0,
-            f"{pool}.nnodes x {pool}.n_gpus_per_node must be a multiple of a replica's devices ({size})",
-            num_devices,
-            f"change it, or {REPLICA_KEY}",
-        )
+    pool, per_node, num_devices = (
+        ("trainer", config.trainer.n_gpus_per_node, num_trainer_devices(config))
+        if is_colocated
+        else ("actor_rollout_ref.rollout", rollout.n_gpus_per_node, num_generator_devices(config))
+    )
+    require(
+        rollout.name != "diffusers" or per_node % size == 0,
+        f"{REPLICA_KEY} must divide {pool}.n_gpus_per_node={per_node} with actor_rollout_ref.rollout.name=diffusers, "
+        "whose replicas lie in one node",
+        size,
+        "1 generates each sample on one device, and more devices make more replicas",
+    )
+    require(
+        num_devices % size == 0,
+        f"{pool}.nnodes x {pool}.n_gpus_per_node must be a multiple of a replica's devices ({size})",
+        num_devices,
+        f"change it, or {REPLICA_KEY}",
+    )
 
 
 def check_rollout_package(config: DictConfig) -> None:

@@ -73,7 +73,7 @@ class Peer:
         self._network = load_network(config, model_config, num_threads)
         self._networks = networks_of(self._network.transformer)
         self._intake = Intake(self._network, digen.rollout.update_timeout_s)
-        self._memory = DeviceMemory([self._network.weights.module], self._network.device)
+        self._memory = DeviceMemory([self._network.weights.module], self._network.device, name_on_node())
         self._frees_memory = self._network.device.type != "cpu"
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="denoise")
 
@@ -141,6 +141,14 @@ class Peer:
 
     async def _on_device(self, function: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._compute, function)
+
+
+def name_on_node() -> str | None:
+    """Name under which the processes of this run share memory on a node; None outside of Ray: there is no other."""
+    if not ray.is_initialized():
+        return None
+    context = ray.get_runtime_context()
+    return f"{context.get_session_name()}-{context.get_job_id()}"
 
 
 def split_over(mesh: DeviceMesh, network: LoadedNetwork) -> None:

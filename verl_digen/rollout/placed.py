@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replica placement: on one device type (`digen.placement.generator_accelerator`), on the devices of its workers; and
-CPU threads per replica."""
+"""Replica placement: on one device type (`digen.placement.generator_accelerator`), in one node, on the devices of its
+workers; and CPU threads per replica."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from verl.plugin.platform import get_platform
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica
 
 from verl_digen.platforms.placement import type_resource
@@ -16,7 +17,7 @@ from verl_digen.rollout.birth import SeenDevice, assigned_device, require_same_d
 
 
 class PlacedReplica(RolloutReplica):
-    """verl's replica; its own devices, if it has any, are of one type."""
+    """verl's replica; its own devices, if it has any, are of one type and in one node."""
 
     def get_ray_class_with_init_args(self) -> Any:
         """Hook: verl calls it after describing a standalone replica's pool and before reserving its devices."""
@@ -24,6 +25,8 @@ class PlacedReplica(RolloutReplica):
             section: Any = self.model_config
             accelerator = section.digen.placement.generator_accelerator
             self.resource_pool.accelerator_type = type_resource("digen.placement.generator_accelerator", accelerator)
+            if self.world_size > 1:  # verl would reserve them on several nodes where no node has enough free ones
+                self.resource_pool.get_placement_groups(strategy="STRICT_PACK", device_name=get_platform().device_name)
         return super().get_ray_class_with_init_args()
 
     async def require_devices(self, seen: Sequence[SeenDevice]) -> None:

@@ -34,7 +34,15 @@ from verl_digen.rollout.birth import SeenDevice, visible_device
 from verl_digen.rollout.device_memory import DeviceMemory
 from verl_digen.rollout.fingerprint import PROMPT, fingerprint
 from verl_digen.rollout.network import Intake, Seals, load_network
-from verl_digen.rollout.peers import Place, Team, release, require_same_weights, restore, start_peers
+from verl_digen.rollout.peers import (
+    Place,
+    Team,
+    name_on_node,
+    release,
+    require_same_weights,
+    restore,
+    start_peers,
+)
 from verl_digen.rollout.prompt_cache import PromptCache
 from verl_digen.sampling.branches import GuidanceBranches
 from verl_digen.sampling.recording import experts_of
@@ -70,7 +78,8 @@ class DiffusersServer:
         self._prompts = PromptCache(self._encoder, digen.rollout.embed_cache_size)
         self._decode = self._model.load_decoder(dtype, self._device)
         self._decode_batch_size = digen.rollout.decode_batch_size
-        self._memory = DeviceMemory([self._weights.module, *self._encoder.modules, *self._decode.modules], self._device)
+        modules = [self._weights.module, *self._encoder.modules, *self._decode.modules]
+        self._memory = DeviceMemory(modules, self._device, name_on_node())
         self._frees_memory = self._device.type != "cpu"
         """On the CPU, the host copies that sleeping needs would take as much memory as it frees."""
         self._last_update: dict[str, float] = {}

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host copies that processes share: bytes held together, other weights, and processes that end."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.engine import harness  # noqa: F401 - its forkserver has imported PyTorch
+from verl_digen.weights import shared_copy as module
+from verl_digen.weights.shared_copy import SharedCopy, shared_copy
+
+CPU = torch.device("cpu")
+
+
+def weights(fill: int = 7) -> list[Tensor]:
+    return [torch.full((size,), fill, dtype=torch.uint8) for size in (5, 1000, 64)]
+
+
+@pytest.fixture
+def name(request: pytest.FixtureRequest) -> str:
+    return f"{os.getpid()}-{request.node.name}"
+
+
+INSIDE = (1 + 1 + 16 + 1) * module.ALIGNMENT_BYTES
+"""Bytes of the file that holds `weights`."""
+
+
+def files(name: str) -> list[int]:
+    """Bytes of each memory file of this name that a process has open; forks of one file count once."""
+    found: dict[int, int] = {}
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):
+            if os.readlink(link).startswith(f"/memfd:digen-{name}-"):
+                status = os.stat(link)
+                found[status.st_ino] = status.st_size
+    return list(found.values())
+
+
+def take(name: str, given: list[Tensor] | None = None) -> SharedCopy:
+    found = shared_copy(name, given or weights(), device=CPU)
+    assert found is not None
+    return found
+
+
+def _hold(name: str, answers: Connection) -> None:
+    """Take the copy in another process, say who wrote it, and hold it until told to end."""
+    found = take(name)
+    answers.send((found.is_new, [part.tolist() for part in found.parts]))
+    answers.recv()
+
+
+class Other:
+    """Another process that holds the copy."""
+
+    def __init__(self, name: str):
+        self._here, there = multiprocessing.Pipe()
+        self._process = multiprocessing.get_context("forkserver").Process(target=_hold, args=(name, there))
+        self._process.start()
+        self.is_new, self.parts = self._here.recv()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[[str], Other]]:
+    """Start another process."""
+    started: list[Other] = []
+
+    def other(name: str) -> Other:
+        started.append(Other(name))
+        return started[-1]
+
+    yield other
+    for each in started:
+        each.kill()
+
+
+@pytest.mark.long
+def test_processes_hold_equal_weights_once_and_the_copy_outlives_its_maker(
+    name: str, start: Callable[[str], Other]
+) -> None:
+    first, second = start(name), start(name)
+    assert (first.is_new, second.is_new) == (True, False)
+    assert second.parts == [each.tolist() for each in weights()]
+    first.kill()
+    third = take(name)
+    assert not third.is_new and files(name) == [INSIDE]
+    second.kill()
+    assert files(name) == [INSIDE], "this process maps it"
+    del third
+    assert files(name) == [] and take(name).is_new
+
+
+def test_other_weights_of_this_name_are_not_taken_for_these(name: str) -> None:
+    first = take(name)
+    changed = weights()
+    changed[1][999] += 1
+    assert shared_copy(name, changed, device=CPU) is None
+    assert not take(name).is_new and torch.equal(first.parts[1], weights()[1])
+    assert take(name, weights()[:1]).is_new, "of another size"
+
+
+def test_a_copy_that_was_not_completed_is_made_again(name: str) -> None:
+    half = take(name)
+    whole = module._find(f"digen-{name}-{INSIDE}")
+    assert whole is not None
+    whole[0] = 0
+    again = take(name)
+    assert again.is_new and files(name) == [INSIDE] * 2
+    half.parts[0].fill_(1)
+    assert torch.equal(again.parts[0], weights()[0])
+
+
+def test_parts_are_aligned_and_do_not_overlap(name: str) -> None:
+    given = [torch.full((size,), size, dtype=torch.uint8) for size in (3, 64, 65, 1)]
+    found = take(name, given)
+    assert all(map(torch.equal, found.parts, given))
+    assert all(part.data_ptr() % module.ALIGNMENT_BYTES == 0 for part in found.parts)
+    assert files(name) == [module.ALIGNMENT_BYTES * 6]
+
+
+def test_a_lock_that_is_held_too_long_is_an_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOCK_S", 0.0)
+    monkeypatch.setattr(module, "PAUSE_S", 0.0)
+    size = 2 * module.ALIGNMENT_BYTES
+    with module._locked(f"digen-{name}-{size}"), pytest.raises(TimeoutError, match=f"'digen-{name}-{size}' must be"):
+        take(name, [torch.zeros(1, dtype=torch.uint8)])
+    assert take(name, [torch.zeros(1, dtype=torch.uint8)]).is_new
+
+
+def test_a_memory_that_cannot_be_page_locked_is_told(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Runtime:
+        def cudaHostRegister(self, *unused: Any) -> int:
+            return 2
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    module._page_lock(torch.zeros(8, dtype=torch.uint8), torch.device("cuda"))
+    assert "could not be page-locked (CUDA error 2)" in caplog.text

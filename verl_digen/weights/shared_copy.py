@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One host copy of equal weights for all processes of a node that keep them.
+
+    first process     a memory file (memfd) of its weights, under a name
+    the others        find the name among the open files of this user's processes, and map the same memory
+    each              compares the copy with its own weights, number by number, before it relies on it
+
+- Linux frees a memory file when its last process ends, in whatever way. Nothing lies in a folder, and the limit of
+  /dev/shm does not apply.
+- Memory that is mapped keeps its file open, so that a process that starts later finds the copy although the first has
+  ended.
+- The name says which weights are meant; only the comparison says that they are equal. A process with other weights gets
+  no shared copy.
+- A lock (an abstract socket, which ends with its process) lets one process at a time look and write.
+
+Invariants (tests/weights/test_shared_copy.py): processes with equal weights hold them once; other weights are not mixed
+up; a copy outlives the process that made it, and not the last one that maps it.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from io import FileIO
+
+import torch
+from torch import Tensor
+
+from verl_digen.weights.host_pool import ALIGNMENT_BYTES
+
+logger = logging.getLogger(__name__)
+
+LOCK_S = 600.0
+"""Timeout of the lock: a process writes tens of gigabytes under it."""
+PAUSE_S = 0.05
+"""Pause between two attempts to take the lock."""
+COMPARED_BYTES = 64 << 20
+"""Device memory that a comparison takes at a time."""
+READY = 1
+"""First byte of a complete file."""
+
+
+@dataclass(frozen=True)
+class SharedCopy:
+    """Host copies of weights, in the memory of a file that other processes map, too."""
+
+    parts: tuple[Tensor, ...]
+    """uint8 [num_bytes] of each of the weights, in their order."""
+    is_new: bool
+    """True if this process wrote them."""
+
+
+def shared_copy(name: str, weights: Sequence[Tensor], *, device: torch.device) -> SharedCopy | None:
+    """The node's copy of `weights`, made if there is none; None if there is one of other weights under this name.
+
+    Args:
+        name: of these weights on this node; letters, digits and `-_.`.
+        weights: uint8 [num_bytes] each, on `device`.
+
+    Raises:
+        TimeoutError: another process holds the lock for longer than `LOCK_S`.
+    """
+    sizes = [len(each) for each in weights]
+    starts = [ALIGNMENT_BYTES]
+    for size in sizes:
+        starts.append(-(-(starts[-1] + size) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
+    label = _label(name, starts[-1])
+
+    def parts(whole: Tensor) -> tuple[Tensor, ...]:
+        return tuple(whole[start : start + size] for start, size in zip(starts, sizes, strict=False))
+
+    with _locked(label):
+        whole = _find(label)
+        if whole is None:
+            with FileIO(os.memfd_create(label), "r+") as file:
+                file.truncate(starts[-1])
+                whole = _mapped(file)
+            _page_lock(whole, device)
+            for part, own in zip(parts(whole), weights, strict=True):
+                part.copy_(own, non_blocking=True)
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)
+            whole[0] = READY
+            return SharedCopy(parts(whole), True)
+    if not all(map(_is_equal, parts(whole), weights)):
+        return None
+    _page_lock(whole, device)
+    return SharedCopy(parts(whole), False)
+
+
+def _label(name: str, num_bytes: int) -> str:
+    return f"digen-{name}-{num_bytes}"
+
+
+def _mapped(file: FileIO) -> Tensor:
+    """uint8 [num_bytes] of the memory of a file, which stays open as long as the tensor lives."""
+    return torch.frombuffer(mmap.mmap(file.fileno(), os.fstat(file.fileno()).st_size), dtype=torch.uint8)
+
+
+@contextmanager
+def _locked(label: str) -> Iterator[None]:
+    """Context that one process of the node is in at a time."""
+    deadline = time.monotonic() + LOCK_S
+    with socket.socket(socket.AF_UNIX) as lock:
+        while True:
+            try:
+                lock.bind(f"\0{label}")
+                break
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(
+                        f"the host copy {label!r} must be written within {LOCK_S:g} s, but another process is still at "
+                        "it; look in the log for a replica that hangs in its first sleep"
+                    ) from error
+            time.sleep(PAUSE_S)
+        yield
+
+
+def _find(label: str) -> Tensor | None:
+    """The complete memory file of this label, mapped; None if no process of this user has one."""
+    for process in filter(str.isdecimal, os.listdir("/proc")):
+        with suppress(OSError):  # the process ended, or is another user's
+            for number in os.listdir(f"/proc/{process}/fd"):
+                with suppress(OSError):  # it was closed meanwhile
+                    link = f"/proc/{process}/fd/{number}"
+                    if os.readlink(link) == f"/memfd:{label} (deleted)":
+                        with FileIO(link, "r+") as file:
+                            whole = _mapped(file)
+                        if whole[0] == READY:  # else its process ends, or failed, while it wrote
+                            return whole
+    return None
+
+
+def _is_equal(part: Tensor, own: Tensor) -> bool:
+    pairs = zip(part.split(COMPARED_BYTES), own.split(COMPARED_BYTES), strict=True)
+    return all(torch.equal(one.to(own.device), other) for one, other in pairs)
+
+
+def _page_lock(whole: Tensor, device: torch.device) -> None:
+    """Page-lock mapped memory for copies from and to a CUDA device."""
+    if device.type != "cuda":
+        return
+    code = int(torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), whole.nbytes, 0))  # pyright: ignore
+    if code != 0:
+        logger.warning(
+            "a host copy of %.1f GB could not be page-locked (CUDA error %d), so that a replica wakes more slowly; "
+            "raise `ulimit -l`",
+            whole.nbytes / 1e9,
+            code,
+        )
