@@ -5,7 +5,8 @@
 #
 # GPUs       8 of 80 GB: the plan says 68.4 GB, most of it tiles that fill what is there. On 24 GB with
 #            digen.rollout.max_batch_size=1 digen.rollout.decode_batch_size=1 digen.rollout.embed_cache_size=64
-#            (21.4 GB). Ask again: digen plan recipe=digen_sd3 gpus=8 gpu_mem=80
+#            actor_rollout_ref.actor.fsdp_config.param_offload=true (21.5 GB). Ask again: digen plan
+#            recipe=digen_sd3 gpus=8 gpu_mem=80
 # Downloads  stabilityai/stable-diffusion-3.5-medium, once per node: 7.9 B parameters with encoders and VAE, of 2
 #            bytes each (4 where they are published in fp32). Accept its licence on the hub and run `huggingface-cli
 #            login` first.

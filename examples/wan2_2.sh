@@ -7,7 +7,7 @@
 #            (71.9 GB). Ask again: digen plan recipe=digen_wan2_2 gpus=8 gpu_mem=96
 # Downloads  Wan-AI/Wan2.2-T2V-A14B-Diffusers, once per node: 34 B parameters with encoder and VAE, of 2 bytes each
 #            (4 where they are published in fp32).
-# Minutes    Not measured. Calculated: a step takes at least 271 s for 96 videos of 33 frames, 240 x 416, at 40 %
+# Minutes    Not measured. Calculated: a step takes at least 260 s for 96 videos of 33 frames, 240 x 416, at 40 %
 #            of the peak of 8 H100.
 # You see    A validation, then a line per step with the reward, which should rise; what it reaches was not
 #            measured. rollout/log_prob_gap_max stays small. In outputs/digen/wan2_2/images: before_after.png, the

@@ -32,9 +32,10 @@ def test_a_replicas_networks_take_what_is_planned(loaded: Loaded, dtype: torch.d
     network = model.load_transformer(dtype)
     exported = network.state_dict().keys() & dict(network.named_buffers()).keys()
     tables = sum(network.get_buffer(name).numel() for name in exported) * dtype.itemsize
+    meta = model.load_transformer(torch.float32, meta=True)
     for in_one in (False, True):  # as under an adapter, and where all weights train
         network = in_one_dtype(network, dtype) if in_one else network
-        assert transformer_bytes(model, dtype, in_one_dtype=in_one) == num_bytes([network]) + tables
+        assert transformer_bytes(model, meta, dtype, in_one_dtype=in_one) == num_bytes([network]) + tables
 
 
 @pytest.mark.parametrize(

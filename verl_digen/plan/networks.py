@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from verl_digen.models.base import DiffusionModel
+from verl_digen.models.checkpoint import kept_in_fp32
 
 
 @dataclass(frozen=True)
@@ -143,15 +144,18 @@ def _loaded_dtype(network: Any, name: str, dtype: torch.dtype) -> torch.dtype:
     return dtype if in_fp32.isdisjoint(name.split(".")) else torch.float32
 
 
-def transformer_bytes(model: DiffusionModel, dtype: torch.dtype, *, in_one_dtype: bool) -> int:
+def transformer_bytes(model: DiffusionModel, network: nn.Module, dtype: torch.dtype, *, in_one_dtype: bool) -> int:
     """Bytes of all experts' parameters and exported tables in a replica.
 
     Args:
+        network: what `model.load_transformer` gives, in any dtype and on any device.
         dtype: of the replica.
         in_one_dtype: False where parameters that diffusers keeps in fp32 stay so.
     """
-    network = model.load_transformer(dtype, meta=True)
     buffers, exported = dict(network.named_buffers()), network.state_dict()
     tables = sum(value.numel() for name, value in buffers.items() if name in exported) * dtype.itemsize
-    parameters = network.parameters()
-    return tables + sum(value.numel() * dtype.itemsize if in_one_dtype else value.nbytes for value in parameters)
+    fp32 = torch.float32.itemsize
+    return tables + sum(
+        value.numel() * (dtype.itemsize if in_one_dtype or not kept_in_fp32(name, model.spec.transformer) else fp32)
+        for name, value in network.named_parameters()
+    )

@@ -7,6 +7,7 @@ Invariant (tests/plan/test_command.py, test_records.py): rows, recorded latents 
 from __future__ import annotations
 
 import math
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from verl_digen.config import DigenConfig, digen_config
 from verl_digen.engine.build import add_adapter
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models import load_model
+from verl_digen.models.experts import networks_of
 from verl_digen.models.flops import Flops, forward_flops
 from verl_digen.plan.activations import Activations, trace_activations
 from verl_digen.plan.compose import is_split
@@ -238,12 +240,14 @@ def _measure(folder: Any, settings: Settings, model_config: DiffusionModelConfig
     shape = model.latent_shape(geometry)
     model.embedded_guidance(sampling.guidance_scale)
     network = model.load_transformer(dtypes.model, meta=True)
-    if settings.is_lora:
-        network = add_adapter(network, model_config, rank=1)
-    counts, tensors, num_experts = count_network(network), list_tensors(network), len(model.experts)
+    bare = deepcopy(networks_of(network)[0])  # built once: some networks compute large tables
     is_ours = settings.rollout_name == "diffusers"
     # where all weights train, a replica gets them in one dtype
-    of_replica = transformer_bytes(model, dtypes.rollout, in_one_dtype=not is_ours or not settings.is_lora)
+    in_one_dtype = not is_ours or not settings.is_lora
+    of_replica = transformer_bytes(model, network, dtypes.rollout, in_one_dtype=in_one_dtype)
+    if settings.is_lora:
+        network = _adapted(network, model_config)
+    counts, tensors, num_experts = count_network(network), list_tensors(network), len(model.experts)
     condition = empty_condition(model, prompt_tokens)
     flops = forward_flops(
         model, network, geometry, len(condition["embeds"]), is_guided=settings.is_guided
@@ -251,8 +255,8 @@ def _measure(folder: Any, settings: Settings, model_config: DiffusionModelConfig
     model.experts = model.experts[:1]
 
     def one_network(is_trained: bool) -> nn.Module:
-        alone = model.load_transformer(dtypes.model, meta=True)
-        return add_adapter(alone, model_config, rank=1) if is_trained and settings.is_lora else alone
+        alone = deepcopy(bare)
+        return _adapted(alone, model_config) if is_trained and settings.is_lora else alone
 
     def trace(traced: nn.Module, dtype: torch.dtype) -> Activations:
         return trace_activations(model, traced, geometry, condition, is_guided=settings.is_guided, dtype=dtype)
@@ -282,6 +286,12 @@ def _measure(folder: Any, settings: Settings, model_config: DiffusionModelConfig
             for row in first_step
         ),
     )
+
+
+def _adapted(network: nn.Module, model_config: DiffusionModelConfig) -> nn.Module:
+    """The network with an adapter without weights, as the network has none."""
+    with torch.device("meta"):
+        return add_adapter(network, model_config, rank=1)
 
 
 def _bytes(condition: Condition, dtype: torch.dtype) -> int:
