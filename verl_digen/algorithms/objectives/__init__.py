@@ -46,7 +46,7 @@
 | `online_dpo` | (f) -logsigmoid of the best sample's gain over the reference less the worst one's |
 
 Log-probs are means over latent dims, so ratios are near 1 and bounds that are wide for tokens seldom bind here.
-`digen.staleness.max_versions` > 1 needs one of those registered with `off_policy`: from `tis` on.
+`digen.staleness.max_versions` > 1 needs one of those registered with `off_policy`: `tis` to `reinforce`, `online_dpo`.
 
 Invariant: while advantages are not clamped, a loss registered as `homogeneous` is positively homogeneous in the
 advantage, loss(c A) = c loss(A) for c > 0. So the scale of advantages may be applied to an accumulated gradient
