@@ -56,6 +56,7 @@ SAMPLER = "sampling/test_sampler.py"
 SDE = "algorithms/test_sde.py"
 ADVANTAGES = "algorithms/test_advantages.py"
 LOSSES = "algorithms/test_losses.py"
+FORWARD = "algorithms/test_forward_losses.py"
 OFF_POLICY = "algorithms/test_off_policy.py"
 RECEIVER = "weights/test_receiver.py"
 PROBE = "weights/test_probe.py"
@@ -383,6 +384,55 @@ TABLE: tuple[Mutation, ...] = (
     ),
     # -- forward points and policies --------------------------------------------------------------------------
     Mutation(
+        "algorithms/objectives/awm.py",
+        "the error's power is not divided by",
+        "- FLOOR**power) * sigma / power",
+        "- FLOOR**power) * sigma",
+        FORWARD,
+    ),
+    Mutation(
+        "algorithms/objectives/dgpo.py",
+        "groups in the right order weigh more",
+        "(config.beta * sums / counts).sigmoid()",
+        "(-config.beta * sums / counts).sigmoid()",
+        FORWARD,
+    ),
+    Mutation(
+        "algorithms/objectives/dgpo.py",
+        "rows that have moved too far train",
+        "torch.where(is_clipped, error.detach(), error)",
+        "error",
+        FORWARD,
+    ),
+    Mutation(
+        "algorithms/objectives/online_dpo.py",
+        "a pair has half its gradient",
+        "config.beta * half.sigmoid()",
+        "0.5 * config.beta * half.sigmoid()",
+        FORWARD,
+    ),
+    Mutation(
+        "algorithms/objectives/matching.py",
+        "rows of different noise levels are compared",
+        "torch.stack([rows.groups, rows.points], 1)",
+        "torch.stack([rows.groups, rows.groups], 1)",
+        FORWARD,
+    ),
+    Mutation(
+        "algorithms/forward.py",
+        "a stratum begins where the one before begins",
+        "steps.start + len(steps) * part // count",
+        "steps.start + len(steps) * (part // 2) // count + part % 2",
+        "algorithms/test_forward.py",
+    ),
+    Mutation(
+        "engine/logical_batch.py",
+        "a batch without rows ends the run",
+        "if self.transaction.num_trained_rows else None",
+        "if self.transaction else None",
+        "engine/test_forward_points.py -k ties",
+    ),
+    Mutation(
         "engine/points.py",
         "all points of a sample have the same noise",
         "sample.uid, source, point, end.shape",
@@ -568,8 +618,8 @@ TABLE: tuple[Mutation, ...] = (
     Mutation(
         "sampling/recording.py",
         "forward points have the noise levels of the steps after theirs",
-        "sigmas=sigmas[list(levels.steps)]",
-        "sigmas=sigmas[[step + 1 for step in levels.steps]]",
+        "sigmas=levels.sigmas(sigmas)",
+        "sigmas=levels.sigmas(sigmas.roll(-1))",
         SAMPLER,
     ),
     Mutation(

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The objectives that docs/extending.md shows can be registered and computed as they stand there."""
+"""The objective that docs/extending.md shows can be registered and computed as it stands there."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,21 +20,15 @@ KNOWN: dict[str, Any] = {
     **vars(sde),
     **vars(ratio),
     **vars(objectives),
-    "Mapping": Mapping,
-    "Sequence": Sequence,
     "dataclass": dataclass,
     "Tensor": torch.Tensor,
     "torch": torch,
-    "softplus": torch.nn.functional.softplus,
     "__name__": __name__,
 }
 """Names that the sketches use; a real file imports them."""
 
 
-@pytest.mark.parametrize(
-    ("heading", "name"),
-    [("## An objective of your own", "my_matching"), ("## AWM", "awm"), ("## Online DPO", "online_dpo")],
-)
+@pytest.mark.parametrize(("heading", "name"), [("## An objective of your own", "my_matching")])
 def test_a_sketched_objective_can_be_registered_and_computed(heading: str, name: str):
     section = PAGE.read_text().split(heading)[1].split("\n## ")[0]
     code = "\n".join(re.findall(r"```python\n(.*?)```", section, re.DOTALL))
@@ -51,6 +44,3 @@ def test_a_sketched_objective_can_be_registered_and_computed(heading: str, name:
     output = policy_loss(name, inputs, settings)
     (gradient,) = torch.autograd.grad(output.loss, velocity)
     assert output.loss.isfinite() and gradient.ne(0).any()
-    if objective.joint is not None:
-        rewards = [0.0, 3.0, -1.0, 2.0]
-        assert sorted(objective.select(rewards)) == [1, 2] and not list(objective.select([1.0, 1.0]))

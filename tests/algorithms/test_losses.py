@@ -49,6 +49,10 @@ def some_inputs(num_rows=12, seed=0):
         "old_velocity": torch.randn(num_rows, 3, 4, generator=generator),
         "clean": torch.randn(num_rows, 3, 4, generator=generator),
         "noisy": torch.randn(num_rows, 3, 4, generator=generator),
+        "noise": torch.randn(num_rows, 3, 4, generator=generator),
+        "ema_velocity": torch.randn(num_rows, 3, 4, generator=generator),
+        "group_weight": torch.rand(num_rows, generator=generator),
+        "pair_margin": 1e-3 * torch.randn(num_rows, generator=generator),
     }
 
 
@@ -310,7 +314,7 @@ def test_a_column_of_another_shape_is_an_error(name):
 
 
 def test_an_unknown_name_is_an_error_listing_the_known_ones():
-    with pytest.raises(ValueError, match=r"unknown policy loss 'ppo'; known losses: cispo, .*flow_grpo"):
+    with pytest.raises(ValueError, match=r"unknown policy loss 'ppo'; known losses: awm, .*flow_grpo"):
         policy_loss("ppo", {}, ClipConfig())
     with pytest.raises(ValueError, match="unknown KL kind 'k3'; known kinds: flow_grpo, exact, velocity"):
         kl_loss("k3", {})

@@ -21,7 +21,9 @@ from verl_digen.engine.rows import make_rows
 
 pytestmark = pytest.mark.slow
 
-OFF_POLICY = [name for name in objective_names() if find_objective(name).loss.off_policy]
+OFF_POLICY = [
+    name for name in objective_names() if find_objective(name).loss.off_policy and find_objective(name).points == "path"
+]
 
 
 @pytest.fixture(scope="module")

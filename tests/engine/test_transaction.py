@@ -318,10 +318,10 @@ def test_illegal_calls_are_refused_by_name(tiny_qwen_image: Path, batch: TensorD
     for call in (lambda: engine.accumulate(fragment(groups, "g0")), engine.commit, engine.abort):
         with pytest.raises(RuntimeError, match="needs an open logical batch, got none; call begin first"):
             call()
-    with pytest.raises(RuntimeError, match="at least one sample and one row, got 9 and 0; skip"):
-        engine.begin(9, 0, fetch_from(batch))
+    with pytest.raises(RuntimeError, match="at least one sample, and rows or none, got 0 and 0; begin"):
+        engine.begin(0, 0, fetch_from(batch))
     begin(engine, batch, REWARDS)
-    with pytest.raises(RuntimeError, match="needs at least one row to train, got none; call abort"):
+    with pytest.raises(RuntimeError, match="needs at least one group to commit, got none; call abort"):
         engine.commit()
     engine.abort()
 

@@ -278,6 +278,17 @@ def test_a_sample_that_the_objective_does_not_select_has_no_rows_and_keeps_its_r
     assert [(sample.reward, sample.num_steps) for sample in found] == [(0.5, 0), (2.0, 2), (-1.0, 2)]
 
 
+def test_best_of_trains_the_best_and_the_worst_with_the_scale_of_all():
+    digen = DigenConfig(advantage=AdvantageConfig(best_of=2, eps=0.5))
+    tags = {index: make_tag(reward, version=0, num_steps=2) for index, reward in enumerate([0.5, 2.0, -1.0, 1.0])}
+    found = fragment_samples({"a": tags}, digen.select)
+    assert [(sample.reward, sample.num_steps) for sample in found] == [(0.5, 0), (2.0, 2), (-1.0, 2), (1.0, 0)]
+    std = torch.tensor([0.5, 2.0, -1.0, 1.0]).double().std(correction=0).item()
+    assert batch_scale(found, digen.advantage) == pytest.approx(std + 0.5)
+    with pytest.raises(ValueError, match=r"digen.advantage.best_of must be null with .*online_dpo, .* got 2"):
+        DigenConfig(loss={"name": "online_dpo"}, advantage=AdvantageConfig(best_of=2))
+
+
 def test_with_gdpo_the_rewards_of_a_group_are_made_of_its_parts_and_no_others_are_selected_by():
     reward = RewardConfig({"a": 2.0, "gold": {"weight": 0.0}}, custom_weight=1.0, combine="gdpo")
     digen = DigenConfig(reward=reward, advantage=AdvantageConfig(eps=0.5))

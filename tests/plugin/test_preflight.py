@@ -29,6 +29,7 @@ MODEL_RECIPES = (
     *("digen_flux", "digen_hunyuan_video", "digen_hunyuan_video15", "digen_qwen_image", "digen_sd3", "digen_wan2_1"),
     *("digen_wan2_2", "digen_z_image", "[digen_sd3,flowgrpo_fast]", "[digen_flux,flowgrpo_fast]"),
     *("[digen_sd3,diffusion_nft]", "[digen_wan2_1,diffusion_nft]"),
+    *("[digen_sd3,awm]", "[digen_hunyuan_video,dgpo]", "[digen_qwen_image,online_dpo]"),
 )
 
 
@@ -83,7 +84,7 @@ def test_a_good_config_passes(start, runnable):
         ("digen.staleness.max_versions=1", "digen.staleness.max_versions must be 0 where trainer and replicas"),
         ("digen.tag.policy=on", "digen.tag.policy must be one of off, bts, always, got 'on';"),
         ("digen.staleness.fraction=0", "digen.staleness.fraction must lie in (0, 1], got 0.0;"),
-        ("digen.loss.name=ppo", "digen.loss.name must be one of cispo, dance_grpo, "),
+        ("digen.loss.name=ppo", "digen.loss.name must be one of awm, cispo, "),
         ("digen.loss.clip_range=2", "digen.loss.clip_range must lie in (0, 1), got 2.0;"),
         ("digen.loss.clip_rnage=1e-4", "digen.loss.clip_rnage must be a setting of digen.loss.name=flow_grpo, got"),
         ("digen.loss.clip_range=wide", "digen.loss.clip_range: Value 'wide' of type 'str' could not be converted"),
@@ -111,7 +112,8 @@ def test_a_bad_value_is_named_by_its_key(start, runnable, override, message):
         (("digen.loss.name=tis", "digen.staleness.max_versions=3"), None),
         (
             ("digen.staleness.max_versions=2",),
-            "digen.loss.name must be one of cispo, decoupled_ppo, gspo, kimi, reinforce, tis, topr, weighted_topr with "
+            "digen.loss.name must be one of cispo, decoupled_ppo, gspo, kimi, online_dpo, reinforce, tis, topr, "
+            "weighted_topr with "
             "digen.staleness.max_versions=2, got 'flow_grpo'",
         ),
         (

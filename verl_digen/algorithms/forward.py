@@ -5,42 +5,67 @@
   different levels.
 - The noise of a row is a function of (run seed, uid, sample, point), so that it is the same on every rank.
 
-Sources: DiffusionNFT, arXiv 2509.16117 (levels of the sampling schedule).
+| `digen.forward.kind` | levels | source |
+| --- | --- | --- |
+| `steps` | of distinct denoise steps | DiffusionNFT, arXiv 2509.16117; DGPO draws 4 of the first 7 steps of 10 |
+| `strata` | of one denoise step from each of `num_points` equal parts | AWM, arXiv 2509.25050 |
+| `logit_normal` | between the steps, at share sigmoid(z) of the schedule, z standard normal | flow_grpo's Flow-DPO |
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
+import torch
 from torch import Tensor
 
 from verl_digen.algorithms.noise import sample_seed, step_noise
 from verl_digen.algorithms.seeds import keyed_seed
-from verl_digen.require import require
+from verl_digen.require import require, require_one_of
+
+KINDS = ("steps", "strata", "logit_normal")
 
 
 @dataclass(frozen=True)
 class NoiseLevels:
     """The noise levels of one group, one per point."""
 
-    steps: tuple[int, ...]
-    """Denoise steps whose sigmas they are, ascending."""
+    steps: tuple[float, ...]
+    """Positions in the schedule, ascending: 2 is the sigma of denoise step 2, 2.5 lies halfway to that of step 3."""
+
+    def sigmas(self, schedule: Tensor) -> Tensor:
+        """[K] the levels in a schedule of T steps, [T+1] fp32; linear between two steps."""
+        starts = [math.floor(step) for step in self.steps]
+        below, above = schedule[starts], schedule[[start + 1 for start in starts]]
+        return torch.lerp(below, above, torch.tensor(self.steps).to(schedule) - torch.tensor(starts).to(schedule))
 
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    """`digen.forward`: the points of objectives that noise finished pictures again (diffusion_nft). Others train
-    `digen.window`."""
+    """`digen.forward`: the points of objectives that noise finished pictures again (diffusion_nft, awm, dgpo,
+    online_dpo). Others train `digen.window`."""
 
+    kind: str = "steps"
+    """steps: levels of distinct denoise steps (DiffusionNFT, DGPO). strata: the steps are cut into as many equal parts
+    as there are points, and each part gives one level (AWM). logit_normal: levels between the steps, mostly in the
+    middle of the schedule (online DPO)."""
     fraction: float = 0.99
-    """Share of the sampling schedule's noise levels at which each sample trains, rounded down, at least one; which
-    ones differs from group to group. 0.99 in DiffusionNFT: all but one."""
+    """Share of the steps at whose noise levels each sample trains, rounded down, at least one; which ones differs from
+    group to group. 0.99 in DiffusionNFT: all but one."""
     num_points: int | None = None
-    """Number of these levels in place of the share. null: `fraction` decides."""
+    """Number of levels in place of the share. null: `fraction` decides."""
+    first_step: int = 0
+    """steps and strata: first denoise step whose level may be drawn. 1 in AWM, which leaves pure noise out."""
+    until: float = 1.0
+    """steps and strata: share of the schedule, from pure noise on, that levels are drawn from; its steps are rounded
+    down. 0.9 in AWM; 0.7 in DGPO, 7 steps of 10."""
 
     def __post_init__(self) -> None:
+        require_one_of("digen.forward.kind", self.kind, KINDS)
         require(
             0 < self.fraction <= 1,
             "digen.forward.fraction must lie in (0, 1]",
@@ -53,6 +78,39 @@ class ForwardConfig:
             self.num_points,
             "null takes digen.forward.fraction of the steps",
         )
+        require(
+            self.first_step >= 0,
+            "digen.forward.first_step must be >= 0",
+            self.first_step,
+            "0 is the step of pure noise",
+        )
+        require(
+            0 < self.until <= 1, "digen.forward.until must lie in (0, 1]", self.until, "1 draws from the whole schedule"
+        )
+        for name, value, whole in (("first_step", self.first_step, 0), ("until", self.until, 1.0)):
+            require(
+                self.kind != "logit_normal" or value == whole,
+                f"digen.forward.{name} must be {whole} with digen.forward.kind=logit_normal, which draws from all "
+                "steps",
+                value,
+                "leave it out",
+            )
+
+    def steps_for(self, num_steps: int) -> range:
+        """Denoise steps whose levels may be drawn, of `num_steps`.
+
+        Raises:
+            ValueError: there is none.
+        """
+        steps = range(self.first_step, int(self.until * num_steps))
+        require(
+            len(steps) > 0,
+            "digen.forward.first_step must be below digen.forward.until x digen.sampling.num_steps, which is "
+            f"{self.until:g} x {num_steps}, rounded down {int(self.until * num_steps)}",
+            self.first_step,
+            "lower it, raise digen.forward.until, or sample more steps",
+        )
+        return steps
 
     def count(self, num_steps: int) -> int:
         """Number of points of a sample that was denoised in `num_steps`.
@@ -60,12 +118,18 @@ class ForwardConfig:
         Raises:
             ValueError: there are not as many noise levels.
         """
+        num_levels = len(self.steps_for(num_steps))
         if self.num_points is None:
-            return max(1, int(self.fraction * num_steps))
+            return max(1, int(self.fraction * num_levels))
+        if self.kind == "logit_normal":
+            return self.num_points
+        whole = num_levels == num_steps
         require(
-            self.num_points <= num_steps,
-            f"digen.forward.num_points must be <= digen.sampling.num_steps={num_steps}, the noise levels that there "
-            "are",
+            self.num_points <= num_levels,
+            f"digen.forward.num_points must be <= digen.sampling.num_steps={num_steps}, the noise levels that there are"
+            if whole
+            else f"digen.forward.num_points must be <= {num_levels}, the steps that digen.forward.first_step and "
+            f"digen.forward.until leave of digen.sampling.num_steps={num_steps}",
             self.num_points,
             "lower it, or sample more steps",
         )
@@ -77,9 +141,20 @@ def draw_noise_levels(config: ForwardConfig, *, run_seed: int, uid: str, num_ste
 
     Raises:
         ValueError: there are fewer than the config asks for.
+
+    Example:
+        draw_noise_levels(ForwardConfig("strata", num_points=6, first_step=1, until=0.9), ..., num_steps=14)
+        # one level of each of the steps 1 | 2, 3 | 4, 5 | 6, 7 | 8, 9 | 10, 11
     """
     rng = random.Random(keyed_seed("noise levels", int(run_seed), str(uid)))
-    return NoiseLevels(tuple(sorted(rng.sample(range(num_steps), config.count(num_steps)))))
+    count, steps = config.count(num_steps), config.steps_for(num_steps)
+    if config.kind == "logit_normal":
+        shares = [1 / (1 + math.exp(-rng.gauss(0, 1))) for _ in range(count)]
+        return NoiseLevels(tuple(sorted(share * num_steps for share in shares)))
+    if config.kind == "strata":
+        bounds = [steps.start + len(steps) * part // count for part in range(count + 1)]
+        return NoiseLevels(tuple(rng.randrange(*part) for part in pairwise(bounds)))
+    return NoiseLevels(tuple(sorted(rng.sample(steps, count))))
 
 
 def point_noise(run_seed: int, uid: str, sample_index: int, point: int, shape: Sequence[int]) -> Tensor:

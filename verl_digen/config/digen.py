@@ -4,12 +4,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from verl_digen.algorithms.forward import ForwardConfig
 from verl_digen.algorithms.objectives import (
     Denominator,
     LossConfig,
+    Select,
+    all_samples,
+    best_and_worst,
     choose_denominator,
     find_objective,
     objective_names,
@@ -143,11 +147,17 @@ class DigenConfig:
         return self.compile if self.rollout.compile is None else self.rollout.compile
 
     def check_points(self) -> None:
-        """Require points that the schedule has, and a KL term that is defined for them.
+        """Require points that the schedule has, a KL term that is defined for them, and one choice of samples.
 
         Raises:
             ValueError: a broken rule, or there is no such loss.
         """
+        require(
+            self.advantage.best_of is None or find_objective(self.loss_name).select is all_samples,
+            f"digen.advantage.best_of must be null with digen.loss.name={self.loss_name}, which chooses samples itself",
+            self.advantage.best_of,
+            "leave it out",
+        )
         if not self.trains_forward_points:
             self.window.validate_for(self.sampling.num_steps)
             return
@@ -173,6 +183,13 @@ class DigenConfig:
         """True if finished pictures are noised again for training, and no path is recorded. ValueError if there is no
         such loss."""
         return find_objective(self.loss_name).points == "forward"
+
+    @property
+    def select(self) -> Select:
+        """Choice of the samples of a group that train: by `advantage.best_of`, else the objective's. ValueError if
+        there is no such loss."""
+        count = self.advantage.best_of
+        return find_objective(self.loss_name).select if count is None else partial(best_and_worst, count=count)
 
     @property
     def old_log_probs(self) -> str:

@@ -105,11 +105,20 @@ class AdvantageConfig:
     """Degrees of freedom of that std: 0 (flow_grpo), 1 (DanceGRPO)."""
     eps: float = 1e-4
     """Added to the std. 1e-4 (flow_grpo), 1e-8 (DanceGRPO)."""
+    best_of: int | None = None
+    """Samples of each group that train: the better half of them those of highest reward, the other half those of
+    lowest. The others count for the group's mean and std. 8 of 24 in DanceGRPO (HunyuanVideo). null: all."""
 
     def __post_init__(self) -> None:
         require_one_of("digen.advantage.scale", self.scale, SCALES)
         require(self.ddof in (0, 1), "digen.advantage.ddof must be 0 or 1", self.ddof, "flow_grpo uses 0")
         require(self.eps > 0, "digen.advantage.eps must be > 0", self.eps, "flow_grpo uses 1e-4")
+        require(
+            self.best_of is None or (self.best_of >= 2 and self.best_of % 2 == 0),
+            "digen.advantage.best_of must be null or an even number >= 2",
+            self.best_of,
+            "half of them are the best samples of a group and half the worst; null trains all",
+        )
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ from verl_digen.engine.fragment import FragmentSample, FragmentSpec
 from verl_digen.engine.gathered import recover, reshard
 from verl_digen.engine.gradient_sizes import eps_numbers, gradient_sizes
 from verl_digen.engine.ledger import AdvantageLedger
-from verl_digen.engine.logical_batch import LogicalBatch
+from verl_digen.engine.logical_batch import LogicalBatch, empty_metrics
 from verl_digen.engine.loss import DiffusionLoss
 from verl_digen.engine.planning import Planner
 from verl_digen.engine.points import points_of
@@ -107,20 +107,21 @@ class DiffusersFSDPEngine(ShardedTransformer):
 
         Args:
             num_samples: most samples it may have. Its gradient is complete when that many have arrived.
-            num_rows: planned number of rows; `commit` corrects the gradient if another number trained.
+            num_rows: planned number of rows; `commit` corrects the gradient if another number trained. 0 if the
+                objective selects none of the samples: its gradient is then empty, and `commit` takes no step.
             fetch: loads samples from TransferQueue. Each rank calls it for the samples whose rows it trains, from
                 `accumulate` or, for samples held back, from `commit`. Do not clear them before `commit`.
             scale: divisor of centred rewards under `digen.advantage.scale` batch and max_group, where it is known: all
                 rewards are there, of these samples and of the other mini-batches'.
 
         Raises:
-            RuntimeError: a logical batch is open, or this one would be empty.
+            RuntimeError: a logical batch is open, or this one would have no samples.
         """
         self._require_closed("begin")
-        if num_samples < 1 or num_rows < 1:
+        if num_samples < 1 or num_rows < 0:
             raise RuntimeError(
-                f"a logical batch needs at least one sample and one row, got {num_samples} and {num_rows}; "
-                "skip the update instead"
+                f"a logical batch needs at least one sample, and rows or none, got {num_samples} and {num_rows}; "
+                "begin it with the samples that it may have"
             )
         loss = DiffusionLoss(self.digen)
         ledger = AdvantageLedger(
@@ -145,7 +146,7 @@ class DiffusersFSDPEngine(ShardedTransformer):
             else:
                 loading.enter_context(self.train_mode(zero_grad_on_exit=False))
             gradients.drop(self.module)
-            self._open = LogicalBatch(ledger, self._transaction(loss, num_rows), self.planner, fetch)
+            self._open = LogicalBatch(ledger, self._transaction(loss, max(1, num_rows)), self.planner, fetch)
             self._loaded, self._stays_loaded = loading.pop_all(), False
 
     def accumulate(self, fragment: FragmentSpec) -> dict[str, int]:
@@ -169,7 +170,9 @@ class DiffusersFSDPEngine(ShardedTransformer):
         return {"num_rows": num_rows, "num_held_samples": len(batch.ledger.held)}
 
     def commit(self, *, more: bool = False) -> dict[str, Any]:
-        """Take one optimizer step and one learning-rate step on the accumulated gradient; close the batch.
+        """Take one optimizer step and one learning-rate step on the accumulated gradient; close the batch. A batch of
+        which no sample has rows, because the objective selected none, takes the learning-rate step alone, and counts in
+        the metric `num_empty_updates`.
 
         Args:
             more: another optimizer step on the same samples follows. The learning rate then stays, and offloaded
@@ -179,18 +182,24 @@ class DiffusersFSDPEngine(ShardedTransformer):
             `loss`, this rank's in a list, and `metrics`, name -> `Metric`, the same on all ranks.
 
         Raises:
-            RuntimeError: as in `accumulate`; or nothing was trained. Then only `abort` is legal.
+            RuntimeError: as in `accumulate`; or no sample came. Then only `abort` is legal.
         """
         batch = self._require_open("commit")
         skipped = self.state.num_skipped
         with batch.transaction.may_fail("commit"):
             self._enter_training()
-            loss, metrics = batch.finish()
+            finished = batch.finish()
             advantages, trained = batch.ledger.advantages().abs(), batch.trained_advantages()
-            outputs = self._outputs(batch.transaction, loss, metrics)
-            outputs["metrics"] |= self._step_metrics() | {
+            if finished is None:
+                nothing = torch.zeros((), device=self.forward.device)
+                outputs = {"model_output": {}, "loss": [nothing], "metrics": empty_metrics(self.digen.loss_name)}
+            else:
+                outputs = self._outputs(batch.transaction, *finished)
+                outputs["metrics"] |= self._step_metrics()
+            outputs["metrics"] |= {
                 "lr": _number(self.learning_rate() if more else self.lr_scheduler_step()),
                 "num_skipped_updates": _number(self.state.num_skipped - skipped, "count"),
+                "num_empty_updates": _number(finished is None, "count"),
                 "num_fragments": _number(len(batch.fragment_ids), "count"),
                 "num_late_samples": _number(batch.num_late_samples, "count"),
                 "advantage_abs_mean": Metric(advantages.mean()),
@@ -288,6 +297,8 @@ class DiffusersFSDPEngine(ShardedTransformer):
         self, samples: Sequence[FragmentSample], fetch: Fetch
     ) -> Iterator[tuple[FragmentSample, int, float]]:
         """(sample, trained step, log-prob) of this rank's rows."""
+        if not any(sample.num_steps for sample in samples):
+            return
         work = self.planner.deal(samples, torch.zeros(len(samples)), fetch)
         tiles = [tile_rows(self.points, work.samples, tile, work.places) for tile in work.tiles]
         evaluated = [self.forward(rows.to(self.forward.device)).log_prob for rows in tiles]

@@ -10,6 +10,7 @@ Invariants (tests/engine/test_transaction.py): nothing trains twice; the fragmen
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -24,6 +25,8 @@ from verl_digen.engine.recompute import ALL
 from verl_digen.engine.rows import Fetch
 from verl_digen.engine.transaction import GradientTransaction
 from verl_digen.schedulers.deal import Row
+
+logger = logging.getLogger(__name__)
 
 
 class LogicalBatch:
@@ -65,10 +68,16 @@ class LogicalBatch:
         self.num_late_samples += sum(sample.key in held for sample in fragment.samples)
         return num_rows
 
-    def finish(self) -> tuple[Tensor, dict[str, Metric]]:
-        """Train the samples held back, and close the gradient transaction; see its `close`."""
+    def finish(self) -> tuple[Tensor, dict[str, Metric]] | None:
+        """Train the samples held back, and close the gradient transaction; see its `close`. None if no sample has rows.
+
+        Raises:
+            RuntimeError: no sample came.
+        """
+        if not self.ledger.keys:
+            raise RuntimeError("a logical batch needs at least one group to commit, got none; call abort instead")
         self._train(is_last=True)
-        return self.transaction.close()
+        return self.transaction.close() if self.transaction.num_trained_rows else None
 
     def trained_advantages(self) -> Tensor:
         """Advantages of the samples that have rows, [samples] fp32, clamped as in the loss."""
@@ -98,3 +107,15 @@ class LogicalBatch:
             offloads=blocks.offloads,
             reduce=self.transaction.reduce,
         )
+
+
+def empty_metrics(loss_name: str) -> dict[str, Metric]:
+    """Metrics of a batch without rows, whose gradient is 0, and a warning; the same on all ranks."""
+    logger.warning(
+        "digen.loss.name=%s selected none of the batch's samples, e.g. because the rewards of each group are equal: no "
+        "optimizer step is taken (actor/num_empty_updates)",
+        loss_name,
+    )
+    nothing = torch.zeros((), dtype=torch.float64)
+    means = {name: Metric(nothing) for name in ("grad_norm", "grad_projection")}
+    return means | {name: Metric(nothing, "count") for name in ("num_rows", "num_tiles")}

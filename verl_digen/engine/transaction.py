@@ -249,13 +249,9 @@ class GradientTransaction:
 
         Returns:
             (this rank's loss times the number of ranks, this rank's metrics); on the device.
-
-        Raises:
-            RuntimeError: nothing was trained.
+        At least one row was trained.
         """
-        assert not self._unsettled
-        if self.num_trained_rows == 0:
-            raise RuntimeError("a logical batch needs at least one row to train, got none; call abort instead")
+        assert not self._unsettled and self.num_trained_rows
         correction = self.num_rows / self.num_trained_rows
         if correction != 1:
             gradient = gradients.take(self.module)

@@ -15,6 +15,7 @@
 | `actor/grad_projection` | | a fixed ±1 projection of it: tells directions apart, see `engine.gradients.projection` |
 | `actor/grad_rms`, `actor/grad_rms_to_eps` | | root mean square of the clipped gradient's entries; over Adam's eps |
 | `actor/eps_bound_share` | share | of trained parameters whose step Adam's eps holds back |
+| `actor/num_empty_updates` | steps | optimizer steps not taken, because the objective selected no sample |
 | `actor/loss_scale` | | of training in fp16, see `engine.loss_scale` |
 | `actor/ratio_above_fraction`, `_below_` | share | of rows with a ratio above, below 1; neither counts exact 1 |
 | `actor/ratio_sign_positive`, `_negative` | -1 to 1 | mean sign of log-ratios of rows with that sign of the advantage |

@@ -129,6 +129,13 @@ def check_batches(config: DictConfig) -> None:
         num_prompts * group_size,
         "change one of these four",
     )
+    best_of = digen_config(config).advantage.best_of
+    require(
+        best_of is None or best_of <= group_size,
+        f"digen.advantage.best_of must be <= actor_rollout_ref.rollout.n={group_size}",
+        best_of,
+        "null trains all samples",
+    )
     require(
         num_prompts % mini_batch == 0,
         f"actor_rollout_ref.actor.ppo_mini_batch_size must divide data.train_batch_size={num_prompts}",

@@ -87,4 +87,4 @@ def _path_record(
 
 
 def _clean_record(levels: NoiseLevels, final: Tensor, sigmas: Tensor) -> CleanRecord:
-    return CleanRecord(clean=final.to("cpu", copy=True), sigmas=sigmas[list(levels.steps)])
+    return CleanRecord(clean=final.to("cpu", copy=True), sigmas=levels.sigmas(sigmas))

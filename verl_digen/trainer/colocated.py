@@ -69,7 +69,7 @@ class ColocatedTrainer(DiffusionTrainer):
         with marked_timer("gen", timing_raw):
             groups = self._generate()
         objective = find_objective(self.digen.loss_name)
-        samples = fragment_samples(groups, objective.select, group_rewards(self.config, self.digen))
+        samples = fragment_samples(groups, self.digen.select, group_rewards(self.config, self.digen))
         self._ranks.compute_s = 0.0
         with marked_timer("update_actor", timing_raw), self._supervision.watch("train", "training the batch"):
             training = self._supervision.run(

@@ -27,7 +27,6 @@ from verl.utils.debug import marked_timer
 
 from verl_digen.agent_loop.chunks import describe
 from verl_digen.agent_loop.server_manager import AsyncDiffusionServerManager
-from verl_digen.algorithms.objectives import find_objective
 from verl_digen.config import DigenConfig
 from verl_digen.observe.timeline import Interval, Lane, Recorder, TimelineFile, step_metrics
 from verl_digen.pool_sizes import num_data_parallel_ranks, num_reward_devices
@@ -166,7 +165,7 @@ class DisaggregatedTrainer(DiffusionTrainer):
                 self._ranks,
                 num_samples=num_samples,
                 num_rows=num_samples * num_points(self.digen),
-                select=find_objective(self.digen.loss_name).select,
+                select=self.digen.select,
                 rewards_of=group_rewards(self.config, self.digen),
             ),
             self._draw_prompts,

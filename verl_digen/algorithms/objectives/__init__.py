@@ -2,7 +2,8 @@
 """Policy losses over rows, by name; one file each.
 
 * A loss is a function of checked `LossInputs` and of settings of its own class. `register_objective` registers it by
-  name with the inputs it needs; `policy_loss` looks it up, checks the inputs and calls it.
+  name with the inputs it needs; `policy_loss` looks it up, checks the inputs and calls it. Further parts of the value
+  are in `objective`.
 * Losses reduce with `LossInputs.mean` only, so they add up over tiles and fragments (see `rows`).
 
 | column [N] | meaning |
@@ -40,9 +41,12 @@
 | `kimi` | -A log_prob + tau / 2 (log_prob - behaviour_log_prob)^2 |
 | `reinforce` | -A log_prob |
 | `diffusion_nft` | (f) errors of two predictions, around policy `old`, weighed by A; it also generates the samples |
+| `awm` | (f) PPO's clip of a surrogate log-prob made of the flow error, and distances to the reference and an average |
+| `dgpo` | (f) A e with the flow error e, weighed by how far the group is from its order |
+| `online_dpo` | (f) -logsigmoid of the best sample's gain over the reference less the worst one's |
 
 Log-probs are means over latent dims, so ratios are near 1 and bounds that are wide for tokens seldom bind here.
-`digen.staleness.max_versions` > 1 needs one of those registered with `off_policy`: from `tis` on.
+`digen.staleness.max_versions` > 1 needs one of those registered with `off_policy`: `tis` to `reinforce`, `online_dpo`.
 
 Invariant: while advantages are not clamped, a loss registered as `homogeneous` is positively homogeneous in the
 advantage, loss(c A) = c loss(A) for c > 0. So the scale of advantages may be applied to an accumulated gradient
@@ -69,7 +73,14 @@ from verl_digen.algorithms.objectives.denominator import (
     choose_denominator,
     clips_recorded,
 )
-from verl_digen.algorithms.objectives.objective import Joint, JointRows, Objective, Select, all_samples
+from verl_digen.algorithms.objectives.objective import (
+    Joint,
+    JointRows,
+    Objective,
+    Select,
+    all_samples,
+    best_and_worst,
+)
 from verl_digen.algorithms.objectives.registry import (
     default_config,
     find_objective,
@@ -95,6 +106,7 @@ __all__ = [
     "Objective",
     "Select",
     "all_samples",
+    "best_and_worst",
     "choose_denominator",
     "clips_recorded",
     "default_config",

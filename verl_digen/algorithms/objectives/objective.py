@@ -138,6 +138,18 @@ def all_samples(rewards: Sequence[float]) -> Sequence[int]:
     return range(len(rewards))
 
 
+def best_and_worst(rewards: Sequence[float], count: int) -> Sequence[int]:
+    """Select `count` samples, half of them those of highest reward and half those of lowest, or all if there are fewer.
+    Of equal samples the first is the better one. Source: DanceGRPO, arXiv 2505.07818.
+
+    Example:
+        best_and_worst([3.0, 0.0, 1.0, 2.0], 2)  # [0, 1]
+    """
+    ranked = sorted(range(len(rewards)), key=lambda position: -rewards[position])
+    dropped = {*ranked[count // 2 : len(ranked) - count // 2]} if count < len(ranked) else set()
+    return [position for position in range(len(rewards)) if position not in dropped]
+
+
 @dataclass(frozen=True)
 class Objective:
     """The value that a run trains by; see the module."""

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from verl_digen.algorithms.objectives.config import ClampedConfig, LossConfig
+from verl_digen.algorithms.objectives.joint_column import with_joint_column
 from verl_digen.algorithms.objectives.objective import (
     Joint,
     Loss,
@@ -100,18 +101,23 @@ def policy_loss(name: str, inputs: Mapping[str, Tensor], config: LossConfig) -> 
     Args:
         inputs: those that `find_objective(name).loss.inputs_for(config)` lists; optionally `mask` [N], 0 or False in
             padding rows, and `num_rows`, the unmasked rows of the whole logical batch, a number or [] (default: the
-            unmasked rows here).
+            unmasked rows here). A joint column may be left out where these are all of its rows; it is then made from
+            ids [N], `group` if a group's rows train together, else `sample`, and `point` if a sample has several rows.
         config: settings of the loss, as `default_config(name)` makes them.
 
     Raises:
         ValueError: unknown loss; settings of another loss; an input is missing or misshapen.
     """
-    loss = find_objective(name).loss
+    objective = find_objective(name)
+    loss, joint = objective.loss, objective.joint
     if not isinstance(config, loss.config):
         raise ValueError(
             f"policy loss {name!r} needs settings of type {loss.config.__name__}, got {type(config).__name__}; "
             f"begin with default_config({name!r})"
         )
+    others = {*loss.inputs_for(config)} - ({joint.column} if joint is not None else set())
+    if joint is not None and joint.column not in inputs and others <= inputs.keys():
+        inputs = with_joint_column(joint, f"policy loss {name!r}", inputs, config)
     latents = loss.latents_for(config)
     return loss.compute(
         LossInputs.check(f"policy loss {name!r}", inputs, columns=loss.columns, latents=latents), config

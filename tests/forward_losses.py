@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Losses at forward points of whole batches, in fp64 and by the papers' formulas, without joint columns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.nft import slow_row
+
+Row = Mapping[str, Any]
+"""Inputs of one row without a batch dimension, its `group` and its `point`."""
+
+
+def slow_loss(name: str, rows: Sequence[Row], config: Any) -> Tensor:
+    """[] loss of a batch's rows, or for `dgpo` a number with the same gradient."""
+    in_fp64 = [
+        {key: value.double() if isinstance(value, Tensor) else value for key, value in row.items()} for row in rows
+    ]
+    return LOSSES[name](in_fp64, config)
+
+
+def _nft(rows: Sequence[Row], config: Any) -> Tensor:
+    return torch.stack(
+        [slow_row({k: v for k, v in row.items() if isinstance(v, Tensor)}, config) for row in rows]
+    ).mean()
+
+
+def _error(row: Row, velocity: str = "velocity") -> Tensor:
+    return ((row[velocity] - (row["noise"] - row["clean"])) ** 2).mean()
+
+
+def _awm(rows: Sequence[Row], config: Any) -> Tensor:
+    """With weighting ghuber or t, and uniform distances."""
+
+    def log_prob(row: Row, velocity: str) -> Tensor:
+        error, power = _error(row, velocity), config.power if config.weighting == "ghuber" else 1.0
+        return -(error**power) * row["sigma"] / power
+
+    losses = []
+    for row in rows:
+        advantage = max(-5.0, min(5.0, row["advantage"].item())) / 5 * config.advantage_max
+        ratio = torch.exp(log_prob(row, "velocity") - log_prob(row, "old_velocity").detach())
+        bounded = min(max(ratio.item(), 1 - config.clip_range), 1 + config.clip_range)
+        loss = (
+            -advantage * ratio if -advantage * ratio.item() >= -advantage * bounded else 0 * ratio - advantage * bounded
+        )
+        for policy, coef in (("reference", config.kl_coef), ("ema", config.ema_kl_coef)):
+            if coef > 0:
+                loss = loss + coef * ((row["velocity"] - row[f"{policy}_velocity"]) ** 2).mean()
+        losses.append(loss)
+    return torch.stack(losses).mean()
+
+
+def _together(rows: Sequence[Row]) -> list[list[Row]]:
+    found: dict[Any, list[Row]] = {}
+    for row in rows:
+        found.setdefault((row["group"], row["point"]), []).append(row)
+    return list(found.values())
+
+
+def _dgpo(rows: Sequence[Row], config: Any) -> Tensor:
+    """Sum over groups of -logsigmoid(-S) G / beta, per row of the batch; clipped rows count without gradient in S."""
+    total = torch.zeros((), dtype=torch.float64)
+    for together in _together(rows):
+        logit = torch.zeros((), dtype=torch.float64)
+        for row in together:
+            advantage, error = max(-5.0, min(5.0, row["advantage"].item())), _error(row)
+            ratio = math.exp(_error(row, "old_velocity").item() - error.item())
+            if (advantage > 0 and ratio > 1 + config.clip) or (advantage <= 0 and ratio < 1 - config.clip):
+                error = error.detach()
+            logit = logit + config.beta / len(together) * advantage * (error - _error(row, "reference_velocity"))
+        total = total - torch.nn.functional.logsigmoid(-logit) * len(together) / config.beta
+    return total / len(rows)
+
+
+def _online_dpo(rows: Sequence[Row], config: Any) -> Tensor:
+    losses = []
+    for one, other in _together(rows):
+        best, worst = (one, other) if one["advantage"] > other["advantage"] else (other, one)
+        gains = [_error(row) - _error(row, "reference_velocity") for row in (best, worst)]
+        losses.append(-torch.nn.functional.logsigmoid(-config.beta / 2 * (gains[0] - gains[1])))
+    return torch.stack(losses).mean()
+
+
+LOSSES: dict[str, Callable[[Sequence[Row], Any], Tensor]] = {
+    "diffusion_nft": _nft,
+    "awm": _awm,
+    "dgpo": _dgpo,
+    "online_dpo": _online_dpo,
+}

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`dgpo`: direct group preference. A sample's flow error is weighed by its advantage, and each group by how far it is
+from the order that its rewards ask for. Needs final latents alone.
+
+- A group's logit at a point, S = beta / G sum A (e - e_ref), is below 0 where the policy fits better samples better
+  than the reference does. Its weight sigmoid(S) then falls. The rows of a group are compared under one noise.
+- A row whose ratio exp(e_old - e) has moved too far from the policy that generates keeps its value and loses its
+  gradient.
+
+Source: DGPO, arXiv 2510.08425, and its code. Its KL, mean[(v - v_ref)^2], is `digen.kl` with kind velocity.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verl_digen.algorithms.ema import Decay
+from verl_digen.algorithms.objectives.config import ClampedConfig
+from verl_digen.algorithms.objectives.matching import ERRORS, error_gain, flow_error, sums_together
+from verl_digen.algorithms.objectives.objective import Joint, JointRows
+from verl_digen.algorithms.objectives.ratio import clamped_advantage, ratio_metrics, ratio_of
+from verl_digen.algorithms.objectives.registry import register_objective
+from verl_digen.algorithms.rows import LossInputs, LossOutput
+from verl_digen.require import require
+
+WEIGHT = "group_weight"
+"""Column: sigmoid(S) of the row's group at the row's point, in (0, 1)."""
+
+
+@dataclass(frozen=True)
+class DgpoConfig(ClampedConfig):
+    """Settings of `dgpo`."""
+
+    beta: float = 100.0
+    """Scale of a group's logit. 100 (OCR, GenEval), 10 (PickScore), 2000 with the old policy as the reference."""
+    clip: float = 1e-2
+    """Distance of the ratio from 1 beyond which a row has no gradient. 1e-2 with guidance, 1e-3 without; .inf: off."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(0 < self.beta < math.inf, "digen.loss.beta must be > 0 and finite", self.beta, "100 is DGPO's")
+        require(self.clip > 0, "digen.loss.clip must be > 0", self.clip, "inf (in a file .inf) never clips")
+
+    def unclamped(self) -> DgpoConfig:
+        return self  # the clip is part of the group's logit
+
+    @property
+    def clip_widths(self) -> Mapping[str, float]:
+        return {"clip": self.clip} if self.clip < math.inf else {}
+
+    @property
+    def copies(self) -> Mapping[str, Decay]:
+        return {"old": Decay(0.001, 0.3)}
+
+
+def group_weights(rows: JointRows, config: DgpoConfig) -> Tensor:
+    """[M] sigmoid of the logit of each row's group at its point; G is the number of the group's rows there."""
+    advantage = rows.advantages.clamp(-config.advantage_clip, config.advantage_clip)
+    sums, counts = sums_together(rows, advantage * rows.scalars)
+    return (config.beta * sums / counts).sigmoid()
+
+
+@register_objective(
+    "dgpo",
+    config=DgpoConfig,
+    points="forward",
+    columns=("advantage", WEIGHT),
+    latents=("clean", "noise", "velocity", "old_velocity"),
+    behaviour="old",
+    shares_noise=True,
+    joint=Joint(WEIGHT, (), scalar=error_gain, combine=group_weights, latents=ERRORS, needs_groups=True),
+)
+def group_preference(rows: LossInputs, config: DgpoConfig) -> LossOutput:
+    """mean[w A e]: the gradient of -logsigmoid(-S), summed over groups, over beta. Clipped rows: mean[w A sg(e)]."""
+    error, advantage = flow_error(rows, "velocity"), clamped_advantage(rows, config)
+    log_ratio = (flow_error(rows, "old_velocity") - error).detach()
+    ratio, low, high = ratio_of(log_ratio), 1 - config.clip, 1 + config.clip
+    is_clipped = torch.where(advantage > 0, ratio > high, ratio < low)
+    kept = torch.where(is_clipped, error.detach(), error)
+    metrics = ratio_metrics(rows, log_ratio, low, high) | {
+        "group_weight": rows.mean_metric(rows[WEIGHT]),
+        "dropped_fraction": rows.mean_metric(is_clipped.float()),
+        "flow_error": rows.mean_metric(error),
+    }
+    return LossOutput(rows.mean(rows[WEIGHT].detach() * advantage * kept), metrics)
