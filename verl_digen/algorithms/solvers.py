@@ -10,7 +10,8 @@
 
 Both take one forward a step. h = lambda' - lambda and h_prev = lambda - lambda_prev, lambda = ln((1 - sigma) / sigma).
 DDIM without noise is no solver of its own: for flow matching (1 - sigma') x_0 + sigma' eps, with
-eps = x + (1 - sigma) v, is Euler's step. UniPC, which Wan's checkpoints name, is not there: their sigmas are used, with these solvers.
+eps = x + (1 - sigma) v, is Euler's step. UniPC, which Wan's checkpoints name, is not there: their sigmas are used,
+with these solvers.
 
 * The first step of a run of ODE steps is Euler's (c = 0), and so is the one that ends at sigma 0, and the one after
   sigma 1, where lambda is infinite.
