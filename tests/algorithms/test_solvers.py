@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from diffusers import DPMSolverMultistepScheduler
+from diffusers.schedulers.scheduling_dpmsolver_multistep import DPMSolverMultistepScheduler
 
 from verl_digen.algorithms.sde import LAWS, sde_step
 from verl_digen.algorithms.solvers import SOLVERS, Prediction, denoise_step
@@ -86,7 +86,7 @@ def test_dpm2_is_diffusers_multistep_dpm_solver(num_steps, first):
     x = start()
     path, _ = run("dpm2", x, sigmas, curved)
     for step, timestep in enumerate(scheduler.timesteps):
-        x = scheduler.step(curved(x, sigmas[step].item()), timestep, x).prev_sample
+        (x,) = scheduler.step(curved(x, sigmas[step].item()), timestep, x, return_dict=False)
         torch.testing.assert_close(path[step], x, atol=5e-6, rtol=0)
     assert num_steps <= 3 or (run("euler", start(), sigmas, curved)[0][-1] - path[-1]).abs().max() > 1e-2
 

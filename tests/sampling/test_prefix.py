@@ -17,7 +17,7 @@ from verl_digen.models.base import DiffusionModel
 from verl_digen.sampling.prefix import Lanes, SharedPrefix
 from verl_digen.sampling.requests import ODE_ONLY
 from verl_digen.sampling.sampler import Sampler
-from verl_digen.types import Condition, Geometry, SampleRequest, Sampling, Trajectory
+from verl_digen.types import Condition, Geometry, PathRecord, SampleRequest, Sampling, Trajectory
 
 CPU = torch.device("cpu")
 SHARED = Sampling(Geometry(64, 64), 6, 1.0, "flow", 0.7, shared_initial_noise=True)
@@ -100,6 +100,11 @@ def sample(
     return trajectories, latents, sizes
 
 
+def path_of(trajectory: Trajectory) -> PathRecord:
+    assert isinstance(trajectory.record, PathRecord)
+    return trajectory.record
+
+
 @pytest.mark.parametrize("solver", ["euler", "dpm2"])
 @pytest.mark.parametrize("true_cfg_scale", [1.0, 4.0])
 def test_samples_are_those_generated_one_by_one(model, network, conditions, solver, true_cfg_scale):
@@ -114,7 +119,7 @@ def test_samples_are_those_generated_one_by_one(model, network, conditions, solv
         torch.testing.assert_close(latents[row], expected[0], atol=1e-5, rtol=0)
         for name, column in alone.record.columns().items():
             torch.testing.assert_close(together[row].record.columns()[name], column, atol=1e-5, rtol=0)
-    starts = [one.record.latents[0] for one in together]
+    starts = [path_of(one).latents[0] for one in together]
     assert torch.equal(starts[0], starts[2]) and torch.equal(starts[1], starts[3])
     assert not torch.equal(latents[0], latents[2]) and not torch.equal(latents[1], latents[3])
     assert [one.num_shared_steps for one in together] == [0, 0, 2, 4, 2]
@@ -126,4 +131,4 @@ def test_a_group_alone_starts_its_window_with_bitwise_the_latents_of_a_sample_al
     assert sizes == [1, 1, 4, 4, 4, 4]
     for row, asked in enumerate(group):
         (alone,), _, _ = sample(model, network, conditions, [asked])
-        assert torch.equal(together[row].record.latents[0], alone.record.latents[0])
+        assert torch.equal(path_of(together[row]).latents[0], path_of(alone).latents[0])
