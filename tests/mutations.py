@@ -590,8 +590,8 @@ TABLE: tuple[Mutation, ...] = (
     Mutation(
         "sampling/sampler.py",
         "the wrong steps are stochastic",
-        "is_sde = [step in request.window.sde_steps for request in requests]",
-        "is_sde = [step in request.window.train_steps for request in requests]",
+        "is_sde = [step in request.window.sde_steps for request, _ in rows]",
+        "is_sde = [step in request.window.train_steps for request, _ in rows]",
         SAMPLER,
     ),
     Mutation(
@@ -635,6 +635,41 @@ TABLE: tuple[Mutation, ...] = (
         'keyed_seed("noise", int(seed), int(step))',
         'keyed_seed("noise", int(seed), 0)',
         "algorithms/test_noise.py",
+    ),
+    Mutation(
+        "sampling/prefix.py",
+        "samples of a group run as one into their window",
+        "key: Hashable = start if step < end else row",
+        "key: Hashable = start if step <= end else row",
+        "sampling/test_prefix.py",
+    ),
+    Mutation(
+        "sampling/prefix.py",
+        "samples with rewritten prompts run as one",
+        "(seed, request.condition_key) if shares else None",
+        "(seed, request.uid) if shares else None",
+        "sampling/test_prefix.py",
+    ),
+    Mutation(
+        "algorithms/solvers.py",
+        "a run of ODE steps reads what a stochastic step predicted",
+        "torch.where(stochastic, 1.0, start)",
+        "start",
+        "algorithms/test_solvers.py",
+    ),
+    Mutation(
+        "algorithms/solvers.py",
+        "the multistep term has the step before in place of this one",
+        "ratio = (then - now) / torch.where(has_order, now - last, 1.0)",
+        "ratio = (now - last) / torch.where(has_order, then - now, 1.0)",
+        "algorithms/test_solvers.py",
+    ),
+    Mutation(
+        "algorithms/objectives/longcat.py",
+        "every step weighs the same",
+        "rows.mean(weight * per_row)",
+        "rows.mean(per_row)",
+        "algorithms/test_losses.py -k longcat",
     ),
     # -- sde --------------------------------------------------------------------------------------------------
     Mutation("algorithms/sde.py", "the drift has the wrong sign", "return 1 + drift,", "return 1 - drift,", SDE),

@@ -59,6 +59,8 @@ class Sampling:
     guidance_scale: float | None = None
     """Guidance scale for networks that take one as an input (FLUX.1 dev, HunyuanVideo); None: the pipeline's
     default."""
+    solver: str = "euler"
+    """Solver of the steps that are not stochastic, see `verl_digen.algorithms.solvers`."""
 
     @property
     def is_guided(self) -> bool:
@@ -180,6 +182,8 @@ class Trajectory:
     """Settings that it was generated with."""
     condition_key: str
     """`SampleRequest.condition_key` of its request."""
+    num_shared_steps: int = 0
+    """Denoising steps in which the forward of another sample of its group served for it, see `sampling.prefix`."""
 
 
 @dataclass(frozen=True)
@@ -285,6 +289,8 @@ class SampleTag:
     """Key of its prompt's conditions in TransferQueue."""
     calls: tuple[RewardCall, ...] = ()
     """`Score.calls`."""
+    num_shared_steps: int = 0
+    """`Trajectory.num_shared_steps`."""
 
 
 GroupTags = Mapping[int, SampleTag]

@@ -45,6 +45,7 @@ def some_inputs(num_rows=12, seed=0):
         "std": 0.1 + torch.rand(num_rows, generator=generator),
         "sigma": torch.full((num_rows,), 0.5),
         "sigma_next": 0.49 - 0.1 * torch.rand(num_rows, generator=generator),
+        "sigma_max": torch.full((num_rows,), 0.9),
         "old_mean": torch.randn(num_rows, 3, 4, generator=generator),
         "old_velocity": torch.randn(num_rows, 3, 4, generator=generator),
         "clean": torch.randn(num_rows, 3, 4, generator=generator),
@@ -214,6 +215,7 @@ def test_extreme_ratios_are_finite_in_value_and_gradient(name: str, log_ratio: f
         "std": torch.ones(2),
         "sigma": torch.ones(2),
         "sigma_next": torch.zeros(2),
+        "sigma_max": torch.zeros(2),
         "mean": torch.zeros(2, 3),
         "old_mean": torch.zeros(2, 3),
     }
@@ -221,7 +223,7 @@ def test_extreme_ratios_are_finite_in_value_and_gradient(name: str, log_ratio: f
     assert output.loss.isfinite() and all(math.isfinite(value) for value in numbers(output.metrics).values())
     far, near = gradient(output, log_prob).tolist()
     assert math.isfinite(far) and near == pytest.approx(-advantage / 2)
-    if name in ("flow_grpo", "dance_grpo", "decoupled_ppo", "gspo", "grpo_guard"):
+    if name in ("flow_grpo", "dance_grpo", "decoupled_ppo", "gspo", "grpo_guard", "longcat"):
         assert far == 0.0
 
 
@@ -278,6 +280,7 @@ def test_kl_kinds_are_what_their_formulas_say():
         "flow_grpo": (of_means / (2 * s**2)).mean(),
         "exact": (of_means / (2 * double["std"] ** 2)).mean(),
         "velocity": (double["velocity"] - double["reference_velocity"]).square().mean(),
+        "longcat": (of_means / (2 * double["std"] ** 2) / (0.5 - double["sigma_next"])).mean(),  # sigma 0.5
     }
     assert set(expected) == set(KINDS)
     for kind, value in expected.items():
@@ -316,7 +319,7 @@ def test_a_column_of_another_shape_is_an_error(name):
 def test_an_unknown_name_is_an_error_listing_the_known_ones():
     with pytest.raises(ValueError, match=r"unknown policy loss 'ppo'; known losses: awm, .*flow_grpo"):
         policy_loss("ppo", {}, ClipConfig())
-    with pytest.raises(ValueError, match="unknown KL kind 'k3'; known kinds: flow_grpo, exact, velocity"):
+    with pytest.raises(ValueError, match="unknown KL kind 'k3'; known kinds: flow_grpo, exact, velocity, longcat"):
         kl_loss("k3", {})
     assert set(find_objective("flow_grpo").loss.inputs_for(ClipConfig())) == set(POLICY_INPUTS)
 
@@ -444,6 +447,31 @@ def test_flow_dppo_leaves_out_rows_that_would_move_on():
     assert output.metrics["divergence_max"].value.item() == pytest.approx(at_threshold)
 
 
+def test_longcat_weighs_each_step_and_its_kl_with_the_square():
+    """Rows from sigma 1, where the schedule's second sigma stands in, to its end; one is padding."""
+    inputs = some_inputs(6)
+    sigma, following = torch.tensor([1.0, 0.9, 0.6, 0.3, 0.1, 1.0]), torch.tensor([0.9, 0.6, 0.3, 0.1, 0.02, 1.0])
+    inputs |= {"sigma": sigma, "sigma_next": following, "mask": torch.tensor([1.0, 1, 1, 1, 1, 0])}
+    inputs["old_log_prob"] = inputs["log_prob"] + 2e-3 * inputs["reward"]
+    steps = list(zip(sigma.tolist(), following.tolist(), strict=True))[:5]
+    k = [math.sqrt(start / (1 - (0.9 if start == 1 else start)) / (start - end)) for start, end in steps]
+    config = replace(default_config("longcat"), advantage_clip=1.0)
+    given = [inputs[key][:5].tolist() for key in POLICY_INPUTS]
+    rows = [reference_row(*row, config) for row in zip(*given, strict=True)]
+    log_prob = inputs["log_prob"].requires_grad_()
+    output = policy_loss("longcat", inputs, config)
+    assert output.loss.item() == pytest.approx(sum(w * row[0] for w, row in zip(k, rows, strict=True)) / 5, rel=1e-5)
+    expected = torch.tensor([*(w * row[1] / 5 for w, row in zip(k, rows, strict=True)), 0.0])
+    torch.testing.assert_close(gradient(output, log_prob), expected, rtol=1e-5, atol=1e-8)
+    assert 0 < (expected[:5] == 0).sum() < 5
+    assert output.metrics["step_weight"].value.item() == pytest.approx(sum(k) / 5, rel=1e-5)
+    kl = kl_loss("longcat", inputs)
+    alone = [
+        kl_loss("exact", {name: value[row : row + 1] for name, value in inputs.items()}).loss.item() for row in range(5)
+    ]
+    assert kl.loss.item() == pytest.approx(sum(w**2 * one for w, one in zip(k, alone, strict=True)) / 5, rel=1e-5)
+
+
 def test_settings_of_another_loss_are_refused():
     with pytest.raises(
         ValueError, match="policy loss 'flow_grpo' needs settings of type ClipConfig, got ClampedConfig"
@@ -463,6 +491,7 @@ def test_settings_of_another_loss_are_refused():
         ("decoupled_ppo", {"advantage_clip", "clip_range", "clip_range_high", "cap"}),
         ("grpo_guard", {"advantage_clip", "clip_range", "clip_range_high"}),
         ("flow_dppo", {"kl_threshold"}),
+        ("longcat", {"advantage_clip", "clip_range", "clip_range_high"}),
         ("reinforce", {"advantage_clip"}),
     ],
 )

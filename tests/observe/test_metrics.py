@@ -1,11 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from tests.tags import make_tag
-from verl_digen.observe.metrics import call_metrics, perf_metrics, reward_metrics, staleness_metrics, union_s
+from tests.tags import SAMPLING, make_tag
+from verl_digen.observe.metrics import (
+    call_metrics,
+    perf_metrics,
+    reward_metrics,
+    sharing_metrics,
+    staleness_metrics,
+    union_s,
+)
 from verl_digen.observe.metrics_file import MetricsFile
 from verl_digen.observe.progress import duration, progress_line
 from verl_digen.types import RewardCall
@@ -39,6 +47,13 @@ def test_calls_of_rewards_are_counted_once_however_many_samples_share_them():
         **{"reward_calls/shapes_count": 2.0, "reward_calls/shapes_s": 0.6, "reward_calls/shapes_samples": 1.0},
         "reward_calls/shapes_queued_max_samples": 0.0,
     }
+
+
+def test_shared_steps_are_a_share_of_all_steps_and_told_with_shared_noise_only():
+    shared = replace(SAMPLING, shared_initial_noise=True)
+    tags = [make_tag(sampling=shared, num_shared_steps=number) for number in (0, 4, 4)]
+    assert sharing_metrics(tags) == {"rollout/shared_step_share": pytest.approx(8 / 30)}
+    assert sharing_metrics([make_tag()]) == {}
 
 
 def test_overhead_is_what_no_generation_scoring_or_training_covers():

@@ -14,6 +14,7 @@ from tests.plugin.conftest import start_main
 from tests.tiny_models import build_tiny
 from verl_digen import plugin, preflight
 from verl_digen.checkup.quickstart import override
+from verl_digen.config import digen_config
 from verl_digen.data.dataset import DiffusionPromptDataset
 from verl_digen.plan.published import checkpoint_folder
 from verl_digen.preflight.machine import joins_cluster, require_devices
@@ -28,8 +29,9 @@ pytestmark = pytest.mark.slow
 MODEL_RECIPES = (
     *("digen_flux", "digen_hunyuan_video", "digen_hunyuan_video15", "digen_qwen_image", "digen_sd3", "digen_wan2_1"),
     *("digen_wan2_2", "digen_z_image", "[digen_sd3,flowgrpo_fast]", "[digen_flux,flowgrpo_fast]"),
-    *("[digen_sd3,diffusion_nft]", "[digen_wan2_1,diffusion_nft]"),
+    *("[digen_sd3,diffusion_nft]", "[digen_wan2_1,diffusion_nft]", "[digen_flux,mixgrpo]", "[digen_wan2_1,mixgrpo]"),
     *("[digen_sd3,awm]", "[digen_hunyuan_video,dgpo]", "[digen_qwen_image,online_dpo]"),
+    *("[digen_wan2_1,longcat]", "[digen_sd3,longcat]", "[digen_sd3,guard]", "[digen_sd3,dppo]", "[digen_sd3,gdpo]"),
 )
 
 
@@ -268,6 +270,40 @@ def test_ranks_of_two_nodes_that_share_rows_are_noted(start, runnable, num_nodes
     pool = (f"trainer.nnodes={num_nodes}", f"trainer.n_gpus_per_node={num_devices}", f"{SHARING}={size}")
     found = [note for note in notes(start(*runnable, *pool)) if "lie on two nodes" in note]
     assert len(found) == is_noted
+
+
+@pytest.mark.parametrize(("rollout", "is_told"), [("vllm_omni", True), ("diffusers", False)])
+def test_a_run_is_told_where_steps_before_the_window_are_not_shared(start, runnable, rollout, is_told):
+    overrides = "recipe=[digen_flowgrpo,mixgrpo]", f"actor_rollout_ref.rollout.name={rollout}"
+    found = [note for note in notes(start(*runnable[1:], *overrides)) if "steps before a window" in note]
+    assert len(found) == is_told
+
+
+def test_recipes_of_objectives_have_their_published_numbers(start):
+    """MixGRPO's finetune_flux_grpo_MixGRPO.sh, GenRL for Wan, flow_grpo's grpo_guard.py, UniRL's FlowDPPO."""
+    mix, longcat, guard, dppo, gdpo = (
+        digen_config(start(f"recipe={recipe}"))
+        for recipe in (
+            *("[digen_flux,mixgrpo]", "[digen_wan2_1,longcat]", "[digen_sd3,guard]", "[digen_sd3,dppo]"),
+            "[digen_sd3,ocr,pickscore,gdpo]",
+        )
+    )
+    window = mix.window
+    assert (window.kind, window.size, [*(window.range or ())], window.shift_every) == ("consecutive", 4, [0, 4], 25)
+    assert (mix.sampling.num_steps, mix.sampling.shared_initial_noise, mix.kl.coef) == (25, True, 0.0)
+    assert (mix.sde.law, mix.sde.noise_level, mix.loss_settings.clip_range) == ("flow", 0.7, 1e-4)
+    assert (mix.advantage.scale, mix.advantage.ddof, mix.advantage.eps) == ("group", 1, 1e-8)
+    assert (longcat.loss_name, longcat.loss_settings.clip_range, longcat.sde.law) == ("longcat", 1e-3, "flow_clipped")
+    assert (longcat.kl.kind, longcat.kl.coef, longcat.sde.noise_level) == ("longcat", 3e-4, 1.0)
+    assert (longcat.window.size, [*(longcat.window.range or ())], longcat.advantage.scale) == (1, [0, 6], "max_group")
+    assert (guard.loss_name, guard.loss_settings.clip_range, guard.kl.coef) == ("grpo_guard", 2e-6, 0.0)
+    assert (guard.advantage.scale, guard.window.kind, guard.sde.law) == ("group", "all", "flow")
+    assert (dppo.loss_name, dppo.loss_settings.kl_threshold, dppo.window.size) == ("flow_dppo", 1e-5, 3)
+    assert (gdpo.reward.combine, gdpo.advantage.scale, gdpo.reward.weights(has_custom=False).keys()) == (
+        "gdpo",
+        "batch",
+        {"ocr", "pickscore"},
+    )
 
 
 @pytest.mark.parametrize(

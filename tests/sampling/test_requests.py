@@ -66,6 +66,29 @@ def test_validation_is_deterministic_and_records_nothing(digen):
     assert not request.wants_condition
 
 
+def test_training_and_validation_have_solvers_of_their_own():
+    window = WindowConfig(kind="consecutive")
+    digen = replace(DIGEN, window=window, sampling=replace(SAMPLING, solver="dpm2"))
+    assert [ask(digen, validate=validate).sampling.solver for validate in (False, True)] == ["dpm2", "euler"]
+    digen = replace(DIGEN, sampling=replace(SAMPLING, val_solver="dpm2"))
+    assert [ask(digen, validate=validate).sampling.solver for validate in (False, True)] == ["euler", "dpm2"]
+
+
+@pytest.mark.parametrize("kind", ["all", "fraction"])
+def test_a_solver_without_deterministic_steps_is_refused(kind):
+    with pytest.raises(
+        ValueError, match=f"digen.sampling.solver must be euler with digen.window.kind={kind}, .*'dpm2'"
+    ):
+        replace(DIGEN, window=WindowConfig(kind=kind), sampling=replace(SAMPLING, solver="dpm2"))
+    replace(FORWARD, sampling=replace(SAMPLING, solver="dpm2"))
+
+
+def test_deterministic_samples_of_a_group_cannot_start_from_one_noise():
+    message = "digen.sampling.shared_initial_noise must be false with digen.loss.name=diffusion_nft, .*got True"
+    with pytest.raises(ValueError, match=message):
+        replace(FORWARD, sampling=replace(SAMPLING, shared_initial_noise=True))
+
+
 def test_only_the_first_sample_of_a_group_asks_for_the_conditions():
     assert [ask(index=index).wants_condition for index in range(3)] == [True, False, False]
 

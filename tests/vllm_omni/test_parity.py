@@ -15,7 +15,7 @@ from verl_digen.sampling.requests import ODE_ONLY
 from verl_digen.types import CleanRecord, PathRecord
 
 
-@pytest.mark.parametrize("sampling", [SAMPLING, GUIDED], ids=["plain", "guided"])
+@pytest.mark.parametrize("sampling", [SAMPLING, replace(GUIDED, solver="dpm2")], ids=["plain", "guided, dpm2"])
 @pytest.mark.parametrize("num_concurrent", [1, 8])
 def test_latents_log_probs_and_pictures_are_those_of_the_diffusers_replica(full_replica, sampling, num_concurrent):
     requests = [request(number, sampling) for number in range(8)]

@@ -160,6 +160,7 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
             sampling=trajectory.sampling,
             condition_key=self._condition_key(trajectory),
             calls=score.calls,
+            num_shared_steps=trajectory.num_shared_steps,
         )
         if validate and trajectory.sample_index == 0 and is_logged(row.index, self.digen.num_logged_images):
             path = image_path(self._run_dir, step, row.uid)

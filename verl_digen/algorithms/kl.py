@@ -6,17 +6,19 @@
 | `flow_grpo` | mean[(μ - μ_ref)²] / (2 s²), s = std / sqrt(sigma - sigma') |
 | `exact` | mean[(μ - μ_ref)²] / (2 std²), the KL of the two Gaussians per latent dim |
 | `velocity` | mean[(v - v_ref)²] |
+| `longcat` | k² mean[(μ - μ_ref)²] / (2 std²), k the weight of the step in the loss `longcat` |
 
-Published betas are for `flow_grpo`: 0.04 (OCR, GenEval), 0.01 (PickScore), 0.004 (Wan).
+Published betas are for `flow_grpo`: 0.04 (OCR, GenEval), 0.01 (PickScore), 0.004 (Wan); and 3e-4 for `longcat` (Wan).
 """
 
 from collections.abc import Callable, Mapping
 
+import torch
 from torch import Tensor
 
 from verl_digen.algorithms.metric import Metric
 from verl_digen.algorithms.rows import LossInputs, LossOutput
-from verl_digen.algorithms.sde import gaussian_kl, latent_mean
+from verl_digen.algorithms.sde import gaussian_kl, latent_mean, step_weight
 
 
 def kl_loss(kind: str, inputs: Mapping[str, Tensor]) -> LossOutput:
@@ -24,8 +26,8 @@ def kl_loss(kind: str, inputs: Mapping[str, Tensor]) -> LossOutput:
 
     Args:
         inputs: what `kl_inputs(kind)` lists: latents `mean` and `reference_mean` of x', or `velocity` and
-            `reference_velocity`; columns `std` (as `SdeStep.std`), `sigma` and `sigma_next`. `mask` and `num_rows` as
-            in `losses.policy_loss`.
+            `reference_velocity`; columns `std` (as `SdeStep.std`), `sigma`, `sigma_next` and `sigma_max`. `mask` and
+            `num_rows` as in `losses.policy_loss`.
 
     Raises:
         ValueError: unknown kind; an input is missing or misshapen.
@@ -61,9 +63,15 @@ def _velocity(rows: LossInputs) -> Tensor:
     return latent_mean((rows["velocity"] - rows["reference_velocity"]).square())
 
 
+def _longcat(rows: LossInputs) -> Tensor:
+    weight = torch.where(rows.is_row, step_weight(rows["sigma"], rows["sigma_next"], rows["sigma_max"]), 0.0)
+    return weight.square() * _exact(rows)
+
+
 KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...], Callable[[LossInputs], Tensor]]] = {
     "flow_grpo": (("std", "sigma", "sigma_next"), ("mean", "reference_mean"), _flow_grpo),
     "exact": (("std",), ("mean", "reference_mean"), _exact),
     "velocity": ((), ("velocity", "reference_velocity"), _velocity),
+    "longcat": (("std", "sigma", "sigma_next", "sigma_max"), ("mean", "reference_mean"), _longcat),
 }
 """kind -> (columns [N] it needs, latents [N, ...] it needs, divergence per row [N])."""

@@ -131,6 +131,13 @@ def gaussian_kl(mean: Tensor, other: Tensor, std: Tensor) -> Tensor:
     return latent_mean((mean - other).square()) / (2 * std.square())
 
 
+def step_weight(sigma: Tensor, sigma_next: Tensor, sigma_max: Tensor) -> Tensor:
+    """LongCat's weight of a step, sqrt(sigma / (1 - sigma)) / sqrt(sigma - sigma'), [N] each; `sigma_max` is put in
+    place of a sigma of 1 in the denominator, as in law flow."""
+    below_one = torch.where(sigma > 1 - SIGMA_ONE_TOLERANCE, sigma_max, sigma)
+    return (sigma / (1 - below_one)).sqrt() / (sigma - sigma_next).sqrt()
+
+
 def _checked_schedule(
     num_rows: int, sigma: Tensor, sigma_next: Tensor, noise_level: float | Tensor, sigma_max: float | Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

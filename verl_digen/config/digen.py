@@ -147,7 +147,7 @@ class DigenConfig:
         return self.compile if self.rollout.compile is None else self.rollout.compile
 
     def check_points(self) -> None:
-        """Require points that the schedule has, a KL term that is defined for them, and one choice of samples.
+        """Require points that the schedule has, samples that differ, one choice of them, and a KL term that is defined.
 
         Raises:
             ValueError: a broken rule, or there is no such loss.
@@ -160,7 +160,21 @@ class DigenConfig:
         )
         if not self.trains_forward_points:
             self.window.validate_for(self.sampling.num_steps)
+            require(
+                self.sampling.solver == "euler" or self.window.kind == "consecutive",
+                f"digen.sampling.solver must be euler with digen.window.kind={self.window.kind}, where every step but "
+                "the last is stochastic",
+                self.sampling.solver,
+                "set digen.window.kind=consecutive, or leave it out; digen.sampling.val_solver is that of validation",
+            )
             return
+        require(
+            not self.sampling.shared_initial_noise,
+            f"digen.sampling.shared_initial_noise must be false with digen.loss.name={self.loss_name}, whose samples "
+            "are deterministic: all of a group would be one picture",
+            self.sampling.shared_initial_noise,
+            "set it to false",
+        )
         self.forward.count(self.sampling.num_steps)
         require(
             self.kl.coef == 0 or self.kl.kind == "velocity",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from verl_digen.algorithms.advantages import SCALES
 from verl_digen.algorithms.kl import KINDS as KL_KINDS
 from verl_digen.algorithms.sde import LAWS
+from verl_digen.algorithms.solvers import SOLVERS
 from verl_digen.require import require, require_one_of
 
 MAX_SIDE_PX = 16_384
@@ -35,7 +36,13 @@ class SamplingConfig:
     negative_prompt: str = " "
     """Negative prompt of every sample whose data row names none; used with guidance only."""
     shared_initial_noise: bool = False
-    """All samples of a group start from the same noise (DanceGRPO's choice)."""
+    """All samples of a group start from the same noise (DanceGRPO's choice). With a window that begins later
+    (`digen.window.kind=consecutive`), a `diffusers` replica runs the steps before it once for all samples of a group
+    that it denoises together."""
+    solver: str = "euler"
+    """ODE solver of the steps that are not stochastic, in training: euler, or dpm2 (second-order multistep
+    DPM-Solver++), which is closer to the ODE's solution for as many forwards. MixGRPO-Flash and DiffusionNFT use dpm2.
+    DDIM without noise is euler."""
     guidance_scale: float | None = None
     """Guidance scale given to networks that take one as an input (FLUX.1 dev, HunyuanVideo), in training and in
     validation; null is the pipeline's default (3.5, 6.0)."""
@@ -43,8 +50,12 @@ class SamplingConfig:
     """T in validation, which is deterministic (ODE). flow_grpo evaluates with 40."""
     val_true_cfg_scale: float = 1.0
     """True classifier-free guidance in validation."""
+    val_solver: str = "euler"
+    """`solver` of validation, whose steps are all deterministic."""
 
     def __post_init__(self) -> None:
+        require_one_of("digen.sampling.solver", self.solver, SOLVERS)
+        require_one_of("digen.sampling.val_solver", self.val_solver, SOLVERS)
         for name, most in (("height_px", MAX_SIDE_PX), ("width_px", MAX_SIDE_PX), ("num_frames", MAX_FRAMES)):
             value = getattr(self, name)
             require(value >= 1, f"digen.sampling.{name} must be >= 1", value, "give the size in pixels or frames")
@@ -128,7 +139,7 @@ class KlConfig:
     coef: float = 0.0
     """beta; 0 runs no reference forward at all."""
     kind: str = "flow_grpo"
-    """flow_grpo | exact | velocity, see `verl_digen.algorithms.kl`."""
+    """flow_grpo | exact | velocity | longcat, see `verl_digen.algorithms.kl`."""
 
     def __post_init__(self) -> None:
         require_one_of("digen.kl.kind", self.kind, tuple(KL_KINDS))

@@ -180,6 +180,7 @@ class DiffusionLoss:
                 OLD: old.get("log_prob") if old_log_probs is None else old_log_probs,
                 BEHAVIOUR: rows.point.log_probs,
                 "sigma_next": to_device(rows.point.next_sigmas, device),
+                "sigma_max": to_device(rows.point.sigma_max, device),
                 "latents": rows.latents,
                 "next_latents": rows.point.next_latents,
             }

@@ -26,6 +26,7 @@
 | `rollout/version_age_max_versions` | versions | between the generating and the trained weights; 0 in strict mode |
 | `rollout/log_prob_gap_max`, `_mean` | nats | the trainer's log-probs against those recorded at generation |
 | `rollout/ratio_above_fraction`, `_below_` | share | of rows whose log-prob is above, below the recorded one |
+| `rollout/shared_step_share` | share | of denoising steps served by another sample of the group; with shared noise |
 | `rollout/ratio`, `rollout/ratio_deviation_max` | | the same as a ratio: 1 and 0 if both compute alike |
 | `perf/images_per_s`, `..._per_device` | 1/s | samples of the step over its whole time; over all devices |
 | `perf/step_s` | s | the whole step, checkpoint excluded |
@@ -104,6 +105,16 @@ def staleness_metrics(tags: Sequence[SampleTag], trained_version: int) -> dict[s
         "rollout/version_age_mean_versions": fmean(ages),
         **{f"staleness/samples_{age}_versions": float(count) for age, count in sorted(Counter(ages).items())},
     }
+
+
+def sharing_metrics(tags: Sequence[SampleTag]) -> dict[str, float]:
+    """Share of the denoising steps for which another sample's forward served; {} if samples start from noise of their
+    own."""
+    sharing = [tag for tag in tags if tag.sampling.shared_initial_noise]
+    if not sharing:
+        return {}
+    num_steps = sum(tag.sampling.num_steps for tag in tags)
+    return {"rollout/shared_step_share": sum(tag.num_shared_steps for tag in sharing) / num_steps}
 
 
 PREFIXES = ("rollout", "advantage")

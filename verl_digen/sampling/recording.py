@@ -44,6 +44,7 @@ def record_trajectory(
     final: Tensor,
     sigmas: Tensor,
     log_probs_T: Tensor,
+    num_shared_steps: int = 0,
 ) -> Trajectory:
     """One sample's trajectory, on the CPU.
 
@@ -53,6 +54,7 @@ def record_trajectory(
         path: step -> latents [...], at the `trained_latents`, ascending.
         final: [...] the latents after the last step.
         sigmas: [T+1] on the CPU. log_probs_T: [T], 0 where the step was deterministic.
+        num_shared_steps: see `Trajectory`.
     """
     levels = request.noise_levels
     return Trajectory(
@@ -68,6 +70,7 @@ def record_trajectory(
         last_version=versions[1],
         sampling=request.sampling,
         condition_key=request.condition_key,
+        num_shared_steps=num_shared_steps,
     )
 
 

@@ -70,6 +70,7 @@ def sample_request(
             noise_level=digen.sde.noise_level,
             shared_initial_noise=config.shared_initial_noise,
             guidance_scale=config.guidance_scale,
+            solver=config.val_solver if validate else config.solver,
         ),
         noise_levels=noise_levels,
         wants_condition=sample_index == 0 and not validate,

@@ -5,6 +5,8 @@
   from `score_rows`, all velocities of rows from `row_velocity`. They share `DiffusionModel.velocity` and `sde_step`.
 - A step costs one forward for the whole batch, both guidance branches in it, or one per branch (`branches`). Each
   row's own window decides whether a step is stochastic; other rows take the ODE step.
+- Rows that are equal until their window begins run as one (`prefix`). Steps that are not stochastic are those of
+  `Sampling.solver`.
 - x is rounded to `latents_dtype` when it is made (the initial noise too), and only the rounded x is used
   further: by the log-prob, the next forward, the record and the replay.
 
@@ -25,8 +27,10 @@ from torch import Tensor, nn
 
 from verl_digen.algorithms.noise import INITIAL_LATENTS, sample_seed, step_noise
 from verl_digen.algorithms.sde import SdeStep, sde_step
+from verl_digen.algorithms.solvers import Prediction, denoise_step
 from verl_digen.models.base import DiffusionModel
 from verl_digen.sampling.branches import ONE_FORWARD, GuidanceBranches
+from verl_digen.sampling.prefix import SharedPrefix
 from verl_digen.sampling.recording import initial_seed, record_trajectory, trained_latents
 from verl_digen.transfers import to_device
 from verl_digen.types import Condition, SampleRequest, Sampling, TrainingRows, Trajectory, Transitions
@@ -99,19 +103,33 @@ class Sampler:
         latents = torch.stack([step_noise(seed, INITIAL_LATENTS, shape) for seed in initial_seeds])
         latents = to_device(latents, self.device, self.latents_dtype)
         recorded = {step for request in requests for step in trained_latents(request.window)}
+        prefix = SharedPrefix(requests, initial_seeds)
         path: dict[int, Tensor] = {}
         log_probs: list[Tensor] = []
+        predicted: Prediction | None = None
         for step in range(sampling.num_steps):
             if should_stop is not None and should_stop():
                 raise SamplingStopped(f"stopped before denoise step {step} of {sampling.num_steps}")
             if step in recorded:
                 path[step] = latents
+            lanes = prefix.lanes(step)
+            rows, lane_of = list(lanes.rows), list(lanes.lane_of)
+            if not lanes.is_whole:
+                latents, predicted = latents[rows], None if predicted is None else predicted.rows(rows)
             velocity = self._velocity(
-                latents, sigmas[step].expand(len(requests)), conditions, negative_conditions, sampling
+                latents,
+                sigmas[step].expand(len(rows)),
+                [conditions[row] for row in rows],
+                None if negative_conditions is None else [negative_conditions[row] for row in rows],
+                sampling,
             )
-            taken = self._step(velocity, latents, sigmas, step, requests, seeds)
+            taken, predicted = self._step(
+                velocity, latents, sigmas, step, [(requests[row], seeds[row]) for row in rows], predicted
+            )
             latents = taken.next_sample
-            log_probs.append(taken.log_prob)
+            if not lanes.is_whole:
+                latents, predicted = latents[lane_of], None if predicted is None else predicted.rows(lane_of)
+            log_probs.append(taken.log_prob if lanes.is_whole else taken.log_prob[lane_of])
 
         log_probs_TB = torch.stack(log_probs).cpu()
         trajectories = [
@@ -123,6 +141,7 @@ class Sampler:
                 final=latents[row],
                 sigmas=sigmas,
                 log_probs_T=log_probs_TB[:, row],
+                num_shared_steps=prefix.num_shared[row],
             )
             for row, (request, seed) in enumerate(zip(requests, initial_seeds, strict=True))
         ]
@@ -160,24 +179,31 @@ class Sampler:
         latents: Tensor,
         sigmas: Tensor,
         step: int,
-        requests: Sequence[SampleRequest],
-        seeds: Sequence[int],
-    ) -> SdeStep:
-        """One denoising step: stochastic for the requests whose window says so, deterministic for the others."""
-        sampling, shape = requests[0].sampling, latents.shape[1:]
-        is_sde = [step in request.window.sde_steps for request in requests]
+        rows: Sequence[tuple[SampleRequest, int]],
+        previous: Prediction | None,
+    ) -> tuple[SdeStep, Prediction | None]:
+        """One denoising step: stochastic for the requests whose window says so, the solver's for the others.
+
+        Args:
+            rows: request and seed of each row. previous: what the step before returned.
+        """
+        sampling, shape = rows[0][0].sampling, latents.shape[1:]
+        is_sde = [step in request.window.sde_steps for request, _ in rows]
         # Drawn while an accelerator is still busy with the forward.
         noise = [
             step_noise(seed, step, shape) if sde else torch.zeros(shape)
-            for seed, sde in zip(seeds, is_sde, strict=True)
+            for (_, seed), sde in zip(rows, is_sde, strict=True)
         ]
-        return sde_step(
+        return denoise_step(
             velocity,
             latents,
-            sigmas[step].expand(len(requests)),
-            sigmas[step + 1].expand(len(requests)),
+            sigmas[step].expand(len(rows)),
+            sigmas[step + 1].expand(len(rows)),
+            solver=sampling.solver,
+            is_sde=is_sde,
+            previous=previous,
             law=sampling.law,
-            noise_level=torch.tensor(is_sde, dtype=torch.float64) * sampling.noise_level,
+            noise_level=sampling.noise_level,
             sigma_max=sigmas[1],
             noise=to_device(torch.stack(noise), self.device),
             storage_dtype=self.latents_dtype,

@@ -6,7 +6,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from verl_digen.observe.metrics import call_metrics, perf_metrics, reward_metrics, staleness_metrics, training_metrics
+from verl_digen.observe.metrics import (
+    call_metrics,
+    perf_metrics,
+    reward_metrics,
+    sharing_metrics,
+    staleness_metrics,
+    training_metrics,
+)
 from verl_digen.store.keys import parse_key
 from verl_digen.trainer.utilisation import PoolDevices, step_utilisation
 from verl_digen.types import SampleTag
@@ -65,6 +72,7 @@ def result_metrics(result: StepResult, times: StepTimes, *, num_devices: int, tr
         **result.facts,
         **reward_metrics(result.tags, result.groups),
         **call_metrics(result.tags),
+        **sharing_metrics(result.tags),
         **staleness_metrics(result.tags, trained_version=trained_version),
         **perf_metrics(
             result.tags,
@@ -89,5 +97,6 @@ def utilisation(
         num_steps: denoising steps of a sample.
         devices: "trainer" and "generator" -> their devices.
     """
-    num_forwards = max(0, len(result.samples) - result.num_assisted) * num_steps
+    shared = sum(tag.num_shared_steps for tag in result.tags)
+    num_forwards = max(0, (len(result.samples) - result.num_assisted) * num_steps - shared)
     return step_utilisation(metrics, num_forwards=num_forwards, **devices)

@@ -16,6 +16,7 @@
 | `std` (p) | of the step's Gaussian, sqrt(-dt) included |
 | `sigma` | noise level of the latents that the network reads |
 | `sigma_next` (p) | noise level of x' |
+| `sigma_max` (p) | second noise level of the schedule, for a row whose `sigma` is 1 |
 | a joint column | made of all rows of the fragment, see `objective.Joint` |
 
 | latents [N, ...] | meaning |
@@ -32,6 +33,7 @@
 | `flow_grpo`, `dance_grpo` | max(-A q, -A clamp(q, 1 - c, 1 + c')), q = pi / pi_old |
 | `grpo_guard` | the same with q centred and scaled alike at all noise levels, over -dt |
 | `flow_dppo` | -A q, 0 where the step's Gaussian has moved too far and q moves on; A is not clamped |
+| `longcat` | k max(-A q, -A clamp(q, 1 - c, 1 + c')), q = pi / pi_old, k the weight of the step |
 | `tis` | -sg[clamp(r, low, high)] A log_prob |
 | `cispo` | -sg[clamp(r, 1 - low, 1 + high)] A log_prob; optionally 0 where PPO would clip |
 | `topr` | -A log_prob where the reward is positive, else -sg[clamp(r, 0, 1)] A log_prob |

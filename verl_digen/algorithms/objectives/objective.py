@@ -40,7 +40,7 @@ ANY_COLUMNS = ("advantage", "reward", "sigma")
 ANY_LATENTS = ("velocity",)
 """Inputs that rows of every kind of points have."""
 COLUMNS: dict[Points, tuple[str, ...]] = {
-    "path": (*ANY_COLUMNS, "log_prob", BEHAVIOUR, OLD, "std", "sigma_next"),
+    "path": (*ANY_COLUMNS, "log_prob", BEHAVIOUR, OLD, "std", "sigma_next", "sigma_max"),
     "forward": ANY_COLUMNS,
 }
 """Kind of points -> inputs [N] that its rows have; see the package."""

@@ -236,6 +236,7 @@ def sample_requests(body: ImageRequest, digen: DigenConfig, limits: Limits) -> l
         law=digen.sde.law,
         noise_level=digen.sde.noise_level,
         guidance_scale=config.guidance_scale,
+        solver=config.val_solver,
     )
     limits.check(sampling, body.n)
     uid = f"http-{uuid.uuid4().hex if body.seed is None else body.seed}"

@@ -26,7 +26,7 @@ from vllm_omni.diffusion.cache.prompt_embed_cache import PromptEmbedCache
 from vllm_omni.diffusion.data import DiffusionOutput
 
 from verl_digen.algorithms.noise import INITIAL_LATENTS, sample_seed, step_noise
-from verl_digen.algorithms.sde import sde_step
+from verl_digen.algorithms.solvers import Prediction, denoise_step
 from verl_digen.rollout.vllm_omni.requests import RecordingOrder
 from verl_digen.sampling.recording import initial_seed, record_trajectory, trained_latents
 from verl_digen.types import Condition, SampleRequest, move_condition
@@ -55,6 +55,8 @@ class Recording:
     kept_steps: frozenset[int]
     path: dict[int, Tensor] = field(default_factory=dict)
     log_probs: list[Tensor] = field(default_factory=list)
+    predicted: Prediction | None = None
+    """Prediction of the last step, for a solver that reads it."""
 
     @property
     def request(self) -> SampleRequest:
@@ -176,29 +178,38 @@ class RecordingPipeline:
 
 
 def take_steps(entries: Sequence[tuple[Recording, int, Tensor]]) -> None:
-    """Take one `sde_step` per law in `entries`: (recording, step, velocity dx/dsigma [1, ...])."""
-    by_law: dict[str, list[tuple[Recording, int, Tensor]]] = {}
+    """Take one `denoise_step` per law and solver in `entries`: (recording, step, velocity dx/dsigma [1, ...])."""
+    alike: dict[tuple[str, str, bool], list[tuple[Recording, int, Tensor]]] = {}
     for entry in entries:
-        by_law.setdefault(entry[0].request.sampling.law, []).append(entry)
-    for law, of_law in by_law.items():
-        _take_steps_of_law(law, of_law)
+        sampling = entry[0].request.sampling
+        alike.setdefault((sampling.law, sampling.solver, entry[0].predicted is None), []).append(entry)
+    for (law, solver, _), of_kind in alike.items():
+        _take_steps_of_kind(law, solver, of_kind)
 
 
-def _take_steps_of_law(law: str, entries: Sequence[tuple[Recording, int, Tensor]]) -> None:
-    noise, noise_levels = [], []
+def _take_steps_of_kind(law: str, solver: str, entries: Sequence[tuple[Recording, int, Tensor]]) -> None:
+    noise, noise_levels, is_sde = [], [], []
     for recording, step, _ in entries:
         if step in recording.kept_steps:
             recording.path[step] = recording.latents[0]
-        is_sde = step in recording.request.window.sde_steps
-        noise_levels.append(recording.request.sampling.noise_level if is_sde else 0.0)
+        is_sde.append(step in recording.request.window.sde_steps)
+        noise_levels.append(recording.request.sampling.noise_level)
         shape = recording.latents.shape[1:]
-        noise.append(step_noise(recording.seed, step, shape) if is_sde else torch.zeros(shape))
+        noise.append(step_noise(recording.seed, step, shape) if is_sde[-1] else torch.zeros(shape))
     latents = torch.cat([recording.latents for recording, _, _ in entries])
-    taken = sde_step(
+    known = [recording.predicted for recording, _, _ in entries if recording.predicted is not None]
+    taken, predicted = denoise_step(
         torch.cat([velocity for _, _, velocity in entries]),
         latents,
         torch.stack([recording.sigmas[step] for recording, step, _ in entries]),
         torch.stack([recording.sigmas[step + 1] for recording, step, _ in entries]),
+        solver=solver,
+        is_sde=is_sde,
+        previous=(
+            Prediction(torch.cat([one.clean for one in known]), torch.cat([one.sigma for one in known]))
+            if known
+            else None
+        ),
         law=law,
         noise_level=torch.tensor(noise_levels, dtype=torch.float64),
         sigma_max=torch.stack([recording.sigmas[1] for recording, _, _ in entries]),
@@ -208,6 +219,7 @@ def _take_steps_of_law(law: str, entries: Sequence[tuple[Recording, int, Tensor]
     for index, (recording, _, _) in enumerate(entries):
         recording.latents = taken.next_sample[index : index + 1]
         recording.log_probs.append(taken.log_prob[index])
+        recording.predicted = None if predicted is None else predicted.rows([index])
 
 
 def _to_uint8(pixels: Tensor) -> Tensor:

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`longcat`: PPO's clip, with steps weighted so that their gradients are alike.
+
+Under law `flow` the gradient of a step's log-prob is proportional to sqrt(-dt) / sqrt(sigma / (1 - sigma)): short steps
+and steps at high noise hardly train. So a row's loss is multiplied by the inverse,
+
+    k = sqrt(sigma / (1 - sigma)) / sqrt(-dt)        1 - sigma_max in place of 1 - sigma where sigma is 1
+
+The KL term of the same recipe is `digen.kl.kind=longcat`, k^2 times the exact KL (`verl_digen.algorithms.kl`). It is a
+term of its own, so that this loss stays proportional to the advantage, and groups train as they complete.
+
+k is the row's own. Published code takes the mean over a micro-batch, which is the same where its rows are of one step,
+as with its window of size 1.
+
+Sources: LongCat-Video (arXiv 2510.22200), as in GenRL's trainer for Wan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from verl_digen.algorithms.objectives.config import ClipConfig
+from verl_digen.algorithms.objectives.objective import OLD
+from verl_digen.algorithms.objectives.ratio import clamped_advantage, ppo_clip, ratio_metrics, ratio_of
+from verl_digen.algorithms.objectives.registry import register_objective
+from verl_digen.algorithms.rows import LossInputs, LossOutput
+from verl_digen.algorithms.sde import step_weight
+
+
+@dataclass(frozen=True)
+class LongcatConfig(ClipConfig):
+    """Settings of `longcat`."""
+
+    clip_range: float = 1e-3
+    """Clip of the ratio: 1e-3 in GenRL, for Wan."""
+
+
+@register_objective(
+    "longcat",
+    config=LongcatConfig,
+    columns=("log_prob", OLD, "advantage", "sigma", "sigma_next", "sigma_max"),
+    homogeneous=True,
+    laws=("flow", "flow_clipped"),
+)
+def reweighted_ratio(rows: LossInputs, config: LongcatConfig) -> LossOutput:
+    """mean[k max(-A r, -A clamp(r, 1 - c, 1 + c'))], r = exp(log_prob - old_log_prob)."""
+    log_ratio = rows["log_prob"] - rows[OLD]
+    per_row = ppo_clip(ratio_of(log_ratio), clamped_advantage(rows, config), *config.ratio_range)
+    weight = torch.where(rows.is_row, step_weight(rows["sigma"], rows["sigma_next"], rows["sigma_max"]), 0.0)
+    metrics = ratio_metrics(rows, log_ratio, *config.ratio_range) | {"step_weight": rows.mean_metric(weight)}
+    return LossOutput(rows.mean(weight * per_row), metrics)
