@@ -808,11 +808,11 @@ TABLE: tuple[Mutation, ...] = (
         "weights/test_transfer.py",
     ),
     Mutation(
-        "rollout/device_memory.py",
+        "platforms/module_memory.py",
         "a sleep copies to the host what an update replaces",
         "_key(storage) not in undefined and ",
         "",
-        "rollout/test_device_memory.py",
+        "platforms/test_module_memory.py",
     ),
     Mutation(
         "rollout/server.py",

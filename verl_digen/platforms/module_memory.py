@@ -5,7 +5,7 @@ Tensors stay the objects they are; their storage is emptied. Weights that never 
 the first release, and kept there: after that a release copies nothing, and a return costs one copy to the device.
 Weights that every update replaces are not copied at all: after a return their numbers are undefined until then.
 
-Invariants (tests/rollout/test_device_memory.py): a release frees every byte; a return gives back every number that no
+Invariants (tests/platforms/test_module_memory.py): a release frees every byte; a return gives back every number that no
 update replaces; the second release copies nothing.
 """
 
