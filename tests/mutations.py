@@ -808,6 +808,27 @@ TABLE: tuple[Mutation, ...] = (
         "weights/test_transfer.py",
     ),
     Mutation(
+        "reward/queue.py",
+        "a reward scores while it is asleep",
+        "while not self._is_open.is_set():",
+        "while False:",
+        "reward/test_timeshared.py",
+    ),
+    Mutation(
+        "reward/held.py",
+        "a reward that sleeps keeps its device memory",
+        "        self._memory.release()\n",
+        "        pass\n",
+        "reward/test_timeshared.py",
+    ),
+    Mutation(
+        "trainer/turns.py",
+        "rewards are awake while replicas generate",
+        "            self._rewards.sleep()\n",
+        "            pass\n",
+        "trainer/test_turns.py",
+    ),
+    Mutation(
         "platforms/module_memory.py",
         "a sleep copies to the host what an update replaces",
         "_key(storage) not in undefined and ",

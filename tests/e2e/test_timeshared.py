@@ -59,13 +59,13 @@ class FailsOnce(Net):
 
 
 def test_a_timeshared_reward_scores_as_one_with_its_own_processes_and_never_beside_replicas_or_training(tmp_path):
-    """The other reward, whose group fails, makes the replicas generate again after the first scores."""
+    """A group that has no score in step 1 makes the replicas generate again after the others are scored."""
     source = tmp_path / "rewards.py"
     source.write_text(REWARDS)
     run = run_main(
         tmp_path / "run",
-        f"digen.reward.functions={{shared: {{weight: 1.0, reward: '{source}:Net', timeshare: true}}, "
-        f"own: {{weight: 0.0, reward: '{source}:FailsOnce'}}}}",
+        f"digen.reward.functions={{shared: {{weight: 1.0, reward: '{source}:FailsOnce', timeshare: true}}, "
+        f"own: {{weight: 0.0, reward: '{source}:Net'}}}}",
         "digen.reward.max_retries=0",
         "trainer.n_gpus_per_node=2",
         "trainer.total_training_steps=2",

@@ -266,7 +266,10 @@ TOGETHER = [
         "functions.diversity.num_gpus must be left out with digen.reward.functions.diversity.timeshare=true",
     ),
     (
-        ("digen.reward.functions.diversity={weight: 1, timeshare: true}", f"{ROLLOUT}.free_cache_engine=false"),
+        (
+            "digen.reward.functions.diversity={weight: 1, timeshare: true}",
+            *(f"{ROLLOUT}.val_kwargs.n=2", f"{ROLLOUT}.free_cache_engine=false"),
+        ),
         "functions.diversity.timeshare must be false with actor_rollout_ref.rollout.free_cache_engine=false",
     ),
     (("digen.reward.functions={shapes: [1]}",), "functions.shapes must be a number, got [1]; 1.0 is usual"),
@@ -303,7 +306,6 @@ def batches() -> list[list[tuple[str, str]]]:
 
 
 SEPARATE_MALFORMED = [
-    ("digen.reward.functions.diversity={weight: 1, timeshare: true}", "digen.reward.functions.diversity.timeshare"),
     *_each(f"{ROLLOUT}.nnodes", "0", "-1", "null"),
     *_each(f"{ROLLOUT}.n_gpus_per_node", "0", "eight"),
     *_each(f"{ROLLOUT}.checkpoint_engine.backend", "bogus", "naive", "digen_virtual", "null"),
