@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from verl_digen.agent_loop.generated import GroupsBeingGenerated
 from verl_digen.agent_loop.manager import DiffusionAgentLoopWorker
 from verl_digen.config import DigenConfig
 from verl_digen.sampling.requests import SINGLE_TURN
@@ -44,7 +45,11 @@ def make_worker() -> Any:
     worker = object.__new__(DiffusionAgentLoopWorker)
     agent = SimpleNamespace(default_agent_loop=SINGLE_TURN)
     vars(worker).update(
-        digen=DigenConfig(), rollout_config=SimpleNamespace(agent=agent, n=4), _rewards=Rewards(), _run_dir=None
+        digen=DigenConfig(),
+        rollout_config=SimpleNamespace(agent=agent, n=4),
+        _rewards=Rewards(),
+        _run_dir=None,
+        _being_generated=GroupsBeingGenerated(),
     )
     return worker
 

@@ -25,6 +25,7 @@ from tests.chaos.checks import Checks
 from tests.chaos.processes import Cluster, Handle, Reference
 from tests.chaos.rewards import reward_of
 from verl_digen.agent_loop.chunks import ChunkRunner
+from verl_digen.agent_loop.generated import GroupsBeingGenerated
 from verl_digen.agent_loop.manager import DiffusionAgentLoopWorker
 from verl_digen.agent_loop.server_manager import DiffusionServerClient
 from verl_digen.agent_loop.single_turn import DiffusionSingleTurnAgentLoop
@@ -237,6 +238,7 @@ class Agent(DiffusionAgentLoopWorker):
         self._rewards = SampleRewards(layout, [*rewards, *judges], digen)
         self._single_turn = DiffusionSingleTurnAgentLoop(client)
         self._run_dir = Path("unused")
+        self._being_generated = GroupsBeingGenerated()
         self._chunks = ChunkRunner(
             self._generate_for_chunk,
             self._withdraw_from_chunk,

@@ -56,7 +56,8 @@ OVERRIDDEN = {
     "trainer.replay_buffer:GroupReplayBuffer": "_evict_terminal_groups",
     "trainer.base:DiffusionTrainer": "init _init_resource_pool_mgr _setup fit step _compute_metrics on_validate_begin "
     "on_validate_end _validate _log_rollout_data _save_checkpoint _load_checkpoint",
-    "trainer.colocated:ColocatedTrainer": "fit _fetch_one_gen_batch _add_prompts_to_generate on_sample_end on_step_end",
+    "trainer.colocated:ColocatedTrainer": "fit _fetch_one_gen_batch _add_prompts_to_generate on_sample_end on_step_end "
+    "_setup _compute_metrics _validate",
     "weights.checkpoint_engines.base:BucketEngine": "build_topology finalize send_weights receive_weights",
     "weights.checkpoint_engines.gloo:GlooEngine": "prepare init_process_group",
     "weights.checkpoint_engines.objects:RayObjectEngine": "prepare init_process_group",

@@ -4,7 +4,16 @@ from dataclasses import replace
 import pytest
 
 from tests.plan.runs import GB, MEASURED, make_run
-from verl_digen.config import EmaConfig, GapConfig, KlConfig, RolloutConfig, SamplingConfig, TagConfig, TspConfig
+from verl_digen.config import (
+    EmaConfig,
+    GapConfig,
+    KlConfig,
+    RewardConfig,
+    RolloutConfig,
+    SamplingConfig,
+    TagConfig,
+    TspConfig,
+)
 from verl_digen.plan.host import PROMPT_CACHE
 from verl_digen.plan.memory import CONTEXT_BYTES, NCCL_BYTES, RUNTIME, plan_memory, update_bytes
 
@@ -215,6 +224,9 @@ def test_processes_take_memory_of_an_accelerator_that_no_tensor_is():
 
     assert runtime() == [None] * 3
     assert runtime(is_accelerated=True) == [2 * CONTEXT_BYTES + NCCL_BYTES] * 3 == [2 * GB] * 3
+    shared = {"functions": {"pickscore": {"weight": 1.0, "timeshare": True}, "hpsv2": {"weight": 1.0, "num_gpus": 1}}}
+    rewarded = runtime(is_accelerated=True, digen={"reward": RewardConfig(**shared)})
+    assert rewarded == [3 * CONTEXT_BYTES + NCCL_BYTES] * 3, "the context of the timeshared reward's process"
     alone = runtime(is_accelerated=True, is_split=True, frees_replica=False)
     assert alone == [CONTEXT_BYTES + NCCL_BYTES, CONTEXT_BYTES, CONTEXT_BYTES]
 

@@ -265,6 +265,21 @@ ALONE = [*ACROSS_KEYS, *NAMES, *SECTIONS, *WITHOUT_EFFECT]
 
 
 TOGETHER = [
+    (
+        ("digen.reward.functions.shapes={weight: 1, timeshare: true}",),
+        "digen.reward.functions.shapes.timeshare must be false for the function 'shapes'",
+    ),
+    (
+        ("digen.reward.functions.diversity={weight: 1, timeshare: true, num_gpus: 1}",),
+        "functions.diversity.num_gpus must be left out with digen.reward.functions.diversity.timeshare=true",
+    ),
+    (
+        (
+            "digen.reward.functions.diversity={weight: 1, timeshare: true}",
+            *(f"{ROLLOUT}.val_kwargs.n=2", f"{ROLLOUT}.free_cache_engine=false"),
+        ),
+        "functions.diversity.timeshare must be false with actor_rollout_ref.rollout.free_cache_engine=false",
+    ),
     (("digen.reward.functions={shapes: [1]}",), "functions.shapes must be a number, got [1]; 1.0 is usual"),
     ((f"{MODEL}.target_modules={{a: b}}",), "must be a text, got {'a': 'b'}; null takes the model's own list"),
     (
@@ -398,6 +413,7 @@ UNUSUAL = [
     ("digen.reward.functions.jpeg_compressibility={weight: 1, num_workers: 2, num_gpus: 0.5, batch_wait_s: 0}",),
     ("digen.reward.combine=gdpo", "digen.reward.functions={jpeg_compressibility: 1, shapes: {weight: 0.5}}"),
     ("digen.reward.functions.diversity=0.1", f"{ROLLOUT}.val_kwargs.n=2"),
+    ("digen.reward.functions.diversity={weight: 1, timeshare: true}", f"{ROLLOUT}.val_kwargs.n=2"),
     *map(tuple, apart(ADDED)),
     ("hydra.run.dir=TMP/hydra",),
 ]

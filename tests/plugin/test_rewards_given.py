@@ -19,6 +19,7 @@ from verl_digen.preflight.rewards import (
     check_reward_keys,
     check_reward_manager,
     check_rewards,
+    check_timeshared,
     reward_formula,
 )
 from verl_digen.reward.combine import formula
@@ -267,6 +268,14 @@ def test_a_function_of_an_unusual_form_that_can_be_called_is_accepted(composed, 
             {"digen__reward__functions": {"diversity": {"weight": 1, "sise_px": 8}}},
             "functions.diversity.sise_px must be a setting of Diversity (size_px), got 8; did you mean size_px?",
         ),
+        (
+            {"digen__reward__functions": {"diversity": {"weight": 1, "timeshare": "on"}}},
+            "functions.diversity.timeshare must be true or false, got 'on'",
+        ),
+        (
+            {"digen__reward__functions": {"diversity": {"weight": 1, "timeshare": True, "num_workers": 2}}},
+            "functions.diversity.num_workers must be left out with digen.reward.functions.diversity.timeshare=true",
+        ),
         ({"digen__reward__custom_weight": float("nan")}, "digen.reward.custom_weight must be a finite number, got nan"),
     ],
 )
@@ -375,3 +384,20 @@ def test_the_custom_function_is_weighed_only_if_there_is_one():
     reward = RewardConfig({"ocr": 2.0}, custom_weight=0.5)
     assert reward.weights(has_custom=False) == {"ocr": 2.0}
     assert reward.weights(has_custom=True) == {"ocr": 2.0, "custom": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"actor_rollout_ref__rollout__name": "vllm_omni"}, "actor_rollout_ref.rollout.name=vllm_omni, with which it"),
+        ({"trainer__v1__trainer_mode": "digen_disaggregated"}, "trainer.v1.trainer_mode=digen_disaggregated, where"),
+        ({"actor_rollout_ref__rollout__free_cache_engine": False}, "free_cache_engine=false: the replicas keep their"),
+        (
+            {"digen__reward__functions": {"shapes": {"weight": 1, "timeshare": True}}},
+            "for the function 'shapes',",
+        ),
+    ],
+)
+def test_a_reward_takes_turns_with_replicas_that_sleep_and_has_weights(composed, changes, message):
+    given = {"digen__reward__functions": {"diversity": {"weight": 1, "timeshare": True}}}
+    assert message in refused(check_timeshared, composed, **(given | changes))

@@ -58,7 +58,25 @@ def scores_on(device: str, settings: dict[str, dict[str, Any]], source: str) -> 
             for tensor in module.parameters()
         ]
         assert tensors and {tensor.device.type for tensor in tensors} == {torch.device(device).type}, name
+        if device != "cpu":
+            del models, tensors
+            assert after_a_sleep(reward, samples, name) == found[name], name
     return found
+
+
+def after_a_sleep(reward: Any, samples: list[Any], name: str) -> list[float]:
+    """Scores after a sleep on the pretend device, in which no byte of the reward's modules stayed there."""
+    from tests.pretend.memory import memory
+    from tests.reward.contract import scores_of
+
+    tensors = [tensor for module in reward.modules() for tensor in (*module.parameters(), *module.buffers())]
+    num_bytes = sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+    awake = memory.recount()
+    reward.sleep()
+    assert num_bytes > 10_000 and awake - memory.recount() == num_bytes, name
+    reward.wake()
+    assert memory.recount() == awake, name
+    return [value for value, _ in scores_of(reward, samples)]
 
 
 def test_scores_on_a_device_are_those_on_the_cpu(tmp_path):

@@ -2,7 +2,8 @@
 """Agent loop workers: run a group's samples concurrently, have each scored, publish all of the group or none of it.
 
 Status of a prompt key in TransferQueue, read by the trainer's replay buffer: pending -> running -> finished |
-failure. A failed group has no rows (one failed sample fails its group) and its reason is the tag `error`.
+failure. With a reward that takes turns with the replicas, the status of a running group says when all of it is
+generated. A failed group has no rows (one failed sample fails its group) and its reason is the tag `error`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorke
 
 from verl_digen.agent_loop.chunks import ChunkOrder, ChunkRunner, GeneratedChunk, ScoredChunk
 from verl_digen.agent_loop.custom import make_agent_loop
+from verl_digen.agent_loop.generated import GroupsBeingGenerated
 from verl_digen.agent_loop.server_manager import ServerClient
 from verl_digen.agent_loop.single_turn import DiffusionSingleTurnAgentLoop
 from verl_digen.data.rows import ROW, loop_columns, loop_row
@@ -73,6 +75,7 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         self._single_turn = DiffusionSingleTurnAgentLoop(self.llm_client)
         self._run_dir = Path(self.config.trainer.default_local_dir)
         self._group_pictures = GroupPictures(self._run_dir)
+        self._being_generated = GroupsBeingGenerated()
         self._chunks = ChunkRunner(
             self._generate_for_chunk,
             self._withdraw_from_chunk,
@@ -92,13 +95,14 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         await publish_status(partition, uid, PromptStatus("running"))
         params = {**sampling_params, "validate": validate}
         columns = {**loop_columns(row), "global_steps": step, "agent_name": prompt["agent_name"]}
+        telling = self._tell_generated(partition, uid, num_samples)
         tasks = [
             asyncio.create_task(self._run_agent_loop(params, trajectory, trace=trace, session_id=index, **columns))
             for index in range(num_samples)
         ]
         for index, task in enumerate(tasks):
             task.add_done_callback(partial(self._on_sample_ended, uid, index))
-        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        outcomes = await asyncio.gather(*tasks, *telling, return_exceptions=True)
         self._rewards.settled(uid, range(num_samples))
         failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         if not failures:
@@ -114,7 +118,21 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         status = PromptStatus("failure", describe(failures[0])) if failures else PromptStatus("finished")
         await publish_status(partition, uid, status)
 
+    def _tell_generated(self, partition: str, uid: str, num_samples: int) -> list[asyncio.Task[None]]:
+        """Publish, where the driver asks for it, that no sample of the group waits for a replica any more; to be
+        awaited before the group's last status."""
+        if not self.digen.reward.timeshared:
+            return []
+        self._being_generated.begin(uid, num_samples)
+
+        async def tell() -> None:
+            await self._being_generated.until_generated(uid)
+            await publish_status(partition, uid, PromptStatus("running", is_generated=True))
+
+        return [asyncio.create_task(tell())]
+
     def _on_sample_ended(self, uid: str, index: int, task: asyncio.Task[Any]) -> None:
+        self._being_generated.ended(uid, index)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._rewards.fail(uid, index, describe(error))
 
@@ -143,6 +161,7 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
     async def _finish(self, generation: Generation, row: PromptRow, step: int, *, validate: bool) -> ScoredSample:
         """Score one generation, and save its picture where that is wanted."""
         trajectory = generation.trajectory
+        self._being_generated.ended(trajectory.uid, trajectory.sample_index)
         group_size = self.rollout_config.val_kwargs.n if validate else self.rollout_config.n
         score, scored = await self._score(generation, row, group_size, validate=validate)
         tag = SampleTag(

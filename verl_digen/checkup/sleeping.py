@@ -20,7 +20,7 @@ from verl_digen.checkup.outcome import CheckFailed
 from verl_digen.checkup.setting import Setting
 from verl_digen.config import DigenConfig
 from verl_digen.models.tiny import build_tiny
-from verl_digen.rollout.device_memory import DeviceMemory
+from verl_digen.platforms.module_memory import DeviceMemory
 from verl_digen.rollout.server import DiffusersServer
 from verl_digen.weights.checksum import checksum
 from verl_digen.weights.own_device import own_device

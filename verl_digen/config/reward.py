@@ -33,6 +33,10 @@ class PoolSettings:
     """Maximum samples of one call."""
     batch_wait_s: float = 0.05
     """Time in s that a call with fewer samples waits after each sample for a further one."""
+    timeshare: bool = False
+    """True: one process on each device of the trainer and its replicas, in place of `num_workers` and `num_gpus`. The
+    reward's weights are on the device while the reward scores, and in host memory while replicas generate and the
+    trainer trains; samples are scored once all of the batch are generated."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,11 @@ class RewardEntry:
     def pool_settings(self) -> PoolSettings:
         """Settings of its pool, if it has one: those given, or the defaults."""
         return PoolSettings() if self.pool is None else self.pool
+
+    @property
+    def is_timeshared(self) -> bool:
+        """True if it takes turns with the replicas on their devices."""
+        return self.pool_settings.timeshare
 
     @property
     def key(self) -> str:
@@ -119,8 +128,9 @@ class RewardConfig:
     """Name -> weight, or a mapping of `weight`, `reward` (what the name stands for, where it is no built-in name or
     import path itself), `when` (always, or validation: training samples are not scored), `gold` (true: a reward of
     weight 0 that `hacking` watches, at validation alone unless `when` says otherwise), `data_sources` (list: it scores
-    prompts of these alone), `num_workers`, `num_gpus`, `max_batch_size`, `batch_wait_s` (a pool of its own), and
-    arguments. Given as a whole on the command line, it replaces the recipe's, and so does an entry;
+    prompts of these alone), `num_workers`, `num_gpus`, `max_batch_size`, `batch_wait_s` (a pool of its own),
+    `timeshare` (true: it takes turns with the replicas on their devices), and arguments. Given as a whole on the
+    command line, it replaces the recipe's, and so does an entry;
     `functions.NAME=WEIGHT` and `functions.NAME.KEY=VALUE` add or change one. A weight of 0 only logs."""
     custom_weight: float = 1.0
     """Weight of `reward.custom_reward_function`, if there is one."""
@@ -152,6 +162,11 @@ class RewardConfig:
     def entries(self) -> tuple[RewardEntry, ...]:
         """The rewards of `functions`."""
         return tuple(reward_entry(name, value) for name, value in self.functions.items())
+
+    @property
+    def timeshared(self) -> tuple[RewardEntry, ...]:
+        """Rewards that take turns with the replicas on their devices, in order."""
+        return tuple(entry for entry in self.entries if entry.is_timeshared)
 
     @property
     def golds(self) -> tuple[str, ...]:
@@ -236,6 +251,15 @@ def _sources(key: str, given: dict[str, Any]) -> tuple[str, ...] | None:
 def _pool(key: str, given: Mapping[str, Any]) -> PoolSettings:
     """Check the settings of a pool."""
     pool, remedy = PoolSettings(**given), "leave it out for the default"
+    require(isinstance(pool.timeshare, bool), f"{key}.timeshare must be true or false", pool.timeshare, remedy)
+    for name in ("num_workers", "num_gpus"):
+        require(
+            not pool.timeshare or name not in given,
+            f"{key}.{name} must be left out with {key}.timeshare=true, which has one process on each of the trainer's "
+            "devices",
+            given.get(name),
+            f"leave it out, or {key}.timeshare for devices of the reward's own",
+        )
     for name, most in (("num_workers", MAX_WORKERS), ("max_batch_size", MAX_SAMPLES)):
         value = getattr(pool, name)
         is_count = isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most

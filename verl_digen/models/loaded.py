@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loaded parts of a pipeline besides the transformer: functions that name the modules they run.
 
-A replica frees the modules' device memory while it sleeps (`verl_digen.rollout.device_memory`).
+A replica frees the modules' device memory while it sleeps (`verl_digen.platforms.module_memory`).
 """
 
 from __future__ import annotations

@@ -152,6 +152,7 @@ def to_text(plan: Plan) -> str:
         "",
         *_verdict(plan),
         _host_verdict(plan),
+        *_timeshared(plan),
     ]
     return "\n".join(lines)
 
@@ -234,6 +235,18 @@ def _host_verdict(plan: Plan) -> str:
         f"DOES NOT FIT THE HOST  {needed} are needed on the fullest node (calculated), it has {given}; use fewer "
         "devices per node, or offload less (actor_rollout_ref.actor.fsdp_config.param_offload, optimizer_offload)"
     )
+
+
+def _timeshared(plan: Plan) -> list[str]:
+    """Remark on rewards that take turns with the replicas, whose weights the plan does not know."""
+    names = [entry.name for entry in plan.run.settings.digen.reward.timeshared]
+    if not names or plan.run.settings.is_split:
+        return []
+    kept = plan.memory.generating.items["trainer that waits"] / 1e9
+    return [
+        f"NOT COUNTED  the weights of timeshared rewards ({', '.join(names)}): awake they need room beside the "
+        f"{kept:.1f} GB that the trainer keeps; asleep they lie in host memory, once per device of the node"
+    ]
 
 
 def _way_out(memory: Memory) -> str:

@@ -18,7 +18,8 @@ Per device, while it trains and while it generates. FSDP2 shards parameters in t
 | contexts and NCCL | `CONTEXT_BYTES` per process, `NCCL_BYTES` where ranks communicate; estimates |
 | decoding | the peak of one picture or video, see `decoding`, x those that are decoded together |
 
-Left out: text encoding and kernel workspaces. `engine.memory.MARGIN` of the memory is left free for them.
+Left out: text encoding, kernel workspaces, and what a timeshared reward holds while it is awake; its process's context
+is counted. `engine.memory.MARGIN` of the memory is left free for them.
 
 Invariants
 - tests/plan/test_reality.py: parameters, gradients and optimizer within 5 % of a real engine's tensors.
@@ -153,7 +154,8 @@ def _runtime(run: Run, *, trains: bool, generates: bool) -> Items:
     if not run.settings.is_accelerated:
         return {}
     num_groups = trains + (generates and run.settings.devices_per_sample > 1)
-    return {RUNTIME: (trains + generates) * CONTEXT_BYTES + num_groups * NCCL_BYTES}
+    num_rewards = len(run.settings.digen.reward.timeshared)
+    return {RUNTIME: (trains + generates + num_rewards) * CONTEXT_BYTES + num_groups * NCCL_BYTES}
 
 
 def _assistant(run: Run) -> Items:

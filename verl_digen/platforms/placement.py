@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from verl.plugin.platform import get_platform
 from verl.single_controller.ray.base import ResourcePoolManager
 
@@ -38,6 +39,9 @@ from verl_digen.pool_sizes import (
 
 LEAST_SHARE = 1e-4
 """Smallest share of a resource that Ray counts."""
+
+TIMESHARE = 0.01
+"""Share of a device that Ray counts for a process that takes turns on it. Ranks take a third of their bundle's."""
 
 TYPE_PREFIX = "accelerator_type:"
 """Prefix of Ray's resources for nodes of an accelerator type."""
@@ -69,18 +73,38 @@ def pool_options(pool: PoolSettings, digen: DigenConfig) -> dict[str, Any]:
     return {"num_cpus": 1, **_device_options(pool.num_gpus, digen)}
 
 
+def timeshared_options(pool: Any) -> list[dict[str, Any]]:
+    """Options of the Ray actor of a timeshared reward on each device of a pool: in the bundle of the rank that has it.
+
+    Args:
+        pool: verl's `RayResourcePool`, reserved: a placement group per node, with a bundle per device.
+    """
+    share = _share_options(TIMESHARE)
+    return [
+        {
+            "num_cpus": 0,
+            **share,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number),
+        }
+        for group in pool.get_placement_groups(device_name=get_platform().device_name)
+        for number in range(group.bundle_count)
+    ]
+
+
 def _device_options(share: float, digen: DigenConfig) -> dict[str, Any]:
-    options: dict[str, Any] = {"resources": {}}
-    if share:
-        device = get_platform().ray_resource_name()
-        if device == "GPU":
-            options["num_gpus"] = share
-        else:
-            options["resources"][device] = share
+    options = _share_options(share)
     resource = type_resource("digen.placement.reward_accelerator", digen.placement.reward_accelerator)
     if resource is not None:
         options["resources"][resource] = LEAST_SHARE
     return options
+
+
+def _share_options(share: float) -> dict[str, Any]:
+    """Options of an actor with so many devices, or a share of one."""
+    device = get_platform().ray_resource_name()
+    if not share or device != "GPU":
+        return {"resources": {device: share} if share else {}}
+    return {"resources": {}, "num_gpus": share}
 
 
 def check_placement(config: Any, digen: DigenConfig, *, is_disaggregated: bool) -> None:

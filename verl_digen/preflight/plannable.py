@@ -20,7 +20,7 @@ from verl_digen.preflight.model import check_model, check_model_section
 from verl_digen.preflight.paths import check_resume, check_run_dir
 from verl_digen.preflight.pools import check_rollout_package, check_weight_package
 from verl_digen.preflight.reward_model import check_reward_model
-from verl_digen.preflight.rewards import check_combination, check_group_rewards, check_rewards
+from verl_digen.preflight.rewards import check_combination, check_group_rewards, check_rewards, check_timeshared
 from verl_digen.preflight.rules import RULES, Rule, check
 from verl_digen.preflight.vllm_omni import check_vllm_omni
 from verl_digen.preflight.watching import check_watching
@@ -51,7 +51,8 @@ def check_plannable(config: DictConfig) -> None:
     if OmegaConf.select(config, "data.train_files") is None:
         left_out.add(check_prompts)
     if not (OmegaConf.select(config, "digen.reward.functions") or has_custom(config)):
-        left_out |= {check_rewards, check_combination, check_group_rewards, check_watching, check_reward_model}
+        left_out |= {check_rewards, check_combination, check_group_rewards, check_timeshared, check_watching}
+        left_out |= {check_reward_model}
     check(config, [rule for rule in RULES if rule not in left_out])
 
 

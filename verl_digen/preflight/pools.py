@@ -59,7 +59,7 @@ def check_device(config: DictConfig) -> None:
         )
     num_cpus = OmegaConf.select(config, "ray_kwargs.ray_init.num_cpus", throw_on_missing=True)
     if num_cpus is not None:
-        least = CPUS_PER_RANK * num_trainer_devices(config) + reward_layout(config, digen_config(config)).num_workers
+        least = CPUS_PER_RANK * num_trainer_devices(config) + reward_layout(config, digen_config(config)).num_cpus
         require(
             isinstance(num_cpus, int) and num_cpus >= least,
             f"ray_kwargs.ray_init.num_cpus must be >= {least}, {CPUS_PER_RANK} for each trainer rank and one for each "

@@ -12,11 +12,12 @@ from omegaconf import DictConfig, OmegaConf
 from verl_digen.config import digen_config
 from verl_digen.config.reward import ALWAYS
 from verl_digen.pool_sizes import has_reward_model
+from verl_digen.preflight.pools import COLOCATED
 from verl_digen.require import require
 from verl_digen.reward.combine import find_combination, formula
 from verl_digen.reward.functions import CUSTOM, require_reward_function
 from verl_digen.reward.layout import OWN_MANAGER, has_custom, reward_layout
-from verl_digen.reward.named import check, scope_of
+from verl_digen.reward.named import check, find, is_class, scope_of
 from verl_digen.reward.reward_model import UNKNOWN, connected, router_argument
 
 CUSTOM_KEY = "reward.custom_reward_function"
@@ -102,6 +103,40 @@ def check_reward_devices(config: DictConfig) -> None:
             model[name],
             "give the nodes and devices per node of a pool beside the trainer's, for the processes that share reward "
             "functions or, with reward.reward_model.enable=true, for the model's servers",
+        )
+
+
+def check_timeshared(config: DictConfig) -> None:
+    """Require, for rewards that take turns with the replicas, replicas that sleep and rewards with weights."""
+    mode, rollout = config.trainer.v1.trainer_mode, config.actor_rollout_ref.rollout
+    own = "give it devices of its own with num_gpus in place of timeshare"
+    for entry in digen_config(config).reward.timeshared:
+        key = f"{entry.key}.timeshare"
+        require(
+            mode == COLOCATED,
+            f"{key} must be false with trainer.v1.trainer_mode={mode}, where replicas do not sleep while samples are "
+            "scored",
+            True,
+            f"{own}, or leave out recipe disaggregated",
+        )
+        require(
+            rollout.name == "diffusers",
+            f"{key} must be false with actor_rollout_ref.rollout.name={rollout.name}, with which it has not been tried",
+            True,
+            f"{own}, or set actor_rollout_ref.rollout.name=diffusers",
+        )
+        require(
+            rollout.free_cache_engine,
+            f"{key} must be false with actor_rollout_ref.rollout.free_cache_engine=false: the replicas keep their "
+            "memory",
+            True,
+            f"{own}, or set actor_rollout_ref.rollout.free_cache_engine=true",
+        )
+        require(
+            is_class(find(entry)),
+            f"{key} must be false for the function {entry.target!r}, which has no weights that could leave a device",
+            True,
+            "leave it out, or write a class of verl_digen.reward.base.Reward",
         )
 
 

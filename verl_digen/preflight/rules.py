@@ -38,6 +38,7 @@ from verl_digen.preflight.rewards import (
     check_reward_keys,
     check_reward_manager,
     check_rewards,
+    check_timeshared,
 )
 from verl_digen.preflight.unknown import unknown_problems
 from verl_digen.preflight.unused import unused_problems
@@ -115,6 +116,7 @@ RULES: tuple[Rule, ...] = (
     check_group_rewards,
     check_reward_manager,
     check_reward_devices,
+    check_timeshared,
     check_watching,
 )
 """All rules, in the order in which their messages are shown, after those of `values`."""

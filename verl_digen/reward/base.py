@@ -8,6 +8,8 @@
 - `score` gets 1 to `max_batch_size` samples of any prompts; with `scope = "group"` all samples of one prompt at once.
 - It returns one entry per sample, in order: a number, or a mapping with `score` and numeric details.
 - A sync `score` runs in a thread, an async one in the process's event loop; one call at a time.
+- With `timeshare` it sleeps while replicas generate and the trainer trains: `sleep` frees its device memory, `wake`
+  brings it back, and no `score` runs in between. The built-in ones move the modules among its attributes.
 - It may raise: the samples are tried again one by one, a group as a whole, and then fail. It never returns a 0 for a
   failure.
 """
@@ -20,7 +22,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
+from torch import nn
 
+from verl_digen.reward.held import HeldMemory, held_modules
 from verl_digen.types import RewardInput
 
 Result = float | Mapping[str, Any]
@@ -58,10 +62,27 @@ class Reward(ABC):
 
     def __init__(self, config: Any, device: torch.device):
         self.config, self.device = config, device
+        self._held: HeldMemory | None = None
+        """Made by the first `sleep`."""
 
     def take_counts(self) -> Mapping[str, int]:
         """Counts of events since the last time, such as retries; `reward_calls/NAME_COUNT` shows them."""
         return {}
+
+    def modules(self) -> list[nn.Module]:
+        """Modules on the device, whose weights and buffers leave it while the reward sleeps; those that it holds."""
+        return held_modules(self)
+
+    def sleep(self) -> None:
+        """Free the device memory, with `timeshare`. Override both methods for what is not in `modules`."""
+        if self._held is None:
+            self._held = HeldMemory(self.modules(), self.device)
+        self._held.release()
+
+    def wake(self) -> None:
+        """Bring back what `sleep` has freed; called only after it."""
+        assert self._held is not None
+        self._held.restore()
 
     @abstractmethod
     def score(self, batch: Sequence[RewardInput]) -> Sequence[Result] | Awaitable[Sequence[Result]]:

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from omegaconf import DictConfig
 
 from verl_digen.config import DigenConfig, RewardEntry
+from verl_digen.pool_sizes import num_trainer_devices
 from verl_digen.reward.named import pool_entries, shared_entries
 
 OWN_MANAGER = "DiffusionRewardManager"
@@ -28,7 +29,7 @@ class RewardLayout:
     num_function_workers: int
     """Processes that hold all functions without a pool; 0 if there is no such function."""
     pools: tuple[RewardEntry, ...]
-    """Rewards with processes of their own."""
+    """Rewards with processes of their own; one that is timeshared has a worker per device of the trainer."""
     weights: Mapping[str, float]
     """Weights of all rewards by name."""
 
@@ -36,6 +37,11 @@ class RewardLayout:
     def num_workers(self) -> int:
         """All processes."""
         return self.num_function_workers + sum(entry.pool_settings.num_workers for entry in self.pools)
+
+    @property
+    def num_cpus(self) -> int:
+        """CPUs that Ray reserves for them: one for each that is not timeshared."""
+        return self.num_workers - sum(entry.pool_settings.num_workers for entry in self.pools if entry.is_timeshared)
 
     def split(self, handles: Sequence[Any]) -> tuple[Sequence[Any], list[Sequence[Any]]]:
         """The function workers, and each pool's.
@@ -63,6 +69,13 @@ def reward_layout(config: DictConfig, digen: DigenConfig) -> RewardLayout:
     is_shared = has_functions or config.reward.reward_manager.name != OWN_MANAGER
     return RewardLayout(
         config.reward.num_workers if is_shared else 0,
-        pool_entries(digen.reward),
+        tuple(_placed(entry, config) for entry in pool_entries(digen.reward)),
         digen.reward.weights(has_custom=has_custom(config)),
     )
+
+
+def _placed(entry: RewardEntry, config: DictConfig) -> RewardEntry:
+    """The entry with its number of workers, which the trainer's devices decide where it is timeshared."""
+    if not entry.is_timeshared:
+        return entry
+    return replace(entry, pool=replace(entry.pool_settings, num_workers=num_trainer_devices(config)))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's reward loop with pictures: the manager of all reward processes, the worker that holds the functions, the
-reward manager that scores one sample with them, and the worker of a reward's own pool."""
+reward manager that scores one sample with them, and the workers of a reward's own pool, and of a timeshared reward."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 from verl.plugin.platform import get_platform
 from verl.trainer.ppo.reward import get_custom_reward_fn, resolve_reward_manager_cls
 
-from verl_digen.config import DigenConfig, RewardConfig, digen_config
-from verl_digen.platforms.placement import pool_options, reward_options
+from verl_digen.config import DigenConfig, RewardConfig, RewardEntry, digen_config
+from verl_digen.platforms.placement import pool_options, reward_options, timeshared_options
+from verl_digen.reward.base import Reward
 from verl_digen.reward.functions import CUSTOM
 from verl_digen.reward.layout import reward_layout
 from verl_digen.reward.named import find, make, shared_entries
@@ -25,6 +26,7 @@ from verl_digen.reward.pool_worker import BatchScorer
 from verl_digen.reward.reward_model import ServedModel, connected, router_argument
 from verl_digen.reward.sample_rewards import NAMES, ROW
 from verl_digen.reward.scoring import Scorer, WeightedReward
+from verl_digen.reward.timeshared import TimesharedScorer, Turn
 from verl_digen.reward.workers import RestartingActor
 from verl_digen.types import PartScore, PromptRow, RewardInput
 
@@ -110,21 +112,51 @@ class RewardPoolWorker:
     """
 
     def __init__(self, config: RewardConfig, name: str, served: ServedModel | None = None):
-        entry = connected(next(entry for entry in config.entries if entry.name == name), served)
-        pool = entry.pool_settings
-        device = get_platform().device_name if pool.num_gpus else "cpu"
-        self._scorer = BatchScorer(
-            name,
-            make(entry, torch.device(device)),
-            max_retries=config.max_retries,
-            timeout_s=config.timeout_s,
-            max_batch_size=pool.max_batch_size,
-            batch_wait_s=pool.batch_wait_s,
-        )
+        entry = connected(_entry(config, name), served)
+        device = get_platform().device_name if entry.pool_settings.num_gpus else "cpu"
+        self._scorer = _batch_scorer(config, entry, make(entry, torch.device(device)))
 
     async def compute_score(self, samples: Sequence[RewardInput]) -> list[PartScore]:
         """Score one sample, or all samples of a group."""
         return await self._scorer.score(samples)
+
+
+class TimesharedRewardWorker:
+    """Process of one reward on a device of the trainer; see `verl_digen.reward.timeshared`."""
+
+    def __init__(self, config: RewardConfig, name: str):
+        entry = _entry(config, name)
+        self._scorer = TimesharedScorer(
+            lambda: make(entry, torch.device(get_platform().device_name)), partial(_batch_scorer, config, entry)
+        )
+
+    async def compute_score(self, samples: Sequence[RewardInput]) -> list[PartScore]:
+        """Score one sample, or all samples of a group, once the reward is awake."""
+        return await self._scorer.score(samples)
+
+    async def wake(self) -> Turn | None:
+        """Bring the weights to the device, and score what waits."""
+        return await self._scorer.wake()
+
+    async def sleep(self) -> Turn | None:
+        """Free the device memory once the running call has ended; samples wait until `wake`."""
+        return await self._scorer.sleep()
+
+
+def _entry(config: RewardConfig, name: str) -> RewardEntry:
+    return next(entry for entry in config.entries if entry.name == name)
+
+
+def _batch_scorer(config: RewardConfig, entry: RewardEntry, reward: Reward) -> BatchScorer:
+    pool = entry.pool_settings
+    return BatchScorer(
+        entry.name,
+        reward,
+        max_retries=config.max_retries,
+        timeout_s=config.timeout_s,
+        max_batch_size=pool.max_batch_size,
+        batch_wait_s=pool.batch_wait_s,
+    )
 
 
 class DiffusionRewardLoopManager(RewardLoopManager):
@@ -144,17 +176,41 @@ class DiffusionRewardLoopManager(RewardLoopManager):
                 DiffusionRewardLoopWorker, digen.reward.max_retries, **reward_options(self.config, digen)
             )
             super()._init_reward_loop_workers()
-        self._pool_actors = [  # kept: a restart needs the constructor's arguments
-            RestartingActor(RewardPoolWorker, digen.reward.max_retries, **pool_options(entry.pool_settings, digen))
-            for entry in layout.pools
-        ]
-        self._pool_workers = [
-            actor.options(name=f"reward_{entry.name}_{number}").remote(digen.reward, entry.name, served)
-            for actor, entry in zip(self._pool_actors, layout.pools, strict=True)
-            for number in range(entry.pool_settings.num_workers)
-        ]
+        self._pool_actors: list[RestartingActor] = []
+        """Kept: a restart needs the constructor's arguments."""
+        self._pool_workers: dict[str, list[Any]] = {}
+        for entry in layout.pools:
+            if not entry.is_timeshared:
+                actor = RestartingActor(
+                    RewardPoolWorker, digen.reward.max_retries, **pool_options(entry.pool_settings, digen)
+                )
+                self._start(actor, entry.name, entry.pool_settings.num_workers, served)
+        self._order = [entry.name for entry in layout.pools]
+
+    def start_timeshared(self, pool: Any) -> dict[str, list[Any]]:
+        """Start the rewards that take turns with the replicas: for each, an asleep process on every device of `pool`
+        -> reward -> its workers. Does not wait.
+
+        Args:
+            pool: the trainer's devices, reserved.
+        """
+        digen = digen_config(self.config)
+        names = [entry.name for entry in digen.reward.timeshared]
+        for options in timeshared_options(pool):
+            actor = RestartingActor(TimesharedRewardWorker, digen.reward.max_retries, **options)
+            for name in names:
+                self._start(actor, name, 1)
+        return {name: self._pool_workers[name] for name in names}
+
+    def _start(self, actor: RestartingActor, name: str, num_workers: int, *arguments: Any) -> None:
+        """Start further workers of a reward's pool."""
+        reward = digen_config(self.config).reward
+        self._pool_actors.append(actor)
+        workers = self._pool_workers.setdefault(name, [])
+        for number in range(len(workers), len(workers) + num_workers):
+            workers.append(actor.options(name=f"reward_{name}_{number}").remote(reward, name, *arguments))
 
     @property
     def reward_loop_worker_handles(self) -> list[Any]:
         """Handles of all workers, in the order of `RewardLayout`."""
-        return [*self.reward_loop_workers, *self._pool_workers]
+        return [*self.reward_loop_workers, *(worker for name in self._order for worker in self._pool_workers[name])]

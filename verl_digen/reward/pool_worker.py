@@ -67,6 +67,14 @@ class BatchScorer:
         """
         return await self._queue.submit(tuple(samples))
 
+    async def pause(self) -> None:
+        """Start no further call, and return when the one that runs has ended, its retries included."""
+        await self._queue.pause()
+
+    def resume(self) -> None:
+        """Start calls again."""
+        self._queue.resume()
+
     async def _score_samples(
         self, batch: Sequence[Sequence[RewardInput]], num_queued: int
     ) -> list[list[PartScore] | Exception]:

@@ -4,9 +4,10 @@
 - A call starts when `max_batch_size` samples wait, or when no sample has arrived for `wait_s`. Samples that arrive
   during a call wait for the next one, so that calls grow with the load.
 - Samples are taken in the order in which they came; a caller that is cancelled leaves the queue.
+- A queue that is paused takes samples and starts no call.
 
-Invariants (tests/reward/test_queue.py): n samples that wait together make ceil(n / max_batch_size) calls; every sample
-gets its own outcome.
+Invariants (tests/reward/test_pool_worker.py, test_timeshared.py): n samples that wait together make
+ceil(n / max_batch_size) calls; every sample gets its own outcome; no call runs while the queue is paused.
 
 Bound: one entry per caller, because each caller waits for its own outcome.
 """
@@ -39,6 +40,20 @@ class BatchQueue(Generic[Item, Outcome]):
         self._pending: list[tuple[Item, asyncio.Future[Outcome]]] = []
         self._arrived = asyncio.Event()
         self._loop: asyncio.Task[None] | None = None
+        self._is_open = asyncio.Event()
+        self._is_open.set()
+        self._running = asyncio.Lock()
+        """Held by a call."""
+
+    async def pause(self) -> None:
+        """Start no further call, and return when the one that runs has ended."""
+        self._is_open.clear()
+        async with self._running:
+            pass
+
+    def resume(self) -> None:
+        """Start calls again."""
+        self._is_open.set()
 
     async def submit(self, item: Item) -> Outcome:
         """The item's outcome; raises its exception."""
@@ -52,12 +67,15 @@ class BatchQueue(Generic[Item, Outcome]):
     async def _run(self) -> None:
         while True:
             await self._until_ready()
+            while not self._is_open.is_set():  # it may be paused again before this goes on
+                await self._is_open.wait()
             waiting = [entry for entry in self._pending if not entry[1].done()]  # the others were cancelled
             batch, self._pending = waiting[: self._max_batch_size], waiting[self._max_batch_size :]
             if not batch:
                 continue
             try:
-                outcomes = await self._run_batch([item for item, _ in batch], len(self._pending))
+                async with self._running:
+                    outcomes = await self._run_batch([item for item, _ in batch], len(self._pending))
             except Exception as error:  # every caller is told
                 outcomes = [error] * len(batch)
             for (_, answer), outcome in zip(batch, outcomes, strict=True):

@@ -32,8 +32,8 @@ from verl_digen.config import DigenConfig
 from verl_digen.errors import describe
 from verl_digen.models.experts import networks_of
 from verl_digen.models.sequence import split_networks
+from verl_digen.platforms.module_memory import DeviceMemory
 from verl_digen.rollout.birth import SeenDevice, birth_variables, visible_device
-from verl_digen.rollout.device_memory import DeviceMemory
 from verl_digen.rollout.lockstep import Leader, OutOfStep, find_store, follow, join_group, open_store
 from verl_digen.rollout.network import Intake, LoadedNetwork, load_network
 from verl_digen.weights.checksum import Manifest

@@ -29,9 +29,9 @@ from verl.utils.torch_dtypes import PrecisionType
 from verl_digen.inputs import PromptInputs
 from verl_digen.models.pixels import in_batches
 from verl_digen.platforms.device_name import accelerator_name
+from verl_digen.platforms.module_memory import DeviceMemory
 from verl_digen.rollout.batcher import RequestBatcher
 from verl_digen.rollout.birth import SeenDevice, visible_device
-from verl_digen.rollout.device_memory import DeviceMemory
 from verl_digen.rollout.fingerprint import PROMPT, fingerprint
 from verl_digen.rollout.network import Intake, Seals, load_network
 from verl_digen.rollout.peers import (

@@ -49,7 +49,7 @@ class DeadlinesConfig:
     commit_s: float = 600.0
     """Least bound of the optimizer step."""
     load_s: float = 300.0
-    """Least bound of a replica's switch to weights that it has received."""
+    """Least bound of a replica's switch to weights that it has received. Bound of timeshared rewards' falling asleep."""
     publish_s: float = 1200.0
     """Least bound of sending weights to all replicas."""
     save_s: float = 7200.0
@@ -57,7 +57,7 @@ class DeadlinesConfig:
     setup_s: float = 14400.0
     """Bound of everything before the first step: processes start, models are downloaded and loaded."""
     start_s: float = 1800.0
-    """Bound of restarting a lost replica, loading its model included."""
+    """Bound of restarting a lost replica, loading its model included, and of waking the timeshared rewards."""
     answer_s: float = 120.0
     """Bound of a call without work, such as a health check, and of encoding a prompt for the trainer."""
     abort_s: float = 60.0

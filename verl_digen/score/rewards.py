@@ -78,9 +78,9 @@ class LocalRewards:
         for entry in entries:
             pool = entry.pool_settings
             require(
-                pool.num_workers == 1 and pool.num_gpus == 0,
-                f"{entry.key}: num_workers and num_gpus belong to a run",
-                {"num_workers": pool.num_workers, "num_gpus": pool.num_gpus},
+                pool.num_workers == 1 and pool.num_gpus == 0 and not pool.timeshare,
+                f"{entry.key}: num_workers, num_gpus and timeshare belong to a run",
+                {"num_workers": pool.num_workers, "num_gpus": pool.num_gpus, "timeshare": pool.timeshare},
                 "leave them out; --device chooses the device",
             )
         self.entries = tuple(entries)

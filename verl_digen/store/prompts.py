@@ -25,6 +25,9 @@ class PromptStatus:
     status: Status
     error: str = ""
     """Reason of a failure."""
+    is_generated: bool = False
+    """True of a running prompt if no sample of it waits for a replica any more: each is generated, or has failed. Told
+    only in runs with rewards that take turns with the replicas."""
 
     @property
     def has_ended(self) -> bool:
@@ -53,6 +56,8 @@ async def publish_status(partition: str, uid: str, status: PromptStatus) -> None
     tag: dict[str, Any] = {"status": status.status}
     if status.error:
         tag["error"] = status.error
+    if status.is_generated:
+        tag["is_generated"] = True
     await tq.async_kv_put(key=uid, partition_id=partition, tag=tag)
 
 
@@ -68,5 +73,7 @@ def to_listing(entries: Mapping[str, Mapping[str, Any]]) -> Listing:
         if is_sample(entry):
             listing.samples[key] = from_entry(entry)
         elif entry:
-            listing.prompts[key] = PromptStatus(entry["status"], entry.get("error", ""))
+            listing.prompts[key] = PromptStatus(
+                entry["status"], entry.get("error", ""), entry.get("is_generated", False)
+            )
     return listing

@@ -17,12 +17,15 @@
 | agent loop worker | replica, then reward worker | its own samples |
 | replica | no one: batches what is queued | callers wait, so P*G |
 
+With timeshared rewards the scoring of their samples comes after all generation, see `verl_digen.trainer.turns`.
+
 Invariant: in one step every sample has version `global_steps - 1`.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,13 +36,18 @@ from verl.utils.debug import marked_timer
 from verl_digen.algorithms.objectives import find_objective
 from verl_digen.data.rows import prompt_batch
 from verl_digen.errors import RunStopped
+from verl_digen.pool_sizes import num_trainer_devices
+from verl_digen.reward.named import pool_entries
 from verl_digen.store.keys import parse_key
 from verl_digen.store.partitions import CONDITIONS, TRAIN
+from verl_digen.store.prompts import list_partition
 from verl_digen.store.samples import clear, from_batch
 from verl_digen.trainer.base import DiffusionTrainer
 from verl_digen.trainer.replay_buffer import GroupReplayBuffer
 from verl_digen.trainer.restarts import start_colocated
 from verl_digen.trainer.step_result import StepResult
+from verl_digen.trainer.turn_timeline import TurnTimeline
+from verl_digen.trainer.turns import RewardProcesses, Turns, num_events, require_same_places, turn_metrics
 from verl_digen.trainer.updates import batch_scale, fragment_samples, group_rewards, mini_batches, train_batch
 from verl_digen.types import GroupTags, SampleTag
 
@@ -53,6 +61,35 @@ class ColocatedTrainer(DiffusionTrainer):
     """See the module."""
 
     replay_buffer: GroupReplayBuffer
+    _turns: Turns | None = None
+    """None without timeshared rewards."""
+
+    def _setup(self) -> None:
+        super()._setup()
+        self._served_version = self.global_steps
+        """Version of the weights that the replicas have, once `init` is over."""
+        if self.digen.reward.timeshared:
+            self._start_timeshared_rewards()
+
+    def _start_timeshared_rewards(self) -> None:
+        """Start rewards that share the trainer's devices, while the replicas sleep, and let each load once."""
+        workers = self.reward_loop_manager.start_timeshared(self.llm_server_manager.rollout_resource_pool)
+        for name, of_reward in workers.items():
+            require_same_places(name, of_reward, self.actor_rollout_wg.workers)
+        self._reward_processes = RewardProcesses(workers, self.digen.deadlines)
+        self._reward_processes.wake()  # makes them; what is wrong with their weights is told now
+        self._reward_processes.sleep()
+        self._turns = Turns(
+            self._reward_processes, sleep_replicas=self._sleep_replicas, wake_replicas=self._wake_replicas
+        )
+        self._validation.on_batch = self._turns.generate
+        self._validation.on_poll = self._turns.observe
+        self._timeline = TurnTimeline(
+            self.run_dir,
+            [entry.name for entry in pool_entries(self.digen.reward)],
+            num_devices=num_trainer_devices(self.config),
+            after=self.global_steps,
+        )
 
     def fit(self, agent_loop_manager: Any) -> None:
         self.replay_buffer.on_poll = self._on_poll
@@ -62,15 +99,20 @@ class ColocatedTrainer(DiffusionTrainer):
         """Called while the driver waits for groups; ends the wait by raising."""
         self._supervision.heartbeats.check()
         what = f"the groups of step {self.global_steps} ({num_ended} have ended)"
-        self._supervision.patience.check(num_ended, what)
+        if self._turns is None:
+            return self._supervision.patience.check(num_ended, what)
+        prompts = list_partition(TRAIN).prompts.values()
+        self._supervision.patience.check(num_events(prompts), what)
+        self._turns.observe(prompts)
 
     # -- one step -----------------------------------------------------------------------------------------
     def _run_step(self, timing_raw: dict) -> StepResult:
+        self._step_began_s = time.time()
         with marked_timer("gen", timing_raw):
             groups = self._generate()
         objective = find_objective(self.digen.loss_name)
         samples = fragment_samples(groups, self.digen.select, group_rewards(self.config, self.digen))
-        self._ranks.compute_s = 0.0
+        self._ranks.compute_s, began_s = 0.0, time.time()
         with marked_timer("update_actor", timing_raw), self._supervision.watch("train", "training the batch"):
             training = self._supervision.run(
                 train_batch(
@@ -82,6 +124,7 @@ class ColocatedTrainer(DiffusionTrainer):
                     old=self.digen.denominator,
                 )
             )
+        self._training_span = began_s, time.time()
         tags = [tag for indices in groups.values() for tag in indices.values()]
         clear(CONDITIONS, sorted({tag.condition_key for tag in tags}))
         return StepResult(
@@ -106,6 +149,22 @@ class ColocatedTrainer(DiffusionTrainer):
             groups.setdefault(name.uid, {})[name.sample_index] = tags[name]
         return groups
 
+    def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, global_steps: int, epoch: int) -> None:
+        if self._turns is not None:
+            turns = self._reward_processes.take_turns()
+            metrics.update(turn_metrics(turns))
+            extent = self._step_began_s, self._step_began_s + timing_raw["step"]
+            self._timeline.write(global_steps, self._result.samples, turns, extent=extent, training=self._training_span)
+        super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch)
+
+    def _validate(self) -> dict[str, float]:
+        metrics = super()._validate()
+        if self._turns is not None and self._validated_policy == self._behaviour:
+            self._turns.generate()
+        elif self._turns is not None:
+            self._turns.end()  # on_validate_end wakes the replicas, with the weights of the other policy
+        return metrics
+
     # -- prompts: verl's hooks ----------------------------------------------------------------------------
     def _fetch_one_gen_batch(self) -> TensorDict:
         drawn = self._draw_batch()
@@ -126,12 +185,23 @@ class ColocatedTrainer(DiffusionTrainer):
 
     # -- replicas -----------------------------------------------------------------------------------------
     def on_sample_end(self) -> None:
+        if self._turns is not None:
+            self._turns.end()
         with self._supervision.watch("load", "putting the replicas to sleep"):
             self._tell_replicas(super().on_sample_end)
 
     def on_step_end(self) -> None:
         self._restart_lost_replicas()
         self._update_replicas(super().on_step_end)
+        self._served_version = self.global_steps
+
+    def _sleep_replicas(self) -> None:
+        with self._supervision.watch("load", "putting the replicas to sleep"):
+            self._tell_replicas(self.checkpoint_manager.sleep_replicas)
+
+    def _wake_replicas(self) -> None:
+        """Wake the replicas in the middle of a step, with the weights that they had."""
+        self._update_replicas(lambda: self.checkpoint_manager.update_weights(self._served_version))
 
     def _restart_lost_replicas(self) -> None:
         """Start replicas in place of lost ones, while the others sleep."""

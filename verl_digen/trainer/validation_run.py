@@ -19,10 +19,11 @@ from verl_digen.data.rows import ROW, prompt_batch
 from verl_digen.errors import RunStopped
 from verl_digen.observe.wandb_media import log_to_wandb
 from verl_digen.store.partitions import VAL
-from verl_digen.store.prompts import list_partition, submit_prompts
+from verl_digen.store.prompts import PromptStatus, list_partition, submit_prompts
 from verl_digen.store.samples import clear
 from verl_digen.trainer.replay_buffer import POLL_INTERVAL_S
 from verl_digen.trainer.supervision import Supervision
+from verl_digen.trainer.turns import num_events
 from verl_digen.trainer.validation import draw_pictures, shown_samples, validation_metrics, validation_uid
 from verl_digen.types import SampleTag
 
@@ -52,6 +53,10 @@ class Validation:
         self._num_samples, self._to_tensorboard = num_samples, to_tensorboard
         self._poll_s = poll_s
         self._pictures: Any = None
+        self.on_batch: Callable[[], None] = lambda: None
+        """Called before a batch of prompts goes to the agent loops."""
+        self.on_poll: Callable[[Iterable[PromptStatus]], None] = lambda prompts: None
+        """Called with the prompts of the batch whenever they were looked at, while some have not ended."""
 
     def run(
         self,
@@ -80,6 +85,7 @@ class Validation:
             batch = prompt_batch(rows)
             tu.assign_non_tensor_data(batch, "global_steps", step)
             tu.assign_non_tensor_data(batch, "validate", True)
+            self.on_batch()
             submit_prompts(VAL, uids, step)
             generate(batch)
             reasons = self.wait(uids, tags)
@@ -118,7 +124,9 @@ class Validation:
                 break
             step = self._supervision.step()
             what = f"validation after step {step} ({len(ended)} of {len(uids)} prompts have ended)"
-            self._supervision.patience.check(len(ended), what)
+            prompts = [found.prompts[uid] for uid in uids]
+            self._supervision.patience.check(num_events(prompts), what)
+            self.on_poll(prompts)
             time.sleep(self._poll_s)
         reasons = [found.prompts[uid].error for uid in uids if found.prompts[uid].status == "failure"]
         tags.update(found.samples)

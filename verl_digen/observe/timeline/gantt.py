@@ -52,6 +52,8 @@ COLOURS: dict[str, str] = {
     "train": "#E69F00",
     "assist": "#009E73",
     "commit": "#D55E00",
+    "wake": "#8C6BB1",
+    "sleep": "#4D4D4D",
     "publish": "#56B4E9",
     "validate": "#F0E442",
     "save": "#7F7F7F",

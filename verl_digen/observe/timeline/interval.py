@@ -42,13 +42,28 @@ from verl_digen.schedulers.types import WaitReason
 Pool = Literal["generator", "reward", "trainer", "driver"]
 """Owner of a lane."""
 
-Kind = Literal["train", "assist", "generate", "commit", "score", "publish", "validate", "save", "wait", "step"]
+Kind = Literal[
+    "train",
+    "assist",
+    "generate",
+    "commit",
+    "score",
+    "wake",
+    "sleep",
+    "publish",
+    "validate",
+    "save",
+    "wait",
+    "step",
+]
 """Activity of a lane:
 
 | kind | meaning |
 | --- | --- |
 | `generate` | a generator denoises a chunk |
 | `score` | a reward worker scores |
+| `wake` | the weights of a reward that shares the replicas' devices come to its device |
+| `sleep` | they leave it |
 | `train` | the trainer accumulates the gradient of a fragment |
 | `assist` | the trainer denoises a chunk |
 | `commit` | the optimizer step of a logical batch |

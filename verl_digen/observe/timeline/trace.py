@@ -26,6 +26,8 @@ COLOURS: dict[Kind, str] = {
     "train": "thread_state_iowait",  # orange
     "assist": "thread_state_running",  # green
     "commit": "terrible",  # red
+    "wake": "good",
+    "sleep": "bad",
     "publish": "background_memory_dump",  # teal
     "validate": "yellow",
     "save": "generic_work",  # grey

@@ -6,7 +6,7 @@ import os
 import torch
 from torch import nn
 
-from verl_digen.rollout.device_memory import DeviceMemory
+from verl_digen.platforms.module_memory import DeviceMemory
 from verl_digen.weights.host_pool import HostPool
 
 CPU = torch.device("cpu")

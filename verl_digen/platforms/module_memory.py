@@ -6,7 +6,7 @@ the first release, and kept there: after that a release copies nothing, and a re
 Weights that every update replaces are not copied at all: after a return their numbers are undefined until then.
 Processes of one node with equal weights share a copy (`verl_digen.weights.shared_copy`), one for each module.
 
-Invariants (tests/rollout/test_device_memory.py): a release frees every byte; a return gives back every number that no
+Invariants (tests/platforms/test_module_memory.py): a release frees every byte; a return gives back every number that no
 update replaces; the second release copies nothing; of processes that share, one copies.
 """
 

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns on devices that replicas and rewards share, and what the driver calls when they change."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from verl_digen.errors import RunStopped
+from verl_digen.observe.timeline import read_timeline, step_metrics
+from verl_digen.platforms.placement import timeshared_options
+from verl_digen.reward.timeshared import Turn
+from verl_digen.schedulers.deadlines import DeadlinesConfig
+from verl_digen.store.prompts import PromptStatus, to_listing
+from verl_digen.trainer.turn_timeline import TurnTimeline
+from verl_digen.trainer.turns import RewardProcesses, RewardTurn, Turns, next_turn, num_events, turn_metrics
+
+PENDING, RUNNING = PromptStatus("pending"), PromptStatus("running")
+GENERATED, FINISHED = PromptStatus("running", is_generated=True), PromptStatus("finished")
+FAILED = PromptStatus("failure", "no score", is_generated=True)
+
+
+@pytest.mark.parametrize(
+    ("turn", "prompts", "expected"),
+    [
+        ("generating", [RUNNING, GENERATED], "generating"),
+        ("generating", [PENDING, GENERATED, FINISHED], "generating"),
+        ("generating", [GENERATED, GENERATED], "scoring"),
+        ("generating", [GENERATED, FAILED, FINISHED], "scoring"),
+        ("generating", [FINISHED, FAILED], "generating"),
+        ("generating", [], "generating"),
+        ("scoring", [GENERATED, FINISHED], "scoring"),
+        ("scoring", [GENERATED, PENDING], "scoring"),
+        ("scoring", [FINISHED, FAILED], "scoring"),
+        ("scoring", [FINISHED, PENDING], "generating"),
+        ("scoring", [RUNNING, RUNNING], "generating"),
+    ],
+)
+def test_the_turn_changes_when_no_open_group_can_go_on_in_it(turn, prompts, expected):
+    assert next_turn(turn, prompts) == expected
+
+
+def test_a_status_tells_through_its_entry_that_its_group_is_generated():
+    entries = {"g": {"is_prompt": True, "status": "running", "is_generated": True}, "h": {"status": "running"}}
+    assert to_listing(entries).prompts == {"g": GENERATED, "h": RUNNING}
+
+
+class Devices:
+    """The shared devices: who is awake; fails when both are."""
+
+    def __init__(self) -> None:
+        self.replicas, self.rewards = True, False
+        self.calls: list[str] = []
+
+    def _set(self, call: str, **awake: bool) -> None:
+        self.calls.append(call)
+        vars(self).update(awake)
+        assert not (self.replicas and self.rewards), f"both are awake after {self.calls}"
+
+    def sleep_replicas(self) -> None:
+        self._set("replicas sleep", replicas=False)
+
+    def wake_replicas(self) -> None:
+        self._set("replicas wake", replicas=True)
+
+    def wake(self) -> None:
+        self._set("rewards wake", rewards=True)
+
+    def sleep(self) -> None:
+        self._set("rewards sleep", rewards=False)
+
+    def keep_awake(self) -> None:
+        assert self.rewards
+
+
+def turns_on(devices: Devices) -> Turns:
+    return Turns(devices, sleep_replicas=devices.sleep_replicas, wake_replicas=devices.wake_replicas)
+
+
+def test_replicas_generate_then_rewards_score_then_both_sleep():
+    devices = Devices()
+    turns = turns_on(devices)
+    for prompts in ([PENDING], [RUNNING], [GENERATED], [GENERATED], [FINISHED]):
+        turns.observe(prompts)
+    assert devices.calls == ["replicas sleep", "rewards wake"]
+    turns.end()
+    turns.end()
+    assert devices.calls == ["replicas sleep", "rewards wake", "rewards sleep"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_group_of_a_batch_ends_although_groups_fail_and_are_replaced(seed):
+    rng, devices = random.Random(seed), Devices()
+    turns = turns_on(devices)
+    groups: dict[int, PromptStatus] = dict.fromkeys(range(6), PENDING)
+    number, polls, last = 6, 0, -1
+    while any(not status.has_ended for status in groups.values()):
+        polls += 1
+        assert polls < 1000, f"nothing goes on: {groups}, {devices.calls}"
+        for uid, status in list(groups.items()):
+            if rng.random() < 0.5 or status.has_ended:
+                continue
+            if devices.replicas and not status.is_generated:
+                groups[uid] = rng.choice((RUNNING, GENERATED, GENERATED, PromptStatus("failure", "no device")))
+            elif devices.rewards and status.is_generated:
+                groups[uid] = rng.choice((FINISHED, FINISHED, FAILED))
+            if groups[uid].status == "failure":  # the replay buffer clears it, and draws a new prompt
+                del groups[uid]
+                groups[number], number, last = PENDING, number + 1, -1
+        events = num_events(groups.values())
+        assert events >= last
+        last = events
+        turns.observe(groups.values())
+    assert num_events(groups.values()) == 12
+
+
+def test_metrics_are_the_mean_of_the_processes_and_memory_the_largest():
+    turns = [
+        RewardTurn("r", 0, "wake", Turn(0.0, 1.0, 900)),
+        RewardTurn("r", 1, "wake", Turn(0.0, 2.0, 900)),
+        RewardTurn("r", 0, "sleep", Turn(5.0, 5.5, 3_000_000)),
+        RewardTurn("r", 1, "sleep", Turn(5.0, 5.1, 1_000_000)),
+        RewardTurn("r", 0, "wake", Turn(7.0, 8.0, 900)),
+    ]
+    assert turn_metrics(turns) == pytest.approx(
+        {"reward_calls/r_wake_s": 2.0, "reward_calls/r_sleep_s": 0.3, "reward_calls/r_asleep_gb": 0.003}
+    )
+
+
+def test_the_timeline_has_the_turns_of_a_step_in_order_and_can_be_analysed(tmp_path, make_tag):
+    timeline = TurnTimeline(tmp_path, ["other", "r"], num_devices=2, after=0)
+    samples = {f"{uid}_{index}_0": make_tag(uid) for uid in ("g", "h") for index in range(2)}
+    turns = [RewardTurn("r", 0, "wake", Turn(3.0, 4.0, 9)), RewardTurn("r", 0, "sleep", Turn(5.0, 6.0, 1))]
+    timeline.write(1, samples, turns, extent=(0.0, 10.0), training=(6.0, 9.0))
+    found = read_timeline(tmp_path / "timeline.jsonl")
+    shown = [(one.kind, one.lane.name, one.start_s, one.end_s) for one in found.intervals if one.kind != "step"]
+    assert shown == [
+        ("generate", "generator/0", 1.0, 2.0),
+        ("generate", "generator/0", 1.0, 2.0),
+        ("wake", "reward/2", 3.0, 4.0),
+        ("score", "reward/2", 4.0, 5.0),
+        ("sleep", "reward/2", 5.0, 6.0),
+        ("train", "trainer/0", 6.0, 9.0),
+    ]
+    metrics = step_metrics(found.intervals, 1, found.num_devices[1])
+    assert metrics["perf/busy_s/trainer/train"] == 6.0 and metrics["perf/images_per_s"] == 0.4
+
+
+@pytest.fixture
+def make_tag() -> Any:
+    from verl_digen.types import RewardCall
+
+    call = RewardCall("r", 4.0, 5.0, num_samples=4, num_queued=0)
+    return lambda uid: SimpleNamespace(generated=(1.0, 2.0), version=0, calls=(call,))
+
+
+def test_a_reward_has_a_process_in_the_bundle_of_every_device_and_takes_no_cpu():
+    groups = [SimpleNamespace(bundle_count=2), SimpleNamespace(bundle_count=1)]
+    pool = SimpleNamespace(get_placement_groups=lambda device_name: groups)
+    options = timeshared_options(pool)
+    places = [one["scheduling_strategy"] for one in options]
+    assert [(one.placement_group, one.placement_group_bundle_index) for one in places] == [
+        (groups[0], 0),
+        (groups[0], 1),
+        (groups[1], 0),
+    ]
+    assert all(one["num_cpus"] == 0 and 0 < one["num_gpus"] < 0.1 for one in options)
+
+
+class Process:
+    """A reward's process that notes its wakes in a file, and dies at the first of them if it is told to."""
+
+    def __init__(self, folder: Any, error: str = ""):
+        self._folder, self._error = folder, error
+        self._is_awake = False
+
+    async def wake(self) -> Turn | None:
+        if self._error:
+            raise ValueError(self._error)
+        if self._is_awake:
+            return None
+        self._is_awake = True
+        (self._folder / str(time.time_ns())).touch()
+        return Turn(time.time(), time.time(), 5)
+
+    async def sleep(self) -> Turn | None:
+        self._is_awake = False
+        return Turn(time.time(), time.time(), 0)
+
+    async def die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_a_process_that_dies_awake_is_woken_again_and_one_that_cannot_wake_ends_the_run(tmp_path):
+    from verl_digen.reward.workers import RestartingActor
+
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    try:
+        actor, now_s = RestartingActor(Process, 1, num_cpus=0), [0.0]
+        worker = actor.remote(tmp_path)
+        rewards = RewardProcesses({"r": [worker]}, DeadlinesConfig(), lambda: now_s[0])
+        rewards.wake()
+        worker.die.remote()
+        until_s = time.monotonic() + 60
+        while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < until_s:
+            now_s[0] += 1.0
+            rewards.keep_awake()
+            time.sleep(0.05)
+        assert len(list(tmp_path.iterdir())) == 2, "it was not woken again after its restart"
+        rewards.sleep()
+        assert [turn.change for turn in rewards.take_turns()][-1] == "sleep" and rewards.take_turns() == []
+
+        broken = RestartingActor(Process, 1, num_cpus=0)
+        rewards = RewardProcesses({"r": [broken.remote(tmp_path, "no such weights")]}, DeadlinesConfig())
+        with pytest.raises(RunStopped, match=r"functions\.r could not wake .*no such weights.*num_gpus in place"):
+            rewards.wake()
+    finally:
+        ray.shutdown()
