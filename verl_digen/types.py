@@ -109,6 +109,8 @@ class SampleRequest:
     noise_levels: NoiseLevels | None = None
     """Levels at which its picture is noised again for training, the same for a whole group; None: its path is
     recorded."""
+    wants_latents: bool = False
+    """True where a reward reads latents: the answer of every sample carries them."""
 
     @property
     def branches(self) -> tuple[PromptInputs, ...]:
@@ -203,6 +205,18 @@ class Generation:
     """The prompt's condition, if the request asked for it."""
     negative_condition: Condition | None = None
     """The negative prompt's condition, if the request asked for it and guidance is on."""
+    latents: SampleLatents | None = None
+    """What rewards of latents read, if the request asked for it."""
+
+
+@dataclass(frozen=True)
+class SampleLatents:
+    """One sample before it was decoded, on the CPU. Written by a replica, read by rewards."""
+
+    final: Tensor
+    """[...] the latents after the last step, as the decoder gets them, in the dtype they were sampled in."""
+    condition: Condition
+    """The prompt's condition that it was generated with."""
 
 
 @dataclass(frozen=True)
@@ -217,6 +231,8 @@ class RewardInput:
     """Its number in the group `row.uid`."""
     is_validation: bool = False
     """True for a sample of a validation."""
+    latents: SampleLatents | None = None
+    """What it was decoded from; None where the reward reads no latents."""
 
 
 @dataclass(frozen=True)

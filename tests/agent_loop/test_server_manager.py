@@ -2,6 +2,7 @@
 """A client over fake replicas: one that hangs is killed, one that is slow is waited for."""
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from tests.chaos.loop import run_in_virtual_time
 from verl_digen.agent_loop.server_manager import DiffusionServerClient
-from verl_digen.config import DigenConfig
+from verl_digen.config import DigenConfig, RewardConfig
 from verl_digen.errors import RunStopped
 from verl_digen.sampling.requests import sample_request
 from verl_digen.schedulers.deadlines import DeadlinesConfig
@@ -33,10 +34,12 @@ class Server:
         self.takes_s, self.is_silent, self.errors = takes_s, is_silent, list(errors)
         self.is_ended = False
         self.num_asked = 0
+        self.asked = []
         self.generate, self.check_health = remote(self._generate), remote(self._check_health)
 
-    async def _generate(self, *request):
+    async def _generate(self, name, prompt_ids, sampling_params):
         self.num_asked += 1
+        self.asked.append(sampling_params["request"])
         if self.errors:
             raise self.errors.pop(0)
         await asyncio.sleep(self.takes_s)
@@ -98,6 +101,15 @@ def test_a_replica_that_hangs_is_ended_and_its_sample_goes_to_another_one(monkey
     sample, took_s = generate(monkeypatch, hung=hung, other=other)
     assert sample == "from other" and hung.is_ended and not other.is_ended
     assert took_s == pytest.approx(100.0 + 5.0 + 1.0), "first_s, answer_s, then the sample"
+
+
+def test_requests_ask_for_latents_where_a_reward_reads_them(monkeypatch):
+    latents = {"weight": 1.0, "reward": "server", "protocol": "drm_latents", "url": "http://h:1"}
+    for functions, wanted in (({"drm": latents}, True), ({"shapes": 1.0}, False)):
+        server = Server()
+        monkeypatch.setattr(f"{__name__}.DIGEN", replace(DIGEN, reward=RewardConfig(functions=functions)))
+        generate(monkeypatch, one=server)
+        assert [asked.wants_latents for asked in server.asked] == [wanted]
 
 
 def test_a_replica_with_a_long_queue_gives_signs_of_life_and_is_waited_for(monkeypatch):

@@ -2,6 +2,7 @@
 """All rewards of a run, as an agent loop worker asks them: functions, pools, groups, and how they are combined."""
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from verl_digen.reward.pool_worker import BatchScorer
 from verl_digen.reward.sample_rewards import ROW, SampleRewards
 from verl_digen.reward.scorers import diversity
 from verl_digen.reward.scoring import ScoringError
+from verl_digen.types import SampleLatents
 
 MINE = """
 from verl_digen.reward.base import Reward
@@ -28,6 +30,20 @@ from verl_digen.reward.base import Reward
 class Bright(Reward):
     def score(self, batch):
         return [{"score": float(sample.pixels.mean()), "red": 1.0} for sample in batch]
+
+
+class Final(Reward):
+    @classmethod
+    def reads_latents(cls, arguments):
+        return True
+
+    def score(self, batch):
+        return [float(sample.latents.final.mean()) for sample in batch]
+
+
+class Blind(Reward):
+    def score(self, batch):
+        return [float(sample.latents is not None) for sample in batch]
 
 
 class Broken(Reward):
@@ -112,6 +128,20 @@ def test_the_reward_is_the_weighted_sum_over_functions_pools_and_groups(mine):
             "diversity": pytest.approx(100 / 255),
         }
         assert [call.reward for call in score.calls] == ["bright", "diversity"] and start_s <= end_s
+
+
+def test_latents_reach_the_rewards_that_read_them_and_no_other(mine):
+    named = {"final": {"weight": 1.0, "reward": f"{mine}:Final"}, "blind": {"weight": 1.0, "reward": f"{mine}:Blind"}}
+    digen = DigenConfig(reward=RewardConfig(named))
+    sample = replace(make_sample(), latents=SampleLatents(torch.full((2, 3, 3), 7.0), {}))
+
+    async def run() -> Any:
+        rewards = rewards_of(digen)
+        assert rewards.reads_latents
+        return await rewards.score(sample, version=0, group_size=1)
+
+    score, _ = asyncio.run(run())
+    assert score.parts == {"length": 5.0, "final": 7.0, "blind": 0.0}
 
 
 def test_a_function_of_ones_own_combines_the_trained_rewards(mine):

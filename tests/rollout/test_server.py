@@ -114,6 +114,18 @@ def test_only_the_sample_that_asks_carries_the_prompts_conditions(tiny_qwen_imag
     assert [got.negative_condition is not None for got in answers] == [True, False, False]
 
 
+def test_a_sample_for_a_reward_of_latents_carries_what_its_picture_was_decoded_from(tiny_qwen_image):
+    server, (first, second, _) = make_server(tiny_qwen_image), make_requests(GUIDED)[:3]
+    with_latents, without = generate(server, [replace(second, wants_latents=True), first])
+    assert without.latents is None and with_latents.condition is None
+    latents = with_latents.latents
+    pixels = server._decode(latents.final[None], second.sampling.geometry)
+    assert (pixels[0].int() - with_latents.pixels.int()).abs().max() <= 1
+    assert latents.condition.keys() == without.condition.keys()
+    for name, tensor in without.condition.items():
+        assert torch.equal(latents.condition[name], tensor), "the prompt's own, not the negative one's"
+
+
 def test_guidance_is_split_and_pictures_are_decoded_in_batches_as_configured(tiny_qwen_image):
     server = make_server(tiny_qwen_image, decode_batch_size=3, split_guidance=True)
     forwards, decoded, decode = [], [], server._decode

@@ -209,7 +209,8 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         """Have the rewards score the sample -> (score, (start, end) in unix time). Pixels are sent only to them."""
         trajectory = generation.trajectory
         row, index = replace(row, uid=trajectory.uid), trajectory.sample_index
-        sample = RewardInput(generation.pixels.numpy(), row, index, is_validation=validate)
+        pixels, latents = generation.pixels.numpy(), generation.latents
+        sample = RewardInput(pixels, row, index, is_validation=validate, latents=latents)
         return await self._rewards.score(sample, version=trajectory.version, group_size=group_size)
 
     async def _publish(self, uid: str, partition: str, samples: list[ScoredSample], step: int) -> None:
@@ -277,7 +278,8 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         return await self._chunks.collect(chunk_id)
 
     async def _generate_for_chunk(self, order: ChunkOrder, index: int, server: Any) -> Generation:
-        loop = make_agent_loop(self.rollout_config.agent.default_agent_loop, self, ServerClient(server, self.digen))
+        client = ServerClient(server, self.digen, wants_latents=self._rewards.reads_latents)
+        loop = make_agent_loop(self.rollout_config.agent.default_agent_loop, self, client)
         columns = {**loop_columns(order.row), "global_steps": order.step, "session_id": index}
         return await loop.run({"validate": False}, **columns)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -15,6 +16,7 @@ from verl.workers.rollout.llm_server import LLMServerClient, LLMServerManager
 from verl_digen.blips import through_blips
 from verl_digen.config import DigenConfig, digen_config
 from verl_digen.errors import RunStopped
+from verl_digen.reward.named import any_reads_latents
 from verl_digen.sampling.requests import request_id
 from verl_digen.schedulers.deadlines import Deadlines
 from verl_digen.types import Generation, SampleRequest
@@ -39,6 +41,11 @@ class DiffusionServerClient(LLMServerClient):
     def digen(self) -> DigenConfig:
         """The run's `digen:` section, read once per process: an agent loop is created for every sample."""
         return digen_config(self.config)
+
+    @cached_property
+    def _wants_latents(self) -> bool:
+        """True if a reward of the run reads latents."""
+        return any_reads_latents(self.digen.reward)
 
     @cached_property
     def _deadlines(self) -> Deadlines:
@@ -70,7 +77,7 @@ class DiffusionServerClient(LLMServerClient):
         """Generate the sample on `replica`; RayActorError if it died, or hung and was killed."""
         loop = asyncio.get_running_loop()
         began_s = loop.time()
-        generating = asyncio.ensure_future(ServerClient(server, self.digen).generate_sample(request))
+        generating = asyncio.ensure_future(self._client_of(server).generate_sample(request))
         try:
             while not generating.done():
                 bound = self._deadlines.bound("generate", replica)
@@ -81,6 +88,9 @@ class DiffusionServerClient(LLMServerClient):
             generating.cancel()
         self._deadlines.observe("generate", replica, seconds=loop.time() - began_s)
         return generating.result()
+
+    def _client_of(self, server: Any) -> ServerClient:
+        return ServerClient(server, self.digen, wants_latents=self._wants_latents)
 
     async def _require_life(self, replica: str, server: Any, waited_s: float) -> None:
         """Kill a replica that gives no sign of life within `answer_s`, or that took longer than `no_progress_s`."""
@@ -97,15 +107,22 @@ class DiffusionServerClient(LLMServerClient):
 
 
 class ServerClient:
-    """Sends samples to one given replica."""
+    """Sends samples to one given replica.
 
-    def __init__(self, server: Any, digen: DigenConfig):
+    Args:
+        wants_latents: True if a reward of the run reads latents.
+    """
+
+    def __init__(self, server: Any, digen: DigenConfig, *, wants_latents: bool = False):
         self.server = server
         self.digen = digen
+        self._wants_latents = wants_latents
 
     async def generate_sample(self, request: SampleRequest) -> Generation:
         """Generate one sample; RayActorError if the replica died, or was unreachable for longer than `blip_s`."""
         name = request_id(request.uid, request.sample_index)
+        if self._wants_latents:
+            request = replace(request, wants_latents=True)
         return await through_blips(
             lambda: self.server.generate.remote(name, [], {"request": request}), self.digen.deadlines.blip_s
         )

@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf, flag_override
 
 from verl_digen.preflight.inputs import check_prompts
 from verl_digen.preflight.kernels import check_kernel_machine, check_kernel_model
+from verl_digen.preflight.latents import check_latents
 from verl_digen.preflight.machine import check_machine
 from verl_digen.preflight.model import check_model, check_model_section
 from verl_digen.preflight.paths import check_resume, check_run_dir
@@ -52,7 +53,7 @@ def check_plannable(config: DictConfig) -> None:
         left_out.add(check_prompts)
     if not (OmegaConf.select(config, "digen.reward.functions") or has_custom(config)):
         left_out |= {check_rewards, check_combination, check_group_rewards, check_timeshared, check_watching}
-        left_out |= {check_reward_model}
+        left_out |= {check_reward_model, check_latents}
     check(config, [rule for rule in RULES if rule not in left_out])
 
 

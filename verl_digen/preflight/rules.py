@@ -14,6 +14,7 @@ from verl_digen.preflight.classes import check_classes
 from verl_digen.preflight.effect import effect_problems
 from verl_digen.preflight.inputs import check_prompts, check_validation
 from verl_digen.preflight.kernels import check_kernel_machine, check_kernel_model, check_kernels
+from verl_digen.preflight.latents import check_latents
 from verl_digen.preflight.machine import check_machine
 from verl_digen.preflight.model import check_loss, check_model, check_model_section
 from verl_digen.preflight.paths import check_resume, check_run_dir
@@ -112,6 +113,7 @@ RULES: tuple[Rule, ...] = (
     check_reward_keys,
     check_rewards,
     check_reward_model,
+    check_latents,
     check_combination,
     check_group_rewards,
     check_reward_manager,

@@ -56,6 +56,11 @@ class Reward(ABC):
     """Dataclass of settings: the arguments of the entry in `digen.reward.functions`."""
 
     @classmethod
+    def reads_latents(cls, arguments: Mapping[str, Any]) -> bool:
+        """True if `score` needs `RewardInput.latents`. Replicas send them where a reward of the run does."""
+        return False
+
+    @classmethod
     def settings_class(cls, arguments: Mapping[str, Any]) -> type:
         """Dataclass of settings for the given arguments, where one of them decides which others there are."""
         return cls.config_class

@@ -143,6 +143,17 @@ def scope_of(entry: RewardEntry) -> str:
     return found.scope if is_class(found) else "sample"
 
 
+def reads_latents(entry: RewardEntry) -> bool:
+    """True if the reward needs latents beside pixels."""
+    found = find(entry)
+    return is_class(found) and found.reads_latents(entry.arguments)
+
+
+def any_reads_latents(config: RewardConfig) -> bool:
+    """True if replicas must send latents for a reward of the run."""
+    return any(reads_latents(entry) for entry in config.entries)
+
+
 def has_pool(entry: RewardEntry) -> bool:
     """True if the entry has processes of its own: a class, or a function that asks for them."""
     return entry.pool is not None or is_class(find(entry))

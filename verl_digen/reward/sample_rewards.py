@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from verl_digen.config import DigenConfig, RewardEntry
 from verl_digen.reward.combine import combined, find_combination
 from verl_digen.reward.groups import GroupRooms, PartScores
 from verl_digen.reward.layout import RewardLayout, reward_layout
-from verl_digen.reward.named import scope_of
+from verl_digen.reward.named import reads_latents, scope_of
 from verl_digen.reward.workers import RewardWorkers
 from verl_digen.types import PartScore, RewardCall, RewardInput, Score
 
@@ -58,9 +59,15 @@ class SampleRewards:
         self._weights = dict(layout.weights)
         self._shared = [name for name in layout.weights if name not in self._pools]
         """Functions without a pool; empty where a reward manager of the user's own is all that the workers hold."""
+        self._of_latents = {entry.name for entry in layout.pools if reads_latents(entry)}
         self._entries = {entry.name: entry for entry in digen.reward.entries}
         self._combination = find_combination(digen.reward)
         self._groups = GroupRooms(self._score_group)
+
+    @property
+    def reads_latents(self) -> bool:
+        """True if a reward of the run reads latents."""
+        return bool(self._of_latents)
 
     @classmethod
     def of_run(cls, config: DictConfig, handles: Sequence[Any], digen: DigenConfig) -> SampleRewards:
@@ -115,12 +122,16 @@ class SampleRewards:
             if name not in self._entries or self._entries[name].scores(source, is_validation=is_validation)
         ]
 
+    def _read_by(self, name: str, sample: RewardInput) -> RewardInput:
+        """The sample as the reward gets it: latents and condition, the larger part, only where they are read."""
+        return sample if sample.latents is None or name in self._of_latents else replace(sample, latents=None)
+
     async def _alone(
         self, sample: RewardInput
     ) -> tuple[float, dict[str, float], tuple[RewardCall, ...], dict[str, PartScore]]:
         """Weighted sum, values and calls of the functions; scores of the pools for single samples."""
         names = self._wanted(self._of_samples, sample)
-        pools = [self._pools[name].score((sample,)) for name in names]
+        pools = [self._pools[name].score((self._read_by(name, sample),)) for name in names]
         (base, parts, calls), scores = await asyncio.gather(self._call_functions(sample), asyncio.gather(*pools))
         return base, parts, calls, {name: score for name, (score,) in zip(names, scores, strict=True)}
 
@@ -138,7 +149,8 @@ class SampleRewards:
 
     async def _score_group(self, group: Sequence[RewardInput]) -> Sequence[PartScores]:
         names = self._wanted(self._of_groups, group[0])
-        scores = await asyncio.gather(*(self._pools[name].score(tuple(group)) for name in names))
+        read = {name: tuple(self._read_by(name, sample) for sample in group) for name in names}
+        scores = await asyncio.gather(*(self._pools[name].score(read[name]) for name in names))
         return [dict(zip(names, own, strict=True)) for own in zip(*scores, strict=True)]
 
 

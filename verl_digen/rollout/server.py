@@ -47,7 +47,7 @@ from verl_digen.rollout.prompt_cache import PromptCache
 from verl_digen.sampling.branches import GuidanceBranches
 from verl_digen.sampling.recording import experts_of
 from verl_digen.sampling.sampler import Sampler
-from verl_digen.types import Condition, Generation, SampleRequest, move_condition
+from verl_digen.types import Condition, Generation, SampleLatents, SampleRequest, move_condition
 from verl_digen.weights.checksum import Manifest
 from verl_digen.weights.probe import Probe, is_probe_due
 from verl_digen.weights.receiver import NOT_WHOLE
@@ -229,6 +229,11 @@ class DiffusersServer:
                 condition=move_condition(positive[index], "cpu") if request.wants_condition else None,
                 negative_condition=(
                     move_condition(negative[index], "cpu") if request.wants_condition and negative else None
+                ),
+                latents=(
+                    SampleLatents(latents[index].to("cpu", copy=True), move_condition(positive[index], "cpu"))
+                    if request.wants_latents
+                    else None
                 ),
             )
             for index, (request, trajectory) in enumerate(zip(requests, trajectories, strict=True))

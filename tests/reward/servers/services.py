@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import safetensors.torch
+import torch
 from aiohttp import web
 from PIL import Image
 
@@ -150,6 +152,25 @@ class CosmosService(Service):
         return web.json_response({"scores": {name: scores, "words": ["Good"] * len(scores)}, "duration": "0.1"})
 
 
+class DrmService(Service):
+    """DiNa-LRM in verl-omni's form. Latents are the test's pixels [3, H, W]; embeddings are the prompt's bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bodies: list[dict[str, torch.Tensor]] = []
+
+    def answer(self, path: str, body: bytes) -> web.Response:
+        tensors = safetensors.torch.load(body)
+        self.bodies.append(tensors)
+        latents, embeds, pooled = (tensors[name] for name in ("latents", "prompt_embeds", "pooled_prompt_embeds"))
+        assert latents.ndim == 4 and embeds.ndim == 3 and pooled.ndim == 2
+        assert len(latents) == len(embeds) == len(pooled) == len(tensors["u"])
+        self.pictures += [one.permute(1, 2, 0).to(torch.uint8).numpy() for one in latents]
+        self.prompts += [bytes(one.flatten().to(torch.uint8).tolist()).decode() for one in embeds]
+        scores = [red(one) for one in self.pictures[-len(latents) :]]
+        return web.json_response({"protocol_version": "1", "raw_scores": scores})
+
+
 SERVICES: dict[str, tuple[dict[str, Any], Any, bool]] = {
     "flow_grpo_geneval": ({"only_strict": False}, GenevalService, False),
     "flow_grpo_deqa": ({}, lambda: OutputsService(False), False),
@@ -157,5 +178,6 @@ SERVICES: dict[str, tuple[dict[str, Any], Any, bool]] = {
     "http_scorer": ({}, ScorerService, False),
     "flow_factory": ({}, FlowFactoryService, True),
     "unirl": ({"rewards": {"hpsv2": 1.0}}, UnirlService, False),
+    "drm_latents": ({"samples_per_request": 64}, DrmService, True),
     "cosmos_rl": ({"rewards": {"hpsv2": 1.0}, "poll_s": 0.001}, CosmosService, True),
 }

@@ -24,10 +24,11 @@ from verl_digen.reward.named import make
 from verl_digen.reward.pool_worker import BatchScorer
 from verl_digen.reward.scoring import ScoringError
 from verl_digen.reward.servers.protocols import PROTOCOLS
-from verl_digen.types import PromptRow, RewardInput
+from verl_digen.types import PromptRow, RewardInput, SampleLatents
 
 FAST = {"backoff_s": 0.001, "max_backoff_s": 0.002, "breaker_cool_down_s": 0.001, "max_retries": 1}
 ROW = PromptRow("a dog", "test", None, uid="g")
+OF_PIXELS = [name for name in SERVICES if name != "drm_latents"]
 META = {"tag": "colors", "include": [{"class": "dog", "count": 1, "color": "red"}]}
 
 
@@ -61,7 +62,15 @@ class Running:
 
 
 def with_meta(samples):
-    return [replace(sample, row=replace(sample.row, extra=META)) for sample in samples]
+    """Samples with the columns and the latents that some protocols need."""
+    return [with_latents(replace(sample, row=replace(sample.row, extra=META))) for sample in samples]
+
+
+def with_latents(sample):
+    """The sample with its pixels for latents, and its prompt's bytes for an embedding."""
+    text = torch.tensor(list(sample.row.text.encode()), dtype=torch.float32)
+    condition = {"embeds": text[:, None], "pooled": text.sum()[None]}
+    return replace(sample, latents=SampleLatents(torch.from_numpy(sample.pixels).movedim(-1, 0).float(), condition))
 
 
 def samples_of(number, size=16):
@@ -85,7 +94,7 @@ def test_every_protocol_has_a_service_here():
 
 @pytest.mark.parametrize(
     "protocol",
-    ["http_scorer", *(pytest.param(name, marks=pytest.mark.long) for name in SERVICES if name != "http_scorer")],
+    ["http_scorer", *(pytest.param(name, marks=pytest.mark.long) for name in OF_PIXELS if name != "http_scorer")],
 )
 def test_a_protocol_passes_the_contract_of_scorers(protocol):
     with Running(protocol) as running:
@@ -113,7 +122,7 @@ def test_scores_are_those_of_the_pixels_that_were_sent_in_order(protocol):
         assert sorted(running.service.prompts) == sorted(one.row.text for one in samples)
 
 
-@pytest.mark.parametrize("protocol", SERVICES)
+@pytest.mark.parametrize("protocol", OF_PIXELS)
 def test_a_video_is_the_mean_of_its_frames_or_sent_whole(protocol):
     pixels = np.concatenate([make_picture(16, 16, seed=seed, frames=1) for seed in range(5)])
     sample = with_meta([RewardInput(pixels, ROW, 0)])[0]
@@ -229,6 +238,8 @@ def answer_with(protocol, values):
         return web.Response(body=pickle.dumps({"outputs": values}))
     if protocol == "flow_factory":
         return web.json_response({"rewards": values})
+    if protocol == "drm_latents":
+        return web.json_response({"protocol_version": "1", "raw_scores": values})
     if protocol == "unirl":
         results = [{"hpsv2": {"hpsv2": one}} for one in values] if isinstance(values, list) else values
         return web.json_response({"results": results, "errors": [{}, {}]})

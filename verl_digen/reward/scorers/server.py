@@ -28,7 +28,7 @@ from verl_digen.reward.servers.cache import content_key
 from verl_digen.reward.servers.client import ServerClient
 from verl_digen.reward.servers.protocol import Later, Protocol, ProtocolSettings, Request
 from verl_digen.reward.servers.protocols import find
-from verl_digen.types import RewardInput
+from verl_digen.types import RewardInput, SampleLatents
 
 Scores = Mapping[str, float]
 """`score` and details of one picture or video."""
@@ -43,6 +43,11 @@ class ServerReward(Reward):
     def settings_class(cls, arguments: Mapping[str, Any]) -> type:
         """The settings of the protocol that the entry names."""
         return find(arguments.get("protocol", "")).settings
+
+    @classmethod
+    def reads_latents(cls, arguments: Mapping[str, Any]) -> bool:
+        """True for protocols of latents."""
+        return find(arguments.get("protocol", "")).reads_latents
 
     def __init__(self, config: Any, device: torch.device):
         super().__init__(config, device)
@@ -70,7 +75,7 @@ class ServerReward(Reward):
 
     def _parts(self, sample: RewardInput) -> list[RewardInput]:
         """The sample itself, or the frames of a video."""
-        if sample.pixels.ndim == 3 or self._protocol.takes_videos:
+        if sample.pixels.ndim == 3 or self._protocol.takes_videos or self._protocol.reads_latents:
             return [sample]
         frames = frames_of(sample.pixels, self.config.max_frames)
         return [RewardInput(frame, sample.row, sample.sample_index) for frame in frames]
@@ -78,7 +83,8 @@ class ServerReward(Reward):
     def _key(self, part: RewardInput) -> bytes:
         row = part.row
         facts = json.dumps([row.text, row.images, row.extra], sort_keys=True, default=repr)
-        return content_key(repr(self.config), facts, part.pixels)
+        latents = b"" if part.latents is None else _bytes_of(part.latents)
+        return content_key(repr(self.config), facts, part.pixels, latents)
 
     async def _ask(self, wanted: Mapping[bytes, RewardInput]) -> dict[bytes, Scores]:
         """Ask the servers -> scores by key; raises the first error once all requests are done."""
@@ -136,6 +142,11 @@ class ServerReward(Reward):
             accept=request.accept,
             **options,
         )
+
+
+def _bytes_of(latents: SampleLatents) -> bytes:
+    """Bytes of the latents; the condition follows from the prompt, which the key has."""
+    return latents.final.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def _mean(parts: Sequence[Scores]) -> Scores:

@@ -74,6 +74,8 @@ class Protocol(ABC):
     settings: ClassVar[type[ProtocolSettings]] = ProtocolSettings
     takes_videos: ClassVar[bool] = False
     """False: a video arrives as several pictures."""
+    reads_latents: ClassVar[bool] = False
+    """True: `request` reads `RewardInput.latents`, of a whole video."""
 
     def __init__(self, config: Any):
         self.config = config

@@ -29,7 +29,7 @@ from verl_digen.algorithms.noise import INITIAL_LATENTS, sample_seed, step_noise
 from verl_digen.algorithms.solvers import Prediction, denoise_step
 from verl_digen.rollout.vllm_omni.requests import RecordingOrder
 from verl_digen.sampling.recording import initial_seed, record_trajectory, trained_latents
-from verl_digen.types import Condition, SampleRequest, move_condition
+from verl_digen.types import Condition, SampleLatents, SampleRequest, move_condition
 
 RECORDED = "digen_recorded"
 """Key of a finished request's record in vLLM-Omni's trajectory outputs."""
@@ -150,6 +150,11 @@ class RecordingPipeline:
             "end_s": time.time(),
             "condition": _to_cpu(recording.condition) if request.wants_condition else None,
             "negative_condition": _to_cpu(recording.negative_condition) if request.wants_condition else None,
+            "latents": (
+                SampleLatents(recording.latents[0].to("cpu", copy=True), move_condition(recording.condition, "cpu"))
+                if request.wants_latents
+                else None
+            ),
         }
         output.output = {"payload": {"trajectory": {RECORDED: record}}, "metadata": {}}
 

@@ -178,6 +178,7 @@ class vLLMOmniHttpServer(vLLMHttpServer):
             experts=experts_of(self._model, record["trajectory"]),
             condition=record["condition"],
             negative_condition=record["negative_condition"],
+            latents=record["latents"],
         )
 
     async def _record(self, request_id: str, order: RecordingOrder, published: Published) -> dict[str, Any]:

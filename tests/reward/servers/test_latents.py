@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rewards of latents: what is sent, what is refused, and that latents go to those alone that read them."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from aiohttp import web
+
+from tests.reward.contract import make_picture, scores_of
+from tests.reward.servers.services import red
+from tests.reward.servers.test_protocols import ROW, Running, samples_of
+from verl_digen.config.reward import reward_entry
+from verl_digen.reward.named import reads_latents
+from verl_digen.types import RewardInput, SampleLatents
+
+
+def test_a_request_is_that_of_the_published_client():
+    samples = samples_of(2)
+    half = [replace(one, latents=SampleLatents(one.latents.final.bfloat16(), one.latents.condition)) for one in samples]
+    with Running("drm_latents", noise_level=0.25, noise_seed=7, score_scale=2.0, score_bias=-1.0) as running:
+        found = scores_of(running.reward(), half)
+    (tensors,) = running.service.bodies
+    assert sorted(tensors) == ["latents", "pooled_prompt_embeds", "prompt_embeds", "seeds", "u"]
+    assert tensors["latents"].dtype == torch.bfloat16 and tensors["latents"].shape == (2, 3, 16, 16)
+    assert torch.equal(tensors["latents"], torch.stack([one.latents.final for one in half]))
+    assert torch.equal(tensors["prompt_embeds"], torch.stack([one.latents.condition["embeds"] for one in half]))
+    assert torch.equal(tensors["pooled_prompt_embeds"], torch.stack([one.latents.condition["pooled"] for one in half]))
+    assert torch.equal(tensors["u"], torch.tensor([0.25, 0.25])) and tensors["u"].dtype == torch.float32
+    assert torch.equal(tensors["seeds"], torch.tensor([7, 7])) and tensors["seeds"].dtype == torch.int64
+    ((_, _, headers, _),) = running.server.requests
+    assert headers["x-drm-protocol-version"] == "1"
+    for (value, details), picture in zip(found, running.service.pictures, strict=True):
+        assert details == {"raw": pytest.approx(red(picture))} and value == pytest.approx(2 * red(picture) - 1)
+
+
+def test_one_sample_per_request_and_no_seed_if_so_configured():
+    with Running("drm_latents", samples_per_request=1, noise_seed=None) as running:
+        scores_of(running.reward(), samples_of(3))
+    assert [len(one["latents"]) for one in running.service.bodies] == [1, 1, 1]
+    assert all("seeds" not in one for one in running.service.bodies)
+
+
+def test_equal_pixels_of_other_latents_are_asked_for_again():
+    (sample,) = samples_of(1)
+    other = replace(sample, latents=SampleLatents(255 - sample.latents.final, sample.latents.condition))
+    with Running("drm_latents") as running:
+        reward = running.reward()
+        first, second, again = (scores_of(reward, [one])[0][0] for one in (sample, other, sample))
+    assert first == again == pytest.approx(red(sample.pixels)) and second == pytest.approx(1 - first)
+    assert len(running.service.bodies) == 2
+
+
+def test_a_server_of_another_version_is_refused_and_not_asked_again():
+    async def newer(request):
+        return web.json_response({"protocol_version": "2", "raw_scores": [0.5, 0.5]})
+
+    with Running("drm_latents") as running:
+        running.fault = newer
+        with pytest.raises(RuntimeError, match="protocol_version must be '1', got '2'"):
+            asyncio.run(running.reward().score(samples_of(2)))
+    assert len(running.server.requests) == 1
+
+
+@pytest.mark.parametrize(
+    "latents, says",
+    [
+        (None, "needs latents, which a picture from a file has not"),
+        (
+            SampleLatents(torch.zeros(16, 4, 2, 2), {"embeds": torch.zeros(3, 2)}),
+            r"got \(16, 4, 2, 2\) and \['embeds'\]",
+        ),
+        (SampleLatents(torch.zeros(16, 2, 2), {"embeds": torch.zeros(3, 2)}), r"got \(16, 2, 2\) and \['embeds'\]"),
+    ],
+)
+def test_a_sample_without_what_the_scorer_reads_is_refused(latents, says):
+    sample = RewardInput(make_picture(16, 16), ROW, 0, latents=latents)
+    with Running("drm_latents") as running, pytest.raises(ValueError, match=says):
+        scores_of(running.reward(), [sample])
+    assert not running.server.requests
+
+
+@pytest.mark.parametrize(
+    "setting, rule",
+    [
+        ({"noise_level": 1.5}, r"noise_level must lie in \[0, 1\], got 1.5"),
+        ({"score_scale": 0.0}, "score_scale must not be 0"),
+        ({"score_bias": float("nan")}, "score_bias must be a finite number, got nan"),
+    ],
+)
+def test_a_setting_out_of_range_is_refused(setting, rule):
+    with Running("drm_latents") as running, pytest.raises(ValueError, match=rule):
+        running.reward(**setting)
+
+
+def test_which_rewards_read_latents():
+    server = {"weight": 1.0, "reward": "server", "url": "http://h:1"}
+    assert reads_latents(reward_entry("a", {**server, "protocol": "drm_latents"}))
+    for entry in ({**server, "protocol": "http_scorer"}, {"weight": 1.0, "reward": "shapes"}):
+        assert not reads_latents(reward_entry("a", entry))
+
+
+def test_bytes_of_latents_of_any_dtype_are_read():
+    picture = np.zeros((16, 16, 3), np.uint8)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        latents = SampleLatents(
+            torch.zeros(3, 16, 16, dtype=dtype), {"embeds": torch.ones(2, 1), "pooled": torch.ones(1)}
+        )
+        with Running("drm_latents") as running:
+            ((value, _),) = scores_of(running.reward(), [RewardInput(picture, ROW, 0, latents=latents)])
+        assert value == 0.0
