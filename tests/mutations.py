@@ -117,8 +117,8 @@ TABLE: tuple[Mutation, ...] = (
     Mutation(
         "engine/sharded.py",
         "a gradient that is not finite counts as a step",
-        "if not math.isfinite(grad_norm):",
-        "if False:",
+        "is_finite = math.isfinite(grad_norm)",
+        "is_finite = True",
         f"{TRANSACTION} -k not_finite",
     ),
     Mutation(

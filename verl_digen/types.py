@@ -206,7 +206,7 @@ class Generation:
     negative_condition: Condition | None = None
     """The negative prompt's condition, if the request asked for it and guidance is on."""
     latents: SampleLatents | None = None
-    """What rewards of latents read, if the request asked for it."""
+    """Input of rewards that read latents, if the request asked for it."""
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ class RewardInput:
     is_validation: bool = False
     """True for a sample of a validation."""
     latents: SampleLatents | None = None
-    """What it was decoded from; None where the reward reads no latents."""
+    """The latents that it was decoded from; None where the reward reads no latents."""
 
 
 @dataclass(frozen=True)

@@ -13,16 +13,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
 
 from tests.fork_server import shared_server
+from tests.reward.judges.chat_server import ChatServer, likely, pictures_in
 from tests.weight_change import SGD, assert_same_change
 from verl_digen.models import load_model
 from verl_digen.observe.timeline import read_timeline
@@ -224,9 +226,26 @@ def three_steps(tmp_path_factory: pytest.TempPathFactory) -> Run:
     )
 
 
+def judged_by(server: ChatServer) -> str:
+    """Override for a judge on a server, which changes nothing in the training."""
+    return f"digen.reward.functions.yes_no={{weight: 0.0, url: '{server.url}', max_batch_size: 16}}"
+
+
 @pytest.fixture(scope="session")
-def separate(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The work of `three_steps` on separate pools."""
+def judge() -> Iterator[ChatServer]:
+    """A server of the chat protocol: the redder a picture is, the likelier it says yes."""
+
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
+        yes = 0.1 + 0.8 * float(pictures_in(request)[0][..., 0].mean()) / 255
+        return likely(Yes=yes, No=0.9 - yes)
+
+    with ChatServer(answer) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def separate(tmp_path_factory: pytest.TempPathFactory, judge: ChatServer) -> Run:
+    """The work of `three_steps` on separate pools, with a judge that looks on."""
     return run_main(
         tmp_path_factory.mktemp("e2e") / "separate",
         *SGD,
@@ -234,5 +253,6 @@ def separate(tmp_path_factory: pytest.TempPathFactory) -> Run:
         "trainer.save_freq=1",
         "trainer.test_freq=3",
         "digen.reward.functions.shapes={weight: 1.0, num_workers: 2, max_batch_size: 4}",  # a pool of its own
+        judged_by(judge),
         recipe=SEPARATE,
     )

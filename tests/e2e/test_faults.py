@@ -14,6 +14,7 @@ from tests.e2e.conftest import (
     assert_same_weights,
     assert_succeeded,
     finish_main,
+    judged_by,
     kill_one,
     run_main,
     start_main,
@@ -68,7 +69,9 @@ def write_faulty(folder: Path, run_dir: Path) -> Path:
     return path
 
 
-def test_a_dead_replica_and_a_dead_reward_worker_cost_time_and_no_sample(separate, tmp_path):
+def test_a_dead_replica_and_dead_reward_workers_cost_time_and_no_sample(separate, judge, tmp_path):
+    """Two rewards with pools, a judge on a server and a function; one worker of the first three is killed, and of the
+    last."""
     run_dir = tmp_path / "run"
     process = start_main(
         run_dir,
@@ -80,6 +83,7 @@ def test_a_dead_replica_and_a_dead_reward_worker_cost_time_and_no_sample(separat
         "digen.reward.custom_weight=0.0",
         "digen.reward.functions={shapes: {weight: 1.0, num_workers: 1, max_batch_size: 4},"
         " diversity: {weight: 0.0, num_gpus: 0.5}}",
+        judged_by(judge),
         # a cluster of two types, so that processes that come back find their place too
         "+ray_kwargs.ray_init.resources={H100: 1, L40S: 1}",
         "digen.placement.trainer_accelerator=H100",
@@ -102,11 +106,14 @@ def test_a_dead_replica_and_a_dead_reward_worker_cost_time_and_no_sample(separat
     assert min(row["rollout/num_replicas"] for row in steps) == 1 and steps[-1]["rollout/num_restarts"] == 1
     assert_every_sample_trained_once(run)
     assert_same_weights(separate, run, 3)
-    for row in steps:
+    for row, undisturbed in zip(steps, steps_of(separate), strict=True):
+        for name in ("reward/mean", "reward/std", "reward/shapes", "reward/yes_no"):
+            assert row[name] == pytest.approx(undisturbed[name], abs=1e-3), name
+        assert 0.1 < row["reward/yes_no"] < 0.9 and row["reward/yes_no/share"] == pytest.approx(0.9)
         assert row["reward_calls/diversity_samples"] == 4 and row["reward_calls/diversity_count"] == 4
         assert 4 <= row["reward_calls/shapes_count"] <= 16 and row["reward/diversity"] > 0
     lanes = {one.lane.name for one in read_timeline(run.run_dir / "timeline.jsonl").intervals if one.kind == "score"}
-    assert lanes == {"reward/0", "reward/1", "reward/2"}
+    assert lanes == {"reward/0", "reward/1", "reward/2", "reward/3"}
 
 
 def test_an_exception_in_training_stops_the_run_and_a_resume_ends_where_it_would_have(separate, tmp_path, monkeypatch):

@@ -265,6 +265,8 @@ ALONE = [*ACROSS_KEYS, *NAMES, *SECTIONS, *WITHOUT_EFFECT]
 """(override, key that the message names), a start for each."""
 
 
+LATENTS = "{weight: 1, reward: server, protocol: drm_latents, url: 'http://h:1'}"
+
 TOGETHER = [
     (
         ("digen.reward.functions.shapes={weight: 1, timeshare: true}",),
@@ -280,6 +282,15 @@ TOGETHER = [
             *(f"{ROLLOUT}.val_kwargs.n=2", f"{ROLLOUT}.free_cache_engine=false"),
         ),
         "functions.diversity.timeshare must be false with actor_rollout_ref.rollout.free_cache_engine=false",
+    ),
+    (
+        (f"digen.reward.functions={{drm: {{noise_level: 2, {LATENTS[1:]}}}",),
+        "digen.reward.functions.drm: noise_level must lie in [0, 1], got 2",
+    ),
+    (("digen.reward.functions={yes_no: 1.0}",), "functions.yes_no.url must name a server where reward.reward_model."),
+    (
+        ("reward.reward_model.enable=true",),
+        "reward.reward_model.enable must be false where no reward asks its servers, got True; name a judge without url",
     ),
     (("digen.reward.functions={shapes: [1]}",), "functions.shapes must be a number, got [1]; 1.0 is usual"),
     ((f"{MODEL}.target_modules={{a: b}}",), "must be a text, got {'a': 'b'}; null takes the model's own list"),

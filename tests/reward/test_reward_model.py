@@ -5,6 +5,8 @@ import asyncio
 from dataclasses import replace
 
 import pytest
+from omegaconf import OmegaConf
+from verl.trainer.ppo.reward import get_custom_reward_fn
 
 from verl_digen.config import DigenConfig, RewardConfig
 from verl_digen.config.reward import reward_entry
@@ -49,6 +51,17 @@ def test_a_judge_gets_every_servers_address():
         "url": ["http://10.0.0.1:8000", "http://[fd00::1]:8000"],
     }
     assert connected(entry, None) is entry
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_the_users_own_function_gets_the_router_through_verls_wrapper(tmp_path, is_async):
+    head = "def compute_score(solution_image, extra_info=None, *, reward_router_address, scale, **more):"
+    (tmp_path / "own.py").write_text(f"{'async ' * is_async}{head} return scale * len(reward_router_address)")
+    section = {"path": str(tmp_path / "own.py"), "name": "compute_score", "reward_kwargs": {"scale": 2.0}}
+    custom = get_custom_reward_fn(OmegaConf.create({"reward": {"custom_reward_function": section}}))
+    scorer = make_scorer(DigenConfig(), custom, SERVED.router)
+    score = asyncio.run(scorer.score(data_source="", solution_image=None, ground_truth=None, extra_info={}))
+    assert score.parts == {"custom": 2.0 * len(SERVED.router)}
 
 
 def test_functions_get_the_router_and_the_users_own_too():

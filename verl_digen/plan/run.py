@@ -29,9 +29,9 @@ from verl_digen.plan.conditions import empty_condition
 from verl_digen.plan.decoding import decoding_bytes
 from verl_digen.plan.networks import Counts, Part, Tensors, count_network, count_parts, list_tensors, transformer_bytes
 from verl_digen.plan.published import checkpoint_folder
+from verl_digen.platforms.module_memory import SHARING
 from verl_digen.pool_sizes import num_generator_devices, num_replica_devices, num_trainer_devices
 from verl_digen.require import require
-from verl_digen.rollout.device_memory import SHARING
 from verl_digen.sampling.recording import record_trajectory, trained_latents
 from verl_digen.sampling.requests import num_points, sample_request
 from verl_digen.types import Condition, Geometry, PromptRow, SampleRequest

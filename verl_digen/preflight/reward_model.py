@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules for verl's reward model, `reward.reward_model`: refused until a run has shown it.
-
-`check_served_model` is what it needs then: that it is asked, and that its servers can start.
-"""
+"""Rules for verl's reward model, `reward.reward_model`: that a reward asks it, and that its servers can start."""
 
 from __future__ import annotations
 
@@ -27,25 +24,17 @@ PICTURE_MAKERS = ("diffusers", "vllm_omni", "virtual")
 
 
 def check_reward_model(config: DictConfig) -> None:
-    """Refuse a reward model of verl's, and rewards that would ask it."""
-    require(
-        not has_reward_model(config),
-        f"{KEY}.enable must be false: no run has shown yet that its servers start and answer",
-        True,
-        "start a server (vllm serve MODEL) and name it in a judge's url, e.g. url: http://HOST:8000",
-    )
+    """Require that a served model is asked and that its servers can start; that no reward asks one that is not
+    served."""
     asking = [entry.key for entry in digen_config(config).reward.entries if asks_reward_model(entry)]
-    require(
-        not asking,
-        f"{asking[0] if asking else ''}.url must name a server where {KEY}.enable is false",
-        REWARD_MODEL,
-        "start one (vllm serve MODEL) and set url=http://HOST:8000",
-    )
-
-
-def check_served_model(config: DictConfig) -> None:
-    """Require that a reward asks the servers, and what they need to start."""
-    asking = [entry.key for entry in digen_config(config).reward.entries if asks_reward_model(entry)]
+    if not has_reward_model(config):
+        require(
+            not asking,
+            f"{asking[0] if asking else ''}.url must name a server where {KEY}.enable is false",
+            REWARD_MODEL,
+            f"start one (vllm serve MODEL) and set url=http://HOST:8000, or have verl start one with {KEY}.enable=true",
+        )
+        return
     if has_custom(config) and _custom_takes_router(config):
         asking.append(f"{CUSTOM_KEY}.path")
     require(

@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 from verl_digen.config import RewardEntry
@@ -58,7 +59,12 @@ def asks_reward_model(entry: RewardEntry) -> bool:
 
 
 def takes_router(function: Any) -> bool:
-    """True if a function names the router's address among its parameters."""
+    """True if a function names the router's address among its parameters.
+
+    `get_custom_reward_fn` of verl hides the user's function: it is the first argument of a partial call.
+    """
+    if isinstance(function, partial) and function.args and callable(function.args[0]):
+        function = function.args[0]
     try:
         return ROUTER in inspect.signature(function).parameters
     except (TypeError, ValueError):  # no function, or a compiled one without a signature

@@ -69,7 +69,8 @@ class DrmLatents(Protocol):
     def kind(self, sample: RewardInput) -> Hashable:
         """Latents of one request have one shape and dtype, and so have conditions."""
         latents = latents_of(sample)
-        return tuple((tuple(one.shape), one.dtype) for one in (latents.final, *map(latents.condition.get, PARTS)))
+        tensors = (latents.final, *(latents.condition[name] for name in PARTS))
+        return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
 
     def request(self, batch: Sequence[RewardInput]) -> Request:
         """Encode samples of one shape."""
