@@ -810,7 +810,7 @@ TABLE: tuple[Mutation, ...] = (
     Mutation(
         "rollout/device_memory.py",
         "a sleep copies to the host what an update replaces",
-        "_key(storage) not in undefined and ",
+        "_key(each[1]) not in undefined and ",
         "",
         "rollout/test_device_memory.py",
     ),
