@@ -916,7 +916,7 @@ TABLE: tuple[Mutation, ...] = (
     Mutation(
         "platforms/module_memory.py",
         "a sleep copies to the host what an update replaces",
-        "_key(storage) not in undefined and ",
+        "_key(each[1]) not in undefined and ",
         "",
         "platforms/test_module_memory.py",
     ),

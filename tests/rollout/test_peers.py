@@ -223,6 +223,9 @@ def test_two_processes_generate_what_one_does_after_every_kind_of_update(node: s
                 is_released = lambda actor: actor._memory.is_released  # noqa: E731
                 assert await pair.server.__ray_call__.remote(is_released)
                 assert await pair.peer.__ray_call__.remote(is_released)
+                kept = lambda actor: (actor._memory.num_bytes_copied_out, actor._memory.num_bytes_shared)  # noqa: E731
+                num_copied, num_shared = await pair.peer.__ray_call__.remote(kept)
+                assert num_copied == 0 and (num_shared > 0) == is_lora, "the server's copy of the base is the peer's"
                 for _ in range(2):  # each rank of the trainer asks
                     await pair.server.wake_up.remote()
             await pair.update(weights, version, is_live=is_live)

@@ -9,8 +9,8 @@
 - Blocks of one class share their compiled variants: one per combination of batch size 1 or more, mask or none, gradient
   or none, adapter or none. A dimension that has changed once (batch, text length) is compiled as variable.
 
-Invariants (tests/models/test_kernels.py, tests/engine/test_kernels.py): outputs and gradients equal those without; the
-names of the state dict are unchanged.
+Invariants (tests/models/test_kernels.py, tests/engine/test_kernels.py, tests/rollout/test_compiled.py): outputs and
+gradients equal those without; the names of the state dict are unchanged; forwards read the weights of the last update.
 """
 
 from __future__ import annotations
