@@ -49,7 +49,7 @@ chaos:  ## runs with random faults on a virtual clock; no Ray (5 minutes on 2 co
 test-vllm-omni:  ## what needs the extra vllm-omni
 	@VENV=$(OMNI) .ci/setup_env.sh dev,vllm-omni
 	$(OMNI)/bin/pyright --pythonpath $(OMNI)/bin/python verl_digen/rollout/vllm_omni
-	$(OMNI)/bin/python -m pytest tests/vllm_omni
+	$(OMNI)/bin/python -m pytest -m "not (gpu or grid)" tests/vllm_omni
 
 lint:  ## style, types, and that no room imports from a floor above
 	@.ci/setup_env.sh dev

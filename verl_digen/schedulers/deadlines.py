@@ -49,7 +49,7 @@ class DeadlinesConfig:
     commit_s: float = 600.0
     """Least bound of the optimizer step."""
     load_s: float = 300.0
-    """Least bound of a replica's switch to weights that it has received. Bound of timeshared rewards' falling asleep."""
+    """Least bound of a replica's switch to weights that it has received, and of timeshared rewards falling asleep."""
     publish_s: float = 1200.0
     """Least bound of sending weights to all replicas."""
     save_s: float = 7200.0
