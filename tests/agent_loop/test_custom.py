@@ -51,6 +51,7 @@ def make_worker(agent_loop: str) -> Any:
         "hf_model_type": None,
         "dataset_cls": None,
         "tools": [],
+        "_rewards": SimpleNamespace(reads_latents=False),
     }
     vars(worker).update(given)
     return worker
