@@ -110,7 +110,7 @@ def test_prompts_belong_to_files_by_name_place_or_neighbour(folder):
         (["shapess", "out", "--prompt", ""], "digen.reward.functions.shapess must name one of"),
         (["{shapes: }", "out", "--prompt", ""], "digen.reward.functions.shapes must be a number"),
         (["{shapes", "out", "--prompt", ""], "must be names or a YAML mapping"),
-        (["{shapes: {weight: 1, num_workers: 2}}", "out", "--prompt", ""], "num_workers, num_gpus and timeshare belong to a run"),
+        (["{shapes: {weight: 1, num_workers: 2}}", "out", "--prompt", ""], "num_gpus and timeshare belong to a run"),
         (["{diversity: {weight: 1, size: 2}}", "out", "--prompt", ""], "must be a setting of Diversity"),
         (["shapes", "gone", "--prompt", ""], "must exist, got 'gone'"),
     ],

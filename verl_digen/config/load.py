@@ -6,6 +6,9 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +18,17 @@ from verl_digen.require import require, suggestion
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+
+
+@dataclass
+class _Read:
+    """A config that cannot change, and what was read of it."""
+
+    config: DictConfig
+    digen: DigenConfig | None = None
+
+
+_READ: ContextVar[_Read | None] = ContextVar("_READ", default=None)
 
 MAY_BE_INFINITE = frozenset({"digen.loss.advantage_clip"})
 """Keys that may be infinite, which means: no bound."""
@@ -43,12 +57,34 @@ def digen_schema() -> DictConfig:
     return schema
 
 
+@contextmanager
+def read_only(config: DictConfig) -> Iterator[None]:
+    """Context in which the config cannot change, so that `digen_config` reads its section once: dozens of rules ask."""
+    from omegaconf import flag_override
+
+    with flag_override(config, "readonly", True):
+        before = _READ.set(_Read(config))
+        try:
+            yield
+        finally:
+            _READ.reset(before)
+
+
 def digen_config(config: DictConfig) -> DigenConfig:
     """Validate the `digen:` section of verl's composed config.
 
     Raises:
         ValueError: an unknown key, a value of the wrong type, or a broken rule.
     """
+    read = _READ.get()
+    if read is None or read.config is not config:
+        return _digen_config(config)
+    if read.digen is None:
+        read.digen = _digen_config(config)
+    return read.digen
+
+
+def _digen_config(config: DictConfig) -> DigenConfig:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryValue, OmegaConfBaseException
 
+from verl_digen.config.load import read_only
 from verl_digen.preflight.agent_loop import check_agent_loop
 from verl_digen.preflight.classes import check_classes
 from verl_digen.preflight.effect import effect_problems
@@ -137,16 +138,17 @@ def check(config: DictConfig, rules: Sequence[Rule] = RULES) -> None:
     values = value_problems(config)
     problems = [problem for problem in values.values() if problem is not None]
     usable = _without(config, list(values)) if values else config
-    for rule in rules:
-        try:
-            rule(usable)
-        except (MissingMandatoryValue, InterpolationToMissingValueError) as error:
-            if not any(key in str(error) or error.full_key == key for key in values):
+    with read_only(usable):
+        for rule in rules:
+            try:
+                rule(usable)
+            except (MissingMandatoryValue, InterpolationToMissingValueError) as error:
+                if not any(key in str(error) or error.full_key == key for key in values):
+                    problems.append(_told(error))
+            except OmegaConfBaseException as error:  # a value that is missing, or an interpolation that leads nowhere
                 problems.append(_told(error))
-        except OmegaConfBaseException as error:  # a value that is missing, or an interpolation that leads nowhere
-            problems.append(_told(error))
-        except ValueError as error:
-            problems.append(str(error))
+            except ValueError as error:
+                problems.append(str(error))
     if problems:
         raise ValueError("\n".join(dict.fromkeys("\n".join(problems).splitlines())))
 
