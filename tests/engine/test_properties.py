@@ -41,8 +41,8 @@ from verl_digen.types import Geometry
 pytestmark = pytest.mark.slow
 
 SEEDS = range(209)
-NUM_SHORT = 88
-"""Number of seeds for every change; the others are long tests."""
+NUM_SHORT, NUM_LONG = 44, 132
+"""Number of seeds for every change, and for CI; the others are a grid."""
 RANKS = (1, 2, 1, 3, 2, 1, 4, 2, 1, 3, 2)
 """Number of ranks of seeds 0 to 10, then repeating: more ranks take longer."""
 TOLERANCE = 1e-5
@@ -291,7 +291,12 @@ def trained(batches: dict[int, RandomBatch], tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.mark.parametrize(
-    "seed", [seed if seed < NUM_SHORT else pytest.param(seed, marks=pytest.mark.long) for seed in SEEDS]
+    "seed",
+    [
+        *SEEDS[:NUM_SHORT],
+        *(pytest.param(seed, marks=pytest.mark.long) for seed in SEEDS[NUM_SHORT:NUM_LONG]),
+        *(pytest.param(seed, marks=[pytest.mark.long, pytest.mark.grid]) for seed in SEEDS[NUM_LONG:]),
+    ],
 )
 def test_committed_gradient_is_that_of_the_slow_way(
     batches: dict[int, RandomBatch], trained: dict[int, list[Trained]], seed: int

@@ -205,6 +205,16 @@ def alone(path: Path, *, is_lora: bool, seed: int | None) -> tuple[list[Generati
     return asyncio.run(generate()), weights
 
 
+def is_kept_by_the_server(peer: Peer, is_lora: bool) -> bool:
+    """True if the peer's host copies are the server's: of buffers, and of the base under LoRA."""
+    module: Any = peer._network.weights.module
+    updated = [name for name, _ in module.named_parameters() if "lora_" in name] if is_lora else module.state_dict()
+    named = dict((*module.named_parameters(), *module.named_buffers()))
+    kept = [each for name, each in named.items() if name not in updated]
+    num_bytes = sum(each.numel() * each.element_size() for each in kept)
+    return peer._memory.num_bytes_copied_out == 0 and peer._memory.num_bytes_shared == num_bytes > 0
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("is_lora", [False, True], ids=["full", "lora"])
 def test_two_processes_generate_what_one_does_after_every_kind_of_update(node: str, wan: Path, is_lora: bool) -> None:
@@ -223,9 +233,7 @@ def test_two_processes_generate_what_one_does_after_every_kind_of_update(node: s
                 is_released = lambda actor: actor._memory.is_released  # noqa: E731
                 assert await pair.server.__ray_call__.remote(is_released)
                 assert await pair.peer.__ray_call__.remote(is_released)
-                kept = lambda actor: (actor._memory.num_bytes_copied_out, actor._memory.num_bytes_shared)  # noqa: E731
-                num_copied, num_shared = await pair.peer.__ray_call__.remote(kept)
-                assert num_copied == 0 and (num_shared > 0) == is_lora, "the server's copy of the base is the peer's"
+                assert await pair.peer.__ray_call__.remote(is_kept_by_the_server, is_lora), "it has no copy of its own"
                 for _ in range(2):  # each rank of the trainer asks
                     await pair.server.wake_up.remote()
             await pair.update(weights, version, is_live=is_live)
