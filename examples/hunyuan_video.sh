@@ -3,7 +3,7 @@
 #
 # DanceGRPO on HunyuanVideo, all weights: examples/hunyuan_video.sh PROMPTS VALIDATION_PROMPTS [KEY=VALUE ...]
 #
-# GPUs       8 of 80 GB: the plan says 66.3 GB, and up to 423 GB of host memory. Ask again: digen plan
+# GPUs       8 of 80 GB: the plan says 66.3 GB, and up to 313 GB of host memory. Ask again: digen plan
 #            recipe=digen_hunyuan_video gpus=8 gpu_mem=80
 # Downloads  hunyuanvideo-community/HunyuanVideo, once per node: 21 B parameters with encoders and VAE, of 2 bytes
 #            each (4 where they are published in fp32).

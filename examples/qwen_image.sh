@@ -3,8 +3,9 @@
 #
 # Flow-GRPO on Qwen-Image, LoRA: examples/qwen_image.sh PROMPTS VALIDATION_PROMPTS [KEY=VALUE ...]
 #
-# GPUs       8 of 80 GB: the plan says 70.9 GB, and up to 552 GB of host memory: every replica that sleeps
-#            keeps its frozen networks there. Ask again: digen plan recipe=digen_qwen_image gpus=8 gpu_mem=80
+# GPUs       8 of 80 GB: the plan says 70.9 GB, and up to 165 GB of host memory: the replicas of a node
+#            that sleep keep one copy of their frozen networks there. Ask again: digen plan recipe=digen_qwen_image
+#            gpus=8 gpu_mem=80
 # Downloads  Qwen/Qwen-Image, once per node: 29 B parameters with encoder and VAE, of 2 bytes each (4 where they are
 #            published in fp32).
 # Minutes    Not measured. Calculated: a step takes at least 42 s for 128 pictures, at 40 % of the peak of 8 H100.
