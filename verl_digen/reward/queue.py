@@ -18,6 +18,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, TypeVar
 
+from verl_digen.callers import tell
+
 Item = TypeVar("Item")
 Outcome = TypeVar("Outcome")
 
@@ -78,13 +80,7 @@ class BatchQueue(Generic[Item, Outcome]):
                     outcomes = await self._run_batch([item for item, _ in batch], len(self._pending))
             except Exception as error:  # every caller is told
                 outcomes = [error] * len(batch)
-            for (_, answer), outcome in zip(batch, outcomes, strict=True):
-                if answer.done():
-                    continue
-                if isinstance(outcome, Exception):
-                    answer.set_exception(outcome)
-                else:
-                    answer.set_result(outcome)
+            tell((answer for _, answer in batch), outcomes)
 
     async def _until_ready(self) -> None:
         while not self._pending:

@@ -20,6 +20,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
+from verl_digen.callers import tell
 from verl_digen.types import Generation, SampleRequest
 
 Execute = Callable[[Sequence[SampleRequest], Callable[[], bool]], Awaitable[Sequence[Generation | Exception]]]
@@ -113,13 +114,7 @@ class RequestBatcher:
                         raise RuntimeError(f"a batch of {len(batch)} requests got {len(answers)} answers")
                 except Exception as error:  # every caller of the batch is told
                     answers = [error] * len(batch)
-                for (_, answer), outcome in zip(batch, answers, strict=True):
-                    if answer.done():
-                        continue
-                    if isinstance(outcome, Exception):
-                        answer.set_exception(outcome)
-                    else:
-                        answer.set_result(outcome)
+                tell((answer for _, answer in batch), answers)
 
     async def _until_ready(self) -> None:
         """Return when batches may run and one is full or has waited for `wait_s`."""
