@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from verl_digen.algorithms.forward import NoiseLevels
+from verl_digen.algorithms.tree import Tree
 from verl_digen.algorithms.window import Window
 from verl_digen.inputs import PromptInputs, content_key
 from verl_digen.transfers import to_device
@@ -111,6 +112,17 @@ class SampleRequest:
     recorded."""
     wants_latents: bool = False
     """True where a reward reads latents: the answer of every sample carries them."""
+    tree: Tree | None = None
+    """Tree of its group, of which it is leaf `sample_index`; None: samples share no stochastic step."""
+
+    def noise_index(self, step: int) -> int:
+        """Number of the sample in its group whose noise a stochastic step takes: its own, or that of its node."""
+        return self.sample_index if self.tree is None else self.tree.node(self.sample_index, step)
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """K entries: node that each trained step leads to; () without a tree."""
+        return () if self.tree is None else tuple(map(self.noise_index, self.window.train_steps))
 
     @property
     def branches(self) -> tuple[PromptInputs, ...]:
@@ -186,6 +198,8 @@ class Trajectory:
     """`SampleRequest.condition_key` of its request."""
     num_shared_steps: int = 0
     """Denoising steps in which the forward of another sample of its group served for it, see `sampling.prefix`."""
+    nodes: tuple[int, ...] = ()
+    """`SampleRequest.nodes`."""
 
 
 @dataclass(frozen=True)
@@ -307,6 +321,8 @@ class SampleTag:
     """`Score.calls`."""
     num_shared_steps: int = 0
     """`Trajectory.num_shared_steps`."""
+    nodes: tuple[int, ...] = ()
+    """`SampleRequest.nodes`."""
 
 
 GroupTags = Mapping[int, SampleTag]

@@ -180,6 +180,7 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
             condition_key=self._condition_key(trajectory),
             calls=score.calls,
             num_shared_steps=trajectory.num_shared_steps,
+            nodes=trajectory.nodes,
         )
         if validate and trajectory.sample_index == 0 and is_logged(row.index, self.digen.num_logged_images):
             path = image_path(self._run_dir, step, row.uid)

@@ -101,6 +101,10 @@ class WindowConfig:
                 f"since the last is never trained, got [{lo}, {hi}]; lower its end or sample more steps"
             )
 
+    def num_stochastic(self, num_steps: int) -> int:
+        """Stochastic steps of each window in a schedule of `num_steps`."""
+        return self.size if self.kind == "consecutive" else num_steps - 1
+
     def range_for(self, num_steps: int) -> tuple[int, int]:
         """(lo, hi) before it moves, in a schedule of `num_steps`: `range`, or the first half."""
         if self.range is None:

@@ -10,6 +10,7 @@
 | --- | --- |
 | `sampling`, `sde`, `advantage`, `kl`, `ema` | `sampling.py` |
 | `window` | `verl_digen/algorithms/window.py` |
+| `branches` | `verl_digen/algorithms/tree.py` |
 | `loss` | `loss.py`; the losses' own settings in `verl_digen/algorithms/objectives/` |
 | `rollout` | `rollout.py` |
 | `reward` | `reward.py` |

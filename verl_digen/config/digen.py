@@ -18,6 +18,7 @@ from verl_digen.algorithms.objectives import (
     find_objective,
     objective_names,
 )
+from verl_digen.algorithms.tree import BranchesConfig
 from verl_digen.algorithms.window import WindowConfig
 from verl_digen.attention import NATIVE, check_name
 from verl_digen.config.loss import LOSS_DEFAULTS, check_loss_section, loss_settings
@@ -42,6 +43,7 @@ class DigenConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     sde: SdeConfig = field(default_factory=SdeConfig)
     window: WindowConfig = field(default_factory=WindowConfig)
+    branches: BranchesConfig = field(default_factory=BranchesConfig)
     forward: ForwardConfig = field(default_factory=ForwardConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     loss: dict[str, Any] = field(default_factory=lambda: dict(LOSS_DEFAULTS))
@@ -158,8 +160,19 @@ class DigenConfig:
             self.advantage.best_of,
             "leave it out",
         )
+        require(
+            not self.branches.splits
+            or (not self.trains_forward_points and find_objective(self.loss_name).joint is None),
+            f"digen.branches.splits must be [] with digen.loss.name={self.loss_name}, whose rows "
+            f"{'are no steps of an SDE' if self.trains_forward_points else 'compare all steps of one sample'}",
+            list(self.branches.splits),
+            "leave it out, or choose a loss of single steps such as flow_grpo",
+        )
         if not self.trains_forward_points:
             self.window.validate_for(self.sampling.num_steps)
+            self.branches.validate_for(
+                self.window, self.sampling.num_steps, shares_noise=self.sampling.shared_initial_noise
+            )
             require(
                 self.sampling.solver == "euler" or self.window.kind == "consecutive",
                 f"digen.sampling.solver must be euler with digen.window.kind={self.window.kind}, where every step but "

@@ -297,7 +297,7 @@ class DiffusersFSDPEngine(ShardedTransformer):
         self, samples: Sequence[FragmentSample], fetch: Fetch
     ) -> Iterator[tuple[FragmentSample, int, float]]:
         """(sample, trained step, log-prob) of this rank's rows."""
-        if not any(sample.num_steps for sample in samples):
+        if not any(sample.num_rows for sample in samples):
             return
         work = self.planner.deal(samples, torch.zeros(len(samples)), fetch)
         tiles = [tile_rows(self.points, work.samples, tile, work.places) for tile in work.tiles]

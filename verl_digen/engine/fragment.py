@@ -30,7 +30,22 @@ class FragmentSample:
     experts: tuple[int, ...] = ()
     """K entries: number of the network that each point runs; () if the model has one."""
     old_log_probs: tuple[float, ...] = ()
-    """K entries: log-prob of each trained step before the first of several optimizer steps; () if one is taken."""
+    """K entries: log-prob of each trained step before the first of several optimizer steps, nan at points that do not
+    train; () if one is taken."""
+    nodes: tuple[int, ...] = ()
+    """K entries: node of its group's tree that each point's step leads to; () without a tree."""
+    skipped: frozenset[int] = frozenset()
+    """Points that do not train, because another sample of the group trains the same step, or it was not chosen."""
+
+    @property
+    def points(self) -> tuple[int, ...]:
+        """Points that train, one row each."""
+        return tuple(point for point in range(self.num_steps) if point not in self.skipped)
+
+    @property
+    def num_rows(self) -> int:
+        """Number of its rows."""
+        return self.num_steps - len(self.skipped)
 
 
 @dataclass(frozen=True)
@@ -59,5 +74,5 @@ def fragment_rows(samples: Sequence[FragmentSample]) -> list[Row]:
                 "give one expert for each step, or none"
             )
         sampling = samplings.index(sample.sampling)
-        rows += [Row(number, point, expert * len(samplings) + sampling) for point, expert in enumerate(experts)]
+        rows += [Row(number, point, experts[point] * len(samplings) + sampling) for point in sample.points]
     return rows

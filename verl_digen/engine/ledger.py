@@ -18,6 +18,9 @@ does not bind. So these samples are held back until the scale is known, and then
 - all samples, if the loss is not homogeneous: training then starts with the last group;
 - the others of their group, if the objective needs a group's rows together.
 
+In a tree (`digen.branches`) a sample has an advantage for each of its K points, that of the point's node, and is held
+while any of them might be clamped. Scales other than "group" are made of the samples' rewards, so they stay one number.
+
 Invariants (tests/engine/test_ledger.py): every sample is released exactly once; a centred reward that is released
 before the scale is known gives, divided by the scale, an advantage that is not clamped; a group is added once.
 
@@ -39,6 +42,7 @@ import torch
 from torch import Tensor
 
 from verl_digen.algorithms.advantages import advantage_scale, group_advantages
+from verl_digen.algorithms.tree import tree_advantages
 from verl_digen.config import AdvantageConfig
 
 BATCH_SCALES = ("batch", "max_group")
@@ -54,7 +58,7 @@ class Ready:
 
     keys: tuple[str, ...]
     advantages: Tensor
-    """[n] fp32: advantages, or centred rewards while `divisor` is unknown."""
+    """[n] fp32, or [n, K] with a tree: advantages, or centred rewards while `divisor` is unknown."""
     divisor: float | None
     """None while the scale is unknown: divide this gradient later. A number: these advantages are already divided;
     divide the gradient accumulated so far with None by it now."""
@@ -86,8 +90,10 @@ class AdvantageLedger:
         self.keys: list[str] = []
         self.groups: list[str] = []
         self.rewards: list[float] = []
-        self._early: list[float] = []
-        """Per sample the value it can train with once its group is known: its advantage, or its centred reward."""
+        self.nodes: list[tuple[int, ...]] = []
+        """Per sample its K nodes, see `FragmentSample.nodes`; () without a tree."""
+        self._early: list[list[float]] = []
+        """Per sample the values it can train with once its group is known, one or K: advantages, or centred rewards."""
         self._largest_scale = 0.0
         """Largest scale of the groups so far; only under max_group."""
         self._waiting: list[int] = []
@@ -112,8 +118,14 @@ class AdvantageLedger:
         """True if nothing can train before the batch is complete."""
         return self.is_scale_late and not self.is_homogeneous
 
-    def add(self, keys: Sequence[str], groups: Sequence[str], rewards: Sequence[float]) -> None:
-        """Add complete groups: key, group and reward of each sample.
+    def add(
+        self,
+        keys: Sequence[str],
+        groups: Sequence[str],
+        rewards: Sequence[float],
+        nodes: Sequence[tuple[int, ...]] | None = None,
+    ) -> None:
+        """Add complete groups: key, group and reward of each sample, and its nodes in the group's tree.
 
         Raises:
             RuntimeError: a group or a sample came before, or there are more samples than planned; nothing is added.
@@ -129,13 +141,21 @@ class AdvantageLedger:
                 f"a logical batch begun for {self.num_samples} samples got {len(self.keys) + len(keys)}; "
                 "begin with the most samples it may have"
             )
-        self._early += self._advantages_now(rewards, groups).tolist()
+        nodes = [()] * len(keys) if nodes is None else nodes
+        if len({len(own) for own in (*self.nodes, *nodes)}) > 1:
+            raise RuntimeError(
+                "samples of a logical batch must have equally many nodes of a tree, or none, got "
+                f"{sorted({len(own) for own in (*self.nodes, *nodes)})}; generate all of them under one digen.branches"
+            )
+        early = self._advantages_now(rewards, groups, nodes)
+        self._early += (early if early.dim() == 2 else early[:, None]).tolist()
         if self.config.scale == "max_group":
             self._largest_scale = max(self._largest_scale, self._scale(rewards, groups))
         self._waiting += range(len(self.keys), len(self.keys) + len(keys))
         self.keys += keys
         self.groups += groups
         self.rewards += rewards
+        self.nodes += nodes
 
     def take(self, *, is_last: bool = False) -> Ready:
         """Release the samples that can train now.
@@ -145,13 +165,13 @@ class AdvantageLedger:
         """
         if not self.keys:
             return Ready((), torch.zeros(0), None)
-        advantages, chosen, divisor = torch.tensor(self._early), self._waiting, 1.0
+        advantages, chosen, divisor = self._early_advantages(), self._waiting, 1.0
         if self.is_scale_late and (is_last or self.is_complete):
-            advantages = self._advantages(self.rewards, self.groups, self.config.scale)
+            advantages = self._advantages(self.rewards, self.groups, self.nodes, self.config.scale)
             divisor = self._scale(self.rewards, self.groups)
         elif self.is_scale_late:
             largest = self._largest_unclamped()
-            late = [index for index in self._waiting if abs(self._early[index]) > largest]
+            late = [index for index in self._waiting if max(map(abs, self._early[index])) > largest]
             kept = {self.groups[index] for index in late} if self.whole_groups else set()
             chosen = [index for index in self._waiting if index not in {*late} and self.groups[index] not in kept]
             divisor = None
@@ -160,20 +180,31 @@ class AdvantageLedger:
         return Ready(tuple(self.keys[index] for index in chosen), advantages[chosen], divisor)
 
     def advantages(self) -> Tensor:
-        """Advantages of all samples that came, [samples] fp32, not clamped; the scale is theirs or the given one."""
+        """Advantages of all samples that came, [samples] fp32, or [samples, K] with a tree, not clamped; the scale is
+        theirs or the given one."""
         if self.is_scale_late:
-            return self._advantages(self.rewards, self.groups, self.config.scale)
-        return torch.tensor(self._early)
+            return self._advantages(self.rewards, self.groups, self.nodes, self.config.scale)
+        return self._early_advantages()
 
-    def _advantages_now(self, rewards: Sequence[float], groups: Sequence[str]) -> Tensor:
+    def _early_advantages(self) -> Tensor:
+        early = torch.tensor(self._early)
+        return early if any(self.nodes) else early.reshape(-1)
+
+    def _advantages_now(
+        self, rewards: Sequence[float], groups: Sequence[str], nodes: Sequence[tuple[int, ...]]
+    ) -> Tensor:
         """Advantages of complete groups, or their centred rewards while the scale is unknown."""
         if self.scale is not None:
-            return self._advantages(rewards, groups, "none") / self.scale
-        return self._advantages(rewards, groups, "none" if self.is_scale_late else self.config.scale)
+            return self._advantages(rewards, groups, nodes, "none") / self.scale
+        return self._advantages(rewards, groups, nodes, "none" if self.is_scale_late else self.config.scale)
 
-    def _advantages(self, rewards: Sequence[float], groups: Sequence[str], scale: str) -> Tensor:
-        """Advantages [samples] fp32."""
+    def _advantages(
+        self, rewards: Sequence[float], groups: Sequence[str], nodes: Sequence[tuple[int, ...]], scale: str
+    ) -> Tensor:
+        """Advantages [samples] fp32, or [samples, K] with a tree."""
         config, values = self.config, torch.tensor(rewards, dtype=torch.float64)
+        if any(nodes):
+            return tree_advantages(values, groups, nodes, scale=scale, ddof=config.ddof, eps=config.eps)
         return group_advantages(values, groups, scale=scale, ddof=config.ddof, eps=config.eps)
 
     def _scale(self, rewards: Sequence[float], groups: Sequence[str]) -> float:

@@ -57,6 +57,7 @@ class LogicalBatch:
             [sample.key for sample in samples],
             [sample.uid for sample in samples],
             [sample.reward for sample in samples],
+            [sample.nodes for sample in samples],
         )
         self.fragment_ids.add(fragment.fragment_id)
         self._samples |= {sample.key: sample for sample in samples}
@@ -80,16 +81,20 @@ class LogicalBatch:
         return self.transaction.close() if self.transaction.num_trained_rows else None
 
     def trained_advantages(self) -> Tensor:
-        """Advantages of the samples that have rows, [samples] fp32, clamped as in the loss."""
-        has_rows = torch.tensor([self._samples[key].num_steps > 0 for key in self.ledger.keys])
-        return self.ledger.advantages()[has_rows].clamp(-self.ledger.clip, self.ledger.clip)
+        """Advantages of the samples that have rows, [samples] fp32, clamped as in the loss; with a tree those of the last
+        points that train, which are leaves if the tree's last split comes before."""
+        samples = [self._samples[key] for key in self.ledger.keys]
+        trains = torch.tensor([sample.num_steps - 1 in sample.points for sample in samples])
+        advantages = self.ledger.advantages()
+        last = advantages if advantages.dim() == 1 else advantages[:, -1]
+        return last[trains].clamp(-self.ledger.clip, self.ledger.clip)
 
     def _train(self, *, is_last: bool) -> int:
         ready = self.ledger.take(is_last=is_last)
         if ready.divisor is not None:
             self.transaction.settle(ready.divisor)
         samples = [self._samples[key] for key in ready.keys]
-        if not any(sample.num_steps for sample in samples):
+        if not any(sample.num_rows for sample in samples):
             return 0
         work = self.planner.deal(samples, ready.advantages, self.fetch)
         rows = max((tile.rows for tile in work.tiles), key=len)

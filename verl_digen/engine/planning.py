@@ -82,7 +82,7 @@ class Planner:
         """This rank's part of these samples' rows, of which there is at least one; a padding row if it gets none.
 
         Args:
-            advantages: [samples] fp32.
+            advantages: [samples] fp32, or [samples, K] with a tree.
         """
         rows = fragment_rows(samples)
         dealt = deal_rows(rows, self.num_ranks, whole_samples=not self.tsp.enable)

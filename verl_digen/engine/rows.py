@@ -36,12 +36,12 @@ class Samples:
     conditions: Sequence[ConditionPair]
     """Samples of one prompt share the object."""
     advantages: Tensor
-    """[B] fp32; 0 if the caller only wants log-probs."""
+    """[B] fp32, or [B, K] with a tree, where each point has its own; 0 if the caller only wants log-probs."""
 
     @property
     def all_picks(self) -> Picks:
-        """Every point of every sample."""
-        return [(index, range(sample.num_steps)) for index, sample in enumerate(self.described)]
+        """Every point of every sample that trains."""
+        return [(index, sample.points) for index, sample in enumerate(self.described)]
 
 
 Fetch = Callable[[Sequence[FragmentSample]], Samples]
@@ -58,6 +58,16 @@ def fetch_samples(points: Points, partition: str, samples: Sequence[FragmentSamp
         conditions=[conditions[sample.condition_key] for sample in samples],
         advantages=torch.zeros(len(samples)),
     )
+
+
+def row_advantages(advantages: Tensor, samples: Sequence[int], points: Sequence[int]) -> Tensor:
+    """Advantages of N rows, [N].
+
+    Args:
+        advantages: [B], or [B, K] where each point has its own.
+        samples, points: N entries.
+    """
+    return advantages[samples] if advantages.dim() == 1 else advantages[samples, points]
 
 
 def make_rows(points: Points, samples: Samples, picks: Picks) -> TrainingRows:
@@ -83,7 +93,7 @@ def make_rows(points: Points, samples: Samples, picks: Picks) -> TrainingRows:
         point=point,
         conditions=[positive for positive, _ in pairs],
         negative_conditions=negatives or None,
-        advantages=samples.advantages[rows],
+        advantages=row_advantages(samples.advantages, rows, [point for _, chosen in picks for point in chosen]),
         mask=torch.ones(len(rows)),
         sampling=samplings.pop(),
         rewards=torch.tensor([samples.described[index].reward for index in rows]),

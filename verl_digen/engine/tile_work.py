@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from verl_digen.algorithms.objectives import JointRows
-from verl_digen.engine.rows import Samples
+from verl_digen.engine.rows import Samples, row_advantages
 from verl_digen.schedulers.deal import Row
 from verl_digen.schedulers.tiles import Tile
 
@@ -23,7 +23,7 @@ class AllRows:
     groups: Sequence[str]
     """uid of each sample, by `Row.sample`."""
     advantages: Tensor
-    """[samples] fp32."""
+    """[samples] fp32, or [samples, K] with a tree."""
 
     def joint(self, scalars: Tensor) -> JointRows:
         """The rows with one number each, `scalars` [M]; on its device."""
@@ -32,13 +32,13 @@ class AllRows:
         def column(values: list[int]) -> Tensor:
             return torch.tensor(values, device=scalars.device)
 
-        samples = [row.sample for row in self.rows]
+        samples, points = [row.sample for row in self.rows], [row.point for row in self.rows]
         return JointRows(
             scalars=scalars,
             samples=column(samples),
             groups=column([numbers[self.groups[sample]] for sample in samples]),
-            points=column([row.point for row in self.rows]),
-            advantages=self.advantages[samples].to(scalars.device),
+            points=column(points),
+            advantages=row_advantages(self.advantages, samples, points).to(scalars.device),
         )
 
 

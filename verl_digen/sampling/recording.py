@@ -25,6 +25,11 @@ def initial_seed(run_seed: int, request: SampleRequest) -> int:
     return sample_seed(run_seed, request.uid, index)
 
 
+def noise_seed(run_seed: int, request: SampleRequest, step: int) -> int:
+    """Seed of the noise of a stochastic step: the sample's, or in a tree that of the node that the step leads to."""
+    return sample_seed(run_seed, request.uid, request.noise_index(step))
+
+
 def experts_of(model: DiffusionModel, trajectory: Trajectory) -> tuple[int, ...]:
     """Number of the network that runs each point; () if the model has one network."""
     return tuple(model.expert_of(trajectory.record.sigmas).tolist()) if len(model.experts) > 1 else ()
@@ -71,6 +76,7 @@ def record_trajectory(
         sampling=request.sampling,
         condition_key=request.condition_key,
         num_shared_steps=num_shared_steps,
+        nodes=request.nodes,
     )
 
 

@@ -33,6 +33,14 @@ def num_points(digen: DigenConfig) -> int:
     return len(request.window.train_steps)
 
 
+def rows_per_group(digen: DigenConfig, group_size: int) -> int:
+    """Rows of the samples of a group: those of each one, or the trained edges of its tree."""
+    request = sample_request(digen, PromptRow("", "", None), 0, step=0, validate=False)
+    if request.tree is None:
+        return group_size * num_points(digen)
+    return request.tree.num_edges(request.window.train_steps)
+
+
 def sample_request(
     digen: DigenConfig, row: PromptRow, sample_index: int, *, step: int, validate: bool
 ) -> SampleRequest:
@@ -72,6 +80,7 @@ def sample_request(
             guidance_scale=config.guidance_scale,
             solver=config.val_solver if validate else config.solver,
         ),
+        tree=digen.branches.tree(window) if window.sde_steps else None,
         noise_levels=noise_levels,
         wants_condition=sample_index == 0 and not validate,
     )

@@ -5,7 +5,7 @@
   from `score_rows`, all velocities of rows from `row_velocity`. They share `DiffusionModel.velocity` and `sde_step`.
 - A step costs one forward for the whole batch, both guidance branches in it, or one per branch (`branches`). Each
   row's own window decides whether a step is stochastic; other rows take the ODE step.
-- Rows that are equal until their window begins run as one (`prefix`). Steps that are not stochastic are those of
+- Rows that are equal run as one (`prefix`): until their window begins, or until they split in a tree. Steps that are not stochastic are those of
   `Sampling.solver`.
 - x is rounded to `latents_dtype` when it is made (the initial noise too), and only the rounded x is used
   further: by the log-prob, the next forward, the record and the replay.
@@ -25,13 +25,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from verl_digen.algorithms.noise import INITIAL_LATENTS, sample_seed, step_noise
+from verl_digen.algorithms.noise import INITIAL_LATENTS, step_noise
 from verl_digen.algorithms.sde import SdeStep, sde_step
 from verl_digen.algorithms.solvers import Prediction, denoise_step
 from verl_digen.models.base import DiffusionModel
 from verl_digen.sampling.branches import ONE_FORWARD, GuidanceBranches
 from verl_digen.sampling.prefix import SharedPrefix
-from verl_digen.sampling.recording import initial_seed, record_trajectory, trained_latents
+from verl_digen.sampling.recording import initial_seed, noise_seed, record_trajectory, trained_latents
 from verl_digen.transfers import to_device
 from verl_digen.types import Condition, SampleRequest, Sampling, TrainingRows, Trajectory, Transitions
 
@@ -97,7 +97,6 @@ class Sampler:
         sampling = _check_batch(requests, conditions, negative_conditions)
         shape = self.model.latent_shape(sampling.geometry)
         sigmas = self.model.sigmas(sampling.num_steps, sampling.geometry)
-        seeds = [sample_seed(self.run_seed, request.uid, request.sample_index) for request in requests]
         initial_seeds = [initial_seed(self.run_seed, request) for request in requests]
 
         latents = torch.stack([step_noise(seed, INITIAL_LATENTS, shape) for seed in initial_seeds])
@@ -112,24 +111,25 @@ class Sampler:
                 raise SamplingStopped(f"stopped before denoise step {step} of {sampling.num_steps}")
             if step in recorded:
                 path[step] = latents
-            lanes = prefix.lanes(step)
-            rows, lane_of = list(lanes.rows), list(lanes.lane_of)
-            if not lanes.is_whole:
-                latents, predicted = latents[rows], None if predicted is None else predicted.rows(rows)
+            lanes, edges = prefix.lanes(step), prefix.edges(step)
+            rows, taking, lane_of = list(lanes.rows), list(edges.rows), list(edges.lane_of)
             velocity = self._velocity(
-                latents,
+                latents if lanes.is_whole else latents[rows],
                 sigmas[step].expand(len(rows)),
                 [conditions[row] for row in rows],
                 None if negative_conditions is None else [negative_conditions[row] for row in rows],
                 sampling,
             )
-            taken, predicted = self._step(
-                velocity, latents, sigmas, step, [(requests[row], seeds[row]) for row in rows], predicted
-            )
+            if not edges.is_whole:
+                latents, predicted = latents[taking], None if predicted is None else predicted.rows(taking)
+            if edges != lanes:
+                velocity = velocity[[lanes.lane_of[row] for row in taking]]
+            seeded = [(requests[row], noise_seed(self.run_seed, requests[row], step)) for row in taking]
+            taken, predicted = self._step(velocity, latents, sigmas, step, seeded, predicted)
             latents = taken.next_sample
-            if not lanes.is_whole:
+            if not edges.is_whole:
                 latents, predicted = latents[lane_of], None if predicted is None else predicted.rows(lane_of)
-            log_probs.append(taken.log_prob if lanes.is_whole else taken.log_prob[lane_of])
+            log_probs.append(taken.log_prob if edges.is_whole else taken.log_prob[lane_of])
 
         log_probs_TB = torch.stack(log_probs).cpu()
         trajectories = [
@@ -185,7 +185,7 @@ class Sampler:
         """One denoising step: stochastic for the requests whose window says so, the solver's for the others.
 
         Args:
-            rows: request and seed of each row. previous: what the step before returned.
+            rows: request and seed of the step's noise, for each row. previous: what the step before returned.
         """
         sampling, shape = rows[0][0].sampling, latents.shape[1:]
         is_sde = [step in request.window.sde_steps for request, _ in rows]

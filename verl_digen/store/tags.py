@@ -45,6 +45,7 @@ def from_entry(entry: Mapping[str, Any]) -> SampleTag:
         **{
             **facts,
             "experts": tuple(facts["experts"]),
+            "nodes": tuple(facts["nodes"]),
             "generated": tuple(facts["generated"]),
             "scored": tuple(facts["scored"]),
             "calls": tuple(_call(call) for call in facts["calls"]),

@@ -31,7 +31,7 @@ from verl_digen.config import DigenConfig
 from verl_digen.observe.timeline import Interval, Lane, Recorder, TimelineFile, step_metrics
 from verl_digen.pool_sizes import num_data_parallel_ranks, num_reward_devices
 from verl_digen.reward.named import pool_entries
-from verl_digen.sampling.requests import condition_key, num_points
+from verl_digen.sampling.requests import condition_key, rows_per_group
 from verl_digen.schedulers.durations import MeasuredDurations
 from verl_digen.schedulers.planner import BatchPlanner
 from verl_digen.schedulers.rules import BatchRules
@@ -164,7 +164,7 @@ class DisaggregatedTrainer(DiffusionTrainer):
             TrainerPool(
                 self._ranks,
                 num_samples=num_samples,
-                num_rows=num_samples * num_points(self.digen),
+                num_rows=num_prompts * rows_per_group(self.digen, rollout.n),
                 select=self.digen.select,
                 rewards_of=group_rewards(self.config, self.digen),
             ),

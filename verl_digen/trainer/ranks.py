@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from math import nan
 from typing import Any
 
 from verl_digen.agent_loop.chunks import describe
@@ -81,9 +82,9 @@ class TrainerRanks:
 
 def _with_log_probs(sample: FragmentSample, found: dict[str, dict[int, float]]) -> FragmentSample:
     log_probs = found.get(sample.key, {})
-    if sorted(log_probs) != list(range(sample.num_steps)):
+    if sorted(log_probs) != list(sample.points):
         raise RuntimeError(
-            f"sample {sample.key} has {sample.num_steps} trained steps, but the trainer's ranks evaluated "
+            f"sample {sample.key} has {sample.num_rows} trained steps, but the trainer's ranks evaluated "
             f"{sorted(log_probs)}; every row must be evaluated by one of them"
         )
-    return replace(sample, old_log_probs=tuple(log_probs[step] for step in range(sample.num_steps)))
+    return replace(sample, old_log_probs=tuple(log_probs.get(step, nan) for step in range(sample.num_steps)))

@@ -63,27 +63,46 @@ def fragment_samples(
     Args:
         groups: uid -> sample index -> tag.
         rewards_of: what of a sample is its reward.
-        select: the objective's choice. A sample that is not chosen has no rows; its reward counts for its group.
+        select: the objective's choice. A sample that is not chosen has no rows; its reward counts for its group. In a
+            tree it has those of steps that it shares, if it is the first of its node.
     """
     samples = []
     for uid, tags in groups.items():
         ordered = sorted(tags.items())
         rewards = rewards_of([tag for _, tag in ordered])
         chosen = {*select(rewards)}
+        nodes = [tag.nodes for _, tag in ordered]
         samples += [
             FragmentSample(
                 key=SampleName.of(uid, index, tag).key,
                 uid=uid,
                 sample_index=index,
                 reward=rewards[position],
-                num_steps=tag.num_steps if position in chosen else 0,
+                num_steps=tag.num_steps if position in chosen or tag.nodes else 0,
                 sampling=tag.sampling,
                 condition_key=tag.condition_key,
-                experts=tag.experts if position in chosen else (),
+                experts=tag.experts if position in chosen or tag.nodes else (),
+                nodes=tag.nodes,
+                skipped=_skipped(nodes, position, is_chosen=position in chosen),
             )
             for position, (index, tag) in enumerate(ordered)
         ]
     return tuple(samples)
+
+
+def _skipped(nodes: Sequence[tuple[int, ...]], position: int, *, is_chosen: bool) -> frozenset[int]:
+    """Points of a sample that do not train: steps that an earlier sample of the group took too, and if it is not chosen
+    steps that it took alone. So the steps that several samples share train once, whatever the choice.
+
+    Args:
+        nodes: of each sample of the group.
+    """
+    skipped = set()
+    for point, node in enumerate(nodes[position]):
+        sharing = [other for other, own in enumerate(nodes) if own[point] == node]
+        if sharing[0] != position or (len(sharing) == 1 and not is_chosen):
+            skipped.add(point)
+    return frozenset(skipped)
 
 
 def mini_batches(samples: Sequence[FragmentSample], num_groups: int) -> list[FragmentSpec]:
@@ -129,7 +148,7 @@ async def train_batch(
     outputs = []
     for number in range(num_updates):
         fragment = fragments[number % len(fragments)]
-        await ranks.begin(len(fragment.samples), sum(sample.num_steps for sample in fragment.samples), scale)
+        await ranks.begin(len(fragment.samples), sum(sample.num_rows for sample in fragment.samples), scale)
         await ranks.accumulate(fragment)
         outputs.append(await ranks.commit(more=number < num_updates - 1))
     return numbers(combine_updates(outputs))

@@ -63,7 +63,7 @@ class VirtualDurations:
     def train_s(self, samples: Sequence[FragmentSample]) -> float:
         """Training of a fragment on the trainer's ranks."""
         num_groups = len({sample.uid for sample in samples})
-        num_rows = sum(sample.num_steps for sample in samples)
+        num_rows = sum(sample.num_rows for sample in samples)
         numbers = replace(
             self.profile.numbers,
             group_size=-(-len(samples) // num_groups),

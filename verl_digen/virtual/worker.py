@@ -72,7 +72,7 @@ class VirtualWorker(DiffusionWorker):
             fetch_samples(self._points, self._partition, fragment.samples)
         fetch_s = time.perf_counter() - started_s
         _sleep_until(started_s + self._durations.train_s(fragment.samples))
-        num_rows = sum(sample.num_steps for sample in fragment.samples)
+        num_rows = sum(sample.num_rows for sample in fragment.samples)
         self._num_rows += num_rows
         return {"num_rows": num_rows, "fetch_s": fetch_s, "accumulate_s": time.perf_counter() - started_s}
 

@@ -25,10 +25,10 @@ from vllm.lora.request import LoRARequest
 from vllm_omni.diffusion.cache.prompt_embed_cache import PromptEmbedCache
 from vllm_omni.diffusion.data import DiffusionOutput
 
-from verl_digen.algorithms.noise import INITIAL_LATENTS, sample_seed, step_noise
+from verl_digen.algorithms.noise import INITIAL_LATENTS, step_noise
 from verl_digen.algorithms.solvers import Prediction, denoise_step
 from verl_digen.rollout.vllm_omni.requests import RecordingOrder
-from verl_digen.sampling.recording import initial_seed, record_trajectory, trained_latents
+from verl_digen.sampling.recording import initial_seed, noise_seed, record_trajectory, trained_latents
 from verl_digen.types import Condition, SampleLatents, SampleRequest, move_condition
 
 RECORDED = "digen_recorded"
@@ -40,8 +40,6 @@ class Recording:
     """State of one request in flight."""
 
     order: RecordingOrder
-    seed: int
-    """Seed of its steps' noise."""
     sigmas: Tensor
     """[T+1] fp32 CPU."""
     latents: Tensor
@@ -120,7 +118,6 @@ class RecordingPipeline:
         noise = step_noise(initial_seed(order.run_seed, request), INITIAL_LATENTS, tuple(shape))
         return Recording(
             order=order,
-            seed=sample_seed(order.run_seed, request.uid, request.sample_index),
             sigmas=sigmas.float().cpu(),
             latents=noise.unsqueeze(0).to(device, order.latents_dtype),
             condition=condition,
@@ -200,7 +197,8 @@ def _take_steps_of_kind(law: str, solver: str, entries: Sequence[tuple[Recording
         is_sde.append(step in recording.request.window.sde_steps)
         noise_levels.append(recording.request.sampling.noise_level)
         shape = recording.latents.shape[1:]
-        noise.append(step_noise(recording.seed, step, shape) if is_sde[-1] else torch.zeros(shape))
+        seed = noise_seed(recording.order.run_seed, recording.request, step)
+        noise.append(step_noise(seed, step, shape) if is_sde[-1] else torch.zeros(shape))
     latents = torch.cat([recording.latents for recording, _, _ in entries])
     known = [recording.predicted for recording, _, _ in entries if recording.predicted is not None]
     taken, predicted = denoise_step(
