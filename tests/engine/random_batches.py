@@ -17,8 +17,10 @@ from torch import Tensor
 from tests.engine.harness import SAMPLING, described, digen_section
 from tests.engine.slow_gradient import SIGMAS, leaves, score
 from tests.engine.toy import BOUNDARY, LATENTS, LORA, TEXT_WIDTH, toy_weights
+from verl_digen.algorithms.tree import Tree
 from verl_digen.config import DigenConfig, digen_config
 from verl_digen.engine.fragment import FragmentSample, FragmentSpec
+from verl_digen.trainer.updates import skipped_points
 from verl_digen.types import Sampling
 
 FLAVOURS: dict[str, dict[str, Any]] = {
@@ -35,6 +37,9 @@ FLAVOURS_ON: dict[int, tuple[str, ...]] = {
     4: ("lora", "replicated"),
 }
 """Number of ranks -> kinds of engines; few, because building an engine takes longer than some batches."""
+
+SHARE_OF_TREES = 0.25
+"""Share of the seeds whose groups are trees."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,7 @@ class RandomBatch:
     @property
     def num_trained_rows(self) -> int:
         """Number of trained rows that come."""
-        return sum(len(sample.steps) for sample in self.samples.values())
+        return sum(sample.described.num_rows for sample in self.samples.values())
 
     @property
     def fragments(self) -> list[FragmentSpec]:
@@ -124,8 +129,14 @@ def draw(seed: int, num_ranks: int) -> RandomBatch:
         positive, negative = (torch.randn(rng.randint(1, 4), TEXT_WIDTH, generator=generator) for _ in range(2))
         conditions[uid] = positive, negative
         groups[uid] = _draw_group(rng, uid, flavour, least_steps=int(uid == "g0"))
+    has_trees = (tree_rng := random.Random(f"trees of {seed}")).random() < SHARE_OF_TREES
+    if has_trees:
+        num_steps = tree_rng.randint(1, 4)
+        groups = {uid: _draw_tree(tree_rng, uid, flavour, num_steps) for uid in groups}
     num_samples = sum(map(len, groups.values())) + rng.choice([0, 0, 1, 4])
     calls, digen = _draw_calls(rng, groups, num_samples), _draw_settings(rng)
+    if has_trees and digen.loss_name == "gspo":  # it compares all steps of a sample
+        digen = replace(digen, loss={**digen.loss, "name": "flow_grpo"})
     sampling = replace(SAMPLING, true_cfg_scale=digen.sampling.true_cfg_scale)
     groups = {uid: [replace(sample, sampling=sampling) for sample in group] for uid, group in groups.items()}
     calls = tuple(_sampled(call, sampling) for call in calls)
@@ -159,6 +170,30 @@ def _draw_group(rng: random.Random, uid: str, flavour: str, least_steps: int) ->
         reward = 0.3 + spread * rng.gauss(0, 1)
         group.append(described(key, uid, reward, len(steps), number, experts=experts))
     return group
+
+
+def _draw_tree(rng: random.Random, uid: str, flavour: str, num_steps: int) -> list[FragmentSample]:
+    """Samples that share nodes at `num_steps` trained steps: leaves of a tree with two splits, some of which may be
+    missing. What they recorded differs, so that it shows whose record trains."""
+    steps = sorted(rng.sample(range(len(SIGMAS) - 2), num_steps))
+    tree = Tree(tuple(sorted(rng.sample(range(len(SIGMAS) - 2), 2))), factor=2)
+    leaves_there = sorted(rng.sample(range(4), rng.randint(1, 4)))
+    nodes = [tuple(tree.node(leaf, step) for step in steps) for leaf in leaves_there]
+    spread = rng.choice([0.0, 0.1, 1.0, 6.0])
+    experts = tuple(int(SIGMAS[step] < BOUNDARY) for step in steps) if flavour == "experts" else ()
+    return [
+        described(
+            f"{uid}/{leaf}/{''.join(map(str, steps))}",
+            uid,
+            0.3 + spread * rng.gauss(0, 1),
+            num_steps,
+            leaf,
+            experts=experts,
+            nodes=nodes[position],
+            skipped=skipped_points(nodes, position, is_chosen=True),
+        )
+        for position, leaf in enumerate(leaves_there)
+    ]
 
 
 def _record(rng: random.Random, generator: torch.Generator, batch: RandomBatch, sample: FragmentSample) -> Recorded:

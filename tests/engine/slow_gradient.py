@@ -7,7 +7,7 @@ It shares only the toy's network with the engine.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
@@ -52,7 +52,8 @@ class ScoredRow:
 def expected(batch: RandomBatch) -> Expected:
     """Results computed sample by sample, step by step."""
     weights, start = leaves(batch.weights), leaves(toy_weights(batch.flavour))
-    advantages, num_rows = _advantages(batch), batch.num_trained_rows
+    advantages, edges = _advantages(batch), _edges(batch)
+    num_rows = len(edges)
     gradient = {name: torch.zeros_like(value) for name, value in weights.items()}
     magnitude = dict.fromkeys(weights, 0.0)
     policy_loss = loss = loss_magnitude = 0.0
@@ -60,8 +61,10 @@ def expected(batch: RandomBatch) -> Expected:
         rows = [score(batch, sample, step, weights) for step in sample.steps]
         # a row's loss may depend on all rows of its trajectory
         log_ratios = [row.log_prob - recorded for row, recorded in zip(rows, sample.log_probs.tolist(), strict=True)]
-        for row, step, log_ratio in zip(rows, sample.steps, log_ratios, strict=True):
-            policy = _policy_loss(batch.digen, row.log_prob, log_ratio, log_ratios, advantages[key])
+        for point, (row, step, log_ratio) in enumerate(zip(rows, sample.steps, log_ratios, strict=True)):
+            if (key, point) not in edges:
+                continue
+            policy = _policy_loss(batch.digen, row.log_prob, log_ratio, log_ratios, advantages[key, point])
             kl = torch.zeros((), dtype=torch.float64)
             if batch.digen.kl.coef > 0:
                 reference = score(batch, sample, step, start)
@@ -103,8 +106,18 @@ def _divergence(kind: str, row: ScoredRow, reference: ScoredRow) -> Tensor:
     return (row.mean - reference.mean.detach()).square().mean() / (2 * scale**2)
 
 
-def _advantages(batch: RandomBatch) -> dict[str, float]:
-    """Key -> the clamped advantage; samples that do not train count among the rewards."""
+def _edges(batch: RandomBatch) -> dict[tuple[str, int], None]:
+    """(key, number of the step) of each row: the first sample that takes a step of its tree trains it."""
+    taken: dict[Hashable, tuple[str, int]] = {}
+    for key, sample in batch.samples.items():
+        for point, step in enumerate(sample.steps):
+            node = sample.described.nodes[point] if sample.described.nodes else key
+            taken.setdefault((sample.described.uid, step, node), (key, point))
+    return dict.fromkeys(taken.values())
+
+
+def _advantages(batch: RandomBatch) -> dict[tuple[str, int], float]:
+    """(key, number of the step) -> the clamped advantage; samples that do not train count among the rewards."""
     config, clip = batch.digen.advantage, batch.digen.loss["advantage_clip"]
     rewards = {key: sample.described.reward for key, sample in batch.samples.items()}
     groups: dict[str, list[str]] = {}
@@ -121,8 +134,19 @@ def _advantages(batch: RandomBatch) -> dict[str, float]:
             "none": 1.0,
         }[config.scale]
         for key in keys:
-            centred = 0.0 if spreads[uid] == 0 else rewards[key] - mean
-            found[key] = min(max(centred / divisor, -clip), clip)
+            for point, node in enumerate(batch.samples[key].described.nodes):
+                below: dict[int, list[float]] = {}
+                for other in keys:
+                    below.setdefault(batch.samples[other].described.nodes[point], []).append(rewards[other])
+                values = {number: math.fsum(own) / len(own) for number, own in below.items()}
+                level = list(values.values())
+                own_divisor = _spread(level, config) + config.eps if config.scale == "group" else divisor
+                centred = values[node] - math.fsum(level) / len(level)
+                has_spread = spreads[uid] > 0 and min(level) < max(level)
+                found[key, point] = min(max(centred / own_divisor if has_spread else 0.0, -clip), clip)
+            for point in range(0 if batch.samples[key].described.nodes else len(batch.samples[key].steps)):
+                centred = 0.0 if spreads[uid] == 0 else rewards[key] - mean
+                found[key, point] = min(max(centred / divisor, -clip), clip)
     return found
 
 

@@ -70,7 +70,7 @@ MEASURED = Measured(
     flops=Flops(linear=60e12, attention=40e12),
     condition_bytes=10**6,
     embedding_bytes=0,
-    rows_per_sample=9,
+    rows_per_group=9 * 8,
     trajectory_bytes=10**7,
 )
 """Measurements of a network with 8 B parameters."""

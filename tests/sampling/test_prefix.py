@@ -48,11 +48,14 @@ def lanes_of(requests: list[SampleRequest], seeds: list[int]) -> tuple[list[Lane
 
 
 def test_a_group_is_one_lane_until_its_window_begins():
+    """The forward of the window's first step is shared, too: its noise alone differs."""
     lanes, num_shared = lanes_of(two_groups(), [5, 8, 5, 8, 5])
-    assert lanes[0] == lanes[1] == Lanes((0, 1), (0, 1, 0, 1, 0))
-    assert lanes[2] == lanes[3] == Lanes((0, 1, 2, 4), (0, 1, 2, 1, 3))
-    assert lanes[4] == lanes[5] == Lanes((0, 1, 2, 3, 4), (0, 1, 2, 3, 4)) and lanes[5].is_whole
-    assert num_shared == (0, 0, 2, 4, 2)
+    assert lanes[0] == lanes[1] == lanes[2] == Lanes((0, 1), (0, 1, 0, 1, 0))
+    assert lanes[3] == lanes[4] == Lanes((0, 1, 2, 4), (0, 1, 2, 1, 3))
+    assert lanes[5] == Lanes((0, 1, 2, 3, 4), (0, 1, 2, 3, 4)) and lanes[5].is_whole
+    assert num_shared == (0, 0, 3, 5, 3)
+    edges = SharedPrefix(two_groups(), [5, 8, 5, 8, 5]).edges
+    assert edges(1) == lanes[2] and edges(2) == lanes[3] and edges(4) == lanes[5]
 
 
 def test_rows_run_alone_without_shared_noise_or_with_other_prompts():
@@ -113,7 +116,7 @@ def test_samples_are_those_generated_one_by_one(model, network, conditions, solv
     requests = two_groups(how)
     together, latents, sizes = sample(model, network, conditions, requests)
     branches = 2 if true_cfg_scale > 1 else 1
-    assert sizes == [branches * rows for rows in (2, 2, 4, 4, 5, 5)]
+    assert sizes == [branches * rows for rows in (2, 2, 2, 4, 4, 5)]
     for row, asked in enumerate(requests):
         (alone,), expected, _ = sample(model, network, conditions, [asked])
         torch.testing.assert_close(latents[row], expected[0], atol=1e-5, rtol=0)
@@ -122,13 +125,13 @@ def test_samples_are_those_generated_one_by_one(model, network, conditions, solv
     starts = [path_of(one).latents[0] for one in together]
     assert torch.equal(starts[0], starts[2]) and torch.equal(starts[1], starts[3])
     assert not torch.equal(latents[0], latents[2]) and not torch.equal(latents[1], latents[3])
-    assert [one.num_shared_steps for one in together] == [0, 0, 2, 4, 2]
+    assert [one.num_shared_steps for one in together] == [0, 0, 3, 5, 3]
 
 
 def test_a_group_alone_starts_its_window_with_bitwise_the_latents_of_a_sample_alone(model, network, conditions):
     group = [request("a", index, LATE) for index in range(4)]
     together, _, sizes = sample(model, network, conditions, group)
-    assert sizes == [1, 1, 4, 4, 4, 4]
+    assert sizes == [1, 1, 1, 4, 4, 4]
     for row, asked in enumerate(group):
         (alone,), _, _ = sample(model, network, conditions, [asked])
         assert torch.equal(path_of(together[row]).latents[0], path_of(alone).latents[0])

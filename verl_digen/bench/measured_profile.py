@@ -23,7 +23,7 @@ from verl_digen.bench.runs import RunResult
 from verl_digen.config import DigenConfig, digen_config
 from verl_digen.observe.timeline import Interval, read_timeline
 from verl_digen.require import require
-from verl_digen.sampling.requests import num_points
+from verl_digen.sampling.requests import rows_per_group
 from verl_digen.simulate.cluster import COLOCATED_TSP
 
 PIPELINED = "gap+tsp"
@@ -51,7 +51,8 @@ def measured_profile(runs: Sequence[RunResult], *, num_warm_up: int, model: str,
     digen = read_config(pipelined[0].run_dir)
     intervals = [interval for run in pipelined for interval in _measured(run, num_warm_up)]
     work = _Work(*(_of_kind(intervals, kind) for kind in ("generate", "train", "score")))
-    num_trained = num_points(digen)
+    group_size = _group_size(pipelined)
+    num_trained = -(-rows_per_group(digen, group_size) // group_size)
     numbers = {
         **_counts(pipelined, work, digen, num_trained),
         **_work_seconds(work, digen, num_trained),
@@ -79,14 +80,18 @@ class _Work(NamedTuple):
         return self.training[0].lane.num_devices
 
 
+def _group_size(pipelined: Sequence[RunResult]) -> int:
+    num_samples = _once({round(row["batch/num_samples"]) for run in pipelined for row in run.steps}, "samples")
+    return num_samples // _once({round(row["batch/num_groups"]) for run in pipelined for row in run.steps}, "groups")
+
+
 def _counts(
     pipelined: Sequence[RunResult], work: _Work, digen: DigenConfig, num_trained: int
 ) -> dict[str, tuple[int, str]]:
-    num_samples = _once({round(row["batch/num_samples"]) for run in pipelined for row in run.steps}, "samples")
     num_prompts = _once({round(row["batch/num_groups"]) for run in pipelined for row in run.steps}, "groups")
     return {
         "num_prompts": (num_prompts, "groups of a step"),
-        "group_size": (num_samples // num_prompts, "samples of a group"),
+        "group_size": (_group_size(pipelined), "samples of a group"),
         "num_steps": (digen.sampling.num_steps, "denoise steps of a sample"),
         "num_trained_steps": (num_trained, "rows of a sample"),
         "max_chunk_size": (digen.rollout.max_batch_size, "digen.rollout.max_batch_size of the runs"),

@@ -119,6 +119,33 @@ def sharing_metrics(tags: Sequence[SampleTag]) -> dict[str, float]:
     return {"rollout/shared_step_share": sum(tag.num_shared_steps for tag in sharing) / num_steps}
 
 
+def tree_metrics(tags: Sequence[SampleTag], groups: Sequence[str]) -> dict[str, float]:
+    """`branches/*` of groups that are trees: trained edges, and the std of the values of a group's nodes at the depths
+    with that many of them, mean over groups. A value is the mean reward of the leaves below a node. {} without trees.
+
+    Args:
+        groups: uid of each sample.
+    """
+    members: dict[str, list[SampleTag]] = {}
+    for tag, group in zip(tags, groups, strict=True):
+        members.setdefault(group, []).append(tag)
+    num_edges, spreads = 0, {}
+    for own in members.values():
+        of_group: dict[int, float] = {}
+        for nodes in zip(*(tag.nodes for tag in own), strict=True):
+            below: dict[int, list[float]] = {}
+            for node, tag in zip(nodes, own, strict=True):
+                below.setdefault(node, []).append(tag.reward)
+            num_edges += len(below)
+            of_group[len(below)] = pstdev(map(fmean, below.values()))
+        for number, spread in of_group.items():
+            spreads.setdefault(number, []).append(spread)
+    if not num_edges:
+        return {}
+    found = {f"branches/value_std_of_{number}_nodes": fmean(values) for number, values in sorted(spreads.items())}
+    return {"branches/num_edges": float(num_edges), **found}
+
+
 PREFIXES = ("rollout", "advantage")
 """Sections of the engine's numbers that are not `actor/*`, by the first word of a number's name."""
 

@@ -129,7 +129,7 @@ def to_text(plan: Plan) -> str:
         f"{measured.title}: {counts.num_params / 1e9:.2f} B parameters{experts}, "
         f"{counts.num_trained / 1e9:.3f} B trained",
         f"{size}, {sampling.num_steps} steps{guided}; {settings.num_prompts} prompts x {settings.group_size} samples x "
-        f"{measured.rows_per_sample} trained steps; {_pools(plan)}",
+        f"{measured.rows_per_group / settings.group_size:g} trained steps; {_pools(plan)}",
         "",
         *_phase("a device that trains", memory.training),
         f"  backward recomputes {memory.num_recomputed} of {memory.num_blocks} blocks",
@@ -291,7 +291,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "step": memory.step,
         "trajectory_bytes": measured.trajectory_bytes,
         "condition_bytes": measured.condition_bytes,
-        "rows_per_sample": measured.rows_per_sample,
+        "rows_per_sample": measured.rows_per_group / plan.run.settings.group_size,
         "checkpoint_bytes": memory.checkpoint_bytes,
         "forward_flops": measured.flops.forward,
         "time": asdict(plan.time),

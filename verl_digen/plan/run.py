@@ -33,7 +33,7 @@ from verl_digen.platforms.module_memory import SHARING
 from verl_digen.pool_sizes import num_generator_devices, num_replica_devices, num_trainer_devices
 from verl_digen.require import require
 from verl_digen.sampling.recording import record_trajectory, trained_latents
-from verl_digen.sampling.requests import num_points, sample_request
+from verl_digen.sampling.requests import rows_per_group, sample_request
 from verl_digen.types import Condition, Geometry, PromptRow, SampleRequest
 
 ADAMS = ("AdamW", "Adam")
@@ -141,8 +141,8 @@ class Measured:
     """Bytes of a prompt's condition, the negative one included if guided."""
     embedding_bytes: int
     """Bytes of one text's condition."""
-    rows_per_sample: int
-    """Points of a sample."""
+    rows_per_group: int
+    """Rows of a group: points of its samples, or edges of its tree."""
     trajectory_bytes: int
     """Bytes of a sample's record, the maximum over the groups of the first step."""
 
@@ -278,7 +278,7 @@ def _measure(folder: Any, settings: Settings, model_config: DiffusionModelConfig
         flops=flops,
         condition_bytes=_bytes(condition, dtypes.rollout) * (2 if settings.is_guided else 1),
         embedding_bytes=_bytes(condition, dtypes.rollout),
-        rows_per_sample=num_points(digen),
+        rows_per_group=rows_per_group(digen, settings.group_size),
         trajectory_bytes=max(
             record_bytes(
                 sample_request(digen, row, 0, step=0, validate=False), math.prod(shape) * dtypes.latents.itemsize

@@ -11,6 +11,7 @@ from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryV
 
 from verl_digen.config.load import read_only
 from verl_digen.preflight.agent_loop import check_agent_loop
+from verl_digen.preflight.branches import check_branches
 from verl_digen.preflight.classes import check_classes
 from verl_digen.preflight.effect import effect_problems
 from verl_digen.preflight.inputs import check_prompts, check_validation
@@ -111,6 +112,7 @@ RULES: tuple[Rule, ...] = (
     check_validation,
     check_loss,
     check_agent_loop,
+    check_branches,
     check_reward_keys,
     check_rewards,
     check_reward_model,

@@ -13,6 +13,7 @@ from verl_digen.observe.metrics import (
     sharing_metrics,
     staleness_metrics,
     training_metrics,
+    tree_metrics,
 )
 from verl_digen.store.keys import parse_key
 from verl_digen.trainer.utilisation import PoolDevices, step_utilisation
@@ -73,6 +74,7 @@ def result_metrics(result: StepResult, times: StepTimes, *, num_devices: int, tr
         **reward_metrics(result.tags, result.groups),
         **call_metrics(result.tags),
         **sharing_metrics(result.tags),
+        **tree_metrics(result.tags, result.groups),
         **staleness_metrics(result.tags, trained_version=trained_version),
         **perf_metrics(
             result.tags,

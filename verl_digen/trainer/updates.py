@@ -83,14 +83,14 @@ def fragment_samples(
                 condition_key=tag.condition_key,
                 experts=tag.experts if position in chosen or tag.nodes else (),
                 nodes=tag.nodes,
-                skipped=_skipped(nodes, position, is_chosen=position in chosen),
+                skipped=skipped_points(nodes, position, is_chosen=position in chosen),
             )
             for position, (index, tag) in enumerate(ordered)
         ]
     return tuple(samples)
 
 
-def _skipped(nodes: Sequence[tuple[int, ...]], position: int, *, is_chosen: bool) -> frozenset[int]:
+def skipped_points(nodes: Sequence[tuple[int, ...]], position: int, *, is_chosen: bool) -> frozenset[int]:
     """Points of a sample that do not train: steps that an earlier sample of the group took too, and if it is not chosen
     steps that it took alone. So the steps that several samples share train once, whatever the choice.
 
