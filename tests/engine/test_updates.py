@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tests.engine.harness import (
     assert_equal,
     described,
     fetch_from,
+    make_batch,
     make_engine,
     perturb,
     samples_of,
@@ -28,6 +30,9 @@ from tests.engine.harness import (
     train,
     weights,
     with_advantages,
+)
+from tests.engine.harness import (
+    SAMPLING as FITTING,
 )
 from tests.engine.off_policy import gradient_of
 from tests.engine.serial import flow_step, plain_lora, plain_transformer
@@ -287,6 +292,48 @@ def test_best_of_trains_the_best_and_the_worst_with_the_scale_of_all():
     assert batch_scale(found, digen.advantage) == pytest.approx(std + 0.5)
     with pytest.raises(ValueError, match=r"digen.advantage.best_of must be null with .*online_dpo, .* got 2"):
         DigenConfig(loss={"name": "online_dpo"}, advantage=AdvantageConfig(best_of=2))
+
+
+def test_a_step_that_samples_share_trains_once_and_pruning_by_width_leaves_shared_steps():
+    nodes = [(0, 0, 0), (0, 0, 1), (2, 2, 2), (2, 2, 3)]
+    tags = {leaf: make_tag(float(leaf), num_steps=3, nodes=own) for leaf, own in enumerate(nodes)}
+    found = fragment_samples({"a": tags}, all_samples)
+    assert [sample.points for sample in found] == [(0, 1, 2), (2,), (0, 1, 2), (2,)]
+    assert [sample.num_rows for sample in found] == [3, 1, 3, 1] and found[3].nodes == (2, 2, 3)
+    digen = DigenConfig(advantage=AdvantageConfig(best_of=2))
+    found = fragment_samples({"a": tags}, digen.select)  # leaves 0 and 3
+    assert [sample.points for sample in found] == [(0, 1, 2), (), (0, 1), (2,)]
+    without_first = {leaf: tag for leaf, tag in tags.items() if leaf != 2}
+    assert [sample.points for sample in fragment_samples({"a": without_first}, all_samples)][-1] == (0, 1, 2)
+
+
+def test_several_steps_on_a_tree_evaluate_and_train_each_edge_once(one_rank: None, tiny_qwen_image: Path):
+    batch = make_batch(tiny_qwen_image, group_size=4, windows=((0, 1, 2), (0, 1, 2)))
+    nodes = [(0, 0, 0), (0, 0, 1), (2, 2, 2), (2, 2, 3)]
+    tags = [make_tag(float(number), num_steps=3, nodes=nodes[number % 4]) for number in range(8)]
+    samples = [
+        replace(sample, key=str(number), condition_key=sample.uid, sampling=FITTING)
+        for number, sample in enumerate(
+            fragment_samples({f"g{number}": dict(enumerate(tags[4 * number :][:4])) for number in (0, 1)}, all_samples)
+        )
+    ]
+    engine = make_engine(tiny_qwen_image, digen={"advantage": {"scale": "batch"}, "loss": {"advantage_clip": CLIP}})
+    rank = OneRank(engine, batch)
+    (evaluated,) = asyncio.run(TrainerRanks(rank).evaluate([FragmentSpec("all", tuple(samples))]))
+    for sample in evaluated.samples:
+        there = [point for point, value in enumerate(sample.old_log_probs) if not math.isnan(value)]
+        assert there == list(sample.points)
+    metrics = asyncio.run(
+        train_batch(
+            TrainerRanks(rank),
+            mini_batches(samples, 1),
+            num_epochs=2,
+            scale=batch_scale(samples, engine.digen.advantage),
+            keeps_old=False,
+            old="first_pass",
+        )
+    )
+    assert metrics["num_rows"] == 4 * 8 and math.isfinite(metrics["grad_norm"]) and metrics["grad_norm"] > 0
 
 
 def test_with_gdpo_the_rewards_of_a_group_are_made_of_its_parts_and_no_others_are_selected_by():

@@ -12,6 +12,7 @@ from verl_digen.observe.metrics import (
     reward_metrics,
     sharing_metrics,
     staleness_metrics,
+    tree_metrics,
     union_s,
 )
 from verl_digen.observe.metrics_file import MetricsFile
@@ -54,6 +55,18 @@ def test_shared_steps_are_a_share_of_all_steps_and_told_with_shared_noise_only()
     tags = [make_tag(sampling=shared, num_shared_steps=number) for number in (0, 4, 4)]
     assert sharing_metrics(tags) == {"rollout/shared_step_share": pytest.approx(8 / 30)}
     assert sharing_metrics([make_tag()]) == {}
+
+
+def test_values_of_a_trees_nodes_spread_by_depth_and_edges_are_counted_once():
+    nodes = [(0, 0), (0, 1), (2, 2), (2, 3)]
+    tags = [make_tag(reward, nodes=own) for reward, own in zip((1.0, 3.0, 5.0, 11.0), nodes, strict=True)]
+    equal = [make_tag(0.0, nodes=own) for own in nodes]
+    assert tree_metrics([*tags, *equal], ["a"] * 4 + ["b"] * 4) == {
+        "branches/num_edges": 12.0,
+        "branches/value_std_of_2_nodes": 3.0 / 2,
+        "branches/value_std_of_4_nodes": pytest.approx(14**0.5 / 2),
+    }
+    assert tree_metrics([make_tag(1.0)], ["a"]) == {}
 
 
 def test_overhead_is_what_no_generation_scoring_or_training_covers():

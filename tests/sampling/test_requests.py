@@ -4,9 +4,10 @@ from dataclasses import replace
 import pytest
 
 from verl_digen.algorithms.forward import ForwardConfig
+from verl_digen.algorithms.tree import BranchesConfig, Tree
 from verl_digen.algorithms.window import WindowConfig
 from verl_digen.config import DigenConfig, SamplingConfig
-from verl_digen.sampling.requests import num_points, sample_request
+from verl_digen.sampling.requests import num_points, rows_per_group, sample_request
 from verl_digen.types import PromptRow
 
 SAMPLING = SamplingConfig(num_steps=10, val_num_steps=20, true_cfg_scale=4.0, negative_prompt="ugly")
@@ -51,7 +52,7 @@ def test_a_request_for_recorded_steps_has_no_noise_levels():
     ],
 )
 def test_every_group_has_as_many_points_as_planners_count(digen, expected):
-    assert num_points(digen) == expected
+    assert num_points(digen) == expected and rows_per_group(digen, 8) == 8 * expected
     for uid in ("p1", "p2", "p3"):
         request = ask(digen, uid)
         levels = request.noise_levels
@@ -96,3 +97,22 @@ def test_only_the_first_sample_of_a_group_asks_for_the_conditions():
 def test_a_prompts_own_negative_prompt_wins_over_the_configs():
     assert ask().negative_inputs.text == "ugly"
     assert ask(negative="").negative_inputs.text == ""
+
+
+def test_a_tree_splits_within_the_window_of_its_group_and_validation_has_none():
+    """Windows of 4 steps that are drawn for each group; 2 + 2 + 4 + 8 edges."""
+    digen = replace(
+        DIGEN,
+        window=WindowConfig(kind="consecutive", size=4, range=(1, 9)),
+        branches=BranchesConfig(splits=(0, 2, 3)),
+        sampling=replace(DIGEN.sampling, shared_initial_noise=True),
+    )
+    starts = set()
+    for uid in (f"p{number}" for number in range(8)):
+        request = ask(digen, uid)
+        first = request.window.sde_steps[0]
+        starts.add(first)
+        assert request.tree == Tree((first, first + 2, first + 3), 2)
+    assert len(starts) > 2 and rows_per_group(digen, 8) == 16
+    row = PromptRow("a cat", "", None, uid="p1")
+    assert sample_request(digen, row, 0, step=0, validate=True).tree is None

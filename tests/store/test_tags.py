@@ -20,6 +20,7 @@ TAG = make_tag(
     experts=(0, 1),
     parts={"a": 0.5},
     num_steps=2,
+    nodes=(0, 4),
     calls=(RewardCall("a", 1.0, 2.0, 8, 3, (("retries", 1),)),),
 )
 

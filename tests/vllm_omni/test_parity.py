@@ -11,6 +11,7 @@ import torch
 from tests.vllm_omni.compare import assert_same, by_diffusers
 from tests.vllm_omni.conftest import GUIDED, SAMPLING, request
 from verl_digen.algorithms.forward import NoiseLevels
+from verl_digen.algorithms.tree import Tree
 from verl_digen.sampling.requests import ODE_ONLY
 from verl_digen.types import CleanRecord, PathRecord
 
@@ -44,6 +45,19 @@ def test_samples_of_a_group_share_their_initial_noise_if_asked(full_replica):
     assert first.trajectory.seed == second.trajectory.seed
     assert torch.equal(first.trajectory.record.latents[0], second.trajectory.record.latents[0])
     assert not torch.equal(first.trajectory.record.latents[1], second.trajectory.record.latents[1])
+
+
+def test_samples_of_a_tree_are_those_of_the_diffusers_replica(full_replica):
+    """Each leaf by itself, without saved steps."""
+    shared = replace(SAMPLING, shared_initial_noise=True)
+    requests = [replace(request(number, shared), tree=Tree((0, 3), 2)) for number in range(3)]
+    found, expected = full_replica.generate(requests), by_diffusers(full_replica.path, requests)
+    for got, wanted in zip(found, expected, strict=True):
+        assert_same(got, wanted)
+        assert got.trajectory.nodes == wanted.trajectory.nodes
+    latents = [got.trajectory.record.latents for got in found]
+    assert torch.equal(latents[0][:4], latents[1][:4]) and not torch.equal(latents[0][4], latents[1][4])
+    assert not torch.equal(latents[0][1], latents[2][1])
 
 
 def test_a_prompt_is_encoded_once_while_the_cache_has_room(full_replica):

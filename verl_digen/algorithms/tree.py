@@ -7,12 +7,12 @@
                              (2, 3)        \\--> node 3
 
 - Leaves are numbered depth first, so that a range of samples holds whole subtrees. A node is named by its first leaf.
-- A step draws its noise as the first leaf of the node that it leads to, so leaves below one node take equal steps. A tree
-  is thereby a function of (run seed, uid) and the config: parts of it that are generated apart fit together.
+- A step draws its noise as the first leaf of the node that it leads to, so leaves below one node take equal steps. A
+  tree is thereby a function of (run seed, uid) and the config: parts of it that are generated apart fit together.
 - An edge is one step of one node. It trains once, with the advantage of the node that it leads to.
 
-Invariants (tests/algorithms/test_tree.py): leaves have equal nodes up to their split and never again after it; with equal
-rewards every advantage is exactly 0; a tree of lone leaves has the advantages of samples without a tree.
+Invariants (tests/algorithms/test_tree.py): leaves have equal nodes up to their split and never again after it; with
+equal rewards every advantage is exactly 0; a tree of lone leaves has the advantages of samples without a tree.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def tree_advantages(
 
     The value of a node is the mean reward of its leaves; its advantage is (value - mean of the values of its group and
     depth) / scale. `scale` "group" is the std of these values + eps, as in BranchGRPO. The other scales are one number
-    for the batch, made of the samples' rewards: see `advantage_scale`. So inner nodes, whose values lie closer together,
+    for the batch, made of the samples' rewards: see `advantage_scale`. Inner nodes, whose values lie closer together,
     then have smaller advantages than leaves.
 
     Args:

@@ -81,8 +81,8 @@ class LogicalBatch:
         return self.transaction.close() if self.transaction.num_trained_rows else None
 
     def trained_advantages(self) -> Tensor:
-        """Advantages of the samples that have rows, [samples] fp32, clamped as in the loss; with a tree those of the last
-        points that train, which are leaves if the tree's last split comes before."""
+        """Advantages of the samples that have rows, [samples] fp32, clamped as in the loss. In a tree: of the nodes at
+        the last point, one sample each."""
         samples = [self._samples[key] for key in self.ledger.keys]
         trains = torch.tensor([sample.num_steps - 1 in sample.points for sample in samples])
         advantages = self.ledger.advantages()

@@ -10,8 +10,8 @@ So at each step
 
 Samples of a group in other batches are not looked at: each batch runs what its own samples need.
 
-Invariants (tests/sampling/test_prefix.py, test_tree.py): a sample is that of a batch in which every row runs every step,
-up to the float error of another batch size; leaves of one subtree are bitwise equal up to their split.
+Invariants (tests/sampling/test_prefix.py, test_tree.py): a sample is that of a batch in which every row runs every
+step, up to the float error of another batch size; leaves of one subtree are bitwise equal up to their split.
 """
 
 from __future__ import annotations

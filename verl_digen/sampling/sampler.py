@@ -5,8 +5,8 @@
   from `score_rows`, all velocities of rows from `row_velocity`. They share `DiffusionModel.velocity` and `sde_step`.
 - A step costs one forward for the whole batch, both guidance branches in it, or one per branch (`branches`). Each
   row's own window decides whether a step is stochastic; other rows take the ODE step.
-- Rows that are equal run as one (`prefix`): until their window begins, or until they split in a tree. Steps that are not stochastic are those of
-  `Sampling.solver`.
+- Rows that are equal run as one (`prefix`): until their window begins, or until they split in a tree. Steps that are
+  not stochastic are those of `Sampling.solver`.
 - x is rounded to `latents_dtype` when it is made (the initial noise too), and only the rounded x is used
   further: by the log-prob, the next forward, the record and the replay.
 
