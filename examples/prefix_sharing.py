@@ -5,7 +5,7 @@
 
 The same sampler as in a replica, a window of two steps. With shared noise the steps before it run once for the group
 (digen.sampling.shared_initial_noise); the two kinds of batches take turns, and the fastest of each is shown. The last
-column is what fewer rows of the network leave at best: (start + (steps - start) samples) / (steps samples).
+column is what fewer rows of the network leave at best: (start + 1 + (steps - start - 1) samples) / (steps samples).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def main() -> None:
     for start in map(int, args.starts.split(",")):
         pairs = [(seconds(apart, start), seconds(shared, start)) for _ in range(args.rounds)]
         all_s, shared_s = min(pair[0] for pair in pairs), min(pair[1] for pair in pairs)
-        rows = (start + (args.steps - start) * args.samples) / (args.steps * args.samples)
+        rows = (start + 1 + (args.steps - start - 1) * args.samples) / (args.steps * args.samples)
         print(f"{start:12} | {all_s:12.3f} | {shared_s:16.3f} | {shared_s / all_s:5.2f} | {rows:.2f}")
 
 

@@ -32,6 +32,7 @@ MODEL_RECIPES = (
     *("[digen_sd3,diffusion_nft]", "[digen_wan2_1,diffusion_nft]", "[digen_flux,mixgrpo]", "[digen_wan2_1,mixgrpo]"),
     *("[digen_sd3,awm]", "[digen_hunyuan_video,dgpo]", "[digen_qwen_image,online_dpo]"),
     *("[digen_wan2_1,longcat]", "[digen_sd3,longcat]", "[digen_sd3,guard]", "[digen_sd3,dppo]", "[digen_sd3,gdpo]"),
+    *("[digen_sd3,branch]", "[digen_wan2_1,branch]"),
 )
 
 
@@ -279,12 +280,41 @@ def test_a_run_is_told_where_steps_before_the_window_are_not_shared(start, runna
     assert len(found) == is_told
 
 
+TREES = ("digen.branches.splits=[0,2]", "digen.sampling.shared_initial_noise=true", "actor_rollout_ref.rollout.n=4")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("actor_rollout_ref.rollout.n=4", None),
+        (
+            "actor_rollout_ref.rollout.n=6",
+            "actor_rollout_ref.rollout.n must be 4, the leaves of a tree with digen.branc",
+        ),
+        ("digen.branches.factor=3", "actor_rollout_ref.rollout.n must be 9, the leaves of a tree"),
+        ("digen.branches.splits=[2,0]", "digen.branches.splits must be steps >= 0 in ascending order, got [2, 0]"),
+        ("digen.branches.splits=[0,9]", "digen.branches.splits must lie within the 9 stochastic steps of"),
+        ("digen.sampling.shared_initial_noise=false", "digen.sampling.shared_initial_noise must be true with digen.br"),
+        ("digen.loss.name=gspo", "digen.branches.splits must be [] with digen.loss.name=gspo, whose rows compare all"),
+        ("digen.loss.name=diffusion_nft", "digen.branches.splits must be [] with digen.loss.name=diffusion_nft, whose"),
+        (f"{AGENT}.default_agent_loop=mine", "default_agent_loop must be diffusion_single_turn with digen.branches."),
+    ],
+)
+def test_a_tree_that_cannot_be_grown_is_refused(start, runnable, override, message):
+    overrides = *runnable, "digen.sampling.num_steps=10", *TREES, override
+    if message is None:
+        return preflight.check(start(*overrides))
+    assert message in problem(start, *overrides)
+
+
 def test_recipes_of_objectives_have_their_published_numbers(start):
-    """MixGRPO's finetune_flux_grpo_MixGRPO.sh, GenRL for Wan, flow_grpo's grpo_guard.py, UniRL's FlowDPPO."""
-    mix, longcat, guard, dppo, gdpo = (
+    """MixGRPO's finetune_flux_grpo_MixGRPO.sh, GenRL for Wan, flow_grpo's grpo_guard.py, UniRL's FlowDPPO,
+    BranchGRPO's finetune_flux_branchgrpo_8gpus.sh."""
+    mix, longcat, guard, dppo, branch, gdpo = (
         digen_config(start(f"recipe={recipe}"))
         for recipe in (
             *("[digen_flux,mixgrpo]", "[digen_wan2_1,longcat]", "[digen_sd3,guard]", "[digen_sd3,dppo]"),
+            "[digen_flux,branch]",
             "[digen_sd3,ocr,pickscore,gdpo]",
         )
     )
@@ -299,6 +329,9 @@ def test_recipes_of_objectives_have_their_published_numbers(start):
     assert (guard.loss_name, guard.loss_settings.clip_range, guard.kl.coef) == ("grpo_guard", 2e-6, 0.0)
     assert (guard.advantage.scale, guard.window.kind, guard.sde.law) == ("group", "all", "flow")
     assert (dppo.loss_name, dppo.loss_settings.kl_threshold, dppo.window.size) == ("flow_dppo", 1e-5, 3)
+    assert (branch.branches.splits, branch.branches.factor, branch.sampling.num_steps) == ((0, 3, 6, 9), 2, 20)
+    assert (branch.sde.law, branch.sde.noise_level, branch.loss_settings.clip_range) == ("dance", 0.3, 1e-3)
+    assert (branch.advantage.scale, branch.advantage.ddof, branch.loss_settings.advantage_bound) == ("group", 1, 5.0)
     assert (gdpo.reward.combine, gdpo.advantage.scale, gdpo.reward.weights(has_custom=False).keys()) == (
         "gdpo",
         "batch",
