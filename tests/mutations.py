@@ -69,8 +69,81 @@ PROMPTS = "data/test_prompts.py"
 INPUTS = "rollout/test_inputs.py"
 UPDATES = "engine/test_updates.py"
 SEQUENCE = "engine/test_sequence.py"
+TREE = "algorithms/test_tree.py"
+GROWN = "sampling/test_tree.py"
 
 TABLE: tuple[Mutation, ...] = (
+    # -- trees --------------------------------------------------------------------------------------------
+    Mutation(
+        "algorithms/tree.py",
+        "leaves of a tree split one step late",
+        "sum(split > step for split in self.splits)",
+        "sum(split >= step for split in self.splits)",
+        f"{TREE} -k leaves_share",
+    ),
+    Mutation(
+        "algorithms/tree.py",
+        "nodes of a tree are compared with the mean over its leaves",
+        "centred = (level - level.mean())",
+        "centred = (level - own.mean())",
+        f"{TREE} -k missing_leaf",
+    ),
+    Mutation(
+        "sampling/recording.py",
+        "samples below one node of a tree take noise of their own",
+        "request.uid, request.noise_index(step))",
+        "request.uid, request.sample_index)",
+        f"{GROWN} -k parts_of_a_tree",
+    ),
+    Mutation(
+        "sampling/prefix.py",
+        "samples of a tree share no stochastic step",
+        "else request.noise_index(step)",
+        "else request.sample_index",
+        f"{GROWN} -k leaves_are_equal",
+    ),
+    Mutation(
+        "sampling/sampler.py",
+        "a child in a tree takes its step from another node's velocity",
+        "velocity = velocity[[lanes.lane_of[row] for row in taking]]",
+        "velocity = velocity[[0 for row in taking]]",
+        f"{GROWN} -k parts_of_a_tree",
+    ),
+    Mutation(
+        "engine/rows.py",
+        "every row of a sample in a tree has the advantage of its first node",
+        "else advantages[samples, points]",
+        "else advantages[samples, [0] * len(points)]",
+        f"{RANDOM}[11]",
+    ),
+    Mutation(
+        "engine/ledger.py",
+        "a sample of a tree is held for its first node alone",
+        "max(map(abs, self._early[index])) > largest",
+        "abs(self._early[index][0]) > largest",
+        f"{LEDGER} -k any_of_its_nodes",
+    ),
+    Mutation(
+        "trainer/updates.py",
+        "every sample of a tree trains the steps that it shares",
+        "if sharing[0] != position or (",
+        "if (",
+        f"{UPDATES} -k trains_once",
+    ),
+    Mutation(
+        "trainer/updates.py",
+        "pruning a tree by width takes shared steps too",
+        "(len(sharing) == 1 and not is_chosen)",
+        "(not is_chosen)",
+        f"{UPDATES} -k trains_once",
+    ),
+    Mutation(
+        "store/tags.py",
+        "the nodes of a sample in a tree do not reach the driver",
+        '"nodes": tuple(facts["nodes"])',
+        '"nodes": ()',
+        "store/test_tags.py -k survives",
+    ),
     # -- engine -------------------------------------------------------------------------------------------
     Mutation(
         "engine/copies.py",

@@ -101,6 +101,25 @@ def test_the_widest_group_so_far_sets_what_may_train_under_max_group():
     assert ledger.take().keys == ("b0", "b1", "b2", "b3") and ledger.held == ()
 
 
+def test_a_sample_of_a_tree_is_held_while_any_of_its_nodes_might_be_clamped():
+    """Inner nodes are 0.25 off the mean, leaves up to 0.75, and the batch's std is 0.43 at present."""
+    ledger = AdvantageLedger(AdvantageConfig(), num_samples=4, clip=1.5, is_homogeneous=True)
+    nodes = [(0, 0), (0, 1), (2, 2), (2, 3)]
+    ledger.add(["a0", "a1", "a2", "a3"], ["a"] * 4, [0.0, 0.0, 0.0, 1.0], nodes)
+    assert ledger.take(is_last=False).divisor is not None  # complete
+    ledger = AdvantageLedger(AdvantageConfig(), num_samples=5, clip=1.5, is_homogeneous=True)
+    ledger.add(["a0", "a1", "a2", "a3"], ["a"] * 4, [0.0, 0.0, 0.0, 1.0], nodes)
+    ready = ledger.take()
+    assert ready.keys == ("a0", "a1", "a2") and ledger.held == ("a3",)
+    assert ready.advantages.tolist() == [[-0.25, -0.25], [-0.25, -0.25], [0.25, -0.25]]
+    with pytest.raises(RuntimeError, match=r"equally many nodes of a tree, or none, got \[0, 2\]"):
+        ledger.add(["b0"], ["b"], [0.0])
+    last = ledger.take(is_last=True)
+    assert last.keys == ("a3",) and last.advantages.tolist() == [
+        pytest.approx([0.25 / last.divisor, 0.75 / last.divisor])
+    ]
+
+
 def test_a_loss_that_is_not_homogeneous_waits_for_the_batch():
     ledger = AdvantageLedger(AdvantageConfig(), num_samples=4, clip=5.0, is_homogeneous=False)
     ledger.add(["a0", "a1"], ["a"] * 2, [1.0, 0.0])

@@ -289,7 +289,7 @@ TREES = ("digen.branches.splits=[0,2]", "digen.sampling.shared_initial_noise=tru
         ("actor_rollout_ref.rollout.n=4", None),
         (
             "actor_rollout_ref.rollout.n=6",
-            "actor_rollout_ref.rollout.n must be 4, the leaves of a tree with digen.branc",
+            "actor_rollout_ref.rollout.n must be 4, the leaves of a tree with digen",
         ),
         ("digen.branches.factor=3", "actor_rollout_ref.rollout.n must be 9, the leaves of a tree"),
         ("digen.branches.splits=[2,0]", "digen.branches.splits must be steps >= 0 in ascending order, got [2, 0]"),
@@ -297,7 +297,10 @@ TREES = ("digen.branches.splits=[0,2]", "digen.sampling.shared_initial_noise=tru
         ("digen.sampling.shared_initial_noise=false", "digen.sampling.shared_initial_noise must be true with digen.br"),
         ("digen.loss.name=gspo", "digen.branches.splits must be [] with digen.loss.name=gspo, whose rows compare all"),
         ("digen.loss.name=diffusion_nft", "digen.branches.splits must be [] with digen.loss.name=diffusion_nft, whose"),
-        (f"{AGENT}.default_agent_loop=mine", "default_agent_loop must be diffusion_single_turn with digen.branches."),
+        (
+            "actor_rollout_ref.rollout.agent.default_agent_loop=mine",
+            "default_agent_loop must be diffusion_single_turn with digen.branches.",
+        ),
     ],
 )
 def test_a_tree_that_cannot_be_grown_is_refused(start, runnable, override, message):
