@@ -87,8 +87,9 @@ OMITTED = {
 }
 """Objective without a curve -> reason."""
 
-STALE_OBJECTIVES = ("diffusion_nft", "awm", "dgpo")
-"""Objectives that `--staleness` compares unless `--objectives` names others."""
+STALE_OBJECTIVES = ("diffusion_nft", "dgpo", "online_dpo")
+"""Objectives that `--staleness` compares unless `--objectives` names others. The first two take samples that are at
+most one version old; `awm` takes none."""
 
 
 def mode_of(name: str, staleness: int | None = None) -> Mode:
