@@ -7,9 +7,10 @@
     python examples/learning_curves.py --no-runs --docs docs/algorithms    # report of the runs that are there
 
 Runs follow one another, 2 to 3 minutes each on 2 idle CPU cores. Finished ones are not run again (a longer one serves,
-too), one that was cut short starts afresh, and one that fails is told at the end. Writes learning.json (all points),
-.png and .md (the table), of two pools learning_stale.*; `--docs` puts them into that folder. Seconds of training are
-the number of steps times the median seconds of a step, without validation: that of `--timing`, where it was measured.
+too, and takes the place of a shorter one when it has ended), one that was cut short starts afresh, and one that fails
+is told at the end. Writes learning.json (all points), .png and .md (the table), of two pools learning_stale.*; `--docs`
+puts them into that folder. Seconds of training are the number of steps times the median seconds of a step, without
+validation: that of `--timing`, where it was measured.
 
 A further objective is a line in `CURVES`. `make quickstart` before, for the environment.
 """
@@ -34,6 +35,8 @@ QUICKSTART = ("digen_quickstart",)
 VALIDATE_EVERY = 5
 """Steps between validations. The quick start has 20."""
 TIMED_STEPS = 12
+UNFINISHED = "unfinished"
+"""Folder of runs that have not ended, within that of the finished ones."""
 NUM_WARM_UP = 2
 """First steps of a timed run that are left out."""
 
@@ -127,13 +130,18 @@ def ensure_run(mode: Mode, seed: int, num_steps: int, out: Path, *, validates: b
     run_dir = run_dir_of(out, mode, seed)
     run = read_run(run_dir)
     if len(run.train) < num_steps:
-        if run_dir.exists():
-            print(f"{run_dir} was cut short after {len(run.train)} of {num_steps} steps and starts afresh", flush=True)
-            shutil.rmtree(run_dir)
         overrides = [f"digen.seed={seed}"]
         if validates:
             overrides += [f"trainer.test_freq={VALIDATE_EVERY}", "trainer.val_before_train=true"]
-        wall_s = run_mode(BenchWork(QUICKSTART, (), tuple(overrides), num_steps), mode, seed, out).wall_s
+        work = BenchWork(QUICKSTART, (), tuple(overrides), num_steps)
+        unfinished = run_dir_of(out / UNFINISHED, mode, seed)
+        if unfinished.exists():
+            print(f"{unfinished} did not end and starts afresh", flush=True)
+            shutil.rmtree(unfinished)
+        wall_s = run_mode(work, mode, seed, out / UNFINISHED).wall_s
+        if run_dir.exists():  # a shorter run
+            shutil.rmtree(run_dir)
+        unfinished.replace(run_dir)
         run = read_run(run_dir)
         shown = f"validation {run.val[0][1]:.3f} to {run.val[-1][1]:.3f}, " if validates else ""
         print(f"{mode.name}, seed {seed}: {shown}{median(run.step_s):.2f} s a step, {wall_s:.0f} s in all", flush=True)

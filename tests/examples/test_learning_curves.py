@@ -109,16 +109,21 @@ def test_finished_runs_are_not_run_again_and_one_that_was_cut_short_is(scripts, 
 
     def run(work, mode, seed, out):
         ran.append((seed, work.num_steps, work.overrides))
-        write_run(run_dir_of(out, mode, seed), [0.5, 0.6, 0.8])
+        assert (
+            len(scripts.curves.read_run(run_dir_of(tmp_path, mode, 0)).train) == 10
+        )  # kept until the longer run ended
+        write_run(run_dir_of(out, mode, seed), [0.5] * (work.num_steps // 5 + 1))
         return SimpleNamespace(wall_s=60.0)
 
     monkeypatch.setattr(scripts.curves, "run_mode", run)
     write_run(run_dir_of(tmp_path, mode, 0), [0.5, 0.6, 0.8])
-    write_run(run_dir_of(tmp_path, mode, 1), [0.5, 0.6])
+    write_run(run_dir_of(tmp_path / "unfinished", mode, 1), [0.5, 0.6])
     for _ in range(2):
         assert scripts.curves.run_all([mode], range(2), STEPS, tmp_path, validates=True) == []
     assert ran == [(1, STEPS, ("digen.seed=1", "trainer.test_freq=5", "trainer.val_before_train=true"))]
-    assert "cut short after 5 of 10 steps" in capsys.readouterr().out
+    assert f"{run_dir_of(tmp_path / 'unfinished', mode, 1)} did not end" in capsys.readouterr().out
+    assert scripts.curves.run_all([mode], [0], 15, tmp_path, validates=True) == []
+    assert len(scripts.curves.read_run(run_dir_of(tmp_path, mode, 0)).train) == 15
 
 
 def test_a_run_that_fails_does_not_keep_the_others_from_running(scripts, tmp_path, monkeypatch):
