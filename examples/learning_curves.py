@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Learning curves of all objectives: the quick start with each of them, over several seeds.
 
-    python examples/learning_curves.py [--objectives awm,dgpo] [--seeds 3] [--steps 30] [--out outputs/learning_curves]
+    python examples/learning_curves.py [--objectives awm,dgpo] [--seeds 3] [--steps 25] [--out outputs/learning_curves]
     python examples/learning_curves.py --staleness 1   # two pools, strict and with samples at most one version old
     python examples/learning_curves.py --timing        # on an idle machine: seconds of a step alone, one run each
     python examples/learning_curves.py --no-runs --docs docs/algorithms    # report of the runs that are there
@@ -207,7 +207,7 @@ def parse_args(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--objectives", help="names of curves, joined by commas; all without it")
     parser.add_argument("--seeds", type=int, default=3, help="seeds 0, 1, ...")
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--staleness", type=int, help="digen.staleness.max_versions, compared with 0 on two pools")
     parser.add_argument("--timing", action="store_true", help=f"measure {TIMED_STEPS} steps of seed 0, not rewards")
     parser.add_argument("--no-runs", action="store_true", help="report of the runs that are there")
