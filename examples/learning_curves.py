@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do stale samples learn as well? The quick start on separate pools, strict and asynchronous, over several seeds.
+"""Learning curves of all objectives: the quick start with each of them, over several seeds.
 
-    python examples/learning_curves.py [--seeds 3] [--steps 60] [--out outputs/learning_curves]
+    python examples/learning_curves.py [--objectives awm,dgpo] [--seeds 3] [--steps 25] [--out outputs/learning_curves]
+    python examples/learning_curves.py --staleness 1   # two pools, strict and with samples at most one version old
+    python examples/learning_curves.py --timing        # on an idle machine: seconds of a step alone, one run each
+    python examples/learning_curves.py --no-runs --docs docs/algorithms    # report of the runs that are there
 
-| curve | samples are | loss |
-| --- | --- | --- |
-| strict | of the newest weights | flow_grpo |
-| TCSS | at most one version old | flow_grpo, its ratio against the log-probs of generation |
-| 3 versions, tis | at most three versions old | tis |
+Runs follow one another, 2 to 3 minutes each on 2 idle CPU cores. Finished ones are not run again (a longer one serves,
+too, and takes the place of a shorter one when it has ended), one that was cut short starts afresh, and one that fails
+is told at the end. Writes learning.json (all points), .png and .md (the table), of two pools learning_stale.*; `--docs`
+puts them into that folder. Seconds of training are the number of steps times the median seconds of a step, without
+validation: that of `--timing`, where it was measured.
 
-Writes learning_curves.png (mean over the seeds, the band is their spread) and .json, and prints a table. Finished runs
-are not run again, one that was cut short starts afresh. About 3 minutes a run on 2 CPU cores; `make quickstart` before,
-for its checkpoint.
+A further objective is a line in `CURVES`. `make quickstart` before, for the environment.
 """
 
 from __future__ import annotations
@@ -19,99 +20,232 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-from collections.abc import Sequence
-from itertools import accumulate
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean
+from statistics import median
 
-import matplotlib
+from learning_report import Curve, Run, cut, write_report
 
 from verl_digen.bench.modes import Mode
-from verl_digen.bench.runs import BenchWork, read_steps, run_dir_of, run_mode
+from verl_digen.bench.runs import BenchWork, RunFailed, read_rows, run_dir_of, run_mode
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+QUICKSTART = ("digen_quickstart",)
+VALIDATE_EVERY = 5
+"""Steps between validations. The quick start has 20."""
+TIMED_STEPS = 12
+UNFINISHED = "unfinished"
+"""Folder of runs that have not ended, within that of the finished ones."""
+NUM_WARM_UP = 2
+"""First steps of a timed run that are left out."""
 
-LAST_STEPS = 10
-"""Last steps whose mean reward the table shows."""
-SMOOTHING_STEPS = 5
-"""The pictures of a step are of 8 prompts only: curves show the mean over this many steps."""
+PATH, FORWARD = "losses of log-probs", "losses at forward points"
+
+SIZES = ("data.train_batch_size=8", "actor_rollout_ref.rollout.n=12", "actor_rollout_ref.actor.optim.lr=3e-4")
+"""Sizes and learning rate of the quick start, for recipes that bring those of a large model."""
+TWO_STEPS = "actor_rollout_ref.actor.ppo_mini_batch_size=4"
+"""Two optimizer steps for a batch: in the first one every ratio is 1, and all of these losses have one gradient."""
+TEN_STEPS = "digen.sampling.num_steps=10"
 
 
-def curve(name: str, *overrides: str) -> Mode:
-    return Mode(name, ("disaggregated",), overrides, ("gap", "tsp"))
+@dataclass(frozen=True)
+class Entry:
+    """A way to train the quick start's model."""
+
+    objective: str
+    """`digen.loss.name`."""
+    panel: str
+    recipes: tuple[str, ...] = ()
+    """Recipes after the quick start's."""
+    overrides: tuple[str, ...] = ()
+
+
+def loss(name: str, *overrides: str) -> Entry:
+    """Entry of an objective that needs no recipe."""
+    return Entry(name, PATH, (), (f"digen.loss.name={name}", *overrides))
 
 
 CURVES = {
-    "strict": curve("strict"),
-    "TCSS": curve("tcss", "digen.staleness.max_versions=1"),
-    "3 versions, tis": curve("tis3", "digen.staleness.max_versions=3", "digen.loss.name=tis"),
+    "flow_grpo": Entry("flow_grpo", PATH),
+    "diffusion_nft": Entry("diffusion_nft", FORWARD, ("diffusion_nft",)),
+    "awm": Entry("awm", FORWARD, ("awm",)),
+    "dgpo": Entry("dgpo", FORWARD, ("dgpo",)),
+    "online_dpo": Entry("online_dpo", FORWARD, ("online_dpo",)),
+    # The window has six places in ten steps, and holds each for five optimizer steps.
+    "mixgrpo": Entry("flow_grpo", PATH, ("mixgrpo",), (TEN_STEPS, "digen.window.shift_every=5")),
+    "flowgrpo_fast": Entry("flow_grpo", PATH, ("flowgrpo_fast",)),
+    "grpo_guard": Entry("grpo_guard", PATH, ("guard",), (*SIZES, TWO_STEPS)),
+    "flow_dppo": Entry("flow_dppo", PATH, ("dppo",), (*SIZES, TWO_STEPS)),
+    "longcat": Entry("longcat", PATH, ("longcat",), (*SIZES, TEN_STEPS)),
+    "gspo": loss("gspo", TWO_STEPS),
+    "cispo": loss("cispo", TWO_STEPS),
 }
-"""Name in the picture -> mode."""
+"""Name -> entry, in the order of the runs."""
 
-Steps = Sequence[tuple[float, float]]
-"""(seconds since training began, mean reward) at the end of each step."""
+SAME_GRADIENT = "with new samples and one optimizer step its gradient is that of flow_grpo"
+OMITTED = {
+    "dance_grpo": "the loss of flow_grpo under another name; its SDE law and window belong to video models",
+    **dict.fromkeys(("decoupled_ppo", "kimi", "reinforce", "tis", "topr", "weighted_topr"), SAME_GRADIENT),
+}
+"""Objective without a curve -> reason."""
+
+STALE_OBJECTIVES = ("diffusion_nft", "dgpo", "online_dpo")
+"""Objectives that `--staleness` compares unless `--objectives` names others. The first two take samples that are at
+most one version old; `awm` takes none."""
 
 
-def steps_of(mode: Mode, seed: int, num_steps: int, out: Path) -> Steps:
-    """Steps of one run, which is made if it is not there."""
+def mode_of(name: str, staleness: int | None = None) -> Mode:
+    """Mode of a curve.
+
+    Args:
+        staleness: `digen.staleness.max_versions` on separate pools; None: one pool.
+    """
+    entry = CURVES[name]
+    if staleness is None:
+        return Mode(name, entry.recipes, entry.overrides, ())
+    overrides = [*entry.overrides, f"digen.staleness.max_versions={staleness}"]
+    if name == "flow_grpo" and staleness > 1:  # which needs a loss for older samples
+        overrides.append("digen.loss.name=tis")
+    return Mode(f"{name}-pools-{staleness}", (*entry.recipes, "disaggregated"), tuple(overrides), ())
+
+
+def read_run(run_dir: Path) -> Run:
+    """Read a run's points from its folder; empty if it did not get that far."""
+    rows = read_rows(run_dir)
+    steps = [row for row in rows if "perf/step_s" in row]
+    return Run(
+        train=tuple(row["reward/mean"] for row in steps),
+        val=tuple((int(row["step"]), row["val/reward"]) for row in rows if "val/reward" in row),
+        step_s=tuple(row["perf/step_s"] for row in steps),
+    )
+
+
+def ensure_run(mode: Mode, seed: int, num_steps: int, out: Path, *, validates: bool) -> Run:
+    """Points of one run, which is made if it is not there.
+
+    Raises:
+        RunFailed: see `run_mode`.
+    """
     run_dir = run_dir_of(out, mode, seed)
-    rows = read_steps(run_dir)
-    if len(rows) != num_steps:
-        if run_dir.exists():
-            print(f"{run_dir} was cut short after {len(rows)} of {num_steps} steps and starts afresh", flush=True)
+    run = read_run(run_dir)
+    if len(run.train) < num_steps:
+        overrides = [f"digen.seed={seed}"]
+        if validates:
+            overrides += [f"trainer.test_freq={VALIDATE_EVERY}", "trainer.val_before_train=true"]
+        work = BenchWork(QUICKSTART, (), tuple(overrides), num_steps)
+        unfinished = run_dir_of(out / UNFINISHED, mode, seed)
+        if unfinished.exists():
+            print(f"{unfinished} did not end and starts afresh", flush=True)
+            shutil.rmtree(unfinished)
+        wall_s = run_mode(work, mode, seed, out / UNFINISHED).wall_s
+        if run_dir.exists():  # a shorter run
             shutil.rmtree(run_dir)
-        work = BenchWork(("digen_quickstart",), (), (f"digen.seed={seed}",), num_steps)
-        rows = run_mode(work, mode, seed, out).steps
-        reward = mean(row["reward/mean"] for row in rows[-LAST_STEPS:])
-        print(f"{mode.name}, seed {seed}: reward {reward:.3f}", flush=True)
-    ends_s = accumulate(row["perf/step_s"] for row in rows)
-    return [(end_s, row["reward/mean"]) for end_s, row in zip(ends_s, rows, strict=True)]
+        unfinished.replace(run_dir)
+        run = read_run(run_dir)
+        shown = f"validation {run.val[0][1]:.3f} to {run.val[-1][1]:.3f}, " if validates else ""
+        print(f"{mode.name}, seed {seed}: {shown}{median(run.step_s):.2f} s a step, {wall_s:.0f} s in all", flush=True)
+    return run
 
 
-def smooth(values: Sequence[float]) -> list[float]:
-    """Trailing means."""
-    return [mean(values[max(0, index + 1 - SMOOTHING_STEPS) : index + 1]) for index in range(len(values))]
+def run_all(modes: Iterable[Mode], seeds: Iterable[int], num_steps: int, out: Path, *, validates: bool) -> list[str]:
+    """Make every run that is missing -> messages of those that failed."""
+    failures, all_modes = [], list(modes)
+    for seed in seeds:
+        for mode in all_modes:
+            try:
+                ensure_run(mode, seed, num_steps, out, validates=validates)
+            except RunFailed as failure:
+                print(f"{mode.name}, seed {seed}: failed", flush=True)
+                failures.append(str(failure))
+    return failures
 
 
-def draw(runs: dict[str, list[Steps]], path: Path) -> None:
-    """Reward over steps and over seconds."""
-    figure, (by_step, by_time) = plt.subplots(1, 2, figsize=(11, 4), sharey=True, layout="constrained")
-    for name, of_seeds in runs.items():
-        rewards = [smooth([reward for _, reward in steps]) for steps in of_seeds]
-        middle, low, high = ([f(values) for values in zip(*rewards, strict=True)] for f in (mean, min, max))
-        times_s = [mean(values) for values in zip(*([end_s for end_s, _ in steps] for steps in of_seeds), strict=True)]
-        for axes, x in ((by_step, range(1, len(middle) + 1)), (by_time, times_s)):
-            (line,) = axes.plot(x, middle, label=name)
-            axes.fill_between(x, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
-    by_step.set(xlabel="optimizer step", ylabel=f"mean reward (of {SMOOTHING_STEPS} steps)")
-    by_time.set(xlabel="seconds of training")
-    by_step.legend(loc="lower right")
-    for axes in (by_step, by_time):
-        axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
+def curve_of(label: str, panel: str, mode: Mode, num_steps: int, runs: Path, timing: Path) -> Curve | None:
+    """Curve of all finished runs of a mode; None if there is none."""
+    found: dict[int, Run] = {}
+    for run_dir in sorted(runs.glob(f"{mode.name}-*")):
+        number = run_dir.name.removeprefix(f"{mode.name}-")
+        if number.isdigit():
+            run = read_run(run_dir)
+            if len(run.train) >= num_steps and run.val:
+                found[int(number) - 1] = cut(run, num_steps)
+    if not found:
+        return None
+    timed = read_run(run_dir_of(timing, mode, 0)).step_s
+    is_timed = len(timed) >= TIMED_STEPS
+    step_s = median(timed[NUM_WARM_UP:]) if is_timed else median(s for run in found.values() for s in run.step_s)
+    return Curve(label, panel, found, round(step_s, 3), is_timed)
+
+
+def strict_curves(num_steps: int, runs: Path, timing: Path) -> list[Curve]:
+    """Curves of all finished runs on one pool."""
+    curves = [curve_of(name, entry.panel, mode_of(name), num_steps, runs, timing) for name, entry in CURVES.items()]
+    return [curve for curve in curves if curve is not None]
+
+
+def stale_curves(num_steps: int, runs: Path, timing: Path) -> list[Curve]:
+    """Curves of all finished runs on two pools, with samples of any age: a panel per objective."""
+    curves = []
+    for name in CURVES:
+        found = {int(run_dir.name.split("-")[-2]) for run_dir in runs.glob(f"{name}-pools-*-*")}
+        for age in sorted(found):
+            label = "strict" if age == 0 else f"at most {age} version{'s'[: age > 1]} old"
+            label += ", tis" if name == "flow_grpo" and age > 1 else ""
+            curves.append(curve_of(f"{name}, {label}", name, mode_of(name, age), num_steps, runs, timing))
+    return [curve for curve in curves if curve is not None]
+
+
+def write_timing(curves: Sequence[Curve], path: Path) -> None:
+    """Write the seconds of a step that `--timing` measured."""
+    seconds: Mapping[str, float] = {curve.name: curve.step_s for curve in curves if curve.is_timed}
+    path.write_text(json.dumps(seconds, indent=1) + "\n", encoding="utf-8")
+
+
+def parse_args(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Command line, checked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--objectives", help="names of curves, joined by commas; all without it")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds 0, 1, ...")
+    parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument("--staleness", type=int, help="digen.staleness.max_versions, compared with 0 on two pools")
+    parser.add_argument("--timing", action="store_true", help=f"measure {TIMED_STEPS} steps of seed 0, not rewards")
+    parser.add_argument("--no-runs", action="store_true", help="report of the runs that are there")
+    parser.add_argument("--out", type=Path, default=Path("outputs/learning_curves"))
+    parser.add_argument("--docs", type=Path, help="folder with learning.md, whose table and pictures are replaced")
+    args = parser.parse_args(words)
+    args.names = args.objectives.split(",") if args.objectives else list(CURVES)
+    if args.staleness is not None and not args.objectives:
+        args.names = list(STALE_OBJECTIVES)
+    unknown = [name for name in args.names if name not in CURVES]
+    if unknown:
+        parser.error(f"--objectives must be among {', '.join(CURVES)}, got {', '.join(unknown)}")
+    if args.seeds < 1:
+        parser.error(f"--seeds must be >= 1, got {args.seeds}")
+    if args.steps < VALIDATE_EVERY or args.steps % VALIDATE_EVERY:
+        parser.error(f"--steps must be a multiple of {VALIDATE_EVERY}, the steps between validations, got {args.steps}")
+    if args.staleness is not None and args.staleness < 1:
+        parser.error(f"--staleness must be >= 1 version, got {args.staleness}; the strict runs are made beside it")
+    return args
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--out", type=Path, default=Path("outputs/learning_curves"))
-    args = parser.parse_args()
-    out = args.out / f"{args.steps}_steps"
-    runs: dict[str, list[Steps]] = {name: [] for name in CURVES}
-    for seed in range(args.seeds):
-        for name, mode in CURVES.items():
-            runs[name].append(steps_of(mode, seed, args.steps, out))
-    draw(runs, out / "learning_curves.png")
-    (out / "learning_curves.json").write_text(json.dumps(runs) + "\n", encoding="utf-8")
-    print(f"{'':<18}{'reward (seeds)':<26}{'s/step':>8}")
-    for name, of_seeds in runs.items():
-        last = [mean(reward for _, reward in steps[-LAST_STEPS:]) for steps in of_seeds]
-        step_s = mean(steps[-1][0] / len(steps) for steps in of_seeds)
-        spread = f"{mean(last):.3f} ({min(last):.3f}..{max(last):.3f})"
-        print(f"{name:<18}{spread:<26}{step_s:>8.2f}")
-    print(out / "learning_curves.png")
+    args = parse_args()
+    ages = (None,) if args.staleness is None else (0, args.staleness)
+    modes = [mode_of(name, age) for name in args.names for age in ages]
+    runs, timing = args.out / "runs", args.out / "timing"
+    failures: list[str] = []
+    if not args.no_runs and args.timing:
+        failures = run_all(modes, [0], TIMED_STEPS, timing, validates=False)
+    elif not args.no_runs:
+        failures = run_all(modes, range(args.seeds), args.steps, runs, validates=True)
+    found = {"learning": strict_curves, "learning_stale": stale_curves}
+    curves = {name: collect(args.steps, runs, timing) for name, collect in found.items()}
+    for name, of_name in curves.items():
+        if of_name:
+            write_report(of_name, args.steps, args.out, name, args.docs)
+    write_timing([curve for of_name in curves.values() for curve in of_name], args.out / "timing.json")
+    sys.exit("\n\n".join(failures) if failures else 0)
 
 
 if __name__ == "__main__":

@@ -1303,6 +1303,13 @@ TABLE: tuple[Mutation, ...] = (
         "for name in (GRADIENT_NORM,)",
         "bench/test_summary.py",
     ),
+    Mutation(
+        "bench/runs.py",
+        "a validation before the first step counts as a step",
+        'if "perf/step_s" in row)',
+        "if row)",
+        "bench/test_runs.py",
+    ),
     # -- inputs -------------------------------------------------------------------------------------------
     Mutation(
         "inputs.py",

@@ -10,7 +10,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,13 +108,17 @@ def outcome_of(mode: Mode, repeat: int, run_dir: Path, *, exit_code: int, num_st
     return RunResult(mode, repeat, run_dir, steps, wall_s)
 
 
-def read_steps(run_dir: Path) -> tuple[Mapping[str, float], ...]:
-    """The metrics of a run's steps; empty if it did not get that far."""
+def read_rows(run_dir: Path) -> tuple[Mapping[str, float], ...]:
+    """All lines of a run's metrics, a validation before the first step included; empty if it did not get that far."""
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
         return ()
-    rows: Sequence[Mapping[str, float]] = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return tuple(row for row in rows if "perf/step_s" in row)
+    return tuple(json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+
+
+def read_steps(run_dir: Path) -> tuple[Mapping[str, float], ...]:
+    """The metrics of a run's steps; empty if it did not get that far."""
+    return tuple(row for row in read_rows(run_dir) if "perf/step_s" in row)
 
 
 def _end_of(log: Path) -> str:
