@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of a diffusers transformer: all or nothing on disk, bitwise on resume.
 
-Files are verl's, per rank: model, optimizer, extra (schedule, RNG); `digen_state_*` adds the EMA and counters. With
+Files are verl's, per rank: model, optimizer, extra (schedule, RNG); `digen_state_*` adds the EMA, counters and
+teachers' checksums. With
 LoRA the model's file holds the adapter alone, and a fingerprint of the base weights, which come from
 `actor_rollout_ref.model.path` again. Files are loaded into host memory, whatever device they were saved from.
 
@@ -51,6 +52,7 @@ from verl_digen.engine.copies import PolicyCopies
 from verl_digen.engine.export import ADAPTER, PEFT_PREFIX, adapter_weights, full_weights
 from verl_digen.engine.loss_scale import LossScale
 from verl_digen.engine.shadow import local_shard
+from verl_digen.engine.teachers import Teachers
 from verl_digen.models.experts import Experts
 
 logger = logging.getLogger(__name__)
@@ -80,9 +82,11 @@ class UpdateState:
 class DiffusersCheckpointManager(FSDPCheckpointManager):
     """verl's manager, with saves that are all or nothing, and `update_state` and `copies` saved and loaded too."""
 
-    def __init__(self, *args: Any, update_state: UpdateState, copies: PolicyCopies, **kwargs: Any):
+    def __init__(
+        self, *args: Any, update_state: UpdateState, copies: PolicyCopies, teachers: Teachers, **kwargs: Any
+    ):
         super().__init__(*args, **kwargs)
-        self.update_state, self.copies = update_state, copies
+        self.update_state, self.copies, self.teachers = update_state, copies, teachers
         self.kept: frozenset[str] = frozenset()
         """`local_path` of checkpoints that are not removed, and not counted, whatever `max_ckpt_to_keep` is."""
 
@@ -136,6 +140,7 @@ class DiffusersCheckpointManager(FSDPCheckpointManager):
                         **asdict(self.update_state),
                         "copies": self.copies.state_dict(),
                         "frozen": frozen_fingerprint(self.model),
+                        "teachers": {name: teacher.checksum for name, teacher in self.teachers.items()},
                     },
                     folder / self._file("digen_state"),
                 )
@@ -197,6 +202,8 @@ class DiffusersCheckpointManager(FSDPCheckpointManager):
                 f"{local_path} holds an adapter for other base weights than those of actor_rollout_ref.model.path in "
                 "the dtype of actor_rollout_ref.actor.fsdp_config.model_dtype; set both to what the run began with"
             )
+        if saved is not None and "teachers" in saved:
+            self._check_teachers(local_path, saved["teachers"])
         self._load_shards(folder)
         if saved is None:
             self.copies.load_state_dict({}, num_updates=0)
@@ -205,6 +212,17 @@ class DiffusersCheckpointManager(FSDPCheckpointManager):
             self.update_state.num_updates, self.update_state.num_skipped = saved["num_updates"], saved["num_skipped"]
             self._load_loss_scale(saved)
         dist.barrier()
+
+    def _check_teachers(self, local_path: str, saved: dict[str, int]) -> None:
+        """Require the teachers that the run had, if it had some; ValueError."""
+        found = {name: teacher.checksum for name, teacher in self.teachers.items()} if saved else {}
+        differing = sorted(name for name in saved.keys() | found.keys() if saved.get(name) != found.get(name))
+        if differing:
+            raise ValueError(
+                f"{local_path} was written by a run with teachers {', '.join(sorted(saved))}, of which this run has other "
+                f"weights, or none, e.g. of {differing[0]}; set digen.loss.teachers.{differing[0]}.path to what the run "
+                "began with"
+            )
 
     def _load_loss_scale(self, saved: dict[str, Any]) -> None:
         if self.update_state.loss_scale is None:
