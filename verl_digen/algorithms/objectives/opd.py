@@ -38,6 +38,11 @@ from verl_digen.require import require, require_one_of
 KINDS = ("kl", "velocity")
 
 
+def check_coef(value: float) -> None:
+    """Require a usable `digen.loss.distill_coef`; ValueError."""
+    require(0 < value < math.inf, "digen.loss.distill_coef must be > 0 and finite", value, "1 is usual")
+
+
 @dataclass(frozen=True)
 class OpdConfig(ClipConfig):
     """Settings of `opd`. Clips are those of the task's loss."""
@@ -144,7 +149,3 @@ def velocity_distance(rows: LossInputs) -> Tensor:
     """[N] mean[(v - v_T)^2]."""
     return latent_mean((rows["velocity"] - rows["teacher_velocity"]).square())
 
-
-def check_coef(value: float) -> None:
-    """Require a usable `digen.loss.distill_coef`; ValueError."""
-    require(0 < value < math.inf, "digen.loss.distill_coef must be > 0 and finite", value, "1 is usual")
