@@ -67,6 +67,17 @@ def test_committed_gradient_is_that_of_the_serial_loop(tiny_qwen_image: Path, na
     assert metrics["policy_loss"] + case.beside(metrics) == pytest.approx(loss, rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.parametrize("is_lora", [False, True])
+def test_distillation_alone_reads_no_rewards_and_waits_for_none(tiny_qwen_image: Path, is_lora: bool):
+    """Although `digen.advantage.scale=batch`, no scale divides the distance."""
+    case = Case(taught={"g0": "adapter", "g1": "network", "g2": "network"}, is_lora=is_lora)
+    found, metrics = case.committed(tiny_qwen_image)
+    loss, expected = case.serial(tiny_qwen_image)
+    assert_close(found, expected, 1e-5)
+    assert metrics["num_late_samples"] == 0 and metrics["policy_loss"] == 0.0
+    assert metrics["distill_loss"] == metrics["teacher_kl"] == pytest.approx(loss, rel=1e-4)
+
+
 @pytest.mark.parametrize("kl", [None, "flow_grpo"])
 def test_order_of_fragments_does_not_matter(tiny_qwen_image: Path, kl: str | None):
     expected, _ = Case(order=(("g0", "g1", "g2"),), kl=kl).committed(tiny_qwen_image)
