@@ -132,8 +132,8 @@ def gaussian_kl(mean: Tensor, other: Tensor, std: Tensor) -> Tensor:
 
 
 def noise_rate(law: str, std: Tensor, sigma: Tensor, sigma_next: Tensor) -> Tensor:
-    """[N] s of steps with standard deviation `std` [N]: std = s sqrt(sigma - sigma') under laws that are discretised SDEs
-    (flow, flow_clipped, dance); under cps, whose std is no function of the step's length, s = std."""
+    """[N] s of steps with standard deviation `std` [N]. Laws flow, flow_clipped and dance are discretised SDEs, with
+    std = s sqrt(sigma - sigma'). Under cps std does not come from the step's length, and s is std."""
     return std if law == "cps" else std * (sigma - sigma_next).rsqrt()
 
 

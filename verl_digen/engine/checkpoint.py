@@ -2,9 +2,8 @@
 """Checkpoints of a diffusers transformer: all or nothing on disk, bitwise on resume.
 
 Files are verl's, per rank: model, optimizer, extra (schedule, RNG); `digen_state_*` adds the EMA, counters and
-teachers' checksums. With
-LoRA the model's file holds the adapter alone, and a fingerprint of the base weights, which come from
-`actor_rollout_ref.model.path` again. Files are loaded into host memory, whatever device they were saved from.
+teachers' checksums. With LoRA the model's file holds the adapter alone, and a fingerprint of the base weights, which
+come from `actor_rollout_ref.model.path` again. Files are loaded into host memory, whatever device they were saved from.
 
 With "hf_model" in `actor_rollout_ref.actor.checkpoint.save_contents` also an export for other tools, gathered tensor
 by tensor and written by rank 0:
@@ -52,7 +51,7 @@ from verl_digen.engine.copies import PolicyCopies
 from verl_digen.engine.export import ADAPTER, PEFT_PREFIX, adapter_weights, full_weights
 from verl_digen.engine.loss_scale import LossScale
 from verl_digen.engine.shadow import local_shard
-from verl_digen.engine.teachers import Teachers
+from verl_digen.engine.teachers import Teachers, check_saved, checksums
 from verl_digen.models.experts import Experts
 
 logger = logging.getLogger(__name__)
@@ -82,9 +81,7 @@ class UpdateState:
 class DiffusersCheckpointManager(FSDPCheckpointManager):
     """verl's manager, with saves that are all or nothing, and `update_state` and `copies` saved and loaded too."""
 
-    def __init__(
-        self, *args: Any, update_state: UpdateState, copies: PolicyCopies, teachers: Teachers, **kwargs: Any
-    ):
+    def __init__(self, *args: Any, update_state: UpdateState, copies: PolicyCopies, teachers: Teachers, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.update_state, self.copies, self.teachers = update_state, copies, teachers
         self.kept: frozenset[str] = frozenset()
@@ -140,7 +137,7 @@ class DiffusersCheckpointManager(FSDPCheckpointManager):
                         **asdict(self.update_state),
                         "copies": self.copies.state_dict(),
                         "frozen": frozen_fingerprint(self.model),
-                        "teachers": {name: teacher.checksum for name, teacher in self.teachers.items()},
+                        "teachers": checksums(self.teachers),
                     },
                     folder / self._file("digen_state"),
                 )
@@ -203,7 +200,7 @@ class DiffusersCheckpointManager(FSDPCheckpointManager):
                 "the dtype of actor_rollout_ref.actor.fsdp_config.model_dtype; set both to what the run began with"
             )
         if saved is not None and "teachers" in saved:
-            self._check_teachers(local_path, saved["teachers"])
+            check_saved(self.teachers, saved["teachers"], local_path)
         self._load_shards(folder)
         if saved is None:
             self.copies.load_state_dict({}, num_updates=0)
@@ -212,17 +209,6 @@ class DiffusersCheckpointManager(FSDPCheckpointManager):
             self.update_state.num_updates, self.update_state.num_skipped = saved["num_updates"], saved["num_skipped"]
             self._load_loss_scale(saved)
         dist.barrier()
-
-    def _check_teachers(self, local_path: str, saved: dict[str, int]) -> None:
-        """Require the teachers that the run had, if it had some; ValueError."""
-        found = {name: teacher.checksum for name, teacher in self.teachers.items()} if saved else {}
-        differing = sorted(name for name in saved.keys() | found.keys() if saved.get(name) != found.get(name))
-        if differing:
-            raise ValueError(
-                f"{local_path} was written by a run with teachers {', '.join(sorted(saved))}, of which this run has other "
-                f"weights, or none, e.g. of {differing[0]}; set digen.loss.teachers.{differing[0]}.path to what the run "
-                "began with"
-            )
 
     def _load_loss_scale(self, saved: dict[str, Any]) -> None:
         if self.update_state.loss_scale is None:

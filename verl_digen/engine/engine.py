@@ -44,6 +44,7 @@ from verl.workers.engine import EngineRegistry
 
 from verl_digen.algorithms.advantages import effective_samples
 from verl_digen.algorithms.metric import Metric, Reduce, combine_tiles
+from verl_digen.algorithms.objectives.teacher import teacher_forwards
 from verl_digen.engine import gradients, memory, rejoin
 from verl_digen.engine.copies import CURRENT
 from verl_digen.engine.fragment import FragmentSample, FragmentSpec
@@ -90,7 +91,9 @@ class DiffusersFSDPEngine(ShardedTransformer):
         self.forward = PolicyForward(
             self.model, self.module, torch.device(get_device_id()), self.copies, self._is_lora, self.teachers
         )
-        self.row_flops = RowFlops(self.model, self.module, self.digen.sampling, is_frozen=self._is_lora)
+        sampling = self.digen.sampling
+        taught = teacher_forwards(self.digen.loss_settings.taught_by, sampling.true_cfg_scale)
+        self.row_flops = RowFlops(self.model, self.module, sampling, is_frozen=self._is_lora, taught=taught)
         group = self.get_data_parallel_group()
         assert group is not None
         self.planner = Planner(

@@ -47,8 +47,8 @@ TEXT_STEP = 64
 """Tokens to which the length of a measured prompt is rounded up: few measurements, and at most 63 tokens too many."""
 
 Key = tuple[Sampling, int, str]
-"""(sampling, tokens of the longest prompt on all ranks, rounded up, teacher, which may have guidance of its own) of rows
-that are measured together."""
+"""(sampling, tokens of the longest prompt on all ranks, rounded up, teacher) of rows that are measured together. A
+teacher may have guidance of its own."""
 
 SMALLEST_TILE = "set digen.tsp.samples_per_tile=1 digen.tsp.steps_per_tile=1, or a larger number that fits"
 """Remedy where a rehearsal of several rows does not fit."""

@@ -150,4 +150,3 @@ class PolicyForward:
 def moved(outputs: Outputs, device: torch.device | str) -> Outputs:
     """Copy of the outputs on `device`."""
     return {name: to_device(value, torch.device(device)) for name, value in outputs.items()}
-

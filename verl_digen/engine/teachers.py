@@ -61,14 +61,32 @@ class LoadedTeacher:
         scale = self.true_cfg_scale
         return rows if scale is None else replace(rows, sampling=replace(rows.sampling, true_cfg_scale=scale))
 
-    @property
-    def checksum(self) -> int:
-        """Checksum of this rank's shards."""
-        return checksum(self.weights.shards.values())
-
 
 Teachers = Mapping[str, LoadedTeacher]
 """Teachers by name."""
+
+
+def checksums(teachers: Teachers) -> dict[str, int]:
+    """Checksum of this rank's shards of each teacher, for a checkpoint."""
+    return {name: checksum(teacher.weights.shards.values()) for name, teacher in teachers.items()}
+
+
+def check_saved(teachers: Teachers, saved: Mapping[str, int], folder: str) -> None:
+    """Require the teachers of the run that wrote the checkpoint `folder`, if it had any.
+
+    Args:
+        saved: its `checksums`.
+
+    Raises:
+        ValueError: one is missing, added, or has other weights.
+    """
+    found = checksums(teachers) if saved else {}
+    unlike = sorted({name for name, _ in saved.items() ^ found.items()})
+    if unlike:
+        raise ValueError(
+            f"{folder} was written by a run with the teachers {', '.join(sorted(saved))}, and this run has none or "
+            f"other weights for {unlike[0]}; set {KEY}.{unlike[0]}.path to what that run had, or leave a new teacher out"
+        )
 
 
 def load_teachers(
@@ -95,12 +113,13 @@ def load_teachers(
 @torch.no_grad()
 def _load(module: nn.Module, model: DiffusionModel, teacher: Teacher, key: str, device: str | None) -> ShadowWeights:
     live = {plain_name(name): (name, value) for name, value in module.named_parameters() if not is_adapter(name)}
-    shapes = {name: tuple(value.shape) for name, (_, value) in live.items()}
-    tables = {plain_name(name): tuple(value.shape) for name, value in module.state_dict().items() if not is_adapter(name)}
+    tables = {
+        plain_name(name): tuple(value.shape) for name, value in module.state_dict().items() if not is_adapter(name)
+    }
     files = read_teacher(copy_to_local(os.path.expanduser(teacher.path)), key, model.experts)
     files.check(tables, key)
     trains_all = any(value.requires_grad for _, value in live.values())
-    wanted = list(shapes) if trains_all else [name for name in files.changed(shapes) if name in shapes]
+    wanted = list(live) if trains_all else files.changed(live)
     weights = ShadowWeights(module, device, [live[name][0] for name in wanted])
     for name in wanted:
         own, value = live[name]

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -68,8 +68,8 @@ class TeacherFiles(Protocol):
         """Require weights of this network; ValueError names a parameter and `key`."""
         ...
 
-    def changed(self, network: Shapes) -> Sequence[str]:
-        """Parameters in which the teacher may differ from the run's checkpoint."""
+    def changed(self, parameters: Iterable[str]) -> Sequence[str]:
+        """Those of these parameters in which the teacher may differ from the run's checkpoint."""
         ...
 
     def load(self, name: str) -> Tensor | None:
@@ -91,8 +91,8 @@ class FullTeacher:
         for name, shape in network.items():
             _check_shape(name, self.tensors[name].shape, shape, key)
 
-    def changed(self, network: Shapes) -> Sequence[str]:
-        return list(network)
+    def changed(self, parameters: Iterable[str]) -> Sequence[str]:
+        return list(parameters)
 
     def load(self, name: str) -> Tensor | None:
         return self.tensors[name].read()
@@ -128,8 +128,8 @@ class AdapterTeacher:
             )
             _check_shape(name, (layer.up.shape[0], layer.down.shape[1]), network[name], key)
 
-    def changed(self, network: Shapes) -> Sequence[str]:
-        return list(self.layers)
+    def changed(self, parameters: Iterable[str]) -> Sequence[str]:
+        return [name for name in parameters if name in self.layers]
 
     def load(self, name: str) -> Tensor | None:
         if name not in self.layers:
@@ -167,8 +167,8 @@ def read_teacher(path: str, key: str, networks: Sequence[str]) -> TeacherFiles:
             {f"{network}.{name}": tensor for network, found in of_each.items() for name, tensor in found.items()}
         )
     raise ValueError(
-        f"{key} must hold a LoRA adapter ({ADAPTER_CONFIG} or {DIFFUSERS_LORA}), a network (config.json), or the folders "
-        f"{', '.join(networks)}, got {path!r} with none of them; give the folder of an export or of a download"
+        f"{key} must hold a LoRA adapter ({ADAPTER_CONFIG} or {DIFFUSERS_LORA}), a network (config.json), or the "
+        f"folders {', '.join(networks)}, got {path!r} with none of them; give the folder of an export or of a download"
     )
 
 
@@ -178,7 +178,7 @@ def _stored(folder: Path, key: str, pattern: str = "*.safetensors") -> dict[str,
     for file in sorted(folder.glob(pattern)):
         try:
             with safe_open(file, framework="pt") as opened:
-                names = list(opened.keys())  # noqa: SIM118 - no mapping
+                names = list(opened.keys())
                 found |= {name: Stored(file, name, tuple(opened.get_slice(name).get_shape())) for name in names}
         except (SafetensorError, OSError) as error:
             raise ValueError(
@@ -200,9 +200,7 @@ def _read_diffusers(file: Path, key: str) -> AdapterTeacher:
         metadata = opened.metadata() or {}
     config: Any = json.loads(metadata[DIFFUSERS_METADATA]) if DIFFUSERS_METADATA in metadata else {}
     prefix = "transformer."
-    return AdapterTeacher(
-        _layers(stored, {name.removeprefix(prefix): value for name, value in config.items()}, key)
-    )
+    return AdapterTeacher(_layers(stored, {name.removeprefix(prefix): value for name, value in config.items()}, key))
 
 
 def _layers(stored: Mapping[str, Stored], config: Mapping[str, Any], key: str) -> dict[str, LowRank]:
@@ -212,7 +210,7 @@ def _layers(stored: Mapping[str, Stored], config: Mapping[str, Any], key: str) -
         config: peft's settings; {} scales by 1.
     """
     for name, value in PLAIN.items():
-        given = config[name] if name in config else value
+        given = config.get(name, value)
         require(
             given == value or not given,
             f"{key} must hold a plain LoRA adapter, with {name}={value}",
@@ -251,18 +249,18 @@ def _scale(config: Mapping[str, Any], layer: str, rank: int) -> float:
     if "lora_alpha" not in config:
         return 1.0
     alpha = float(config["lora_alpha"])
-    for pattern, value in (config["alpha_pattern"] if "alpha_pattern" in config else {}).items():
+    for pattern, value in config.get("alpha_pattern", {}).items():
         if re.fullmatch(rf"(.*\.)?({pattern})", layer):  # as peft reads it
             alpha = float(value)
-    return alpha / (math.sqrt(rank) if "use_rslora" in config and config["use_rslora"] else rank)
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
 def _check_names(names: set[str], problem: str, key: str) -> None:
     if names:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         raise ValueError(
-            f"{key} must hold weights of the network of actor_rollout_ref.model.path, but it {problem} {min(names)}{more}; "
-            "a teacher has the student's architecture"
+            f"{key} must hold weights of the network of actor_rollout_ref.model.path, but it {problem} "
+            f"{min(names)}{more}; a teacher has the student's architecture"
         )
 
 
@@ -273,4 +271,3 @@ def _check_shape(name: str, found: tuple[int, ...], needed: tuple[int, ...], key
         list(found),
         "a teacher has the student's architecture",
     )
-

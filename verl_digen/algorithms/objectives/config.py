@@ -49,7 +49,7 @@ class LossConfig:
 
     @property
     def taught_by(self) -> Mapping[str, Teacher]:
-        """Teachers by name; each row has one of them, whose outputs are the inputs `teacher_mean`, `teacher_velocity`."""
+        """Teachers by name; each row has one, whose outputs are the inputs `teacher_mean` and `teacher_velocity`."""
         return {}
 
     def teacher_of(self, data_source: str) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`opd`: on-policy distillation. The student generates; on its own trajectories it learns the steps of a frozen teacher.
+"""`opd`: on-policy distillation. On trajectories of its own the student learns the steps of a frozen teacher.
 `opd_forward`: the same at its finished pictures, noised again.
 
 | `kind` | distance of a row from its teacher T |
@@ -10,9 +10,8 @@
 The distance itself is differentiated, through mu or v of the student: this is regression on the teacher's step, not a
 policy gradient, and needs no reward. `task_coef` adds flow_grpo's loss, which has advantages.
 
-Sources: `distill_kl`, `distill_fm_mse` of verl-omni; DiffusionOPD, arXiv 2605.15055. Flow-OPD (arXiv 2605.08063) trains by
-what is called a policy gradient there, with an advantage -distance that is not detached: its gradient is this one's, and
-is lost beyond the advantage's clip, which there is none of here.
+Sources: `distill_kl`, `distill_fm_mse` of verl-omni; DiffusionOPD, arXiv 2605.15055. Flow-OPD (arXiv 2605.08063) has the
+advantage -distance, which it does not detach: its gradient is nearly this one, and vanishes beyond its clip.
 """
 
 from __future__ import annotations
@@ -109,7 +108,7 @@ def on_policy_distillation(rows: LossInputs, config: OpdConfig) -> LossOutput:
     if config.task_coef == 0:
         return LossOutput(torch.zeros_like(fixed).detach(), metrics, fixed)
     task = clipped_ratio(rows, config)
-    return LossOutput(config.task_coef * task.loss, metrics | task.metrics, fixed)
+    return LossOutput(config.task_coef * task.loss, {**metrics, **task.metrics}, fixed)
 
 
 @dataclass(frozen=True)
@@ -148,4 +147,3 @@ def forward_distillation(rows: LossInputs, config: OpdForwardConfig) -> LossOutp
 def velocity_distance(rows: LossInputs) -> Tensor:
     """[N] mean[(v - v_T)^2]."""
     return latent_mean((rows["velocity"] - rows["teacher_velocity"]).square())
-

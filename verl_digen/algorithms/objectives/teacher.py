@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Teacher`: one frozen policy that is distilled into the one that trains, an entry of `digen.loss.teachers`.
 
-    teachers: {ocr: {path: /runs/ocr/lora_adapter, data_sources: [ocr]}, geneval: {path: ..., data_sources: [geneval]}}
+teachers: {ocr: {path: /runs/ocr/lora_adapter, data_sources: [ocr]}, geneval: {path: ..., data_sources: [geneval]}}
 """
 
 from __future__ import annotations
@@ -60,6 +60,17 @@ def read_teachers(given: Mapping[str, Any]) -> dict[str, Teacher]:
     return teachers
 
 
+def teacher_forwards(teachers: Mapping[str, Teacher], true_cfg_scale: float) -> float:
+    """Forwards of a row by its teacher, the mean over the teachers; 0.0 without any. The unit is one by the student.
+
+    Args:
+        true_cfg_scale: guidance of the student; the unit has two branches with it.
+    """
+    scales = [true_cfg_scale if one.true_cfg_scale is None else one.true_cfg_scale for one in teachers.values()]
+    branches = [1 if scale == 1.0 else 2 for scale in (*scales, true_cfg_scale)]
+    return sum(branches[:-1]) / len(scales) / branches[-1] if scales else 0.0
+
+
 def _read(key: str, entry: Any) -> Teacher:
     known = [field.name for field in fields(Teacher)]
     require(isinstance(entry, Mapping), f"{key} must be a mapping with a path", entry, f"write {key}.path=FOLDER")
@@ -70,16 +81,17 @@ def _read(key: str, entry: Any) -> Teacher:
             entry[name],
             f"{suggestion(str(name), known)}its keys are {', '.join(known)}",
         )
-    path = entry["path"] if "path" in entry else None
+    path = entry.get("path")
     require(isinstance(path, str) and path != "", f"{key}.path must be a folder", path, f"set {key}.path=FOLDER")
-    sources = entry["data_sources"] if "data_sources" in entry else None
+    assert isinstance(path, str)
+    sources = entry.get("data_sources")
     require(
         sources is None or (isinstance(sources, list | tuple) and len(sources) > 0 and all(map(_is_name, sources))),
         f"{key}.data_sources must be null or a list of names",
         sources,
         "null teaches all prompts",
     )
-    scale = entry["true_cfg_scale"] if "true_cfg_scale" in entry else None
+    scale = entry.get("true_cfg_scale")
     is_number = isinstance(scale, int | float) and not isinstance(scale, bool)
     require(
         scale is None or (is_number and 1 <= scale < math.inf),
