@@ -85,7 +85,7 @@ def check_saved(teachers: Teachers, saved: Mapping[str, int], folder: str) -> No
     if unlike:
         raise ValueError(
             f"{folder} was written by a run with the teachers {', '.join(sorted(saved))}, and this run has none or "
-            f"other weights for {unlike[0]}; set {KEY}.{unlike[0]}.path to what that run had, or leave a new teacher out"
+            f"other weights for {unlike[0]}; set {KEY}.{unlike[0]}.path to what that run had, or leave a new one out"
         )
 
 

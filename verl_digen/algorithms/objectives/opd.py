@@ -10,8 +10,8 @@
 The distance itself is differentiated, through mu or v of the student: this is regression on the teacher's step, not a
 policy gradient, and needs no reward. `task_coef` adds flow_grpo's loss, which has advantages.
 
-Sources: `distill_kl`, `distill_fm_mse` of verl-omni; DiffusionOPD, arXiv 2605.15055. Flow-OPD (arXiv 2605.08063) has the
-advantage -distance, which it does not detach: its gradient is nearly this one, and vanishes beyond its clip.
+Sources: `distill_kl`, `distill_fm_mse` of verl-omni; DiffusionOPD, arXiv 2605.15055. Flow-OPD (arXiv 2605.08063) takes
+-distance as the advantage and does not detach it: its gradient is nearly this one, and vanishes beyond its clip.
 """
 
 from __future__ import annotations
