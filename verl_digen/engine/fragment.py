@@ -36,6 +36,8 @@ class FragmentSample:
     """K entries: node of its group's tree that each point's step leads to; () without a tree."""
     skipped: frozenset[int] = frozenset()
     """Points that do not train, because another sample of the group trains the same step, or it was not chosen."""
+    teacher: str = ""
+    """Name of its teacher, by its prompt's data source; "" for a loss without teachers."""
 
     @property
     def points(self) -> tuple[int, ...]:
@@ -59,12 +61,13 @@ class FragmentSpec:
 
 
 def fragment_rows(samples: Sequence[FragmentSample]) -> list[Row]:
-    """All rows of the samples; samples are numbered in order, buckets by expert and then by sampling.
+    """All rows of the samples; samples are numbered in order, buckets by expert, and then by sampling and
+    teacher. Tiles do not mix buckets, and all ranks run the same buckets in the same order.
 
     Raises:
         RuntimeError: a sample's number of experts is not its number of points.
     """
-    samplings = list(dict.fromkeys(sample.sampling for sample in samples))
+    kinds = list(dict.fromkeys((sample.sampling, sample.teacher) for sample in samples))
     rows = []
     for number, sample in enumerate(samples):
         experts = sample.experts or (0,) * sample.num_steps
@@ -73,6 +76,6 @@ def fragment_rows(samples: Sequence[FragmentSample]) -> list[Row]:
                 f"sample {sample.key} has {sample.num_steps} trained steps and {len(experts)} experts; "
                 "give one expert for each step, or none"
             )
-        sampling = samplings.index(sample.sampling)
-        rows += [Row(number, point, experts[point] * len(samplings) + sampling) for point in sample.points]
+        kind = kinds.index((sample.sampling, sample.teacher))
+        rows += [Row(number, point, experts[point] * len(kinds) + kind) for point in sample.points]
     return rows

@@ -43,6 +43,7 @@ from verl_digen.preflight.rewards import (
     check_rewards,
     check_timeshared,
 )
+from verl_digen.preflight.teachers import check_teachers
 from verl_digen.preflight.unknown import unknown_problems
 from verl_digen.preflight.unused import unused_problems
 from verl_digen.preflight.values import value_problems
@@ -111,6 +112,7 @@ RULES: tuple[Rule, ...] = (
     check_prompts,
     check_validation,
     check_loss,
+    check_teachers,
     check_agent_loop,
     check_branches,
     check_reward_keys,
