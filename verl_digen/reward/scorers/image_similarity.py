@@ -31,7 +31,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from verl_digen.inputs import image_file
+from verl_digen.inputs import source_image
 from verl_digen.require import require
 from verl_digen.reward.base import Result, Reward
 from verl_digen.reward.checkpoints import folder
@@ -100,7 +100,7 @@ class ImageSimilarity(Reward):
         Raises:
             ValueError: a prompt without images, or one that cannot be read.
         """
-        sources = {path: image_file(path).read() for sample in batch for path in _paths(sample)}
+        sources = {path: source_image(path).read() for sample in batch for path in _paths(sample)}
         frames = [images_of(sample, self.config.num_frames) for sample in batch]
         features = self.encoder.images([*sources.values(), *(image for own in frames for image in own)]).cpu()
         known = dict(zip(sources, features, strict=False))
