@@ -80,7 +80,7 @@ class QwenImageEditPlus(QwenImage):
     def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
         """Conditions are {"embeds": [L, D], "source": [tokens of all images, channels]} in `dtype`, L that of text and
         images; without "source" for a text without images, of which there is none in a prompt file."""
-        pipeline = self._load_pipeline(dtype=dtype)
+        pipeline = self._load_pipeline(dtype={"default": dtype, "vae": self.decoder_dtype(dtype)})
         text_encoder, vae = pipeline.text_encoder, pipeline.vae
         text_encoder.lm_head = nn.Identity()
         vae.decoder = vae.post_quant_conv = nn.Identity()  # the decoder's own copy has them
@@ -88,7 +88,7 @@ class QwenImageEditPlus(QwenImage):
             if isinstance(module, QwenImageCausalConv3d):
                 module.forward = partial(conv_one_frame, module)
         text_encoder.eval().to(device)
-        vae.eval().to(device, self.decoder_dtype(dtype))
+        vae.eval().to(device)
         check = self.load_prompt_check()
 
         def encode(inputs: PromptInputs) -> Condition:
