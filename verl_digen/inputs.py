@@ -96,6 +96,11 @@ def source_image(reference: str) -> SourceImage:
     return SourceImage(reference, sha256(content).hexdigest(), width, height)
 
 
+def read_images(references: Sequence[str]) -> list[Image.Image]:
+    """The images as RGB, in their own sizes. Raises as `source_image` and `SourceImage.read`."""
+    return [source_image(reference).read() for reference in references]
+
+
 def content_key(branches: Sequence[PromptInputs]) -> str:
     """Hash of what is encoded: equal for equal texts, images and sizes at which these are read."""
     content = [

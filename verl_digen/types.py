@@ -21,7 +21,7 @@ from torch import Tensor
 
 from verl_digen.algorithms.forward import NoiseLevels
 from verl_digen.algorithms.window import Window
-from verl_digen.inputs import PromptInputs, content_key, source_image
+from verl_digen.inputs import PromptInputs, content_key, read_images
 from verl_digen.transfers import to_device
 
 Condition = dict[str, Tensor]
@@ -245,7 +245,7 @@ class RewardInput:
         Raises:
             ValueError: an image is missing, is no picture, or has changed during the run.
         """
-        return [source_image(reference).read() for reference in self.row.images]
+        return read_images(self.row.images)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen-Image-Edit-Plus (2509, 2511): text and one to three images to image, as diffusers' `QwenImageEditPlusPipeline`
+"""Qwen-Image-Edit-Plus (2509): text and one to three images to image, as diffusers' `QwenImageEditPlusPipeline`
 runs it.
 
 - Network, latents, schedule, guidance and decoding are those of Qwen-Image (`qwen_image.py`).
@@ -38,7 +38,7 @@ from verl_digen.models.text import length_check, one_by_one
 from verl_digen.types import Condition, Geometry
 
 MAX_IMAGES = 3
-"""Images that the 2509 and 2511 checkpoints were made for, says their model card."""
+"""Images that the 2509 checkpoint was made for, says its model card."""
 LABEL_TOKENS = 7
 """Tokens beside an image's own in the text, "Picture 1: " and the marks around the image."""
 VISION_PATCH, VISION_MERGE = 14, 2
