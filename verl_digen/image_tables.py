@@ -57,7 +57,9 @@ class TableImage:
         """
         match = PATTERN.fullmatch(reference)
         if match is None:
-            raise ValueError(f"an image of a table must be written {FORM}, got {reference!r}; write the row and the item")
+            raise ValueError(
+                f"an image of a table must be written {FORM}, got {reference!r}; write the row and the item"
+            )
         return TableImage(match["source"], match["column"], int(match["row"]), int(match["item"]))
 
     def __str__(self) -> str:
@@ -124,8 +126,8 @@ def _own_bytes(value: dict[str, Any], image: TableImage) -> bytes | None:
         return (folder / os.path.expanduser(path)).read_bytes()
     except OSError as error:
         raise ValueError(
-            f"an image of a prompt must be a file that every node can read, but {str(image)!r} names {path!r}, relative "
-            f"to {str(folder)!r} ({error.strerror}); put the file there, or its bytes into the table"
+            f"an image of a prompt must be a file that every node can read, but {str(image)!r} names {path!r}, "
+            f"relative to {str(folder)!r} ({error.strerror}); put the file there, or its bytes into the table"
         ) from error
 
 

@@ -90,8 +90,8 @@ def source_image(reference: str) -> SourceImage:
         raise _unreadable(reference, error) from error
     if width * height > MAX_PIXELS:
         raise ValueError(
-            f"an image of a prompt must have at most {MAX_PIXELS} pixels, but {reference!r} has {width} x {height}; make "
-            "it smaller, or remove its prompt"
+            f"an image of a prompt must have at most {MAX_PIXELS} pixels, but {reference!r} has {width} x {height}; "
+            "make it smaller, or remove its prompt"
         )
     return SourceImage(reference, sha256(content).hexdigest(), width, height)
 
@@ -130,8 +130,8 @@ def _opened(reference: str, content: bytes) -> Image.Image:
 
 def _unreadable(reference: str, error: Exception) -> ValueError:
     return ValueError(
-        f"an image of a prompt must be a picture file, but {reference!r} cannot be read: {error}; replace it, or remove "
-        "its prompt"
+        f"an image of a prompt must be a picture file, but {reference!r} cannot be read: {error}; replace it, or "
+        "remove its prompt"
     )
 
 

@@ -99,7 +99,9 @@ def test_a_saved_datasets_images_are_references_to_them(form, tmp_path):
 def test_a_hub_datasets_images_are_references_by_its_name(tmp_path, monkeypatch):
     import datasets
 
-    written = datasets.Dataset.from_parquet(str(write(tmp_path / "t.parquet", "the hub's form")), cache_dir=str(tmp_path))
+    written = datasets.Dataset.from_parquet(
+        str(write(tmp_path / "t.parquet", "the hub's form")), cache_dir=str(tmp_path)
+    )
     loaded = []
     monkeypatch.setattr(HubName, "load", lambda self: loaded.append(str(self)) or written)
     image_tables._dataset.cache_clear()

@@ -162,7 +162,6 @@ def test_a_prompt_that_is_too_long_is_an_error_with_its_image(encode, images):
 
 def test_a_checkpoint_without_its_processor_is_incomplete(model, tmp_path: Path):
 
-
     copy = shutil.copytree(model.path, tmp_path / "c", ignore=shutil.ignore_patterns("processor", "*.safetensors"))
     with pytest.raises(ValueError, match=r"actor_rollout_ref\.model\.path .* lacks processor;"):
         load_model(copy)

@@ -47,11 +47,10 @@ from verl_digen.models.sequence import split_networks
 from verl_digen.plan.activations import give_fake_weights, run_rows
 from verl_digen.plan.compose import Words, compose_run
 from verl_digen.plan.conditions import empty_condition
-from verl_digen.sampling.requests import planned_geometry
 from verl_digen.plan.networks import blocks_of
 from verl_digen.plan.published import write_configs
 from verl_digen.plan.run import Run, read_run
-from verl_digen.types import Geometry
+from verl_digen.sampling.requests import planned_geometry
 
 LOADS = "verl.workers.engine.fsdp.transformer_impl.fsdp2_load_full_state_dict"
 CHECKS_NUMBERS = "verl_digen.engine.sharded.check_deferred_gradients_once"

@@ -26,7 +26,12 @@ def trace(loaded, *, scale=1.0, trained=""):
     for name, value in network.named_parameters():
         value.requires_grad_(name.endswith(trained))
     return trace_activations(
-        model, network, loaded.case.sizes[0], empty_condition(model, TOKENS, loaded.case.sizes[0]), is_guided=scale > 1, dtype=torch.float32
+        model,
+        network,
+        loaded.case.sizes[0],
+        empty_condition(model, TOKENS, loaded.case.sizes[0]),
+        is_guided=scale > 1,
+        dtype=torch.float32,
     )
 
 

@@ -35,8 +35,8 @@ class SamplingConfig:
     32 px, as Qwen-Image-Edit's pipelines have it; false: every picture is height_px x width_px."""
     image_px: int = DEFAULT_IMAGE_PX
     """Side of the square whose area the network reads each image of a prompt at, in multiples of 32 px, with the
-    image's shape. 1024 is that of Qwen-Image-Edit's pipelines; less costs less: an image has as many tokens as a picture
-    of its size."""
+    image's shape. 1024 is that of Qwen-Image-Edit's pipelines; less costs less: an image has as many tokens as a
+    picture of its size."""
     num_steps: int = 10
     """T in training. flow_grpo trains with 10."""
     true_cfg_scale: float = 1.0

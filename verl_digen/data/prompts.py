@@ -7,7 +7,7 @@
 | `negative_prompt` | its own negative prompt, in the same two forms | `digen.sampling.negative_prompt` |
 | `data_source` (`data.reward_fn_key`) | its source; validation is reported per source | see `default_source` |
 | `ground_truth`, or `reward_model.ground_truth` | the reference for reward functions | see `default_ground_truth` |
-| `images` (`data.image_key`) | the images it is about: path(s) relative to the file's folder, or a table's images | none |
+| `images` (`data.image_key`) | images it is about: paths relative to the file's folder, or a table's | none |
 | `extra_info` | a mapping for reward functions | `{}` |
 | any other | joins `extra_info`, e.g. GenEval's `tag`, `include`, `exclude` | - |
 

@@ -48,7 +48,12 @@ def parquet_rows(path: Path, key: str, kept: frozenset[str], images: str) -> Ite
 
 
 def rows_of_table(
-    table: pyarrow.Table, name: str, kept: frozenset[str], *, images: str = "", found: Sequence[References] | None = None
+    table: pyarrow.Table,
+    name: str,
+    kept: frozenset[str],
+    *,
+    images: str = "",
+    found: Sequence[References] | None = None,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """(place, row) of every row of an Arrow table.
 

@@ -129,7 +129,7 @@ class QwenImageEditPlus(QwenImage):
 
     # -- the network --------------------------------------------------------------------------------------
     def collate(self, conditions: Sequence[Condition]) -> Collated:
-        """As Qwen-Image's, plus "source": [N, tokens of all images, channels] if there are images."""
+        """Batch as Qwen-Image does, with "source": [N, tokens of all images, channels] if there are images."""
         collated = super().collate(conditions)
         if "source" in conditions[0]:
             collated["source"] = torch.stack([condition["source"] for condition in conditions])

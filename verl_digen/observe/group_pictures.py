@@ -72,9 +72,7 @@ class GroupPictures:
         self._held: dict[tuple[int, str], dict[int, float]] = {}
         """(step, group) -> sample index -> reward of the samples that have files."""
 
-    def offer(
-        self, step: int, uid: str, index: int, reward: float, pixels: Tensor, images: Sequence[str] = ()
-    ) -> None:
+    def offer(self, step: int, uid: str, index: int, reward: float, pixels: Tensor, images: Sequence[str] = ()) -> None:
         """Write a scored sample if it is the best or the worst of its group so far.
 
         Args:

@@ -16,7 +16,8 @@ def empty_condition(model: DiffusionModel, prompt_tokens: int, geometry: Geometr
     """Zeros in the shapes of a prompt of `prompt_tokens` tokens that quotes no text.
 
     Args:
-        prompt_tokens: of the text; those of its images (`geometry.sources`) are added. Not read if every prompt is padded to one length (FLUX.1, Stable Diffusion 3).
+        prompt_tokens: of the text; those of its images (`geometry.sources`) are added. Not read if every prompt is
+            padded to one length (FLUX.1, Stable Diffusion 3).
     """
     layout, config = model.spec.condition, model.read_network_config(model.experts[0])
     with_images = prompt_tokens + model.num_image_text_tokens(geometry)

@@ -96,8 +96,8 @@ class Part:
 
 
 def count_parts(model: DiffusionModel, dtype: torch.dtype, *, as_loaded_by_us: bool) -> dict[str, Part]:
-    """Folder of each text encoder and of the VAE -> its parameters; "vae (images)" is the part of the VAE that encodes a
-    prompt's images, of which a replica has a copy.
+    """Folder of each text encoder and of the VAE -> its parameters; "vae (images)" is the part of the VAE that encodes
+    a prompt's images, of which a replica has a copy.
 
     The VAE decodes in a dtype of its own (`DiffusionModel.decoder_dtype`), and transformers keeps some parameters of
     text encoders in fp32.
