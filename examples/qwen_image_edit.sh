@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+#
+# Flow-GRPO on Qwen-Image-Edit-2509, LoRA: examples/qwen_image_edit.sh PROMPTS VALIDATION_PROMPTS [KEY=VALUE ...]
+#
+# GPUs       8 of 80 GB: the plan says XX GB, and up to XX GB of host memory: the replicas of a node
+#            that sleep keep one copy of their frozen networks there. Ask again: digen plan recipe=digen_qwen_image_edit
+#            gpus=8 gpu_mem=80
+# Downloads  Qwen/Qwen-Image-Edit-2509, once per node: 29 B parameters with encoder and VAE, of 2 bytes each (4 where they
+#            are published in fp32).
+# Minutes    Not measured.
+# You see    A validation, then a line per step with the reward, which should rise; what it reaches was not
+#            measured. rollout/log_prob_gap_max stays small. In outputs/digen/qwen_image_edit/images: before_after.png,
+#            the same prompts and noise over time, each picture beside its images.
+#
+# Prompt files: JSONL or parquet with the columns prompt and images (docs/data.md). The reward is one that needs no model:
+# pictures that compress well. For an edit that follows its instruction and keeps the rest see docs/rewards.md:
+# 'digen.reward.functions={judge: {weight: 0.8, url: URL}, image_similarity: {weight: 0.2, num_gpus: 0.1}}'
+# A checkpoint is saved every 30 steps (trainer.save_freq) and after the last one; the newest two are kept.
+set -euo pipefail
+usage="usage: $0 PROMPTS VALIDATION_PROMPTS [KEY=VALUE ...]"
+exec python -m verl.trainer.main_ppo recipe=digen_qwen_image_edit \
+    data.train_files="${1:?$usage}" data.val_files="${2:?$usage}" \
+    'digen.reward.functions={jpeg_compressibility: 1.0}' \
+    trainer.n_gpus_per_node=8 "${@:3}"
