@@ -24,6 +24,7 @@ from tests.engine.harness import (
     peek,
     perturb,
 )
+from verl_digen.algorithms.tree import Tree
 from verl_digen.algorithms.window import Window
 from verl_digen.engine.assistant import Assistant
 from verl_digen.inputs import PromptInputs
@@ -34,11 +35,13 @@ VERSION = 7
 MODELS: dict[str, dict[str, Any]] = {"full": {}, "lora": LORA}
 
 
-def requests(count: int, true_cfg_scale: float = 3.0) -> list[SampleRequest]:
-    sampling = Sampling(Geometry(SIZE_PX, SIZE_PX), NUM_STEPS, true_cfg_scale, "flow", 0.7)
+def requests(count: int) -> list[SampleRequest]:
+    """Samples of one group, which for 4 of them is a tree."""
+    tree = Tree((0, 2), 2) if count == 4 else None
+    sampling = Sampling(Geometry(SIZE_PX, SIZE_PX), NUM_STEPS, 3.0, "flow", 0.7, shared_initial_noise=tree is not None)
     window = Window((0, 1, 2), (0, 1))
     return [
-        SampleRequest("p3", index, PromptInputs("a cat"), PromptInputs(""), window, sampling, index == 0)
+        SampleRequest("p3", index, PromptInputs("a cat"), PromptInputs(""), window, sampling, index == 0, tree=tree)
         for index in range(count)
     ]
 
@@ -75,24 +78,26 @@ def assert_same(found: Generation, expected: Any) -> None:
         expected.sample_index,
         expected.seed,
     )
-    assert trajectory.version == trajectory.last_version == VERSION
+    assert trajectory.version == trajectory.last_version == VERSION and trajectory.nodes == expected.nodes
     torch.testing.assert_close(trajectory.record.latents, expected.record.latents, atol=1e-5, rtol=0)
     torch.testing.assert_close(trajectory.record.log_probs, expected.record.log_probs, atol=1e-5, rtol=0)
     assert found.pixels.shape == (SIZE_PX, SIZE_PX, 3) and found.pixels.dtype == torch.uint8
     assert found.condition is None, "the conditions are in TransferQueue already"
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_the_trainer_generates_what_a_replica_would_and_leaves_the_open_gradient(one_rank, tiny_qwen_image, model):
+@pytest.mark.parametrize(("model", "count"), [("full", 3), ("lora", 4)])
+def test_the_trainer_generates_what_a_replica_would_and_leaves_the_open_gradient(
+    one_rank, tiny_qwen_image, model, count
+):
     engine = make_engine(tiny_qwen_image, model=MODELS[model])
     perturb(engine)
     groups = begin(engine, make_batch(tiny_qwen_image), [1.0, 2.0, 4.0, 8.0, 3.0, 5.0])
     engine.accumulate(fragment(groups, next(iter(groups))))
     before = peek(engine)
-    found = assist(engine, 3)
+    found = assist(engine, count)
     after = peek(engine)
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
-    for generation, expected in zip(found, by_sampler(engine, 3), strict=True):
+    for generation, expected in zip(found, by_sampler(engine, count), strict=True):
         assert_same(generation, expected)
     engine.abort()
 
@@ -101,7 +106,7 @@ def shares(path: Path, folder: Path) -> dict[int, Any]:
     """Number of requests -> (samples of each rank, samples of one sampler)."""
     engine = make_engine(path)
     results = {}
-    for count in (1, 2, 5):
+    for count in (1, 2, 4, 5):
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, assist(engine, count))
         results[count] = gathered, by_sampler(engine, count)
