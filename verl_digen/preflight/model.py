@@ -48,6 +48,12 @@ def check_model(config: DictConfig) -> None:
     for key in ("target_modules", "exclude_modules"):
         _check_names(model, f"{KEY}.{key}", section[key])
     sampling = digen_config(config).sampling
+    require(
+        not sampling.size_from_image or model.spec.num_images[1] > 0,
+        f"digen.sampling.size_from_image must be false for {model.spec.title}, which reads no images",
+        sampling.size_from_image,
+        "leave it out",
+    )
     geometry = planned_geometry(sampling, model.spec.num_images[0])
     model.latent_shape(geometry)
     size = config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
