@@ -673,9 +673,16 @@ TABLE: tuple[Mutation, ...] = (
     ),
     Mutation(
         "sampling/sampler.py",
-        "steps before a window run in a batch with those of other groups",
-        "alone = Lanes((row,), (0,))",
-        "alone, rows[row] = Lanes((row, row), (0, 1)), rows[row].repeat(2, *[1] * len(shape := rows[row].shape[1:]))",
+        "steps that another sample ran are not counted",
+        "                prefix.count(row)\n",
+        "",
+        "sampling/test_prefix.py",
+    ),
+    Mutation(
+        "sampling/sampler.py",
+        "latents are kept from before the last step",
+        "rows[row] = taken.next_sample\n            cache.keep(steps, version, rows[row][0])",
+        "cache.keep(steps, version, rows[row][0])\n                rows[row] = taken.next_sample",
         "sampling/test_prefix.py",
     ),
     Mutation(

@@ -22,12 +22,6 @@ def notes(config: DictConfig) -> list[str]:
     if unused := unused_settings(digen.loss):
         listed = ", ".join(f"digen.loss.{name}={value}" for name, value in sorted(unused.items()))
         found.append(f"{listed}, of a recipe, is not used: digen.loss.name={digen.loss_name} has no such setting")
-    shares_prefix = digen.sampling.shared_initial_noise and digen.window.kind == "consecutive"
-    if shares_prefix and config.actor_rollout_ref.rollout.name == "vllm_omni":
-        found.append(
-            "digen.sampling.shared_initial_noise=true: vLLM-Omni runs the steps before a window for every sample; with "
-            "actor_rollout_ref.rollout.name=diffusers they run once for the samples of a group"
-        )
     found += kernel_notes(config)
     found += precision_notes(config, digen)
     sharing = config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
