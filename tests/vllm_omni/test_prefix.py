@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+import ray
 import torch
 
 from tests.vllm_omni.compare import TOLERANCE, assert_same, by_diffusers
@@ -81,9 +82,7 @@ def test_no_sample_begins_at_latents_of_the_weights_before_an_update_of_the_same
         assert sorted(shared_steps(found)) == [0, 3, 3]
         for one, got in zip(asked, found, strict=True):
             expected = by_sampler(full_replica.path, network, one, 320)
-            torch.testing.assert_close(
-                got.trajectory.record.latents, expected.record.latents, atol=TOLERANCE, rtol=0
-            )
+            torch.testing.assert_close(got.trajectory.record.latents, expected.record.latents, atol=TOLERANCE, rtol=0)
     set_weights(full_replica, 0, 0)
 
 
@@ -93,8 +92,6 @@ def test_samples_in_flight_under_two_adapters_begin_at_latents_of_their_own(lora
     for number in (1, 2):
         lora_replica.update(adapter_weights(lora_replica, number)[1].items(), 330).result()
         under_way += [(number, one, lora_replica.submit(one)) for one in asked]
-    import ray
-
     for number, one, answer in under_way:
         expected = by_sampler(lora_replica.path, adapter_weights(lora_replica, number)[0], one, 330)
         torch.testing.assert_close(

@@ -33,7 +33,6 @@ from verl_digen.rollout.vllm_omni.recorder import RECORDED, Recording, take_step
 from verl_digen.rollout.vllm_omni.requests import ORDER, RecordingOrder
 from verl_digen.types import Condition, move_condition
 
-
 ALONE = "digen_alone"
 """Key of a state's copy for a batch of its own, until its first step: vLLM-Omni pads the prompts of a batch."""
 
