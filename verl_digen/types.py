@@ -206,7 +206,7 @@ class Trajectory:
     condition_key: str
     """`SampleRequest.condition_key` of its request."""
     num_shared_steps: int = 0
-    """Denoising steps in which the forward of another sample of its group served for it, see `sampling.prefix`."""
+    """Denoising steps that another sample of its group ran for it, in its batch or before, see `sampling.prefix`."""
     nodes: tuple[int, ...] = ()
     """`SampleRequest.nodes`."""
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,26 @@ def test_the_trainer_generates_what_a_replica_would_and_leaves_the_open_gradient
     for generation, expected in zip(found, by_sampler(engine, count), strict=True):
         assert_same(generation, expected)
     engine.abort()
+
+
+def test_a_later_assist_of_the_group_begins_at_its_window_under_the_same_version_alone(one_rank, tiny_qwen_image):
+    engine = make_engine(tiny_qwen_image)
+    assistant = assistant_of(engine)
+    late = [
+        replace(one, window=Window((2,), (2,)), sampling=replace(one.sampling, shared_initial_noise=True))
+        for one in requests(3)
+    ]
+
+    def assist_one(one: SampleRequest, version: int, by: Assistant = assistant) -> Any:
+        return by.generate([one], condition(4), condition(2), version=version)[0].trajectory
+
+    first, second = (assist_one(one, VERSION) for one in late[:2])
+    perturb(engine)
+    third = assist_one(late[2], VERSION + 1)
+    assert [one.num_shared_steps for one in (first, second, third)] == [0, 2, 0]
+    assert torch.equal(first.record.latents[0], second.record.latents[0])
+    assert torch.equal(third.record.latents, assist_one(late[2], 0, assistant_of(engine)).record.latents)
+    assert not torch.equal(third.record.latents[0], first.record.latents[0])
 
 
 def shares(path: Path, folder: Path) -> dict[int, Any]:

@@ -305,3 +305,37 @@ def test_probes_are_taken_at_the_first_updates_and_then_now_and_then(tiny_qwen_i
     server = make_server(tiny_qwen_image)
     start = {name: tensor.clone() for name, tensor in server._weights.module.state_dict().items()}
     assert [publish(server, start, version)[-1].version for version in range(7)] == [0, 1, 2, 2, 2, 5, 5]
+
+
+def late_windows():
+    """A group of which every sample is a batch of its own, with a window from step 2."""
+    shared = replace(SAMPLING, shared_initial_noise=True)
+    return [replace(asked, window=Window((2,), (2,))) for asked in make_requests(shared)[:3]]
+
+
+def assert_bitwise(found, expected):
+    for got, wanted in zip(found, expected, strict=True):
+        assert torch.equal(got.pixels, wanted.pixels)
+        for name, column in wanted.trajectory.record.columns().items():
+            assert torch.equal(got.trajectory.record.columns()[name], column), name
+
+
+def test_later_batches_of_a_group_begin_at_its_window_under_the_weights_that_serve(tiny_qwen_image):
+    """Two updates may have one version: the current weights, and their average for validation."""
+    server = make_server(tiny_qwen_image, max_batch_size=1)
+    other = weights_of(server, 1.1)
+
+    async def run():
+        before = [await server.generate("id", [], {"request": asked}) for asked in late_windows()]
+        await update(server, other, 0)
+        return before, [await server.generate("id", [], {"request": asked}) for asked in late_windows()]
+
+    before, after = asyncio.run(run())
+    for batches in (before, after):
+        assert [got.trajectory.num_shared_steps for got in batches] == [0, 2, 2]
+    alone = [generate(make_server(tiny_qwen_image), [asked])[0] for asked in late_windows()]
+    assert_bitwise(before, alone)
+    fresh = make_server(tiny_qwen_image, max_batch_size=1)
+    asyncio.run(update(fresh, other, 0))
+    assert_bitwise(after[:1], [asyncio.run(fresh.generate("id", [], {"request": late_windows()[0]}))])
+    assert not torch.equal(after[0].trajectory.record.latents, before[0].trajectory.record.latents)

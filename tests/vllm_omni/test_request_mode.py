@@ -29,6 +29,7 @@ from tests.vllm_omni.probes import (
     register_empty_adapters,
 )
 from verl_digen.algorithms.forward import NoiseLevels
+from verl_digen.algorithms.window import Window
 from verl_digen.inputs import PromptInputs
 from verl_digen.models import load_model
 from verl_digen.sampling.requests import ODE_ONLY
@@ -100,6 +101,39 @@ def test_a_batch_gives_the_samples_of_the_diffusers_replica(served, is_guided):
     torch.testing.assert_close(
         alone[0].trajectory.record.latents, got[0].trajectory.record.latents, atol=TOLERANCE, rtol=0
     )
+
+
+def test_a_group_runs_the_steps_before_its_window_once(served):
+    """Alone a sample is bitwise the one that runs every step; in a batch, at its window's start."""
+    case, replica = served
+    starts = {"p0": 3, "p1": 2}
+    requests = [
+        replace(
+            asked,
+            sampling=replace(asked.sampling, shared_initial_noise=True, law="flow"),
+            window=Window((starts[asked.uid],), (starts[asked.uid],)),
+            noise_levels=None,
+        )
+        for asked in case.requests(is_guided=True)
+    ]
+    alone = []
+    for asked in requests[:2]:
+        replica.update(full_weights(replica.path, 0).items(), 0).result()  # which forgets what was kept
+        alone += replica.generate([asked])
+    replica.update(full_weights(replica.path, 0).items(), 0).result()
+    later = [replica.generate([asked])[0] for asked in requests[:2]]
+    replica.update(full_weights(replica.path, 0).items(), 0).result()
+    together = replica.generate(requests)
+    assert [got.trajectory.num_shared_steps for got in (*alone, *later)] == [0, 0, 0, 3]
+    assert sum(got.trajectory.num_shared_steps for got in together) == 2 * 3 + 2 * 2
+    for got, expected in zip(later, alone, strict=True):
+        assert torch.equal(got.pixels, expected.pixels)
+        for name, column in expected.trajectory.record.columns().items():
+            assert torch.equal(got.trajectory.record.columns()[name], column), name
+    for got, expected in zip(together, alone, strict=False):
+        assert torch.equal(got.trajectory.record.latents[0], expected.trajectory.record.latents[0])
+    for got, expected in zip(together, by_diffusers(replica.path, requests), strict=True):
+        assert_same(got, expected)
 
 
 def test_the_trainer_gets_the_conditions_that_a_sample_carries(served):

@@ -20,6 +20,7 @@ import torch
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.models.pixels import in_batches
 from verl_digen.sampling.branches import GuidanceBranches
+from verl_digen.sampling.prefix_cache import PrefixCache
 from verl_digen.sampling.recording import experts_of
 from verl_digen.sampling.sampler import Sampler
 from verl_digen.types import Condition, Generation, SampleRequest, move_condition
@@ -42,6 +43,8 @@ class Assistant:
             latents_dtype=latents_dtype,
             # `auto` too is one forward: a tile of a row, both branches with gradients, fits
             branches=GuidanceBranches(engine.digen.rollout.split_guidance is True, self._device),
+            # all ranks get the same calls, of one group each, so they skip the same forwards
+            prefixes=PrefixCache(),
         )
 
     def generate(

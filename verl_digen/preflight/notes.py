@@ -22,12 +22,11 @@ def notes(config: DictConfig) -> list[str]:
     if unused := unused_settings(digen.loss):
         listed = ", ".join(f"digen.loss.{name}={value}" for name, value in sorted(unused.items()))
         found.append(f"{listed}, of a recipe, is not used: digen.loss.name={digen.loss_name} has no such setting")
-    shares_prefix = digen.sampling.shared_initial_noise and digen.window.kind == "consecutive"
-    if (shares_prefix or digen.branches.splits) and config.actor_rollout_ref.rollout.name == "vllm_omni":
-        shared = "of a tree" if digen.branches.splits else "before a window"
+    if digen.branches.splits and config.actor_rollout_ref.rollout.name == "vllm_omni":
         found.append(
-            f"digen.sampling.shared_initial_noise=true: vLLM-Omni runs the steps {shared} for every sample; with "
-            "actor_rollout_ref.rollout.name=diffusers they run once for the samples of a group that share them"
+            f"digen.branches.splits={list(digen.branches.splits)}: vLLM-Omni runs the steps of a tree from the window on "
+            "for every sample; with actor_rollout_ref.rollout.name=diffusers they run once for the samples that share "
+            "them"
         )
     found += kernel_notes(config)
     found += precision_notes(config, digen)

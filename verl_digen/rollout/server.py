@@ -45,6 +45,7 @@ from verl_digen.rollout.peers import (
 )
 from verl_digen.rollout.prompt_cache import PromptCache
 from verl_digen.sampling.branches import GuidanceBranches
+from verl_digen.sampling.prefix_cache import PrefixCache
 from verl_digen.sampling.recording import experts_of
 from verl_digen.sampling.sampler import Sampler
 from verl_digen.types import Condition, Generation, SampleLatents, SampleRequest, move_condition
@@ -88,6 +89,7 @@ class DiffusersServer:
         """Encoded at the first probe."""
         self._probes: deque[Probe] = deque(maxlen=2)
         self._num_updates = 0
+        self._prefixes = PrefixCache()
         self._sampler = Sampler(
             self._model,
             self._weights.module,
@@ -95,6 +97,7 @@ class DiffusersServer:
             device=self._device,
             latents_dtype=PrecisionType.to_dtype(digen.rollout.latents_dtype),
             branches=GuidanceBranches(digen.rollout.split_guidance, self._device),
+            prefixes=self._prefixes,
         )
         self._batcher = RequestBatcher(
             self._generate_batch,
@@ -335,6 +338,7 @@ class DiffusersServer:
             return self._version  # a retry: the first answer was lost
         began_s = time.perf_counter()
         await self._on_device(self._weights.switch)
+        self._prefixes.clear()
         await self._team.call_all("switch", sealed.version)
         self._is_loading, self._version = False, sealed.version
         self._seals.take()

@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps that samples of a batch share: from one initial noise to the step whose noise is their own.
+"""Steps that samples of a group share: from one initial noise to the step whose noise is their own.
 
-With `digen.sampling.shared_initial_noise` the samples of a group start alike. They stay alike until a step adds noise
-that differs between them: the first one of their window, or in a tree (`digen.branches`) the step at which they split.
-So at each step
+With `digen.sampling.shared_initial_noise` the samples of a group start alike, and before their window every step is
+deterministic. Samples with a window wait for it in their batch, while one of their group runs these steps by itself
+(`prefix_cache`). Samples without one that start alike run as one (a lane).
+
+In a tree (`digen.branches`) samples share stochastic steps too. From the window on, at each step
 
 - one forward serves all samples of the group in the batch that have the same latents (a lane), and
 - one step is taken for all that also take the same noise (an edge). At a split a lane has several edges.
 
 Samples of a group in other batches are not looked at: each batch runs what its own samples need.
 
-Invariants (tests/sampling/test_prefix.py, test_tree.py): a sample is that of a batch in which every row runs every
-step, up to the float error of another batch size; leaves of one subtree are bitwise equal up to their split.
+Invariants (tests/sampling/test_prefix.py, test_tree.py): latents at a window's start are bitwise those of a sample that
+is generated alone; without a tree, a batch in which samples share these steps is bitwise the one in which each runs
+them; leaves of one subtree are bitwise equal up to their split.
 """
 
 from __future__ import annotations
@@ -19,6 +22,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
+from verl_digen.sampling.prefix_cache import Prefix, prefix_of
 from verl_digen.types import SampleRequest
 
 
@@ -28,13 +35,24 @@ class Lanes:
 
     rows: tuple[int, ...]
     """Rows that run, ascending: the first of each set of equal ones."""
-    lane_of: tuple[int, ...]
-    """Row -> position in `rows` of the one that is equal to it."""
+    lane_of: tuple[int | None, ...]
+    """Row -> position in `rows` of the one that is equal to it; None for a row that waits for its window."""
 
     @property
     def is_whole(self) -> bool:
         """True if every row runs."""
         return len(self.rows) == len(self.lane_of)
+
+    def place(self, made: Tensor, before: Tensor) -> Tensor:
+        """[B, ...]: of `made` [R, ...] where a lane ran, of `before` [B, ...] in rows that wait.
+
+        Args:
+            made: one entry per row of `rows`.
+        """
+        if self.is_whole:
+            return made
+        sources = [len(made) + row if lane is None else lane for row, lane in enumerate(self.lane_of)]
+        return torch.cat([made, before])[sources]
 
 
 class SharedPrefix:
@@ -45,50 +63,69 @@ class SharedPrefix:
 
     Example: three samples of a group with a window that begins at step 2
         prefix = SharedPrefix(requests, (5, 5, 5))
-        prefix.lanes(2)       # Lanes(rows=(0,), lane_of=(0, 0, 0))
-        prefix.edges(2)       # Lanes(rows=(0, 1, 2), lane_of=(0, 1, 2))
-        prefix.lanes(3)       # the same
-        prefix.num_shared     # (0, 3, 3), when all steps have run
+        prefix.waiting        # {0: p, 1: p, 2: p}; row 0 runs p's steps, then
+        prefix.count(1)       # for each row that gets the latents from it
+        prefix.lanes(1)       # Lanes(rows=(), lane_of=(None, None, None))
+        prefix.lanes(2)       # Lanes(rows=(0, 1, 2), lane_of=(0, 1, 2)); in a tree Lanes(rows=(0,), lane_of=(0, 0, 0))
+        prefix.num_shared     # (0, 2, 2); in a tree (0, 3, 3)
     """
 
     def __init__(self, requests: Sequence[SampleRequest], initial_seeds: Sequence[int]):
         self._requests = requests
-        self._ends = [min(request.window.sde_steps, default=request.sampling.num_steps) for request in requests]
-        shares = requests[0].sampling.shared_initial_noise
+        self._prefixes = [prefix_of(one, seed) for one, seed in zip(requests, initial_seeds, strict=True)]
         self._starts = [
-            (seed, request.condition_key) if shares else None
-            for seed, request in zip(initial_seeds, requests, strict=True)
+            (one.uid, seed, one.condition_key) if one.sampling.shared_initial_noise else None
+            for one, seed in zip(requests, initial_seeds, strict=True)
         ]
+        self.waiting: dict[int, Prefix] = {
+            row: prefix
+            for row, prefix in enumerate(self._prefixes)
+            if prefix is not None and requests[row].window.sde_steps
+        }
+        """Row with a window that begins later -> the steps before it."""
         self._num_shared = [0] * len(requests)
+
+    def count(self, row: int) -> None:
+        """Note that a waiting row got the latents that another sample's forwards made."""
+        self._num_shared[row] += self.waiting[row].num_steps
 
     def lanes(self, step: int) -> Lanes:
         """Rows whose forward runs at `step`; call once per step, in order."""
-        lanes = self.edges(step - 1)
+        lanes = self._equal(step, step - 1)
         for row, lane in enumerate(lanes.lane_of):
-            self._num_shared[row] += lanes.rows[lane] != row
+            self._num_shared[row] += lane is not None and lanes.rows[lane] != row
         return lanes
 
     def edges(self, step: int) -> Lanes:
-        """Rows that take `step`, each for all that are equal to it afterwards; -1: those that start differently."""
+        """Rows that take `step`, each for all that are equal to it afterwards."""
+        return self._equal(step, step)
+
+    @property
+    def num_shared(self) -> tuple[int, ...]:
+        """Row -> steps so far that another sample's forward served."""
+        return tuple(self._num_shared)
+
+    def _equal(self, step: int, after: int) -> Lanes:
+        """Rows that run at `step`, of those with equal latents after step `after` the first."""
         rows: list[int] = []
-        lane_of: list[int] = []
+        lane_of: list[int | None] = []
         known: dict[Hashable, int] = {}
-        for row in range(len(self._requests)):
-            key = self._state(row, step)
+        for row, prefix in enumerate(self._prefixes):
+            begins = 0 if prefix is None else prefix.num_steps
+            if row in self.waiting and step < begins:
+                lane_of.append(None)
+                continue
+            key = self._state(row, after) if step < begins or self._requests[row].tree is not None else row
             if key not in known:
                 known[key] = len(rows)
                 rows.append(row)
             lane_of.append(known[key])
         return Lanes(tuple(rows), tuple(lane_of))
 
-    @property
-    def num_shared(self) -> tuple[int, ...]:
-        """Row -> steps so far that another row's forward served."""
-        return tuple(self._num_shared)
-
     def _state(self, row: int, step: int) -> Hashable:
         """Name of the row's latents after `step`, the same for rows whose latents are equal."""
         start, request = self._starts[row], self._requests[row]
+        first = min(request.window.sde_steps, default=request.sampling.num_steps)
         if start is None:
             return row
-        return start, None if step < self._ends[row] else request.noise_index(step)
+        return start, None if step < first else request.noise_index(step)

@@ -5,8 +5,8 @@
   from `score_rows`, all velocities of rows from `row_velocity`. They share `DiffusionModel.velocity` and `sde_step`.
 - A step costs one forward for the whole batch, both guidance branches in it, or one per branch (`branches`). Each
   row's own window decides whether a step is stochastic; other rows take the ODE step.
-- Rows that are equal run as one (`prefix`): until their window begins, or until they split in a tree. Steps that are
-  not stochastic are those of `Sampling.solver`.
+- Steps before a window run once for the samples of a group that start alike, by themselves (`prefix_cache`), and steps
+  that samples of a tree share run as one (`prefix`). Steps that are not stochastic are those of `Sampling.solver`.
 - x is rounded to `latents_dtype` when it is made (the initial noise too), and only the rounded x is used
   further: by the log-prob, the next forward, the record and the replay.
 
@@ -21,6 +21,7 @@ Invariants (tests/sampling/test_sampler.py)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,8 @@ from verl_digen.algorithms.sde import SdeStep, sde_step
 from verl_digen.algorithms.solvers import Prediction, denoise_step
 from verl_digen.models.base import DiffusionModel
 from verl_digen.sampling.branches import ONE_FORWARD, GuidanceBranches
-from verl_digen.sampling.prefix import SharedPrefix
+from verl_digen.sampling.prefix import Lanes, SharedPrefix
+from verl_digen.sampling.prefix_cache import PrefixCache
 from verl_digen.sampling.recording import initial_seed, noise_seed, record_trajectory, trained_latents
 from verl_digen.transfers import to_device
 from verl_digen.types import Condition, SampleRequest, Sampling, TrainingRows, Trajectory, Transitions
@@ -43,6 +45,18 @@ class SamplingStopped(Exception):
     """`should_stop` returned True before the last step; the batch is discarded."""
 
 
+@dataclass(frozen=True)
+class _Batch:
+    """Rows of one call of `Sampler.sample`."""
+
+    requests: Sequence[SampleRequest]
+    conditions: Sequence[Condition]
+    negative_conditions: Sequence[Condition] | None
+    sigmas: Tensor
+    """[T+1] on the host."""
+    sampling: Sampling
+
+
 class Sampler:
     """Denoises batches of requests with one transformer.
 
@@ -51,6 +65,8 @@ class Sampler:
         run_seed: `digen.seed`.
         latents_dtype: dtype of latents between steps and in the record.
         branches: chooses between one forward for both branches of guidance and two.
+        prefixes: keeps latents at the start of windows from call to call; whoever changes weights clears it. None: a
+            call shares them among its own rows.
     """
 
     def __init__(
@@ -62,6 +78,7 @@ class Sampler:
         device: torch.device | str,
         latents_dtype: torch.dtype,
         branches: GuidanceBranches = ONE_FORWARD,
+        prefixes: PrefixCache | None = None,
     ):
         self.model = model
         self.transformer = transformer
@@ -69,6 +86,7 @@ class Sampler:
         self.device = torch.device(device)
         self.latents_dtype = latents_dtype
         self.branches = branches
+        self.prefixes = prefixes
 
     @torch.no_grad()
     def sample(
@@ -98,38 +116,27 @@ class Sampler:
         shape = self.model.latent_shape(sampling.geometry)
         sigmas = self.model.sigmas(sampling.num_steps, sampling.geometry)
         initial_seeds = [initial_seed(self.run_seed, request) for request in requests]
+        batch = _Batch(requests, conditions, negative_conditions, sigmas, sampling)
 
         latents = torch.stack([step_noise(seed, INITIAL_LATENTS, shape) for seed in initial_seeds])
         latents = to_device(latents, self.device, self.latents_dtype)
         recorded = {step for request in requests for step in trained_latents(request.window)}
         prefix = SharedPrefix(requests, initial_seeds)
+        latents = self._to_windows(batch, prefix, latents, version, should_stop)
         path: dict[int, Tensor] = {}
         log_probs: list[Tensor] = []
         predicted: Prediction | None = None
         for step in range(sampling.num_steps):
-            if should_stop is not None and should_stop():
-                raise SamplingStopped(f"stopped before denoise step {step} of {sampling.num_steps}")
             if step in recorded:
                 path[step] = latents
             lanes, edges = prefix.lanes(step), prefix.edges(step)
-            rows, taking, lane_of = list(lanes.rows), list(edges.rows), list(edges.lane_of)
-            velocity = self._velocity(
-                latents if lanes.is_whole else latents[rows],
-                sigmas[step].expand(len(rows)),
-                [conditions[row] for row in rows],
-                None if negative_conditions is None else [negative_conditions[row] for row in rows],
-                sampling,
-            )
-            if not edges.is_whole:
-                latents, predicted = latents[taking], None if predicted is None else predicted.rows(taking)
-            if edges != lanes:
-                velocity = velocity[[lanes.lane_of[row] for row in taking]]
-            seeded = [(requests[row], noise_seed(self.run_seed, requests[row], step)) for row in taking]
-            taken, predicted = self._step(velocity, latents, sigmas, step, seeded, predicted)
-            latents = taken.next_sample
-            if not edges.is_whole:
-                latents, predicted = latents[lane_of], None if predicted is None else predicted.rows(lane_of)
-            log_probs.append(taken.log_prob if edges.is_whole else taken.log_prob[lane_of])
+            skipped = latents.new_zeros(len(latents), dtype=torch.float32)
+            if not lanes.rows:
+                log_probs.append(skipped)
+                continue
+            taken, predicted = self._advance(batch, (lanes, edges), latents, step, predicted, should_stop)
+            latents = edges.place(taken.next_sample, latents)
+            log_probs.append(edges.place(taken.log_prob, skipped))
 
         log_probs_TB = torch.stack(log_probs).cpu()
         trajectories = [
@@ -146,6 +153,74 @@ class Sampler:
             for row, (request, seed) in enumerate(zip(requests, initial_seeds, strict=True))
         ]
         return trajectories, latents
+
+    def _to_windows(
+        self,
+        batch: _Batch,
+        prefix: SharedPrefix,
+        latents: Tensor,
+        version: int,
+        should_stop: Callable[[], bool] | None,
+    ) -> Tensor:
+        """Latents [B, ...] with those of rows that wait for their window as they are at its start.
+
+        Each run has one row, so that its latents do not depend on the batch (`prefix_cache`).
+        """
+        if not prefix.waiting:
+            return latents
+        cache = PrefixCache() if self.prefixes is None else self.prefixes
+        rows = list(latents.split(1))
+        for row, steps in prefix.waiting.items():
+            known = cache.lookup(steps, version)
+            if known is not None:
+                rows[row] = to_device(known, self.device).unsqueeze(0)
+                prefix.count(row)
+                continue
+            alone = Lanes((row,), (0,))
+            predicted: Prediction | None = None
+            for step in range(steps.num_steps):
+                taken, predicted = self._advance(batch, (alone, alone), rows[row], step, predicted, should_stop)
+                rows[row] = taken.next_sample
+            cache.keep(steps, version, rows[row][0])
+        return torch.cat(rows)
+
+    def _advance(
+        self,
+        batch: _Batch,
+        shared: tuple[Lanes, Lanes],
+        latents: Tensor,
+        step: int,
+        previous: Prediction | None,
+        should_stop: Callable[[], bool] | None,
+    ) -> tuple[SdeStep, Prediction | None]:
+        """Take one denoising step of the rows that run -> (steps of the edges [R], the prediction of all rows).
+
+        Args:
+            shared: lanes and edges, in numbers of `batch`'s rows. latents, previous: of the rows in their `lane_of`.
+        """
+        lanes, edges = shared
+        if should_stop is not None and should_stop():
+            raise SamplingStopped(f"stopped before denoise step {step} of {batch.sampling.num_steps}")
+        negative = batch.negative_conditions
+        velocity = self._velocity(
+            latents if lanes.is_whole else latents[list(lanes.rows)],
+            batch.sigmas[step].expand(len(lanes.rows)),
+            [batch.conditions[row] for row in lanes.rows],
+            None if negative is None else [negative[row] for row in lanes.rows],
+            batch.sampling,
+        )
+        if edges != lanes:
+            velocity = velocity[[lanes.lane_of[row] for row in edges.rows]]
+        before, known = latents, previous
+        if not edges.is_whole:
+            before, known = latents[list(edges.rows)], None if previous is None else previous.rows(edges.rows)
+        taking = [(batch.requests[row], noise_seed(self.run_seed, batch.requests[row], step)) for row in edges.rows]
+        taken, predicted = self._step(velocity, before, batch.sigmas, step, taking, known)
+        if predicted is not None:
+            # the first step of a row that waits is stochastic and reads no prediction, as after sigma 1
+            clean = edges.place(predicted.clean, torch.zeros_like(latents, dtype=predicted.clean.dtype))
+            predicted = Prediction(clean, edges.place(predicted.sigma, predicted.sigma.new_ones(len(latents))))
+        return taken, predicted
 
     def _velocity(
         self,

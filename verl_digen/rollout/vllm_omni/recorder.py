@@ -51,6 +51,10 @@ class Recording:
     start_s: float
     """Unix time."""
     kept_steps: frozenset[int]
+    adapter_id: int | None
+    """Serial of the adapter that it is generated with; None without adapters."""
+    num_shared_steps: int = 0
+    """Steps that another sample of its group ran, see `prefixes.py`."""
     path: dict[int, Tensor] = field(default_factory=dict)
     log_probs: list[Tensor] = field(default_factory=list)
     predicted: Prediction | None = None
@@ -59,6 +63,11 @@ class Recording:
     @property
     def request(self) -> SampleRequest:
         return self.order.request
+
+    @property
+    def num_taken(self) -> int:
+        """Steps behind `latents`; number of the next step."""
+        return len(self.log_probs)
 
 
 class RecordingPipeline:
@@ -108,6 +117,7 @@ class RecordingPipeline:
         condition: Condition,
         negative_condition: Condition | None,
         start_s: float,
+        adapter: LoRARequest | None,
     ) -> Recording:
         """A recording before its first step, with the initial noise of its sample.
 
@@ -125,6 +135,7 @@ class RecordingPipeline:
             version=self.weight_version,
             start_s=start_s,
             kept_steps=frozenset(trained_latents(request.window)),
+            adapter_id=None if adapter is None else adapter.lora_int_id,
         )
 
     def finish_recording(self, recording: Recording, output: DiffusionOutput) -> None:
@@ -139,6 +150,7 @@ class RecordingPipeline:
             final=recording.latents[0],
             sigmas=recording.sigmas,
             log_probs_T=torch.stack(recording.log_probs),
+            num_shared_steps=recording.num_shared_steps,
         )
         record = {
             "trajectory": trajectory,

@@ -6,6 +6,7 @@
     scheduler        replaced by ours meanwhile: the model file's sigmas, and ONE `sde_step` per step for all requests
                      (`RecordedSchedule`)
 
+- Requests whose groups share the steps before a window (`prefixes.py`) run from there, in one call per start.
 - Requests of a batch share their size, number of steps and guidance; windows, laws and noise levels may differ.
   vLLM-Omni forms the batch and starts no other until all are done: no request joins a running batch. An abort of one
   request is answered at once and saves no work.
@@ -29,6 +30,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.lora.request import LoRARequest
 from vllm_omni.diffusion.data import DiffusionOutput, OmniDiffusionConfig
 from vllm_omni.diffusion.distributed.utils import get_local_device
 from vllm_omni.diffusion.request import OmniDiffusionRequest
@@ -37,7 +39,8 @@ from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
 from verl_digen.models import load_model
 from verl_digen.models.base import DiffusionModel, PromptCheck
-from verl_digen.rollout.vllm_omni.recorder import Recording, RecordingPipeline, take_steps
+from verl_digen.rollout.vllm_omni.prefixes import PrefixSharing
+from verl_digen.rollout.vllm_omni.recorder import Recording, take_steps
 from verl_digen.rollout.vllm_omni.requests import ORDER, RecordingOrder
 from verl_digen.types import Condition, Sampling, move_condition
 
@@ -46,11 +49,11 @@ class RecordedSchedule:
     """Replacement for a pipeline's scheduler while it denoises recorded requests.
 
     Args:
-        recordings: the batch, before its first step.
-        timesteps: [T] the network's time input for each step, on the pipeline's device.
+        recordings: the batch; all have taken the same number of steps.
+        timesteps: [N] the network's time input for each of the next steps, on the pipeline's device.
         config: the pipeline's own scheduler config.
 
-    Example, T = 2:
+    Example, two steps:
         schedule.step(velocity, t, latents)    # returns x after the first step; recordings hold it too
         schedule.timestep                      # timesteps[1]
     """
@@ -61,14 +64,15 @@ class RecordedSchedule:
     def __init__(self, recordings: Sequence[Recording], timesteps: Tensor, config: Any):
         self.recordings = recordings
         self.timesteps = timesteps
-        self.sigmas = recordings[0].sigmas
+        self._start = recordings[0].num_taken
+        self.sigmas = recordings[0].sigmas[self._start : self._start + len(timesteps) + 1]
         self.config = config
-        self._step = 0
+        self._step = self._start
 
     @property
     def timestep(self) -> Tensor:
         """[] timestep of the next step."""
-        return self.timesteps[self._step]
+        return self.timesteps[self._step - self._start]
 
     def set_timesteps(
         self,
@@ -80,7 +84,7 @@ class RecordedSchedule:
         """No-op: the schedule is fixed."""
 
     def set_begin_index(self, begin_index: int = 0) -> None:
-        """No-op: the schedule always starts at step 0."""
+        """No-op: the schedule always starts with its own first step."""
 
     def step(self, velocity: Tensor, timestep: Tensor, latents: Tensor, return_dict: bool = False) -> tuple[Tensor]:
         """Take the next step -> x after it, [B, ...] in the dtype of `latents` (the pipeline's copy of x before it)."""
@@ -90,7 +94,7 @@ class RecordedSchedule:
         return (torch.cat([recording.latents for recording in self.recordings]).to(latents.dtype),)
 
 
-class RequestRecordingMixin(RecordingPipeline):
+class RequestRecordingMixin(PrefixSharing):
     """Mixin for a pipeline class whose `forward` denoises a `DiffusionRequestBatch`."""
 
     od_config: OmniDiffusionConfig
@@ -147,34 +151,55 @@ class RequestRecordingMixin(RecordingPipeline):
                 return super().forward(req)  # type: ignore[misc]
         if first.lora_request is not None:  # the worker has activated it for the whole batch
             self.weight_version = self.adapter_versions[first.lora_request.lora_int_id]
-        begun = [self._begin_or_refuse(request.sampling_params.extra_args[ORDER]) for request in req.requests]
+        begun = [self._begin_or_refuse(request.sampling_params) for request in req.requests]
         readable = [pair for pair in zip(req.requests, begun, strict=True) if isinstance(pair[1], Recording)]
         made = iter(self._denoise(readable) if readable else ())
         return [next(made) if isinstance(found, Recording) else found for found in begun]
 
     def _denoise(self, readable: Sequence[tuple[OmniDiffusionRequest, Recording]]) -> list[DiffusionOutput]:
         """Run the pipeline's own `forward` for requests whose recordings have begun -> their outputs, in order."""
+        for request, recording in readable:
+            if num_steps := self.steps_to_run(recording):
+                self._run([(request, recording)], num_steps)
+                self.keep_prefix(recording)
+        outputs: dict[int, DiffusionOutput] = {}
+        starts = [recording.num_taken for _, recording in readable]
+        for start in sorted(set(starts)):
+            places = [place for place, of_place in enumerate(starts) if of_place == start]
+            outputs |= zip(places, self._run([readable[place] for place in places]), strict=True)
+        for place, (_, recording) in enumerate(readable):
+            self.finish_recording(recording, outputs[place])
+        return [outputs[place] for place in range(len(readable))]
+
+    def _run(
+        self, readable: Sequence[tuple[OmniDiffusionRequest, Recording]], until: int | None = None
+    ) -> list[DiffusionOutput]:
+        """Run the pipeline's own `forward` from where the recordings are, all at one step.
+
+        Args:
+            until: step before which it ends, without decoding; None runs all steps.
+        """
         recordings = [recording for _, recording in readable]
         handed_over = [self._hand_over(request, recording) for request, recording in readable]
-        timesteps = self._model.timesteps(recordings[0].sigmas[:-1]).to(get_local_device())
-        self._schedule = RecordedSchedule(recordings, timesteps, self._own_scheduler.config)
+        if until is not None:
+            for request in handed_over:
+                request.sampling_params.output_type = "latent"
+        timesteps = self._model.timesteps(recordings[0].sigmas[:-1])[recordings[0].num_taken : until]
+        self._schedule = RecordedSchedule(recordings, timesteps.to(get_local_device()), self._own_scheduler.config)
         try:
             outputs = super().forward(DiffusionRequestBatch(handed_over))  # type: ignore[misc]
         finally:
             self._schedule = None
-        outputs = [outputs] if isinstance(outputs, DiffusionOutput) else outputs
-        for recording, output in zip(recordings, outputs, strict=True):
-            self.finish_recording(recording, output)
-        return outputs
+        return [outputs] if isinstance(outputs, DiffusionOutput) else outputs
 
-    def _begin_or_refuse(self, order: RecordingOrder) -> Recording | DiffusionOutput:
+    def _begin_or_refuse(self, params: OmniDiffusionSamplingParams) -> Recording | DiffusionOutput:
         """Begin a recording -> it, or the error output if the encoder refuses the prompt."""
         try:
-            return self._begin(order)
+            return self._begin(params.extra_args[ORDER], params.lora_request)
         except ValueError as error:
             return DiffusionOutput.from_exception(error)
 
-    def _begin(self, order: RecordingOrder) -> Recording:
+    def _begin(self, order: RecordingOrder, adapter: LoRARequest | None) -> Recording:
         start_s = time.time()
         request = order.request
         sampling = request.sampling
@@ -186,6 +211,7 @@ class RequestRecordingMixin(RecordingPipeline):
             condition=self._encode_for(order, request.inputs.text),
             negative_condition=self._encode_for(order, request.negative_inputs.text) if sampling.is_guided else None,
             start_s=start_s,
+            adapter=adapter,
         )
 
     def _encode_for(self, order: RecordingOrder, text: str) -> Condition:

@@ -6,6 +6,9 @@
     step_scheduler   uses the latents of that `sde_step`
     post_decode      the pipeline's own pixels, plus the trajectory
 
+- Before its first step in a batch a request is brought to its window, if its group shares the steps there
+  (`prefixes.py`): by one that ran them, or by running them in a batch of its own.
+
 - Requests at different steps, with different windows, laws and schedules, can share a batch.
 - A request without an order (a warm-up) takes the pipeline's own code path.
 
@@ -14,6 +17,7 @@ Invariant (tests/vllm_omni): the same request, weights and run seed give `Sample
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -24,12 +28,16 @@ from vllm_omni.diffusion.data import DiffusionOutput
 from vllm_omni.diffusion.worker.input_batch import InputBatch
 from vllm_omni.diffusion.worker.utils import StepRequestState
 
-from verl_digen.rollout.vllm_omni.recorder import RECORDED, Recording, RecordingPipeline, take_steps
+from verl_digen.rollout.vllm_omni.prefixes import PrefixSharing
+from verl_digen.rollout.vllm_omni.recorder import RECORDED, Recording, take_steps
 from verl_digen.rollout.vllm_omni.requests import ORDER, RecordingOrder
 from verl_digen.types import Condition, move_condition
 
+ALONE = "digen_alone"
+"""Key of a state's copy for a batch of its own, until its first step: vLLM-Omni pads the prompts of a batch."""
 
-class StepRecordingMixin(RecordingPipeline):
+
+class StepRecordingMixin(PrefixSharing):
     """Mixin for a pipeline class that implements vLLM-Omni's `SupportsStepExecution`."""
 
     def prepare_encode(self, state: StepRequestState, **kwargs: Any) -> StepRequestState:
@@ -53,9 +61,11 @@ class StepRecordingMixin(RecordingPipeline):
                 else None
             ),
             start_s=start_s,
+            adapter=state.sampling.lora_request,
         )
         state.latents = recording.latents.to(state.latents.dtype)
         state.extra[RECORDED] = recording
+        state.extra[ALONE] = copy.copy(state)
         return state
 
     def read_condition(self, embeds: Tensor | None, num_tokens: list[int] | None) -> Condition:
@@ -75,10 +85,29 @@ class StepRecordingMixin(RecordingPipeline):
     def denoise_step(
         self, input_batch: InputBatch, *, states: Sequence[StepRequestState] | None = None, **kwargs: Any
     ) -> Tensor | None:
+        begun = [state for state in states or () if ALONE in state.extra]
+        for state in begun:
+            self._to_window(state, state.extra.pop(ALONE))
+        if any(state.step_index > 0 for state in begun):
+            input_batch = InputBatch.make_batch(states)  # type: ignore[arg-type] - it has `begun`
         velocity = super().denoise_step(input_batch, states=states, **kwargs)  # type: ignore[misc]
         if velocity is not None and states is not None:
             take_steps(_recorded_rows(states, velocity))
         return velocity
+
+    def _to_window(self, state: StepRequestState, alone: StepRequestState) -> None:
+        """Bring a request to its window, if samples of its group share the steps before it."""
+        recording: Recording = state.extra[RECORDED]
+        assert alone.latents is not None
+        if num_steps := self.steps_to_run(recording):
+            for step in range(num_steps):
+                velocity = super().denoise_step(InputBatch.make_batch([alone]), states=[alone])  # type: ignore[misc]
+                take_steps([(recording, step, velocity)])
+                alone.latents = recording.latents.to(alone.latents.dtype)
+                alone.step_index += 1
+            self.keep_prefix(recording)
+        state.latents = recording.latents.to(alone.latents.dtype)
+        state.step_index = recording.num_taken
 
     def step_scheduler(self, state: StepRequestState, noise_pred: Tensor | None, **kwargs: Any) -> None:
         if RECORDED not in state.extra:

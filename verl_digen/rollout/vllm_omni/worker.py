@@ -47,7 +47,7 @@ from verl_digen.platforms.device_name import accelerator_name
 from verl_digen.rollout.birth import SeenDevice, visible_device
 from verl_digen.rollout.vllm_omni.full_update import FullUpdate
 from verl_digen.rollout.vllm_omni.loopback_store import loopback_store
-from verl_digen.rollout.vllm_omni.recorder import RecordingPipeline
+from verl_digen.rollout.vllm_omni.prefixes import PrefixSharing
 from verl_digen.rollout.vllm_omni.requests import Published, Taken, adapter_request
 from verl_digen.types import Condition
 from verl_digen.weights.checksum import Manifest, checksum
@@ -174,6 +174,7 @@ class WeightReceiverExtension(CustomPipelineWorkerExtension):
         if self._sealed is None:
             raise RuntimeError("no weight update is waiting to be loaded; seal one first")
         (published, arrived, update), self._sealed = self._sealed, None
+        self._pipeline.prefixes.clear()
         self._check_loaded(update.loaded_checksum(arrived), update.finish(self._load))
         self._pipeline.weight_version = published.version
         return _taken(published, arrived, started_s)
@@ -302,7 +303,7 @@ class WeightReceiverExtension(CustomPipelineWorkerExtension):
         return accelerator_name()
 
     @property
-    def _pipeline(self) -> RecordingPipeline:
+    def _pipeline(self) -> PrefixSharing:
         return self.model_runner.pipeline
 
     @cached_property
