@@ -24,9 +24,8 @@ def notes(config: DictConfig) -> list[str]:
         found.append(f"{listed}, of a recipe, is not used: digen.loss.name={digen.loss_name} has no such setting")
     if digen.branches.splits and config.actor_rollout_ref.rollout.name == "vllm_omni":
         found.append(
-            f"digen.branches.splits={list(digen.branches.splits)}: vLLM-Omni runs the steps of a tree from the window on "
-            "for every sample; with actor_rollout_ref.rollout.name=diffusers they run once for the samples that share "
-            "them"
+            f"digen.branches.splits={list(digen.branches.splits)}: vLLM-Omni runs the steps of a tree from the window "
+            "on for every sample; with actor_rollout_ref.rollout.name=diffusers they run once for those that share them"
         )
     found += kernel_notes(config)
     found += precision_notes(config, digen)
