@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inputs that a model encodes: a prompt's text and images.
 
-An image is named by its file and identified by the hash of its content. Pixels are read where they are encoded, and
-never travel with a prompt.
+An image is named by a reference, a file's path or a place in a table (`verl_digen.image_tables`), and identified by the
+hash of its content. Pixels are read where they are encoded or scored, and never travel with a prompt.
 
-Invariants (tests/rollout/test_inputs.py): equal content has an equal key, wherever it lies; a file that changes
+Invariants (tests/rollout/test_inputs.py): equal content has an equal key, wherever it lies; an image that changes
 during a run is an error.
 """
 
@@ -12,46 +12,55 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 
-from PIL import Image
+from PIL import Image, ImageOps
+
+from verl_digen.image_tables import SCHEME as TABLE
+from verl_digen.image_tables import read_table_image
 
 MAX_IDENTIFIED = 65536
-"""Number of image files whose hash a process remembers."""
+"""Number of images whose hash a process remembers."""
+MAX_PIXELS = 100_000_000
+"""Largest image of a prompt, 10,000 x 10,000: three times that in bytes, decoded."""
+SIDE_MULTIPLE = 32
+"""Sides of a fitted image are multiples of this: `calculate_dimensions` of diffusers' Qwen-Image-Edit pipelines."""
+DEFAULT_IMAGE_PX = 1024
+"""Side of the square whose area those pipelines give the image that the network reads: VAE_IMAGE_SIZE."""
+ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)
+"""EXIF tag, and its values for a picture that is shown with its sides exchanged."""
 
 
 @dataclass(frozen=True)
-class ImageFile:
+class SourceImage:
     """An image by reference."""
 
-    path: str = field(compare=False)
-    """Absolute, and readable on every node that encodes it."""
+    reference: str = field(compare=False)
+    """A path, absolute, or a place in a table; readable on every node that encodes or scores it."""
     digest: str
-    """SHA-256 of the file's bytes, hexadecimal. Files of equal content are equal."""
+    """SHA-256 of the file's bytes, hexadecimal. Images of equal content are equal."""
+    width_px: int = field(compare=False)
+    """Width as it is shown, after EXIF's orientation."""
+    height_px: int = field(compare=False)
 
     def read(self) -> Image.Image:
-        """Read the image as RGB.
+        """Read the image as RGB, turned as EXIF says.
 
         Raises:
-            ValueError: the file is missing or no image, or its content is not that of `digest`.
+            ValueError: the image is missing, or its content is not that of `digest`.
         """
-        content = _content(self.path)
+        content = _content(self.reference)
         if sha256(content).hexdigest() != self.digest:
             raise ValueError(
-                f"an image of a prompt must stay as it is during a run, but {self.path!r} has changed since its prompt "
-                "was drawn; restore it, or start the run again"
+                f"an image of a prompt must stay as it is during a run, but {self.reference!r} has changed since its "
+                "prompt was drawn; restore it, or start the run again"
             )
-        try:
-            return Image.open(io.BytesIO(content)).convert("RGB")
-        except (OSError, Image.DecompressionBombError) as error:
-            raise ValueError(
-                f"an image of a prompt must be a picture file, but {self.path!r} cannot be read: {error}; replace it, "
-                "or remove its prompt"
-            ) from error
+        return _opened(self.reference, content)
 
 
 @dataclass(frozen=True)
@@ -59,30 +68,80 @@ class PromptInputs:
     """Inputs of one branch of guidance. Equal ones have equal conditions."""
 
     text: str
-    images: tuple[ImageFile, ...] = ()
+    images: tuple[SourceImage, ...] = ()
+    image_px: int = DEFAULT_IMAGE_PX
+    """Side of the square whose area the network reads each image at, see `fitted_size`; `digen.sampling.image_px`."""
 
 
 @lru_cache(maxsize=MAX_IDENTIFIED)
-def image_file(path: str) -> ImageFile:
-    """Identify the image at `path` by its content, which is read once per process.
+def source_image(reference: str) -> SourceImage:
+    """Identify an image by its content, which is read once per process.
 
     Raises:
-        ValueError: the file cannot be read.
+        ValueError: it cannot be read, is no picture, or has more than `MAX_PIXELS`.
     """
-    return ImageFile(path, sha256(_content(path)).hexdigest())
+    content = _content(reference)
+    try:
+        with Image.open(io.BytesIO(content)) as image:
+            width, height = image.size
+            if image.getexif().get(ORIENTATION) in TURNED:
+                width, height = height, width
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise _unreadable(reference, error) from error
+    if width * height > MAX_PIXELS:
+        raise ValueError(
+            f"an image of a prompt must have at most {MAX_PIXELS} pixels, but {reference!r} has {width} x {height}; "
+            "make it smaller, or remove its prompt"
+        )
+    return SourceImage(reference, sha256(content).hexdigest(), width, height)
+
+
+def read_images(references: Sequence[str]) -> list[Image.Image]:
+    """The images as RGB, in their own sizes. Raises as `source_image` and `SourceImage.read`."""
+    return [source_image(reference).read() for reference in references]
 
 
 def content_key(branches: Sequence[PromptInputs]) -> str:
-    """Hash of what is encoded: equal for equal texts and images."""
-    content = [[inputs.text, *(image.digest for image in inputs.images)] for inputs in branches]
+    """Hash of what is encoded: equal for equal texts, images and sizes at which these are read."""
+    content = [
+        [inputs.text, *(image.digest for image in inputs.images), *([inputs.image_px] if inputs.images else [])]
+        for inputs in branches
+    ]
     return sha256(json.dumps(content).encode()).hexdigest()
 
 
-def _content(path: str) -> bytes:
+def fitted_size(width_px: int, height_px: int, side_px: float) -> tuple[int, int]:
+    """(height, width) of about `side_px` squared pixels with the shape of a picture; multiples of `SIDE_MULTIPLE`.
+
+    Source: `calculate_dimensions` of diffusers' Qwen-Image-Edit pipelines, which has no least side.
+    """
+    width = math.sqrt(side_px * side_px * (width_px / height_px))
+    height = width / (width_px / height_px)
+    sides = (max(1, round(side / SIDE_MULTIPLE)) * SIDE_MULTIPLE for side in (height, width))
+    return next(sides), next(sides)
+
+
+def _opened(reference: str, content: bytes) -> Image.Image:
     try:
-        return Path(path).read_bytes()
+        return ImageOps.exif_transpose(Image.open(io.BytesIO(content))).convert("RGB")
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise _unreadable(reference, error) from error
+
+
+def _unreadable(reference: str, error: Exception) -> ValueError:
+    return ValueError(
+        f"an image of a prompt must be a picture file, but {reference!r} cannot be read: {error}; replace it, or "
+        "remove its prompt"
+    )
+
+
+def _content(reference: str) -> bytes:
+    if reference.startswith(TABLE):
+        return read_table_image(reference)
+    try:
+        return Path(reference).read_bytes()
     except OSError as error:
         raise ValueError(
-            f"an image of a prompt must be a file that every node can read, got {path!r} ({error.strerror}); put it on "
-            "shared storage, or remove its prompt"
+            f"an image of a prompt must be a file that every node can read, got {reference!r} ({error.strerror}); put "
+            "it on shared storage, or remove its prompt"
         ) from error

@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor
 
 from verl_digen.algorithms.forward import NoiseLevels
 from verl_digen.algorithms.window import Window
-from verl_digen.inputs import PromptInputs, content_key
+from verl_digen.inputs import PromptInputs, content_key, read_images
 from verl_digen.transfers import to_device
 
 Condition = dict[str, Tensor]
@@ -34,11 +35,14 @@ def move_condition(condition: Condition, device: torch.device | str) -> Conditio
 
 @dataclass(frozen=True)
 class Geometry:
-    """Size of a generated image or video. An image has one frame."""
+    """Size of a generated image or video, and of the images that the network reads beside it."""
 
     height_px: int
     width_px: int
     num_frames: int = 1
+    """1 for an image."""
+    sources: tuple[tuple[int, int], ...] = ()
+    """(height, width) in px of each image of the prompt, as the network reads it."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,8 @@ class PromptRow:
     index: int = 0
     """Position in the data set."""
     images: tuple[str, ...] = ()
-    """Paths of the images that the prompt is about, absolute."""
+    """References to the images that the prompt is about: absolute paths, or places in tables; see
+    `verl_digen.inputs.source_image`."""
     place: str = field(default="", compare=False)
     """Place where it was read, for messages: "line 3 of 'train.jsonl'"."""
 
@@ -233,6 +238,14 @@ class RewardInput:
     """True for a sample of a validation."""
     latents: SampleLatents | None = None
     """The latents that it was decoded from; None where the reward reads no latents."""
+
+    def sources(self) -> list[Image.Image]:
+        """The images of its prompt as RGB, in order, in their own sizes. Each call reads and decodes them.
+
+        Raises:
+            ValueError: an image is missing, is no picture, or has changed during the run.
+        """
+        return read_images(self.row.images)
 
 
 @dataclass(frozen=True)

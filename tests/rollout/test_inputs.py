@@ -14,7 +14,7 @@ from tests.rollout.test_server import make_server
 from verl_digen.config import DigenConfig
 from verl_digen.data.prompts import read_prompts
 from verl_digen.data.rows import loop_columns, loop_row
-from verl_digen.inputs import PromptInputs, image_file
+from verl_digen.inputs import PromptInputs, source_image
 from verl_digen.models.qwen_image import QwenImage
 from verl_digen.models.text import one_by_one
 from verl_digen.rollout import network
@@ -92,7 +92,7 @@ def test_a_model_of_texts_refuses_images_and_says_so(tiny_qwen_image, prompt_fil
 def test_an_image_that_changes_during_a_run_is_an_error(tmp_path):
     path = tmp_path / "source.png"
     Image.new("RGB", (8, 8), "red").save(path)
-    known = image_file(str(path))
+    known = source_image(str(path))
     assert known.read().getpixel((0, 0)) == (255, 0, 0)
     Image.new("RGB", (8, 8), "blue").save(path)
     with pytest.raises(ValueError, match=r"must stay as it is during a run, but '.*source.png' has changed"):
@@ -106,4 +106,4 @@ def test_a_file_that_is_no_image_is_an_error(tmp_path):
     path = tmp_path / "source.png"
     path.write_text("not a picture")
     with pytest.raises(ValueError, match=r"must be a picture file, but '.*source.png' cannot be read"):
-        image_file(str(path)).read()
+        source_image(str(path)).read()

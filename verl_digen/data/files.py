@@ -37,12 +37,14 @@ def kind_of(path: Path) -> str | None:
     return suffix if suffix in allowed else None
 
 
-def rows_of(path: Path, key: str, kept: frozenset[str] = frozenset()) -> Iterator[tuple[str, str | dict[str, Any]]]:
+def rows_of(
+    path: Path, key: str, kept: frozenset[str] = frozenset(), images: str = ""
+) -> Iterator[tuple[str, str | dict[str, Any]]]:
     """(place, row) of every non-blank row; a place is such as "line 3 of 'train.jsonl'". A string is a prompt.
 
     Args:
         key: the config key under which the path was typed.
-        kept: columns of a table that are read whatever they hold, see `verl_digen.data.tables`.
+        kept, images: columns of a table, see `verl_digen.data.tables`.
 
     Raises:
         ValueError: the file is not there, cannot be read, or is malformed.
@@ -50,7 +52,7 @@ def rows_of(path: Path, key: str, kept: frozenset[str] = frozenset()) -> Iterato
     name = repr(str(path))
     try:
         kind = _require_file(path, key)
-        numbered = parquet_rows(path, key, kept) if kind == ".parquet" else _text_rows(path, kind, key)
+        numbered = parquet_rows(path, key, kept, images) if kind == ".parquet" else _text_rows(path, kind, key)
         for place, row in numbered:
             if not isinstance(row, str | dict):
                 raise ValueError(

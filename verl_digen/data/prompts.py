@@ -7,7 +7,7 @@
 | `negative_prompt` | its own negative prompt, in the same two forms | `digen.sampling.negative_prompt` |
 | `data_source` (`data.reward_fn_key`) | its source; validation is reported per source | see `default_source` |
 | `ground_truth`, or `reward_model.ground_truth` | the reference for reward functions | see `default_ground_truth` |
-| `images` (`data.image_key`) | path(s) of the images it is about, relative to the file's folder | none |
+| `images` (`data.image_key`) | images it is about: paths relative to the file's folder, or a table's | none |
 | `extra_info` | a mapping for reward functions | `{}` |
 | any other | joins `extra_info`, e.g. GenEval's `tag`, `include`, `exclude` | - |
 
@@ -27,8 +27,11 @@ from typing import Any
 from omegaconf import DictConfig
 
 from verl_digen.data.files import COMPRESSED, rows_of, shown
-from verl_digen.data.hub import SCHEME, HubName, hub_rows, saved_rows
+from verl_digen.data.hub import hub_rows, saved_rows
 from verl_digen.data.splits import TRAIN, resolve
+from verl_digen.hub import SCHEME, HubName
+from verl_digen.image_tables import SCHEME as TABLE
+from verl_digen.image_tables import TableImage
 from verl_digen.require import require
 from verl_digen.types import PromptRow
 
@@ -115,12 +118,14 @@ def _read_one(name: str, key: str, columns: Columns) -> list[PromptRow]:
     if name.startswith(SCHEME):
         hub = HubName.parse(name, key)
         source, folder = hub.name.partition("/")[2], Path.cwd()
-        rows = _placed(hub_rows(hub, key, columns.known), name)
+        rows = _placed(hub_rows(hub, key, columns.known, columns.images), name)
     else:
         path = Path(os.path.expanduser(name))
         source, folder = default_source(path), path.absolute().parent
-        is_saved = path.is_dir()
-        rows = _placed(saved_rows(path, key, columns.known), name) if is_saved else rows_of(path, key, columns.known)
+        if path.is_dir():
+            rows = _placed(saved_rows(path, key, columns.known, columns.images), name)
+        else:
+            rows = rows_of(path, key, columns.known, columns.images)
     prompts = []
     for place, row in rows:
         row = {columns.prompt: row} if isinstance(row, str) else row
@@ -198,23 +203,35 @@ def _truth(row: dict[str, Any], where: str) -> Any:
 
 
 def _images(value: Any, column: str, folder: Path, where: str) -> tuple[str, ...]:
-    """Absolute paths of a row's images, each of which is there."""
+    """References to a row's images: absolute paths of files that are there, and places in tables."""
     if value is None:
         return ()
-    paths = [value] if isinstance(value, str) else value
-    if not isinstance(paths, list) or not all(isinstance(path, str) and path.strip() for path in paths):
+    given = [value] if isinstance(value, str) else value
+    if not isinstance(given, list) or not all(isinstance(one, str) and one.strip() for one in given):
         raise ValueError(
             f"{where} must have {column} that are a path or a list of paths, got {shown(value)}; write pictures to "
             "files, or leave the column out"
         )
-    found = [folder / os.path.expanduser(path) for path in paths]
-    for path in found:
-        if not path.is_file():
-            raise ValueError(
-                f"{where} must have {column} that are files, but {str(path)!r} is missing; paths are relative to "
-                f"{str(folder)!r}"
-            )
-    return tuple(map(str, found))
+    return tuple(_reference(one, column, folder, where) for one in given)
+
+
+def _reference(given: str, column: str, folder: Path, where: str) -> str:
+    if given.startswith(TABLE):
+        try:
+            image = TableImage.parse(given).relative_to(folder)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+        reference, place = str(image), image.place
+        is_there = place is None or Path(place).exists()
+    else:
+        reference = place = str(folder / os.path.expanduser(given))
+        is_there = Path(place).is_file()
+    if not is_there:
+        raise ValueError(
+            f"{where} must have {column} that are files, but {place!r} is missing; paths are relative to "
+            f"{str(folder)!r}"
+        )
+    return reference
 
 
 def _mapping(row: Mapping[str, Any], column: str, where: str) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of tables: parquet, what the `datasets` library reads, and comma- or tab-separated values.
 
-- A column that a prompt's row cannot hold (bytes, pictures, dates, decimals) is left out with a warning. A prompt is
-  part of checkpoints as JSON, and travels to every reward.
+- Images are references (`verl_digen.data.image_columns`). Another column that a prompt's row cannot hold (bytes,
+  pictures, dates, decimals) is left out with a warning. A prompt is part of checkpoints as JSON, and travels to every
+  reward.
 - Comma- and tab-separated values have a header row, quotes as RFC 4180 has them, and texts only. An empty cell is a
   missing value; a column without a name (an index, as pandas writes it) is left out.
 """
@@ -12,9 +13,11 @@ from __future__ import annotations
 import csv
 import io
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from verl_digen.data.image_columns import References, holds_images, parquet_references, table_references
 
 if TYPE_CHECKING:
     import pyarrow
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def parquet_rows(path: Path, key: str, kept: frozenset[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+def parquet_rows(path: Path, key: str, kept: frozenset[str], images: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """(place, row) of every row of a parquet file; see `rows_of_table`.
 
     Raises:
@@ -32,30 +35,49 @@ def parquet_rows(path: Path, key: str, kept: frozenset[str]) -> Iterator[tuple[s
     import pyarrow.parquet
 
     try:
-        table = pyarrow.parquet.read_table(path)
-        return rows_of_table(table, str(path), kept)
+        with pyarrow.parquet.ParquetFile(path) as file:
+            names, found = file.schema_arrow.names, None
+            if images in names and holds_images(file.schema_arrow.field(images).type):
+                found = parquet_references(file, path, images)
+                names = [name for name in names if name != images]
+        table = pyarrow.parquet.read_table(path, columns=names)
+        return rows_of_table(table, str(path), kept, images=images, found=found)
     except (OSError, ValueError, pyarrow.lib.ArrowException) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"{key}: {str(path)!r} is not a readable parquet file ({reason}); write it again") from error
 
 
-def rows_of_table(table: pyarrow.Table, name: str, kept: frozenset[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+def rows_of_table(
+    table: pyarrow.Table,
+    name: str,
+    kept: frozenset[str],
+    *,
+    images: str = "",
+    found: Sequence[References] | None = None,
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """(place, row) of every row of an Arrow table.
 
     Args:
-        name: the file's or dataset's name, for the warning.
+        name: the file's or dataset's name, for the warning and for references.
         kept: columns that are read whatever they hold; their own rules say what is wrong.
+        images: the column of images.
+        found: its references, if they are known; the table is then without it.
     """
+    if found is None and images in table.schema.names and holds_images(table.schema.field(images).type):
+        found = table_references(table.column(images).chunks, name, images)
+        table = table.drop_columns([images])
     columns = [one.name for one in table.schema if one.name in kept or _is_plain(one.type)]
     left_out = [f"{one.name} ({one.type})" for one in table.schema if one.name not in columns]
     if left_out:
         logger.warning(
             "%r: columns of bytes, pictures, dates and decimals are not read: %s; convert those that a reward needs to "
-            "texts or numbers",
+            "texts or numbers, and set data.image_key to the name of the images that prompts are about",
             name,
             ", ".join(left_out),
         )
     rows = table.select(columns).to_pylist()
+    if found is not None:
+        rows = [{**row, images: own} for row, own in zip(rows, found, strict=True)]
     return ((f"row {number}", row) for number, row in enumerate(rows, start=1))
 
 

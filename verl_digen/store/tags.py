@@ -48,9 +48,14 @@ def from_entry(entry: Mapping[str, Any]) -> SampleTag:
             "generated": tuple(facts["generated"]),
             "scored": tuple(facts["scored"]),
             "calls": tuple(_call(call) for call in facts["calls"]),
-            "sampling": Sampling(**{**facts["sampling"], "geometry": Geometry(**facts["sampling"]["geometry"])}),
+            "sampling": Sampling(**{**facts["sampling"], "geometry": _geometry(facts["sampling"]["geometry"])}),
         }
     )
+
+
+def _geometry(facts: Mapping[str, Any]) -> Geometry:
+    """Read a geometry; transport makes lists of tuples."""
+    return Geometry(**{**facts, "sources": tuple((height, width) for height, width in facts["sources"])})
 
 
 def _call(facts: Mapping[str, Any]) -> RewardCall:

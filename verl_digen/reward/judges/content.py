@@ -10,7 +10,7 @@ from typing import Any
 
 from PIL import Image
 
-from verl_digen.inputs import image_file
+from verl_digen.inputs import read_images
 from verl_digen.reward.pictures import encoded, images_of
 from verl_digen.types import PromptRow, RewardInput
 
@@ -49,7 +49,7 @@ def source_images(row: PromptRow) -> list[Image.Image]:
     Raises:
         ValueError: a file is missing or no picture.
     """
-    return [image_file(path).read() for path in row.images]
+    return read_images(row.images)
 
 
 def sample_images(samples: Sequence[RewardInput], num_frames: int, max_px: int) -> list[Image.Image]:

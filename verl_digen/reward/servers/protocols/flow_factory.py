@@ -18,7 +18,6 @@ from typing import Any
 
 from PIL import Image
 
-from verl_digen.inputs import image_file
 from verl_digen.reward.base import Result
 from verl_digen.reward.pictures import encoded, images_of
 from verl_digen.reward.servers.answers import Answer, Declined
@@ -49,7 +48,7 @@ class FlowFactory(Protocol):
         """Encode pictures or videos."""
         frames = [[_png(image) for image in images_of(sample)] for sample in batch]
         is_video = batch[0].pixels.ndim == 4
-        conditions = [[_png(image_file(path).read()) for path in sample.row.images] for sample in batch]
+        conditions = [[_png(image) for image in sample.sources()] for sample in batch]
         payload = {
             "prompt": [sample.row.text for sample in batch],
             "image": None if is_video else [one for (one,) in frames],

@@ -21,7 +21,7 @@ from typing import Any
 
 from PIL import Image
 
-from verl_digen.inputs import image_file
+from verl_digen.inputs import source_image
 from verl_digen.require import require
 from verl_digen.reward.base import Result
 from verl_digen.reward.pictures import encoded, images_of
@@ -72,7 +72,7 @@ class Unirl(Protocol):
             {
                 "history": [
                     *(
-                        {"text": sample.row.text, "image_b64": self._file(image_file(path).read())}
+                        {"text": sample.row.text, "image_b64": self._file(source_image(path).read())}
                         for path in sample.row.images
                     ),
                     {"text": sample.row.text, "image_b64": self._file(images_of(sample)[0])},

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Images in tables: each form to references, and these back to the bytes."""
+
+import io
+import json
+import logging
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from PIL import Image
+
+from verl_digen import image_tables
+from verl_digen.data.prompts import Columns, read_prompts
+from verl_digen.hub import HubName
+from verl_digen.inputs import MAX_PIXELS, source_image
+
+COLOURS = ["red", "green", "blue", "white", "black"]
+
+
+def png(colour: str) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (6, 4), colour).save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+HUB = pa.struct({"bytes": pa.binary(), "path": pa.string()})
+FORMS = {
+    "the hub's form": (HUB, lambda colour: {"bytes": png(colour), "path": f"{colour}.png"}),
+    "lists of the hub's form": (pa.list_(HUB), lambda colour: [{"bytes": png(colour), "path": None}] * 2),
+    "bytes": (pa.binary(), png),
+    "lists of bytes": (pa.list_(pa.binary()), lambda colour: [png("red"), png(colour)]),
+    "files": (HUB, lambda colour: {"bytes": None, "path": f"pictures/{colour}.png"}),
+}
+
+
+def write(path: Path, form: str) -> Path:
+    """A parquet file of one prompt per colour, the third of which has no image; two rows a group."""
+    kind, value = FORMS[form]
+    images = [None if number == 2 else value(colour) for number, colour in enumerate(COLOURS)]
+    table = pa.table({"prompt": [f"a {colour} sky" for colour in COLOURS], "source": pa.array(images, kind)})
+    pyarrow.parquet.write_table(table, path, row_group_size=2)
+    (path.parent / "pictures").mkdir(exist_ok=True)
+    for colour in COLOURS:
+        (path.parent / "pictures" / f"{colour}.png").write_bytes(png(colour))
+    return path
+
+
+def colours(references) -> list[str]:
+    """Names of the colours of images."""
+    names = {Image.new("RGB", (1, 1), name).getpixel((0, 0)): name for name in COLOURS}
+    return [names[source_image(reference).read().getpixel((0, 0))] for reference in references]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_parquet_files_images_are_references_to_them(form, tmp_path, caplog):
+    path = write(tmp_path / "train.parquet", form)
+    with caplog.at_level(logging.WARNING):
+        rows = read_prompts(str(path), columns=Columns(images="source"))
+    assert not caplog.records
+    assert rows[2].images == ()
+    for number, colour in enumerate(COLOURS):
+        if number != 2:
+            assert colours(rows[number].images)[-1] == colour
+            assert all(one.startswith(f"table:{path}#source[{number}][") for one in rows[number].images)
+            assert len(rows[number].images) == (2 if form.startswith("lists") else 1)
+    assert json.loads(json.dumps(rows[0].images)) == list(rows[0].images), "a row is part of checkpoints"
+
+
+def test_only_paths_are_read_of_the_hubs_form_and_one_row_group_of_an_image(tmp_path, monkeypatch):
+    path = write(tmp_path / "train.parquet", "the hub's form")
+    asked = []
+    iter_batches, read_row_group = pa.parquet.ParquetFile.iter_batches, pa.parquet.ParquetFile.read_row_group
+
+    def note(read):
+        return lambda self, *args, **given: (asked.append((*args, given["columns"])), read(self, *args, **given))[1]
+
+    monkeypatch.setattr(pa.parquet.ParquetFile, "iter_batches", note(iter_batches))
+    rows = read_prompts(str(path), columns=Columns(images="source"))
+    assert asked == [(["source.path"],)]
+    asked.clear()
+    monkeypatch.setattr(pa.parquet.ParquetFile, "read_row_group", note(read_row_group))
+    assert colours([*rows[3].images, *rows[3].images]) == ["white", "white"]
+    assert asked == [(1, ["source"])]
+
+
+@pytest.mark.parametrize("form", ["the hub's form", "lists of bytes"])
+def test_a_saved_datasets_images_are_references_to_them(form, tmp_path):
+    import datasets
+
+    written = datasets.Dataset.from_parquet(str(write(tmp_path / "train.parquet", form)), cache_dir=str(tmp_path / "c"))
+    written.save_to_disk(str(tmp_path / "saved"))
+    rows = read_prompts(str(tmp_path / "saved"), columns=Columns(images="source"))
+    assert [colours(row.images)[-1:] for row in rows] == [["red"], ["green"], [], ["white"], ["black"]]
+    assert rows[1].images[0] == f"table:{tmp_path / 'saved'}#source[1][0]"
+
+
+def test_a_hub_datasets_images_are_references_by_its_name(tmp_path, monkeypatch):
+    import datasets
+
+    written = datasets.Dataset.from_parquet(
+        str(write(tmp_path / "t.parquet", "the hub's form")), cache_dir=str(tmp_path)
+    )
+    loaded = []
+    monkeypatch.setattr(HubName, "load", lambda self: loaded.append(str(self)) or written)
+    image_tables._dataset.cache_clear()
+    rows = read_prompts("hf://me/edits:train[:5]", columns=Columns(images="source"))
+    assert rows[4].images == ("table:hf://me/edits:train[:5]#source[4][0]",)
+    assert colours(rows[4].images) == ["black"]
+    assert loaded == ["hf://me/edits:train[:5]"] * 2
+    image_tables._dataset.cache_clear()
+
+
+def test_a_row_may_name_an_image_of_a_table(tmp_path):
+    write(tmp_path / "images.parquet", "bytes")
+    (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "a", "images": "table:images.parquet#source[4][0]"}))
+    (row,) = read_prompts(str(tmp_path / "train.jsonl"))
+    assert colours(row.images) == ["black"]
+    for given, told in (
+        ("table:images.parquet#source[4]", r"line 1 of .* must be written table:SOURCE#COLUMN\[ROW\]\[ITEM\], got"),
+        ("table:gone.parquet#source[4][0]", r"must have images that are files, but '.*gone.parquet' is missing"),
+    ):
+        (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "a", "images": given}))
+        with pytest.raises(ValueError, match=told):
+            read_prompts(str(tmp_path / "train.jsonl"))
+
+
+def test_what_cannot_be_read_of_a_table_names_the_place(tmp_path):
+    path = write(tmp_path / "train.parquet", "files")
+    for reference, told in (
+        (f"table:{path}#source[5][0]", "cannot be read (IndexError: it has 5 rows); put the table on shared storage"),
+        (f"table:{path}#other[0][0]", "cannot be read ("),
+        (f"table:{path}#source[2][0]", "has nothing; fill it in, or remove its prompt"),
+        (f"table:{tmp_path}/gone.parquet#source[0][0]", "cannot be read (FileNotFoundError"),
+    ):
+        with pytest.raises(ValueError) as caught:
+            source_image(reference)
+        assert told in str(caught.value) and reference in str(caught.value)
+    (tmp_path / "pictures" / "green.png").unlink()
+    with pytest.raises(ValueError, match=r"source\[1\]\[0\]' names 'pictures/green.png', relative to '.*' \(No such"):
+        source_image(f"table:{path}#source[1][0]")
+
+
+def test_a_table_that_is_written_anew_during_a_run_is_an_error(tmp_path):
+    path = write(tmp_path / "train.parquet", "bytes")
+    known = source_image(f"table:{path}#source[0][0]")
+    assert known.read().size == (6, 4)
+    table = pa.table({"prompt": ["a"], "source": pa.array([png("blue")], pa.binary())})
+    pyarrow.parquet.write_table(table, path)
+    with pytest.raises(ValueError, match=r"must stay as it is during a run, but 'table:.*' has changed"):
+        known.read()
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_an_image_is_as_large_as_it_is_shown_and_not_too_large(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # a quarter turn
+    Image.new("RGB", (6, 4)).save(tmp_path / "turned.jpg", exif=exif)
+    found = source_image(str(tmp_path / "turned.jpg"))
+    assert (found.width_px, found.height_px) == (4, 6) == found.read().size
+    Image.new("1", (10_001, 10_000)).save(tmp_path / "large.png")
+    with pytest.raises(ValueError, match=rf"at most {MAX_PIXELS} pixels, but '.*large.png' has 10001 x 10000; make"):
+        source_image(str(tmp_path / "large.png"))
