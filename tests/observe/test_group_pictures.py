@@ -26,6 +26,16 @@ def files(run_dir, step=10) -> list[str]:
     return sorted(path.name for path in group_dir(run_dir, step).iterdir())
 
 
+def test_only_a_sample_that_is_written_reads_its_prompts_images(tmp_path):
+    Image.new("RGB", (3, 3)).save(tmp_path / "source.png")
+    pictures = GroupPictures(tmp_path)
+    for index, reward in enumerate((0.0, 1.0)):
+        pictures.offer(10, UID, index, reward, picture(1), (str(tmp_path / "source.png"),))
+    pictures.offer(10, UID, 2, 0.5, picture(1), ("nowhere.png",))
+    with Image.open(sample_path(tmp_path, 10, UID, 0)) as written:
+        assert written.width == 2 * written.height
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_the_files_are_the_best_and_the_worst_in_whatever_order(tmp_path, seed):
     rng = random.Random(seed)

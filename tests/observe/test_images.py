@@ -51,6 +51,18 @@ def test_grids_show_every_picture_at_its_place(tmp_path):
     assert not list(tmp_path.glob("*.gif")), "a picture is no video"
 
 
+def test_a_picture_stands_beside_the_images_of_its_prompt_which_keep_their_shape(tmp_path):
+    Image.new("RGB", (20, 40), GREEN).save(tmp_path / "source.png")
+    images = (str(tmp_path / "source.png"),) * 2
+    save_pixels(picture(RED), tmp_path / "edit.png", images)
+    with Image.open(tmp_path / "edit.png") as row:
+        assert row.size == (8 + 8 + 16, 16)
+        assert [row.getpixel((x, 8)) for x in (0, 15, 16, 31)] == [GREEN, GREEN, RED, RED]
+    save_pixels(video(5), tmp_path / "moving.png", images)
+    with Image.open(video_path(tmp_path / "moving.png")) as gif, Image.open(tmp_path / "moving.png") as strip:
+        assert (gif.size, strip.size) == ((16, 16), (8 + 8 + STRIP_FRAMES * 16, 16))
+
+
 def test_a_video_is_a_gif_of_all_its_frames_and_a_filmstrip_in_the_grid(tmp_path):
     shown = [show(tmp_path / f"{index}.png", video(9)) for index in range(3)]
     with Image.open(video_path(shown[0].path)) as gif:

@@ -17,6 +17,7 @@ from verl_digen.config.reward import reward_entry
 from verl_digen.reward.named import make
 from verl_digen.types import PromptRow, RewardInput
 
+CPU = torch.device("cpu")
 KINDS = {"clip": write_clip, "dino": write_dino}
 
 
@@ -110,3 +111,17 @@ def test_a_checkpoint_of_another_kind_is_refused(tmp_path):
     BertConfig().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="image_similarity: path must be a checkpoint of type clip, dinov2"):
         similarity(tmp_path)
+
+
+def test_pixels_alone_need_no_checkpoint(sources):
+    reward = make(reward_entry("image_similarity", {"weight": 1.0, "path": "/nowhere", "pixel_weight": 1.0}), CPU)
+    same, other = np.asarray(Image.open(sources[0])), np.asarray(Image.open(sources[1]))
+    (unchanged, replaced) = reward.score([sample(same, sources[:1]), sample(other, sources[:1])])
+    assert unchanged == {"score": 1.0, "pixels": 1.0}
+    assert replaced["score"] < 0.9
+
+
+def test_a_reward_reads_the_images_of_its_prompt(sources):
+    found = sample(np.zeros((4, 4, 3), np.uint8), sources).sources()
+    assert [image.size for image in found] == [(60, 40), (60, 40)]
+    assert found[0].tobytes() == Image.open(sources[0]).tobytes() != found[1].tobytes()

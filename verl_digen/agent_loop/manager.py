@@ -183,10 +183,10 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         )
         if validate and trajectory.sample_index == 0 and is_logged(row.index, self.digen.num_logged_images):
             path = image_path(self._run_dir, step, row.uid)
-            await asyncio.to_thread(save_pixels, generation.pixels, path)
+            await asyncio.to_thread(save_pixels, generation.pixels, path, row.images)
         if not validate and self._shows_group(step, row.uid):
-            index = trajectory.sample_index
-            await asyncio.to_thread(self._group_pictures.offer, step, row.uid, index, score.total, generation.pixels)
+            shown = step, row.uid, trajectory.sample_index, score.total, generation.pixels, row.images
+            await asyncio.to_thread(self._group_pictures.offer, *shown)
         condition = None if generation.condition is None else (generation.condition, generation.negative_condition)
         return ScoredSample(trajectory, condition, tag)
 

@@ -15,7 +15,7 @@ of what was offered, at most two, whatever the order; no pixels are kept.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from threading import Lock
 
@@ -72,11 +72,12 @@ class GroupPictures:
         self._held: dict[tuple[int, str], dict[int, float]] = {}
         """(step, group) -> sample index -> reward of the samples that have files."""
 
-    def offer(self, step: int, uid: str, index: int, reward: float, pixels: Tensor) -> None:
+    def offer(self, step: int, uid: str, index: int, reward: float, pixels: Tensor, images: Sequence[str] = ()) -> None:
         """Write a scored sample if it is the best or the worst of its group so far.
 
         Args:
             pixels: uint8 [H, W, 3], or [F, H, W, 3] for a video.
+            images: `PromptRow.images`, read where the sample is written.
         """
         with self._lock:
             held = self._group(step, uid)
@@ -85,7 +86,7 @@ class GroupPictures:
                 self._remove(step, uid, index)
             if held and min(held.values()) <= reward <= max(held.values()):
                 return
-            save_pixels(pixels, sample_path(self._run_dir, step, uid, index))
+            save_pixels(pixels, sample_path(self._run_dir, step, uid, index), images)
             held[index] = reward
             if len(held) > 2:
                 between = sorted(held, key=held.__getitem__)[1]

@@ -6,6 +6,7 @@
     RUN_DIR/images/step_000010.png               grid of that validation, with captions and rewards
     RUN_DIR/images/before_after.png              first and last validation side by side
 
+- A picture of a prompt with images stands at the right of these in its PNG.
 - A video's PNG is its filmstrip: `STRIP_FRAMES` frames side by side, the first and the last among them.
 - A video's GIF holds every frame, at most `VIDEO_PX` wide or high. GIF, because PIL writes it and every viewer plays
   it (TensorBoard too); it has only 256 colours, so measurements use the frames.
@@ -25,6 +26,8 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 from torch import Tensor
+
+from verl_digen.inputs import read_images
 
 CELL_PX = 160
 """Height of a picture in a grid, and the least width of its cell."""
@@ -66,11 +69,18 @@ def image_path(run_dir: Path, step: int, uid: str) -> Path:
     return step_dir(run_dir, step) / f"{uid}.png"
 
 
-def save_pixels(pixels: Tensor, path: Path) -> None:
-    """Write uint8 [H, W, 3] to the PNG `path`; for [F, H, W, 3] the filmstrip, and the video to the GIF beside it."""
+def save_pixels(pixels: Tensor, path: Path, images: Sequence[str] = ()) -> None:
+    """Write uint8 [H, W, 3] to the PNG `path`; for [F, H, W, 3] the filmstrip, and the video to the GIF beside it.
+
+    Args:
+        images: `PromptRow.images`; the PNG has them at the left of the picture, at its height.
+
+    Raises:
+        ValueError: an image cannot be read.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     is_video = pixels.ndim == 4
-    _to_image(filmstrip(pixels) if is_video else pixels).save(path)
+    _beside(read_images(images), _to_image(filmstrip(pixels) if is_video else pixels)).save(path)
     if is_video:
         save_video(pixels, video_path(path))
 
@@ -126,6 +136,18 @@ def save_before_after(before: Sequence[Shown], after: Sequence[Shown], path: Pat
                 _paste(picture, draw, entry, column * width, top + 24, width)
     path.parent.mkdir(parents=True, exist_ok=True)
     picture.save(path)
+
+
+def _beside(sources: Sequence[Image.Image], picture: Image.Image) -> Image.Image:
+    """The sources and the picture in a row, all of the picture's height."""
+    height = picture.height
+    scaled = [source.resize((max(1, round(source.width * height / source.height)), height)) for source in sources]
+    row = Image.new("RGB", (sum(one.width for one in (*scaled, picture)), height))
+    left = 0
+    for one in (*scaled, picture):
+        row.paste(one, (left, 0))
+        left += one.width
+    return row
 
 
 def _cell_width(shown: Sequence[Shown]) -> int:

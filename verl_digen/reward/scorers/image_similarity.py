@@ -12,7 +12,8 @@ of the checkpoint `path`:
 CLIP is the default because published edit runs use it (image_similarity of flow_grpo/clip_scorer.py). Features hardly
 see a background that has been drawn anew. `pixel_weight` = w mixes in the pixels: (1 - w) cosine + w (1 - d), where d
 is the root mean square difference of the pixels in [0, 1], both pictures squeezed to `pixel_size_px` squared. It also
-punishes the edit that was asked for, so a small w, 0.1 to 0.3, is meant. Details: `features`, `pixels`.
+punishes the edit that was asked for, so a small w, 0.1 to 0.3, is meant. Details: `features`, `pixels`. With w = 1 no
+checkpoint is loaded, and there is no `features`: a rule for tests and toys.
 
 Range: -1 to 1 for the cosine, mostly 0.5 to 1; an unchanged picture scores 1, so never train on this alone. Videos: the
 mean over frames, each against the prompt's images.
@@ -22,7 +23,7 @@ Weights: openai/clip-vit-large-patch14, MIT; facebook/dinov2-base, Apache-2.0.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +32,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from verl_digen.inputs import image_file
+from verl_digen.inputs import source_image
 from verl_digen.require import require
 from verl_digen.reward.base import Result, Reward
 from verl_digen.reward.checkpoints import folder
@@ -91,7 +92,7 @@ class ImageSimilarity(Reward):
 
     def __init__(self, config: ImageSimilarityConfig, device: torch.device):
         super().__init__(config, device)
-        self.encoder = _load_encoder(config, device)
+        self.encoder = None if config.pixel_weight == 1 else _load_encoder(config, device)
 
     @torch.no_grad()
     def score(self, batch: Sequence[RewardInput]) -> Sequence[Result]:
@@ -100,19 +101,36 @@ class ImageSimilarity(Reward):
         Raises:
             ValueError: a prompt without images, or one that cannot be read.
         """
-        sources = {path: image_file(path).read() for sample in batch for path in _paths(sample)}
+        sources = {path: source_image(path).read() for sample in batch for path in _paths(sample)}
         frames = [images_of(sample, self.config.num_frames) for sample in batch]
+        cosines = self._cosines(batch, sources, frames)
+        results: list[Result] = []
+        for sample, own, cosine in zip(batch, frames, cosines, strict=True):
+            pixels = self._pixel_similarity(own, [sources[path] for path in sample.row.images])
+            weight = self.config.pixel_weight
+            if cosine is None:
+                results.append({"score": pixels, "pixels": pixels})
+            else:
+                score = (1 - weight) * cosine + weight * pixels
+                results.append({"score": score, "features": cosine, "pixels": pixels})
+        return results
+
+    def _cosines(
+        self,
+        batch: Sequence[RewardInput],
+        sources: Mapping[str, Image.Image],
+        frames: Sequence[Sequence[Image.Image]],
+    ) -> list[float] | list[None]:
+        """Cosine of the features of each sample's frames and its prompt's images; None where features do not count."""
+        if self.encoder is None:
+            return [None] * len(batch)
         features = self.encoder.images([*sources.values(), *(image for own in frames for image in own)]).cpu()
         known = dict(zip(sources, features, strict=False))
         own_features = features[len(sources) :].split([len(own) for own in frames])
-        results: list[Result] = []
-        for sample, own, found in zip(batch, frames, own_features, strict=True):
-            cosine = (found @ torch.stack([known[path] for path in sample.row.images]).T).mean().item()
-            pixels = self._pixel_similarity(own, [sources[path] for path in sample.row.images])
-            weight = self.config.pixel_weight
-            score = (1 - weight) * cosine + weight * pixels
-            results.append({"score": score, "features": cosine, "pixels": pixels})
-        return results
+        return [
+            (found @ torch.stack([known[path] for path in sample.row.images]).T).mean().item()
+            for sample, found in zip(batch, own_features, strict=True)
+        ]
 
     def _pixel_similarity(self, frames: Sequence[Image.Image], sources: Sequence[Image.Image]) -> float:
         """1 - root mean square difference, the mean over frames and sources; in [0, 1]."""
