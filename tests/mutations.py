@@ -67,6 +67,8 @@ POOL_WORKER = "reward/test_pool_worker.py"
 GROUPS = "reward/test_groups.py"
 PROMPTS = "data/test_prompts.py"
 INPUTS = "rollout/test_inputs.py"
+EDITS = "models/test_qwen_image_edit.py"
+IMAGE_COLUMNS = "data/test_image_columns.py"
 UPDATES = "engine/test_updates.py"
 SEQUENCE = "engine/test_sequence.py"
 
@@ -1234,8 +1236,8 @@ TABLE: tuple[Mutation, ...] = (
     Mutation(
         "inputs.py",
         "images are no part of what a condition is stored under",
-        "[inputs.text, *(image.digest for image in inputs.images)]",
-        "[inputs.text]",
+        "*(image.digest for image in inputs.images), ",
+        "",
         f"{INPUTS} -k part_of_what",
     ),
     Mutation(
@@ -1248,9 +1250,58 @@ TABLE: tuple[Mutation, ...] = (
     Mutation(
         "sampling/requests.py",
         "the negative branch is encoded without the images",
-        "negative_inputs=PromptInputs(negative, images)",
+        "negative_inputs=PromptInputs(negative, images, config.image_px)",
         "negative_inputs=PromptInputs(negative)",
         f"{INPUTS} -k negative_branch",
+    ),
+    Mutation(
+        "inputs.py",
+        "the size at which images are read is no part of what a condition is stored under",
+        "*([inputs.image_px] if inputs.images else [])",
+        "",
+        f"{EDITS} -k keys_of_their_own",
+    ),
+    Mutation(
+        "sampling/requests.py",
+        "a picture has the shape of the first image",
+        "fitted_size(*images[-1],",
+        "fitted_size(*images[0],",
+        f"{EDITS} -k different_shapes",
+    ),
+    Mutation(
+        "models/qwen_image_edit.py",
+        "the velocity is that of the images",
+        "[:, : latents.shape[1]]",
+        "[:, -latents.shape[1] :]",
+        f"{EDITS} -k different_shapes",
+    ),
+    Mutation(
+        "models/qwen_image_edit.py",
+        "images have the places of the picture",
+        "[*super()._image_shapes(geometry), *((1, *grid) for grid in self._source_grids(geometry))]",
+        "[*((1, *grid) for grid in self._source_grids(geometry)), *super()._image_shapes(geometry)]",
+        f"{EDITS} -k different_shapes",
+    ),
+    Mutation(
+        "image_tables.py",
+        "an image is that of another row",
+        "[image.row - bounds[group]]",
+        "[0]",
+        f"{IMAGE_COLUMNS} -k parquet",
+    ),
+    Mutation(
+        "data/image_columns.py",
+        "bytes of images are read with their paths",
+        'if leaf.rpartition(".")[2] == "path"',
+        'if leaf.rpartition(".")[2] == "bytes"',
+        f"{IMAGE_COLUMNS} -k only_paths",
+    ),
+    Mutation(
+        "observe/images.py",
+        "a picture is shown without the images of its prompt",
+        "_beside(read_images(images), ",
+        "_beside((), ",
+        "observe/test_images.py -k beside_the_images",
     ),
 )
 

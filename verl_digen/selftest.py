@@ -12,20 +12,24 @@ A short version of the tests in `tests/models`, for installations with untested 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import torch
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from diffusers.schedulers.scheduling_unipc_multistep import UniPCMultistepScheduler
+from PIL import Image
 from torch import Tensor, nn
 
 from verl_digen.algorithms.noise import INITIAL_LATENTS, noise
 from verl_digen.algorithms.window import Window
-from verl_digen.inputs import PromptInputs
+from verl_digen.inputs import PromptInputs, SourceImage, fitted_size, source_image
 from verl_digen.models import load_model
 from verl_digen.models.base import DiffusionModel
 from verl_digen.models.tiny import build_tiny
@@ -37,6 +41,8 @@ PROMPTS = ("a red circle", "two small blue squares left of a red circle on a gre
 RUN_SEED = 7
 NUM_STEPS = 6
 SIZE_PX = 64
+IMAGE_SIZE_PX = (60, 40)
+"""Width and height of the pictures that an edit model edits."""
 LAW, NOISE_LEVEL = "flow", 0.7
 ODE = Window(sde_steps=(), train_steps=())
 TRAINED = Window(sde_steps=(0, 1, 2, 3, 4), train_steps=(0, 1, 2, 3, 4))
@@ -96,21 +102,36 @@ def run_selftest(name: str, device: torch.device = CPU, dtype: torch.dtype = tor
 def check_model(
     model: DiffusionModel, device: torch.device = CPU, dtype: torch.dtype = torch.float32
 ) -> Iterator[Check]:
-    """Run the checks of a small checkpoint; yields each when done."""
+    """Run the checks of a small checkpoint; yields each when done. An edit model gets a picture with each prompt."""
+    with TemporaryDirectory(prefix="digen_selftest_") as folder:
+        images = [_draw_image(Path(folder) / f"{number}.png", number) for number in range(model.spec.num_images[0])]
+        yield from _check(model, tuple(images), device, dtype)
+
+
+def _draw_image(path: Path, seed: int) -> SourceImage:
+    colours = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
+    Image.fromarray(colours).resize(IMAGE_SIZE_PX, Image.Resampling.BICUBIC).save(path)
+    return source_image(str(path))
+
+
+def _check(
+    model: DiffusionModel, images: tuple[SourceImage, ...], device: torch.device, dtype: torch.dtype
+) -> Iterator[Check]:
     bounds = IN_BF16 if dtype != torch.float32 else ON_CPU if device.type == "cpu" else ON_ACCELERATOR
     model.compute_dtype = dtype
     transformer = model.load_transformer(dtype).to(device)
-    conditions = model.load_encoder(dtype, device)([PromptInputs(prompt) for prompt in PROMPTS])
-    geometry = Geometry(SIZE_PX, SIZE_PX, model.spec.selftest.get("num_frames", 1))
+    conditions = model.load_encoder(dtype, device)(_inputs(images))
+    sources = tuple(fitted_size(image.width_px, image.height_px, SIZE_PX) for image in images)
+    geometry = Geometry(SIZE_PX, SIZE_PX, model.spec.selftest.get("num_frames", 1), sources)
     sampler = Sampler(model, transformer, run_seed=RUN_SEED, device=device, latents_dtype=torch.float32)
 
     sampling = Sampling(geometry, NUM_STEPS, true_cfg_scale=1.0, law=LAW, noise_level=NOISE_LEVEL)
 
-    _, latents = sampler.sample(_requests(sampling, ODE), conditions, None, version=0)
-    gap = (latents.cpu() - _run_pipeline(model, geometry, device, dtype).cpu()).abs().max().item()
+    _, latents = sampler.sample(_requests(sampling, ODE, images), conditions, None, version=0)
+    gap = (latents.cpu() - _run_pipeline(model, images, geometry, device, dtype).cpu()).abs().max().item()
     yield Check(f"sampler with eta = 0 against {model.pipeline}", gap, bounds.latents)
 
-    trajectories, _ = sampler.sample(_requests(sampling, TRAINED), conditions, None, version=0)
+    trajectories, _ = sampler.sample(_requests(sampling, TRAINED, images), conditions, None, version=0)
     paths = [path.record for path in trajectories if isinstance(path.record, PathRecord)]
     tiles = [_rows(model, paths, conditions, sampling, expert) for expert in range(len(model.experts))]
     tiles = [(rows.to(device), recorded) for rows, recorded in tiles]
@@ -128,16 +149,26 @@ def check_model(
             yield Check(f"gradient{network}: 1 - cosine to the one in fp32", error, bounds.gradient)
 
 
-def _requests(sampling: Sampling, window: Window) -> list[SampleRequest]:
+def _inputs(images: tuple[SourceImage, ...]) -> list[PromptInputs]:
+    return [PromptInputs(prompt, images, SIZE_PX) for prompt in PROMPTS]
+
+
+def _requests(sampling: Sampling, window: Window, images: tuple[SourceImage, ...]) -> list[SampleRequest]:
     return [
-        SampleRequest(f"p{number}", 0, PromptInputs(prompt), PromptInputs(""), window, sampling)
-        for number, prompt in enumerate(PROMPTS)
+        SampleRequest(f"p{number}", 0, inputs, PromptInputs(""), window, sampling)
+        for number, inputs in enumerate(_inputs(images))
     ]
 
 
-def _run_pipeline(model: DiffusionModel, geometry: Geometry, device: torch.device, dtype: torch.dtype) -> Tensor:
+def _run_pipeline(
+    model: DiffusionModel,
+    images: Sequence[SourceImage],
+    geometry: Geometry,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Tensor:
     """Latents of the model's own pipeline for PROMPTS and the sampler's initial noise."""
-    pipeline: Any = DiffusionPipeline.from_pretrained(model.path, dtype=dtype).to(device)
+    pipeline: Any = DiffusionPipeline.from_pretrained(model.path, dtype=dtype, **model.pipeline_parts()).to(device)
     pipeline.set_progress_bar_config(disable=True)
     if hasattr(pipeline, "guider"):  # guidance is a component here, not an argument
         pipeline.guider = pipeline.guider.new(guidance_scale=1.0)
@@ -147,16 +178,23 @@ def _run_pipeline(model: DiffusionModel, geometry: Geometry, device: torch.devic
         )
     shape = model.latent_shape(geometry)
     start = torch.stack([noise(RUN_SEED, f"p{number}", 0, INITIAL_LATENTS, shape) for number in range(len(PROMPTS))])
-    made = pipeline(
-        list(PROMPTS),
-        latents=start.to(device, dtype),
-        height=geometry.height_px,
-        width=geometry.width_px,
-        num_inference_steps=NUM_STEPS,
-        output_type="latent",
+    given = {
+        "height": geometry.height_px,
+        "width": geometry.width_px,
+        "num_inference_steps": NUM_STEPS,
+        "output_type": "latent",
         **model.spec.selftest,
-    )
-    return torch.as_tensor(made[0])
+    }
+    start = start.to(device, dtype)
+    if not images:
+        return torch.as_tensor(pipeline(list(PROMPTS), latents=start, **given)[0])
+    pictures = [image.read() for image in images]
+    with patch.object(sys.modules[type(pipeline).__module__], "VAE_IMAGE_SIZE", SIZE_PX**2):  # a constant of the module
+        made = [
+            torch.as_tensor(pipeline(pictures, prompt, latents=one[None], **given)[0])
+            for prompt, one in zip(PROMPTS, start, strict=True)
+        ]
+    return torch.cat(made)
 
 
 def _rows(

@@ -30,6 +30,7 @@
 | diffusers `_repeated_blocks`, `_no_split_modules` | models/kernels.py | blocks (tests/models/test_kernels.py) |
 | torch `_dynamo.config`, `_functorch.config` | models/kernels.py | two names; unknown ones raise |
 | diffusers `_unpack_latents`, `_prepare_latent_image_ids` | models/ | the packing of two pipelines |
+| diffusers `_encode_vae_image`, `_pack_latents` | models/ | latents of images (tests/models/test_qwen_image_edit.py) |
 | diffusers `_cp_plan`, `ContextParallelConfig`, -`Input`, -`Output` | models/ | tokens split and gathered by a plan |
 | verl `use_remove_padding`, `use_ulysses_sp`, `is_mp_src_rank_with_outputs` | engine/ | ranks that share rows |
 

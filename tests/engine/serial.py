@@ -13,10 +13,8 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from verl.utils import tensordict_utils as tu
 
-from tests.engine.harness import SIZE_PX
 from verl_digen.engine.export import plain_name
 from verl_digen.models import load_model
-from verl_digen.types import Geometry
 
 ETA = 0.7
 
@@ -51,7 +49,7 @@ def flow_step(module: nn.Module, path: Path, batch: TensorDict, sample: int, ste
         [positive],
         None if negative is None else [negative],
         true_cfg_scale,
-        Geometry(SIZE_PX, SIZE_PX),
+        tu.get(batch, "sampling").geometry,
     )
     shifted = batch["sigma_max"][sample] if sigma == 1 else sigma
     s = ETA * torch.sqrt(sigma / (1 - shifted))

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from tests.models.cases import CASES, CPU, NEGATIVE, NUM_STEPS, PROMPTS, Loaded, record_inputs
-from tests.texts import of_texts
 from tests.tiny_models import BUILDERS, build_tiny
 from tests.training_rows import rows_of
 from verl_digen.algorithms.noise import INITIAL_LATENTS, noise
@@ -166,12 +165,15 @@ def test_the_network_is_given_what_the_pipeline_gives_it(loaded: Loaded, dtype: 
     theirs = [call for calls, _ in noted for call in calls]
     for _, stop in noted:
         stop()
+    if loaded.case.is_edit:  # one prompt after the other
+        pairs = zip(theirs[:num_steps], theirs[num_steps:], strict=True)
+        theirs = [{**one, "timestep": torch.cat([one["timestep"], other["timestep"]])} for one, other in pairs]
     assert len(theirs) == num_steps
 
     transformer = model.load_transformer(dtype)
     networks = [transformer.get_submodule(name) for name in model.experts] if len(experts) > 1 else [transformer]
     noted = [record_inputs(network) for network in networks]
-    encoded = of_texts(model.load_encoder(dtype, CPU))(PROMPTS)
+    encoded = loaded.of_texts(model.load_encoder(dtype, CPU))(PROMPTS)
     sigmas = model.sigmas(num_steps, geometry)
     with torch.no_grad():
         for sigma in sigmas[:-1]:

@@ -22,7 +22,6 @@ import transformers
 from torch import nn
 
 from tests.models.cases import CPU, Loaded
-from tests.texts import of_texts
 from verl_digen.models import MODELS, model_class
 from verl_digen.models.base import DiffusionModel
 from verl_digen.models.locate import HUB_ID
@@ -86,7 +85,7 @@ def test_layers_without_an_adapter_in_vllm_omni_are_default_targets(loaded: Load
 def test_an_encoder_keeps_the_parameters_that_the_plan_counts(loaded: Loaded) -> None:
     """All parameters of the checkpoint's text encoders, less `ModelSpec.freed`."""
     before = _networks()
-    encode = of_texts(loaded.model.load_encoder(torch.float32, CPU))
+    encode = loaded.model.load_encoder(torch.float32, CPU)
     kept = sorted(_num_params(network) for network in _networks() - before)
     counts = {name: part.num_params for name, part in _parts(loaded, as_loaded_by_us=True).items()}
     assert kept == sorted(number for part, number in counts.items() if part.startswith("text_encoder"))

@@ -50,7 +50,7 @@ from verl_digen.plan.conditions import empty_condition
 from verl_digen.plan.networks import blocks_of
 from verl_digen.plan.published import write_configs
 from verl_digen.plan.run import Run, read_run
-from verl_digen.types import Geometry
+from verl_digen.sampling.requests import planned_geometry
 
 LOADS = "verl.workers.engine.fsdp.transformer_impl.fsdp2_load_full_state_dict"
 CHECKS_NUMBERS = "verl_digen.engine.sharded.check_deferred_gradients_once"
@@ -237,7 +237,7 @@ def _make_moments(engine: FakeEngine) -> None:
 
 def _train_tile(engine: FakeEngine, prompt_tokens: int, num_rows: int, *, reduces: bool, expert: int = 0) -> None:
     sampling, model = engine.digen.sampling, engine.model
-    geometry = Geometry(sampling.height_px, sampling.width_px, sampling.num_frames)
+    geometry = planned_geometry(sampling, model.spec.num_images[0])
     engine.module.train()
     network: Any = engine.module
     if len(model.experts) > 1:  # a choice by sigma needs numbers
@@ -250,7 +250,7 @@ def _train_tile(engine: FakeEngine, prompt_tokens: int, num_rows: int, *, reduce
             model,
             network,
             geometry,
-            empty_condition(model, prompt_tokens),
+            empty_condition(model, prompt_tokens, geometry),
             num_rows=num_rows * (2 if sampling.true_cfg_scale != 1.0 else 1),
         )
         engine.backward(velocity.float().square().mean(), False)

@@ -26,7 +26,12 @@ def trace(loaded, *, scale=1.0, trained=""):
     for name, value in network.named_parameters():
         value.requires_grad_(name.endswith(trained))
     return trace_activations(
-        model, network, loaded.case.sizes[0], empty_condition(model, TOKENS), is_guided=scale > 1, dtype=torch.float32
+        model,
+        network,
+        loaded.case.sizes[0],
+        empty_condition(model, TOKENS, loaded.case.sizes[0]),
+        is_guided=scale > 1,
+        dtype=torch.float32,
     )
 
 
@@ -46,7 +51,7 @@ def saved_for_real(loaded, scale) -> int:
         return tensor
 
     rows = 2 if scale > 1 else 1
-    collated = model.collate([empty_condition(model, TOKENS)] * rows)
+    collated = model.collate([empty_condition(model, TOKENS, loaded.case.sizes[0])] * rows)
     if model.default_embedded_guidance is not None:
         collated["guidance"] = torch.full((rows,), model.default_embedded_guidance)
     latents = torch.zeros(rows, *model.latent_shape(geometry))

@@ -52,11 +52,11 @@ def test_training_a_deep_network_is_counted_within_two_percent(tiny_qwen_image, 
     config = dict(model.read_config("transformer/config.json"), num_layers=30)
     network = QwenImageTransformer2DModel.from_config(config)
     network.requires_grad_(not is_frozen)
-    condition = empty_condition(model, 16)
     for name, value in network.named_parameters():  # stand-in for an adapter: cheap, and in every block
         if name.endswith("norm_q.weight"):
             value.requires_grad_(True)
     geometry = Geometry(256, 256)  # many tokens, so that per-row work is negligible
+    condition = empty_condition(model, 16, geometry)
     latents = torch.randn(2, *model.latent_shape(geometry))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model.velocity(network, latents, SIGMAS, [condition] * 2, None, 1.0, geometry).sum().backward()

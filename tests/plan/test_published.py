@@ -16,6 +16,8 @@ FOLDER = files("verl_digen") / "models" / "published"
 PUBLISHED = {
     # half of the bytes in its index of bf16 weights
     "Qwen/Qwen-Image": (20_430_401_088, 0.0),
+    # the same network; model card: 20B
+    "Qwen/Qwen-Image-Edit-2509": (20_430_401_088, 0.0),
     # model cards and reports, with their rounding
     "black-forest-labs/FLUX.1-dev": (12e9, 0.02),
     "stabilityai/stable-diffusion-3.5-medium": (2.5e9, 0.02),
@@ -32,6 +34,8 @@ PUBLISHED = {
 """Repository -> (parameters of the transformer, tables included; relative tolerance)."""
 TEXT_ENCODERS = {
     "Qwen/Qwen-Image": {"text_encoder": 7.07e9},  # Qwen2.5-VL-7B without language head and vision tower
+    # Qwen2.5-VL-7B without language head; the VAE's half that encodes images
+    "Qwen/Qwen-Image-Edit-2509": {"text_encoder": 7.75e9, "vae (images)": 53.6e6},
     "black-forest-labs/FLUX.1-dev": {"text_encoder": 123e6, "text_encoder_2": 4.76e9},
     "Wan-AI/Wan2.1-T2V-14B-Diffusers": {"text_encoder": 5.68e9},
     "hunyuanvideo-community/HunyuanVideo": {"text_encoder": 7.5e9, "text_encoder_2": 123e6},

@@ -28,6 +28,7 @@ pytestmark = pytest.mark.slow
 
 MODEL_RECIPES = (
     *("digen_flux", "digen_hunyuan_video", "digen_hunyuan_video15", "digen_qwen_image", "digen_sd3", "digen_wan2_1"),
+    "digen_qwen_image_edit",
     *("digen_wan2_2", "digen_z_image", "[digen_sd3,flowgrpo_fast]", "[digen_flux,flowgrpo_fast]"),
     *("[digen_sd3,diffusion_nft]", "[digen_wan2_1,diffusion_nft]", "[digen_flux,mixgrpo]", "[digen_wan2_1,mixgrpo]"),
     *("[digen_sd3,awm]", "[digen_hunyuan_video,dgpo]", "[digen_qwen_image,online_dpo]"),
@@ -53,6 +54,8 @@ def test_a_good_config_passes(start, runnable):
         ("+digen.nonsense=1", "Key 'nonsense' not in 'DigenConfig'"),
         ("actor_rollout_ref.model.path=no_such_folder", "actor_rollout_ref.model.path must be"),
         ("digen.sampling.height_px=33", "digen.sampling.height_px"),
+        ("digen.sampling.image_px=8", "digen.sampling.image_px must lie in [32, 16384], got 8; 1024 is the pipelines'"),
+        ("digen.sampling.size_from_image=true", "digen.sampling.size_from_image must be false for Qwen-Image, which"),
         ("data.train_files=null", "data.train_files must name a file of prompts, got nothing;"),
         ("data.train_files=missing.txt", "data.train_files must name an existing file, got 'missing.txt';"),
         ("data.train_batch_size=64", "data.train_files must hold data.train_batch_size=64 prompts or more, got 8;"),
@@ -392,7 +395,7 @@ def test_images_for_a_model_that_reads_none_are_refused(start, runnable, tiny_vi
     [
         ("flux_dev", "FluxKontextPipeline"),
         ("qwen_image", "QwenImageEditPipeline"),
-        ("qwen_image", "QwenImageEditPlusPipeline"),
+        ("qwen_image", "QwenImageImg2ImgPipeline"),
         ("wan2.1", "WanImageToVideoPipeline"),
         ("wan2.1", "LTXPipeline"),
     ],

@@ -12,7 +12,7 @@ from verl_digen.models import load_model
 from verl_digen.selftest import Check, check_model
 
 
-@pytest.mark.parametrize(("name", "num_checks"), [("z_image", 3), ("wan2.2_a14b", 4)])
+@pytest.mark.parametrize(("name", "num_checks"), [("z_image", 3), ("wan2.2_a14b", 4), ("qwen_image_edit_plus", 3)])
 def test_the_selftest_prints_a_line_per_check_and_passes_here(name, num_checks, capsys):
     assert main(["doctor", "--selftest", name]) == 0
     lines = capsys.readouterr().out.splitlines()

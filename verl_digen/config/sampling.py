@@ -9,6 +9,7 @@ from verl_digen.algorithms.advantages import SCALES
 from verl_digen.algorithms.kl import KINDS as KL_KINDS
 from verl_digen.algorithms.sde import LAWS
 from verl_digen.algorithms.solvers import SOLVERS
+from verl_digen.inputs import DEFAULT_IMAGE_PX, SIDE_MULTIPLE
 from verl_digen.require import require, require_one_of
 
 MAX_SIDE_PX = 16_384
@@ -29,6 +30,13 @@ class SamplingConfig:
     """Picture width."""
     num_frames: int = 1
     """Frames of a video; 1 is an image."""
+    size_from_image: bool = False
+    """true: a picture has the shape of its prompt's last image and the area of height_px x width_px, in multiples of
+    32 px, as Qwen-Image-Edit's pipelines have it; false: every picture is height_px x width_px."""
+    image_px: int = DEFAULT_IMAGE_PX
+    """Side of the square whose area the network reads each image of a prompt at, in multiples of 32 px, with the
+    image's shape. 1024 is that of Qwen-Image-Edit's pipelines; less costs less: an image has as many tokens as a
+    picture of its size."""
     num_steps: int = 10
     """T in training. flow_grpo trains with 10."""
     true_cfg_scale: float = 1.0
@@ -60,6 +68,12 @@ class SamplingConfig:
             value = getattr(self, name)
             require(value >= 1, f"digen.sampling.{name} must be >= 1", value, "give the size in pixels or frames")
             require(value <= most, f"digen.sampling.{name} must be <= {most}", value, "give pixels or frames")
+        require(
+            SIDE_MULTIPLE <= self.image_px <= MAX_SIDE_PX,
+            f"digen.sampling.image_px must lie in [{SIDE_MULTIPLE}, {MAX_SIDE_PX}]",
+            self.image_px,
+            f"{DEFAULT_IMAGE_PX} is the pipelines'",
+        )
         for name in ("num_steps", "val_num_steps"):
             value = getattr(self, name)
             usual = "10 is usual in training, 40 in validation"

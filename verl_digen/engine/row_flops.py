@@ -3,7 +3,8 @@
 
 - Useful work only: a forward and a backward. Recomputation, old log-probs and the KL reference are left out, so that
   a setting that adds work does not look like speed.
-- Rows of a batch are counted with the mean length of their prompts.
+- Rows of a batch are counted with the mean length of their prompts, and with as many images as every prompt of the
+  model has (`ModelSpec.num_images`), at the size that `digen.sampling` asks for.
 
 Invariant (tests/engine/test_row_flops.py): the forward is that of the checkpoint's network, whatever wraps it.
 """
@@ -15,7 +16,7 @@ from torch import nn
 from verl_digen.config import SamplingConfig
 from verl_digen.models.base import DiffusionModel
 from verl_digen.models.flops import Flops, forward_flops
-from verl_digen.types import Geometry
+from verl_digen.sampling.requests import planned_geometry
 
 
 class RowFlops:
@@ -39,12 +40,11 @@ class RowFlops:
 
     def _of(self, num_tokens: int) -> Flops:
         if num_tokens not in self._known:
-            sampling = self._sampling
             self._known[num_tokens] = forward_flops(
                 self._model,
                 self._module,
-                Geometry(sampling.height_px, sampling.width_px, sampling.num_frames),
+                planned_geometry(self._sampling, self._model.spec.num_images[0]),
                 num_tokens,
-                is_guided=sampling.true_cfg_scale != 1.0,
+                is_guided=self._sampling.true_cfg_scale != 1.0,
             )
         return self._known[num_tokens]

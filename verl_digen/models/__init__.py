@@ -19,6 +19,7 @@ MODELS: dict[str, str] = {
     "FluxPipeline": "verl_digen.models.flux:Flux",
     "HunyuanVideo15Pipeline": "verl_digen.models.hunyuan_video15:HunyuanVideo15",
     "HunyuanVideoPipeline": "verl_digen.models.hunyuan_video:HunyuanVideo",
+    "QwenImageEditPlusPipeline": "verl_digen.models.qwen_image_edit:QwenImageEditPlus",
     "QwenImagePipeline": "verl_digen.models.qwen_image:QwenImage",
     "StableDiffusion3Pipeline": "verl_digen.models.sd3:StableDiffusion3",
     "WanPipeline": "verl_digen.models.wan:Wan",

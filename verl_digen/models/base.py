@@ -107,6 +107,11 @@ class DiffusionModel(ABC):
         """Load the tokenizer in `folder`, of the class that the checkpoint's index names."""
         return getattr(transformers, self.index[folder][1]).from_pretrained(self.path / folder)
 
+    def pipeline_parts(self) -> dict[str, Any]:
+        """Parts to hand to `from_pretrained` of the diffusers pipeline, in place of those that it cannot load without a
+        further package."""
+        return {}
+
     @abstractmethod
     def load_prompt_check(self) -> PromptCheck:
         """Load a check of a prompt's length; loads no weights."""
@@ -149,6 +154,14 @@ class DiffusionModel(ABC):
             ValueError: as `latent_shape`.
         """
         return self.latent_shape(geometry)[0]
+
+    def num_source_tokens(self, geometry: Geometry) -> int:
+        """Tokens of the prompt's images that the network reads beside the picture's (`Geometry.sources`)."""
+        return 0
+
+    def num_image_text_tokens(self, geometry: Geometry) -> int:
+        """Tokens that the prompt's images add to its text's, where the text encoder reads them."""
+        return 0
 
     @abstractmethod
     def sigmas(self, num_steps: int, geometry: Geometry) -> Tensor:

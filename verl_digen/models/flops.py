@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Floating-point operations of a forward and of training, from the shapes of a network's own layers.
 
+- The tokens of a prompt's images count as the picture's.
 - A linear layer or patch embedding of W weights costs 2 W per token it sees, attention of width d between Lq queries
   and Lk keys 4 Lq Lk d. Networks differ in the tokens that a layer sees: `ModelSpec.flops`.
 - Norms, activations, rotary embeddings and padding to the longest row are left out: well below 2 %.
@@ -77,7 +78,7 @@ def forward_flops(
         num_image = math.prod(latents[1:]) // math.prod(patch[2:])
     else:
         num_image = math.prod(latents) // math.prod(patch[1:])
-    num_image = _padded(num_image, layout.multiple)
+    num_image = _padded(num_image + model.num_source_tokens(geometry), layout.multiple)
     num_text = _padded(layout.text_tokens or num_prompt_tokens, layout.multiple)
     tokens = {"image": num_image, "text": num_text, "joint": num_image + num_text, "row": 1, "none": 0}
     linear = attention = 0

@@ -179,16 +179,19 @@ class QwenImage(DiffusionModel):
         # network's dtype, then divided.
         dtype = self.input_dtype(transformer)
         timesteps = to_device(self.timesteps(sigmas), latents.device, dtype) / TIMESTEPS_PER_SIGMA
-        rows, columns = self._token_grid(geometry)
         embeds, mask = pad_prompts(condition["embeds"], condition.get("mask"), self.sequence_size)
         return transformer(
             hidden_states=latents.to(dtype),
             timestep=timesteps,
             encoder_hidden_states=embeds.to(dtype),
             encoder_hidden_states_mask=mask,
-            img_shapes=[[(1, rows, columns)]] * len(latents),
+            img_shapes=[self._image_shapes(geometry)] * len(latents),
             return_dict=False,
         )[0]
+
+    def _image_shapes(self, geometry: Geometry) -> list[tuple[int, int, int]]:
+        """(frames, rows, columns) of tokens of each picture that the network reads."""
+        return [(1, *self._token_grid(geometry))]
 
     def guide(self, positive: Tensor, negative: Tensor, scale: float) -> Tensor:
         """v_neg + scale (v_pos - v_neg), each token rescaled to the norm of v_pos."""

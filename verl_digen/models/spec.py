@@ -6,7 +6,7 @@
 | `transformer`, `title`, `example`, `components` | `models/base.py` |
 | `lora_targets` | the model config, where the user names no targets |
 | `flops` | `models/flops.py` |
-| `condition`, `freed` | `digen plan` |
+| `condition`, `freed`, `encodes_images` | `digen plan` |
 | `num_images` | the checks of prompt files |
 | `sequence` | `models/sequence.py` |
 | `selftest` | `digen doctor --selftest` |
@@ -57,6 +57,8 @@ class ConditionLayout:
     """Key of the pooled vector's width; None: there is no pooled vector."""
     glyphs: str | None = None
     """Key of the width of a token of quoted text; None: not a separate input."""
+    source: str | None = None
+    """Key of the width of a token of the prompt's images; None: the network reads no images."""
     num_tokens: int | None = None
     """Length to which the encoder pads every prompt; None: a condition has its prompt's own length."""
 
@@ -112,6 +114,8 @@ class ModelSpec:
     """(least, most) images of a prompt. (0, 0): the pipeline reads text alone."""
     freed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Folder of a text encoder -> name prefixes of the parameters that `load_encoder` drops."""
+    encodes_images: tuple[str, ...] = ()
+    """Name prefixes of the VAE's parameters of which `load_encoder` keeps a copy; () where it loads no VAE."""
     selftest: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the pipeline in the self-test besides the size: guidance off, and the frames of a video."""
     sequence: SequenceLayout | None = None

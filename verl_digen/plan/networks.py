@@ -96,7 +96,8 @@ class Part:
 
 
 def count_parts(model: DiffusionModel, dtype: torch.dtype, *, as_loaded_by_us: bool) -> dict[str, Part]:
-    """Folder of each text encoder and of the VAE -> its parameters.
+    """Folder of each text encoder and of the VAE -> its parameters; "vae (images)" is the part of the VAE that encodes
+    a prompt's images, of which a replica has a copy.
 
     The VAE decodes in a dtype of its own (`DiffusionModel.decoder_dtype`), and transformers keeps some parameters of
     text encoders in fp32.
@@ -116,6 +117,10 @@ def count_parts(model: DiffusionModel, dtype: torch.dtype, *, as_loaded_by_us: b
                 sum(value.numel() for value in kept.values()),
                 sum(value.numel() * _loaded_dtype(network, key, asked).itemsize for key, value in kept.items()),
             )
+            if name == "vae" and model.spec.encodes_images:
+                kept = {key: value for key, value in kept.items() if key.startswith(model.spec.encodes_images)}
+                num_params = sum(value.numel() for value in kept.values())
+                parts["vae (images)"] = Part(num_params, num_params * asked.itemsize)
     return parts
 
 

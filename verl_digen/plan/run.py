@@ -33,8 +33,8 @@ from verl_digen.platforms.module_memory import SHARING
 from verl_digen.pool_sizes import num_generator_devices, num_replica_devices, num_trainer_devices
 from verl_digen.require import require
 from verl_digen.sampling.recording import record_trajectory, trained_latents
-from verl_digen.sampling.requests import num_points, sample_request
-from verl_digen.types import Condition, Geometry, PromptRow, SampleRequest
+from verl_digen.sampling.requests import num_points, planned_geometry, sample_request
+from verl_digen.types import Condition, PromptRow, SampleRequest
 
 ADAMS = ("AdamW", "Adam")
 """Optimizers that keep two numbers per weight."""
@@ -235,8 +235,8 @@ def _dtypes(fsdp: Any, rollout: Any, digen: DigenConfig) -> Dtypes:
 def _measure(folder: Any, settings: Settings, model_config: DiffusionModelConfig, prompt_tokens: int) -> Measured:
     digen, dtypes = settings.digen, settings.dtypes
     sampling = digen.sampling
-    geometry = Geometry(sampling.height_px, sampling.width_px, sampling.num_frames)
     model = load_model(folder)
+    geometry = planned_geometry(sampling, model.spec.num_images[0])
     shape = model.latent_shape(geometry)
     model.embedded_guidance(sampling.guidance_scale)
     network = model.load_transformer(dtypes.model, meta=True)
@@ -248,7 +248,7 @@ def _measure(folder: Any, settings: Settings, model_config: DiffusionModelConfig
     if settings.is_lora:
         network = _adapted(network, model_config)
     counts, tensors, num_experts = count_network(network), list_tensors(network), len(model.experts)
-    condition = empty_condition(model, prompt_tokens)
+    condition = empty_condition(model, prompt_tokens, geometry)
     flops = forward_flops(
         model, network, geometry, len(condition["embeds"]), is_guided=settings.is_guided
     )  # before `experts` is cut to one

@@ -33,7 +33,7 @@ def check_model(config: DictConfig) -> None:
         return
     from verl_digen.models.sequence import TRAINER_KEY, check_sequence
     from verl_digen.rollout.vllm_omni.served import require_bound, require_served
-    from verl_digen.types import Geometry
+    from verl_digen.sampling.requests import planned_geometry
 
     model = load_configs(section.path)
     if config.actor_rollout_ref.rollout.name == "vllm_omni":
@@ -48,7 +48,13 @@ def check_model(config: DictConfig) -> None:
     for key in ("target_modules", "exclude_modules"):
         _check_names(model, f"{KEY}.{key}", section[key])
     sampling = digen_config(config).sampling
-    geometry = Geometry(sampling.height_px, sampling.width_px, sampling.num_frames)
+    require(
+        not sampling.size_from_image or model.spec.num_images[1] > 0,
+        f"digen.sampling.size_from_image must be false for {model.spec.title}, which reads no images",
+        sampling.size_from_image,
+        "leave it out",
+    )
+    geometry = planned_geometry(sampling, model.spec.num_images[0])
     model.latent_shape(geometry)
     size = config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
     check_sequence(model, TRAINER_KEY, size, geometry)

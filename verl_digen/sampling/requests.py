@@ -3,16 +3,36 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 from verl_digen.algorithms.forward import draw_noise_levels
 from verl_digen.algorithms.window import Window, draw_window
-from verl_digen.config import DigenConfig
-from verl_digen.inputs import PromptInputs, image_file
+from verl_digen.config import DigenConfig, SamplingConfig
+from verl_digen.inputs import PromptInputs, fitted_size, source_image
 from verl_digen.types import Geometry, PromptRow, SampleRequest, Sampling
 
 SINGLE_TURN = "diffusion_single_turn"
 """`actor_rollout_ref.rollout.agent.default_agent_loop` of a run without a custom agent loop."""
 ODE_ONLY = Window(sde_steps=(), train_steps=())
 """No stochastic step and no recorded one: validation, and samples that train at forward points."""
+
+
+def geometry_of(config: SamplingConfig, images: Sequence[tuple[int, int]]) -> Geometry:
+    """Size of the picture, and of the images of its prompt as the network reads them.
+
+    Args:
+        images: (width, height) in px of each image, as it lies in its file.
+    """
+    height, width = config.height_px, config.width_px
+    if config.size_from_image and images:
+        height, width = fitted_size(*images[-1], math.sqrt(height * width))
+    return Geometry(height, width, config.num_frames, tuple(fitted_size(*image, config.image_px) for image in images))
+
+
+def planned_geometry(config: SamplingConfig, num_images: int) -> Geometry:
+    """Geometry of a prompt with `num_images` images of the shape that pictures have without images."""
+    return geometry_of(config, [(config.width_px, config.height_px)] * num_images)
 
 
 def request_id(uid: str, sample_index: int) -> str:
@@ -54,16 +74,16 @@ def sample_request(
         noise_levels = draw_noise_levels(digen.forward, run_seed=digen.seed, uid=row.uid, num_steps=num_steps)
     elif not validate:
         window = draw_window(digen.window, run_seed=digen.seed, uid=row.uid, num_steps=num_steps, step=step)
-    images = tuple(image_file(path) for path in row.images)
+    images = tuple(source_image(reference) for reference in row.images)
     negative = config.negative_prompt if row.negative is None else row.negative
     return SampleRequest(
         uid=row.uid,
         sample_index=sample_index,
-        inputs=PromptInputs(row.text, images),
-        negative_inputs=PromptInputs(negative, images),
+        inputs=PromptInputs(row.text, images, config.image_px),
+        negative_inputs=PromptInputs(negative, images, config.image_px),
         window=window,
         sampling=Sampling(
-            geometry=Geometry(config.height_px, config.width_px, config.num_frames),
+            geometry=geometry_of(config, [(image.width_px, image.height_px) for image in images]),
             num_steps=num_steps,
             true_cfg_scale=config.val_true_cfg_scale if validate else config.true_cfg_scale,
             law=digen.sde.law,

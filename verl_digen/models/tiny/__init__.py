@@ -20,6 +20,7 @@ BUILDERS: dict[str, str] = {
     "hunyuan_video": "verl_digen.models.tiny.hunyuan_video:make",
     "hunyuan_video15": "verl_digen.models.tiny.hunyuan_video15:make",
     "qwen_image": "verl_digen.models.tiny.qwen_image:make",
+    "qwen_image_edit_plus": "verl_digen.models.tiny.qwen_image_edit:make",
     "sd3": "verl_digen.models.tiny.sd3:make",
     "wan2.1": "verl_digen.models.tiny.wan:make_2_1",
     "wan2.2_a14b": "verl_digen.models.tiny.wan:make_2_2_a14b",

@@ -30,15 +30,15 @@ real one, and a caption."""
 def make() -> QwenImagePipeline:
     """Build the pipeline: 3 MB."""
     return QwenImagePipeline(
-        scheduler=_scheduler(),
-        vae=_vae(),
-        text_encoder=_text_encoder(),
+        scheduler=make_scheduler(),
+        vae=make_vae(),
+        text_encoder=make_text_encoder(),
         tokenizer=_tokenizer(),
-        transformer=_transformer(),
+        transformer=make_transformer(),
     )
 
 
-def _scheduler() -> FlowMatchEulerDiscreteScheduler:
+def make_scheduler() -> FlowMatchEulerDiscreteScheduler:
     """The published Qwen-Image schedule."""
     return FlowMatchEulerDiscreteScheduler(
         use_dynamic_shifting=True,
@@ -51,7 +51,7 @@ def _scheduler() -> FlowMatchEulerDiscreteScheduler:
     )
 
 
-def _transformer() -> QwenImageTransformer2DModel:
+def make_transformer() -> QwenImageTransformer2DModel:
     transformer = QwenImageTransformer2DModel(
         in_channels=LATENT_CHANNELS * 4,
         out_channels=LATENT_CHANNELS,
@@ -65,7 +65,7 @@ def _transformer() -> QwenImageTransformer2DModel:
     return transformer
 
 
-def _vae() -> AutoencoderKLQwenImage:
+def make_vae() -> AutoencoderKLQwenImage:
     vae = AutoencoderKLQwenImage(
         base_dim=8,
         z_dim=LATENT_CHANNELS,
@@ -77,7 +77,8 @@ def _vae() -> AutoencoderKLQwenImage:
     return vae
 
 
-def _text_encoder() -> Qwen2_5_VLForConditionalGeneration:
+def make_text_encoder(**token_ids: int) -> Qwen2_5_VLForConditionalGeneration:
+    """Build the language model and its vision tower; `token_ids` are those of the marks of images."""
     return Qwen2_5_VLForConditionalGeneration(
         Qwen2_5_VLConfig(
             text_config={
@@ -100,6 +101,7 @@ def _text_encoder() -> Qwen2_5_VLForConditionalGeneration:
                 "out_hidden_size": TEXT_WIDTH,
                 "fullatt_block_indexes": [0],
             },
+            **token_ids,
         )
     )
 

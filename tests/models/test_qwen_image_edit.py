@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Qwen-Image-Edit-Plus: images of several shapes, sizes from images, and what its conditions depend on."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
+
+from tests.models.cases import CPU, draw_image
+from tests.tiny_models import build_tiny
+from verl_digen.algorithms.noise import INITIAL_LATENTS, noise
+from verl_digen.algorithms.window import Window
+from verl_digen.config import DigenConfig
+from verl_digen.config.sampling import SamplingConfig
+from verl_digen.inputs import PromptInputs, SourceImage, fitted_size
+from verl_digen.models import load_model
+from verl_digen.models.qwen_image_edit import QwenImageEditPlus
+from verl_digen.rollout.vllm_omni.served import require_served
+from verl_digen.sampling.requests import geometry_of, sample_request
+from verl_digen.sampling.sampler import Sampler
+from verl_digen.types import Geometry, PromptRow, SampleRequest
+
+TEXT, SEED, NUM_STEPS = "make it red", 7, 3
+ODE = Window(sde_steps=(), train_steps=())
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> QwenImageEditPlus:
+    return load_model(build_tiny("qwen_image_edit_plus", tmp_path_factory.mktemp("edit") / "c"))  # pyright: ignore
+
+
+@pytest.fixture(scope="module")
+def network(model: QwenImageEditPlus) -> torch.nn.Module:
+    return model.load_transformer(torch.float32).requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def encode(model: QwenImageEditPlus) -> Any:
+    return model.load_encoder(torch.float32, CPU)
+
+
+@pytest.fixture(scope="module")
+def pipeline(model: QwenImageEditPlus) -> Any:
+    loaded: Any = pipeline_qwenimage_edit_plus.QwenImageEditPlusPipeline.from_pretrained(
+        model.path, dtype=torch.float32, **model.pipeline_parts()
+    )
+    loaded.set_progress_bar_config(disable=True)
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> tuple[SourceImage, ...]:
+    """A wide one, a tall one, and another wide one of the first one's size."""
+    folder = tmp_path_factory.mktemp("images")
+    sizes = ((90, 40), (50, 70), (90, 40))
+    return tuple(draw_image(folder / f"{number}.png", size, number) for number, size in enumerate(sizes))
+
+
+def request_of(images: tuple[SourceImage, ...], digen: DigenConfig) -> SampleRequest:
+    row = PromptRow(TEXT, "", None, uid="p", images=tuple(image.reference for image in images))
+    return replace(sample_request(digen, row, 0, step=0, validate=True), window=ODE)
+
+
+def digen_of(**sampling: Any) -> DigenConfig:
+    return DigenConfig(sampling=SamplingConfig(val_num_steps=NUM_STEPS, **sampling))
+
+
+def sample(model: Any, network: Any, encode: Any, request: SampleRequest) -> torch.Tensor:
+    sampler = Sampler(model, network, run_seed=SEED, device=CPU, latents_dtype=torch.float32)
+    return sampler.sample([request], encode([request.inputs]), None, version=0)[1]
+
+
+def start_of(model: Any, geometry: Geometry) -> torch.Tensor:
+    return noise(SEED, "p", 0, INITIAL_LATENTS, model.latent_shape(geometry))[None]
+
+
+def test_two_images_of_different_shapes_are_the_pipelines(model, network, encode, pipeline, images):
+    request = request_of(images[:2], digen_of(height_px=64, width_px=64, size_from_image=True, image_px=96))
+    geometry = request.sampling.geometry
+    assert geometry == Geometry(64, 64, 1, ((64, 128), (128, 96))), "the last image's shape is 50 to 70"
+    with patch.object(pipeline_qwenimage_edit_plus, "VAE_IMAGE_SIZE", 96 * 96):
+        made = pipeline(
+            [image.read() for image in images[:2]],
+            TEXT,
+            latents=start_of(model, geometry),
+            height=geometry.height_px,
+            width=geometry.width_px,
+            num_inference_steps=NUM_STEPS,
+            output_type="latent",
+        )[0]
+    torch.testing.assert_close(sample(model, network, encode, request), made, atol=1e-5, rtol=0)
+
+
+@pytest.mark.long
+def test_by_default_all_sizes_are_the_pipelines(model, network, encode, pipeline, images):
+    request = request_of(images[1:2], digen_of(height_px=1024, width_px=1024, size_from_image=True))
+    geometry = request.sampling.geometry
+    made = pipeline(
+        images[1].read(),
+        TEXT,
+        latents=start_of(model, geometry),
+        num_inference_steps=NUM_STEPS,
+        output_type="latent",
+    )[0]
+    torch.testing.assert_close(sample(model, network, encode, request), made, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("area", [384**2, 1024**2])
+@pytest.mark.parametrize("size", [(1000, 1000), (4000, 3000), (1, 2), (333, 1024), (90, 40)])
+def test_a_fitted_size_is_the_pipelines(size, area):
+    width, height = pipeline_qwenimage_edit_plus.calculate_dimensions(area, size[0] / size[1])
+    assert fitted_size(*size, area**0.5) == (height, width)
+
+
+def test_a_line_keeps_a_side_that_a_network_can_read():
+    assert fitted_size(10_000, 1, 64) == (32, 6400)
+    assert geometry_of(SamplingConfig(size_from_image=True), [(9, 1)]).sources == ((352, 3072),)
+
+
+def test_rows_of_one_text_and_two_images_have_conditions_and_keys_of_their_own(model, network, encode, images):
+    digen = digen_of(height_px=64, width_px=64, image_px=64)
+    first, second = (request_of((image,), digen) for image in (images[0], images[2]))
+    assert first.sampling == second.sampling, "one bucket: they may share a forward"
+    assert first.condition_key != second.condition_key
+    one, other = encode([first.inputs, second.inputs])
+    assert not one["embeds"].equal(other["embeds"]) and not one["source"].equal(other["source"])
+    x, sigma = torch.randn(1, *model.latent_shape(first.sampling.geometry)), torch.tensor([0.5])
+
+    def velocity(condition: Any) -> torch.Tensor:
+        return model.velocity(network, x, sigma, [condition], None, 1.0, first.sampling.geometry)
+
+    base = velocity(one)
+    assert (velocity({**one, "source": other["source"]}) - base).abs().mean() > 1e-3, "the network reads the image"
+    assert (velocity({**one, "embeds": other["embeds"]}) - base).abs().mean() > 1e-3, "and so does the language model"
+    larger = request_of(images[:1], digen_of(height_px=64, width_px=64, image_px=96))
+    assert larger.condition_key != first.condition_key and larger.sampling != first.sampling
+
+
+def test_an_image_at_another_size_than_the_requests_is_an_error(model, network, encode, images):
+    (condition,) = encode([PromptInputs(TEXT, images[:1], 64)])
+    geometry = Geometry(64, 64, 1, ((64, 64),))
+    with pytest.raises(RuntimeError, match=r"must have 16 tokens of images for Geometry\(.*, got 12; encode"):
+        model.velocity(network, torch.randn(1, 16, 16), torch.tensor([0.5]), [condition], None, 1.0, geometry)
+
+
+def test_vllm_omni_is_refused_with_the_way_out():
+    with pytest.raises(ValueError, match=r"got 'QwenImageEditPlusPipeline'; set actor_rollout_ref.rollout.name=diff"):
+        require_served("QwenImageEditPlusPipeline")
+
+
+def test_a_prompt_that_is_too_long_is_an_error_with_its_image(encode, images):
+    with pytest.raises(ValueError, match="must have at most 1088 tokens in its template for Qwen-Image-Edit-Plus"):
+        encode([PromptInputs("red " * 1100, images[:1], 64)])
+
+
+def test_a_checkpoint_without_its_processor_is_incomplete(model, tmp_path: Path):
+
+    copy = shutil.copytree(model.path, tmp_path / "c", ignore=shutil.ignore_patterns("processor", "*.safetensors"))
+    with pytest.raises(ValueError, match=r"actor_rollout_ref\.model\.path .* lacks processor;"):
+        load_model(copy)

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tiny Qwen-Image-Edit-Plus: the tiny Qwen-Image, whose text encoder has a vision tower, and its processor."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import QwenImageEditPlusPipeline
+from transformers import Qwen2Tokenizer
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from verl_digen.models.tiny import qwen_image
+from verl_digen.models.tiny.text import byte_tokenizer
+
+MARKS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+"""Special tokens around images, and in their place."""
+CORPUS = [
+    "system\nDescribe the key features of the input image (color, shape, size, texture, objects, background), then "
+    "explain how the user's text instruction should alter or modify the image. Generate a new image that meets the "
+    "user's requirements while maintaining consistency with the original input where appropriate.",
+    "user\nPicture 1: ",
+    "assistant\n",
+    "make the small red circle two blue squares on a green background",
+]
+"""Training text of the tokenizer: the pipeline's prompt template, whose start it then splits into 64 tokens like the
+real one, and an instruction."""
+
+
+@dataclass(frozen=True)
+class EditCheckpoint:
+    """A pipeline and its processor, which diffusers makes with torchvision alone."""
+
+    pipeline: QwenImageEditPlusPipeline
+
+    def save_pretrained(self, path: str | Path) -> None:
+        """Write the checkpoint as the pipeline of a machine with torchvision does, without a part for videos."""
+        self.pipeline.save_pretrained(path)
+        Qwen2VLImageProcessorPil().save_pretrained(Path(path) / "processor")
+        index = Path(path) / "model_index.json"
+        parts = json.loads(index.read_text()) | {"processor": ["transformers", "Qwen2VLProcessor"]}
+        index.write_text(json.dumps(parts, indent=2))
+
+
+def make() -> EditCheckpoint:
+    """Build the pipeline: 3 MB."""
+    tokenizer = make_tokenizer()
+    processor: Any = tokenizer  # whose files are among the processor's
+    return EditCheckpoint(
+        QwenImageEditPlusPipeline(
+            scheduler=qwen_image.make_scheduler(),
+            vae=qwen_image.make_vae(),
+            text_encoder=make_text_encoder(tokenizer),
+            tokenizer=tokenizer,
+            processor=processor,
+            transformer=qwen_image.make_transformer(),
+        )
+    )
+
+
+def make_tokenizer() -> Qwen2Tokenizer:
+    return byte_tokenizer(CORPUS, [*qwen_image.SPECIAL_TOKENS, *MARKS])
+
+
+def make_text_encoder(tokenizer: Any) -> Any:
+    names = {"vision_start": MARKS[0], "vision_end": MARKS[1], "image": MARKS[2], "video": MARKS[3]}
+    ids = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(mark) for name, mark in names.items()}
+    return qwen_image.make_text_encoder(**ids)
