@@ -14,8 +14,8 @@
 #            the same prompts and noise over time, each picture beside its images.
 #
 # Prompt files: JSONL or parquet with the columns prompt and images (docs/data.md). The reward is one that needs no model:
-# pictures that compress well. For an edit that follows its instruction and keeps the rest see docs/rewards.md:
-# 'digen.reward.functions={judge: {weight: 0.8, url: URL}, image_similarity: {weight: 0.2, num_gpus: 0.1}}'
+# pictures that compress well. For your own: 'digen.reward.functions={}' reward.custom_reward_function.path=FILE
+# An edit should follow its instruction and keep the rest (docs/rewards.md): e.g. judge and image_similarity, 0.8 and 0.2.
 # A checkpoint is saved every 30 steps (trainer.save_freq) and after the last one; the newest two are kept.
 set -euo pipefail
 usage="usage: $0 PROMPTS VALIDATION_PROMPTS [KEY=VALUE ...]"

@@ -431,7 +431,7 @@ def test_images_for_a_model_that_reads_none_are_refused(start, runnable, tiny_vi
     [
         ("flux_dev", "FluxKontextPipeline"),
         ("qwen_image", "QwenImageEditPipeline"),
-        ("qwen_image", "QwenImageEditPlusPipeline"),
+        ("qwen_image", "QwenImageImg2ImgPipeline"),
         ("wan2.1", "WanImageToVideoPipeline"),
         ("wan2.1", "LTXPipeline"),
     ],

@@ -69,5 +69,5 @@ def _numbers(chunk: pyarrow.Array) -> Iterator[int | None]:
 
     kind = chunk.type
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        return iter(compute.list_value_length(chunk).to_pylist())
+        return iter(compute.call_function("list_value_length", [chunk]).to_pylist())
     return (1 if valid else None for valid in chunk.is_valid().to_pylist())

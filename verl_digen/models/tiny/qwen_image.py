@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from diffusers.models.autoencoders.autoencoder_kl_qwenimage import AutoencoderKLQwenImage
 from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformer2DModel
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import QwenImagePipeline
@@ -77,7 +79,7 @@ def make_vae() -> AutoencoderKLQwenImage:
     return vae
 
 
-def make_text_encoder(**token_ids: int) -> Qwen2_5_VLForConditionalGeneration:
+def make_text_encoder(**token_ids: Any) -> Qwen2_5_VLForConditionalGeneration:
     """Build the language model and its vision tower; `token_ids` are those of the marks of images."""
     return Qwen2_5_VLForConditionalGeneration(
         Qwen2_5_VLConfig(
