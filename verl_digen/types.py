@@ -20,7 +20,7 @@ from torch import Tensor
 
 from verl_digen.algorithms.forward import NoiseLevels
 from verl_digen.algorithms.window import Window
-from verl_digen.inputs import PromptInputs, content_key
+from verl_digen.inputs import ImageFile, PromptInputs, content_key
 from verl_digen.transfers import to_device
 
 Condition = dict[str, Tensor]
@@ -89,6 +89,8 @@ class PromptRow:
     """Position in the data set."""
     images: tuple[str, ...] = ()
     """Paths of the images that the prompt is about, absolute."""
+    pair: tuple[str, ...] = ()
+    """Paths of two pictures of the prompt, the chosen and the rejected one, absolute; () without a pair."""
     place: str = field(default="", compare=False)
     """Place where it was read, for messages: "line 3 of 'train.jsonl'"."""
 
@@ -111,6 +113,8 @@ class SampleRequest:
     recorded."""
     wants_latents: bool = False
     """True where a reward reads latents: the answer of every sample carries them."""
+    picture: ImageFile | None = None
+    """Picture of the data set that is the sample: the replica encodes it and generates nothing. None: generate it."""
 
     @property
     def branches(self) -> tuple[PromptInputs, ...]:
@@ -175,9 +179,9 @@ class Trajectory:
     sample_index: int
     record: PathRecord | CleanRecord
     seed: int
-    """Seed of its initial noise."""
+    """Seed of its initial noise; a picture of the data set has one too, which nothing reads."""
     version: int
-    """Weight version that generated the first step."""
+    """Weight version that generated the first step, or that the replica had when it encoded a picture."""
     last_version: int
     """Weight version that generated the last step; differs from `version` only by a bug."""
     sampling: Sampling
