@@ -405,7 +405,7 @@ TABLE: tuple[Mutation, ...] = (
         FORWARD,
     ),
     Mutation(
-        "algorithms/objectives/online_dpo.py",
+        "algorithms/objectives/preference.py",
         "a pair has half its gradient",
         "config.beta * half.sigmoid()",
         "0.5 * config.beta * half.sigmoid()",

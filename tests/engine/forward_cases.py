@@ -75,6 +75,7 @@ CASES = {
     "awm": ForwardCase("awm", {"clip_range": 0.05, "kl_coef": 0.3, "ema_kl_coef": 0.2}, scale="batch"),
     "dgpo": ForwardCase("dgpo", {"beta": 4.0, "clip": 0.15}, model="lora"),
     "online_dpo": ForwardCase("online_dpo", {"beta": 200.0}, scale="none"),
+    "offline_dpo": ForwardCase("offline_dpo", {"beta": 300.0}, scale="none", model="lora"),
 }
 SHAPES = [
     ((2, 2), "fragment", (("g1",), ("g0",))),

@@ -70,7 +70,7 @@ def test_the_gradient_is_that_of_plain_modules_one_row_at_a_time(
         reshape(engine, tile, reduce)
         found, metrics = trained(engine, batch, order)
         assert_close(found, expected, 2e-5)
-        assert metrics["num_rows"] == (10 if case.name == "online_dpo" else 15)
+        assert metrics["num_rows"] == (10 if case.name in ("online_dpo", "offline_dpo") else 15)
         assert metrics["num_late_samples"] == (3 if case.scale == "batch" and len(order) == 2 else 0)
         assert not any(name.startswith("rollout_") for name in metrics), "nothing was recorded to compare with"
         for share in ("clip_fraction", "dropped_fraction", "implicit_accuracy"):

@@ -2,7 +2,7 @@
 """Seconds of a step, calculated at an assumed share of the devices' peak, not measured.
 
 - Generation: T forwards per sample, none for a picture of the data set. Training: forward and backward per row, plus
-  one forward if old log-probs are recomputed, one for each other policy that the loss reads, and one for a joint column.
+  one forward if old log-probs are recomputed, one for each other policy that the loss reads, one for a joint column.
 - Not counted: text encoding, decoding, rewards, weight updates, communication and waiting. So a real step takes
   longer; `digen simulate` estimates by how much, and for which split.
 
