@@ -111,7 +111,7 @@ def without_noise(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @torch.no_grad()
 def test_a_pictures_latents_are_those_of_the_diffusers_pipeline(loaded: Loaded, without_noise: None) -> None:
-    """Compare with an unchanged VAE, one picture at a time and both together, and look at the shapes of the way back."""
+    """Compare with an unchanged VAE, one picture at a time and both together; decode what was encoded."""
     decoder = loaded.model.load_decoder(FLOAT, CPU)
     pixels = torch.stack([fitted(picture, PICTURE) for picture in pictures(PICTURE)])
     processed = diffusers.VideoProcessor().preprocess(pictures(PICTURE))  # type: ignore[arg-type]
