@@ -6,7 +6,15 @@ import sys
 
 import pytest
 
-from tests.e2e.conftest import ROOT, Run, assert_same_gradients, assert_same_weights, assert_succeeded, run_main, steps_of
+from tests.e2e.conftest import (
+    ROOT,
+    Run,
+    assert_same_gradients,
+    assert_same_weights,
+    assert_succeeded,
+    run_main,
+    steps_of,
+)
 from tests.weight_change import SGD
 from verl_digen.observe.timeline import read_timeline
 
@@ -37,7 +45,9 @@ def test_separate_pools_train_on_pairs_as_the_colocated_trainer_does_and_validat
     assert_same_gradients(one, other)
     for run in (one, other):
         steps = steps_of(run)
-        assert [(row["reward/mean"], row["batch/num_samples"], row["actor/num_rows"]) for row in steps] == [(0.5, 8, 8)] * 3
+        assert [(row["reward/mean"], row["batch/num_samples"], row["actor/num_rows"]) for row in steps] == [
+            (0.5, 8, 8)
+        ] * 3
         assert steps[0]["actor/pair_margin"] == pytest.approx(0, abs=1e-6)  # the policy is the reference
         assert steps[1]["actor/pair_margin"] != 0
         assert 0 < steps[-1]["val/reward_shapes"] < 1 and "reward/shapes" not in steps[-1]

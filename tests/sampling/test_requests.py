@@ -6,7 +6,7 @@ import pytest
 from verl_digen.algorithms.forward import ForwardConfig
 from verl_digen.algorithms.window import WindowConfig
 from verl_digen.config import DigenConfig, SamplingConfig
-from verl_digen.sampling.requests import num_points, sample_request
+from verl_digen.sampling.requests import condition_key, num_points, sample_request
 from verl_digen.types import PromptRow
 
 SAMPLING = SamplingConfig(num_steps=10, val_num_steps=20, true_cfg_scale=4.0, negative_prompt="ugly")
@@ -96,3 +96,9 @@ def test_only_the_first_sample_of_a_group_asks_for_the_conditions():
 def test_a_prompts_own_negative_prompt_wins_over_the_configs():
     assert ask().negative_inputs.text == "ugly"
     assert ask(negative="").negative_inputs.text == ""
+
+
+def test_points_and_conditions_of_pairs_are_known_without_their_pictures():
+    digen = replace(FORWARD, loss={"name": "offline_dpo"}, forward=ForwardConfig(kind="logit_normal", num_points=2))
+    row = PromptRow("a cat", "test", None, uid="p1")
+    assert num_points(digen) == 2 and condition_key(digen, row) == condition_key(FORWARD, row)

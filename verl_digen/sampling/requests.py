@@ -24,12 +24,12 @@ def request_id(uid: str, sample_index: int) -> str:
 
 def condition_key(digen: DigenConfig, row: PromptRow) -> str:
     """Key of the prompt's conditions, unless a custom agent loop rewrites the prompt."""
-    return _request_for(digen, row, 0, step=0, validate=False).condition_key
+    return plain_request(digen, row, 0, step=0, validate=False).condition_key
 
 
 def num_points(digen: DigenConfig) -> int:
     """Rows of one training sample, equal for all groups: its trained steps, or its forward points."""
-    request = _request_for(digen, PromptRow("", "", None), 0, step=0, validate=False)
+    request = plain_request(digen, PromptRow("", "", None), 0, step=0, validate=False)
     if request.noise_levels is not None:
         return len(request.noise_levels.steps)
     return len(request.window.train_steps)
@@ -49,13 +49,13 @@ def sample_request(
     Raises:
         ValueError: an image of the prompt, or a picture of its pair, cannot be read.
     """
-    request = _request_for(digen, row, sample_index, step=step, validate=validate)
+    request = plain_request(digen, row, sample_index, step=step, validate=validate)
     is_picture = digen.trains_pairs and not validate
     return replace(request, picture=image_file(row.pair[sample_index])) if is_picture else request
 
 
-def _request_for(digen: DigenConfig, row: PromptRow, sample_index: int, *, step: int, validate: bool) -> SampleRequest:
-    """The request without the picture of the data set."""
+def plain_request(digen: DigenConfig, row: PromptRow, sample_index: int, *, step: int, validate: bool) -> SampleRequest:
+    """`sample_request` without the picture of the data set, for a prompt that may have no pair."""
     config = digen.sampling
     num_steps = config.val_num_steps if validate else config.num_steps
     window, noise_levels = ODE_ONLY, None
