@@ -30,6 +30,7 @@ def test_separate_pools_train_on_pairs_as_the_colocated_trainer_does_and_validat
     subprocess.run([sys.executable, script, "--output", tmp_path / "pairs"], check=True, timeout=120)
     given = (
         *SGD,
+        "digen.loss.beta=1.0",  # gradients of the size that this rate is for
         f"data.train_files={tmp_path / 'pairs' / 'pairs.jsonl'}",
         "data.train_batch_size=4",
         "actor_rollout_ref.rollout.n=2",
