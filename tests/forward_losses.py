@@ -78,7 +78,7 @@ def _dgpo(rows: Sequence[Row], config: Any) -> Tensor:
     return total / len(rows)
 
 
-def _online_dpo(rows: Sequence[Row], config: Any) -> Tensor:
+def _dpo(rows: Sequence[Row], config: Any) -> Tensor:
     losses = []
     for one, other in _together(rows):
         best, worst = (one, other) if one["advantage"] > other["advantage"] else (other, one)
@@ -96,6 +96,7 @@ LOSSES: dict[str, Callable[[Sequence[Row], Any], Tensor]] = {
     "diffusion_nft": _nft,
     "awm": _awm,
     "dgpo": _dgpo,
-    "online_dpo": _online_dpo,
+    "online_dpo": _dpo,
+    "offline_dpo": _dpo,
     "opd_forward": _distance,
 }

@@ -57,6 +57,7 @@ SDE = "algorithms/test_sde.py"
 ADVANTAGES = "algorithms/test_advantages.py"
 LOSSES = "algorithms/test_losses.py"
 FORWARD = "algorithms/test_forward_losses.py"
+PICTURES = "rollout/test_pictures.py"
 OFF_POLICY = "algorithms/test_off_policy.py"
 RECEIVER = "weights/test_receiver.py"
 PROBE = "weights/test_probe.py"
@@ -481,11 +482,74 @@ TABLE: tuple[Mutation, ...] = (
         FORWARD,
     ),
     Mutation(
-        "algorithms/objectives/online_dpo.py",
+        "algorithms/objectives/preference.py",
         "a pair has half its gradient",
         "config.beta * half.sigmoid()",
         "0.5 * config.beta * half.sigmoid()",
         FORWARD,
+    ),
+    Mutation(
+        "sampling/requests.py",
+        "both samples of a pair are the chosen picture",
+        "source_image(row.pair[sample_index])",
+        "source_image(row.pair[0])",
+        PICTURES,
+    ),
+    Mutation(
+        "rollout/batcher.py",
+        "a picture is generated, with the samples of its batch",
+        "return entry[0].sampling, entry[0].picture is None",
+        "return entry[0].sampling, True",
+        PICTURES,
+    ),
+    Mutation(
+        "rollout/pictures.py",
+        "a picture is recorded under another version",
+        "versions=(version, version)",
+        "versions=(version, version + 1)",
+        PICTURES,
+    ),
+    Mutation(
+        "rollout/pictures.py",
+        "a picture that cannot be read fails its whole batch",
+        "except ValueError as error:",
+        "except KeyError as error:",
+        PICTURES,
+    ),
+    Mutation(
+        "agent_loop/pairs.py",
+        "the rejected picture is preferred",
+        "1.0 if sample_index == CHOSEN else 0.0",
+        "0.0 if sample_index == CHOSEN else 1.0",
+        "agent_loop/test_finish.py",
+    ),
+    Mutation(
+        "models/qwen_image.py",
+        "encoded latents are not divided by their std",
+        "(encode_each(vae, pixels, device, dtype) - mean) * inverse_std",
+        "(encode_each(vae, pixels, device, dtype) - mean) / inverse_std",
+        "models/test_encoding.py -k qwen_image",
+    ),
+    Mutation(
+        "models/pixels.py",
+        "encoded pictures keep the shift of the VAE",
+        "(latents - vae.config.shift_factor) * vae.config.scaling_factor",
+        "latents * vae.config.scaling_factor",
+        "models/test_encoding.py -k sd3",
+    ),
+    Mutation(
+        "models/pixels.py",
+        "a picture of another shape is stretched",
+        'resize_mode="crop"',
+        'resize_mode="default"',
+        "models/test_encoding.py -k another_size",
+    ),
+    Mutation(
+        "preflight/pairs.py",
+        "a file of which some rows have no pair starts",
+        "    if bare:",
+        "    if len(bare) == len(prompts):",
+        "plugin/test_pairs.py -k lacks",
     ),
     Mutation(
         "algorithms/objectives/matching.py",

@@ -22,7 +22,7 @@ from torch import Tensor
 from verl_digen.algorithms.forward import NoiseLevels
 from verl_digen.algorithms.tree import Tree
 from verl_digen.algorithms.window import Window
-from verl_digen.inputs import PromptInputs, content_key, read_images
+from verl_digen.inputs import PromptInputs, SourceImage, content_key, read_images
 from verl_digen.transfers import to_device
 
 Condition = dict[str, Tensor]
@@ -95,6 +95,8 @@ class PromptRow:
     images: tuple[str, ...] = ()
     """References to the images that the prompt is about: absolute paths, or places in tables; see
     `verl_digen.inputs.source_image`."""
+    pair: tuple[str, ...] = ()
+    """References to two pictures of the prompt, the chosen and the rejected one; () without a pair."""
     place: str = field(default="", compare=False)
     """Place where it was read, for messages: "line 3 of 'train.jsonl'"."""
 
@@ -122,6 +124,8 @@ class SampleRequest:
     wants_negative: bool = False
     """True where a teacher has guidance: the conditions hold the negative prompt's too, also if the sample is generated
     without guidance."""
+    picture: SourceImage | None = None
+    """Picture of the data set that is the sample: the replica encodes it and generates nothing. None: generate it."""
 
     def noise_index(self, step: int) -> int:
         """Number of the sample in its group whose noise a stochastic step takes: its own, or that of its node."""
@@ -196,9 +200,9 @@ class Trajectory:
     sample_index: int
     record: PathRecord | CleanRecord
     seed: int
-    """Seed of its initial noise."""
+    """Seed of its initial noise; a picture of the data set has one too, which nothing reads."""
     version: int
-    """Weight version that generated the first step."""
+    """Weight version that generated the first step, or that the replica had when it encoded a picture."""
     last_version: int
     """Weight version that generated the last step; differs from `version` only by a bug."""
     sampling: Sampling

@@ -65,3 +65,26 @@ def test_a_tag_tells_the_points_of_its_sample_and_when_it_was_made(record, exper
     assert (tag.generated, tag.scored, tag.reward) == ((1.0, 2.0), (3.0, 4.0), 0.5)
     assert (tag.seed, tag.version, tag.last_version, tag.condition_key) == (7, 3, 3, "key")
     assert (tag.parts, tag.calls) == ({"shapes": 0.5}, (CALL,))
+
+
+@pytest.mark.parametrize(("index", "reward"), [(0, 1.0), (1, 0.0)], ids=["chosen", "rejected"])
+def test_a_picture_of_the_data_set_has_its_pairs_verdict_and_no_reward_is_called(index, reward):
+    worker = make_worker()
+    worker.digen, worker._rewards = DigenConfig(loss={"name": "offline_dpo"}), None
+    trajectory = Trajectory("g0", index, CLEAN, 7, 3, 3, SAMPLING, "key")
+    pixels = torch.zeros(16, 16, 3, dtype=torch.uint8)
+    generation = Generation(trajectory, pixels, started_s=1.0, ended_s=2.0, experts=())
+    tag = asyncio.run(worker._finish(generation, PromptRow("a cat", "test", None, uid="g0"), 4, validate=False)).tag
+    assert (tag.reward, tag.parts, tag.calls) == (reward, {}, ()) and 0 < tag.scored[0] <= tag.scored[1]
+
+
+def test_a_validation_sample_of_such_a_run_is_scored():
+    worker = make_worker()
+    worker.digen = DigenConfig(loss={"name": "offline_dpo"}, num_logged_images=0)
+    worker.rollout_config.val_kwargs = SimpleNamespace(n=4)
+    trajectory = Trajectory("g0", 1, CLEAN, 7, 3, 3, SAMPLING, "key")
+    generation = Generation(
+        trajectory, torch.zeros(16, 16, 3, dtype=torch.uint8), started_s=1.0, ended_s=2.0, experts=()
+    )
+    tag = asyncio.run(worker._finish(generation, PromptRow("a cat", "test", None, uid="g0"), 4, validate=True)).tag
+    assert (tag.reward, tag.parts) == (0.5, {"shapes": 0.5})

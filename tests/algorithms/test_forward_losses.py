@@ -17,7 +17,7 @@ from tests.forward_losses import slow_loss
 from verl_digen.algorithms.metric import numbers
 from verl_digen.algorithms.objectives import best_and_worst, default_config, find_objective, policy_loss
 from verl_digen.algorithms.objectives.awm import surrogate
-from verl_digen.algorithms.objectives.online_dpo import preferred_pair
+from verl_digen.algorithms.objectives.preference import preferred_pair
 from verl_digen.algorithms.rows import LossInputs
 
 ORACLES = Path(__file__).parents[1] / "fixtures" / "oracles"
@@ -83,11 +83,12 @@ def test_dgpo_agrees_with_its_code():
     assert [decay.at(k) for k in steps] == pytest.approx(oracle["ema_ref_decay"].tolist())
 
 
-def test_online_dpo_agrees_with_its_code():
+@pytest.mark.parametrize("name", ["online_dpo", "offline_dpo"])
+def test_losses_of_pairs_agree_with_their_code(name: str):
     """Adjacent rows are a pair, the chosen one first; the second pair is a tie that the code trains all the same."""
     oracle = oracle_of("online_dpo")
     inputs = inputs_of(oracle, advantage=[1.0, -1.0] * 3, group=[0, 0, 1, 1, 2, 2])
-    output = policy_loss("online_dpo", inputs, replace(default_config("online_dpo"), beta=100.0))
+    output = policy_loss(name, inputs, replace(default_config(name), beta=100.0))
     assert_agrees(output.loss, inputs["velocity"], oracle["beta100_loss"], oracle["beta100_dloss_dv"])
     assert numbers(output.metrics)["implicit_accuracy"] == pytest.approx(oracle["beta100_implicit_acc"].item())
 
@@ -117,6 +118,7 @@ def some_rows() -> dict[str, Tensor]:
         ("dgpo", {"beta": 3.0, "clip": 0.02}),
         ("dgpo", {"beta": 20.0, "clip": math.inf}),
         ("online_dpo", {"beta": 20.0}),
+        ("offline_dpo", {"beta": 20.0}),
     ],
     ids=str,
 )
@@ -137,7 +139,7 @@ def test_loss_and_gradient_are_those_of_the_formula(name: str, settings: dict[st
         assert 0 < numbers(output.metrics)["clip_fraction"] < 1
 
 
-@pytest.mark.parametrize("name", ["dgpo", "online_dpo"])
+@pytest.mark.parametrize("name", ["dgpo", "online_dpo", "offline_dpo"])
 def test_a_joint_column_is_made_of_unmasked_rows_and_has_no_gradient(name: str):
     inputs, config = some_rows(), default_config(name)
     joint = find_objective(name).joint
@@ -167,7 +169,7 @@ def test_gspo_s_column_is_made_of_trajectories():
     assert made.loss == given.loss
 
 
-@pytest.mark.parametrize("name", ["awm", "dgpo", "online_dpo"])
+@pytest.mark.parametrize("name", ["awm", "dgpo", "online_dpo", "offline_dpo"])
 def test_a_missing_input_is_an_error_that_names_what_is_there(name: str):
     inputs, config = some_rows(), default_config(name)
     needed = [*find_objective(name).latents_for(config), "advantage"]
@@ -183,7 +185,7 @@ def test_a_missing_input_is_an_error_that_names_what_is_there(name: str):
 def test_a_pair_is_two_rows_with_opposite_signs():
     inputs, config = some_rows(), default_config("online_dpo")
     for wrong in ({"advantage": inputs["advantage"].abs()}, {"point": torch.zeros(12, dtype=torch.int64)}):
-        with pytest.raises(ValueError, match=r"digen.loss.name=online_dpo needs two rows of each group at a point"):
+        with pytest.raises(ValueError, match=r"a loss of preference pairs needs two rows of each group at a point"):
             policy_loss("online_dpo", inputs | wrong, config)
 
 

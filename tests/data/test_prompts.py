@@ -9,7 +9,7 @@ import pytest
 from verl_digen.data import dataset as dataset_module
 from verl_digen.data.dataset import DiffusionPromptDataset
 from verl_digen.data.lengths import describe_dropped, find_too_long, without
-from verl_digen.data.prompts import default_ground_truth, default_source, read_prompts
+from verl_digen.data.prompts import count_repeated, default_ground_truth, default_source, read_prompts
 from verl_digen.types import PromptRow
 
 
@@ -219,6 +219,24 @@ def test_images_are_found_beside_the_file(tmp_path):
     (tmp_path / "p.jsonl").write_text(f'{first}\n{{"prompt": "b", "images": []}}\n{{"prompt": "c"}}\n')
     found = [prompt.images for prompt in read_prompts(str(tmp_path / "p.jsonl"))]
     assert found == [(str(tmp_path / "b.png"), f"{tmp_path}/../{tmp_path.name}/b.png"), (), ()]
+
+
+def test_a_pair_of_pictures_is_found_beside_the_file(tmp_path):
+    for name in ("a.png", "b.png"):
+        (tmp_path / name).write_bytes(b"")
+    first = '{"prompt": "a", "chosen": "a.png", "rejected": ["b.png"]}'
+    (tmp_path / "p.jsonl").write_text(f'{first}\n{{"prompt": "b", "chosen": null}}\n{first}\n')
+    found = read_prompts(str(tmp_path / "p.jsonl"))
+    assert [prompt.pair for prompt in found][:2] == [(str(tmp_path / "a.png"), str(tmp_path / "b.png")), ()]
+    assert found[0].extra == {} and count_repeated(found) == 1
+    swapped = first.replace("chosen", "x").replace("rejected", "chosen").replace('"x"', '"rejected"')
+    (tmp_path / "p.jsonl").write_text(f"{first}\n{swapped}\n")
+    assert count_repeated(read_prompts(str(tmp_path / "p.jsonl"))) == 0
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a", "chosen": "a.png"}')
+    with pytest.raises(
+        ValueError, match=r"line 1 of '.*p.jsonl' must have one picture in each of the columns .*got 1 and 0"
+    ):
+        read_prompts(str(tmp_path / "p.jsonl"))
 
 
 def test_the_dataset_gives_verls_rows_and_honours_max_samples(tmp_path):

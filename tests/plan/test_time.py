@@ -2,6 +2,7 @@
 import pytest
 
 from tests.plan.runs import make_run
+from verl_digen.algorithms.forward import ForwardConfig
 from verl_digen.config import GapConfig, KlConfig
 from verl_digen.plan.time import plan_time
 
@@ -52,3 +53,9 @@ def test_an_unknown_device_has_no_seconds():
 
 def test_half_of_the_blocks_recomputed_cost_half_a_forward():
     assert plan_time(make_run(), None, 0.4, 0.5).training_flops == SAMPLES * ROWS * 3.5 * FORWARD
+
+
+def test_pictures_of_a_data_set_are_not_denoised():
+    digen = {"loss": {"name": "offline_dpo"}, "forward": ForwardConfig(kind="logit_normal", num_points=1)}
+    time = plan_time(make_run(digen=digen), "H100", 0.4, 1.0)
+    assert time.generating_flops == time.generating_s == 0 and time.training_flops > 0

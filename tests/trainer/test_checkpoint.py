@@ -16,7 +16,9 @@ from verl_digen.trainer.checkpoint import (
 )
 from verl_digen.types import PromptRow
 
-PROMPT = PromptRow("a cat", "animals", None, "ugly", {"n": 1}, uid="p7", index=3, images=("/a.png",))
+PROMPT = PromptRow(
+    "a cat", "animals", None, "ugly", {"n": 1}, uid="p7", index=3, images=("/a.png",), pair=("/b.png", "/c.png")
+)
 
 
 def test_the_driver_state_survives_a_round_trip(tmp_path):

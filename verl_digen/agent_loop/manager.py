@@ -23,6 +23,7 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorke
 from verl_digen.agent_loop.chunks import ChunkOrder, ChunkRunner, GeneratedChunk, ScoredChunk
 from verl_digen.agent_loop.custom import make_agent_loop
 from verl_digen.agent_loop.generated import GroupsBeingGenerated
+from verl_digen.agent_loop.pairs import pair_score
 from verl_digen.agent_loop.server_manager import ServerClient
 from verl_digen.agent_loop.single_turn import DiffusionSingleTurnAgentLoop
 from verl_digen.data.rows import ROW, loop_columns, loop_row
@@ -209,6 +210,8 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
     ) -> tuple[Score, tuple[float, float]]:
         """Have the rewards score the sample -> (score, (start, end) in unix time). Pixels are sent only to them."""
         trajectory = generation.trajectory
+        if self.digen.trains_pairs and not validate:
+            return pair_score(trajectory.sample_index)
         row, index = replace(row, uid=trajectory.uid), trajectory.sample_index
         pixels, latents = generation.pixels.numpy(), generation.latents
         sample = RewardInput(pixels, row, index, is_validation=validate, latents=latents)

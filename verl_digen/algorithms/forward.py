@@ -47,7 +47,7 @@ class NoiseLevels:
 @dataclass(frozen=True)
 class ForwardConfig:
     """`digen.forward`: the points of objectives that noise finished pictures again (diffusion_nft, awm, dgpo,
-    online_dpo). Others train `digen.window`."""
+    online_dpo, offline_dpo). Others train `digen.window`."""
 
     kind: str = "steps"
     """steps: levels of distinct denoise steps (DiffusionNFT, DGPO). strata: the steps are cut into as many equal parts

@@ -212,6 +212,16 @@ class DigenConfig:
         return find_objective(self.loss_name).points == "forward"
 
     @property
+    def trains_pairs(self) -> bool:
+        """True if the samples that train are pairs of pictures of the data set. ValueError if there is no such loss."""
+        return find_objective(self.loss_name).source == "dataset"
+
+    @property
+    def num_generation_steps(self) -> int:
+        """Denoising steps of a training sample: none for a picture of the data set."""
+        return 0 if self.trains_pairs else self.sampling.num_steps
+
+    @property
     def select(self) -> Select:
         """Choice of the samples of a group that train: by `advantage.best_of`, else the objective's. ValueError if
         there is no such loss."""

@@ -8,6 +8,7 @@
 | `data_source` (`data.reward_fn_key`) | its source; validation is reported per source | see `default_source` |
 | `ground_truth`, or `reward_model.ground_truth` | the reference for reward functions | see `default_ground_truth` |
 | `images` (`data.image_key`) | images it is about: paths relative to the file's folder, or a table's | none |
+| `chosen`, `rejected` | two pictures of it, of which the first one is preferred; for `offline_dpo` | none |
 | `extra_info` | a mapping for reward functions | `{}` |
 | any other | joins `extra_info`, e.g. GenEval's `tag`, `include`, `exclude` | - |
 
@@ -42,7 +43,9 @@ UNREADABLE = re.compile("[\0\ud800-\udfff]")
 QUOTED = re.compile(r'"([^"]+)"')
 
 
-FIXED = ("negative_prompt", "reward_model", "ground_truth", "extra_info")
+PAIR = ("chosen", "rejected")
+"""Columns of a preference pair."""
+FIXED = ("negative_prompt", "reward_model", "ground_truth", "extra_info", *PAIR)
 """Columns that always have these names."""
 NAMED_BY = ("prompt_key", "reward_fn_key", "image_key")
 """Keys of `data:` that name the fields of `Columns`, in order."""
@@ -97,8 +100,9 @@ def read_prompts(files: Any, key: str = TRAIN, columns: Columns = VERLS_NAMES) -
 
 
 def count_repeated(prompts: Sequence[PromptRow]) -> int:
-    """Number of prompts that equal an earlier one in text, negative prompt, images and reference."""
-    return len(prompts) - len({(row.text, row.negative, row.images, repr(row.ground_truth)) for row in prompts})
+    """Number of prompts that equal an earlier one in text, negative prompt, images, pair and reference."""
+    known = {(row.text, row.negative, row.images, row.pair, repr(row.ground_truth)) for row in prompts}
+    return len(prompts) - len(known)
 
 
 def default_source(path: Path) -> str:
@@ -159,6 +163,7 @@ def _to_prompt(
         negative=negative,
         extra=extra_info | _mapping(row, "extra_info", where),
         images=_images(row.get(columns.images), columns.images, folder, where),
+        pair=_pair(row, folder, where),
         place=place,
     )
 
@@ -232,6 +237,18 @@ def _reference(given: str, column: str, folder: Path, where: str) -> str:
             f"{str(folder)!r}"
         )
     return reference
+
+
+def _pair(row: Mapping[str, Any], folder: Path, where: str) -> tuple[str, ...]:
+    """Absolute paths of the chosen and the rejected picture; () if the row has neither."""
+    found = [_images(row.get(column), column, folder, where) for column in PAIR]
+    numbers = [len(paths) for paths in found]
+    if numbers not in ([0, 0], [1, 1]):
+        raise ValueError(
+            f"{where} must have one picture in each of the columns {' and '.join(PAIR)}, or in none, got {numbers[0]} "
+            f"and {numbers[1]}; give both, or leave both out"
+        )
+    return tuple(path for paths in found for path in paths)
 
 
 def _mapping(row: Mapping[str, Any], column: str, where: str) -> dict[str, Any]:

@@ -46,6 +46,7 @@ def loop_columns(row: PromptRow) -> dict[str, Any]:
         "reward_model": {"ground_truth": row.ground_truth},
         "extra_info": row.extra,
         "images": row.images,
+        "pair": row.pair,
         "index": row.index,
         "uid": row.uid,
     }
@@ -60,6 +61,7 @@ def loop_row(columns: Mapping[str, Any]) -> PromptRow:
         ground_truth=columns["reward_model"]["ground_truth"],
         extra=columns["extra_info"],
         images=columns["images"],
+        pair=columns["pair"],
         index=columns["index"],
         uid=columns["uid"],
     )

@@ -125,7 +125,7 @@ class DiffusionModel(ABC):
 
     @abstractmethod
     def load_decoder(self, dtype: torch.dtype, device: torch.device) -> Decoder:
-        """Load the VAE, in `decoder_dtype(dtype)`."""
+        """Load the VAE, decoder and encoder, in `decoder_dtype(dtype)`."""
 
     def decoder_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """dtype in which the VAE decodes where the network computes in `dtype`: that of the pipeline's authors.

@@ -110,7 +110,10 @@ class Flux(DiffusionModel):
         def unpack(latents: Tensor, geometry: Geometry) -> Tensor:
             return FluxPipeline._unpack_latents(latents, geometry.height_px, geometry.width_px, self._vae_scale)
 
-        return load_image_decoder(self.path / "vae", self.decoder_dtype(dtype), device, unpack=unpack)
+        def pack(latents: Tensor) -> Tensor:
+            return FluxPipeline._pack_latents(latents, *latents.shape)
+
+        return load_image_decoder(self.path / "vae", self.decoder_dtype(dtype), device, unpack=unpack, pack=pack)
 
     # -- the shape of the problem -------------------------------------------------------------------------
     def _token_grid(self, geometry: Geometry) -> tuple[int, int]:

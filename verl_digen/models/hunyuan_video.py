@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from verl_digen.models.base import Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder
 from verl_digen.models.hunyuan_video_forward import SEQUENCE_PLAN, run_unmasked
-from verl_digen.models.pixels import decode_each
+from verl_digen.models.pixels import decode_each, encode_each
 from verl_digen.models.sizes import num_video_tokens, video_latent_shape
 from verl_digen.models.spec import MODULATION, ConditionLayout, FlopsLayout, ModelSpec, SequenceLayout
 from verl_digen.models.text import length_check, pad_embeds, text_encoder
@@ -113,7 +113,12 @@ class HunyuanVideo(DiffusionModel):
             # The end of HunyuanVideoPipeline.__call__.
             return decode_each(vae, latents.to(device, dtype) / vae.config.scaling_factor)
 
-        return Decoder(decode, (vae,))
+        @torch.no_grad()
+        def encode(pixels: Tensor) -> Tensor:
+            # `prepare_latents` of HunyuanVideoImageToVideoPipeline.
+            return encode_each(vae, pixels, device, dtype) * vae.config.scaling_factor
+
+        return Decoder(decode, (vae,), encode)
 
     # -- the shape of the problem -------------------------------------------------------------------------
     def latent_shape(self, geometry: Geometry) -> tuple[int, ...]:

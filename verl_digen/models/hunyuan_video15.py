@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from verl_digen.models.base import Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder
 from verl_digen.models.hunyuan_video15_forward import run_text_to_video
 from verl_digen.models.hunyuan_video_forward import SEQUENCE_PLAN
-from verl_digen.models.pixels import decode_each
+from verl_digen.models.pixels import decode_each, encode_each
 from verl_digen.models.sizes import num_video_tokens, video_latent_shape
 from verl_digen.models.spec import MODULATION, ConditionLayout, FlopsLayout, ModelSpec, SequenceLayout, VllmOmniServing
 from verl_digen.models.text import PROMPT_CHARACTERS_SHOWN, length_check, pad_embeds, text_encoder
@@ -173,7 +173,12 @@ class HunyuanVideo15(DiffusionModel):
             # The end of HunyuanVideo15Pipeline.__call__.
             return decode_each(vae, latents.to(device, dtype) / vae.config.scaling_factor)
 
-        return Decoder(decode, (vae,))
+        @torch.no_grad()
+        def encode(pixels: Tensor) -> Tensor:
+            # `_get_image_latents` of HunyuanVideo15ImageToVideoPipeline.
+            return encode_each(vae, pixels, device, dtype) * vae.config.scaling_factor
+
+        return Decoder(decode, (vae,), encode)
 
     # -- the shape of the problem -------------------------------------------------------------------------
     def latent_shape(self, geometry: Geometry) -> tuple[int, ...]:

@@ -32,6 +32,9 @@ class Decoder:
 
     decode: Callable[[Tensor, Geometry], Tensor]
     modules: tuple[nn.Module, ...]
+    encode: Callable[[Tensor], Tensor]
+    """The way back: pixels as `decode` gives them, of a size that the model makes -> packed latents [B, ...] on the
+    VAE's device, in its dtype. The mode of the VAE's posterior, without noise."""
 
     def __call__(self, latents: Tensor, geometry: Geometry) -> Tensor:
         return self.decode(latents, geometry)

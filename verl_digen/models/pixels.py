@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion of a VAE's output to 8-bit pixels on the host, rounded as by diffusers' processors.
+"""Conversion between a VAE's frames and 8-bit pixels on the host, as by diffusers' processors.
 
 - Pictures leave the accelerator a few at a time (`in_batches`), and a video before the next one is decoded: peak memory
   is that of so many pictures, or of one video.
@@ -14,11 +14,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from diffusers.image_processor import VaeImageProcessor
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from PIL import Image
 from torch import Tensor
 
 from verl_digen.models.loaded import Decoder
+from verl_digen.transfers import to_device
 from verl_digen.types import Geometry
 
 
@@ -26,6 +30,29 @@ def to_pixels(frames: Tensor) -> Tensor:
     """[B, 3, H, W] or [B, 3, F, H, W] in [-1, 1] -> uint8 with channels last, on the CPU."""
     in_unit_range = (frames * 0.5 + 0.5).clamp(0, 1).float()
     return (in_unit_range.movedim(1, -1) * 255).round().to(torch.uint8).cpu()
+
+
+def from_pixels(pixels: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Inverse of `to_pixels`: uint8 [B, H, W, 3] or [B, F, H, W, 3] -> channels second, in [-1, 1], on `device`."""
+    return to_device(pixels, device).movedim(-1, 1).to(torch.float32).div(255).mul(2).sub(1).to(dtype)
+
+
+def fitted(picture: Image.Image, geometry: Geometry) -> Tensor:
+    """uint8 [H, W, 3] of the run's size: scaled (Lanczos) until it covers the size, then the middle of it."""
+    resized: Any = VaeImageProcessor().resize(picture, geometry.height_px, geometry.width_px, resize_mode="crop")
+    return torch.from_numpy(np.array(resized))
+
+
+def posterior_mode(vae: Any, frames: Tensor) -> Tensor:
+    """Latents [B, C, ...] of frames in [-1, 1], before they are normalised: diffusers' `sample_mode="argmax"`."""
+    return vae.encode(frames, return_dict=False)[0].mode()
+
+
+def encode_each(vae: Any, pixels: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Encode one video after the other, uint8 [B, F', H', W', 3], or [B, H', W', 3] of one frame -> [B, C, F, H, W],
+    before they are normalised."""
+    videos = pixels.unsqueeze(1) if pixels.ndim == 4 else pixels
+    return torch.cat([posterior_mode(vae, from_pixels(one, device, dtype)) for one in videos.split(1)])
 
 
 def in_batches(
@@ -53,12 +80,17 @@ def decode_in(vae: Any, dtype: torch.dtype) -> None:
 
 
 def load_image_decoder(
-    folder: Path, dtype: torch.dtype, device: torch.device, *, unpack: Callable[[Tensor, Geometry], Tensor]
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    unpack: Callable[[Tensor, Geometry], Tensor],
+    pack: Callable[[Tensor], Tensor],
 ) -> Decoder:
     """Load the decoder of a model whose VAE is diffusers' `AutoencoderKL`.
 
     Args:
-        unpack: latents as the transformer reads them -> [B, C, H, W].
+        unpack: latents as the transformer reads them -> [B, C, H, W]. pack: the way back.
     """
     vae: Any = AutoencoderKL.from_pretrained(folder, dtype=dtype)
     vae.eval().to(device)
@@ -69,4 +101,10 @@ def load_image_decoder(
         denormalised = unpacked / vae.config.scaling_factor + vae.config.shift_factor
         return to_pixels(vae.decode(denormalised, return_dict=False)[0])
 
-    return Decoder(decode, (vae,))
+    @torch.no_grad()
+    def encode(pixels: Tensor) -> Tensor:
+        # `_encode_vae_image` of the image-to-image pipelines.
+        latents = posterior_mode(vae, from_pixels(pixels, device, dtype))
+        return pack((latents - vae.config.shift_factor) * vae.config.scaling_factor)
+
+    return Decoder(decode, (vae,), encode)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from verl_digen.models.base import TIMESTEPS_PER_SIGMA, Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder
-from verl_digen.models.pixels import to_pixels
+from verl_digen.models.pixels import encode_each, to_pixels
 from verl_digen.models.sequence import pad_prompts
 from verl_digen.models.sizes import check_size
 from verl_digen.models.spec import MODULATION, ConditionLayout, FlopsLayout, ModelSpec, SequenceLayout, VllmOmniServing
@@ -128,7 +128,14 @@ class QwenImage(DiffusionModel):
             denormalised = unpacked.to(device, dtype) / inverse_std + mean
             return to_pixels(vae.decode(denormalised, return_dict=False)[0][:, :, 0])
 
-        return Decoder(decode, (vae,))
+        @torch.no_grad()
+        def encode(pixels: Tensor) -> Tensor:
+            # `_encode_vae_image` and `prepare_latents` of QwenImageEditPipeline.
+            latents = (encode_each(vae, pixels, device, dtype) - mean) * inverse_std
+            batch, channels, _, rows, columns = latents.shape
+            return QwenImagePipeline._pack_latents(latents, batch, channels, rows, columns)
+
+        return Decoder(decode, (vae,), encode)
 
     # -- the shape of the problem -------------------------------------------------------------------------
     @property

@@ -98,7 +98,11 @@ class StableDiffusion3(DiffusionModel):
 
     def load_decoder(self, dtype: torch.dtype, device: torch.device) -> Decoder:
         return load_image_decoder(
-            self.path / "vae", self.decoder_dtype(dtype), device, unpack=lambda latents, geometry: latents
+            self.path / "vae",
+            self.decoder_dtype(dtype),
+            device,
+            unpack=lambda latents, geometry: latents,
+            pack=lambda latents: latents,
         )
 
     # -- the shape of the problem -------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from verl_digen.models.base import TIMESTEPS_PER_SIGMA, Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder
 from verl_digen.models.checkpoint import check_components
-from verl_digen.models.pixels import decode_each
+from verl_digen.models.pixels import decode_each, encode_each
 from verl_digen.models.sizes import num_video_tokens, video_latent_shape
 from verl_digen.models.spec import ConditionLayout, FlopsLayout, ModelSpec, SequenceLayout, VllmOmniServing
 from verl_digen.models.text import length_check, text_encoder
@@ -109,7 +109,12 @@ class Wan(DiffusionModel):
             # The end of WanPipeline.__call__.
             return decode_each(vae, latents.to(device, dtype) / inverse_std + mean)
 
-        return Decoder(decode, (vae,))
+        @torch.no_grad()
+        def encode(pixels: Tensor) -> Tensor:
+            # `prepare_latents` of WanImageToVideoPipeline.
+            return (encode_each(vae, pixels, device, dtype) - mean) * inverse_std
+
+        return Decoder(decode, (vae,), encode)
 
     # -- the shape of the problem -------------------------------------------------------------------------
     def latent_shape(self, geometry: Geometry) -> tuple[int, ...]:

@@ -34,7 +34,7 @@ from verl_digen.platforms.module_memory import SHARING
 from verl_digen.pool_sizes import num_generator_devices, num_replica_devices, num_trainer_devices
 from verl_digen.require import require
 from verl_digen.sampling.recording import record_trajectory, trained_latents
-from verl_digen.sampling.requests import planned_geometry, rows_per_group, sample_request
+from verl_digen.sampling.requests import plain_request, planned_geometry, rows_per_group
 from verl_digen.types import Condition, PromptRow, SampleRequest
 
 ADAMS = ("AdamW", "Adam")
@@ -287,7 +287,7 @@ def _measure(folder: Any, settings: Settings, model_config: DiffusionModelConfig
         teachers=exchanged,
         trajectory_bytes=max(
             record_bytes(
-                sample_request(digen, row, 0, step=0, validate=False), math.prod(shape) * dtypes.latents.itemsize
+                plain_request(digen, row, 0, step=0, validate=False), math.prod(shape) * dtypes.latents.itemsize
             )
             for row in first_step
         ),

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seconds of a step, calculated at an assumed share of the devices' peak, not measured.
 
-- Generation: T forwards per sample. Training: forward and backward per row, plus one forward if old log-probs are
-  recomputed, one for each other policy that the loss reads, one by its teacher (two with guidance of its own), and one
-  for a joint column.
+- Generation: T forwards per sample, none for a picture of the data set. Training: forward and backward per row, plus
+  one forward if old log-probs are recomputed, one for each other policy that the loss reads, one by its teacher (two
+  with guidance of its own), and one for a joint column.
 - Not counted: text encoding, decoding, rewards, weight updates, communication and waiting. So a real step takes
   longer; `digen simulate` estimates by how much, and for which split.
 
@@ -43,7 +43,7 @@ def plan_time(run: Run, device: str | None, mfu: float, recomputed: float) -> St
         recomputed: share of the blocks that backward recomputes.
     """
     settings, measured = run.settings, run.measured
-    generating = settings.num_samples * settings.digen.sampling.num_steps * measured.flops.forward
+    generating = settings.num_samples * _generation_steps(settings.digen) * measured.flops.forward
     row = measured.flops.training(is_frozen=settings.is_lora, recomputed=recomputed)
     digen = settings.digen
     row += _further_forwards(digen) * measured.flops.forward
@@ -56,6 +56,11 @@ def plan_time(run: Run, device: str | None, mfu: float, recomputed: float) -> St
     overlaps = settings.is_split and settings.digen.gap.enable
     step_s = max(generating_s, training_s) if overlaps else generating_s + training_s
     return StepTime(generating, training, generating_s, training_s, step_s)
+
+
+def _generation_steps(digen: DigenConfig) -> int:
+    """Denoising steps of a training sample."""
+    return digen.num_generation_steps if digen.loss_name in objective_names() else digen.sampling.num_steps
 
 
 def _further_forwards(digen: DigenConfig) -> float:

@@ -12,6 +12,8 @@ from omegaconf import DictConfig, OmegaConf
 from verl_digen.config import digen_config
 from verl_digen.config.reward import ALWAYS
 from verl_digen.pool_sizes import has_reward_model
+from verl_digen.preflight.inputs import validates
+from verl_digen.preflight.pairs import trains_pairs
 from verl_digen.preflight.pools import COLOCATED
 from verl_digen.require import require
 from verl_digen.reward.combine import find_combination, formula
@@ -44,15 +46,15 @@ def check_reward_keys(config: DictConfig) -> None:
 
 def check_rewards(config: DictConfig) -> None:
     """Require a reward, and that every named function can be loaded and called."""
-    weights = reward_weights(config)
+    weights, is_trained = reward_weights(config), not trains_pairs(config)
     require(
-        bool(weights),
+        bool(weights) or not (is_trained or validates(config)),
         "digen.reward.functions must name a reward function and its weight",
         weights,
         f"set e.g. digen.reward.functions.jpeg_compressibility=1.0, or {CUSTOM_KEY}.path",
     )
     require(
-        any(weights.values()),
+        any(weights.values()) or not is_trained,
         "digen.reward.functions and digen.reward.custom_weight must have a weight that is not 0",
         weights,
         "nothing would be learnt; give the function to train on a weight of 1",
@@ -185,7 +187,11 @@ def reward_weights(config: DictConfig) -> dict[str, float]:
 def reward_formula(config: DictConfig) -> str:
     """The reward that the run trains on, for people."""
     reward = digen_config(config).reward
-    return formula(reward_weights(config), reward.combine, reward.entries)
+    found = formula(reward_weights(config), reward.combine, reward.entries)
+    if not trains_pairs(config):
+        return found
+    scored = f"; validation: {found}" if validates(config) else ""
+    return f"reward = 1 for the chosen picture of a pair, 0 for the rejected one{scored}"
 
 
 def _check_custom(config: DictConfig) -> None:

@@ -19,6 +19,7 @@ from verl_digen.preflight.kernels import check_kernel_machine, check_kernel_mode
 from verl_digen.preflight.latents import check_latents
 from verl_digen.preflight.machine import check_machine
 from verl_digen.preflight.model import check_loss, check_model, check_model_section
+from verl_digen.preflight.pairs import check_pairs
 from verl_digen.preflight.paths import check_resume, check_run_dir
 from verl_digen.preflight.pools import (
     check_device,
@@ -113,6 +114,7 @@ RULES: tuple[Rule, ...] = (
     check_validation,
     check_loss,
     check_teachers,
+    check_pairs,
     check_agent_loop,
     check_branches,
     check_reward_keys,

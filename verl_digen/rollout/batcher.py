@@ -3,7 +3,7 @@
 
 - A batch holds requests with the `sampling` (size, steps, guidance) of the oldest pending request: the first of them by
   (uid, sample_index), and those whose prompts are nearest to its prompt in length, so that little is padded. The same
-  requests always form the same batch.
+  requests always form the same batch. Pictures of the data set, which are encoded, have batches of their own.
 - A batch starts when it is full, or when no request has arrived for `wait_s`.
 - A sample can be cancelled: it leaves the queue; when all of the running batch is cancelled, the batch stops at its
   next step.
@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from verl_digen.callers import tell
-from verl_digen.types import Generation, SampleRequest
+from verl_digen.types import Generation, SampleRequest, Sampling
 
 Execute = Callable[[Sequence[SampleRequest], Callable[[], bool]], Awaitable[Sequence[Generation | Exception]]]
 """(requests, should_stop) -> answers in the order of the requests, with an exception for a request that failed alone.
@@ -140,8 +140,11 @@ class RequestBatcher:
         def length(entry: Entry) -> int:
             return len(entry[0].inputs.text)
 
-        sampling = self._pending[0][0].sampling
-        fitting = sorted((entry for entry in self._pending if entry[0].sampling == sampling), key=by_name)
+        def kind(entry: Entry) -> tuple[Sampling, bool]:
+            return entry[0].sampling, entry[0].picture is None
+
+        oldest = kind(self._pending[0])
+        fitting = sorted((entry for entry in self._pending if kind(entry) == oldest), key=by_name)
         first = fitting[0]
         fitting.sort(key=lambda entry: (abs(length(entry) - length(first)), entry[0].uid != first[0].uid))
         batch = sorted(fitting[: self._max_batch_size], key=by_name)

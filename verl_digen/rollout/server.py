@@ -43,6 +43,7 @@ from verl_digen.rollout.peers import (
     restore,
     start_peers,
 )
+from verl_digen.rollout.pictures import PictureSamples
 from verl_digen.rollout.prompt_cache import PromptCache
 from verl_digen.sampling.branches import GuidanceBranches
 from verl_digen.sampling.prefix_cache import PrefixCache
@@ -99,6 +100,7 @@ class DiffusersServer:
             branches=GuidanceBranches(digen.rollout.split_guidance, self._device),
             prefixes=self._prefixes,
         )
+        self._pictures = PictureSamples(self._sampler, self._prompts, self._decode, self._decode_batch_size)
         self._batcher = RequestBatcher(
             self._generate_batch,
             max_batch_size=digen.rollout.max_batch_size,
@@ -166,6 +168,8 @@ class DiffusersServer:
         """Samples in the order of `requests`; the encoder's error for a request whose prompt it refuses."""
         started_s = time.time()
         self._require_whole()
+        if requests[0].picture is not None:
+            return self._pictures.make(requests, self._version)
         known = self._prompts.lookup([inputs for request in requests for inputs in request.branches])
         refused: dict[int, ValueError] = {}
         readable: list[SampleRequest] = []

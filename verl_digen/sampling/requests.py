@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sample requests, made from the config and a prompt. Pure functions, but for the hashes of a prompt's images."""
+"""Sample requests, made from the config and a prompt. Pure functions, but for the hashes of its images and pictures."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from verl_digen.algorithms.forward import draw_noise_levels
 from verl_digen.algorithms.window import Window, draw_window
@@ -42,12 +43,12 @@ def request_id(uid: str, sample_index: int) -> str:
 
 def condition_key(digen: DigenConfig, row: PromptRow) -> str:
     """Key of the prompt's conditions, unless a custom agent loop rewrites the prompt."""
-    return sample_request(digen, row, 0, step=0, validate=False).condition_key
+    return plain_request(digen, row, 0, step=0, validate=False).condition_key
 
 
 def num_points(digen: DigenConfig) -> int:
     """Rows of one training sample, equal for all groups: its trained steps, or its forward points."""
-    request = sample_request(digen, PromptRow("", "", None), 0, step=0, validate=False)
+    request = plain_request(digen, PromptRow("", "", None), 0, step=0, validate=False)
     if request.noise_levels is not None:
         return len(request.noise_levels.steps)
     return len(request.window.train_steps)
@@ -55,7 +56,7 @@ def num_points(digen: DigenConfig) -> int:
 
 def rows_per_group(digen: DigenConfig, group_size: int) -> int:
     """Rows of the samples of a group: those of each one, or the trained edges of its tree."""
-    request = sample_request(digen, PromptRow("", "", None), 0, step=0, validate=False)
+    request = plain_request(digen, PromptRow("", "", None), 0, step=0, validate=False)
     if request.tree is None:
         return group_size * num_points(digen)
     return request.tree.num_edges(request.window.train_steps)
@@ -73,8 +74,15 @@ def sample_request(
         validate: True for a deterministic validation sample.
 
     Raises:
-        ValueError: an image of the prompt cannot be read.
+        ValueError: an image of the prompt, or a picture of its pair, cannot be read.
     """
+    request = plain_request(digen, row, sample_index, step=step, validate=validate)
+    is_picture = digen.trains_pairs and not validate
+    return replace(request, picture=source_image(row.pair[sample_index])) if is_picture else request
+
+
+def plain_request(digen: DigenConfig, row: PromptRow, sample_index: int, *, step: int, validate: bool) -> SampleRequest:
+    """`sample_request` without the picture of the data set, for a prompt that may have no pair."""
     config = digen.sampling
     num_steps = config.val_num_steps if validate else config.num_steps
     window, noise_levels = ODE_ONLY, None

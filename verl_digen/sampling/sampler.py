@@ -340,6 +340,11 @@ def _check_batch(
                 f"requests of one batch must share their sampling, got {sampling} and {request.sampling}; "
                 "batch them apart"
             )
+        if request.picture is not None:
+            raise RuntimeError(
+                f"sample {request.sample_index} of group {request.uid} is a picture of the data set, which is encoded "
+                "and not generated; send it to a replica"
+            )
         last = max((*request.window.sde_steps, *request.window.train_steps), default=-1)
         if last >= sampling.num_steps - 1:
             raise RuntimeError(

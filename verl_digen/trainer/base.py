@@ -274,7 +274,7 @@ class DiffusionTrainer(PPOTrainerSync):
         found = result_metrics(self._result, times, num_devices=num_devices, trained_version=global_steps - 1)
         if self._computes:
             found |= utilisation(
-                self._result, found, num_steps=self.digen.sampling.num_steps, devices=self._pool_devices
+                self._result, found, num_steps=self.digen.num_generation_steps, devices=self._pool_devices
             )
         found |= {
             "perf/save_s": saving_s,

@@ -80,7 +80,10 @@ def load_open_prompts(step_dir: Path) -> list[PromptRow]:
             f"a checkpoint must hold the prompts that were drawn and not trained, but {str(step_dir)!r} has no "
             "prompts.json; take another checkpoint, or start a new run with trainer.resume_mode=disable"
         )
-    return [PromptRow(**row | {"images": tuple(row["images"])}) for row in json.loads(path.read_text())]
+    return [
+        PromptRow(**row | {name: tuple(row[name]) for name in row.keys() & {"images", "pair"}})
+        for row in json.loads(path.read_text())
+    ]
 
 
 def _plain(value: Any, place: str) -> Any:

@@ -49,9 +49,11 @@
 | `dgpo` | (f) A e with the flow error e, weighed by how far the group is from its order |
 | `opd`, `opd_forward` (f) | distance from the row's teacher; A is not read, unless flow_grpo's loss is added |
 | `online_dpo` | (f) -logsigmoid of the best sample's gain over the reference less the worst one's |
+| `offline_dpo` | (f) the same for a pair of pictures from the data set, chosen and rejected |
 
 Log-probs are means over latent dims, so ratios are near 1 and bounds that are wide for tokens seldom bind here.
-`digen.staleness.max_versions` > 1 needs one of those registered with `off_policy`: `tis` to `reinforce`, `online_dpo`.
+`digen.staleness.max_versions` > 1 needs one of those registered with `off_policy`: `tis` to `reinforce`, `online_dpo`,
+`offline_dpo`.
 
 Invariant: while advantages are not clamped, a loss registered as `homogeneous` is positively homogeneous in the
 advantage, loss(c A) = c loss(A) for c > 0. So the scale of advantages may be applied to an accumulated gradient

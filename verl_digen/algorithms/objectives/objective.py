@@ -8,6 +8,7 @@
 | `behaviour` | the policy that replicas serve for training samples |
 | `select` | which samples of a group train |
 | `joint` | a column that the rows of a trajectory or of a group make together |
+| `source` | where the samples that train come from |
 
 Policies besides the one that trains follow from the names of the inputs: a loss that reads `old_velocity` has policy
 `old` evaluated.
@@ -35,6 +36,9 @@ Points = Literal["path", "forward"]
 forward: clean latents x_0, noised again at training time (`digen.forward`); samples come from the ODE."""
 Policy = Literal["current", "old"]
 """Policies that replicas can serve: `current` is the one that trains."""
+Source = Literal["policy", "dataset"]
+"""Sources of the samples that train. policy: replicas generate them, and rewards score them.
+dataset: a prompt's row brings a pair of pictures, chosen and rejected, which replicas encode. Forward points alone."""
 
 ANY_COLUMNS = ("advantage", "reward", "sigma")
 ANY_LATENTS = ("velocity",)
@@ -170,6 +174,7 @@ class Objective:
     joint: Joint | None = None
     shares_noise: bool = False
     """True: forward points of a group's samples have the same noise."""
+    source: Source = "policy"
 
     def latents_for(self, settings: LossConfig) -> tuple[str, ...]:
         """Latents that the loss and the joint column read with these settings."""
@@ -196,6 +201,12 @@ class Objective:
         Raises:
             ValueError: a broken rule.
         """
+        require(
+            self.source == "policy" or self.points == "forward",
+            f"points of the objective {self.name!r} must be forward with source={self.source}: a picture has no path",
+            self.points,
+            "change one of them",
+        )
         made = () if self.joint is None else (self.joint.column,)
         known_latents = latents_of(self.points, {*POLICIES, *settings.copies})
         for argument, given, known in (

@@ -1,88 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """`online_dpo`: the best and the worst sample of a group as a preference pair. Needs final latents alone.
 
--logsigmoid(-beta / 2 m), m = (e - e_ref) of the best sample less that of the worst one, e the flow error under a noise
-and a noise level that both share. A group whose rewards are all equal has no pair, and trains nothing.
-
-Source: Diffusion-DPO, arXiv 2311.12908, for flow matching as in flow_grpo's code.
+The loss is `verl_digen.algorithms.objectives.preference`. A group whose rewards are all equal has no pair, and trains
+nothing.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-from torch import Tensor
-from torch.nn.functional import softplus
-
-from verl_digen.algorithms.objectives.config import LossConfig
-from verl_digen.algorithms.objectives.matching import ERRORS, error_gain, flow_error, sums_together
-from verl_digen.algorithms.objectives.objective import Joint, JointRows, best_and_worst
+from verl_digen.algorithms.objectives.preference import COLUMNS, LATENTS, PAIRS, DpoConfig, preference, preferred_pair
 from verl_digen.algorithms.objectives.registry import register_objective
-from verl_digen.algorithms.rows import LossInputs, LossOutput
-from verl_digen.require import require
 
-MARGIN = "pair_margin"
-"""Column: m of the row's pair."""
-
-
-@dataclass(frozen=True)
-class DpoConfig(LossConfig):
-    """Settings of `online_dpo`."""
-
-    beta: float = 2000.0
-    """Strength of the preference. 2000 is the default of verl-omni and Flow-Factory, 100 that of published recipes."""
-
-    def __post_init__(self) -> None:
-        require(0 < self.beta < math.inf, "digen.loss.beta must be > 0 and finite", self.beta, "100 to 2000 is usual")
-
-
-def preferred_pair(rewards: Sequence[float]) -> Sequence[int]:
-    """Positions of the best and the worst sample; none if all rewards are equal."""
-    return best_and_worst(rewards, 2) if max(rewards) > min(rewards) else ()
-
-
-def pair_margins(rows: JointRows, config: DpoConfig) -> Tensor:
-    """[M] margin m of each row's pair: the sum over its rows of the sign of the advantage times e - e_ref.
-
-    Raises:
-        ValueError: a group's rows at one point are not two with advantages of opposite signs.
-    """
-    signs = rows.advantages.sign()
-    balance, counts = sums_together(rows, signs)
-    if not (balance.eq(0) & counts.eq(2)).all():
-        raise ValueError(
-            "digen.loss.name=online_dpo needs two rows of each group at a point, with advantages of opposite signs, "
-            f"got {sorted({*counts.tolist()})} rows and signs that add up to {sorted({*balance.tolist()})}; give the "
-            "best and the worst sample of each group"
-        )
-    return sums_together(rows, signs * rows.scalars)[0]
-
-
-@register_objective(
+register_objective(
     "online_dpo",
     config=DpoConfig,
     points="forward",
-    columns=("advantage", MARGIN),
-    latents=("clean", "noise", "velocity"),
+    columns=COLUMNS,
+    latents=LATENTS,
     off_policy=True,
     select=preferred_pair,
     shares_noise=True,
-    joint=Joint(MARGIN, (), scalar=error_gain, combine=pair_margins, latents=ERRORS, needs_groups=True),
-)
-def preference(rows: LossInputs, config: DpoConfig) -> LossOutput:
-    """Mean over pairs of -logsigmoid(-beta / 2 m), with the gradient of the whole.
-
-    It is beta / 2 sigmoid(beta / 2 m) (grad e_best - grad e_worst). A pair is two rows, so each has weight
-    beta sigmoid(beta / 2 m), with the sign of its advantage.
-    """
-    half, error = 0.5 * config.beta * rows[MARGIN].detach(), flow_error(rows, "velocity")
-    weight = config.beta * half.sigmoid() * rows["advantage"].sign()
-    per_row = softplus(half) + weight * (error - error.detach())
-    metrics = {
-        "implicit_accuracy": rows.mean_metric((half < 0).float()),
-        "pair_margin": rows.mean_metric(rows[MARGIN]),
-        "flow_error": rows.mean_metric(error),
-    }
-    return LossOutput(rows.mean(per_row), metrics)
+    joint=PAIRS,
+)(preference)

@@ -17,6 +17,7 @@ from verl_digen.algorithms.objectives.objective import (
     Points,
     Policy,
     Select,
+    Source,
     all_samples,
 )
 from verl_digen.algorithms.rows import LossInputs, LossOutput
@@ -39,6 +40,7 @@ def register_objective(
     select: Select = all_samples,
     joint: Joint | None = None,
     shares_noise: bool = False,
+    source: Source = "policy",
 ) -> Callable[[LossFn], LossFn]:
     """Register an objective under `names`, by its loss and the inputs that it needs, at least one.
 
@@ -55,6 +57,7 @@ def register_objective(
         select: which samples of a group train.
         joint: a column that rows make together.
         shares_noise: forward points of a group's samples have the same noise, so that their errors can be compared.
+        source: where the samples that train come from. `dataset`: pictures of the prompts' rows, see `Source`.
 
     Raises:
         ValueError: a name is taken, or training has no such input.
@@ -70,7 +73,7 @@ def register_objective(
         for name in names:
             if name in _OBJECTIVES:
                 raise ValueError(f"an objective named {name!r} exists already; choose another name")
-            objective = Objective(name, points, loss, behaviour, select, joint, shares_noise)
+            objective = Objective(name, points, loss, behaviour, select, joint, shares_noise, source)
             objective.check_inputs(config())
             _OBJECTIVES[name] = objective
         return compute

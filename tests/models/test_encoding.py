@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures to latents: the VAE's way back, against what diffusers' own pipelines do with a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+from PIL import Image
+from torch import Tensor
+
+from tests.models.cases import CPU, Loaded
+from verl_digen.models.base import DiffusionModel
+from verl_digen.models.pixels import fitted, from_pixels, to_pixels
+from verl_digen.types import Geometry
+
+PICTURE = Geometry(64, 96)
+FLOAT = torch.float32
+
+
+def pictures(geometry: Geometry) -> list[Image.Image]:
+    """Two pictures of this size, smooth and noisy."""
+    rng = np.random.default_rng(0)
+    rows, columns = np.mgrid[: geometry.height_px, : geometry.width_px]
+    smooth = np.stack([rows * 2, columns * 2, rows + columns], -1) % 256
+    noisy = rng.integers(0, 256, smooth.shape)
+    return [Image.fromarray(values.astype(np.uint8)) for values in (smooth, noisy)]
+
+
+def image_to_image(name: str, vae: Any, frames: Tensor, model: DiffusionModel) -> Tensor:
+    """`prepare_latents` of an image-to-image pipeline; its scheduler adds no noise."""
+    own = SimpleNamespace(
+        vae=vae,
+        scheduler=SimpleNamespace(scale_noise=lambda latents, timestep, noise: latents),
+        vae_scale_factor=8,
+        latent_channels=vae.config.latent_channels,
+    )
+    prepare = getattr(diffusers, name).prepare_latents
+    if name == "StableDiffusion3Img2ImgPipeline":
+        return prepare(own, frames, None, len(frames), 1, FLOAT, CPU)
+    return prepare(own, frames, None, len(frames), own.latent_channels, *frames.shape[2:], FLOAT, CPU, None)
+
+
+def flux(vae: Any, frames: Tensor, model: DiffusionModel) -> Tensor:
+    latents = diffusers.FluxImg2ImgPipeline._encode_vae_image(SimpleNamespace(vae=vae), frames, None)  # type: ignore[arg-type]
+    return diffusers.FluxImg2ImgPipeline._pack_latents(latents, *latents.shape)
+
+
+def qwen_image(vae: Any, frames: Tensor, model: DiffusionModel) -> Tensor:
+    own: Any = SimpleNamespace(vae=vae, latent_channels=vae.config.z_dim)
+    latents = diffusers.QwenImageEditPipeline._encode_vae_image(own, frames.unsqueeze(2), None)  # type: ignore[arg-type]
+    return diffusers.QwenImageEditPipeline._pack_latents(latents, *latents.shape[:2], *latents.shape[3:])
+
+
+def wan(vae: Any, frames: Tensor, model: DiffusionModel) -> Tensor:
+    own: Any = SimpleNamespace(
+        vae=vae,
+        vae_scale_factor_temporal=vae.config.scale_factor_temporal,
+        vae_scale_factor_spatial=vae.config.scale_factor_spatial,
+        config=SimpleNamespace(expand_timesteps=True),
+    )
+    prepare = diffusers.WanImageToVideoPipeline.prepare_latents
+    height, width = frames.shape[2:]
+    return torch.cat(
+        [prepare(own, one, 1, vae.config.z_dim, height, width, 1, FLOAT, CPU)[1] for one in frames.split(1)]
+    )
+
+
+def hunyuan_video(vae: Any, frames: Tensor, model: DiffusionModel) -> Tensor:
+    own: Any = SimpleNamespace(
+        vae=vae,
+        vae_scaling_factor=vae.config.scaling_factor,
+        vae_scale_factor_temporal=vae.temporal_compression_ratio,
+        vae_scale_factor_spatial=vae.spatial_compression_ratio,
+    )
+    prepare = diffusers.HunyuanVideoImageToVideoPipeline.prepare_latents
+    channels = vae.config.latent_channels
+    return prepare(own, frames, len(frames), channels, *frames.shape[2:], 1, FLOAT, CPU)[1]
+
+
+def hunyuan_video15(vae: Any, frames: Tensor, model: DiffusionModel) -> Tensor:
+    pipeline = diffusers.HunyuanVideo15ImageToVideoPipeline
+    processor: Any = SimpleNamespace(preprocess=lambda image, height, width: image)
+    each = [pipeline._get_image_latents(vae, processor, one, 0, 0, CPU) for one in frames.split(1)]  # type: ignore[arg-type]
+    return torch.cat(each)
+
+
+PIPELINES: dict[str, Callable[[Any, Tensor, DiffusionModel], Tensor]] = {
+    "FluxPipeline": flux,
+    "HunyuanVideoPipeline": hunyuan_video,
+    "HunyuanVideo15Pipeline": hunyuan_video15,
+    "QwenImagePipeline": qwen_image,
+    "StableDiffusion3Pipeline": lambda *given: image_to_image("StableDiffusion3Img2ImgPipeline", *given),
+    "WanPipeline": wan,
+    "ZImagePipeline": lambda *given: image_to_image("ZImageImg2ImgPipeline", *given),
+}
+"""Our pipeline -> latents that the one with a picture as input makes of frames [B, 3, H, W]."""
+
+
+@pytest.fixture
+def without_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Image-to-image pipelines draw from the posterior; training wants its mode."""
+    monkeypatch.setattr(DiagonalGaussianDistribution, "sample", lambda self, generator=None: self.mode())
+
+
+@torch.no_grad()
+def test_a_pictures_latents_are_those_of_the_diffusers_pipeline(loaded: Loaded, without_noise: None) -> None:
+    """Compare with an unchanged VAE, one picture at a time and both together; decode what was encoded."""
+    decoder = loaded.model.load_decoder(FLOAT, CPU)
+    pixels = torch.stack([fitted(picture, PICTURE) for picture in pictures(PICTURE)])
+    processed = diffusers.VideoProcessor().preprocess(pictures(PICTURE))  # type: ignore[arg-type]
+    assert torch.equal(from_pixels(pixels, CPU, FLOAT), processed)
+    expected = PIPELINES[loaded.model.pipeline](loaded.pipeline.vae, processed, loaded.model)
+    latents = decoder.encode(pixels)
+    assert latents.shape == (2, *loaded.model.latent_shape(PICTURE)) and latents.std() > 0.1
+    torch.testing.assert_close(latents, expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(torch.cat([decoder.encode(one) for one in pixels.split(1)]), latents, atol=1e-5, rtol=0)
+    assert decoder(latents, PICTURE).shape == pixels.shape
+
+
+def test_a_video_has_the_latents_that_its_size_says(loaded: Loaded) -> None:
+    if not loaded.case.is_video:
+        pytest.skip("an image model")
+    decoder = loaded.model.load_decoder(FLOAT, CPU)
+    for geometry in loaded.case.sizes:
+        shape = (1, geometry.num_frames, geometry.height_px, geometry.width_px, 3)
+        pixels = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+        latents = decoder.encode(pixels)
+        assert latents.shape == (1, *loaded.model.latent_shape(geometry))
+        assert decoder(latents, geometry).shape == shape
+
+
+def test_pixels_come_back_from_the_range_of_the_vae() -> None:
+    pixels = torch.arange(256, dtype=torch.uint8).reshape(1, 16, 16, 1).expand(1, 16, 16, 3)
+    assert torch.equal(to_pixels(from_pixels(pixels, CPU, FLOAT)), pixels)
+
+
+@pytest.mark.parametrize("size", [(96, 64), (192, 128), (200, 64), (96, 300), (48, 32)], ids=str)
+def test_a_picture_of_another_size_is_scaled_to_cover_and_its_middle_is_kept(size: tuple[int, int]) -> None:
+    """Draw a white disc in the middle on black, and look where it is after scaling and cropping."""
+    rows, columns = np.mgrid[: size[1], : size[0]]
+    radius = min(size) / 4
+    inside = (rows - size[1] / 2 + 0.5) ** 2 + (columns - size[0] / 2 + 0.5) ** 2 < radius**2
+    picture = Image.fromarray(np.repeat(inside[..., None] * np.uint8(255), 3, -1))
+    found = fitted(picture, PICTURE)
+    assert found.shape == (64, 96, 3) and found.dtype == torch.uint8
+    scale = max(64 / size[1], 96 / size[0])
+    weights = found[..., 0].float() / 255
+    assert weights.sum() == pytest.approx(np.pi * (radius * scale) ** 2, rel=0.05)  # neither stretched nor squeezed
+    rows, columns = torch.arange(64.0), torch.arange(96.0)
+    assert (weights.sum(1) @ rows / weights.sum()).item() == pytest.approx(31.5, abs=0.6)
+    assert (weights.sum(0) @ columns / weights.sum()).item() == pytest.approx(47.5, abs=0.6)

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`offline_dpo`: the two pictures of a prompt's row as a preference pair (Diffusion-DPO). No picture is generated to
+train: replicas encode those of the data set.
+
+The loss is `verl_digen.algorithms.objectives.preference`. A prompt is a group of two samples: number 0 is the chosen
+picture, of reward 1, number 1 the rejected one, of reward 0.
+
+Source: Diffusion-DPO, arXiv 2311.12908; beta is 5000 in both of its launch scripts (SD1.5 and SDXL).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from verl_digen.algorithms.objectives.preference import COLUMNS, LATENTS, PAIRS, DpoConfig, preference, preferred_pair
+from verl_digen.algorithms.objectives.registry import register_objective
+
+
+@dataclass(frozen=True)
+class OfflineDpoConfig(DpoConfig):
+    """Settings of `offline_dpo`."""
+
+    beta: float = 5000.0
+    """Strength of the preference. 5000 as in Diffusion-DPO's launch scripts; its paper has 2000 for SD1.5."""
+
+
+register_objective(
+    "offline_dpo",
+    config=OfflineDpoConfig,
+    points="forward",
+    columns=COLUMNS,
+    latents=LATENTS,
+    off_policy=True,
+    select=preferred_pair,
+    shares_noise=True,
+    joint=PAIRS,
+    source="dataset",
+)(preference)

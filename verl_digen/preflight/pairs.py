@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules for objectives whose samples are pairs of pictures of the data set (`offline_dpo`)."""
+
+from __future__ import annotations
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_digen.algorithms.objectives import objective_names
+from verl_digen.config import digen_config
+from verl_digen.preflight.inputs import prompts_of, validates
+from verl_digen.require import require
+from verl_digen.reward.layout import has_custom
+
+PAIR_SIZE = 2
+"""Samples of a group: the chosen and the rejected picture."""
+
+
+def trains_pairs(config: DictConfig) -> bool:
+    """True if the run trains on pairs of pictures. False for an unknown loss, which `check_loss` reports."""
+    digen = digen_config(config)
+    return digen.loss_name in objective_names() and digen.trains_pairs
+
+
+def check_pairs(config: DictConfig) -> None:
+    """Require replicas that encode pictures, groups of a pair, a pair in every row, and rewards that have a use."""
+    if not trains_pairs(config):
+        return
+    _check_replicas(config)
+    _check_rows(config)
+    _check_rewards(config)
+
+
+def _check_replicas(config: DictConfig) -> None:
+    rollout, digen = config.actor_rollout_ref.rollout, digen_config(config)
+    loss = f"digen.loss.name={digen.loss_name}"
+    require(
+        rollout.name == "diffusers",
+        f"actor_rollout_ref.rollout.name must be diffusers with {loss}, whose pictures the replicas encode",
+        rollout.name,
+        "leave out recipe vllm_omni or virtual",
+    )
+    require(
+        rollout.n == PAIR_SIZE,
+        f"actor_rollout_ref.rollout.n must be {PAIR_SIZE} with {loss}: the chosen and the rejected picture of a prompt",
+        rollout.n,
+        f"set it to {PAIR_SIZE}",
+    )
+    require(
+        digen.sampling.num_frames == 1,
+        f"digen.sampling.num_frames must be 1 with {loss}, whose pairs are pictures; a video model trains on one frame",
+        digen.sampling.num_frames,
+        "set it to 1",
+    )
+    require(
+        digen.tag.policy == "off",
+        f"digen.tag.policy must be off with {loss}, which leaves trainer ranks nothing to generate",
+        digen.tag.policy,
+        "leave it out",
+    )
+
+
+def _check_rows(config: DictConfig) -> None:
+    """Require a pair in every row of `data.train_files`; `check_prompts` reports files that cannot be read."""
+    if OmegaConf.select(config, "data.train_files") is None:
+        return
+    prompts = prompts_of(config, "train").prompts
+    bare = [prompt for prompt in prompts if not prompt.pair]
+    if bare:
+        raise ValueError(
+            f"data.train_files: every row must have pictures in the columns chosen and rejected with digen.loss.name="
+            f"{digen_config(config).loss_name}, but {bare[0].place} has none (as {len(bare)} of {len(prompts)} rows); "
+            "give both, or take the rows without them out"
+        )
+
+
+def _check_rewards(config: DictConfig) -> None:
+    digen = digen_config(config)
+    given = [*digen.reward.functions, *(["reward.custom_reward_function.path"] if has_custom(config) else [])]
+    require(
+        not given or bool(validates(config)),
+        f"digen.reward.functions must be empty with digen.loss.name={digen.loss_name} where the run does not validate: "
+        "pairs are not scored, so none would be called",
+        given,
+        "set digen.reward.functions={}, or validate with trainer.test_freq=20",
+    )
+    require(
+        digen.reward.combine != "gdpo",
+        f"digen.reward.combine must not be gdpo with digen.loss.name={digen.loss_name}, whose pairs have no rewards to "
+        "normalise",
+        digen.reward.combine,
+        "leave it out",
+    )
