@@ -244,8 +244,8 @@ TABLE: tuple[Mutation, ...] = (
     Mutation(
         "engine/ledger.py",
         "samples that might be clamped train, the others wait",
-        "if abs(self._early[index]) > largest",
-        "if abs(self._early[index]) <= largest",
+        "if max(map(abs, self._early[index])) > largest",
+        "if max(map(abs, self._early[index])) <= largest",
         LEDGER,
     ),
     Mutation(
@@ -455,8 +455,8 @@ TABLE: tuple[Mutation, ...] = (
     Mutation(
         "engine/fragment.py",
         "pictures of two sizes share a tile",
-        "expert * len(samplings) + sampling",
-        "expert * len(samplings)",
+        "experts[point] * len(samplings) + sampling",
+        "experts[point] * len(samplings)",
         "engine/test_rows.py",
     ),
     # -- forward points and policies --------------------------------------------------------------------------
@@ -680,15 +680,15 @@ TABLE: tuple[Mutation, ...] = (
     Mutation(
         "trainer/updates.py",
         "samples that were not selected train",
-        "num_steps=tag.num_steps if position in chosen else 0",
+        "num_steps=tag.num_steps if position in chosen or tag.nodes else 0",
         "num_steps=tag.num_steps",
         f"{UPDATES} -k not_select",
     ),
     Mutation(
         "engine/rows.py",
         "rows have the advantages of other samples",
-        "advantages=samples.advantages[rows]",
-        "advantages=samples.advantages.flip(0)[rows]",
+        "return advantages[samples] if",
+        "return advantages.flip(0)[samples] if",
         f"{RANDOM}[3]",
     ),
     Mutation(
@@ -779,8 +779,8 @@ TABLE: tuple[Mutation, ...] = (
     Mutation(
         "sampling/sampler.py",
         "all samples of a group have the same noise",
-        "sample_seed(self.run_seed, request.uid, request.sample_index)",
-        "sample_seed(self.run_seed, request.uid, 0)",
+        "noise_seed(self.run_seed, requests[row], step)",
+        "noise_seed(self.run_seed, requests[0], step)",
         SAMPLER,
     ),
     Mutation(
@@ -828,8 +828,8 @@ TABLE: tuple[Mutation, ...] = (
     Mutation(
         "sampling/prefix.py",
         "samples wait for one step too many",
-        "step < prefix.num_steps",
-        "step <= prefix.num_steps",
+        "row in self.waiting and step < begins",
+        "row in self.waiting and step <= begins",
         "sampling/test_prefix.py",
     ),
     Mutation(
