@@ -765,8 +765,8 @@ TABLE: tuple[Mutation, ...] = (
     Mutation(
         "sampling/sampler.py",
         "the next step starts from the mean, without noise",
-        "latents = taken.next_sample",
-        "latents = taken.mean.to(self.latents_dtype)",
+        "latents = lanes.place(taken.next_sample, latents)",
+        "latents = lanes.place(taken.mean.to(self.latents_dtype), latents)",
         SAMPLER,
     ),
     Mutation(
