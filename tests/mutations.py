@@ -69,6 +69,7 @@ PROMPTS = "data/test_prompts.py"
 INPUTS = "rollout/test_inputs.py"
 UPDATES = "engine/test_updates.py"
 SEQUENCE = "engine/test_sequence.py"
+INVARIANTS = "engine/test_invariants.py"
 
 TABLE: tuple[Mutation, ...] = (
     # -- engine -------------------------------------------------------------------------------------------
@@ -430,7 +431,7 @@ TABLE: tuple[Mutation, ...] = (
         "a batch without rows ends the run",
         "if self.transaction.num_trained_rows else None",
         "if self.transaction else None",
-        "engine/test_forward_points.py -k ties",
+        f"{INVARIANTS} -k ties",
     ),
     Mutation(
         "engine/points.py",
@@ -451,14 +452,56 @@ TABLE: tuple[Mutation, ...] = (
         "trainers that assist generate with the weights that train",
         "nullcontext() if policy == CURRENT else",
         "nullcontext() if True else",
-        "engine/test_forward_points.py -k assisting",
+        f"{INVARIANTS} -k 'assists and diffusion_nft'",
     ),
     Mutation(
         "engine/sharded.py",
         "replicas get the weights that train where they should get another policy's",
         "self.exports: str = self.objective.behaviour",
         'self.exports: str = "current"',
-        "engine/test_forward_points.py -k assisting",
+        f"{INVARIANTS} -k 'assists and diffusion_nft'",
+    ),
+    Mutation(
+        "engine/points.py",
+        "the noise of a row depends on the rank that trains it",
+        "source = 0 if self.shares_noise else sample.sample_index",
+        "source = 0 if self.shares_noise else index",
+        f"{INVARIANTS} -k 'two_ranks and awm'",
+    ),
+    Mutation(
+        "engine/transaction.py",
+        "each rank's share of the joint column counts alone",
+        "lambda rows: joint.combine(rows, self.loss.config), self.exchange)",
+        "lambda rows: joint.combine(rows, self.loss.config), lambda part: part)",
+        f"{INVARIANTS} -k 'two_ranks and gspo'",
+    ),
+    Mutation(
+        "engine/copies.py",
+        "policies that follow are not in checkpoints",
+        "return {policy: self._weights[policy].state_dict() for policy in self._saved}",
+        "return {}",
+        f"{INVARIANTS} -k 'resumed and dgpo'",
+    ),
+    Mutation(
+        "engine/copies.py",
+        "the decay of a policy is that of the step before",
+        "self._update(policy, decay.at(k))",
+        "self._update(policy, decay.at(k - 1))",
+        f"{INVARIANTS} -k 'schedule and diffusion_nft'",
+    ),
+    Mutation(
+        "engine/transaction.py",
+        "the loss is a mean over the rows of one rank",
+        "self.loss_factor = num_ranks * ranks_per_row",
+        "self.loss_factor = ranks_per_row",
+        f"{INVARIANTS} -k 'two_ranks and cispo_masked'",
+    ),
+    Mutation(
+        "engine/transaction.py",
+        "stale samples train as if the weights had not moved",
+        'if denominator == "rollout":',
+        'if denominator == "never":',
+        f"{INVARIANTS} -k 'earlier_version and flow_grpo'",
     ),
     Mutation(
         "engine/copies.py",

@@ -94,9 +94,9 @@ def serial_loss_and_gradient(
                 loss = loss + kl_coef * kl[kl_kind]
             (loss.sum() / num_rows).backward()
             total += loss.sum().item() / num_rows
-    gradient = {
-        plain_name(name): parameter.grad.clone()
-        for name, parameter in module.named_parameters()
-        if parameter.grad is not None
-    }
-    return total, gradient
+    return total, gradient_of(module)
+
+
+def gradient_of(module: nn.Module) -> dict[str, Tensor]:
+    """The gradient that a backward left, by the checkpoint's names."""
+    return {plain_name(name): value.grad.clone() for name, value in module.named_parameters() if value.grad is not None}

@@ -140,10 +140,10 @@ def score(batch: RandomBatch, sample: Recorded, step: int, weights: Mapping[str,
     dt = next_sigma - sigma
     x, x_next = sample.latents[step].double(), sample.latents[step + 1].double()
     positive, negative = (text.double().mean(dim=0) for text in batch.conditions[sample.described.uid])
-    v = _velocity(batch.flavour, weights, x, sigma, positive)
+    v = velocity(batch.flavour, weights, x, sigma, positive)
     true_cfg_scale = batch.digen.sampling.true_cfg_scale
     if true_cfg_scale != 1:
-        unguided = _velocity(batch.flavour, weights, x, sigma, negative)
+        unguided = velocity(batch.flavour, weights, x, sigma, negative)
         v = unguided + true_cfg_scale * (v - unguided)
     s = batch.digen.sde.noise_level * math.sqrt(sigma / (1 - (second_sigma if sigma == 1 else sigma)))
     std = s * math.sqrt(-dt)
@@ -152,8 +152,8 @@ def score(batch: RandomBatch, sample: Recorded, step: int, weights: Mapping[str,
     return ScoredRow(v, mean, s, std, log_prob)
 
 
-def _velocity(flavour: str, weights: Mapping[str, Tensor], x: Tensor, sigma: float, text: Tensor) -> Tensor:
-    """The network without guidance."""
+def velocity(flavour: str, weights: Mapping[str, Tensor], x: Tensor, sigma: float, text: Tensor) -> Tensor:
+    """[3, 1] the network's output in float64, without guidance."""
     if flavour == "lora":
         merged = leaves(toy_weights("plain"))
         for name in {name.split(".lora_")[0] for name in weights}:

@@ -118,3 +118,15 @@ def test_metrics_combine_as_they_say():
     assert numbers(combine_updates([metrics(mean=1.0), {}])) == {"mean": 1.0}
     shares = {name: metric.scaled(2.0) for name, metric in first.items()}
     assert numbers(shares) == dict(mean=2, count=2, max=1, min=1, first=6, first_max=5)
+
+
+def test_settings_that_do_not_go_with_the_loss_are_refused():
+    for values, message in (
+        (
+            {"name": "tis", "old_log_probs": "recompute"},
+            "digen.loss.old_log_probs must be auto with digen.loss.name=tis",
+        ),
+        ({"name": "decoupled_ppo", "old_log_probs": "rollout"}, "digen.loss.old_log_probs must be auto or recompute"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            DiffusionLoss(DigenConfig(loss=values))

@@ -13,8 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.engine.forward_cases import CASES as FORWARD
-from tests.engine.forward_cases import gradients_by_shape
 from tests.engine.harness import (
     LORA,
     RefusesToBeWritten,
@@ -87,10 +85,6 @@ def gradient_on_bf16_base(path: Path, folder: Path) -> Any:
     return gradients(engine, make_batch(path))[0]
 
 
-def forward_gradients(path: Path, folder: Path) -> Any:
-    return gradients_by_shape(path)
-
-
 def evaluated(path: Path, folder: Path) -> Any:
     return log_probs(make_engine(path), batch_for("full", path))
 
@@ -156,7 +150,6 @@ SCENARIOS = [
     gradient_of_five_samples,
     gradient_with_one_idle_rank,
     gradient_on_bf16_base,
-    forward_gradients,
     evaluated,
     ratio_to_evaluated_log_probs,
     exports,
@@ -178,11 +171,6 @@ def two_ranks(tiny_qwen_image: Path, folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def one_rank_gradients(one_rank: None, tiny_qwen_image: Path, tmp_path_factory: pytest.TempPathFactory):
     return gradients_after_training(tiny_qwen_image, tmp_path_factory.mktemp("unused"))
-
-
-@pytest.fixture(scope="module")
-def one_rank_forward(one_rank: None, tiny_qwen_image: Path):
-    return gradients_by_shape(tiny_qwen_image)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -213,11 +201,6 @@ def test_gradient_of_an_fp32_adapter_on_a_bf16_base(
     found, expected = two_ranks["gradient_on_bf16_base"], gradient_on_bf16_base(tiny_qwen_image, tmp_path)
     assert {value.dtype for value in found.values()} == {torch.float32}
     assert_close(found, expected, 0.05)
-
-
-@pytest.mark.parametrize("name", FORWARD)
-def test_gradient_of_an_objective_of_forward_points(two_ranks: dict, one_rank_forward: dict, name: str):
-    assert_close(two_ranks["forward_gradients"][name], one_rank_forward[name], 1e-5)
 
 
 def test_every_row_is_evaluated_by_one_rank(two_ranks: dict, tiny_qwen_image: Path):

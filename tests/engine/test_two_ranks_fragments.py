@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.engine import off_policy
 from tests.engine.cases import CASES, REWARDS, Case, optimizer_state
 from tests.engine.harness import (
     LORA,
@@ -25,9 +24,7 @@ from tests.engine.harness import (
     on_two_ranks,
     peek,
     samples_of,
-    weights,
 )
-from tests.engine.serial import plain_transformer
 from verl_digen.algorithms.metric import numbers
 from verl_digen.engine.fragment import FragmentSpec
 
@@ -171,16 +168,9 @@ def assisted(path: Path, folder: Path) -> dict[str, bool]:
     return results
 
 
-def trajectories(path: Path, folder: Path) -> list[dict[str, torch.Tensor]]:
-    """Gradients of a loss over whole trajectories, in tiles of several shapes."""
-    batch = off_policy.old_batch(path)
-    engines = [off_policy.old_engine(path, "gspo", shape) for shape in off_policy.SHAPES]
-    return [off_policy.committed(engine, batch)[0] for engine in engines]
-
-
 @pytest.fixture(scope="module")
 def two_ranks(tiny_qwen_image: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    scenarios = [committed, dropped, fetched_keys, aborted, failed_on_all_ranks, assisted, trajectories]
+    scenarios = [committed, dropped, fetched_keys, aborted, failed_on_all_ranks, assisted]
     return on_two_ranks(scenarios, tiny_qwen_image, tmp_path_factory.mktemp("two_ranks"))
 
 
@@ -214,14 +204,6 @@ def test_each_rank_fetches_the_samples_of_its_rows_alone(two_ranks: dict):
     assert keys == [[["6", "7", "8"], ["0"]], [["8", "3", "4", "5"], ["0"]]]
     assert metrics["num_rows"] == 10
     assert metrics["num_pad_rows"] == 1  # of the rank without a row
-
-
-def test_a_loss_over_whole_trajectories_is_that_of_one_rank(two_ranks: dict, one_rank: None, tiny_qwen_image: Path):
-    state = weights(off_policy.old_engine(tiny_qwen_image, "gspo"))
-    batch = off_policy.old_batch(tiny_qwen_image)
-    expected = off_policy.serial_gspo(plain_transformer(tiny_qwen_image, state), tiny_qwen_image, batch)
-    for found in two_ranks["trajectories"]:
-        assert_close(found, expected, 2e-5)
 
 
 @pytest.mark.parametrize("name", ["aborted", "assisted"])

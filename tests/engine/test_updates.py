@@ -29,8 +29,7 @@ from tests.engine.harness import (
     weights,
     with_advantages,
 )
-from tests.engine.off_policy import gradient_of
-from tests.engine.serial import flow_step, plain_lora, plain_transformer
+from tests.engine.serial import flow_step, gradient_of, plain_lora, plain_transformer
 from tests.tags import SAMPLING as TAG_SAMPLING
 from tests.tags import make_tag
 from verl_digen.algorithms.objectives import all_samples, default_config, policy_loss

@@ -62,7 +62,7 @@ class ToyNetwork(nn.Module):
 
 
 class Toy(DiffusionModel):
-    """The model file, with only the parts that training needs."""
+    """The model file, with only the parts that training and denoising need."""
 
     spec = ModelSpec(
         transformer="ToyNetwork",
@@ -102,7 +102,7 @@ class Toy(DiffusionModel):
         return LATENTS
 
     def sigmas(self, num_steps: int, geometry: Geometry) -> Tensor:
-        raise NotImplementedError
+        return torch.linspace(1.0, 0.0, num_steps + 1)
 
     def load_prompt_check(self) -> PromptCheck:
         raise NotImplementedError
