@@ -667,6 +667,13 @@ TABLE: tuple[Mutation, ...] = (
     ),
     Mutation(
         "sampling/requests.py",
+        "validation samples of a prompt are one picture",
+        "shared_initial_noise=config.shared_initial_noise and not validate",
+        "shared_initial_noise=config.shared_initial_noise",
+        "sampling/test_requests.py",
+    ),
+    Mutation(
+        "sampling/requests.py",
         "samples of a group have noise levels of their own",
         "draw_noise_levels(digen.forward, run_seed=digen.seed, uid=row.uid, num_steps=num_steps)",
         "draw_noise_levels(digen.forward, run_seed=sample_index, uid=row.uid, num_steps=num_steps)",

@@ -9,11 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from verl_digen.algorithms.objectives import find_objective, objective_names
+
 PACKAGE = Path(__file__).resolve().parents[1] / "verl_digen"
 
 MAX_FILE_LINES = 450
 MAX_FUNCTION_LINES = 60
 """Lines of code: blank lines, comments and docstrings do not count, nested functions do."""
+
+MAX_OBJECTIVE_LINES = 149
+"""Lines of the file of an objective: under 150, all counted."""
 
 NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT),
@@ -53,6 +58,32 @@ def test_no_function_is_longer_than_the_bound():
         (path, name): size for path, text in sources() for name, size in functions(text) if size > MAX_FUNCTION_LINES
     }
     assert not longer, f"give parts of it names: {longer}"
+
+
+def test_an_objective_is_one_short_file():
+    """Files that register none are parts that objectives share."""
+    texts = {path: text for path, text in sources() if path.startswith("algorithms/objectives/")}
+    names = {path: objectives_of(text) for path, text in texts.items()}
+    found = [name for own in names.values() for name in own]
+    package = [
+        name for name in objective_names() if find_objective(name).loss.compute.__module__.startswith("verl_digen.")
+    ]
+    assert sorted(found) == sorted(package)
+    longer = {path: texts[path].count("\n") for path in texts if names[path]}
+    longer = {path: size for path, size in longer.items() if size > MAX_OBJECTIVE_LINES}
+    assert not longer, f"move what other objectives could use to a file of its own: {longer}"
+
+
+def objectives_of(text: str) -> list[str]:
+    """Names that the decorators of a file register."""
+    calls = [
+        decorator
+        for node in ast.parse(text).body
+        if isinstance(node, ast.FunctionDef)
+        for decorator in node.decorator_list
+        if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "register_objective"
+    ]
+    return [ast.literal_eval(name) for call in calls for name in call.args]
 
 
 @pytest.mark.parametrize(

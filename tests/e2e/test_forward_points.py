@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DiffusionNFT through verl's own main: samples of the old policy, no recorded path, in both placements."""
+"""Objectives of finished pictures through verl's own main: samples of the old policy, no recorded path, in both
+placements; DGPO's groups with every scheduling technique at once."""
 
 import pytest
 import torch
@@ -42,3 +43,31 @@ def test_separate_pools_with_assisting_trainers_leave_the_weights_of_the_colocat
     old = [saved_policy(run, "old", 3) for run in (one, other)]
     for name, shard in old[0].items():
         torch.testing.assert_close(old[1][name], shard, rtol=1e-3, atol=1e-5)
+
+
+def test_dgpo_trains_groups_on_separate_pools_with_assistance_and_stale_samples(tmp_path):
+    """Replicas begin the next batch while the trainer has the open gradient of groups that are complete."""
+    run = run_main(
+        tmp_path / "run",
+        "trainer.total_training_steps=4",
+        "actor_rollout_ref.rollout.n=3",
+        "actor_rollout_ref.model.lora_rank=4",
+        "digen.forward.num_points=2",
+        "digen.advantage.scale=group",
+        "digen.tag.policy=always",
+        "digen.tag.chunk_size=1",
+        "digen.staleness.max_versions=1",
+        "digen.staleness.fraction=0.5",
+        recipe="[digen_flowgrpo,disaggregated,dgpo]",
+    )
+    assert_succeeded(run)
+    steps = steps_of(run)
+    assert len(steps) == 4
+    for row in steps:
+        assert row["batch/num_samples"] == 12 and row["actor/num_rows"] == 12 * 2
+        assert row["actor/num_fragments"] > 1 and row["batch/late_samples"] == 0
+        assert row["rollout/version_age_max_versions"] <= 1
+        assert 0 < row["actor/group_weight"] < 1 and row["actor/grad_norm"] > 0
+    assert steps[0]["actor/group_weight"] == 0.5, "the policy is the reference"
+    assert sum(row["tag/assisted_samples"] for row in steps) > 0
+    assert sum(row.get("staleness/samples_1_versions", 0) for row in steps) > 0

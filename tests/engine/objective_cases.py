@@ -119,7 +119,7 @@ CASES = {
 
 # -- samples ------------------------------------------------------------------------------------------------
 def requests_of(points: str, group: int) -> list[SampleRequest]:
-    """What a replica is asked for, for one group."""
+    """Requests that a replica gets for one group."""
     sampling = replace(SAMPLING, true_cfg_scale=1.0)
     window = Window((0, 1, 2), WINDOWS[group]) if points == "path" else ODE_ONLY
     levels = None if points == "path" else NoiseLevels(LEVELS[group])

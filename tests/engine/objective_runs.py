@@ -141,7 +141,7 @@ def generate(engine: DiffusersFSDPEngine) -> list[Trajectory]:
 
 
 def generate_as_replica(engine: DiffusersFSDPEngine) -> list[Trajectory]:
-    """The same samples from a plain network with the weights that the engine sends to replicas."""
+    """Generate these samples with a plain network with the weights that the engine sends to replicas."""
     sent = weights(engine)
     network: nn.Module = network_of(toy_weights("plain") if engine._is_lora else sent)
     if engine._is_lora:
@@ -235,7 +235,7 @@ def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
 # -- two ranks ----------------------------------------------------------------------------------------------
 @dataclass
 class OnRanks:
-    """What several ranks did with one objective's batch."""
+    """Results of several ranks with one objective's batch."""
 
     seen: Seen
     is_still: bool

@@ -54,6 +54,7 @@ from verl_digen.algorithms.metric import numbers
 from verl_digen.algorithms.objectives import find_objective, objective_names
 from verl_digen.algorithms.objectives.objective import OLD
 from verl_digen.engine.engine import DiffusersFSDPEngine
+from verl_digen.engine.export import plain_name
 from verl_digen.engine.loss import DiffusionLoss
 
 NAMES = [name for name in objective_names() if find_objective(name).loss.compute.__module__.startswith("verl_digen.")]
@@ -76,6 +77,11 @@ class Prepared:
     loss: float
     gradient: dict[str, Tensor]
     """Expected."""
+
+
+def sent_by(engine: DiffusersFSDPEngine) -> dict[str, Tensor]:
+    """Weights that replicas get, by the checkpoint's names."""
+    return {plain_name(name): value for name, value in weights(engine).items()}
 
 
 def case_of(label: str) -> ObjectiveCase:
@@ -180,11 +186,8 @@ def test_a_trainer_that_assists_leaves_the_gradient_and_generates_what_a_replica
     without = trained(one.engine, one.batch, SHAPES[0][3])
     is_still, seen, made = assisted(one.engine, one.batch, SHAPES[0][3])
     assert is_still and equal(seen.gradient, without.gradient) and seen.metrics == without.metrics
-    sent_weights = {
-        name.replace("_A.", "_A.default.").replace("_B.", "_B.default."): value
-        for name, value in weights(one.engine).items()
-    }
-    assert_equal(sent_weights, dict(one.policies[one.engine.objective.behaviour]))
+    policy = one.policies[one.engine.objective.behaviour]
+    assert_equal({name.replace(".default", ""): value for name, value in policy.items()}, sent_by(one.engine))
     for found, sent in zip(made, generate_as_replica(one.engine), strict=True):
         assert (found.uid, found.sample_index, found.seed) == (sent.uid, sent.sample_index, sent.seed)
         columns = sent.record.columns()

@@ -6,6 +6,7 @@ import pytest
 from verl_digen.algorithms.forward import ForwardConfig
 from verl_digen.algorithms.window import WindowConfig
 from verl_digen.config import DigenConfig, SamplingConfig
+from verl_digen.sampling.recording import initial_seed
 from verl_digen.sampling.requests import num_points, sample_request
 from verl_digen.types import PromptRow
 
@@ -64,6 +65,17 @@ def test_validation_is_deterministic_and_records_nothing(digen):
     assert request.window.sde_steps == () and request.window.train_steps == () and request.noise_levels is None
     assert request.sampling.num_steps == 20 and request.sampling.true_cfg_scale == 1.0
     assert not request.wants_condition
+
+
+def test_samples_of_a_prompt_that_share_noise_in_training_have_their_own_in_validation():
+    digen = replace(DIGEN, sampling=replace(SAMPLING, shared_initial_noise=True))
+    seeds = {
+        validate: [initial_seed(digen.seed, ask(digen, index=index, validate=validate)) for index in range(3)]
+        for validate in (False, True)
+    }
+    assert len({*seeds[False]}) == 1 and len({*seeds[True]}) == 3
+    alone = [initial_seed(DIGEN.seed, ask(DIGEN, index=index, validate=True)) for index in range(3)]
+    assert seeds[True] == alone, "validation does not depend on how training samples"
 
 
 def test_training_and_validation_have_solvers_of_their_own():

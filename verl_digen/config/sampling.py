@@ -36,7 +36,8 @@ class SamplingConfig:
     negative_prompt: str = " "
     """Negative prompt of every sample whose data row names none; used with guidance only."""
     shared_initial_noise: bool = False
-    """All samples of a group start from the same noise (DanceGRPO's choice). With a window that begins later
+    """All samples of a group start from the same noise in training (DanceGRPO's choice); in validation, which takes no
+    noise afterwards, each has its own. With a window that begins later
     (`digen.window.kind=consecutive`), a `diffusers` replica runs the steps before it once for all samples of a group
     that it denoises together."""
     solver: str = "euler"

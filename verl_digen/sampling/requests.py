@@ -68,7 +68,8 @@ def sample_request(
             true_cfg_scale=config.val_true_cfg_scale if validate else config.true_cfg_scale,
             law=digen.sde.law,
             noise_level=digen.sde.noise_level,
-            shared_initial_noise=config.shared_initial_noise,
+            # without a stochastic step, samples with one noise would be one picture
+            shared_initial_noise=config.shared_initial_noise and not validate,
             guidance_scale=config.guidance_scale,
             solver=config.val_solver if validate else config.solver,
         ),

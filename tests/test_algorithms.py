@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of docs/algorithms/README.md against the recipes, the objectives and the tests that there are."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from verl_digen.algorithms.objectives import find_objective, objective_names
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "algorithms" / "README.md"
+RECIPES = ROOT / "recipes"
+NO_ALGORITHMS = {
+    "models": {
+        "digen_base",
+        "digen_flux",
+        "digen_hunyuan_video",
+        "digen_hunyuan_video15",
+        "digen_qwen_image",
+        "digen_sd3",
+        "digen_wan2_1",
+        "digen_wan2_2",
+        "digen_z_image",
+    },
+    "tasks": {"digen_quickstart", "digen_tiny_ocr", "geneval", "ocr", "pickscore"},
+    "machines and placement": {"digen_cpu", "digen_machine", "disaggregated", "virtual", "vllm_omni"},
+}
+"""Recipes that choose no algorithm."""
+LEVELS = ("learns", "runs", "composes")
+
+
+def rows() -> dict[str, tuple[str, str, str]]:
+    """Recipe -> (objective, level, shown by) of the table."""
+    found = {}
+    for line in PAGE.read_text().splitlines():
+        if match := re.fullmatch(r"\| `(\w+)` \| (.+?) \| (\w+) \|(.*)\|", line):
+            found[match[1]] = match[2].strip("`"), match[3], match[4].strip()
+    return found
+
+
+TABLE = rows()
+
+
+def text_of(shown: str) -> str:
+    """The text of the pages and tests that a row names."""
+    names = [PAGE.parent / page for page in re.findall(r"\]\((\S+?)\)", shown)]
+    names += [ROOT / name for name in re.findall(r"`(tests/\S+?)`", shown)]
+    return "\n".join(name.read_text() for name in names)
+
+
+def named_in_runs() -> set[str]:
+    """Recipes that the end-to-end tests name."""
+    strings = [
+        string
+        for file in sorted((ROOT / "tests" / "e2e").glob("*.py"))
+        for string in re.findall(r'"(.*?)"', file.read_text())
+    ]
+    return {name for string in strings for name in re.split(r"[\[\],]", string)} & {*TABLE}
+
+
+def test_each_recipe_of_an_algorithm_has_a_row_in_alphabetic_order():
+    others = set().union(*NO_ALGORITHMS.values())
+    recipes = {path.stem for path in RECIPES.glob("*.yaml")}
+    assert others <= recipes
+    missing = recipes - others - {*TABLE}
+    assert not missing, f"docs/algorithms/README.md needs a row for {sorted(missing)}, or NO_ALGORITHMS an entry"
+    assert {*TABLE} <= recipes, "a row whose recipe is gone"
+    assert [*TABLE] == sorted(TABLE)
+
+
+@pytest.mark.parametrize("recipe", TABLE)
+def test_a_row_is_what_its_recipe_and_the_tests_say(recipe: str):
+    objective, level, shown = TABLE[recipe]
+    settings = OmegaConf.load(RECIPES / f"{recipe}.yaml")
+    assert level in LEVELS
+    name = OmegaConf.select(settings, "digen.loss.name")
+    if name is not None:
+        assert objective == name and name in objective_names()
+    text = text_of(shown)
+    if level == "learns":
+        has_curve = f"digen_quickstart,{recipe}]" in text or f"| `{objective}` |" in text
+        assert has_curve or "tests/learning/" in shown
+    elif level == "runs":
+        assert "tests/e2e/" in shown
+    else:
+        assert shown == ""
+    for test in re.findall(r"`(tests/e2e/\S+?)`", shown):
+        assert re.search(rf'[",\[]{recipe}[",\]]', (ROOT / test).read_text()) or recipe == "digen_flowgrpo", test
+    assert level != "composes" or recipe not in named_in_runs(), "an end-to-end test runs it: its level is runs"
+
+
+def test_an_objective_of_forward_points_has_a_recipe():
+    """Others can be named alone, on top of any recipe that records steps."""
+    package = [name for name in objective_names() if find_objective(name).loss.compute.__module__.startswith("verl_")]
+    forward = {name for name in package if find_objective(name).points == "forward"}
+    assert forward <= {objective for objective, _, _ in TABLE.values()}
+
+
+def test_readme_links_the_page():
+    assert "docs/algorithms/README.md" in (ROOT / "README.md").read_text()
