@@ -95,9 +95,12 @@ def case_of(label: str) -> ObjectiveCase:
 
 @pytest.fixture(scope="module")
 def toy(one_rank: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a forward of the toy is shorter than what threads take to begin
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(models.MODELS, PIPELINE, f"{Toy.__module__}:{Toy.__name__}")
         yield build_toy(tmp_path_factory.mktemp("invariants") / "toy", num_experts=1)
+    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="module")
