@@ -60,7 +60,7 @@ def flow_step(module: nn.Module, path: Path, batch: TensorDict, sample: int, ste
 
 @dataclass(frozen=True)
 class Lesson:
-    """What the teachers of `opd` add."""
+    """Teachers of `opd`, and the weights of its terms."""
 
     modules: Sequence[nn.Module]
     """Teacher of each sample."""

@@ -139,7 +139,7 @@ class Planner:
         return choice
 
     def _key(self, samples: Samples, picks: Picks) -> Key:
-        """What these rows take memory by. Collective."""
+        """Values by which memory of these rows is measured. Collective."""
         longest = max(_text_tokens(samples, pick) for pick in picks)
         sample = samples.described[picks[0][0]]
         return sample.sampling, -(-_agreed_most(longest) // TEXT_STEP) * TEXT_STEP, sample.teacher

@@ -69,7 +69,7 @@ class TeacherFiles(Protocol):
         ...
 
     def changed(self, parameters: Iterable[str]) -> Sequence[str]:
-        """Those of these parameters in which the teacher may differ from the run's checkpoint."""
+        """Select those of these parameters in which the teacher may differ from the run's checkpoint."""
         ...
 
     def load(self, name: str) -> Tensor | None:

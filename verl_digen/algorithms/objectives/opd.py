@@ -116,7 +116,7 @@ class OpdForwardConfig(LossConfig):
     """Settings of `opd_forward`, whose distance is that of velocities."""
 
     teachers: dict[str, Any] = field(default_factory=dict)
-    """As of `opd`."""
+    """Teachers, see `OpdConfig`."""
     distill_coef: float = 1.0
     """Weight of the distance."""
 
