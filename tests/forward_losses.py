@@ -87,9 +87,15 @@ def _online_dpo(rows: Sequence[Row], config: Any) -> Tensor:
     return torch.stack(losses).mean()
 
 
+def _distance(rows: Sequence[Row], config: Any) -> Tensor:
+    distances = [((row["velocity"] - row["teacher_velocity"]) ** 2).mean() for row in rows]
+    return config.distill_coef * torch.stack(distances).mean()
+
+
 LOSSES: dict[str, Callable[[Sequence[Row], Any], Tensor]] = {
     "diffusion_nft": _nft,
     "awm": _awm,
     "dgpo": _dgpo,
     "online_dpo": _online_dpo,
+    "opd_forward": _distance,
 }

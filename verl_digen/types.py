@@ -111,11 +111,15 @@ class SampleRequest:
     recorded."""
     wants_latents: bool = False
     """True where a reward reads latents: the answer of every sample carries them."""
+    wants_negative: bool = False
+    """True where a teacher has guidance: the conditions hold the negative prompt's too, also if the sample is generated
+    without guidance."""
 
     @property
     def branches(self) -> tuple[PromptInputs, ...]:
-        """Inputs to encode: the prompt's, and with guidance the negative prompt's."""
-        return (self.inputs, self.negative_inputs) if self.sampling.is_guided else (self.inputs,)
+        """Inputs to encode: the prompt's, and where guidance reads it the negative prompt's."""
+        needs_negative = self.sampling.is_guided or self.wants_negative
+        return (self.inputs, self.negative_inputs) if needs_negative else (self.inputs,)
 
     @property
     def condition_key(self) -> str:
@@ -352,7 +356,7 @@ class TrainingRows:
     conditions: Sequence[Condition]
     """N entries; rows of one prompt share the object."""
     negative_conditions: Sequence[Condition] | None
-    """N entries, or None without guidance."""
+    """N entries, or None without guidance of the samples and of teachers."""
     advantages: Tensor
     """[N] fp32."""
     mask: Tensor
@@ -361,6 +365,8 @@ class TrainingRows:
     """Settings that all of them were generated with."""
     rewards: Tensor | None = None
     """[N] fp32: the weighted sum over the reward functions, not centred; None if not given."""
+    teacher: str = ""
+    """Name of the teacher of all of them; "" for a loss without teachers."""
 
     def __len__(self) -> int:
         return self.latents.shape[0]

@@ -28,6 +28,7 @@ from tests.engine.harness import (
 )
 from tests.engine.off_policy import gradient_of
 from tests.engine.serial import plain_lora, plain_transformer
+from tests.engine.teachers import plain_teacher, teacher_folder
 from tests.forward_losses import slow_loss
 from verl_digen.algorithms.advantages import group_advantages
 from verl_digen.algorithms.forward import NoiseLevels, point_noise
@@ -46,6 +47,8 @@ REWARDS = [1.0, 9.0, 3.0, 5.0, 4.0, 4.5]
 TIES = [2.0, 2.0, 2.0, 7.0, 7.0, 7.0]
 LEVELS = ((0, 2.5, 3), (1, 3))
 """Levels of two groups of three samples: 15 rows."""
+TAUGHT = {"g0": "network", "g1": "adapter"}
+"""Group -> its teacher, of objectives with teachers."""
 WHOLE = (("g0", "g1"),)
 """Order of one fragment."""
 
@@ -66,7 +69,12 @@ class ForwardCase:
     def make_engine(self, path: Path) -> DiffusersFSDPEngine:
         """Engine on the checkpoint's weights."""
         model = LORA if self.model == "lora" else {}
-        return make_engine(path, digen=self.digen, model=model, optim={"clip_grad": 1e9})
+        digen = self.digen
+        if self.name == "opd_forward":
+            digen["loss"]["teachers"] = {
+                name: {"path": teacher_folder(path, name), "data_sources": [uid]} for uid, name in TAUGHT.items()
+            }
+        return make_engine(path, digen=digen, model=model, optim={"clip_grad": 1e9})
 
 
 CASES = {
@@ -75,6 +83,7 @@ CASES = {
     "awm": ForwardCase("awm", {"clip_range": 0.05, "kl_coef": 0.3, "ema_kl_coef": 0.2}, scale="batch"),
     "dgpo": ForwardCase("dgpo", {"beta": 4.0, "clip": 0.15}, model="lora"),
     "online_dpo": ForwardCase("online_dpo", {"beta": 200.0}, scale="none"),
+    "opd_forward": ForwardCase("opd_forward", {"distill_coef": 0.6}),
 }
 SHAPES = [
     ((2, 2), "fragment", (("g1",), ("g0",))),
@@ -124,8 +133,10 @@ def start(engine: DiffusersFSDPEngine, batch: TensorDict, rewards: Sequence[floa
     groups = begin(engine, batch, list(rewards))
     for uid, samples in groups.items():
         chosen = {*engine.digen.select([sample.reward for sample in samples])}
+        teacher = engine.digen.loss_settings.teacher_of(uid)
         groups[uid] = [
-            sample if number in chosen else replace(sample, num_steps=0) for number, sample in enumerate(samples)
+            replace(sample, num_steps=sample.num_steps if number in chosen else 0, teacher=teacher)
+            for number, sample in enumerate(samples)
         ]
     return groups
 
@@ -199,7 +210,8 @@ def serial_gradient(engine: DiffusersFSDPEngine, path: Path, batch: TensorDict) 
             noisy = clean + sigma * (noise - clean)
             values: dict[str, Any] = {"clean": clean, "noise": noise, "noisy": noisy, "sigma": sigma}
             values |= {"advantage": advantages[sample], "group": uid, "point": point}
-            for name, module in modules.items():
+            taught = {"teacher_velocity": plain_teacher(path, TAUGHT[uid])} if engine.teachers else {}
+            for name, module in (modules | taught).items():
                 found = model.velocity(
                     module, noisy[None], sigma[None], [conditions[uid][0]], None, 1.0, SAMPLING.geometry
                 )[0]

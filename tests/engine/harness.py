@@ -231,12 +231,13 @@ def log_probs(engine: DiffusersFSDPEngine, batch: TensorDict) -> list[Tensor]:
 def samples_of(batch: TensorDict, rewards: list[float] | None = None) -> dict[str, list[FragmentSample]]:
     """The samples of `batch` as the driver describes them, by group; a key is the sample's number."""
     groups: dict[str, list[FragmentSample]] = {}
-    sampling = tu.get(batch, "sampling")
+    sampling, taught = tu.get(batch, "sampling"), tu.get(batch, "taught", default={})
     for number, (uid, reward) in enumerate(zip(tu.get(batch, "uid"), rewards or [0.0] * len(batch), strict=True)):
         old = tuple(batch["old_log_probs"][number].tolist()) if "old_log_probs" in batch else ()
         group = groups.setdefault(uid, [])
         num_points = len(batch["sigmas"][number])
-        group.append(described(str(number), uid, reward, num_points, len(group), old_log_probs=old, sampling=sampling))
+        facts = {"old_log_probs": old, "sampling": sampling, "teacher": taught.get(uid, "")}
+        group.append(described(str(number), uid, reward, num_points, len(group), **facts))
     return groups
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -59,6 +60,18 @@ def flow_step(module: nn.Module, path: Path, batch: TensorDict, sample: int, ste
     return mean, s, dt, x_next, v
 
 
+@dataclass(frozen=True)
+class Lesson:
+    """Teachers of `opd`, and the weights of its terms."""
+
+    modules: Sequence[nn.Module]
+    """Teacher of each sample."""
+    true_cfg_scale: float
+    kind: str
+    distill_coef: float
+    task_coef: float
+
+
 def serial_loss_and_gradient(
     module: nn.Module,
     path: Path,
@@ -69,6 +82,7 @@ def serial_loss_and_gradient(
     kl_coef: float = 0.0,
     kl_kind: str = "flow_grpo",
     true_cfg_scale: float = 1.0,
+    lesson: Lesson | None = None,
 ) -> tuple[float, dict[str, Tensor]]:
     """FlowGRPO on the first pass (old log-probs are this pass's), sample by sample, step by step."""
     module.zero_grad()
@@ -83,6 +97,13 @@ def serial_loss_and_gradient(
             ratio = torch.exp(log_prob - log_prob.detach())
             advantage = batch["advantages"][sample]
             loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - 1e-4, 1 + 1e-4))
+            if lesson is not None:
+                with torch.no_grad():
+                    taught = flow_step(lesson.modules[sample], path, batch, sample, step, lesson.true_cfg_scale)
+                distance = ((v - taught[-1]) ** 2).mean()
+                if lesson.kind == "kl":
+                    distance = ((mean - taught[0]) ** 2).mean() / (2 * s.squeeze() ** 2)
+                loss = lesson.task_coef * loss + lesson.distill_coef * distance
             if reference is not None:
                 with torch.no_grad():
                     reference_mean, *_, reference_v = flow_step(reference, path, batch, sample, step, true_cfg_scale)

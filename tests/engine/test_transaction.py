@@ -64,8 +64,18 @@ def test_committed_gradient_is_that_of_the_serial_loop(tiny_qwen_image: Path, na
     assert metrics["ratio_deviation_max"] == metrics["ratio_deviation_min"] == 0.0
     assert metrics["num_rows"] == 18
     assert_same_projection(metrics, expected)
-    kl = 0.3 * metrics["kl"] if case.kl else 0.0
-    assert metrics["policy_loss"] + kl == pytest.approx(loss, rel=1e-4, abs=1e-6)
+    assert metrics["policy_loss"] + case.beside(metrics) == pytest.approx(loss, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("is_lora", [False, True])
+def test_distillation_alone_reads_no_rewards_and_waits_for_none(tiny_qwen_image: Path, is_lora: bool):
+    """Although `digen.advantage.scale=batch`, no scale divides the distance."""
+    case = Case(taught={"g0": "adapter", "g1": "network", "g2": "network"}, is_lora=is_lora)
+    found, metrics = case.committed(tiny_qwen_image)
+    loss, expected = case.serial(tiny_qwen_image)
+    assert_close(found, expected, 1e-5)
+    assert metrics["num_late_samples"] == 0 and metrics["policy_loss"] == 0.0
+    assert metrics["distill_loss"] == metrics["teacher_kl"] == pytest.approx(loss, rel=1e-4)
 
 
 @pytest.mark.parametrize("kl", [None, "flow_grpo"])

@@ -96,3 +96,11 @@ def test_only_the_first_sample_of_a_group_asks_for_the_conditions():
 def test_a_prompts_own_negative_prompt_wins_over_the_configs():
     assert ask().negative_inputs.text == "ugly"
     assert ask(negative="").negative_inputs.text == ""
+
+
+@pytest.mark.parametrize(("scale", "num_branches"), [(None, 1), (1.0, 1), (4.5, 2)])
+def test_a_guided_teacher_has_the_negative_prompt_encoded_for_a_student_without_guidance(scale, num_branches):
+    loss = {"name": "opd", "teachers": {"a": {"path": "x", "true_cfg_scale": scale}}}
+    digen = DigenConfig(sampling=replace(SAMPLING, true_cfg_scale=1.0, val_true_cfg_scale=1.0), loss=loss)
+    for validate in (False, True):  # both may share a batch
+        assert len(ask(digen, validate=validate).branches) == num_branches

@@ -131,6 +131,12 @@ def gaussian_kl(mean: Tensor, other: Tensor, std: Tensor) -> Tensor:
     return latent_mean((mean - other).square()) / (2 * std.square())
 
 
+def noise_rate(law: str, std: Tensor, sigma: Tensor, sigma_next: Tensor) -> Tensor:
+    """[N] s of steps with standard deviation `std` [N]. Laws flow, flow_clipped and dance are discretised SDEs, with
+    std = s sqrt(sigma - sigma'). Under cps std does not come from the step's length, and s is std."""
+    return std if law == "cps" else std * (sigma - sigma_next).rsqrt()
+
+
 def step_weight(sigma: Tensor, sigma_next: Tensor, sigma_max: Tensor) -> Tensor:
     """LongCat's weight of a step, sqrt(sigma / (1 - sigma)) / sqrt(sigma - sigma'), [N] each; `sigma_max` is put in
     place of a sigma of 1 in the denominator, as in law flow."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from verl_digen.algorithms.forward import ForwardConfig
@@ -212,12 +212,18 @@ class DigenConfig:
 
     @property
     def loss_settings(self) -> LossConfig:
-        """Settings of the policy loss, of its own class. A property, because a user's own loss is known late.
+        """Settings of the policy loss, of its own class. Read when asked for, because a user's own loss is known late.
 
         Raises:
             ValueError: there is no such loss, or it has no such setting.
         """
         return loss_settings(self.loss)
+
+    @cached_property
+    def has_guided_teacher(self) -> bool:
+        """True if a teacher reads the negative prompt. ValueError as for `loss_settings`."""
+        scales = [teacher.true_cfg_scale for teacher in self.loss_settings.taught_by.values()]
+        return any(scale is not None and scale > 1 for scale in scales)
 
     @property
     def denominator(self) -> Denominator:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of a diffusers transformer: all or nothing on disk, bitwise on resume.
 
-Files are verl's, per rank: model, optimizer, extra (schedule, RNG); `digen_state_*` adds the EMA and counters. With
-LoRA the model's file holds the adapter alone, and a fingerprint of the base weights, which come from
-`actor_rollout_ref.model.path` again. Files are loaded into host memory, whatever device they were saved from.
+Files are verl's, per rank: model, optimizer, extra (schedule, RNG); `digen_state_*` adds the EMA, counters and
+teachers' checksums. With LoRA the model's file holds the adapter alone, and a fingerprint of the base weights, which
+come from `actor_rollout_ref.model.path` again. Files are loaded into host memory, whatever device they were saved from.
 
 With "hf_model" in `actor_rollout_ref.actor.checkpoint.save_contents` also an export for other tools, gathered tensor
 by tensor and written by rank 0:
@@ -51,6 +51,7 @@ from verl_digen.engine.copies import PolicyCopies
 from verl_digen.engine.export import ADAPTER, PEFT_PREFIX, adapter_weights, full_weights
 from verl_digen.engine.loss_scale import LossScale
 from verl_digen.engine.shadow import local_shard
+from verl_digen.engine.teachers import Teachers, check_saved, checksums
 from verl_digen.models.experts import Experts
 
 logger = logging.getLogger(__name__)
@@ -80,9 +81,9 @@ class UpdateState:
 class DiffusersCheckpointManager(FSDPCheckpointManager):
     """verl's manager, with saves that are all or nothing, and `update_state` and `copies` saved and loaded too."""
 
-    def __init__(self, *args: Any, update_state: UpdateState, copies: PolicyCopies, **kwargs: Any):
+    def __init__(self, *args: Any, update_state: UpdateState, copies: PolicyCopies, teachers: Teachers, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.update_state, self.copies = update_state, copies
+        self.update_state, self.copies, self.teachers = update_state, copies, teachers
         self.kept: frozenset[str] = frozenset()
         """`local_path` of checkpoints that are not removed, and not counted, whatever `max_ckpt_to_keep` is."""
 
@@ -136,6 +137,7 @@ class DiffusersCheckpointManager(FSDPCheckpointManager):
                         **asdict(self.update_state),
                         "copies": self.copies.state_dict(),
                         "frozen": frozen_fingerprint(self.model),
+                        "teachers": checksums(self.teachers),
                     },
                     folder / self._file("digen_state"),
                 )
@@ -197,6 +199,8 @@ class DiffusersCheckpointManager(FSDPCheckpointManager):
                 f"{local_path} holds an adapter for other base weights than those of actor_rollout_ref.model.path in "
                 "the dtype of actor_rollout_ref.actor.fsdp_config.model_dtype; set both to what the run began with"
             )
+        if saved is not None and "teachers" in saved:
+            check_saved(self.teachers, saved["teachers"], local_path)
         self._load_shards(folder)
         if saved is None:
             self.copies.load_state_dict({}, num_updates=0)

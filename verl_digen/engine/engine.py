@@ -44,6 +44,7 @@ from verl.workers.engine import EngineRegistry
 
 from verl_digen.algorithms.advantages import effective_samples
 from verl_digen.algorithms.metric import Metric, Reduce, combine_tiles
+from verl_digen.algorithms.objectives.teacher import teacher_forwards
 from verl_digen.engine import gradients, memory, rejoin
 from verl_digen.engine.copies import CURRENT
 from verl_digen.engine.fragment import FragmentSample, FragmentSpec
@@ -87,8 +88,12 @@ class DiffusersFSDPEngine(ShardedTransformer):
         wanted = DiffusionLoss(self.digen).wanted
         if "reference" in wanted and not self._is_lora and not self.engine_config.forward_only:
             self.copies.keep("reference")
-        self.forward = PolicyForward(self.model, self.module, torch.device(get_device_id()), self.copies, self._is_lora)
-        self.row_flops = RowFlops(self.model, self.module, self.digen.sampling, is_frozen=self._is_lora)
+        self.forward = PolicyForward(
+            self.model, self.module, torch.device(get_device_id()), self.copies, self._is_lora, self.teachers
+        )
+        sampling = self.digen.sampling
+        taught = teacher_forwards(self.digen.loss_settings.taught_by, sampling.true_cfg_scale)
+        self.row_flops = RowFlops(self.model, self.module, sampling, is_frozen=self._is_lora, taught=taught)
         group = self.get_data_parallel_group()
         assert group is not None
         self.planner = Planner(
@@ -146,7 +151,9 @@ class DiffusersFSDPEngine(ShardedTransformer):
             else:
                 loading.enter_context(self.train_mode(zero_grad_on_exit=False))
             gradients.drop(self.module)
-            self._open = LogicalBatch(ledger, self._transaction(loss, max(1, num_rows)), self.planner, fetch)
+            transaction = self._transaction(loss, max(1, num_rows))
+            reads_advantages = self.objective.reads_advantages(loss.config)
+            self._open = LogicalBatch(ledger, transaction, self.planner, fetch, reads_advantages=reads_advantages)
             self._loaded, self._stays_loaded = loading.pop_all(), False
 
     def accumulate(self, fragment: FragmentSpec) -> dict[str, int]:

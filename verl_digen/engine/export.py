@@ -68,7 +68,7 @@ def full_weights(module: nn.Module, *, merge_lora: bool, dtype: torch.dtype | No
     """
     adapters = _mergeable(module) if merge_lora else {}
     for name, value in in_step(module.state_dict().items(), _meet):
-        if _is_adapter(name):
+        if is_adapter(name):
             continue
         full = _gather(value)
         if name in adapters:
@@ -114,7 +114,8 @@ def plain_name(name: str) -> str:
     return name.removeprefix(PEFT_PREFIX).replace(BASE_LAYER, ".")
 
 
-def _is_adapter(name: str) -> bool:
+def is_adapter(name: str) -> bool:
+    """True for the state-dict name of an adapter's own tensor."""
     return any(part.startswith("lora_") for part in name.split("."))
 
 

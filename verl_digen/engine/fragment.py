@@ -31,6 +31,8 @@ class FragmentSample:
     """K entries: number of the network that each point runs; () if the model has one."""
     old_log_probs: tuple[float, ...] = ()
     """K entries: log-prob of each trained step before the first of several optimizer steps; () if one is taken."""
+    teacher: str = ""
+    """Name of its teacher, by its prompt's data source; "" for a loss without teachers."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +46,13 @@ class FragmentSpec:
 
 
 def fragment_rows(samples: Sequence[FragmentSample]) -> list[Row]:
-    """All rows of the samples; samples are numbered in order, buckets by expert and then by sampling.
+    """All rows of the samples; samples are numbered in order, buckets by expert, and then by sampling and
+    teacher. Tiles do not mix buckets, and all ranks run the same buckets in the same order.
 
     Raises:
         RuntimeError: a sample's number of experts is not its number of points.
     """
-    samplings = list(dict.fromkeys(sample.sampling for sample in samples))
+    kinds = list(dict.fromkeys((sample.sampling, sample.teacher) for sample in samples))
     rows = []
     for number, sample in enumerate(samples):
         experts = sample.experts or (0,) * sample.num_steps
@@ -58,6 +61,6 @@ def fragment_rows(samples: Sequence[FragmentSample]) -> list[Row]:
                 f"sample {sample.key} has {sample.num_steps} trained steps and {len(experts)} experts; "
                 "give one expert for each step, or none"
             )
-        sampling = samplings.index(sample.sampling)
-        rows += [Row(number, point, expert * len(samplings) + sampling) for point, expert in enumerate(experts)]
+        kind = kinds.index((sample.sampling, sample.teacher))
+        rows += [Row(number, point, expert * len(kinds) + kind) for point, expert in enumerate(experts)]
     return rows

@@ -32,8 +32,18 @@ logger = logging.getLogger(__name__)
 class LogicalBatch:
     """See the module."""
 
-    def __init__(self, ledger: AdvantageLedger, transaction: GradientTransaction, planner: Planner, fetch: Fetch):
+    def __init__(
+        self,
+        ledger: AdvantageLedger,
+        transaction: GradientTransaction,
+        planner: Planner,
+        fetch: Fetch,
+        *,
+        reads_advantages: bool = True,
+    ):
         self.ledger, self.transaction, self.planner, self.fetch = ledger, transaction, planner, fetch
+        self.reads_advantages = reads_advantages
+        """False for a loss without advantages, which no scale of them divides."""
         self.fragment_ids: set[str] = set()
         self.num_late_samples = 0
         """Samples that did not train with their own fragment."""
@@ -94,7 +104,8 @@ class LogicalBatch:
         work = self.planner.deal(samples, ready.advantages, self.fetch)
         rows = max((tile.rows for tile in work.tiles), key=len)
         with shortage_explained("a tile", len(rows), lambda: self._remedy(rows)):
-            self.transaction.run(work, is_final=ready.divisor is not None, is_last=is_last)
+            is_final = ready.divisor is not None or not self.reads_advantages
+            self.transaction.run(work, is_final=is_final, is_last=is_last)
         return work.num_rows
 
     def _remedy(self, rows: Sequence[Row]) -> str:

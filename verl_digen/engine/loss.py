@@ -28,6 +28,7 @@ from verl_digen.algorithms.metric import Metric
 from verl_digen.algorithms.objectives import find_objective, objective_names, policy_loss
 from verl_digen.algorithms.objectives.objective import BEHAVIOUR, OLD, policy_output
 from verl_digen.algorithms.rows import LossInputs, LossOutput
+from verl_digen.algorithms.sde import noise_rate
 from verl_digen.config import DigenConfig
 from verl_digen.engine.policies import Evaluated, Outputs
 from verl_digen.require import require_one_of
@@ -45,7 +46,8 @@ class Term:
     """(inputs, whether advantages are clamped) -> output."""
     weight: float
     scales: bool
-    """True: divided by the advantage scale where that is known late. False: it does not depend on advantages."""
+    """True: divided by the advantage scale where that is known late, except for `LossOutput.fixed`. False: it does not
+    depend on advantages."""
 
 
 @dataclass(frozen=True)
@@ -136,12 +138,12 @@ class DiffusionLoss:
         scaled, fixed, metrics = torch.zeros((), device=device), None, {}
         for term in self.terms:
             output = term.compute(inputs, clamps)
-            weighed = term.weight * output.loss
             metrics |= output.metrics
-            if term.scales:
-                scaled = scaled + weighed
-            else:
-                fixed = weighed if fixed is None else fixed + weighed
+            by_advantage, beside = (output.loss, output.fixed) if term.scales else (None, output.total)
+            if by_advantage is not None:
+                scaled = scaled + term.weight * by_advantage
+            if beside is not None:
+                fixed = term.weight * beside if fixed is None else fixed + term.weight * beside
         metrics["policy_loss"] = Metric(scaled.detach())
         if isinstance(rows.point, Transitions):
             recorded = rows.point.log_probs
@@ -181,6 +183,7 @@ class DiffusionLoss:
                 BEHAVIOUR: rows.point.log_probs,
                 "sigma_next": to_device(rows.point.next_sigmas, device),
                 "sigma_max": to_device(rows.point.sigma_max, device),
+                "noise_rate": _noise_rate(rows, rows.point, current) if "noise_rate" in names else None,
                 "latents": rows.latents,
                 "next_latents": rows.point.next_latents,
             }
@@ -191,6 +194,14 @@ class DiffusionLoss:
                 policy, output = read
                 there[name] = (old if policy == "old" else others[policy])[output]
         return {name: value for name, value in there.items() if name in names and value is not None}
+
+
+def _noise_rate(rows: TrainingRows, point: Transitions, current: Evaluated) -> Tensor:
+    """[N] fp32 on the device, see `sde.noise_rate`."""
+    assert current.step is not None
+    std = current.step.std.detach()
+    length = to_device(rows.sigmas, std.device), to_device(point.next_sigmas, std.device)
+    return noise_rate(rows.sampling.law, std, *length)
 
 
 def _kl_term(digen: DigenConfig) -> Term:

@@ -46,6 +46,10 @@ logger = logging.getLogger(__name__)
 TEXT_STEP = 64
 """Tokens to which the length of a measured prompt is rounded up: few measurements, and at most 63 tokens too many."""
 
+Key = tuple[Sampling, int, str]
+"""(sampling, tokens of the longest prompt on all ranks, rounded up, teacher) of rows that are measured together. A
+teacher may have guidance of its own."""
+
 SMALLEST_TILE = "set digen.tsp.samples_per_tile=1 digen.tsp.steps_per_tile=1, or a larger number that fits"
 """Remedy where a rehearsal of several rows does not fit."""
 
@@ -75,8 +79,8 @@ class Planner:
         self.tsp, self.points, self.model = tsp, points, model
         self.rehearse, self.later_bytes, self.recomputation = rehearse, later_bytes, recomputation
         self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._measured: dict[tuple[Sampling, int], TileMemory] = {}
-        self._logged: set[tuple[Sampling, int, TileChoice]] = set()
+        self._measured: dict[Key, TileMemory] = {}
+        self._logged: set[tuple[Key, TileChoice]] = set()
 
     def deal(self, samples: Sequence[FragmentSample], advantages: Tensor, fetch: Fetch) -> TileWork:
         """This rank's part of these samples' rows, of which there is at least one; a padding row if it gets none.
@@ -126,20 +130,21 @@ class Planner:
         found = self._measured[key]
         choice = choose(found.rows, num_blocks=found.num_blocks)
         choice = choice if fixed is None else replace(choice, num_recomputed=fixed)
-        if (*key, choice) not in self._logged:
-            self._logged.add((*key, choice))
+        if (key, choice) not in self._logged:
+            self._logged.add((key, choice))
             logger.info(
                 "%s with prompts of up to %d tokens: tiles of %s, %s of %d blocks recomputed",
                 *(key[0].geometry, key[1], choice.shape, choice.num_recomputed, found.num_blocks),
             )
         return choice
 
-    def _key(self, samples: Samples, picks: Picks) -> tuple[Sampling, int]:
-        """(sampling, tokens of the longest prompt on all ranks, rounded up). Collective."""
+    def _key(self, samples: Samples, picks: Picks) -> Key:
+        """Values by which memory of these rows is measured. Collective."""
         longest = max(_text_tokens(samples, pick) for pick in picks)
-        return samples.described[picks[0][0]].sampling, -(-_agreed_most(longest) // TEXT_STEP) * TEXT_STEP
+        sample = samples.described[picks[0][0]]
+        return sample.sampling, -(-_agreed_most(longest) // TEXT_STEP) * TEXT_STEP, sample.teacher
 
-    def _measure(self, samples: Samples, picks: Picks, key: tuple[Sampling, int]) -> TileMemory:
+    def _measure(self, samples: Samples, picks: Picks, key: Key) -> TileMemory:
         longest = max(picks, key=lambda pick: _text_tokens(samples, pick))
         return memory.measure_tiles(
             lambda num_rows: self._peak_bytes(_rehearsal(self.points, samples, longest, num_rows, key[1])),

@@ -5,6 +5,7 @@
 | --- | --- |
 | `reference` | full fine-tune: a copy of the initial weights; LoRA: the adapter switched off |
 | `old` | a copy, see `verl_digen.engine.copies`; without one, the policy that trains |
+| `teacher` | of each tile's teacher, see `verl_digen.engine.teachers` |
 
 A copy is swapped in once for all tiles of a call, and results are kept on the host; the adapter is switched off tile by
 tile. A policy that no term of the loss reads costs no forward.
@@ -13,15 +14,17 @@ tile. A policy that no term of the loss reads costs no forward.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
+from verl_digen.algorithms.objectives.objective import TEACHER
 from verl_digen.algorithms.sde import SdeStep
+from verl_digen.engine.adapter import without_adapter
 from verl_digen.engine.shadow import ShadowWeights
+from verl_digen.engine.teachers import Teachers
 from verl_digen.models.base import DiffusionModel
 from verl_digen.sampling.sampler import row_velocity, score_rows
 from verl_digen.transfers import to_device
@@ -65,6 +68,7 @@ class PolicyForward:
     Args:
         copies: policy -> its weights. The engine adds and removes some.
         has_adapter: whether `module` is a LoRA on a base.
+        teachers: those of the objective.
     """
 
     def __init__(
@@ -74,9 +78,10 @@ class PolicyForward:
         device: torch.device,
         copies: Mapping[str, ShadowWeights],
         has_adapter: bool,
+        teachers: Teachers = MappingProxyType({}),
     ):
         self.model, self.module, self.device = model, module, device
-        self.copies, self.has_adapter = copies, has_adapter
+        self.copies, self.has_adapter, self.teachers = copies, has_adapter, teachers
 
     def __call__(self, rows: TrainingRows) -> Evaluated:
         """Evaluate rows on the device; differentiable if gradients are enabled."""
@@ -86,7 +91,10 @@ class PolicyForward:
         return Evaluated(velocity, step)
 
     def others(
-        self, wanted: Mapping[str, Sequence[str]], tiles: Sequence[Callable[[], TrainingRows]]
+        self,
+        wanted: Mapping[str, Sequence[str]],
+        tiles: Sequence[Callable[[], TrainingRows]],
+        taught_by: Sequence[str],
     ) -> Iterator[dict[str, Outputs]]:
         """Outputs of other policies on each tile, in order: policy -> outputs.
 
@@ -94,9 +102,15 @@ class PolicyForward:
             wanted: policy -> names of the outputs that are read. `old` without a copy is left out: it is the policy
                 that trains.
             tiles: per tile a function that makes its rows, on the device.
+            taught_by: name of each tile's teacher; the same on all ranks, which run the same forwards.
         """
         present = {policy: names for policy, names in wanted.items() if policy in self.copies or policy != "old"}
-        columns = {policy: self._of_policy(policy, names, tiles) for policy, names in present.items()}
+        columns = {
+            policy: self._of_teachers(names, tiles, taught_by)
+            if policy == TEACHER
+            else self._of_policy(policy, names, tiles)
+            for policy, names in present.items()
+        }
         for _ in tiles:
             yield {policy: next(outputs) for policy, outputs in columns.items()}
 
@@ -112,6 +126,20 @@ class PolicyForward:
             waiting = [moved(self(rows()).outputs(names), "cpu") for rows in tiles]
         return (moved(outputs, self.device) for outputs in waiting)
 
+    @torch.no_grad()
+    def _of_teachers(
+        self, names: Sequence[str], tiles: Sequence[Callable[[], TrainingRows]], taught_by: Sequence[str]
+    ) -> Iterator[Outputs]:
+        """Outputs of each tile under its teacher. Each teacher is swapped in once, for its tiles alone."""
+        waiting: dict[int, Outputs] = {}
+        for name in dict.fromkeys(taught_by):
+            teacher = self.teachers[name]
+            with teacher.taught(self.module):
+                for number, rows in enumerate(tiles):
+                    if taught_by[number] == name:
+                        waiting[number] = moved(self(teacher.rows(rows())).outputs(names), "cpu")
+        return (moved(waiting.pop(number), self.device) for number in range(len(tiles)))
+
     def _without_adapter(self, names: Sequence[str], tiles: Sequence[Callable[[], TrainingRows]]) -> Iterator[Outputs]:
         for rows in tiles:
             with torch.no_grad(), without_adapter(self.module):
@@ -122,20 +150,3 @@ class PolicyForward:
 def moved(outputs: Outputs, device: torch.device | str) -> Outputs:
     """Copy of the outputs on `device`."""
     return {name: to_device(value, torch.device(device)) for name, value in outputs.items()}
-
-
-@contextmanager
-def without_adapter(module: nn.Module) -> Iterator[None]:
-    """Context in which forwards skip the adapter.
-
-    peft's own context also switches `requires_grad`. With `reshard_after_forward=false` it switches it off on the
-    shards at entry and on again on the gathered parameters at exit, and the adapter never trains again.
-    """
-    layers = [layer for layer in module.modules() if isinstance(layer, BaseTunerLayer)]
-    for layer in layers:
-        layer._disable_adapters = True
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer._disable_adapters = False

@@ -61,7 +61,7 @@ def fetch_samples(points: Points, partition: str, samples: Sequence[FragmentSamp
 
 
 def make_rows(points: Points, samples: Samples, picks: Picks) -> TrainingRows:
-    """The N picked rows, in order. They must have one sampling.
+    """The N picked rows, in order. They must have one sampling and one teacher.
 
     Example: two samples with trained steps at positions [0, 1] and [1] of their latents, and all their points
         # latents      = a0, a1, b1
@@ -69,14 +69,15 @@ def make_rows(points: Points, samples: Samples, picks: Picks) -> TrainingRows:
     """
     latents, sigmas, point = points.make(samples.described, samples.columns, picks)
     rows = [index for index, chosen in picks for _ in chosen]
-    samplings = {samples.described[index].sampling for index in rows}
+    kinds = {(samples.described[index].sampling, samples.described[index].teacher) for index in rows}
     pairs = [samples.conditions[index] for index in rows]
     negatives = [negative for _, negative in pairs if negative is not None]
-    if len(samplings) != 1 or (negatives and len(negatives) != len(rows)):
+    if len(kinds) != 1 or (negatives and len(negatives) != len(rows)):
         raise RuntimeError(
-            f"rows of one tile must have one sampling and all or none of them negative conditions, got {samplings} and "
-            f"{len(negatives)} negative conditions of {len(rows)} rows"
+            f"rows of one tile must have one sampling and teacher, and all or none of them negative conditions, got "
+            f"{kinds} and {len(negatives)} negative conditions of {len(rows)} rows"
         )
+    ((sampling, teacher),) = kinds
     return TrainingRows(
         latents=latents,
         sigmas=sigmas,
@@ -85,8 +86,9 @@ def make_rows(points: Points, samples: Samples, picks: Picks) -> TrainingRows:
         negative_conditions=negatives or None,
         advantages=samples.advantages[rows],
         mask=torch.ones(len(rows)),
-        sampling=samplings.pop(),
+        sampling=sampling,
         rewards=torch.tensor([samples.described[index].reward for index in rows]),
+        teacher=teacher,
     )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A second copy of the trainable weights, kept as each rank's own shards: one policy of `copies`.
+"""A second copy of weights, kept as each rank's own shards: one policy of `copies`, or a teacher.
 
 - No collective: shards are copied, averaged and exchanged in place.
 - `swapped_in` puts the copy in place of the weights and back again. With `reshard_after_forward=false` FSDP2 keeps
@@ -10,7 +10,7 @@ Invariant: after `swapped_in` the weights are bitwise what they were, also if th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -27,33 +27,39 @@ def local_shard(value: Tensor) -> Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def local_shards(module: nn.Module) -> dict[str, Tensor]:
-    """This rank's shard of each trainable parameter, by name: live storage, detached. Offloaded ones have arrived."""
+def local_shards(module: nn.Module, names: Collection[str] | None = None) -> dict[str, Tensor]:
+    """This rank's shards by parameter name: live storage, detached. Offloaded ones have arrived.
+
+    Args:
+        names: parameters, frozen ones too; None: all that train.
+    """
     reshard(module)
     shards = {}
     for name, parameter in module.named_parameters():
-        if parameter.requires_grad:
+        if parameter.requires_grad if names is None else name in names:
             shards[name] = local_shard(parameter)
     wait_for(shards.values())
     return shards
 
 
 class ShadowWeights:
-    """A copy of the trainable shards of `module` as they are now.
+    """A copy of shards of `module` as they are now.
 
     Args:
         device: device of the copy; None: each shard's own.
+        names: parameters, frozen ones too; None: all that train.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device | str | None = None):
-        self.shards = {
-            name: shard.to(device=device or shard.device, copy=True) for name, shard in local_shards(module).items()
-        }
+    def __init__(
+        self, module: nn.Module, device: torch.device | str | None = None, names: Collection[str] | None = None
+    ):
+        live = local_shards(module, names)
+        self.shards = {name: shard.to(device=device or shard.device, copy=True) for name, shard in live.items()}
 
     @contextmanager
     def swapped_in(self, module: nn.Module) -> Iterator[None]:
         """Context in which `module` has the copy's weights; do not train it inside."""
-        kept = {name: shard.clone() for name, shard in local_shards(module).items()}
+        kept = {name: shard.clone() for name, shard in local_shards(module, self.shards.keys()).items()}
         _write(module, self.shards)
         try:
             yield
@@ -84,5 +90,5 @@ class ShadowWeights:
 
 @torch.no_grad()
 def _write(module: nn.Module, shards: Mapping[str, Tensor]) -> None:
-    for name, shard in local_shards(module).items():
+    for name, shard in local_shards(module, shards.keys()).items():
         shard.copy_(shards[name])

@@ -26,6 +26,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
 from verl_digen.algorithms.objectives import Objective, find_objective
 from verl_digen.config import EmaConfig
+from verl_digen.engine.adapter import without_adapter
 from verl_digen.engine.build import (
     add_adapter,
     build_transformer,
@@ -40,10 +41,10 @@ from verl_digen.engine.gradient_check import check_deferred_gradients_once
 from verl_digen.engine.gradients import exempt_unused
 from verl_digen.engine.loss_scale import LossScale
 from verl_digen.engine.offload import offload_safely
-from verl_digen.engine.policies import without_adapter
 from verl_digen.engine.recompute import Recomputation
 from verl_digen.engine.sequence import sequence_mesh
 from verl_digen.engine.shadow import ShadowWeights
+from verl_digen.engine.teachers import load_teachers
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models import load_model
 from verl_digen.models.sequence import split_networks
@@ -106,6 +107,12 @@ class ShardedTransformer(FSDPEngine):
             self.digen.ema if trains else EmaConfig(),
             self.digen.loss_settings.copies if trains else {},
         )
+        self.teachers = load_teachers(
+            self.module,
+            self.model,
+            self.digen.loss_settings.taught_by if trains else {},
+            device="cpu" if self.engine_config.param_offload else None,
+        )
         self.checkpoint_manager = DiffusersCheckpointManager(
             model=self.module,
             optimizer=self.optimizer,
@@ -113,6 +120,7 @@ class ShardedTransformer(FSDPEngine):
             checkpoint_config=self.checkpoint_config,
             update_state=self.state,
             copies=self.copies,
+            teachers=self.teachers,
         )
 
     def keep_fp32(self) -> None:

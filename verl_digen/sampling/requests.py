@@ -74,4 +74,5 @@ def sample_request(
         ),
         noise_levels=noise_levels,
         wants_condition=sample_index == 0 and not validate,
+        wants_negative=digen.has_guided_teacher,  # of validation, too: both may share a batch
     )

@@ -111,7 +111,8 @@ class ColocatedTrainer(DiffusionTrainer):
         with marked_timer("gen", timing_raw):
             groups = self._generate()
         objective = find_objective(self.digen.loss_name)
-        samples = fragment_samples(groups, self.digen.select, group_rewards(self.config, self.digen))
+        rewards_of, teacher_of = group_rewards(self.config, self.digen), self.digen.loss_settings.teacher_of
+        samples = fragment_samples(groups, self.digen.select, rewards_of, teacher_of)
         self._ranks.compute_s, began_s = 0.0, time.time()
         with marked_timer("update_actor", timing_raw), self._supervision.watch("train", "training the batch"):
             training = self._supervision.run(

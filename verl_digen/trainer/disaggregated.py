@@ -167,6 +167,7 @@ class DisaggregatedTrainer(DiffusionTrainer):
                 num_rows=num_samples * num_points(self.digen),
                 select=self.digen.select,
                 rewards_of=group_rewards(self.config, self.digen),
+                teacher_of=self.digen.loss_settings.teacher_of,
             ),
             self._draw_prompts,
             slots_of=slots_of,

@@ -55,8 +55,20 @@ def group_rewards(config: DictConfig, digen: DigenConfig) -> GroupRewards:
     return of_group
 
 
+TeacherOf = Callable[[str], str]
+"""`data_source` of a prompt -> name of its samples' teacher, see `LossConfig.teacher_of`."""
+
+
+def no_teacher(data_source: str) -> str:
+    """`TeacherOf` of a loss without teachers."""
+    return ""
+
+
 def fragment_samples(
-    groups: Mapping[str, GroupTags], select: Select, rewards_of: GroupRewards = totals
+    groups: Mapping[str, GroupTags],
+    select: Select,
+    rewards_of: GroupRewards = totals,
+    teacher_of: TeacherOf = no_teacher,
 ) -> tuple[FragmentSample, ...]:
     """Describe complete groups for the ranks.
 
@@ -80,6 +92,7 @@ def fragment_samples(
                 sampling=tag.sampling,
                 condition_key=tag.condition_key,
                 experts=tag.experts if position in chosen else (),
+                teacher=teacher_of(tag.data_source),
             )
             for position, (index, tag) in enumerate(ordered)
         ]

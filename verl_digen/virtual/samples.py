@@ -33,8 +33,8 @@ class VirtualSamples:
         self._condition = {"embeds": torch.zeros(CONDITION_SHAPE)}
 
     def conditions(self, request: SampleRequest) -> tuple[Condition, Condition | None]:
-        """Conditions of the request's prompt and, with guidance, of its negative prompt."""
-        return self._condition, self._condition if request.sampling.is_guided else None
+        """Conditions of the request's prompt and, where guidance reads it, of its negative prompt."""
+        return self._condition, self._condition if len(request.branches) > 1 else None
 
     def make(self, request: SampleRequest, versions: tuple[int, int], started_s: float) -> Generation:
         """The sample, generated from `started_s` (unix time) to now.

@@ -14,6 +14,7 @@
 | `advantage` | of the row's sample |
 | `reward` | of the row's sample: the weighted sum over the reward functions, not centred |
 | `std` (p) | of the step's Gaussian, sqrt(-dt) included |
+| `noise_rate` (p) | s of the step: std without sqrt(-dt), under law cps std |
 | `sigma` | noise level of the latents that the network reads |
 | `sigma_next` (p) | noise level of x' |
 | `sigma_max` (p) | second noise level of the schedule, for a row whose `sigma` is 1 |
@@ -27,6 +28,7 @@
 | `velocity` | the network's guided prediction under these weights, differentiable |
 | `old_mean`, `old_velocity` | the same under policy `old`, without gradient |
 | `reference_mean`, `reference_velocity` | the same under the reference policy, without gradient |
+| `teacher_mean`, `teacher_velocity` | the same under the row's teacher, without gradient |
 
 | name | per row, with A the clamped advantage, sg[.] without gradient, r = pi / pi_generation |
 | --- | --- |
@@ -45,6 +47,7 @@
 | `diffusion_nft` | (f) errors of two predictions, around policy `old`, weighed by A; it also generates the samples |
 | `awm` | (f) PPO's clip of a surrogate log-prob made of the flow error, and distances to the reference and an average |
 | `dgpo` | (f) A e with the flow error e, weighed by how far the group is from its order |
+| `opd`, `opd_forward` (f) | distance from the row's teacher; A is not read, unless flow_grpo's loss is added |
 | `online_dpo` | (f) -logsigmoid of the best sample's gain over the reference less the worst one's |
 
 Log-probs are means over latent dims, so ratios are near 1 and bounds that are wide for tokens seldom bind here.

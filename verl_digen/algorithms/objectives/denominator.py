@@ -69,7 +69,7 @@ def choose_denominator(name: str, settings: LossConfig, old_log_probs: str, max_
         )
     if objective.points == "forward":
         return _of_forward_points(name, old_log_probs, reads_old)
-    if OLD not in loss.columns and not reads_old:
+    if OLD not in loss.columns_for(settings) and not reads_old:
         require(
             old_log_probs != "recompute",
             f"digen.loss.old_log_probs must be auto with digen.loss.name={name}, which reads no recomputed log-probs",
@@ -104,7 +104,7 @@ def clips_recorded(name: str, settings: LossConfig, denominator: Denominator) ->
     objective = find_objective(name)
     if objective.points == "forward" or not settings.clip_widths:
         return False
-    reads_own = OLD in objective.loss.columns or objective.reads_old_weights(settings)
+    reads_own = OLD in objective.loss.columns_for(settings) or objective.reads_old_weights(settings)
     return denominator == "rollout" or not reads_own
 
 

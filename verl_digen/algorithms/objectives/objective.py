@@ -40,14 +40,17 @@ ANY_COLUMNS = ("advantage", "reward", "sigma")
 ANY_LATENTS = ("velocity",)
 """Inputs that rows of every kind of points have."""
 COLUMNS: dict[Points, tuple[str, ...]] = {
-    "path": (*ANY_COLUMNS, "log_prob", BEHAVIOUR, OLD, "std", "sigma_next", "sigma_max"),
+    "path": (*ANY_COLUMNS, "log_prob", BEHAVIOUR, OLD, "std", "noise_rate", "sigma_next", "sigma_max"),
     "forward": ANY_COLUMNS,
 }
 """Kind of points -> inputs [N] that its rows have; see the package."""
 OUTPUTS: dict[Points, tuple[str, ...]] = {"path": ("mean", *ANY_LATENTS), "forward": ANY_LATENTS}
 """Kind of points -> outputs of a policy on a row, [N, ...] each."""
-POLICIES = ("old", "reference")
-"""Policies that every objective may read, besides the one that trains and its own `LossConfig.copies`."""
+TEACHER = "teacher"
+"""Policy that teaches a row, one of `LossConfig.taught_by`."""
+POLICIES = ("old", "reference", TEACHER)
+"""Policies that every objective may read, besides the one that trains and its own `LossConfig.copies`; `teacher` only
+with settings that have teachers."""
 RECORDED: dict[Points, tuple[str, ...]] = {"path": ("latents", "next_latents"), "forward": ("clean", "noisy", "noise")}
 """Kind of points -> latents [N, ...] that do not depend on a policy; see the package."""
 
@@ -81,13 +84,17 @@ class Loss:
     laws: tuple[str, ...]
     """Values of `digen.sde.law` that it is defined for; (): all."""
 
+    def columns_for(self, config: LossConfig) -> tuple[str, ...]:
+        """Columns that it reads with these settings."""
+        return (*self.columns, *config.more_columns)
+
     def latents_for(self, config: LossConfig) -> tuple[str, ...]:
         """Latents that it reads with these settings."""
         return (*self.latents, *config.more_latents)
 
     def inputs_for(self, config: LossConfig) -> tuple[str, ...]:
         """Names of all inputs that it reads with these settings."""
-        return (*self.columns, *self.latents_for(config))
+        return (*self.columns_for(config), *self.latents_for(config))
 
 
 @dataclass(frozen=True)
@@ -168,6 +175,14 @@ class Objective:
         """Latents that the loss and the joint column read with these settings."""
         return (*self.loss.latents_for(settings), *(() if self.joint is None else self.joint.latents))
 
+    def reads_advantages(self, settings: LossConfig) -> bool:
+        """True if the loss depends on rewards with these settings."""
+        return self.joint is not None or "advantage" in self.loss.columns_for(settings)
+
+    def reads_teachers(self, settings: LossConfig) -> bool:
+        """True if it needs a forward of a row's teacher."""
+        return any((policy_output(name) or ("",))[0] == TEACHER for name in self.latents_for(settings))
+
     def reads_old_weights(self, settings: LossConfig) -> bool:
         """True if it needs a forward of the policy before the update, not its log-probs alone. A policy `old` that
         generates the samples is a copy that follows at a distance instead, see `LossConfig.copies`."""
@@ -184,7 +199,7 @@ class Objective:
         made = () if self.joint is None else (self.joint.column,)
         known_latents = latents_of(self.points, {*POLICIES, *settings.copies})
         for argument, given, known in (
-            ("columns", self.loss.columns, (*COLUMNS[self.points], *made)),
+            ("columns", self.loss.columns_for(settings), (*COLUMNS[self.points], *made)),
             ("latents", self.loss.latents_for(settings), known_latents),
             ("columns of the joint column", () if self.joint is None else self.joint.columns, COLUMNS[self.points]),
             ("latents of the joint column", () if self.joint is None else self.joint.latents, known_latents),

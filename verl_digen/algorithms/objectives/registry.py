@@ -120,5 +120,5 @@ def policy_loss(name: str, inputs: Mapping[str, Tensor], config: LossConfig) -> 
         inputs = with_joint_column(joint, f"policy loss {name!r}", inputs, config)
     latents = loss.latents_for(config)
     return loss.compute(
-        LossInputs.check(f"policy loss {name!r}", inputs, columns=loss.columns, latents=latents), config
+        LossInputs.check(f"policy loss {name!r}", inputs, columns=loss.columns_for(config), latents=latents), config
     )
