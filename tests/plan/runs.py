@@ -72,6 +72,7 @@ MEASURED = Measured(
     embedding_bytes=0,
     rows_per_sample=9,
     trajectory_bytes=10**7,
+    teachers={},
 )
 """Measurements of a network with 8 B parameters."""
 LORA = replace(

@@ -5,6 +5,7 @@
 | --- | --- |
 | checkpoint | the whole network, which rank 0 reads and sends to the others |
 | offloaded parameters, optimizer | each shard in page-locked memory of its own, rounded up to a power of two |
+| teachers | shards of the weights that they exchange: with offloaded parameters only, not page-locked |
 | copies of the weights | EMA, `old`, reference: with offloaded parameters only, not page-locked |
 | inputs of recomputed blocks | with `enable_activation_offload`: those of one tile per rank |
 | replicas that wait | copies of networks that leave the device: all of `vllm_omni`; of `diffusers` what no update |
@@ -84,6 +85,9 @@ def _offloaded(run: Run, resident: Items) -> Items:
         copies = int(settings.digen.ema.enable) + int(has_copy) + len(policies_that_follow(settings.digen))
         if copies:
             items["copies of the weights"] = ranks * copies * resident["gradients"]
+        if run.measured.teachers:
+            sizes = run.measured.teachers.values()
+            items["teachers"] = ranks * sum(-(-size // settings.num_shards) for size in sizes)
     if settings.optimizer_offload:
         items["offloaded optimizer"] = ranks * 2 * _shards(run, trained)
     return items

@@ -29,6 +29,7 @@ from verl_digen.plan.conditions import empty_condition
 from verl_digen.plan.decoding import decoding_bytes
 from verl_digen.plan.networks import Counts, Part, Tensors, count_network, count_parts, list_tensors, transformer_bytes
 from verl_digen.plan.published import checkpoint_folder
+from verl_digen.plan.teachers import teacher_bytes
 from verl_digen.platforms.module_memory import SHARING
 from verl_digen.pool_sizes import num_generator_devices, num_replica_devices, num_trainer_devices
 from verl_digen.require import require
@@ -138,13 +139,15 @@ class Measured:
     flops: Flops
     """FLOPs of one row's forward, guidance included."""
     condition_bytes: int
-    """Bytes of a prompt's condition, the negative one included if guided."""
+    """Bytes of a prompt's condition, the negative one included if guided, or taught with guidance."""
     embedding_bytes: int
     """Bytes of one text's condition."""
     rows_per_sample: int
     """Points of a sample."""
     trajectory_bytes: int
     """Bytes of a sample's record, the maximum over the groups of the first step."""
+    teachers: dict[str, int]
+    """Teacher -> bytes of the weights that it exchanges with the student's, on all shards together."""
 
 
 @dataclass(frozen=True)
@@ -240,6 +243,7 @@ def _measure(folder: Any, settings: Settings, model_config: DiffusionModelConfig
     shape = model.latent_shape(geometry)
     model.embedded_guidance(sampling.guidance_scale)
     network = model.load_transformer(dtypes.model, meta=True)
+    exchanged = teacher_bytes(digen, model, network, is_lora=settings.is_lora)
     bare = deepcopy(networks_of(network)[0])  # built once: some networks compute large tables
     is_ours = settings.rollout_name == "diffusers"
     # where all weights train, a replica gets them in one dtype
@@ -276,9 +280,11 @@ def _measure(folder: Any, settings: Settings, model_config: DiffusionModelConfig
         training=training,
         sampling=of_sampling,
         flops=flops,
-        condition_bytes=_bytes(condition, dtypes.rollout) * (2 if settings.is_guided else 1),
+        condition_bytes=_bytes(condition, dtypes.rollout)
+        * (2 if settings.is_guided or digen.has_guided_teacher else 1),
         embedding_bytes=_bytes(condition, dtypes.rollout),
         rows_per_sample=num_points(digen),
+        teachers=exchanged,
         trajectory_bytes=max(
             record_bytes(
                 sample_request(digen, row, 0, step=0, validate=False), math.prod(shape) * dtypes.latents.itemsize

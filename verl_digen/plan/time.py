@@ -2,7 +2,8 @@
 """Seconds of a step, calculated at an assumed share of the devices' peak, not measured.
 
 - Generation: T forwards per sample. Training: forward and backward per row, plus one forward if old log-probs are
-  recomputed, one for each other policy that the loss reads, and one for a joint column.
+  recomputed, one for each other policy that the loss reads, one by its teacher (two with guidance of its own), and one
+  for a joint column.
 - Not counted: text encoding, decoding, rewards, weight updates, communication and waiting. So a real step takes
   longer; `digen simulate` estimates by how much, and for which split.
 
@@ -14,9 +15,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verl_digen.algorithms.objectives import find_objective, objective_names
+from verl_digen.algorithms.objectives.teacher import teacher_forwards
 from verl_digen.config import DigenConfig
 from verl_digen.devices import PEAK_TFLOPS
-from verl_digen.plan.policies import policies_read
+from verl_digen.plan.policies import policies_read, teachers
 from verl_digen.plan.run import Run
 
 
@@ -56,7 +58,8 @@ def plan_time(run: Run, device: str | None, mfu: float, recomputed: float) -> St
     return StepTime(generating, training, generating_s, training_s, step_s)
 
 
-def _further_forwards(digen: DigenConfig) -> int:
+def _further_forwards(digen: DigenConfig) -> float:
     """Forwards of a row besides the one that trains."""
     has_joint = digen.loss_name in objective_names() and find_objective(digen.loss_name).joint is not None
-    return int(digen.old_log_probs == "recompute") + int(has_joint) + len(policies_read(digen))
+    others = len(policies_read(digen)) + teacher_forwards(teachers(digen), digen.sampling.true_cfg_scale)
+    return int(digen.old_log_probs == "recompute") + int(has_joint) + others

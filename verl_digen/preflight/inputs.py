@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_digen.config import digen_config
 from verl_digen.preflight.pools import VIRTUAL
 from verl_digen.preflight.sources import check_sources
+from verl_digen.preflight.teachers import check_lessons
 from verl_digen.require import require
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ def check_prompts(config: DictConfig) -> None:
     train, val = prompts_of(config, "train"), prompts_of(config, "val")
     _check_images(config, [*train.prompts, *val.prompts])
     check_sources(config, train.prompts, val.prompts)
+    check_lessons(config, train.prompts)
     found = [*train.too_long, *val.too_long]
     if found and not config.data.filter_overlong_prompts:
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
