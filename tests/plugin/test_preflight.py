@@ -29,8 +29,8 @@ pytestmark = pytest.mark.slow
 MODEL_RECIPES = (
     *("digen_flux", "digen_hunyuan_video", "digen_hunyuan_video15", "digen_qwen_image", "digen_sd3", "digen_wan2_1"),
     *("digen_wan2_2", "digen_z_image", "[digen_sd3,flowgrpo_fast]", "[digen_flux,flowgrpo_fast]"),
-    *("[digen_sd3,diffusion_nft]", "[digen_wan2_1,diffusion_nft]", "[digen_flux,mixgrpo]", "[digen_wan2_1,mixgrpo]"),
-    *("[digen_sd3,awm]", "[digen_hunyuan_video,dgpo]", "[digen_qwen_image,online_dpo]"),
+    *("[digen_sd3,nft]", "[digen_wan2_1,nft]", "[digen_flux,mixgrpo]", "[digen_wan2_1,mixgrpo]"),
+    *("[digen_sd3,awm]", "[digen_hunyuan_video,dgpo]", "[digen_qwen_image,dpo]"),
     *("[digen_wan2_1,longcat]", "[digen_sd3,longcat]", "[digen_sd3,guard]", "[digen_sd3,dppo]", "[digen_sd3,gdpo]"),
 )
 
