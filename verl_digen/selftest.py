@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
-from diffusers.schedulers.scheduling_unipc_multistep import UniPCMultistepScheduler
 from torch import Tensor, nn
 
 from verl_digen.algorithms.noise import INITIAL_LATENTS, noise
+from verl_digen.algorithms.solvers import SCHEDULERS
 from verl_digen.algorithms.window import Window
 from verl_digen.inputs import PromptInputs
 from verl_digen.models import load_model
@@ -104,7 +104,8 @@ def check_model(
     geometry = Geometry(SIZE_PX, SIZE_PX, model.spec.selftest.get("num_frames", 1))
     sampler = Sampler(model, transformer, run_seed=RUN_SEED, device=device, latents_dtype=torch.float32)
 
-    sampling = Sampling(geometry, NUM_STEPS, true_cfg_scale=1.0, law=LAW, noise_level=NOISE_LEVEL)
+    solver = SCHEDULERS[model.scheduler]
+    sampling = Sampling(geometry, NUM_STEPS, true_cfg_scale=1.0, law=LAW, noise_level=NOISE_LEVEL, solver=solver)
 
     _, latents = sampler.sample(_requests(sampling, ODE), conditions, None, version=0)
     gap = (latents.cpu() - _run_pipeline(model, geometry, device, dtype).cpu()).abs().max().item()
@@ -141,10 +142,6 @@ def _run_pipeline(model: DiffusionModel, geometry: Geometry, device: torch.devic
     pipeline.set_progress_bar_config(disable=True)
     if hasattr(pipeline, "guider"):  # guidance is a component here, not an argument
         pipeline.guider = pipeline.guider.new(guidance_scale=1.0)
-    if isinstance(pipeline.scheduler, UniPCMultistepScheduler):  # make it take Euler steps, as our sampler does
-        pipeline.scheduler = UniPCMultistepScheduler.from_config(
-            pipeline.scheduler.config, solver_order=1, disable_corrector=list(range(NUM_STEPS))
-        )
     shape = model.latent_shape(geometry)
     start = torch.stack([noise(RUN_SEED, f"p{number}", 0, INITIAL_LATENTS, shape) for number in range(len(PROMPTS))])
     made = pipeline(

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import AutoencoderKLHunyuanVideo15
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
-from diffusers.schedulers.scheduling_unipc_multistep import UniPCMultistepScheduler
 from torch import Tensor, nn
 
 from tests.texts import TextEncoder, of_texts
@@ -107,13 +106,9 @@ class Loaded:
         return self.load_pipeline(torch.float32)
 
     def load_pipeline(self, dtype: torch.dtype) -> Any:
-        """Load diffusers' pipeline. A UniPC scheduler is set to order 1 without corrector, which is Euler's step."""
+        """Load diffusers' pipeline, with the checkpoint's own scheduler."""
         loaded: Any = DiffusionPipeline.from_pretrained(self.path, dtype=dtype)
         loaded.set_progress_bar_config(disable=True)
-        if isinstance(loaded.scheduler, UniPCMultistepScheduler):
-            loaded.scheduler = UniPCMultistepScheduler.from_config(
-                loaded.scheduler.config, solver_order=1, disable_corrector=list(range(100))
-            )
         if isinstance(loaded.vae, AutoencoderKLHunyuanVideo15):
             loaded.vae.enable_slicing()  # its attention takes one video at a time
         return loaded

@@ -229,6 +229,16 @@ def test_a_clip_range_that_rounding_fills_is_noted(start, runnable, overrides, n
     assert ([noted in note for note in found] == [True]) if noted else not found
 
 
+def test_a_solver_other_than_the_checkpoints_is_noted(start, runnable, tmp_path):
+    assert not any("the checkpoint names" in note for note in notes(start(*runnable)))
+    wan = build_tiny("wan2.1", tmp_path / "wan")
+    changes = [*runnable, f"actor_rollout_ref.model.path={wan}"]
+    (note,) = [note for note in notes(start(*changes)) if "the checkpoint names" in note]
+    assert "names UniPCMultistepScheduler: its sigmas are used, in training with digen.sampling.solver=euler" in note
+    assert note.endswith("; digen.sampling.val_solver=unipc is its solver")
+    assert not any("names UniPC" in note for note in notes(start(*changes, "digen.sampling.val_solver=unipc")))
+
+
 @pytest.mark.parametrize(("checkpoint", "noted"), [("sd3", False), ("qwen_image", True)])
 def test_fp16_is_noted_where_a_network_may_overflow(start, runnable, tmp_path, checkpoint, noted):
     path = build_tiny(checkpoint, tmp_path / "checkpoint")

@@ -105,7 +105,7 @@ def path_of(trajectory: Trajectory) -> PathRecord:
     return trajectory.record
 
 
-@pytest.mark.parametrize("solver", ["euler", "dpm2"])
+@pytest.mark.parametrize("solver", ["euler", "unipc"])
 @pytest.mark.parametrize("true_cfg_scale", [1.0, 4.0])
 def test_samples_are_those_generated_one_by_one(model, network, conditions, solver, true_cfg_scale):
     """Up to the window bitwise, because both run it for one row."""

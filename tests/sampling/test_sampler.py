@@ -268,6 +268,23 @@ def test_batches_and_order_of_requests_change_nothing(
                 close(column, expected[n].record.columns()[name])
 
 
+def test_a_solver_with_noise_draws_it_for_each_sample_and_step(
+    model: DiffusionModel, transformer: nn.Module, encode: TextEncoder
+) -> None:
+    """In any batch; a sample whose latents are all there is to record."""
+    how = replace(sampling(1.0), solver="sa", sa_noise=0.8, sa_low=0.0, sa_high=1.0)
+    levels = NoiseLevels((0, 2, 5))
+    asked = [replace(request(how, uid="g", index=index), noise_levels=levels) for index in range(3)]
+    together, latents = run(model, transformer, encode, asked)
+    for row, one in enumerate(asked):
+        (alone,), expected = run(model, transformer, encode, [one])
+        close(latents[row], expected[0])
+        assert isinstance(alone.record, CleanRecord) and isinstance(together[row].record, CleanRecord)
+    _, quiet = run(model, transformer, encode, [replace(one, sampling=replace(how, sa_noise=0.0)) for one in asked])
+    moved = latents - quiet
+    assert moved.abs().mean() > 0.05 and (moved[0] - moved[1]).abs().mean() > 0.05
+
+
 def test_samples_of_a_group_differ_and_shared_noise_starts_them_alike(
     model: DiffusionModel, transformer: nn.Module, encode: TextEncoder
 ) -> None:

@@ -13,6 +13,7 @@ from verl_digen.preflight.kernels import kernel_notes
 from verl_digen.preflight.pools import VIRTUAL
 from verl_digen.preflight.precision import precision_notes
 from verl_digen.preflight.rewards import reward_formula
+from verl_digen.preflight.solvers import solver_notes
 
 
 def notes(config: DictConfig) -> list[str]:
@@ -28,6 +29,7 @@ def notes(config: DictConfig) -> list[str]:
             "digen.sampling.shared_initial_noise=true: vLLM-Omni runs the steps before a window for every sample; with "
             "actor_rollout_ref.rollout.name=diffusers they run once for the samples of a group"
         )
+    found += solver_notes(config, digen)
     found += kernel_notes(config)
     found += precision_notes(config, digen)
     sharing = config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from verl_digen.algorithms.noise import INITIAL_LATENTS, sample_seed, step_noise
 from verl_digen.algorithms.sde import SdeStep, sde_step
-from verl_digen.algorithms.solvers import Prediction, denoise_step
+from verl_digen.algorithms.solvers import NOISY, Prediction, denoise_step
 from verl_digen.models.base import DiffusionModel
 from verl_digen.sampling.branches import ONE_FORWARD, GuidanceBranches
 from verl_digen.sampling.prefix import SharedPrefix
@@ -191,7 +191,7 @@ class Sampler:
         is_sde = [step in request.window.sde_steps for request, _ in rows]
         # Drawn while an accelerator is still busy with the forward.
         noise = [
-            step_noise(seed, step, shape) if sde else torch.zeros(shape)
+            step_noise(seed, step, shape) if sde or sampling.solver in NOISY else torch.zeros(shape)
             for (_, seed), sde in zip(rows, is_sde, strict=True)
         ]
         return denoise_step(
@@ -207,6 +207,7 @@ class Sampler:
             sigma_max=sigmas[1],
             noise=to_device(torch.stack(noise), self.device),
             storage_dtype=self.latents_dtype,
+            solver_noise=sampling.solver_noise,
         )
 
 
