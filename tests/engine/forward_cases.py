@@ -73,8 +73,10 @@ CASES = {
     "nft": ForwardCase("diffusion_nft", {"beta": 0.7, "kl_coef": 0.3}),
     "nft_lora": ForwardCase("diffusion_nft", {"beta": 0.7, "kl_coef": 0.3}, scale="batch", model="lora"),
     "awm": ForwardCase("awm", {"clip_range": 0.05, "kl_coef": 0.3, "ema_kl_coef": 0.2}, scale="batch"),
+    "awm_off_policy": ForwardCase("awm_off_policy", {"clip_range": 0.05, "average": "constant"}, model="lora"),
     "dgpo": ForwardCase("dgpo", {"beta": 4.0, "clip": 0.15}, model="lora"),
     "online_dpo": ForwardCase("online_dpo", {"beta": 200.0}, scale="none"),
+    "online_dpo_renewed": ForwardCase("online_dpo", {"beta": 200.0, "reference_every": 2}, scale="none", model="lora"),
 }
 SHAPES = [
     ((2, 2), "fragment", (("g1",), ("g0",))),
@@ -184,8 +186,8 @@ def plain_module(engine: DiffusersFSDPEngine, path: Path, policy: str) -> Any:
 def serial_gradient(engine: DiffusersFSDPEngine, path: Path, batch: TensorDict) -> dict[str, torch.Tensor]:
     """Gradient with every row in a forward of its own, a plain module for each policy, and the slow loss of all."""
     policies = [policy for policy in ("old", *engine.digen.loss_settings.copies) if policy in engine.copies]
-    modules = {f"{policy}_velocity": plain_module(engine, path, policy) for policy in policies}
-    modules |= {"velocity": plain_module(engine, path, "current"), "reference_velocity": plain_transformer(path)}
+    modules = {"velocity": plain_module(engine, path, "current"), "reference_velocity": plain_transformer(path)}
+    modules |= {f"{policy}_velocity": plain_module(engine, path, policy) for policy in policies}
     uids, conditions = tu.get(batch, "uid"), tu.get(batch, "conditions")
     advantages = group_advantages(torch.tensor(REWARDS, dtype=torch.float64), uids, scale=engine.digen.advantage.scale)
     model, rows = load_model(path), []

@@ -3,7 +3,7 @@
 
 | policy | weights |
 | --- | --- |
-| `reference` | full fine-tune: a copy of the initial weights; LoRA: the adapter switched off |
+| `reference` | full fine-tune: a copy of the initial weights; LoRA: the adapter switched off, if there is no copy |
 | `old` | a copy, see `verl_digen.engine.copies`; without one, the policy that trains |
 
 A copy is swapped in once for all tiles of a call, and results are kept on the host; the adapter is switched off tile by

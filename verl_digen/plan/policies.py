@@ -24,5 +24,6 @@ def policies_that_follow(digen: DigenConfig) -> tuple[str, ...]:
 
 
 def has_reference(digen: DigenConfig, *, is_lora: bool) -> bool:
-    """True if the reference is a copy of the weights; of an adapter it is the bare model."""
-    return "reference" in policies_read(digen) and not is_lora
+    """True if the reference is a frozen copy of the weights; of an adapter it is the bare model, and one that the
+    objective renews follows."""
+    return "reference" in policies_read(digen) - {*policies_that_follow(digen)} and not is_lora
