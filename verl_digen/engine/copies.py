@@ -74,10 +74,11 @@ class PolicyCopies(Mapping[str, ShadowWeights]):
 
     def follow_batch(self, k: int) -> None:
         """Update the policies that follow batches, after the last optimizer step on a batch; `k` steps in all."""
-        before, self._followed = self._followed, max(k, self._followed)
-        for policy, decay in self._decays.items():
-            if decay.is_due(before, self._followed):
-                self._update(policy, decay.at(k))
+        if k > self._followed:
+            before, self._followed = self._followed, k
+            for policy, decay in self._decays.items():
+                if decay.is_due(before, k):
+                    self._update(policy, decay.at(k))
 
     def _update(self, policy: str, decay: float) -> None:
         ema_update_(self._weights[policy].shards.values(), local_shards(self._module).values(), decay)

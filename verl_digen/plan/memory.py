@@ -236,7 +236,7 @@ def _choose_tile(run: Run, resident: Items, beside: Items, device_bytes: int | N
         return min((room - sum(items.values())) // max(size, 1) for items, size in moments(num_recomputed))
 
     num_groups = settings.num_trainer_devices // settings.sequence_parallel
-    num_rows = -(-settings.num_samples * run.measured.rows_per_sample // num_groups)
+    num_rows = -(-settings.num_trained_samples * run.measured.rows_per_sample // num_groups)
     samples, steps = settings.digen.tsp.extents
     choice = choose_tile(
         rows_that_fit,

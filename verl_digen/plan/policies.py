@@ -23,6 +23,11 @@ def policies_that_follow(digen: DigenConfig) -> tuple[str, ...]:
     return tuple(digen.loss_settings.copies) if digen.loss_name in objective_names() else ()
 
 
+def num_selected(digen: DigenConfig, group_size: int) -> int:
+    """Samples of a group that train, if its rewards differ."""
+    return len(digen.select(range(group_size))) if digen.loss_name in objective_names() else group_size
+
+
 def has_reference(digen: DigenConfig, *, is_lora: bool) -> bool:
     """True if the reference is a frozen copy of the weights; of an adapter it is the bare model, and one that the
     objective renews follows."""

@@ -28,6 +28,7 @@ from verl_digen.plan.compose import is_split
 from verl_digen.plan.conditions import empty_condition
 from verl_digen.plan.decoding import decoding_bytes
 from verl_digen.plan.networks import Counts, Part, Tensors, count_network, count_parts, list_tensors, transformer_bytes
+from verl_digen.plan.policies import num_selected
 from verl_digen.plan.published import checkpoint_folder
 from verl_digen.platforms.module_memory import SHARING
 from verl_digen.pool_sizes import num_generator_devices, num_replica_devices, num_trainer_devices
@@ -95,6 +96,11 @@ class Settings:
     def num_samples(self) -> int:
         """Samples of a step."""
         return self.num_prompts * self.group_size
+
+    @property
+    def num_trained_samples(self) -> int:
+        """Samples of a step that train: all, or those that the objective or `digen.advantage.best_of` selects."""
+        return self.num_prompts * num_selected(self.digen, self.group_size)
 
     @property
     def is_guided(self) -> bool:

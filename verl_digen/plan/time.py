@@ -45,7 +45,7 @@ def plan_time(run: Run, device: str | None, mfu: float, recomputed: float) -> St
     row = measured.flops.training(is_frozen=settings.is_lora, recomputed=recomputed)
     digen = settings.digen
     row += _further_forwards(digen) * measured.flops.forward
-    training = settings.num_samples * measured.rows_per_sample * row
+    training = settings.num_trained_samples * measured.rows_per_sample * row
     if device is None:
         return StepTime(generating, training, None, None, None)
     reached = PEAK_TFLOPS[device] * 1e12 * mfu

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`awm` and `awm_off_policy`: advantage-weighted matching. PPO's clip of a forward-process surrogate of the log-prob, beside distances to
-the reference and to an average of the policy. Needs final latents alone.
+"""`awm` and `awm_off_policy`: advantage-weighted matching. PPO's clip of a forward-process surrogate of the log-prob,
+beside distances to the reference and to an average of the policy. Needs final latents alone.
 
 Source: AWM, arXiv 2509.25050; weightings, clip and average as in its code, whose recipes take one optimizer step per
 batch. Its ratio is then exactly 1, and the gradient that of -A times the surrogate. With `awm_off_policy` the average
