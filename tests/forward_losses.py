@@ -49,7 +49,8 @@ def _awm(rows: Sequence[Row], config: Any) -> Tensor:
         loss = (
             -advantage * ratio if -advantage * ratio.item() >= -advantage * bounded else 0 * ratio - advantage * bounded
         )
-        for policy, coef in (("reference", config.kl_coef), ("ema", config.ema_kl_coef)):
+        average = "old" if "old" in config.copies else "ema"
+        for policy, coef in (("reference", config.kl_coef), (average, config.ema_kl_coef)):
             if coef > 0:
                 loss = loss + coef * ((row["velocity"] - row[f"{policy}_velocity"]) ** 2).mean()
         losses.append(loss)
@@ -95,6 +96,7 @@ def _distance(rows: Sequence[Row], config: Any) -> Tensor:
 LOSSES: dict[str, Callable[[Sequence[Row], Any], Tensor]] = {
     "diffusion_nft": _nft,
     "awm": _awm,
+    "awm_off_policy": _awm,
     "dgpo": _dgpo,
     "online_dpo": _dpo,
     "offline_dpo": _dpo,

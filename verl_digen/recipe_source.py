@@ -40,6 +40,8 @@ RECIPES = "pkg://verl_digen.recipes"
 PRIMARY = "ppo_trainer.yaml"
 """The primary config of `verl.trainer.main_ppo`."""
 GROUP = "recipe"
+OBJECTIVES = {"diffusion_nft": "nft", "online_dpo": "dpo", "grpo_guard": "guard", "flow_dppo": "dppo"}
+"""Names of objectives whose recipe has a shorter one, for messages."""
 
 
 class RecipeSlot(ConfigSource):
@@ -95,7 +97,9 @@ class RecipeSource(ConfigSource):
         """Text that Hydra prints below "Config search path:" when a config is missing; of a recipe in a list it says
         nothing else but the name."""
         names = self.list(GROUP, ObjectType.CONFIG)
-        return f"{super().__repr__()}, recipes: {', '.join(names)}; {suggestion(self._missed, names)}".rstrip("; ")
+        meant = OBJECTIVES.get(self._missed)
+        hint = suggestion(self._missed, names) if meant is None else f"the recipe of {self._missed} is {meant}"
+        return f"{super().__repr__()}, recipes: {', '.join(names)}; {hint}".rstrip("; ")
 
     def load_config(self, config_path: str) -> ConfigResult:
         served = self._served.get(self._normalize_file_name(config_path))

@@ -23,11 +23,11 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
-from diffusers.schedulers.scheduling_unipc_multistep import UniPCMultistepScheduler
 from PIL import Image
 from torch import Tensor, nn
 
 from verl_digen.algorithms.noise import INITIAL_LATENTS, noise
+from verl_digen.algorithms.solvers import SCHEDULERS
 from verl_digen.algorithms.window import Window
 from verl_digen.inputs import PromptInputs, SourceImage, fitted_size, source_image
 from verl_digen.models import load_model
@@ -125,7 +125,8 @@ def _check(
     geometry = Geometry(SIZE_PX, SIZE_PX, model.spec.selftest.get("num_frames", 1), sources)
     sampler = Sampler(model, transformer, run_seed=RUN_SEED, device=device, latents_dtype=torch.float32)
 
-    sampling = Sampling(geometry, NUM_STEPS, true_cfg_scale=1.0, law=LAW, noise_level=NOISE_LEVEL)
+    solver = SCHEDULERS[model.scheduler]
+    sampling = Sampling(geometry, NUM_STEPS, true_cfg_scale=1.0, law=LAW, noise_level=NOISE_LEVEL, solver=solver)
 
     _, latents = sampler.sample(_requests(sampling, ODE, images), conditions, None, version=0)
     gap = (latents.cpu() - _run_pipeline(model, images, geometry, device, dtype).cpu()).abs().max().item()
@@ -172,10 +173,6 @@ def _run_pipeline(
     pipeline.set_progress_bar_config(disable=True)
     if hasattr(pipeline, "guider"):  # guidance is a component here, not an argument
         pipeline.guider = pipeline.guider.new(guidance_scale=1.0)
-    if isinstance(pipeline.scheduler, UniPCMultistepScheduler):  # make it take Euler steps, as our sampler does
-        pipeline.scheduler = UniPCMultistepScheduler.from_config(
-            pipeline.scheduler.config, solver_order=1, disable_corrector=list(range(NUM_STEPS))
-        )
     shape = model.latent_shape(geometry)
     start = torch.stack([noise(RUN_SEED, f"p{number}", 0, INITIAL_LATENTS, shape) for number in range(len(PROMPTS))])
     given = {

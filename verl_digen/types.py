@@ -20,6 +20,7 @@ from PIL import Image
 from torch import Tensor
 
 from verl_digen.algorithms.forward import NoiseLevels
+from verl_digen.algorithms.solvers import SolverNoise
 from verl_digen.algorithms.tree import Tree
 from verl_digen.algorithms.window import Window
 from verl_digen.inputs import PromptInputs, SourceImage, content_key, read_images
@@ -66,6 +67,15 @@ class Sampling:
     default."""
     solver: str = "euler"
     """Solver of the steps that are not stochastic, see `verl_digen.algorithms.solvers`."""
+    sa_noise: float = 0.0
+    """Noise of solver `sa`, where a step ends at a sigma in [sa_low, sa_high]."""
+    sa_low: float = 0.0
+    sa_high: float = 0.0
+
+    @property
+    def solver_noise(self) -> SolverNoise:
+        """Noise that the solver takes."""
+        return SolverNoise(self.sa_noise, self.sa_low, self.sa_high)
 
     @property
     def is_guided(self) -> bool:

@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from verl_digen.algorithms.ema import ema_decay, ema_update_
+from verl_digen.algorithms.ema import Decay, ema_decay, ema_update_
 
 
 def test_the_decay_grows_from_a_tenth_to_its_maximum():
@@ -31,6 +31,19 @@ def test_decay_1_freezes_and_decay_0_copies():
     assert ema == 1
     ema_update_([ema], [weight], 0.0)
     assert ema == 5
+
+
+def test_a_policy_may_be_a_copy_until_a_step_and_average_afterwards():
+    decay = Decay(0.001, 0.3, copied_until=200)
+    assert [decay.at(k) for k in (1, 200, 201, 1000)] == [0.0, 0.0, pytest.approx(0.201), 0.3]
+    assert [Decay(0.3, 0.3).at(k) for k in (1, 50)] == [0.3, 0.3]
+
+
+def test_an_update_with_a_period_falls_due_once_in_it_however_many_steps_a_batch_has():
+    decay = Decay(0.0, 0.0, every=3)
+    assert [k for k in range(1, 10) if decay.is_due(k - 1, k)] == [3, 6, 9]
+    assert [decay.is_due(before, before + 2) for before in (0, 2, 4, 6)] == [False, True, True, False]
+    assert decay.is_due(2, 11) and not decay.is_due(3, 3)
 
 
 def test_wrong_arguments_are_errors():

@@ -114,6 +114,8 @@ def some_rows() -> dict[str, Tensor]:
         ("awm", {"clip_range": 0.02, "kl_coef": 0.0, "advantage_max": 3.0}),
         ("awm", {"weighting": "t", "ema_kl_coef": 0.0, "kl_coef": 0.7}),
         ("awm", {"power": 0.6, "clip_range": 0.01}),
+        ("awm_off_policy", {"clip_range": 0.02}),
+        ("awm_off_policy", {"kl_coef": 0.0, "ema_kl_coef": 0.0}),
         ("dgpo", {}),
         ("dgpo", {"beta": 3.0, "clip": 0.02}),
         ("dgpo", {"beta": 20.0, "clip": math.inf}),
@@ -169,11 +171,11 @@ def test_gspo_s_column_is_made_of_trajectories():
     assert made.loss == given.loss
 
 
-@pytest.mark.parametrize("name", ["awm", "dgpo", "online_dpo", "offline_dpo"])
+@pytest.mark.parametrize("name", ["awm", "awm_off_policy", "dgpo", "online_dpo", "offline_dpo"])
 def test_a_missing_input_is_an_error_that_names_what_is_there(name: str):
     inputs, config = some_rows(), default_config(name)
     needed = [*find_objective(name).latents_for(config), "advantage"]
-    needed += ["sigma"] if name == "awm" else ["group"]
+    needed += ["sigma"] if name.startswith("awm") else ["group"]
     for missing in dict.fromkeys(needed):
         rest = {key: value for key, value in inputs.items() if key != missing}
         with pytest.raises(ValueError, match=rf"policy loss '{name}' needs .*{missing}.*; its inputs hold .*point"):

@@ -3,13 +3,16 @@
 
 import math
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 from diffusers.schedulers.scheduling_dpmsolver_multistep import DPMSolverMultistepScheduler
+from diffusers.schedulers.scheduling_sasolver import SASolverScheduler
+from diffusers.schedulers.scheduling_unipc_multistep import UniPCMultistepScheduler
 
 from verl_digen.algorithms.sde import LAWS, sde_step
-from verl_digen.algorithms.solvers import SOLVERS, Prediction, denoise_step
+from verl_digen.algorithms.solvers import DETERMINISTIC, Prediction, SolverNoise, denoise_step
 
 MEAN, SPREAD = 0.7, 0.3
 """A data distribution N(0.7, 0.3²), for which the velocity and the ODE's solution are known."""
@@ -34,7 +37,11 @@ def curved(x: torch.Tensor, sigma: float) -> torch.Tensor:
     return 0.3 * x + torch.sin(3 * x + sigma)
 
 
-def run(solver, x, sigmas, velocity, sde=(), law="flow", storage_dtype=torch.float32):
+MULTISTEP = ("dpm2", "unipc")
+NOISE = SolverNoise(0.4, 0.3, 0.9)
+
+
+def run(solver, x, sigmas, velocity, sde=(), law="flow", storage_dtype=torch.float32, solver_noise=NOISE):
     """All steps of a schedule -> latents after each. `sde`: step -> stochastic rows."""
     previous, path, steps = None, [], []
     generator = torch.Generator().manual_seed(1)
@@ -53,6 +60,7 @@ def run(solver, x, sigmas, velocity, sde=(), law="flow", storage_dtype=torch.flo
             sigma_max=sigmas[1],
             noise=torch.randn(x.shape, generator=generator),
             storage_dtype=storage_dtype,
+            solver_noise=solver_noise,
         )
         x = taken.next_sample
         path.append(x)
@@ -91,7 +99,67 @@ def test_dpm2_is_diffusers_multistep_dpm_solver(num_steps, first):
     assert num_steps <= 3 or (run("euler", start(), sigmas, curved)[0][-1] - path[-1]).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize(("solver", "order"), [("euler", 1), ("dpm2", 2)])
+@pytest.mark.parametrize("num_steps", [2, 3, 10, 25])
+@pytest.mark.parametrize("shift", [3.0, 5.0])
+def test_unipc_is_diffusers_unipc_on_the_schedule_of_a_wan_checkpoint(num_steps, shift):
+    scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift)
+    assert (scheduler.config["solver_order"], scheduler.config["solver_type"]) == (2, "bh2")
+    scheduler.set_timesteps(num_steps)
+    sigmas, x = scheduler.sigmas, start()
+    path, _ = run("unipc", x, sigmas, curved)
+    for step, timestep in enumerate(scheduler.timesteps):
+        (x,) = scheduler.step(curved(x, sigmas[step].item()), timestep, x, return_dict=False)
+        torch.testing.assert_close(path[step], x, atol=1e-5, rtol=0)
+    assert num_steps <= 2 or (run("dpm2", start(), sigmas, curved)[0][-1] - path[-1]).abs().max() > 1e-3
+
+
+def test_unipc_after_sigma_1_is_the_limit_of_sigmas_just_below():
+    at_one, below = (run("unipc", start(), shifted(10, first), curved)[0][-1] for first in (1.0, 1 - 1e-30))
+    assert torch.equal(at_one, below)  # 1 - 1e-30 is 1 in floating point: the schedule of most models
+    near = run("unipc", start().double(), shifted(10, 1 - 1e-7), curved)[0][-1]
+    torch.testing.assert_close(at_one, near, atol=0.02, rtol=0)
+    assert at_one.isfinite().all()
+
+
+@pytest.mark.parametrize("num_steps", [4, 14])
+@pytest.mark.parametrize("noise", [SolverNoise(0.0, 0.0, 1.0), SolverNoise(0.4, 0.3, 0.9), SolverNoise(1.2, 0.0, 1.0)])
+def test_sa_is_diffusers_sa_solver_without_its_first_corrector(num_steps, noise, monkeypatch):
+    """AWM's variant: tau of the sigma where a step ends, and no corrector in the second step."""
+    sigmas, x, generator = shifted(num_steps, 0.999), start(), torch.Generator().manual_seed(1)
+    levels = {1000 - step: noise.at(sigmas[step + 1].double()) for step in range(num_steps)}
+    scheduler = SASolverScheduler(
+        predictor_order=2,
+        corrector_order=2,
+        prediction_type="flow_prediction",
+        use_flow_sigmas=True,
+        tau_func=lambda timestep: levels[int(timestep)],
+    )
+    scheduler.set_timesteps(num_steps)
+    scheduler.sigmas, scheduler.timesteps = sigmas.double(), torch.tensor(list(levels))
+    path, steps = run("sa", x, sigmas, curved, solver_noise=noise)
+    for step in range(num_steps - 1):  # diffusers ends above sigma 0
+        if step == 1:
+            scheduler.last_sample = None
+        v = curved(x.float(), sigmas[step].item())
+        (x,) = scheduler.step(v, scheduler.timesteps[step], x, generator=generator, return_dict=False)
+        torch.testing.assert_close(path[step], x.float(), atol=2e-5, rtol=0)
+        is_noisy = noise.level > 0 and noise.low <= sigmas[step + 1] <= noise.high
+        assert (steps[step].std > 0).tolist() == [is_noisy] * 5
+        assert not steps[step].log_prob.any()
+    clean = path[-2] - sigmas[-2] * curved(path[-2], sigmas[-2].item())
+    torch.testing.assert_close(path[-1], clean, atol=2e-6, rtol=0)
+
+
+def test_sa_is_finite_from_sigma_1_and_its_noise_is_that_of_the_interval():
+    path, steps = run("sa", start(), shifted(14), curved)
+    assert all(x.isfinite().all() for x in path)
+    ends = shifted(14)[1:]
+    assert [bool(step.std.any()) for step in steps] == [0.3 <= end <= 0.9 for end in ends.tolist()]
+    quiet, _ = run("sa", start(), shifted(14), curved, solver_noise=SolverNoise(0.0, 0.3, 0.9))
+    assert (quiet[-1] - path[-1]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(("solver", "order"), [("euler", 1), ("ddim", 1), ("dpm2", 2), ("unipc", 3)])
 def test_the_error_falls_with_the_solvers_order(solver, order):
     errors = []
     for num_steps in (32, 64, 128):
@@ -103,20 +171,30 @@ def test_the_error_falls_with_the_solvers_order(solver, order):
     assert all(abs(slope - order) < 0.3 for slope in slopes), (errors, slopes)
 
 
-def test_dpm2_is_closer_at_the_steps_that_training_takes():
-    """From noise to sample in ten steps of v = 0.3 x + 0.5 sigma, whose solution is known."""
+@pytest.mark.parametrize(
+    ("solver", "errors"),
+    [
+        ("euler", (0.0724, 0.0358, 0.0177)),
+        ("dpm2", (0.0567, 0.0145, 0.0015)),
+        ("unipc", (0.0510, 0.0129, 0.0018)),
+        ("sa", (0.0415, 0.0052, 0.0020)),
+    ],
+)
+def test_errors_are_those_of_the_table_in_the_documentation(solver, errors):
+    """From noise to sample in 5, 10 and 20 steps of v = 0.3 x + 0.5 sigma, whose solution is known; `sa` without its
+    noise."""
 
     def solution(x: torch.Tensor) -> torch.Tensor:
         """x = C exp(0.3 sigma) - (0.5 / 0.3) (sigma + 1 / 0.3), at sigma 0."""
         factor = (x + 0.5 / 0.3 * (1 + 1 / 0.3)) * math.exp(-0.3)
         return factor - 0.5 / 0.3 / 0.3
 
-    sigmas, x = shifted(10), start()
-    euler, dpm2 = (
-        (run(solver, x, sigmas, lambda x, sigma: 0.3 * x + 0.5 * sigma)[0][-1] - solution(x)).abs().mean()
-        for solver in SOLVERS
-    )
-    assert dpm2 < 0.6 * euler
+    x, velocity = start(), lambda x, sigma: 0.3 * x + 0.5 * sigma
+    for num_steps, error in zip((5, 10, 20), errors, strict=True):
+        path, _ = run(solver, x, shifted(num_steps), velocity, solver_noise=SolverNoise(0.0, 0.0, 1.0))
+        assert (path[-1] - solution(x)).abs().mean().item() == pytest.approx(error, abs=6e-5)
+    row = f"| `{solver}` | {' | '.join(f'{error:.4f}' for error in errors)} |"
+    assert row in (Path(__file__).parents[2] / "docs" / "algorithms" / "windows.md").read_text()
 
 
 def test_ddim_without_noise_is_euler():
@@ -148,12 +226,13 @@ def test_euler_is_the_sde_step_without_noise_bitwise():
         x = path[step]
 
 
+@pytest.mark.parametrize("solver", DETERMINISTIC[1:])
 @pytest.mark.parametrize("law", LAWS)
-def test_a_stochastic_step_is_the_same_with_either_solver_bitwise(law):
+def test_a_stochastic_step_is_the_same_with_any_solver_bitwise(law, solver):
     """Rows with windows at steps 0-1, 2-3, 1 and 3, none, and all steps but the last."""
     windows = [(0, 1), (2, 3), (1, 3), (), tuple(range(9))]
     x, sigmas = start(), shifted(10)
-    path, _ = run("dpm2", x, sigmas, curved, sde=windows, law=law)
+    path, _ = run(solver, x, sigmas, curved, sde=windows, law=law)
     before = [x, *path]
     generator = torch.Generator().manual_seed(1)
     for step in range(10):
@@ -175,10 +254,11 @@ def test_a_stochastic_step_is_the_same_with_either_solver_bitwise(law):
         assert torch.equal(path[step][rows], expected.next_sample)
 
 
-def test_the_step_after_a_window_is_eulers_and_rows_do_not_share_what_was_predicted():
+@pytest.mark.parametrize("solver", MULTISTEP)
+def test_the_step_after_a_window_is_eulers_and_rows_do_not_share_what_was_predicted(solver):
     windows = [(0, 1), (2, 3), (), (4,), ()]
     x, sigmas = start(), shifted(10)
-    path, _ = run("dpm2", x, sigmas, curved, sde=windows)
+    path, _ = run(solver, x, sigmas, curved, sde=windows)
     states = [x, *path]
     for row, window in enumerate(windows):
         for step in range(10):
@@ -186,28 +266,43 @@ def test_the_step_after_a_window_is_eulers_and_rows_do_not_share_what_was_predic
                 continue
             v = curved(states[step], sigmas[step].item())[row]
             euler = states[step][row] + v * (sigmas[step + 1] - sigmas[step])
-            is_first_order = step in (0, 1, 9) or step - 1 in window
+            # the second step of the schedule has a corrector, and no second order, which needs a lambda before sigma 1
+            is_first_order = step in ((0, 9) if solver == "unipc" else (0, 1, 9)) or step - 1 in window
             gap = (path[step][row] - euler).abs().max().item()
             assert (gap < 1e-6) == is_first_order, (row, step, gap)
     for row, window in enumerate(windows):
         if not window:  # a row of a batch is the row on its own
-            alone, _ = run("dpm2", x[row : row + 1], sigmas, curved)
+            alone, _ = run(solver, x[row : row + 1], sigmas, curved)
             torch.testing.assert_close(alone[-1][0], path[-1][row], atol=1e-6, rtol=0)
 
 
-def test_latents_are_rounded_after_the_second_order_term():
+@pytest.mark.parametrize("solver", MULTISTEP)
+def test_a_run_after_a_window_is_that_of_a_sample_that_begins_there(solver):
+    x, sigmas = start(), shifted(10)
+    path, _ = run(solver, x, sigmas, curved, sde=[(1, 2)] * 5)
+    fresh, _ = run(solver, path[2], sigmas[3:], curved)
+    torch.testing.assert_close(fresh[-1], path[-1], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("solver", MULTISTEP)
+def test_latents_are_rounded_after_the_second_order_term(solver):
     x, sigmas = start().bfloat16(), shifted(6)
-    _, steps = run("dpm2", x, sigmas, curved, storage_dtype=torch.bfloat16)
+    _, steps = run(solver, x, sigmas, curved, storage_dtype=torch.bfloat16)
     for taken in steps:
         assert torch.equal(taken.next_sample, taken.mean.bfloat16())
 
 
-def test_rows_of_a_prediction_are_those_chosen():
-    prediction = Prediction(torch.arange(3.0).view(3, 1), torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64))
-    chosen = prediction.rows([2, 0, 0])
-    assert chosen.clean.flatten().tolist() == [2.0, 0.0, 0.0] and chosen.sigma.tolist() == [0.3, 0.1, 0.1]
+def test_rows_of_a_prediction_are_those_chosen_and_joined_again():
+    numbers = torch.arange(3)
+    known = Prediction(numbers.view(3, 1), numbers / 4, -numbers.view(3, 1), numbers / 8, numbers)
+    chosen = known.rows([2, 0, 0])
+    assert (chosen.clean.flatten().tolist(), chosen.count.tolist()) == ([2, 0, 0], [2, 0, 0])
+    assert chosen.earlier.flatten().tolist() == [-2, 0, 0] and chosen.earlier_sigma.tolist() == [0.25, 0.0, 0.0]
+    joined = Prediction.join([known.rows([row]) for row in range(3)])
+    assert joined is not None and all(torch.equal(vars(joined)[name], vars(known)[name]) for name in vars(known))
+    assert Prediction.join([]) is None
 
 
 def test_an_unknown_solver_is_refused():
-    with pytest.raises(ValueError, match="unknown ODE solver 'heun'; known solvers: euler, dpm2"):
+    with pytest.raises(ValueError, match="unknown solver 'heun'; known solvers: euler, ddim, dpm2, unipc, sa"):
         run("heun", start(), shifted(2), curved)

@@ -27,10 +27,10 @@ def saved_policy(run: Run, policy: str, step: int) -> dict[str, torch.Tensor]:
 
 
 def test_separate_pools_with_assisting_trainers_leave_the_weights_of_the_colocated_trainer(tmp_path):
-    one = run_main(tmp_path / "colocated", *NFT, recipe="[digen_flowgrpo,diffusion_nft]")
+    one = run_main(tmp_path / "colocated", *NFT, recipe="[digen_flowgrpo,nft]")
     assert_succeeded(one)
     other = run_main(
-        tmp_path / "separate", *NFT, "digen.tag.policy=always", recipe="[digen_flowgrpo,disaggregated,diffusion_nft]"
+        tmp_path / "separate", *NFT, "digen.tag.policy=always", recipe="[digen_flowgrpo,disaggregated,nft]"
     )
     assert_succeeded(other)
     assert_same_weights(one, other, 3)

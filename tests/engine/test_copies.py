@@ -59,6 +59,16 @@ def test_a_batch_without_a_step_that_changed_the_weights_leaves_the_policy(modul
     assert number(copies, "old") == 3.0
 
 
+def test_a_reference_that_is_renewed_is_a_copy_of_every_nth_step_and_is_saved(module: nn.Module):
+    copies, found = make_copies(module, decays={"reference": Decay(0.0, 0.0, every=3)}), []
+    for k in range(1, 7):
+        move(module, 10.0 * k)
+        copies.follow_batch(k)
+        found.append(number(copies, "reference"))
+    assert found == [1.0, 1.0, 30.0, 30.0, 30.0, 60.0]
+    assert {*copies.state_dict()} == {"reference"}
+
+
 def test_a_copy_that_is_kept_can_be_dropped_and_one_that_follows_stays(module: nn.Module):
     copies = make_copies(module, decays={"old": Decay(0.0, 0.0)})
     copies.keep("reference")

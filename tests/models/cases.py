@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import AutoencoderKLHunyuanVideo15
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
-from diffusers.schedulers.scheduling_unipc_multistep import UniPCMultistepScheduler
 from PIL import Image
 from torch import Tensor, nn
 
@@ -128,13 +127,9 @@ class Loaded:
         return self.load_pipeline(torch.float32)
 
     def load_pipeline(self, dtype: torch.dtype) -> Any:
-        """Load diffusers' pipeline. A UniPC scheduler is set to order 1 without corrector, which is Euler's step."""
+        """Load diffusers' pipeline, with the checkpoint's own scheduler."""
         loaded: Any = DiffusionPipeline.from_pretrained(self.path, dtype=dtype, **self.model.pipeline_parts())
         loaded.set_progress_bar_config(disable=True)
-        if isinstance(loaded.scheduler, UniPCMultistepScheduler):
-            loaded.scheduler = UniPCMultistepScheduler.from_config(
-                loaded.scheduler.config, solver_order=1, disable_corrector=list(range(100))
-            )
         if isinstance(loaded.vae, AutoencoderKLHunyuanVideo15):
             loaded.vae.enable_slicing()  # its attention takes one video at a time
         return loaded

@@ -22,6 +22,7 @@ from tests.models.cases import CASES, CPU, NEGATIVE, NUM_STEPS, PROMPTS, Loaded,
 from tests.tiny_models import BUILDERS, build_tiny
 from tests.training_rows import rows_of
 from verl_digen.algorithms.noise import INITIAL_LATENTS, noise
+from verl_digen.algorithms.solvers import SCHEDULERS
 from verl_digen.algorithms.window import Window
 from verl_digen.inputs import PromptInputs
 from verl_digen.models import MODELS, load_model
@@ -70,6 +71,9 @@ def requests(
 
 
 def sample(loaded: Loaded, asked: Sequence[SampleRequest]) -> tuple[list[Trajectory], Tensor]:
+    """Samples by the solver that the checkpoint's scheduler names."""
+    solver = SCHEDULERS[loaded.model.scheduler]
+    asked = [replace(one, sampling=replace(one.sampling, solver=solver)) for one in asked]
     sampler = Sampler(loaded.model, loaded.transformer, run_seed=RUN_SEED, device=CPU, latents_dtype=torch.float32)
     return sampler.sample(asked, *conditions(loaded, asked[0].sampling.true_cfg_scale), version=3)
 

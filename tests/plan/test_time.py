@@ -3,11 +3,12 @@ import pytest
 
 from tests.plan.runs import make_run
 from verl_digen.algorithms.forward import ForwardConfig
-from verl_digen.config import GapConfig, KlConfig
+from verl_digen.config import AdvantageConfig, GapConfig, KlConfig
 from verl_digen.plan.time import plan_time
 
 FORWARD = 100e12
 SAMPLES, STEPS, ROWS = 32, 10, 9
+ALL = {"advantage": AdvantageConfig()}
 
 
 def test_a_step_by_hand():
@@ -47,6 +48,24 @@ def test_a_teacher_costs_a_forward_for_each_of_its_branches():
     for teachers, forwards in (({"a": plain}, 1), ({"b": guided}, 2), ({"a": plain, "b": guided}, 1.5)):
         run = make_run(digen={"loss": {"name": "opd", "teachers": teachers}})
         assert plan_time(run, None, 0.4, 1.0).training_flops == SAMPLES * ROWS * (4 + forwards) * FORWARD
+
+
+@pytest.mark.parametrize(
+    ("digen", "num_trained"),
+    [
+        ({"advantage": AdvantageConfig(best_of=2)}, 8),
+        ({"advantage": AdvantageConfig(best_of=100)}, SAMPLES),
+        ({"loss": {"name": "online_dpo"}}, 8),
+    ],
+)
+def test_only_selected_samples_train_and_all_are_generated(digen, num_trained):
+    """Four groups of eight."""
+    run = make_run(digen=digen)
+    assert (run.settings.num_samples, run.settings.num_trained_samples) == (SAMPLES, num_trained)
+    found, of_all = plan_time(run, None, 0.4, 1.0), plan_time(make_run(digen=digen | ALL), None, 0.4, 1.0)
+    assert found.generating_flops == SAMPLES * STEPS * FORWARD
+    if "loss" not in digen:
+        assert found.training_flops * SAMPLES == of_all.training_flops * num_trained
 
 
 def test_frozen_weights_need_no_gradient_of_their_own():

@@ -30,8 +30,8 @@ MODEL_RECIPES = (
     *("digen_flux", "digen_hunyuan_video", "digen_hunyuan_video15", "digen_qwen_image", "digen_sd3", "digen_wan2_1"),
     "digen_qwen_image_edit",
     *("digen_wan2_2", "digen_z_image", "[digen_sd3,flowgrpo_fast]", "[digen_flux,flowgrpo_fast]"),
-    *("[digen_sd3,diffusion_nft]", "[digen_wan2_1,diffusion_nft]", "[digen_flux,mixgrpo]", "[digen_wan2_1,mixgrpo]"),
-    *("[digen_sd3,awm]", "[digen_hunyuan_video,dgpo]", "[digen_qwen_image,online_dpo]"),
+    *("[digen_sd3,nft]", "[digen_wan2_1,nft]", "[digen_flux,mixgrpo]", "[digen_wan2_1,mixgrpo]"),
+    *("[digen_sd3,awm]", "[digen_hunyuan_video,dgpo]", "[digen_qwen_image,dpo]"),
     *("[digen_wan2_1,longcat]", "[digen_sd3,longcat]", "[digen_sd3,guard]", "[digen_sd3,dppo]", "[digen_sd3,gdpo]"),
     *("[digen_sd3,branch]", "[digen_wan2_1,branch]"),
 )
@@ -231,6 +231,16 @@ def test_a_clip_range_that_rounding_fills_is_noted(start, runnable, overrides, n
     recorded = ("actor_rollout_ref.rollout.dtype=bfloat16", "digen.loss.old_log_probs=rollout")
     found = [note for note in notes(start(*runnable, *recorded, *overrides)) if "rounding" in note]
     assert ([noted in note for note in found] == [True]) if noted else not found
+
+
+def test_a_solver_other_than_the_checkpoints_is_noted(start, runnable, tmp_path):
+    assert not any("the checkpoint names" in note for note in notes(start(*runnable)))
+    wan = build_tiny("wan2.1", tmp_path / "wan")
+    changes = [*runnable, f"actor_rollout_ref.model.path={wan}"]
+    (note,) = [note for note in notes(start(*changes)) if "the checkpoint names" in note]
+    assert "names UniPCMultistepScheduler: its sigmas are used, in training with digen.sampling.solver=euler" in note
+    assert note.endswith("; digen.sampling.val_solver=unipc is its solver")
+    assert not any("names UniPC" in note for note in notes(start(*changes, "digen.sampling.val_solver=unipc")))
 
 
 @pytest.mark.parametrize(("checkpoint", "noted"), [("sd3", False), ("qwen_image", True)])

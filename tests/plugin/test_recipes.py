@@ -11,7 +11,7 @@ from tests.fork_server import shared_server
 from tests.plugin.conftest import start_main
 from verl_digen.config import DigenConfig, digen_config
 from verl_digen.preflight.unknown import unknown_problems
-from verl_digen.recipe_source import _is_verl
+from verl_digen.recipe_source import OBJECTIVES, _is_verl
 
 pytestmark = pytest.mark.slow
 
@@ -44,6 +44,32 @@ def test_unknown_recipe_is_one_paragraph_with_the_known_ones_and_no_traceback(tm
 def test_unknown_recipe_in_a_list_shows_the_known_ones_too(compose_main):
     with pytest.raises(MissingConfigException, match=r"recipe/nope(.|\n)*recipes: .*digen_cpu, .*digen_flowgrpo"):
         compose_main("recipe=[digen_flowgrpo,nope]")
+
+
+def test_an_objectives_name_in_a_list_says_which_recipe_is_its(compose_main):
+    with pytest.raises(MissingConfigException, match="the recipe of diffusion_nft is nft"):
+        compose_main("recipe=[digen_sd3,diffusion_nft]")
+    assert {path.stem for path in RECIPES.glob("*.yaml")} >= {*OBJECTIVES.values()}
+
+
+@pytest.mark.parametrize(
+    ("name", "objective"),
+    [
+        ("nft", "diffusion_nft"),
+        ("awm", "awm"),
+        ("dgpo", "dgpo"),
+        ("dpo", "online_dpo"),
+        ("guard", "grpo_guard"),
+        ("dppo", "flow_dppo"),
+        ("mixgrpo", "flow_grpo"),
+    ],
+)
+def test_an_algorithm_alone_is_what_its_recipe_makes_of_flow_grpo(compose_main, name, objective):
+    alone = compose_main(f"recipe=digen_{name}")
+    changed = compose_main(f"recipe=[digen_flowgrpo,{name}]", f"trainer.experiment_name={name}")
+    assert job(alone) == job(changed)
+    digen = digen_config(alone)
+    assert (digen.loss_name, digen.window.shift_every) == (objective, 25 if name == "mixgrpo" else None)
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.glob("*.yaml")))

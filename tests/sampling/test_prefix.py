@@ -129,7 +129,7 @@ def assert_bitwise(found: Trajectory, expected: Trajectory) -> None:
         assert torch.equal(found.record.columns()[name], column), name
 
 
-@pytest.mark.parametrize("solver", ["euler", "dpm2"])
+@pytest.mark.parametrize("solver", ["euler", "unipc"])
 @pytest.mark.parametrize("true_cfg_scale", [1.0, 4.0])
 def test_pictures_are_bitwise_those_of_a_batch_that_shares_nothing(model, network, conditions, solver, true_cfg_scale):
     requests = two_groups(replace(SHARED, solver=solver, true_cfg_scale=true_cfg_scale))

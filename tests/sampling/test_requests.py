@@ -4,6 +4,7 @@ from dataclasses import replace
 import pytest
 
 from verl_digen.algorithms.forward import ForwardConfig
+from verl_digen.algorithms.solvers import SolverNoise
 from verl_digen.algorithms.tree import BranchesConfig, Tree
 from verl_digen.algorithms.window import WindowConfig
 from verl_digen.config import DigenConfig, SamplingConfig
@@ -94,6 +95,20 @@ def test_a_solver_without_deterministic_steps_is_refused(kind):
     ):
         replace(DIGEN, window=WindowConfig(kind=kind), sampling=replace(SAMPLING, solver="dpm2"))
     replace(FORWARD, sampling=replace(SAMPLING, solver="dpm2"))
+    replace(DIGEN, window=WindowConfig(kind=kind), sampling=replace(SAMPLING, solver="ddim"))
+
+
+def test_a_solver_with_noise_is_for_finished_pictures_in_training_alone():
+    noisy = replace(SAMPLING, solver="sa", sa_noise=0.7)
+    with pytest.raises(ValueError, match=r"must be one of euler, ddim, dpm2, unipc with digen.loss.name=.*, got 'sa'"):
+        replace(DIGEN, window=WindowConfig(kind="consecutive"), sampling=noisy)
+    with pytest.raises(ValueError, match=r"digen.sampling.val_solver must be one of euler, .*, got 'sa'"):
+        replace(SAMPLING, val_solver="sa")
+    for bad in ({"sa_noise": -0.1}, {"sa_low": 0.95}, {"sa_high": 1.1}):
+        with pytest.raises(ValueError, match=r"digen.sampling.sa_"):
+            replace(SAMPLING, **bad)
+    sampling = ask(replace(FORWARD, sampling=noisy)).sampling
+    assert (sampling.solver, sampling.solver_noise) == ("sa", SolverNoise(0.7, 0.3, 0.9))
 
 
 def test_deterministic_samples_of_a_group_cannot_start_from_one_noise():

@@ -17,6 +17,7 @@ from tests.texts import TextEncoder, of_texts
 from tests.training_rows import rows_of
 from verl_digen.algorithms.forward import NoiseLevels
 from verl_digen.algorithms.noise import INITIAL_LATENTS, noise, sample_seed
+from verl_digen.algorithms.solvers import denoise_step
 from verl_digen.algorithms.window import Window
 from verl_digen.inputs import PromptInputs
 from verl_digen.models import load_model
@@ -266,6 +267,43 @@ def test_batches_and_order_of_requests_change_nothing(
             )
             for name, column in path.record.columns().items():
                 close(column, expected[n].record.columns()[name])
+
+
+def test_a_solver_with_noise_draws_it_for_each_sample_and_step(
+    model: DiffusionModel, transformer: nn.Module, encode: TextEncoder
+) -> None:
+    """Equal in any batch, and to the solver's steps one by one with that noise."""
+    how = replace(sampling(1.0), solver="sa", sa_noise=0.8, sa_low=0.0, sa_high=1.0)
+    levels = NoiseLevels((0, 2, 5))
+    asked = [replace(request(how, uid="g", index=index), noise_levels=levels) for index in range(3)]
+    together, latents = run(model, transformer, encode, asked)
+    for row, one in enumerate(asked):
+        (alone,), expected = run(model, transformer, encode, [one])
+        close(latents[row], expected[0])
+        assert isinstance(alone.record, CleanRecord) and isinstance(together[row].record, CleanRecord)
+    sigmas, condition = model.sigmas(NUM_STEPS, SQUARE), encode(PROMPTS[:1])
+    x, previous = noise(RUN_SEED, "g", 0, INITIAL_LATENTS, (16, 16)).unsqueeze(0), None
+    for step in range(NUM_STEPS):
+        start, end = sigmas[step : step + 1], sigmas[step + 1 : step + 2]
+        with torch.no_grad():
+            velocity = model.velocity(transformer, x, start, condition, None, 1.0, SQUARE)
+        taken, previous = denoise_step(
+            velocity,
+            x,
+            start,
+            end,
+            solver="sa",
+            is_sde=[False],
+            previous=previous,
+            law="flow",
+            noise_level=0.7,
+            sigma_max=sigmas[1],
+            noise=noise(RUN_SEED, "g", 0, step, (16, 16)).unsqueeze(0),
+            storage_dtype=torch.float32,
+            solver_noise=how.solver_noise,
+        )
+        x = taken.next_sample
+    close(latents[:1], x)
 
 
 def test_samples_of_a_group_differ_and_shared_noise_starts_them_alike(

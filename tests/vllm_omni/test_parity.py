@@ -16,7 +16,7 @@ from verl_digen.sampling.requests import ODE_ONLY
 from verl_digen.types import CleanRecord, PathRecord
 
 
-@pytest.mark.parametrize("sampling", [SAMPLING, replace(GUIDED, solver="dpm2")], ids=["plain", "guided, dpm2"])
+@pytest.mark.parametrize("sampling", [SAMPLING, replace(GUIDED, solver="unipc")], ids=["plain", "guided, unipc"])
 @pytest.mark.parametrize("num_concurrent", [1, 8])
 def test_latents_log_probs_and_pictures_are_those_of_the_diffusers_replica(full_replica, sampling, num_concurrent):
     requests = [request(number, sampling) for number in range(8)]
@@ -31,8 +31,10 @@ def test_latents_log_probs_and_pictures_are_those_of_the_diffusers_replica(full_
 
 def test_final_latents_for_forward_points_are_those_of_the_diffusers_replica(full_replica):
     """One batch with a sample whose path is recorded."""
-    forward = [replace(request(number), window=ODE_ONLY, noise_levels=NoiseLevels((0, 2, 5))) for number in range(3)]
-    requests = [*forward, request(3)]
+    noisy = replace(SAMPLING, solver="sa", sa_noise=0.4, sa_high=0.9)
+    levels = NoiseLevels((0, 2, 5))
+    forward = [replace(request(number, noisy), window=ODE_ONLY, noise_levels=levels) for number in range(3)]
+    requests = [*forward, request(3, noisy)]
     expected = by_diffusers(full_replica.path, requests)
     for got, wanted in zip(full_replica.generate(requests), expected, strict=True):
         assert_same(got, wanted)

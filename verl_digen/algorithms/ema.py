@@ -18,16 +18,30 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Decay:
-    """Decay of a policy that follows at a distance: 0 up to optimizer step `start`, then `slope` more each step."""
+    """Decay of a policy that follows at a distance: 0 up to optimizer step `start`, then `slope` more each step.
+
+    Example:
+        Decay(0.001, 0.3).at(200)              # 0.2
+        Decay(0.001, 0.3, copied_until=200).at(200)  # 0.0, and 0.201 at step 201
+        Decay(0.0, 0.0, every=40).is_due(39, 41)     # True: a copy of the weights, renewed after every 40th step
+    """
 
     slope: float
     most: float
     """Largest value. 0: the policy is always a copy."""
     start: int = 0
+    copied_until: int = 0
+    """Up to this optimizer step it is a copy, whatever `slope` says."""
+    every: int = 1
+    """Optimizer steps from one update to the next."""
 
     def at(self, k: int) -> float:
-        """Decay after k optimizer steps: min(slope * max(k - start, 0), most)."""
-        return min(self.slope * max(k - self.start, 0), self.most)
+        """Decay after k optimizer steps: min(slope * max(k - start, 0), most), 0 up to `copied_until`."""
+        return 0.0 if k <= self.copied_until else min(self.slope * max(k - self.start, 0), self.most)
+
+    def is_due(self, before: int, k: int) -> bool:
+        """True if an update falls into the optimizer steps after the first `before` of k."""
+        return k // self.every > before // self.every
 
 
 def ema_decay(k: int, max_decay: float) -> float:

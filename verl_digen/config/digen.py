@@ -18,6 +18,7 @@ from verl_digen.algorithms.objectives import (
     find_objective,
     objective_names,
 )
+from verl_digen.algorithms.solvers import DETERMINISTIC, FIRST_ORDER
 from verl_digen.algorithms.tree import BranchesConfig
 from verl_digen.algorithms.window import WindowConfig
 from verl_digen.attention import NATIVE, check_name
@@ -174,7 +175,14 @@ class DigenConfig:
                 self.window, self.sampling.num_steps, shares_noise=self.sampling.shared_initial_noise
             )
             require(
-                self.sampling.solver == "euler" or self.window.kind == "consecutive",
+                self.sampling.solver in DETERMINISTIC,
+                f"digen.sampling.solver must be one of {', '.join(DETERMINISTIC)} with "
+                f"digen.loss.name={self.loss_name}, which trains recorded steps: the noise of sa has no log-prob",
+                self.sampling.solver,
+                "choose another; the noise of recorded steps is digen.sde.noise_level",
+            )
+            require(
+                self.sampling.solver in FIRST_ORDER or self.window.kind == "consecutive",
                 f"digen.sampling.solver must be euler with digen.window.kind={self.window.kind}, where every step but "
                 "the last is stochastic",
                 self.sampling.solver,
@@ -184,7 +192,7 @@ class DigenConfig:
         require(
             not self.sampling.shared_initial_noise,
             f"digen.sampling.shared_initial_noise must be false with digen.loss.name={self.loss_name}, whose samples "
-            "are deterministic: all of a group would be one picture",
+            "differ by their initial noise",
             self.sampling.shared_initial_noise,
             "set it to false",
         )

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from verl_digen.algorithms.advantages import SCALES
 from verl_digen.algorithms.kl import KINDS as KL_KINDS
 from verl_digen.algorithms.sde import LAWS
-from verl_digen.algorithms.solvers import SOLVERS
+from verl_digen.algorithms.solvers import DETERMINISTIC, SOLVERS
 from verl_digen.inputs import DEFAULT_IMAGE_PX, SIDE_MULTIPLE
 from verl_digen.require import require, require_one_of
 
@@ -49,9 +50,15 @@ class SamplingConfig:
     (`digen.window.kind=consecutive`), a `diffusers` replica runs the steps before it once for all samples of a group
     that it denoises together."""
     solver: str = "euler"
-    """ODE solver of the steps that are not stochastic, in training: euler, or dpm2 (second-order multistep
-    DPM-Solver++), which is closer to the ODE's solution for as many forwards. MixGRPO-Flash and DiffusionNFT use dpm2.
-    DDIM without noise is euler."""
+    """Solver of the steps that no window makes stochastic, in training. euler; ddim, another name of it: for flow
+    matching DDIM without noise is Euler's step. dpm2 (second-order multistep DPM-Solver++; MixGRPO-Flash, DiffusionNFT)
+    and unipc (UniPC of order 2, which Wan's checkpoints name) are closer to the ODE's solution for as many forwards. sa
+    (SA-Solver; AWM) takes noise of its own, and is for objectives that train finished pictures."""
+    sa_noise: float = 0.4
+    """Noise of solver sa: 0.4 for GenEval and OCR, 0 for PickScore in AWM's recipes."""
+    sa_low: float = 0.3
+    """Solver sa takes noise in steps that end at a sigma between this and `sa_high`; 0.3 and 0.9 are AWM's."""
+    sa_high: float = 0.9
     guidance_scale: float | None = None
     """Guidance scale given to networks that take one as an input (FLUX.1 dev, HunyuanVideo), in training and in
     validation; null is the pipeline's default (3.5, 6.0)."""
@@ -60,11 +67,18 @@ class SamplingConfig:
     val_true_cfg_scale: float = 1.0
     """True classifier-free guidance in validation."""
     val_solver: str = "euler"
-    """`solver` of validation, whose steps are all deterministic."""
+    """`solver` of validation, whose steps are all deterministic: any but sa."""
 
     def __post_init__(self) -> None:
         require_one_of("digen.sampling.solver", self.solver, SOLVERS)
-        require_one_of("digen.sampling.val_solver", self.val_solver, SOLVERS)
+        require_one_of("digen.sampling.val_solver", self.val_solver, DETERMINISTIC)
+        require(0 <= self.sa_noise < math.inf, "digen.sampling.sa_noise must be >= 0", self.sa_noise, "0.4 is AWM's")
+        require(
+            0 <= self.sa_low <= self.sa_high <= 1,
+            "digen.sampling.sa_low and sa_high must be sigmas, 0 <= sa_low <= sa_high <= 1",
+            (self.sa_low, self.sa_high),
+            "0.3 and 0.9 are AWM's",
+        )
         for name, most in (("height_px", MAX_SIDE_PX), ("width_px", MAX_SIDE_PX), ("num_frames", MAX_FRAMES)):
             value = getattr(self, name)
             require(value >= 1, f"digen.sampling.{name} must be >= 1", value, "give the size in pixels or frames")

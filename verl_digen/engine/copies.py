@@ -6,6 +6,7 @@
 | `average` | `digen.ema`: an average over optimizer steps, for validation and export | yes |
 | one that the objective names, e.g. `old` | an average over batches, with the `Decay` of its settings | yes |
 | `reference` | full fine-tune: the initial weights, frozen (LoRA: no copy, the adapter is switched off) | no |
+| `reference` that the objective renews | the weights after every n-th step; with LoRA a copy, too | yes |
 | `old` of other objectives | from before the first of several optimizer steps on the same samples | no |
 
 Invariant (tests/engine/test_copies.py): a copy follows only steps that changed the weights.
@@ -74,9 +75,10 @@ class PolicyCopies(Mapping[str, ShadowWeights]):
     def follow_batch(self, k: int) -> None:
         """Update the policies that follow batches, after the last optimizer step on a batch; `k` steps in all."""
         if k > self._followed:
-            self._followed = k
+            before, self._followed = self._followed, k
             for policy, decay in self._decays.items():
-                self._update(policy, decay.at(k))
+                if decay.is_due(before, k):
+                    self._update(policy, decay.at(k))
 
     def _update(self, policy: str, decay: float) -> None:
         ema_update_(self._weights[policy].shards.values(), local_shards(self._module).values(), decay)

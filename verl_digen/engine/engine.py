@@ -86,7 +86,8 @@ class DiffusersFSDPEngine(ShardedTransformer):
         """Build module, optimizer and schedule, then the copies of the weights that the loss needs."""
         super().initialize()
         wanted = DiffusionLoss(self.digen).wanted
-        if "reference" in wanted and not self._is_lora and not self.engine_config.forward_only:
+        is_frozen = "reference" in wanted and "reference" not in self.copies
+        if is_frozen and not self._is_lora and not self.engine_config.forward_only:
             self.copies.keep("reference")
         self.forward = PolicyForward(
             self.model, self.module, torch.device(get_device_id()), self.copies, self._is_lora, self.teachers

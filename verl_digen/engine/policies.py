@@ -3,7 +3,7 @@
 
 | policy | weights |
 | --- | --- |
-| `reference` | full fine-tune: a copy of the initial weights; LoRA: the adapter switched off |
+| `reference` | full fine-tune: a copy of the initial weights; LoRA: the adapter switched off, if there is no copy |
 | `old` | a copy, see `verl_digen.engine.copies`; without one, the policy that trains |
 | `teacher` | of each tile's teacher, see `verl_digen.engine.teachers` |
 

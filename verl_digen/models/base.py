@@ -78,6 +78,8 @@ class DiffusionModel(ABC):
             )
         self._schedule = self.read_config("scheduler/scheduler_config.json")
         """Arguments of the checkpoint's scheduler; `sigmas` builds one from them."""
+        self.scheduler: str = self.index["scheduler"][1]
+        """Class of the checkpoint's scheduler. A run takes its sigmas; the solver is `digen.sampling.solver`."""
 
     def read_config(self, name: str) -> dict[str, Any]:
         """A JSON file of the checkpoint, e.g. "scheduler/scheduler_config.json"."""

@@ -69,8 +69,7 @@ class Wan(DiffusionModel):
         vae = self.read_network_config("vae")
         self._frame_stride: int = vae["scale_factor_temporal"]
         self._vae_scale: int = vae["scale_factor_spatial"]
-        self._scheduler_class: str = self.index["scheduler"][1]
-        self._has_whole_timesteps = self._scheduler_class == "UniPCMultistepScheduler"
+        self._has_whole_timesteps = self.scheduler == "UniPCMultistepScheduler"
 
     # -- loading ------------------------------------------------------------------------------------------
     def load_prompt_check(self) -> PromptCheck:
@@ -132,7 +131,7 @@ class Wan(DiffusionModel):
 
     def sigmas(self, num_steps: int, geometry: Geometry) -> Tensor:
         # "4. Prepare timesteps" of WanPipeline.__call__.
-        scheduler = getattr(diffusers, self._scheduler_class).from_config(self._schedule)
+        scheduler = getattr(diffusers, self.scheduler).from_config(self._schedule)
         scheduler.set_timesteps(num_steps)
         return torch.as_tensor(scheduler.sigmas)
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from verl_digen.plan.compose import Words
     from verl_digen.plan.memory import Items, Memory, Phase
     from verl_digen.plan.remedies import Remedy
-    from verl_digen.plan.run import Run
+    from verl_digen.plan.run import Run, Settings
     from verl_digen.plan.time import StepTime
 
 NAME = "plan"
@@ -116,6 +116,12 @@ def make_plan(words: Sequence[str]) -> Plan:
     )
 
 
+def _selected(settings: Settings) -> str:
+    if settings.num_trained_samples == settings.num_samples:
+        return ""
+    return f" of {settings.num_trained_samples // settings.num_prompts} samples"
+
+
 # -- for people -------------------------------------------------------------------------------------------------
 def to_text(plan: Plan) -> str:
     """The plan as a table and a verdict."""
@@ -129,7 +135,7 @@ def to_text(plan: Plan) -> str:
         f"{measured.title}: {counts.num_params / 1e9:.2f} B parameters{experts}, "
         f"{counts.num_trained / 1e9:.3f} B trained",
         f"{size}, {sampling.num_steps} steps{guided}; {settings.num_prompts} prompts x {settings.group_size} samples x "
-        f"{measured.rows_per_group / settings.group_size:g} trained steps; {_pools(plan)}",
+        f"{measured.rows_per_group / settings.group_size:g} trained steps{_selected(settings)}; {_pools(plan)}",
         "",
         *_phase("a device that trains", memory.training),
         f"  backward recomputes {memory.num_recomputed} of {memory.num_blocks} blocks",

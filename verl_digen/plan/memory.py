@@ -29,6 +29,7 @@ Invariants
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -243,7 +244,7 @@ def _choose_tile(run: Run, resident: Items, beside: Items, device_bytes: int | N
         return min((room - sum(items.values())) // max(size, 1) for items, size in moments(num_recomputed))
 
     num_groups = settings.num_trainer_devices // settings.sequence_parallel
-    num_rows = -(-settings.num_prompts * run.measured.rows_per_group // num_groups)
+    num_rows = math.ceil(run.num_trained_rows / num_groups)
     samples, steps = settings.digen.tsp.extents
     choice = choose_tile(
         rows_that_fit,

@@ -26,9 +26,15 @@ def policies_that_follow(digen: DigenConfig) -> tuple[str, ...]:
     return tuple(digen.loss_settings.copies) if digen.loss_name in objective_names() else ()
 
 
+def num_selected(digen: DigenConfig, group_size: int) -> int:
+    """Samples of a group that train, if its rewards differ."""
+    return len(digen.select(range(group_size))) if digen.loss_name in objective_names() else group_size
+
+
 def has_reference(digen: DigenConfig, *, is_lora: bool) -> bool:
-    """True if the reference is a copy of the weights; of an adapter it is the bare model."""
-    return "reference" in policies_read(digen) and not is_lora
+    """True if the reference is a frozen copy of the weights; of an adapter it is the bare model, and one that the
+    objective renews follows."""
+    return "reference" in policies_read(digen) - {*policies_that_follow(digen)} and not is_lora
 
 
 def teachers(digen: DigenConfig) -> Mapping[str, Teacher]:

@@ -28,6 +28,7 @@ from verl_digen.plan.compose import is_split
 from verl_digen.plan.conditions import empty_condition
 from verl_digen.plan.decoding import decoding_bytes
 from verl_digen.plan.networks import Counts, Part, Tensors, count_network, count_parts, list_tensors, transformer_bytes
+from verl_digen.plan.policies import num_selected
 from verl_digen.plan.published import checkpoint_folder
 from verl_digen.plan.teachers import teacher_bytes
 from verl_digen.platforms.module_memory import SHARING
@@ -98,6 +99,11 @@ class Settings:
         return self.num_prompts * self.group_size
 
     @property
+    def num_trained_samples(self) -> int:
+        """Samples of a step that train: all, or those that the objective or `digen.advantage.best_of` selects."""
+        return self.num_prompts * num_selected(self.digen, self.group_size)
+
+    @property
     def is_guided(self) -> bool:
         return self.digen.sampling.true_cfg_scale != 1.0
 
@@ -154,6 +160,12 @@ class Measured:
 class Run:
     settings: Settings
     measured: Measured
+
+    @property
+    def num_trained_rows(self) -> float:
+        """Rows of a step that train."""
+        settings = self.settings
+        return settings.num_trained_samples * self.measured.rows_per_group / settings.group_size
 
 
 def read_run(config: DictConfig, prompt_tokens: int) -> Run:

@@ -47,7 +47,7 @@ def plan_time(run: Run, device: str | None, mfu: float, recomputed: float) -> St
     row = measured.flops.training(is_frozen=settings.is_lora, recomputed=recomputed)
     digen = settings.digen
     row += _further_forwards(digen) * measured.flops.forward
-    training = settings.num_prompts * measured.rows_per_group * row
+    training = run.num_trained_rows * row
     if device is None:
         return StepTime(generating, training, None, None, None)
     reached = PEAK_TFLOPS[device] * 1e12 * mfu

@@ -13,6 +13,7 @@ from verl_digen.preflight.kernels import kernel_notes
 from verl_digen.preflight.pools import VIRTUAL
 from verl_digen.preflight.precision import precision_notes
 from verl_digen.preflight.rewards import reward_formula
+from verl_digen.preflight.solvers import solver_notes
 
 
 def notes(config: DictConfig) -> list[str]:
@@ -27,6 +28,7 @@ def notes(config: DictConfig) -> list[str]:
             f"digen.branches.splits={list(digen.branches.splits)}: vLLM-Omni runs the steps of a tree from the window "
             "on for every sample; with actor_rollout_ref.rollout.name=diffusers they run once for those that share them"
         )
+    found += solver_notes(config, digen)
     found += kernel_notes(config)
     found += precision_notes(config, digen)
     sharing = config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size

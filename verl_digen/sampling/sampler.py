@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from verl_digen.algorithms.noise import INITIAL_LATENTS, step_noise
 from verl_digen.algorithms.sde import SdeStep, sde_step
-from verl_digen.algorithms.solvers import Prediction, denoise_step
+from verl_digen.algorithms.solvers import NOISY, Prediction, denoise_step
 from verl_digen.models.base import DiffusionModel
 from verl_digen.sampling.branches import ONE_FORWARD, GuidanceBranches
 from verl_digen.sampling.prefix import Lanes, SharedPrefix
@@ -216,11 +216,7 @@ class Sampler:
             before, known = latents[list(edges.rows)], None if previous is None else previous.rows(edges.rows)
         taking = [(batch.requests[row], noise_seed(self.run_seed, batch.requests[row], step)) for row in edges.rows]
         taken, predicted = self._step(velocity, before, batch.sigmas, step, taking, known)
-        if predicted is not None:
-            # the first step of a row that waits is stochastic and reads no prediction, as after sigma 1
-            clean = edges.place(predicted.clean, torch.zeros_like(latents, dtype=predicted.clean.dtype))
-            predicted = Prediction(clean, edges.place(predicted.sigma, predicted.sigma.new_ones(len(latents))))
-        return taken, predicted
+        return taken, None if predicted is None else _of_all_rows(predicted, edges)
 
     def _velocity(
         self,
@@ -266,7 +262,7 @@ class Sampler:
         is_sde = [step in request.window.sde_steps for request, _ in rows]
         # Drawn while an accelerator is still busy with the forward.
         noise = [
-            step_noise(seed, step, shape) if sde else torch.zeros(shape)
+            step_noise(seed, step, shape) if sde or sampling.solver in NOISY else torch.zeros(shape)
             for (_, seed), sde in zip(rows, is_sde, strict=True)
         ]
         return denoise_step(
@@ -282,7 +278,23 @@ class Sampler:
             sigma_max=sigmas[1],
             noise=to_device(torch.stack(noise), self.device),
             storage_dtype=self.latents_dtype,
+            solver_noise=sampling.solver_noise,
         )
+
+
+def _of_all_rows(predicted: Prediction, edges: Lanes) -> Prediction:
+    """The prediction of each row's edge. A row that waits for its window has none: count 0."""
+
+    def place(made: Tensor) -> Tensor:
+        return edges.place(made, made.new_zeros(len(edges.lane_of), *made.shape[1:]))
+
+    return Prediction(
+        place(predicted.clean),
+        place(predicted.sigma),
+        place(predicted.earlier),
+        place(predicted.earlier_sigma),
+        place(predicted.count),
+    )
 
 
 def row_velocity(model: DiffusionModel, transformer: nn.Module, rows: TrainingRows) -> Tensor:

@@ -46,6 +46,7 @@
 | `reinforce` | -A log_prob |
 | `diffusion_nft` | (f) errors of two predictions, around policy `old`, weighed by A; it also generates the samples |
 | `awm` | (f) PPO's clip of a surrogate log-prob made of the flow error, and distances to the reference and an average |
+| `awm_off_policy` | (f) the same, with the average in place of the old policy; it also generates the samples |
 | `dgpo` | (f) A e with the flow error e, weighed by how far the group is from its order |
 | `opd`, `opd_forward` (f) | distance from the row's teacher; A is not read, unless flow_grpo's loss is added |
 | `online_dpo` | (f) -logsigmoid of the best sample's gain over the reference less the worst one's |

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`awm`: advantage-weighted matching. PPO's clip of a forward-process surrogate of the log-prob, beside distances to
-the reference and to an average of the policy. Needs final latents alone.
+"""`awm` and `awm_off_policy`: advantage-weighted matching. PPO's clip of a forward-process surrogate of the log-prob,
+beside distances to the reference and to an average of the policy. Needs final latents alone.
 
 Source: AWM, arXiv 2509.25050; weightings, clip and average as in its code, whose recipes take one optimizer step per
-batch. Its ratio is then exactly 1, and the gradient that of -A times the surrogate.
+batch. Its ratio is then exactly 1, and the gradient that of -A times the surrogate. With `awm_off_policy` the average
+generates the samples, and the ratio is the one to it.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ KL_WEIGHTINGS: Mapping[str, Callable[[Tensor], Tensor | float]] = {
     "elbo": lambda sigma: (1 - sigma.clamp(max=0.99)) / (2 * 0.49 * sigma),  # 1 / (2 s^2), s of law flow at eta 0.7
 }
 """`kl_weighting` -> weights [N] of the distances, from sigmas [N]."""
+AVERAGES = {"linear": Decay(0.001, 0.3), "constant": Decay(0.3, 0.3)}
+"""`average` -> decay of the average after k optimizer steps."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +56,9 @@ class AwmConfig(ClampedConfig):
     kl_coef: float = 0.003
     """Weight of the distance to the reference. 0.001 (GenEval), 0.003 (OCR), 1e-4 (PickScore); 0 saves its forward."""
     ema_kl_coef: float = 1.0
-    """Weight of the distance to the average `ema`, which follows with decay min(0.001 k, 0.3) after k optimizer steps;
-    0 saves its forward and its memory."""
+    """Weight of the distance to the average `ema`; 0 saves its forward and its memory."""
+    average: str = "linear"
+    """Decay of the average after k optimizer steps, once per batch. linear: min(0.001 k, 0.3). constant: 0.3."""
     kl_weighting: str = "uniform"
     """Weight of both distances, mean[(v - v')^2]. uniform: 1, in all recipes. elbo: 1 / (2 s^2), that of an SDE step
     with eta 0.7."""
@@ -65,6 +69,7 @@ class AwmConfig(ClampedConfig):
         super().__post_init__()
         require_one_of("digen.loss.weighting", self.weighting.lower(), tuple(WEIGHTINGS))
         require_one_of("digen.loss.kl_weighting", self.kl_weighting.lower(), tuple(KL_WEIGHTINGS))
+        require_one_of("digen.loss.average", self.average, tuple(AVERAGES))
         for name, usual in (("power", "0.25 is AWM's"), ("clip_range", "1 is AWM's"), ("advantage_max", "1 is AWM's")):
             value = getattr(self, name)
             require(0 < value < math.inf, f"digen.loss.{name} must be > 0 and finite", value, usual)
@@ -97,16 +102,31 @@ class AwmConfig(ClampedConfig):
 
     @property
     def copies(self) -> Mapping[str, Decay]:
-        return {"ema": Decay(0.001, 0.3)} if self.ema_kl_coef > 0 else {}
+        return {"ema": AVERAGES[self.average]} if self.ema_kl_coef > 0 else {}
 
 
-@register_objective(
-    "awm",
-    config=AwmConfig,
-    points="forward",
-    columns=("advantage", "sigma"),
-    latents=("clean", "noise", "velocity", "old_velocity"),
-)
+@dataclass(frozen=True)
+class AwmOffPolicyConfig(AwmConfig):
+    """Settings of `awm_off_policy`: the average is policy `old`, which generates the samples."""
+
+    @property
+    def distances(self) -> Mapping[str, float]:
+        return {"old" if policy == "ema" else policy: coef for policy, coef in super().distances.items()}
+
+    @property
+    def more_latents(self) -> tuple[str, ...]:
+        return tuple(name for name in super().more_latents if name != "old_velocity")  # the clip reads it in any case
+
+    @property
+    def copies(self) -> Mapping[str, Decay]:
+        return {"old": AVERAGES[self.average]}
+
+
+INPUTS = {"columns": ("advantage", "sigma"), "latents": ("clean", "noise", "velocity", "old_velocity")}
+
+
+@register_objective("awm_off_policy", config=AwmOffPolicyConfig, points="forward", behaviour="old", **INPUTS)
+@register_objective("awm", config=AwmConfig, points="forward", **INPUTS)
 def matching_clip(rows: LossInputs, config: AwmConfig) -> LossOutput:
     """PPO's clip of exp(l - l_old), plus kl_coef D(v, v_ref) + ema_kl_coef D(v, v_ema), D = w mean[(v - v')^2]."""
     now, old = (surrogate(rows, name, config) for name in ("velocity", "old_velocity"))

@@ -10,12 +10,13 @@ Source: Diffusion-DPO, arXiv 2311.12908, for flow matching as in flow_grpo's cod
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from verl_digen.algorithms.ema import Decay
 from verl_digen.algorithms.objectives.config import LossConfig
 from verl_digen.algorithms.objectives.matching import ERRORS, error_gain, flow_error, sums_together
 from verl_digen.algorithms.objectives.objective import Joint, JointRows, best_and_worst
@@ -32,9 +33,22 @@ class DpoConfig(LossConfig):
 
     beta: float = 2000.0
     """Strength of the preference. 2000 is the default of verl-omni and Flow-Factory, 100 that of published recipes."""
+    reference_every: int | None = None
+    """Optimizer steps after which the reference becomes a copy of the policy, again and again; flow_grpo suggests 40.
+    null: it stays as the run began."""
 
     def __post_init__(self) -> None:
         require(0 < self.beta < math.inf, "digen.loss.beta must be > 0 and finite", self.beta, "100 to 5000 is usual")
+        require(
+            self.reference_every is None or self.reference_every >= 1,
+            "digen.loss.reference_every must be null or >= 1 optimizer step",
+            self.reference_every,
+            "flow_grpo suggests 40",
+        )
+
+    @property
+    def copies(self) -> Mapping[str, Decay]:
+        return {} if self.reference_every is None else {"reference": Decay(0.0, 0.0, every=self.reference_every)}
 
 
 def preferred_pair(rewards: Sequence[float]) -> Sequence[int]:

@@ -26,7 +26,7 @@ from vllm_omni.diffusion.cache.prompt_embed_cache import PromptEmbedCache
 from vllm_omni.diffusion.data import DiffusionOutput
 
 from verl_digen.algorithms.noise import INITIAL_LATENTS, step_noise
-from verl_digen.algorithms.solvers import Prediction, denoise_step
+from verl_digen.algorithms.solvers import NOISY, Prediction, SolverNoise, denoise_step
 from verl_digen.rollout.vllm_omni.requests import RecordingOrder
 from verl_digen.sampling.recording import initial_seed, noise_seed, record_trajectory, trained_latents
 from verl_digen.types import Condition, SampleLatents, SampleRequest, move_condition
@@ -58,7 +58,7 @@ class Recording:
     path: dict[int, Tensor] = field(default_factory=dict)
     log_probs: list[Tensor] = field(default_factory=list)
     predicted: Prediction | None = None
-    """Prediction of the last step, for a solver that reads it."""
+    """Predictions of the last steps, for a solver that reads them."""
 
     @property
     def request(self) -> SampleRequest:
@@ -193,15 +193,18 @@ class RecordingPipeline:
 
 def take_steps(entries: Sequence[tuple[Recording, int, Tensor]]) -> None:
     """Take one `denoise_step` per law and solver in `entries`: (recording, step, velocity dx/dsigma [1, ...])."""
-    alike: dict[tuple[str, str, bool], list[tuple[Recording, int, Tensor]]] = {}
+    alike: dict[tuple[str, str, SolverNoise, bool], list[tuple[Recording, int, Tensor]]] = {}
     for entry in entries:
         sampling = entry[0].request.sampling
-        alike.setdefault((sampling.law, sampling.solver, entry[0].predicted is None), []).append(entry)
-    for (law, solver, _), of_kind in alike.items():
-        _take_steps_of_kind(law, solver, of_kind)
+        kind = (sampling.law, sampling.solver, sampling.solver_noise, entry[0].predicted is None)
+        alike.setdefault(kind, []).append(entry)
+    for (law, solver, solver_noise, _), of_kind in alike.items():
+        _take_steps_of_kind(law, solver, solver_noise, of_kind)
 
 
-def _take_steps_of_kind(law: str, solver: str, entries: Sequence[tuple[Recording, int, Tensor]]) -> None:
+def _take_steps_of_kind(
+    law: str, solver: str, solver_noise: SolverNoise, entries: Sequence[tuple[Recording, int, Tensor]]
+) -> None:
     noise, noise_levels, is_sde = [], [], []
     for recording, step, _ in entries:
         if step in recording.kept_steps:
@@ -210,7 +213,7 @@ def _take_steps_of_kind(law: str, solver: str, entries: Sequence[tuple[Recording
         noise_levels.append(recording.request.sampling.noise_level)
         shape = recording.latents.shape[1:]
         seed = noise_seed(recording.order.run_seed, recording.request, step)
-        noise.append(step_noise(seed, step, shape) if is_sde[-1] else torch.zeros(shape))
+        noise.append(step_noise(seed, step, shape) if is_sde[-1] or solver in NOISY else torch.zeros(shape))
     latents = torch.cat([recording.latents for recording, _, _ in entries])
     known = [recording.predicted for recording, _, _ in entries if recording.predicted is not None]
     taken, predicted = denoise_step(
@@ -220,16 +223,13 @@ def _take_steps_of_kind(law: str, solver: str, entries: Sequence[tuple[Recording
         torch.stack([recording.sigmas[step + 1] for recording, step, _ in entries]),
         solver=solver,
         is_sde=is_sde,
-        previous=(
-            Prediction(torch.cat([one.clean for one in known]), torch.cat([one.sigma for one in known]))
-            if known
-            else None
-        ),
+        previous=Prediction.join(known),
         law=law,
         noise_level=torch.tensor(noise_levels, dtype=torch.float64),
         sigma_max=torch.stack([recording.sigmas[1] for recording, _, _ in entries]),
         noise=torch.stack(noise).to(latents.device),
         storage_dtype=latents.dtype,
+        solver_noise=solver_noise,
     )
     for index, (recording, _, _) in enumerate(entries):
         recording.latents = taken.next_sample[index : index + 1]

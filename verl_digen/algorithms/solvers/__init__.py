@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Solvers for the steps that are not stochastic under an SDE law, and the one denoising step that all samplers take.
+
+| solver | file | steps |
+| --- | --- | --- |
+| `euler`, `ddim` | | Euler's; for flow matching DDIM without noise is the same step, so both names mean it |
+| `dpm2` | `dpm2.py` | second-order multistep DPM-Solver++ (2M, midpoint) |
+| `unipc` | `unipc.py` | UniPC of order 2 (bh2), with its corrector |
+| `sa` | `sa.py` | SA-Solver: multistep with noise of its own, for objectives that train finished pictures |
+
+Each takes one forward a step. What a solver adds to Euler's step is `Terms` of noise levels; a new one is one file and
+one line of `_TERMS`.
+
+* A run of solver steps begins at the start and after each stochastic step, which neither reads nor leaves a prediction:
+  it is `sde_step`. The first step of a run is of first order, and so is the one that ends at sigma 0.
+* Weights are computed on the host in fp64 from schedule numbers in fp32, like the coefficients of `sde_step`.
+* `sa` records no log-prob: a step of it is not one Gaussian around what training could replay.
+
+Invariants (tests/algorithms/test_solvers.py): `euler` is bitwise `sde_step`; stochastic rows are bitwise those of
+`euler`; `dpm2`, `unipc` and `sa` are diffusers' schedulers of that kind; the error of `dpm2` falls with the
+square of the step, that of `unipc` with its cube.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from verl_digen.algorithms.sde import SdeStep, sde_step
+from verl_digen.algorithms.solvers.dpm2 import dpm2
+from verl_digen.algorithms.solvers.sa import sa
+from verl_digen.algorithms.solvers.terms import NO_NOISE, Prediction, Schedule, Solver, SolverNoise
+from verl_digen.algorithms.solvers.unipc import unipc
+from verl_digen.transfers import to_device
+
+__all__ = [
+    "DETERMINISTIC",
+    "FIRST_ORDER",
+    "NOISY",
+    "SCHEDULERS",
+    "SOLVERS",
+    "Prediction",
+    "SolverNoise",
+    "denoise_step",
+]
+
+_TERMS: Mapping[str, Solver | None] = {"euler": None, "ddim": None, "dpm2": dpm2, "unipc": unipc, "sa": sa}
+
+SOLVERS = tuple(_TERMS)
+"""Values of `digen.sampling.solver`."""
+FIRST_ORDER = tuple(name for name, solver in _TERMS.items() if solver is None)
+"""Names of Euler's step."""
+NOISY = ("sa",)
+"""Solvers that take noise, from a generator of each sample and step."""
+DETERMINISTIC = tuple(name for name in _TERMS if name not in NOISY)
+"""Solvers of an ODE."""
+SCHEDULERS: Mapping[str, str] = {
+    "FlowMatchEulerDiscreteScheduler": "euler",
+    "DPMSolverMultistepScheduler": "dpm2",
+    "UniPCMultistepScheduler": "unipc",
+    "SASolverScheduler": "sa",
+}
+"""diffusers' scheduler -> solver of that kind."""
+
+
+def denoise_step(
+    velocity: Tensor,
+    sample: Tensor,
+    sigma: Tensor,
+    sigma_next: Tensor,
+    *,
+    solver: str,
+    is_sde: Sequence[bool],
+    previous: Prediction | None,
+    law: str,
+    noise_level: float | Tensor,
+    sigma_max: float | Tensor,
+    noise: Tensor,
+    storage_dtype: torch.dtype,
+    solver_noise: SolverNoise = NO_NOISE,
+) -> tuple[SdeStep, Prediction | None]:
+    """Take one denoising step of N rows: `sde_step` where `is_sde`, else a step of `solver`.
+
+    Args:
+        velocity, sample: [N, ...]. sigma, sigma_next: [N] on the host.
+        is_sde: N entries.
+        previous: result of the step before; None at the first step.
+        law, noise_level, sigma_max, noise, storage_dtype: see `sde_step`. `noise_level` is a number or [N], `noise`
+            [N, ...]; neither is read in rows that are not stochastic, but `noise` is by a solver of `NOISY`.
+        solver_noise: noise of such a solver.
+
+    Returns:
+        The step, and the predictions that the next one reads (None with Euler's step, which needs none).
+
+    Raises:
+        ValueError: unknown solver, or as `sde_step`.
+    """
+    if solver not in _TERMS:
+        raise ValueError(f"unknown solver {solver!r}; known solvers: {', '.join(SOLVERS)}")
+    stochastic = torch.tensor(is_sde)
+    taken = sde_step(
+        velocity,
+        sample,
+        sigma,
+        sigma_next,
+        law=law,
+        noise_level=stochastic.double() * noise_level,
+        sigma_max=sigma_max,
+        noise=noise,
+        storage_dtype=storage_dtype,
+    )
+    terms_of = _TERMS[solver]
+    if terms_of is None:
+        return taken, None
+    start, end = sigma.double().clamp(max=1), sigma_next.double()
+    clean = sample.float() - _per_row(start, sample) * velocity.float()
+    known = previous or Prediction(clean, start, clean, start, torch.zeros(len(start), dtype=torch.int64))
+    prediction = Prediction(clean, start, known.clean, known.sigma, torch.where(stochastic, 0, known.count + 1))
+    terms = terms_of(Schedule(start, end, known.sigma, known.earlier_sigma, known.count, solver_noise))
+    newest, older, of_x, of_clean, std = (
+        torch.where(stochastic, 0.0, weight)
+        for weight in (terms.newest, terms.older, terms.x_weight, terms.clean_weight, terms.std)
+    )
+    changes = (newest != 0) | (older != 0) | (of_x != 0) | (of_clean != 0) | (std != 0)
+    if not changes.any():
+        return taken, prediction
+    mean = taken.mean + _per_row(newest, sample) * (clean - known.clean)
+    for weight, latents in ((older, known.clean - known.earlier), (of_x, sample.float()), (of_clean, clean)):
+        if weight.any():
+            mean = mean + _per_row(weight, sample) * latents
+    drawn = mean + _per_row(std, sample) * noise.to(mean) if std.any() else mean
+    changed = _per_row(changes, sample)
+    step = replace(
+        taken,
+        next_sample=torch.where(changed, drawn.to(storage_dtype), taken.next_sample),
+        mean=torch.where(changed, mean, taken.mean),
+        std=torch.where(to_device(changes, sample.device), to_device(std.float(), sample.device), taken.std),
+    )
+    return step, prediction
+
+
+def _per_row(weight: Tensor, sample: Tensor) -> Tensor:
+    """[N] on the host -> on the device of the latents, to multiply them with; fp32 if it holds numbers."""
+    row = weight if weight.dtype == torch.bool else weight.float()
+    return to_device(row, sample.device).view((-1,) + (1,) * (sample.dim() - 1))
