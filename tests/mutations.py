@@ -814,8 +814,8 @@ TABLE: tuple[Mutation, ...] = (
     Mutation(
         "sampling/sampler.py",
         "the next step starts from the mean, without noise",
-        "latents = lanes.place(taken.next_sample, latents)",
-        "latents = lanes.place(taken.mean.to(self.latents_dtype), latents)",
+        "latents = edges.place(taken.next_sample, latents)",
+        "latents = edges.place(taken.mean.to(self.latents_dtype), latents)",
         SAMPLER,
     ),
     Mutation(
@@ -828,8 +828,8 @@ TABLE: tuple[Mutation, ...] = (
     Mutation(
         "sampling/sampler.py",
         "all samples of a group have the same noise",
-        "noise_seed(self.run_seed, requests[row], step)",
-        "noise_seed(self.run_seed, requests[0], step)",
+        "noise_seed(self.run_seed, batch.requests[row], step)",
+        "noise_seed(self.run_seed, batch.requests[0], step)",
         SAMPLER,
     ),
     Mutation(
@@ -987,10 +987,10 @@ TABLE: tuple[Mutation, ...] = (
         "trainer/test_selection.py",
     ),
     Mutation(
-        "plan/time.py",
+        "plan/run.py",
         "samples that are not selected train",
-        "training = settings.num_trained_samples",
-        "training = settings.num_samples",
+        "return settings.num_trained_samples * self.measured",
+        "return settings.num_samples * self.measured",
         "plan/test_time.py",
     ),
     Mutation(

@@ -96,6 +96,14 @@ def _reinforce(row: Row, config: Any) -> Tensor:
     return -_advantage(row, config) * row["log_prob"]
 
 
+def _opd(row: Row, config: Any) -> Tensor:
+    distance = ((row["velocity"] - row["teacher_velocity"]) ** 2).mean()
+    if config.kind == "kl":
+        distance = ((row["mean"] - row["teacher_mean"]) ** 2).mean() / (2 * row["s"] ** 2)
+    task = config.task_coef * _flow_grpo(row, config) if config.task_coef > 0 else 0.0
+    return config.distill_coef * distance + task
+
+
 def _gspo(rows: Sequence[Row], config: Any) -> Tensor:
     """One graph through all log-probs of a trajectory, which counts once for each of its rows."""
     trajectories: dict[Any, list[Row]] = {}
@@ -122,6 +130,7 @@ LOSSES: dict[str, Callable[[Sequence[Row], Any], Tensor]] = {
     "gspo": _gspo,
     "kimi": _mean_of(_kimi),
     "longcat": _mean_of(_longcat),
+    "opd": _mean_of(_opd),
     "reinforce": _mean_of(_reinforce),
     "tis": _mean_of(_tis),
     "topr": _mean_of(_weighted_topr),

@@ -103,8 +103,7 @@ class PromptRow:
     index: int = 0
     """Position in the data set."""
     images: tuple[str, ...] = ()
-    """References to the images that the prompt is about: absolute paths, or places in tables; see
-    `verl_digen.inputs.source_image`."""
+    """References to the images that the prompt is about, see `verl_digen.inputs.source_image`."""
     pair: tuple[str, ...] = ()
     """References to two pictures of the prompt, the chosen and the rejected one; () without a pair."""
     place: str = field(default="", compare=False)
@@ -125,15 +124,13 @@ class SampleRequest:
     wants_condition: bool = False
     """True for one sample of a group: its answer carries the prompt's conditions (they travel once per prompt)."""
     noise_levels: NoiseLevels | None = None
-    """Levels at which its picture is noised again for training, the same for a whole group; None: its path is
-    recorded."""
+    """Levels at which its picture is noised again to train, the same in a group; None: its path is recorded."""
     wants_latents: bool = False
     """True where a reward reads latents: the answer of every sample carries them."""
     tree: Tree | None = None
     """Tree of its group, of which it is leaf `sample_index`; None: samples share no stochastic step."""
     wants_negative: bool = False
-    """True where a teacher has guidance: the conditions hold the negative prompt's too, also if the sample is generated
-    without guidance."""
+    """True where a teacher has guidance: conditions hold the negative prompt's, also of a sample without guidance."""
     picture: SourceImage | None = None
     """Picture of the data set that is the sample: the replica encodes it and generates nothing. None: generate it."""
 

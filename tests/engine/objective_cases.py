@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from tensordict import TensorDict
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
@@ -44,6 +45,8 @@ REWARDS = [1.0, 9.0, 3.0, 5.0, 4.0, 4.5, 0.0, 0.0, 25.0]
 WINDOWS = ((0, 1, 2), (1,), (0, 2))
 LEVELS = ((0, 2.5, 3), (1,), (0.5, 3))
 """Trained steps, or noise levels, of each group: 18 rows."""
+TAUGHT = {"g0": "one", "g1": "other", "g2": "one"}
+"""Group -> its teacher, of objectives with teachers."""
 VERSIONS = (1, 1, 0)
 """Weight version that generated each group; version 1 trains."""
 SEED = 11
@@ -64,23 +67,55 @@ class ObjectiveCase:
     """Copy that follows -> its decay after 76 optimizer steps."""
     has_bound: bool = True
     """True: some rows are beyond a bound of the loss, and others within."""
+    has_teachers: bool = False
+    """True: two networks teach, see `TAUGHT`."""
 
     def make_engine(self, folder: Path, **digen: Any) -> DiffusersFSDPEngine:
         """Engine on the checkpoint's weights."""
-        section = {
+        section: dict[str, Any] = {
             "seed": SEED,
             "loss": {"name": self.name, **self.settings},
             "advantage": {"scale": self.scale},
             "kl": dict(self.kl),
         }
+        if self.has_teachers:
+            section["loss"]["teachers"] = teachers_of(folder)
         model = LORA if self.flavour == "lora" else {}
         return make_engine(folder, digen=section | digen, model=model, optim={"clip_grad": 1e9})
+
+
+def teacher_weights(name: str) -> Weights:
+    """Weights of a teacher, all of which differ from the checkpoint's."""
+    return moved(toy_weights("plain"), seed=31 if name == "one" else 32, scale=0.05)
+
+
+def teachers_of(folder: Path) -> dict[str, Any]:
+    """`digen.loss.teachers` with files beside the checkpoint, which the first call writes."""
+    for name in dict.fromkeys(TAUGHT.values()):
+        teacher = folder.parent / f"teacher_{name}"
+        if not teacher.exists():
+            teacher.mkdir()
+            (teacher / "config.json").write_text("{}")
+            save_file(dict(teacher_weights(name)), teacher / "model.safetensors")
+    return {
+        name: {
+            "path": str(folder.parent / f"teacher_{name}"),
+            "data_sources": [uid for uid, own in TAUGHT.items() if own == name],
+        }
+        for name in dict.fromkeys(TAUGHT.values())
+    }
 
 
 CLIP = {"clip_range": 0.05, "advantage_clip": 1.2}
 """The advantages' clip is less than the largest advantage of every scale."""
 CASES = {
     "awm": ObjectiveCase("awm", {"clip_range": 0.05, "kl_coef": 0.3, "ema_kl_coef": 0.2}, decays={"ema": 0.076}),
+    "awm_off_policy": ObjectiveCase(
+        "awm_off_policy",
+        {"clip_range": 0.05, "kl_coef": 0.3, "ema_kl_coef": 0.2, "average": "constant"},
+        flavour="lora",
+        decays={"old": 0.3},
+    ),
     "cispo": ObjectiveCase("cispo", {"low": 0.05, "high": 0.05}, flavour="lora"),
     "cispo_masked": ObjectiveCase("cispo", {"low": 0.05, "high": 0.05, "mask": True}, scale="group"),
     "dance_grpo": ObjectiveCase("dance_grpo", CLIP, scale="max_group"),
@@ -91,6 +126,9 @@ CASES = {
         flavour="lora",
         kl={"coef": 0.3, "kind": "velocity"},
         decays={"old": 0.076},
+    ),
+    "dgpo_before_its_switch": ObjectiveCase(
+        "dgpo", {"beta": 4.0, "clip": 0.15, "switch_step": 100}, scale="group", decays={"old": 0.0}
     ),
     "diffusion_nft": ObjectiveCase(
         "diffusion_nft", {"beta": 0.7, "kl_coef": 0.3}, scale="group", decays={"old": 0.076}, has_bound=False
@@ -108,7 +146,14 @@ CASES = {
     "gspo": ObjectiveCase("gspo", CLIP, kl={"coef": 0.3, "kind": "exact"}),
     "kimi": ObjectiveCase("kimi", {"tau": 0.3, "advantage_clip": 1.2}, has_bound=False),
     "longcat": ObjectiveCase("longcat", CLIP, scale="none", kl={"coef": 0.3, "kind": "longcat"}),
+    "offline_dpo": ObjectiveCase("offline_dpo", {"beta": 50.0}, scale="none", flavour="lora"),
     "online_dpo": ObjectiveCase("online_dpo", {"beta": 50.0}, scale="none"),
+    "online_dpo_renewed": ObjectiveCase(
+        "online_dpo", {"beta": 50.0, "reference_every": 38}, scale="none", decays={"reference": 0.0}
+    ),
+    "opd": ObjectiveCase("opd", {**CLIP, "distill_coef": 0.6, "task_coef": 0.7}, has_teachers=True),
+    "opd_alone": ObjectiveCase("opd", {"kind": "velocity"}, flavour="lora", has_bound=False, has_teachers=True),
+    "opd_forward": ObjectiveCase("opd_forward", {"distill_coef": 0.6}, has_bound=False, has_teachers=True),
     "reinforce": ObjectiveCase("reinforce", {"advantage_clip": 1.2}, scale="group", flavour="lora", has_bound=False),
     "tis": ObjectiveCase("tis", {"low": 0.95, "high": 1.05}),
     "topr": ObjectiveCase("topr", {"threshold": 4.2}, scale="max_group"),
@@ -263,6 +308,9 @@ def _velocities(
     for policy, values in weights.items():
         v = velocity(case.flavour, values, x, sigma.item(), text)
         yield ("", v) if policy == "current" else (f"{policy}_", v.detach())
+    if case.has_teachers:
+        taught_by = teacher_weights(TAUGHT[tu.get(batch, "uid")[sample]])
+        yield "teacher_", velocity("plain", leaves(taught_by), x, sigma.item(), text).detach()
 
 
 def _kl(kind: str, row: Mapping[str, Any]) -> Tensor:
