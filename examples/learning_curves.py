@@ -2,7 +2,7 @@
 """Learning curves of all objectives: the quick start with each of them, over several seeds.
 
     python examples/learning_curves.py [--objectives awm,dgpo] [--seeds 3] [--steps 25] [--out outputs/learning_curves]
-    python examples/learning_curves.py --staleness 1   # two pools, strict and with samples at most one version old
+    python examples/learning_curves.py --staleness 2   # two pools, strict and with samples at most two versions old
     python examples/learning_curves.py --timing        # on an idle machine: seconds of a step alone, one run each
     python examples/learning_curves.py --no-runs --docs docs/algorithms    # report of the runs that are there
 
@@ -47,6 +47,14 @@ SIZES = ("data.train_batch_size=8", "actor_rollout_ref.rollout.n=12", "actor_rol
 TWO_STEPS = "actor_rollout_ref.actor.ppo_mini_batch_size=4"
 """Two optimizer steps for a batch: in the first one every ratio is 1, and all of these losses have one gradient."""
 TEN_STEPS = "digen.sampling.num_steps=10"
+TREE = (
+    "data.train_batch_size=12",
+    "actor_rollout_ref.rollout.n=8",
+    "actor_rollout_ref.actor.optim.lr=3e-4",
+    "digen.branches.splits=[0,2,4]",
+    TEN_STEPS,
+)
+"""Trees of eight leaves, as many samples a step as the others have."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +76,15 @@ def loss(name: str, *overrides: str) -> Entry:
 
 CURVES = {
     "flow_grpo": Entry("flow_grpo", PATH),
-    "diffusion_nft": Entry("diffusion_nft", FORWARD, ("diffusion_nft",)),
+    "diffusion_nft": Entry("diffusion_nft", FORWARD, ("nft",)),
     "awm": Entry("awm", FORWARD, ("awm",)),
     "dgpo": Entry("dgpo", FORWARD, ("dgpo",)),
-    "online_dpo": Entry("online_dpo", FORWARD, ("online_dpo",)),
+    "online_dpo": Entry("online_dpo", FORWARD, ("dpo",)),
+    "awm_off_policy": Entry("awm_off_policy", FORWARD, ("awm",), ("digen.loss.name=awm_off_policy",)),
     # The window has six places in ten steps, and holds each for five optimizer steps.
     "mixgrpo": Entry("flow_grpo", PATH, ("mixgrpo",), (TEN_STEPS, "digen.window.shift_every=5")),
     "flowgrpo_fast": Entry("flow_grpo", PATH, ("flowgrpo_fast",)),
+    "branch": Entry("flow_grpo", PATH, ("branch",), TREE),
     "grpo_guard": Entry("grpo_guard", PATH, ("guard",), (*SIZES, TWO_STEPS)),
     "flow_dppo": Entry("flow_dppo", PATH, ("dppo",), (*SIZES, TWO_STEPS)),
     "longcat": Entry("longcat", PATH, ("longcat",), (*SIZES, TEN_STEPS)),
@@ -86,13 +96,14 @@ CURVES = {
 SAME_GRADIENT = "with new samples and one optimizer step its gradient is that of flow_grpo"
 OMITTED = {
     "dance_grpo": "the loss of flow_grpo under another name; its SDE law and window belong to video models",
+    "offline_dpo": "trains on pairs of a data set, not on rewards; its curve is in docs/algorithms/preferences.md",
+    **dict.fromkeys(("opd", "opd_forward"), "needs a teacher; its curve is in docs/algorithms/distillation.md"),
     **dict.fromkeys(("decoupled_ppo", "kimi", "reinforce", "tis", "topr", "weighted_topr"), SAME_GRADIENT),
 }
 """Objective without a curve -> reason."""
 
-STALE_OBJECTIVES = ("diffusion_nft", "dgpo", "online_dpo")
-"""Objectives that `--staleness` compares unless `--objectives` names others. The first two take samples that are at
-most one version old; `awm` takes none."""
+STALE_OBJECTIVES = ("diffusion_nft", "awm", "dgpo")
+"""Objectives that `--staleness` compares unless `--objectives` names others."""
 
 
 def mode_of(name: str, staleness: int | None = None) -> Mode:

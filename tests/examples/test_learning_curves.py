@@ -69,7 +69,7 @@ def gradient(name: str) -> torch.Tensor:
 def test_objectives_without_a_curve_have_the_gradient_of_flow_grpo_in_the_first_step(scripts):
     expected = gradient("flow_grpo")
     assert expected.abs().min() > 0
-    for name in scripts.curves.OMITTED:
+    for name in (name for name, reason in scripts.curves.OMITTED.items() if "flow_grpo" in reason):
         torch.testing.assert_close(gradient(name), expected)
 
 

@@ -29,7 +29,7 @@ def test_every_curve_composes_and_trains_its_objective_on_the_quick_starts_batch
 def test_stale_curves_compose_with_a_loss_that_takes_older_samples(start, monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLES))
     curves = importlib.import_module("learning_curves")
-    own = [(name, 1, curves.CURVES[name].objective) for name in curves.STALE_OBJECTIVES]
+    own = [(name, 2, curves.CURVES[name].objective) for name in curves.STALE_OBJECTIVES]
     for name, age, objective in (*own, ("flow_grpo", 3, "tis")):
         mode = curves.mode_of(name, age)
         digen = digen_config(start(f"recipe=[digen_quickstart,{','.join(mode.recipes)}]", *mode.overrides))

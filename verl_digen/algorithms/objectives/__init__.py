@@ -53,8 +53,8 @@
 | `offline_dpo` | (f) the same for a pair of pictures from the data set, chosen and rejected |
 
 Log-probs are means over latent dims, so ratios are near 1 and bounds that are wide for tokens seldom bind here.
-`digen.staleness.max_versions` > 1 needs one of those registered with `off_policy`: `tis` to `reinforce`, `online_dpo`,
-`offline_dpo`.
+`digen.staleness.max_versions` > 1 needs one of those registered with `off_policy`: `tis` to `reinforce`, and all at
+forward points, where no probability of a sample under the policy that made it enters.
 
 Invariant: while advantages are not clamped, a loss registered as `homogeneous` is positively homogeneous in the
 advantage, loss(c A) = c loss(A) for c > 0. So the scale of advantages may be applied to an accumulated gradient

@@ -2,9 +2,8 @@
 """`awm` and `awm_off_policy`: advantage-weighted matching. PPO's clip of a forward-process surrogate of the log-prob,
 beside distances to the reference and to an average of the policy. Needs final latents alone.
 
-Source: AWM, arXiv 2509.25050; weightings, clip and average as in its code, whose recipes take one optimizer step per
-batch. Its ratio is then exactly 1, and the gradient that of -A times the surrogate. With `awm_off_policy` the average
-generates the samples, and the ratio is the one to it.
+Source: AWM, arXiv 2509.25050, and its code, whose recipes take one optimizer step per batch: the ratio is 1, and
+the gradient that of -A times the surrogate. With `awm_off_policy` the average samples, and the ratio is the one to it.
 """
 
 from __future__ import annotations
@@ -122,11 +121,12 @@ class AwmOffPolicyConfig(AwmConfig):
         return {"old": AVERAGES[self.average]}
 
 
-INPUTS = {"columns": ("advantage", "sigma"), "latents": ("clean", "noise", "velocity", "old_velocity")}
+LATENTS = ("clean", "noise", "velocity", "old_velocity")
+DECLARED = {"points": "forward", "columns": ("advantage", "sigma"), "latents": LATENTS, "off_policy": True}
 
 
-@register_objective("awm_off_policy", config=AwmOffPolicyConfig, points="forward", behaviour="old", **INPUTS)
-@register_objective("awm", config=AwmConfig, points="forward", **INPUTS)
+@register_objective("awm_off_policy", config=AwmOffPolicyConfig, behaviour="old", **DECLARED)
+@register_objective("awm", config=AwmConfig, **DECLARED)
 def matching_clip(rows: LossInputs, config: AwmConfig) -> LossOutput:
     """PPO's clip of exp(l - l_old), plus kl_coef D(v, v_ref) + ema_kl_coef D(v, v_ema), D = w mean[(v - v')^2]."""
     now, old = (surrogate(rows, name, config) for name in ("velocity", "old_velocity"))

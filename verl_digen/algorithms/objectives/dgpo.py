@@ -77,6 +77,7 @@ def group_weights(rows: JointRows, config: DgpoConfig) -> Tensor:
     columns=("advantage", WEIGHT),
     latents=("clean", "noise", "velocity", "old_velocity"),
     behaviour="old",
+    off_policy=True,
     shares_noise=True,
     joint=Joint(WEIGHT, (), scalar=error_gain, combine=group_weights, latents=ERRORS, needs_groups=True),
 )

@@ -85,6 +85,7 @@ class DiffusionNftConfig(ClampedConfig):
     columns=("advantage", "sigma"),
     latents=("clean", "noisy", "velocity", "old_velocity"),
     behaviour="old",
+    off_policy=True,
 )
 def implicit_policies(rows: LossInputs, config: DiffusionNftConfig) -> LossOutput:
     """clip * mean[r l+ / beta + (1 - r) l- / beta] + kl_coef mean[(v - v_ref)^2].

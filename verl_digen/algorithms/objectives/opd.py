@@ -35,6 +35,7 @@ from verl_digen.algorithms.sde import gaussian_kl, latent_mean
 from verl_digen.require import require, require_one_of
 
 KINDS = ("kl", "velocity")
+VELOCITIES = ("velocity", "teacher_velocity")
 
 
 def check_coef(value: float) -> None:
@@ -92,7 +93,7 @@ class OpdConfig(ClipConfig):
 @register_objective(
     "opd",
     config=OpdConfig,
-    latents=("velocity", "teacher_velocity"),
+    latents=VELOCITIES,
     homogeneous=True,  # but for the distance, which is no part of what the advantage scale divides
 )
 def on_policy_distillation(rows: LossInputs, config: OpdConfig) -> LossOutput:
@@ -130,11 +131,7 @@ class OpdForwardConfig(LossConfig):
 
 
 @register_objective(
-    "opd_forward",
-    config=OpdForwardConfig,
-    points="forward",
-    latents=("velocity", "teacher_velocity"),
-    homogeneous=True,
+    "opd_forward", config=OpdForwardConfig, points="forward", latents=VELOCITIES, homogeneous=True, off_policy=True
 )
 def forward_distillation(rows: LossInputs, config: OpdForwardConfig) -> LossOutput:
     """distill_coef mean[(v - v_T)^2] at noised pictures of the student."""
