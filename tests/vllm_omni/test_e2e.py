@@ -5,8 +5,17 @@ import time
 
 import pytest
 
-from tests.e2e.conftest import finish_main, kill_one, run_main, start_main, steps_of
+from tests.e2e.conftest import (
+    assert_same_gradients,
+    assert_succeeded,
+    finish_main,
+    kill_one,
+    run_main,
+    start_main,
+    steps_of,
+)
 from tests.tiny_models import build_tiny
+from tests.weight_change import SGD
 
 pytestmark = pytest.mark.e2e
 RECIPE = "[digen_flowgrpo,vllm_omni]"
@@ -36,6 +45,39 @@ def test_five_steps_train_what_was_generated(tmp_path, overrides):
         assert row["actor/grad_norm"] > 0
         assert row["rollout/refilled_groups"] == 0
     assert steps[-1]["rollout/probe_change"] > 0, "replicas compute with what they are sent"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("objective", "overrides"),
+    [
+        ("nft", ()),
+        ("nft", ("actor_rollout_ref.model.lora_rank=4",)),
+        ("awm", ("actor_rollout_ref.model.lora_rank=4",)),
+    ],
+    ids=["nft", "nft, LoRA", "awm, LoRA"],
+)
+def test_objectives_of_finished_pictures_train_as_with_diffusers_replicas(tmp_path, objective, overrides):
+    """Equal rewards and gradients need samples of the same policy: of `old`, where the objective serves it."""
+    expected, found = (
+        run_main(
+            tmp_path / rollout,
+            *SGD,
+            "trainer.total_training_steps=3",
+            f"actor_rollout_ref.rollout.name={rollout}",
+            *overrides,
+            recipe=f"[digen_flowgrpo,{objective}]",
+        )
+        for rollout in ("diffusers", "vllm_omni")
+    )
+    for run in (expected, found):
+        assert_succeeded(run)
+    assert_same_gradients(expected, found)
+    for row in steps_of(found):
+        assert row["rollout/version_age_max_versions"] == 0
+        if objective == "nft":
+            assert (row["actor/old_distance"] > 0) == (row["step"] > 1)
+    assert steps_of(found)[-1]["rollout/probe_change"] > 0, "replicas compute with what they are sent"
 
 
 def test_pools_of_their_own_work_at_the_same_time_with_adapters_from_one_to_the_other(tmp_path):
