@@ -68,6 +68,19 @@ def test_a_parquet_files_images_are_references_to_them(form, tmp_path, caplog):
     assert json.loads(json.dumps(rows[0].images)) == list(rows[0].images), "a row is part of checkpoints"
 
 
+@pytest.mark.parametrize("form", ["the hub's form", "bytes"])
+def test_pairs_of_a_table_are_references_too(form, tmp_path):
+    kind, value = FORMS[form]
+    columns = {
+        name: pa.array([value(colour) for colour in pair], kind)
+        for name, pair in (("images", ("red", "red")), ("rejected", ("black", "white")), ("chosen", ("green", "red")))
+    }
+    pyarrow.parquet.write_table(pa.table({"prompt": ["a", "b"], **columns}), tmp_path / "pairs.parquet")
+    rows = read_prompts(str(tmp_path / "pairs.parquet"))
+    assert [colours(row.pair) for row in rows] == [["green", "black"], ["red", "white"]]
+    assert [colours(row.images) for row in rows] == [["red"], ["red"]]
+
+
 def test_only_paths_are_read_of_the_hubs_form_and_one_row_group_of_an_image(tmp_path, monkeypatch):
     path = write(tmp_path / "train.parquet", "the hub's form")
     asked = []

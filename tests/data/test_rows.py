@@ -5,7 +5,11 @@ from verl_digen.types import PromptRow
 ROWS = [
     PromptRow("a", "s", None, uid="p0", index=0),
     PromptRow(
-        "b", "s", {"shape": ["circle"]}, "ugly", {"tags": ["x", "y"], "n": 2}, uid="p1", index=1, images=("/b.png",)
+        *("b", "s", {"shape": ["circle"]}, "ugly", {"tags": ["x", "y"], "n": 2}),
+        uid="p1",
+        index=1,
+        images=("/b.png",),
+        pair=("/c.png", "/r.png"),
     ),
     PromptRow("c", "t", "x", "", uid="p2", index=2),
 ]
@@ -31,6 +35,7 @@ def test_a_custom_agent_loop_gets_verls_columns_and_they_make_the_row_again():
         "reward_model": {"ground_truth": {"shape": ["circle"]}},
         "extra_info": {"tags": ["x", "y"], "n": 2},
         "images": ("/b.png",),
+        "pair": ("/c.png", "/r.png"),
         "index": 1,
         "uid": "p1",
     }

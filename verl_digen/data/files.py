@@ -14,7 +14,7 @@ import io
 import json
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ def kind_of(path: Path) -> str | None:
 
 
 def rows_of(
-    path: Path, key: str, kept: frozenset[str] = frozenset(), images: str = ""
+    path: Path, key: str, kept: frozenset[str] = frozenset(), images: Sequence[str] = ()
 ) -> Iterator[tuple[str, str | dict[str, Any]]]:
     """(place, row) of every non-blank row; a place is such as "line 3 of 'train.jsonl'". A string is a prompt.
 

@@ -6,7 +6,7 @@ Pictures are not decoded: a row has references to them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,9 @@ from verl_digen.data.tables import rows_of_table
 from verl_digen.hub import HubName, load_saved
 
 
-def hub_rows(name: HubName, key: str, kept: frozenset[str], images: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def hub_rows(
+    name: HubName, key: str, kept: frozenset[str], images: Sequence[str]
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """(place, row) of a dataset of the hub.
 
     Args:
@@ -28,7 +30,9 @@ def hub_rows(name: HubName, key: str, kept: frozenset[str], images: str) -> Iter
     return _rows(name.load, str(name), key, kept, images, remedy)
 
 
-def saved_rows(folder: Path, key: str, kept: frozenset[str], images: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def saved_rows(
+    folder: Path, key: str, kept: frozenset[str], images: Sequence[str]
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """(place, row) of what `Dataset.save_to_disk` wrote.
 
     Raises:
@@ -39,7 +43,7 @@ def saved_rows(folder: Path, key: str, kept: frozenset[str], images: str) -> Ite
 
 
 def _rows(
-    load: Callable[[], Any], name: str, key: str, kept: frozenset[str], images: str, remedy: str
+    load: Callable[[], Any], name: str, key: str, kept: frozenset[str], images: Sequence[str], remedy: str
 ) -> Iterator[Any]:
     try:
         table = load().with_format("arrow")[:]  # as it is stored: nothing is decoded

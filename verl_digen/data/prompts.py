@@ -8,7 +8,7 @@
 | `data_source` (`data.reward_fn_key`) | its source; validation is reported per source | see `default_source` |
 | `ground_truth`, or `reward_model.ground_truth` | the reference for reward functions | see `default_ground_truth` |
 | `images` (`data.image_key`) | images it is about: paths relative to the file's folder, or a table's | none |
-| `chosen`, `rejected` | two pictures of it, of which the first one is preferred; for `offline_dpo` | none |
+| `chosen`, `rejected` | two images, of which the first one is preferred; for `offline_dpo` | none |
 | `extra_info` | a mapping for reward functions | `{}` |
 | any other | joins `extra_info`, e.g. GenEval's `tag`, `include`, `exclude` | - |
 
@@ -76,6 +76,11 @@ class Columns:
             )
         return Columns(*names)
 
+    @property
+    def pictures(self) -> tuple[str, ...]:
+        """Columns of images."""
+        return (self.images, *PAIR)
+
     @cached_property
     def known(self) -> frozenset[str]:
         """Columns with a meaning of their own; others join `extra_info`."""
@@ -122,14 +127,14 @@ def _read_one(name: str, key: str, columns: Columns) -> list[PromptRow]:
     if name.startswith(SCHEME):
         hub = HubName.parse(name, key)
         source, folder = hub.name.partition("/")[2], Path.cwd()
-        rows = _placed(hub_rows(hub, key, columns.known, columns.images), name)
+        rows = _placed(hub_rows(hub, key, columns.known, columns.pictures), name)
     else:
         path = Path(os.path.expanduser(name))
         source, folder = default_source(path), path.absolute().parent
         if path.is_dir():
-            rows = _placed(saved_rows(path, key, columns.known, columns.images), name)
+            rows = _placed(saved_rows(path, key, columns.known, columns.pictures), name)
         else:
-            rows = rows_of(path, key, columns.known, columns.images)
+            rows = rows_of(path, key, columns.known, columns.pictures)
     prompts = []
     for place, row in rows:
         row = {columns.prompt: row} if isinstance(row, str) else row
@@ -240,7 +245,7 @@ def _reference(given: str, column: str, folder: Path, where: str) -> str:
 
 
 def _pair(row: Mapping[str, Any], folder: Path, where: str) -> tuple[str, ...]:
-    """Absolute paths of the chosen and the rejected picture; () if the row has neither."""
+    """References to the chosen and the rejected picture; () if the row has neither."""
     found = [_images(row.get(column), column, folder, where) for column in PAIR]
     numbers = [len(paths) for paths in found]
     if numbers not in ([0, 0], [1, 1]):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import csv
 import io
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def parquet_rows(path: Path, key: str, kept: frozenset[str], images: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def parquet_rows(
+    path: Path, key: str, kept: frozenset[str], images: Sequence[str]
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """(place, row) of every row of a parquet file; see `rows_of_table`.
 
     Raises:
@@ -36,12 +38,10 @@ def parquet_rows(path: Path, key: str, kept: frozenset[str], images: str) -> Ite
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            names, found = file.schema_arrow.names, None
-            if images in names and holds_images(file.schema_arrow.field(images).type):
-                found = parquet_references(file, path, images)
-                names = [name for name in names if name != images]
+            found = {name: parquet_references(file, path, name) for name in _of_images(file.schema_arrow, images)}
+            names = [name for name in file.schema_arrow.names if name not in found]
         table = pyarrow.parquet.read_table(path, columns=names)
-        return rows_of_table(table, str(path), kept, images=images, found=found)
+        return rows_of_table(table, str(path), kept, found=found)
     except (OSError, ValueError, pyarrow.lib.ArrowException) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"{key}: {str(path)!r} is not a readable parquet file ({reason}); write it again") from error
@@ -52,20 +52,21 @@ def rows_of_table(
     name: str,
     kept: frozenset[str],
     *,
-    images: str = "",
-    found: Sequence[References] | None = None,
+    images: Sequence[str] = (),
+    found: Mapping[str, Sequence[References]] | None = None,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """(place, row) of every row of an Arrow table.
 
     Args:
         name: the file's or dataset's name, for the warning and for references.
         kept: columns that are read whatever they hold; their own rules say what is wrong.
-        images: the column of images.
-        found: its references, if they are known; the table is then without it.
+        images: columns that may hold images.
+        found: references of such columns, if they are known; the table is then without these.
     """
-    if found is None and images in table.schema.names and holds_images(table.schema.field(images).type):
-        found = table_references(table.column(images).chunks, name, images)
-        table = table.drop_columns([images])
+    if found is None:
+        pictured = _of_images(table.schema, images)
+        found = {column: table_references(table.column(column).chunks, name, column) for column in pictured}
+        table = table.drop_columns(pictured)
     columns = [one.name for one in table.schema if one.name in kept or _is_plain(one.type)]
     left_out = [f"{one.name} ({one.type})" for one in table.schema if one.name not in columns]
     if left_out:
@@ -76,9 +77,13 @@ def rows_of_table(
             ", ".join(left_out),
         )
     rows = table.select(columns).to_pylist()
-    if found is not None:
-        rows = [{**row, images: own} for row, own in zip(rows, found, strict=True)]
+    for column, references in found.items():
+        rows = [{**row, column: own} for row, own in zip(rows, references, strict=True)]
     return ((f"row {number}", row) for number, row in enumerate(rows, start=1))
+
+
+def _of_images(schema: pyarrow.Schema, images: Sequence[str]) -> list[str]:
+    return [name for name in images if name in schema.names and holds_images(schema.field(name).type)]
 
 
 def csv_rows(text: str, delimiter: str, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
