@@ -75,13 +75,11 @@ def test_an_objective_is_one_short_file():
 
 
 def objectives_of(text: str) -> list[str]:
-    """Names that the decorators of a file register."""
+    """Names that a file registers, by decorators or by calls."""
     calls = [
-        decorator
-        for node in ast.parse(text).body
-        if isinstance(node, ast.FunctionDef)
-        for decorator in node.decorator_list
-        if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "register_objective"
+        node
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "register_objective"
     ]
     return [ast.literal_eval(name) for call in calls for name in call.args]
 

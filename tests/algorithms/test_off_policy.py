@@ -369,7 +369,7 @@ def test_more_than_one_version_needs_an_off_policy_loss():
         if find_objective(name).loss.off_policy:
             assert choose_denominator(name, default_config(name), "auto", 3) != "rollout"
         else:
-            with pytest.raises(ValueError, match=r"digen.loss.name must be one of cispo, .* got '.*'; choose one"):
+            with pytest.raises(ValueError, match=r"digen.loss.name must be one of awm, .* got '.*'; choose one"):
                 choose_denominator(name, default_config(name), "auto", 2)
 
 

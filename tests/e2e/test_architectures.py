@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 NUM_FRAMES = 5
 RECIPES = {"colocated": ("digen_flowgrpo",), "disaggregated": ("digen_flowgrpo", "disaggregated")}
-ODE_ONLY = ("awm", "diffusion_nft")
+ODE_ONLY = ("awm", "nft")
 """Recipes whose samples come from the ODE, without log-probs."""
 
 
@@ -57,7 +57,7 @@ CASES = (
     Case("hunyuan_video", "colocated", is_lora=True, is_video=True),
     Case("hunyuan_video15", "disaggregated", is_lora=True, is_video=True, true_cfg_scale=2.0),
     Case("sd3", "colocated", true_cfg_scale=2.0, objective="awm"),
-    Case("wan2.1", "disaggregated", is_lora=True, is_video=True, true_cfg_scale=2.0, objective="diffusion_nft"),
+    Case("wan2.1", "disaggregated", is_lora=True, is_video=True, true_cfg_scale=2.0, objective="nft"),
     Case("wan2.2_a14b", "colocated", is_lora=True, is_video=True),
     Case("wan2.2_a14b", "disaggregated", is_video=True, true_cfg_scale=2.0),
     Case("wan2.2_ti2v_5b", "colocated", is_lora=True, is_video=True, objective="awm"),
@@ -108,7 +108,7 @@ def assert_trained_on_what_was_generated(case: Case, run: Run) -> None:
         assert row["reward/zero_spread_groups"] < 4 and row["actor/grad_norm"] > 0
         assert ("rollout/log_prob_gap_max" in row) == (case.objective not in ODE_ONLY)
         assert row.get("rollout/log_prob_gap_max", 0.0) <= 1e-4
-        if case.objective != "diffusion_nft":  # which has no ratio
+        if case.objective != "nft":  # which has no ratio
             assert row["actor/ratio_deviation_max"] == 0 and row["actor/ratio_deviation_min"] == 0
         num_points = 4 if case.objective == "awm" else 5
         assert row["actor/num_rows"] == 4 * 4 * num_points, "prompts x samples x trained steps, or noise levels"

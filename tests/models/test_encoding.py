@@ -95,6 +95,7 @@ PIPELINES: dict[str, Callable[[Any, Tensor, DiffusionModel], Tensor]] = {
     "FluxPipeline": flux,
     "HunyuanVideoPipeline": hunyuan_video,
     "HunyuanVideo15Pipeline": hunyuan_video15,
+    "QwenImageEditPlusPipeline": qwen_image,
     "QwenImagePipeline": qwen_image,
     "StableDiffusion3Pipeline": lambda *given: image_to_image("StableDiffusion3Img2ImgPipeline", *given),
     "WanPipeline": wan,

@@ -90,7 +90,7 @@ def test_a_good_config_passes(start, runnable):
         ("digen.staleness.max_versions=1", "digen.staleness.max_versions must be 0 where trainer and replicas"),
         ("digen.tag.policy=on", "digen.tag.policy must be one of off, bts, always, got 'on';"),
         ("digen.staleness.fraction=0", "digen.staleness.fraction must lie in (0, 1], got 0.0;"),
-        ("digen.loss.name=ppo", "digen.loss.name must be one of awm, cispo, "),
+        ("digen.loss.name=ppo", "digen.loss.name must be one of awm, awm_off_policy, cispo, "),
         ("digen.loss.clip_range=2", "digen.loss.clip_range must lie in (0, 1), got 2.0;"),
         ("digen.loss.clip_rnage=1e-4", "digen.loss.clip_rnage must be a setting of digen.loss.name=flow_grpo, got"),
         ("digen.loss.clip_range=wide", "digen.loss.clip_range: Value 'wide' of type 'str' could not be converted"),
@@ -118,8 +118,8 @@ def test_a_bad_value_is_named_by_its_key(start, runnable, override, message):
         (("digen.loss.name=tis", "digen.staleness.max_versions=3"), None),
         (
             ("digen.staleness.max_versions=2",),
-            "digen.loss.name must be one of cispo, decoupled_ppo, gspo, kimi, offline_dpo, online_dpo, reinforce, tis, "
-            "topr, weighted_topr with "
+            "digen.loss.name must be one of awm, awm_off_policy, cispo, decoupled_ppo, dgpo, diffusion_nft, gspo, kimi, "
+            "offline_dpo, online_dpo, opd_forward, reinforce, tis, topr, weighted_topr with "
             "digen.staleness.max_versions=2, got 'flow_grpo'",
         ),
         (
@@ -287,9 +287,9 @@ def test_ranks_of_two_nodes_that_share_rows_are_noted(start, runnable, num_nodes
 
 
 @pytest.mark.parametrize(("rollout", "is_told"), [("vllm_omni", True), ("diffusers", False)])
-def test_a_run_is_told_where_steps_before_the_window_are_not_shared(start, runnable, rollout, is_told):
-    overrides = "recipe=[digen_flowgrpo,mixgrpo]", f"actor_rollout_ref.rollout.name={rollout}"
-    found = [note for note in notes(start(*runnable[1:], *overrides)) if "steps before a window" in note]
+def test_a_run_is_told_where_steps_of_a_tree_are_not_shared(start, runnable, rollout, is_told):
+    config = start(*runnable, *TREES, f"actor_rollout_ref.rollout.name={rollout}")
+    found = [note for note in notes(config) if "runs the steps of a tree" in note]
     assert len(found) == is_told
 
 

@@ -55,7 +55,7 @@ def test_the_samples_of_a_group_are_the_two_pictures_under_one_noise_level(rows)
     requests = ask(rows)
     for number, row in enumerate(rows):
         chosen, rejected = requests[2 * number : 2 * number + 2]
-        assert [Path(request.picture.path).name for request in (chosen, rejected)] == [
+        assert [Path(request.picture.reference).name for request in (chosen, rejected)] == [
             f"{number}_chosen.png",
             f"{number}_rejected.png",
         ]
@@ -80,7 +80,7 @@ def test_a_replica_encodes_the_pictures_as_its_vae_does_and_generates_validation
     sigmas = model.sigmas(4, requests[0].sampling.geometry)
     one_by_one = generate(alone, requests)
     for request, found, single in zip(requests, made, one_by_one, strict=True):
-        with Image.open(request.picture.path) as picture:
+        with Image.open(request.picture.reference) as picture:
             expected = fitted(picture, request.sampling.geometry)
         assert torch.equal(found.pixels, expected)
         trajectory = found.trajectory
@@ -109,8 +109,8 @@ def test_a_guided_prompt_brings_both_conditions(tiny_qwen_image, rows):
 
 def test_a_picture_or_a_prompt_that_cannot_be_read_fails_its_own_sample_alone(tiny_qwen_image, rows):
     requests = ask(rows)
-    Path(requests[1].picture.path).write_bytes(b"no picture any more")
-    Path(requests[2].picture.path).unlink()
+    Path(requests[1].picture.reference).write_bytes(b"no picture any more")
+    Path(requests[2].picture.reference).unlink()
     requests[3] = replace(requests[3], inputs=replace(requests[3].inputs, text="red " * 2000))
     server = make_server(tiny_qwen_image, max_batch_size=16)
 
