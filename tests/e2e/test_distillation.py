@@ -30,10 +30,11 @@ def save_teacher(folder, seed: int) -> None:
     module.save_pretrained(str(folder))
 
 
-def test_two_guided_lora_teachers_teach_the_prompts_of_their_sources(tmp_path):
+def test_a_student_comes_nearer_to_its_two_guided_teachers(tmp_path):
+    """The same prompts and steps each time, so that distances compare."""
     for seed, source in enumerate(SOURCES):
         save_teacher(tmp_path / source, seed)
-    rows = [json.loads(line) for line in (PROMPTS / "train.jsonl").read_text().splitlines()[:8]]
+    rows = [json.loads(line) for line in (PROMPTS / "train.jsonl").read_text().splitlines()[:4]]
     for number, row in enumerate(rows):
         row["data_source"] = SOURCES[number % 2]
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -46,10 +47,14 @@ def test_two_guided_lora_teachers_teach_the_prompts_of_their_sources(tmp_path):
         f"data.train_files={tmp_path / 'train.jsonl'}",
         "data.shuffle=false",
         "actor_rollout_ref.model.lora_rank=4",
-        "actor_rollout_ref.actor.optim.lr=1e-3",
-        "trainer.total_training_steps=4",
+        "actor_rollout_ref.actor.optim.lr=3e-3",
+        "digen.window.range=[0,3]",
+        "trainer.total_training_steps=6",
         "digen.tag.policy=always",
         recipe="[digen_flowgrpo,disaggregated,opd]",
     )
     assert_succeeded(run)
-    assert all(row["actor/distill_loss"] == row["actor/teacher_kl"] > 0 for row in steps_of(run))
+    steps = steps_of(run)
+    assert all(row["actor/distill_loss"] == row["actor/teacher_kl"] > 0 for row in steps)
+    first, last = (row["actor/teacher_velocity_distance"] for row in (steps[0], steps[-1]))
+    assert last < 0.8 * first, "0.13 to 0.085"
