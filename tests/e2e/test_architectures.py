@@ -70,6 +70,7 @@ def overrides(case: Case, checkpoint: Path) -> list[str]:
         f"actor_rollout_ref.model.path={checkpoint}",
         "digen.reward.functions={shapes: 1.0, jpeg_compressibility: 1.0}",
         f"digen.sampling.true_cfg_scale={case.true_cfg_scale}",
+        "digen.rollout.probe_every=1",  # a validation before training takes two updates of the same weights
         # three steps are seen in the log-probs of the next one
         "actor_rollout_ref.actor.optim.lr=1e-3",
         "trainer.total_training_steps=3",
