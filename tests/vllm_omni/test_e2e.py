@@ -19,6 +19,7 @@ from tests.weight_change import SGD
 
 pytestmark = pytest.mark.e2e
 RECIPE = "[digen_flowgrpo,vllm_omni]"
+LORA = ("actor_rollout_ref.model.lora_rank=4",)
 
 
 @pytest.mark.parametrize(
@@ -51,11 +52,10 @@ def test_five_steps_train_what_was_generated(tmp_path, overrides):
 @pytest.mark.parametrize(
     ("objective", "overrides"),
     [
-        ("nft", ()),
-        ("nft", ("actor_rollout_ref.model.lora_rank=4",)),
-        ("awm", ("actor_rollout_ref.model.lora_rank=4",)),
+        pytest.param("nft", LORA, id="nft, LoRA"),
+        pytest.param("nft", (), id="nft", marks=pytest.mark.grid),
+        pytest.param("awm", (*LORA, "digen.forward.num_points=4"), id="awm, LoRA", marks=pytest.mark.grid),
     ],
-    ids=["nft", "nft, LoRA", "awm, LoRA"],
 )
 def test_objectives_of_finished_pictures_train_as_with_diffusers_replicas(tmp_path, objective, overrides):
     """Equal rewards and gradients need samples of the same policy: of `old`, where the objective serves it."""
