@@ -50,7 +50,7 @@ def test_samples_of_a_group_share_their_initial_noise_if_asked(full_replica):
 
 
 def test_samples_of_a_tree_are_those_of_the_diffusers_replica(full_replica):
-    """Each leaf by itself, without saved steps."""
+    """Each leaf by itself, without saved steps: equal up to the rounding of batches of other sizes."""
     shared = replace(SAMPLING, shared_initial_noise=True)
     requests = [replace(request(number, shared), tree=Tree((0, 3), 2)) for number in range(3)]
     found, expected = full_replica.generate(requests), by_diffusers(full_replica.path, requests)
@@ -58,8 +58,9 @@ def test_samples_of_a_tree_are_those_of_the_diffusers_replica(full_replica):
         assert_same(got, wanted)
         assert got.trajectory.nodes == wanted.trajectory.nodes
     latents = [got.trajectory.record.latents for got in found]
-    assert torch.equal(latents[0][:4], latents[1][:4]) and not torch.equal(latents[0][4], latents[1][4])
-    assert not torch.equal(latents[0][1], latents[2][1])
+    torch.testing.assert_close(latents[0][:4], latents[1][:4], atol=1e-5, rtol=0)
+    assert not torch.allclose(latents[0][4], latents[1][4], atol=1e-2)
+    assert not torch.allclose(latents[0][1], latents[2][1], atol=1e-2)
 
 
 def test_a_prompt_is_encoded_once_while_the_cache_has_room(full_replica):
