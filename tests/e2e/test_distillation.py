@@ -31,7 +31,7 @@ def save_teacher(folder, seed: int) -> None:
 
 
 def test_a_student_comes_nearer_to_its_two_guided_teachers(tmp_path):
-    """The same prompts and steps each time, so that distances compare."""
+    """Prompts and steps are the same each time, so that distances compare."""
     for seed, source in enumerate(SOURCES):
         save_teacher(tmp_path / source, seed)
     rows = [json.loads(line) for line in (PROMPTS / "train.jsonl").read_text().splitlines()[:4]]
