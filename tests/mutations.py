@@ -102,8 +102,8 @@ TABLE: tuple[Mutation, ...] = (
     Mutation(
         "sampling/prefix.py",
         "samples of a tree share no stochastic step",
-        "else request.noise_index(step)",
-        "else request.sample_index",
+        "else self._requests[row].noise_index(step)",
+        "else self._requests[row].sample_index",
         f"{GROWN} -k leaves_are_equal",
     ),
     Mutation(

@@ -72,15 +72,15 @@ class SharedPrefix:
 
     def __init__(self, requests: Sequence[SampleRequest], initial_seeds: Sequence[int]):
         self._requests = requests
-        self._prefixes = [prefix_of(one, seed) for one, seed in zip(requests, initial_seeds, strict=True)]
+        prefixes = [prefix_of(one, seed) for one, seed in zip(requests, initial_seeds, strict=True)]
+        self._begins = [0 if prefix is None else prefix.num_steps for prefix in prefixes]
+        """Row -> step before which the samples of its group that start alike are alike."""
         self._starts = [
             (one.uid, seed, one.condition_key) if one.sampling.shared_initial_noise else None
             for one, seed in zip(requests, initial_seeds, strict=True)
         ]
         self.waiting: dict[int, Prefix] = {
-            row: prefix
-            for row, prefix in enumerate(self._prefixes)
-            if prefix is not None and requests[row].window.sde_steps
+            row: prefix for row, prefix in enumerate(prefixes) if prefix is not None and requests[row].window.sde_steps
         }
         """Row with a window that begins later -> the steps before it."""
         self._num_shared = [0] * len(requests)
@@ -110,8 +110,7 @@ class SharedPrefix:
         rows: list[int] = []
         lane_of: list[int | None] = []
         known: dict[Hashable, int] = {}
-        for row, prefix in enumerate(self._prefixes):
-            begins = 0 if prefix is None else prefix.num_steps
+        for row, begins in enumerate(self._begins):
             if row in self.waiting and step < begins:
                 lane_of.append(None)
                 continue
@@ -124,8 +123,7 @@ class SharedPrefix:
 
     def _state(self, row: int, step: int) -> Hashable:
         """Name of the row's latents after `step`, the same for rows whose latents are equal."""
-        start, request = self._starts[row], self._requests[row]
-        first = min(request.window.sde_steps, default=request.sampling.num_steps)
+        start = self._starts[row]
         if start is None:
             return row
-        return start, None if step < first else request.noise_index(step)
+        return start, None if step < self._begins[row] else self._requests[row].noise_index(step)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl_digen.algorithms.objectives.preference import COLUMNS, LATENTS, PAIRS, DpoConfig, preference, preferred_pair
+from verl_digen.algorithms.objectives.preference import DECLARED, DpoConfig, preference
 from verl_digen.algorithms.objectives.registry import register_objective
 
 
@@ -24,15 +24,4 @@ class OfflineDpoConfig(DpoConfig):
     """Strength of the preference. 5000 as in Diffusion-DPO's launch scripts; its paper has 2000 for SD1.5."""
 
 
-register_objective(
-    "offline_dpo",
-    config=OfflineDpoConfig,
-    points="forward",
-    columns=COLUMNS,
-    latents=LATENTS,
-    off_policy=True,
-    select=preferred_pair,
-    shares_noise=True,
-    joint=PAIRS,
-    source="dataset",
-)(preference)
+register_objective("offline_dpo", config=OfflineDpoConfig, source="dataset", **DECLARED)(preference)

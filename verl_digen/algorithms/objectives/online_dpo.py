@@ -7,17 +7,7 @@ nothing.
 
 from __future__ import annotations
 
-from verl_digen.algorithms.objectives.preference import COLUMNS, LATENTS, PAIRS, DpoConfig, preference, preferred_pair
+from verl_digen.algorithms.objectives.preference import DECLARED, DpoConfig, preference
 from verl_digen.algorithms.objectives.registry import register_objective
 
-register_objective(
-    "online_dpo",
-    config=DpoConfig,
-    points="forward",
-    columns=COLUMNS,
-    latents=LATENTS,
-    off_policy=True,
-    select=preferred_pair,
-    shares_noise=True,
-    joint=PAIRS,
-)(preference)
+register_objective("online_dpo", config=DpoConfig, **DECLARED)(preference)

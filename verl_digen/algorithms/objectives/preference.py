@@ -75,9 +75,16 @@ def pair_margins(rows: JointRows, config: DpoConfig) -> Tensor:
 
 PAIRS = Joint(MARGIN, (), scalar=error_gain, combine=pair_margins, latents=ERRORS, needs_groups=True)
 """The joint column of the loss."""
-COLUMNS = ("advantage", MARGIN)
-LATENTS = ("clean", "noise", "velocity")
-"""Inputs of the loss."""
+DECLARED = {
+    "points": "forward",
+    "columns": ("advantage", MARGIN),
+    "latents": ("clean", "noise", "velocity"),
+    "off_policy": True,
+    "select": preferred_pair,
+    "shares_noise": True,
+    "joint": PAIRS,
+}
+"""Arguments of `register_objective` for an objective with this loss."""
 
 
 def preference(rows: LossInputs, config: DpoConfig) -> LossOutput:
