@@ -4,26 +4,27 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import AutoencoderKLHunyuanVideo15
-from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from PIL import Image
 from torch import Tensor, nn
 
 from tests.texts import TextEncoder
-from verl_digen.inputs import PromptInputs, SourceImage, fitted_size, source_image
+from verl_digen.config import SamplingConfig
+from verl_digen.inputs import SourceImage, source_image
 from verl_digen.models import load_model
 from verl_digen.models.base import DiffusionModel, PromptEncoder
-from verl_digen.types import Geometry
+from verl_digen.models.ltx2 import PLAIN_GUIDANCE
+from verl_digen.sampling.requests import geometry_of, inputs_of
+from verl_digen.selftest import final_latents, images_read_at, load_pipeline, pictures_of, size_of
+from verl_digen.types import Condition, Geometry
 
 CPU = torch.device("cpu")
 PROMPTS = ("a red circle", "two small blue squares left of a red circle on a green background")
@@ -45,16 +46,47 @@ def guided_by_guider(scale: float) -> dict[str, Any]:
     return {"negative_prompt": [NEGATIVE] * len(PROMPTS)}
 
 
+def cfg_with_embeds(scale: float) -> dict[str, Any]:
+    """Arguments of FLUX.2's pipeline, whose negative prompt is empty unless it is given encoded."""
+    return {"guidance_scale": scale, "negative_prompt_embeds": None}
+
+
 def cfg_from_zero(scale: float) -> dict[str, Any]:
     """Arguments of Z-Image's pipeline, where 0 is no guidance."""
     return plain_cfg(scale - 1)
 
 
+def one_scale_for_both_parts(scale: float) -> dict[str, Any]:
+    """Arguments of LTX-2's pipeline, with its other guidance off."""
+    return plain_cfg(scale) | PLAIN_GUIDANCE | {"guidance_scale": scale, "audio_guidance_scale": scale}
+
+
 PICTURES = (Geometry(64, 64), Geometry(48, 80))
 SOURCE_PX, IMAGE_PX = (60, 40), 64
 """Width and height of the image of an edit model's prompts, and the side of the square at which it is read."""
-EDITS = tuple(replace(size, sources=(fitted_size(*SOURCE_PX, IMAGE_PX),)) for size in PICTURES)
 VIDEOS = (Geometry(64, 64, 5), Geometry(48, 80, 9))
+
+
+def with_image(size: Geometry, rule: str, source_px: tuple[int, int] = SOURCE_PX, **more: Any) -> Geometry:
+    """A size for prompts with an image of this (width, height), by the rule of this name."""
+    sizes = {"height_px": size.height_px, "width_px": size.width_px, "num_frames": size.num_frames}
+    return geometry_of(SamplingConfig(**sizes, image_sizes=rule, image_px=IMAGE_PX, **more), [source_px])
+
+
+def edits(rule: str, source_px: tuple[int, int] = SOURCE_PX) -> tuple[Geometry, Geometry]:
+    """Pictures about an image."""
+    one, other = (with_image(size, rule, source_px) for size in PICTURES)
+    return one, other
+
+
+def listed(num_frames: int) -> Geometry:
+    """Size of a video that HunyuanVideo 1.5's pipeline makes of the image."""
+    return with_image(Geometry(64, 64, num_frames), "hunyuan_video15", size_from_image=True)
+
+
+LISTED = (listed(5), listed(9))
+CONTINUED = (with_image(VIDEOS[0], "wan"), with_image(VIDEOS[1], "wan"))
+FIRST_FRAMES = (with_image(Geometry(64, 64, 5), "wan_ti2v"), with_image(Geometry(32, 96, 9), "wan_ti2v"))
 
 
 @dataclass(frozen=True)
@@ -71,6 +103,10 @@ class Case:
     """Longest prompt in tokens, as our length check counts them."""
     word_limit: int = 0
     """Maximum repetitions of the word "red": `max_tokens` less the tokens around a prompt."""
+    source_px: tuple[int, int] = SOURCE_PX
+    """Width and height of the image of an edit model's prompts."""
+    frame_stride: int = 4
+    """A video has 1 + k * `frame_stride` frames."""
     pipeline_args: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -78,22 +114,35 @@ class Case:
         return self.sizes[0].num_frames > 1
 
     @property
-    def is_edit(self) -> bool:
+    def has_images(self) -> bool:
         return len(self.sizes[0].sources) > 0
 
 
+KLEIN_PX = (64, 64)
+"""Width and height of an image that FLUX.2's pipeline takes, and reads at its own size."""
 CASES = (
+    Case("flux2_klein", cfg_with_embeds, edits("flux2", KLEIN_PX), max_tokens=512, word_limit=503, source_px=KLEIN_PX),
     Case("flux_dev", true_cfg, max_tokens=512, word_limit=511),
+    Case("flux_kontext", true_cfg, edits("flux_kontext"), max_tokens=512, word_limit=511),
     Case("flux_schnell", true_cfg, word_limit=255, pipeline_args={"max_sequence_length": 256}),
     # 21 frames are 6 latent frames, more than the VAE decodes in one temporal tile
     Case("hunyuan_video", true_cfg, (Geometry(64, 64, 5), Geometry(32, 48, 21)), max_tokens=351, word_limit=254),
     Case("hunyuan_video15", guided_by_guider, VIDEOS, max_tokens=1108, word_limit=994),
+    Case("hunyuan_video15_i2v", guided_by_guider, LISTED, max_tokens=1108, word_limit=994),
+    Case(
+        *("ltx2", one_scale_for_both_parts, (Geometry(64, 64, 9), Geometry(64, 96, 17)), 32),
+        **{"max_tokens": 1024, "word_limit": 1023, "frame_stride": 8},
+    ),
     Case("qwen_image", true_cfg, max_tokens=1058, word_limit=1018),
-    Case("qwen_image_edit_plus", true_cfg, EDITS, max_tokens=1088, word_limit=1018),
+    Case("qwen_image_edit", true_cfg, edits("qwen_image_edit"), max_tokens=1088, word_limit=1015),
+    Case("qwen_image_edit_plus", true_cfg, edits("qwen_image_edit"), max_tokens=1088, word_limit=1018),
     Case("sd3", plain_cfg, word_limit=255),
     Case("wan2.1", plain_cfg, VIDEOS, max_tokens=512, word_limit=511),
+    Case("wan2.1_i2v", plain_cfg, CONTINUED, max_tokens=512, word_limit=511),
     Case("wan2.2_a14b", plain_cfg, VIDEOS, max_tokens=512, word_limit=511),
+    Case("wan2.2_i2v_a14b", plain_cfg, CONTINUED, max_tokens=512, word_limit=511),
     Case("wan2.2_ti2v_5b", plain_cfg, (Geometry(64, 64, 5), Geometry(32, 96, 9)), 32, max_tokens=512, word_limit=511),
+    Case("wan2.2_ti2v_5b_i2v", plain_cfg, FIRST_FRAMES, 32, max_tokens=512, word_limit=511),
     Case("z_image", cfg_from_zero, max_tokens=512, word_limit=503),
 )
 
@@ -107,20 +156,25 @@ class Loaded:
         self.model: DiffusionModel = load_model(path)
         self.images: tuple[SourceImage, ...] = ()
         """Images of every prompt."""
-        if case.is_edit:
-            self.images = (draw_image(path.parent / "source.png", SOURCE_PX),)
+        if case.has_images:
+            self.images = (draw_image(path.parent / "source.png", case.source_px),)
 
     @cached_property
     def transformer(self) -> nn.Module:
         return self.model.load_transformer(torch.float32).requires_grad_(False)
 
     @cached_property
-    def encode(self) -> TextEncoder:
-        return self.of_texts(self.model.load_encoder(torch.float32, CPU))
+    def encoder(self) -> PromptEncoder:
+        return self.model.load_encoder(torch.float32, CPU)
 
-    def of_texts(self, encode: PromptEncoder) -> TextEncoder:
+    def encode(self, texts: Sequence[str], geometry: Geometry | None = None) -> list[Condition]:
+        """Conditions of texts, each of them about `images`, for the first size of the case or for `geometry`."""
+        return self.of_texts(self.encoder, geometry)(texts)
+
+    def of_texts(self, encode: PromptEncoder, geometry: Geometry | None = None) -> TextEncoder:
         """Turn an encoder into a function of texts, each of them about `images`."""
-        return lambda texts: encode([PromptInputs(text, self.images, IMAGE_PX) for text in texts])
+        size = geometry or self.case.sizes[0]
+        return lambda texts: encode([inputs_of(text, self.images, size, IMAGE_PX) for text in texts])
 
     @cached_property
     def pipeline(self) -> Any:
@@ -128,39 +182,51 @@ class Loaded:
 
     def load_pipeline(self, dtype: torch.dtype) -> Any:
         """Load diffusers' pipeline, with the checkpoint's own scheduler."""
-        loaded: Any = DiffusionPipeline.from_pretrained(self.path, dtype=dtype, **self.model.pipeline_parts())
-        loaded.set_progress_bar_config(disable=True)
+        loaded = load_pipeline(self.model, self.case.sizes[0], dtype)
         if isinstance(loaded.vae, AutoencoderKLHunyuanVideo15):
             loaded.vae.enable_slicing()  # its attention takes one video at a time
         return loaded
 
     def run_pipeline(
-        self, geometry: Geometry, scale: float, latents: Tensor, *, pipeline: Any = None, **more: Any
+        self, geometry: Geometry, scale: float, latents: Tensor, *, pipeline: Any = None, output: int = 0, **more: Any
     ) -> Tensor:
-        """Output of the pipeline for PROMPTS and these initial latents."""
+        """Output of the pipeline for PROMPTS and these initial latents; number `output`, where it has several."""
         pipeline = pipeline or self.pipeline
         if self.case.guidance is guided_by_guider:
             pipeline.guider = pipeline.guider.new(guidance_scale=scale)
-        size = {"height": geometry.height_px, "width": geometry.width_px}
+        size = size_of(pipeline, self.model, geometry)
         if self.case.is_video:
             size["num_frames"] = geometry.num_frames
         arguments = {"num_inference_steps": NUM_STEPS, "output_type": "latent"} | self.case.pipeline_args
         arguments |= self.case.guidance(scale) | more
-        if self.case.is_edit:
-            return self._run_edits(pipeline, latents, **size, **arguments)
-        made = pipeline(list(PROMPTS), latents=latents, **size, **arguments)
-        return torch.as_tensor(made[0])
+        latents = self.model.pipeline_start(latents, geometry)
+        if "negative_prompt_embeds" in arguments:
+            arguments["negative_prompt_embeds"] = pipeline.encode_prompt(NEGATIVE)[0]
+        if self.case.has_images:
+            made = self._run_with_images(pipeline, geometry, latents, **size, **arguments)
+        else:
+            run = self.model.pipeline_call(pipeline, geometry)
+            made = _made(run, output, prompt=list(PROMPTS), latents=latents, **size, **arguments)
+        return self.model.pipeline_end(made, geometry) if arguments["output_type"] == "latent" else made
 
-    def _run_edits(self, pipeline: Any, latents: Tensor, negative_prompt: Any, **arguments: Any) -> Tensor:
-        """Run a pipeline that takes one prompt at a time, with images at `IMAGE_PX`."""
-        arguments["negative_prompt"] = negative_prompt and negative_prompt[0]
-        images = [image.read() for image in self.images]
-        with patch.object(sys.modules[type(pipeline).__module__], "VAE_IMAGE_SIZE", IMAGE_PX**2):
+    def _run_with_images(self, pipeline: Any, geometry: Geometry, latents: Tensor, **arguments: Any) -> Tensor:
+        """Run a pipeline that takes one prompt at a time, with images at their sizes in `geometry`."""
+        if arguments.get("negative_prompt") is not None:
+            arguments["negative_prompt"] = arguments["negative_prompt"][0]
+        images = pictures_of(self.model, [image.read() for image in self.images])
+        with images_read_at(pipeline, IMAGE_PX, geometry.sources):
             made = [
-                pipeline(images, prompt, latents=start[None], **arguments)[0]
+                _made(pipeline, 0, image=images, prompt=prompt, latents=start[None], **arguments)
                 for prompt, start in zip(PROMPTS, latents, strict=True)
             ]
-        return torch.cat([torch.as_tensor(one) for one in made])
+        return torch.cat(made)
+
+
+def _made(run: Callable[..., Any], output: int, **arguments: Any) -> Tensor:
+    """Output of a pipeline: pixels or, for number 1, sound; final latents as the network reads them."""
+    if arguments["output_type"] == "latent":
+        return final_latents(run, **arguments)
+    return torch.as_tensor(run(**arguments)[output])
 
 
 def draw_image(path: Path, size_px: tuple[int, int], seed: int = 0) -> SourceImage:

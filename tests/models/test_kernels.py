@@ -116,5 +116,6 @@ def test_compiled_blocks_compute_the_same(case: str, tmp_path: Any, monkeypatch:
 
 
 @pytest.mark.long
+@pytest.mark.grid
 def test_compiled_blocks_compute_the_same_with_inductor(tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
     compiled("sd3", "inductor", tmp_path / "m", monkeypatch)

@@ -73,14 +73,16 @@ def requests(
 def sample(loaded: Loaded, asked: Sequence[SampleRequest]) -> tuple[list[Trajectory], Tensor]:
     """Samples by the solver that the checkpoint's scheduler names."""
     solver = SCHEDULERS[loaded.model.scheduler]
-    asked = [replace(one, sampling=replace(one.sampling, solver=solver)) for one in asked]
+    how = replace(asked[0].sampling, solver=solver)
+    asked = [replace(one, sampling=how) for one in asked]
     sampler = Sampler(loaded.model, loaded.transformer, run_seed=RUN_SEED, device=CPU, latents_dtype=torch.float32)
-    return sampler.sample(asked, *conditions(loaded, asked[0].sampling.true_cfg_scale), version=3)
+    return sampler.sample(asked, *conditions(loaded, how.true_cfg_scale, how.geometry), version=3)
 
 
-def conditions(loaded: Loaded, scale: float) -> tuple[list[Condition], list[Condition] | None]:
+def conditions(loaded: Loaded, scale: float, geometry: Geometry) -> tuple[list[Condition], list[Condition] | None]:
     """Conditions of PROMPTS, and the negative ones if `scale` > 1, else None."""
-    return loaded.encode(PROMPTS), loaded.encode([NEGATIVE] * len(PROMPTS)) if scale > 1 else None
+    negative = loaded.encode([NEGATIVE] * len(PROMPTS), geometry) if scale > 1 else None
+    return loaded.encode(PROMPTS, geometry), negative
 
 
 def initial(model: DiffusionModel, geometry: Geometry) -> Tensor:
@@ -116,6 +118,7 @@ def test_without_sde_steps_it_is_the_diffusers_pipeline(loaded: Loaded, size: in
     if scale > 1:
         return
     decode = loaded.model.load_decoder(torch.float32, CPU)
+    latents = loaded.model.completed(latents, conditions(loaded, scale, geometry)[0])
     pixels = decode(latents, geometry)
     gap = (in_batches(decode, latents, geometry, 1).int() - pixels.int()).abs()
     assert (
@@ -166,12 +169,20 @@ def test_the_network_is_given_what_the_pipeline_gives_it(loaded: Loaded, dtype: 
     embedded = None if model.default_embedded_guidance is None else 3.4  # not exact in bf16
     more = {} if embedded is None else {"guidance_scale": embedded}
     loaded.run_pipeline(geometry, 1.0, start, pipeline=pipeline, num_inference_steps=num_steps, **more)
-    theirs = [call for calls, _ in noted for call in calls]
+    by_expert = [calls for calls, _ in noted]
     for _, stop in noted:
         stop()
-    if loaded.case.is_edit:  # one prompt after the other
-        pairs = zip(theirs[:num_steps], theirs[num_steps:], strict=True)
-        theirs = [{**one, "timestep": torch.cat([one["timestep"], other["timestep"]])} for one, other in pairs]
+    if loaded.case.has_images:  # one prompt after the other
+        pairs = [zip(calls[: len(calls) // 2], calls[len(calls) // 2 :], strict=True) for calls in by_expert]
+        numbers = ("timestep", "guidance")
+        by_expert = [
+            [
+                {**one, **{name: torch.cat([one[name], other[name]]) for name in numbers if one.get(name) is not None}}
+                for one, other in calls
+            ]
+            for calls in pairs
+        ]
+    theirs = [call for calls in by_expert for call in calls]
     assert len(theirs) == num_steps
 
     transformer = model.load_transformer(dtype)
@@ -189,7 +200,7 @@ def test_the_network_is_given_what_the_pipeline_gives_it(loaded: Loaded, dtype: 
             yours = other[name]
             if name in ("timestep", "t"):
                 # Wan's TI2V-5B repeats a row's timestep for every token.
-                assert (yours.reshape(2, -1).double() == mine.double()[:, None]).all()
+                assert (yours.reshape(2, -1).double() == mine.double().reshape(2, -1)).all()
             elif name in ("x", "cap_feats"):  # Z-Image's lists
                 assert [entry.dtype for entry in mine] == [entry.dtype for entry in yours], name
             elif isinstance(mine, Tensor) and not name.endswith("mask"):
@@ -205,7 +216,7 @@ def test_the_network_is_given_what_the_pipeline_gives_it(loaded: Loaded, dtype: 
 def test_rows_at_different_sigmas_and_prompts_equal_one_at_a_time(loaded: Loaded, size: int, scale: float) -> None:
     """And both branches of guidance in one forward those in two."""
     model, geometry = loaded.model, loaded.case.sizes[size]
-    short, long, negative = loaded.encode([*PROMPTS, NEGATIVE])
+    short, long, negative = loaded.encode([*PROMPTS, NEGATIVE], geometry)
     x = draw(4, *model.latent_shape(geometry))
     sigmas = sigmas_of_one_expert(model)
     positives, negatives = [short, long, long, short], [negative, negative, short, negative]
@@ -242,7 +253,7 @@ def test_replay_gives_the_recorded_log_probs(loaded: Loaded, scale: float) -> No
     experts = [model.expert_of(path.record.sigmas).tolist() for path in trajectories]
     for expert in {one for own in experts for one in own}:
         mine = [(n, k) for n, k in pairs if experts[n][k] == expert]
-        tile = rows_of(trajectories, mine, *conditions(loaded, scale))
+        tile = rows_of(trajectories, mine, *conditions(loaded, scale, geometry))
         assert (tile.point.log_probs != 0).all()
         step, _ = score_rows(model, loaded.transformer, tile)
         close(step.log_prob, tile.point.log_probs)
@@ -394,7 +405,8 @@ def test_an_impossible_size_is_an_error_that_names_the_key_and_the_nearest(loade
             loaded.model.latent_shape(replace(good, **{key: 3}))
     loaded.model.latent_shape(good)
     if loaded.case.is_video:
-        message = r"digen\.sampling\.num_frames must be 1 plus a multiple of 4 .* got 80; the nearest is 81"
+        stride = rf"digen\.sampling\.num_frames must be 1 plus a multiple of {loaded.case.frame_stride} "
+        message = stride + r".* got 80; the nearest is 81"
         with pytest.raises(ValueError, match=message):
             loaded.model.latent_shape(replace(good, num_frames=80))
         with pytest.raises(ValueError, match="got 0; the nearest is 1"):
@@ -418,7 +430,7 @@ def test_a_prompt_of_one_token_too_many_is_an_error(loaded: Loaded) -> None:
 
 
 def test_a_single_frame_of_a_video_model_is_a_picture(loaded: Loaded) -> None:
-    picture = replace(loaded.case.sizes[0], num_frames=1)
+    picture = replace(loaded.case.sizes[0], num_frames=1, sources=())
     latents = draw(2, *loaded.model.latent_shape(picture))
     pixels = loaded.model.load_decoder(torch.float32, CPU)(latents, picture)
     assert pixels.shape == (2, picture.height_px, picture.width_px, 3)
@@ -442,7 +454,7 @@ def test_pictures_are_decoded_in_the_dtype_of_the_pipeline_s_authors(loaded: Loa
     decode = model.load_decoder(torch.bfloat16, CPU)
     assert {parameter.dtype for parameter in decode.modules[0].parameters()} == {model.decoder_dtype(torch.bfloat16)}
     if is_fp32:
-        latents = draw(1, *model.latent_shape(geometry))
+        latents = draw(1, *model.latent_shape(replace(geometry, sources=())))
         assert torch.equal(decode(latents, geometry), model.load_decoder(torch.float32, CPU)(latents, geometry))
 
 
@@ -490,5 +502,5 @@ def test_a_tiny_checkpoint_is_a_function_of_its_name_and_seed(tmp_path: Path) ->
         (tmp_path / folder / "transformer" / "diffusion_pytorch_model.safetensors").read_bytes() for folder in "abc"
     )
     assert first == again != other
-    with pytest.raises(ValueError, match=r"unknown tiny checkpoint 'sdxl'; known ones: flux_dev, .*, z_image"):
+    with pytest.raises(ValueError, match=r"unknown tiny checkpoint 'sdxl'; known ones: flux2_klein, .*, z_image"):
         build_tiny("sdxl", tmp_path / "d")

@@ -76,7 +76,7 @@ def test_a_missing_folder_is_an_error_that_names_the_key() -> None:
         load_model("/nowhere")
 
 
-@pytest.mark.parametrize("pipeline", ["NewPipeline", "QwenImageEditPipeline"])
+@pytest.mark.parametrize("pipeline", ["NewPipeline", "QwenImageLayeredPipeline"])
 def test_an_unknown_pipeline_is_an_error_that_lists_the_known_ones(tmp_path: Path, pipeline: str) -> None:
     """Whatever its transformer."""
     index = {"_class_name": pipeline, "transformer": ["diffusers", "QwenImageTransformer2DModel"]}

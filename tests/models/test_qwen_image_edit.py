@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,12 +19,13 @@ from verl_digen.algorithms.noise import INITIAL_LATENTS, noise
 from verl_digen.algorithms.window import Window
 from verl_digen.config import DigenConfig
 from verl_digen.config.sampling import SamplingConfig
-from verl_digen.inputs import PromptInputs, SourceImage, fitted_size
+from verl_digen.image_sizes import fitted_size
+from verl_digen.inputs import PromptInputs, SourceImage
 from verl_digen.models import load_model
 from verl_digen.models.qwen_image_edit import QwenImageEditPlus
-from verl_digen.rollout.vllm_omni.served import require_served
 from verl_digen.sampling.requests import geometry_of, sample_request
 from verl_digen.sampling.sampler import Sampler
+from verl_digen.selftest import images_read_at
 from verl_digen.types import Geometry, PromptRow, SampleRequest
 
 TEXT, SEED, NUM_STEPS = "make it red", 7, 3
@@ -85,7 +86,7 @@ def test_two_images_of_different_shapes_are_the_pipelines(model, network, encode
     request = request_of(images[:2], digen_of(height_px=64, width_px=64, size_from_image=True, image_px=96))
     geometry = request.sampling.geometry
     assert geometry == Geometry(64, 64, 1, ((64, 128), (128, 96))), "the last image's shape is 50 to 70"
-    with patch.object(pipeline_qwenimage_edit_plus, "VAE_IMAGE_SIZE", 96 * 96):
+    with images_read_at(pipeline, 96):
         made = pipeline(
             [image.read() for image in images[:2]],
             TEXT,
@@ -150,11 +151,6 @@ def test_an_image_at_another_size_than_the_requests_is_an_error(model, network, 
         model.velocity(network, torch.randn(1, 16, 16), torch.tensor([0.5]), [condition], None, 1.0, geometry)
 
 
-def test_vllm_omni_is_refused_with_the_way_out():
-    with pytest.raises(ValueError, match=r"got 'QwenImageEditPlusPipeline'; set actor_rollout_ref.rollout.name=diff"):
-        require_served("QwenImageEditPlusPipeline")
-
-
 def test_a_prompt_that_is_too_long_is_an_error_with_its_image(encode, images):
     with pytest.raises(ValueError, match="must have at most 1088 tokens in its template for Qwen-Image-Edit-Plus"):
         encode([PromptInputs("red " * 1100, images[:1], 64)])
@@ -165,3 +161,40 @@ def test_a_checkpoint_without_its_processor_is_incomplete(model, tmp_path: Path)
     copy = shutil.copytree(model.path, tmp_path / "c", ignore=shutil.ignore_patterns("processor", "*.safetensors"))
     with pytest.raises(ValueError, match=r"actor_rollout_ref\.model\.path .* lacks processor;"):
         load_model(copy)
+
+
+def test_an_images_tokens_are_counted_within_the_bounds_of_its_processor(model, tmp_path):
+    """The processor of examples/tiny_edit makes every image smaller."""
+    copy = shutil.copytree(model.path, tmp_path / "c")
+    file = copy / "processor" / "preprocessor_config.json"
+    sizes = {"size": {"shortest_edge": 3136, "longest_edge": 4096}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | sizes))
+    small = load_model(copy)
+    square = draw_image(tmp_path / "square.png", (64, 64))
+    prompts = [PromptInputs(TEXT, (square,) * number, 64) for number in (1, 2)]
+    one, two = small.load_encoder(torch.float32, CPU)(prompts)
+    geometry = Geometry(64, 64, 1, ((64, 64),))
+    added = len(two["embeds"]) - len(one["embeds"])
+    assert small.num_image_text_tokens(geometry) == added < 20 < model.num_image_text_tokens(geometry)
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The first Qwen-Image-Edit, whose prompts have one image."""
+    return load_model(build_tiny("qwen_image_edit", tmp_path_factory.mktemp("first") / "c"))
+
+
+def test_the_first_model_reads_an_image_at_one_size_and_counts_its_tokens(first, images):
+    """Its successor's language model reads every image at 384 x 384 px."""
+    encode = first.load_encoder(torch.float32, CPU)
+    lengths, expected = [], []
+    for side_px in (64, 256):
+        (condition,) = encode([PromptInputs(TEXT, images[1:2], side_px)])
+        source = fitted_size(images[1].width_px, images[1].height_px, side_px)
+        geometry = Geometry(64, 64, 1, (source,))
+        assert len(condition["source"]) == first.num_source_tokens(geometry)
+        lengths.append(len(condition["embeds"]))
+        expected.append(first.num_image_text_tokens(geometry))
+    assert lengths[1] - lengths[0] == expected[1] - expected[0] > 50
+    bounded = Geometry(64, 64, 1, ((4096, 4096),))
+    assert first.num_image_text_tokens(bounded) < 1290, "the processor of the tiny checkpoint reads 1280 tokens at most"

@@ -27,8 +27,9 @@ def test_every_network_that_diffusers_can_split_is_split() -> None:
         spec = model_class(pipeline).spec
         has_plan = getattr(diffusers, spec.transformer)._cp_plan is not None
         own_plan = spec.sequence is not None and spec.sequence.plan is not None
-        reads_images = spec.num_images != (0, 0)  # whose tokens the plans do not know
-        assert (spec.sequence is not None) == ((has_plan or own_plan) and not reads_images), pipeline
+        # images of any number of tokens, and sound, which the plan does not know
+        may_not_divide = spec.image_sizes not in ("", "qwen_image_edit") or bool(spec.audio_parts)
+        assert (spec.sequence is not None) == ((has_plan or own_plan) and not may_not_divide), pipeline
         assert not (has_plan and own_plan), f"diffusers has a plan for {pipeline} now"
 
 
@@ -58,6 +59,17 @@ def test_a_size_must_divide_heads_and_tokens(loaded: Loaded) -> None:
     check_sequence(model, TRAINER_KEY, 2, geometry)
     with pytest.raises(ValueError, match=r"divide the \d+ attention heads .*, got 3; choose one of 1, 2$"):
         check_sequence(model, TRAINER_KEY, 3, geometry)
+
+
+def test_a_size_must_divide_the_tokens_of_any_image(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images have sides of multiples of 32 px, so the smallest has 4 tokens."""
+    model = loaded.model
+    if model.spec.sequence is None or not loaded.case.has_images:
+        return
+    monkeypatch.setattr(model, "read_network_config", lambda folder: {"num_attention_heads": 8})
+    check_sequence(model, TRAINER_KEY, 4, Geometry(128, 128))
+    with pytest.raises(ValueError, match=r"divide the 4 tokens of the smallest image .*, got 8; choose one of 1, 2, 4"):
+        check_sequence(model, TRAINER_KEY, 8, Geometry(128, 128))
 
 
 def test_a_video_whose_tokens_do_not_divide_is_refused(loaded: Loaded) -> None:

@@ -26,7 +26,7 @@ from verl_digen.models import MODELS, model_class
 from verl_digen.models.base import DiffusionModel
 from verl_digen.models.locate import HUB_ID
 from verl_digen.models.spec import Tokens
-from verl_digen.plan.networks import Part, count_parts
+from verl_digen.plan.networks import ENCODERS, Part, count_parts
 
 
 @pytest.mark.parametrize("pipeline", MODELS)
@@ -83,12 +83,12 @@ def test_layers_without_an_adapter_in_vllm_omni_are_default_targets(loaded: Load
 
 
 def test_an_encoder_keeps_the_parameters_that_the_plan_counts(loaded: Loaded) -> None:
-    """All parameters of the checkpoint's text encoders, less `ModelSpec.freed`."""
+    """All parameters of the checkpoint's encoders, less `ModelSpec.freed`."""
     before = _networks()
     encode = loaded.model.load_encoder(torch.float32, CPU)
     kept = sorted(_num_params(network) for network in _networks() - before)
     counts = {name: part.num_params for name, part in _parts(loaded, as_loaded_by_us=True).items()}
-    assert kept == sorted(number for part, number in counts.items() if part.startswith("text_encoder"))
+    assert kept == sorted(number for part, number in counts.items() if part.startswith(ENCODERS))
     whole = {name: part.num_params for name, part in _parts(loaded, as_loaded_by_us=False).items()}
     assert {part for part in counts if counts[part] < whole[part]} == set(loaded.model.spec.freed)
     assert callable(encode)  # keeps the networks alive until here

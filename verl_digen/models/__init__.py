@@ -7,8 +7,9 @@ The transformer's class says too little: `FluxPipeline` and `FluxKontextPipeline
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from verl_digen.models.json_file import read_object
 
@@ -16,20 +17,39 @@ if TYPE_CHECKING:
     from verl_digen.models.base import DiffusionModel
 
 MODELS: dict[str, str] = {
+    "Flux2KleinPipeline": "verl_digen.models.flux2_klein:Flux2Klein",
+    "FluxKontextPipeline": "verl_digen.models.flux_kontext:FluxKontext",
     "FluxPipeline": "verl_digen.models.flux:Flux",
+    "HunyuanVideo15ImageToVideoPipeline": "verl_digen.models.hunyuan_video15_image:HunyuanVideo15ImageToVideo",
     "HunyuanVideo15Pipeline": "verl_digen.models.hunyuan_video15:HunyuanVideo15",
     "HunyuanVideoPipeline": "verl_digen.models.hunyuan_video:HunyuanVideo",
+    "LTX2Pipeline": "verl_digen.models.ltx2:LTX2",
+    "QwenImageEditPipeline": "verl_digen.models.qwen_image_edit_single:QwenImageEdit",
     "QwenImageEditPlusPipeline": "verl_digen.models.qwen_image_edit:QwenImageEditPlus",
     "QwenImagePipeline": "verl_digen.models.qwen_image:QwenImage",
     "StableDiffusion3Pipeline": "verl_digen.models.sd3:StableDiffusion3",
+    "WanImageToVideoPipeline": "verl_digen.models.wan_image:WanImageToVideo",
     "WanPipeline": "verl_digen.models.wan:Wan",
     "ZImagePipeline": "verl_digen.models.z_image:ZImage",
 }
 """Pipeline class name -> "module:class" of the model file. A new model adds one line here, and nowhere else."""
 
+VARIANTS: dict[str, tuple[str, str]] = {
+    "WanImageToVideoPipeline": ("expand_timesteps", "verl_digen.models.wan_first_frame:WanFirstFrame"),
+    "WanPipeline": ("expand_timesteps", "verl_digen.models.wan_first_frame:WanFirstFrame"),
+}
+"""Pipeline class name -> (key of `model_index.json`, "module:class" of the model file for checkpoints where it is
+true)."""
+
 
 def read_pipeline(path: str | Path) -> str:
-    """Class name of the diffusers pipeline of the checkpoint in folder `path`, supported or not.
+    """Class name of the diffusers pipeline of the checkpoint in folder `path`, supported or not. Raises as
+    `read_index`."""
+    return read_index(path)["_class_name"]
+
+
+def read_index(path: str | Path) -> dict[str, Any]:
+    """Content of the `model_index.json` of the checkpoint in folder `path`.
 
     Raises:
         ValueError: no such folder, or not a diffusers checkpoint.
@@ -40,17 +60,21 @@ def read_pipeline(path: str | Path) -> str:
             f"actor_rollout_ref.model.path must be a folder with a diffusers model_index.json, got {str(path)!r}; "
             "check the path, or download the checkpoint first (huggingface-cli download REPO --local-dir DIR)"
         )
-    name = read_object(index, "actor_rollout_ref.model.path").get("_class_name")
+    found = read_object(index, "actor_rollout_ref.model.path")
+    name = found.get("_class_name")
     if not isinstance(name, str):
         raise ValueError(
             "actor_rollout_ref.model.path must hold a model_index.json that names a pipeline of diffusers, got "
             f"_class_name={name!r} in {str(index)!r}; complete the download"
         )
-    return name
+    return found
 
 
-def model_class(pipeline: str) -> type[DiffusionModel]:
+def model_class(pipeline: str, index: Mapping[str, Any] | None = None) -> type[DiffusionModel]:
     """The model file's class for a diffusers pipeline; imports the file, and torch and diffusers with it.
+
+    Args:
+        index: content of the checkpoint's `model_index.json`, which may name a variant; None: the class in `MODELS`.
 
     Raises:
         ValueError: a pipeline without a model file; lists those that have one.
@@ -61,7 +85,9 @@ def model_class(pipeline: str) -> type[DiffusionModel]:
             "which is not supported: it may have the transformer of one that is, but not its inputs; choose another "
             "checkpoint"
         )
-    module, _, name = MODELS[pipeline].partition(":")
+    key, variant = VARIANTS.get(pipeline, ("", ""))
+    is_variant = bool(variant and index and index.get(key))
+    module, _, name = (variant if is_variant else MODELS[pipeline]).partition(":")
     return getattr(importlib.import_module(module), name)
 
 
@@ -71,4 +97,5 @@ def load_model(path: str | Path) -> DiffusionModel:
     Raises:
         ValueError: a missing or incomplete checkpoint, or one of a pipeline without a model file.
     """
-    return model_class(read_pipeline(path))(path)
+    index = read_index(path)
+    return model_class(index["_class_name"], index)(path)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from verl_digen.models import checkpoint
 from verl_digen.models.experts import Experts
-from verl_digen.models.loaded import Decoder, PromptEncoder
+from verl_digen.models.loaded import SILENT, AudioDecoder, Decoder, PromptEncoder
 from verl_digen.models.spec import ModelSpec
 from verl_digen.types import Condition, Geometry
 
@@ -64,6 +64,8 @@ class DiffusionModel(ABC):
         """False if the network's attention kernel takes no mask (`verl_digen.models.kernels` sets it)."""
         self.experts: tuple[str, ...] = ("transformer",)
         """Folders of the networks, in the order of `expert_of`."""
+        self.takes_guidance = True
+        """False if the pipeline runs the checkpoint without classifier-free guidance, whatever scale is asked for."""
         self.default_embedded_guidance: float | None = None
         """The pipeline's default for the embedded guidance scale; None: the network has no such input."""
         self.index = checkpoint.read_config(self.path, "model_index.json")
@@ -114,6 +116,27 @@ class DiffusionModel(ABC):
         further package."""
         return {}
 
+    def pipeline_size(self, geometry: Geometry) -> dict[str, Any]:
+        """Arguments with which the diffusers pipeline makes pictures of this size."""
+        return {"height": geometry.height_px, "width": geometry.width_px}
+
+    def pipeline_of(self, geometry: Geometry) -> str:
+        """Class of the diffusers pipeline that makes pictures of prompts with so many images."""
+        return self.pipeline
+
+    def pipeline_start(self, latents: Tensor, geometry: Geometry) -> Tensor:
+        """Initial latents [N, ...] as the diffusers pipeline takes them."""
+        return latents
+
+    def pipeline_call(self, pipeline: Any, geometry: Geometry) -> Callable[..., Any]:
+        """The diffusers pipeline of this checkpoint as a function of its arguments, `latents` from `pipeline_start`;
+        with `output_type="latent"` the first output has the final latents of the same kind."""
+        return pipeline
+
+    def pipeline_end(self, latents: Tensor, geometry: Geometry) -> Tensor:
+        """Latents of a sample [N, ...] in those that the diffusers pipeline has after a step."""
+        return latents
+
     @abstractmethod
     def load_prompt_check(self) -> PromptCheck:
         """Load a check of a prompt's length; loads no weights."""
@@ -129,6 +152,16 @@ class DiffusionModel(ABC):
     def load_decoder(self, dtype: torch.dtype, device: torch.device) -> Decoder:
         """Load the VAE, decoder and encoder, in `decoder_dtype(dtype)`."""
 
+    def load_audio_decoder(self, dtype: torch.dtype, device: torch.device) -> AudioDecoder:
+        """Load what decodes sound, `ModelSpec.audio_parts`."""
+        return SILENT
+
+    def part_dtype(self, folder: str, dtype: torch.dtype) -> torch.dtype:
+        """dtype in which a replica loads the VAE or encoder in `folder`, where the network computes in `dtype`."""
+        if folder == "vae":
+            return self.decoder_dtype(dtype)
+        return torch.float32 if folder in self.spec.encodes_in_fp32 else dtype
+
     def decoder_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """dtype in which the VAE decodes where the network computes in `dtype`: that of the pipeline's authors.
 
@@ -142,7 +175,7 @@ class DiffusionModel(ABC):
     # -- the shape of the problem -------------------------------------------------------------------------
     @abstractmethod
     def latent_shape(self, geometry: Geometry) -> tuple[int, ...]:
-        """Shape of one sample's packed latents.
+        """Shape of one sample's packed latents, without what its condition gives (`completed`).
 
         Raises:
             ValueError: a size the model cannot produce; names the key, the value and the nearest valid
@@ -157,6 +190,10 @@ class DiffusionModel(ABC):
         """
         return self.latent_shape(geometry)[0]
 
+    def num_audio_tokens(self, geometry: Geometry) -> int:
+        """Tokens of sound among `num_tokens`."""
+        return 0
+
     def num_source_tokens(self, geometry: Geometry) -> int:
         """Tokens of the prompt's images that the network reads beside the picture's (`Geometry.sources`)."""
         return 0
@@ -164,6 +201,18 @@ class DiffusionModel(ABC):
     def num_image_text_tokens(self, geometry: Geometry) -> int:
         """Tokens that the prompt's images add to its text's, where the text encoder reads them."""
         return 0
+
+    def num_vision_tokens(self, geometry: Geometry) -> int:
+        """Tokens of a vision encoder that the network reads beside the text's, of the prompt's images."""
+        return 0
+
+    def num_timesteps(self, geometry: Geometry) -> int:
+        """Timesteps that the network embeds for a row: one, or one per token."""
+        return 1
+
+    def image_conditions(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
+        """Shapes of the tensors that the prompt's images (`Geometry.sources`, one or more) add to its condition."""
+        return {}
 
     @abstractmethod
     def sigmas(self, num_steps: int, geometry: Geometry) -> Tensor:
@@ -219,6 +268,15 @@ class DiffusionModel(ABC):
         Raises:
             RuntimeError: rows of different experts.
         """
+
+    def completed(self, latents: Tensor, conditions: Sequence[Condition]) -> Tensor:
+        """Final latents [B, ...] as the decoder reads them: joined with what their conditions give of a sample, such as
+        its first frame, which is no part of `latent_shape`.
+
+        Args:
+            conditions: B entries, of prompts alike in their images.
+        """
+        return latents
 
     def guide(self, positive: Tensor, negative: Tensor, scale: float) -> Tensor:
         """Combine the two guidance branches [N, ...] as the model's own pipeline does."""

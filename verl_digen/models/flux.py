@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,7 +83,7 @@ class Flux(DiffusionModel):
             self.spec = replace(
                 self.spec,
                 condition=replace(self.spec.condition, num_tokens=MAX_TEXT_TOKENS_SCHNELL),
-                selftest={"max_sequence_length": MAX_TEXT_TOKENS_SCHNELL},
+                selftest={**self.spec.selftest, "max_sequence_length": MAX_TEXT_TOKENS_SCHNELL},
             )
         self._vae_scale = self.image_vae_scale()
 
@@ -94,9 +94,13 @@ class Flux(DiffusionModel):
     def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
         """Conditions are {"embeds": [L, D], "pooled": [E]} in `dtype`, L the same for every prompt."""
         pipeline: Any = FluxPipeline.from_pretrained(self.path, transformer=None, vae=None, scheduler=None, dtype=dtype)
+        encode = self._encode_text(pipeline, device)
+        return text_encoder(encode, pipeline.text_encoder, pipeline.text_encoder_2)
+
+    def _encode_text(self, pipeline: Any, device: torch.device) -> Callable[[str], Condition]:
+        """Encoder of one text by the encoders of `pipeline`, which it moves to `device`."""
         for encoder in (pipeline.text_encoder, pipeline.text_encoder_2):
             encoder.eval().to(device)
-
         check = self.load_prompt_check()
 
         def encode(prompt: str) -> Condition:
@@ -104,7 +108,7 @@ class Flux(DiffusionModel):
             embeds, pooled, _ = pipeline.encode_prompt(prompt, device=device, max_sequence_length=self.max_text_tokens)
             return {"embeds": embeds[0], "pooled": pooled[0]}
 
-        return text_encoder(encode, pipeline.text_encoder, pipeline.text_encoder_2)
+        return encode
 
     def load_decoder(self, dtype: torch.dtype, device: torch.device) -> Decoder:
         def unpack(latents: Tensor, geometry: Geometry) -> Tensor:
@@ -155,9 +159,6 @@ class Flux(DiffusionModel):
         # "6. Denoising loop" of FluxPipeline.__call__; there too the timestep is rounded to the network's dtype,
         # then divided.
         dtype, device = self.input_dtype(transformer), latents.device
-        rows, columns = self._token_grid(geometry)
-        # Made on the host in any case; the pipeline's own copy to a device would wait for it.
-        image_ids = FluxPipeline._prepare_latent_image_ids(len(latents), rows, columns, torch.device("cpu"), dtype)
         return transformer(
             hidden_states=latents.to(dtype),
             timestep=to_device(self.timesteps(sigmas), device, dtype) / TIMESTEPS_PER_SIGMA,
@@ -165,6 +166,11 @@ class Flux(DiffusionModel):
             pooled_projections=condition["pooled"].to(dtype),
             encoder_hidden_states=condition["embeds"].to(dtype),
             txt_ids=torch.zeros(condition["embeds"].shape[1], 3, device=device, dtype=dtype),
-            img_ids=to_device(image_ids, device),
+            img_ids=to_device(self._image_ids(geometry, dtype), device),
             return_dict=False,
         )[0]
+
+    def _image_ids(self, geometry: Geometry, dtype: torch.dtype) -> Tensor:
+        """[tokens, 3] positions, made on the host: the pipeline's own copy to a device would wait for it."""
+        rows, columns = self._token_grid(geometry)
+        return FluxPipeline._prepare_latent_image_ids(1, rows, columns, torch.device("cpu"), dtype)

@@ -5,7 +5,8 @@
   picture.
 - Two text encoders: Qwen2.5-VL's hidden states of the prompt in a chat template, which is cropped; and ByT5's of the
   glyphs to draw, the prompt's quoted text. A prompt without quotation marks has no glyphs.
-- The network can also continue a first frame. The frame's latents, their mask and its embedding are zeros here.
+- The network can also continue a first frame (`hunyuan_video15_image.py`). The frame's latents, their mask and its
+  embedding are zeros here.
 - The checkpoint's `guider` must be plain classifier-free guidance; the scale is `digen.sampling.true_cfg_scale`, not
   the guider's own.
 """
@@ -13,7 +14,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchE
 from torch import Tensor, nn
 
 from verl_digen.models.base import Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder
-from verl_digen.models.hunyuan_video15_forward import run_text_to_video
+from verl_digen.models.hunyuan_video15_forward import keep_tokens_in_place
 from verl_digen.models.hunyuan_video_forward import SEQUENCE_PLAN
 from verl_digen.models.pixels import decode_each, encode_each
 from verl_digen.models.sizes import num_video_tokens, video_latent_shape
@@ -47,9 +48,10 @@ MAX_GLYPH_TOKENS: int = inspect.signature(encode_glyphs).parameters["tokenizer_m
 """ByT5 tokens, one per byte, of a prompt's quoted text with the pipeline's text around it; the pipeline's limit."""
 PLAIN_GUIDANCE = {"guidance_rescale": 0.0, "use_original_formulation": False, "start": 0.0, "stop": 1.0}
 """Guider settings that equal `DiffusionModel.guide`; the defaults of its class."""
-TEXT_INPUTS = {
+NETWORK_INPUTS = {
     **{"embeds": "encoder_hidden_states", "mask": "encoder_attention_mask"},
     **{"glyphs": "encoder_hidden_states_2", "glyph_mask": "encoder_attention_mask_2"},
+    "image": "image_embeds",
 }
 """Collated condition -> the network's argument."""
 
@@ -116,7 +118,7 @@ class HunyuanVideo15(DiffusionModel):
     # -- loading ------------------------------------------------------------------------------------------
     def load_transformer(self, dtype: torch.dtype, *, meta: bool = False) -> nn.Module:
         network = super().load_transformer(dtype, meta=meta)
-        run_text_to_video(network)
+        keep_tokens_in_place(network)
         return network
 
     def load_prompt_check(self) -> PromptCheck:
@@ -144,6 +146,12 @@ class HunyuanVideo15(DiffusionModel):
     def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
         """Conditions are {"embeds": [L, D], "glyphs": [G, E]} in `dtype`: L and G are the prompt's own token counts,
         G may be 0."""
+        return text_encoder(*self._load_text_encoders(dtype, device))
+
+    def _load_text_encoders(
+        self, dtype: torch.dtype, device: torch.device
+    ) -> tuple[Callable[[str], Condition], nn.Module, nn.Module]:
+        """The encoder of one text, and the modules that it runs."""
 
         def load(folder: str) -> Any:
             network = getattr(transformers, self.index[folder][1]).from_pretrained(self.path / folder, dtype=dtype)
@@ -159,7 +167,7 @@ class HunyuanVideo15(DiffusionModel):
             glyphs, glyph_mask = encode_glyphs(glyph_tokenizer, glyph_encoder, prompt, device)
             return {"embeds": embeds[0][mask[0].bool()], "glyphs": glyphs[0][glyph_mask[0].bool()]}
 
-        return text_encoder(encode, encoder, glyph_encoder)
+        return encode, encoder, glyph_encoder
 
     def load_decoder(self, dtype: torch.dtype, device: torch.device) -> Decoder:
         """The VAE decodes sides of more than 256 px in overlapping tiles, as in the pipeline's example: its attention
@@ -221,13 +229,17 @@ class HunyuanVideo15(DiffusionModel):
         condition: Collated,
         geometry: Geometry,
     ) -> Tensor:
+        num_rows, num_channels, *size = latents.shape
+        no_frame = latents.new_zeros(num_rows, self._network["in_channels"] - num_channels, *size)
+        return self._run(transformer, torch.cat([latents, no_frame], dim=1), sigmas, condition)
+
+    def _run(self, transformer: nn.Module, hidden_states: Tensor, sigmas: Tensor, condition: Collated) -> Tensor:
+        """One forward of latents with the frame that they continue, [N, 2 C + 1, F, H, W] -> [N, C, F, H, W]."""
         # "7. Denoising loop" of HunyuanVideo15Pipeline.__call__; there too the timestep is rounded to the network's
         # dtype, which the latents have.
         dtype = self.input_dtype(transformer)
-        num_rows, num_channels, *size = latents.shape
-        no_frame = latents.new_zeros(num_rows, self._network["in_channels"] - num_channels, *size)
         return transformer(
-            hidden_states=torch.cat([latents, no_frame], dim=1).to(dtype),
-            timestep=to_device(self.timesteps(sigmas), latents.device, dtype),
-            **{TEXT_INPUTS[name]: tensor.to(dtype) for name, tensor in condition.items()},
+            hidden_states=hidden_states.to(dtype),
+            timestep=to_device(self.timesteps(sigmas), hidden_states.device, dtype),
+            **{NETWORK_INPUTS[name]: tensor.to(dtype) for name, tensor in condition.items()},
         )[0]

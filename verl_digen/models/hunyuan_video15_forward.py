@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HunyuanVideo 1.5's network for text to video, without a first frame: diffusers' own except for two things.
+"""HunyuanVideo 1.5's network, with and without a first frame: diffusers' own except for two things.
 
 - diffusers' forward reads tensor values to decide on shapes: if there is a first frame, and which text tokens are
   padding, to move those last. This synchronizes with the device in every forward, and fake tensors (`digen plan`) have
   no values. Here every token stays in place, under its mask: text tokens have no positions, so their order does not
-  matter to the network. The 729 masked tokens of a missing first frame are left out.
+  matter to the network. The 729 masked tokens of a missing first frame are left out; an image's come first.
 - diffusers' blocks build a mask of all pairs of tokens, gigabytes for a video, with or without padding. Here the mask
   is over keys only, and there is none without padding. Outputs of masked queries are never used.
 
@@ -23,11 +23,11 @@ from torch import Tensor, nn
 
 from verl_digen.models.sequence import own_share
 
-PROMPT_TYPE, GLYPH_TYPE = 0, 1
-"""Type ids of text tokens, inputs of `cond_type_embed`."""
+PROMPT_TYPE, GLYPH_TYPE, IMAGE_TYPE = 0, 1, 2
+"""Type ids of the prompt's tokens, inputs of `cond_type_embed`."""
 
 
-def run_text_to_video(network: Any) -> None:
+def keep_tokens_in_place(network: Any) -> None:
     """Replace the forward of a `HunyuanVideo15Transformer3DModel` as described above; its weights are unchanged."""
     network.forward = MethodType(_forward, network)
     network.sequence_mesh = None
@@ -43,12 +43,14 @@ def _forward(
     encoder_hidden_states_2: Tensor,
     encoder_attention_mask: Tensor | None = None,
     encoder_attention_mask_2: Tensor | None = None,
+    image_embeds: Tensor | None = None,
 ) -> tuple[Tensor]:
     """Replacement of the class's forward, with the same arguments.
 
     Args:
         hidden_states: [N, C, F, H, W]. timestep: [N]. encoder_hidden_states, encoder_attention_mask: [N, L, D] and
             [N, L] of prompts; with _2: [N, G, E] and [N, G] of glyphs, G may be 0. No mask: no padding.
+            image_embeds: [N, V, I] of the first frame; None: there is none.
 
     Returns:
         (velocity [N, C', F, H, W],)
@@ -64,12 +66,15 @@ def _forward(
     video = network.x_embedder(hidden_states)
     prompt = of_type(network.context_embedder(encoder_hidden_states, timestep, encoder_attention_mask), PROMPT_TYPE)
     glyphs = of_type(network.context_embedder_2(encoder_hidden_states_2), GLYPH_TYPE)
-    text = torch.cat([glyphs, prompt], dim=1)
-    masks = ((encoder_attention_mask_2, glyphs), (encoder_attention_mask, prompt))
+    parts = [(encoder_attention_mask_2, glyphs), (encoder_attention_mask, prompt)]
+    if image_embeds is not None:
+        parts.insert(0, (None, of_type(network.image_embedder(image_embeds), IMAGE_TYPE)))
+    text = torch.cat([tokens for _, tokens in parts], dim=1)
     text_mask = is_asked = None
     if encoder_attention_mask is not None or encoder_attention_mask_2 is not None:
-        parts = [torch.ones_like(tokens[..., 0]) if mask is None else mask for mask, tokens in masks]
-        text_mask = torch.cat(parts, dim=1)
+        text_mask = torch.cat(
+            [torch.ones_like(tokens[..., 0]) if mask is None else mask for mask, tokens in parts], dim=1
+        )
     text, text_mask = own_share(network, text, text_mask)
     if text_mask is not None:
         is_asked = torch.cat([torch.ones_like(video[..., 0]), text_mask], dim=1).bool()[:, None, None]

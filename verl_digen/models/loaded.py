@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from verl_digen.audio import Audio
 from verl_digen.inputs import PromptInputs
 from verl_digen.types import Condition, Geometry
 
@@ -38,3 +39,18 @@ class Decoder:
 
     def __call__(self, latents: Tensor, geometry: Geometry) -> Tensor:
         return self.decode(latents, geometry)
+
+
+@dataclass(frozen=True)
+class AudioDecoder:
+    """Packed latents [B, ...] -> the sound of each sample; None for each where the model makes none."""
+
+    decode: Callable[[Tensor, Geometry], Sequence[Audio | None]]
+    modules: tuple[nn.Module, ...]
+
+    def __call__(self, latents: Tensor, geometry: Geometry) -> Sequence[Audio | None]:
+        return self.decode(latents, geometry)
+
+
+SILENT = AudioDecoder(lambda latents, geometry: [None] * len(latents), ())
+"""Decoder of a model that makes pictures alone."""

@@ -20,7 +20,10 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 INDEX = "model_index.json"
 NEEDED_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 """Patterns of the files that a part of a pipeline needs; leaves out pictures and other formats."""
-CONFIG_FILES = ("config.json", "guider_config.json", "scheduler_config.json", "tokenizer_config.json")
+CONFIG_FILES = (
+    *("config.json", "guider_config.json", "scheduler_config.json", "tokenizer_config.json"),
+    "preprocessor_config.json",
+)
 """Files that are read without a part's weights; every part has one of them."""
 VARIANTS = ["*.fp16*"]
 """Patterns of duplicate weights, which are not read."""

@@ -3,18 +3,16 @@
 runs it.
 
 - Network, latents, schedule, guidance and decoding are those of Qwen-Image (`qwen_image.py`).
-- The network reads the tokens of the picture, then those of every image of the prompt, each image at its own size
-  (`Geometry.sources`), and its velocity at the first of them is that of the picture. All rows of a forward have one
-  geometry, so these sizes are equal in it.
+- The network reads the tokens of the picture, then those of every image of the prompt (`sources.py`).
 - The language model reads the images too, at about 384 x 384 px, in front of the text.
 - Images are encoded with the prompt, once per content: packed latents of the VAE's most likely encoding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -27,22 +25,24 @@ from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import (
 from PIL import Image
 from torch import Tensor, nn
 from transformers import Qwen2VLProcessor
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.processing_utils import ProcessorMixin
 
-from verl_digen.inputs import PromptInputs, fitted_size
-from verl_digen.models.base import Collated, PromptCheck, PromptEncoder
+from verl_digen.image_sizes import fitted_size
+from verl_digen.inputs import PromptInputs
+from verl_digen.models.base import PromptCheck, PromptEncoder
 from verl_digen.models.qwen_image import MAX_TEXT_TOKENS, QwenImage, conv_one_frame
-from verl_digen.models.spec import ModelSpec
-from verl_digen.models.text import length_check, one_by_one
+from verl_digen.models.sources import ReadsImages
+from verl_digen.models.spec import ModelSpec, VllmOmniServing
+from verl_digen.models.text import length_check
 from verl_digen.types import Condition, Geometry
 
 MAX_IMAGES = 3
 """Images that the 2509 checkpoint was made for, says its model card."""
 LABEL_TOKENS = 7
 """Tokens beside an image's own in the text, "Picture 1: " and the marks around the image."""
-VISION_PATCH, VISION_MERGE = 14, 2
-"""Pixels of a side that the vision tower reads as one patch, and patches of a side that become one token."""
+VISION_MERGE = 2
+"""Patches of a side that the vision tower makes one token of."""
 
 
 class PictureProcessor(Qwen2VLProcessor):
@@ -54,19 +54,27 @@ class PictureProcessor(Qwen2VLProcessor):
         self.video_token_id = tokenizer.convert_tokens_to_ids(self.video_token)
         ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
 
+    def __call__(self, images: Any = None, text: Any = None, **arguments: Any) -> Any:
+        """Run transformers' method; for a text without images their entries are None, as pipelines read them."""
+        inputs = super().__call__(images=images, text=text, **arguments)
+        return inputs if images else type(inputs)({"pixel_values": None, "image_grid_thw": None, **inputs})
 
-class QwenImageEditPlus(QwenImage):
+
+class QwenImageEditPlus(ReadsImages, QwenImage):
+    pipeline_class: type[Any] = QwenImageEditPlusPipeline
     spec: ModelSpec = replace(
         QwenImage.spec,
         title="Qwen-Image-Edit-Plus",
         example="Qwen/Qwen-Image-Edit-2509",
         components=(*QwenImage.spec.components, "processor"),
         num_images=(1, MAX_IMAGES),
-        condition=replace(QwenImage.spec.condition, source="in_channels"),
+        image_sizes="qwen_image_edit",
         freed={"text_encoder": ("lm_head.",)},
         encodes_images=("encoder.", "quant_conv."),
-        sequence=None,
-        vllm_omni=None,
+        vllm_omni=VllmOmniServing(
+            pipeline="QwenImageEditPlusPipeline",
+            mixin="verl_digen.rollout.vllm_omni.edit_pipelines:EditPlusRecording",
+        ),
     )
 
     # -- loading ------------------------------------------------------------------------------------------
@@ -87,24 +95,33 @@ class QwenImageEditPlus(QwenImage):
         for module in vae.modules():
             if isinstance(module, QwenImageCausalConv3d):
                 module.forward = partial(conv_one_frame, module)
-        text_encoder.eval().to(device)
-        vae.eval().to(device)
-        check = self.load_prompt_check()
+        return self.encoder_of(pipeline, dtype, device, text_encoder, vae)
 
-        def encode(inputs: PromptInputs) -> Condition:
-            check(inputs.text)
-            images = [image.read() for image in inputs.images]
-            seen = [_at_vision_size(pipeline, image) for image in images]
-            embeds, _ = pipeline.encode_prompt([inputs.text], image=seen or None, device=device)
-            if not images:
-                return {"embeds": embeds[0]}
-            sources = [_encode_image(pipeline, image, inputs.image_px) for image in images]
-            return {"embeds": embeds[0], "source": torch.cat(sources).to(dtype)}
+    def encode_with(self, pipeline: Any, encode_prompt: Callable[..., Any], inputs: PromptInputs) -> Condition:
+        """Encode with the parts of a pipeline, diffusers' or vLLM-Omni's; in their dtypes.
 
-        return one_by_one(encode, text_encoder, vae)
+        Args:
+            encode_prompt: the pipeline's method of this name, or one around it.
+        """
+        images = [image.read() for image in inputs.images]
+        seen = [self._as_seen(pipeline, image, inputs.image_px) for image in images]
+        condition = {"embeds": encode_prompt([inputs.text], image=seen or None)[0][0]}
+        if images:
+            condition["source"] = torch.cat([_encode_image(pipeline, image, inputs.image_px) for image in images])
+        return condition
+
+    def _as_seen(self, pipeline: Any, image: Image.Image, image_px: int) -> Image.Image:
+        """Return an image at the size at which the language model reads it.
+
+        Args:
+            image_px: side of the square whose area the network reads it at.
+        """
+        # "3. Preprocess image" of QwenImageEditPlusPipeline.__call__; so is `_encode_image`.
+        width, height = calculate_dimensions(CONDITION_IMAGE_SIZE, image.width / image.height)
+        return pipeline.image_processor.resize(image, height, width)
 
     def _load_pipeline(self, **parts: Any) -> Any:
-        return QwenImageEditPlusPipeline.from_pretrained(
+        return self.pipeline_class.from_pretrained(
             self.path, transformer=None, scheduler=None, **self.pipeline_parts(), **parts
         )
 
@@ -114,56 +131,23 @@ class QwenImageEditPlus(QwenImage):
         return {"processor": PictureProcessor(images, self.load_tokenizer("tokenizer"))}
 
     # -- the shape of the problem -------------------------------------------------------------------------
-    def num_source_tokens(self, geometry: Geometry) -> int:
-        return sum(rows * columns for rows, columns in self._source_grids(geometry))
-
     def num_image_text_tokens(self, geometry: Geometry) -> int:
-        return sum(LABEL_TOKENS + _num_vision_tokens(height / width) for height, width in geometry.sources)
+        return sum(LABEL_TOKENS + self._num_seen_tokens(height / width) for height, width in geometry.sources)
 
-    def text_lengths(self, condition: Condition) -> tuple[int, ...]:
-        return (len(condition["embeds"]),)
+    def _num_seen_tokens(self, height_per_width: float) -> int:
+        """Tokens of an image of this shape in the language model."""
+        width, height = calculate_dimensions(CONDITION_IMAGE_SIZE, 1 / height_per_width)
+        return self._vision.get_number_of_image_patches(height, width, {}) // VISION_MERGE**2
 
-    def _source_grids(self, geometry: Geometry) -> list[tuple[int, int]]:
-        """(rows, columns) of tokens of every image."""
-        return [self._token_grid(Geometry(height, width)) for height, width in geometry.sources]
+    @cached_property
+    def _vision(self) -> Any:
+        """The checkpoint's image processor, which bounds the size at which the language model reads an image."""
+        return Qwen2VLImageProcessorPil.from_pretrained(self.path / "processor")
 
     # -- the network --------------------------------------------------------------------------------------
-    def collate(self, conditions: Sequence[Condition]) -> Collated:
-        """Batch as Qwen-Image does, with "source": [N, tokens of all images, channels] if there are images."""
-        collated = super().collate(conditions)
-        if "source" in conditions[0]:
-            collated["source"] = torch.stack([condition["source"] for condition in conditions])
-        return collated
-
-    def predict(
-        self, transformer: nn.Module, latents: Tensor, sigmas: Tensor, condition: Collated, geometry: Geometry
-    ) -> Tensor:
-        # "6. Denoising loop" of QwenImageEditPlusPipeline.__call__.
-        source = condition.get("source")
-        num_given = 0 if source is None else source.shape[1]
-        if num_given != self.num_source_tokens(geometry):
-            raise RuntimeError(
-                f"a condition must have {self.num_source_tokens(geometry)} tokens of images for {geometry}, got "
-                f"{num_given}; encode its images with the `image_px` of its request"
-            )
-        joined = latents if source is None else torch.cat([latents, source.to(latents.dtype)], dim=1)
-        return super().predict(transformer, joined, sigmas, condition, geometry)[:, : latents.shape[1]]
-
     def _image_shapes(self, geometry: Geometry) -> list[tuple[int, int, int]]:
-        return [*super()._image_shapes(geometry), *((1, *grid) for grid in self._source_grids(geometry))]
-
-
-def _num_vision_tokens(height_per_width: float) -> int:
-    """Tokens of an image of this shape in the language model."""
-    width, height = calculate_dimensions(CONDITION_IMAGE_SIZE, 1 / height_per_width)
-    sides = smart_resize(height, width, factor=VISION_PATCH * VISION_MERGE)
-    return sides[0] * sides[1] // (VISION_PATCH * VISION_MERGE) ** 2
-
-
-def _at_vision_size(pipeline: Any, image: Image.Image) -> Image.Image:
-    # "3. Preprocess image" of QwenImageEditPlusPipeline.__call__; so is the next function.
-    width, height = calculate_dimensions(CONDITION_IMAGE_SIZE, image.width / image.height)
-    return pipeline.image_processor.resize(image, height, width)
+        sources = [(1, *self._token_grid(Geometry(height, width))) for height, width in geometry.sources]
+        return [*super()._image_shapes(geometry), *sources]
 
 
 def _encode_image(pipeline: Any, image: Image.Image, image_px: int) -> Tensor:

@@ -18,6 +18,7 @@ those of one device, to 1e-5, with masks and padding, with an adapter and with r
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
+from verl_digen.image_sizes import SIDE_MULTIPLE
 from verl_digen.require import require
 from verl_digen.types import Geometry
 
@@ -52,8 +54,8 @@ def check_sequence(model: DiffusionModel, key: str, size: int, geometry: Geometr
     layout, title = model.spec.sequence, model.spec.title
     if layout is None:
         raise ValueError(
-            f"{key} must be 1 for {title}, whose network ({model.spec.transformer}) has no plan in diffusers for "
-            f"splitting its tokens, got {size}; set it to 1 (more devices take more rows then), or choose a model that "
+            f"{key} must be 1 for {title}, whose network ({model.spec.transformer}) has no plan in diffusers that "
+            f"splits all tokens, got {size}; set it to 1 (more devices take more rows then), or choose a model that "
             "docs/sequence_parallel.md lists"
         )
     num_heads = model.read_network_config(model.experts[0])["num_attention_heads"]
@@ -71,6 +73,15 @@ def check_sequence(model: DiffusionModel, key: str, size: int, geometry: Geometr
         size,
         "change digen.sampling.height_px, width_px or num_frames, or choose a size that divides them",
     )
+    if model.spec.num_images[1] > 0 and layout.takes_images:
+        least = model.num_source_tokens(replace(geometry, sources=((SIDE_MULTIPLE, SIDE_MULTIPLE),)))
+        require(
+            least % size == 0,
+            f"{key} must divide the {least} tokens of the smallest image of a prompt for {title}, because an image may "
+            f"have any multiple of {least}",
+            size,
+            _divisors(least, size),
+        )
     num_text = model.spec.condition.num_tokens
     require(
         not layout.splits_prompts or num_text is None or num_text % size == 0,

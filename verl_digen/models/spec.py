@@ -6,8 +6,8 @@
 | `transformer`, `title`, `example`, `components` | `models/base.py` |
 | `lora_targets` | the model config, where the user names no targets |
 | `flops` | `models/flops.py` |
-| `condition`, `freed`, `encodes_images` | `digen plan` |
-| `num_images` | the checks of prompt files |
+| `condition`, `freed`, `encodes_images`, `encodes_in_fp32`, `encoder_parts`, `audio_parts` | `digen plan` |
+| `num_images`, `image_sizes` | the checks of prompt files and of `digen.sampling` |
 | `sequence` | `models/sequence.py` |
 | `selftest` | `digen doctor --selftest` |
 | `dispatches_attention` | the checks of `digen.attention_backend` |
@@ -23,9 +23,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Tokens = Literal["image", "text", "joint", "row", "none"]
-"""Tokens that a layer sees: the picture's, the prompt's, both, one per row (timestep, modulation), or none that count
-(text quoted in a prompt; a first frame)."""
+Tokens = Literal["image", "audio", "text", "vision", "context", "joint", "row", "none"]
+"""Tokens that a layer sees: the picture's, the sound's, the text's, those of a vision encoder
+(`DiffusionModel.num_vision_tokens`), the last two ("context"), all but the sound's ("joint"), one per timestep (its
+embedding, modulation; of a row `DiffusionModel.num_timesteps`, mostly one), or none that count (text quoted in a
+prompt; the first frame of a text to video checkpoint)."""
 
 MODULATION = r"norm\w*\.linear|time_text_embed"
 """Pattern of the names that most networks of diffusers give their modulation and timestep layers."""
@@ -41,6 +43,9 @@ class FlopsLayout:
     """(pattern of a layer's name, tokens); the first pattern found in the name counts, "image" if none is found."""
     attention: tuple[tuple[str, Tokens, Tokens], ...]
     """(pattern of an attention's name, query tokens, key tokens); the first pattern found counts."""
+    fused: str | None = None
+    """End of the names of layers that make queries, keys and values at once, each as wide as the layer's input; None:
+    every attention has a layer "to_q"."""
     text_tokens: int | None = None
     """Length to which prompts are padded before the network; None: the longest prompt of the forward."""
     multiple: int = 1
@@ -57,8 +62,8 @@ class ConditionLayout:
     """Key of the pooled vector's width; None: there is no pooled vector."""
     glyphs: str | None = None
     """Key of the width of a token of quoted text; None: not a separate input."""
-    source: str | None = None
-    """Key of the width of a token of the prompt's images; None: the network reads no images."""
+    audio: str | None = None
+    """Key of the width of a token of the prompt as the sound's layers read it; None: not a separate input."""
     num_tokens: int | None = None
     """Length to which the encoder pads every prompt; None: a condition has its prompt's own length."""
 
@@ -73,6 +78,8 @@ class SequenceLayout:
     """Module -> how its inputs or outputs are split or gathered; None: the network class's own plan."""
     unsplit: tuple[str, ...] = ()
     """Entries of the class's plan that apply to inputs that this project never gives."""
+    takes_images: bool = True
+    """False: only rows of prompts without images are split, of a model that reads some."""
 
 
 @dataclass(frozen=True)
@@ -112,10 +119,18 @@ class ModelSpec:
     """True if its activations fit into fp16 and training in it is published; False: it was made in bf16."""
     num_images: tuple[int, int] = (0, 0)
     """(least, most) images of a prompt. (0, 0): the pipeline reads text alone."""
+    image_sizes: str = ""
+    """Name of the rule of `verl_digen.image_sizes` that its pipeline has; "" where it reads no images."""
+    encodes_in_fp32: tuple[str, ...] = ()
+    """Folders of the encoders that the pipeline's documentation loads in fp32."""
     freed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Folder of a text encoder -> name prefixes of the parameters that `load_encoder` drops."""
     encodes_images: tuple[str, ...] = ()
     """Name prefixes of the VAE's parameters of which `load_encoder` keeps a copy; () where it loads no VAE."""
+    encoder_parts: tuple[str, ...] = ()
+    """Folders of networks that `load_encoder` loads besides the text encoders."""
+    audio_parts: tuple[str, ...] = ()
+    """Folders that `load_audio_decoder` loads; () where the model makes no sound."""
     selftest: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the pipeline in the self-test besides the size: guidance off, and the frames of a video."""
     sequence: SequenceLayout | None = None

@@ -6,8 +6,8 @@
   prompt's own tokens.
 - Checkpoints come with a UniPC scheduler. Its sigmas and its whole-numbered timesteps are used; the step is Euler's.
 - Wan2.2 A14B holds two experts: `transformer` down to the pipeline's `boundary_ratio`, then `transformer_2`. Both have
-  the same guidance scale. TI2V-5B accepts a timestep per token; for text to video all are the same, so a row passes
-  one.
+  the same guidance scale. TI2V-5B (`wan_first_frame.py`) accepts a timestep per token; for text to video all are the
+  same, so a row passes one.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from verl_digen.types import Condition, Geometry
 
 MAX_TEXT_TOKENS = 512
 """Tokens to which every prompt is padded for the network; the pipeline's default."""
+# "" is the timestep per token of TI2V-5B, which gets one per row
+SEQUENCE = SequenceLayout(splits_prompts=False, unsplit=("",))
 
 
 class Wan(DiffusionModel):
@@ -51,10 +53,9 @@ class Wan(DiffusionModel):
         condition=ConditionLayout(width="text_dim"),
         decodes_in_fp32=True,
         selftest={"guidance_scale": 1.0, "num_frames": 5},
-        # "" is the timestep per token of TI2V-5B, which gets one per row
-        sequence=SequenceLayout(splits_prompts=False, unsplit=("",)),
+        sequence=SEQUENCE,
         vllm_omni=VllmOmniServing(
-            pipeline="WanPipeline", mixin="verl_digen.rollout.vllm_omni.request_pipelines:WanRecording"
+            pipeline="WanPipeline", mixin="verl_digen.rollout.vllm_omni.frame_pipelines:WanFrameRecording"
         ),
     )
 
@@ -67,6 +68,7 @@ class Wan(DiffusionModel):
             check_components(self.path, self.index, self.experts)
         self._network = self.read_network_config("transformer")
         vae = self.read_network_config("vae")
+        self._num_channels: int = vae["z_dim"]
         self._frame_stride: int = vae["scale_factor_temporal"]
         self._vae_scale: int = vae["scale_factor_spatial"]
         self._has_whole_timesteps = self.scheduler == "UniPCMultistepScheduler"
@@ -120,7 +122,7 @@ class Wan(DiffusionModel):
         return video_latent_shape(
             geometry,
             title=self.spec.title,
-            num_channels=self._network["in_channels"],
+            num_channels=self._num_channels,
             vae_scale=self._vae_scale,
             patch_size=self._network["patch_size"][1],
             frame_stride=self._frame_stride,
@@ -168,6 +170,23 @@ class Wan(DiffusionModel):
         geometry: Geometry,
     ) -> Tensor:
         # "6. Denoising loop" of WanPipeline.__call__.
+        timesteps = to_device(self.timesteps(sigmas), latents.device)
+        return self._run(transformer, latents, timesteps, sigmas, condition)
+
+    def _run(
+        self,
+        transformer: nn.Module,
+        hidden_states: Tensor,
+        timesteps: Tensor,
+        sigmas: Tensor,
+        condition: Collated,
+        **more: Tensor,
+    ) -> Tensor:
+        """One forward of the expert of these rows -> [N, C, F, H, W].
+
+        Args:
+            hidden_states: [N, C', F, H, W]. timesteps: [N], or [N, tokens]. more: further inputs of the network.
+        """
         dtype = self.input_dtype(transformer)
         chosen = {}
         if len(self.experts) > 1:
@@ -179,9 +198,10 @@ class Wan(DiffusionModel):
                 )
             chosen = {"expert": experts[0]}
         return transformer(
-            hidden_states=latents.to(dtype),
-            timestep=to_device(self.timesteps(sigmas), latents.device),
+            hidden_states=hidden_states.to(dtype),
+            timestep=timesteps,
             encoder_hidden_states=condition["embeds"].to(dtype),
             return_dict=False,
             **chosen,
+            **{name: tensor.to(dtype) for name, tensor in more.items()},
         )[0]

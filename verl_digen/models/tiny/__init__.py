@@ -15,16 +15,24 @@ import importlib
 from pathlib import Path
 
 BUILDERS: dict[str, str] = {
+    "flux2_klein": "verl_digen.models.tiny.flux2_klein:make",
     "flux_dev": "verl_digen.models.tiny.flux:make_dev",
+    "flux_kontext": "verl_digen.models.tiny.flux:make_kontext",
     "flux_schnell": "verl_digen.models.tiny.flux:make_schnell",
     "hunyuan_video": "verl_digen.models.tiny.hunyuan_video:make",
     "hunyuan_video15": "verl_digen.models.tiny.hunyuan_video15:make",
+    "hunyuan_video15_i2v": "verl_digen.models.tiny.hunyuan_video15_image:make",
+    "ltx2": "verl_digen.models.tiny.ltx2:make",
     "qwen_image": "verl_digen.models.tiny.qwen_image:make",
+    "qwen_image_edit": "verl_digen.models.tiny.qwen_image_edit:make_single",
     "qwen_image_edit_plus": "verl_digen.models.tiny.qwen_image_edit:make",
     "sd3": "verl_digen.models.tiny.sd3:make",
     "wan2.1": "verl_digen.models.tiny.wan:make_2_1",
+    "wan2.1_i2v": "verl_digen.models.tiny.wan_image:make_2_1",
     "wan2.2_a14b": "verl_digen.models.tiny.wan:make_2_2_a14b",
+    "wan2.2_i2v_a14b": "verl_digen.models.tiny.wan_image:make_2_2_a14b",
     "wan2.2_ti2v_5b": "verl_digen.models.tiny.wan:make_2_2_ti2v_5b",
+    "wan2.2_ti2v_5b_i2v": "verl_digen.models.tiny.wan_image:make_2_2_ti2v_5b",
     "z_image": "verl_digen.models.tiny.z_image:make",
 }
 """Name -> "module:function" that builds the diffusers pipeline.

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny FLUX.1 [dev] and [schnell]: 64x64 px are latents [16, 16]."""
+"""Tiny FLUX.1 [dev], [schnell] and Kontext: 64x64 px are latents [16, 16]."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
 from diffusers.pipelines.flux.pipeline_flux import FluxPipeline
+from diffusers.pipelines.flux.pipeline_flux_kontext import FluxKontextPipeline
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
 from verl_digen.models.tiny.text import TEXT_WIDTH, clip_encoder, clip_tokenizer, t5_encoder, t5_tokenizer
@@ -16,18 +19,24 @@ CLIP_WIDTH = 16
 
 def make_dev() -> FluxPipeline:
     """Build dev: 1 MB; with guidance input and the published schedule, which is shifted by the size."""
-    return _make(
-        FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15),
-        takes_guidance=True,
-    )
+    return FluxPipeline(**_parts(_shifted_schedule(), takes_guidance=True))
+
+
+def make_kontext() -> FluxKontextPipeline:
+    """Build Kontext: 1 MB; every part as in dev."""
+    return FluxKontextPipeline(**_parts(_shifted_schedule(), takes_guidance=True))
 
 
 def make_schnell() -> FluxPipeline:
     """Build schnell: 1 MB; without guidance input, and with the published schedule, which is not shifted."""
-    return _make(FlowMatchEulerDiscreteScheduler(shift=1.0), takes_guidance=False)
+    return FluxPipeline(**_parts(FlowMatchEulerDiscreteScheduler(shift=1.0), takes_guidance=False))
 
 
-def _make(scheduler: FlowMatchEulerDiscreteScheduler, *, takes_guidance: bool) -> FluxPipeline:
+def _shifted_schedule() -> FlowMatchEulerDiscreteScheduler:
+    return FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15)
+
+
+def _parts(scheduler: FlowMatchEulerDiscreteScheduler, *, takes_guidance: bool) -> dict[str, Any]:
     transformer = FluxTransformer2DModel(
         in_channels=LATENT_CHANNELS * 4,
         num_layers=1,
@@ -40,12 +49,12 @@ def _make(scheduler: FlowMatchEulerDiscreteScheduler, *, takes_guidance: bool) -
         axes_dims_rope=(4, 6, 6),
     )
     draw_weights(transformer)
-    return FluxPipeline(
-        scheduler=scheduler,
-        vae=image_vae(scaling_factor=0.3611, shift_factor=0.1159),
-        text_encoder=clip_encoder(CLIP_WIDTH, projects=False),
-        tokenizer=clip_tokenizer(),
-        text_encoder_2=t5_encoder(),
-        tokenizer_2=t5_tokenizer(),
-        transformer=transformer,
-    )
+    return {
+        "scheduler": scheduler,
+        "vae": image_vae(scaling_factor=0.3611, shift_factor=0.1159),
+        "text_encoder": clip_encoder(CLIP_WIDTH, projects=False),
+        "tokenizer": clip_tokenizer(),
+        "text_encoder_2": t5_encoder(),
+        "tokenizer_2": t5_tokenizer(),
+        "transformer": transformer,
+    }

@@ -28,19 +28,23 @@ CHAT_TEMPLATE = (
 def make() -> HunyuanVideo15Pipeline:
     """Build the pipeline: 25 MB, because the width of the glyph projection is fixed in the class; the published
     schedule and guider."""
-    return HunyuanVideo15Pipeline(
-        text_encoder=_text_encoder(),
-        tokenizer=_tokenizer(),
-        transformer=_transformer(),
-        vae=_vae(),
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=5.0),
-        text_encoder_2=t5_encoder(),
-        tokenizer_2=ByT5Tokenizer(),
-        guider=ClassifierFreeGuidance(guidance_scale=6.0),
-    )
+    return HunyuanVideo15Pipeline(transformer=make_transformer(task_type="t2v"), **make_others())
 
 
-def _transformer() -> HunyuanVideo15Transformer3DModel:
+def make_others() -> dict[str, Any]:
+    """Parts besides the network."""
+    return {
+        "text_encoder": _text_encoder(),
+        "tokenizer": _tokenizer(),
+        "vae": _vae(),
+        "scheduler": FlowMatchEulerDiscreteScheduler(shift=5.0),
+        "text_encoder_2": t5_encoder(),
+        "tokenizer_2": ByT5Tokenizer(),
+        "guider": ClassifierFreeGuidance(guidance_scale=6.0),
+    }
+
+
+def make_transformer(**more: Any) -> HunyuanVideo15Transformer3DModel:
     transformer = HunyuanVideo15Transformer3DModel(
         in_channels=2 * LATENT_CHANNELS + 1,
         out_channels=LATENT_CHANNELS,
@@ -51,7 +55,7 @@ def _transformer() -> HunyuanVideo15Transformer3DModel:
         text_embed_dim=TEXT_WIDTH,
         text_embed_2_dim=TEXT_WIDTH,
         rope_axes_dim=(4, 6, 6),
-        task_type="t2v",
+        **more,
     )
     draw_weights(transformer)
     return transformer

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny Qwen-Image-Edit-Plus: the tiny Qwen-Image, whose text encoder has a vision tower, and its processor."""
+"""Tiny Qwen-Image-Edit and Qwen-Image-Edit-Plus: the tiny Qwen-Image, whose text encoder has a vision tower, and its
+processor."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit import QwenImageEditPipeline
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import QwenImageEditPlusPipeline
 from transformers import Qwen2Tokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -33,31 +35,39 @@ real one, and an instruction."""
 class EditCheckpoint:
     """A pipeline and its processor, which diffusers makes with torchvision alone."""
 
-    pipeline: QwenImageEditPlusPipeline
+    pipeline: QwenImageEditPlusPipeline | QwenImageEditPipeline
+    images: Qwen2VLImageProcessorPil = field(default_factory=Qwen2VLImageProcessorPil)
+    """Part of the processor for pictures; its `size` bounds the pixels that the language model reads."""
 
     def save_pretrained(self, path: str | Path) -> None:
         """Write the checkpoint as the pipeline of a machine with torchvision does, without a part for videos."""
         self.pipeline.save_pretrained(path)
-        Qwen2VLImageProcessorPil().save_pretrained(Path(path) / "processor")
+        self.images.save_pretrained(Path(path) / "processor")
         index = Path(path) / "model_index.json"
         parts = json.loads(index.read_text()) | {"processor": ["transformers", "Qwen2VLProcessor"]}
         index.write_text(json.dumps(parts, indent=2))
 
 
 def make() -> EditCheckpoint:
-    """Build the pipeline: 3 MB."""
+    """Build Qwen-Image-Edit-Plus: 3 MB."""
+    return EditCheckpoint(QwenImageEditPlusPipeline(**_parts()))
+
+
+def make_single() -> EditCheckpoint:
+    """Build the first Qwen-Image-Edit: 3 MB."""
+    return EditCheckpoint(QwenImageEditPipeline(**_parts()))
+
+
+def _parts() -> dict[str, Any]:
     tokenizer = make_tokenizer()
-    processor: Any = tokenizer  # whose files are among the processor's
-    return EditCheckpoint(
-        QwenImageEditPlusPipeline(
-            scheduler=qwen_image.make_scheduler(),
-            vae=qwen_image.make_vae(),
-            text_encoder=make_text_encoder(tokenizer),
-            tokenizer=tokenizer,
-            processor=processor,
-            transformer=qwen_image.make_transformer(),
-        )
-    )
+    return {
+        "scheduler": qwen_image.make_scheduler(),
+        "vae": qwen_image.make_vae(),
+        "text_encoder": make_text_encoder(tokenizer),
+        "tokenizer": tokenizer,
+        "processor": tokenizer,  # its files are among the processor's
+        "transformer": qwen_image.make_transformer(),
+    }
 
 
 def make_tokenizer() -> Qwen2Tokenizer:

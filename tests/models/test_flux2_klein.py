@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FLUX.2 [klein]: with several images, without one, and what its conditions depend on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers.pipelines.flux2.pipeline_flux2_klein import Flux2KleinPipeline
+
+from tests.models.cases import CPU, draw_image
+from tests.models.edit_samples import NUM_STEPS, TEXT, request_of, sample, start_of
+from tests.tiny_models import build_tiny
+from verl_digen.inputs import PromptInputs, SourceImage
+from verl_digen.models import load_model
+from verl_digen.models.flux2_klein import Flux2Klein
+from verl_digen.selftest import final_latents
+from verl_digen.types import Geometry, SampleRequest
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Flux2Klein:
+    return load_model(build_tiny("flux2_klein", tmp_path_factory.mktemp("klein") / "c"))  # pyright: ignore
+
+
+@pytest.fixture(scope="module")
+def network(model: Flux2Klein) -> torch.nn.Module:
+    return model.load_transformer(torch.float32).requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def encode(model: Flux2Klein) -> Any:
+    return model.load_encoder(torch.float32, CPU)
+
+
+@pytest.fixture(scope="module")
+def pipeline(model: Flux2Klein) -> Any:
+    loaded: Any = Flux2KleinPipeline.from_pretrained(model.path, dtype=torch.float32)
+    loaded.set_progress_bar_config(disable=True)
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> tuple[SourceImage, ...]:
+    """A wide one, a tall one, and another wide one of the first one's size."""
+    folder = tmp_path_factory.mktemp("images")
+    sizes = ((100, 70), (64, 90), (100, 70))
+    return tuple(draw_image(folder / f"{number}.png", size, number) for number, size in enumerate(sizes))
+
+
+def run_pipeline(model: Any, pipeline: Any, geometry: Geometry, images: Any, **more: Any) -> torch.Tensor:
+    given = {"num_inference_steps": NUM_STEPS, "output_type": "latent", "guidance_scale": 1.0, **more}
+    start = start_of(model, geometry)
+    return final_latents(pipeline, image=images, prompt=TEXT, latents=start, **model.pipeline_size(geometry), **given)
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+def test_two_images_of_different_shapes_are_the_pipelines(model, network, encode, pipeline, images, scale):
+    """Guided with the pipeline's own negative prompt, which is empty; both branches have the images."""
+    request = request_of(model, images[:2], height_px=80, width_px=80, size_from_image=True, negative_prompt="")
+    request = replace(request, sampling=replace(request.sampling, true_cfg_scale=scale))
+    geometry = request.sampling.geometry
+    assert geometry == Geometry(64, 80, 1, ((64, 96), (80, 64))), "the first image's shape is 100 to 70"
+    made = run_pipeline(model, pipeline, geometry, [image.read() for image in images[:2]], guidance_scale=scale)
+    torch.testing.assert_close(sample(model, network, encode, request), made, atol=1e-5, rtol=0)
+
+
+def test_without_an_image_it_is_the_pipelines_text_to_image(model, network, encode, pipeline):
+    request = request_of(model, (), height_px=64, width_px=96, size_from_image=True)
+    geometry = request.sampling.geometry
+    assert geometry == Geometry(64, 96)
+    made = run_pipeline(model, pipeline, geometry, None)
+    torch.testing.assert_close(sample(model, network, encode, request), made, atol=1e-5, rtol=0)
+
+
+@pytest.mark.long
+def test_by_default_all_sizes_are_the_pipelines(model, network, encode, pipeline, tmp_path: Path):
+    """An image of more than 1024 x 1024 px is made smaller, and cropped to whole tokens."""
+    image = draw_image(tmp_path / "large.png", (1300, 910))
+    request = request_of(model, (image,), height_px=1024, width_px=1024, size_from_image=True)
+    start = start_of(model, request.sampling.geometry)
+    given = {"num_inference_steps": NUM_STEPS, "output_type": "latent", "guidance_scale": 1.0}
+    made = final_latents(pipeline, image=image.read(), prompt=TEXT, latents=start, **given)
+    torch.testing.assert_close(sample(model, network, encode, request), made, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("image_px", [1024, 64])
+def test_images_are_encoded_as_in_the_pipeline(model, encode, pipeline, images, image_px):
+    """At their own size, cropped, and made smaller first above `image_px` squared pixels."""
+    (condition,) = encode([PromptInputs(TEXT, images[:2], image_px)])
+    processor = pipeline.image_processor
+    read = [processor._resize_if_exceeds_area(image.read(), image_px**2) for image in images[:2]]
+    whole = [{"height": image.height // 16 * 16, "width": image.width // 16 * 16} for image in read]
+    pixels = [processor.preprocess(one, **size, resize_mode="crop") for one, size in zip(read, whole, strict=True)]
+    source, _ = pipeline.prepare_image_latents(pixels, 1, None, CPU, torch.float32)
+    torch.testing.assert_close(condition["source"], source[0], atol=1e-5, rtol=0)
+    embeds, _ = pipeline.encode_prompt(TEXT)
+    torch.testing.assert_close(condition["embeds"], embeds[0], atol=1e-5, rtol=0)
+
+
+def test_rows_of_one_text_and_two_images_have_conditions_and_keys_of_their_own(model, network, encode, images):
+    asked = {"height_px": 64, "width_px": 64}
+    first, second, without = (request_of(model, each, **asked) for each in (images[:1], images[2:], ()))
+    assert first.sampling == second.sampling != without.sampling, "one bucket: they may share a forward"
+    assert len({first.condition_key, second.condition_key, without.condition_key}) == 3
+    one, other, bare = encode([first.inputs, second.inputs, without.inputs])
+    assert one["embeds"].equal(other["embeds"]) and not one["source"].equal(other["source"])
+    assert bare.keys() == {"embeds"}
+    x, sigma = torch.randn(1, *model.latent_shape(first.sampling.geometry)), torch.tensor([0.5])
+
+    def velocity(condition: Any, request: SampleRequest = first) -> torch.Tensor:
+        return model.velocity(network, x, sigma, [condition], None, 1.0, request.sampling.geometry)
+
+    assert (velocity(one) - velocity(other)).abs().mean() > 1e-3, "the network reads the image"
+    assert (velocity(one) - velocity(bare, without)).abs().mean() > 1e-3
+    with pytest.raises(RuntimeError, match=r"must have 0 tokens of images for Geometry\(.*, got 24; encode"):
+        velocity(one, without)
+
+
+def test_images_that_the_pipeline_refuses_are_errors(encode, images, tmp_path: Path):
+    with pytest.raises(ValueError, match=r"must have at most 4 images for FLUX\.2 \[klein\], got 5; leave some out"):
+        encode([PromptInputs(TEXT, images[:1] * 5, 64)])
+    for size, message in (((63, 80), "Image too small"), ((64, 600), "Aspect ratio too extreme")):
+        told = rf"that the pipeline of FLUX\.2 .* takes, but .*{size[1]}\.png' is not \({message}.*; replace it"
+        with pytest.raises(ValueError, match=told):
+            encode([PromptInputs(TEXT, (draw_image(tmp_path / f"{size[1]}.png", size),), 64)])

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FLUX.1 Kontext: with an image of another shape than the picture's, without one, and what its conditions depend on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from diffusers.pipelines.flux import pipeline_flux_kontext
+
+from tests.models.cases import CPU, draw_image
+from tests.models.edit_samples import NUM_STEPS, TEXT, request_of, sample, start_of
+from tests.tiny_models import build_tiny
+from verl_digen.inputs import PromptInputs, SourceImage
+from verl_digen.models import load_model
+from verl_digen.models.flux_kontext import FluxKontext
+from verl_digen.types import Geometry, SampleRequest
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> FluxKontext:
+    return load_model(build_tiny("flux_kontext", tmp_path_factory.mktemp("kontext") / "c"))  # pyright: ignore
+
+
+@pytest.fixture(scope="module")
+def network(model: FluxKontext) -> torch.nn.Module:
+    return model.load_transformer(torch.float32).requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def encode(model: FluxKontext) -> Any:
+    return model.load_encoder(torch.float32, CPU)
+
+
+@pytest.fixture(scope="module")
+def pipeline(model: FluxKontext) -> Any:
+    loaded: Any = pipeline_flux_kontext.FluxKontextPipeline.from_pretrained(model.path, dtype=torch.float32)
+    loaded.set_progress_bar_config(disable=True)
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> tuple[SourceImage, ...]:
+    """A wide one, and another of its size."""
+    folder = tmp_path_factory.mktemp("images")
+    return tuple(draw_image(folder / f"{number}.png", (130, 60), number) for number in range(2))
+
+
+def run_pipeline(model: Any, pipeline: Any, geometry: Geometry, image: Any, **more: Any) -> torch.Tensor:
+    start = start_of(model, geometry)
+    given = {"num_inference_steps": NUM_STEPS, "output_type": "latent", **more}
+    return pipeline(image, TEXT, latents=start, **model.pipeline_size(geometry), **given)[0]
+
+
+@pytest.mark.parametrize("guided", [{}, {"true_cfg_scale": 3.0, "negative_prompt": " "}], ids=["plain", "guided"])
+def test_a_picture_of_the_images_shape_is_the_pipelines(model, network, encode, pipeline, images, guided):
+    """Both guidances: the scale that the network reads, and the second branch, which has the image too."""
+    asked = {"height_px": 80, "width_px": 80, "size_from_image": True, "image_px": 64, "guidance_scale": 2.5}
+    request = request_of(model, images[:1], **asked)
+    request = replace(request, sampling=replace(request.sampling, true_cfg_scale=guided.get("true_cfg_scale", 1.0)))
+    geometry = request.sampling.geometry
+    assert geometry == Geometry(48, 112, 1, ((48, 96),)), "130 x 60 px"
+    with patch.object(pipeline_flux_kontext, "PREFERRED_KONTEXT_RESOLUTIONS", [(96, 48)]):
+        made = run_pipeline(model, pipeline, geometry, images[0].read(), guidance_scale=2.5, **guided)
+    torch.testing.assert_close(sample(model, network, encode, request), made, atol=1e-5, rtol=0)
+
+
+def test_without_an_image_it_is_the_pipelines_text_to_image(model, network, encode, pipeline):
+    request = request_of(model, (), height_px=64, width_px=96, size_from_image=True)
+    geometry = request.sampling.geometry
+    assert geometry == Geometry(64, 96)
+    made = run_pipeline(model, pipeline, geometry, None)
+    torch.testing.assert_close(sample(model, network, encode, request), made, atol=1e-5, rtol=0)
+
+
+@pytest.mark.long
+def test_by_default_all_sizes_are_the_pipelines(model, network, encode, pipeline, images):
+    request = request_of(model, images[:1], height_px=1024, width_px=1024, size_from_image=True)
+    image = images[0].read()
+    start = start_of(model, request.sampling.geometry)
+    size = {"height": image.height, "width": image.width}
+    made = pipeline(image, TEXT, latents=start, **size, num_inference_steps=NUM_STEPS, output_type="latent")[0]
+    torch.testing.assert_close(sample(model, network, encode, request), made, atol=1e-5, rtol=0)
+
+
+def test_an_image_is_encoded_as_in_the_pipeline(model, encode, pipeline, images):
+    (condition,) = encode([PromptInputs(TEXT, images[:1], 64)])
+    pixels = pipeline.image_processor.preprocess(images[0].read(), 48, 96)
+    _, source, _, _ = pipeline.prepare_latents(pixels, 1, 4, 64, 64, torch.float32, CPU, torch.Generator())
+    torch.testing.assert_close(condition["source"], source[0], atol=1e-5, rtol=0)
+    embeds, pooled, _ = pipeline.encode_prompt(TEXT)
+    assert condition["embeds"].equal(embeds[0]) and condition["pooled"].equal(pooled[0])
+
+
+def test_rows_of_one_text_and_two_images_have_conditions_and_keys_of_their_own(model, network, encode, images):
+    asked = {"height_px": 64, "width_px": 64, "image_px": 64}
+    first, second, without = (request_of(model, each, **asked) for each in (images[:1], images[1:], ()))
+    assert first.sampling == second.sampling != without.sampling, "one bucket: they may share a forward"
+    assert len({first.condition_key, second.condition_key, without.condition_key}) == 3
+    one, other, bare = encode([first.inputs, second.inputs, without.inputs])
+    assert one["embeds"].equal(other["embeds"]) and not one["source"].equal(other["source"])
+    assert bare.keys() == {"embeds", "pooled"}
+    x, sigma = torch.randn(1, *model.latent_shape(first.sampling.geometry)), torch.tensor([0.5])
+
+    def velocity(condition: Any, request: SampleRequest = first) -> torch.Tensor:
+        return model.velocity(network, x, sigma, [condition], None, 1.0, request.sampling.geometry)
+
+    assert (velocity(one) - velocity(other)).abs().mean() > 1e-3, "the network reads the image"
+    assert (velocity(one) - velocity(bare, without)).abs().mean() > 1e-3
+    with pytest.raises(RuntimeError, match=r"must have 0 tokens of images for Geometry\(.*, got 18; encode"):
+        velocity(one, without)
+
+
+def test_several_images_are_an_error(encode, images):
+    with pytest.raises(ValueError, match=r"a prompt must have at most 1 image for FLUX\.1 Kontext, got 2; leave one"):
+        encode([PromptInputs(TEXT, images, 64)])

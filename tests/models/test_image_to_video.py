@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Image to video: sizes from images, what conditions depend on, checkpoints for other uses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15Transformer3DModel
+from torch import Tensor
+
+from tests.models.cases import CASES, Loaded, draw_image, record_inputs
+from tests.tiny_models import build_tiny
+from verl_digen.algorithms.noise import INITIAL_LATENTS, noise
+from verl_digen.algorithms.solvers import SCHEDULERS
+from verl_digen.config import DigenConfig
+from verl_digen.config.sampling import SamplingConfig
+from verl_digen.inputs import PromptInputs, SourceImage
+from verl_digen.models import load_model
+from verl_digen.sampling.requests import sample_request
+from verl_digen.sampling.sampler import Sampler
+from verl_digen.types import Condition, PromptRow, SampleRequest
+
+NAMES = ("wan2.1_i2v", "wan2.2_i2v_a14b", "hunyuan_video15_i2v")
+TEXT, SEED, NUM_STEPS = "it moves to the right", 7, 3
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    return load(request.param, tmp_path_factory)
+
+
+def load(name: str, tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    (case,) = (case for case in CASES if case.name == name)
+    return Loaded(case, build_tiny(name, tmp_path_factory.mktemp(name) / "m"))
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> tuple[SourceImage, ...]:
+    """A tall one, and another of its size."""
+    folder = tmp_path_factory.mktemp("images")
+    return tuple(draw_image(folder / f"{number}.png", (50, 70), number) for number in range(2))
+
+
+def request_of(loaded: Loaded, image: SourceImage, **sampling: Any) -> SampleRequest:
+    config = SamplingConfig(
+        height_px=64,
+        width_px=64,
+        num_frames=5,
+        size_from_image=True,
+        image_sizes=loaded.model.spec.image_sizes,
+        val_num_steps=NUM_STEPS,
+        val_solver=SCHEDULERS[loaded.model.scheduler],
+        **sampling,
+    )
+    row = PromptRow(TEXT, "", None, uid="p", images=(image.reference,))
+    return sample_request(DigenConfig(sampling=config), row, 0, step=0, validate=True)
+
+
+def test_a_video_of_the_images_shape_is_the_pipelines(loaded: Loaded, images: tuple[SourceImage, ...]) -> None:
+    model, request = loaded.model, request_of(loaded, images[0])
+    geometry = request.sampling.geometry
+    assert geometry.height_px > geometry.width_px and geometry.sources == ((geometry.height_px, geometry.width_px),)
+    sampler = Sampler(model, loaded.transformer, run_seed=SEED, device="cpu", latents_dtype=torch.float32)
+    _, latents = sampler.sample([request], loaded.encoder([request.inputs]), None, version=0)
+    given: dict[str, Any] = {"height": geometry.height_px, "width": geometry.width_px, "guidance_scale": 1.0}
+    if loaded.case.name == "hunyuan_video15_i2v":  # its size is its own
+        loaded.pipeline.target_size, given = 64, {}
+        loaded.pipeline.guider = loaded.pipeline.guider.new(guidance_scale=1.0)
+    start = noise(SEED, "p", 0, INITIAL_LATENTS, model.latent_shape(geometry))[None]
+    steps = {"num_inference_steps": NUM_STEPS, "output_type": "latent", "num_frames": 5, "latents": start}
+    made = loaded.pipeline(images[0].read(), TEXT, **steps, **given)[0]
+    torch.testing.assert_close(latents, made, atol=1e-5, rtol=0)
+
+
+def test_rows_of_one_text_and_two_images_have_conditions_and_keys_of_their_own(
+    loaded: Loaded, images: tuple[SourceImage, ...]
+) -> None:
+    """The network reads each part of a condition; another size is another condition."""
+    model = loaded.model
+    first, second = (request_of(loaded, image) for image in images)
+    assert first.sampling == second.sampling, "one bucket: they may share a forward"
+    assert first.condition_key != second.condition_key
+    longer = replace(first.inputs, size=(9, *(first.inputs.size or ())[1:]))
+    one, other = loaded.encoder([first.inputs, second.inputs])
+    geometry = first.sampling.geometry
+    x = torch.randn(2, *model.latent_shape(geometry), generator=torch.Generator().manual_seed(0))
+
+    def velocity(*conditions: Condition) -> Tensor:
+        rows = len(conditions)
+        return model.velocity(loaded.transformer, x[:rows], torch.full((rows,), 0.5), conditions, None, 1.0, geometry)
+
+    base = velocity(one)
+    for name in model.image_conditions(geometry):
+        assert not one[name].equal(other[name])
+        assert (velocity({**one, name: other[name]}) - base).abs().mean() > 1e-3, name
+    assert one["embeds"].equal(other["embeds"])
+    together = velocity(one, other)
+    torch.testing.assert_close(together[:1], base, atol=1e-5, rtol=0)
+    assert (together[1:] - velocity(one, one)[1:]).abs().mean() > 1e-3
+    assert request_of(loaded, images[0]).condition_key == first.condition_key
+    (of_more_frames,) = loaded.encoder([longer])
+    if model.pipeline == "WanImageToVideoPipeline":  # the VAE's gray frames, too
+        assert of_more_frames["source"].shape[1] == one["source"].shape[1] + 1
+
+
+def test_the_size_of_the_video_is_part_of_what_a_condition_is_stored_under(
+    loaded: Loaded, images: tuple[SourceImage, ...]
+) -> None:
+    first = request_of(loaded, images[0])
+    for size in ((9, 64, 48), (5, 80, 48)):
+        larger = replace(first, inputs=replace(first.inputs, size=size))
+        assert larger.condition_key != first.condition_key
+
+
+def test_an_image_at_another_size_than_the_requests_is_an_error(
+    loaded: Loaded, images: tuple[SourceImage, ...]
+) -> None:
+    model, geometry = loaded.model, loaded.case.sizes[0]
+    (condition,) = loaded.encoder([request_of(loaded, images[0]).inputs])
+    x = torch.randn(1, *model.latent_shape(geometry))
+    with pytest.raises(
+        RuntimeError, match=r"a condition must have the latents of an image, .*; encode it with the `size"
+    ):
+        model.velocity(loaded.transformer, x, torch.tensor([0.5]), [condition], None, 1.0, geometry)
+    (text,) = loaded.encoder([PromptInputs(TEXT)])
+    with pytest.raises(RuntimeError, match="got None; encode it"):
+        model.velocity(loaded.transformer, x, torch.tensor([0.5]), [text], None, 1.0, geometry)
+    with pytest.raises(RuntimeError, match="must name the size of the video"):
+        loaded.encoder([PromptInputs(TEXT, images[:1])])
+
+
+def test_the_probe_of_a_text_depends_on_every_layer(loaded: Loaded) -> None:
+    """Replicas are compared by the velocity of a text without an image, which must notice any changed weight."""
+    model, network = loaded.model, loaded.model.load_transformer(torch.float32)
+    geometry = replace(loaded.case.sizes[0], sources=())
+    x = torch.randn(1, *model.latent_shape(geometry), generator=torch.Generator().manual_seed(0))
+    (condition,) = loaded.encoder([PromptInputs('a sign that says "red"')])
+    for sigma in (0.95, 0.05) if len(model.experts) > 1 else (0.5,):
+        network.requires_grad_(True).zero_grad()
+        model.velocity(network, x, torch.tensor([sigma]), [condition], None, 1.0, geometry).square().sum().backward()
+        unread = {
+            name for name, value in network.named_parameters() if value.grad is None or not value.grad.count_nonzero()
+        }
+        expert = model.experts[int(model.expert_of(torch.tensor([sigma])))]
+        running = {name for name in unread if len(model.experts) == 1 or name.startswith(f"{expert}.")}
+        assert not {name for name in running if not _is_of_the_last_text_stream(name)}
+
+
+def _is_of_the_last_text_stream(name: str) -> bool:
+    """True for HunyuanVideo 1.5's layers whose output nothing reads."""
+    unread = ("to_add_out", "ff_context", "norm2_context", "add_q_proj", "norm_added_q")
+    return "transformer_blocks.1." in name and any(part in name for part in unread)
+
+
+@pytest.mark.parametrize(
+    ("file", "change"),
+    [
+        ("transformer/config.json", {"pos_embed_seq_len": 514}),
+        ("transformer/config.json", {"in_channels": 4}),
+    ],
+)
+def test_a_wan_for_text_or_that_reads_a_last_frame_is_refused(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, file: str, change: dict[str, Any]
+) -> None:
+    path = build_tiny("wan2.1_i2v", tmp_path / "m")
+    (path / file).write_text(json.dumps(json.loads((path / file).read_text()) | change))
+    with pytest.raises(ValueError, match=r"must hold a Wan that continues one image .*; choose another, such as"):
+        load_model(path)
+
+
+@pytest.mark.parametrize("folder", ["image_encoder", "image_processor"])
+def test_a_checkpoint_without_clip_is_incomplete(tmp_path: Path, folder: str) -> None:
+    path = build_tiny("wan2.1_i2v", tmp_path / "m")
+    shutil.rmtree(path / folder)
+    with pytest.raises(ValueError, match=rf"actor_rollout_ref\.model\.path .* lacks {folder};"):
+        load_model(path)
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_gradients_with_an_image_are_those_of_the_networks_own_forward(
+    tmp_path_factory: pytest.TempPathFactory, recomputes: bool
+) -> None:
+    """HunyuanVideo 1.5's forward is replaced."""
+    loaded = load("hunyuan_video15_i2v", tmp_path_factory)
+    model, geometry = loaded.model, loaded.case.sizes[0]
+    start = torch.randn(2, *model.latent_shape(geometry), generator=torch.Generator().manual_seed(0))
+    network: Any = model.load_transformer(torch.float32)
+    if recomputes:
+        network.enable_gradient_checkpointing()
+    calls, stop = record_inputs(network)
+    conditions = loaded.encode(['a sign that says "red"', 'the word "a", and then the word "b"'])
+    model.velocity(network, start, torch.tensor([0.9, 0.2]), conditions, None, 1.0, geometry).square().sum().backward()
+    stop()
+    own: Any = HunyuanVideo15Transformer3DModel.from_pretrained(model.path / "transformer")
+    own(**calls[0], return_dict=False)[0].square().sum().backward()
+    for name, expected in own.named_parameters():
+        found = network.get_parameter(name)
+        if found.grad is None:
+            assert expected.grad is None or not expected.grad.count_nonzero(), name
+        else:
+            torch.testing.assert_close(found.grad, expected.grad, atol=1e-5, rtol=1e-4)
+    assert network.image_embedder.linear_1.weight.grad is not None

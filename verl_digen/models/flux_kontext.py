@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FLUX.1 Kontext [dev]: text and at most one image to image, as diffusers' `FluxKontextPipeline` runs it.
+
+- Network, text encoders, schedule and decoding are those of FLUX.1 (`flux.py`).
+- The network reads the tokens of the picture, then those of the image (`sources.py`), which have the places of a
+  picture and 1 in front of them, where the picture has 0.
+- The image is encoded with the prompt, once per content: packed latents of the VAE's most likely encoding. The text
+  encoders do not read it.
+- Without an image it is text to image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from diffusers.pipelines.flux.pipeline_flux_kontext import FluxKontextPipeline
+from PIL import Image
+from torch import Tensor, nn
+
+from verl_digen.image_sizes import preferred_size
+from verl_digen.inputs import PromptInputs
+from verl_digen.models.base import PromptEncoder
+from verl_digen.models.flux import Flux
+from verl_digen.models.sources import ReadsImages
+from verl_digen.models.spec import ModelSpec, VllmOmniServing
+from verl_digen.types import Condition, Geometry
+
+
+class FluxKontext(ReadsImages, Flux):
+    spec: ModelSpec = replace(
+        Flux.spec,
+        title="FLUX.1 Kontext",
+        example="black-forest-labs/FLUX.1-Kontext-dev",
+        num_images=(0, 1),
+        image_sizes="flux_kontext",
+        encodes_images=("encoder.", "quant_conv."),
+        selftest={"_auto_resize": False},  # the self-test's image has the size at which it is read
+        sequence=None,
+        vllm_omni=VllmOmniServing(
+            pipeline="FluxKontextPipeline", mixin="verl_digen.rollout.vllm_omni.flux_pipelines:FluxKontextRecording"
+        ),
+    )
+
+    def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
+        """Conditions are {"embeds": [L, D], "pooled": [E], "source": [tokens of the image, channels]} in `dtype`, L the
+        same for every prompt; without "source" where there is no image.
+
+        The encoder raises ValueError for several images.
+        """
+        pipeline: Any = FluxKontextPipeline.from_pretrained(
+            self.path, transformer=None, scheduler=None, dtype={"default": dtype, "vae": self.decoder_dtype(dtype)}
+        )
+        pipeline.vae.decoder = nn.Identity()  # the decoder's own copy has it
+        return self.encoder_of(pipeline, dtype, device, pipeline.text_encoder, pipeline.text_encoder_2, pipeline.vae)
+
+    def encode_with(self, pipeline: Any, encode_prompt: Callable[..., Any], inputs: PromptInputs) -> Condition:
+        """Encode with the parts of a pipeline, diffusers' or vLLM-Omni's; in their dtypes.
+
+        Args:
+            encode_prompt: the pipeline's method of this name, or one around it.
+
+        Raises:
+            ValueError: several images, or one that cannot be read.
+        """
+        if len(inputs.images) > self.spec.num_images[1]:
+            raise ValueError(
+                f"a prompt must have at most 1 image for {self.spec.title}, got {len(inputs.images)}; leave one"
+            )
+        embeds, pooled, _ = encode_prompt(inputs.text, max_sequence_length=self.max_text_tokens)
+        condition = {"embeds": embeds[0], "pooled": pooled[0]}
+        for image in inputs.images:
+            condition["source"] = _encode_image(pipeline, image.read(), inputs.image_px)
+        return condition
+
+    def pipeline_size(self, geometry: Geometry) -> dict[str, Any]:
+        return {**super().pipeline_size(geometry), "max_area": geometry.height_px * geometry.width_px}
+
+    def _image_ids(self, geometry: Geometry, dtype: torch.dtype) -> Tensor:
+        return torch.cat([super()._image_ids(geometry, dtype), self.source_ids(geometry, dtype)])
+
+    def source_ids(self, geometry: Geometry, dtype: torch.dtype) -> Tensor:
+        """[tokens of all images, 3] places, on the host."""
+        # `prepare_latents` of FluxKontextPipeline.
+        places = super()._image_ids
+        found = [torch.empty(0, 3, dtype=dtype), *(places(Geometry(*size), dtype) for size in geometry.sources)]
+        ids = torch.cat(found)
+        ids[:, 0] = 1
+        return ids
+
+
+def _encode_image(pipeline: Any, image: Image.Image, image_px: int) -> Tensor:
+    """[tokens, channels] packed latents of an image, in the VAE's dtype."""
+    # "3. Preprocess image" and `prepare_latents` of FluxKontextPipeline.
+    size = preferred_size(*image.size, image_px**2)
+    pixels = pipeline.image_processor.preprocess(pipeline.image_processor.resize(image, *size), *size)
+    latents = pipeline._encode_vae_image(pixels.to(pipeline.vae.device, pipeline.vae.dtype), None)
+    return pipeline._pack_latents(latents, *latents.shape)[0]

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HunyuanVideo 1.5: image to video, as diffusers' `HunyuanVideo15ImageToVideoPipeline` runs it.
+
+- Network, texts, schedule, guider and decoding are those of text to video (`hunyuan_video15.py`).
+- The network reads, in further channels, the image's latents as those of the first frame, and a mask of that frame; and
+  the image's tokens from SigLIP beside the text's.
+- The image is scaled until it covers the video's size, and its middle is read. The pipeline itself chooses the size,
+  one of a list, from the image's shape and its network's `target_size`: `digen.sampling.size_from_image`, with
+  height_px and width_px of `target_size`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import AutoencoderKLHunyuanVideo15
+from diffusers.pipelines.hunyuan_video1_5.image_processor import HunyuanVideo15ImageProcessor
+from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5_image2video import (
+    HunyuanVideo15ImageToVideoPipeline,
+)
+from torch import Tensor, nn
+from transformers import SiglipVisionConfig, SiglipVisionModel
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+from verl_digen.inputs import PromptInputs
+from verl_digen.models.base import Collated, PromptEncoder
+from verl_digen.models.hunyuan_video15 import HunyuanVideo15
+from verl_digen.models.spec import MODULATION, FlopsLayout, VllmOmniServing
+from verl_digen.models.text import one_by_one
+from verl_digen.types import Condition, Geometry
+
+# Functions of the class, as in hunyuan_video15.py.
+encode_frame = HunyuanVideo15ImageToVideoPipeline._get_image_latents
+encode_tokens = HunyuanVideo15ImageToVideoPipeline._get_image_embeds
+
+
+class HunyuanVideo15ImageToVideo(HunyuanVideo15):
+    spec = replace(
+        HunyuanVideo15.spec,
+        title="HunyuanVideo 1.5 image to video",
+        example="hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v",
+        components=(*HunyuanVideo15.spec.components, "image_encoder", "feature_extractor"),
+        flops=FlopsLayout(
+            patch="x_embedder.proj",
+            streams=(
+                (r"context_embedder_2", "none"),
+                (r"image_embedder", "vision"),
+                (rf"{MODULATION}|time_embed", "row"),
+                (r"context_embedder", "text"),
+                (r"ff_context|attn\.add_|to_add_out", "context"),
+            ),
+            attention=((r"context_embedder", "text", "text"), (r"", "joint", "joint")),
+        ),
+        num_images=(1, 1),
+        image_sizes="hunyuan_video15",
+        encodes_images=("encoder.",),
+        sequence=None,
+        vllm_omni=VllmOmniServing(
+            pipeline="HunyuanVideo15ImageToVideoPipeline",
+            mixin="verl_digen.rollout.vllm_omni.frame_pipelines:HunyuanVideo15ImageRecording",
+            unadapted="refiner_blocks",
+        ),
+    )
+
+    # -- loading ------------------------------------------------------------------------------------------
+    def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
+        """Conditions are those of the text, with "source" [C, H, W], the image's latents, and "image" [tokens, I];
+        those of the text alone for a text without an image."""
+        encode_text, *text_modules = self._load_text_encoders(dtype, device)
+        vae: Any = AutoencoderKLHunyuanVideo15.from_pretrained(self.path / "vae", dtype=self.decoder_dtype(dtype))
+        vae.decoder = nn.Identity()  # the decoder's own copy has it
+        vae.eval().to(device)
+        vae.enable_tiling()
+        vision: Any = SiglipVisionModel.from_pretrained(self.path / "image_encoder", dtype=dtype)
+        vision.eval().to(device)
+        parts = SimpleNamespace(vae=vae, image_encoder=vision, **self.pipeline_parts())
+
+        def encode(inputs: PromptInputs) -> Condition:
+            condition = encode_text(inputs.text)
+            added = self.encode_image(parts, inputs, device) if inputs.images else {}
+            return condition | {name: tensor.to(dtype) for name, tensor in added.items()}
+
+        return one_by_one(encode, *text_modules, vae, vision)
+
+    def encode_image(self, parts: Any, inputs: PromptInputs, device: torch.device) -> Condition:
+        """Encode an image -> what it adds to the text's condition, in the dtypes of the parts.
+
+        Args:
+            parts: a pipeline, or anything with its `vae`, `image_encoder` and `feature_extractor`.
+
+        Raises:
+            RuntimeError: the inputs do not name the size of the video.
+        """
+        # The beginning of HunyuanVideo15ImageToVideoPipeline.__call__.
+        if inputs.size is None:
+            raise RuntimeError("inputs with an image must name the size of the video; make them with `inputs_of`")
+        processor = HunyuanVideo15ImageProcessor(vae_scale_factor=self._vae_scale, do_resize=False, do_convert_rgb=True)
+        size = {"height": inputs.size[1], "width": inputs.size[2]}
+        image: Any = processor.resize(inputs.images[0].read(), **size, resize_mode="crop")
+        frame = encode_frame(parts.vae, processor, image, **size, device=device)[0, :, 0]
+        return {"source": frame, "image": encode_tokens(parts.image_encoder, parts.feature_extractor, image, device)[0]}
+
+    def pipeline_parts(self) -> dict[str, Any]:
+        """SigLIP's processor, which prepares images with PIL whether torchvision is installed or not."""
+        return {"feature_extractor": SiglipImageProcessorPil.from_pretrained(self.path / "feature_extractor")}
+
+    # -- the shape of the problem -------------------------------------------------------------------------
+    def num_vision_tokens(self, geometry: Geometry) -> int:
+        vision: Any = SiglipVisionConfig.from_pretrained(self.path / "image_encoder")
+        return len(geometry.sources) * (vision.image_size // vision.patch_size) ** 2
+
+    def image_conditions(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
+        channels, _, *size = self.latent_shape(geometry)
+        return {
+            "source": (channels, *size),
+            "image": (self.num_vision_tokens(geometry), self._network["image_embed_dim"]),
+        }
+
+    def text_lengths(self, condition: Condition) -> tuple[int, ...]:
+        return tuple(len(condition[name]) for name in ("embeds", "glyphs"))
+
+    # -- the network --------------------------------------------------------------------------------------
+    def collate(self, conditions: Sequence[Condition]) -> Collated:
+        """Batch as for text to video, with "source": [N, C, H, W] and "image": [N, tokens, I] if there are images."""
+        images = [name for name in ("source", "image") if name in conditions[0]]
+        stacked = {name: torch.stack([condition[name] for condition in conditions]) for name in images}
+        return super().collate(conditions) | stacked
+
+    def predict(
+        self, transformer: nn.Module, latents: Tensor, sigmas: Tensor, condition: Collated, geometry: Geometry
+    ) -> Tensor:
+        # `prepare_cond_latents_and_mask` of HunyuanVideo15ImageToVideoPipeline.
+        source, tokens = self.image_inputs(latents, condition, geometry)
+        read = {name: tensor for name, tensor in condition.items() if name != "source"} | {"image": tokens}
+        first = torch.cat([source, torch.ones_like(latents[:, :1, 0])], dim=1).unsqueeze(2)
+        others = first.new_zeros(*first.shape[:2], latents.shape[2] - 1, *first.shape[3:])
+        joined = torch.cat([latents, torch.cat([first, others], dim=2)], dim=1)
+        return self._run(transformer, joined, sigmas, read)
+
+    def image_inputs(self, latents: Tensor, condition: Collated, geometry: Geometry) -> tuple[Tensor, Tensor]:
+        """Inputs of the network that come from images: latents [N, C, H, W], and SigLIP's tokens [N, tokens, I].
+
+        Raises:
+            RuntimeError: images of another size than the latents [N, C, F, H, W].
+        """
+        source = condition.get("source")
+        shape = (*latents.shape[:2], *latents.shape[3:])
+        if source is None and not geometry.sources:
+            ramp = torch.linspace(-1, 1, 2 * self._network["image_embed_dim"], device=latents.device)
+            # two different tokens, so that the probe of a text depends on every layer
+            return latents.new_zeros(shape), ramp.view(1, 2, -1).expand(len(latents), -1, -1)
+        if source is None or source.shape != shape:
+            raise RuntimeError(
+                f"a condition must have the latents of an image, {tuple(shape[1:])}, for {geometry}, got "
+                f"{None if source is None else tuple(source.shape[1:])}; encode it with the `size` of its request"
+            )
+        return source.to(latents.dtype), condition["image"]

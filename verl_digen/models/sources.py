@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Networks that read a prompt's images as tokens behind those of the picture.
+
+- A condition has "source": packed latents [tokens of all images, channels], images in the order of `Geometry.sources`;
+  none without images.
+- All rows of a forward have one geometry, so that they have images of the same sizes.
+- The velocity at the first tokens is that of the picture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from verl_digen.inputs import PromptInputs
+from verl_digen.models.base import Collated, DiffusionModel, PromptEncoder
+from verl_digen.models.text import one_by_one
+from verl_digen.types import Condition, Geometry
+
+
+class ReadsImages(DiffusionModel):
+    """A base in front of that of the model's network: the images' tokens go through that base's `predict`."""
+
+    def encode_with(self, pipeline: Any, encode_prompt: Callable[..., Any], inputs: PromptInputs) -> Condition:
+        """Encode with the parts of a pipeline, diffusers' or vLLM-Omni's; in their dtypes.
+
+        Args:
+            encode_prompt: the pipeline's method of this name, or one around it.
+
+        Raises:
+            ValueError: too many images, or one that cannot be read or that the pipeline does not take.
+        """
+        raise NotImplementedError
+
+    def encoder_of(self, pipeline: Any, dtype: torch.dtype, device: torch.device, *parts: nn.Module) -> PromptEncoder:
+        """Encoder by `encode_with` and diffusers' pipeline, whose `parts` go to `device`; conditions are in `dtype`."""
+        for part in parts:
+            part.eval().to(device)
+        check = self.load_prompt_check()
+
+        def encode(inputs: PromptInputs) -> Condition:
+            check(inputs.text)
+            condition = self.encode_with(pipeline, partial(pipeline.encode_prompt, device=device), inputs)
+            return {name: tensor.to(dtype) for name, tensor in condition.items()}
+
+        return one_by_one(encode, *parts)
+
+    def num_source_tokens(self, geometry: Geometry) -> int:
+        return sum(self.num_tokens(Geometry(height, width)) for height, width in geometry.sources)
+
+    def image_conditions(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
+        num_channels = self.read_network_config(self.experts[0])["in_channels"]
+        return {"source": (self.num_source_tokens(geometry), num_channels)}
+
+    def text_lengths(self, condition: Condition) -> tuple[int, ...]:
+        return (len(condition["embeds"]),) if self.pads_texts else ()
+
+    def collate(self, conditions: Sequence[Condition]) -> Collated:
+        """Batch as without images, with "source": [N, tokens of all images, channels] if there are images."""
+        collated = super().collate(conditions)
+        if "source" in conditions[0]:
+            collated["source"] = torch.stack([condition["source"] for condition in conditions])
+        return collated
+
+    def predict(
+        self, transformer: nn.Module, latents: Tensor, sigmas: Tensor, condition: Collated, geometry: Geometry
+    ) -> Tensor:
+        source = self.source_of(condition, geometry)
+        joined = latents if source is None else torch.cat([latents, source.to(latents.dtype)], dim=1)
+        return super().predict(transformer, joined, sigmas, condition, geometry)[:, : latents.shape[1]]
+
+    def source_of(self, condition: Collated, geometry: Geometry) -> Tensor | None:
+        """[N, tokens of all images, channels]; None without images.
+
+        Raises:
+            RuntimeError: the images do not have the sizes of `geometry`.
+        """
+        source = condition.get("source")
+        num_given = 0 if source is None else source.shape[1]
+        if num_given != self.num_source_tokens(geometry):
+            raise RuntimeError(
+                f"a condition must have {self.num_source_tokens(geometry)} tokens of images for {geometry}, got "
+                f"{num_given}; encode its images with the `image_px` of its request"
+            )
+        return source

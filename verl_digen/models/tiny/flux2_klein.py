@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tiny FLUX.2 [klein], not distilled: 64x64 px are latents [4 x 4, 16]."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diffusers.models.autoencoders.autoencoder_kl_flux2 import AutoencoderKLFlux2
+from diffusers.models.transformers.transformer_flux2 import Flux2Transformer2DModel
+from diffusers.pipelines.flux2.pipeline_flux2_klein import Flux2KleinPipeline
+from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+from torch import nn
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from verl_digen.models.tiny.text import CORPUS, VOCABULARY_SIZE, byte_tokenizer
+from verl_digen.models.tiny.vae import LATENT_CHANNELS
+from verl_digen.models.tiny.weights import draw_weights
+from verl_digen.models.tiny.z_image import CHAT_TEMPLATE
+
+WIDTH = 16
+"""Hidden size of the text encoder; the network reads three of its states side by side."""
+NUM_LAYERS = 28
+"""Layers of the text encoder: the pipeline reads the states after 9, 18 and 27."""
+
+
+def make() -> Flux2KleinPipeline:
+    """Build the pipeline: 2 MB; with the schedule of FLUX.2, which is shifted by the size and the number of steps."""
+    tokenizer = byte_tokenizer(
+        ["user\n", "assistant\n", *CORPUS], specials=["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return Flux2KleinPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+        vae=_vae(),
+        text_encoder=_text_encoder(),
+        tokenizer=tokenizer,
+        transformer=_transformer(),
+        is_distilled=False,
+    )
+
+
+def _transformer() -> Flux2Transformer2DModel:
+    transformer = Flux2Transformer2DModel(
+        in_channels=LATENT_CHANNELS * 4,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=3 * WIDTH,
+        timestep_guidance_channels=32,
+        axes_dims_rope=(4, 4, 4, 4),
+        guidance_embeds=False,
+    )
+    draw_weights(transformer)
+    return transformer
+
+
+def _vae() -> AutoencoderKLFlux2:
+    blocks: dict[str, Any] = {"block_out_channels": (8, 8, 16, 16)}  # annotated as tuples of four
+    vae = AutoencoderKLFlux2(**blocks, layers_per_block=1, latent_channels=LATENT_CHANNELS, norm_num_groups=4)
+    draw_weights(vae)
+    statistics: Any = vae.bn
+    nn.init.normal_(statistics.running_mean, std=0.3)
+    nn.init.uniform_(statistics.running_var, 0.5, 2.0)
+    return vae
+
+
+def _text_encoder() -> Qwen3ForCausalLM:
+    """Text encoder with a language head of its own, as in the 9B checkpoints."""
+    encoder = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=VOCABULARY_SIZE,
+            hidden_size=WIDTH,
+            intermediate_size=32,
+            num_hidden_layers=NUM_LAYERS,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=8,
+            tie_word_embeddings=False,
+        )
+    )
+    draw_weights(encoder)
+    return encoder

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tiny LTX-2: 9 frames of 64x64 px are 8 tokens of video and 9 of sound, with 8 channels each."""
+
+from __future__ import annotations
+
+import string
+from typing import Any
+
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_ltx2 import AutoencoderKLLTX2Video
+from diffusers.models.autoencoders.autoencoder_kl_ltx2_audio import AutoencoderKLLTX2Audio
+from diffusers.models.transformers.transformer_ltx2 import LTX2VideoTransformer3DModel
+from diffusers.pipelines.ltx2.connectors import LTX2TextConnectors
+from diffusers.pipelines.ltx2.pipeline_ltx2 import LTX2Pipeline
+from diffusers.pipelines.ltx2.vocoder import LTX2Vocoder
+from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
+    GemmaTokenizer,
+    SiglipVisionConfig,
+)
+
+from verl_digen.models.tiny.text import TEXT_WIDTH, VOCABULARY_SIZE
+from verl_digen.models.tiny.weights import draw_weights
+
+CHANNELS = 8
+"""Channels of a token of video or of sound; the latter are two channels of four bins."""
+MEL_BINS = 16
+NUM_LAYERS = 2
+SPECIAL_TOKENS = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"]
+
+
+def make() -> LTX2Pipeline:
+    """Build the pipeline: 2 MB; the published schedule."""
+    schedule: Any = {"use_dynamic_shifting": True, "base_shift": 0.95, "max_shift": 2.05, "shift_terminal": 0.1}
+    return LTX2Pipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(**schedule, base_image_seq_len=1024, max_image_seq_len=4096),
+        vae=_vae(),
+        audio_vae=_audio_vae(),
+        text_encoder=_text_encoder(),
+        tokenizer=_tokenizer(),
+        connectors=_connectors(),
+        transformer=_transformer(),
+        vocoder=_vocoder(),
+    )
+
+
+def _transformer() -> LTX2VideoTransformer3DModel:
+    transformer = LTX2VideoTransformer3DModel(
+        in_channels=CHANNELS,
+        out_channels=CHANNELS,
+        num_attention_heads=2,
+        attention_head_dim=16,
+        cross_attention_dim=32,
+        audio_in_channels=CHANNELS,
+        audio_out_channels=CHANNELS,
+        audio_num_attention_heads=2,
+        audio_attention_head_dim=8,
+        audio_cross_attention_dim=16,
+        num_layers=NUM_LAYERS,
+        caption_channels=TEXT_WIDTH,
+        rope_type="split",
+    )
+    draw_weights(transformer)
+    return transformer
+
+
+def _tokenizer() -> Any:
+    """A `GemmaTokenizer`: "red" is one token, other words are characters, and other characters bytes."""
+    bytes_ = [f"<0x{number:02X}>" for number in range(256)]
+    vocabulary = [*SPECIAL_TOKENS, *bytes_, "▁", *string.ascii_letters, *string.digits, *string.punctuation]
+    vocabulary += ["re", "red", "▁red"]
+    merges: Any = [("r", "e"), ("re", "d"), ("▁", "red")]
+    return GemmaTokenizer(vocab={token: i for i, token in enumerate(vocabulary)}, merges=merges, add_bos_token=True)
+
+
+def _text_encoder() -> Gemma3ForConditionalGeneration:
+    text = Gemma3TextConfig(
+        vocab_size=VOCABULARY_SIZE,
+        hidden_size=TEXT_WIDTH,
+        intermediate_size=64,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+    )
+    vision: Any = SiglipVisionConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
+    )
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    encoder = Gemma3ForConditionalGeneration(config)
+    draw_weights(encoder)
+    return encoder
+
+
+def _connectors() -> LTX2TextConnectors:
+    connectors = LTX2TextConnectors(
+        caption_channels=TEXT_WIDTH,
+        text_proj_in_factor=NUM_LAYERS + 1,  # the embedding is the first
+        video_connector_num_attention_heads=2,
+        video_connector_attention_head_dim=TEXT_WIDTH // 2,
+        video_connector_num_layers=1,
+        audio_connector_num_attention_heads=2,
+        audio_connector_attention_head_dim=TEXT_WIDTH // 2,
+        audio_connector_num_layers=1,
+        rope_type="split",
+    )
+    draw_weights(connectors)
+    return connectors
+
+
+def _vae() -> AutoencoderKLLTX2Video:
+    widths: Any = (8, 8, 8, 8)
+    vae = AutoencoderKLLTX2Video(
+        latent_channels=CHANNELS,
+        block_out_channels=widths,
+        decoder_block_out_channels=(8, 16, 32),
+        layers_per_block=(1, 1, 1, 1, 1),
+        decoder_layers_per_block=(1, 1, 1, 1),
+        decoder_causal=False,
+        spatial_compression_ratio=32,
+        temporal_compression_ratio=8,
+    )
+    draw_weights(vae)
+    _draw_statistics(vae)
+    return vae
+
+
+def _audio_vae() -> AutoencoderKLLTX2Audio:
+    vae = AutoencoderKLLTX2Audio(
+        base_channels=CHANNELS, num_res_blocks=1, latent_channels=CHANNELS // (MEL_BINS // 4), mel_bins=MEL_BINS
+    )
+    draw_weights(vae)
+    _draw_statistics(vae)
+    return vae
+
+
+def _draw_statistics(vae: Any) -> None:
+    """Draw the mean and the standard deviation of each channel, which checkpoints hold beside the weights."""
+    vae.latents_mean.copy_(torch.linspace(-0.5, 0.5, CHANNELS))
+    vae.latents_std.copy_(torch.linspace(0.7, 1.6, CHANNELS))
+
+
+def _vocoder() -> LTX2Vocoder:
+    vocoder = LTX2Vocoder(
+        in_channels=2 * MEL_BINS,
+        hidden_channels=16,
+        upsample_kernel_sizes=[4, 4],
+        upsample_factors=[2, 2],
+        resnet_kernel_sizes=[3],
+        resnet_dilations=[[1, 3]],
+        output_sampling_rate=400,
+    )
+    draw_weights(vocoder)
+    return vocoder

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wan2.1 and Wan2.2 A14B: image to video, as diffusers' `WanImageToVideoPipeline` runs them.
+
+- Schedule, experts, text and decoding are those of text to video (`wan.py`).
+- The network reads, in further channels, the latents of a video whose first frame is the image and whose others are
+  gray, and a mask of that frame. Wan2.1 also attends to the image as CLIP encodes it; Wan2.2 does not.
+- The VAE sees the image at the size of the video, stretched to it; CLIP sees it as it is. With
+  `digen.sampling.size_from_image` the video has the image's shape, up to a step of 16 px.
+- Images are encoded with the prompt, once per content and size: the VAE's most likely encoding, in fp32 like CLIP's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import CLIPVisionConfig
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+from verl_digen.inputs import PromptInputs
+from verl_digen.models.base import Collated, PromptEncoder
+from verl_digen.models.checkpoint import check_components
+from verl_digen.models.spec import FlopsLayout, VllmOmniServing
+from verl_digen.models.wan import Wan
+from verl_digen.models.wan_frames import frame_latents, load_frame_encoder
+from verl_digen.transfers import to_device
+from verl_digen.types import Condition, Geometry
+
+CLIP_PARTS = ("image_encoder", "image_processor")
+"""Folders of a checkpoint whose network attends to the image."""
+
+
+class WanImageToVideo(Wan):
+    spec = replace(
+        Wan.spec,
+        title="Wan image to video",
+        example="Wan-AI/Wan2.1-I2V-14B-480P-Diffusers",
+        num_images=(1, 1),
+        image_sizes="wan",
+        encodes_images=("encoder.", "quant_conv."),
+        encodes_in_fp32=("image_encoder",),
+        sequence=None,
+        vllm_omni=VllmOmniServing(
+            pipeline="WanImageToVideoPipeline",
+            mixin="verl_digen.rollout.vllm_omni.frame_pipelines:WanImageRecording",
+        ),
+    )
+
+    def __init__(self, path: str | Path):
+        super().__init__(path)
+        has_channels = self._network["in_channels"] == 2 * self._num_channels + self._frame_stride
+        reads_last = self._network["pos_embed_seq_len"] is not None
+        if reads_last or not has_channels:
+            raise ValueError(
+                "actor_rollout_ref.model.path must hold a Wan that continues one image in channels of its own, got one "
+                f"for text, or that reads a last one, in {str(self.path)!r}; choose another, such as "
+                f"{self.spec.example}"
+            )
+        self._has_clip = self._network["image_dim"] is not None
+        if self._has_clip:
+            check_components(self.path, self.index, CLIP_PARTS)
+            self.spec = replace(
+                self.spec,
+                components=(*self.spec.components, *CLIP_PARTS),
+                flops=FlopsLayout(
+                    patch=self.spec.flops.patch,
+                    streams=((r"image_embedder|attn2\.add_[kv]_proj", "vision"), *self.spec.flops.streams),
+                    attention=((r"attn2", "image", "context"), (r"", "image", "image")),
+                    text_tokens=self.spec.flops.text_tokens,
+                ),
+            )
+
+    # -- loading ------------------------------------------------------------------------------------------
+    def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
+        """Conditions are {"embeds": [L, D], "source": [mask + C, F, H, W], "image": [tokens, E]} in `dtype`, L the
+        prompt's own number of tokens; without "image" for Wan2.2, with "embeds" alone for a text without an image."""
+        return load_frame_encoder(self, dtype, device, self.encode_image, CLIP_PARTS[:1] if self._has_clip else ())
+
+    def encode_image(self, pipeline: Any, inputs: PromptInputs, device: torch.device) -> Condition:
+        """Encode an image with diffusers' pipeline, or one of the same parts -> what it adds to the text's condition:
+        mask and latents that the network reads beside the video's, and CLIP's tokens; in the dtypes of the parts."""
+        added = {"source": frame_latents(pipeline, inputs, device)}
+        if self._has_clip:
+            added["image"] = pipeline.encode_image(inputs.images[0].read(), device)[0]
+        return added
+
+    def pipeline_parts(self) -> dict[str, Any]:
+        """CLIP's processor, which prepares images with PIL whether torchvision is installed or not."""
+        if not self._has_clip:
+            return {}
+        return {"image_processor": CLIPImageProcessorPil.from_pretrained(self.path / "image_processor")}
+
+    # -- the shape of the problem -------------------------------------------------------------------------
+    def num_vision_tokens(self, geometry: Geometry) -> int:
+        if not self._has_clip:
+            return 0
+        clip: Any = CLIPVisionConfig.from_pretrained(self.path / "image_encoder")
+        return len(geometry.sources) * ((clip.image_size // clip.patch_size) ** 2 + 1)
+
+    def image_conditions(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
+        shapes: dict[str, tuple[int, ...]] = {"source": self._source_shape(geometry)}
+        if self._has_clip:
+            shapes["image"] = (self.num_vision_tokens(geometry), self._network["image_dim"])
+        return shapes
+
+    def _source_shape(self, geometry: Geometry) -> tuple[int, ...]:
+        channels, *size = self.latent_shape(geometry)
+        return (self._network["in_channels"] - channels, *size)
+
+    # -- the network --------------------------------------------------------------------------------------
+    def collate(self, conditions: Sequence[Condition]) -> Collated:
+        """Batch as Wan does, with "source" and "image" stacked if there are images."""
+        images = [name for name in ("source", "image") if name in conditions[0]]
+        stacked = {name: torch.stack([condition[name] for condition in conditions]) for name in images}
+        return super().collate(conditions) | stacked
+
+    def predict(
+        self, transformer: nn.Module, latents: Tensor, sigmas: Tensor, condition: Collated, geometry: Geometry
+    ) -> Tensor:
+        # "6. Denoising loop" of WanImageToVideoPipeline.__call__.
+        source, image = self.image_inputs(latents, condition, geometry)
+        given = {} if image is None else {"encoder_hidden_states_image": image}
+        timesteps = to_device(self.timesteps(sigmas), latents.device)
+        return self._run(transformer, torch.cat([latents, source], dim=1), timesteps, sigmas, condition, **given)
+
+    def image_inputs(self, latents: Tensor, condition: Collated, geometry: Geometry) -> tuple[Tensor, Tensor | None]:
+        """Inputs of the network that come from images: [N, mask + C, F, H, W], and [N, tokens, E] or None without CLIP.
+
+        Raises:
+            RuntimeError: images of another size than the latents [N, C, F, H, W].
+        """
+        shape = (len(latents), *self._source_shape(geometry))
+        source = condition.get("source")
+        if source is None and not geometry.sources:
+            return latents.new_zeros(shape), self._no_image(latents)
+        if source is None or source.shape != shape:
+            raise RuntimeError(
+                f"a condition must have the latents of an image, {shape[1:]}, for {geometry}, got "
+                f"{None if source is None else tuple(source.shape[1:])}; encode it with the `size` of its request"
+            )
+        return source.to(latents.dtype), condition["image"] if self._has_clip else None
+
+    def _no_image(self, latents: Tensor) -> Tensor | None:
+        """Two different tokens in place of an image's, so that the probe of a text depends on every layer."""
+        if not self._has_clip:
+            return None
+        ramp = torch.linspace(-1, 1, 2 * self._network["image_dim"], device=latents.device)
+        return ramp.view(1, 2, -1).expand(len(latents), -1, -1)
