@@ -16,10 +16,10 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from tests.engine import harness  # noqa: F401 - its forkserver has imported what ranks need
-from tests.engine.sequence_cases import CASES, build
+from tests.engine.sequence_cases import CASES, IMAGE, build
 from tests.grid import in_grid
 from verl_digen.algorithms.window import Window
-from verl_digen.inputs import PromptInputs
+from verl_digen.inputs import PromptInputs, source_image
 from verl_digen.models import load_model
 from verl_digen.models.experts import networks_of
 from verl_digen.models.sequence import split_networks
@@ -65,6 +65,7 @@ GRID = (
     Shared("wan2.2_ti2v_5b"),
     Shared("hunyuan_video", is_lora=True),
     Shared("qwen_image"),
+    Shared("qwen_image_edit_plus"),
 )
 
 
@@ -86,20 +87,26 @@ def loaded(asked: Shared, path: Path) -> tuple[Any, nn.Module, nn.Module]:
     return model, transformer, wrapped
 
 
-def requests_of(asked: Shared) -> list[SampleRequest]:
-    """Three samples, SDE steps included; prompts differ in length, and two ranks divide none of them."""
+def requests_of(asked: Shared, path: Path | None = None) -> list[SampleRequest]:
+    """Three samples, SDE steps included; prompts differ in length, and two ranks divide none of them.
+
+    Args:
+        path: folder with the image of a model that reads one.
+    """
     sampling = Sampling(CASES[asked.case].geometry, 3, true_cfg_scale=asked.scale, law="flow", noise_level=0.7)
-    window, negative = Window((0, 1), (0, 1)), PromptInputs("")
+    sources = sampling.geometry.sources if path else ()
+    images = tuple(source_image(f"{path}/{IMAGE}") for _ in sources)
+    window, negative = Window((0, 1), (0, 1)), PromptInputs("", images, 64)
     texts = ("a cat", "a cat that looks at a dog", "a dog")
     return [
-        SampleRequest(f"p{number}", 0, PromptInputs(text), negative, window, sampling, False)
+        SampleRequest(f"p{number}", 0, PromptInputs(text, images, 64), negative, window, sampling, False)
         for number, text in enumerate(texts)
     ]
 
 
 def generated(asked: Shared, model: Any, wrapped: nn.Module, **options: Any) -> dict[str, Tensor]:
     """Latents and log-probs of `requests_of`, and the probe's numbers."""
-    encode, requests = model.load_encoder(torch.float32, CPU), requests_of(asked)
+    encode, requests = model.load_encoder(torch.float32, CPU), requests_of(asked, model.path)
     positive = encode([request.inputs for request in requests])
     negative = encode([request.branches[1] for request in requests]) if asked.scale > 1 else None
     sampler = Sampler(model, wrapped, run_seed=7, device=CPU, latents_dtype=torch.float32)
@@ -222,7 +229,8 @@ def compare(asked: Shared, path: Path) -> None:
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=ATOL, msg=lambda text, name=name: f"{name}: {text}")
     pictures = CASES[asked.case].geometry, replace(GEOMETRY, width_px=GEOMETRY.width_px * asked.size)
-    assert found["num_tokens"] == {model.num_tokens(picture) // asked.size for picture in pictures}
+    tokens = [model.num_tokens(picture) + model.num_source_tokens(picture) for picture in pictures]
+    assert found["num_tokens"] == {number // asked.size for number in tokens}
     changed = generated(replace(asked, scale=asked.scale + 0.1), model, wrapped)
     assert (changed["latents"] - expected["latents"]).abs().max() > 10 * ATOL or asked.scale == 1.0
 

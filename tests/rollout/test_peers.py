@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -88,10 +88,8 @@ def test_a_rank_that_computes_with_other_weights_is_named() -> None:
 
 # -- real actors --------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
-def node() -> Iterator[str]:
-    ray.init(num_cpus=4, num_gpus=2, include_dashboard=False, log_to_driver=False)
-    yield ray.get_runtime_context().get_node_id()
-    ray.shutdown()
+def node(ray_cluster: None) -> str:
+    return ray.get_runtime_context().get_node_id()
 
 
 @pytest.fixture(scope="module")

@@ -7,12 +7,14 @@ from dataclasses import replace
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from verl_digen.algorithms.window import Window
 from verl_digen.config import DigenConfig, RolloutConfig
 from verl_digen.inputs import PromptInputs
+from verl_digen.models import load_model
 from verl_digen.rollout.server import DiffusersServer
 from verl_digen.types import Geometry, SampleRequest, Sampling
 from verl_digen.weights.checksum import Manifest
@@ -112,6 +114,24 @@ def test_only_the_sample_that_asks_carries_the_prompts_conditions(tiny_qwen_imag
     answers = generate(make_server(tiny_qwen_image), make_requests(GUIDED)[:3])
     assert [got.condition is not None for got in answers] == [True, False, False]
     assert [got.negative_condition is not None for got in answers] == [True, False, False]
+
+
+def test_videos_have_their_own_sound_in_any_batch(tiny_ltx2):
+    sampling = replace(GUIDED, geometry=Geometry(64, 64, 9))
+    requests = [replace(one, wants_latents=True) for one in make_requests(sampling)[:3]]
+    server = make_server(tiny_ltx2)
+    together = generate(server, requests)
+    decode = load_model(tiny_ltx2).load_audio_decoder(torch.float32, torch.device("cpu"))
+    for got in together:
+        assert got.pixels.shape == (9, 64, 64, 3) and got.latents is not None
+        (expected,) = decode(got.latents.final[None], sampling.geometry)
+        assert expected is not None and got.audio.rate_hz == expected.rate_hz
+        np.testing.assert_allclose(got.audio.waveform, expected.waveform, atol=1e-5, rtol=0)
+    (alone,) = generate(make_server(tiny_ltx2, max_batch_size=1), requests[1:2])
+    np.testing.assert_allclose(alone.audio.waveform, together[1].audio.waveform, atol=1e-4, rtol=0)
+    assert np.abs(together[0].audio.waveform - together[1].audio.waveform).max() > 1e-2
+    held = {id(parameter) for module in server._memory._modules for parameter in module.parameters()}
+    assert {id(one) for module in server._decode_audio.modules for one in module.parameters()} <= held
 
 
 def test_a_sample_for_a_reward_of_latents_carries_what_its_picture_was_decoded_from(tiny_qwen_image):

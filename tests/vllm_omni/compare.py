@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
 from tests.vllm_omni.conftest import RUN_SEED
@@ -49,6 +50,10 @@ def assert_same(got: Generation, expected: Generation) -> None:
         torch.testing.assert_close(column, theirs.record.columns()[name], atol=atol, rtol=0)
     assert got.pixels.shape == expected.pixels.shape
     assert (got.pixels.int() - expected.pixels.int()).abs().max() <= 1
+    assert (got.audio is None) == (expected.audio is None)
+    if got.audio is not None and expected.audio is not None:
+        assert got.audio.rate_hz == expected.audio.rate_hz
+        np.testing.assert_allclose(got.audio.waveform, expected.audio.waveform, atol=TOLERANCE, rtol=0)
     for name in ("condition", "negative_condition"):
         mine, yours = getattr(got, name), getattr(expected, name)
         assert (mine is None) == (yours is None)

@@ -23,7 +23,10 @@ def arguments(path, *overrides):
 
 @pytest.mark.parametrize(
     ("name", "is_stepwise", "max_num_seqs"),
-    [("qwen_image", True, 8), ("sd3", False, 8), ("z_image", False, 1), ("wan2.1", False, 8)],
+    [
+        *(("qwen_image", True, 8), ("sd3", False, 8), ("z_image", False, 1), ("wan2.1", False, 8)),
+        *(("wan2.1_i2v", False, 8), ("hunyuan_video15_i2v", False, 1)),
+    ],
 )
 def test_a_pipeline_runs_step_by_step_where_it_can_and_in_batches_where_it_can(
     tmp_path, name, is_stepwise, max_num_seqs
@@ -52,6 +55,13 @@ def test_every_pipeline_that_is_served_has_its_recorder_and_vllm_omni_has_it():
     for name in served_pipelines():
         assert require_served(name).pipeline in DiffusionModelRegistry.models
         assert issubclass(recording_class(name), RecordingPipeline)
+
+
+@pytest.mark.parametrize("name", ["wan2.2_ti2v_5b", "wan2.2_ti2v_5b_i2v"])
+def test_a_given_first_frame_runs_in_the_pipeline_that_reads_the_indexs_flag(tmp_path, name):
+    made = arguments(build_tiny(name, tmp_path))
+    assert made["custom_pipeline_args"]["pipeline_class"].endswith(".pipeline.RecordingWanPipeline")
+    assert made["model_class_name"] == "WanPipeline"
 
 
 def test_a_pipeline_that_vllm_omni_lacks_is_refused_with_the_remedy(tmp_path):
@@ -95,3 +105,10 @@ def test_what_a_replica_cannot_do_is_refused_before_ray_starts(tmp_path, overrid
     check_vllm_omni(compose_config(path))
     with pytest.raises(ValueError, match=message):
         check_vllm_omni(compose_config(path, override))
+
+
+def test_an_edit_model_is_refused_with_the_api_that_takes_no_images(tmp_path):
+    path = build_tiny("qwen_image_edit_plus", tmp_path)
+    check_vllm_omni(compose_config(path))
+    with pytest.raises(ValueError, match=r"http\.enable must be false for a model whose prompts have images.*got True"):
+        check_vllm_omni(compose_config(path, "digen.rollout.http.enable=true"))

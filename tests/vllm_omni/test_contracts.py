@@ -30,7 +30,9 @@ from vllm_omni.diffusion.worker.utils import StepRequestState
 from vllm_omni.entrypoints.async_omni import AsyncOmni
 
 from tests.vllm_omni.conftest import RUN_SEED, request
+from verl_digen.rollout.vllm_omni.edit_pipelines import SHAPES_AT
 from verl_digen.rollout.vllm_omni.engine import BarrierQueue, BarrierRequestScheduler, BarrierStepScheduler
+from verl_digen.rollout.vllm_omni.flux_pipelines import ReadsSources
 from verl_digen.rollout.vllm_omni.pipeline import recording_class
 from verl_digen.rollout.vllm_omni.recorder import RECORDED, RecordingPipeline
 from verl_digen.rollout.vllm_omni.request_pipelines import HandsOverEncoded
@@ -46,6 +48,7 @@ from verl_digen.rollout.vllm_omni.served import require_served, served_pipelines
 from verl_digen.rollout.vllm_omni.settings import ALLOWED
 from verl_digen.rollout.vllm_omni.step_mode import StepRecordingMixin
 from verl_digen.rollout.vllm_omni.worker import WeightReceiverExtension
+from verl_digen.types import Geometry
 
 
 def engine_request(
@@ -325,10 +328,17 @@ def test_a_steps_state_has_the_fields_that_are_recorded():
 
 # -- pipelines (pipeline.py, step_mode.py, request_pipelines.py) -------------------------------------------
 ENCODERS: dict[str, set[str]] = {
+    "Flux2KleinPipeline": {"prompt", "prompt_embeds", "max_sequence_length"},
+    "FluxKontextPipeline": {"prompt", "prompt_embeds", "pooled_prompt_embeds", "max_sequence_length"},
     "FluxPipeline": {"prompt", "prompt_2", "max_sequence_length"},
+    "HunyuanVideo15ImageToVideoPipeline": {"prompt", "device", "dtype"},
     "HunyuanVideo15Pipeline": {"prompt", "device", "dtype"},
+    "LTX2Pipeline": {"prompt", "do_classifier_free_guidance", "max_sequence_length"},
+    "QwenImageEditPipeline": {"prompt", "image"},
+    "QwenImageEditPlusPipeline": {"prompt", "image"},
     "QwenImagePipeline": {"prompt", "max_sequence_length"},
     "StableDiffusion3Pipeline": {"prompt", "prompt_2", "prompt_3", "max_sequence_length"},
+    "WanImageToVideoPipeline": {"prompt", "do_classifier_free_guidance", "max_sequence_length"},
     "WanPipeline": {"prompt", "do_classifier_free_guidance", "max_sequence_length"},
     "ZImagePipeline": {"prompt", "do_classifier_free_guidance", "max_sequence_length"},
 }
@@ -349,13 +359,103 @@ def test_a_pipeline_encodes_prompts_denoises_and_says_how_it_runs(name):
         assert callable(own.post_decode)
     else:
         assert "req" in inspect.signature(own.forward).parameters
-        expected = not issubclass(recording, HandsOverEncoded)
+        expected = issubclass(recording, ReadsSources) or not issubclass(recording, HandsOverEncoded)
         assert getattr(recording, "supports_request_batch", False) is expected
+
+
+@pytest.mark.parametrize("name", ["QwenImageEditPipeline", "QwenImageEditPlusPipeline"])
+def test_an_edit_pipeline_takes_what_a_recording_gives_it(name):
+    """`edit_pipelines.py`: conditions, latents of the images and their sizes replace its own."""
+    own = recording_class(name).__bases__[1]
+    assert list(inspect.signature(own.diffuse).parameters)[SHAPES_AT + 1] == "img_shapes", "after self"
+    names = list(inspect.signature(own.prepare_latents).parameters)
+    assert names[-4:] == ["dtype", "device", "generator", "latents"] and names[1].startswith("image")
+    assert "prompt_name" in inspect.signature(own.encode_prompt).parameters
+    forward = inspect.getsource(own.forward)
+    sizes = recording_class(name).image_sizes(None, Geometry(64, 64, 1, ((32, 64),)))  # type: ignore[arg-type]
+    assert all(f'"{key}"' in forward for key in sizes) and 'prompt_name="negative_prompt"' in forward
+
+
+@pytest.mark.parametrize("name", ["FluxKontextPipeline", "Flux2KleinPipeline"])
+def test_a_pipeline_of_text_and_images_takes_what_a_recording_gives_it(name):
+    """`flux_pipelines.py`: a batch is one request of it, and images join where its network predicts."""
+    own = recording_class(name).__bases__[1]
+    assert not hasattr(own, "supports_request_batch"), "it runs the first request of a batch and drops the others"
+    forward = inspect.getsource(own.forward)
+    is_klein = name == "Flux2KleinPipeline"
+    loop = forward if is_klein else inspect.getsource(own.diffuse)
+    assert 'first_prompt.get("prompt") or ""' in forward and forward.count("= self.encode_prompt(") == 2
+    assert all(f'"{key}": ' in loop for key in ("hidden_states", "img_ids")) and "predict_noise_maybe_with_cfg(" in loop
+    if is_klein:
+        assert 'negative_prompt = ""' in forward and "latents = req.sampling_params.latents" in forward
+        assert "self.text_encoder_out_layers" in inspect.getsource(own.encode_prompt)
+    else:
+        assert 'req.sampling_params.extra_args.get("latents")' in forward
+        assert "output_type" in inspect.signature(own.forward).parameters
+        assert "req.sampling_params.output_type" not in forward, "when this fails, drop `forward_recorded` of Kontext"
+        assert "req.sampling_params.guidance_scale if req.sampling_params.guidance_scale_provided" in forward
+
+
+def test_requests_with_other_images_never_share_a_batch():
+    scheduler = scheduler_of(BarrierRequestScheduler)
+    sizes = [((64, 96),), ((64, 96),), ((96, 64),), (), ((64, 96), (64, 96))]
+    for number, sources in enumerate(sizes):
+        asked = engine_request(number)
+        order = asked.sampling_params.extra_args[ORDER]
+        sampling = replace(order.request.sampling, geometry=Geometry(64, 64, 1, sources))
+        asked.sampling_params.extra_args[ORDER] = replace(order, request=replace(order.request, sampling=sampling))
+        scheduler.add_request(asked)
+    for running in (["r0", "r1"], ["r2"], ["r3"], ["r4"]):
+        assert scheduled(scheduler) == running
+        for finished in running:
+            scheduler.finish_requests(finished, DiffusionRequestStatus.FINISHED_COMPLETED)
+            scheduler.pop_request_state(finished)
+
+
+def test_ltx2_runs_one_phase_of_steps_that_a_recording_replaces():
+    """`ltx2_pipeline.py`: its overrides, and what they read."""
+    from vllm_omni.diffusion.models.ltx2 import ltx2_denoise
+    from vllm_omni.diffusion.models.ltx2.ltx2_guidance import LTXGuidanceExecutor
+
+    own = recording_class("LTX2Pipeline").__bases__[1]
+    assert len(own.pipeline_recipe.phases) == 1
+    for method, parameters in {
+        "_denoise_step": ["index", "timestep", "state", "forward_ctx", "denoise_ctx"],
+        "_predict_noise_for_step": ["index", "timestep", "state", "forward_ctx", "denoise_ctx"],
+    }.items():
+        assert list(inspect.signature(getattr(own, method)).parameters)[1:] == parameters
+    assert inspect.signature(own._decode_output).parameters.keys() >= {"latents", "audio_latents", "output_type"}
+    assert "latents_normalized" in inspect.signature(own.prepare_audio_latents).parameters
+    assert list(inspect.signature(LTXGuidanceExecutor._guide_modality).parameters)[:4] == [
+        *("sample", "splits", "sigma", "guidance")
+    ]
+    source = inspect.getsource(own._predict_noise_for_step) + inspect.getsource(ltx2_denoise)
+    assert "self.guidance_executor.predict_noise(" in source and "pipeline._prepare_prompt_context(" in source
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "parameters"),
+    [
+        ("WanPipeline", "diffuse", {"latents", "latent_condition", "first_frame_mask"}),
+        ("WanPipeline", "scheduler_step_maybe_with_cfg", {"noise_pred", "t", "latents"}),
+        ("WanImageToVideoPipeline", "prepare_latents", {"latents", "image", "dtype", "device"}),
+        ("WanImageToVideoPipeline", "encode_image", {"image", "device"}),
+        ("HunyuanVideo15ImageToVideoPipeline", "_get_image_latents", {"image", "height", "width", "device"}),
+        ("HunyuanVideo15ImageToVideoPipeline", "_get_image_embeds", {"image", "device"}),
+    ],
+)
+def test_a_pipeline_takes_a_recorded_image(name, method, parameters):
+    """`frame_pipelines.py`: these methods give what was recorded while recorded requests run."""
+    own = recording_class(name).__bases__[1]
+    assert inspect.signature(getattr(own, method)).parameters.keys() >= parameters
+    called = inspect.getsource(own)
+    assert f"self.{method}(" in called
 
 
 @pytest.mark.parametrize(
     ("pipeline", "module", "network"),
     [
+        ("FluxKontextPipeline", "flux.flux_transformer", "FluxKontextTransformer2DModel"),
         ("FluxPipeline", "flux.flux_transformer", "FluxTransformer2DModel"),
         ("HunyuanVideo15Pipeline", "hunyuan_video.hunyuan_video_15_transformer", "HunyuanVideo15Transformer3DModel"),
     ],

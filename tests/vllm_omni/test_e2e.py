@@ -6,6 +6,7 @@ import time
 import pytest
 
 from tests.e2e.conftest import (
+    ROOT,
     assert_same_gradients,
     assert_succeeded,
     finish_main,
@@ -14,11 +15,13 @@ from tests.e2e.conftest import (
     start_main,
     steps_of,
 )
+from tests.e2e.test_edits import CASES, train_continued, train_edits
 from tests.tiny_models import build_tiny
 from tests.weight_change import SGD
 
 pytestmark = pytest.mark.e2e
 RECIPE = "[digen_flowgrpo,vllm_omni]"
+TINY_EDIT = ROOT / "examples" / "tiny_edit"
 LORA = ("actor_rollout_ref.model.lora_rank=4",)
 
 
@@ -80,18 +83,26 @@ def test_objectives_of_finished_pictures_train_as_with_diffusers_replicas(tmp_pa
     assert steps_of(found)[-1]["rollout/probe_change"] > 0, "replicas compute with what they are sent"
 
 
-def test_pools_of_their_own_work_at_the_same_time_with_adapters_from_one_to_the_other(tmp_path):
+def test_episodes_of_edits_have_one_adapter_each_on_pools_that_work_at_the_same_time(tmp_path):
     run = run_main(
         tmp_path / "run",
+        f"actor_rollout_ref.model.path={TINY_EDIT / 'checkpoint'}",
+        f"data.train_files={TINY_EDIT / 'prompts' / 'train.parquet'}",
+        f"data.val_files={TINY_EDIT / 'prompts' / 'val.parquet'}",
+        "digen.reward.functions={}",
         "trainer.total_training_steps=3",
         "actor_rollout_ref.model.lora_rank=4",
-        recipe="[digen_flowgrpo,disaggregated,vllm_omni]",
+        "digen.gap.chunk_size=1",
+        "digen.gap.slots_per_replica=4",
+        "digen.deadlines.generate_s=300",
+        recipe="[digen_edit_episodes,disaggregated,vllm_omni]",
         timeout_s=600,
     )
     assert run.exit_code == 0, run.output[-8000:]
     steps = steps_of(run)
     assert len(steps) == 3
     for row in steps:
+        assert row["episodes/turns_mean"] == 3, "each turn edits the picture of the one before"
         assert row["rollout/log_prob_gap_max"] <= 1e-4
         assert row["perf/overlap_s"] > 0
     assert steps[-1]["rollout/probe_change"] > 0
@@ -145,3 +156,24 @@ def test_a_pipeline_that_runs_in_one_go_trains_with_samples_of_the_trainer_besid
         assert row["rollout/version_age_max_versions"] == 0
         assert row["actor/num_rows"] == 4 * 4 * 5, "prompts x samples x trained steps"
         assert row["tag/assisted_samples"] > 0
+
+
+@pytest.mark.long
+@pytest.mark.grid
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_an_edit_model_trains_on_images_of_two_shapes(case, tmp_path):
+    train_edits(case, tmp_path, f"[{case.recipe.strip('[]')},vllm_omni]")
+
+
+@pytest.mark.long
+@pytest.mark.grid
+@pytest.mark.parametrize(
+    ("name", "rule", "overrides"),
+    [
+        ("wan2.1_i2v", "wan", ()),
+        ("wan2.2_ti2v_5b", "wan_ti2v", ()),
+        ("hunyuan_video15_i2v", "hunyuan_video15", ("actor_rollout_ref.model.exclude_modules='.*refiner_blocks.*'",)),
+    ],
+)
+def test_videos_continue_images_of_two_shapes(tmp_path, name, rule, overrides):
+    train_continued(tmp_path, name, rule, "[digen_flowgrpo,vllm_omni]", *overrides)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import sys
 from importlib.metadata import version
@@ -12,12 +13,24 @@ import pytest
 import torch
 
 from tests.tiny_models import build_tiny
-from verl_digen.patches import vllm_cpu_activations, vllm_omni_wan_import, vllm_omni_z_image_sizes
+from verl_digen.patches import (
+    vllm_cpu_activations,
+    vllm_omni_picture_processor,
+    vllm_omni_wan_import,
+    vllm_omni_wan_index,
+    vllm_omni_z_image_sizes,
+)
 
 
 @pytest.mark.parametrize(
     ("shim", "package"),
-    [(vllm_cpu_activations, "vllm"), (vllm_omni_wan_import, "vllm-omni"), (vllm_omni_z_image_sizes, "vllm-omni")],
+    [
+        (vllm_cpu_activations, "vllm"),
+        (vllm_omni_picture_processor, "vllm-omni"),
+        (vllm_omni_wan_import, "vllm-omni"),
+        (vllm_omni_wan_index, "vllm-omni"),
+        (vllm_omni_z_image_sizes, "vllm-omni"),
+    ],
 )
 def test_the_installed_version_is_one_that_a_shim_was_made_for(shim, package):
     assert shim.VERSIONS.contains(version(package))
@@ -50,6 +63,28 @@ def test_importing_wan_imports_torchvision(monkeypatch):
         importlib.import_module(package)
 
 
+def test_wan_takes_a_key_without_a_part_for_a_part(one_worker, tmp_path, monkeypatch):
+    """When this fails, remove patches/vllm_omni_wan_index.py."""
+    from vllm_omni.diffusion.data import OmniDiffusionConfig
+
+    vllm_omni_wan_import.apply()
+    from vllm_omni.diffusion.models.wan2_2 import pipeline_wan2_2_i2v as theirs
+
+    read = theirs._load_json
+    path = build_tiny("wan2.1_i2v", tmp_path)
+    assert json.loads((path / "model_index.json").read_text())["transformer_2"] == vllm_omni_wan_index.NO_PART
+    config = OmniDiffusionConfig.from_kwargs(model=str(path), dtype="float32")
+    config.enrich_config()
+
+    def sources() -> list[str]:
+        return [source.subfolder for source in theirs.Wan22I2VPipeline(od_config=config).weights_sources]
+
+    assert sources() == ["transformer", "transformer_2"]
+    with vllm_omni_wan_index.without_missing_parts():
+        assert sources() == ["transformer"]
+    assert theirs._load_json is read
+
+
 class Made(Exception):
     """Raised in place of building a network, with its sizes."""
 
@@ -75,3 +110,17 @@ def test_z_image_ignores_a_checkpoints_sizes(one_worker, tmp_path, monkeypatch):
         pytest.raises(Made, match=rf"\({sizes['dim']}, {sizes['n_layers']}\)"),
     ):
         pipeline_z_image.ZImagePipeline(od_config=config)
+
+
+@pytest.mark.parametrize("name", ["QwenImageEditPipeline", "QwenImageEditPlusPipeline"])
+def test_an_edit_pipeline_loads_its_own_processor(name):
+    """When this fails, remove patches/vllm_omni_picture_processor.py."""
+    from vllm_omni.diffusion.registry import DiffusionModelRegistry
+
+    cls = DiffusionModelRegistry.models[name].load_model_cls()
+    assert "Qwen2VLProcessor.from_pretrained" in inspect.getsource(cls.__init__)
+    module = vllm_omni_picture_processor.module_of(cls)
+    own = module.Qwen2VLProcessor
+    with vllm_omni_picture_processor.made_of_pictures(cls, processor := object()):
+        assert module.Qwen2VLProcessor.from_pretrained("a", subfolder="processor") is processor
+    assert module.Qwen2VLProcessor is own

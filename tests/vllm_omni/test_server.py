@@ -67,7 +67,7 @@ class Engine:
         asked = order.request
         path = PathRecord(PATH, STEPS, SIGMAS[:2], SIGMAS[1:], one, one)
         trajectory = Trajectory(asked.uid, 0, path, 0, self.version, self.version, asked.sampling, "")
-        record = {"trajectory": trajectory, "pixels": one, "start_s": 0.0, "end_s": 1.0}
+        record = {"trajectory": trajectory, "pixels": one, "audio": None, "start_s": 0.0, "end_s": 1.0}
         record |= {"condition": None, "negative_condition": None, "latents": None}
         yield SimpleNamespace(multimodal_output={"trajectory": {RECORDED: record}})
 
@@ -103,6 +103,7 @@ def make_server(engine, *, sends_adapter=False, first_s=60.0, probe_every=0, che
         rollout=RolloutConfig(probe_every=probe_every),
     )
     server._check_prompt = check_prompt
+    server._takes_images = False
     server._latents_dtype = torch.float32
     server._model = SimpleNamespace(
         experts=("transformer",),
@@ -179,11 +180,11 @@ def test_two_updates_of_one_version_are_two_adapters_and_each_request_keeps_its_
         config: Any = object()
         await server.commit_update(Manifest(7, 1, 0), config)
         current = asyncio.ensure_future(generate(server))
-        await engine.has_begun.wait()
+        await asyncio.wait_for(engine.has_begun.wait(), 30)
         await server.commit_update(Manifest(7, 1, 0), config)
         engine.has_begun.clear()
         average = asyncio.ensure_future(generate(server))
-        await engine.has_begun.wait()
+        await asyncio.wait_for(engine.has_begun.wait(), 30)
         await server.commit_update(Manifest(8, 1, 0), config)
         first, second = engine.adapters
         assert first.lora_int_id != second.lora_int_id
@@ -286,7 +287,7 @@ def test_sleep_waits_for_a_probe():
         engine.may_finish.clear()
         server = make_server(engine, probe_every=5)
         updating = asyncio.ensure_future(server.commit_update(Manifest(0, 9, 0), None))
-        await engine.has_begun.wait()
+        await asyncio.wait_for(engine.has_begun.wait(), 30)
         sleeping = asyncio.ensure_future(server.sleep())
         for _ in range(10):
             await asyncio.sleep(0)
@@ -305,7 +306,7 @@ def test_sleep_waits_for_a_picture_of_the_http_api_and_loses_nothing():
         server = make_server(engine)
         server._model.latent_shape = lambda geometry: (4, 8, 8)
         picture = asyncio.ensure_future(server._draw(request(0)))
-        await engine.has_begun.wait()
+        await asyncio.wait_for(engine.has_begun.wait(), 30)
         sleeping = asyncio.ensure_future(server.sleep())
         for _ in range(10):
             await asyncio.sleep(0)

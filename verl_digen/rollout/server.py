@@ -34,15 +34,7 @@ from verl_digen.rollout.batcher import RequestBatcher
 from verl_digen.rollout.birth import SeenDevice, visible_device
 from verl_digen.rollout.fingerprint import PROMPT, fingerprint
 from verl_digen.rollout.network import Intake, Seals, load_network
-from verl_digen.rollout.peers import (
-    Place,
-    Team,
-    name_on_node,
-    release,
-    require_same_weights,
-    restore,
-    start_peers,
-)
+from verl_digen.rollout.peers import Place, Team, name_on_node, release, require_same_weights, restore, start_peers
 from verl_digen.rollout.pictures import PictureSamples
 from verl_digen.rollout.prompt_cache import PromptCache
 from verl_digen.sampling.branches import GuidanceBranches
@@ -79,8 +71,10 @@ class DiffusersServer:
         self._encoder = self._model.load_encoder(dtype, self._device)
         self._prompts = PromptCache(self._encoder, digen.rollout.embed_cache_size)
         self._decode = self._model.load_decoder(dtype, self._device)
+        self._decode_audio = self._model.load_audio_decoder(dtype, self._device)
         self._decode_batch_size = digen.rollout.decode_batch_size
-        modules = [self._weights.module, *self._encoder.modules, *self._decode.modules]
+        loaded = (self._encoder, self._decode, self._decode_audio)
+        modules = [self._weights.module, *(module for part in loaded for module in part.modules)]
         self._memory = DeviceMemory(modules, self._device, name_on_node())
         self._frees_memory = self._device.type != "cpu"
         """On the CPU, the host copies that sleeping needs would take as much memory as it frees."""
@@ -224,12 +218,15 @@ class DiffusersServer:
             trajectories, latents = self._sampler.sample(
                 requests, positive, negative, version=self._version, should_stop=should_stop
             )
+        latents = self._model.completed(latents, positive)
         pixels = in_batches(self._decode, latents, requests[0].sampling.geometry, self._decode_batch_size)
+        audio = self._decode_audio(latents, requests[0].sampling.geometry)
         ended_s = time.time()
         return [
             Generation(
                 trajectory=replace(trajectory, last_version=self._version),
                 pixels=pixels[index],
+                audio=audio[index],
                 started_s=started_s,
                 ended_s=ended_s,
                 experts=experts_of(self._model, trajectory),

@@ -10,8 +10,9 @@ from verl.plugin.platform import get_platform
 from vllm_omni.diffusion.data import parse_attention_config
 
 from verl_digen.model_config import DiffusionModelConfig
-from verl_digen.models import read_pipeline
+from verl_digen.models import load_model
 from verl_digen.rollout.vllm_omni.pipeline import PREFIX, recording_class
+from verl_digen.rollout.vllm_omni.served import require_served
 from verl_digen.rollout.vllm_omni.settings import KEY, check_attention, check_settings
 from verl_digen.rollout.vllm_omni.step_mode import StepRecordingMixin
 
@@ -40,7 +41,7 @@ def engine_arguments(rollout: Any, model: DiffusionModelConfig, *, can_sleep: bo
         ValueError: the pipeline cannot be recorded, or not on this number of devices; or a setting is refused.
     """
     digen = model.digen.rollout
-    pipeline = read_pipeline(model.local_path)
+    pipeline = pipeline_of_checkpoint(model.local_path)
     recording = recording_class(pipeline)  # raises here, not in an engine process
     is_stepwise = issubclass(recording, StepRecordingMixin)
     extra = _extra(rollout)
@@ -55,6 +56,7 @@ def engine_arguments(rollout: Any, model: DiffusionModelConfig, *, can_sleep: bo
         )
     return {
         "model": model.local_path,
+        "model_class_name": pipeline,  # else vLLM-Omni may take it from the folder's name
         "dtype": rollout.dtype,
         "num_gpus": size,
         "tensor_parallel_size": size,
@@ -74,6 +76,12 @@ def engine_arguments(rollout: Any, model: DiffusionModelConfig, *, can_sleep: bo
         # not by its short name, which vLLM-Omni merges twice where a pipeline has a deploy config
         "diffusion_attention_config": {"default": {"backend": attention}},
     }
+
+
+def pipeline_of_checkpoint(path: str) -> str:
+    """vLLM-Omni's pipeline for a checkpoint, a key of `MODELS`. Raises as `require_served`."""
+    model = load_model(path)
+    return (model.spec.vllm_omni or require_served(model.pipeline)).pipeline
 
 
 def check_taken(rollout: Any, model: DiffusionModelConfig, engine_config: Any) -> None:

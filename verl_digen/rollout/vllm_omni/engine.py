@@ -76,13 +76,15 @@ class BarrierStepScheduler(BarrierScheduler, StepScheduler):
 
 
 class BarrierRequestScheduler(BarrierScheduler, RequestScheduler):
-    """Scheduler for the other pipelines; recorded and unrecorded requests never share a batch."""
+    """Scheduler for the other pipelines. Recorded and unrecorded requests never share a batch, nor do requests whose
+    prompts have other numbers or sizes of images."""
 
     def _build_sampling_params_key(self, request: OmniDiffusionRequest) -> RequestBatchSamplingParamsKey:
         key = super()._build_sampling_params_key(request)
         if ORDER not in request.sampling_params.extra_args:
             return key
-        return replace(key, condition_key=(ORDER, *(key.condition_key or ())))
+        sources = request.sampling_params.extra_args[ORDER].request.sampling.geometry.sources
+        return replace(key, condition_key=(ORDER, *sources, *(key.condition_key or ())))
 
 
 class BarrierQueue(queue.Queue[_RpcTask]):
@@ -140,9 +142,16 @@ class VersionedEngine(DiffusionEngine):
         super()._fail_pending_rpcs(exc)
 
     def _init_process_hooks(self, od_config: OmniDiffusionConfig) -> None:
-        """Skip the pipeline's post-processing, which makes PIL pictures, for the output of a recorded request."""
+        """Skip two hooks of the pipeline: the pre-processing of images for a request with an order, whose recording
+        reads them itself, and the post-processing, which makes PIL pictures, for the output of a recorded request."""
         super()._init_process_hooks(od_config)
-        post_process = self.post_process_func
+        pre_process, post_process = self.pre_process_func, self.post_process_func
+
+        def keep_orders(request: OmniDiffusionRequest) -> OmniDiffusionRequest:
+            return request if ORDER in request.sampling_params.extra_args else pre_process(request)
+
+        if pre_process is not None:
+            self.pre_process_func = keep_orders
         if post_process is None:
             return
 

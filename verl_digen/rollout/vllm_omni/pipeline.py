@@ -31,7 +31,7 @@ def recording_class(name: str) -> type[Any]:
         ValueError: vLLM-Omni does not serve it.
     """
     serving = require_served(name)
-    if serving.pipeline == vllm_omni_wan_import.PIPELINE:
+    if serving.pipeline in vllm_omni_wan_import.PIPELINES:
         vllm_omni_wan_import.apply()
     pipeline = DiffusionModelRegistry.models[serving.pipeline].load_model_cls()
     module, _, mixin = serving.mixin.partition(":")

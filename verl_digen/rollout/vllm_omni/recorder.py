@@ -27,6 +27,7 @@ from vllm_omni.diffusion.data import DiffusionOutput
 
 from verl_digen.algorithms.noise import INITIAL_LATENTS, step_noise
 from verl_digen.algorithms.solvers import NOISY, Prediction, SolverNoise, denoise_step
+from verl_digen.inputs import PromptInputs
 from verl_digen.rollout.vllm_omni.requests import RecordingOrder
 from verl_digen.sampling.recording import initial_seed, noise_seed, record_trajectory, trained_latents
 from verl_digen.types import Condition, SampleLatents, SampleRequest, move_condition
@@ -86,11 +87,12 @@ class RecordingPipeline:
     bound_modules: frozenset[str] = frozenset()
     """Modules of the last activated adapter that vLLM-Omni bound to layers."""
 
-    def encode_condition(self, text: str) -> Condition:
-        """Encode one prompt into the trainer network's condition, on the CPU, for samples that the trainer generates.
+    def encode_condition(self, inputs: PromptInputs) -> Condition:
+        """Encode one prompt, with its images, into the trainer network's condition, on the CPU, for samples that the
+        trainer generates.
 
         Raises:
-            ValueError: the prompt is longer than the encoder's limit.
+            ValueError: the prompt is longer than the encoder's limit, or its images cannot be read.
         """
         raise NotImplementedError
 
@@ -155,6 +157,7 @@ class RecordingPipeline:
         record = {
             "trajectory": trajectory,
             "pixels": _to_uint8(pixels[0]),
+            "audio": None,
             "start_s": recording.start_s,
             "end_s": time.time(),
             "condition": _to_cpu(recording.condition) if request.wants_condition else None,

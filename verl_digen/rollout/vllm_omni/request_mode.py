@@ -37,8 +37,10 @@ from vllm_omni.diffusion.request import OmniDiffusionRequest
 from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch
 from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
+from verl_digen.inputs import PromptInputs
 from verl_digen.models import load_model
 from verl_digen.models.base import DiffusionModel, PromptCheck
+from verl_digen.models.text import only_text
 from verl_digen.rollout.vllm_omni.prefixes import PrefixSharing
 from verl_digen.rollout.vllm_omni.recorder import Recording, take_steps
 from verl_digen.rollout.vllm_omni.requests import ORDER, RecordingOrder
@@ -122,6 +124,10 @@ class RequestRecordingMixin(PrefixSharing):
         self._own_scheduler = scheduler
 
     # -- per model ----------------------------------------------------------------------------------------
+    def encode_inputs(self, inputs: PromptInputs) -> Condition:
+        """Encode one prompt and its images with the pipeline's encoders. By default there are no images."""
+        return self.encode_text(only_text(inputs))
+
     def encode_text(self, text: str) -> Condition:
         """Encode one prompt with the pipeline's encoders -> the trainer network's condition."""
         raise NotImplementedError
@@ -132,9 +138,9 @@ class RequestRecordingMixin(PrefixSharing):
         params.guidance_scale = sampling.true_cfg_scale
         params.guidance_scale_provided = True
 
-    def prompt_fields(self, recording: Recording) -> dict[str, Tensor]:
+    def prompt_fields(self, recording: Recording) -> dict[str, Any]:
         """Prompt fields with the encoded conditions, which vLLM-Omni uses instead of encoding the text."""
-        fields = {}
+        fields: dict[str, Any] = {}
         for prefix, condition in (("", recording.condition), ("negative_", recording.negative_condition)):
             if condition is not None:
                 collated = self._model.collate([condition])
@@ -187,9 +193,17 @@ class RequestRecordingMixin(PrefixSharing):
         timesteps = self._model.timesteps(recordings[0].sigmas[:-1])[recordings[0].num_taken : until]
         self._schedule = RecordedSchedule(recordings, timesteps.to(get_local_device()), self._own_scheduler.config)
         try:
-            outputs = super().forward(DiffusionRequestBatch(handed_over))  # type: ignore[misc]
+            return self.forward_recorded(handed_over)
         finally:
             self._schedule = None
+
+    def forward_recorded(self, requests: list[OmniDiffusionRequest], **arguments: Any) -> list[DiffusionOutput]:
+        """Run the pipeline's own `forward` -> the requests' outputs, in order.
+
+        Args:
+            arguments: passed to `forward`.
+        """
+        outputs = super().forward(DiffusionRequestBatch(requests), **arguments)  # type: ignore[misc]
         return [outputs] if isinstance(outputs, DiffusionOutput) else outputs
 
     def _begin_or_refuse(self, params: OmniDiffusionSamplingParams) -> Recording | DiffusionOutput:
@@ -208,20 +222,20 @@ class RequestRecordingMixin(PrefixSharing):
             shape=self._model.latent_shape(sampling.geometry),
             sigmas=self._model.sigmas(sampling.num_steps, sampling.geometry),
             device=get_local_device(),
-            condition=self._encode_for(order, request.inputs.text),
-            negative_condition=self._encode_for(order, request.negative_inputs.text) if sampling.is_guided else None,
+            condition=self._encode_for(order, request.inputs),
+            negative_condition=self._encode_for(order, request.negative_inputs) if sampling.is_guided else None,
             start_s=start_s,
             adapter=adapter,
         )
 
-    def _encode_for(self, order: RecordingOrder, text: str) -> Condition:
+    def _encode_for(self, order: RecordingOrder, inputs: PromptInputs) -> Condition:
         with self._encoding, self.prompt_cache_for(order):
-            return self._encode(text)
+            return self._encode(inputs)
 
-    def _encode(self, text: str) -> Condition:
+    def _encode(self, inputs: PromptInputs) -> Condition:
         """Check and encode one prompt. The caller holds `_encoding`."""
-        self._check_prompt(text)
-        return {name: tensor.to(self.od_config.dtype) for name, tensor in self.encode_text(text).items()}
+        self._check_prompt(inputs.text)
+        return {name: tensor.to(self.od_config.dtype) for name, tensor in self.encode_inputs(inputs).items()}
 
     def _hand_over(self, request: OmniDiffusionRequest, recording: Recording) -> OmniDiffusionRequest:
         """A copy of the request for the pipeline; vLLM-Omni's own request is not modified."""
@@ -236,6 +250,6 @@ class RequestRecordingMixin(PrefixSharing):
         return handed_over
 
     @torch.no_grad()
-    def encode_condition(self, text: str) -> Condition:
+    def encode_condition(self, inputs: PromptInputs) -> Condition:
         with self._encoding:
-            return move_condition(self._encode(text), "cpu")
+            return move_condition(self._encode(inputs), "cpu")

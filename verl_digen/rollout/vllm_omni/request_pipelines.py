@@ -46,6 +46,7 @@ class FluxRecording(RequestRecordingMixin):
     def __init__(self, *, od_config: OmniDiffusionConfig, prefix: str = ""):
         super().__init__(od_config=od_config, prefix=prefix)  # type: ignore[call-arg]
         _name_packed_layers(self.transformer)  # type: ignore[attr-defined]
+        cast_encoders(self)
 
     def encode_text(self, text: str) -> Condition:
         embeds, pooled, _ = self.encode_prompt(  # type: ignore[attr-defined]
@@ -59,17 +60,23 @@ class FluxRecording(RequestRecordingMixin):
 
 
 class WanRecording(RequestRecordingMixin):
-    """Wan2.1 and Wan2.2, text to video."""
+    """Wan2.1 and Wan2.2; `frame_pipelines.py` adds images."""
 
     _model: wan.Wan
 
-    def encode_text(self, text: str) -> Condition:
+    def encode_text(self, text: str, **images: Any) -> Condition:
+        """Encode one prompt.
+
+        Args:
+            images: further arguments of `encode_prompt`, which then also returns items of the condition.
+        """
         # diffusers' pipeline cleans the text more thoroughly than vLLM-Omni's
         text = prompt_clean(text)
-        embeds, _ = self.encode_prompt(  # type: ignore[attr-defined]
-            prompt=text, do_classifier_free_guidance=False, max_sequence_length=wan.MAX_TEXT_TOKENS
+        embeds, _, *items = self.encode_prompt(  # type: ignore[attr-defined]
+            prompt=text, do_classifier_free_guidance=False, max_sequence_length=wan.MAX_TEXT_TOKENS, **images
         )
-        return {"embeds": embeds[0, : len(self.tokenizer(text).input_ids)]}  # type: ignore[attr-defined]
+        own = embeds[0, : len(self.tokenizer(text).input_ids)]  # type: ignore[attr-defined]
+        return {"embeds": own, **dict(items)}
 
     def set_guidance(self, params: OmniDiffusionSamplingParams, sampling: Sampling) -> None:
         """Set one guidance scale for both experts."""
@@ -96,7 +103,11 @@ class HandsOverEncoded(RequestRecordingMixin):
 
     @property
     def _own_encode_prompt(self) -> Callable[..., Any]:
-        return self._cached_encode_prompt or super().encode_prompt  # type: ignore[misc]
+        return self._cached_encode_prompt or self._pipelines_encode_prompt
+
+    @property
+    def _pipelines_encode_prompt(self) -> Callable[..., Any]:
+        return super().encode_prompt  # type: ignore[misc]
 
     def _conditions_of_request(self, **arguments: Any) -> tuple[Any, ...]:
         assert self._schedule is not None
@@ -107,7 +118,7 @@ class HandsOverEncoded(RequestRecordingMixin):
         """The conditions in the form that the pipeline's `encode_prompt` returns."""
         raise NotImplementedError
 
-    def prompt_fields(self, recording: Recording) -> dict[str, Tensor]:
+    def prompt_fields(self, recording: Recording) -> dict[str, Any]:
         return {}
 
 
@@ -133,7 +144,7 @@ class ZImageRecording(HandsOverEncoded):
 
 
 class HunyuanVideo15Recording(HandsOverEncoded):
-    """HunyuanVideo 1.5, text to video."""
+    """HunyuanVideo 1.5; `frame_pipelines.py` adds images."""
 
     tiles_vae = True
 
@@ -141,11 +152,16 @@ class HunyuanVideo15Recording(HandsOverEncoded):
         super().__init__(od_config=od_config, prefix=prefix)  # type: ignore[call-arg]
         _name_packed_layers(self.transformer)  # type: ignore[attr-defined]
 
-    def encode_text(self, text: str) -> Condition:
-        embeds, mask, glyphs, glyph_mask, *_ = self._own_encode_prompt(
-            prompt=text, device=get_local_device(), dtype=self.od_config.dtype
-        )
-        return {"embeds": embeds[0][mask[0].bool()], "glyphs": glyphs[0][glyph_mask[0].bool()]}
+    def encode_text(self, text: str, **images: Any) -> Condition:
+        """Encode one prompt.
+
+        Args:
+            images: further arguments of `encode_prompt`, which then also returns items of the condition.
+        """
+        found = self._own_encode_prompt(prompt=text, device=get_local_device(), dtype=self.od_config.dtype, **images)
+        (embeds, mask, glyphs, glyph_mask), items = found[:4], found[8:]  # without those of a negative prompt
+        condition = {"embeds": embeds[0][mask[0].bool()], "glyphs": glyphs[0][glyph_mask[0].bool()]}
+        return condition | dict(items)
 
     def encoded(self, recording: Recording) -> tuple[Any, ...]:
         """Tokens and masks of prompt and glyphs, then those of the negative prompt."""
@@ -155,6 +171,12 @@ class HunyuanVideo15Recording(HandsOverEncoded):
                 tokens = None if condition is None else condition[name].unsqueeze(0)
                 given += [tokens, None if tokens is None else torch.ones_like(tokens[..., 0])]
         return tuple(given)
+
+
+def cast_encoders(pipeline: Any) -> None:
+    """Cast the text encoders of one of vLLM-Omni's pipelines, which loads them in the dtype of their files."""
+    for folder in pipeline._encoder_modules:
+        getattr(pipeline, folder).to(pipeline._model.part_dtype(folder, pipeline.od_config.dtype))
 
 
 def _name_packed_layers(transformer: Any) -> None:

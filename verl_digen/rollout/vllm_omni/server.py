@@ -82,6 +82,7 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         self.digen = self.model_config.digen
         self._model = load_model(self.model_config.local_path)
         self._check_prompt = self._model.load_prompt_check()
+        self._takes_images = self._model.spec.num_images[1] > 0
         self._latents_dtype = PrecisionType.to_dtype(self.digen.rollout.latents_dtype)
         self._sends_adapter = self.model_config.adapter_config() is not None
         self._init_state()
@@ -163,7 +164,7 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         """
         request: SampleRequest = sampling_params["request"]
         for inputs in request.branches:  # here, because in the engine an error would fail all requests of the same step
-            self._check_prompt(only_text(inputs))
+            self._check_prompt(inputs.text if self._takes_images else only_text(inputs))
         await self._gate.wait()
         if not self._is_whole:
             raise RuntimeError(f"a weight update was interrupted: {NOT_WHOLE}")
@@ -173,6 +174,7 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         return Generation(
             trajectory=record["trajectory"],
             pixels=record["pixels"],
+            audio=record["audio"],
             started_s=record["start_s"],
             ended_s=record["end_s"],
             experts=experts_of(self._model, record["trajectory"]),
@@ -255,8 +257,7 @@ class vLLMOmniHttpServer(vLLMHttpServer):
             ValueError: the encoder refuses a prompt.
         """
         try:
-            texts = tuple(only_text(inputs) for inputs in request.branches)
-            conditions = (await self._call_workers("encode", texts))[0]  # equal on every worker
+            conditions = (await self._call_workers("encode", request.branches))[0]  # equal on every worker
         except RuntimeError as error:
             raise ValueError(f"the prompts of group {request.uid} cannot be encoded: {error}") from error
         return conditions[0], conditions[1] if request.sampling.is_guided else None

@@ -28,6 +28,8 @@ from vllm_omni.diffusion.data import DiffusionOutput
 from vllm_omni.diffusion.worker.input_batch import InputBatch
 from vllm_omni.diffusion.worker.utils import StepRequestState
 
+from verl_digen.inputs import PromptInputs
+from verl_digen.models.text import only_text
 from verl_digen.rollout.vllm_omni.prefixes import PrefixSharing
 from verl_digen.rollout.vllm_omni.recorder import RECORDED, Recording, take_steps
 from verl_digen.rollout.vllm_omni.requests import ORDER, RecordingOrder
@@ -78,7 +80,8 @@ class StepRecordingMixin(PrefixSharing):
         return {"embeds": embeds[0, : num_tokens[0]].clone()}
 
     @torch.no_grad()
-    def encode_condition(self, text: str) -> Condition:
+    def encode_condition(self, inputs: PromptInputs) -> Condition:
+        text = only_text(inputs)
         embeds, _ = self.encode_prompt(prompt=text, max_sequence_length=self.tokenizer_max_length)  # type: ignore
         return move_condition(self.read_condition(embeds, [embeds.shape[1]]), "cpu")
 

@@ -39,6 +39,7 @@ from vllm_omni.diffusion.sched.interface import DiffusionSchedulerOutput
 from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExtension
 from vllm_omni.platforms import current_omni_platform
 
+from verl_digen.inputs import PromptInputs
 from verl_digen.models import load_model
 from verl_digen.models.base import DiffusionModel
 from verl_digen.models.checkpoint import load_network
@@ -284,9 +285,9 @@ class WeightReceiverExtension(CustomPipelineWorkerExtension):
             self._pipeline.weight_version = self._pipeline.adapter_versions[self.lora_manager._active_adapter_id]
 
     # -- queries ------------------------------------------------------------------------------------------
-    def encode(self, texts: tuple[str, ...]) -> list[Condition]:
+    def encode(self, prompts: tuple[PromptInputs, ...]) -> list[Condition]:
         """Conditions of prompts; computed between two steps of the running batch, or concurrently (`engine.ASIDE`)."""
-        return [self._pipeline.encode_condition(text) for text in texts]
+        return [self._pipeline.encode_condition(inputs) for inputs in prompts]
 
     def prompt_cache_stats(self) -> dict[str, int]:
         """`hits`, `misses` and `size` of the cache of prompt embeddings."""
