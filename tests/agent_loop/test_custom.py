@@ -52,6 +52,7 @@ def make_worker(agent_loop: str) -> Any:
         "dataset_cls": None,
         "tools": [],
         "_rewards": SimpleNamespace(reads_latents=False),
+        "_environments": None,
     }
     vars(worker).update(given)
     return worker

@@ -2,15 +2,19 @@
 """Tags that a worker makes of generated and scored samples."""
 
 import asyncio
+import wave
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from verl_digen.agent_loop.generated import GroupsBeingGenerated
 from verl_digen.agent_loop.manager import DiffusionAgentLoopWorker
+from verl_digen.audio import Audio
 from verl_digen.config import DigenConfig
+from verl_digen.observe.group_pictures import GroupPictures
 from verl_digen.sampling.requests import SINGLE_TURN
 from verl_digen.types import (
     CleanRecord,
@@ -65,6 +69,33 @@ def test_a_tag_tells_the_points_of_its_sample_and_when_it_was_made(record, exper
     assert (tag.generated, tag.scored, tag.reward) == ((1.0, 2.0), (3.0, 4.0), 0.5)
     assert (tag.seed, tag.version, tag.last_version, tag.condition_key) == (7, 3, 3, "key")
     assert (tag.parts, tag.calls) == ({"shapes": 0.5}, (CALL,))
+
+
+@pytest.mark.parametrize("validate", [True, False])
+def test_the_sound_of_a_video_reaches_its_reward_and_a_file(tmp_path, validate):
+    seen: list[Audio | None] = []
+
+    class Listening:
+        async def score(self, sample: RewardInput, *, version: int, group_size: int) -> Any:
+            seen.append(sample.audio)
+            return Score(0.5, {}, ()), (3.0, 4.0)
+
+    worker = make_worker()
+    worker.digen = DigenConfig(num_logged_groups=1, logged_groups_every=1)
+    worker.rollout_config.val_kwargs = SimpleNamespace(n=1)
+    worker.config = SimpleNamespace(data=SimpleNamespace(train_batch_size=1))
+    worker._rewards, worker._run_dir, worker._group_pictures = Listening(), tmp_path, GroupPictures(tmp_path)
+    uid = "val-00000" if validate else "p00000000"
+    trajectory = Trajectory(uid, 0, CLEAN, 7, 3, 3, SAMPLING, "key")
+    sound = Audio(np.full((2, 30), 0.5, np.float32), rate_hz=400)
+    pixels = torch.zeros(2, 16, 16, 3, dtype=torch.uint8)
+    generation = Generation(trajectory, pixels, started_s=1.0, ended_s=2.0, experts=(), audio=sound)
+    asyncio.run(worker._finish(generation, PromptRow("a cat", "test", None, uid=uid, index=0), 1, validate=validate))
+    assert seen == [sound]
+    (path,) = tmp_path.rglob("*.wav")
+    assert path.with_suffix(".gif").is_file() and path.with_suffix(".png").is_file()
+    with wave.open(str(path)) as file:
+        assert (file.getnchannels(), file.getnframes(), file.getframerate()) == (2, 30, 400)
 
 
 @pytest.mark.parametrize(("index", "reward"), [(0, 1.0), (1, 0.0)], ids=["chosen", "rejected"])

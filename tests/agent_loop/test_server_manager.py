@@ -35,7 +35,9 @@ class Server:
         self.is_ended = False
         self.num_asked = 0
         self.asked = []
+        self.aborted = []
         self.generate, self.check_health = remote(self._generate), remote(self._check_health)
+        self.abort_request = SimpleNamespace(remote=self.aborted.append)
 
     async def _generate(self, name, prompt_ids, sampling_params):
         self.num_asked += 1
@@ -122,6 +124,20 @@ def test_a_replica_that_lives_and_never_ends_is_ended_when_a_run_may_wait_no_lon
     stuck, other = Server(takes_s=1e9), Server()
     sample, took_s = generate(monkeypatch, stuck=stuck, other=other)
     assert sample == "from other" and stuck.is_ended and 1000.0 <= took_s <= 1102.0
+
+
+def test_a_sample_that_is_not_wanted_any_more_is_withdrawn_from_its_replica():
+    server = Server(takes_s=900.0)
+
+    async def run():
+        client = Client(Balancer(one=server))
+        wanted = asyncio.create_task(client.generate_sample(sample_request(DIGEN, ROW, 2, step=1, validate=True)))
+        await asyncio.sleep(1.0)
+        wanted.cancel()
+        await asyncio.wait([wanted])
+        return wanted.cancelled()
+
+    assert run_in_virtual_time(run()) and server.aborted == ["val-00000_2"]
 
 
 def test_a_blip_is_no_death(monkeypatch):

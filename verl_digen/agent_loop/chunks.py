@@ -86,8 +86,8 @@ class ChunkRunner(Generic[Generated, Scored]):
     """Puts the samples' rows into TransferQueue for the trainer ranks -> their tags."""
     on_settled: Callable[[ChunkOrder], None] = lambda order: None
     """Called when every sample of a chunk has its outcome, or the chunk is discarded."""
-    _generating: dict[int, tuple[ChunkOrder, Any]] = field(default_factory=dict)
-    """Chunk id -> its order, and the replica's server."""
+    _generating: dict[int, tuple[ChunkOrder, Any, Sequence[asyncio.Task[None]]]] = field(default_factory=dict)
+    """Chunk id -> its order, the replica's server, and a task per sample."""
     _scoring: dict[int, tuple[ChunkOrder, dict[int, asyncio.Task[Scored]]]] = field(default_factory=dict)
 
     async def generate(self, order: ChunkOrder, server: Any) -> GeneratedChunk:
@@ -100,8 +100,9 @@ class ChunkRunner(Generic[Generated, Scored]):
             if order.chunk_id in self._scoring:  # else discarded
                 scoring[index] = asyncio.create_task(self._score(order, generated))
 
-        self._generating[order.chunk_id] = order, server
-        outcomes = await asyncio.gather(*map(run, order.samples), return_exceptions=True)
+        tasks = [asyncio.create_task(run(index)) for index in order.samples]
+        self._generating[order.chunk_id] = order, server, tasks
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
         del self._generating[order.chunk_id]
         _raise_stop(outcomes)
         errors = {
@@ -112,13 +113,16 @@ class ChunkRunner(Generic[Generated, Scored]):
         is_lost = any(isinstance(error, RayActorError) for error in errors.values())
         if is_lost:
             self.discard(order.chunk_id)
-        return GeneratedChunk({index: describe(error) for index, error in errors.items()}, is_lost)
+        return GeneratedChunk({index: _reason(error) for index, error in errors.items()}, is_lost)
 
     async def cancel(self, chunk_id: int) -> None:
-        """Cancel the chunk's samples on its replica. No effect once it is generated."""
+        """Cancel the chunk's samples on its replica, and those that wait for an environment. No effect once it is
+        generated."""
         if chunk_id in self._generating:
-            order, server = self._generating[chunk_id]
+            order, server, tasks = self._generating[chunk_id]
             await asyncio.gather(*(self.withdraw_sample(order, index, server) for index in order.samples))
+            for task in tasks:
+                task.cancel()
 
     def discard(self, chunk_id: int) -> None:
         """Drop the chunk: none of its samples is scored or published from now on. No effect for an unknown chunk."""
@@ -163,6 +167,11 @@ class ChunkRunner(Generic[Generated, Scored]):
         if not scored:
             return ScoredChunk({}, failures)
         return ScoredChunk(await self.publish(order, scored), failures)
+
+
+def _reason(error: BaseException) -> str:
+    """Why a sample was not generated."""
+    return "it was withdrawn" if isinstance(error, asyncio.CancelledError) else describe(error)
 
 
 def _raise_stop(outcomes: Sequence[Any]) -> None:

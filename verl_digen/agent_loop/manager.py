@@ -22,23 +22,30 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorke
 
 from verl_digen.agent_loop.chunks import ChunkOrder, ChunkRunner, GeneratedChunk, ScoredChunk
 from verl_digen.agent_loop.custom import make_agent_loop
+from verl_digen.agent_loop.environment import EnvironmentAgentLoop
+from verl_digen.agent_loop.episode import Episode
+from verl_digen.agent_loop.first_complete import first_complete
 from verl_digen.agent_loop.generated import GroupsBeingGenerated
 from verl_digen.agent_loop.pairs import pair_score
-from verl_digen.agent_loop.server_manager import ServerClient
+from verl_digen.agent_loop.server_manager import DiffusionServerClient, ServerClient
 from verl_digen.agent_loop.single_turn import DiffusionSingleTurnAgentLoop
+from verl_digen.config import digen_config
 from verl_digen.data.rows import ROW, loop_columns, loop_row
+from verl_digen.environments.actors import StartedEnvironments
+from verl_digen.environments.registry import environment_class
+from verl_digen.environments.workers import EnvironmentWorkers
 from verl_digen.errors import describe
 from verl_digen.observe.group_pictures import GroupPictures, is_group_logged, is_step_logged
-from verl_digen.observe.images import image_path, is_logged, save_pixels
+from verl_digen.observe.images import is_logged, save_pixels
+from verl_digen.observe.run_files import image_path
 from verl_digen.reward.sample_rewards import SampleRewards
 from verl_digen.sampling.requests import SINGLE_TURN, request_id, sample_request
-from verl_digen.store.conditions import put_condition
-from verl_digen.store.keys import SampleName, group_number
+from verl_digen.store.conditions import ConditionPair, put_condition
+from verl_digen.store.keys import SampleName, group_number, own_condition_key
 from verl_digen.store.partitions import TRAIN, VAL
 from verl_digen.store.prompts import PromptStatus, publish_status
 from verl_digen.store.samples import put_samples, put_tags
 from verl_digen.types import (
-    Condition,
     Generation,
     GroupTags,
     PromptRow,
@@ -57,8 +64,8 @@ class ScoredSample:
     """One sample, generated and scored, before its group is published."""
 
     trajectory: Trajectory
-    condition: tuple[Condition, Condition | None] | None
-    """The prompt's conditions, positive and negative, if the sample carries them."""
+    conditions: Mapping[str, ConditionPair]
+    """Key -> conditions, positive and negative, that the sample carries: its prompt's, or those of its turns."""
     tag: SampleTag
 
 
@@ -73,7 +80,9 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         super().__init__(*args, **kwargs)
         self.digen = self.llm_client.digen
         self._rewards = SampleRewards.of_run(self.config, self.reward_loop_worker_handles, self.digen)
-        self._single_turn = DiffusionSingleTurnAgentLoop(self.llm_client)
+        self._environments = self._connect_environments()
+        own = self._make_loop if self.digen.environment.is_on else DiffusionSingleTurnAgentLoop
+        self._loop = own(self.llm_client)
         self._run_dir = Path(self.config.trainer.default_local_dir)
         self._group_pictures = GroupPictures(self._run_dir)
         self._being_generated = GroupsBeingGenerated()
@@ -96,21 +105,23 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         await publish_status(partition, uid, PromptStatus("running"))
         params = {**sampling_params, "validate": validate}
         columns = {**loop_columns(row), "global_steps": step, "agent_name": prompt["agent_name"]}
-        telling = self._tell_generated(partition, uid, num_samples)
+        num_begun = num_samples if validate else num_samples + self.digen.environment.extra_episodes
+        telling = self._tell_generated(partition, uid, num_begun)
         tasks = [
             asyncio.create_task(self._run_agent_loop(params, trajectory, trace=trace, session_id=index, **columns))
-            for index in range(num_samples)
+            for index in range(num_begun)
         ]
         for index, task in enumerate(tasks):
             task.add_done_callback(partial(self._on_sample_ended, uid, index))
-        outcomes = await asyncio.gather(*tasks, *telling, return_exceptions=True)
-        self._rewards.settled(uid, range(num_samples))
-        failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-        if not failures:
-            try:
-                await self._publish(uid, partition, [task.result() for task in tasks], step)
-            except Exception as error:  # the prompt must reach a final status, or the trainer waits forever
-                failures = [error]
+        samples, failures = await first_complete(tasks, num_samples)
+        self._rewards.settled(uid, range(num_begun))
+        try:
+            await asyncio.gather(*telling)
+            if len(samples) == num_samples:
+                await self._publish(uid, partition, noting(samples, len(failures)), step)
+                failures = []
+        except Exception as error:  # the prompt must reach a final status, or the trainer waits forever
+            failures = [error]
         if failures:
             logger.error(
                 "group %s failed: %d of %d samples: %s", uid, len(failures), num_samples, describe(failures[0])
@@ -148,23 +159,26 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
     ) -> ScoredSample:
         """Run one sample. verl creates an agent loop per sample through Hydra, which costs more than a small picture;
         ours is stateless, so one instance serves all. A custom loop (another `agent_name`) is created verl's way."""
-        if agent_name != SINGLE_TURN:
+        if agent_name != SINGLE_TURN:  # none with an environment, see `preflight`
             return await super()._run_agent_loop(
                 sampling_params, trajectory, agent_name=agent_name, trace=trace, **columns
             )
-        output = await self._single_turn.run(sampling_params, **columns)
+        output = await self._loop.run(sampling_params, **columns)
         return await self._agent_loop_postprocess(output, trajectory["validate"], **columns)
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **columns: Any) -> ScoredSample:
         """Score one generation; called by verl's `_run_agent_loop` with what the agent loop returned."""
         return await self._finish(output, loop_row(columns), columns["global_steps"], validate=validate)
 
-    async def _finish(self, generation: Generation, row: PromptRow, step: int, *, validate: bool) -> ScoredSample:
-        """Score one generation, and save its picture where that is wanted."""
+    async def _finish(self, output: Generation | Episode, row: PromptRow, step: int, *, validate: bool) -> ScoredSample:
+        """Score one generation, or one episode by its last picture too, and save its picture where that is wanted."""
+        episode = output if isinstance(output, Episode) else None
+        generation = output.generation if isinstance(output, Episode) else output
         trajectory = generation.trajectory
         self._being_generated.ended(trajectory.uid, trajectory.sample_index)
         group_size = self.rollout_config.val_kwargs.n if validate else self.rollout_config.n
         score, scored = await self._score(generation, row, group_size, validate=validate)
+        score = score if episode is None else episode.scored(score)
         tag = SampleTag(
             reward=score.total,
             parts=score.parts,
@@ -181,16 +195,20 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
             condition_key=self._condition_key(trajectory),
             calls=score.calls,
             num_shared_steps=trajectory.num_shared_steps,
+            num_skipped_steps=trajectory.num_skipped_steps,
             nodes=trajectory.nodes,
+            episode=None if episode is None else episode.facts,
         )
         if validate and trajectory.sample_index == 0 and is_logged(row.index, self.digen.num_logged_images):
             path = image_path(self._run_dir, step, row.uid)
-            await asyncio.to_thread(save_pixels, generation.pixels, path, row.images)
+            await asyncio.to_thread(save_pixels, generation.pixels, path, row.images, generation.audio)
         if not validate and self._shows_group(step, row.uid):
-            shown = step, row.uid, trajectory.sample_index, score.total, generation.pixels, row.images
+            shown = step, row.uid, trajectory.sample_index, score.total, generation.pixels, row.images, generation.audio
             await asyncio.to_thread(self._group_pictures.offer, *shown)
-        condition = None if generation.condition is None else (generation.condition, generation.negative_condition)
-        return ScoredSample(trajectory, condition, tag)
+        conditions: Mapping[str, ConditionPair] = {} if episode is None else episode.conditions
+        if generation.condition is not None:
+            conditions = {tag.condition_key: (generation.condition, generation.negative_condition)}
+        return ScoredSample(trajectory, conditions, tag)
 
     def _shows_group(self, step: int, uid: str) -> bool:
         """True if the best and the worst sample of the training group `uid` are saved."""
@@ -203,7 +221,8 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         """Key of its prompt's conditions; the driver knows those of its own prompts, and so when each is unused. A
         custom agent loop may rewrite a prompt: its groups share no conditions."""
         key = trajectory.condition_key
-        return key if self.rollout_config.agent.default_agent_loop == SINGLE_TURN else f"{trajectory.uid}-{key}"
+        is_own = self.rollout_config.agent.default_agent_loop != SINGLE_TURN
+        return own_condition_key(trajectory.uid, key) if is_own else key
 
     async def _score(
         self, generation: Generation, row: PromptRow, group_size: int, *, validate: bool
@@ -214,7 +233,7 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
             return pair_score(trajectory.sample_index)
         row, index = replace(row, uid=trajectory.uid), trajectory.sample_index
         pixels, latents = generation.pixels.numpy(), generation.latents
-        sample = RewardInput(pixels, row, index, is_validation=validate, latents=latents)
+        sample = RewardInput(pixels, row, index, is_validation=validate, latents=latents, audio=generation.audio)
         return await self._rewards.score(sample, version=trajectory.version, group_size=group_size)
 
     async def _publish(self, uid: str, partition: str, samples: list[ScoredSample], step: int) -> None:
@@ -230,8 +249,8 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
     async def _publish_rows(self, samples: Sequence[ScoredSample], step: int) -> None:
         """Put trajectories, and the prompt's conditions if one of the samples carries them, into TransferQueue."""
         for sample in samples:
-            if sample.condition is not None:
-                await put_condition(sample.tag.condition_key, *sample.condition)
+            for key, pair in sample.conditions.items():
+                await put_condition(key, *pair)
         await put_samples({_key(sample): (sample.trajectory, sample.tag) for sample in samples}, step)
 
     # -- chunks, called by the trainer's conductor --------------------------------------------------------
@@ -281,9 +300,21 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         """Wait until a generated chunk's samples are scored and published -> their tags."""
         return await self._chunks.collect(chunk_id)
 
-    async def _generate_for_chunk(self, order: ChunkOrder, index: int, server: Any) -> Generation:
+    def _connect_environments(self) -> EnvironmentWorkers | None:
+        """Connect to the run's environments; None without them."""
+        config = self.digen.environment
+        return EnvironmentWorkers(self.llm_client.environments, config, self.digen.deadlines) if config.is_on else None
+
+    def _make_loop(self, client: DiffusionServerClient | ServerClient) -> Any:
+        """Make the run's agent loop, which requests samples from `client`."""
+        if self._environments is None:
+            return make_agent_loop(self.rollout_config.agent.default_agent_loop, self, client)
+        edits = environment_class(self.digen.environment).edits
+        return EnvironmentAgentLoop(client, self._environments, edits=edits)
+
+    async def _generate_for_chunk(self, order: ChunkOrder, index: int, server: Any) -> Generation | Episode:
         client = ServerClient(server, self.digen, wants_latents=self._rewards.reads_latents)
-        loop = make_agent_loop(self.rollout_config.agent.default_agent_loop, self, client)
+        loop = self._make_loop(client)
         columns = {**loop_columns(order.row), "global_steps": order.step, "session_id": index}
         return await loop.run({"validate": False}, **columns)
 
@@ -293,7 +324,7 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         except RayActorError:
             logger.debug("sample %d of group %s was withdrawn from a replica that is lost", index, order.uid)
 
-    async def _score_for_chunk(self, order: ChunkOrder, generation: Generation) -> ScoredSample:
+    async def _score_for_chunk(self, order: ChunkOrder, generation: Generation | Episode) -> ScoredSample:
         return await self._finish(generation, order.row, order.step, validate=False)
 
     def _on_settled(self, order: ChunkOrder) -> None:
@@ -302,6 +333,15 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
     async def _publish_chunk(self, order: ChunkOrder, scored: Mapping[int, ScoredSample]) -> GroupTags:
         await self._publish_rows(list(scored.values()), order.step)
         return {index: sample.tag for index, sample in scored.items()}
+
+
+def noting(samples: Sequence[ScoredSample], num_failed: int) -> list[ScoredSample]:
+    """The samples of a group, the first of which notes how many episodes failed beside them."""
+    first, *others = samples
+    if first.tag.episode is None:
+        return list(samples)
+    episode = replace(first.tag.episode, num_failed=num_failed)
+    return [replace(first, tag=replace(first.tag, episode=episode)), *others]
 
 
 def _key(sample: ScoredSample) -> str:
@@ -314,3 +354,8 @@ class DiffusionAgentLoopManager(AgentLoopManagerTQ):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.agent_loop_workers_class = ray.remote(DiffusionAgentLoopWorker)
+        digen = digen_config(self.config)
+        self._environments = StartedEnvironments(digen) if digen.environment.is_on else None
+        """Kept: workers of environments restart as long as it lives."""
+        if self._environments is not None:
+            self.llm_client.environments = tuple(self._environments.handles)  # type: ignore[attr-defined]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -36,6 +37,9 @@ class DiffusionServerClient(LLMServerClient):
     A replica that is overdue is asked for a sign of life. If it gives none, it is lost and its process is killed; if it
     does, its queue is long, and the client keeps waiting.
     """
+
+    environments: Sequence[Any] = ()
+    """Handles of the run's environment workers, for agent loop workers; set by the driver."""
 
     @cached_property
     def digen(self) -> DigenConfig:
@@ -84,6 +88,9 @@ class DiffusionServerClient(LLMServerClient):
                 await asyncio.wait([generating], timeout=bound.seconds)
                 if not generating.done():
                     await self._require_life(replica, server, waited_s=loop.time() - began_s)
+        except asyncio.CancelledError:  # the sample is not wanted any more
+            server.abort_request.remote(request_id(request.uid, request.sample_index))
+            raise
         finally:
             generating.cancel()
         self._deadlines.observe("generate", replica, seconds=loop.time() - began_s)

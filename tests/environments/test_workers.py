@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Environment workers that die: as real Ray actors, and in this process at chosen moments."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from tests.environments import worlds
+from tests.environments.local import connect
+from tests.environments.worlds import Mortal
+from verl_digen.config import DigenConfig, EnvironmentConfig
+from verl_digen.environments.actors import StartedEnvironments
+from verl_digen.environments.base import Environment, Instruction, TurnResult
+from verl_digen.environments.registry import environment_class, environment_settings
+from verl_digen.environments.workers import EnvironmentWorkers, EpisodeDiverged, OpenEpisode
+from verl_digen.schedulers.deadlines import DeadlinesConfig
+from verl_digen.types import PromptRow
+
+ROW = PromptRow("a cat", "test", None, uid="p00000007")
+WORLDS = "tests.environments.worlds"
+
+
+def picture(number: int) -> Any:
+    return np.full((2, 2, 3), number, dtype=np.uint8)
+
+
+async def play(episode: OpenEpisode, first: int) -> tuple[list[float], list[str]]:
+    """Rewards and instructions of an episode with pictures `first`, `first` + 1, ..."""
+    rewards, asked = [], [(await episode.reset()).text]
+    for turn in range(10):
+        result = await episode.step(picture(first + turn))
+        rewards.append(result.reward)
+        if result.done:
+            break
+        assert result.instruction is not None
+        asked.append(result.instruction.text)
+    episode.close()
+    return rewards, asked
+
+
+@pytest.fixture(scope="module")
+def ray_here() -> Iterator[None]:
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.mark.slow
+def test_a_killed_worker_loses_no_episode(ray_here, tmp_path):
+    config = EnvironmentConfig(path=f"{WORLDS}.{Mortal.__name__}", options={"folder": str(tmp_path)}, num_workers=2)
+    started = StartedEnvironments(DigenConfig(environment=config))
+    workers = EnvironmentWorkers(started.handles, config, DeadlinesConfig())
+    episodes = [workers.open(f"e{number}", ROW, 5) for number in range(8)]
+
+    async def run() -> list[Any]:
+        return await asyncio.gather(*(play(episode, 10 * number) for number, episode in enumerate(episodes)))
+
+    for number, (rewards, asked) in enumerate(asyncio.run(run())):
+        assert rewards == [1.0, 2.0, 3.0], "the turns go on where they were"
+        sums = [12 * (10 * number + turn) for turn in range(2)]
+        assert asked == ["a cat 5", f"after {sums[:1]}", f"after {sums}"], "each environment saw its own pictures"
+    assert (tmp_path / "died").exists() and sum(episode.num_retries for episode in episodes) >= 1
+
+
+class Fickle(Environment):
+    """Environment that asks for something else each time it is made."""
+
+    num_made = 0
+
+    def reset(self, row: PromptRow, seed: int) -> Instruction:
+        type(self).num_made += 1
+        return Instruction(f"made {self.num_made}")
+
+    async def step(self, picture: Any) -> TurnResult:
+        return TurnResult(0.0, False, Instruction("on"))
+
+
+def test_an_episode_whose_environment_then_asks_for_something_else_starts_afresh():
+    config = EnvironmentConfig(path=f"{__name__}.{Fickle.__name__}")
+    workers, (worker,) = connect_here(config, Fickle)
+
+    async def run() -> OpenEpisode:
+        episode = workers.open("e", ROW, 5)
+        assert (await episode.reset()).text == "made 1"
+        await episode.step(picture(1))
+        worker.restart()
+        worker.host._class = Fickle
+        with pytest.raises(EpisodeDiverged):
+            await episode.step(picture(2))
+        episode.close()
+        fresh = episode.afresh()
+        assert (await fresh.reset()).text == "made 3" and fresh.num_retries == 1
+        return fresh
+
+    asyncio.run(run())
+
+
+def connect_here(config: EnvironmentConfig, found: type[Environment]) -> tuple[EnvironmentWorkers, list[Any]]:
+    """Workers of a class of this file, which no module path reaches."""
+    stand_in = EnvironmentConfig(path=f"{WORLDS}.Faulty", max_retries=config.max_retries)
+    workers, handles = connect(stand_in)
+    for handle in handles:
+        handle.host._class = found
+    return workers, handles
+
+
+def test_a_restarted_worker_gets_the_pictures_again_and_the_episodes_go_to_the_one_with_the_fewest():
+    config = EnvironmentConfig(path=f"{WORLDS}.Brighter", options={"max_turns": 5})
+    workers, handles = connect(config, num_workers=2)
+
+    async def run() -> None:
+        episodes = [workers.open(f"e{number}", ROW, 5) for number in range(4)]
+        for episode in episodes:
+            await episode.reset()
+        assert [len(handle.host._episodes) for handle in handles] == [2, 2]
+        before = await episodes[0].step(picture(1))
+        handles[0].restart()
+        after = await episodes[0].step(picture(2))
+        assert episodes[0].num_retries == 1 and (before.done, after.reward) == (False, 2 / 255)
+        for episode in episodes:
+            episode.close()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not handles[1].host._episodes, "closed environments are forgotten"
+
+    asyncio.run(run())
+
+
+def test_the_documented_environment_can_be_played(tmp_path):
+    """Play the class of docs/environments.md, from a file of its own."""
+    page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
+    (tmp_path / "mine.py").write_text(page.split("```python\n")[1].split("```")[0])
+    workers, _ = connect(EnvironmentConfig(path=f"{tmp_path / 'mine.py'}:Brighter"))
+    rewards, asked = asyncio.run(play(workers.open("e", ROW, 5), 126))
+    assert rewards == [126 / 255, 127 / 255, 128 / 255] and asked == ["a cat", *["make it brighter"] * 2]
+
+
+def test_a_step_that_takes_too_long_counts_as_failed():
+    config = EnvironmentConfig(
+        path=f"{WORLDS}.Brighter", options={"latency_s": 60.0}, step_timeout_s=0.01, max_retries=0
+    )
+    workers, _ = connect(config)
+
+    async def run() -> None:
+        episode = workers.open("e", ROW, 5)
+        await episode.reset()
+        await episode.step(picture(1))
+
+    with pytest.raises(RuntimeError, match=r"took longer than digen.environment.step_timeout_s=0.01 s"):
+        asyncio.run(run())
+
+
+def test_a_class_of_a_file_is_loaded_once(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(Path(worlds.__file__).read_text())
+    config = EnvironmentConfig(path=f"{path}:Brighter", options={"max_turns": 7})
+    found = environment_class(config)
+    assert found is environment_class(config) is not worlds.Brighter
+    assert environment_settings(config, found).max_turns == 7
+    path.with_name("broken.py").write_text("1 / 0")
+    with pytest.raises(ValueError, match=r"broken.py:X' could not be loaded \(ZeroDivisionError"):
+        environment_class(EnvironmentConfig(path=f"{path.with_name('broken.py')}:X"))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"name": "nonesuch"}, "digen.environment.name must be one of"),
+        ({"path": "nonesuch"}, "digen.environment.path must be FILE.py:NAME or package.module.NAME, got 'nonesuch'"),
+        ({"path": f"{WORLDS}.Nothing"}, "could not be loaded (AttributeError"),
+        ({"path": f"{WORLDS}.BrighterConfig"}, "must name a class of verl_digen.environments.base.Environment, got"),
+        (
+            {"path": f"{WORLDS}.Brighter", "options": {"max_turn": 3}},
+            "digen.environment.options.max_turn must be a setting of Brighter (max_turns, latency_s), got 3; did you "
+            "mean max_turns?",
+        ),
+        (
+            {"path": f"{WORLDS}.Brighter", "options": {"latency_s": "long"}},
+            "options.latency_s must have a value",
+        ),
+    ],
+)
+def test_an_environment_that_cannot_be_made_is_refused_with_the_reason(given, message):
+    config = EnvironmentConfig(**given)
+    with pytest.raises(ValueError) as told:
+        environment_settings(config, environment_class(config))
+    assert message in str(told.value)

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An episode as one sample: its turns' trajectories as one record, and what its environment said.
+
+Its K points are those of its turns, one after the other. So rewards, advantages, selection and scheduling see a sample,
+and the engine finds the settings and conditions of a point by its turn.
+
+Invariant (tests/agent_loop/test_episodes.py): the points of the record are bitwise those of the turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import torch
+
+from verl_digen.environments.base import TurnResult
+from verl_digen.settings import EpisodeFacts, Turn
+from verl_digen.store.conditions import ConditionPair
+from verl_digen.store.keys import own_condition_key
+from verl_digen.types import CleanRecord, Generation, PathRecord, Score, Trajectory
+
+ENVIRONMENT = "environment"
+"""Part of a sample's reward that its environment gave."""
+
+
+@dataclass(frozen=True)
+class PlayedTurn:
+    """One turn: a generation, and the environment's answer to it."""
+
+    generation: Generation
+    result: TurnResult
+    environment_s: float
+
+
+@dataclass(frozen=True)
+class Episode:
+    """A finished episode. Made by the environment's agent loop."""
+
+    played: tuple[PlayedTurn, ...]
+    """At least one."""
+    num_retries: int
+
+    @property
+    def generation(self) -> Generation:
+        """All turns as one generation, whose picture and latents are the last turn's; without conditions.
+
+        Raises:
+            RuntimeError: turns of several weight versions, or pictures of several sizes.
+        """
+        turns = [turn.generation for turn in self.played]
+        return replace(
+            turns[-1],
+            trajectory=joined([turn.trajectory for turn in turns]),
+            started_s=turns[0].started_s,
+            experts=tuple(expert for turn in turns for expert in turn.experts),
+            condition=None,
+            negative_condition=None,
+        )
+
+    @property
+    def facts(self) -> EpisodeFacts:
+        """Facts for the tag."""
+        turns = []
+        for played in self.played:
+            trajectory = played.generation.trajectory
+            turns.append(
+                Turn(
+                    num_steps=len(trajectory.record.sigmas),
+                    sampling=trajectory.sampling,
+                    condition_key=_condition_key(trajectory),
+                    generated=(played.generation.started_s, played.generation.ended_s),
+                    environment_s=played.environment_s,
+                    reward=played.result.reward,
+                )
+            )
+        return EpisodeFacts(tuple(turns), not self.played[-1].result.done, self.num_retries)
+
+    @property
+    def conditions(self) -> Mapping[str, ConditionPair]:
+        """Key -> conditions of each turn whose generation carries them."""
+        return {
+            _condition_key(generation.trajectory): (generation.condition, generation.negative_condition)
+            for generation in (turn.generation for turn in self.played)
+            if generation.condition is not None
+        }
+
+    def scored(self, last: Score) -> Score:
+        """Reward of the episode: the sum of its turns' rewards, and `last`, that of the reward functions for its last
+        picture."""
+        total = sum(turn.result.reward for turn in self.played)
+        details = {f"{ENVIRONMENT}/{name}": float(value) for name, value in self.played[-1].result.details.items()}
+        return Score(total + last.total, {ENVIRONMENT: total, **details, **last.parts}, last.calls)
+
+
+def _condition_key(trajectory: Trajectory) -> str:
+    """Key of a turn's conditions: a turn is of its group alone, so the trainer clears them with the group."""
+    return own_condition_key(trajectory.uid, trajectory.condition_key)
+
+
+def joined(turns: Sequence[Trajectory]) -> Trajectory:
+    """The turns of an episode as one trajectory; settings, seed and condition are the first one's.
+
+    Raises:
+        RuntimeError: turns of several weight versions, or pictures of several sizes.
+    """
+    first = turns[0]
+    versions = {version for turn in turns for version in (turn.version, turn.last_version)}
+    if len(versions) != 1:
+        raise RuntimeError(
+            f"all turns of an episode must have one weight version, but those of sample {first.sample_index} of group "
+            f"{first.uid} have {sorted(versions)}"
+        )
+    records = [turn.record for turn in turns]
+    paths = [record for record in records if isinstance(record, PathRecord)]
+    cleans = [record for record in records if isinstance(record, CleanRecord)]
+    shapes = {record.latents.shape[1:] for record in paths} | {record.clean.shape for record in cleans}
+    if len(shapes) != 1:
+        raise RuntimeError(
+            f"all pictures of an episode must have one size, but the latents of sample {first.sample_index} of group "
+            f"{first.uid} have {sorted(map(tuple, shapes))}; set digen.sampling.size_from_image=false"
+        )
+    record = _joined_paths(paths) if paths else _joined_cleans(cleans)
+    num_shared = sum(turn.num_shared_steps for turn in turns)
+    return replace(
+        first,
+        record=record,
+        condition_key=_condition_key(first),
+        num_shared_steps=num_shared,
+        num_skipped_steps=sum(turn.num_skipped_steps for turn in turns),
+    )
+
+
+def _joined_paths(paths: Sequence[PathRecord]) -> PathRecord:
+    starts = accumulate((len(path.latents) for path in paths[:-1]), initial=0)
+    return PathRecord(
+        latents=torch.cat([path.latents for path in paths]),
+        positions=torch.cat([path.positions + start for path, start in zip(paths, starts, strict=True)]),
+        sigmas=torch.cat([path.sigmas for path in paths]),
+        next_sigmas=torch.cat([path.next_sigmas for path in paths]),
+        sigma_max=torch.stack([path.sigma_max for path in paths]),
+        log_probs=torch.cat([path.log_probs for path in paths]),
+    )
+
+
+def _joined_cleans(cleans: Sequence[CleanRecord]) -> CleanRecord:
+    return CleanRecord(torch.cat([one.clean for one in cleans]), torch.cat([one.sigmas for one in cleans]))

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A vision-language model that judges every picture and says what to change next, over the OpenAI chat protocol.
+
+- It sees the images of the prompt, then the turn's picture, and reads the prompt and the turn's instruction. It must
+  answer with one JSON object and nothing else, {"score": NUMBER, "instruction": TEXT or null}: the score in
+  [0, `max_score`], the instruction of the next turn, or null where nothing is left to do.
+- A turn earns score / `max_score` / `num_turns`. An episode that ends early earns its last score for the turns left,
+  too; so it earns the mean over `num_turns`, 0 to 1.
+- An answer of another form, or a refusal, is asked for again at most `max_asked_again` times, and then the turn fails;
+  it never earns a 0. The detail `asked_again` counts such answers of the episode.
+- Address, retries, limits and the token (`token_env`, an environment variable) are those of the judges
+  (docs/rewards.md). One client serves all episodes of a process, so `max_concurrency` bounds them together.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from verl_digen.environments.base import Environment, Instruction, Picture, TurnResult
+from verl_digen.require import require
+from verl_digen.reward.judges.chat import REWARD_MODEL, ChatModel, JudgeConfig
+from verl_digen.reward.judges.content import Part, fitted, picture_parts, source_images
+from verl_digen.reward.judges.reply import Reply, shown
+from verl_digen.reward.servers.answers import UnusableAnswer
+from verl_digen.types import PromptRow
+
+KEYS = {"score", "instruction"}
+FENCE = "```"
+MAX_INSTRUCTION_CHARS = 2000
+"""Longest instruction that is accepted; the models' prompts are shorter."""
+
+QUESTION = """\
+You judge an image editor. The task is: {task}
+The last instruction to the editor was: {instruction}
+The last picture is its result; pictures before it, if any, are what it began with.
+Give a score from 0 (instruction ignored, or the rest spoilt) to {max_score:g} (done perfectly, the rest kept), and the
+instruction for the next edit, or null if nothing is left to do.
+Answer with one JSON object and nothing else: {{"score": NUMBER, "instruction": "TEXT"}}"""
+"""Text of `question` by default; ours."""
+
+
+@dataclass(frozen=True)
+class VlmJudgeConfig(JudgeConfig):
+    """Settings of `vlm_judge`, beside those of every judge."""
+
+    url: Any = ""
+    num_turns: int = 3
+    """Turns of an episode at most; at most `digen.environment.max_turns`."""
+    max_score: float = 10.0
+    """Score of a perfect picture."""
+    question: str = QUESTION
+    """Text with {task} (the prompt), {instruction} (the turn's) and {max_score}; other braces are written twice."""
+
+    def __post_init__(self) -> None:
+        require(self.url != REWARD_MODEL, "url must be the address of a server", self.url, "e.g. http://host:8000")
+        super().__post_init__()
+        require(self.num_turns >= 1, "num_turns must be >= 1", self.num_turns, "3 is the default")
+        require(0 < self.max_score < float("inf"), "max_score must be > 0 and finite", self.max_score, "leave it out")
+        try:
+            self.asked("a task", "an instruction")
+        except (KeyError, IndexError, ValueError, AttributeError) as error:
+            raise ValueError(
+                "question must be a text with {task}, {instruction} and {max_score} alone, got "
+                f"{self.question!r} ({error}); write other braces twice"
+            ) from error
+
+    def asked(self, task: str, instruction: str) -> str:
+        """Question of one turn."""
+        return self.question.format(task=task, instruction=instruction, max_score=self.max_score)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Answer of the judge."""
+
+    score: float
+    """Between 0 and 1."""
+    instruction: str | None
+
+
+class VlmJudge(Environment):
+    """See the module."""
+
+    config_class = VlmJudgeConfig
+
+    @classmethod
+    def num_turns(cls, config: VlmJudgeConfig) -> int:
+        return config.num_turns
+
+    @classmethod
+    def make_shared(cls, config: VlmJudgeConfig, device: torch.device) -> ChatModel:
+        """Make the client of the judge."""
+        return ChatModel(config, "vlm_judge", "environment")
+
+    def __init__(self, config: VlmJudgeConfig, shared: ChatModel):
+        super().__init__(config, shared)
+        self._chat = shared
+        self._task = self._asked = ""
+        self._sources: list[Part] = []
+        self._num_turns = 0
+        self._unusable: Counter[str] = Counter()
+
+    async def reset(self, row: PromptRow, seed: int) -> Instruction:
+        """Begin with the prompt."""
+        self._task = self._asked = row.text
+        images = [fitted(image, self.config.max_px) for image in source_images(row)]
+        self._sources = await picture_parts(images)
+        return Instruction(row.text)
+
+    async def step(self, picture: Picture) -> TurnResult:
+        """Ask for a score and the next instruction.
+
+        Raises:
+            UnusableAnswer: no answer could be read. ServerError: the server did not answer.
+        """
+        config = self.config
+        frames = picture if picture.ndim == 4 else picture[None]
+        kept = np.linspace(0, len(frames) - 1, min(len(frames), config.num_frames)).round().astype(int)
+        parts = await picture_parts([fitted(Image.fromarray(frames[number]), config.max_px) for number in kept])
+        question = config.asked(self._task, self._asked)
+        call = self._chat.ask([*self._sources, *parts], question, self._read, unusable=self._unusable)
+        (verdict,) = await self._chat.all([call])
+        self._num_turns += 1
+        left = config.num_turns - self._num_turns
+        details = {"asked_again": float(self._unusable["asked_again"]), "turns": float(self._num_turns)}
+        if left == 0 or verdict.instruction is None:
+            return TurnResult(verdict.score * (1 + left) / config.num_turns, True, details=details)
+        self._asked = verdict.instruction
+        return TurnResult(verdict.score / config.num_turns, False, Instruction(self._asked), details)
+
+    def _read(self, reply: Reply) -> Verdict:
+        return read_verdict(reply, self.config.max_score)
+
+
+def read_verdict(reply: Reply, max_score: float) -> Verdict:
+    """Read the JSON object of an answer; a fence of Markdown around it is left out.
+
+    Raises:
+        UnusableAnswer: anything else than the two keys with values of their kind.
+    """
+    text = reply.text
+    if text.startswith(FENCE) and text.endswith(FENCE) and "\n" in text:
+        text = text.partition("\n")[2].removesuffix(FENCE)
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        cut = "; it ended at max_tokens: raise max_tokens" if reply.is_cut else ""
+        raise UnusableAnswer(f"the judge's answer must be JSON ({error}), got {shown(reply.text)}{cut}") from error
+    if not isinstance(found, dict) or set(found) != KEYS:
+        raise UnusableAnswer(f'the judge must answer with "score" and "instruction" alone, got {shown(reply.text)}')
+    score, instruction = found["score"], found["instruction"]
+    if isinstance(score, bool) or not isinstance(score, int | float) or not 0 <= score <= max_score:
+        raise UnusableAnswer(f"the judge's score must be a number in [0, {max_score:g}], got {shown(score)}")
+    if instruction is not None and not (isinstance(instruction, str) and instruction.strip()):
+        raise UnusableAnswer(f"the judge's instruction must be a text or null, got {shown(instruction)}")
+    if instruction is not None and len(instruction) > MAX_INSTRUCTION_CHARS:
+        raise UnusableAnswer(
+            f"the judge's instruction must have at most {MAX_INSTRUCTION_CHARS} characters, got {shown(instruction)}"
+        )
+    return Verdict(float(score) / max_score, None if instruction is None else instruction.strip())
+
+
+ENVIRONMENT = VlmJudge
