@@ -18,9 +18,10 @@ INITIAL_LATENTS = -1
 """The `step` of the initial latents."""
 
 
-def sample_seed(run_seed: int, uid: str, sample_index: int) -> int:
-    """The seed of one sample, in [0, 2**63)."""
-    return keyed_seed("sample", int(run_seed), str(uid), int(sample_index))
+def sample_seed(run_seed: int, uid: str, sample_index: int, turn: int = 0) -> int:
+    """The seed of one sample, or of one turn of its episode, in [0, 2**63)."""
+    later = (int(turn),) if turn else ()
+    return keyed_seed("sample", int(run_seed), str(uid), int(sample_index), *later)
 
 
 def step_noise(seed: int, step: int, shape: Sequence[int]) -> Tensor:

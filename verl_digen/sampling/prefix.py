@@ -10,6 +10,8 @@ In a tree (`digen.branches`) samples share stochastic steps too. From the window
 - one forward serves all samples of the group in the batch that have the same latents (a lane), and
 - one step is taken for all that also take the same noise (an edge). At a split a lane has several edges.
 
+A step that a sample's solver passes over (`digen.sampling.outside`) runs nothing for it.
+
 Samples of a group in other batches are not looked at: each batch runs what its own samples need.
 
 Invariants (tests/sampling/test_prefix.py, test_tree.py): latents at a window's start are bitwise those of a sample that
@@ -25,6 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from verl_digen.algorithms.outside import step_ends
 from verl_digen.sampling.prefix_cache import Prefix, prefix_of
 from verl_digen.types import SampleRequest
 
@@ -36,15 +39,25 @@ class Lanes:
     rows: tuple[int, ...]
     """Rows that run, ascending: the first of each set of equal ones."""
     lane_of: tuple[int | None, ...]
-    """Row -> position in `rows` of the one that is equal to it; None for a row that waits for its window."""
+    """Row -> position in `rows` of the one that is equal to it; None for a row that waits for its window, or passes
+    over the step."""
 
     @property
     def is_whole(self) -> bool:
         """True if every row runs."""
         return len(self.rows) == len(self.lane_of)
 
+    @property
+    def members(self) -> tuple[tuple[int, ...], ...]:
+        """For each row that runs, the rows that are equal to it, itself first."""
+        members: list[list[int]] = [[] for _ in self.rows]
+        for row, lane in enumerate(self.lane_of):
+            if lane is not None:
+                members[lane].append(row)
+        return tuple(map(tuple, members))
+
     def place(self, made: Tensor, before: Tensor) -> Tensor:
-        """[B, ...]: of `made` [R, ...] where a lane ran, of `before` [B, ...] in rows that wait.
+        """[B, ...]: of `made` [R, ...] where a lane ran, of `before` [B, ...] in rows that do not run.
 
         Args:
             made: one entry per row of `rows`.
@@ -73,6 +86,8 @@ class SharedPrefix:
     def __init__(self, requests: Sequence[SampleRequest], initial_seeds: Sequence[int]):
         self._requests = requests
         prefixes = [prefix_of(one, seed) for one, seed in zip(requests, initial_seeds, strict=True)]
+        self.ends = [step_ends(one.sampling.outside, one.window.sde_steps, one.sampling.num_steps) for one in requests]
+        """Row -> `step_ends`."""
         self._begins = [0 if prefix is None else prefix.num_steps for prefix in prefixes]
         """Row -> step before which the samples of its group that start alike are alike."""
         self._starts = [
@@ -100,6 +115,13 @@ class SharedPrefix:
         """Rows that take `step`, each for all that are equal to it afterwards."""
         return self._equal(step, step)
 
+    def num_passed_over(self, row: int) -> int:
+        """Steps that the row itself passes over: those from its window on, where it waits for it."""
+        return self.ends[row][self._own_start(row) :].count(None)
+
+    def _own_start(self, row: int) -> int:
+        return self.waiting[row].num_steps if row in self.waiting else 0
+
     @property
     def num_shared(self) -> tuple[int, ...]:
         """Row -> steps so far that another sample's forward served."""
@@ -111,7 +133,7 @@ class SharedPrefix:
         lane_of: list[int | None] = []
         known: dict[Hashable, int] = {}
         for row, begins in enumerate(self._begins):
-            if row in self.waiting and step < begins:
+            if (row in self.waiting and step < begins) or self.ends[row][step] is None:
                 lane_of.append(None)
                 continue
             key = self._state(row, after) if step < begins or self._requests[row].tree is not None else row

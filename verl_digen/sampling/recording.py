@@ -22,12 +22,12 @@ from verl_digen.types import CleanRecord, PathRecord, SampleRequest, Trajectory
 def initial_seed(run_seed: int, request: SampleRequest) -> int:
     """Seed of a sample's initial noise; that of its group's sample 0 if the group shares one."""
     index = 0 if request.sampling.shared_initial_noise else request.sample_index
-    return sample_seed(run_seed, request.uid, index)
+    return sample_seed(run_seed, request.uid, index, request.turn)
 
 
 def noise_seed(run_seed: int, request: SampleRequest, step: int) -> int:
     """Seed of the noise of a stochastic step: the sample's, or in a tree that of the node that the step leads to."""
-    return sample_seed(run_seed, request.uid, request.noise_index(step))
+    return sample_seed(run_seed, request.uid, request.noise_index(step), request.turn)
 
 
 def experts_of(model: DiffusionModel, trajectory: Trajectory) -> tuple[int, ...]:
@@ -50,6 +50,7 @@ def record_trajectory(
     sigmas: Tensor,
     log_probs_T: Tensor,
     num_shared_steps: int = 0,
+    num_skipped_steps: int = 0,
 ) -> Trajectory:
     """One sample's trajectory, on the CPU.
 
@@ -59,7 +60,7 @@ def record_trajectory(
         path: step -> latents [...], at the `trained_latents`, ascending.
         final: [...] the latents after the last step.
         sigmas: [T+1] on the CPU. log_probs_T: [T], 0 where the step was deterministic.
-        num_shared_steps: see `Trajectory`.
+        num_shared_steps, num_skipped_steps: see `Trajectory`.
     """
     levels = request.noise_levels
     return Trajectory(
@@ -76,6 +77,7 @@ def record_trajectory(
         sampling=request.sampling,
         condition_key=request.condition_key,
         num_shared_steps=num_shared_steps,
+        num_skipped_steps=num_skipped_steps,
         nodes=request.nodes,
     )
 

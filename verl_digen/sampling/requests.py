@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 from verl_digen.algorithms.forward import draw_noise_levels
+from verl_digen.algorithms.outside import EXACT
 from verl_digen.algorithms.window import Window, draw_window
 from verl_digen.config import DigenConfig, SamplingConfig
-from verl_digen.inputs import PromptInputs, fitted_size, source_image
+from verl_digen.image_sizes import IMAGE_SIZES
+from verl_digen.inputs import PromptInputs, SourceImage, source_image
 from verl_digen.types import Geometry, PromptRow, SampleRequest, Sampling
 
 SINGLE_TURN = "diffusion_single_turn"
@@ -25,15 +26,29 @@ def geometry_of(config: SamplingConfig, images: Sequence[tuple[int, int]]) -> Ge
     Args:
         images: (width, height) in px of each image, as it lies in its file.
     """
+    sizes = IMAGE_SIZES[config.image_sizes]
     height, width = config.height_px, config.width_px
     if config.size_from_image and images:
-        height, width = fitted_size(*images[-1], math.sqrt(height * width))
-    return Geometry(height, width, config.num_frames, tuple(fitted_size(*image, config.image_px) for image in images))
+        height, width = sizes.picture(*images[sizes.shaped_by], height * width)
+    read, area_px = sizes.read, config.image_px**2
+    sources = [(height, width) if read is None else read(*image, area_px) for image in images]
+    return Geometry(height, width, config.num_frames, tuple(sources))
+
+
+def inputs_of(text: str, images: tuple[SourceImage, ...], geometry: Geometry, image_px: int) -> PromptInputs:
+    """Inputs of one branch of guidance, for a picture or video of this size."""
+    size = (geometry.num_frames, geometry.height_px, geometry.width_px) if images else None
+    return PromptInputs(text, images, image_px, size)
 
 
 def planned_geometry(config: SamplingConfig, num_images: int) -> Geometry:
-    """Geometry of a prompt with `num_images` images of the shape that pictures have without images."""
-    return geometry_of(config, [(config.width_px, config.height_px)] * num_images)
+    """Geometry of a prompt with images of the shape that pictures have without images.
+
+    Args:
+        num_images: least number of images of the model's prompts; `digen.sampling.planned_images` goes first.
+    """
+    number = num_images if config.planned_images is None else config.planned_images
+    return geometry_of(config, [(config.width_px, config.height_px)] * number)
 
 
 def request_id(uid: str, sample_index: int) -> str:
@@ -74,15 +89,60 @@ def sample_request(
         validate: True for a deterministic validation sample.
 
     Raises:
-        ValueError: an image of the prompt, or a picture of its pair, cannot be read.
+        ValueError: an image of the prompt, or a picture of its pair, cannot be read, or the model's pipeline does not
+            take it.
     """
     request = plain_request(digen, row, sample_index, step=step, validate=validate)
+    _check_images(digen.sampling, request)
     is_picture = digen.trains_pairs and not validate
     return replace(request, picture=source_image(row.pair[sample_index])) if is_picture else request
 
 
-def plain_request(digen: DigenConfig, row: PromptRow, sample_index: int, *, step: int, validate: bool) -> SampleRequest:
-    """`sample_request` without the picture of the data set, for a prompt that may have no pair."""
+def turn_request(
+    digen: DigenConfig,
+    row: PromptRow,
+    sample_index: int,
+    turn: int,
+    images: Sequence[SourceImage],
+    *,
+    step: int,
+    validate: bool,
+) -> SampleRequest:
+    """Request of one turn of an episode; each carries its own conditions.
+
+    Args:
+        row: the prompt, with the turn's instruction as text.
+        images: those that the turn edits, in place of the row's.
+
+    Raises:
+        ValueError: the model's pipeline does not take one of them.
+    """
+    request = plain_request(digen, row, sample_index, step=step, validate=validate, images=images)
+    _check_images(digen.sampling, request)
+    return replace(request, turn=turn, wants_condition=not validate)
+
+
+def _check_images(config: SamplingConfig, request: SampleRequest) -> None:
+    limits = IMAGE_SIZES[config.image_sizes].limits
+    if limits is not None:
+        for image in request.inputs.images:
+            limits.check(image.width_px, image.height_px, image.reference)
+
+
+def plain_request(
+    digen: DigenConfig,
+    row: PromptRow,
+    sample_index: int,
+    *,
+    step: int,
+    validate: bool,
+    images: Sequence[SourceImage] | None = None,
+) -> SampleRequest:
+    """`sample_request` without the picture of the data set, for a prompt that may have no pair.
+
+    Args:
+        images: those that the request reads; None: the row's.
+    """
     config = digen.sampling
     num_steps = config.val_num_steps if validate else config.num_steps
     window, noise_levels = ODE_ONLY, None
@@ -90,16 +150,17 @@ def plain_request(digen: DigenConfig, row: PromptRow, sample_index: int, *, step
         noise_levels = draw_noise_levels(digen.forward, run_seed=digen.seed, uid=row.uid, num_steps=num_steps)
     elif not validate:
         window = draw_window(digen.window, run_seed=digen.seed, uid=row.uid, num_steps=num_steps, step=step)
-    images = tuple(source_image(reference) for reference in row.images)
+    images = tuple(map(source_image, row.images)) if images is None else tuple(images)
+    geometry = geometry_of(config, [(image.width_px, image.height_px) for image in images])
     negative = config.negative_prompt if row.negative is None else row.negative
     return SampleRequest(
         uid=row.uid,
         sample_index=sample_index,
-        inputs=PromptInputs(row.text, images, config.image_px),
-        negative_inputs=PromptInputs(negative, images, config.image_px),
+        inputs=inputs_of(row.text, images, geometry, config.image_px),
+        negative_inputs=inputs_of(negative, images, geometry, config.image_px),
         window=window,
         sampling=Sampling(
-            geometry=geometry_of(config, [(image.width_px, image.height_px) for image in images]),
+            geometry=geometry,
             num_steps=num_steps,
             true_cfg_scale=config.val_true_cfg_scale if validate else config.true_cfg_scale,
             law=digen.sde.law,
@@ -111,6 +172,7 @@ def plain_request(digen: DigenConfig, row: PromptRow, sample_index: int, *, step
             sa_noise=config.sa_noise,
             sa_low=config.sa_low,
             sa_high=config.sa_high,
+            outside=config.outside if window.sde_steps else EXACT,
         ),
         tree=digen.branches.tree(window) if window.sde_steps else None,
         noise_levels=noise_levels,

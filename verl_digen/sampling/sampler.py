@@ -7,6 +7,8 @@
   row's own window decides whether a step is stochastic; other rows take the ODE step.
 - Steps before a window run once for the samples of a group that start alike, by themselves (`prefix_cache`), and steps
   that samples of a tree share run as one (`prefix`). Steps that are not stochastic are those of `Sampling.solver`.
+- Steps outside a window may pass without a forward (`Sampling.outside`): the solver passes over some, and others take a
+  row's last velocity again, as the row's own `StepCache` says. The rows that evaluate the network share a forward.
 - x is rounded to `latents_dtype` when it is made (the initial noise too), and only the rounded x is used
   further: by the log-prob, the next forward, the record and the replay.
 
@@ -29,6 +31,7 @@ from torch import Tensor, nn
 from verl_digen.algorithms.noise import INITIAL_LATENTS, step_noise
 from verl_digen.algorithms.sde import SdeStep, sde_step
 from verl_digen.algorithms.solvers import NOISY, Prediction, denoise_step
+from verl_digen.algorithms.step_cache import StepCache
 from verl_digen.models.base import DiffusionModel
 from verl_digen.sampling.branches import ONE_FORWARD, GuidanceBranches
 from verl_digen.sampling.prefix import Lanes, SharedPrefix
@@ -55,6 +58,22 @@ class _Batch:
     sigmas: Tensor
     """[T+1] on the host."""
     sampling: Sampling
+    prefix: SharedPrefix
+    num_skipped: list[int]
+    """Row -> steps so far that it took without a forward, or passed over before its window."""
+
+    def memory(self) -> _Memory:
+        """Empty memory, before the first step."""
+        outside = self.sampling.outside
+        return _Memory(StepCache(outside.cache, outside.cache_max_skips))
+
+
+@dataclass
+class _Memory:
+    """Numbers of earlier steps that the next one reads, of the rows in `Lanes.lane_of`."""
+
+    cache: StepCache
+    predicted: Prediction | None = None
 
 
 class Sampler:
@@ -116,16 +135,24 @@ class Sampler:
         shape = self.model.latent_shape(sampling.geometry)
         sigmas = self.model.sigmas(sampling.num_steps, sampling.geometry)
         initial_seeds = [initial_seed(self.run_seed, request) for request in requests]
-        batch = _Batch(requests, conditions, negative_conditions, sigmas, sampling)
+        prefix = SharedPrefix(requests, initial_seeds)
+        batch = _Batch(
+            requests,
+            conditions,
+            negative_conditions,
+            sigmas,
+            sampling,
+            prefix,
+            list(map(prefix.num_passed_over, range(len(requests)))),
+        )
 
         latents = torch.stack([step_noise(seed, INITIAL_LATENTS, shape) for seed in initial_seeds])
         latents = to_device(latents, self.device, self.latents_dtype)
         recorded = {step for request in requests for step in trained_latents(request.window)}
-        prefix = SharedPrefix(requests, initial_seeds)
-        latents = self._to_windows(batch, prefix, latents, version, should_stop)
+        latents = self._to_windows(batch, latents, version, should_stop)
         path: dict[int, Tensor] = {}
         log_probs: list[Tensor] = []
-        predicted: Prediction | None = None
+        memory = batch.memory()
         for step in range(sampling.num_steps):
             if step in recorded:
                 path[step] = latents
@@ -134,7 +161,7 @@ class Sampler:
             if not lanes.rows:
                 log_probs.append(skipped)
                 continue
-            taken, predicted = self._advance(batch, (lanes, edges), latents, step, predicted, should_stop)
+            taken = self._advance(batch, (lanes, edges), latents, step, memory, should_stop)
             latents = edges.place(taken.next_sample, latents)
             log_probs.append(edges.place(taken.log_prob, skipped))
 
@@ -149,6 +176,7 @@ class Sampler:
                 sigmas=sigmas,
                 log_probs_T=log_probs_TB[:, row],
                 num_shared_steps=prefix.num_shared[row],
+                num_skipped_steps=batch.num_skipped[row],
             )
             for row, (request, seed) in enumerate(zip(requests, initial_seeds, strict=True))
         ]
@@ -157,7 +185,6 @@ class Sampler:
     def _to_windows(
         self,
         batch: _Batch,
-        prefix: SharedPrefix,
         latents: Tensor,
         version: int,
         should_stop: Callable[[], bool] | None,
@@ -166,6 +193,7 @@ class Sampler:
 
         Each run has one row, so that its latents do not depend on the batch (`prefix_cache`).
         """
+        prefix = batch.prefix
         if not prefix.waiting:
             return latents
         cache = PrefixCache() if self.prefixes is None else self.prefixes
@@ -177,9 +205,12 @@ class Sampler:
                 prefix.count(row)
                 continue
             alone = Lanes((row,), (0,))
-            predicted: Prediction | None = None
+            memory = batch.memory()
             for step in range(steps.num_steps):
-                taken, predicted = self._advance(batch, (alone, alone), rows[row], step, predicted, should_stop)
+                if prefix.ends[row][step] is None:
+                    batch.num_skipped[row] += 1
+                    continue
+                taken = self._advance(batch, (alone, alone), rows[row], step, memory, should_stop)
                 rows[row] = taken.next_sample
             cache.keep(steps, version, rows[row][0])
         return torch.cat(rows)
@@ -190,42 +221,62 @@ class Sampler:
         shared: tuple[Lanes, Lanes],
         latents: Tensor,
         step: int,
-        previous: Prediction | None,
+        memory: _Memory,
         should_stop: Callable[[], bool] | None,
-    ) -> tuple[SdeStep, Prediction | None]:
-        """Take one denoising step of the rows that run -> (steps of the edges [R], the prediction of all rows).
+    ) -> SdeStep:
+        """Take one denoising step of the rows that run -> steps of the edges [R]; `memory` is then that of this step.
 
         Args:
-            shared: lanes and edges, in numbers of `batch`'s rows. latents, previous: of the rows in their `lane_of`.
+            shared: lanes and edges, in numbers of `batch`'s rows. latents, memory: of the rows in their `lane_of`.
         """
         lanes, edges = shared
         if should_stop is not None and should_stop():
             raise SamplingStopped(f"stopped before denoise step {step} of {batch.sampling.num_steps}")
-        negative = batch.negative_conditions
-        velocity = self._velocity(
-            latents if lanes.is_whole else latents[list(lanes.rows)],
-            batch.sigmas[step].expand(len(lanes.rows)),
-            [batch.conditions[row] for row in lanes.rows],
-            None if negative is None else [negative[row] for row in lanes.rows],
-            batch.sampling,
-        )
+        velocity = self._velocities(batch, lanes, latents, step, memory.cache)
         if edges != lanes:
             velocity = velocity[[lanes.lane_of[row] for row in edges.rows]]
-        before, known = latents, previous
+        before, known = latents, memory.predicted
         if not edges.is_whole:
-            before, known = latents[list(edges.rows)], None if previous is None else previous.rows(edges.rows)
+            before, known = latents[list(edges.rows)], None if known is None else known.rows(edges.rows)
         taking = [(batch.requests[row], noise_seed(self.run_seed, batch.requests[row], step)) for row in edges.rows]
-        taken, predicted = self._step(velocity, before, batch.sigmas, step, taking, known)
-        return taken, None if predicted is None else _of_all_rows(predicted, edges)
+        ends = batch.sigmas[[end for row in edges.rows if (end := batch.prefix.ends[row][step]) is not None]]
+        taken, predicted = self._step(velocity, before, (batch.sigmas, ends), step, taking, known)
+        memory.predicted = None if predicted is None else _of_all_rows(predicted, edges, memory.predicted)
+        if memory.cache.is_on:
+            is_sde = _stochastic(batch, edges.rows, step)
+            memory.cache.disturb([row for rows, sde in zip(edges.members, is_sde, strict=True) if sde for row in rows])
+        return taken
 
-    def _velocity(
-        self,
-        latents: Tensor,
-        sigmas: Tensor,
-        conditions: Sequence[Condition],
-        negative_conditions: Sequence[Condition] | None,
-        sampling: Sampling,
-    ) -> Tensor:
+    def _velocities(self, batch: _Batch, lanes: Lanes, latents: Tensor, step: int, cache: StepCache) -> Tensor:
+        """Velocities [R, ...] of the rows that run: the network's, or their last ones again where `cache` says so."""
+        if not cache.is_on:
+            own = latents if lanes.is_whole else latents[list(lanes.rows)]
+            return self._velocity(batch, lanes.rows, own, step)
+        members, sigma = lanes.members, float(batch.sigmas[step])
+        heads = [rows[0] for rows in members]
+        expert = int(self.model.expert_of(batch.sigmas[step : step + 1]))
+        is_again = cache.reusable(heads, _stochastic(batch, lanes.rows, step), sigma, expert)
+        again = [lane for lane, reused in enumerate(is_again) if reused]
+        fresh = [lane for lane, reused in enumerate(is_again) if not reused]
+        for lane in again:
+            batch.num_skipped[lanes.rows[lane]] += 1
+        parts = []
+        if again:
+            parts.append(cache.take([heads[lane] for lane in again], [members[lane] for lane in again]))
+        if fresh:
+            own = latents[[heads[lane] for lane in fresh]]
+            parts.append(self._velocity(batch, [lanes.rows[lane] for lane in fresh], own, step))
+            cache.put([members[lane] for lane in fresh], parts[-1], sigma, expert)
+        order = [*again, *fresh]
+        return torch.cat(parts)[[order.index(lane) for lane in range(len(order))]]
+
+    def _velocity(self, batch: _Batch, rows: Sequence[int], latents: Tensor, step: int) -> Tensor:
+        """Velocities [N, ...] of the network, of the batch's `rows` with these latents."""
+        sampling, sigmas = batch.sampling, batch.sigmas[step].expand(len(rows))
+        conditions = [batch.conditions[row] for row in rows]
+        negative = batch.negative_conditions
+        negative_conditions = None if negative is None else [negative[row] for row in rows]
+
         def forward(splits: bool) -> Tensor:
             return self.model.velocity(
                 self.transformer,
@@ -248,7 +299,7 @@ class Sampler:
         self,
         velocity: Tensor,
         latents: Tensor,
-        sigmas: Tensor,
+        sigmas: tuple[Tensor, Tensor],
         step: int,
         rows: Sequence[tuple[SampleRequest, int]],
         previous: Prediction | None,
@@ -256,8 +307,10 @@ class Sampler:
         """One denoising step: stochastic for the requests whose window says so, the solver's for the others.
 
         Args:
+            sigmas: the schedule [T+1], and where the step of each row ends [N].
             rows: request and seed of the step's noise, for each row. previous: what the step before returned.
         """
+        schedule, ends = sigmas
         sampling, shape = rows[0][0].sampling, latents.shape[1:]
         is_sde = [step in request.window.sde_steps for request, _ in rows]
         # Drawn while an accelerator is still busy with the forward.
@@ -268,33 +321,32 @@ class Sampler:
         return denoise_step(
             velocity,
             latents,
-            sigmas[step].expand(len(rows)),
-            sigmas[step + 1].expand(len(rows)),
+            schedule[step].expand(len(rows)),
+            ends,
             solver=sampling.solver,
             is_sde=is_sde,
             previous=previous,
             law=sampling.law,
             noise_level=sampling.noise_level,
-            sigma_max=sigmas[1],
+            sigma_max=schedule[1],
             noise=to_device(torch.stack(noise), self.device),
             storage_dtype=self.latents_dtype,
             solver_noise=sampling.solver_noise,
         )
 
 
-def _of_all_rows(predicted: Prediction, edges: Lanes) -> Prediction:
-    """The prediction of each row's edge. A row that waits for its window has none: count 0."""
+def _stochastic(batch: _Batch, rows: Sequence[int], step: int) -> list[bool]:
+    """True for each row whose window has `step`."""
+    return [step in batch.requests[row].window.sde_steps for row in rows]
 
-    def place(made: Tensor) -> Tensor:
-        return edges.place(made, made.new_zeros(len(edges.lane_of), *made.shape[1:]))
 
-    return Prediction(
-        place(predicted.clean),
-        place(predicted.sigma),
-        place(predicted.earlier),
-        place(predicted.earlier_sigma),
-        place(predicted.count),
-    )
+def _of_all_rows(predicted: Prediction, edges: Lanes, previous: Prediction | None) -> Prediction:
+    """The prediction of each row's edge. A row that does not run keeps what it has: before its window none, count 0."""
+
+    made: dict[str, Tensor] = vars(predicted)
+    none = {name: of.new_zeros(len(edges.lane_of), *of.shape[1:]) for name, of in made.items()}
+    before = none if previous is None else vars(previous)
+    return Prediction(**{name: edges.place(of, before[name]) for name, of in made.items()})
 
 
 def row_velocity(model: DiffusionModel, transformer: nn.Module, rows: TrainingRows) -> Tensor:

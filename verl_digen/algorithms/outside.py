@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cheap steps outside a window: which of them the solver takes, from the settings and the window alone.
+
+    T = 10, window (3, 4), solver_before 0.5, solver_after 0.4
+
+    step         0   1   2 | 3   4 | 5   6   7   8   9
+    taken to     1   3   - | 4   5 | 7   -   10  -   -        - : passed over, without a network evaluation
+
+* A window cuts the schedule into two runs of steps, before and after it. Of n steps in a run ceil(share n) are taken,
+  each to the place in the model's own schedule where the next one begins. So the sigmas at which a window begins and
+  ends, and every step within it, are those of the whole schedule.
+* A multistep solver reads the sigmas between which it steps, so it keeps its order on the coarser schedule. With
+  Euler's step passing over a step is the same as to take it with the velocity of the step before.
+
+Invariants (tests/algorithms/test_outside.py)
+* Steps that are taken lead from 0 to T without a gap, and take every stochastic step to the step after it.
+* With both shares 1 every step is taken.
+
+Source: MixGRPO-Flash (arXiv 2507.21802) takes 0.4 of the steps that follow the window, and all of those before it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from verl_digen.algorithms.window import WindowConfig
+from verl_digen.require import require
+
+DEFAULT_MAX_SKIPS = 2
+ROUNDING = 1e-9
+"""A number of steps may exceed a whole one by so much, and is that one: 0.4 x 5 is 2."""
+
+
+@dataclass(frozen=True)
+class Outside:
+    """`digen.sampling.outside`: how the steps before and after a window are sampled in training. Rows of the window are
+    exact with any value: their recorded log-probs are those of its steps, given the latents where it begins."""
+
+    cache: float = 0.0
+    """A step outside the window takes the velocity of the last network evaluation again, if the velocity is predicted
+    to have changed by less than this share of its norm since then; each sample decides by itself
+    (`verl_digen.algorithms.step_cache`). 0: every step evaluates the network. For solver euler, on `diffusers`
+    replicas, without trainers that assist."""
+    cache_max_skips: int = DEFAULT_MAX_SKIPS
+    """Most steps in a row that take one velocity again."""
+    solver_before: float = 1.0
+    """Share of the steps before the window that `digen.sampling.solver` takes, rounded up; the others are passed over
+    and each taken step is longer."""
+    solver_after: float = 1.0
+    """Share of the steps after the window, likewise. 0.4 in MixGRPO-Flash, with solver dpm2."""
+
+    def __post_init__(self) -> None:
+        require(
+            0 <= self.cache < 1,
+            "digen.sampling.outside.cache must lie in [0, 1)",
+            self.cache,
+            "0.1 is usual; 0 evaluates the network at every step",
+        )
+        require(
+            self.cache_max_skips >= 1,
+            "digen.sampling.outside.cache_max_skips must be >= 1 step",
+            self.cache_max_skips,
+            "2 is usual; digen.sampling.outside.cache=0 skips none",
+        )
+        require(
+            self.cache > 0 or self.cache_max_skips == DEFAULT_MAX_SKIPS,
+            f"digen.sampling.outside.cache_max_skips must be {DEFAULT_MAX_SKIPS} with digen.sampling.outside.cache=0, "
+            "because it has no effect there",
+            self.cache_max_skips,
+            "set digen.sampling.outside.cache=0.1, or leave it out",
+        )
+        for name in ("solver_before", "solver_after"):
+            share = getattr(self, name)
+            require(0 < share <= 1, f"digen.sampling.outside.{name} must lie in (0, 1]", share, "1 takes every step")
+
+    @property
+    def is_on(self) -> bool:
+        """True if some step may cost less than all."""
+        return self.cache > 0 or self.passes_over
+
+    @property
+    def passes_over(self) -> bool:
+        """True if the solver takes fewer steps than the schedule has."""
+        return self.solver_before < 1 or self.solver_after < 1
+
+
+EXACT = Outside()
+"""Every step evaluates the network and is taken to the next one."""
+
+
+def step_ends(outside: Outside, sde_steps: Sequence[int], num_steps: int) -> tuple[int | None, ...]:
+    """T entries: number of the step where the step ends, or None where it is passed over.
+
+    Args:
+        sde_steps: stochastic steps, ascending. Without one nothing is outside of a window, and every step is taken.
+
+    Example:
+        step_ends(Outside(solver_after=0.4), (0, 1), 7)    # (1, 2, 4, None, 7, None, None)
+    """
+    ends: list[int | None] = [step + 1 for step in range(num_steps)]
+    if not sde_steps:
+        return tuple(ends)
+    first, after = sde_steps[0], sde_steps[-1] + 1
+    for start, end, share in ((0, first, outside.solver_before), (after, num_steps, outside.solver_after)):
+        count = end - start
+        num_taken = math.ceil(share * count - ROUNDING)
+        if not 0 < num_taken < count:
+            continue
+        ends[start:end] = [None] * count
+        for taken, following in pairwise(start + index * count // num_taken for index in range(num_taken + 1)):
+            ends[taken] = following
+    return tuple(ends)
+
+
+def num_passed_over(outside: Outside, sde_steps: Sequence[int], num_steps: int) -> int:
+    """Steps that are passed over."""
+    return step_ends(outside, sde_steps, num_steps).count(None)
+
+
+def mean_steps_taken(outside: Outside, window: WindowConfig, num_steps: int) -> float:
+    """Steps that the solver takes, mean over the places of the window, all alike; steps of `cache` count as taken."""
+    if window.kind != "consecutive":
+        return float(num_steps)
+    passed = [
+        num_passed_over(outside, range(start, start + window.size), num_steps) for start in _places(window, num_steps)
+    ]
+    return num_steps - sum(passed) / len(passed)
+
+
+def check_outside(outside: Outside, window: WindowConfig, num_steps: int) -> None:
+    """ValueError unless some step that `outside` makes cheaper is outside some place of the window."""
+    if not outside.is_on:
+        return
+    key = "digen.sampling.outside"
+    set_key = next(
+        name for name in ("cache", "solver_before", "solver_after") if getattr(outside, name) != getattr(EXACT, name)
+    )
+    require(
+        window.kind == "consecutive",
+        f"{key}.{set_key} must be {getattr(EXACT, set_key):g} with digen.window.kind={window.kind}, whose window is "
+        "every step but the last, so that none is outside",
+        getattr(outside, set_key),
+        "set digen.window.kind=consecutive, as recipes flowgrpo_fast and mixgrpo do, or leave it out",
+    )
+    places = _places(window, num_steps)
+    longest = {
+        "cache": max(max(start, num_steps - start - window.size) for start in places),
+        "solver_before": max(places),
+        "solver_after": max(num_steps - start - window.size for start in places),
+    }
+    for name, count in longest.items():
+        require(
+            getattr(outside, name) == getattr(EXACT, name) or count >= 2,
+            f"{key}.{name} must be {getattr(EXACT, name):g} with a window of {window.size} of {num_steps} steps that "
+            f"leaves no two steps in a row {_where(name)}",
+            getattr(outside, name),
+            "leave it out, lower digen.window.size, move digen.window.range, or sample more steps",
+        )
+
+
+def _where(name: str) -> str:
+    return {"cache": "outside it", "solver_before": "before it", "solver_after": "after it"}[name]
+
+
+def _places(window: WindowConfig, num_steps: int) -> list[int]:
+    """First steps of all windows of kind consecutive."""
+
+    def starts() -> Iterator[int]:
+        lo, hi = window.range_for(num_steps)
+        for moved in range(num_steps - hi if window.shift_every is not None else 1):
+            yield from range(lo + moved, hi + moved - window.size + 1)
+
+    return list(starts())
