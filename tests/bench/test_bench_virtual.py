@@ -14,7 +14,7 @@ from verl_digen.config import digen_config
 from verl_digen.devices import Pool
 from verl_digen.simulate.cluster import run_colocated, run_split, simulated_rules
 from verl_digen.simulate.profile import load_profile, profile_names
-from verl_digen.trainer.disaggregated import batch_rules
+from verl_digen.trainer.batch_rules import batch_rules
 
 
 @pytest.mark.parametrize("name", profile_names())

@@ -3,10 +3,12 @@
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 
 from tests.bench.cases import finished_run
+from verl_digen.bench.peer import peer_mode
 from verl_digen.bench.summary import Baseline, Prediction, best_baseline, summarise, table, to_json
 
 POOLS = {"perf/bubble_fraction/trainer": 0.25, "perf/bubble_fraction/generator": 0.5, "perf/overlap_s": 0.5}
@@ -87,6 +89,23 @@ def test_modes_are_compared_with_the_fastest_run_that_overlaps_nothing():
     assert "best baseline: colocated+tsp; x best" in text
     assert [line.split()[5] for line in rows_of(text)[1:]] == ["0.50", "1.00", "0.40", "2.00"]
     assert best_baseline(summarise(runs[3:], num_warm_up=1, num_devices=2, predictions={})) is None
+
+
+def test_verl_omnis_way_is_compared_with_and_is_no_baseline():
+    plain = finished_run("colocated+tsp", 0, [9.0, 2.0], gradients=[1.0, 1.0])
+    peer = replace(finished_run("colocated", 0, [9.0, 5.0], gradients=[3.0, 3.0]), mode=peer_mode(8))
+    gap, twin = (finished_run("gap", repeat, [9.0, 1.0], gradients=[1.0, 1.0]) for repeat in (0, 1))
+    summaries = summarise([plain, peer, gap], num_warm_up=1, num_devices=5, predictions={})
+    assert [summary.over_peer for summary in summaries] == [2.5, 1.0, 5.0]
+    assert best_baseline(summaries) == "colocated+tsp" and summaries[1].speedup == {"colocated+tsp": 0.4}
+    assert summaries[1].max_gradient_gap is None, "its two updates have gradients of their own"
+    assert summaries[1].images_per_s_per_device == pytest.approx(10 / 5.0 / 5)
+    text = table(summaries)
+    assert "x peer: times as fast as `as-verl-omni`, on our own engine" in text
+    assert [line.split()[-1] for line in rows_of(text)[1:]] == ["2.50", "1.00", "5.00"]
+    simulated = summarise([gap, replace(twin, mode=gap.mode)], num_warm_up=1, num_devices=2, predictions={}, peer_s=3.0)
+    assert [summary.over_peer for summary in simulated] == [3.0]
+    assert "peer" not in table(summarise([plain, gap], num_warm_up=1, num_devices=2, predictions={}))
 
 
 def test_stale_samples_stand_beside_strict_ones():

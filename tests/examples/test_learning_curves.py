@@ -162,6 +162,20 @@ def test_the_pages_table_is_that_of_its_points(scripts, name):
     assert f"({name}.png)" in page and (DOCS / f"{name}.png").is_file()
 
 
+def test_runs_as_long_as_the_quick_start_have_a_report_of_their_own(scripts, tmp_path, monkeypatch):
+    runs = {"flow_grpo": [0.5] * 13, "awm": [0.6] * 3}
+    for name, rewards in runs.items():
+        write_run(run_dir_of(tmp_path / "runs", scripts.curves.mode_of(name), 0), rewards)
+    monkeypatch.setattr("sys.argv", ["learning_curves.py", "--no-runs", "--steps", "10", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match=r"^0$"):
+        scripts.curves.main()
+    points = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in ("learning", "learning_long")}
+    assert [curve["name"] for curve in points["learning"]["curves"]] == ["flow_grpo", "awm"]
+    assert [curve["name"] for curve in points["learning_long"]["curves"]] == ["flow_grpo"]
+    assert (points["learning"]["steps"], points["learning_long"]["steps"]) == (10, 60)
+    assert not (tmp_path / "learning_stale.json").exists()
+
+
 def test_the_report_of_a_folder_is_written_into_the_page(scripts, tmp_path):
     write_run(run_dir_of(tmp_path / "runs", scripts.curves.mode_of("flow_grpo"), 0), [0.5, 0.6, 0.8])
     docs = tmp_path / "docs"

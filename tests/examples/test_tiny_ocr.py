@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -19,18 +18,6 @@ from verl_digen.reward.scorers.ocr import Ocr, OcrConfig
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 FOLDERS = (EXAMPLES / "tiny_ocr", EXAMPLES / "tiny_qwen_image")
-
-
-@pytest.fixture
-def examples(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Import scripts of the examples by their names, as they import each other."""
-    before = set(importlib.sys.modules)
-    monkeypatch.setattr("sys.path", [*map(str, FOLDERS), *importlib.sys.path])
-    yield
-    for name in set(importlib.sys.modules) - before:
-        source = getattr(importlib.sys.modules[name], "__file__", None)
-        if source is not None and Path(source).parent in FOLDERS:
-            del importlib.sys.modules[name]
 
 
 def script(name: str) -> ModuleType:

@@ -11,8 +11,10 @@ import torch
 from verl_digen.config import DigenConfig
 from verl_digen.models.flops import Flops
 from verl_digen.plan.activations import Activations, BlockBytes
+from verl_digen.plan.episodes import Episodes
 from verl_digen.plan.networks import Counts, Part, Tensors
 from verl_digen.plan.run import Dtypes, Measured, Run, Settings
+from verl_digen.simulate.splits import Limits
 
 GB = 10**9
 
@@ -41,6 +43,8 @@ SETTINGS = Settings(
     is_accelerated=False,
     shares_host_copies=False,
     dtypes=Dtypes(torch.float32, torch.bfloat16, torch.float32, torch.bfloat16, torch.float32),
+    episodes=Episodes(),
+    limits=Limits(num_samples=32),
 )
 """A full fine-tune in fp32 on 8 devices, colocated."""
 BLOCK = BlockBytes(
@@ -49,6 +53,7 @@ BLOCK = BlockBytes(
 ACTIVATIONS = Activations(blocks=(BLOCK,) * 32, head=GB, tail=0, largest=GB)
 """6 GB with all blocks recomputed, 97 with none."""
 MEASURED = Measured(
+    decoders=("vae",),
     title="round numbers",
     counts=Counts(
         num_params=8 * GB,

@@ -73,6 +73,23 @@ def test_rows_and_latents_are_those_of_the_runs_windows(tiny_qwen_image, capsys)
     assert plan["trajectory_bytes"] == most * 4 * 16 * 4 + 3 * 20 + 4  # [4 tokens, 16 channels] in fp32
 
 
+def test_steps_that_the_solver_passes_over_are_told(tiny_qwen_image, capsys):
+    window = ("digen.window={kind: consecutive, size: 2, range: [2, 4]}", "digen.sampling.num_steps=10")
+    half = ("digen.sampling.outside.solver_before=0.5", "digen.sampling.outside.solver_after=0.5")
+    for words, told in ((half, "10 steps (6 evaluated on average); "), ((), "10 steps; ")):
+        digen_plan(*small(tiny_qwen_image), *window, *words, "data.train_batch_size=4", "gpus=1", "gpu_mem=80")
+        assert told in capsys.readouterr().out
+
+
+def test_a_trajectory_holds_both_parts_of_a_video_with_sound(tiny_ltx2, capsys):
+    size = ("digen.sampling.height_px=64", "digen.sampling.width_px=64", "digen.sampling.num_frames=9")
+    digen_plan(*small(tiny_ltx2), *size, "digen.sampling.num_steps=4", "gpus=1", "gpu_mem=80", "--json")
+    plan = json.loads(capsys.readouterr().out)
+    num_rows = plan["rows_per_sample"]
+    # 8 tokens of video and 9 of sound, 8 channels, in fp32
+    assert plan["trajectory_bytes"] == (num_rows + 1) * (8 + 9) * 8 * 4 + num_rows * 20 + 4
+
+
 def test_accelerators_are_planned_as_on_a_machine_that_has_them():
     """The plan does not take the CPU's precision, the default on a machine without accelerators."""
     config = compose_run(["recipe=digen_flowgrpo"], Words(gpus=16))

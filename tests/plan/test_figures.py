@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures in examples/*.sh, README.md and docs/memory.md against the plan of the command beside them."""
+"""Figures in examples/*.sh, docs/models.md and docs/memory.md against the plan of the command beside them."""
 
 import re
 from dataclasses import replace
@@ -53,7 +53,7 @@ def test_memory_and_seconds_are_those_of_the_plan(name):
     assert host in ([], [f"{plan.memory.host_bytes / GB:.0f}"])
     (duration,) = re.findall(r"a step takes at least (.*?)[;,] (?:\d+ s with |at 40 %)", said)
     assert duration == f"{plan.time.step_s:.0f} s for {samples(plan)}"
-    (row,) = re.findall(rf"^\| `digen_{name}` .*$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    (row,) = re.findall(rf"^\| `digen_{name}` .*$", (ROOT / "docs" / "models.md").read_text(), re.MULTILINE)
     assert row.rpartition(" | ")[2] == f"{claimed} GB" + (" |" if each == "80" else f", of {each} |")
     assert_rows_of_the_table(name, plan.run)
 

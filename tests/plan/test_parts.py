@@ -28,6 +28,8 @@ def test_a_replicas_networks_take_what_is_planned(loaded: Loaded, dtype: torch.d
     model = load_model(loaded.path)
     parts = count_parts(model, dtype, as_loaded_by_us=True)
     assert num_bytes(model.load_decoder(dtype, CPU).modules) == parts.pop("vae").num_bytes
+    of_audio = sum(parts.pop(name).num_bytes for name in model.spec.audio_parts)
+    assert num_bytes(model.load_audio_decoder(dtype, CPU).modules) == of_audio
     assert num_bytes(model.load_encoder(dtype, CPU).modules) == sum(part.num_bytes for part in parts.values())
     network = model.load_transformer(dtype)
     exported = network.state_dict().keys() & dict(network.named_buffers()).keys()

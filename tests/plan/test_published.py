@@ -16,39 +16,60 @@ FOLDER = files("verl_digen") / "models" / "published"
 PUBLISHED = {
     # half of the bytes in its index of bf16 weights
     "Qwen/Qwen-Image": (20_430_401_088, 0.0),
-    # the same network; model card: 20B
+    # the same network; model cards: 20B
+    "Qwen/Qwen-Image-Edit": (20_430_401_088, 0.0),
     "Qwen/Qwen-Image-Edit-2509": (20_430_401_088, 0.0),
     # model cards and reports, with their rounding
     "black-forest-labs/FLUX.1-dev": (12e9, 0.02),
+    "black-forest-labs/FLUX.1-Kontext-dev": (12e9, 0.02),
+    "black-forest-labs/FLUX.2-klein-base-4B": (4e9, 0.04),
     "stabilityai/stable-diffusion-3.5-medium": (2.5e9, 0.02),
     "stabilityai/stable-diffusion-3.5-large": (8.1e9, 0.02),
     "Tongyi-MAI/Z-Image-Turbo": (6e9, 0.03),
     "Wan-AI/Wan2.1-T2V-14B-Diffusers": (14e9, 0.03),
     "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": (1.3e9, 0.1),
     "Wan-AI/Wan2.2-T2V-A14B-Diffusers": (2 * 14e9, 0.03),
+    # text to video and, of 14.3 B, 2.1 B that read CLIP's tokens: calculated
+    "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers": (16.4e9, 0.01),
+    "Wan-AI/Wan2.2-I2V-A14B-Diffusers": (2 * 14e9, 0.03),
     "Wan-AI/Wan2.2-TI2V-5B-Diffusers": (5e9, 0.01),
     "hunyuanvideo-community/HunyuanVideo": (13e9, 0.02),
     # counted in the published weights
     "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v": (8.327e9, 0.0001),
+    "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v": (8.327e9, 0.0001),
+    # the name of Lightricks' file: 19b
+    "Lightricks/LTX-2": (19e9, 0.02),
 }
 """Repository -> (parameters of the transformer, tables included; relative tolerance)."""
 TEXT_ENCODERS = {
     "Qwen/Qwen-Image": {"text_encoder": 7.07e9},  # Qwen2.5-VL-7B without language head and vision tower
     # Qwen2.5-VL-7B without language head; the VAE's half that encodes images
+    "Qwen/Qwen-Image-Edit": {"text_encoder": 7.75e9, "vae (images)": 53.6e6},
     "Qwen/Qwen-Image-Edit-2509": {"text_encoder": 7.75e9, "vae (images)": 53.6e6},
     "black-forest-labs/FLUX.1-dev": {"text_encoder": 123e6, "text_encoder_2": 4.76e9},
+    # and the VAE's half that encodes images
+    "black-forest-labs/FLUX.1-Kontext-dev": {"text_encoder": 123e6, "text_encoder_2": 4.76e9, "vae (images)": 34.3e6},
+    "black-forest-labs/FLUX.2-klein-base-4B": {"text_encoder": 4.02e9, "vae (images)": 34.3e6},
     "Wan-AI/Wan2.1-T2V-14B-Diffusers": {"text_encoder": 5.68e9},
+    # ViT-H-14's vision half
+    "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers": {"text_encoder": 5.68e9, "image_encoder": 631e6},
+    "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v": {"image_encoder": 428e6},
     "hunyuanvideo-community/HunyuanVideo": {"text_encoder": 7.5e9, "text_encoder_2": 123e6},
     "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v": {
         "text_encoder": 7.071e9,
         "text_encoder_2": 219e6,
         "vae": 1.261e9,
     },
+    # Gemma 3 12B without its vision tower
+    "Lightricks/LTX-2": {"text_encoder": 11.77e9},
 }
 SIZES = {
+    "LTX2Pipeline": Geometry(512, 768, 121),
     "WanPipeline": Geometry(704, 1280, 81),
+    "WanImageToVideoPipeline": Geometry(480, 832, 81, ((480, 832),)),
     "HunyuanVideoPipeline": Geometry(480, 832, 81),
     "HunyuanVideo15Pipeline": Geometry(480, 832, 121),
+    "HunyuanVideo15ImageToVideoPipeline": Geometry(480, 832, 121, ((480, 832),)),
 }
 
 

@@ -3,7 +3,9 @@ import pytest
 
 from tests.plan.runs import make_run
 from verl_digen.algorithms.forward import ForwardConfig
-from verl_digen.config import AdvantageConfig, GapConfig, KlConfig
+from verl_digen.algorithms.outside import Outside
+from verl_digen.algorithms.window import WindowConfig
+from verl_digen.config import AdvantageConfig, GapConfig, KlConfig, SamplingConfig
 from verl_digen.plan.time import plan_time
 
 FORWARD = 100e12
@@ -24,6 +26,17 @@ def test_pools_overlap_only_with_the_pipeline():
     assert split.step_s == max(split.generating_s, split.training_s)
     barrier = plan_time(make_run(is_split=True, digen={"gap": GapConfig(enable=False)}), "H100", 0.4, 1.0)
     assert barrier.step_s == pytest.approx(split.generating_s + split.training_s)
+
+
+def test_steps_that_the_solver_passes_over_cost_nothing_and_those_of_the_cache_count():
+    window = WindowConfig(kind="consecutive", size=2, range=(2, 4))
+
+    def flops(outside: Outside) -> float:
+        digen = {"window": window, "sampling": SamplingConfig(num_steps=STEPS, outside=outside)}
+        return plan_time(make_run(digen=digen), None, 0.4, 1.0).generating_flops / (SAMPLES * FORWARD)
+
+    assert flops(Outside()) == flops(Outside(cache=0.1)) == STEPS
+    assert flops(Outside(solver_before=0.5, solver_after=0.5)) == 1 + 2 + 3
 
 
 def test_twice_the_devices_take_half_the_time():

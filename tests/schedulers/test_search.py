@@ -4,6 +4,7 @@
 import random
 import statistics
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -245,3 +246,40 @@ def test_a_chunk_never_spans_two_groups_and_a_group_is_ready_with_its_last_chunk
     verdict = BubbleSearch().decide(asked)
     assert (verdict.choice, verdict.wait_until_s) == ("wait", pytest.approx(3.5))
     assert verdict.makespan_s == pytest.approx(6.5 + 1.0)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2])
+@pytest.mark.parametrize("num_played", [3, 8])
+def test_groups_after_the_stream_are_ready_when_playing_their_chunks_makes_them(num_played, chunk_size):
+    """Eight slots of one speed that end their chunks at different times, 20 groups of 4 samples."""
+    whole = Bubble(
+        free_in_s=tuple(0.1 * index for index in range(8)),
+        sample_s=(1.0,) * 8,
+        stream=tuple(group for group in range(20) for _ in range(4)),
+        ready_in_s=(0.0,) * 20,
+        chunk_size=chunk_size,
+        assist_chunk_size=4,
+        assist_chunk_s=1.0,
+        assist_sample_s=1.0,
+        score_s=0.5,
+        train_call_s=0.0,
+        train_group_s=0.2,
+        max_groups=4,
+    )
+    cut = replace(
+        whole,
+        stream=whole.stream[: 4 * num_played],
+        ready_in_s=(0.0,) * num_played,
+        later_groups=20 - num_played,
+        later_samples=4,
+    )
+    played, by_formula = BubbleSearch().decide(whole), BubbleSearch().decide(cut)
+    assert by_formula.waiting_s == pytest.approx(played.waiting_s)
+    assert by_formula.covered == num_played / 20 and played.covered == 1.0
+
+
+def test_without_slots_later_groups_are_never_ready():
+    verdict = BubbleSearch().decide(
+        Bubble((), (), (0,), (0.0,), 1, 1, 1.0, 1.0, 0.1, 0.0, 0.1, 4, later_groups=2, later_samples=1)
+    )
+    assert verdict.waiting_s == float("inf")

@@ -101,8 +101,8 @@ def test_text_lengths_are_kept_apart_in_as_many_tiles_on_each_rank():
         dealt = deal_rows(rows, num_ranks)
         lengths = [rng.choice([3, 5, 8]) for _ in range(1 + max(row.sample for row in rows))]
 
-        def order(sample: int, lengths: list[int] = lengths) -> tuple[int, ...]:
-            return (lengths[sample],)
+        def order(row: Row, lengths: list[int] = lengths) -> tuple[int, ...]:
+            return (lengths[row.sample],)
 
         counts: dict[int, list[int]] = {}
 
@@ -122,7 +122,7 @@ def test_text_lengths_are_kept_apart_in_as_many_tiles_on_each_rank():
 @pytest.mark.parametrize("shape", [Grid(2, 1), Budget(2)])
 def test_samples_of_like_text_length_share_tiles(shape: TileShape):
     lengths = [10, 90, 11, 91]
-    tiles = plan_tiles([rows_of([1] * 4)], 0, shape, order=lambda sample: (lengths[sample],))
+    tiles = plan_tiles([rows_of([1] * 4)], 0, shape, order=lambda row: (lengths[row.sample],))
     assert [[row.sample for row in tile.rows] for tile in tiles] == [[0, 2], [1, 3]]
 
 

@@ -8,9 +8,10 @@ import pytest
 
 from verl_digen.devices import PEAK_TFLOPS, Pool
 from verl_digen.simulate.bound import lower_bound_s
-from verl_digen.simulate.cluster import Split, best_split, ladder, run_split
+from verl_digen.simulate.cluster import Split, ladder, run_split
 from verl_digen.simulate.costs import train_s
 from verl_digen.simulate.profile import Numbers, Profile, load_profile, profile_names
+from verl_digen.simulate.splits import best_split
 
 EVERYTHING = ("gap", "tsp", "tag", "tcss")
 ROUNDING = 1e-9

@@ -12,7 +12,6 @@ from verl_digen.simulate.cluster import (
     Split,
     baselines,
     best_baseline,
-    best_split,
     ladder,
     run_colocated,
     run_split,
@@ -21,6 +20,7 @@ from verl_digen.simulate.cluster import (
 )
 from verl_digen.simulate.costs import assist_s, sample_s, train_s
 from verl_digen.simulate.profile import Numbers, Profile, load_profile, profile_names
+from verl_digen.simulate.splits import best_split
 
 NUMBERS = Numbers(
     num_prompts=4,

@@ -23,11 +23,20 @@ def test_table_json_and_picture_tell_the_same_runs(tmp_path, capsys):
     arguments = ("--profile", "wan2.1-14b", "--trainer", "16", "--generator", "16", "--prompts", "4", "--steps", "5")
     assert digen_simulate(*arguments, "--json", str(written), "--picture", str(drawn)) == 0
     data = json.loads(written.read_text())
-    names = ["colocated", "colocated+tsp", "barrier", "gap", "gap+tsp", "gap+tsp+tag", "gap+tsp+tag+tcss"]
+    names = [
+        "as-verl-omni",
+        "colocated",
+        "colocated+tsp",
+        "barrier",
+        "gap",
+        "gap+tsp",
+        "gap+tsp+tag",
+        "gap+tsp+tag+tcss",
+    ]
     assert [run["name"] for run in data["runs"]] == names
     lines = capsys.readouterr().out.splitlines()
     rows = lines[lines.index("") + 2 :][: len(names)]
-    best_s = min(run["step_s"] for run in data["runs"][:3])
+    best_s = min(run["step_s"] for run in data["runs"][1:4])
     assert data["best_baseline"]["step_s"] == best_s and f"{best_s:.1f} s/step" in lines[2]
     for run, line in zip(data["runs"], rows, strict=True):
         assert line.startswith(run["name"])
@@ -41,6 +50,29 @@ def test_table_json_and_picture_tell_the_same_runs(tmp_path, capsys):
         assert picture.width > 1000 and len(picture.convert("L").getcolors() or []) > 5
 
 
+def test_the_published_step_is_simulated_with_the_published_window(tmp_path):
+    written = tmp_path / "runs.json"
+    arguments = (
+        "--profile",
+        "qwen-image-20b",
+        "--devices",
+        "4",
+        "--window",
+        "2",
+        "--steps",
+        "4",
+        "--techniques",
+        "gap",
+    )
+    assert digen_simulate(*arguments, "--json", str(written)) == 0
+    data = json.loads(written.read_text())
+    assert data["numbers"]["num_trained_steps"] == {"value": 2, "source": "chosen: another window"}
+    published = data["runs"][0]
+    assert published["name"] == "as-verl-omni" and published["step_s"] == pytest.approx(420, rel=0.05)
+    assert published["samples_per_device_s"] == pytest.approx(0.305, rel=0.05)
+    assert data["best_baseline"]["name"] == "colocated+tsp", "the published run is no baseline of ours"
+
+
 def test_each_run_gets_its_own_best_split_and_a_slower_one_is_not_taken(tmp_path):
     written = tmp_path / "runs.json"
     arguments = ("--profile", "qwen-image-20b", "--prompts", "8", "--steps", "4", "--techniques", "gap,tsp")
@@ -48,7 +80,7 @@ def test_each_run_gets_its_own_best_split_and_a_slower_one_is_not_taken(tmp_path
     best = {run["name"]: run["step_s"] for run in json.loads(written.read_text())["runs"]}
     assert digen_simulate(*arguments, "--trainer", "4", "--generator", "4", "--json", str(written)) == 0
     halves = {run["name"]: run["step_s"] for run in json.loads(written.read_text())["runs"]}
-    assert list(best) == list(halves) == ["colocated", "colocated+tsp", "barrier", "gap", "gap+tsp"]
+    assert list(best) == list(halves) == ["as-verl-omni", "colocated", "colocated+tsp", "barrier", "gap", "gap+tsp"]
     assert best["colocated+tsp"] == halves["colocated+tsp"]
     assert all(best[name] <= halves[name] for name in best)
     assert best["gap+tsp"] < halves["gap+tsp"]
@@ -70,7 +102,17 @@ def test_two_device_types_are_compared_with_all_at_the_slower_speed_and_with_eit
         (("--profile", "flux1-12b", "--devices", "8", "--trainer", "4"), "--devices, or --trainer and --generator"),
         (("--profile", "flux1-12b", "--trainer", "4"), "--devices, or --trainer and --generator"),
         (("--profile", "flux1-12b", "--devices", "8", "--techniques", "gap,pap"), "got 'pap'"),
+        (("--profile", "flux1-12b", "--devices", "8", "--window", "17"), "trained steps must lie in [1, 16]"),
         (("--profile", "flux1-12b", "--devices", "8", "--prompts", "0"), "--prompts must be >= 1, got 0"),
+        (("--profile", "flux1-12b", "--devices", "8", "--slots-per-replica", "4"), "must be left out without --turns"),
+        (
+            ("--profile", "flux1-12b", "--devices", "8", "--turns", "2", "--techniques", "tag"),
+            "without tag with --turns",
+        ),
+        (
+            ("--profile", "flux1-12b", "--devices", "8", "--turns", "2", "--environment-latency", "1s"),
+            "must be MEAN or MEAN:STD in seconds, got '1s'",
+        ),
         (("--profile", "flux1-12b", "--devices", "8", "--stale-fraction", "2"), "fraction must lie in (0, 1], got 2.0"),
     ],
 )
@@ -78,6 +120,25 @@ def test_what_cannot_be_simulated_is_one_line_and_exit_code_2(arguments, message
     assert digen_simulate(*arguments) == 2
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1
+
+
+def test_episodes_begin_in_lock_step_and_leave_tag_out(tmp_path, capsys):
+    written = tmp_path / "runs.json"
+    arguments = ("--profile", "wan2.1-14b", "--trainer", "16", "--generator", "16", "--prompts", "4", "--steps", "5")
+    episodes = ("--turns", "3", "--environment-latency", "20:30", "--slots-per-replica", "4", "--extra-episodes", "2")
+    drawn = ("--picture", str(tmp_path / "runs.png"))
+    assert digen_simulate(*arguments, *episodes, "--extra-prompts", "1", "--json", str(written), *drawn) == 0
+    data = json.loads(written.read_text())
+    assert [run["name"] for run in data["runs"]] == [
+        "lock-step+tsp",
+        "colocated",
+        "colocated+tsp",
+        "colocated+tsp+redundant",
+        *(f"{name}+redundant" for name in ("barrier", "gap", "gap+tsp", "gap+tsp+tcss")),
+    ]
+    assert data["episodes"]["latency"] == {"mean_s": 20.0, "std_s": 30.0}
+    assert data["episodes"]["slots_per_replica"] == 4 and data["episodes"]["num_turns"] == 3
+    assert "a sample is an episode of 3 turns; environment 20 s a turn" in capsys.readouterr().out
 
 
 def test_busy_shares_are_those_of_the_window():

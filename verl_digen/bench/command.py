@@ -6,6 +6,7 @@ A, B, C), the first steps of each are left out, medians are taken over the rest.
 
     digen bench                                              the quick-start model, all modes
     digen bench --modes barrier,gap+tsp --steps 8 -- actor_rollout_ref.rollout.n=8
+    digen bench --peer --modes colocated+tsp,gap+tsp+tag
     digen bench --virtual wan2.1-14b --trainer 24 --generator 8 --time-scale 0.05
     digen bench --profile mine.json --device H100            and then: digen simulate --profile mine.json --devices 64
 
@@ -13,6 +14,10 @@ What is after `--` goes to verl. The devices are those of --trainer and --genera
 in turns: as many ranks and as many replicas as devices. Without accelerators a device is an equal share of the cores:
 on 2 cores a colocated run has two ranks and two replicas of one core each, any other mode a rank and a replica. Modes
 are compared with the best baseline, the fastest that overlaps nothing.
+
+--peer compares with a colocated run the way verl-omni's published recipe sets it, too: run on our engine with its
+settings, and its window in every mode; or simulated with --virtual. images/s per device are over all devices, those of
+rewards included.
 """
 
 from __future__ import annotations
@@ -63,22 +68,23 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--profile", type=Path, metavar="FILE", help="write a measured profile for digen simulate")
     parser.add_argument("--device", help="type of the devices, named in the profile, e.g. H100")
     parser.add_argument("--virtual", metavar="PROFILE", help="on devices that only take the time of this profile")
+    parser.add_argument("--peer", action="store_true", help="compare with verl-omni's way, too")
     parser.add_argument("--time-scale", type=float, default=1.0, help="of virtual devices (default: %(default)s)")
     parser.add_argument("overrides", nargs="*", metavar="-- OVERRIDE", help="for verl, in every mode")
 
 
 def run(args: Namespace) -> int:
+    out = args.out or Path("outputs") / f"bench-{datetime.now():%Y-%m-%d_%H-%M-%S}"
+    if out.exists() and any(out.iterdir()):
+        print(f"digen bench: --out must be a new or an empty folder, got {str(out)!r}; name another", file=sys.stderr)
+        return 2
     try:
         modes = _modes(args)
         setup = _setup(args, modes)
     except ValueError as error:
         print(f"digen bench: {error}", file=sys.stderr)
         return 2
-    out = args.out or Path("outputs") / f"bench-{datetime.now():%Y-%m-%d_%H-%M-%S}"
-    if out.exists() and any(out.iterdir()):
-        print(f"digen bench: --out must be a new or an empty folder, got {str(out)!r}; name another", file=sys.stderr)
-        return 2
-    order = interleaved(modes, args.repeats)
+    order = interleaved([*modes, *([] if setup.peer is None else [setup.peer])], args.repeats)
     print(f"{len(order)} runs of {args.steps} steps; what each prints is in {out}/MODE-REPEAT/console.log", flush=True)
     runs: list[RunResult] = []
     for repeat, mode in order:
@@ -124,19 +130,33 @@ class BenchSetup:
 
     work: BenchWork
     split: Split
+    num_reward_devices: int
+    """Devices of rewards, beside those of the split; every mode has them."""
+    peer: Mode | None
+    """verl-omni's way, if it is run."""
+    peer_s: float | None
+    """Step time of verl-omni's way, if it is simulated."""
     predictions: Mapping[str, Prediction]
     """Mode -> its prediction, where devices are virtual."""
     baselines: Sequence[Baseline]
     """Simulated baselines, where devices are virtual."""
 
+    @property
+    def num_devices(self) -> int:
+        """Devices of all pools, whichever of them a mode leaves idle."""
+        return self.split.num_devices + self.num_reward_devices
+
 
 def _setup(args: Namespace, modes: list[Mode]) -> BenchSetup:
     if args.virtual is None:
-        require(args.time_scale == 1.0, "--time-scale needs --virtual", args.time_scale, "real devices take their time")
-        work = BenchWork((args.recipe or RECIPE,), (), tuple(args.overrides), args.steps)
-        split = Split(_real_pool("--trainer", args.trainer), _real_pool("--generator", args.generator))
-        return BenchSetup(work, split, {}, ())
-    from verl_digen.bench.virtual import predict, simulated_baselines, virtual_overrides, virtual_split
+        return _real_setup(args)
+    from verl_digen.bench.virtual import (
+        predict,
+        simulated_baselines,
+        simulated_peer_s,
+        virtual_overrides,
+        virtual_split,
+    )
     from verl_digen.simulate.profile import load_profile
 
     profile = load_profile(args.virtual)
@@ -146,9 +166,34 @@ def _setup(args: Namespace, modes: list[Mode]) -> BenchSetup:
         parse_pool("--generator", args.generator, default_device=profile.device),
     )
     overrides = (*VIRTUAL_OVERRIDES, *virtual_overrides(profile, args.virtual, split, args.time_scale))
-    work = BenchWork((args.recipe or VIRTUAL_RECIPE,), ("virtual",), (*overrides, *args.overrides), args.steps)
-    predictions = {mode.name: predict(profile, split, mode, args.time_scale) for mode in modes}
-    return BenchSetup(work, split, predictions, simulated_baselines(profile, split, args.time_scale))
+    return BenchSetup(
+        work=BenchWork((args.recipe or VIRTUAL_RECIPE,), ("virtual",), (*overrides, *args.overrides), args.steps),
+        split=split,
+        num_reward_devices=0,
+        peer=None,
+        peer_s=simulated_peer_s(profile, split, args.time_scale) if args.peer else None,
+        predictions={mode.name: predict(profile, split, mode, args.time_scale) for mode in modes},
+        baselines=simulated_baselines(profile, split, args.time_scale),
+    )
+
+
+def _real_setup(args: Namespace) -> BenchSetup:
+    from verl_digen.bench.peer import SAME_WINDOW, compose_bench, peer_mode
+    from verl_digen.pool_sizes import num_reward_devices
+
+    require(args.time_scale == 1.0, "--time-scale needs --virtual", args.time_scale, "real devices take their time")
+    split = Split(_real_pool("--trainer", args.trainer), _real_pool("--generator", args.generator))
+    recipes, overrides = (args.recipe or RECIPE,), (*(SAME_WINDOW if args.peer else ()), *args.overrides)
+    config = compose_bench(recipes, overrides)
+    return BenchSetup(
+        work=BenchWork(recipes, (), overrides, args.steps),
+        split=split,
+        num_reward_devices=num_reward_devices(config),
+        peer=peer_mode(config.data.train_batch_size) if args.peer else None,
+        peer_s=None,
+        predictions={},
+        baselines=(),
+    )
 
 
 def _real_pool(option: str, text: str) -> Pool:
@@ -193,7 +238,8 @@ def _report(args: Namespace, runs: list[RunResult], setup: BenchSetup, out: Path
     summaries = summarise(
         runs,
         num_warm_up=args.warm_up,
-        num_devices=setup.split.num_devices,
+        num_devices=setup.num_devices,
+        peer_s=setup.peer_s,
         predictions=setup.predictions,
         simulated=setup.baselines,
     )
@@ -209,7 +255,7 @@ def _report(args: Namespace, runs: list[RunResult], setup: BenchSetup, out: Path
 
         try:
             profile = measured_profile(
-                runs,
+                [run for run in runs if run.mode != setup.peer],  # which generates one sample at a time
                 num_warm_up=args.warm_up,
                 model=f"{args.recipe or RECIPE} {' '.join(args.overrides)}".strip(),
                 device=args.device,
@@ -232,6 +278,8 @@ def _setting(args: Namespace, setup: BenchSetup) -> dict[str, Any]:
         devices = f"{pools} on {num_cores} CPU cores; colocated: {setup.split.num_devices} ranks and replicas in turns"
     else:
         devices = f"{pools} devices; colocated: all {setup.split.num_devices} in turns"
+    if setup.num_reward_devices:
+        devices += f"; rewards: {setup.num_reward_devices} more"
     return {
         "devices": devices,
         "num_cpu_cores": num_cores,
@@ -242,5 +290,7 @@ def _setting(args: Namespace, setup: BenchSetup) -> dict[str, Any]:
         "num_repeats": args.repeats,
         "virtual": args.virtual,
         "time_scale": args.time_scale,
+        "peer": args.peer,
+        "num_devices": setup.num_devices,
         "versions": {name: version(name) for name in ("verl-digen", "verl", "torch", "ray")},
     }

@@ -21,6 +21,7 @@ from omegaconf import OmegaConf
 
 from verl_digen.bench.runs import RunResult
 from verl_digen.config import DigenConfig, digen_config
+from verl_digen.observe.step_costs import rank_row_s, slot_sample_s
 from verl_digen.observe.timeline import Interval, read_timeline
 from verl_digen.require import require
 from verl_digen.sampling.requests import rows_per_group
@@ -104,13 +105,13 @@ def _work_seconds(work: _Work, digen: DigenConfig, num_trained: int) -> dict[str
     """Seconds of the parts that the timelines hold one by one."""
     return {
         "step_s": (
-            median(chunk.duration_s / chunk.num_samples for chunk in work.generating) / digen.sampling.num_steps,
+            slot_sample_s(_calls(work.generating)) / digen.sampling.num_steps,
             "a slot's time for a chunk / its samples / denoise steps; encoding, decoding and transfer included",
         ),
         "decode_s": (0.0, "part of step_s, from which a timeline does not tell it"),
         "row_s": (
-            median(part.duration_s * work.num_ranks / (part.num_samples * num_trained) for part in work.training),
-            f"time of a fragment x {work.num_ranks} ranks / its rows; gathering of weights included",
+            rank_row_s(_calls(work.training), work.num_ranks, num_trained),
+            f"time of a fragment / its rows on the fullest of {work.num_ranks} ranks; gathering of weights included",
         ),
         "gather_s": (0.0, "part of row_s, from which a timeline does not tell it"),
         "score_s": (
@@ -118,6 +119,10 @@ def _work_seconds(work: _Work, digen: DigenConfig, num_trained: int) -> dict[str
             "from a chunk's pixels to its scores in the queue",
         ),
     }
+
+
+def _calls(intervals: Sequence[Interval]) -> list[tuple[int, float]]:
+    return [(part.num_samples, part.duration_s) for part in intervals]
 
 
 def _step_seconds(

@@ -64,7 +64,7 @@ def command_of(work: BenchWork, mode: Mode, run_dir: Path) -> list[str]:
         *mode.overrides,
         f"trainer.total_training_steps={work.num_steps}",
         *("trainer.test_freq=-1", "trainer.val_before_train=false", "trainer.save_freq=-1"),
-        *("trainer.resume_mode=disable", "trainer.logger=[]"),
+        *("trainer.resume_mode=disable", "trainer.logger=[]", "digen.report=false"),
         *work.overrides,
         f"trainer.default_local_dir={run_dir}",
         f"hydra.run.dir={run_dir}/hydra",

@@ -4,7 +4,7 @@
 - The first `num_warm_up` steps of every run are left out.
 - A ratio is computed per repeat, of runs that followed each other, and the median of these is taken: a machine that
   gets slower over the hours changes it little.
-- Devices are those of all pools, the same number for every mode, whichever of them idle.
+- Devices are those of all pools, rewards included, the same number for every mode, whichever of them idle.
 - Modes are compared with the best baseline: the fastest that overlaps nothing, of those that were run; on virtual
   devices of those that were simulated, because devices that take turns are not run there.
 
@@ -22,6 +22,7 @@ from typing import Any
 
 from verl_digen.bench.runs import RunResult
 from verl_digen.simulate.cluster import BASELINES
+from verl_digen.simulate.verl_omni import NAME
 
 GRADIENT_NORM = "actor/grad_norm"
 GRADIENT_PROJECTION = "actor/grad_projection"
@@ -83,6 +84,8 @@ class Summary:
     """Prediction, where devices are virtual."""
     planner_error: float | None = None
     """Median of |`bts/prediction_error`|, how far the live planner was off; None where it predicted nothing."""
+    over_peer: float | None = None
+    """Speedup over verl-omni's way, repeat by repeat; None where it was neither run nor simulated."""
 
 
 def summarise(
@@ -92,12 +95,14 @@ def summarise(
     num_devices: int,
     predictions: Mapping[str, Prediction],
     simulated: Sequence[Baseline] = (),
+    peer_s: float | None = None,
 ) -> list[Summary]:
     """One summary per mode, in the order of first appearance by repeat and run.
 
     Args:
         predictions: of the modes that have one.
         simulated: baselines to compare with in place of those that were run.
+        peer_s: simulated step time of verl-omni's way; None: that of its run, if there is one.
     """
     by_mode: dict[str, list[RunResult]] = {}
     for run in sorted(runs, key=lambda run: run.repeat):
@@ -114,7 +119,9 @@ def summarise(
             own_s=medians[name],
             num_devices=num_devices,
             speedup=_speedup_over_simulated(medians[name], simulated) or _speedup_over_run(medians[name], medians),
-            max_gradient_gap=_gradient_gap(reference, of_mode),
+            # two updates have gradients of their own
+            max_gradient_gap=None if name == NAME else _gradient_gap(reference, of_mode),
+            over_peer=_over_peer(medians[name], peer_s, medians.get(NAME)),
             prediction=predictions.get(name),
         )
         for name, of_mode in by_mode.items()
@@ -130,6 +137,7 @@ def _summary(
     speedup: Mapping[str, float],
     max_gradient_gap: float | None,
     prediction: Prediction | None,
+    over_peer: float | None,
 ) -> Summary:
     """The summary of one mode.
 
@@ -162,6 +170,7 @@ def _summary(
         max_gradient_gap=max_gradient_gap,
         prediction=prediction,
         planner_error=_planner_error(measured),
+        over_peer=over_peer,
     )
 
 
@@ -180,6 +189,13 @@ def _speedup_over_run(own_s: Mapping[int, float], medians: Mapping[str, Mapping[
         for baseline in BASELINES
         if baseline in medians
     }
+
+
+def _over_peer(own_s: Mapping[int, float], peer_s: float | None, run_s: Mapping[int, float] | None) -> float | None:
+    """Speedup over verl-omni's way, simulated or run."""
+    if peer_s is not None:
+        return median(peer_s / own_s[repeat] for repeat in own_s)
+    return None if run_s is None else median(run_s[repeat] / own_s[repeat] for repeat in own_s)
 
 
 def _stale_share(measured: Sequence[Mapping[str, float]]) -> float | None:
@@ -223,12 +239,15 @@ def table(summaries: Sequence[Summary]) -> str:
     best = best_baseline(summaries)
     has_predictions = any(summary.prediction is not None for summary in summaries)
     has_planner = any(summary.planner_error is not None for summary in summaries)
+    has_peer = any(summary.over_peer is not None for summary in summaries)
     width = max(len("colocated"), *(len(summary.mode) for summary in summaries)) + 2
     samples = "devices that only take time" if has_predictions else "this machine"
     lines = [f"seconds, images, idle shares: measured, on {samples}"]
     if best is not None:
         lines.append(f"best baseline: {best}{' (simulated)' if has_predictions else ''}; x best: times as fast as it")
     lines.append("stale: share of samples generated under weights older than those they train; 0 % is strict")
+    if has_peer:
+        lines.append(f"x peer: times as fast as `{NAME}`{' (simulated)' if has_predictions else ', on our own engine'}")
     if has_predictions:
         lines += [
             "control: measured over simulated, which measures the control plane (Ray, queue, planner) and no device",
@@ -243,6 +262,8 @@ def table(summaries: Sequence[Summary]) -> str:
         head += f"{'simulated':>10}{'control':>9}{'at least':>9}{'over it':>9}"
     if has_planner:
         head += f"{'planner off':>13}"
+    if has_peer:
+        head += f"{'x peer':>8}"
     lines += ["", head]
     for summary in summaries:
         low_s, high_s = summary.spread_s
@@ -259,6 +280,8 @@ def table(summaries: Sequence[Summary]) -> str:
             line += _compared(summary.step_s, None if summary.prediction is None else summary.prediction.bound_s, 9, 9)
         if has_planner:
             line += f"{_number(summary.planner_error, '.1%'):>13}"
+        if has_peer:
+            line += f"{_number(summary.over_peer, '.2f'):>8}"
         lines.append(line)
     return "\n".join(lines)
 

@@ -12,8 +12,9 @@ from verl_digen.bench.modes import Mode
 from verl_digen.bench.summary import Baseline, Prediction
 from verl_digen.devices import Pool
 from verl_digen.require import require
-from verl_digen.simulate.cluster import WARM_UP_STEPS, Split, baselines, run_split
+from verl_digen.simulate.cluster import WARM_UP_STEPS, Split, baselines, run_split, together
 from verl_digen.simulate.profile import Numbers, Profile
+from verl_digen.simulate.verl_omni import run_verl_omni
 
 NUM_PREDICTED_STEPS = WARM_UP_STEPS + 3
 """Number of steps to simulate; all are alike once the run is steady."""
@@ -68,6 +69,11 @@ def simulated_baselines(profile: Profile, split: Split, time_scale: float) -> li
         Baseline(f"{run.name}, {run.devices}", run.step_s * time_scale)
         for run in (*baselines(profile, [split.trainer, split.generator]), barrier)
     ]
+
+
+def simulated_peer_s(profile: Profile, split: Split, time_scale: float) -> float:
+    """Simulate verl-omni's way on all devices of the split, with the profile's window; seconds of a step."""
+    return run_verl_omni(profile, together(profile, [split.trainer, split.generator])).step_s * time_scale
 
 
 def virtual_split(profile: Profile, trainer: Pool, generator: Pool) -> Split:

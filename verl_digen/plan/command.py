@@ -2,7 +2,8 @@
 """Calculate before the first out-of-memory whether a run fits its devices, what it moves, and how long a step takes.
 
 The words are those of verl's main; nothing is downloaded for a local folder or a checkpoint this knows. Beside them
-  gpus=8              devices of the whole run (separate pools share them), in place of the pools' own keys
+  gpus=8              devices of the whole run (separate pools share them), in place of the pools' own keys; of two
+                      types gpus=20xH800+24xA100, which train and which generate
   gpu_mem=80          GB of each
   device=H100         their type, for the seconds; this machine's without it
   host_mem=1000       GB of host memory of a node, for a verdict about it
@@ -12,6 +13,9 @@ The words are those of verl's main; nothing is downloaded for a local folder or 
     digen plan recipe=digen_qwen_image gpus=8 gpu_mem=80
     digen plan recipe=digen_flowgrpo actor_rollout_ref.model.path=Wan-AI/Wan2.1-T2V-14B-Diffusers \\
         digen.sampling.height_px=480 digen.sampling.width_px=832 digen.sampling.num_frames=81 gpus=8 device=H100
+
+With a type of device it also says which split of the same devices into trainer and generator is the fastest one that
+fits, simulated as by `digen simulate` on the calculated seconds, and the words for it.
 
 A config that a run would refuse before Ray starts is refused with the same message. Weights, prompts and rewards need
 not be there yet, nor the packages of a replica.
@@ -26,14 +30,18 @@ import sys
 import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from verl_digen.algorithms.outside import mean_steps_taken
+
 if TYPE_CHECKING:
+    from verl_digen.config import DigenConfig
     from verl_digen.plan.compose import Words
     from verl_digen.plan.memory import Items, Memory, Phase
     from verl_digen.plan.remedies import Remedy
     from verl_digen.plan.run import Run, Settings
+    from verl_digen.plan.split import SplitPlan
     from verl_digen.plan.time import StepTime
 
 NAME = "plan"
@@ -50,6 +58,10 @@ class Plan:
     device_bytes: int | None
     words: Words
     remedies: list[Remedy]
+    split: SplitPlan | None
+    """None: the type of device is not known, or its generation is not timed."""
+    split_words: str
+    """Words for `split.best`, if it is proposed; or why a run would refuse it."""
 
     @property
     def host_fits(self) -> bool | None:
@@ -78,22 +90,21 @@ def make_plan(words: Sequence[str]) -> Plan:
     Raises:
         ValueError: a config, checkpoint or setting that cannot be planned.
     """
-    from verl_digen.plan.compose import compose_run, device_of, platform_of, split_words
+    from verl_digen.plan.compose import device_of, split_words
     from verl_digen.plan.memory import plan_memory
     from verl_digen.plan.published import checkpoint_folder
     from verl_digen.plan.remedies import LORA_RANK, find_remedies
     from verl_digen.plan.run import read_run
+    from verl_digen.plan.split import plan_split
     from verl_digen.plan.time import plan_time
-    from verl_digen.preflight.plannable import check_plannable, check_plannable_model
+    from verl_digen.preflight.plannable import check_plannable_model
 
     own, overrides = split_words(words)
 
     def read(*more: str) -> Run:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # verl warns about every engine whose library is missing
-            config = compose_run([*overrides, *more], own)
-            with platform_of(own):
-                check_plannable(config)
+            config = check_words([*overrides, *more], own)
             with checkpoint_folder(config.actor_rollout_ref.model.path) as folder:
                 check_plannable_model(config, folder)
             return read_run(config, own.prompt_tokens)
@@ -105,21 +116,68 @@ def make_plan(words: Sequence[str]) -> Plan:
         "actor_rollout_ref.actor.fsdp_config.model_dtype=bf16",
     )
     memory = plan_memory(planned, device_bytes)
+    types = own.types or (None if device is None else (device, device))
+    split = None if types is None else plan_split(planned, types, device_bytes, own.mfu)
     return Plan(
         run=planned,
         memory=memory,
-        time=plan_time(planned, device, own.mfu, memory.recomputed_share),
+        time=plan_time(planned, device, own.mfu, memory.recomputed_share, types and types[1]),
         device=device,
         device_bytes=device_bytes,
         words=own,
         remedies=[] if device_bytes is None else find_remedies(planned, device_bytes, lambda: read(*lora)),
+        split=split,
+        split_words=split_words_of(split, overrides, own) if split is not None and split.is_proposed else "",
     )
+
+
+def check_words(overrides: Sequence[str], own: Words) -> Any:
+    """Compose the config of these overrides and check it, as a run would before Ray starts.
+
+    Raises:
+        ValueError: the messages that a run would be refused with.
+    """
+    from verl_digen.plan.compose import compose_run, platform_of
+    from verl_digen.preflight.plannable import check_plannable
+
+    config = compose_run(overrides, own)
+    with platform_of(own):
+        check_plannable(config)
+    return config
+
+
+def split_words_of(split: SplitPlan, overrides: Sequence[str], own: Words) -> str:
+    """Words to type for the proposed split, in place of `gpus`; or why a run would refuse them."""
+    from verl_digen.plan.compose import POOL_KEYS
+
+    words = list(split.overrides)
+    kept = [word for word in overrides if word.partition("=")[0].lstrip("+") not in POOL_KEYS]
+    if split.given is None:
+        recipes = [word for word in kept if word.startswith("recipe=")]
+        kept = [word for word in kept if word not in recipes]
+        named = recipes[-1].removeprefix("recipe=").strip("[]") if recipes else ""
+        words.insert(0, f"recipe=[{named},disaggregated]" if named else "recipe=disaggregated")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            check_words([*kept, *words], replace(own, gpus=None, pools=None, device=own.types and own.types[0]))
+    except ValueError as error:
+        return f"which a run would refuse as it is: {error}"
+    return " ".join(words)
 
 
 def _selected(settings: Settings) -> str:
     if settings.num_trained_samples == settings.num_samples:
         return ""
     return f" of {settings.num_trained_samples // settings.num_prompts} samples"
+
+
+def _passed_over(digen: DigenConfig) -> str:
+    """Mean number of steps that evaluate the network, where the solver passes over some."""
+    outside, sampling = digen.sampling.outside, digen.sampling
+    if not outside.passes_over:
+        return ""
+    return f" ({mean_steps_taken(outside, digen.window, sampling.num_steps):.3g} evaluated on average)"
 
 
 # -- for people -------------------------------------------------------------------------------------------------
@@ -130,12 +188,15 @@ def to_text(plan: Plan) -> str:
     size = f"{sampling.height_px}x{sampling.width_px}"
     size += f"x{sampling.num_frames}" if sampling.num_frames > 1 else ""
     experts = f" in {measured.num_experts} experts" if measured.num_experts > 1 else ""
-    guided = ", guided" if settings.is_guided else ""
+    guided, is_episode = ", guided" if settings.is_guided else "", settings.digen.environment.is_on
     lines = [
         f"{measured.title}: {counts.num_params / 1e9:.2f} B parameters{experts}, "
         f"{counts.num_trained / 1e9:.3f} B trained",
-        f"{size}, {sampling.num_steps} steps{guided}; {settings.num_prompts} prompts x {settings.group_size} samples x "
-        f"{measured.rows_per_group / settings.group_size:g} trained steps{_selected(settings)}; {_pools(plan)}",
+        f"{size}, {sampling.num_steps} steps{_passed_over(settings.digen)}{guided}; "
+        f"{settings.num_prompts} prompts x {settings.group_size} samples x "
+        f"{_turns(settings)}{measured.rows_per_group / settings.group_size:g} trained steps{_selected(settings)}; "
+        f"{_pools(plan)}",
+        *_episodes(settings),
         "",
         *_phase("a device that trains", memory.training),
         f"  backward recomputes {memory.num_recomputed} of {memory.num_blocks} blocks",
@@ -149,12 +210,13 @@ def to_text(plan: Plan) -> str:
         _line("together", memory.host_bytes),
         "in a step",
         *_items(memory.step),
-        _line("of it one sample's trajectory", measured.trajectory_bytes),
-        _line("of it one prompt's condition", measured.condition_bytes),
+        _line(f"of it one {'turn' if is_episode else 'sample'}'s trajectory", measured.trajectory_bytes),
+        _line(f"of it one {'turn' if is_episode else 'prompt'}'s condition", measured.condition_bytes),
         "on disk",
         _line("a checkpoint", memory.checkpoint_bytes),
         "",
         *_seconds(plan),
+        *_split(plan),
         "",
         *_verdict(plan),
         _host_verdict(plan),
@@ -163,11 +225,40 @@ def to_text(plan: Plan) -> str:
     return "\n".join(lines)
 
 
+def _turns(settings: Settings) -> str:
+    is_on = settings.digen.environment.is_on
+    return f"at most {settings.episodes.num_turns} turns x " if is_on else ""
+
+
+def _episodes(settings: Settings) -> list[str]:
+    """Lines on episodes: how many there are at the same time, and what that asks of the environment's processes."""
+    if not settings.digen.environment.is_on:
+        return []
+    held, at_once = settings.episodes_per_replica, settings.episodes_at_once
+    lines = [
+        f"episodes: {settings.num_begun} begin in a step; at the same time {at_once}, at most {held} on a replica and "
+        f"about {-(-at_once // settings.episodes.num_workers)} at an agent loop worker"
+    ]
+    largest = settings.digen.rollout.max_batch_size
+    if settings.is_split and held <= largest:
+        lines.append(
+            f"  a replica generates {largest} pictures together: more digen.gap.slots_per_replica keep it at work "
+            "while episodes wait for their environment"
+        )
+    if at_once > settings.episodes.num_calls:
+        lines.append(
+            f"  the environment runs {settings.episodes.num_calls} calls at the same time: raise "
+            "digen.environment.num_workers or concurrent"
+        )
+    return lines
+
+
 def _pools(plan: Plan) -> str:
     settings = plan.run.settings
     device = plan.device or "device"
     if settings.is_split:
-        return f"{settings.num_trainer_devices} {device} train, {settings.num_generator_devices} generate"
+        other = f"{plan.words.types[1]} " if plan.words.types is not None and plan.words.types[1] != device else ""
+        return f"{settings.num_trainer_devices} {device} train, {settings.num_generator_devices} {other}generate"
     return f"{settings.num_trainer_devices} {device} do both"
 
 
@@ -205,10 +296,18 @@ def _seconds(plan: Plan) -> list[str]:
         return [work, "no seconds: the peak of this device is not known; device=H100 plans for one"]
     return [
         work,
-        f"calculated, not measured, at {plan.words.mfu:.0%} of the peak of {plan.device}: "
+        f"calculated, not measured, at {plan.words.mfu:.0%} of the peak of "
+        f"{' and '.join(dict.fromkeys(plan.words.types or (plan.device,)))}: "
         f"{time.generating_s:.1f} s to generate, {time.training_s:.1f} s to train, "
         f"a step in {time.step_s:.1f} s or more",
     ]
+
+
+def _split(plan: Plan) -> list[str]:
+    """Lines on the best split."""
+    from verl_digen.plan.split import split_lines
+
+    return [] if plan.split is None else split_lines(plan.split, plan.split_words)
 
 
 def _verdict(plan: Plan) -> list[str]:
@@ -297,7 +396,8 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "step": memory.step,
         "trajectory_bytes": measured.trajectory_bytes,
         "condition_bytes": measured.condition_bytes,
-        "rows_per_sample": measured.rows_per_group / plan.run.settings.group_size,
+        "rows_per_sample": plan.run.rows_per_sample,
+        "episodes": _episodes_json(settings),
         "checkpoint_bytes": memory.checkpoint_bytes,
         "forward_flops": measured.flops.forward,
         "time": asdict(plan.time),
@@ -305,6 +405,36 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "limit_bytes": memory.limit_bytes,
         "fits": memory.fits,
         "remedies": [asdict(remedy) for remedy in plan.remedies],
+        "split": _split_json(plan),
+    }
+
+
+def _split_json(plan: Plan) -> dict[str, Any] | None:
+    split = plan.split
+    if split is None:
+        return None
+    return {
+        "given": None if split.given is None else str(split.given),
+        "given_s": split.given_s,
+        "together": split.together,
+        "together_s": split.together_s,
+        "best": None if split.best is None else str(split.best.split),
+        "best_s": split.best_s,
+        "gain": split.gain,
+        "words": plan.split_words,
+    }
+
+
+def _episodes_json(settings: Settings) -> dict[str, Any] | None:
+    if not settings.digen.environment.is_on:
+        return None
+    return {
+        "num_turns": settings.episodes.num_turns,
+        "num_begun": settings.num_begun,
+        "num_published": settings.num_published,
+        "num_conditions": settings.num_conditions,
+        "at_once": settings.episodes_at_once,
+        "per_replica": settings.episodes_per_replica,
     }
 
 

@@ -15,7 +15,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from verl_digen.devices import Pool, parse_pool
 from verl_digen.require import require, require_one_of, suggestion
+from verl_digen.simulate.layout import NODE_SIZE, arrange, pool_overrides, pooled_nodes, type_overrides
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -30,7 +32,6 @@ MFU = 0.4
 FLUX.1-dev-fp8-flumina), and training also communicates."""
 PROMPT_TOKENS = 128
 """Assumed length of a prompt, for networks that read prompts without padding."""
-GPUS_PER_NODE = 8
 POOL_KEYS = (
     *("trainer.nnodes", "trainer.n_gpus_per_node"),
     *("actor_rollout_ref.rollout.nnodes", "actor_rollout_ref.rollout.n_gpus_per_node"),
@@ -43,6 +44,8 @@ class Words:
 
     gpus: int | None = None
     """Devices of the whole run; separate pools share them equally. None: as configured."""
+    pools: tuple[Pool, Pool] | None = None
+    """Devices that train and devices that generate, by `gpus=20xH800+24xA100`."""
     gpu_mem: float | None = None
     """GB of one device; None: the memory of `device`."""
     device: str | None = None
@@ -55,6 +58,14 @@ class Words:
     def __post_init__(self) -> None:
         if self.device is not None:
             require_one_of("device", self.device, tuple(DEVICE_GB))
+        require(
+            self.pools is None or self.device is None,
+            "device must be left out where gpus names types",
+            self.device,
+            "drop one or the other",
+        )
+        for pool in self.pools or ():
+            require_one_of("gpus", pool.device, tuple(DEVICE_GB))
         require(self.gpus is None or self.gpus >= 1, "gpus must be >= 1", self.gpus, "give the devices of the run")
         require(self.gpu_mem is None or self.gpu_mem > 0, "gpu_mem must be > 0 GB", self.gpu_mem, "e.g. 80")
         require(self.host_mem is None or self.host_mem > 0, "host_mem must be > 0 GB", self.host_mem, "e.g. 1000")
@@ -69,7 +80,14 @@ class Words:
     @property
     def names_accelerator(self) -> bool:
         """True if any of `gpus`, `gpu_mem`, `device` is given: the run is planned for accelerators."""
-        return any(value is not None for value in (self.gpus, self.gpu_mem, self.device))
+        return any(value is not None for value in (self.gpus, self.pools, self.gpu_mem, self.device))
+
+    @property
+    def types(self) -> tuple[str, str] | None:
+        """Types of the devices that train and of those that generate; None if no word names them."""
+        if self.pools is not None:
+            return self.pools[0].device, self.pools[1].device
+        return None if self.device is None else (self.device, self.device)
 
 
 def split_words(arguments: Sequence[str]) -> tuple[Words, list[str]]:
@@ -105,11 +123,26 @@ def split_words(arguments: Sequence[str]) -> tuple[Words, list[str]]:
         if key not in kinds:
             overrides.append(argument)
             continue
+        if key == "gpus" and "+" in value:
+            own["pools"] = _typed_pools(value)
+            continue
         try:
             own[key] = kinds[key](value)
         except ValueError:
             raise ValueError(f"{key} must be a number, got {value!r}; e.g. {key}=8") from None
     return Words(**own), overrides
+
+
+def _typed_pools(text: str) -> tuple[Pool, Pool]:
+    parts = text.split("+")
+    require(
+        len(parts) == 2 and all("x" in part for part in parts),
+        "gpus must be a number, or devices that train + devices that generate",
+        text,
+        "e.g. gpus=20xH800+24xA100",
+    )
+    trainer, generator = (parse_pool("gpus", part, default_device=part) for part in parts)
+    return trainer, generator
 
 
 def compose_run(overrides: Sequence[str], words: Words) -> DictConfig:
@@ -130,11 +163,11 @@ def compose_run(overrides: Sequence[str], words: Words) -> DictConfig:
         try:
             config = compose("ppo_trainer", overrides=overrides, return_hydra_config=True)
             check_recipes(config)
-            if words.gpus is None:
+            if words.gpus is None and words.pools is None:
                 return config
             given = [key for key in POOL_KEYS if any(word.partition("=")[0].lstrip("+") == key for word in overrides)]
             require(not given, "gpus must be left out where the pools are given", given, "drop one or the other")
-            overrides += _pools(words.gpus, is_split(config))
+            overrides += _pools(words, is_split(config))
             return compose("ppo_trainer", overrides=overrides, return_hydra_config=True)
         except (HydraException, OmegaConfBaseException) as error:
             lines = str(error).strip().splitlines()
@@ -148,19 +181,32 @@ def is_split(config: DictConfig) -> bool:
     return not config.actor_rollout_ref.hybrid_engine
 
 
-def _pools(gpus: int, split: bool) -> list[str]:
+def _pools(words: Words, split: bool) -> list[str]:
     """Overrides that give each pool its devices."""
+    if words.pools is not None:
+        return _pools_of_types(*words.pools, split=split)
+    gpus = words.gpus
+    assert gpus is not None
     require(not split or gpus % 2 == 0, "gpus must be even with separate pools", gpus, "give the pools' own keys")
     num_devices = gpus // 2 if split else gpus
-    num_nodes = -(-num_devices // GPUS_PER_NODE)
+    num_nodes = -(-num_devices // NODE_SIZE)
     require(
         num_devices % num_nodes == 0,
-        f"gpus must fill nodes of {GPUS_PER_NODE} evenly",
+        f"gpus must fill nodes of {NODE_SIZE} evenly",
         gpus,
         "give trainer.nnodes and trainer.n_gpus_per_node",
     )
     keys = POOL_KEYS if split else POOL_KEYS[:2]
     return [f"{key}={num_nodes if key.endswith('nnodes') else num_devices // num_nodes}" for key in keys]
+
+
+def _pools_of_types(trainer: Pool, generator: Pool, *, split: bool) -> list[str]:
+    """Overrides for pools that each have devices of their own type."""
+    given = f"{trainer}+{generator}"
+    require(split, "gpus must be a number where trainer and replicas share devices", given, "add recipe disaggregated")
+    shapes = arrange(pooled_nodes((trainer, generator), ()), trainer, generator)
+    assert shapes is not None  # pools of nodes with one device each can always be placed
+    return [*pool_overrides(*shapes), *type_overrides(trainer, generator)]
 
 
 @contextmanager
@@ -187,7 +233,8 @@ def platform_of(words: Words) -> Iterator[None]:
 
 
 def device_of(words: Words) -> tuple[str | None, int | None]:
-    """(type of device, bytes of its memory) of the plan; None if unknown.
+    """(type of device, bytes of its memory) of the plan; None if unknown. Of two types: that of the trainer, and the
+    smaller memory.
 
     Without an accelerator, here or in `words`, the memory is this machine's.
     """
@@ -197,6 +244,10 @@ def device_of(words: Words) -> tuple[str | None, int | None]:
 
     here = get_platform()
     kind, found = words.device, None
+    if words.pools is not None:
+        kinds = [pool.device for pool in words.pools]
+        smallest = min(DEVICE_GB[kind] for kind in kinds) * GB
+        return kinds[0], smallest if words.gpu_mem is None else int(words.gpu_mem * GB)
     if kind is None and not (here.device_name == "cpu" and words.names_accelerator):
         if here.device_name == "cpu" or here.is_available():
             _, found = here.device_module.mem_get_info()

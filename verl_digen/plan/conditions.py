@@ -27,6 +27,8 @@ def empty_condition(model: DiffusionModel, prompt_tokens: int, geometry: Geometr
         condition["pooled"] = torch.zeros(config[layout.pooled])
     if layout.glyphs is not None:
         condition["glyphs"] = torch.zeros(0, config[layout.glyphs])
-    if layout.source is not None and geometry.sources:
-        condition["source"] = torch.zeros(model.num_source_tokens(geometry), config[layout.source])
+    if layout.audio is not None:
+        condition["audio"] = torch.zeros(num_tokens, config[layout.audio])
+    if geometry.sources:
+        condition |= {name: torch.zeros(shape) for name, shape in model.image_conditions(geometry).items()}
     return condition

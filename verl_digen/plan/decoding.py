@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -68,7 +68,7 @@ def decoding_bytes(model: DiffusionModel, geometry: Geometry, dtype: torch.dtype
     Args:
         dtype: of the replica; the VAE may decode in another, `DiffusionModel.decoder_dtype`.
     """
-    dtype = model.decoder_dtype(dtype)
+    dtype, geometry = model.decoder_dtype(dtype), replace(geometry, sources=())  # a given frame is decoded, too
     piece = PIECES.get(model.index["vae"][1], Piece())
     traced = piece.of(geometry)
     config = json.dumps(model.read_config("vae/config.json"), sort_keys=True)

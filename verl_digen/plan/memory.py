@@ -161,8 +161,11 @@ def _runtime(run: Run, *, trains: bool, generates: bool) -> Items:
 
 
 def _assistant(run: Run) -> Items:
-    """The VAE of a trainer rank that also generates (`verl_digen.engine.assistant`)."""
-    return {} if run.settings.digen.tag.policy == "off" else {"VAE of assistance": run.measured.parts["vae"].num_bytes}
+    """The VAE of a trainer rank that also generates (`verl_digen.engine.assistant`), and what decodes sound."""
+    if run.settings.digen.tag.policy == "off":
+        return {}
+    decoders = (run.measured.parts[name] for name in run.measured.decoders)
+    return {"VAE of assistance": sum(part.num_bytes for part in decoders)}
 
 
 def _num_decoded(run: Run) -> int:
@@ -357,8 +360,8 @@ def update_bytes(run: Run) -> int:
 def _queue(run: Run) -> Items:
     settings, measured = run.settings, run.measured
     return {
-        "trajectories": settings.num_samples * measured.trajectory_bytes,
-        "conditions": settings.num_prompts * measured.condition_bytes,
+        "trajectories": settings.num_published * settings.episodes.num_turns * measured.trajectory_bytes,
+        "conditions": settings.num_conditions * measured.condition_bytes,
     }
 
 

@@ -86,9 +86,13 @@ def _base(network: Any) -> Any:
     return network.get_base_model() if hasattr(network, "get_base_model") else network
 
 
+ENCODERS = ("text_encoder", "image_encoder")
+"""Beginnings of the folders of encoders."""
+
+
 @dataclass(frozen=True)
 class Part:
-    """Parameters of a text encoder or of the VAE, as far as a replica keeps them."""
+    """Parameters of an encoder or of the VAE, as far as a replica keeps them."""
 
     num_params: int
     num_bytes: int
@@ -96,7 +100,7 @@ class Part:
 
 
 def count_parts(model: DiffusionModel, dtype: torch.dtype, *, as_loaded_by_us: bool) -> dict[str, Part]:
-    """Folder of each text encoder and of the VAE -> its parameters; "vae (images)" is the part of the VAE that encodes
+    """Folder of each encoder and of the VAE -> its parameters; "vae (images)" is the part of the VAE that encodes
     a prompt's images, of which a replica has a copy.
 
     The VAE decodes in a dtype of its own (`DiffusionModel.decoder_dtype`), and transformers keeps some parameters of
@@ -107,12 +111,13 @@ def count_parts(model: DiffusionModel, dtype: torch.dtype, *, as_loaded_by_us: b
         as_loaded_by_us: leave out the parameters that our model file frees after loading; vLLM-Omni keeps all.
     """
     parts = {}
+    others = {"vae", *model.spec.encoder_parts, *model.spec.audio_parts}
     for name, entry in model.index.items():
-        if isinstance(entry, list) and (name == "vae" or name.startswith("text_encoder")) and entry[1] is not None:
+        if isinstance(entry, list) and (name in others or name.startswith(ENCODERS)) and entry[1] is not None:
             network = _make_part(model.path / name, entry[0], entry[1])
             freed = model.spec.freed.get(name, ()) if as_loaded_by_us else ()
             kept = {key: value for key, value in network.named_parameters() if not key.startswith(freed)}
-            asked = model.decoder_dtype(dtype) if name == "vae" else dtype
+            asked = model.part_dtype(name, dtype)
             parts[name] = Part(
                 sum(value.numel() for value in kept.values()),
                 sum(value.numel() * _loaded_dtype(network, key, asked).itemsize for key, value in kept.items()),
@@ -129,8 +134,9 @@ def _make_part(folder: Path, library: str, class_name: str) -> nn.Module:
     import transformers
 
     with torch.device("meta"):  # not accelerate's init_empty_weights, under which tied weights would count twice
-        if library == "diffusers":
-            network_class: Any = getattr(diffusers, class_name)
+        if library != "transformers":  # diffusers, or the module of a pipeline with networks of its own
+            owner = diffusers if library == "diffusers" else getattr(diffusers.pipelines, library)
+            network_class: Any = getattr(owner, class_name)
             return network_class.from_config(network_class.load_config(folder))
         network_class = getattr(transformers, class_name)
         return network_class(network_class.config_class.from_pretrained(folder))

@@ -55,7 +55,7 @@ def checkpoint_folder(path: str) -> Iterator[Path]:
 def write_configs(repository: str, folder: Path) -> None:
     """Write the config files of a known repository into `folder`."""
     entry, parts = _read("index.json")[repository], _read("parts.json")
-    library = {name: "diffusers" if name in _OF_DIFFUSERS else "transformers" for name in entry["parts"]}
+    library = {name: _LIBRARIES.get(name, "transformers") for name in entry["parts"]}
     index = {"_class_name": entry["pipeline"], **entry["index"]}
     index |= {name: [library[name], class_name] for name, (class_name, _) in entry["parts"].items()}
     (folder / "model_index.json").write_text(json.dumps(index), encoding="utf-8")
@@ -66,8 +66,17 @@ def write_configs(repository: str, folder: Path) -> None:
             file.write_text(json.dumps(parts[part]["config"]), encoding="utf-8")
 
 
-_OF_DIFFUSERS = frozenset({"guider", "scheduler", "transformer", "transformer_2", "vae"})
-_CONFIG_FILES = {"guider": "guider_config.json", "scheduler": "scheduler_config.json"}
+_LIBRARIES = {
+    **dict.fromkeys(("audio_vae", "guider", "scheduler", "transformer", "transformer_2", "vae"), "diffusers"),
+    **dict.fromkeys(("connectors", "vocoder"), "ltx2"),
+}
+"""Folder -> library of its class in `model_index.json`, if it is not transformers. A pipeline with networks of its own
+is named itself."""
+_CONFIG_FILES = {
+    "guider": "guider_config.json",
+    "processor": "preprocessor_config.json",
+    "scheduler": "scheduler_config.json",
+}
 """Folder -> name of its config file, if it is not config.json."""
 
 

@@ -27,15 +27,17 @@ from verl_digen.plan.activations import Activations, trace_activations
 from verl_digen.plan.compose import is_split
 from verl_digen.plan.conditions import empty_condition
 from verl_digen.plan.decoding import decoding_bytes
+from verl_digen.plan.episodes import Episodes, plan_episodes, turn_geometry
 from verl_digen.plan.networks import Counts, Part, Tensors, count_network, count_parts, list_tensors, transformer_bytes
 from verl_digen.plan.policies import num_selected
 from verl_digen.plan.published import checkpoint_folder
 from verl_digen.plan.teachers import teacher_bytes
 from verl_digen.platforms.module_memory import SHARING
-from verl_digen.pool_sizes import num_generator_devices, num_replica_devices, num_trainer_devices
+from verl_digen.pool_sizes import num_generator_devices, num_replica_devices, num_trainer_devices, split_limits
 from verl_digen.require import require
 from verl_digen.sampling.recording import record_trajectory, trained_latents
-from verl_digen.sampling.requests import plain_request, planned_geometry, rows_per_group
+from verl_digen.sampling.requests import plain_request, rows_per_group
+from verl_digen.simulate.splits import Limits
 from verl_digen.types import Condition, PromptRow, SampleRequest
 
 ADAMS = ("AdamW", "Adam")
@@ -92,11 +94,41 @@ class Settings:
     shares_host_copies: bool
     """True if the `diffusers` processes of a node that sleep share one host copy of equal weights."""
     dtypes: Dtypes
+    episodes: Episodes
+    limits: Limits
 
     @property
     def num_samples(self) -> int:
         """Samples of a step."""
         return self.num_prompts * self.group_size
+
+    @property
+    def num_begun(self) -> int:
+        """Samples that a step begins, redundant ones included."""
+        episodes = self.episodes
+        return (self.num_prompts + episodes.extra_prompts) * (self.group_size + episodes.extra_episodes)
+
+    @property
+    def num_published(self) -> int:
+        """Samples of a step that reach TransferQueue, those of redundant groups included."""
+        return (self.num_prompts + self.episodes.extra_prompts) * self.group_size
+
+    @property
+    def num_conditions(self) -> int:
+        """Conditions of a step in TransferQueue: of each prompt or first turn, and of each episode's later turns."""
+        later = self.num_published * (self.episodes.num_turns - 1)
+        return self.num_prompts + self.episodes.extra_prompts + later
+
+    @property
+    def episodes_per_replica(self) -> int:
+        """Maximum episodes that a replica has at the same time."""
+        in_slots = self.episodes.in_slots
+        return -(-self.num_begun // self.num_replicas) if in_slots is None else min(in_slots, self.num_begun)
+
+    @property
+    def episodes_at_once(self) -> int:
+        """Maximum episodes at the same time."""
+        return min(self.episodes_per_replica * self.num_replicas, self.num_begun)
 
     @property
     def num_trained_samples(self) -> int:
@@ -131,6 +163,8 @@ class Measured:
     """Parameter counts of the trainer's network, adapter included."""
     parts: dict[str, Part]
     """Folder -> parameters, for a replica's text encoders and VAE."""
+    decoders: tuple[str, ...]
+    """Folders of those that decode."""
     transformer_bytes: int
     """Bytes of a replica's transformer without an adapter, exported tables included."""
     tensors: tuple[Tensors, ...]
@@ -145,13 +179,13 @@ class Measured:
     flops: Flops
     """FLOPs of one row's forward, guidance included."""
     condition_bytes: int
-    """Bytes of a prompt's condition, the negative one included if guided, or taught with guidance."""
+    """Bytes of a prompt's condition, or of one turn's; the negative one included if guided, or taught with guidance."""
     embedding_bytes: int
     """Bytes of one text's condition."""
     rows_per_group: int
-    """Rows of a group: points of its samples, or edges of its tree."""
+    """Rows of a group: points of its samples, or edges of its tree; with episodes of one turn."""
     trajectory_bytes: int
-    """Bytes of a sample's record, the maximum over the groups of the first step."""
+    """Bytes of the record of a sample, or of one turn; the maximum over the groups of the first step."""
     teachers: dict[str, int]
     """Teacher -> bytes of the weights that it exchanges with the student's, on all shards together."""
 
@@ -162,10 +196,15 @@ class Run:
     measured: Measured
 
     @property
+    def rows_per_sample(self) -> float:
+        """Rows of a sample, all turns of an episode together."""
+        settings = self.settings
+        return settings.episodes.num_turns * self.measured.rows_per_group / settings.group_size
+
+    @property
     def num_trained_rows(self) -> float:
         """Rows of a step that train."""
-        settings = self.settings
-        return settings.num_trained_samples * self.measured.rows_per_group / settings.group_size
+        return self.settings.num_trained_samples * self.rows_per_sample
 
 
 def read_run(config: DictConfig, prompt_tokens: int) -> Run:
@@ -214,7 +253,7 @@ def _settings(config: DictConfig, digen: DigenConfig, model: DiffusionModelConfi
         trainer_devices_per_node=config.trainer.n_gpus_per_node,
         generator_devices_per_node=generator.n_gpus_per_node,
         is_split=split,
-        num_shards=num_trainer if fsdp.fsdp_size in (-1, 0) else min(fsdp.fsdp_size, num_trainer),
+        num_shards=num_shards(fsdp.fsdp_size, num_trainer),
         num_prompts=config.data.train_batch_size,
         group_size=rollout.n,
         is_lora=model.lora_rank > 0,
@@ -232,7 +271,14 @@ def _settings(config: DictConfig, digen: DigenConfig, model: DiffusionModelConfi
         is_accelerated=config.trainer.device != "cpu",
         shares_host_copies=config.trainer.device in SHARING,
         dtypes=_dtypes(fsdp, rollout, digen),
+        episodes=plan_episodes(config, digen, num_replicas=num_generator // size, is_split=split),
+        limits=split_limits(config),
     )
+
+
+def num_shards(fsdp_size: int, num_ranks: int) -> int:
+    """Ranks that share one copy of the weights."""
+    return num_ranks if fsdp_size in (-1, 0) else min(fsdp_size, num_ranks)
 
 
 def _dtypes(fsdp: Any, rollout: Any, digen: DigenConfig) -> Dtypes:
@@ -251,7 +297,7 @@ def _measure(folder: Any, settings: Settings, model_config: DiffusionModelConfig
     digen, dtypes = settings.digen, settings.dtypes
     sampling = digen.sampling
     model = load_model(folder)
-    geometry = planned_geometry(sampling, model.spec.num_images[0])
+    geometry = turn_geometry(sampling, model, settings.episodes)
     shape = model.latent_shape(geometry)
     model.embedded_guidance(sampling.guidance_scale)
     network = model.load_transformer(dtypes.model, meta=True)
@@ -285,6 +331,7 @@ def _measure(folder: Any, settings: Settings, model_config: DiffusionModelConfig
         title=f"{model.spec.title}, {model.spec.transformer}",
         counts=counts,
         parts=count_parts(model, dtypes.rollout, as_loaded_by_us=is_ours),
+        decoders=("vae", *model.spec.audio_parts),
         transformer_bytes=of_replica,
         tensors=tensors,
         decoding_bytes=decoding_bytes(model, geometry, dtypes.rollout),

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from verl_digen.schedulers.batch import Batch, LiveChunk, Request
 from verl_digen.schedulers.durations import Durations
 from verl_digen.schedulers.rules import BatchRules
-from verl_digen.schedulers.search import Bubble
+from verl_digen.schedulers.search import MAX_STREAM, Bubble
 from verl_digen.schedulers.types import TRAINER
 
 TIME_DIGITS = 9
@@ -31,7 +31,7 @@ def bubble_at(
 ) -> Bubble | None:
     """The bubble of `batch`; None until generation, scoring and training were each measured.
 
-    Complexity: O(samples of the batch + live chunks + slots).
+    Complexity: O(MAX_STREAM + groups of the batch + live chunks + slots).
     """
     train_s, score_s = durations.train_s(), durations.score_s()
     sample_s = {slot: durations.generate_sample_s(slot) for slot in slots}
@@ -48,7 +48,7 @@ def bubble_at(
     for chunk in live.values():
         if chunk.generated_s is not None:
             scored_in_s[chunk.chunk.id] = max(0.0, chunk.generated_s + score_s - now_s)
-    stream, ready_in_s = _groups_to_come(batch, rules, scored_in_s)
+    stream, ready_in_s, later_groups = _groups_to_come(batch, rules, scored_in_s)
     call_s, group_s = train_s
     assist_chunk_s, assist_sample_s = durations.assist_s() or (0.0, 0.0)
     return Bubble(
@@ -66,27 +66,35 @@ def bubble_at(
         min_groups=rules.min_groups_per_fragment,
         max_groups=rules.max_groups_per_fragment,
         is_barrier=not rules.is_pipelined,
+        later_groups=later_groups,
+        later_samples=rules.group_size if later_groups else 0,
     )
 
 
 def _groups_to_come(
     batch: Batch, rules: BatchRules, scored_in_s: Mapping[int, float]
-) -> tuple[tuple[int, ...], list[float]]:
+) -> tuple[tuple[int, ...], list[float], int]:
     """The groups that fill the batch, ready ones first.
 
     Args:
         scored_in_s: live chunk -> seconds until its samples are scored.
 
     Returns:
-        The group of each sample left to issue; and per group, seconds until the samples in flight are scored.
+        The group of each sample left to issue; per group, seconds until the samples in flight are scored; and how many
+        groups come after these.
     """
     ready_in_s = [0.0] * len(batch.ready)
     stream: list[int] = []
     num_left = rules.num_prompts - batch.num_training - batch.num_trained
+    num_later = 0
     for group in batch.groups:
-        if len(ready_in_s) == num_left:
+        if len(ready_in_s) + num_later == num_left:
             break
-        if group.state == "open":
+        if group.state != "open":
+            continue
+        if rules.is_pipelined and len(stream) >= MAX_STREAM and not group.chunks:
+            num_later += 1
+        else:
             stream += [len(ready_in_s)] * len(group.unissued)
             ready_in_s.append(max((scored_in_s[chunk_id] for chunk_id in group.chunks), default=0.0))
-    return tuple(stream), ready_in_s
+    return tuple(stream), ready_in_s, num_later

@@ -54,7 +54,8 @@ class Foresight:
 
     def counts(self, verdict: Verdict) -> bool:
         """True if the gain exceeds the error margin, or if the choice is to wait."""
-        return verdict.choice == "wait" or verdict.gain_s > DOUBTS * self.doubt * verdict.waiting_s
+        in_doubt_s = verdict.waiting_s * verdict.covered  # an error about the rest is the same for both choices
+        return verdict.choice == "wait" or verdict.gain_s > DOUBTS * self.doubt * in_doubt_s
 
     def on_end(self, now_s: float) -> None:
         """The last fragment of the batch is trained."""

@@ -101,6 +101,12 @@ class BatchRules:
         ):
             require(value >= 0, f"{key} must be >= 0", value, "0 allows none")
 
+    @property
+    def techniques(self) -> tuple[str, ...]:
+        """Techniques of `schedulers.simulation.TECHNIQUES` that are on; tiles, which the planner does not make, too."""
+        on = {"gap": self.is_pipelined, "tsp": True, "tag": self.assist != "off", "tcss": self.max_versions > 0}
+        return tuple(name for name, is_on in on.items() if is_on)
+
     def slot_chunk_size(self, num_slots: int) -> int:
         """Samples of a slot's chunk: as configured, else ceil(G / num_slots), at most `max_chunk_size`.
 

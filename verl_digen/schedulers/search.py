@@ -10,6 +10,7 @@ of the batch forward on a makespan model and returns the choice that ends it fir
   between, generates the same kind of chunk and ends later, so it is never better.
 - Branching is exact for the first choices and heuristic after: the value of a leaf is the best of "never assist again",
   "assist at the next k bubbles" for every k, and "assist where no fragment is delayed" for every k.
+- Of a large remainder `MAX_STREAM` samples are played; when later groups are ready, `schedulers.later` calculates.
 - Iterative deepening until `MAX_WORK` simulated chunks are used up: a small remainder of a batch is searched
   exhaustively, a large one hardly beyond the heuristic plans.
 - The plan found is kept, and competes with the plans that the next search finds.
@@ -19,8 +20,8 @@ Invariants
 - An assist is chosen only where it shortens the model's makespan by more than `EPSILON_S`.
 - Equal input gives equal output: the budget counts work, not time.
 
-Complexity of a decision, with U unissued chunks and S slots: O(MAX_WORK) simulated chunks, plus O(U * STOPS_TRIED) for
-the leaf at the root; a chunk costs O(log S), a choice O(S).
+Complexity of a decision, with U unissued chunks, M later groups and S slots: O(MAX_WORK) simulated chunks, plus
+O((U + M) * STOPS_TRIED) for the leaf at the root; a chunk costs O(log S), a choice O(S).
 """
 
 from __future__ import annotations
@@ -31,11 +32,16 @@ from dataclasses import dataclass, field
 from heapq import heapify, heapreplace
 from typing import Literal
 
+from verl_digen.schedulers.later import later_ready_s
+
 EPSILON_S = 1e-7
 """Times closer than this are the same moment: the order of a sum changes its rounding."""
 
 MAX_WORK = 4_000
 """Simulated chunks in one decision before the search stops deepening; a few ms of Python."""
+
+MAX_STREAM = 768
+"""Unissued samples, rounded up to whole groups, that are played chunk by chunk."""
 
 SLOTS_PER_PLAY = 16
 """Number of slots whose state is copied in about the time of simulating one chunk."""
@@ -92,6 +98,10 @@ class Bubble:
     """Minimum number of groups of one fragment while more groups are to come."""
     is_barrier: bool = False
     """True: nothing trains before every group is ready."""
+    later_groups: int = 0
+    """Groups after those of the stream, with no sample issued."""
+    later_samples: int = 0
+    """Samples of each of them."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +117,8 @@ class Verdict:
     """wait: when the next fragment will be ready, from now."""
     depth: int
     """Number of choices that were branched exactly."""
+    covered: float = 1.0
+    """Share of the groups left that were played chunk by chunk; the others are alike for every plan."""
 
     @property
     def gain_s(self) -> float:
@@ -176,7 +188,9 @@ class BubbleSearch:
         if best >= waiting_s - EPSILON_S:
             best, plan = waiting_s, []
         choice: Choice = plan[0] if plan else "wait"
-        return Verdict(choice, best, waiting_s, play.next_ready_s(root), depth), tuple(plan[1:])
+        played = len(bubble.ready_in_s)
+        covered = played / (played + bubble.later_groups) if played else 1.0
+        return Verdict(choice, best, waiting_s, play.next_ready_s(root), depth, covered), tuple(plan[1:])
 
 
 class _Play:
@@ -322,6 +336,10 @@ class _Play:
                     done.append(readiness)
                     readiness = 0.0
             done.sort()
+            slots = tuple(heap)
+        if bubble.later_groups:
+            free_s = [(free, bubble.sample_s[slot]) for free, slot in slots]
+            done += later_ready_s(free_s, bubble.later_groups, bubble.later_samples, bubble.chunk_size, bubble.score_s)
         value = self._train_all(now_s, done)
         self._never[node] = value
         return value
@@ -404,7 +422,7 @@ class _Play:
         """Lower bound of the end of training: all training lies ahead, and nothing trains before it is ready."""
         now_s, position, _, _, issued = node
         bubble = self.bubble
-        open_groups = len({*bubble.stream[position:]})
+        open_groups = len({*bubble.stream[position:]}) + bubble.later_groups
         left_s = (len(issued) + open_groups) * bubble.train_group_s + bubble.train_call_s
         earliest_s = min([now_s + bubble.score_s, *issued]) if open_groups else (issued[0] if issued else now_s)
         return max(now_s, earliest_s) + left_s

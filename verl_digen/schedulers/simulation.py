@@ -15,7 +15,7 @@ Complexity: O(log events) per event, plus the planner's own.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from heapq import heappop, heappush
 from math import isfinite
@@ -23,10 +23,11 @@ from typing import Any, Literal, NamedTuple
 
 from verl_digen.require import require
 from verl_digen.schedulers.durations import KnownDurations
+from verl_digen.schedulers.generation import ChunkSlots, Generator
 from verl_digen.schedulers.planner import BatchPlanner
 from verl_digen.schedulers.rules import BatchRules
 from verl_digen.schedulers.search import EPSILON_S
-from verl_digen.schedulers.types import TRAINER, Assist, BatchReport, Commit, Generate, Train
+from verl_digen.schedulers.types import TRAINER, Assist, BatchReport, Chunk, Commit, Generate, LoadWeights, Train
 
 TECHNIQUES = ("gap", "tsp", "tag", "tcss")
 """gap: fragments train while others generate. tsp: time-step parallelism. tag: the trainer assists where a search says
@@ -40,7 +41,7 @@ class Event(NamedTuple):
     """One interval of work."""
 
     who: str
-    """A slot's id, "trainer" or "scorer"."""
+    """A generator's device, "trainer" or "scorer"."""
     what: What
     start_s: float
     end_s: float
@@ -182,7 +183,7 @@ def simulate(workload: Workload, costs: Costs, techniques: Collection[str]) -> S
 
 @dataclass
 class PlannerRun:
-    """A simulated run of one planner and its slots.
+    """A simulated run of one planner and its slots. A replica loads new weights when all of its slots are free.
 
     Example:
         run = PlannerRun(rules, durations, ["a", "b"], num_batches=10, commit_s=0.3, keeps_events=False)
@@ -197,23 +198,36 @@ class PlannerRun:
     commit_s: float
     keeps_events: bool
     """True: keep every event. False: only sums."""
+    generator: Generator | None = None
+    """The slots; None: each generates its chunks one after the other, in the time of `durations`."""
+    replica_of: Mapping[str, str] = field(default_factory=dict)
+    """Slot -> its replica; a slot without an entry is a replica of its own."""
     events: list[Event] = field(default_factory=list)
     reports: list[BatchReport] = field(default_factory=list)
     commits_s: list[float] = field(default_factory=list)
     busy_s: dict[str, float] = field(default_factory=lambda: {TRAINER: 0.0, "generator": 0.0})
     """Pool -> busy seconds, summed over its slots."""
     busy_at_commit_s: list[dict[str, float]] = field(default_factory=list)
-    """`busy_s` up to the end of each commit."""
+    """`busy_s` up to the end of each commit, and under "cancelled" what of it was for samples that were cancelled."""
+
+    def make_planner(self) -> BatchPlanner:
+        """The planner that is played."""
+        return BatchPlanner(self.rules, self.durations, first_batch=0, num_batches=self.num_batches)
 
     def play(self) -> None:
         """Simulate from time 0 to the last commit."""
-        planner = self._planner = BatchPlanner(self.rules, self.durations, first_batch=0, num_batches=self.num_batches)
-        self._due: list[tuple[float, int, What, object]] = []
+        planner = self._planner = self.make_planner()
+        self._due: list[tuple[float, int, What, Any]] = []
         self._num_due = 0
         self._num_prompts = 0
         is_trainer_free = True
+        self._generator: Generator = ChunkSlots(self.durations.sample_s) if self.generator is None else self.generator
+        self._unloaded: dict[str, set[str]] = {}
+        self._slots_of: dict[str, set[str]] = {}
         for slot in self.slots:
-            planner.on_slot_joined(slot, replica=slot, version=0)
+            replica = self.replica_of.get(slot, slot)
+            self._slots_of.setdefault(replica, set()).add(slot)
+            planner.on_slot_joined(slot, replica=replica, version=0)
         now_s = 0.0
         while not planner.is_done:
             for batch, count in planner.prompts_wanted().items():
@@ -228,16 +242,29 @@ class PlannerRun:
                 is_trainer_free |= self._tell(end_s, what, subject)
 
     def _assign(self, now_s: float) -> None:
-        planner, durations = self._planner, self.durations
+        planner, generator = self._planner, self._generator
+        for chunk_id in planner.take_cancelled():
+            if generator.cancel(chunk_id):
+                planner.on_generated(chunk_id, now_s)
         while decisions := planner.assign(now_s):
             for decision in decisions:
                 if isinstance(decision, Generate):
-                    chunk = decision.chunk
-                    end_s = now_s + len(chunk.samples) * durations.sample_s[decision.slot]
-                    self._busy(decision.slot, "generate", now_s, end_s, (int(chunk.uid),))
-                    self._expect(end_s, "generate", chunk)
-                else:  # loading is part of commit_s
-                    planner.on_loaded(decision.slot, decision.version)
+                    generator.begin(decision.slot, decision.chunk)
+                else:
+                    self._load(decision)
+        for work in generator.start(now_s):
+            if work.device:
+                self._busy(work.device, "generate", work.start_s, work.end_s, work.groups)
+            self._expect(work.end_s, "generate", work)
+
+    def _load(self, decision: LoadWeights) -> None:
+        """Load when the slot's replica has no other at work; the time is part of `commit_s`."""
+        replica = self.replica_of.get(decision.slot, decision.slot)
+        unloaded = self._unloaded.setdefault(replica, set())
+        unloaded.add(decision.slot)
+        if unloaded == self._slots_of[replica]:
+            for slot in sorted(self._unloaded.pop(replica)):
+                self._planner.on_loaded(slot, decision.version)
 
     def _work(self, now_s: float) -> bool:
         """Start the planner's next decision on the trainer; False if that is to wait."""
@@ -271,17 +298,22 @@ class PlannerRun:
         elif what == "commit":
             self.reports.append(subject)
             self.commits_s.append(now_s)
-            to_come_s = sum(end_s - now_s for end_s, _, due, _ in self._due if due == "generate")
-            self.busy_at_commit_s.append({**self.busy_s, "generator": self.busy_s["generator"] - to_come_s})
+            to_come_s = sum(work.end_s - now_s for _, _, due, work in self._due if due == "generate" and work.device)
+            busy_s = self.busy_s["generator"] - to_come_s
+            self.busy_at_commit_s.append({**self.busy_s, "generator": busy_s, "cancelled": self._generator.cancelled_s})
             planner.on_committed(subject.batch)
             planner.on_published(subject.batch + 1)
         else:
-            planner.on_generated(subject.id, now_s)
-            end_s = now_s + self.durations.scoring_s
-            if self.keeps_events:
-                self.events.append(Event("scorer", "score", now_s, end_s, (int(subject.uid),)))
-            self._expect(end_s, "score", subject)
+            for chunk in [subject] if what == "assist" else self._generator.end(subject):
+                self._on_generated(chunk, now_s)
         return what != "generate"
+
+    def _on_generated(self, chunk: Chunk, now_s: float) -> None:
+        self._planner.on_generated(chunk.id, now_s)
+        end_s = now_s + self.durations.scoring_s
+        if self.keeps_events:
+            self.events.append(Event("scorer", "score", now_s, end_s, (int(chunk.uid),)))
+        self._expect(end_s, "score", chunk)
 
     def _expect(self, end_s: float, what: What, subject: object) -> None:
         self._num_due += 1

@@ -34,12 +34,12 @@ from itertools import pairwise
 
 from verl_digen.schedulers.deal import Row, stand_ins
 
-TextOrder = Callable[[int], tuple[int, ...]]
-"""`Row.sample` -> lengths of its texts; equal for samples that may share a forward without padding."""
+TextOrder = Callable[[Row], tuple[int, ...]]
+"""Row -> lengths of its texts; equal for rows that may share a forward without padding."""
 
 
-def _as_they_come(sample: int) -> tuple[int, ...]:
-    """Order for samples of one text length."""
+def _as_they_come(row: Row) -> tuple[int, ...]:
+    """Order for rows of one text length."""
     return ()
 
 
@@ -136,8 +136,8 @@ def plan_tiles(
     Args:
         dealt: the rows of each rank, not all empty.
         shape: that of every tile, or bucket -> that of its tiles; the same on all ranks.
-        order: of the samples of `rank`.
-        agreed_most: maximum of all ranks' values, a collective. If given, samples that differ in `order` never share a
+        order: of the rows of `rank`.
+        agreed_most: maximum of all ranks' values, a collective. If given, rows that differ in `order` never share a
             tile.
 
     Example:
@@ -161,14 +161,14 @@ def plan_tiles(
 
 def _ordered(rows: Sequence[Row], order: TextOrder) -> list[Row]:
     """Rows by the lengths of their texts, then by sample and point."""
-    return sorted(rows, key=lambda row: (order(row.sample), row))
+    return sorted(rows, key=lambda row: (order(row), row))
 
 
 def _by_text(rows: Sequence[Row], order: TextOrder) -> list[list[Row]]:
     """Rows of each text length, shortest first."""
     alike: dict[tuple[int, ...], list[Row]] = {}
     for row in _ordered(rows, order):
-        alike.setdefault(order(row.sample), []).append(row)
+        alike.setdefault(order(row), []).append(row)
     return list(alike.values())
 
 

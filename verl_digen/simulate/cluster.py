@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulated steps of a run on a cluster, technique by technique, and the best split of its devices.
+"""Simulated steps of a run on a cluster, technique by technique.
 
 - Disaggregated runs are played by the live planner (`schedulers.simulation.PlannerRun`); a colocated one is a sum.
 - Steady state: the first `WARM_UP_STEPS` steps are left out.
 - Durations of the parts are those of `verl_digen.simulate.costs`.
+- With episodes (`verl_digen.simulate.episode_runs`) a sample is an episode.
 
 Left out: memory (except `min_trainer_devices`), kernels that are less efficient on small tiles, variance.
 
@@ -14,7 +15,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
@@ -26,6 +27,7 @@ from verl_digen.schedulers.simulation import TECHNIQUES, Event, PlannerRun, What
 from verl_digen.schedulers.types import TRAINER
 from verl_digen.simulate.bound import lower_bound_s
 from verl_digen.simulate.costs import assist_s, sample_s, train_s
+from verl_digen.simulate.episode_runs import REDUNDANT, Episodes
 from verl_digen.simulate.profile import Profile
 
 WARM_UP_STEPS = 2
@@ -40,12 +42,6 @@ COLOCATED_STEPS = 8
 
 SAME_SAMPLES = 1e-6
 """Tolerance in samples: two amounts of work closer than this are equal."""
-
-SEARCH_STEPS = 10
-"""Maximum number of simulated steps per split tried; the best one is then simulated for all steps."""
-
-GRID_POINTS = 9
-"""Number of splits tried before the search narrows down on the best one's neighbours."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +85,8 @@ class Outcome:
     """Events of all steps, if kept."""
     window_s: tuple[float, float] = (0.0, 0.0)
     """(start, end) of the steady steps among `events`."""
+    num_extra_groups: int = 0
+    """Groups begun per step beyond those that train."""
 
     @property
     def samples_per_device_s(self) -> float:
@@ -122,11 +120,13 @@ def run_split(
     stale_fraction: float = 1.0,
     keeps_events: bool = False,
     rules: BatchRules | None = None,
+    episodes: Episodes | None = None,
 ) -> Outcome:
     """Simulate a disaggregated run; with "tcss", `stale_fraction` of a batch may be begun early.
 
     Args:
         rules: replaces `simulated_rules`, the defaults of a run.
+        episodes: makes an episode of each sample.
 
     Raises:
         ValueError: an unknown technique, too few steps, or a trainer that is too small.
@@ -134,15 +134,23 @@ def run_split(
     _check_run(profile, split, techniques, num_steps)
     if rules is None:
         rules = simulated_rules(profile, split, techniques, stale_fraction=stale_fraction)
-    num_slots = split.generator.num_devices
-    slots = [f"slot{index:0{len(str(num_slots))}d}" for index in range(num_slots)]
+    num_devices = split.generator.num_devices
+    slots = [f"slot{index:0{len(str(num_devices))}d}" for index in range(num_devices)]
+    generator, replica_of = None, {}
+    if episodes is not None:
+        episodes.check(techniques)
+        generator, replica_of = episodes.slots(profile, slots, split.generator.slowdown(profile.device))
+        slots, profile = list(replica_of), episodes.profile_of(profile)
+        rules = replace(rules, chunk_size=1, extra_prompts=episodes.extra_prompts)
     run = PlannerRun(
         rules,
-        _durations(profile, split, slots, rules, has_tsp="tsp" in techniques),
+        durations_of(profile, split, slots, rules, has_tsp="tsp" in techniques),
         slots,
         num_batches=num_steps,
         commit_s=profile.numbers.commit_s,
         keeps_events=keeps_events,
+        generator=generator,
+        replica_of=replica_of,
     )
     run.play()
     return _steady_outcome(profile, split, techniques, run)
@@ -166,7 +174,7 @@ def _check_run(profile: Profile, split: Split, techniques: Collection[str], num_
     )
 
 
-def _durations(
+def durations_of(
     profile: Profile, split: Split, slots: Sequence[str], rules: BatchRules, *, has_tsp: bool
 ) -> KnownDurations:
     """Durations of every chunk and fragment that the rules allow."""
@@ -201,7 +209,8 @@ def _steady_outcome(profile: Profile, split: Split, techniques: Collection[str],
     busy_s = {pool: seconds - run.busy_at_commit_s[first][pool] for pool, seconds in run.busy_at_commit_s[last].items()}
     num_steady, reports = last - first, run.reports[first + 1 : last + 1]
     return Outcome(
-        name="+".join(technique for technique in TECHNIQUES if technique in techniques) or BARRIER,
+        name=("+".join(technique for technique in TECHNIQUES if technique in techniques) or BARRIER)
+        + (REDUNDANT if run.rules.extra_prompts else ""),
         devices=str(split),
         split=split,
         num_devices=split.num_devices,
@@ -217,6 +226,7 @@ def _steady_outcome(profile: Profile, split: Split, techniques: Collection[str],
         bound_s=lower_bound_s(profile, split.trainer, split.generator, techniques),
         events=tuple(run.events),
         window_s=(run.commits_s[first], run.commits_s[last]),
+        num_extra_groups=run.rules.extra_prompts,
     )
 
 
@@ -245,7 +255,7 @@ def _generated_ahead(run: PlannerRun, slot_sample_s: float, num_samples: int) ->
     ahead, needed = [], 0
     for report, busy_s in zip(run.reports, run.busy_at_commit_s, strict=True):
         needed += num_samples - report.num_assisted
-        ahead.append(busy_s["generator"] / slot_sample_s - needed)
+        ahead.append((busy_s["generator"] - busy_s["cancelled"]) / slot_sample_s - needed)
     return ahead
 
 
@@ -268,20 +278,38 @@ def run_colocated(profile: Profile, pool: Pool, *, has_tsp: bool, devices: str |
         ("train", train_s(numbers, numbers.num_prompts, num_devices, slowdown=slowdown, has_tsp=has_tsp)),
         ("commit", numbers.commit_s),
     )
+    busy_s = num_samples / num_devices * sample_s(numbers, slowdown) + parts[3][1] + numbers.commit_s
+    return turns_outcome(profile, pool, COLOCATED_TSP if has_tsp else COLOCATED, parts, busy_s=busy_s, devices=devices)
+
+
+def turns_outcome(
+    profile: Profile,
+    pool: Pool,
+    name: str,
+    parts: Sequence[tuple[What, float]],
+    *,
+    busy_s: float,
+    devices: str | None = None,
+) -> Outcome:
+    """Outcome of a run in which all devices of `pool` do one part of a step after the other.
+
+    Args:
+        parts: (kind, seconds) in order.
+        busy_s: seconds of a step in which a device works, mean over the devices.
+        devices: the devices in words; None: `pool`, "together".
+    """
     step_s = sum(seconds for _, seconds in parts)
-    busy_s = sum(seconds for what, seconds in parts if what in ("train", "commit"))
-    busy_s += num_samples / num_devices * sample_s(numbers, slowdown)
     events, now_s = [], 0.0
     for step in range(COLOCATED_STEPS):
         for what, seconds in parts:
             events.append(Event("all", what, now_s, now_s + seconds, (step,)))
             now_s += seconds
     return Outcome(
-        name=COLOCATED_TSP if has_tsp else COLOCATED,
+        name=name,
         devices=f"{pool} together" if devices is None else devices,
         split=None,
-        num_devices=num_devices,
-        num_samples=num_samples,
+        num_devices=pool.num_devices,
+        num_samples=profile.numbers.num_prompts * profile.numbers.group_size,
         step_s=step_s,
         idle={"all": 1 - busy_s / step_s},
         assisted=0.0,
@@ -297,12 +325,11 @@ def baselines(profile: Profile, pools: Sequence[Pool]) -> list[Outcome]:
     Devices of two types together run at the slower type's speed; each type alone is a baseline too, if it holds the
     training state.
     """
-    num_devices = sum(pool.num_devices for pool in pools)
-    slowest = max(pools, key=lambda pool: pool.slowdown(profile.device)).device
+    everything = together(profile, pools)
     if len({pool.device for pool in pools}) == 1:
-        candidates = [(Pool(num_devices, slowest), None)]
+        candidates = [(everything, None)]
     else:
-        candidates = [(Pool(num_devices, slowest), f"{num_devices} together, as {slowest}")]
+        candidates = [(everything, f"{everything.num_devices} together, as {everything.device}")]
         candidates += [
             (pool, f"{pool} alone") for pool in pools if pool.num_devices >= profile.numbers.min_trainer_devices
         ]
@@ -311,6 +338,12 @@ def baselines(profile: Profile, pools: Sequence[Pool]) -> list[Outcome]:
         for pool, devices in candidates
         for has_tsp in (False, True)
     ]
+
+
+def together(profile: Profile, pools: Sequence[Pool]) -> Pool:
+    """All devices as one pool, at the speed of the slowest type."""
+    slowest = max(pools, key=lambda pool: pool.slowdown(profile.device)).device
+    return Pool(sum(pool.num_devices for pool in pools), slowest)
 
 
 def best_baseline(runs: Iterable[Outcome]) -> Outcome:
@@ -322,43 +355,3 @@ def ladder(techniques: Iterable[str]) -> list[tuple[str, ...]]:
     """Cumulative sets of techniques: none, then one more at a time, in the order of `TECHNIQUES`."""
     chosen = [technique for technique in TECHNIQUES if technique in set(techniques)]
     return [tuple(chosen[:count]) for count in range(len(chosen) + 1)]
-
-
-def best_split(
-    profile: Profile, pool: Pool, techniques: Collection[str], *, num_steps: int, stale_fraction: float = 1.0
-) -> Split:
-    """The split of `pool` with the shortest step: a grid over all splits, refined around the best.
-
-    Exact for up to `GRID_POINTS` splits; else if the step time has a single minimum. Ties: the smaller trainer.
-    """
-    smallest, largest = profile.numbers.min_trainer_devices, pool.num_devices - 1
-    require(
-        largest >= smallest,
-        f"--devices must be > {smallest}: the training state of {profile.model} takes that many, and one generates",
-        pool.num_devices,
-        "give more devices",
-    )
-
-    def split(num_trainer: int) -> Split:
-        return Split(replace(pool, num_devices=num_trainer), replace(pool, num_devices=pool.num_devices - num_trainer))
-
-    def step_s(num_trainer: int) -> float:
-        tried = split(num_trainer)
-        return run_split(
-            profile, tried, techniques, num_steps=min(num_steps, SEARCH_STEPS), stale_fraction=stale_fraction
-        ).step_s
-
-    return split(_lowest(smallest, largest, step_s))
-
-
-def _lowest(smallest: int, largest: int, value: Callable[[int], float]) -> int:
-    """Argument in [smallest, largest] with the least value, by a grid that narrows around the best."""
-    known: dict[int, float] = {}
-    while True:
-        stride = max(1, -(-(largest - smallest) // (GRID_POINTS - 1)))
-        tried = [*range(smallest, largest, stride), largest]
-        known.update((argument, value(argument)) for argument in tried if argument not in known)
-        best = min(tried, key=lambda argument: (known[argument], argument))
-        if stride == 1:
-            return best
-        smallest, largest = max(smallest, best - stride), min(largest, best + stride)

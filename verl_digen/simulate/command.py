@@ -4,10 +4,17 @@
 Plays the planner that runs live, with the defaults of its settings, on the durations of a profile: of a shipped one,
 calculated from FLOPs and bandwidths, or of your own JSON file with measured ones. A prediction is as good as its
 profile, and knows no variance. Ratios are to the fastest run that overlaps nothing: colocated, with and without TSP, or
-two pools with a barrier.
+two pools with a barrier. verl-omni's way is shown beside them: colocated as its published recipe runs it, calibrated to
+its published steps, with its reward model on the same devices (docs/baselines.md).
 
     digen simulate --profile qwen-image-20b --devices 32
+    digen simulate --profile qwen-image-20b --devices 4 --window 2
     digen simulate --profile my.json --trainer 16xH800 --generator 24xH20 --techniques gap,tsp --picture runs.png
+
+With `--turns` a sample is an episode, and its environment takes a lognormal time after each turn; the first run is in
+lock-step, where no episode begins a turn before all have ended the one before:
+
+    digen simulate --profile qwen-image-20b --devices 32 --turns 4 --environment-latency 30:40 --slots-per-replica 16
 """
 
 from __future__ import annotations
@@ -17,15 +24,28 @@ import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from verl_digen.devices import parse_pool
 from verl_digen.require import require, suggestion
 from verl_digen.schedulers.simulation import TECHNIQUES
-from verl_digen.simulate.cluster import Outcome, Split, baselines, best_baseline, best_split, ladder, run_split
+from verl_digen.simulate.cluster import (
+    Outcome,
+    Split,
+    baselines,
+    best_baseline,
+    ladder,
+    run_split,
+    together,
+)
+from verl_digen.simulate.episode_baselines import episode_baselines
+from verl_digen.simulate.episode_runs import Episodes
+from verl_digen.simulate.episodes import Latency
 from verl_digen.simulate.profile import Profile, load_profile, profile_names
+from verl_digen.simulate.splits import best_split
+from verl_digen.simulate.verl_omni import run_verl_omni, windowed
 
 NAME = "simulate"
 
@@ -48,14 +68,27 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--generator", help="devices that generate")
     parser.add_argument(
-        "--techniques", default=",".join(TECHNIQUES), help="added one by one, of %(default)s (default: all)"
+        "--techniques",
+        help=f"added one by one, of {','.join(TECHNIQUES)} (default: all; with --turns all but tag)",
     )
     parser.add_argument("--prompts", type=int, help="prompts of a step, in place of the profile's")
     parser.add_argument("--samples-per-prompt", type=int, help="in place of the profile's")
+    parser.add_argument("--window", type=int, help="trained steps of a sample, in place of the profile's")
     parser.add_argument(
         "--stale-fraction", type=float, default=1.0, help="of a batch, with tcss (default: %(default)s)"
     )
     parser.add_argument("--steps", type=int, default=DEFAULT_STEPS, help="simulated steps (default: %(default)s)")
+    parser.add_argument("--turns", type=int, help="turns of an episode; without it samples are single pictures")
+    parser.add_argument(
+        "--environment-latency", metavar="MEAN[:STD]", help="seconds of a turn's environment, lognormal (default: 0)"
+    )
+    parser.add_argument(
+        "--slots-per-replica",
+        type=int,
+        help="episodes that a device has at the same time on separate pools (default: 1)",
+    )
+    parser.add_argument("--extra-episodes", type=int, help="redundant episodes of a group, where pools take turns")
+    parser.add_argument("--extra-prompts", type=int, help="redundant groups of a step, on separate pools")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the runs and the profile's numbers")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the runs, e.g. runs.png")
 
@@ -65,13 +98,16 @@ def run(args: Namespace) -> int:
         check_writable("--json", args.json)
         check_writable("--picture", args.picture, PICTURE_SUFFIXES)
         profile = resized(load_profile(args.profile), args.prompts, args.samples_per_prompt)
-        runs = simulate_all(profile, args)
+        if args.window is not None:
+            profile = windowed(profile, args.window)
+        episodes = episodes_of(args)
+        runs = simulate_all(profile, args, episodes)
     except ValueError as error:
         print(f"digen simulate: {error}", file=sys.stderr)
         return 2
-    print(table(profile, runs))
+    print(table(profile, runs, episodes))
     if args.json is not None:
-        args.json.write_text(json.dumps(to_json(profile, runs), indent=2) + "\n", encoding="utf-8")
+        args.json.write_text(json.dumps(to_json(profile, runs, episodes), indent=2) + "\n", encoding="utf-8")
     if args.picture is not None:
         from verl_digen.simulate.picture import draw  # imports matplotlib, which is slow
 
@@ -118,12 +154,50 @@ def resized(profile: Profile, num_prompts: int | None, group_size: int | None) -
     return replace(profile, numbers=numbers, sources=sources)
 
 
-def simulate_all(profile: Profile, args: Namespace) -> list[Outcome]:
+def episodes_of(args: Namespace) -> Episodes | None:
+    """Read the options of episodes; None without `--turns`.
+
+    Raises:
+        ValueError: one of the others without `--turns`, or a value that is out of range.
+    """
+    given = {
+        name: value
+        for name in ("environment_latency", "slots_per_replica", "extra_episodes", "extra_prompts")
+        if (value := getattr(args, name)) is not None
+    }
+    if args.turns is None:
+        for name, value in given.items():
+            raise ValueError(
+                f"--{name.replace('_', '-')} must be left out without --turns, got {value!r}; give the turns, too"
+            )
+        return None
+    latency = parse_latency(given.pop("environment_latency", "0"))
+    return Episodes(args.turns, latency, **given)
+
+
+def parse_latency(text: str) -> Latency:
+    """Read `MEAN` or `MEAN:STD`, in seconds."""
+    mean, _, std = text.partition(":")
+    try:
+        mean_s, std_s = float(mean), float(std or 0)
+    except ValueError as error:
+        raise ValueError(
+            f"--environment-latency must be MEAN or MEAN:STD in seconds, got {text!r}; e.g. 2 or 2:1"
+        ) from error
+    return Latency(mean_s, std_s)
+
+
+def simulate_all(profile: Profile, args: Namespace, episodes: Episodes | None = None) -> list[Outcome]:
     """Simulate the baselines, then one technique more at a time; each at its own best split unless one is given."""
-    techniques = [name for name in args.techniques.split(",") if name]
+    wanted = args.techniques
+    if wanted is None:
+        wanted = ",".join(name for name in TECHNIQUES if episodes is None or name != "tag")
+    techniques = [name for name in wanted.split(",") if name]
     for name in techniques:
         require(name in TECHNIQUES, f"--techniques must be among {', '.join(TECHNIQUES)}", name, "drop it")
-    options = {"num_steps": args.steps, "stale_fraction": args.stale_fraction}
+    if episodes is not None:
+        episodes.check(techniques)
+    options = {"num_steps": args.steps, "stale_fraction": args.stale_fraction, "episodes": episodes}
     given: Split | None = None
     if args.trainer is not None and args.generator is not None:
         given = Split(
@@ -148,30 +222,35 @@ def simulate_all(profile: Profile, args: Namespace) -> list[Outcome]:
         pools = [pool]
     else:
         pools = [given.trainer, given.generator]
-    runs = baselines(profile, pools)
+    if episodes is None:
+        runs = baselines(profile, pools)
+        runs.insert(0, run_verl_omni(profile, together(profile, pools), devices=runs[0].devices))
+    else:
+        runs = episode_baselines(profile, pools, episodes)
     for chosen in ladder(techniques):
         split = best_split(profile, pools[0], chosen, **options) if given is None else given
         runs.append(run_split(profile, split, chosen, keeps_events=args.picture is not None, **options))
     return runs
 
 
-def table(profile: Profile, runs: Sequence[Outcome]) -> str:
+def table(profile: Profile, runs: Sequence[Outcome], episodes: Episodes | None = None) -> str:
     """The runs as a text table, each compared with the fastest baseline."""
     numbers, best = profile.numbers, best_baseline(runs)
     width = max(len(outcome.devices) for outcome in runs) + 1
+    names = max(20, *(len(outcome.name) for outcome in runs))
     lines = [
         f"{profile.model}: {profile.setting}",
         f"{numbers.num_prompts} prompts x {numbers.group_size} samples per step, {numbers.num_trained_steps} of "
-        f"{numbers.num_steps} denoise steps trained",
+        f"{numbers.num_steps} denoise steps trained{_of_episodes(episodes)}",
         f"simulated, not measured; best baseline: {best.name} ({best.devices}), {best.step_s:.1f} s/step",
         "",
-        f"{'run':<20} {'devices':<{width}} {'s/step':>8} {'samples/s/device':>17} {'x best':>8} "
+        f"{'run':<{names}} {'devices':<{width}} {'s/step':>8} {'samples/s/device':>17} {'x best':>8} "
         f"{'trainer idle':>13} {'generator idle':>15} {'assisted':>9} {'stale':>6} {'at least':>9}",
     ]
     for outcome in runs:
         idle = [outcome.idle["all"]] * 2 if outcome.split is None else list(outcome.idle.values())
         lines.append(
-            f"{outcome.name:<20} {outcome.devices:<{width}} {outcome.step_s:>8.1f} "
+            f"{outcome.name:<{names}} {outcome.devices:<{width}} {outcome.step_s:>8.1f} "
             f"{outcome.samples_per_device_s:>17.4f} {best.step_s / outcome.step_s:>7.2f}x "
             f"{idle[0]:>13.1%} {idle[1]:>15.1%} {outcome.assisted:>9.1%} "
             f"{outcome.stale:>6.1%} {_bound(outcome):>9}"
@@ -184,11 +263,21 @@ def table(profile: Profile, runs: Sequence[Outcome]) -> str:
     return "\n".join(lines)
 
 
+def _of_episodes(episodes: Episodes | None) -> str:
+    if episodes is None:
+        return ""
+    latency = episodes.latency
+    return (
+        f"\na sample is an episode of {episodes.num_turns} turns; environment {latency.mean_s:g} s a turn, standard "
+        f"deviation {latency.std_s:g} s; on separate pools {episodes.slots_per_replica} at the same time on a device"
+    )
+
+
 def _bound(outcome: Outcome) -> str:
     return "-" if outcome.bound_s is None else f"{outcome.bound_s:.1f}"
 
 
-def to_json(profile: Profile, runs: Sequence[Outcome]) -> dict[str, Any]:
+def to_json(profile: Profile, runs: Sequence[Outcome], episodes: Episodes | None = None) -> dict[str, Any]:
     """The runs, and every input number with its source."""
     best = best_baseline(runs)
     return {
@@ -199,6 +288,7 @@ def to_json(profile: Profile, runs: Sequence[Outcome]) -> dict[str, Any]:
         "numbers": {
             key: {"value": value, "source": profile.sources[key]} for key, value in vars(profile.numbers).items()
         },
+        "episodes": None if episodes is None else asdict(episodes),
         "best_baseline": {"name": best.name, "devices": best.devices, "step_s": best.step_s},
         "runs": [
             {

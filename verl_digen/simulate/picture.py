@@ -79,11 +79,11 @@ def _draw_run(axis: Axes, profile: Profile, run: Outcome, horizon_s: float) -> N
         axis.set_yticks([0.5], ["all"])
     else:
         _draw_bars(axis, run.events, TRAINER, 1.0, start_s, end_s)
-        num_prompts, bottom = profile.numbers.num_prompts, -LANE_HEIGHT / 2
+        num_groups, bottom = profile.numbers.num_prompts + run.num_extra_groups, -LANE_HEIGHT / 2
         of_batch: tuple[list[Event], list[Event]] = ([], [])
         for event in run.events:
             if event.what == "generate":
-                of_batch[event.ids[0] // num_prompts % 2].append(event)
+                of_batch[event.ids[0] // num_groups % 2].append(event)
         num_slots = run.split.generator.num_devices
         everything = busy_steps([*of_batch[0], *of_batch[1]], start_s, end_s, num_slots)
         for (times, shares), colour in (

@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables of docs/baselines.md: ways to run the same work on the same devices, all simulated; a few minutes on one core.
+
+    python examples/baselines.py [PAGE]
+
+It writes each table between `<!-- NAME -->` and `<!-- end of NAME -->` of the page and touches nothing else there. The
+numbers are deterministic. `digen simulate` prints the runs of one profile, of other devices, too.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from verl_digen.devices import Pool
+from verl_digen.simulate.cluster import COLOCATED, COLOCATED_TSP, Outcome, run_colocated
+from verl_digen.simulate.comparison import (
+    ALONE,
+    ELSEWHERE,
+    EVERYTHING,
+    GAP_TSP,
+    NUM_STEPS,
+    STRICT,
+    Comparison,
+    compare,
+    run_separate,
+    with_reward,
+    without_overheads,
+)
+from verl_digen.simulate.profile import Profile, load_profile, profile_names
+from verl_digen.simulate.verl_omni import (
+    LOGGED_PARTS,
+    NAME,
+    PUBLISHED,
+    SOURCE_OF,
+    VERL_OMNI,
+    WINDOW,
+    run_verl_omni,
+    simulated_step_s,
+    step_parts,
+    windowed,
+)
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "baselines.md"
+DEVICE = "H800"
+SIZES = (16, 32, 256)
+MIXED = (Pool(20, "H800"), Pool(24, "A100"))
+"""Training and generating pool of the comparison on two types of devices."""
+LADDER_SIZE = 32
+"""Devices of the table of levers."""
+CALIBRATED = "qwen-image-20b"
+"""Profile to which verl-omni's way is calibrated."""
+RUNS = (NAME, ELSEWHERE, COLOCATED, COLOCATED_TSP, GAP_TSP, STRICT, EVERYTHING)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One profile on some devices, without and with the reward model on them."""
+
+    plain: Comparison
+    rewarded: Outcome
+    """`EVERYTHING` with verl-omni's reward model on the devices that generate."""
+
+    @property
+    def is_mixed(self) -> bool:
+        return ALONE in self.plain.runs
+
+    @property
+    def over_verl_omni(self) -> dict[str, float]:
+        """Place of the reward model -> factor by which everything on is faster than verl-omni's way."""
+        return {
+            "free": self.plain.speedup(EVERYTHING, NAME),
+            "elsewhere": self.plain.speedup(EVERYTHING, ELSEWHERE),
+            "both": self.plain.runs[NAME].step_s / self.rewarded.step_s,
+        }
+
+
+def row(profile: Profile, pools: Sequence[Pool], *, num_steps: int = NUM_STEPS) -> Row:
+    """Simulate a row; `pools` as for `compare`."""
+    rewarded = run_separate(with_reward(profile, VERL_OMNI.reward_s), pools, EVERYTHING, num_steps=num_steps)
+    return Row(compare(profile, pools, num_steps=num_steps), rewarded)
+
+
+def rows(window: int | None, progress: Callable[[str], None] = lambda _: None) -> list[Row]:
+    """All rows, with the profiles' own window or another one."""
+    found = []
+    for name in profile_names():
+        profile = load_profile(name) if window is None else windowed(load_profile(name), window)
+        for pools in (*([Pool(size, DEVICE)] for size in SIZES), MIXED):
+            found.append(row(profile, pools))
+            progress(f"{name}, {found[-1].plain.devices}, {trained(profile)}")
+    return found
+
+
+def trained(profile: Profile) -> str:
+    """Trained steps, in words."""
+    return f"{profile.numbers.num_trained_steps} of {profile.numbers.num_steps} steps trained"
+
+
+def lines_of(head: Sequence[str], body: Iterable[Sequence[str]]) -> list[str]:
+    """Lines of a markdown table."""
+    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *body)]
+
+
+def seconds_table(found: Sequence[Row]) -> list[str]:
+    """Seconds of a step, each way."""
+    return lines_of(
+        ["simulated s/step", "devices", *RUNS],
+        [seconds_cells(row.plain) for row in found],
+    )
+
+
+def seconds_cells(compared: Comparison) -> list[str]:
+    """Cells of a row of `seconds_table`."""
+    times = [f"{compared.runs[name].step_s:.1f}" for name in RUNS]
+    return [f"`{compared.profile.name}`", compared.devices, *times]
+
+
+def ratio_table(found: Sequence[Row]) -> list[str]:
+    """Factors between ways, and the reasons."""
+    head = [
+        *("simulated, times as fast", "devices", "strict over colocated + TSP", "everything on over colocated + TSP"),
+        *("its stale groups", "everything on over verl-omni's way", "the same, its reward elsewhere"),
+        "the same, its reward model on both sides",
+        *("share of training", "idle: colocated + TSP", "strict: trainer", "strict: generator"),
+    ]
+    return lines_of(head, [ratio_cells(row) for row in found])
+
+
+def ratio_cells(row: Row) -> list[str]:
+    """Cells of a row of `ratio_table`."""
+    plain = row.plain
+    return [
+        *(f"`{plain.profile.name}`", plain.devices),
+        *(f"{plain.speedup(name, COLOCATED_TSP):.2f}" for name in (STRICT, EVERYTHING)),
+        f"{plain.runs[EVERYTHING].stale:.0%}",
+        *(f"{value:.2f}" for value in row.over_verl_omni.values()),
+        f"{plain.training_share:.0%}",
+        f"{plain.runs[COLOCATED_TSP].idle['all']:.0%}",
+        *(f"{plain.runs[STRICT].idle[pool]:.0%}" for pool in ("trainer", "generator")),
+    ]
+
+
+def alone_table(own: Sequence[Row], windowed_rows: Sequence[Row]) -> list[str]:
+    """Two types of devices, against all of them at the slower one's speed and against the faster ones alone."""
+    body = []
+    for row in (row for row in (*own, *windowed_rows) if row.is_mixed):
+        plain = row.plain
+        body.append(
+            [
+                *(f"`{plain.profile.name}`", trained(plain.profile)),
+                *(f"{plain.runs[name].step_s:.1f}" for name in (COLOCATED_TSP, ALONE, STRICT, EVERYTHING)),
+                *(f"{plain.speedup(name, COLOCATED_TSP):.2f}" for name in (STRICT, EVERYTHING)),
+                *(f"{plain.speedup(name, ALONE):.2f}" for name in (STRICT, EVERYTHING)),
+            ]
+        )
+    head = [
+        *("simulated", "window", "colocated + TSP, all 44 as A100, s", f"the {MIXED[0]} alone, s", "strict, s"),
+        *(
+            "everything on, s",
+            "strict over all",
+            "everything over all",
+            "strict over the H800",
+            "everything over the H800",
+        ),
+    ]
+    return lines_of(head, body)
+
+
+def lever_table(profiles: Sequence[Profile], size: int) -> list[str]:
+    """Every step from verl-omni's way to everything on: seconds, and the factor to the line above."""
+    pool = Pool(size, DEVICE)
+    columns: list[Mapping[str, float]] = []
+    for profile in profiles:
+        column = {name: run_verl_omni(profile, pool, way, reward).step_s for name, way, reward in without_overheads()}
+        column["tiles of samples x timesteps: colocated + TSP"] = run_colocated(profile, pool, has_tsp=True).step_s
+        for name in (GAP_TSP, STRICT, EVERYTHING):
+            column[f"two pools: {name}"] = run_separate(profile, [pool], name).step_s
+        columns.append(column)
+    body, before = [], [1.0] * len(columns)
+    for number, name in enumerate(columns[0]):
+        now = [column[name] for column in columns]
+        cells = [
+            f"{seconds:.1f} s" + (f", {last / seconds:.2f}x" if number else "")
+            for seconds, last in zip(now, before, strict=True)
+        ]
+        body.append([name, *cells])
+        before = now
+    return lines_of([f"simulated, {pool}", *(f"`{profile.name}`" for profile in profiles)], body)
+
+
+def published_table(profile: Profile) -> list[str]:
+    """Published steps and simulated ones."""
+    body = []
+    for step in PUBLISHED:
+        simulated_s = simulated_step_s(profile, step)
+        devices = f"{step.num_devices}" + (f" + {step.num_reward_devices}" if step.num_reward_devices else "")
+        per_device = 512 / step.step_s / (step.num_devices + step.num_reward_devices)
+        fitted = "fitted" if step.is_fitted else "not fitted"
+        body.append(
+            [
+                *(step.name, devices, f"{step.step_s:g}", f"{simulated_s:.1f}"),
+                *(f"{simulated_s / step.step_s - 1:+.1%}", fitted, f"{per_device:.3f}", f"`{step.source}`"),
+            ]
+        )
+    head = [
+        "Qwen-Image, window of 2",
+        "devices",
+        "published s",
+        "simulated s",
+        "error",
+        "",
+        "samples/s/device",
+    ]
+    return lines_of([*head, "source"], body)
+
+
+def parts_table(profile: Profile) -> list[str]:
+    """Parts of the logged step and of the simulated one."""
+    simulated = step_parts(windowed(profile, WINDOW), Pool(4, DEVICE))
+    body = [[name, f"{seconds:.1f}", f"{simulated[name]:.1f}"] for name, seconds in LOGGED_PARTS.items()]
+    body.append(["step", f"{sum(LOGGED_PARTS.values()):.1f}", f"{sum(simulated.values()):.1f}"])
+    return lines_of(["part", "published s (pull request #52)", "simulated s"], body)
+
+
+def way_table() -> list[str]:
+    """Numbers of verl-omni's way and their sources."""
+    return lines_of(
+        ["number", "value", "source"],
+        [[f"`{name}`", f"{value:.3g}", SOURCE_OF[name]] for name, value in vars(VERL_OMNI).items()],
+    )
+
+
+def aims_table(own: Sequence[Row], windowed_rows: Sequence[Row]) -> list[str]:
+    """Aims and what came out, over the four profiles."""
+
+    def spread(values: Iterable[float]) -> str:
+        ordered = sorted(values)
+        return f"{ordered[0]:.2f} to {ordered[-1]:.2f}"
+
+    def body(found: Sequence[Row]) -> list[str]:
+        of_size = {size: [row for row in found if row.plain.devices == f"{size}x{DEVICE}"] for size in SIZES}
+        mixed = [row for row in found if row.is_mixed]
+        return [
+            spread(row.plain.speedup(STRICT, COLOCATED_TSP) for row in of_size[32]),
+            spread(row.plain.speedup(EVERYTHING, COLOCATED_TSP) for row in of_size[32]),
+            spread(row.plain.speedup(EVERYTHING, COLOCATED_TSP) for row in of_size[256]),
+            spread(row.plain.speedup(STRICT, COLOCATED_TSP) for row in mixed),
+            spread(row.plain.speedup(STRICT, ALONE) for row in mixed),
+            *(spread(row.over_verl_omni[place] for row in of_size[32]) for place in ("free", "elsewhere", "both")),
+        ]
+
+    aims = [
+        ("strict over colocated + TSP, 32 H800", "0.97"),
+        ("everything on over colocated + TSP, 32 H800", "above 1"),
+        ("everything on over colocated + TSP, 256 H800", "1.15"),
+        ("strict over colocated + TSP at the slower speed, 20 H800 + 24 A100", "1.8"),
+        ("strict over colocated + TSP on the 20 H800 alone", "-"),
+        ("everything on over verl-omni's way as published, 32 H800", "2.1"),
+        ("the same, its reward elsewhere", "-"),
+        ("the same, its reward model on both sides", "-"),
+    ]
+    head = ["simulated, times as fast; the four profiles' range", "aim", "the profiles' windows", f"window of {WINDOW}"]
+    return lines_of(head, [[*aim, *cells] for aim, *cells in zip(aims, body(own), body(windowed_rows), strict=True)])
+
+
+def tables(progress: Callable[[str], None] = lambda _: None) -> dict[str, list[str]]:
+    """Name -> lines of every table of the page."""
+    own, windowed_rows = rows(None, progress), rows(WINDOW, progress)
+    profiles = [windowed(load_profile(name), WINDOW) for name in profile_names()]
+    calibrated = load_profile(CALIBRATED)
+    return {
+        "aims": aims_table(own, windowed_rows),
+        "seconds": seconds_table(own),
+        "ratios": ratio_table(own),
+        "seconds, window of 2": seconds_table(windowed_rows),
+        "ratios, window of 2": ratio_table(windowed_rows),
+        "two types": alone_table(own, windowed_rows),
+        "levers": lever_table(profiles, LADDER_SIZE),
+        "published": published_table(calibrated),
+        "parts": parts_table(calibrated),
+        "way": way_table(),
+    }
+
+
+def filled(text: str, made: Mapping[str, Sequence[str]]) -> str:
+    """The page with its tables replaced.
+
+    Raises:
+        ValueError: a table has no place in the page.
+    """
+    for name, lines in made.items():
+        place = re.compile(rf"(<!-- {re.escape(name)} -->\n).*?(<!-- end of {re.escape(name)} -->)", re.DOTALL)
+        if place.search(text) is None:
+            raise ValueError(f"the page must have <!-- {name} --> and <!-- end of {name} -->, got none; add both lines")
+        block = "\n".join(lines)
+        text = place.sub(lambda match, block=block: f"{match[1]}{block}\n{match[2]}", text)
+    return text
+
+
+def main(arguments: Sequence[str]) -> None:
+    page = Path(arguments[0]) if arguments else PAGE
+    made = tables(lambda done: print(done, file=sys.stderr, flush=True))
+    page.write_text(filled(page.read_text(encoding="utf-8"), made), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls and memory of the control plane, counted; no times."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from verl_digen.devices import Pool
+from verl_digen.schedulers.bubbles import bubble_at
+from verl_digen.schedulers.durations import KnownDurations
+from verl_digen.schedulers.planner import BatchPlanner
+from verl_digen.schedulers.rules import BatchRules
+from verl_digen.schedulers.search import MAX_STREAM
+from verl_digen.simulate.cluster import Split
+from verl_digen.simulate.profile import load_profile
+
+FOLDERS = (Path(__file__).resolve().parents[2] / "examples",)
+pytestmark = pytest.mark.usefixtures("examples")
+
+PROFILE = replace(load_profile("flux1-12b"), numbers=replace(load_profile("flux1-12b").numbers, num_prompts=32))
+SPLIT = Split(Pool(40, "H800"), Pool(24, "H800"))
+SAMPLES = PROFILE.numbers.num_prompts * PROFILE.numbers.group_size
+
+
+def test_a_step_has_a_call_per_chunk_rank_and_replica():
+    from control_plane import play
+
+    calls = play(PROFILE, SPLIT, 4).calls_per_step
+    assert calls["commit"] == 40  # one per rank
+    assert calls["load"] == 24 * 3 / 4  # one per replica and new version; the last step has none
+    assert calls["score"] == calls["generate"]
+    chunk = -(-PROFILE.numbers.group_size // 24)
+    assert calls["generate"] + calls.get("assist", 0) / 40 >= SAMPLES / PROFILE.numbers.group_size
+    assert calls["generate"] <= SAMPLES / chunk
+    assert calls["train"] % 40 == 0 or calls["train"] * 4 % 40 == 0
+    assert calls["train"] <= 40 * PROFILE.numbers.num_prompts
+
+
+@pytest.mark.parametrize("factor", [1, 8])
+def test_memory_grows_by_less_than_a_kilobyte_per_sample(factor):
+    from control_plane import large, peak_bytes
+
+    profile = large(load_profile("flux1-12b"), 64 * factor)
+    assert peak_bytes(profile, SPLIT, 2) < 10**6 + 1_000 * profile.numbers.num_prompts * profile.numbers.group_size
+
+
+def test_what_a_search_plays_does_not_grow_with_the_batch():
+    sizes = []
+    for num_prompts in (64, 512):
+        rules = BatchRules(num_prompts, 24, num_trainer_ranks=8, assist="bts")
+        slots = [f"slot{index}" for index in range(16)]
+        durations = KnownDurations(dict.fromkeys(slots, 1.0), [1.0] * 24, 0.1, [1.0] * 8)
+        planner = BatchPlanner(rules, durations, first_batch=0, num_batches=1)
+        for slot in slots:
+            planner.on_slot_joined(slot, replica=slot, version=0)
+        planner.on_prompts(0, [f"{index:04d}" for index in range(num_prompts)])
+        batch = planner._book.batches[0]
+        bubble = bubble_at(0.0, batch=batch, slots=slots, requests=[], live={}, durations=durations, rules=rules)
+        sizes.append((len(bubble.stream), len(bubble.ready_in_s) + bubble.later_groups))
+    assert [groups for _, groups in sizes] == [64, 512]
+    assert all(MAX_STREAM <= size < MAX_STREAM + 24 for size, _ in sizes)

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Planned episodes, by hand, and against episodes that a replica and the environment `shape_edits` play."""
+
+from __future__ import annotations
+
+import asyncio
+from argparse import Namespace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.environments.local import connect
+from tests.environments.test_shape_edits import SCENE
+from tests.plan.runs import make_run
+from tests.tiny_models import build_tiny
+from verl_digen.agent_loop.environment import EnvironmentAgentLoop
+from verl_digen.agent_loop.episode import Episode
+from verl_digen.config import EnvironmentConfig
+from verl_digen.data.rows import loop_columns
+from verl_digen.models import load_model
+from verl_digen.plan import command
+from verl_digen.plan.episodes import Episodes, turn_geometry
+from verl_digen.plan.memory import plan_memory
+from verl_digen.plan.time import plan_time
+from verl_digen.reward.scorers.shapes.edits import apply, parse_instruction
+from verl_digen.reward.scorers.shapes.scene import caption, draw
+from verl_digen.rollout.server import DiffusersServer
+from verl_digen.store.conditions import to_columns
+from verl_digen.types import PromptRow, SampleRequest
+
+pytestmark = pytest.mark.slow
+
+NUM_PROMPTS, GROUP_SIZE, NUM_TURNS, NUM_STEPS = 2, 2, 3, 3
+WORDS = (
+    "recipe=digen_edit_episodes",
+    "actor_rollout_ref.rollout.dtype=float32",
+    f"actor_rollout_ref.rollout.n={GROUP_SIZE}",
+    f"data.train_batch_size={NUM_PROMPTS}",
+    f"digen.sampling.num_steps={NUM_STEPS}",
+)
+TEXTS = ("make it yellow", "make the background green")
+EXAMPLE = {"environment": EnvironmentConfig(name="shape_edits", max_turns=3)}
+
+
+class Client:
+    """Client of a replica in this process; keeps the requests."""
+
+    def __init__(self, checkpoint: Path, digen: Any):
+        config = SimpleNamespace(local_path=checkpoint, digen=digen, adapter_config=lambda: None, lora_rank=0)
+        self.server = DiffusersServer(SimpleNamespace(dtype="float32"), config, num_threads=1)  # type: ignore[arg-type]
+        self.digen = digen
+        self.requests: list[SampleRequest] = []
+
+    async def generate_sample(self, request: SampleRequest) -> Any:
+        self.requests.append(request)
+        return await self.server.generate("", [], {"request": request})
+
+
+def play(client: Client, folder: Path) -> list[Episode]:
+    """Play the episodes of a step."""
+    path = folder / "scene.png"
+    Image.fromarray(draw(SCENE, 64, np.random.default_rng(0))).save(path)
+    workers, _ = connect(client.digen.environment)
+    loop = EnvironmentAgentLoop(client, workers, edits=True)  # type: ignore[arg-type]
+    rows = []
+    for text in TEXTS:
+        edit = parse_instruction(text)
+        truth = {"target": caption(apply(SCENE, edit)), "changed": edit.attribute}
+        rows.append(PromptRow(text, "tiny_edit", truth, uid=f"p{len(rows):08d}", images=(str(path),)))
+
+    async def run() -> list[Episode]:
+        return await asyncio.gather(
+            *(
+                loop.run({"validate": False}, session_id=index, global_steps=1, **loop_columns(row))
+                for row in rows
+                for index in range(GROUP_SIZE)
+            )
+        )
+
+    return asyncio.run(run())
+
+
+def test_a_step_moves_and_computes_what_real_episodes_do(tmp_path):
+    checkpoint = build_tiny("qwen_image_edit_plus", tmp_path / "checkpoint")
+    words = [*WORDS, f"actor_rollout_ref.model.path={checkpoint}"]
+    client = Client(checkpoint, command.make_plan(words).run.settings.digen)
+    episodes = play(client, tmp_path)
+    records = [episode.generation.trajectory.record for episode in episodes]
+    conditions = {key: pair for episode in episodes for key, pair in episode.conditions.items()}
+    embeds = [positive["embeds"] for positive, _ in conditions.values()]
+    longest = max(len(one) for one in embeds)
+
+    model, settings = load_model(checkpoint), command.make_plan(words).run.settings
+    of_images = model.num_image_text_tokens(turn_geometry(settings.digen.sampling, model, settings.episodes))
+    plan = command.make_plan([*words, f"prompt_tokens={longest - of_images}"])
+    assert plan.run.num_trained_rows == sum(len(record.sigmas) for record in records) > NUM_PROMPTS * NUM_TURNS
+    assert plan.time.generating_flops == len(client.requests) * NUM_STEPS * plan.run.measured.flops.forward
+    stored = sum(column.nbytes for record in records for column in record.columns().values())
+    assert plan.memory.step["trajectories"] == stored
+    assert settings.num_conditions == len(conditions) == NUM_PROMPTS * (1 + GROUP_SIZE * (NUM_TURNS - 1))
+    stored = sum(part.nbytes for pair in conditions.values() for part in to_columns(*pair).values())
+    shorter = sum((longest - len(one)) * one[0].nbytes for one in embeds)
+    assert plan.memory.step["conditions"] == stored + shorter > stored, "of the longest text"
+
+
+def test_by_hand():
+    """Four groups of eight; a sample of one turn has 9 rows, and 10 MB."""
+    plain, episodes = make_run(), make_run(digen=EXAMPLE, episodes=Episodes(num_turns=3))
+    assert episodes.num_trained_rows == 3 * plain.num_trained_rows == 4 * 8 * 27
+    assert plan_memory(episodes, None).step["trajectories"] == 3 * 4 * 8 * 10**7
+    assert plan_memory(episodes, None).step["conditions"] == (4 + 4 * 8 * 2) * 10**6
+    assert plan_memory(plain, None).step["conditions"] == 4 * 10**6
+    long, short = plan_time(episodes, "H100", 0.4, 1.0), plan_time(plain, "H100", 0.4, 1.0)
+    assert (long.generating_flops, long.training_flops) == (3 * short.generating_flops, 3 * short.training_flops)
+
+
+def test_redundant_episodes_are_generated_and_publish_nothing():
+    few = make_run(digen=EXAMPLE, episodes=Episodes(num_turns=3, extra_episodes=2))
+    assert few.settings.num_begun == 4 * (8 + 2) and few.settings.num_published == 4 * 8
+    plain = make_run(digen=EXAMPLE, episodes=Episodes(num_turns=3))
+    assert plan_time(few, None, 0.4, 1.0).generating_flops * 8 == plan_time(plain, None, 0.4, 1.0).generating_flops * 10
+    assert plan_time(few, None, 0.4, 1.0).training_flops == plan_time(plain, None, 0.4, 1.0).training_flops
+    assert plan_memory(few, None).step == plan_memory(plain, None).step
+
+
+def test_redundant_groups_of_separate_pools_may_publish():
+    run = make_run(digen=EXAMPLE, is_split=True, episodes=Episodes(num_turns=3, extra_prompts=1, in_slots=3))
+    assert run.settings.num_begun == run.settings.num_published == 5 * 8
+    assert run.settings.num_conditions == 5 + 5 * 8 * 2
+    assert run.num_trained_rows == 4 * 8 * 27
+
+
+def test_slots_hold_the_episodes_of_a_replica():
+    """Eight replicas of one device each."""
+    settings = make_run(digen=EXAMPLE, is_split=True, episodes=Episodes(num_turns=3, in_slots=3)).settings
+    assert (settings.episodes_per_replica, settings.episodes_at_once) == (3, 24)
+    settings = make_run(digen=EXAMPLE, is_split=True, episodes=Episodes(num_turns=3, in_slots=30)).settings
+    assert (settings.episodes_per_replica, settings.episodes_at_once) == (30, 32), "no more than a step has"
+    settings = make_run(digen=EXAMPLE, episodes=Episodes(num_turns=3, extra_episodes=1)).settings
+    assert (settings.episodes_per_replica, settings.episodes_at_once) == (5, 36), "all of them, where pools take turns"
+
+
+def test_a_plan_tells_episodes_at_the_same_time_and_what_limits_them(tmp_path, capsys):
+    checkpoint = build_tiny("qwen_image_edit_plus", tmp_path / "checkpoint")
+    words = [
+        "recipe=[digen_edit_episodes,disaggregated]",
+        f"actor_rollout_ref.model.path={checkpoint}",
+        "actor_rollout_ref.rollout.agent.num_workers=2",
+        "digen.deadlines.generate_s=300",
+        "digen.gap.chunk_size=2",
+        "digen.gap.slots_per_replica=3",
+        "digen.environment.concurrent=5",
+        "gpus=2",
+        "gpu_mem=80",
+    ]
+    command.run(Namespace(words=words, json=False))
+    out = capsys.readouterr().out
+    assert "8 prompts x 8 samples x at most 3 turns x 7 trained steps" in out
+    assert "episodes: 64 begin in a step; at the same time 6, at most 6 on a replica and about 3 at an agent" in out
+    assert "a replica generates 32 pictures together: more digen.gap.slots_per_replica" in out
+    assert "the environment runs 5 calls at the same time" in out
+    assert "of it one turn's condition" in out
