@@ -38,6 +38,7 @@ from verl_digen.engine.shadow import local_shards
 from verl_digen.inputs import PromptInputs
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models import load_model
+from verl_digen.sampling.recording import experts_of
 from verl_digen.sampling.sampler import Sampler
 from verl_digen.types import CleanRecord, Geometry, PathRecord, SampleRequest, Sampling
 
@@ -129,7 +130,7 @@ def _generated(
     sampler = Sampler(model, transformer, run_seed=seed, device="cpu", latents_dtype=torch.float32)
     sampling = replace(sampling, true_cfg_scale=true_cfg_scale)
     records: list[dict[str, Tensor]] = []
-    uids, conditions = [], {}
+    uids, conditions, experts = [], {}, {}
     for number, steps in enumerate(windows):
         uid = f"g{number}"
         positive = {"embeds": torch.randn(3 + (0 if pooled_width else 2 * number), TEXT_WIDTH, generator=generator)}
@@ -147,6 +148,7 @@ def _generated(
         trajectories = sampler.sample(requests, [positive] * group_size, negatives, version=0)[0]
         records += [trajectory.record.columns() for trajectory in trajectories]
         uids += [uid] * group_size
+        experts[uid] = experts_of(model, trajectories[0])  # a group's samples have the same sigmas
     columns: dict[str, Any] = {}
     for name in records[0]:
         values = [record[name] for record in records]
@@ -154,7 +156,7 @@ def _generated(
         columns[name] = torch.nested.as_nested_tensor(values, layout=torch.jagged) if is_ragged else torch.stack(values)
     columns["advantages"] = torch.randn(len(uids), generator=generator)
     columns["uid"] = uids
-    return tu.get_tensordict(columns, {"conditions": conditions, "sampling": sampling})
+    return tu.get_tensordict(columns, {"conditions": conditions, "sampling": sampling, "experts": experts})
 
 
 def select(batch: TensorDict, indices: list[int]) -> TensorDict:
@@ -232,11 +234,13 @@ def samples_of(batch: TensorDict, rewards: list[float] | None = None) -> dict[st
     """The samples of `batch` as the driver describes them, by group; a key is the sample's number."""
     groups: dict[str, list[FragmentSample]] = {}
     sampling, taught = tu.get(batch, "sampling"), tu.get(batch, "taught", default={})
+    experts = tu.get(batch, "experts", default={})
     for number, (uid, reward) in enumerate(zip(tu.get(batch, "uid"), rewards or [0.0] * len(batch), strict=True)):
         old = tuple(batch["old_log_probs"][number].tolist()) if "old_log_probs" in batch else ()
         group = groups.setdefault(uid, [])
         num_points = len(batch["sigmas"][number])
         facts = {"old_log_probs": old, "sampling": sampling, "teacher": taught.get(uid, "")}
+        facts["experts"] = experts.get(uid, ())
         group.append(described(str(number), uid, reward, num_points, len(group), **facts))
     return groups
 

@@ -13,6 +13,7 @@ import torch
 from tensordict import TensorDict
 
 from tests.engine.harness import SAMPLING, gradients, log_probs, make_batch, make_engine, perturb
+from tests.models.cases import draw_image
 from tests.tiny_models import build_tiny
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.models.tiny.weights import draw_weights
@@ -21,6 +22,8 @@ from verl_digen.types import Geometry
 VIDEO = Geometry(64, 64, 5)
 PICTURE = Geometry(64, 64)
 GLYPHS = (3, 32)
+IMAGE = "source.png"
+"""File name of a prompt's image in the checkpoint's folder."""
 LONG_PROMPT = {"embeds": (400, 32)}
 """Prompt in place of one of 3 or 5 tokens: among 512, nearly all padding, the gradient of Wan's queries cancels to
 1e-3 of the others', and keeps as little of fp32's precision."""
@@ -50,6 +53,9 @@ CASES = {
     ),
     "hunyuan_video15": Case("hunyuan_video15", extras={"glyphs": GLYPHS}, lora=JOINT_LORA),
     "qwen_image": Case("qwen_image", PICTURE, lora=JOINT_LORA),
+    "qwen_image_edit_plus": Case(
+        "qwen_image_edit_plus", replace(PICTURE, sources=((32, 96),)), extras={"source": (12, 16)}, lora=JOINT_LORA
+    ),
     "flux_dev": Case("flux_dev", PICTURE, extras={"pooled": (16,), "embeds": (6, 32)}, lora=JOINT_LORA),
     "wan2.2_a14b": Case("wan2.2_a14b", extras=LONG_PROMPT),
     "wan2.2_ti2v_5b": Case("wan2.2_ti2v_5b", extras=LONG_PROMPT),
@@ -57,8 +63,10 @@ CASES = {
 
 
 def build(case: Case, path: Path, *, num_heads: int = 2) -> Path:
-    """Write the case's checkpoint to `path`."""
+    """Write the case's checkpoint to `path`, with the image of its prompts if they have one."""
     build_tiny(case.name, path)
+    if case.geometry.sources:
+        draw_image(path / IMAGE, (60, 20))
     if num_heads == 4:
         config = path / "transformer" / "config.json"
         changed = json.loads(config.read_text()) | case.four_heads

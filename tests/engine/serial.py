@@ -52,7 +52,7 @@ def flow_step(module: nn.Module, path: Path, batch: TensorDict, sample: int, ste
         true_cfg_scale,
         tu.get(batch, "sampling").geometry,
     )
-    shifted = batch["sigma_max"][sample] if sigma == 1 else sigma
+    shifted = batch["sigma_max"][sample] if sigma > 1 - 1e-5 else sigma  # Wan's schedule begins at 0.999999
     s = ETA * torch.sqrt(sigma / (1 - shifted))
     mean = x * (1 + s**2 / (2 * sigma) * dt) + v * (1 + s**2 * (1 - sigma) / (2 * sigma)) * dt
     return mean, s, dt, x_next, v

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from tests.engine.harness import (
     peek,
     perturb,
 )
+from verl_digen.algorithms.outside import Outside
 from verl_digen.algorithms.tree import Tree
 from verl_digen.algorithms.window import Window
 from verl_digen.engine.assistant import Assistant
@@ -121,6 +123,43 @@ def test_a_later_assist_of_the_group_begins_at_its_window_under_the_same_version
     assert torch.equal(first.record.latents[0], second.record.latents[0])
     assert torch.equal(third.record.latents, assist_one(late[2], 0, assistant_of(engine)).record.latents)
     assert not torch.equal(third.record.latents[0], first.record.latents[0])
+
+
+def test_an_assist_passes_over_the_steps_that_a_replica_passes_over(one_rank, tiny_qwen_image):
+    engine = make_engine(tiny_qwen_image)
+    cheap = Outside(solver_before=0.5)
+    asked = [
+        replace(one, window=Window((2,), (2,)), sampling=replace(one.sampling, outside=cheap)) for one in requests(3)
+    ]
+    found = assistant_of(engine).generate(asked, condition(4), condition(2), version=VERSION)
+    sampler = Sampler(
+        engine.model, engine.module, run_seed=engine.digen.seed, device="cpu", latents_dtype=torch.float32
+    )
+    with engine.assisting():
+        expected = [sampler.sample([one], [condition(4)], [condition(2)], version=VERSION)[0][0] for one in asked]
+    for generation, trajectory in zip(found, expected, strict=True):
+        assert_same(generation, trajectory)
+        assert generation.trajectory.num_skipped_steps == trajectory.num_skipped_steps == 1
+
+
+def test_the_trainers_videos_have_the_sound_of_their_latents(one_rank, tiny_ltx2):
+    size = {"height_px": 64, "width_px": 64, "num_frames": 9}
+    engine = make_engine(tiny_ltx2, digen={"sampling": size})
+    sampling = replace(requests(1)[0].sampling, geometry=Geometry(64, 64, 9))
+    asked = [replace(one, sampling=sampling) for one in requests(3)]
+    pair = [{name: torch.randn(6, TEXT_WIDTH) for name in ("embeds", "audio")} for _ in range(2)]
+    found = assistant_of(engine).generate(asked, *pair, version=VERSION)
+    sampler = Sampler(
+        engine.model, engine.module, run_seed=engine.digen.seed, device="cpu", latents_dtype=torch.float32
+    )
+    with engine.assisting():
+        _, latents = sampler.sample(asked, pair[:1] * 3, pair[1:] * 3, version=VERSION)
+    expected = engine.model.load_audio_decoder(torch.float32, torch.device("cpu"))(latents, sampling.geometry)
+    for generation, sound in zip(found, expected, strict=True):
+        assert generation.audio is not None and sound is not None and generation.audio.rate_hz == sound.rate_hz
+        np.testing.assert_allclose(generation.audio.waveform, sound.waveform, atol=1e-5, rtol=0)
+        assert generation.pixels.shape == (9, 64, 64, 3)
+    assert np.abs(expected[0].waveform - expected[1].waveform).max() > 1e-2
 
 
 def shares(path: Path, folder: Path) -> dict[int, Any]:

@@ -59,6 +59,7 @@ GRID = (
     Ranks("wan2.1", 4, 2, is_lora=True),
     Ranks("wan2.2_ti2v_5b", 2, 2),
     Ranks("qwen_image", 2, 2),
+    Ranks("qwen_image_edit_plus", 2, 2, is_lora=True),
     Ranks("flux_dev", 2, 2),
 )
 

@@ -28,9 +28,9 @@ from tests.engine.harness import (
 )
 from tests.engine.serial import flow_step
 from tests.engine.teachers import plain_teacher, teacher_folder
-from verl_digen.engine.checkpoint import save_adapter
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.export import plain_name
+from verl_digen.engine.folders import save_adapter
 from verl_digen.engine.rows import make_rows
 from verl_digen.engine.shadow import local_shards
 from verl_digen.models.teacher_files import read_teacher

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import ray
 import torch
 import transfer_queue as tq
 from omegaconf import OmegaConf
@@ -36,13 +35,11 @@ PARTITION = "train"
 
 
 @pytest.fixture(scope="module")
-def queue() -> Iterator[None]:
+def queue(ray_cluster: None) -> Iterator[None]:
     """TransferQueue with one storage process."""
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
     tq.init(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}}))
     yield
     tq.close()
-    ray.shutdown()
 
 
 @pytest.fixture(scope="module")

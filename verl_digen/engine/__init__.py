@@ -26,6 +26,9 @@
 | `shadow` | a second copy of this rank's trainable shards, and how it takes the weights' place |
 | `export` | sharded weights -> full tensors by diffusers name, adapters merged or separate |
 | `checkpoint` | save all or nothing, resume bitwise |
+| `resharding` | resume on other numbers of ranks and other shards |
+| `saved_ranks` | files of a checkpoint, and the parts of tensors in them |
+| `fingerprint` | tells base weights apart that are not the same |
 | `assistant` | samples that the trainer generates itself |
 | `worker` | verl's worker around the engine |
 

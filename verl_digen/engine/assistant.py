@@ -4,7 +4,8 @@
 - No second copy of the network, nothing offloaded; the gradient of the open logical batch stays as it is.
 - The samples of a call are split over the data-parallel ranks; of ranks that share rows the first decodes. A rank that
   gets none denoises a padding sample and discards it, because every forward gathers weights from all ranks.
-- A rank also holds the VAE's decoder, which a trainer does not have otherwise. Prompts are encoded by a replica.
+- A rank also holds the decoders of picture and sound, which a trainer does not have otherwise. Prompts are encoded by a
+  replica.
 
 Invariant (tests/engine/test_assistant.py): a sample equals what a replica with the same weights generates, to float
 error; an open gradient is bitwise as before.
@@ -35,6 +36,7 @@ class Assistant:
         self._engine = engine
         self._device = engine.forward.device
         self._decode = engine.model.load_decoder(decoder_dtype, self._device)
+        self._decode_audio = engine.model.load_audio_decoder(decoder_dtype, self._device)
         self._sampler = Sampler(
             engine.model,
             engine.module,
@@ -74,12 +76,15 @@ class Assistant:
         if not share or not self._engine.is_mp_src_rank_with_outputs():
             return []
         batch_size = self._engine.digen.rollout.decode_batch_size
+        latents = self._engine.model.completed(latents, conditions)
         pixels = in_batches(self._decode, latents, share[0].sampling.geometry, batch_size)
+        audio = self._decode_audio(latents, share[0].sampling.geometry)
         ended_s = time.time()
         return [
             Generation(
                 trajectory=trajectory,
                 pixels=pixels[index],
+                audio=audio[index],
                 started_s=started_s,
                 ended_s=ended_s,
                 experts=experts_of(self._engine.model, trajectory),

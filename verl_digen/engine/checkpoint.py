@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of a diffusers transformer: all or nothing on disk, bitwise on resume.
+"""Checkpoints of a diffusers transformer: all or nothing on disk, bitwise on resume by as many ranks.
 
 Files are verl's, per rank: model, optimizer, extra (schedule, RNG); `digen_state_*` adds the EMA, counters and
 teachers' checksums. With LoRA the model's file holds the adapter alone, and a fingerprint of the base weights, which
 come from `actor_rollout_ref.model.path` again. Files are loaded into host memory, whatever device they were saved from.
+Ranks of another number, or with other shards, read the pieces that are theirs: `verl_digen.engine.resharding`.
 
 With "hf_model" in `actor_rollout_ref.actor.checkpoint.save_contents` also an export for other tools, gathered tensor
 by tensor and written by rank 0:
@@ -16,7 +17,7 @@ A save writes into `NAME.partial-TOKEN` next to its folder and renames it when e
 or a kill leaves the last good checkpoint intact; the next save removes leftovers of a killed one.
 
 Invariants (tests/engine/test_checkpoint.py): n updates, save, load, n updates equal 2n updates bitwise; a
-save that fails on any rank raises on every rank and leaves no folder behind.
+save that fails on any rank raises on every rank and leaves no folder behind; so does a load, which then ends the run.
 """
 
 from __future__ import annotations
@@ -27,43 +28,32 @@ import os
 import secrets
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from hashlib import sha256
-from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY, LORA_WEIGHT_NAME_SAFE
-from diffusers.utils.constants import SAFE_WEIGHTS_INDEX_NAME, SAFETENSORS_WEIGHTS_NAME
 from peft import PeftModel
-from peft.utils import SAFETENSORS_WEIGHTS_NAME as ADAPTER_WEIGHTS_NAME
-from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager, FSDPConfig
 from verl.utils.fsdp_utils import fsdp_version
 
 from verl_digen.engine.copies import PolicyCopies
-from verl_digen.engine.export import ADAPTER, PEFT_PREFIX, adapter_weights, full_weights
+from verl_digen.engine.export import adapter_weights, full_weights
+from verl_digen.engine.fingerprint import frozen_fingerprint
+from verl_digen.engine.folders import WRITE_ERRORS, save_adapter, save_networks
 from verl_digen.engine.loss_scale import LossScale
+from verl_digen.engine.resharding import OtherRanks, SameRanks, are_same_ranks
+from verl_digen.engine.saved_ranks import SavedRanks, shard_file
 from verl_digen.engine.shadow import local_shard
-from verl_digen.engine.teachers import Teachers, check_saved, checksums
-from verl_digen.models.experts import Experts
+from verl_digen.engine.teachers import Checksums, Teachers, check_saved, checksums, totals
 
 logger = logging.getLogger(__name__)
 
-MAX_FILE_BYTES = 5 << 30
-"""Largest safetensors file of an export; the diffusers library's own limit is 10 GB."""
-
-FINGERPRINT_NUMBERS = 8
-"""Numbers of each frozen shard in its fingerprint: enough for other weights, cheap at 20 billion parameters."""
-
-WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)
-"""Exceptions on a full disk: torch's zip writer raises RuntimeError, safetensors its own."""
+T = TypeVar("T")
 
 
 @dataclass
@@ -138,6 +128,7 @@ class DiffusersCheckpointManager(FSDPCheckpointManager):
                         "copies": self.copies.state_dict(),
                         "frozen": frozen_fingerprint(self.model),
                         "teachers": checksums(self.teachers),
+                        "teacher_totals": totals(self.teachers),
                     },
                     folder / self._file("digen_state"),
                 )
@@ -172,43 +163,70 @@ class DiffusersCheckpointManager(FSDPCheckpointManager):
     def load_checkpoint(
         self, local_path: str | None, hdfs_path: str | None = None, del_local_after_load: bool = False
     ) -> None:
-        """Load this rank's part.
+        """Load this rank's part, from files of any number of ranks, see `verl_digen.engine.resharding`.
 
         Raises:
-            ValueError: it was saved by another number of ranks, or is no checkpoint.
+            ValueError: it is no checkpoint, or of a run that trained other weights; on the ranks that noticed the
+                error itself, on others one with its text.
         """
         if local_path is None:
             return
-        folder = Path(local_path)
-        if self.should_load_model and not (folder / self._file("model")).is_file():
-            found = sorted(file.name for file in folder.glob("model_world_size_*_rank_0.pt"))
-            raise ValueError(
-                f"a run on {self.world_size} trainer ranks resumes from a checkpoint of as many, but {local_path} "
-                f"has {', '.join(found) or 'none'}; change trainer.nnodes x trainer.n_gpus_per_node, or start a new run"
-            )
-        state = folder / self._file("digen_state")
-        saved = _load(state) if self.should_load_extra and state.is_file() else None
+        found = _on_every_rank(lambda: self._find(Path(local_path)))
+        saved = _on_every_rank(lambda: self._read_state(found, local_path))
+        _require_one_save(_on_every_rank(lambda: found.num_updates(saved)), local_path)
+        if saved is not None:
+            fingerprint, teachers = found.fingerprint(self.model), found.teachers(self.teachers, saved)
+            _on_every_rank(lambda: self._check(saved, fingerprint, teachers, local_path))
+        _on_every_rank(lambda: self._load(found, saved))
+        if isinstance(found, OtherRanks):
+            logger.info("resharded %s: this rank read %.3f GB", local_path, found.num_bytes / 1e9)
+
+    def _find(self, folder: Path) -> SameRanks | OtherRanks:
+        files, live = SavedRanks(folder), self._model_state()
+        return SameRanks(files) if are_same_ranks(files, live) else OtherRanks(files, live)
+
+    def _read_state(self, found: SameRanks | OtherRanks, local_path: str) -> dict[str, Any] | None:
+        saved = found.read("digen_state") if self.should_load_extra and found.has("digen_state") else None
         if saved is not None and not {"copies", "frozen"} <= saved.keys():
             raise ValueError(
                 f"{local_path} was written by an older version, which saved other things; start a new run from its "
                 "weights"
             )
-        frozen = frozen_fingerprint(self.model)
-        if saved is not None and saved["frozen"] and frozen and saved["frozen"] != frozen:
+        return saved
+
+    def _check(
+        self, saved: dict[str, Any], frozen: str, teachers: tuple[Checksums, Checksums], local_path: str
+    ) -> None:
+        """Require the frozen weights and the teachers of the run that saved.
+
+        Args:
+            frozen: fingerprint of this run's frozen weights, "" without.
+            teachers: checksums of this run's teachers, and saved ones.
+        """
+        if saved["frozen"] and frozen and saved["frozen"] != frozen:
             raise ValueError(
                 f"{local_path} holds an adapter for other base weights than those of actor_rollout_ref.model.path in "
                 "the dtype of actor_rollout_ref.actor.fsdp_config.model_dtype; set both to what the run began with"
             )
-        if saved is not None and "teachers" in saved:
-            check_saved(self.teachers, saved["teachers"], local_path)
-        self._load_shards(folder)
+        check_saved(*teachers, local_path)
+
+    def _load(self, found: SameRanks | OtherRanks, saved: dict[str, Any] | None) -> None:
+        if self.should_load_model:
+            self._load_model(found)
+        if self.should_load_optimizer:
+            self.optimizer.load_state_dict(found.optimizer_state(self.optimizer))
+        if self.should_load_extra:
+            extra = found.read("extra_state")
+            if (rng := found.rng_state(extra)) is not None:
+                self.load_rng_state(rng)
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.load_state_dict(extra["lr_scheduler"])
         if saved is None:
             self.copies.load_state_dict({}, num_updates=0)
-        else:
-            self.copies.load_state_dict(saved["copies"], saved["num_updates"])
-            self.update_state.num_updates, self.update_state.num_skipped = saved["num_updates"], saved["num_skipped"]
-            self._load_loss_scale(saved)
-        dist.barrier()
+            return
+        self.copies.load_state_dict(found.copies(saved["copies"]), saved["num_updates"])
+        self.update_state.num_updates, self.update_state.num_skipped = saved["num_updates"], saved["num_skipped"]
+        self._load_loss_scale(saved)
 
     def _load_loss_scale(self, saved: dict[str, Any]) -> None:
         if self.update_state.loss_scale is None:
@@ -221,25 +239,14 @@ class DiffusersCheckpointManager(FSDPCheckpointManager):
                 self.update_state.loss_scale.value,
             )
 
-    def _load_shards(self, folder: Path) -> None:
-        if self.should_load_model:
-            self._load_model(_load(folder / self._file("model")))
-        if self.should_load_optimizer:
-            self.optimizer.load_state_dict(_load(folder / self._file("optim")))
-        if self.should_load_extra:
-            extra = _load(folder / self._file("extra_state"))
-            self.load_rng_state(extra["rng"])
-            if self.lr_scheduler is not None:
-                self.lr_scheduler.load_state_dict(extra["lr_scheduler"])
-
     @torch.no_grad()
-    def _load_model(self, saved: dict[str, Tensor]) -> None:
+    def _load_model(self, found: SameRanks | OtherRanks) -> None:
         """Copy saved shards into the module.
 
         Raises:
             ValueError: they are not those that this run trains; names one.
         """
-        live = self._model_state()
+        live, saved = self._model_state(), found.tensors
         unlike = saved.keys() ^ live.keys() or {name for name in live if saved[name].shape != live[name].shape}
         if unlike:
             raise ValueError(
@@ -247,22 +254,48 @@ class DiffusersCheckpointManager(FSDPCheckpointManager):
                 f"e.g. in {min(unlike)}; resume with the same actor_rollout_ref.model.lora_* and target_modules"
             )
         for name, value in live.items():
-            local_shard(value).copy_(local_shard(saved[name]))
+            local_shard(value).copy_(found.shard(name, value))
 
     def _file(self, kind: str) -> str:
-        return f"{kind}_world_size_{self.world_size}_rank_{self.rank}.pt"
+        return shard_file(kind, self.world_size, self.rank)
 
 
-def _load(path: Path) -> Any:
-    return torch.load(path, map_location="cpu", weights_only=False)  # written by this run: RNG states, a schedule
+# -- reading ----------------------------------------------------------------------------------------------
+def _on_every_rank(read: Callable[[], T]) -> T:
+    """Result of `read`; raises on every rank if it raised on any. It has no collectives."""
+    try:
+        value = read()
+    except (ValueError, RuntimeError, OSError) as error:
+        _texts_of_all_ranks(str(error))
+        raise
+    for text in _texts_of_all_ranks(None):
+        if text is not None:
+            raise ValueError(text)
+    return value
 
 
-@torch.no_grad()
-def frozen_fingerprint(module: nn.Module) -> str:
-    """Hash of the first numbers of this rank's frozen shards; tells base weights apart that are not the same."""
-    shards = (local_shard(value) for value in module.parameters() if not value.requires_grad)
-    heads = [shard.flatten()[:FINGERPRINT_NUMBERS].float() for shard in shards if shard.numel()]
-    return sha256(torch.cat(heads).cpu().numpy().tobytes()).hexdigest() if heads else ""
+def _texts_of_all_ranks(text: str | None) -> list[str | None]:
+    """Gather one text of each rank; collective."""
+    texts: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(texts, text)
+    return texts
+
+
+def _require_one_save(counts: Mapping[int, int | None], local_path: str) -> None:
+    """Raise ValueError unless all files count the same optimizer steps; collective.
+
+    Args:
+        counts: saved rank -> optimizer steps, of some of the files; all ranks' are compared.
+    """
+    gathered: list[Mapping[int, int | None]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(gathered, counts)
+    steps = {rank: count for part in gathered for rank, count in part.items()}
+    if len(set(steps.values())) > 1:
+        said = ", ".join(f"{steps[rank]} in rank {rank}'s" for rank in sorted(steps))
+        raise ValueError(
+            f"the files of {local_path} must be of one save and count the same optimizer steps, got {said}; copy the "
+            "files of one save, of all its ranks"
+        )
 
 
 # -- writing ----------------------------------------------------------------------------------------------
@@ -340,110 +373,3 @@ def _save(value: Any, path: Path) -> None:
         torch.save(value, file)
         file.flush()
         os.fsync(file.fileno())
-
-
-def save_adapter(module: PeftModel, tensors: dict[str, Tensor], folder: Path) -> None:
-    """Write gathered adapter tensors for peft and for diffusers' pipelines."""
-    folder.mkdir()
-    config = module.peft_config[ADAPTER]
-    save_file(tensors, folder / ADAPTER_WEIGHTS_NAME, metadata={"format": "pt"})
-    is_inference, config.inference_mode = (
-        config.inference_mode,
-        True,
-    )  # as peft's own save_pretrained leaves it
-    config.save_pretrained(str(folder))
-    config.inference_mode = is_inference
-    described = {
-        f"transformer.{key}": sorted(value) if isinstance(value, set) else value
-        for key, value in config.to_dict().items()
-    }
-    save_file(
-        {f"transformer.{name.removeprefix(PEFT_PREFIX)}": value for name, value in tensors.items()},
-        folder / LORA_WEIGHT_NAME_SAFE,
-        metadata={"format": "pt", LORA_ADAPTER_METADATA_KEY: json.dumps(described, indent=2, sort_keys=True)},
-    )
-
-
-def save_networks(module: Any, tensors: Iterable[tuple[str, Tensor]], folder: Path, *, writes: bool) -> None:
-    """Write streamed tensors as diffusers folders in `folder`: `transformer`, or one for each expert, by its name.
-
-    Args:
-        tensors: for an `Experts`, one expert after the other, names prefixed with the expert's.
-        writes: see `save_transformer`.
-    """
-    network = module.base_model.model if isinstance(module, PeftModel) else module
-    if not isinstance(network, Experts):
-        save_transformer(network, tensors, folder / "transformer", writes=writes)
-        return
-    errors: list[BaseException] = []
-    for expert, named in groupby(tensors, key=lambda named: named[0].partition(".")[0]):
-        stripped = ((name.partition(".")[2], tensor) for name, tensor in named)
-        try:
-            save_transformer(network.get_submodule(expert), stripped, folder / expert, writes=writes)
-        except WRITE_ERRORS as error:  # every rank must still gather the next expert's tensors
-            errors.append(error)
-    if errors:
-        raise errors[0]
-
-
-def save_transformer(
-    module: Any,
-    tensors: Iterable[tuple[str, Tensor]],
-    folder: Path,
-    *,
-    writes: bool,
-    max_file_bytes: int = MAX_FILE_BYTES,
-) -> None:
-    """Write streamed tensors as a diffusers folder; holds at most one file's tensors in memory.
-
-    Args:
-        writes: False only consumes the tensors. A rank that fails to write keeps consuming, so that others can gather.
-    """
-    error: BaseException | None = None
-
-    def attempt(action: Callable[[], Any]) -> None:
-        nonlocal error
-        if error is None and writes:
-            try:
-                action()
-            except WRITE_ERRORS as raised:
-                error = raised
-
-    files: list[list[str]] = []
-    pending: dict[str, Tensor] = {}
-    num_bytes = total_bytes = 0
-
-    def flush() -> None:
-        save_file(pending, folder / f"{len(files)}.safetensors", metadata={"format": "pt"})
-        files.append(list(pending))
-
-    attempt(folder.mkdir)
-    for name, value in tensors:
-        if not writes:
-            continue
-        if pending and num_bytes + value.nbytes > max_file_bytes:
-            attempt(flush)
-            pending, num_bytes = {}, 0
-        pending[name] = value.cpu().contiguous()
-        num_bytes += value.nbytes
-        total_bytes += value.nbytes
-    attempt(flush)
-    attempt(lambda: _name_files(folder, files, total_bytes))
-    attempt(lambda: module.save_config(folder))
-    if error is not None:
-        raise error
-
-
-def _name_files(folder: Path, files: list[list[str]], total_bytes: int) -> None:
-    """Rename numbered files to the names diffusers expects, which contain their count, and write the index."""
-    if len(files) == 1:
-        (folder / "0.safetensors").rename(folder / SAFETENSORS_WEIGHTS_NAME)
-        return
-    stem, suffix = SAFETENSORS_WEIGHTS_NAME.rsplit(".", 1)
-    weight_map = {}
-    for number, names in enumerate(files):
-        file = f"{stem}-{number + 1:05d}-of-{len(files):05d}.{suffix}"
-        (folder / f"{number}.safetensors").rename(folder / file)
-        weight_map |= dict.fromkeys(names, file)
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True))

@@ -66,7 +66,7 @@ def full_weights(module: nn.Module, *, merge_lora: bool, dtype: torch.dtype | No
     Raises:
         ValueError: the adapter cannot be merged.
     """
-    adapters = _mergeable(module) if merge_lora else {}
+    adapters = mergeable(module) if merge_lora else {}
     for name, value in in_step(module.state_dict().items(), _meet):
         if is_adapter(name):
             continue
@@ -77,8 +77,13 @@ def full_weights(module: nn.Module, *, merge_lora: bool, dtype: torch.dtype | No
                 _gather(part.get_submodule(ADAPTER).get_parameter("weight")).float()
                 for part in (layer.lora_A, layer.lora_B)
             )
-            full = (full.float() + layer.scaling[ADAPTER] * (up @ down)).to(dtype or full.dtype)
+            full = merge(full, layer, down, up).to(dtype or full.dtype)
         yield plain_name(name), _cast(full, dtype)
+
+
+def merge(base: Tensor, layer: LoraLayer, down: Tensor, up: Tensor) -> Tensor:
+    """Sum of a layer's base weight and its adapter's share, in fp32. `down`, `up`: the adapter's two matrices, fp32."""
+    return base.float() + layer.scaling[ADAPTER] * (up @ down)
 
 
 @torch.no_grad()
@@ -119,8 +124,12 @@ def is_adapter(name: str) -> bool:
     return any(part.startswith("lora_") for part in name.split("."))
 
 
-def _mergeable(module: nn.Module) -> dict[str, LoraLayer]:
-    """Name of each wrapped weight -> its layer."""
+def mergeable(module: nn.Module) -> dict[str, LoraLayer]:
+    """State-dict name of each wrapped weight -> its layer.
+
+    Raises:
+        ValueError: a layer that `merge` is not for.
+    """
     layers = {}
     for name, layer in module.named_modules():
         if not isinstance(layer, LoraLayer):

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from verl_digen.schedulers.deal import Row
+from verl_digen.settings import Turn
 from verl_digen.types import Sampling
 
 
@@ -38,6 +40,8 @@ class FragmentSample:
     """Points that do not train, because another sample of the group trains the same step, or it was not chosen."""
     teacher: str = ""
     """Name of its teacher, by its prompt's data source; "" for a loss without teachers."""
+    turns: tuple[Turn, ...] = ()
+    """Turns of the episode that it is, whose points follow each other; () without an environment."""
 
     @property
     def points(self) -> tuple[int, ...]:
@@ -48,6 +52,19 @@ class FragmentSample:
     def num_rows(self) -> int:
         """Number of its rows."""
         return self.num_steps - len(self.skipped)
+
+    def turn_of(self, point: int) -> int:
+        """Number of the turn that a point is of; 0 without an environment."""
+        ends = accumulate(turn.num_steps for turn in self.turns)
+        return next((number for number, end in enumerate(ends) if point < end), 0)
+
+    def sampling_of(self, point: int) -> Sampling:
+        """Settings that the point's turn was generated with."""
+        return self.turns[self.turn_of(point)].sampling if self.turns else self.sampling
+
+    def condition_key_of(self, point: int) -> str:
+        """Key of the conditions of the point's turn."""
+        return self.turns[self.turn_of(point)].condition_key if self.turns else self.condition_key
 
 
 @dataclass(frozen=True)
@@ -67,7 +84,10 @@ def fragment_rows(samples: Sequence[FragmentSample]) -> list[Row]:
     Raises:
         RuntimeError: a sample's number of experts is not its number of points.
     """
-    kinds = list(dict.fromkeys((sample.sampling, sample.teacher) for sample in samples))
+    kinds: dict[tuple[Sampling, str], int] = {}
+    for sample in samples:
+        for sampling in (turn.sampling for turn in sample.turns) if sample.turns else (sample.sampling,):
+            kinds.setdefault((sampling, sample.teacher), len(kinds))
     rows = []
     for number, sample in enumerate(samples):
         experts = sample.experts or (0,) * sample.num_steps
@@ -76,6 +96,7 @@ def fragment_rows(samples: Sequence[FragmentSample]) -> list[Row]:
                 f"sample {sample.key} has {sample.num_steps} trained steps and {len(experts)} experts; "
                 "give one expert for each step, or none"
             )
-        kind = kinds.index((sample.sampling, sample.teacher))
-        rows += [Row(number, point, experts[point] * len(kinds) + kind) for point in sample.points]
+        for point in sample.points:
+            kind = kinds[sample.sampling_of(point), sample.teacher]
+            rows.append(Row(number, point, experts[point] * len(kinds) + kind))
     return rows

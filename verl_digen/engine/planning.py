@@ -99,7 +99,7 @@ class Planner:
             dealt,
             self.rank,
             {bucket: choice.shape for bucket, choice in choices.items()},
-            order=lambda sample: text_order(self.model, own.conditions[places[sample]]),
+            order=lambda row: text_order(self.model, own.condition(places[row.sample], row.point)),
             agreed_most=_agreed_most if self.model.keeps_lengths_apart else None,
         )
         recomputed = {bucket: choice.num_recomputed for bucket, choice in choices.items()}
@@ -141,8 +141,9 @@ class Planner:
     def _key(self, samples: Samples, picks: Picks) -> Key:
         """Values by which memory of these rows is measured. Collective."""
         longest = max(_text_tokens(samples, pick) for pick in picks)
-        sample = samples.described[picks[0][0]]
-        return sample.sampling, -(-_agreed_most(longest) // TEXT_STEP) * TEXT_STEP, sample.teacher
+        index, (point, *_) = picks[0]
+        sample = samples.described[index]
+        return sample.sampling_of(point), -(-_agreed_most(longest) // TEXT_STEP) * TEXT_STEP, sample.teacher
 
     def _measure(self, samples: Samples, picks: Picks, key: Key) -> TileMemory:
         longest = max(picks, key=lambda pick: _text_tokens(samples, pick))
@@ -177,8 +178,9 @@ def _agreed_most(value: int) -> int:
 
 
 def _text_tokens(samples: Samples, pick: tuple[int, Sequence[int]]) -> int:
-    """Tokens of the picked sample's prompt, or of its negative one if that is longer: both are padded to one length."""
-    return max(len(condition["embeds"]) for condition in samples.conditions[pick[0]] if condition is not None)
+    """Tokens of the picked row's prompt, or of its negative one if that is longer: both are padded to one length."""
+    index, (point, *_) = pick
+    return max(len(condition["embeds"]) for condition in samples.condition(index, point) if condition is not None)
 
 
 def _rehearsal(

@@ -59,7 +59,9 @@ class PathPoints:
         transitions = Transitions(
             next_latents=torch.cat([columns["latents"][index][start + 1] for index, start in starts]),
             next_sigmas=gather("next_sigmas"),
-            sigma_max=torch.cat([columns["sigma_max"][index].expand(len(points)) for index, points in chosen]),
+            sigma_max=torch.stack(
+                [columns["sigma_max"][index][samples[index].turn_of(point)] for index, own in picks for point in own]
+            ),
             log_probs=gather("log_probs"),
             old_log_probs=torch.tensor(old) if old else None,
         )
@@ -89,9 +91,11 @@ class ForwardPoints:
         """x = (1 - sigma) x_0 + sigma noise, in fp32; the noise is that of the sample, or group, and the point."""
         clean, noise, sigmas = [], [], []
         for index, points in picks:
-            sample, end = samples[index], columns["clean"][index].float()
+            sample = samples[index]
+            ends = columns["clean"][index].float().chunk(max(1, len(sample.turns)))
             source = 0 if self.shares_noise else sample.sample_index
             for point in points:
+                end = ends[sample.turn_of(point)]
                 clean.append(end)
                 noise.append(point_noise(self.run_seed, sample.uid, source, point, end.shape))
                 sigmas.append(columns["sigmas"][index][point])

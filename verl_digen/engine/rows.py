@@ -12,7 +12,7 @@ Invariants (tests/engine/test_rows.py)
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 import torch
@@ -34,9 +34,16 @@ class Samples:
     columns: Mapping[str, Sequence[Tensor]]
     """`Points.columns`, each sample's tensor without a batch dimension."""
     conditions: Sequence[ConditionPair]
-    """Samples of one prompt share the object."""
+    """Samples of one prompt share the object. Of an episode, those of its first turn."""
     advantages: Tensor
     """[B] fp32, or [B, K] with a tree, where each point has its own; 0 if the caller only wants log-probs."""
+    turn_conditions: Mapping[str, ConditionPair] = field(default_factory=dict)
+    """Key -> conditions of the turns of episodes."""
+
+    def condition(self, index: int, point: int) -> ConditionPair:
+        """Conditions of a sample at one of its points."""
+        sample = self.described[index]
+        return self.turn_conditions[sample.condition_key_of(point)] if sample.turns else self.conditions[index]
 
     @property
     def all_picks(self) -> Picks:
@@ -51,12 +58,14 @@ Fetch = Callable[[Sequence[FragmentSample]], Samples]
 def fetch_samples(points: Points, partition: str, samples: Sequence[FragmentSample]) -> Samples:
     """The samples from TransferQueue's `partition`, with the conditions of their prompts."""
     columns = fetch_columns(partition, [sample.key for sample in samples], points.columns)
-    conditions = fetch_conditions([sample.condition_key for sample in samples])
+    turns = [turn.condition_key for sample in samples for turn in sample.turns]
+    conditions = fetch_conditions([*(sample.condition_key for sample in samples), *turns])
     return Samples(
         described=samples,
         columns=columns,
         conditions=[conditions[sample.condition_key] for sample in samples],
         advantages=torch.zeros(len(samples)),
+        turn_conditions={key: conditions[key] for key in turns},
     )
 
 
@@ -79,8 +88,10 @@ def make_rows(points: Points, samples: Samples, picks: Picks) -> TrainingRows:
     """
     latents, sigmas, point = points.make(samples.described, samples.columns, picks)
     rows = [index for index, chosen in picks for _ in chosen]
-    kinds = {(samples.described[index].sampling, samples.described[index].teacher) for index in rows}
-    pairs = [samples.conditions[index] for index in rows]
+    numbers = [point for _, chosen in picks for point in chosen]
+    described = [samples.described[index] for index in rows]
+    kinds = {(one.sampling_of(number), one.teacher) for one, number in zip(described, numbers, strict=True)}
+    pairs = [samples.condition(index, number) for index, number in zip(rows, numbers, strict=True)]
     negatives = [negative for _, negative in pairs if negative is not None]
     if len(kinds) != 1 or (negatives and len(negatives) != len(rows)):
         raise RuntimeError(
@@ -94,10 +105,10 @@ def make_rows(points: Points, samples: Samples, picks: Picks) -> TrainingRows:
         point=point,
         conditions=[positive for positive, _ in pairs],
         negative_conditions=negatives or None,
-        advantages=row_advantages(samples.advantages, rows, [point for _, chosen in picks for point in chosen]),
+        advantages=row_advantages(samples.advantages, rows, numbers),
         mask=torch.ones(len(rows)),
         sampling=sampling,
-        rewards=torch.tensor([samples.described[index].reward for index in rows]),
+        rewards=torch.tensor([one.reward for one in described]),
         teacher=teacher,
     )
 

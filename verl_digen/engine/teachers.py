@@ -39,7 +39,7 @@ from verl_digen.engine.shadow import ShadowWeights, local_shard
 from verl_digen.models.base import DiffusionModel
 from verl_digen.models.teacher_files import TeacherFiles, read_teacher
 from verl_digen.types import TrainingRows
-from verl_digen.weights.checksum import checksum
+from verl_digen.weights.checksum import Checksum, checksum
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,9 @@ class LoadedTeacher:
     weights: ShadowWeights
     true_cfg_scale: float | None
     """Its guidance; None: that of the samples."""
+    total: int
+    """Checksum of this rank's shards of all weights that its files may change, of unchanged ones, too: the sum over
+    ranks, modulo 2**64, does not depend on how they are sharded."""
 
     @contextmanager
     def taught(self, module: nn.Module) -> Iterator[None]:
@@ -64,24 +67,31 @@ class LoadedTeacher:
 
 Teachers = Mapping[str, LoadedTeacher]
 """Teachers by name."""
+Checksums = dict[str, int]
+"""Teacher -> checksum of weights."""
 
 
-def checksums(teachers: Teachers) -> dict[str, int]:
+def checksums(teachers: Teachers) -> Checksums:
     """Checksum of this rank's shards of each teacher, for a checkpoint."""
     return {name: checksum(teacher.weights.shards.values()) for name, teacher in teachers.items()}
 
 
-def check_saved(teachers: Teachers, saved: Mapping[str, int], folder: str) -> None:
+def totals(teachers: Teachers) -> Checksums:
+    """Each teacher's `total`, for a checkpoint that other ranks read."""
+    return {name: teacher.total for name, teacher in teachers.items()}
+
+
+def check_saved(found: Checksums, saved: Checksums, folder: str) -> None:
     """Require the teachers of the run that wrote the checkpoint `folder`, if it had any.
 
     Args:
-        saved: its `checksums`.
+        found: checksums of the run's teachers.
+        saved: those of the checkpoint's.
 
     Raises:
         ValueError: one is missing, added, or has other weights.
     """
-    found = checksums(teachers) if saved else {}
-    unlike = sorted({name for name, _ in saved.items() ^ found.items()})
+    unlike = sorted({name for name, _ in saved.items() ^ found.items()}) if saved else []
     if unlike:
         raise ValueError(
             f"{folder} was written by a run with the teachers {', '.join(sorted(saved))}, and this run has none or "
@@ -104,14 +114,11 @@ def load_teachers(
     Raises:
         ValueError: a path holds no teacher, or one of another architecture.
     """
-    return {
-        name: LoadedTeacher(_load(module, model, teacher, f"{KEY}.{name}.path", device), teacher.true_cfg_scale)
-        for name, teacher in teachers.items()
-    }
+    return {name: _load(module, model, teacher, f"{KEY}.{name}.path", device) for name, teacher in teachers.items()}
 
 
 @torch.no_grad()
-def _load(module: nn.Module, model: DiffusionModel, teacher: Teacher, key: str, device: str | None) -> ShadowWeights:
+def _load(module: nn.Module, model: DiffusionModel, teacher: Teacher, key: str, device: str | None) -> LoadedTeacher:
     live = {plain_name(name): (name, value) for name, value in module.named_parameters() if not is_adapter(name)}
     tables = {
         plain_name(name): tuple(value.shape) for name, value in module.state_dict().items() if not is_adapter(name)
@@ -120,14 +127,15 @@ def _load(module: nn.Module, model: DiffusionModel, teacher: Teacher, key: str, 
     files.check(tables, key)
     trains_all = any(value.requires_grad for _, value in live.values())
     wanted = list(live) if trains_all else files.changed(live)
-    weights = ShadowWeights(module, device, [live[name][0] for name in wanted])
+    weights, total = ShadowWeights(module, device, [live[name][0] for name in wanted]), Checksum()
     for name in wanted:
         own, value = live[name]
         shard = weights.shards[own]
         shard.copy_(_shard_of(files, name, value))
+        total.add(shard)
         if not trains_all and torch.equal(shard, local_shard(value).to(shard.device)):
             del weights.shards[own]  # a frozen weight that both have
-    return weights
+    return LoadedTeacher(weights, teacher.true_cfg_scale, total.value)
 
 
 def _shard_of(files: TeacherFiles, name: str, value: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An edit model in the engine: a batch of several sizes of pictures and source images trains as one."""
+"""Geometries in the engine: a batch of several sizes of pictures or videos, and of images or sound, trains as one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -28,26 +28,60 @@ from verl_digen.types import Geometry
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
-GEOMETRIES = (
+EDITS = (
     Geometry(32, 32, sources=((32, 64),)),
     Geometry(32, 64, sources=((32, 64),)),
-    Geometry(32, 32, sources=((32, 32), (64, 32))),
 )
-"""A picture's size, a wider picture, and the first size with other images."""
+"""A picture's size, and a wider picture."""
+VIDEOS = (Geometry(32, 32, 5, ((32, 32),)), Geometry(32, 48, 5, ((32, 48),)))
+WITH_SOUND = (Geometry(64, 64, 9), Geometry(32, 64, 17))
+"""8 and 6 tokens of video, 9 and 18 of sound."""
+FIRST_FRAMES = (
+    Geometry(32, 32, 5, ((32, 32),)),
+    Geometry(32, 64, 9, ((32, 64),)),
+    Geometry(32, 32, 5),
+)
+"""Two with a given first frame, and a text."""
 
 
-def test_the_gradient_of_three_geometries_is_that_of_the_serial_loop(tmp_path: Path):
-    path = build_tiny("qwen_image_edit_plus", tmp_path / "checkpoint")
+@dataclass(frozen=True)
+class Case:
+    """A model whose prompts have images, or whose videos have sound."""
+
+    name: str
+    geometries: tuple[Geometry, ...]
+    texts: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Shapes of a text's condition, where they are not the harness's."""
+
+
+def edits(*sources: tuple[int, int]) -> tuple[Geometry, ...]:
+    """The two sizes, and the first one with these images."""
+    return (*EDITS, Geometry(32, 32, sources=sources))
+
+
+CASES = (
+    Case("qwen_image_edit_plus", edits((32, 32), (64, 32))),
+    Case("flux_kontext", edits(), {"embeds": (6, 32), "pooled": (16,)}),
+    Case("flux2_klein", edits((32, 32), (64, 32), (32, 32)), {"embeds": (6, 48)}),
+    Case("wan2.1_i2v", VIDEOS),
+    Case("wan2.2_ti2v_5b", FIRST_FRAMES),
+    Case("hunyuan_video15_i2v", VIDEOS, {"glyphs": (2, 32)}),
+    Case("ltx2", WITH_SOUND, {"embeds": (6, 32), "audio": (6, 32)}),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_gradient_of_several_geometries_is_that_of_the_serial_loop(case: Case, tmp_path: Path):
+    path = build_tiny(case.name, tmp_path / "checkpoint")
     model = load_model(path)
-    width = model.read_network_config("transformer")["in_channels"]
     batches = [
         make_batch(
             path,
             sampling=replace(SAMPLING, geometry=geometry),
-            extras={"source": (model.num_source_tokens(geometry), width)},
+            extras=case.texts | (model.image_conditions(geometry) if geometry.sources else {}),
             seed=number,
         )
-        for number, geometry in enumerate(GEOMETRIES)
+        for number, geometry in enumerate(case.geometries)
     ]
 
     def fetch(asked: Sequence[FragmentSample]) -> Samples:
@@ -79,4 +113,4 @@ def test_the_gradient_of_three_geometries_is_that_of_the_serial_loop(tmp_path: P
         mean = sum(one[name] for one in expected) / len(expected)  # as many rows of each geometry
         torch.testing.assert_close(found[name], mean, atol=1e-5, rtol=1e-4)
         assert gradient.shape == found[name].shape
-    assert any((expected[0][name] - expected[2][name]).abs().max() > 1e-3 for name in expected[0])
+    assert any((expected[0][name] - expected[-1][name]).abs().max() > 1e-3 for name in expected[0])

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of adapters in ComfyUI, against diffusers' converters and against names read in ComfyUI's source."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import QwenImagePipeline, WanPipeline
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tests.tiny_models import build_tiny
+from verl_digen.engine.export import PEFT_PREFIX
+from verl_digen.export.comfyui import NAMES, comfyui_tensors, require_known
+from verl_digen.models import load_model
+from verl_digen.models.experts import networks_of
+
+RANK, SCALE = 2, 4.0
+"""alpha is 8; a power of two, so that diffusers' converters scale without rounding."""
+
+BLOCK = "attn.to_q attn.to_k attn.to_v attn.add_q_proj attn.add_k_proj attn.add_v_proj attn.to_out.0 attn.to_add_out"
+FEED_FORWARD = "ff.net.0.proj ff.net.2 ff_context.net.0.proj ff_context.net.2"
+KNOWN = {
+    # comfy/utils.py, MMDIT_MAP_BLOCK and mmdit_to_diffusers; flux_to_diffusers
+    "sd3": {
+        f"transformer.transformer_blocks.{n}.{name}" for n in range(4) for name in f"{BLOCK} {FEED_FORWARD}".split()
+    },
+    "flux_dev": {
+        f"transformer.transformer_blocks.{n}.{name}" for n in range(4) for name in f"{BLOCK} {FEED_FORWARD}".split()
+    }
+    | {f"transformer.single_transformer_blocks.{n}.attn.to_{name}" for n in range(4) for name in "qkv"},
+}
+
+
+def adapter(name: str, folder: Path, targets: list[str] | None = None) -> tuple[str, dict[str, Tensor]]:
+    """(pipeline, random adapter of the layers that a run adapts by default) of a tiny checkpoint."""
+    model = load_model(build_tiny(name, folder / "checkpoint"))
+    network = networks_of(model.load_transformer(torch.float32))[0]
+    config = LoraConfig(r=RANK, lora_alpha=8, target_modules=targets or list(model.spec.lora_targets))
+    state = get_peft_model_state_dict(get_peft_model(network, config), save_embedding_layers=False)
+    generator = torch.Generator().manual_seed(0)
+    return model.pipeline, {key: torch.randn(value.shape, generator=generator) for key, value in state.items()}
+
+
+def exported(pipeline: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    layers = {name.rpartition(".lora_")[0] for name in tensors}
+    return comfyui_tensors(pipeline, tensors, dict.fromkeys(layers, SCALE))
+
+
+@pytest.mark.parametrize(
+    ("name", "reader", "more"),
+    [("qwen_image", QwenImagePipeline, []), ("wan2.1", WanPipeline, ["ffn.net.0.proj", "ffn.net.2"])],
+)
+def test_diffusers_reads_the_adapter_back(name: str, reader: type, more: list[str], tmp_path: Path):
+    targets = ["to_q", "to_k", "to_v", "to_out.0", *more] if more else None
+    pipeline, tensors = adapter(name, tmp_path, targets)
+    save_file(exported(pipeline, tensors), tmp_path / "lora.safetensors")
+    found = reader.lora_state_dict(str(tmp_path / "lora.safetensors"))
+    expected = {f"transformer.{key.removeprefix(PEFT_PREFIX)}": value for key, value in tensors.items()}
+    assert found.keys() == expected.keys()
+    for layer in {key.rpartition(".lora_")[0] for key in expected}:
+        down, up = f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
+        torch.testing.assert_close(found[up] @ found[down], SCALE * (expected[up] @ expected[down]))
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_names_are_those_that_comfyui_maps(name: str, tmp_path: Path):
+    pipeline, tensors = adapter(name, tmp_path)
+    found = exported(pipeline, tensors)
+    layers = {key.rpartition(".lora_down")[0] for key in found if key.endswith(".lora_down.weight")}
+    assert layers and layers <= KNOWN[name]
+    assert found.keys() == {
+        f"{layer}.{end}" for layer in layers for end in ("lora_down.weight", "lora_up.weight", "alpha")
+    }
+    assert all(found[f"{layer}.alpha"] == 8 for layer in layers)
+
+
+def test_layers_and_pipelines_that_comfyui_does_not_read_are_refused(tmp_path: Path):
+    layer = f"{PEFT_PREFIX}norm_out.linear"
+    tensors = {f"{layer}.lora_A.weight": torch.ones(2, 3), f"{layer}.lora_B.weight": torch.ones(3, 2)}
+    for pipeline in NAMES:
+        with pytest.raises(ValueError, match=r"ones that ComfyUI reads, got 'norm_out\.linear'"):
+            exported(pipeline, tensors)
+    with pytest.raises(ValueError, match="got 'HunyuanVideoPipeline'"):
+        require_known("HunyuanVideoPipeline")

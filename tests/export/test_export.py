@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exports of a checkpoint equal what the engine holds, and load in diffusers and peft."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import QwenImagePipeline, QwenImageTransformer2DModel, WanPipeline, WanTransformer3DModel
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.engine.harness import LORA, assert_equal, make_engine, on_two_ranks, perturb, process_group, weights
+from tests.engine.serial import plain_transformer
+from tests.export.runs import digen, run_config, save_run, trained_engine
+from tests.tiny_models import build_tiny
+from verl_digen.export.saved_run import open_run
+from verl_digen.export.shards import Shards
+
+MERGED = LORA | {"lora": {"merge": True}}
+POLICIES = {"current": "current", "ema": "average"}
+"""Policy as typed -> the engine's name."""
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory, tiny_qwen_image: Path) -> Iterator[dict[str, tuple[Path, dict]]]:
+    """Training, full or lora -> (run's folder, policy -> the engine's tensors)."""
+    found = {}
+    with process_group(0, 1, str(tmp_path_factory.mktemp("rendezvous") / "store")):
+        for name, model in (("full", {}), ("lora", LORA)):
+            folder = tmp_path_factory.mktemp(name)
+            engine = trained_engine(tiny_qwen_image, model)
+            save_run(engine, folder, tiny_qwen_image, model)
+            found[name] = folder, {typed: weights(engine, policy=own) for typed, own in POLICIES.items()}
+        engine.model_config.lora["merge"] = True
+        found["merged"] = folder, {typed: weights(engine, policy=own) for typed, own in POLICIES.items()}
+    yield found
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_networks_are_those_of_the_engine(saved, policy: str, tmp_path: Path):
+    run, expected = saved["full"]
+    assert digen("export", run, "--policy", policy, "--output", tmp_path / "out") == 0
+    loaded = QwenImageTransformer2DModel.from_pretrained(tmp_path / "out" / "transformer")
+    assert_equal(loaded.state_dict(), expected[policy])
+    assert not torch.equal(expected["ema"]["img_in.weight"], expected["current"]["img_in.weight"])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_merged_weights_are_base_and_adapter(saved, policy: str, tmp_path: Path, tiny_qwen_image: Path):
+    run, expected = saved["merged"]
+    assert digen("export", run, "--policy", policy, "--format", "merged", "--output", tmp_path / "out") == 0
+    found = QwenImageTransformer2DModel.from_pretrained(tmp_path / "out" / "transformer").state_dict()
+    assert digen("export", run, "--policy", policy, "--format", "peft", "--output", tmp_path / "peft") == 0
+    plain = PeftModel.from_pretrained(plain_transformer(tiny_qwen_image), tmp_path / "peft").merge_and_unload()
+    for name, value in expected[policy].items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(plain.state_dict()[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_a_merged_weight_is_rounded_once(saved, tmp_path: Path):
+    run, expected = saved["merged"]
+    assert digen("export", run, "--format", "merged", "--dtype", "bf16", "--output", tmp_path / "out") == 0
+    found = load_file(tmp_path / "out" / "transformer" / "diffusion_pytorch_model.safetensors")
+    assert_equal(found, {name: value.bfloat16() for name, value in expected["current"].items()})
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_adapter_is_that_of_the_engine(saved, policy: str, tmp_path: Path):
+    run, expected = saved["lora"]
+    assert digen("export", run, "--policy", policy, "--format", "peft", "--output", tmp_path / "out") == 0
+    assert_equal(load_file(tmp_path / "out" / "adapter_model.safetensors"), expected[policy])
+
+
+def picture(pipeline: QwenImagePipeline) -> Tensor:
+    """Latents of one prompt."""
+    given = {"generator": torch.Generator().manual_seed(3), "height": 64, "width": 64, "num_inference_steps": 3}
+    return torch.as_tensor(pipeline("a red circle", output_type="latent", **given)[0])
+
+
+def test_plain_diffusers_draws_the_same_with_adapter_and_merged_weights(saved, tmp_path: Path, tiny_qwen_image: Path):
+    run, _ = saved["lora"]
+    for form in ("diffusers", "merged"):
+        assert digen("export", run, "--format", form, "--output", tmp_path / form) == 0
+    pipeline = QwenImagePipeline.from_pretrained(tiny_qwen_image)
+    pipeline.set_progress_bar_config(disable=True)
+    untrained = picture(pipeline)
+    pipeline.load_lora_weights(tmp_path / "diffusers")
+    adapted = picture(pipeline)
+    pipeline.unload_lora_weights()
+    pipeline.transformer = QwenImageTransformer2DModel.from_pretrained(tmp_path / "merged" / "transformer")
+    torch.testing.assert_close(picture(pipeline), adapted, rtol=0, atol=1e-4)
+    assert (untrained - adapted).abs().max() > 1e-2
+
+
+def test_adapters_of_two_experts_are_loaded_one_by_one(tmp_path: Path):
+    path, model = build_tiny("wan2.2_a14b", tmp_path / "checkpoint"), {"lora_rank": 2, "lora_alpha": 8}
+    with process_group(0, 1, str(tmp_path / "store")):
+        engine = make_engine(path, model=model)
+        perturb(engine)
+        save_run(engine, tmp_path / "run", path, model)
+    for form in ("diffusers", "peft", "merged", "comfyui"):
+        assert digen("export", tmp_path / "run", "--format", form, "--output", tmp_path / form) == 0
+    pipeline = WanPipeline.from_pretrained(path)
+    pipeline.load_lora_weights(tmp_path / "diffusers" / "transformer")
+    pipeline.load_lora_weights(tmp_path / "diffusers" / "transformer_2", load_into_transformer_2=True)
+    for name in ("transformer", "transformer_2"):
+        network = getattr(pipeline, name)
+        untrained = WanTransformer3DModel.from_pretrained(path / name)
+        merged = WanTransformer3DModel.from_pretrained(tmp_path / "merged" / name).state_dict()
+        layers = {key: value for key, value in untrained.state_dict().items() if not torch.equal(value, merged[key])}
+        assert layers
+        network.fuse_lora()
+        network.unload_lora()
+        found = PeftModel.from_pretrained(untrained, tmp_path / "peft" / name).merge_and_unload().state_dict()
+        for key in layers:
+            torch.testing.assert_close(network.state_dict()[key], merged[key], rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(found[key], merged[key], rtol=1e-5, atol=1e-6)
+        assert (tmp_path / "comfyui" / f"{name}.safetensors").is_file()
+
+
+# -- two ranks --------------------------------------------------------------------------------------------
+def sharded_full(path: Path, folder: Path) -> dict[str, dict[str, Tensor]]:
+    return saved_by_ranks(path, folder / "full", {})
+
+
+def sharded_lora(path: Path, folder: Path) -> dict[str, dict[str, Tensor]]:
+    return saved_by_ranks(path, folder / "lora", LORA)
+
+
+def replicated(path: Path, folder: Path) -> dict[str, dict[str, Tensor]]:
+    return saved_by_ranks(path, folder / "replicated", {}, fsdp={"fsdp_size": 1})
+
+
+def saved_by_ranks(path: Path, folder: Path, model: dict, **options) -> dict[str, dict[str, Tensor]]:
+    """Save a run; returns what the engine exports, by policy."""
+    engine = trained_engine(path, model, **options)
+    save_run(engine, folder, path, model)
+    return {typed: weights(engine, policy=own) for typed, own in POLICIES.items()}
+
+
+def test_shards_of_two_ranks_make_whole_tensors(tmp_path: Path, tiny_qwen_image: Path):
+    expected = on_two_ranks([sharded_full, sharded_lora, replicated], tiny_qwen_image, tmp_path)
+    for name, folder in (("sharded_full", "full"), ("replicated", "replicated")):
+        for policy, tensors in expected[name].items():
+            out = tmp_path / f"{name}-{policy}"
+            assert digen("export", tmp_path / folder, "--policy", policy, "--output", out) == 0
+            assert_equal(load_file(out / "transformer" / "diffusion_pytorch_model.safetensors"), tensors)
+    for policy, tensors in expected["sharded_lora"].items():
+        out = tmp_path / f"lora-{policy}"
+        assert digen("export", tmp_path / "lora", "--policy", policy, "--format", "peft", "--output", out) == 0
+        assert_equal(load_file(out / "adapter_model.safetensors"), tensors)
+    (tmp_path / "full" / "global_step_2" / "actor" / "model_world_size_2_rank_1.pt").unlink()
+    with pytest.raises(ValueError, match=r"model of all 2 ranks.*without model_world_size_2_rank_1\.pt"):
+        Shards(tmp_path / "full" / "global_step_2" / "actor")
+
+
+# -- refusals ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("run", "words", "message"),
+    [
+        ("full", ["--step", 7], "--step must be one of 2, got 7"),
+        ("full", ["--policy", "old"], "--policy must be one of current, ema, got 'old'"),
+        ("full", ["--format", "peft"], "--format must be one of diffusers for a run that trained all weights"),
+        ("full", ["--format", "merged"], "--format must be one of diffusers for a run that trained all weights"),
+        ("lora", ["--format", "onnx"], "--format must be one of diffusers, peft, merged"),
+        ("lora", ["--base", "/nowhere"], "actor_rollout_ref.model.path must be a folder"),
+    ],
+)
+def test_what_cannot_be_exported_is_refused(saved, run: str, words: list, message: str, tmp_path: Path, capsys):
+    assert digen("export", saved[run][0], *words, "--output", tmp_path / "out") == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_without_checkpoints_is_refused(tmp_path: Path, capsys):
+    assert digen("export", tmp_path) == 2
+    assert "trainer.save_freq" in capsys.readouterr().err
+    assert digen("export", tmp_path / "nowhere") == 2
+    assert "RUN must be the folder of a run" in capsys.readouterr().err
+
+
+def test_an_output_with_files_is_refused(saved, tmp_path: Path, capsys):
+    (tmp_path / "kept").write_text("mine")
+    assert digen("export", saved["full"][0], "--output", tmp_path) == 2
+    assert "--output must be a new or an empty folder" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+
+
+def test_a_full_disk_leaves_nothing(saved, tmp_path: Path, monkeypatch, capsys):
+    def no_space(*args, **given):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("verl_digen.engine.folders.save_file", no_space)
+    assert digen("export", saved["full"][0], "--output", tmp_path / "out") == 2
+    assert "nothing was exported" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_its_own_config_a_checkpoint_is_read_with_that_of_hydra(saved, tmp_path: Path, tiny_qwen_image: Path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "global_step_2").mkdir()
+    (run / "global_step_2" / "actor").symlink_to(saved["lora"][0] / "global_step_2" / "actor")
+    with pytest.raises(ValueError, match=r"run\.json.* must be there, the config of the run"):
+        open_run(run, None, None)
+    hydra = run / "hydra" / "2026-01-01_00-00-00" / ".hydra"
+    hydra.mkdir(parents=True)
+    (hydra / "config.yaml").write_text(json.dumps(run_config(tiny_qwen_image, LORA)))
+    assert open_run(run, None, None).model_config.lora_rank == LORA["lora_rank"]

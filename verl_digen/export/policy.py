@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights of one policy of a checkpoint, under the names that other tools use.
+
+The network is built without weights, for its names and its adapter's layers alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+import torch
+from peft import PeftModel, get_peft_model_state_dict
+from peft.tuners.lora import LoraConfig
+from torch import Tensor, nn
+
+from verl_digen.engine.build import add_adapter
+from verl_digen.engine.export import ADAPTER, BASE_LAYER, is_adapter, merge, mergeable, plain_name
+from verl_digen.export.base import BaseWeights
+from verl_digen.export.saved_run import SavedRun
+from verl_digen.export.shards import Shards
+from verl_digen.require import require
+
+NOT_RANK_0 = 1
+"""Rank for which an adapter is made without reading weights."""
+
+
+class PolicyWeights:
+    """Weights of policy `name`.
+
+    Raises:
+        ValueError: the checkpoint lacks files or this policy, or is of another network.
+    """
+
+    def __init__(self, run: SavedRun, name: str):
+        self._run, self._name = run, name
+        self._shards = Shards(run.actor)
+        known = self._shards.policies
+        require(name in known, f"--policy must be one of {', '.join(known)}", name, "choose one that was saved")
+        self._check_names()
+
+    @cached_property
+    def network(self) -> Any:
+        """The network, with its adapter, all on the meta device."""
+        module = self._run.model.load_transformer(torch.float32, meta=True)
+        return add_adapter(module, self._run.model_config, NOT_RANK_0) if self._run.is_lora else module
+
+    @property
+    def adapter_config(self) -> LoraConfig:
+        """The adapter's peft config."""
+        config = self.network.peft_config[ADAPTER]
+        assert isinstance(config, LoraConfig)
+        return config
+
+    @cached_property
+    def _base(self) -> BaseWeights:
+        return BaseWeights(self._run.model.path, self._run.model.experts)
+
+    def _check_names(self) -> None:
+        names = self.network.state_dict()
+        expected = {name for name in names if is_adapter(name)} if self._run.is_lora else set(names)
+        unlike = expected ^ set(self._shards.names)
+        require(
+            not unlike,
+            f"the checkpoint must hold the {len(expected)} tensors that its config trains",
+            f"{len(self._shards.names)}, which differ e.g. in {min(unlike, default='')}",
+            "name the base checkpoint of the run with --base",
+        )
+
+    # -- tensors ------------------------------------------------------------------------------------------
+    def full(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """All tensors of the networks, of an adapter merged into the base, in order, one at a time.
+
+        Args:
+            dtype: of floating tensors; None: that of the base checkpoint's tensor. A merged weight is rounded once.
+
+        Raises:
+            ValueError: an adapter that cannot be merged, or a base checkpoint without a tensor.
+        """
+        tensors = self._merged() if self._run.is_lora else self._trained()
+        for name, value in tensors:
+            if value.is_floating_point():
+                value = value.to(self._base.dtype(name) if dtype is None else dtype)
+            yield name, value
+
+    def _trained(self) -> Iterator[tuple[str, Tensor]]:
+        return ((plain_name(name), value) for name, value in self._shards.tensors(self._name))
+
+    @torch.no_grad()
+    def _merged(self) -> Iterator[tuple[str, Tensor]]:
+        layers, adapter = mergeable(self.network), dict(self._shards.tensors(self._name))
+        for name in self.network.state_dict():
+            if is_adapter(name):
+                continue
+            value = self._base.tensor(plain_name(name))
+            if name in layers:
+                layer = name.removesuffix(f"{BASE_LAYER}weight")
+                down, up = (adapter[f"{layer}.{part}.{ADAPTER}.weight"].float() for part in ("lora_A", "lora_B"))
+                value = merge(value, layers[name], down, up)
+            yield plain_name(name), value
+
+    def adapter(self) -> dict[str, Tensor]:
+        """The adapter's tensors under peft's names, "base_model.model.LAYER.lora_A.weight"."""
+        state = dict(self._shards.tensors(self._name))
+        # save_embedding_layers: "auto" asks the Hugging Face hub about the base model
+        return get_peft_model_state_dict(self.network, state_dict=state, save_embedding_layers=False)
+
+
+def bare_network(network: nn.Module) -> Any:
+    """The network without peft's wrapper."""
+    return network.base_model.model if isinstance(network, PeftModel) else network

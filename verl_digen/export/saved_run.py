@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One checkpoint in a run's folder, and the config that the run had when it saved it.
+
+The config is that of `run.json` beside the checkpoint. A checkpoint of an older version has none; then it is the one
+that Hydra wrote at the run's last start, `RUN/hydra/TIME/.hydra/config.yaml`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_digen.config import DigenConfig
+from verl_digen.model_config import DiffusionModelConfig
+from verl_digen.models import load_model
+from verl_digen.models.base import DiffusionModel
+from verl_digen.require import require
+from verl_digen.trainer.checkpoint import POINTER, RUN_FILE
+
+STEP = "global_step_"
+"""Prefix of a checkpoint's folder."""
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """A checkpoint and its settings."""
+
+    folder: Path
+    """The run's."""
+    step: int
+    config: DictConfig
+    """The whole config of the run."""
+    versions: Mapping[str, str]
+    """Package -> version that the run had; {} if not known."""
+    model_config: DiffusionModelConfig
+
+    @property
+    def actor(self) -> Path:
+        """Folder of the engine's files."""
+        return self.folder / f"{STEP}{self.step}" / "actor"
+
+    @property
+    def digen(self) -> DigenConfig:
+        """The `digen:` section."""
+        return self.model_config.digen
+
+    @cached_property
+    def model(self) -> DiffusionModel:
+        """The base checkpoint; fetches it if it is on the hub."""
+        return load_model(self.model_config.local_path)
+
+    @property
+    def is_lora(self) -> bool:
+        """True if an adapter was trained."""
+        return self.model_config.lora_rank > 0
+
+
+def open_run(folder: Path, step: int | None, base: str | None) -> SavedRun:
+    """Open the checkpoint of `step`, or the newest complete one.
+
+    Args:
+        base: folder or hub repository of the base checkpoint; None: that of the config.
+
+    Raises:
+        ValueError: no run, no checkpoint, not this step; or a config that cannot be read.
+    """
+    require(
+        folder.is_dir(), "RUN must be the folder of a run, its trainer.default_local_dir", str(folder), "see --help"
+    )
+    step = _chosen_step(folder, step)
+    config, versions = _read_config(folder, step)
+    section = OmegaConf.select(config, "actor_rollout_ref.model")
+    require(
+        isinstance(section, DictConfig) and OmegaConf.select(config, "digen") is not None,
+        f"{str(folder)!r} must be a run of verl-digen, whose config has actor_rollout_ref.model and digen",
+        sorted(map(str, config)),
+        "name another folder",
+    )
+    values = OmegaConf.to_container(section, resolve=True)
+    assert isinstance(values, dict)
+    arguments: dict[str, Any] = {str(name): value for name, value in values.items() if name != "_target_"}
+    if base is not None:
+        arguments["path"] = base
+    try:
+        model_config = DiffusionModelConfig(**arguments)
+    except (TypeError, ValueError) as error:  # a key that this version does not have is a TypeError
+        raise ValueError(
+            f"{error} (the config that the run saved; --base names the base checkpoint where it is now)"
+        ) from error
+    return SavedRun(folder, step, config, versions, model_config)
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """Steps of the complete checkpoints in a run's folder, in order."""
+    numbers = (path.parent.parent.name.removeprefix(STEP) for path in folder.glob(f"{STEP}*/actor/fsdp_config.json"))
+    return sorted(int(number) for number in numbers if number.isdecimal())
+
+
+def _chosen_step(folder: Path, step: int | None) -> int:
+    steps = saved_steps(folder)
+    require(
+        bool(steps),
+        f"RUN must hold checkpoints, folders {STEP}N with an actor",
+        str(folder),
+        "train with trainer.save_freq > 0, or name another folder",
+    )
+    if step is not None:
+        require(step in steps, f"--step must be one of {', '.join(map(str, steps))}", step, "choose one of these")
+        return step
+    pointer = folder / POINTER
+    named = pointer.read_text().strip() if pointer.is_file() else ""
+    return int(named) if named.isdecimal() and int(named) in steps else steps[-1]
+
+
+def _read_config(folder: Path, step: int) -> tuple[DictConfig, dict[str, str]]:
+    """(config, versions)."""
+    path = folder / f"{STEP}{step}" / RUN_FILE
+    if path.is_file():
+        found = json.loads(path.read_text())
+        return _as_mapping(OmegaConf.create(found["config"])), found["versions"]
+    written = sorted(folder.glob("hydra/*/.hydra/config.yaml"))
+    require(
+        bool(written),
+        f"{str(path)!r} must be there, the config of the run",
+        "nothing, and no file of Hydra either",
+        "copy the whole folder of the run",
+    )
+    return _as_mapping(OmegaConf.load(written[-1])), {}
+
+
+def _as_mapping(config: Any) -> DictConfig:
+    assert isinstance(config, DictConfig)
+    return config
