@@ -10,12 +10,15 @@ import torch
 from PIL import Image
 
 from tests.tags import make_tag
+from verl_digen.audio import Audio
 from verl_digen.config import DigenConfig
-from verl_digen.observe.group_pictures import GroupPictures, best_and_worst, group_dir, is_group_logged, sample_path
+from verl_digen.observe.group_pictures import GroupPictures, best_and_worst, is_group_logged
 from verl_digen.observe.images import Shown, save_pixels
+from verl_digen.observe.run_files import group_dir, sample_path
 from verl_digen.observe.wandb_media import log_to_wandb
 
 UID = "p00000072"
+SOUND = Audio(np.zeros((2, 8), np.float32), rate_hz=400)
 
 
 def picture(value: int, frames: int = 0) -> torch.Tensor:
@@ -71,8 +74,8 @@ def test_a_group_does_not_take_over_the_files_of_a_run_before_a_resume(tmp_path)
 def test_videos_that_are_neither_best_nor_worst_leave_no_file(tmp_path):
     pictures = GroupPictures(tmp_path)
     for index, reward in enumerate((0.5, 0.6, 0.7)):
-        pictures.offer(10, UID, index, reward, picture(1, frames=3))
-    assert files(tmp_path) == [f"{UID}-{index:03d}.{end}" for index in (0, 2) for end in ("gif", "png")]
+        pictures.offer(10, UID, index, reward, picture(1, frames=3), audio=SOUND)
+    assert files(tmp_path) == [f"{UID}-{index:03d}.{end}" for index in (0, 2) for end in ("gif", "png", "wav")]
 
 
 def test_groups_of_old_steps_are_forgotten(tmp_path):
@@ -104,9 +107,10 @@ def test_the_first_groups_of_every_so_many_steps_are_shown():
 def test_wandb_gets_each_picture_with_its_caption_videos_and_histograms_in_one_call(tmp_path):
     calls = []
     wandb = SimpleNamespace(
-        Image=lambda path, caption: ("image", path, caption),
+        Image=lambda path, *caption, **named: ("image", path, *caption, *named.values()),
         Video=lambda path, caption, format: ("video", path, caption, format),
         Histogram=lambda values: ("histogram", values),
+        Table=lambda columns, data: ("table", columns, data),
         log=lambda data, step: calls.append((data, step)),
     )
     save_pixels(picture(1), tmp_path / "a.png")
@@ -115,4 +119,8 @@ def test_wandb_gets_each_picture_with_its_caption_videos_and_histograms_in_one_c
     log_to_wandb(wandb, 10, {"train": shown, "none": []}, {"distribution/reward": (1.0, 2.0)})
     log_to_wandb(wandb, 20, {"none": []}, {})
     images = [("image", f"{tmp_path}/a.png", "0.500  a cat"), ("video", f"{tmp_path}/b.gif", "0.333  a dog", "gif")]
-    assert calls == [({"train": images, "distribution/reward": ("histogram", [1.0, 2.0])}, 10)]
+    pictures = [("image", f"{tmp_path}/{name}.png") for name in ("a", "b")]
+    rows = [[10, "a cat", 0.5, pictures[0]], [10, "a dog", 1 / 3, pictures[1]]]
+    table = ("table", ["step", "prompt", "reward", "picture"], rows)
+    logged = {"train": images, "train_table": table, "distribution/reward": ("histogram", [1.0, 2.0])}
+    assert calls == [(logged, 10)]

@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
+import textwrap
+import wave
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from verl_digen.observe.board import log_pictures
+from verl_digen.audio import Audio
+from verl_digen.observe import images
+from verl_digen.observe.board import log_pictures, log_table
 from verl_digen.observe.images import (
     CAPTION_PX,
     CELL_PX,
@@ -49,6 +55,54 @@ def test_grids_show_every_picture_at_its_place(tmp_path):
         assert both.getpixel((CELL_PX // 2, 24 + CELL_PX // 2)) == RED
         assert both.getpixel((CELL_PX // 2, below)) == GREEN
     assert not list(tmp_path.glob("*.gif")), "a picture is no video"
+
+
+def test_before_and_after_say_means_and_changes_and_mark_what_fell(tmp_path):
+    def entries(folder, rewards):
+        shown = [show(tmp_path / folder / f"val-{index}.png", picture(RED)) for index in range(len(rewards))]
+        return [replace(entry, reward=reward) for entry, reward in zip(shown, rewards, strict=True)]
+
+    before, after = entries("a", [0.5, 0.75, None]), entries("b", [0.75, 0.5, 0.5])
+    compared = images._compared(before, after)
+    assert [entry.change for entry in compared] == [0.25, -0.25, None]
+    assert [entry.caption(2) for entry in compared[:2]] == ["0.75 (+0.25)  prompt val-0", "0.50 (-0.25)  prompt val-1"]
+    assert images._with_mean("after 0 steps", before) == "after 0 steps, mean reward of these 0.625"
+    assert images._with_mean("after 9 steps", compared) == "after 9 steps, mean reward of these 0.583 (+0.000)"
+    save_before_after(before, after, tmp_path / "both.png", ("first", "last"))
+    below = 24 + CELL_PX + CAPTION_PX + 24 + CELL_PX
+    with Image.open(tmp_path / "both.png") as both:
+        reddish = [
+            int((cell[..., 0] > cell[..., 1].astype(int) + 60).sum())
+            for cell in (
+                np.asarray(both.crop((left, below, left + CELL_PX, below + 40))) for left in (0, CELL_PX, 2 * CELL_PX)
+            )
+        ]
+    assert reddish[1] > 20 and reddish[0] == reddish[2] == 0
+
+
+def test_a_long_prompt_is_shown_whole(tmp_path):
+    entry = show(tmp_path / "a.png", picture(RED))
+    words = " ".join(f"word{number}" for number in range(60))
+    save_grid([replace(entry, prompt=words), entry], tmp_path / "grid.png", "title")
+    lines = len(textwrap.wrap(f"0.50  {words}", CELL_PX // images.LETTER_PX))
+    with Image.open(tmp_path / "grid.png") as grid:
+        assert grid.height == 24 + CELL_PX + images.LINE_PX * (lines + 1) and lines > 10
+        pixels = np.asarray(grid.convert("L"))[:, :CELL_PX]
+        assert pixels[-2 * images.LINE_PX - 4 :].min() < 80, "its last line is there"
+        assert pixels[-2:].min() == 255
+
+
+def test_a_video_has_its_sound_in_a_file_beside_it(tmp_path):
+    """Values outside [-1, 1] are cut off, not wrapped."""
+    waveform = np.array([[0.0, 0.5, -0.5, 1.5], [-1.0, -2.0, 0.25, 1.0]], np.float32)
+    save_pixels(video(3), tmp_path / "a.png", audio=Audio(waveform, rate_hz=24000))
+    save_pixels(video(3), tmp_path / "silent.png")
+    assert [path.name for path in tmp_path.glob("*.wav")] == ["a.wav"]
+    assert video_path(tmp_path / "a.png").is_file()
+    with wave.open(str(tmp_path / "a.wav")) as file:
+        assert (file.getnchannels(), file.getsampwidth(), file.getframerate()) == (2, 2, 24000)
+        values = np.frombuffer(file.readframes(4), "<i2").reshape(4, 2).T
+    np.testing.assert_allclose(values / 32767, waveform.clip(-1, 1), atol=1 / 32767)
 
 
 def test_a_picture_stands_beside_the_images_of_its_prompt_which_keep_their_shape(tmp_path):
@@ -95,6 +149,19 @@ def test_nothing_is_stretched(tmp_path, height, width):
     save_pixels(video(2, height, width), tmp_path / "moving.png")
     with Image.open(tmp_path / "moving.gif") as gif:
         assert gif.size == (round(VIDEO_PX * width / max(height, width)), round(VIDEO_PX * height / max(height, width)))
+
+
+def test_tensorboard_reads_a_table_whose_cells_are_plain_text(tmp_path):
+    log_table(tmp_path / "board", 3, "val/rewards", ["prompt", "reward"], [["a | <b>cat</b>\n  *on* a_mat", "0.5"]])
+    board = EventAccumulator(str(tmp_path / "board"))
+    board.Reload()
+    [event] = board.Tensors("val/rewards/text_summary")
+    lines = event.tensor_proto.string_val[0].decode().splitlines()
+    assert event.step == 3 and lines == [
+        "| prompt | reward |",
+        "| --- | --- |",
+        r"| a \| \<b>cat\</b> \*on\* a\_mat | 0.5 |",
+    ]
 
 
 def test_tensorboard_reads_the_very_files(tmp_path):

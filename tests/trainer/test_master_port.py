@@ -2,7 +2,6 @@
 """The port where the ranks of a worker group meet: outside the range that the kernel hands out to other processes."""
 
 import socket
-from collections.abc import Iterator
 
 import pytest
 import ray
@@ -78,15 +77,8 @@ def test_the_trainers_apply_it_before_anything_else_of_their_setup(monkeypatch, 
         trainer_class.__new__(trainer_class)._setup()
 
 
-@pytest.fixture
-def cluster() -> Iterator[None]:
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
-
-
 @pytest.mark.slow
-def test_a_real_group_meets_at_the_first_free_port_of_the_range(cluster, monkeypatch):
+def test_a_real_group_meets_at_the_first_free_port_of_the_range(ray_cluster, monkeypatch):
     monkeypatch.setattr(RayWorkerGroup, "_get_master_addr_port", verl_master_port.find_address)  # put back at the end
     verl_master_port.apply()
     with socket.socket() as taken:

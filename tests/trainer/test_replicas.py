@@ -4,6 +4,7 @@
 import asyncio
 import os
 import signal
+import socket
 from contextlib import suppress
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from verl.workers.rollout.replica import RolloutMode
 from tests.trainer.mortal import Balancer, Process
 from verl_digen.errors import RunStopped
 from verl_digen.schedulers.deadlines import DeadlinesConfig
+from verl_digen.trainer.hosts import host_names, hosts_of
 from verl_digen.trainer.replicas import replica_metrics, tell_living_replicas
 
 pytestmark = pytest.mark.slow
@@ -81,10 +83,8 @@ class Processes:
 
 
 @pytest.fixture(scope="module")
-def all_processes():
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
-    yield Processes()
-    ray.shutdown()
+def all_processes(ray_cluster):
+    return Processes()
 
 
 @pytest.fixture
@@ -107,6 +107,15 @@ def kill(process):
     with pytest.raises(RayActorError):
         for _ in range(1000):
             ray.get(process.version_now.remote(), timeout=20)
+
+
+def test_the_lane_of_actors_has_the_name_of_their_node_also_if_they_do_not_answer(start, caplog):
+    managers = start(1)
+    actors = processes(managers.replicas[0])
+    assert hosts_of(actors, 20.0) == socket.gethostname() and not caplog.records
+    kill(actors[1])
+    assert hosts_of(actors, 20.0) == socket.gethostname() and "do not say which node" in caplog.text
+    assert host_names()[ray.util.get_node_ip_address()] == socket.gethostname()
 
 
 def update(managers, version, kill=None, deadlines=DEADLINES):

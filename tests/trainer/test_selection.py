@@ -8,6 +8,7 @@ from collections import defaultdict
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from omegaconf import OmegaConf
@@ -75,6 +76,7 @@ def test_a_colocated_step_trains_the_selected_samples(digen: DigenConfig):
         config=CONFIG,
         _generate=lambda: GROUPS,
         _ranks=Ranks(),
+        _timeline=MagicMock(),
         _supervision=SimpleNamespace(watch=lambda *what: nullcontext(), run=asyncio.run),
     )
     with pytest.raises(Trained) as seen:
@@ -83,7 +85,8 @@ def test_a_colocated_step_trains_the_selected_samples(digen: DigenConfig):
 
 
 @SELECTING
-def test_a_fragment_of_separate_pools_trains_the_selected_samples(digen: DigenConfig):
+def test_a_fragment_of_separate_pools_trains_the_selected_samples(digen: DigenConfig, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("verl_digen.trainer.disaggregated.hosts_of", lambda workers, answer_s: "host")
     trainer: Any = SimpleNamespace(
         digen=digen,
         config=CONFIG,
@@ -91,11 +94,12 @@ def test_a_fragment_of_separate_pools_trains_the_selected_samples(digen: DigenCo
         total_training_steps=1,
         checkpoint_manager=SimpleNamespace(replicas=[]),
         agent_loop_manager=SimpleNamespace(agent_loop_workers=[]),
-        actor_rollout_wg=None,
+        actor_rollout_wg=SimpleNamespace(workers=None),
         _driver=SimpleNamespace(host="host"),
         _num_devices=defaultdict(int),
         _end_replica=None,
         _draw_prompts=None,
+        _rules=lambda: DisaggregatedTrainer._rules(trainer),
         _recorder=SimpleNamespace(),
         _ranks=Ranks(),
         _supervision=SimpleNamespace(deadlines=SimpleNamespace(config=digen.deadlines)),

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pictures and distributions of a step: what is drawn, and what TensorBoard reads."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -44,14 +45,17 @@ def make_pictures(run_dir: Path, drawn: list[tuple], digen: DigenConfig = DIGEN)
 def test_the_first_groups_of_the_step_are_drawn_best_and_worst(tmp_path):
     logged, drawn = [], []
     wandb = SimpleNamespace(
-        Image=lambda path, caption: caption, Histogram=lambda values: values, log=lambda data, step: logged.append(data)
+        Image=lambda path, caption="": caption,
+        Histogram=lambda values: values,
+        Table=lambda columns, data: data,
+        log=lambda data, step: logged.append(data),
     )
     pictures = make_pictures(tmp_path, drawn)
     pictures.log(4, step_samples(tmp_path, 4), wandb)
     assert not drawn and not logged, "not a multiple of logged_groups_every"
     samples = step_samples(tmp_path, 5)
     pictures.log(5, samples, wandb)
-    [(_, step, shown, values)] = drawn
+    [(_, step, shown, values, _)] = drawn
     captions = [f"{entry.reward:.1f} {entry.prompt}" for entry in shown]
     assert captions == [
         *("16.2 best of 3: a cat", "16.0 worst of 3: a cat"),
@@ -87,5 +91,8 @@ def test_tensorboard_reads_the_grid_and_the_distributions(tmp_path):
     [image] = read.Images("train/best_and_worst")
     assert image.step == 5 and image.encoded_image_string == (tmp_path / "images" / "train_000005.png").read_bytes()
     [histogram] = read.Histograms("distribution/a")
+    written = json.loads((tmp_path / "images" / "train_000005.json").read_text())
+    assert written["values"] == drawn[0][3]
+    assert written["shown"][0] == {"file": "p00000016-002.png", "prompt": "best of 3: a cat", "reward": 16.2}
     value = histogram.histogram_value
     assert (value.num, round(value.min, 3), round(value.max, 3)) == (12, 16.0, 19.2)

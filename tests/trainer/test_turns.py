@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import ray
 
 from verl_digen.errors import RunStopped
 from verl_digen.observe.timeline import read_timeline, step_metrics
@@ -19,7 +18,8 @@ from verl_digen.platforms.placement import timeshared_options
 from verl_digen.reward.timeshared import Turn
 from verl_digen.schedulers.deadlines import DeadlinesConfig
 from verl_digen.store.prompts import PromptStatus, to_listing
-from verl_digen.trainer.turn_timeline import TurnTimeline
+from verl_digen.trainer import colocated_timeline
+from verl_digen.trainer.colocated_timeline import ColocatedTimeline
 from verl_digen.trainer.turns import RewardProcesses, RewardTurn, Turns, next_turn, num_events, turn_metrics
 
 PENDING, RUNNING = PromptStatus("pending"), PromptStatus("running")
@@ -134,23 +134,54 @@ def test_metrics_are_the_mean_of_the_processes_and_memory_the_largest():
     )
 
 
-def test_the_timeline_has_the_turns_of_a_step_in_order_and_can_be_analysed(tmp_path, make_tag):
-    timeline = TurnTimeline(tmp_path, ["other", "r"], num_devices=2, after=0)
+class Clock:
+    """A clock that tells these moments, one after the other."""
+
+    def __init__(self, moments: list[float]):
+        self._moments = iter(moments)
+
+    def time(self) -> float:
+        return next(self._moments)
+
+
+def test_the_timeline_has_the_turns_of_a_step_in_order_and_can_be_analysed(tmp_path, make_tag, monkeypatch):
+    timeline = ColocatedTimeline(tmp_path, ["other", "r"], num_devices=2, after=0, host="node-1")
     samples = {f"{uid}_{index}_0": make_tag(uid) for uid in ("g", "h") for index in range(2)}
     turns = [RewardTurn("r", 0, "wake", Turn(3.0, 4.0, 9)), RewardTurn("r", 0, "sleep", Turn(5.0, 6.0, 1))]
-    timeline.write(1, samples, turns, extent=(0.0, 10.0), training=(6.0, 9.0))
+    monkeypatch.setattr(colocated_timeline, "time", Clock([6.0, 9.0, 9.0, 9.5]))
+    with timeline.working("train"):
+        pass
+    with timeline.working("publish"):
+        pass
+    timeline.write(1, samples, turns, extent=(0.0, 10.0))
     found = read_timeline(tmp_path / "timeline.jsonl")
     shown = [(one.kind, one.lane.name, one.start_s, one.end_s) for one in found.intervals if one.kind != "step"]
     assert shown == [
         ("generate", "generator/0", 1.0, 2.0),
         ("generate", "generator/0", 1.0, 2.0),
+        ("generate", "trainer/0", 1.0, 2.0),
         ("wake", "reward/2", 3.0, 4.0),
         ("score", "reward/2", 4.0, 5.0),
         ("sleep", "reward/2", 5.0, 6.0),
         ("train", "trainer/0", 6.0, 9.0),
+        ("publish", "trainer/0", 9.0, 9.5),
     ]
     metrics = step_metrics(found.intervals, 1, found.num_devices[1])
     assert metrics["perf/busy_s/trainer/train"] == 6.0 and metrics["perf/images_per_s"] == 0.4
+    assert metrics["perf/busy_s/trainer/generate"] == 2.0 and metrics["perf/bubble_fraction/trainer"] == 0.55
+    assert {one.lane.host for one in found.intervals} == {"node-1"}
+
+
+def test_rewards_without_processes_have_a_lane_and_a_resumed_run_continues(tmp_path, make_tag):
+    for after in (0, 1):
+        timeline = ColocatedTimeline(tmp_path, ["r"], num_devices=1, after=after, host="node-1")
+        for step in (1, 2) if after == 0 else (2,):
+            samples = {f"g_{index}_0": make_tag("g", calls=(), at=10.0 * step) for index in range(2)}
+            timeline.write(step, samples, [], extent=(10.0 * step, 10.0 * step + 9))
+    found = read_timeline(tmp_path / "timeline.jsonl")
+    assert found.steps == [1, 2] and len([one for one in found.intervals if one.kind == "step"]) == 2
+    scored = [(one.lane.name, one.start_s, one.end_s) for one in found.intervals if one.kind == "score"]
+    assert scored == [("reward/0", 12.0, 12.5), ("reward/0", 22.0, 22.5)]
 
 
 @pytest.fixture
@@ -158,7 +189,9 @@ def make_tag() -> Any:
     from verl_digen.types import RewardCall
 
     call = RewardCall("r", 4.0, 5.0, num_samples=4, num_queued=0)
-    return lambda uid: SimpleNamespace(generated=(1.0, 2.0), version=0, calls=(call,))
+    return lambda uid, calls=(call,), at=0.0: SimpleNamespace(
+        generated=(at + 1.0, at + 2.0), scored=(at + 2.0, at + 2.5), version=0, calls=calls
+    )
 
 
 def test_a_reward_has_a_process_in_the_bundle_of_every_device_and_takes_no_cpu():
@@ -200,28 +233,24 @@ class Process:
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_process_that_dies_awake_is_woken_again_and_one_that_cannot_wake_ends_the_run(tmp_path):
+def test_a_process_that_dies_awake_is_woken_again_and_one_that_cannot_wake_ends_the_run(ray_cluster, tmp_path):
     from verl_digen.reward.workers import RestartingActor
 
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
-    try:
-        actor, now_s = RestartingActor(Process, 1, num_cpus=0), [0.0]
-        worker = actor.remote(tmp_path)
-        rewards = RewardProcesses({"r": [worker]}, DeadlinesConfig(), lambda: now_s[0])
-        rewards.wake()
-        worker.die.remote()
-        until_s = time.monotonic() + 60
-        while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < until_s:
-            now_s[0] += 1.0
-            rewards.keep_awake()
-            time.sleep(0.05)
-        assert len(list(tmp_path.iterdir())) == 2, "it was not woken again after its restart"
-        rewards.sleep()
-        assert [turn.change for turn in rewards.take_turns()][-1] == "sleep" and rewards.take_turns() == []
+    actor, now_s = RestartingActor(Process, 1, num_cpus=0), [0.0]
+    worker = actor.remote(tmp_path)
+    rewards = RewardProcesses({"r": [worker]}, DeadlinesConfig(), lambda: now_s[0])
+    rewards.wake()
+    worker.die.remote()
+    until_s = time.monotonic() + 60
+    while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < until_s:
+        now_s[0] += 1.0
+        rewards.keep_awake()
+        time.sleep(0.05)
+    assert len(list(tmp_path.iterdir())) == 2, "it was not woken again after its restart"
+    rewards.sleep()
+    assert [turn.change for turn in rewards.take_turns()][-1] == "sleep" and rewards.take_turns() == []
 
-        broken = RestartingActor(Process, 1, num_cpus=0)
-        rewards = RewardProcesses({"r": [broken.remote(tmp_path, "no such weights")]}, DeadlinesConfig())
-        with pytest.raises(RunStopped, match=r"functions\.r could not wake .*no such weights.*num_gpus in place"):
-            rewards.wake()
-    finally:
-        ray.shutdown()
+    broken = RestartingActor(Process, 1, num_cpus=0)
+    rewards = RewardProcesses({"r": [broken.remote(tmp_path, "no such weights")]}, DeadlinesConfig())
+    with pytest.raises(RunStopped, match=r"functions\.r could not wake .*no such weights.*num_gpus in place"):
+        rewards.wake()

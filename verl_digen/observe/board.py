@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures, videos and distributions to TensorBoard. Pictures as the files they are: PNG is shown, GIF is played.
+"""Pictures, videos, tables and distributions to TensorBoard.
+
+Pictures are sent as the files they are: PNG is shown, GIF is played.
 
 Invariant (tests/observe/test_images.py): what TensorBoard reads is the file, byte for byte.
 """
@@ -36,6 +38,20 @@ def log_pictures(folder: Path, step: int, pictures: Mapping[str, Path]) -> None:
         values.append(Summary.Value(tag=tag, image=picture))
     with SummaryWriter(str(folder)) as writer:
         writer._get_file_writer().add_summary(Summary(value=values), step)
+
+
+def log_table(folder: Path, step: int, tag: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Write a table as text, which TensorBoard shows as one. `folder` as in `log_pictures`."""
+    lines = [head, ["---"] * len(head), *rows]
+    with SummaryWriter(str(folder)) as writer:
+        writer.add_text(tag, "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines), step)
+
+
+def _cell(text: str) -> str:
+    """Text for a cell of a Markdown table, in one line and without markup."""
+    for sign in ("\\", "|", "<", "*", "_", "`", "[", "#"):
+        text = text.replace(sign, f"\\{sign}")
+    return " ".join(text.split())
 
 
 def log_histograms(folder: Path, step: int, values: Mapping[str, Sequence[float]]) -> None:

@@ -21,8 +21,10 @@ from threading import Lock
 
 from torch import Tensor
 
+from verl_digen.audio import Audio
 from verl_digen.config import DigenConfig
-from verl_digen.observe.images import Shown, save_pixels, video_path
+from verl_digen.observe.images import Shown, save_pixels
+from verl_digen.observe.run_files import audio_path, group_dir, sample_path, video_path
 from verl_digen.types import GroupTags
 
 KEPT_STEPS = 2
@@ -45,16 +47,6 @@ def is_group_logged(digen: DigenConfig, *, step: int, number: int, num_prompts: 
     return is_step_logged(digen, step) and number % num_prompts < digen.num_logged_groups
 
 
-def group_dir(run_dir: Path, step: int) -> Path:
-    """Folder of the pictures of a step's training groups."""
-    return run_dir / "images" / f"train_{step:06d}"
-
-
-def sample_path(run_dir: Path, step: int, uid: str, index: int) -> Path:
-    """PNG of one training sample."""
-    return group_dir(run_dir, step) / f"{uid}-{index:03d}.png"
-
-
 class GroupPictures:
     """Files of the best and the worst sample so far of each group that is shown. Thread-safe.
 
@@ -72,7 +64,16 @@ class GroupPictures:
         self._held: dict[tuple[int, str], dict[int, float]] = {}
         """(step, group) -> sample index -> reward of the samples that have files."""
 
-    def offer(self, step: int, uid: str, index: int, reward: float, pixels: Tensor, images: Sequence[str] = ()) -> None:
+    def offer(
+        self,
+        step: int,
+        uid: str,
+        index: int,
+        reward: float,
+        pixels: Tensor,
+        images: Sequence[str] = (),
+        audio: Audio | None = None,
+    ) -> None:
         """Write a scored sample if it is the best or the worst of its group so far.
 
         Args:
@@ -86,7 +87,7 @@ class GroupPictures:
                 self._remove(step, uid, index)
             if held and min(held.values()) <= reward <= max(held.values()):
                 return
-            save_pixels(pixels, sample_path(self._run_dir, step, uid, index), images)
+            save_pixels(pixels, sample_path(self._run_dir, step, uid, index), images, audio)
             held[index] = reward
             if len(held) > 2:
                 between = sorted(held, key=held.__getitem__)[1]
@@ -105,7 +106,8 @@ class GroupPictures:
     def _remove(self, step: int, uid: str, index: int) -> None:
         path = sample_path(self._run_dir, step, uid, index)
         path.unlink()
-        video_path(path).unlink(missing_ok=True)
+        for beside in (video_path(path), audio_path(path)):
+            beside.unlink(missing_ok=True)
 
 
 def best_and_worst(run_dir: Path, step: int, groups: Mapping[str, GroupTags]) -> list[Shown]:

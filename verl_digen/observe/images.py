@@ -3,6 +3,7 @@
 
     RUN_DIR/images/step_000010/val-00003.png     written by the agent loop worker that generated it
     RUN_DIR/images/step_000010/val-00003.gif     beside it, if it is a video
+    RUN_DIR/images/step_000010/val-00003.wav     beside it, if the video has sound, which a GIF cannot hold
     RUN_DIR/images/step_000010.png               grid of that validation, with captions and rewards
     RUN_DIR/images/before_after.png              first and last validation side by side
 
@@ -19,22 +20,27 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 from torch import Tensor
 
+from verl_digen.audio import Audio, save_wav
 from verl_digen.inputs import read_images
+from verl_digen.observe.run_files import audio_path, video_path
 
 CELL_PX = 160
 """Height of a picture in a grid, and the least width of its cell."""
 CAPTION_PX = 52
-"""Height of the caption under it."""
-LETTER_PX, CAPTION_LINES = 6, 3
-"""Width of a letter of a caption, and its maximum number of lines; the rest of a long prompt is cut off."""
+"""Least height of the caption under it; a longer one takes what it needs, and so do those beside it."""
+LETTER_PX, LINE_PX = 6, 13
+"""Width of a letter of a caption, and height of its lines."""
+WORSE = "#B3261E"
+"""Colour of the caption of a picture whose reward has fallen."""
 GRID_PX = 8 * CELL_PX
 """Maximum width of a row of cells, if it has more than one."""
 STRIP_FRAMES = 4
@@ -51,7 +57,17 @@ class Shown:
 
     path: Path
     prompt: str
-    reward: float
+    reward: float | None
+    """None: not scored."""
+    change: float | None = None
+    """Change of the reward since the picture that this one is compared with."""
+
+    def caption(self, digits: int) -> str:
+        """The reward, with so many decimals, its change, and the prompt."""
+        if self.reward is None:
+            return self.prompt
+        change = "" if self.change is None else f" ({self.change:+.{digits}f})"
+        return f"{self.reward:.{digits}f}{change}  {self.prompt}"
 
 
 def is_logged(index: int, num_logged: int) -> bool:
@@ -59,18 +75,9 @@ def is_logged(index: int, num_logged: int) -> bool:
     return index < num_logged
 
 
-def step_dir(run_dir: Path, step: int) -> Path:
-    """Folder of the pictures of the validation after `step` optimizer steps."""
-    return run_dir / "images" / f"step_{step:06d}"
-
-
-def image_path(run_dir: Path, step: int, uid: str) -> Path:
-    """PNG of one validation sample."""
-    return step_dir(run_dir, step) / f"{uid}.png"
-
-
-def save_pixels(pixels: Tensor, path: Path, images: Sequence[str] = ()) -> None:
-    """Write uint8 [H, W, 3] to the PNG `path`; for [F, H, W, 3] the filmstrip, and the video to the GIF beside it.
+def save_pixels(pixels: Tensor, path: Path, images: Sequence[str] = (), audio: Audio | None = None) -> None:
+    """Write uint8 [H, W, 3] to the PNG `path`; for [F, H, W, 3] the filmstrip, and the video to the GIF beside it, with
+    its sound in a WAV file.
 
     Args:
         images: `PromptRow.images`; the PNG has them at the left of the picture, at its height.
@@ -83,11 +90,8 @@ def save_pixels(pixels: Tensor, path: Path, images: Sequence[str] = ()) -> None:
     _beside(read_images(images), _to_image(filmstrip(pixels) if is_video else pixels)).save(path)
     if is_video:
         save_video(pixels, video_path(path))
-
-
-def video_path(path: Path) -> Path:
-    """The GIF beside the PNG of a sample; there is one if the sample is a video."""
-    return path.with_suffix(".gif")
+    if audio is not None:
+        save_wav(audio, audio_path(path))
 
 
 def filmstrip(frames: Tensor) -> Tensor:
@@ -110,32 +114,58 @@ def save_grid(shown: Sequence[Shown], path: Path, title: str) -> None:
     width = _cell_width(shown)
     columns = _columns(len(shown), width)
     rows = -(-len(shown) // columns)
-    grid = Image.new("RGB", (columns * width, 24 + rows * (CELL_PX + CAPTION_PX)), "white")
+    row_px = CELL_PX + _caption_px(shown, width)
+    grid = Image.new("RGB", (columns * width, 24 + rows * row_px), "white")
     draw = ImageDraw.Draw(grid)
     draw.text((4, 5), title, fill="black", font=_font(13))
     for position, entry in enumerate(shown):
         row, column = divmod(position, columns)
-        _paste(grid, draw, entry, column * width, 24 + row * (CELL_PX + CAPTION_PX), width)
+        _paste(grid, draw, entry, column * width, 24 + row * row_px, width)
     path.parent.mkdir(parents=True, exist_ok=True)
     grid.save(path)
 
 
 def save_before_after(before: Sequence[Shown], after: Sequence[Shown], path: Path, titles: tuple[str, str]) -> None:
-    """Two rows per group of prompts: the first validation above, the last below."""
+    """Two rows per group of prompts: the first validation above, the last below, with the change of each reward.
+
+    Args:
+        titles: of the two; the mean reward of the pictures is added.
+    """
+    after = _compared(before, after)
+    titles = _with_mean(titles[0], before), _with_mean(titles[1], after)
     width = _cell_width([*before, *after])
     columns = _columns(len(before), width)
     bands = -(-len(before) // columns)
-    band_px = 2 * (CELL_PX + CAPTION_PX) + 48
+    row_px = CELL_PX + _caption_px([*before, *after], width)
+    band_px = 2 * row_px + 48
     picture = Image.new("RGB", (columns * width, bands * band_px), "white")
     draw = ImageDraw.Draw(picture)
     for band in range(bands):
         for line, (entries, title) in enumerate(zip((before, after), titles, strict=True)):
-            top = band * band_px + line * (CELL_PX + CAPTION_PX + 24)
+            top = band * band_px + line * (row_px + 24)
             draw.text((4, top + 5), title, fill="black", font=_font(13))
             for column, entry in enumerate(entries[band * columns : (band + 1) * columns]):
                 _paste(picture, draw, entry, column * width, top + 24, width)
     path.parent.mkdir(parents=True, exist_ok=True)
     picture.save(path)
+
+
+def _compared(before: Sequence[Shown], after: Sequence[Shown]) -> list[Shown]:
+    """`after`, with the change of each reward since the picture of the same file name."""
+    earlier = {entry.path.name: entry.reward for entry in before}
+
+    def change(entry: Shown) -> float | None:
+        then = earlier.get(entry.path.name)
+        return None if then is None or entry.reward is None else entry.reward - then
+
+    return [replace(entry, change=change(entry)) for entry in after]
+
+
+def _with_mean(title: str, shown: Sequence[Shown]) -> str:
+    rewards = [entry.reward for entry in shown if entry.reward is not None]
+    changes = [entry.change for entry in shown if entry.change is not None]
+    mean = f", mean reward of these {fmean(rewards):.3f}" if rewards else ""
+    return f"{title}{mean}" + (f" ({fmean(changes):+.3f})" if changes else "")
 
 
 def _beside(sources: Sequence[Image.Image], picture: Image.Image) -> Image.Image:
@@ -160,6 +190,12 @@ def _aspect(path: Path) -> float:
         return image.width / image.height
 
 
+def _caption_px(shown: Sequence[Shown], width: int) -> int:
+    """Height of the longest caption of cells of this width."""
+    longest = max(len(textwrap.wrap(entry.caption(2), width // LETTER_PX)) for entry in shown)
+    return max(CAPTION_PX, LINE_PX * (longest + 1))
+
+
 def _columns(num_shown: int, width: int) -> int:
     return max(1, min(num_shown, GRID_PX // width))
 
@@ -171,8 +207,9 @@ def _paste(canvas: Image.Image, draw: ImageDraw.ImageDraw, entry: Shown, left: i
         scaled = ImageOps.contain(image, (width - 4, CELL_PX - 4), method)
     canvas.paste(scaled, (left + 2, top))
     letters = width // LETTER_PX
-    caption = textwrap.wrap(f"{entry.reward:.2f}  {entry.prompt}", letters)[:CAPTION_LINES]
-    draw.text((left + 4, top + CELL_PX - 2), "\n".join(caption), fill="black", font=_font(11))
+    caption = "\n".join(textwrap.wrap(entry.caption(2), letters))
+    fill = WORSE if entry.change is not None and entry.change < 0 else "black"
+    draw.text((left + 4, top + CELL_PX - 2), caption, fill=fill, font=_font(11), spacing=LINE_PX - 11)
 
 
 def _to_image(pixels: Tensor) -> Image.Image:

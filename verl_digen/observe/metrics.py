@@ -29,8 +29,15 @@
 | `rollout/log_prob_gap_max`, `_mean` | nats | the trainer's log-probs against those recorded at generation |
 | `rollout/ratio_above_fraction`, `_below_` | share | of rows whose log-prob is above, below the recorded one |
 | `rollout/shared_step_share` | share | of denoising steps served by another sample of the group; with shared noise |
+| `rollout/skipped_step_share` | share | of denoising steps without an evaluation; with `digen.sampling.outside` |
 | `rollout/ratio`, `rollout/ratio_deviation_max` | | the same as a ratio: 1 and 0 if both compute alike |
-| `perf/images_per_s`, `..._per_device` | 1/s | samples of the step over its whole time; over all devices |
+| `episodes/turns_mean`, `_max` | turns | pictures of an episode; with an environment |
+| `episodes/exceeded` | episodes | that ended at `digen.environment.max_turns`, not done |
+| `episodes/retries` | events | environments that were made again |
+| `episodes/failed` | episodes | that failed, and that another one of the group replaced |
+| `episodes/environment_s`, `_p95_s` | s | from a picture to the environment's answer: mean, 95th percentile |
+| `episodes/idle_share` | share | of the time from the first turn to the last one in which no replica generated |
+| `perf/images_per_s`, `..._per_device` | 1/s | pictures of the step over its whole time; over all devices |
 | `perf/step_s` | s | the whole step, checkpoint excluded |
 | `perf/generate_s`, `perf/score_s` | s | time in which at least one sample was being generated, scored |
 | `perf/train_s` | s | the update, in the engine |
@@ -41,6 +48,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, pstdev
@@ -115,8 +123,17 @@ def sharing_metrics(tags: Sequence[SampleTag]) -> dict[str, float]:
     sharing = [tag for tag in tags if tag.sampling.shared_initial_noise]
     if not sharing:
         return {}
-    num_steps = sum(tag.sampling.num_steps for tag in tags)
+    num_steps = sum(tag.sampling.num_steps * len(tag.generations) for tag in tags)
     return {"rollout/shared_step_share": sum(tag.num_shared_steps for tag in sharing) / num_steps}
+
+
+def skipping_metrics(tags: Sequence[SampleTag]) -> dict[str, float]:
+    """Share of the denoising steps without an evaluation of the network; {} if every step has one. Steps that another
+    sample ran are not among them."""
+    if not any(tag.sampling.outside.is_on for tag in tags):
+        return {}
+    num_steps = sum(tag.sampling.num_steps * len(tag.generations) for tag in tags)
+    return {"rollout/skipped_step_share": sum(tag.num_skipped_steps for tag in tags) / num_steps}
 
 
 def tree_metrics(tags: Sequence[SampleTag], groups: Sequence[str]) -> dict[str, float]:
@@ -144,6 +161,28 @@ def tree_metrics(tags: Sequence[SampleTag], groups: Sequence[str]) -> dict[str, 
         return {}
     found = {f"branches/value_std_of_{number}_nodes": fmean(values) for number, values in sorted(spreads.items())}
     return {"branches/num_edges": float(num_edges), **found}
+
+
+def episode_metrics(tags: Sequence[SampleTag]) -> dict[str, float]:
+    """`episodes/*` of samples that are episodes; {} without an environment. `idle_share`: share of the time from the
+    first turn's begin to the last one's end in which no replica generated."""
+    episodes = [tag.episode for tag in tags if tag.episode is not None]
+    if not episodes:
+        return {}
+    turns = [turn for episode in episodes for turn in episode.turns]
+    waits = sorted(turn.environment_s for turn in turns)
+    spans = [turn.generated for turn in turns]
+    extent_s = max(end for _, end in spans) - min(start for start, _ in spans)
+    return {
+        "episodes/turns_mean": len(turns) / len(episodes),
+        "episodes/turns_max": float(max(len(episode.turns) for episode in episodes)),
+        "episodes/exceeded": float(sum(episode.is_exceeded for episode in episodes)),
+        "episodes/retries": float(sum(episode.num_retries for episode in episodes)),
+        "episodes/failed": float(sum(episode.num_failed for episode in episodes)),
+        "episodes/environment_s": fmean(waits),
+        "episodes/environment_p95_s": waits[math.ceil(0.95 * len(waits)) - 1],
+        "episodes/idle_share": 1 - union_s(spans) / extent_s if extent_s > 0 else 0.0,
+    }
 
 
 PREFIXES = ("rollout", "advantage")
@@ -185,9 +224,9 @@ def perf_metrics(
         num_devices: devices of all pools.
         since_s: unix time at which the step began; samples may have been generated before.
     """
-    generating = [tag.generated for tag in tags]
+    generating = [span for tag in tags for span in tag.generations]
     scoring = [tag.scored for tag in tags]
-    images_per_s = len(tags) / step_s
+    images_per_s = len(generating) / step_s
     if training is None:
         busy_s = union_s(generating + scoring) + train_s
     else:

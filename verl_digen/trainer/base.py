@@ -31,7 +31,7 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.debug import marked_timer
 
 from verl_digen.agent_loop.server_manager import AsyncDiffusionServerManager
-from verl_digen.algorithms.objectives import clips_recorded, find_objective
+from verl_digen.algorithms.objectives import find_objective
 from verl_digen.config import digen_config
 from verl_digen.data.rows import prompt_rows
 from verl_digen.data.splits import name_splits
@@ -39,9 +39,6 @@ from verl_digen.engine.copies import AVERAGE, CURRENT
 from verl_digen.engine.worker import DiffusionWorker
 from verl_digen.errors import DeadlineMissed, RunStopped, plain
 from verl_digen.observe.metrics import training_metrics
-from verl_digen.observe.metrics_file import MetricsFile
-from verl_digen.observe.numerics import FirstSteps
-from verl_digen.observe.progress import progress_line
 from verl_digen.patches import verl_master_port
 from verl_digen.platforms.placement import TypedPools, check_placement
 from verl_digen.pool_sizes import has_reward_model
@@ -57,6 +54,7 @@ from verl_digen.trainer.checkpoint import (
     load_open_prompts,
     publish,
     save_driver_state,
+    save_run_description,
 )
 from verl_digen.trainer.loop_thread import LoopThread, within
 from verl_digen.trainer.nodes import fetch_on_all_nodes
@@ -69,9 +67,9 @@ from verl_digen.trainer.replicas import (
     tell_living_replicas,
 )
 from verl_digen.trainer.restarts import Restarts
+from verl_digen.trainer.run_output import RunOutput
 from verl_digen.trainer.step_result import StepResult, StepTimes, result_metrics, utilisation
 from verl_digen.trainer.supervision import Supervision
-from verl_digen.trainer.training_pictures import TrainingPictures
 from verl_digen.trainer.utilisation import PoolDevices
 from verl_digen.trainer.validation import allow_no_prompts
 from verl_digen.trainer.validation_run import Validation
@@ -114,7 +112,7 @@ class DiffusionTrainer(PPOTrainerSync):
         """Unix seconds, on the clock of the timeline."""
         os.environ.setdefault("TENSORBOARD_DIR", str(self.run_dir / "tensorboard"))
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        self._metrics_file = MetricsFile(self.run_dir / "metrics.jsonl")
+        self._output = RunOutput.of_run(config, self.digen, self.run_dir)
         self._watch = RewardWatch(self.digen.reward, self.run_dir)
 
     # -- setting up ---------------------------------------------------------------------------------------
@@ -171,7 +169,6 @@ class DiffusionTrainer(PPOTrainerSync):
             num_samples=self.config.actor_rollout_ref.rollout.val_kwargs.n,
             to_tensorboard="tensorboard" in self.config.trainer.logger,
         )
-        self._training_pictures = TrainingPictures.of_run(self.config, self.digen, self.run_dir)
 
     def _make_restarts(self) -> Restarts:
         """Make the object that restarts replicas; needs the first ones."""
@@ -197,7 +194,7 @@ class DiffusionTrainer(PPOTrainerSync):
         with self._supervision.ends_explained(self.run_dir):
             self._supervision.watch_processes(agent_loop_manager.agent_loop_workers)
             super().fit(agent_loop_manager)
-            self._training_pictures.finish()
+            self._output.finish()
 
     async def _end_silent_replicas(self) -> list[str]:
         silent = await silent_replicas(self.checkpoint_manager.replicas, self.digen.deadlines)
@@ -284,24 +281,14 @@ class DiffusionTrainer(PPOTrainerSync):
             "training/epoch": epoch,
         }
         metrics.update(found)
-        self._training_pictures.log(global_steps, self._result.samples, self._wandb)
-        self._metrics_file.append(global_steps, metrics)
-        for remark in self._first_steps.observe(metrics):
-            logger.log(logging.WARNING if remark.is_warning else logging.INFO, "%s", remark.text)
-        logger.info(
-            progress_line(
-                metrics,
-                step=global_steps,
-                num_steps=self.total_training_steps,
-                remaining_s=self._remaining_s(global_steps),
-            )
+        self._output.on_step(
+            global_steps,
+            metrics,
+            self._result.samples,
+            self._wandb,
+            num_steps=self.total_training_steps,
+            remaining_s=self._remaining_s(global_steps),
         )
-
-    @cached_property
-    def _first_steps(self) -> FirstSteps:
-        digen = self.digen
-        is_recorded = clips_recorded(digen.loss_name, digen.loss_settings, digen.denominator)
-        return FirstSteps(digen.loss_settings.clip_widths, is_recorded=is_recorded)
 
     @property
     def _wandb(self) -> Any | None:
@@ -370,7 +357,7 @@ class DiffusionTrainer(PPOTrainerSync):
         )
         metrics |= self._watch_rewards(metrics)
         if self._first_step is None:  # before the first step; later ones are part of their step's metrics
-            self._metrics_file.append(self.global_steps, metrics)
+            self._output.on_validation(self.global_steps, metrics)
         if self.global_steps >= self.total_training_steps:
             self._validation.finish_pictures()
         return metrics
@@ -412,12 +399,9 @@ class DiffusionTrainer(PPOTrainerSync):
                     self.global_steps,
                     max_ckpt_to_keep=self.config.trainer.max_actor_ckpt_to_keep,
                 )
-            save_driver_state(
-                step_dir,
-                DriverState(self._num_prompts_drawn),
-                self.train_dataloader.state_dict(),
-                self._open_prompts(),
-            )
+            driver, open_prompts = DriverState(self._num_prompts_drawn), self._open_prompts()
+            save_driver_state(step_dir, driver, self.train_dataloader.state_dict(), open_prompts)
+            save_run_description(step_dir, self.config)
             self._watch.save(step_dir)
             publish(self.run_dir, self.global_steps)
         except DeadlineMissed:
@@ -439,7 +423,7 @@ class DiffusionTrainer(PPOTrainerSync):
     def _load_checkpoint(self) -> None:
         with self._supervision.watch_files("reading a checkpoint"):
             super()._load_checkpoint()
-        self._metrics_file.keep_until(self.global_steps)
+        self._output.keep_until(self.global_steps)
         if self.global_steps > 0:
             step_dir = self.run_dir / f"global_step_{self.global_steps}"
             if self.config.trainer.resume_mode == "resume_path":

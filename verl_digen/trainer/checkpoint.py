@@ -4,6 +4,7 @@
     RUN_DIR/global_step_N/actor/...        written by the engine, see `verl_digen.engine.checkpoint`
     RUN_DIR/global_step_N/data.pt          data loader state
     RUN_DIR/global_step_N/digen.json       counters of the driver
+    RUN_DIR/global_step_N/run.json         resolved config and versions, read by `digen export` and `digen sample`
     RUN_DIR/global_step_N/prompts.json     prompts that were drawn and not trained yet, in order
     RUN_DIR/global_step_N/watch.json       the alarm for hacking, see `verl_digen.trainer.watch`
     RUN_DIR/latest_checkpointed_iteration.txt   the pointer, replaced last and at once
@@ -23,9 +24,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from omegaconf import DictConfig, OmegaConf
 
 from verl_digen.types import PromptRow
+from verl_digen.versions import installed
 
+RUN_FILE = "run.json"
 POINTER = "latest_checkpointed_iteration.txt"
 """The name verl's `find_latest_ckpt_path` reads."""
 
@@ -51,6 +55,12 @@ def save_driver_state(
     torch.save(dataloader_state, step_dir / "data.pt")
     replace_text(step_dir / "prompts.json", json.dumps([_plain(vars(row), row.place) for row in open_prompts]))
     replace_text(step_dir / "digen.json", json.dumps(asdict(state)))
+
+
+def save_run_description(step_dir: Path, config: DictConfig) -> None:
+    """Write `RUN_FILE`: the config that the run has, with interpolations resolved, and versions of packages."""
+    found = {"config": OmegaConf.to_container(config, resolve=True), "versions": installed()}
+    replace_text(step_dir / RUN_FILE, json.dumps(found, default=str))
 
 
 def load_driver_state(step_dir: Path) -> DriverState:

@@ -43,10 +43,11 @@ from verl_digen.store.partitions import CONDITIONS, TRAIN
 from verl_digen.store.prompts import list_partition
 from verl_digen.store.samples import clear, from_batch
 from verl_digen.trainer.base import DiffusionTrainer
+from verl_digen.trainer.colocated_timeline import ColocatedTimeline
+from verl_digen.trainer.hosts import hosts_of
 from verl_digen.trainer.replay_buffer import GroupReplayBuffer
 from verl_digen.trainer.restarts import start_colocated
 from verl_digen.trainer.step_result import StepResult
-from verl_digen.trainer.turn_timeline import TurnTimeline
 from verl_digen.trainer.turns import RewardProcesses, Turns, num_events, require_same_places, turn_metrics
 from verl_digen.trainer.updates import batch_scale, fragment_samples, group_rewards, mini_batches, train_batch
 from verl_digen.types import GroupTags, SampleTag
@@ -70,6 +71,13 @@ class ColocatedTrainer(DiffusionTrainer):
         """Version of the weights that the replicas have, once `init` is over."""
         if self.digen.reward.timeshared:
             self._start_timeshared_rewards()
+        self._timeline = ColocatedTimeline(
+            self.run_dir,
+            [entry.name for entry in pool_entries(self.digen.reward)],
+            num_devices=num_trainer_devices(self.config),
+            after=self.global_steps,
+            host=hosts_of(self.actor_rollout_wg.workers, self.digen.deadlines.answer_s),
+        )
 
     def _start_timeshared_rewards(self) -> None:
         """Start rewards that share the trainer's devices, while the replicas sleep, and let each load once."""
@@ -84,12 +92,6 @@ class ColocatedTrainer(DiffusionTrainer):
         )
         self._validation.on_batch = self._turns.generate
         self._validation.on_poll = self._turns.observe
-        self._timeline = TurnTimeline(
-            self.run_dir,
-            [entry.name for entry in pool_entries(self.digen.reward)],
-            num_devices=num_trainer_devices(self.config),
-            after=self.global_steps,
-        )
 
     def fit(self, agent_loop_manager: Any) -> None:
         self.replay_buffer.on_poll = self._on_poll
@@ -113,8 +115,12 @@ class ColocatedTrainer(DiffusionTrainer):
         objective = find_objective(self.digen.loss_name)
         rewards_of, teacher_of = group_rewards(self.config, self.digen), self.digen.loss_settings.teacher_of
         samples = fragment_samples(groups, self.digen.select, rewards_of, teacher_of)
-        self._ranks.compute_s, began_s = 0.0, time.time()
-        with marked_timer("update_actor", timing_raw), self._supervision.watch("train", "training the batch"):
+        self._ranks.compute_s = 0.0
+        with (
+            self._timeline.working("train"),
+            marked_timer("update_actor", timing_raw),
+            self._supervision.watch("train", "training the batch"),
+        ):
             training = self._supervision.run(
                 train_batch(
                     self._ranks,
@@ -125,9 +131,8 @@ class ColocatedTrainer(DiffusionTrainer):
                     old=self.digen.denominator,
                 )
             )
-        self._training_span = began_s, time.time()
         tags = [tag for indices in groups.values() for tag in indices.values()]
-        clear(CONDITIONS, sorted({tag.condition_key for tag in tags}))
+        clear(CONDITIONS, sorted({key for tag in tags for key in tag.turn_keys}))
         return StepResult(
             samples={sample.key: tag for sample, tag in zip(samples, tags, strict=True)},
             training=training,
@@ -151,15 +156,15 @@ class ColocatedTrainer(DiffusionTrainer):
         return groups
 
     def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, global_steps: int, epoch: int) -> None:
-        if self._turns is not None:
-            turns = self._reward_processes.take_turns()
-            metrics.update(turn_metrics(turns))
-            extent = self._step_began_s, self._step_began_s + timing_raw["step"]
-            self._timeline.write(global_steps, self._result.samples, turns, extent=extent, training=self._training_span)
+        turns = self._reward_processes.take_turns() if self._turns is not None else []
+        metrics.update(turn_metrics(turns))
+        extent = self._step_began_s, self._step_began_s + timing_raw["step"]
+        self._timeline.write(global_steps, self._result.samples, turns, extent=extent)
         super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch)
 
     def _validate(self) -> dict[str, float]:
-        metrics = super()._validate()
+        with self._timeline.working("validate"):
+            metrics = super()._validate()
         if self._turns is not None and self._validated_policy == self._behaviour:
             self._turns.generate()
         elif self._turns is not None:
@@ -193,8 +198,13 @@ class ColocatedTrainer(DiffusionTrainer):
 
     def on_step_end(self) -> None:
         self._restart_lost_replicas()
-        self._update_replicas(super().on_step_end)
+        with self._timeline.working("publish"):
+            self._update_replicas(super().on_step_end)
         self._served_version = self.global_steps
+
+    def _save_checkpoint(self) -> None:
+        with self._timeline.working("save"):
+            super()._save_checkpoint()
 
     def _sleep_replicas(self) -> None:
         with self._supervision.watch("load", "putting the replicas to sleep"):

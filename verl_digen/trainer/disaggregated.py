@@ -16,8 +16,8 @@ import itertools
 import logging
 import socket
 from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from functools import cached_property, partial
+from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
@@ -27,7 +27,6 @@ from verl.utils.debug import marked_timer
 
 from verl_digen.agent_loop.chunks import describe
 from verl_digen.agent_loop.server_manager import AsyncDiffusionServerManager
-from verl_digen.config import DigenConfig
 from verl_digen.observe.timeline import Interval, Lane, Recorder, TimelineFile, step_metrics
 from verl_digen.pool_sizes import num_data_parallel_ranks, num_reward_devices
 from verl_digen.reward.named import pool_entries
@@ -35,52 +34,29 @@ from verl_digen.sampling.requests import condition_key, rows_per_group
 from verl_digen.schedulers.durations import MeasuredDurations
 from verl_digen.schedulers.planner import BatchPlanner
 from verl_digen.schedulers.rules import BatchRules
+from verl_digen.store.conditions import own_condition_keys
 from verl_digen.store.keys import SampleName
 from verl_digen.store.partitions import CONDITIONS, TRAIN
 from verl_digen.store.samples import clear
 from verl_digen.trainer.base import DiffusionTrainer
+from verl_digen.trainer.batch_rules import batch_rules
 from verl_digen.trainer.conductor import Conductor
+from verl_digen.trainer.hosts import host_names, host_of, hosts_of
 from verl_digen.trainer.lanes import Joining, Lanes, call_intervals
 from verl_digen.trainer.pools import GeneratorPool, SlotHandle, TrainerPool
 from verl_digen.trainer.published import BatchOutcome
 from verl_digen.trainer.replicas import end_processes
 from verl_digen.trainer.restarts import start_standalone
+from verl_digen.trainer.split_watch import SplitWatch, split_watch
 from verl_digen.trainer.step_result import StepResult
 from verl_digen.trainer.updates import group_rewards
 from verl_digen.types import PromptRow
 from verl_digen.weights.staged import StagedCheckpointManager
 
-if TYPE_CHECKING:
-    from verl_digen.schedulers.rules import AssistPolicy
-
 logger = logging.getLogger(__name__)
 
 NAME = "digen_disaggregated"
 """`trainer.v1.trainer_mode`."""
-
-
-def batch_rules(digen: DigenConfig, *, num_prompts: int, group_size: int, num_trainer_ranks: int) -> BatchRules:
-    """The planner's rules, from the config."""
-    gap, queue = digen.gap, digen.queue
-    return BatchRules(
-        num_prompts=num_prompts,
-        group_size=group_size,
-        is_pipelined=gap.enable,
-        chunk_size=None if isinstance(gap.chunk_size, str) else gap.chunk_size,
-        max_chunk_size=digen.rollout.max_batch_size,
-        replicate_prompts=queue.replicate_prompts,
-        min_groups_per_fragment=gap.min_groups_per_fragment,
-        max_groups_per_fragment=gap.max_groups_per_fragment,
-        extra_prompts=queue.extra_prompts,
-        drop_zero_spread=queue.drop_zero_spread,
-        max_group_refills=digen.most_group_refills(num_prompts),
-        max_sample_refills=queue.most_sample_refills(group_size),
-        assist=cast("AssistPolicy", digen.tag.policy),
-        num_trainer_ranks=num_trainer_ranks,
-        assist_chunk_size=None if isinstance(digen.tag.chunk_size, str) else digen.tag.chunk_size,
-        max_versions=digen.staleness.max_versions,
-        fraction=digen.staleness.fraction,
-    )
 
 
 class DisaggregatedTrainer(DiffusionTrainer):
@@ -122,22 +98,32 @@ class DisaggregatedTrainer(DiffusionTrainer):
     def _get_n_gpus_for_throughput(self) -> int:
         return sum(self._num_devices.values())
 
+    @cached_property
+    def _split_watch(self) -> SplitWatch | None:
+        """None on virtual devices, whose sizes have keys of their own."""
+        if not self._computes:
+            return None
+        return split_watch(self.config, self.digen, self._pool_devices, self._rules())
+
+    def _rules(self) -> BatchRules:
+        return batch_rules(
+            self.digen,
+            num_prompts=self.config.data.train_batch_size,
+            group_size=self.config.actor_rollout_ref.rollout.n,
+            num_trainer_ranks=num_data_parallel_ranks(self.config),
+        )
+
     def _make_conductor(self) -> Conductor:
         """Make the conductor; needs the agent loop workers."""
         rollout = self.config.actor_rollout_ref.rollout
         num_prompts, first_batch = self.config.data.train_batch_size, self.global_steps - 1
         planner = BatchPlanner(
-            batch_rules(
-                self.digen,
-                num_prompts=num_prompts,
-                group_size=rollout.n,
-                num_trainer_ranks=num_data_parallel_ranks(self.config),
-            ),
+            self._rules(),
             MeasuredDurations(),
             first_batch=first_batch,
             num_batches=self.total_training_steps - first_batch,
         )
-        host = self._driver.host
+        host = hosts_of(self.actor_rollout_wg.workers, self.digen.deadlines.answer_s)
         lanes: dict[str, Lane] = {}
         self._slots: list[SlotHandle] = []
         self._lanes: dict[str, Lane] = {}
@@ -175,7 +161,7 @@ class DisaggregatedTrainer(DiffusionTrainer):
             recorder=self._recorder,
             lanes=Lanes(
                 trainer=Lane("trainer", 0, host, self._num_devices["trainer"]),
-                reward=Lane("reward", 0, host, num_reward_devices(self.config)),
+                reward=Lane("reward", 0, self._driver.host, num_reward_devices(self.config)),
                 slots=lanes,
             ),
         )
@@ -187,7 +173,8 @@ class DisaggregatedTrainer(DiffusionTrainer):
             living = {other.server_address for other in self.checkpoint_manager.replicas}
             taken = {lane.index for other, lane in self._lanes.items() if other in living}
             number = next(number for number in itertools.count() if number not in taken)
-            self._lanes[address] = Lane("generator", number, self._driver.host, replica.world_size)
+            host = host_of(address, host_names(), self._driver.host)
+            self._lanes[address] = Lane("generator", number, host, replica.world_size)
         lane = self._lanes[address]
         num_before = len(self._slots)
         slots = [
@@ -245,7 +232,7 @@ class DisaggregatedTrainer(DiffusionTrainer):
 
         The rows of trained samples are cleared by verl's loop, at the end of the step.
         """
-        self._condition_keys |= outcome.condition_keys
+        self._condition_keys |= outcome.condition_keys | own_condition_keys(outcome.doubtful_groups)
         unused = self._condition_keys - self._generator.condition_keys()
         self._condition_keys -= unused
         clear(CONDITIONS, sorted(unused))
@@ -320,10 +307,18 @@ class DisaggregatedTrainer(DiffusionTrainer):
         calls = call_intervals(self._result.samples, self._reward_names, self._driver.host, step=self.global_steps)
         step = Interval("step", self._driver, self.global_steps, self._step_began_s, end_s)
         intervals = self._write_intervals(step, *calls)
-        self._timeline_metrics = step_metrics(
-            [*self._previous_intervals, *intervals], self.global_steps, self._num_devices
-        )
+        recent = [*self._previous_intervals, *intervals]
+        self._timeline_metrics = step_metrics(recent, self.global_steps, self._num_devices)
+        self._advise(recent)
         self._previous_intervals = intervals
+
+    def _advise(self, recent: Sequence[Interval]) -> None:
+        """Say when another split of the devices would be faster."""
+        if self._split_watch is None:
+            return
+        advice = self._split_watch.observe(recent, self.global_steps)
+        if advice is not None:
+            logger.warning("%s", advice)
 
     def _training_intervals(self) -> list[tuple[float, float]]:
         return [

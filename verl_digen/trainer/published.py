@@ -29,6 +29,9 @@ class BatchOutcome:
     """Keys of conditions that were published for groups of the batch, trained or not, or too late for another one."""
     unwanted: Sequence[SampleName]
     """Published samples that were not trained."""
+    doubtful_groups: frozenset[str]
+    """uids of groups with samples whose scoring timed out: conditions of their own may have been published under keys
+    that no tag told."""
 
 
 @dataclass
@@ -47,7 +50,7 @@ class PublishedSamples:
     def add(self, name: SampleName, tag: SampleTag, *, is_wanted: bool) -> None:
         """Add a sample: to its group, or to the unwanted ones. One that its group has was generated before a restart
         under newer weights, and is unwanted from now on."""
-        self.condition_keys.add(tag.condition_key)
+        self.condition_keys.update(tag.turn_keys)
         if not is_wanted:
             self.unwanted.append(name)
             return
@@ -83,6 +86,7 @@ class PublishedSamples:
             groups={uid: self.groups[uid] for uid in sorted(trained)},
             condition_keys=frozenset(self.condition_keys),
             unwanted=unwanted,
+            doubtful_groups=frozenset(name.uid for name in self.doubtful),
         )
 
 

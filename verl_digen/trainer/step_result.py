@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 
 from verl_digen.observe.metrics import (
     call_metrics,
+    episode_metrics,
     perf_metrics,
     reward_metrics,
     sharing_metrics,
+    skipping_metrics,
     staleness_metrics,
     training_metrics,
     tree_metrics,
@@ -74,7 +76,9 @@ def result_metrics(result: StepResult, times: StepTimes, *, num_devices: int, tr
         **reward_metrics(result.tags, result.groups),
         **call_metrics(result.tags),
         **sharing_metrics(result.tags),
+        **skipping_metrics(result.tags),
         **tree_metrics(result.tags, result.groups),
+        **episode_metrics(result.tags),
         **staleness_metrics(result.tags, trained_version=trained_version),
         **perf_metrics(
             result.tags,
@@ -99,6 +103,7 @@ def utilisation(
         num_steps: denoising steps of a sample.
         devices: "trainer" and "generator" -> their devices.
     """
-    shared = sum(tag.num_shared_steps for tag in result.tags)
-    num_forwards = max(0, (len(result.samples) - result.num_assisted) * num_steps - shared)
+    spared = sum(tag.num_shared_steps + tag.num_skipped_steps for tag in result.tags)
+    num_pictures = sum(len(tag.generations) for tag in result.tags)
+    num_forwards = max(0, (num_pictures - result.num_assisted) * num_steps - spared)
     return step_utilisation(metrics, num_forwards=num_forwards, **devices)

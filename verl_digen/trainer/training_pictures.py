@@ -4,6 +4,7 @@
 | where | what |
 | --- | --- |
 | `RUN_DIR/images/train_000010.png` | the grid |
+| `RUN_DIR/images/train_000010.json` | its pictures, and `distribution/*`; read by the run's report |
 | TensorBoard | `train/best_and_worst` (the grid), `distribution/reward`, `distribution/NAME` |
 | W&B | the same names, each picture or video by itself |
 
@@ -13,6 +14,7 @@ writes TensorBoard's files. Who waits: the next such step, and the end of the ru
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,11 +24,13 @@ from omegaconf import DictConfig
 
 from verl_digen.config import DigenConfig
 from verl_digen.observe.board import log_histograms, log_pictures
-from verl_digen.observe.group_pictures import best_and_worst, group_dir, is_group_logged, is_step_logged
+from verl_digen.observe.group_pictures import best_and_worst, is_group_logged, is_step_logged
 from verl_digen.observe.images import Shown, save_grid
+from verl_digen.observe.run_files import group_dir
 from verl_digen.observe.wandb_media import log_to_wandb
 from verl_digen.reward.layout import has_custom
 from verl_digen.store.keys import group_number, parse_key
+from verl_digen.trainer.checkpoint import replace_text
 from verl_digen.types import SampleTag
 
 PICTURES = "train/best_and_worst"
@@ -82,7 +86,7 @@ class TrainingPictures:
         if wandb is not None:
             log_to_wandb(wandb, step, {PICTURES: shown}, values)
         self.finish()
-        self._drawn = self._begin(self._run_dir, step, shown, values if self._to_tensorboard else None)
+        self._drawn = self._begin(self._run_dir, step, shown, values, self._to_tensorboard)
 
     def _groups(self, step: int, samples: Mapping[str, SampleTag]) -> dict[str, dict[int, SampleTag]]:
         """The groups to show, at most `digen.num_logged_groups`."""
@@ -109,12 +113,17 @@ def distributions(tags: Sequence[SampleTag], rewards: Sequence[str]) -> dict[str
     }
 
 
-def draw(run_dir: Path, step: int, shown: Sequence[Shown], values: Mapping[str, Sequence[float]] | None) -> None:
-    """Draw the grid; with `values` also write it and them for TensorBoard, into a folder of their own."""
+def draw(
+    run_dir: Path, step: int, shown: Sequence[Shown], values: Mapping[str, Sequence[float]], to_tensorboard: bool
+) -> None:
+    """Draw the grid, and write what it shows and `values` beside it; to TensorBoard too, into a folder of their own."""
     grid = group_dir(run_dir, step).with_suffix(".png")
+    entries = [{"file": entry.path.name, "prompt": entry.prompt, "reward": entry.reward} for entry in shown]
+    grid.parent.mkdir(parents=True, exist_ok=True)
+    replace_text(grid.with_suffix(".json"), json.dumps({"shown": entries, "values": dict(values)}))
     if shown:
         save_grid(shown, grid, f"training groups of step {step}: best and worst")
-    if values is not None:
+    if to_tensorboard:
         folder = run_dir / "tensorboard" / "training"
         if shown:
             log_pictures(folder, step, {PICTURES: grid})

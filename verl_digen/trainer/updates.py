@@ -97,6 +97,7 @@ def fragment_samples(
                 nodes=tag.nodes,
                 skipped=skipped_points(nodes, position, is_chosen=position in chosen),
                 teacher=teacher_of(tag.data_source),
+                turns=() if tag.episode is None else tag.episode.turns,
             )
             for position, (index, tag) in enumerate(ordered)
         ]

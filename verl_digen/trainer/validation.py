@@ -14,9 +14,10 @@ from typing import Any
 import ray
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from verl_digen.observe.board import log_pictures
-from verl_digen.observe.images import Shown, image_path, save_before_after, save_grid, step_dir, video_path
+from verl_digen.observe.board import log_pictures, log_table
+from verl_digen.observe.images import Shown, save_before_after, save_grid
 from verl_digen.observe.metrics import reward_metrics
+from verl_digen.observe.run_files import VALIDATION, image_path, pictured_steps, step_dir, video_path
 from verl_digen.store.keys import SampleName, parse_key
 from verl_digen.trainer.checkpoint import replace_text
 from verl_digen.types import SampleTag
@@ -91,15 +92,18 @@ def _draw(run_dir: Path, step: int, shown: Sequence[dict[str, Any]], to_tensorbo
         pictures = {"val/pictures": grid} | {
             f"val/videos/{uid}": path for uid, path in videos.items() if path.is_file()
         }
-        log_pictures(run_dir / "tensorboard" / "pictures", step, pictures)
-    steps = sorted(int(path.stem.removeprefix("step_")) for path in (run_dir / "images").glob("step_*.json"))
+        board = run_dir / "tensorboard" / "pictures"
+        log_pictures(board, step, pictures)
+        rows = [[entry["prompt"], f"{entry['reward']:.4f}"] for entry in shown]
+        log_table(board, step, "val/rewards", ["prompt", "reward"], rows)
+    steps = pictured_steps(run_dir, VALIDATION)
     first, last = steps[0], steps[-1]
     if first != last:
         save_before_after(
             _load(run_dir, first),
             _load(run_dir, last),
             run_dir / "images" / "before_after.png",
-            (f"before: after {first} steps", f"after {last} steps"),
+            (f"after {first} steps", f"after {last} steps"),
         )
 
 

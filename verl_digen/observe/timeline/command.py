@@ -97,9 +97,9 @@ def _open(run_dir: Path) -> Timeline:
     if not path.is_file():
         if (run_dir / METRICS).is_file():
             raise ValueError(
-                f"RUN_DIR must be the folder of a run on separate pools, got {str(run_dir)!r}, whose trainer and "
-                "replicas took turns: such a run has no timeline; its metrics.jsonl has perf/* of every step, and "
-                "recipe=[...,disaggregated] records one"
+                f"RUN_DIR must hold a {file.NAME}, which a run writes from its first step on; {str(run_dir)!r} holds "
+                "none: it has finished no step yet, or an older version ran it with trainer and replicas in turn; "
+                "its metrics.jsonl has perf/* of every step"
             )
         raise ValueError(
             f"RUN_DIR must hold a {file.NAME}, which a run writes from its first step on; {str(run_dir)!r} holds none: "

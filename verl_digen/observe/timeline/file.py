@@ -17,7 +17,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,14 +90,17 @@ class TimelineFile:
         self._is_open = True
 
 
-def read_timeline(path: Path) -> Timeline:
+def read_timeline(path: Path, *, most_bytes: int | None = None) -> Timeline:
     """Read a timeline.
+
+    Args:
+        most_bytes: read so much from the end of a longer file, and its first line.
 
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: it is of a later schema, or a line other than the last is broken.
     """
-    records, num_torn_lines = _read(path)
+    records, num_torn_lines = _read(path, most_bytes)
     if num_torn_lines:
         logger.warning("%s: the last line is torn, as when a run is killed while it writes; it is left out", path)
     num_devices: dict[int, Mapping[str, int]] = {}
@@ -110,13 +114,27 @@ def read_timeline(path: Path) -> Timeline:
     return Timeline(tuple(intervals), num_devices, num_torn_lines)
 
 
-def _read(path: Path) -> tuple[list[dict[str, Any] | Interval], int]:
+def _lines(path: Path, most_bytes: int | None) -> Generator[tuple[int, bytes], None, None]:
+    """(number, line) of the file; of a longer one than `most_bytes` the first line and the whole ones of its end."""
+    with open(path, "rb") as file:
+        yield 1, file.readline()
+        skipped = 0 if most_bytes is None else path.stat().st_size - most_bytes
+        number = 2
+        if skipped > file.tell():
+            file.seek(skipped)
+            file.readline()
+        for text in file:
+            yield number, text
+            number += 1
+
+
+def _read(path: Path, most_bytes: int | None = None) -> tuple[list[dict[str, Any] | Interval], int]:
     """Read headers and intervals in the order of the file, and the number of torn lines."""
     records: list[dict[str, Any] | Interval] = []
-    with open(path, encoding="utf-8", newline="\n") as file:
-        for number, text in enumerate(file, start=1):
-            if not text.endswith("\n"):  # a complete line ends with a newline
-                return records, 1
+    with closing(_lines(path, most_bytes)) as lines:
+        for number, text in lines:
+            if not text.endswith(b"\n"):  # a complete line ends with a newline
+                return records, int(bool(text))
             try:
                 line = json.loads(text)
                 is_header = "timeline" in line

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The picture of a step: a row per lane, a colour per kind of work, and idle time that stands out.
 
-- Colours are those of Okabe and Ito (2008), which colour-blind people tell apart; waits are also hatched, and work
-  for another step is paler.
+- Colours are those of `legend`; waits are also hatched, and work for another step is paler.
 - A pool of more than `MAX_LANES` lanes is shown as one tall strip, the share of its lanes doing each thing at each
   moment, above its first `NUM_SAMPLE_LANES` lanes; the pool's heading says so.
 - Time on device lanes that no interval covers is pink.
@@ -38,6 +37,7 @@ from verl_digen.observe.timeline.contents import (
 )
 from verl_digen.observe.timeline.interval import BUSY_KINDS, UNATTRIBUTED, Interval
 from verl_digen.observe.timeline.layout import group_label, group_names, rows
+from verl_digen.observe.timeline.legend import COLOURS, KIND_WORDS, UNATTRIBUTED_WORDS, words_of
 
 MARGIN = 0.012
 """Time shown before and after the step, as a fraction of it."""
@@ -46,19 +46,6 @@ WIDTH_IN, ROW_IN = 15.0, 0.34
 LEFT_IN, RIGHT_IN, TOP_IN, BOTTOM_IN = 1.35, 0.75, 0.8, 0.95
 DPI = 110
 
-COLOURS: dict[str, str] = {
-    "generate": "#0072B2",
-    "score": "#CC79A7",
-    "train": "#E69F00",
-    "assist": "#009E73",
-    "commit": "#D55E00",
-    "wake": "#8C6BB1",
-    "sleep": "#4D4D4D",
-    "publish": "#56B4E9",
-    "validate": "#F0E442",
-    "save": "#7F7F7F",
-    "wait": "#EDEEF0",
-}
 HATCH = "#BFC4CA"
 """Lines across a wait."""
 INK, FAINT, PINK = "#1F2328", "#7B828A", "#F9D9DC"
@@ -298,17 +285,19 @@ class _Picture:
 
     def _add_legend(self) -> None:
         handles: list[Any] = [
-            Patch(facecolor=colour, label=kind)
+            Patch(facecolor=colour, label=words_of(kind))
             for kind, colour in COLOURS.items()
             if kind in self._labels_seen and kind != "wait"
         ]
         if "another step" in self._labels_seen:
             handles.append(Patch(facecolor=_pale("generate"), label="paler: for another step"))
         if "wait" in self._labels_seen:
-            wait = Patch(facecolor=COLOURS["wait"], edgecolor=HATCH, hatch="////", linewidth=0, label="wait")
+            wait = Patch(
+                facecolor=COLOURS["wait"], edgecolor=HATCH, hatch="////", linewidth=0, label=KIND_WORDS["wait"]
+            )
             handles.append(wait)
         if UNATTRIBUTED in self._labels_seen:
-            handles.append(Patch(facecolor=PINK, label="unattributed"))
+            handles.append(Patch(facecolor=PINK, label=UNATTRIBUTED_WORDS))
         self.figure.legend(
             handles=handles,
             loc="lower left",

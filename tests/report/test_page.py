@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report's page without a browser: what is in it, how large it gets, and what it says of what is missing."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.report.runs import HOSTILE, PROMPTS, add_groups, add_validation, make_run, metrics_of
+from verl_digen import cli
+from verl_digen.observe.metrics_file import MetricsFile
+from verl_digen.observe.run_files import METRICS, REPORT, START, TRAINING, VALIDATION, image_path, step_dir
+from verl_digen.observe.timeline.file import NAME
+from verl_digen.report import page, pictures, timelines
+from verl_digen.report.curves import MAX_COLUMNS, MAX_ROWS, columns, distributions, thinned
+from verl_digen.report.page import MAX_BYTES, collect, render, write_report
+
+DATA = re.compile(r'<script id="data" type="application/json">(.*?)</script>', re.DOTALL)
+
+
+def data_of(text: str):
+    """The data in a page, as a browser finds it: up to the first end of a script."""
+    [found] = DATA.findall(text)
+    return json.loads(found)
+
+
+def test_the_page_holds_the_data_unchanged_and_no_text_of_a_run_is_markup(tmp_path):
+    data = collect(make_run(tmp_path / HOSTILE.replace("/", "_")))
+    text = render(data)
+    assert data_of(text) == data
+    assert data["validations"]["prompts"] == list(PROMPTS)
+    assert HOSTILE.replace("/", "_") not in text, "the title is escaped too"
+    assert text.count("</script") == 3 and text.count("<script") == 3 + text.split("<body>")[1].count('"<script')
+
+
+def test_the_page_fetches_nothing(tmp_path):
+    text = render(collect(make_run(tmp_path)))
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)
+    assert policy is not None and "default-src 'none'" in policy[1] and "http" not in policy[1]
+    own = text.replace(page.pkgutil.get_data("plotly", page.PLOTLY).decode(), "")
+    assert not re.findall(r'(?:src|href)="(?!#)[^"]*"|@import|url\(', own)
+
+
+def test_everything_a_run_leaves_is_in_it(tmp_path):
+    data = collect(make_run(tmp_path / "try"))
+    assert data["missing"] == {"empty": {}, "left_out": []}
+    assert data["heading"]["name"] == "try" and ["objective", "flow_grpo"] in data["heading"]["facts"]
+    tiles = {tile["label"]: tile for tile in data["tiles"]}
+    assert (
+        tiles["Validation reward"]["value"] == "0.64" and "+0.04 since step 0" in tiles["Validation reward"]["detail"]
+    )
+    assert tiles["Steps"] == {"label": "Steps", "value": "4", "detail": "of 4"}
+    assert tiles["Idle"]["value"] == "25%"
+    found = data["curves"]["columns"]
+    assert found["step"] == [0, 1, 2, 3, 4] and found["val/reward"] == [0.6, None, 0.62, None, 0.64]
+    shown = data["validations"]
+    assert shown["steps"] == shown["reward_steps"] == [0, 2, 4] and shown["rewards"][1] == [0.02, 1.02, 2.02]
+    assert all(picture.startswith("data:image/webp;base64,") for step in shown["pictures"] for picture in step)
+    [[best, worst]] = data["groups"]["groups"][-1]
+    assert (best["reward"], worst["reward"]) == (1.0, 0.0) and best["prompt"].startswith("best of 3: ")
+    assert data["start"]["changes"] == [["trainer.total_training_steps", "60", "4"]]
+    assert ["digen.empty", "{}"] in data["start"]["config"]
+    [warning] = data["warnings"]["shown"]
+    assert (warning["count"], warning["first_step"]) == (2, 2)
+
+
+def test_shares_of_a_distribution_lie_in_bins_that_all_steps_have(tmp_path):
+    make_run(tmp_path)
+    found = distributions(tmp_path, 4)
+    of_reward = found["rewards"]["reward"]
+    assert found["steps"] == [2, 4] and (of_reward["edges"][0], of_reward["edges"][-1]) == (0.0, 1.0)
+    for shares, values in zip(of_reward["shares"], ((0.0, 0.25, 1.0), (0.5, 0.75, 1.0)), strict=True):
+        bins = [min(len(shares) - 1, int(value * len(shares) + 1e-9)) for value in values]
+        assert [number for number, share in enumerate(shares) if share] == bins
+        assert sum(shares) == pytest.approx(1, abs=1e-4)
+
+
+def test_a_timeline_shows_its_steps_with_words(tmp_path):
+    make_run(tmp_path)
+    found = timelines.timelines(tmp_path)
+    assert [entry["step"] for entry in found["steps"]] == [1, 2, 3]
+    assert [entry["word"] for entry in found["steps"]].count("slowest") == 1
+    last = found["steps"][-1]
+    assert {lane["name"] for lane in last["lanes"]} >= {"generator/0", "trainer/0"}
+    assert all(bar["at"] >= 0 and bar["at"] + bar["s"] <= last["step_s"] * 1.001 for bar in last["bars"])
+    texts = " | ".join(bar["text"] for entry in found["steps"] for bar in entry["bars"])
+    assert "generating" in texts and "new weights are awaited" in texts and "staleness_bound" not in texts
+    assert {pool["pool"] for pool in last["pools"]} == {"generator", "trainer"}
+
+
+def test_a_long_timeline_is_read_from_its_end(tmp_path, monkeypatch):
+    make_run(tmp_path)
+    size = (tmp_path / NAME).stat().st_size
+    monkeypatch.setattr(timelines, "MAX_BYTES", size * 2 // 3)
+    found = timelines.timelines(tmp_path)
+    assert not found["is_whole"] and [entry["step"] for entry in found["steps"]] == [3], "step 2 is not all there"
+    whole = timelines.read_timeline(tmp_path / NAME)
+    assert found["steps"][-1]["bars"] and whole.steps == [1, 2, 3]
+
+
+def test_columns_are_thinned_out_and_keep_validations():
+    rows = [{"step": step, "a": step, **({"val/reward": 1.0} if step % 500 == 0 else {})} for step in range(20_001)]
+    rows[7]["a"] = float("nan")
+    found = columns(rows)
+    assert len(found["step"]) <= MAX_ROWS and (found["step"][0], found["step"][-1]) == (0, 20_000)
+    assert sum(value is not None for value in found["val/reward"]) == 41
+    assert columns(rows[:20])["a"][7] is None
+    assert len(columns([{"step": 0, **{f"x/{number}": 0.0 for number in range(400)}}])) == MAX_COLUMNS
+
+
+def test_thinned_keeps_both_ends():
+    assert thinned(range(1000), 5)[0] == 0 and thinned(range(1000), 5)[-1] == 999 and len(thinned(range(1000), 5)) == 5
+    assert thinned([1, 2], 5) == [1, 2] and thinned([], 5) == []
+
+
+def test_pictures_fit_however_many_there_are():
+    def encode(step):
+        encoded.append(step)
+        return ["x" * 100, None]
+
+    encoded: list[int] = []
+    steps, shown = pictures._fitting(range(0, 1000, 10), encode, 450)
+    assert steps[0] == 0 and steps[-1] == 990 and len(steps) == len(shown) <= 4
+    assert len(encoded) <= pictures.MAX_STEPS
+    assert pictures._fitting([5], encode, 1)[0] == [5] and pictures._fitting([], encode, 1) == ([], [])
+
+
+def test_the_largest_page_stays_below_its_bound(tmp_path):
+    """Noise for pictures, more steps, prompts, metrics, warnings and config than are shown."""
+    make_run(tmp_path)
+    prompts = [f"{number} {HOSTILE * 20}" for number in range(pictures.MAX_PROMPTS + 5)]
+    for step in (0, 2, 4):
+        add_validation(tmp_path, step, prompts, size=(300, 300))
+    file = MetricsFile(tmp_path / METRICS)
+    wide = {f"area/some_longer_name_of_a_metric_{number}": number / 7 for number in range(MAX_COLUMNS)}
+    with open(tmp_path / METRICS, "a", encoding="utf-8") as out:
+        for step in range(5, MAX_ROWS + 300):
+            out.write(json.dumps({"step": step, **metrics_of(step), **wide}) + "\n")
+    file.append(MAX_ROWS + 300, metrics_of(1))
+    data = collect(tmp_path)
+    size = len(render(data).encode())
+    shown = sum(len(picture) for step in data["validations"]["pictures"] for picture in step)
+    assert size < MAX_BYTES, size
+    assert size - shown + pictures.VALIDATION_CHARS + pictures.TRAINING_CHARS < MAX_BYTES
+    assert next(iter(data["missing"]["left_out"])).startswith("Curves show ")
+    assert any("5 more validation prompts" in text for text in data["missing"]["left_out"])
+
+
+@pytest.mark.parametrize("has_start", [True, False])
+def test_a_run_that_just_began_says_what_is_not_there_yet(tmp_path, has_start):
+    make_run(tmp_path / "whole")
+    began = tmp_path / "began"
+    began.mkdir()
+    if has_start:
+        (began / START).write_text((tmp_path / "whole" / START).read_text())
+    else:
+        MetricsFile(began / METRICS).append(0, {"val/reward": 0.5})
+    data = collect(began)
+    empty = data["missing"]["empty"]
+    assert empty.keys() >= {"speed", "distributions", "validations", "groups", "timeline", "warnings", "metrics"}
+    assert "trainer.test_freq" in empty["validations"] and "digen.num_logged_groups" in empty["groups"]
+    assert ("changes" in empty) == ("config" in empty) == (not has_start) and ("reward" in empty) == has_start
+    assert "{{" not in render(data).replace(page.pkgutil.get_data("plotly", page.PLOTLY).decode(), "")
+
+
+def test_a_run_of_an_older_version_shows_what_hydra_and_its_checkpoint_hold(tmp_path):
+    MetricsFile(tmp_path / METRICS).append(1, metrics_of(1))
+    written = tmp_path / "hydra" / "2026-01-01" / ".hydra"
+    written.mkdir(parents=True)
+    (written / "overrides.yaml").write_text("- recipe=[digen_sd3,nft]\n- digen.seed=3\n")
+    (written / "config.yaml").write_text("digen:\n  seed: 3\n")
+    data = collect(tmp_path)
+    assert data["start"]["words"] == ["recipe=[digen_sd3,nft]", "digen.seed=3"] and data["start"]["changes"] is None
+    assert data["heading"]["facts"] == [["recipe", "digen_sd3, nft"]] and data["start"]["config"] == [
+        ["digen.seed", "3"]
+    ]
+    assert "Warnings" not in {tile["label"] for tile in data["tiles"]}
+    (tmp_path / "global_step_1").mkdir()
+    known = {"config": {"digen": {"seed": 4}}, "versions": {"verl": "0.9.1"}}
+    (tmp_path / "global_step_1" / "run.json").write_text(json.dumps(known))
+    start = collect(tmp_path)["start"]
+    assert start["config"] == [["digen.seed", "4"]] and start["versions"] == {"verl": "0.9.1"}
+
+
+def test_steps_after_the_newest_line_of_metrics_are_of_an_earlier_run(tmp_path):
+    make_run(tmp_path)
+    add_validation(tmp_path, 100)
+    add_groups(tmp_path, 100)
+    data = collect(tmp_path)
+    assert data["validations"]["steps"][-1] == data["groups"]["steps"][-1] == data["distributions"]["steps"][-1] == 4
+
+
+def test_a_picture_that_is_gone_or_broken_leaves_a_gap(tmp_path):
+    make_run(tmp_path)
+    image_path(tmp_path, 2, "val-00000").unlink()
+    image_path(tmp_path, 4, "val-00001").write_bytes(b"\x89PNG")
+    shown = collect(tmp_path)["validations"]["pictures"]
+    assert [[picture is None for picture in step] for step in shown] == [
+        [False] * 3,
+        [True, False, False],
+        [False, True, False],
+    ]
+
+
+def test_the_file_is_replaced_at_once_and_a_failure_leaves_the_old_one(tmp_path, monkeypatch):
+    make_run(tmp_path)
+    path = tmp_path / REPORT
+    write_report(tmp_path, path)
+    before = path.read_text()
+    assert path.stat().st_mode & 0o777 == 0o644
+
+    def fail(*arguments):
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(page.os, "replace", fail)
+    with pytest.raises(OSError, match="the disk is full"):
+        write_report(tmp_path, path)
+    assert path.read_text() == before and not list(tmp_path.glob(f".{REPORT}*"))
+
+
+def test_the_command_writes_where_it_is_told(tmp_path, capsys):
+    make_run(tmp_path / "run")
+    assert cli.main(["report", str(tmp_path / "run")]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "run" / REPORT)
+    assert cli.main(["report", str(tmp_path / "run"), "--out", str(tmp_path / "own.html")]) == 0
+    assert data_of((tmp_path / "own.html").read_text())["heading"]["name"] == "run"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["no_such_run"], "RUN must be the folder of a run, its trainer.default_local_dir, with a metrics.jsonl"),
+        (["run", "--out", "no_such_folder/x.html"], "--out must be a file in a folder that is there"),
+        (["run", "--out", "run"], "--out must be a file in a folder that is there"),
+        (["broken"], "line 2 must be a JSON object with a step, got 'nonsense'; delete that line"),
+    ],
+)
+def test_a_bad_command_line_is_one_line_and_exit_code_2(tmp_path, capsys, monkeypatch, words, said):
+    make_run(tmp_path / "run")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / METRICS).write_text('{"step": 1}\nnonsense\n{"step": 3}\n')
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["report", *words]) == 2
+    assert capsys.readouterr().err.startswith("digen report: ") and not Path("no_such_run").exists()
+    assert cli.main(["report", *words]) == 2 and said in capsys.readouterr().err
+
+
+def test_names_of_files_are_those_that_a_run_writes(tmp_path):
+    add_validation(tmp_path, 3)
+    assert step_dir(tmp_path, 3).name == "step_000003"
+    assert page.validations(tmp_path, 3)["steps"] == [3] and (VALIDATION, TRAINING) == ("step_", "train_")

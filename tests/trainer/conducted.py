@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The conductor with fake pools driven by events: no Ray, and a counter in place of the clock."""
+
+import asyncio
+import itertools
+from collections import Counter
+
+from tests.tags import make_tag
+from verl_digen.agent_loop.chunks import GeneratedChunk, ScoredChunk
+from verl_digen.observe.timeline import Lane, Recorder
+from verl_digen.schedulers.deadlines import Deadlines, DeadlinesConfig
+from verl_digen.schedulers.durations import MeasuredDurations
+from verl_digen.schedulers.planner import BatchPlanner
+from verl_digen.schedulers.rules import BatchRules
+from verl_digen.trainer.conductor import Conductor
+from verl_digen.trainer.lanes import Lanes
+
+GROUP_SIZE = 4
+
+DEADLINES = DeadlinesConfig()
+
+
+class Pools:
+    """Generator and trainer whose answers come when the test, or a seeded order, says so."""
+
+    def __init__(self, rng=None, fail=(), lose_slot_at=None, fail_accumulate_at=None):
+        self.rng, self.fail, self.lose_slot_at, self.fail_accumulate_at = (
+            rng,
+            set(fail),
+            lose_slot_at,
+            fail_accumulate_at,
+        )
+        self.generated, self.assisted, self.trained, self.calls = [], [], [], []
+        self.is_open = False
+        self.version = self.staged = 0
+        self.slot_versions = {}
+        self.withdrawn = set()
+        self.hangs_until_withdrawn = set()
+
+    async def _pause(self):
+        for _ in range(self.rng.randint(0, 6) if self.rng else 1):
+            await asyncio.sleep(0)
+
+    def condition_key(self, chunk):
+        return f"conditions of {chunk.uid}"
+
+    async def generate(self, slot, chunk):
+        self.calls.append(("generate", slot, chunk.uid, chunk.samples))
+        await self._pause()
+        if self.lose_slot_at is not None and len(self.generated) >= self.lose_slot_at and slot == "s1":
+            self.lose_slot_at = None
+            self.slot_versions.pop(slot, None)
+            return GeneratedChunk(dict.fromkeys(chunk.samples, "died"), is_slot_lost=True)
+        assert chunk.version == self.slot_versions.get(slot, 0), "the slot has the weights that the chunk is for"
+        made = await self._make(chunk)
+        assert chunk.version == self.slot_versions.get(slot, 0), "weights change between two chunks only"
+        return made
+
+    async def _make(self, chunk):
+        await self._pause()
+        while chunk.uid in self.hangs_until_withdrawn and chunk.id not in self.withdrawn:
+            await asyncio.sleep(0)
+        if chunk.id in self.withdrawn:
+            self.done = getattr(self, "done", {}) | {chunk.id: []}
+            return GeneratedChunk(dict.fromkeys(chunk.samples, "withdrawn"), is_slot_lost=False)
+        failed = {index for index in chunk.samples if (chunk.uid, index) in self.fail}
+        self.fail -= {(chunk.uid, index) for index in failed}
+        self.generated += [(chunk.uid, index) for index in chunk.samples if index not in failed]
+        self.done = getattr(self, "done", {}) | {chunk.id: [index for index in chunk.samples if index not in failed]}
+        return GeneratedChunk(dict.fromkeys(failed, "no luck"), is_slot_lost=False)
+
+    async def cancel(self, chunk):
+        self.calls.append(("cancel", chunk.uid))
+        self.withdrawn.add(chunk.id)
+
+    async def discard(self, chunk):
+        self.calls.append(("discard", chunk.id))
+
+    async def end_replica(self, slots):
+        self.calls.append(("end", tuple(slots)))
+
+    async def assist(self, chunk):
+        self.calls.append(("assist", chunk.uid, chunk.samples))
+        assert self.is_open
+        self.assisted += [(chunk.uid, index) for index in chunk.samples]
+        return await self._make(chunk)
+
+    async def load(self, slots):
+        self.calls.append(("load", tuple(slots)))
+        await self._pause()
+        self.slot_versions |= dict.fromkeys(slots, self.staged)
+        return self.staged
+
+    async def collect(self, chunk):
+        await self._pause()
+        tags = {
+            index: make_tag(float(index), version=chunk.version, condition_key=self.condition_key(chunk))
+            for index in self.done[chunk.id]
+        }
+        self.num_scored = getattr(self, "num_scored", Counter()) + Counter({chunk.uid: len(tags)})
+        if self.num_scored[chunk.uid] == GROUP_SIZE:
+            self.calls.append(("scored whole", chunk.uid))
+        return ScoredChunk(tags, {})
+
+    async def begin(self):
+        assert not self.is_open
+        self.is_open = True
+        self.calls.append(("begin",))
+
+    async def accumulate(self, fragment, groups):
+        assert self.is_open
+        self.calls.append(("accumulate", fragment.uids))
+        await self._pause()
+        if self.fail_accumulate_at is not None and len(self.trained) >= self.fail_accumulate_at:
+            raise FloatingPointError("a kernel failed")
+        for uid in fragment.uids:
+            assert sorted(groups[uid]) == list(range(GROUP_SIZE)), "whole groups only"
+        self.trained += fragment.uids
+
+    async def commit(self):
+        assert self.is_open
+        self.is_open = False
+        self.version += 1
+        self.calls.append(("commit",))
+        return {"grad_norm": 1.0}
+
+    async def abort(self):
+        self.is_open = False
+        self.calls.append(("abort",))
+
+
+def make_conductor(pools, num_prompts=3, slots=("s0", "s1"), now_s=None, slots_of=None, deadlines=DEADLINES, **rules):
+    clock = itertools.count()
+    recorder = Recorder(now_s=now_s or (lambda: float(next(clock))))
+    planner = BatchPlanner(
+        BatchRules(num_prompts, GROUP_SIZE, **{"max_group_refills": 2, "max_sample_refills": 3, **rules}),
+        MeasuredDurations(),
+        first_batch=0,
+        num_batches=None,
+    )
+    lanes = {slot: Lane("generator", number, "here", 1) for number, slot in enumerate(slots)}
+    for slot in slots:
+        planner.on_slot_joined(slot, replica=slot, version=0)
+    numbers = itertools.count()
+    return Conductor(
+        planner,
+        pools,
+        pools,
+        lambda batch, count: [f"p{next(numbers):03d}" for _ in range(count)],
+        slots_of=slots_of or {slot: [slot] for slot in slots},
+        deadlines=Deadlines(deadlines),
+        recorder=recorder,
+        lanes=Lanes(Lane("trainer", 0, "here", 1), Lane("reward", 0, "here", 0), lanes),
+    )
+
+
+def run(conductor, num_batches=1, between=0, drains=False):
+    async def batches():
+        outcomes = []
+        for number in range(num_batches):
+            outcomes.append(await conductor.run_batch())
+            for _ in range(between):  # verl's loop saves, logs and moves weights
+                await asyncio.sleep(0)
+            conductor.generator.staged = number + 1
+            await conductor.publish(number + 1)
+            if drains:
+                await conductor.drain()
+        return outcomes
+
+    return asyncio.run(batches())

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report of a run that goes on: when it is written, and that a failure is told and harms nothing."""
+
+import logging
+
+import pytest
+from ray.exceptions import GetTimeoutError, RayTaskError
+
+from tests.report.runs import make_run
+from verl_digen.observe.run_files import REPORT
+from verl_digen.trainer import run_report
+from verl_digen.trainer.run_report import MAX_SHARE, MIN_INTERVAL_S, RunReport
+
+
+class Clock:
+    now_s = 100.0
+
+
+class Tasks:
+    """Tasks that end when `is_done` says so, after `spent_s`, or with `error`."""
+
+    def __init__(self):
+        self.begun, self.done, self.spent_s, self.waited_s = 0, True, 1.0, []
+        self.error: Exception | None = None
+
+    def __call__(self, run_dir):
+        self.begun += 1
+        return self
+
+    def is_done(self):
+        return self.done
+
+    def result(self, wait_s):
+        self.waited_s.append(wait_s)
+        if self.error is not None:
+            raise self.error
+        return self.spent_s
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def tasks():
+    return Tasks()
+
+
+@pytest.fixture
+def report(tmp_path, tasks, clock):
+    return RunReport(tmp_path, wait_s=7.0, begin=tasks, now_s=lambda: clock.now_s)
+
+
+def test_it_is_written_at_most_once_a_minute_and_at_the_end(report, tasks, clock):
+    report.refresh()
+    clock.now_s += MIN_INTERVAL_S - 1
+    report.refresh()
+    assert tasks.begun == 1
+    clock.now_s += 1
+    report.refresh()
+    assert tasks.begun == 2
+    report.finish()
+    assert tasks.begun == 3 and tasks.waited_s == [0.0, 7.0, 7.0]
+
+
+def test_a_report_that_takes_long_is_written_less_often(report, tasks, clock):
+    tasks.spent_s = 10.0
+    report.refresh()
+    began_s = clock.now_s
+    clock.now_s = began_s + tasks.spent_s / MAX_SHARE - 1
+    report.refresh()
+    assert tasks.begun == 1
+    clock.now_s += 1
+    report.refresh()
+    assert tasks.begun == 2
+
+
+def test_a_refresh_never_waits_and_never_starts_a_second_one(report, tasks, clock):
+    tasks.done = False
+    for _ in range(5):
+        report.refresh()
+        clock.now_s += 10 * MIN_INTERVAL_S
+    assert tasks.begun == 1 and not tasks.waited_s
+
+
+@pytest.mark.parametrize(
+    "error", [RayTaskError("_write", "traceback", OSError("no space left")), GetTimeoutError("not ready")]
+)
+def test_a_failure_is_a_warning_with_a_remedy_and_the_next_one_is_written(
+    report, tasks, clock, caplog, error, tmp_path
+):
+    tasks.error = error
+    report.refresh()
+    clock.now_s += MIN_INTERVAL_S
+    with caplog.at_level(logging.WARNING):
+        report.refresh()
+    assert tasks.begun == 2 and f"`digen report {tmp_path}` writes it" in caplog.text
+    report.finish()
+    assert tasks.begun == 3
+
+
+def test_the_task_writes_into_the_runs_folder_and_says_how_long_it_took(tmp_path):
+    make_run(tmp_path)
+    assert run_report._write(tmp_path) > 0 and (tmp_path / REPORT).stat().st_size > 1_000_000

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of the files in a run's folder that people and commands read. stdlib only.
+
+| file | content |
+| --- | --- |
+| `start.json` | the newest start: words of the command line, config, notes, versions (`verl_digen.preflight.start`) |
+| `metrics.jsonl` | numbers of each step |
+| `warnings.jsonl` | warnings of the driver |
+| `timeline.jsonl` | intervals of each step (`verl_digen.observe.timeline`) |
+| `images/step_000010/val-00003.png` | a validation sample; a GIF beside it, if it is a video |
+| `images/step_000010.json`, `.png` | prompts and rewards of that validation's samples; their grid |
+| `images/train_000010/p00000072-003.png` | sample 3 of a training group |
+| `images/train_000010.json`, `.png` | best and worst of some groups and the rewards of the step; their grid |
+| `report.html` | all of it on one page (`verl_digen.report`) |
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+START, METRICS, WARNINGS, REPORT = "start.json", "metrics.jsonl", "warnings.jsonl", "report.html"
+IMAGES = "images"
+VALIDATION, TRAINING = "step_", "train_"
+"""Prefixes of a step's folder of pictures."""
+
+
+def step_dir(run_dir: Path, step: int) -> Path:
+    """Folder of the pictures of the validation after `step` optimizer steps."""
+    return run_dir / IMAGES / f"{VALIDATION}{step:06d}"
+
+
+def image_path(run_dir: Path, step: int, uid: str) -> Path:
+    """PNG of one validation sample."""
+    return step_dir(run_dir, step) / f"{uid}.png"
+
+
+def group_dir(run_dir: Path, step: int) -> Path:
+    """Folder of the pictures of a step's training groups."""
+    return run_dir / IMAGES / f"{TRAINING}{step:06d}"
+
+
+def sample_path(run_dir: Path, step: int, uid: str, index: int) -> Path:
+    """PNG of one training sample."""
+    return group_dir(run_dir, step) / f"{uid}-{index:03d}.png"
+
+
+def video_path(path: Path) -> Path:
+    """The GIF beside the PNG of a sample; there is one if the sample is a video."""
+    return path.with_suffix(".gif")
+
+
+def audio_path(path: Path) -> Path:
+    """The WAV file beside the PNG of a sample; there is one if the sample has sound."""
+    return path.with_suffix(".wav")
+
+
+def pictured_steps(run_dir: Path, prefix: str) -> list[int]:
+    """Steps with a JSON file of pictures, ascending.
+
+    Args:
+        prefix: `VALIDATION` or `TRAINING`.
+    """
+    numbers = (path.stem.removeprefix(prefix) for path in (run_dir / IMAGES).glob(f"{prefix}*.json"))
+    return sorted(int(number) for number in numbers if number.isdecimal())

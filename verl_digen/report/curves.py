@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers of a run's steps as columns, and distributions of its rewards, thinned out evenly.
+
+*Invariants:* at most `MAX_ROWS` rows; the first and the last row and, up to half of the rows, every validation are
+among them; no value is changed but by rounding to `DIGITS` digits; what is not finite is None.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from math import isfinite
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from verl_digen.observe.run_files import TRAINING, group_dir, pictured_steps
+
+MAX_ROWS, MAX_COLUMNS = 500, 250
+MAX_DISTRIBUTIONS = 40
+"""Steps whose distributions are shown."""
+MAX_REWARDS = 12
+"""Rewards whose distributions are shown."""
+NUM_BINS = 30
+DIGITS = 5
+VALIDATION = "val/reward"
+"""Name that the rows of validations have."""
+
+Item = TypeVar("Item")
+
+
+def thinned(items: Sequence[Item], count: int) -> list[Item]:
+    """At most `count` >= 2 items, evenly spread, with the first and the last."""
+    if len(items) <= count:
+        return list(items)
+    return [items[round(number * (len(items) - 1) / (count - 1))] for number in range(count)]
+
+
+def rounded(value: float | None) -> float | None:
+    """The value with `DIGITS` significant digits; None if it is not finite."""
+    return float(f"{value:.{DIGITS}g}") if value is not None and isfinite(value) else None
+
+
+def read_rows(path: Path) -> list[dict[str, float]]:
+    """Rows of a run's metrics.jsonl, by step; [] without it. A last line that is being written is left out.
+
+    Raises:
+        ValueError: a line is no JSON object with a step.
+    """
+    if not path.is_file():
+        return []
+    text = path.read_text(encoding="utf-8")
+    rows: dict[int, dict[str, float]] = {}
+    for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), start=1):
+        try:
+            row = json.loads(line)
+            rows[int(row["step"])] = row
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{path}: line {number} must be a JSON object with a step, got {line[:60]!r}; delete that line"
+            ) from error
+    return [rows[step] for step in sorted(rows)]
+
+
+def columns(rows: Sequence[Mapping[str, float]]) -> dict[str, list[float | None]]:
+    """Name -> value of each row that is kept, None where it has none; `step` first."""
+    validated = thinned([number for number, row in enumerate(rows) if VALIDATION in row], MAX_ROWS // 2)
+    others = sorted(set(range(len(rows))).difference(validated))
+    kept = [rows[number] for number in sorted({*validated, *thinned(others, MAX_ROWS - len(validated))})]
+    names = dict.fromkeys(name for row in kept for name in row)
+    return {name: [rounded(row.get(name)) for row in kept] for name in _chosen(names)}
+
+
+def _chosen(names: Iterable[str]) -> list[str]:
+    """At most `MAX_COLUMNS` names: those that the page's own plots need first."""
+    order = ("step", "reward/", "val/", "perf/")
+    ranked = sorted(names, key=lambda name: next((n for n, word in enumerate(order) if name.startswith(word)), 9))
+    return ranked[:MAX_COLUMNS]
+
+
+def distributions(run_dir: Path, last_step: int) -> dict[str, Any]:
+    """Distributions of the rewards of steps whose groups are shown, up to `last_step`.
+
+    Returns:
+        steps: ascending. num_left_out: further steps. rewards: name -> `edges` [NUM_BINS + 1] and `shares`, of each
+        step [NUM_BINS], None where no sample has the reward.
+    """
+    found = [step for step in pictured_steps(run_dir, TRAINING) if step <= last_step]
+    steps = thinned(found, MAX_DISTRIBUTIONS)
+    values = [json.loads(group_dir(run_dir, step).with_suffix(".json").read_text())["values"] for step in steps]
+    names = list(dict.fromkeys(name for of_step in values for name in of_step))[:MAX_REWARDS]
+    rewards = {
+        name.removeprefix("distribution/"): _binned([of_step.get(name, ()) for of_step in values]) for name in names
+    }
+    return {"steps": steps, "num_left_out": len(found) - len(steps), "rewards": rewards}
+
+
+def _binned(of_steps: Sequence[Sequence[float]]) -> dict[str, Any]:
+    everything = np.array([value for values in of_steps for value in values if isfinite(value)], dtype=float)
+    low, high = (everything.min(), everything.max()) if len(everything) else (0.0, 1.0)
+    edges = np.linspace(low, high, NUM_BINS + 1) if high > low else np.linspace(low - 0.5, low + 0.5, NUM_BINS + 1)
+    shares = []
+    for values in of_steps:
+        counts, _ = np.histogram([value for value in values if isfinite(value)], edges)
+        shares.append([rounded(share) for share in counts / counts.sum()] if counts.sum() else None)
+    return {"edges": [rounded(float(edge)) for edge in edges], "shares": shares}

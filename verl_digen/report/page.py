@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page: one dict with all that it shows, as JSON in one HTML file together with style, script and plotly.
+
+- Nothing is fetched: the page's content security policy forbids it.
+- Texts of a run come in as JSON without `<`, and the script writes them as text, never as HTML.
+- The file is replaced at once: a reader sees the old page or the new one.
+
+*Invariants (tests/report):* the file is below `MAX_BYTES` however long the run is; no text of a run becomes markup.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pkgutil
+import re
+import tempfile
+from datetime import datetime, timezone
+from html import escape
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from verl_digen.observe.run_files import METRICS, START
+from verl_digen.report.curves import columns, distributions, read_rows
+from verl_digen.report.missing import sentences
+from verl_digen.report.pictures import groups, validations
+from verl_digen.report.start import read_start, warnings_of
+from verl_digen.report.summary import heading, tiles
+from verl_digen.report.timelines import timelines
+from verl_digen.require import require
+
+MAX_BYTES = 10_000_000
+PLOTLY = "package_data/plotly.min.js"
+
+
+def write_report(run_dir: Path, path: Path) -> None:
+    """Write the report of a run's folder.
+
+    Raises:
+        ValueError: `run_dir` is no run's, or a file in it is broken.
+        OSError: `path` cannot be written.
+    """
+    page = render(collect(run_dir))
+    descriptor, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(page)
+        os.chmod(aside, 0o644)  # mkstemp gives it to its owner alone
+        os.replace(aside, path)
+    except BaseException:
+        Path(aside).unlink(missing_ok=True)
+        raise
+
+
+def collect(run_dir: Path) -> dict[str, Any]:
+    """All that the page shows.
+
+    Raises:
+        ValueError: `run_dir` is no run's, or a file in it is broken.
+    """
+    require(
+        (run_dir / METRICS).is_file() or (run_dir / START).is_file(),
+        f"RUN must be the folder of a run, its trainer.default_local_dir, with a {METRICS}",
+        str(run_dir),
+        "name the folder that the run was given",
+    )
+    rows = read_rows(run_dir / METRICS)
+    last_step = int(rows[-1]["step"]) if rows else 0
+    start = read_start(run_dir)
+    warnings = warnings_of(run_dir)
+    found = {
+        "written": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "version": version("verl-digen"),
+        "heading": heading(run_dir, start),
+        "tiles": tiles(rows, start, warnings),
+        "curves": {"num_rows": len(rows), "columns": columns(rows)},
+        "distributions": distributions(run_dir, last_step),
+        "validations": validations(run_dir, last_step),
+        "groups": groups(run_dir, last_step),
+        "timelines": timelines(run_dir),
+        "start": start,
+        "warnings": warnings,
+    }
+    return {**found, "missing": sentences(found)}
+
+
+def render(data: dict[str, Any]) -> str:
+    """The HTML file that shows `data`."""
+    plotly = pkgutil.get_data("plotly", PLOTLY)
+    assert plotly is not None
+    parts = {
+        "title": escape(data["heading"]["name"]),
+        "style": _asset("page.css"),
+        "plotly": plotly.decode(),
+        "data": json.dumps(data, allow_nan=False, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c"),
+        "script": _asset("page.js"),
+    }
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _asset("page.html"))
+
+
+def _asset(name: str) -> str:
+    content = pkgutil.get_data("verl_digen.report", name)
+    assert content is not None
+    return content.decode()

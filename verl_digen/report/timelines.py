@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chosen steps of a run's timeline, for the page: the first, the slowest, the last, and some between them.
+
+*Invariants:* at most `MAX_STEPS` steps, each with at most `MAX_LANES` lanes of a pool and `MAX_BARS` bars.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from verl_digen.observe.timeline import read_timeline
+from verl_digen.observe.timeline.analysis import by_lane, num_trained_samples, overlap_s, pool_usage, step_window
+from verl_digen.observe.timeline.file import NAME, Timeline
+from verl_digen.observe.timeline.interval import UNATTRIBUTED, Interval
+from verl_digen.observe.timeline.layout import group_label, group_names, rows
+from verl_digen.observe.timeline.legend import COLOURS, words_of
+from verl_digen.report.curves import rounded, thinned
+
+MAX_STEPS, MAX_LANES, MAX_BARS = 6, 12, 1200
+MAX_BYTES = 32_000_000
+"""Read of the end of the file; a longer one shows its newest steps."""
+
+
+def timelines(run_dir: Path) -> dict[str, Any]:
+    """Steps of the timeline, `steps`, and the words and colours of their `kinds`; no step without a timeline.
+
+    Raises:
+        ValueError: the file is broken.
+    """
+    path = run_dir / NAME
+    if not path.is_file():
+        return {"steps": [], "kinds": {}, "is_there": False, "is_whole": True}
+    timeline = read_timeline(path, most_bytes=MAX_BYTES)
+    is_whole = path.stat().st_size <= MAX_BYTES
+    kinds = {kind: {"words": words_of(kind), "colour": colour} for kind, colour in COLOURS.items()}
+    return {
+        "steps": [_shown(timeline, step, word) for step, word in _chosen(timeline, is_whole=is_whole)],
+        "kinds": kinds,
+        "is_there": True,
+        "is_whole": is_whole,
+    }
+
+
+def _chosen(timeline: Timeline, *, is_whole: bool) -> list[tuple[int, str]]:
+    """(step, why), by step. A step that lasted no time is left out."""
+    lasted = {
+        interval.step: interval.duration_s
+        for interval in timeline.intervals
+        if interval.kind == "step" and interval.duration_s > 0
+    }
+    steps = sorted(lasted) if is_whole else sorted(lasted)[1:]  # the first one is not all there
+    if not steps:
+        return []
+    slowest = max(steps, key=lasted.__getitem__)
+    chosen = sorted({slowest, *thinned(steps, MAX_STEPS - 1)})
+    return [(step, "slowest" if step == slowest and len(steps) > 1 else "") for step in chosen]
+
+
+def _shown(timeline: Timeline, step: int, word: str) -> dict[str, Any]:
+    window = step_window(timeline.intervals, step)
+    near = [one for one in timeline.intervals if one.start_s <= window[1] and one.end_s >= window[0]]
+    of_step = [*near, *(one for one in timeline.intervals if one.step == step and one.end_s < window[0])]
+    num_devices = timeline.num_devices[step]
+    names = group_names(of_step)
+    lanes, bars, num_lanes_left_out = [], [], 0
+    of_pool: dict[str, int] = {}
+    for name, of_lane in by_lane(near, window).items():
+        pool = of_lane[0].lane.pool
+        of_pool[pool] = of_pool[pool] + 1 if pool in of_pool else 1
+        if of_pool[pool] > MAX_LANES:
+            num_lanes_left_out += 1
+            continue
+        slots = rows(of_lane)
+        lanes.append({"name": name, "host": of_lane[-1].lane.host, "rows": max(slots) + 1})
+        for interval, row in zip(of_lane, slots, strict=True):
+            bars.append(_bar(interval, len(lanes) - 1, row, window, step, group_label(interval, names)))
+    longest = sorted(sorted(bars, key=lambda bar: -bar["s"])[:MAX_BARS], key=lambda bar: (bar["lane"], bar["at"]))
+    return {
+        "step": step,
+        "word": word,
+        "step_s": rounded(window[1] - window[0]),
+        "headline": _headline(of_step, step, num_devices, window),
+        "pools": _pools(of_step, step, num_devices),
+        "lanes": lanes,
+        "bars": longest,
+        "num_lanes_left_out": num_lanes_left_out,
+        "num_bars_left_out": len(bars) - len(longest),
+    }
+
+
+def _bar(
+    interval: Interval, lane: int, row: int, window: tuple[float, float], step: int, groups: str
+) -> dict[str, Any]:
+    """One bar, cut at the step's begin and end."""
+    start_s, end_s = max(interval.start_s, window[0]), min(interval.end_s, window[1])
+    facts = [words_of(interval.kind if interval.reason is None else interval.reason)]
+    if interval.step != step:
+        facts.append(f"for step {interval.step}")
+    if groups:
+        facts.append(groups)
+    if interval.num_samples:
+        facts.append(f"{interval.num_samples} samples")
+    if interval.version is not None:
+        facts.append(f"weights {interval.version}")
+    if "reward" in interval.detail:
+        facts.append(str(interval.detail["reward"]))
+    return {
+        "lane": lane,
+        "row": row,
+        "kind": interval.kind,
+        "at": round(start_s - window[0], 4),
+        "s": round(end_s - start_s, 4),
+        "text": " · ".join(facts),
+        "pale": interval.step != step,
+    }
+
+
+def _headline(
+    intervals: Sequence[Interval], step: int, num_devices: Mapping[str, int], window: tuple[float, float]
+) -> str:
+    """The step's numbers in words."""
+    step_s = window[1] - window[0]
+    parts = [f"{step_s:.3g} s"]
+    if num_samples := num_trained_samples(intervals, step):
+        parts.append(f"{num_samples / step_s:.3g} samples/s on {sum(num_devices.values())} devices")
+    if overlap := overlap_s(intervals, window):
+        parts.append(f"trainer and generators at work together for {overlap / step_s:.0%}")
+    return " · ".join(parts)
+
+
+def _pools(intervals: Sequence[Interval], step: int, num_devices: Mapping[str, int]) -> list[dict[str, Any]]:
+    found = []
+    for pool, usage in pool_usage(intervals, step, num_devices).items():
+        causes = sorted(usage.bubble_s.items(), key=lambda cause: -cause[1])
+        found.append(
+            {
+                "pool": pool,
+                "devices": usage.num_devices,
+                "busy": rounded(usage.busy_fraction),
+                "idle": rounded(usage.bubble_fraction),
+                "causes": [
+                    [words_of(reason), rounded(seconds / usage.capacity_s), reason == UNATTRIBUTED]
+                    for reason, seconds in causes
+                    if seconds > 0
+                ],
+            }
+        )
+    return found
