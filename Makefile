@@ -9,7 +9,10 @@ ARGS ?=
 ORDERS ?= 10000
 SEED ?= 7
 
-.PHONY: quickstart test lint-beside-e2e test-unit test-e2e test-long test-grids mutations chaos test-vllm-omni lint format clean
+# What shellcheck reads, in `make lint`
+SCRIPTS := .ci/run .ci/setup_env.sh docker/lock.sh examples/*.sh examples/*/*.sh
+
+.PHONY: quickstart test lint-beside-e2e test-unit test-e2e test-long test-grids mutations chaos test-vllm-omni lint docs format dist clean
 
 quickstart:  ## train a tiny model here and now
 	@.ci/setup_env.sh
@@ -34,9 +37,11 @@ test-long:  ## every architecture end to end, faults, long runs, further values 
 	$(BIN)/python -m pytest -m "long and not grid" -n 3 --dist loadfile --ignore tests/bench
 	$(BIN)/python -m pytest -m "long and not grid" tests/bench  # alone: their durations are compared with a simulation's
 
-test-grids:  ## what is not worth CI's time: further architectures, ranks and settings of what test-long tries (10 minutes)
+test-grids:  ## what is not worth CI's time: further architectures, ranks and settings of what test-long and test-vllm-omni try, and the package in bare environments (25 minutes)
 	@.ci/setup_env.sh dev
 	$(BIN)/python -m pytest -m grid -n 2 --dist loadfile
+	@VENV=$(OMNI) .ci/setup_env.sh dev,vllm-omni
+	$(OMNI)/bin/python -m pytest -m grid tests/vllm_omni
 
 mutations:  ## wrong code, one line at a time: a test must notice each (10 minutes)
 	@.ci/setup_env.sh dev
@@ -51,17 +56,29 @@ test-vllm-omni:  ## what needs the extra vllm-omni
 	$(OMNI)/bin/pyright --pythonpath $(OMNI)/bin/python verl_digen/rollout/vllm_omni
 	$(OMNI)/bin/python -m pytest -m "not (gpu or grid)" tests/vllm_omni
 
-lint:  ## style, types, and that no room imports from a floor above
+lint: docs  ## style, types, scripts, links of the docs, and that no room imports from a floor above
 	@.ci/setup_env.sh dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports --no-cache --no-logo
+	$(BIN)/shellcheck $(SCRIPTS)
+	$(BIN)/hadolint docker/Dockerfile
+
+docs:  ## the site of docs/, in build/docs; a broken link or anchor fails (seconds)
+	@.ci/setup_env.sh dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # with --quiet it would not count warnings
 
 format:  ## what `make lint` can repair by itself
 	@.ci/setup_env.sh dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+dist:  ## sdist and wheel in dist/, as an index accepts them; the version is that of the tag (see CONTRIBUTING.md)
+	@.ci/setup_env.sh dev
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
 
 clean:  ## remove what builds and tests leave; .venv and outputs/ stay
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache

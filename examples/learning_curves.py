@@ -8,9 +8,9 @@
 
 Runs follow one another, 2 to 3 minutes each on 2 idle CPU cores. Finished ones are not run again (a longer one serves,
 too, and takes the place of a shorter one when it has ended), one that was cut short starts afresh, and one that fails
-is told at the end. Writes learning.json (all points), .png and .md (the table), of two pools learning_stale.*; `--docs`
-puts them into that folder. Seconds of training are the number of steps times the median seconds of a step, without
-validation: that of `--timing`, where it was measured.
+is told at the end. Writes learning.json (all points), .png and .md (the table); learning_long.* of runs of 60 steps, if
+there are any, and learning_stale.* of two pools. `--docs` puts them into that folder. Seconds of training are the
+number of steps times the median seconds of a step, without validation: that of `--timing`, where it was measured.
 
 A further objective is a line in `CURVES`. `make quickstart` before, for the environment.
 """
@@ -32,6 +32,8 @@ from verl_digen.bench.modes import Mode
 from verl_digen.bench.runs import BenchWork, RunFailed, read_rows, run_dir_of, run_mode
 
 QUICKSTART = ("digen_quickstart",)
+LONG_STEPS = 60
+"""Steps of the quick start; curves of runs of that many have a table and a picture of their own."""
 VALIDATE_EVERY = 5
 """Steps between validations. The quick start has 20."""
 TIMED_STEPS = 12
@@ -250,12 +252,16 @@ def main() -> None:
         failures = run_all(modes, [0], TIMED_STEPS, timing, validates=False)
     elif not args.no_runs:
         failures = run_all(modes, range(args.seeds), args.steps, runs, validates=True)
-    found = {"learning": strict_curves, "learning_stale": stale_curves}
-    curves = {name: collect(args.steps, runs, timing) for name, collect in found.items()}
-    for name, of_name in curves.items():
-        if of_name:
-            write_report(of_name, args.steps, args.out, name, args.docs)
-    write_timing([curve for of_name in curves.values() for curve in of_name], args.out / "timing.json")
+    reports = {"learning": (strict_curves, args.steps), "learning_stale": (stale_curves, args.steps)}
+    if args.steps < LONG_STEPS:
+        reports["learning_long"] = strict_curves, LONG_STEPS
+    curves = []
+    for name, (collect, num_steps) in reports.items():
+        found = collect(num_steps, runs, timing)
+        if found:
+            write_report(found, num_steps, args.out, name, args.docs)
+        curves += found
+    write_timing(curves, args.out / "timing.json")
     sys.exit("\n\n".join(failures) if failures else 0)
 
 

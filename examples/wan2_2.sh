@@ -3,8 +3,8 @@
 #
 # DanceGRPO on Wan2.2 T2V A14B, both experts, LoRA: examples/wan2_2.sh PROMPTS VALIDATION_PROMPTS [KEY=VALUE ...]
 #
-# GPUs       8 of 96 GB: the plan says 85.5 GB, of which the two experts are 57. On 80 GB: TI2V-5B, see the recipe
-#            (71.9 GB). Ask again: digen plan recipe=digen_wan2_2 gpus=8 gpu_mem=96
+# GPUs       8 of 96 GB: the plan says 85.5 GB, of which the two experts are 57. On 80 GB: examples/wan2_2_ti2v.sh.
+#            Ask again: digen plan recipe=digen_wan2_2 gpus=8 gpu_mem=96
 # Downloads  Wan-AI/Wan2.2-T2V-A14B-Diffusers, once per node: 34 B parameters with encoder and VAE, of 2 bytes each
 #            (4 where they are published in fp32).
 # Minutes    Not measured. Calculated: a step takes at least 260 s for 96 videos of 33 frames, 240 x 416, at 40 %

@@ -10,7 +10,9 @@ import copy
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,6 +68,20 @@ LessonBatch = Callable[[np.random.Generator, int], tuple[torch.Tensor, list[str]
 """(generator, batch size) -> packed latents x_0 [B, tokens, 64] and captions."""
 
 
+@dataclass(frozen=True)
+class Batch:
+    """Pictures to learn, and what the network reads beside their noisy latents."""
+
+    x0: torch.Tensor
+    """Packed latents [B, tokens, 64]."""
+    embeds: torch.Tensor
+    """[B, L, D] of the prompts."""
+    mask: torch.Tensor
+    """[B, L], 1 for a token of the prompt."""
+    source: torch.Tensor | None = None
+    """Packed latents [B, tokens, 64] of the pictures that are edited."""
+
+
 def encode_packed(vae: AutoencoderKLQwenImage, pictures: np.ndarray) -> torch.Tensor:
     """uint8 [B, H, W, 3] -> normalised, packed latents, fp32 [B, tokens, 64]."""
     mean = torch.tensor(vae.config.latents_mean).view(1, -1, 1, 1, 1)
@@ -114,67 +130,92 @@ def train_denoiser(
     tokenizer: Qwen2Tokenizer,
     draw_batch: LessonBatch,
     *,
+    is_text_frozen: bool = False,
+    **settings: Any,
+) -> None:
+    """One lesson: train `transformer`, and `text_encoder` unless it is frozen, in place.
+
+    Args:
+        settings: those of `fit`.
+    """
+    encode_prompts = PromptEncoder(text_encoder, tokenizer, is_frozen=is_text_frozen)
+
+    def draw(rng: np.random.Generator, size: int) -> Batch:
+        x0, captions = draw_batch(rng, size)
+        prompts = [" " if rng.random() < PROMPT_DROPOUT else caption for caption in captions]
+        return Batch(x0, *encode_prompts(prompts))
+
+    trained = [transformer] if is_text_frozen else [transformer, text_encoder.model.language_model]
+    fit(trained, draw, **settings)
+
+
+def fit(
+    trained: Sequence[torch.nn.Module],
+    draw: Callable[[np.random.Generator, int], Batch],
+    *,
     picture_px: tuple[int, int],
     num_steps: int,
     batch_size: int,
     peak_lr: float,
     seed: int,
     snapshot: Snapshot,
-    is_text_frozen: bool = False,
 ) -> None:
-    """One lesson: train `transformer`, and `text_encoder` unless it is frozen, in place.
+    """Train the networks in place, the first of which is the transformer.
 
     Args:
-        picture_px: height and width of the pictures.
+        draw: (generator, batch size) -> a batch; gradients may flow through its embeddings.
+        picture_px: height and width of the pictures, and of the pictures that they come from.
     """
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
-    encode_prompts = PromptEncoder(text_encoder, tokenizer, is_frozen=is_text_frozen)
     rows, columns = (side // PX_PER_TOKEN for side in picture_px)
     shift = schedule_shift(rows * columns)
 
-    trained = [transformer] if is_text_frozen else [transformer, text_encoder.model.language_model]
-    both = torch.nn.ModuleList(trained)
-    average = copy.deepcopy(both)
-    optimizer = torch.optim.AdamW(both.parameters(), lr=peak_lr, betas=(0.9, 0.99), weight_decay=0.01)
+    networks = torch.nn.ModuleList(trained)
+    average = copy.deepcopy(networks)
+    optimizer = torch.optim.AdamW(networks.parameters(), lr=peak_lr, betas=(0.9, 0.99), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, peak_lr, total_steps=num_steps, pct_start=0.08, cycle_momentum=False
     )
-    parts = {"both": both, "average": average, "optimizer": optimizer, "schedule": schedule}
+    parts = {"both": networks, "average": average, "optimizer": optimizer, "schedule": schedule}
     first_step = snapshot.resume(parts, rng)
     start_s, losses = time.monotonic(), []
     for step in range(first_step, num_steps):
-        x0, captions = draw_batch(rng, batch_size)
-        prompts = [" " if rng.random() < PROMPT_DROPOUT else caption for caption in captions]
-        embeds, mask = encode_prompts(prompts)
-        # One time per stratum of the batch: less noise in the loss than independent times.
-        u = (torch.randperm(batch_size) + torch.rand(batch_size)) / batch_size
-        sigma = shift * u / (1 + (shift - 1) * u)  # as dense as the steps of the sampler
-        noise = torch.randn_like(x0)
-        x_t = (1 - sigma.view(-1, 1, 1)) * x0 + sigma.view(-1, 1, 1) * noise
-        velocity = transformer(
-            hidden_states=x_t,
-            timestep=sigma,
-            encoder_hidden_states=embeds,
-            encoder_hidden_states_mask=mask,
-            img_shapes=[[(1, rows, columns)]] * batch_size,
-            return_dict=False,
-        )[0]
-        loss = (velocity - (noise - x0)).square().mean()
+        loss = _loss(trained[0], draw(rng, batch_size), shift, (1, rows, columns))
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(both.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(networks.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         decay = min(0.995, (1 + step) / (10 + step))
         with torch.no_grad():
-            torch._foreach_lerp_(list(average.parameters()), list(both.parameters()), 1 - decay)
+            torch._foreach_lerp_(list(average.parameters()), list(networks.parameters()), 1 - decay)
         losses.append(loss.item())
         if step % 100 == 99 or step == num_steps - 1:
             taken_s = time.monotonic() - start_s
             logger.info("denoiser step %d: loss %.4f, %.0f s", step + 1, np.mean(losses[-100:]), taken_s)
         snapshot.keep(step + 1, parts, rng, is_last=step == num_steps - 1)
-    both.load_state_dict(average.state_dict())
+    networks.load_state_dict(average.state_dict())
+
+
+def _loss(transformer: torch.nn.Module, batch: Batch, shift: float, grid: tuple[int, int, int]) -> torch.Tensor:
+    """Mean square error of the velocity at random times."""
+    x0, size = batch.x0, len(batch.x0)
+    # One time per stratum of the batch: less noise in the loss than independent times.
+    u = (torch.randperm(size) + torch.rand(size)) / size
+    sigma = shift * u / (1 + (shift - 1) * u)  # as dense as the steps of the sampler
+    noise = torch.randn_like(x0)
+    x_t = (1 - sigma.view(-1, 1, 1)) * x0 + sigma.view(-1, 1, 1) * noise
+    pictures = [x_t] if batch.source is None else [x_t, batch.source]
+    velocity = transformer(
+        hidden_states=torch.cat(pictures, dim=1),
+        timestep=sigma,
+        encoder_hidden_states=batch.embeds,
+        encoder_hidden_states_mask=batch.mask,
+        img_shapes=[[grid] * len(pictures)] * size,
+        return_dict=False,
+    )[0][:, : x0.shape[1]]
+    return (velocity - (noise - x0)).square().mean()
 
 
 def build_transformer(seed: int) -> QwenImageTransformer2DModel:

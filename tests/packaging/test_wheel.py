@@ -1,46 +1,88 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The wheel and the sdist, built from a copy of the checkout."""
+"""The sdist of a tagged checkout, and the wheel that is built from it: files, and metadata as an index reads them."""
 
-import shutil
+from __future__ import annotations
+
+import re
 import subprocess
 import sys
 import tarfile
-import zipfile
+from dataclasses import dataclass
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
-ROOT = Path(__file__).resolve().parents[2]
-NOT_PACKAGED = shutil.ignore_patterns(
-    ".*", "__pycache__", "*.egg-info", "build", "dist", "outputs", "tests", "examples"
+from tests.packaging.building import (
+    ROOT,
+    WITH_SAMPLES,
+    build,
+    commit,
+    copy_checkout,
+    git,
+    metadata_from,
+    metadata_of,
+    unpacked,
 )
+
+RELEASE = "7.8.9"
+LINK = re.compile(r"\]\(([^)]+)\)")
+HOME = "https://github.com/OWNER/verl-digen"
+
+OF_SDIST = {
+    *("CHANGELOG.md", "LICENSE", "MANIFEST.in", "PKG-INFO", "README.md", "pyproject.toml", "setup.cfg", "setup.py"),
+    *("patches", "recipes", "verl_digen", "verl_digen.egg-info"),
+}
+"""Names at the top of an sdist."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """Files of a release."""
+
+    sdist: Path
+    wheel: Path
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    """Names in the wheel and in the sdist."""
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """The files of release 7.8.9; the wheel is made of the unpacked sdist, which has no git."""
     folder = tmp_path_factory.mktemp("built")
-    source = folder / "source"
-    shutil.copytree(ROOT, source, symlinks=True, ignore=NOT_PACKAGED)
-    for build in ("build_wheel", "build_sdist"):
-        code = f"import setuptools.build_meta as backend; backend.{build}({str(folder)!r})"
-        subprocess.run([sys.executable, "-c", code], cwd=source, check=True, capture_output=True)
-    (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
-    with zipfile.ZipFile(wheel) as archive:
-        wheel_names = archive.namelist()
-    with tarfile.open(sdist) as archive:
-        sdist_names = [member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()]
-    return wheel_names, sdist_names
+    source = copy_checkout(folder / "source")
+    commit(source, f"v{RELEASE}")
+    out = folder / "dist"
+    out.mkdir()
+    sdist = build("sdist", source, out)
+    return Built(sdist, build("wheel", unpacked(sdist, folder / "unpacked"), out))
 
 
-def test_wheel_installs_nothing_at_top_level_but_the_package(built):
-    wheel, _ = built
+@pytest.fixture(scope="module")
+def wheel(built: Built) -> list[str]:
+    """Names in the wheel."""
+    with ZipFile(built.wheel) as archive:
+        return archive.namelist()
+
+
+@pytest.fixture(scope="module")
+def sdist(built: Built) -> list[str]:
+    """Names in the sdist, below its folder."""
+    with tarfile.open(built.sdist) as archive:
+        return [member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()]
+
+
+def test_wheel_installs_nothing_at_top_level_but_the_package(wheel):
     top_level = {name.partition("/")[0] for name in wheel}
-    assert {name for name in top_level if not name.endswith(".dist-info")} == {"verl_digen"}
+    assert top_level == {"verl_digen", f"verl_digen-{RELEASE}.dist-info"}
 
 
-def test_wheel_and_sdist_hold_every_recipe_and_the_marker_for_type_checkers(built):
-    wheel, sdist = built
+def test_sdist_holds_what_builds_the_package_and_nothing_else(sdist):
+    assert {name.partition("/")[0] for name in sdist} == OF_SDIST
+    assert not [name for name in sdist if name.endswith("sample.py")], f"a file of {WITH_SAMPLES}"
+
+
+def test_wheel_and_sdist_hold_every_recipe_and_the_marker_for_type_checkers(wheel, sdist):
     recipes = [path.relative_to(ROOT).as_posix() for path in (ROOT / "recipes").rglob("*.yaml")]
     assert len(recipes) >= 4
     assert {f"verl_digen/{name}" for name in recipes} <= set(wheel)
@@ -48,21 +90,90 @@ def test_wheel_and_sdist_hold_every_recipe_and_the_marker_for_type_checkers(buil
     assert {"verl_digen/py.typed", "verl_digen/patches/__init__.py", "verl_digen/recipes/__init__.py"} <= set(wheel)
 
 
-def test_wheel_holds_the_profiles_and_the_published_configs(built):
-    wheel, _ = built
-    data = {path.relative_to(ROOT).as_posix() for path in (ROOT / "verl_digen").rglob("*.json")}
-    assert len(data) >= 6 and data <= set(wheel)
+def test_wheel_holds_the_profiles_the_published_configs_and_the_parts_of_the_report(wheel):
+    data = {
+        path.relative_to(ROOT).as_posix()
+        for kind in ("json", "html", "css", "js")
+        for path in (ROOT / "verl_digen").rglob(f"*.{kind}")
+    }
+    assert len(data) >= 9 and data <= set(wheel)
 
 
-def test_wheel_holds_every_module_once(built):
-    wheel, _ = built
+def test_wheel_holds_every_module_once(wheel):
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "verl_digen").rglob("*.py")}
     assert {name for name in wheel if name.endswith(".py")} >= modules
     assert len(wheel) == len(set(wheel))
+
+
+def test_every_file_of_the_package_in_git_is_in_the_wheel(wheel):
+    """A kind of file that `package_data` does not name would be missing after an installation."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("no checkout of git")
+    tracked = git(ROOT, "ls-files", "verl_digen", "recipes", "patches").split()
+    files = {name if name.startswith("verl_digen/") else f"verl_digen/{name}" for name in tracked}
+    links = {"verl_digen/recipes", "verl_digen/patches"}
+    assert {name for name in files - links if (ROOT / name).exists()} <= set(wheel)
 
 
 @pytest.mark.parametrize("name", ["recipes", "patches"])
 def test_checkout_links_are_relative(name):
     link = ROOT / "verl_digen" / name
     assert link.is_symlink()
-    assert link.readlink() == Path("..") / name
+    assert link.readlink().as_posix() == f"../{name}"
+
+
+def test_the_version_of_a_tagged_commit_is_the_tag(built: Built):
+    assert built.sdist.name == f"verl_digen-{RELEASE}.tar.gz"
+    assert built.wheel.name == f"verl_digen-{RELEASE}-py3-none-any.whl"
+    assert metadata_of(built.wheel)["Version"] == RELEASE
+
+
+def test_an_index_accepts_both_files(built: Built):
+    """twine renders the description, too; a warning counts."""
+    command = [sys.executable, "-m", "twine", "check", "--strict", built.sdist, built.wheel]
+    checked = subprocess.run(command, capture_output=True, text=True)
+    assert checked.returncode == 0 and checked.stdout.count("PASSED") == 2, checked.stdout + checked.stderr
+
+
+def test_metadata_name_licence_python_audience_and_extras(built: Built):
+    found = metadata_of(built.wheel)
+    assert found["License-Expression"] == "Apache-2.0" and found["License-File"] == "LICENSE"
+    assert SpecifierSet(found["Requires-Python"]) == SpecifierSet(">=3.10,<3.13")
+    assert {"rewards", "vllm-omni", "docs", "dev"} == set(found.get_all("Provides-Extra", []))
+    classifiers = found.get_all("Classifier", [])
+    assert {f"Programming Language :: Python :: 3.{minor}" for minor in (10, 11, 12)} <= set(classifiers)
+    assert not [name for name in classifiers if name.startswith("License ::")], "they contradict License-Expression"
+    needed = {Requirement(line).name for line in found.get_all("Requires-Dist", []) if "extra ==" not in line}
+    assert {"verl", "torch", "diffusers", "ray"} <= needed and "pytest" not in needed
+
+
+def test_addresses_are_public_ones(built: Built):
+    found = metadata_of(built.wheel)
+    addresses = [line.partition(", ")[2] for line in found.get_all("Project-URL", [])]
+    assert addresses and all(one.startswith("https://github.com/") for one in addresses)
+
+
+def test_no_link_of_the_description_leads_nowhere(built: Built):
+    """Without an address of the repository, links to its files are words, and pictures are left out."""
+    text = metadata_of(built.wheel).get_payload()
+    assert isinstance(text, str) and text.startswith("# verl-digen")
+    assert [link for link in LINK.findall(text) if not link.startswith("https://")] == []
+    assert "docs/images" not in text and "[Install]" not in text and "\nInstall it beside verl" in text
+
+
+def test_with_an_address_links_and_pictures_lead_to_the_repository(tmp_path: Path):
+    for package in ("verl_digen", "recipes", "patches"):
+        (tmp_path / package).mkdir()
+    for name in ("README.md", "LICENSE", "pyproject.toml"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    script = (ROOT / "setup.py").read_text()
+    assert script.count("HOME: str | None = None\n") == 1
+    (tmp_path / "setup.py").write_text(script.replace("HOME: str | None = None\n", f"HOME: str | None = {HOME!r}\n"))
+    found = metadata_from(tmp_path)
+    text = found.get_payload()
+    links = [link for link in LINK.findall(text) if "volcengine" not in link]
+    assert len(links) > 30 and all(link.startswith((f"{HOME}/blob/HEAD/", f"{HOME}/raw/HEAD/")) for link in links)
+    paths = [re.sub(r"^.*?/HEAD/|#.*", "", link) for link in links]
+    assert not [path for path in paths if not (ROOT / path).exists()]
+    assert f"]({HOME}/raw/HEAD/docs/images/quickstart.png)" in text and f"]({HOME}/blob/HEAD/LICENSE" not in text
+    assert f"Changelog, {HOME}/blob/HEAD/CHANGELOG.md" in found.get_all("Project-URL", [])

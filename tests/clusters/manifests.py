@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Manifests of KubeRay and compose files, and what is wrong with them.
+
+Kubernetes' own objects (pod templates, claims) are checked by its published JSON schemas, `kubernetes-validate`. Fields
+of a RayJob, ray.io/v1 of KubeRay 1.x, are checked by name and type, those that our manifest may use. No test knows what
+an operator, an admission webhook or a scheduler says.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import kubernetes_validate
+import yaml
+
+KUBERNETES = "1.37"
+JOB = {
+    **{name: str for name in ("entrypoint", "runtimeEnvYAML", "submissionMode", "jobId")},
+    **{name: int for name in ("activeDeadlineSeconds", "backoffLimit", "ttlSecondsAfterFinished")},
+    **{name: bool for name in ("shutdownAfterJobFinishes", "suspend")},
+    **{name: dict for name in ("rayClusterSpec", "submitterPodTemplate", "submitterConfig", "metadata")},
+}
+CLUSTER = {"rayVersion": str, "headGroupSpec": dict, "workerGroupSpecs": list, "enableInTreeAutoscaling": bool}
+HEAD = {"rayStartParams": dict, "template": dict, "serviceType": str, "enableIngress": bool}
+WORKERS = {
+    **{name: int for name in ("replicas", "minReplicas", "maxReplicas", "numOfHosts", "idleTimeoutSeconds")},
+    **{"groupName": str, "rayStartParams": dict, "template": dict, "suspend": bool},
+}
+DEVICE = "nvidia.com/gpu"
+
+
+def fields_of(
+    where: str, found: Mapping[str, Any], known: Mapping[str, type], needed: tuple[str, ...]
+) -> Iterator[str]:
+    """Problems of one level of a manifest: fields that are unknown, of another type, or missing."""
+    yield from (f"{where}.{name} is missing" for name in needed if name not in found)
+    for name, value in found.items():
+        if name not in known:
+            yield f"{where}.{name} is no field of ray.io/v1"
+        elif type(value) is not known[name]:
+            yield f"{where}.{name} must be of type {known[name].__name__}, got {value!r}"
+
+
+def schema_problems(where: str, manifest: Mapping[str, Any]) -> Iterator[str]:
+    """Problems of an object of Kubernetes' own, by its JSON schema; unknown fields are problems."""
+    try:
+        kubernetes_validate.validate(dict(manifest), KUBERNETES, strict=True)
+    except kubernetes_validate.ValidationError as error:
+        yield f"{where}.{'.'.join(map(str, error.path))}: {error.message[:200]}"
+
+
+def pod_problems(where: str, template: Mapping[str, Any], claims: set[str]) -> Iterator[str]:
+    """Problems of a pod template: by its schema, mounts without a volume, volumes of no claim."""
+    pod = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "pod"}, "template": template}
+    if wrong := [*schema_problems(where, pod)]:
+        yield from wrong
+        return
+    spec = template["spec"]
+    volumes = {volume["name"]: volume for volume in spec.get("volumes", [])}
+    for container in spec["containers"]:
+        for mount in container.get("volumeMounts", []):
+            if mount["name"] not in volumes:
+                yield f"{where}: no volume {mount['name']}"
+        for kind in ("requests", "limits"):
+            if not all(isinstance(value, str) for value in container["resources"][kind].values()):
+                yield f"{where}: resources.{kind} must be strings"
+    for volume in volumes.values():
+        if "persistentVolumeClaim" in volume and volume["persistentVolumeClaim"]["claimName"] not in claims:
+            yield f"{where}: volume {volume['name']} is of no claim of the file"
+
+
+def ray_job_problems(job: Mapping[str, Any], claims: set[str]) -> Iterator[str]:
+    """Problems of a RayJob."""
+    if job["apiVersion"] != "ray.io/v1":
+        yield f"apiVersion must be ray.io/v1, got {job['apiVersion']!r}"
+    spec = job["spec"]
+    yield from fields_of("spec", spec, JOB, ("entrypoint", "rayClusterSpec"))
+    cluster = spec["rayClusterSpec"]
+    yield from fields_of("rayClusterSpec", cluster, CLUSTER, ("headGroupSpec", "workerGroupSpecs"))
+    groups = [("head", cluster["headGroupSpec"], HEAD, ("rayStartParams", "template"))]
+    for group in cluster["workerGroupSpecs"]:
+        needed = ("groupName", "minReplicas", "maxReplicas", "rayStartParams", "template")
+        groups.append((group.get("groupName", "a group"), group, WORKERS, needed))
+    for name, group, known, needed in groups:
+        yield from fields_of(name, group, known, needed)
+        for option, value in group["rayStartParams"].items():
+            if not isinstance(value, str):
+                yield f"{name}.rayStartParams.{option} must be a string, got {value!r}"
+        yield from pod_problems(name, group["template"], claims)
+
+
+def manifest_problems(text: str) -> list[str]:
+    """Problems of a file with claims and one RayJob."""
+    objects = [*yaml.safe_load_all(text)]
+    claims = {one["metadata"]["name"] for one in objects if one["kind"] == "PersistentVolumeClaim"}
+    found: list[str] = []
+    for one in objects:
+        if one["kind"] == "RayJob":
+            found += ray_job_problems(one, claims)
+        else:
+            found += schema_problems(one["kind"], one)
+    return found
+
+
+def ray_job(text: str) -> Mapping[str, Any]:
+    """`spec` of the file's RayJob."""
+    [job] = (one for one in yaml.safe_load_all(text) if one["kind"] == "RayJob")
+    return job["spec"]
+
+
+def devices_of(group: Mapping[str, Any]) -> dict[str, int]:
+    """Devices of a worker group, and its custom resources as Ray reads them, over its nodes."""
+    [container] = group["template"]["spec"]["containers"]
+    custom = json.loads(json.loads(group["rayStartParams"].get("resources", '"{}"')))
+    nodes = group["replicas"]
+    return {DEVICE: nodes * int(container["resources"]["limits"][DEVICE]), **{k: nodes * v for k, v in custom.items()}}
+
+
+def interpolated(text: str, variables: Mapping[str, str]) -> str:
+    """A compose file as compose reads it: `${NAME:-default}` and `$$`."""
+
+    def value(found: re.Match[str]) -> str:
+        if found[0] == "$$":
+            return "$"
+        return variables.get(found[1]) or found[2]
+
+    return re.sub(r"\$\$|\$\{(\w+):-([^}]*)\}", value, text)

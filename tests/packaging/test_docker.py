@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docker/: the Dockerfile's style, its versions against setup.py's, and what reaches a build."""
+
+from __future__ import annotations
+
+import ast
+import fnmatch
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.packaging.building import ROOT, metadata_of
+from verl_digen.versions import SUPPORTED
+
+DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
+EXTRAS = ("rewards", "rewards,vllm-omni")
+
+
+def locked(extras: str) -> dict[str, str]:
+    """Package -> version that an image with these extras has."""
+    lines = (ROOT / "docker" / f"requirements-{extras}.txt").read_text().splitlines()
+    assert lines and all(re.fullmatch(r"[a-z0-9._-]+(\[[a-z,]+\])?==\S+( ; .+)?", line) for line in lines)
+    return {canonicalize_name(re.split(r"[\[=]", line)[0]): line.partition("==")[2].split()[0] for line in lines}
+
+
+def required() -> dict[str, list[Requirement]]:
+    """Extra, or "" -> what setup.py requires."""
+    [call] = (
+        node
+        for node in ast.walk(ast.parse((ROOT / "setup.py").read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "setup"
+    )
+    keywords = {keyword.arg: keyword.value for keyword in call.keywords}
+    extras = keywords["extras_require"]
+    assert isinstance(extras, ast.Dict)
+    assigned = {
+        target.id: node.value
+        for node in ast.parse((ROOT / "setup.py").read_text()).body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    lists = {"": keywords["install_requires"], "rewards": assigned["REWARDS"]}
+    for key, value in zip(extras.keys, extras.values, strict=True):
+        if isinstance(key, ast.Constant) and key.value == "vllm-omni":
+            lists["vllm-omni"] = value
+    texts = {
+        name: [node.value for node in ast.walk(value) if isinstance(node, ast.Constant)]
+        for name, value in lists.items()
+    }
+    return {name: [Requirement(str(line)) for line in lines] for name, lines in texts.items()}
+
+
+def reaches_the_build(path: str) -> bool:
+    """True if `.dockerignore` lets a path of the checkout through; its last pattern that fits decides."""
+    is_in = True
+    for line in (ROOT / ".dockerignore").read_text().splitlines():
+        pattern = line.strip().removeprefix("!").removeprefix("**/")
+        if pattern and not pattern.startswith("#"):
+            parts = [path, *(parent.as_posix() for parent in Path(path).parents)]
+            if any(fnmatch.fnmatch(part, pattern) for part in [*parts, *Path(path).parts]):
+                is_in = line.startswith("!")
+    return is_in
+
+
+@pytest.mark.parametrize("extras", EXTRAS)
+def test_the_image_has_the_versions_that_setup_requires_and_that_were_tested(extras: str):
+    found, wanted = locked(extras), required()
+    names = ["", *extras.split(",")]
+    for requirement in (one for name in names for one in wanted[name]):
+        number = found.get(canonicalize_name(requirement.name))
+        assert number is not None, f"docker/lock.sh has not been run since {requirement} came"
+        assert requirement.specifier.contains(number), f"{requirement}: {number}; run docker/lock.sh"
+    for name, supported in SUPPORTED.items():
+        assert supported.tested.contains(found[canonicalize_name(name)]), name
+    assert ("vllm-omni" in found) == ("vllm-omni" in extras)
+    assert "pytest" not in found and "cupy-cuda13x" in found
+
+
+def test_the_base_image_has_the_cuda_of_pytorchs_wheel():
+    [number] = re.findall(r"^ARG CUDA_VERSION=(\S+)$", DOCKERFILE, re.MULTILINE)
+    toolkit = locked("rewards")["cuda-toolkit"]
+    assert number.split(".")[:2] == toolkit.split(".")[:2]
+
+
+def test_each_copied_file_exists_and_reaches_the_build():
+    copied = re.findall(r"^COPY (?!--from)(\S+) ", DOCKERFILE, re.MULTILINE)
+    files = [word.replace("${EXTRAS}", extras) for word in copied for extras in EXTRAS if word != "."]
+    assert len(files) == len(EXTRAS) and "." in copied
+    assert all((ROOT / name).is_file() and reaches_the_build(name) for name in files)
+
+
+def test_the_image_is_not_run_as_root_and_its_versions_are_pinned():
+    user = re.findall(r"^USER (\S+)$", DOCKERFILE, re.MULTILINE)
+    [number] = re.findall(r"^ARG USER_ID=(\d+)$", DOCKERFILE, re.MULTILINE)
+    assert user == ["${USER_ID}"] and int(number) > 0
+    assert ":latest" not in DOCKERFILE and re.search(r"^FROM \S+:\S+ AS python$", DOCKERFILE, re.MULTILINE)
+    installs = [line for line in re.split(r"\n(?! )", DOCKERFILE) if " pip install" in line or "pip install " in line]
+    assert len(installs) == 3
+    assert all("==" in line or "--requirement" in line or "--no-deps" in line for line in installs)
+
+
+def test_secrets_and_leftovers_do_not_reach_the_build():
+    for name in (".git/config", ".venv/bin/python", "outputs/run/x.pt", "tests/conftest.py", "docs/report.png", ".env"):
+        assert not reaches_the_build(name), name
+    for name in ("setup.py", "verl_digen/cli.py", "recipes/digen_sd3.yaml", "patches/__init__.py", "README.md"):
+        assert reaches_the_build(name), name
+    assert not reaches_the_build("verl_digen/__pycache__/cli.pyc")
+
+
+@pytest.mark.long
+def test_the_wheel_of_the_image_is_built_from_what_reaches_it(tmp_path: Path):
+    """The stage `wheel`, here: a context as Docker sends it, and the version from the build argument."""
+    context = tmp_path / "context"
+    for path in ROOT.rglob("*"):
+        name = path.relative_to(ROOT).as_posix()
+        if path.parts[len(ROOT.parts)].startswith((".venv", ".git")) or not reaches_the_build(name):
+            continue
+        if path.is_symlink():
+            (context / name).parent.mkdir(parents=True, exist_ok=True)
+            (context / name).symlink_to(path.readlink())
+        elif path.is_file() and not any(parent.is_symlink() for parent in path.parents):
+            (context / name).parent.mkdir(parents=True, exist_ok=True)
+            (context / name).write_bytes(path.read_bytes())
+    [variable] = re.findall(r"(SETUPTOOLS_\w+)=\"\$\{VERSION\}\" uv build --wheel", DOCKERFILE)
+    code = f"import setuptools.build_meta as backend; backend.build_wheel({str(tmp_path)!r})"
+    environment = {**os.environ, variable: "1.2.3"}
+    subprocess.run([sys.executable, "-c", code], cwd=context, env=environment, check=True, capture_output=True)
+    [wheel] = tmp_path.glob("*.whl")
+    assert metadata_of(wheel)["Version"] == "1.2.3"
