@@ -3,19 +3,21 @@
 
 from __future__ import annotations
 
-import os
+import pickle
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
+from hydra.plugins.config_source import ConfigResult
 
+from tests.local_ray import local_ray
 from tests.tiny_models import build_tiny, build_tiny_qwen_image
 from verl_digen.algorithms.objectives import registry
 
 torch.set_num_threads(1)
-
-# Ray's workers are nice (15) by default: beside other tests on the same cores they would get about 1 % of them.
-os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - the name is Ray's
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -30,6 +32,22 @@ def own_objectives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_OBJECTIVES", dict(registry._OBJECTIVES))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def yaml_parsed_once() -> Iterator[None]:
+    """Parse each yaml file of a package once per session: parsing takes most of the time of a composition."""
+    read, parsed = ImportlibResourcesConfigSource._read_config, dict[str, bytes]()
+
+    def read_once(source: ImportlibResourcesConfigSource, file: Any) -> ConfigResult:
+        key = f"{source.path} {source.provider} {file}"
+        if key not in parsed:
+            parsed[key] = pickle.dumps(read(source, file))
+        return pickle.loads(parsed[key])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ImportlibResourcesConfigSource, "_read_config", read_once)
+        yield
+
+
 @pytest.fixture(scope="session")
 def tiny_qwen_image(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a tiny Qwen-Image checkpoint with random weights; read only."""
@@ -40,3 +58,16 @@ def tiny_qwen_image(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a tiny Wan2.1 checkpoint with random weights; read only."""
     return build_tiny("wan2.1", tmp_path_factory.mktemp("tiny_wan") / "checkpoint")
+
+
+@pytest.fixture(scope="session")
+def tiny_ltx2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tiny LTX-2 checkpoint with random weights, whose videos have sound; read only."""
+    return build_tiny("ltx2", tmp_path_factory.mktemp("tiny_ltx2") / "checkpoint")
+
+
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[None]:
+    """A node of 4 cores and 2 devices."""
+    with local_ray(num_cpus=4, num_gpus=2):
+        yield

@@ -30,6 +30,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import NoReturn
@@ -126,7 +127,10 @@ def serve(folder: str) -> None:
     print("ready", flush=True)
     while True:
         if 0 in select.select([0, listener], [], [])[0]:
-            os.killpg(os.getpgrp(), signal.SIGKILL)
+            for left in psutil.Process().children(recursive=True):
+                with suppress(psutil.NoSuchProcess):
+                    left.kill()
+            os._exit(0)
         connection, _ = listener.accept()
         with connection:
             if os.fork() == 0:
@@ -137,6 +141,7 @@ def serve(folder: str) -> None:
 def _become(connection: socket.socket, python: str) -> NoReturn:
     """Be the process that was asked for, and answer with its exit status."""
     status = 1
+    os.setpgid(0, 0)  # Ray ends the whole group of a worker
     try:
         arguments, environment, folder = _receive(connection)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -45,7 +45,7 @@ class Mutation:
     """Text that is in the file exactly once."""
     new: str
     tests: str
-    """Files or node ids below tests/, with spaces between; and -k WORDS for some of them."""
+    """Files or node ids below tests/, with spaces between; then pytest's options, if any."""
 
 
 LEDGER = "engine/test_ledger.py"
@@ -58,6 +58,7 @@ ADVANTAGES = "algorithms/test_advantages.py"
 LOSSES = "algorithms/test_losses.py"
 FORWARD = "algorithms/test_forward_losses.py"
 PICTURES = "rollout/test_pictures.py"
+VERL_OMNI = "simulate/test_verl_omni.py"
 OFF_POLICY = "algorithms/test_off_policy.py"
 RECEIVER = "weights/test_receiver.py"
 PROBE = "weights/test_probe.py"
@@ -69,14 +70,289 @@ GROUPS = "reward/test_groups.py"
 PROMPTS = "data/test_prompts.py"
 INPUTS = "rollout/test_inputs.py"
 EDITS = "models/test_qwen_image_edit.py"
+KONTEXT = "models/test_flux_kontext.py"
+KLEIN = "models/test_flux2_klein.py"
+IMAGE_SIZES = "models/test_image_sizes.py"
+FIRST_FRAME = "models/test_first_frame.py"
+CONTINUED = "models/test_image_to_video.py"
+LTX2 = "models/test_ltx2.py"
+VIDEO_SIZES = "models/test_video_sizes.py"
 IMAGE_COLUMNS = "data/test_image_columns.py"
 UPDATES = "engine/test_updates.py"
 SEQUENCE = "engine/test_sequence.py"
+RESHARDING = "engine/test_resharding.py"
 TREE = "algorithms/test_tree.py"
 GROWN = "sampling/test_tree.py"
 INVARIANTS = "engine/test_invariants.py"
+EPISODES = "agent_loop/test_episodes.py"
+TURNS = "engine/test_episodes.py"
+ENVIRONMENTS = "environments/test_workers.py"
+
+PLANNED_EPISODES = "plan/test_episodes.py -k 'hand or redundant'"
+SIMULATED_EPISODES = "simulate/test_episodes.py"
+SHAPE_EDIT = "reward/test_shape_edit.py"
+SHAPE_EDITS = "environments/test_shape_edits.py"
+VLM_JUDGE = "environments/test_vlm_judge.py"
 
 TABLE: tuple[Mutation, ...] = (
+    # -- splits of the devices ---------------------------------------------------------------------------------------
+    Mutation(
+        "simulate/splits.py",
+        "a split is searched whose trainer does not divide the samples",
+        "return shards and self.num_samples % num_ranks == 0 and",
+        "return shards and",
+        "simulate/test_splits.py",
+    ),
+    Mutation(
+        "simulate/layout.py",
+        "pools share devices of a node",
+        "        free[fitting] -= size\n    return True",
+        "    return True",
+        "simulate/test_layout.py",
+    ),
+    Mutation(
+        "plan/split.py",
+        "a split that does not fit is proposed",
+        "        if memory.fits is False:\n            return math.inf\n",
+        "",
+        "plan/test_split.py -k not_fit",
+    ),
+    Mutation(
+        "trainer/split_advice.py",
+        "the noise of the steps does not count",
+        "NOISES * noise(seconds), error)",
+        "error)",
+        "trainer/test_split_advice.py -k noise",
+    ),
+    Mutation(
+        "trainer/split_advice.py",
+        "time that the simulation does not know is gained, too",
+        " + max(0.0, measured_s - given_s)",
+        "",
+        "trainer/test_split_advice.py -k does_not_know",
+    ),
+    Mutation(
+        "trainer/split_watch.py",
+        "advice is told again and again",
+        "(self._told is not None and advice.placed == self._told.placed)",
+        "False",
+        "trainer/test_split_watch.py -k once",
+    ),
+    Mutation(
+        "observe/step_costs.py",
+        "a fragment's rows are dealt in fractions",
+        "-(-number * num_rows // num_ranks)",
+        "(number * num_rows / num_ranks)",
+        "trainer/test_split_watch.py -k timeline",
+    ),
+    Mutation(
+        "schedulers/later.py",
+        "groups after the stream are ready a chunk early",
+        "(index // len(free) + 1) * chunk_s",
+        "(index // len(free)) * chunk_s",
+        "schedulers/test_search.py -k after_the_stream",
+    ),
+    # -- planned and simulated episodes ------------------------------------------------------------------------------
+    Mutation(
+        "plan/time.py",
+        "the plan generates the first turn of an episode alone",
+        "settings.num_begun * settings.episodes.num_turns",
+        "settings.num_begun",
+        PLANNED_EPISODES,
+    ),
+    Mutation(
+        "plan/run.py",
+        "the plan trains the rows of one turn",
+        "settings.episodes.num_turns * self.measured.rows_per_group / settings.group_size",
+        "self.measured.rows_per_group / settings.group_size",
+        PLANNED_EPISODES,
+    ),
+    Mutation(
+        "plan/run.py",
+        "the plan has a group share the conditions of later turns",
+        "later = self.num_published * (self.episodes.num_turns - 1)",
+        "later = self.num_prompts * (self.episodes.num_turns - 1)",
+        PLANNED_EPISODES,
+    ),
+    Mutation(
+        "plan/memory.py",
+        "the plan stores the trajectory of one turn",
+        "settings.num_published * settings.episodes.num_turns * measured.trajectory_bytes",
+        "settings.num_published * measured.trajectory_bytes",
+        PLANNED_EPISODES,
+    ),
+    Mutation(
+        "simulate/episodes.py",
+        "the turn that has waited least goes first",
+        "ready.popleft() for _ in range",
+        "ready.pop() for _ in range",
+        SIMULATED_EPISODES,
+    ),
+    Mutation(
+        "simulate/episodes.py",
+        "further episodes of a complete group go on",
+        "                        replicas.cancel(other)",
+        "                        pass",
+        SIMULATED_EPISODES,
+    ),
+    Mutation(
+        "simulate/episodes.py",
+        "in lock-step every turn waits as the first one does",
+        "turn=turn: latency_of(episode, turn)",
+        "turn=turn: latency_of(episode, 0)",
+        SIMULATED_EPISODES,
+    ),
+    Mutation(
+        "simulate/episode_runs.py",
+        "a simulated episode trains the rows of one turn",
+        "num_trained_steps=numbers.num_trained_steps * self.num_turns",
+        "num_trained_steps=numbers.num_trained_steps",
+        SIMULATED_EPISODES,
+    ),
+    Mutation(
+        "schedulers/simulation.py",
+        "a simulated replica loads weights while one of its episodes goes on",
+        "if unloaded == self._slots_of[replica]:",
+        "if unloaded:",
+        SIMULATED_EPISODES,
+    ),
+    # -- conditions of a group alone -------------------------------------------------------------------------------
+    Mutation(
+        "trainer/disaggregated.py",
+        "conditions of turns stay if the scoring of their chunk timed out",
+        " | own_condition_keys(outcome.doubtful_groups)",
+        "",
+        "store/test_conditions.py",
+    ),
+    Mutation(
+        "store/conditions.py",
+        "conditions of another group go, whose uid begins alike",
+        'tuple(own_condition_key(uid, "") for uid in uids)',
+        "tuple(uids)",
+        "store/test_conditions.py",
+    ),
+    # -- edits of the drawn world ----------------------------------------------------------------------------------
+    Mutation(
+        "reward/scorers/shape_edit.py",
+        "the attribute that the instruction names counts as kept",
+        "for name in WEIGHTS if name != changed",
+        "for name in WEIGHTS",
+        SHAPE_EDIT,
+    ),
+    Mutation(
+        "reward/scorers/shapes/edits.py",
+        "an edit may give the shape its background's colour",
+        "and not _hides(scene, edit)",
+        "",
+        SHAPE_EDIT,
+    ),
+    # -- environments that ship ------------------------------------------------------------------------------------
+    Mutation(
+        "environments/built_in/shape_edits.py",
+        "the scene that is asked for stays the first one",
+        "        self._scene = apply(self._scene, self._edit)\n        return",
+        "        return",
+        SHAPE_EDITS,
+    ),
+    Mutation(
+        "environments/built_in/shape_edits.py",
+        "the simulated time is larger than its mean",
+        "math.log(mean) - spread**2 / 2",
+        "math.log(mean) + spread**2 / 2",
+        SHAPE_EDITS,
+    ),
+    Mutation(
+        "environments/built_in/vlm_judge.py",
+        "an episode that ends early loses the turns left",
+        "verdict.score * (1 + left)",
+        "verdict.score",
+        VLM_JUDGE,
+    ),
+    Mutation(
+        "environments/built_in/vlm_judge.py",
+        "true is a score",
+        "isinstance(score, bool) or ",
+        "",
+        VLM_JUDGE,
+    ),
+    Mutation(
+        "reward/judges/chat.py",
+        "answers that could not be read are not counted",
+        '                unusable["asked_again"] += 1\n',
+        "",
+        VLM_JUDGE,
+    ),
+    # -- episodes -----------------------------------------------------------------------------------------
+    Mutation(
+        "engine/rows.py",
+        "rows of later turns read the first turn's condition",
+        "return self.turn_conditions[sample.condition_key_of(point)] if sample.turns else self.conditions[index]",
+        "return self.conditions[index]",
+        TURNS,
+    ),
+    Mutation(
+        "agent_loop/episode.py",
+        "points of later turns begin at the first turn's latents",
+        "path.positions + start for",
+        "path.positions for",
+        f"{EPISODES} -k bitwise",
+    ),
+    Mutation(
+        "engine/points.py",
+        "every turn ends in the first turn's latents",
+        "end = ends[sample.turn_of(point)]",
+        "end = ends[0]",
+        f"{EPISODES} -k bitwise",
+    ),
+    Mutation(
+        "sampling/recording.py",
+        "turns of an episode start from one noise",
+        "request.uid, index, request.turn)",
+        "request.uid, index)",
+        f"{EPISODES} -k noise_differs",
+    ),
+    Mutation(
+        "agent_loop/episode.py",
+        "turns of several weight versions pass for an episode",
+        "if len(versions) != 1:",
+        "if False:",
+        f"{EPISODES} -k two_versions",
+    ),
+    Mutation(
+        "agent_loop/environment.py",
+        "a turn edits no picture",
+        'found.append(generated_image(f"a turn\'s picture of group {row.uid}", previous))',
+        "pass",
+        f"{EPISODES} -k edits_the_picture",
+    ),
+    Mutation(
+        "agent_loop/episode.py",
+        "an episode's reward is its last turn's",
+        "total = sum(turn.result.reward for turn in self.played)",
+        "total = self.played[-1].result.reward",
+        f"{EPISODES} -k sum_of_theirs",
+    ),
+    Mutation(
+        "environments/workers.py",
+        "an environment that is made again sees none of its pictures",
+        "for picture in self._pictures:",
+        "for picture in ():",
+        f"{ENVIRONMENTS} -k restarted_worker",
+    ),
+    Mutation(
+        "environments/workers.py",
+        "an environment that asks for something else goes on",
+        "elif not _are_equal(asked, self._asked):",
+        "elif False:",
+        f"{ENVIRONMENTS} -k starts_afresh",
+    ),
+    Mutation(
+        "agent_loop/first_complete.py",
+        "a group has more samples than it should, where redundant episodes end together",
+        "if _is_complete(task)][:count]",
+        "if _is_complete(task)]",
+        f"{EPISODES} -k first_complete",
+    ),
     # -- trees --------------------------------------------------------------------------------------------
     Mutation(
         "algorithms/tree.py",
@@ -95,8 +371,8 @@ TABLE: tuple[Mutation, ...] = (
     Mutation(
         "sampling/recording.py",
         "samples below one node of a tree take noise of their own",
-        "request.uid, request.noise_index(step))",
-        "request.uid, request.sample_index)",
+        "request.uid, request.noise_index(step), request.turn)",
+        "request.uid, request.sample_index, request.turn)",
         f"{GROWN} -k parts_of_a_tree",
     ),
     Mutation(
@@ -105,6 +381,83 @@ TABLE: tuple[Mutation, ...] = (
         "else self._requests[row].noise_index(step)",
         "else self._requests[row].sample_index",
         f"{GROWN} -k leaves_are_equal",
+    ),
+    Mutation(
+        "algorithms/step_cache.py",
+        "a recorded step may take an old velocity",
+        "not sde and row in self._known",
+        "row in self._known",
+        "algorithms/test_step_cache.py sampling/test_outside.py",
+    ),
+    Mutation(
+        "algorithms/step_cache.py",
+        "a velocity from before the noise of a window is taken again",
+        "if known.is_disturbed or known.expert",
+        "if known.expert",
+        "algorithms/test_step_cache.py",
+    ),
+    Mutation(
+        "algorithms/step_cache.py",
+        "another expert's velocity is taken again",
+        "known.expert != expert or known.num_skips",
+        "known.num_skips",
+        "algorithms/test_step_cache.py",
+    ),
+    Mutation(
+        "algorithms/step_cache.py",
+        "a leaf knows what it evaluated itself alone",
+        "                self._known[row] = _Known(now, sigma, expert, rate)\n",
+        "                self._known[members[0]] = _Known(now, sigma, expert, rate)\n",
+        "algorithms/test_step_cache.py",
+    ),
+    Mutation(
+        "algorithms/outside.py",
+        "steps of the window are passed over",
+        "(after, num_steps, outside.solver_after)",
+        "(after - 1, num_steps, outside.solver_after)",
+        "algorithms/test_outside.py",
+    ),
+    Mutation(
+        "sampling/sampler.py",
+        "a row that passes over a step forgets what it predicted",
+        "before = none if previous is None else vars(previous)",
+        "before = none",
+        "sampling/test_outside.py -k loop_over_one",
+    ),
+    Mutation(
+        "sampling/sampler.py",
+        "a taken step ends where the next one of the schedule begins",
+        "ends = batch.sigmas[[end for row in edges.rows if (end := batch.prefix.ends[row][step]) is not None]]",
+        "ends = batch.sigmas[step + 1].expand(len(edges.rows))",
+        "sampling/test_outside.py -k loop_over_one",
+    ),
+    Mutation(
+        "sampling/sampler.py",
+        "noise does not disturb the cache",
+        "memory.cache.disturb([row for rows, sde in zip(edges.members, is_sde, strict=True) if sde for row in rows])",
+        "pass",
+        "sampling/test_outside.py -k loop_over_one",
+    ),
+    Mutation(
+        "sampling/sampler.py",
+        "steps passed over before a window are not counted",
+        "                    batch.num_skipped[row] += 1\n",
+        "",
+        "sampling/test_outside.py -k chunk",
+    ),
+    Mutation(
+        "preflight/outside.py",
+        "ranks that share a forward's collectives skip each on its own",
+        'outside.cache == 0 or digen.tag.policy == "off"',
+        "True",
+        "plugin/test_outside.py",
+    ),
+    Mutation(
+        "trainer/step_result.py",
+        "skipped steps count as forwards of the generators",
+        "sum(tag.num_shared_steps + tag.num_skipped_steps for tag in result.tags)",
+        "sum(tag.num_shared_steps for tag in result.tags)",
+        "trainer/test_utilisation.py",
     ),
     Mutation(
         "sampling/sampler.py",
@@ -505,7 +858,7 @@ TABLE: tuple[Mutation, ...] = (
     Mutation(
         "engine/fragment.py",
         "rows of two teachers share a tile",
-        "kind = kinds.index((sample.sampling, sample.teacher))",
+        "kind = kinds[sample.sampling_of(point), sample.teacher]",
         "kind = 0",
         f"{TRANSACTION} -k 'serial_loop and taught'",
     ),
@@ -592,6 +945,13 @@ TABLE: tuple[Mutation, ...] = (
         'resize_mode="crop"',
         'resize_mode="default"',
         "models/test_encoding.py -k another_size",
+    ),
+    Mutation(
+        "config/load.py",
+        "each rule reads a bad section anew",
+        "            read.digen = error\n",
+        "            raise error\n",
+        "plugin/test_malformed_starts.py -k read_once",
     ),
     Mutation(
         "preflight/pairs.py",
@@ -790,10 +1150,10 @@ TABLE: tuple[Mutation, ...] = (
         "engine/test_export.py",
     ),
     Mutation(
-        "engine/checkpoint.py",
+        "engine/saved_ranks.py",
         "shards are loaded on the device that they were saved from",
-        'torch.load(path, map_location="cpu", weights_only=False)',
-        "torch.load(path, map_location=None, weights_only=False)",
+        'torch.load(path, map_location="cpu", mmap=mapped',
+        "torch.load(path, map_location=None, mmap=mapped",
         "engine/test_checkpoint.py",
     ),
     Mutation(
@@ -802,6 +1162,132 @@ TABLE: tuple[Mutation, ...] = (
         'saved["frozen"] != frozen:',
         'saved["frozen"] != saved["frozen"]:',
         "engine/test_checkpoint.py",
+    ),
+    Mutation(
+        "engine/resharding.py",
+        "ranks of another number read the first rows of a saved shard",
+        "narrowed(shard, item.storage_offsets, item.lengths)",
+        "shard[: item.lengths[0]]",
+        f"{RESHARDING} -m long -k 'saved_and_trains and four and full'",
+    ),
+    Mutation(
+        "engine/resharding.py",
+        "all moments are read from the first rank's file",
+        'self._files.open("optim", rank)["state"]',
+        'self._files.open("optim", 0)["state"]',
+        f"{RESHARDING} -k 'saved_and_trains and one and full'",
+    ),
+    Mutation(
+        "engine/resharding.py",
+        "all copies are read from the first rank's file",
+        'self._files.open("digen_state", rank)["copies"]',
+        'self._files.open("digen_state", 0)["copies"]',
+        f"{RESHARDING} -k 'objective_keeps and one'",
+    ),
+    Mutation(
+        "engine/resharding.py",
+        "shards and replicas of them are taken for each other",
+        "return saved.placements == ours.placements and",
+        "return True or",
+        f"{RESHARDING} -k 'replicas_and_shards and two_ranks'",
+    ),
+    Mutation(
+        "engine/resharding.py",
+        "a rank takes the random state of one that was another's",
+        "is_known = self._files.num_ranks == dist.get_world_size()",
+        "is_known = True",
+        f"{RESHARDING} -k random_state",
+    ),
+    Mutation(
+        "engine/resharding.py",
+        "another number of ranks takes other teachers",
+        "return _summed(ours), _summed(theirs)",
+        "return {}, {}",
+        f"{RESHARDING} -k teachers",
+    ),
+    Mutation(
+        "engine/fingerprint.py",
+        "another number of ranks puts an adapter on any base",
+        "return _hash([bits.view(torch.float32)])",
+        'return ""',
+        f"{RESHARDING} -k another_base",
+    ),
+    Mutation(
+        "engine/saved_ranks.py",
+        "shards are cut by rounding down",
+        "rows_each = -(-rows // len(mesh))",
+        "rows_each = max(1, rows // len(mesh))",
+        f"{RESHARDING} -k torch_chunk",
+    ),
+    Mutation(
+        "engine/checkpoint.py",
+        "files of two saves are loaded together",
+        "if len(set(steps.values())) > 1:",
+        "if False:",
+        f"{RESHARDING} -k mix_saves",
+    ),
+    Mutation(
+        "export/shards.py",
+        "an export joins the first rank's shard with itself",
+        "copy_(part(rank))",
+        "copy_(part(0))",
+        "export/test_export.py -k two_ranks",
+    ),
+    Mutation(
+        "export/shards.py",
+        "every policy of a checkpoint is exported as the trained one",
+        "if policy != CURRENT and name",
+        "if policy is None and name",
+        "export/test_export.py",
+    ),
+    Mutation(
+        "export/policy.py",
+        "a merged export takes the adapter of another dtype's base",
+        "self._base.dtype(name) if dtype is None else dtype",
+        "torch.bfloat16",
+        "export/test_export.py -k merged",
+    ),
+    Mutation(
+        "export/pictures.py",
+        "digen sample draws with the settings of training",
+        "step=self._step, validate=True)",
+        "step=self._step, validate=False)",
+        "export/test_sample.py",
+    ),
+    Mutation(
+        "export/pictures.py",
+        "a picture of `digen sample` stands without the images it was made of",
+        "save_pixels(pixels, path, row.images, audio)",
+        "save_pixels(pixels, path, (), audio)",
+        "export/test_sample.py -k edits_and",
+    ),
+    Mutation(
+        "export/pictures.py",
+        "all prompts of `digen sample` have the noise of the first",
+        "uid=validation_uid(index)) for index, row",
+        "uid=validation_uid(0)) for index, row",
+        "export/test_sample.py -k edits_and",
+    ),
+    Mutation(
+        "__init__.py",
+        "the version is a text in the code",
+        'return version("verl-digen")',
+        'return "0.1.0"',
+        "packaging/test_version.py -k one_version",
+    ),
+    Mutation(
+        "export/comfyui.py",
+        "ComfyUI scales an exported adapter by 1",
+        "torch.tensor(scales[layer] * len(down))",
+        "torch.tensor(float(len(down)))",
+        "export/test_comfyui.py",
+    ),
+    Mutation(
+        "export/partial.py",
+        "a failed export leaves its files",
+        "shutil.rmtree(partial, ignore_errors=True)",
+        "pass",
+        "export/test_export.py -k disk",
     ),
     Mutation(
         "algorithms/projection.py",
@@ -835,8 +1321,8 @@ TABLE: tuple[Mutation, ...] = (
     Mutation(
         "sampling/sampler.py",
         "the noise of the first step has no end",
-        "sigma_max=sigmas[1],",
-        "sigma_max=sigmas[2],",
+        "sigma_max=schedule[1],",
+        "sigma_max=schedule[2],",
         SAMPLER,
     ),
     Mutation(
@@ -989,8 +1475,8 @@ TABLE: tuple[Mutation, ...] = (
     Mutation(
         "plan/run.py",
         "samples that are not selected train",
-        "return settings.num_trained_samples * self.measured",
-        "return settings.num_samples * self.measured",
+        "return self.settings.num_trained_samples * self.rows_per_sample",
+        "return self.settings.num_samples * self.rows_per_sample",
         "plan/test_time.py",
     ),
     Mutation(
@@ -1580,11 +2066,68 @@ TABLE: tuple[Mutation, ...] = (
         "if row)",
         "bench/test_runs.py",
     ),
+    Mutation(
+        "bench/summary.py",
+        "gradients of verl-omni's two updates are compared with those of one",
+        "max_gradient_gap=None if name == NAME else",
+        "max_gradient_gap=",
+        "bench/test_summary.py",
+    ),
+    Mutation(
+        "bench/command.py",
+        "devices of rewards are left out of images/s per device",
+        "return self.split.num_devices + self.num_reward_devices",
+        "return self.split.num_devices",
+        "bench/test_peer.py",
+    ),
+    Mutation(
+        "bench/peer.py",
+        "verl-omni's way takes one optimizer step on a batch",
+        "ppo_mini_batch_size={num_prompts // VERL_OMNI.num_updates}",
+        "ppo_mini_batch_size={num_prompts}",
+        "bench/test_peer.py",
+    ),
+    Mutation(
+        "simulate/verl_omni.py",
+        "verl-omni's way has no log-prob pass",
+        "if way.log_prob_samples:",
+        "if way.log_prob_samples < 0:",
+        VERL_OMNI,
+    ),
+    Mutation(
+        "simulate/verl_omni.py",
+        "both updates of verl-omni's way fill their micro-batches together",
+        "_even_parts(numbers.num_prompts, way.num_updates)",
+        "_even_parts(numbers.num_prompts, 1)",
+        VERL_OMNI,
+    ),
+    Mutation(
+        "simulate/verl_omni.py",
+        "a micro-batch that is not full takes no time",
+        "if rest else 0.0)",
+        "if rest < 0 else 0.0)",
+        VERL_OMNI,
+    ),
+    Mutation("simulate/verl_omni.py", "the fit is another", "replay_factor=1.40,", "replay_factor=1.55,", VERL_OMNI),
+    Mutation(
+        "simulate/cluster.py",
+        "devices of two types together run at the faster one's speed",
+        "slowest = max(pools, key",
+        "slowest = min(pools, key",
+        "simulate/test_comparison.py -k two_types",
+    ),
+    Mutation(
+        "simulate/comparison.py",
+        "a reward model on the devices takes no time",
+        "decode_s=profile.numbers.decode_s + reward_s",
+        "decode_s=profile.numbers.decode_s",
+        "simulate/test_comparison.py -k takes_every_sample_longer",
+    ),
     # -- inputs -------------------------------------------------------------------------------------------
     Mutation(
         "inputs.py",
         "images are no part of what a condition is stored under",
-        "*(image.digest for image in inputs.images), ",
+        "*(image.digest for image in inputs.images),",
         "",
         f"{INPUTS} -k part_of_what",
     ),
@@ -1598,37 +2141,310 @@ TABLE: tuple[Mutation, ...] = (
     Mutation(
         "sampling/requests.py",
         "the negative branch is encoded without the images",
-        "negative_inputs=PromptInputs(negative, images, config.image_px)",
-        "negative_inputs=PromptInputs(negative)",
+        "negative_inputs=inputs_of(negative, images, geometry, config.image_px)",
+        "negative_inputs=inputs_of(negative, (), geometry, config.image_px)",
         f"{INPUTS} -k negative_branch",
     ),
     Mutation(
         "inputs.py",
         "the size at which images are read is no part of what a condition is stored under",
-        "*([inputs.image_px] if inputs.images else [])",
-        "",
+        "*([inputs.image_px, inputs.size] if inputs.images else [])",
+        "*()",
         f"{EDITS} -k keys_of_their_own",
     ),
     Mutation(
-        "sampling/requests.py",
+        "image_sizes.py",
         "a picture has the shape of the first image",
-        "fitted_size(*images[-1],",
-        "fitted_size(*images[0],",
+        "picture=_fitted, shaped_by=-1",
+        "picture=_fitted, shaped_by=0",
         f"{EDITS} -k different_shapes",
     ),
     Mutation(
-        "models/qwen_image_edit.py",
+        "models/sources.py",
         "the velocity is that of the images",
         "[:, : latents.shape[1]]",
         "[:, -latents.shape[1] :]",
         f"{EDITS} -k different_shapes",
     ),
     Mutation(
+        "models/sequence.py",
+        "devices may share rows whose images' tokens they do not divide",
+        "least % size == 0,",
+        "True,",
+        "models/test_sequence.py -k any_image",
+    ),
+    Mutation(
+        "models/qwen_image_edit_single.py",
+        "the language model of the first Qwen-Image-Edit reads an image at its own size",
+        "resize(image, *fitted_size(*image.size, image_px))",
+        "resize(image, image.height, image.width)",
+        f"{EDITS} -k reads_an_image_at_one_size",
+    ),
+    Mutation(
         "models/qwen_image_edit.py",
         "images have the places of the picture",
-        "[*super()._image_shapes(geometry), *((1, *grid) for grid in self._source_grids(geometry))]",
-        "[*((1, *grid) for grid in self._source_grids(geometry)), *super()._image_shapes(geometry)]",
+        "return [*super()._image_shapes(geometry), *sources]",
+        "return [*sources, *super()._image_shapes(geometry)]",
         f"{EDITS} -k different_shapes",
+    ),
+    Mutation(
+        "models/flux_kontext.py",
+        "an image has the places of the picture",
+        "ids[:, 0] = 1",
+        "ids[:, 0] = 0",
+        f"{KONTEXT} -k images_shape",
+    ),
+    Mutation(
+        "models/flux_kontext.py",
+        "an image is stretched to a size of the picture's rule",
+        "size = preferred_size(*image.size, image_px**2)",
+        "size = image.height // 16 * 16, image.width // 16 * 16",
+        f"{KONTEXT} -k encoded_as_in_the_pipeline",
+    ),
+    Mutation(
+        "models/flux2_klein.py",
+        "all images are at one time",
+        "IMAGE_TIME * number",
+        "IMAGE_TIME",
+        f"{KLEIN} -k different_shapes",
+    ),
+    Mutation(
+        "models/flux2_klein.py",
+        "latents are decoded without the statistics of the batch norm",
+        "_unpatchify_latents(grid * std + mean)",
+        "_unpatchify_latents(grid)",
+        "models/test_parity.py -k 'without_sde and flux2'",
+    ),
+    Mutation(
+        "models/flux2_klein.py",
+        "an image of more than image_px squared pixels is cropped, not made smaller",
+        "fitting = processor._resize_if_exceeds_area(image, area_px)",
+        "fitting = image",
+        f"{KLEIN} -k encoded_as_in_the_pipeline",
+    ),
+    Mutation(
+        "models/flops.py",
+        "attention of fused layers is not counted",
+        'name.endswith("to_q") or is_fused',
+        'name.endswith("to_q")',
+        "plan/test_flops.py -k 'counted_within and flux2'",
+    ),
+    Mutation(
+        "image_sizes.py",
+        "an image is read at the nearest size in area, not in shape",
+        "shape = _whole(width_px) / _whole(height_px)",
+        "shape = width_px * height_px / KONTEXT_AREA",
+        f"{IMAGE_SIZES} -k kontext_reads",
+    ),
+    Mutation(
+        "inputs.py",
+        "the size of a video is no part of what its image's condition is stored under",
+        "[inputs.image_px, inputs.size]",
+        "[inputs.image_px]",
+        f"{CONTINUED} -k stored_under",
+    ),
+    Mutation(
+        "models/wan_image.py",
+        "the image's channels stand before the video's",
+        "torch.cat([latents, source], dim=1)",
+        "torch.cat([source, latents], dim=1)",
+        f"{CONTINUED} -k images_shape",
+    ),
+    Mutation(
+        "models/wan_image.py",
+        "CLIP's tokens are not read",
+        'condition["image"] if self._has_clip else None',
+        'condition["image"] * 0 if self._has_clip else None',
+        f"{CONTINUED} -k images_shape",
+    ),
+    Mutation(
+        "models/hunyuan_video15_image.py",
+        "the mask of the first frame is empty",
+        "torch.ones_like(latents[:, :1, 0])",
+        "torch.zeros_like(latents[:, :1, 0])",
+        f"{CONTINUED} -k images_shape",
+    ),
+    Mutation(
+        "models/hunyuan_video15_image.py",
+        "the image is stretched to the video's size",
+        'resize_mode="crop"',
+        'resize_mode="default"',
+        f"{CONTINUED} -k images_shape",
+    ),
+    Mutation(
+        "models/hunyuan_video15_forward.py",
+        "an image's tokens have the type of glyphs",
+        "PROMPT_TYPE, GLYPH_TYPE, IMAGE_TYPE = 0, 1, 2",
+        "PROMPT_TYPE, GLYPH_TYPE, IMAGE_TYPE = 0, 1, 1",
+        f"{CONTINUED} -k images_shape",
+    ),
+    Mutation(
+        "models/ltx2.py",
+        "ltx2: the sound reads the video's text",
+        'audio_encoder_hidden_states=condition["audio"].to(dtype)',
+        'audio_encoder_hidden_states=condition["embeds"].to(dtype)',
+        f"{LTX2} -k sound_is_the_pipelines",
+    ),
+    Mutation(
+        "models/ltx2.py",
+        "ltx2: the sound's length follows the latent frames",
+        "geometry.num_frames / FRAMES_PER_S",
+        "(geometry.num_frames - 1) / FRAMES_PER_S",
+        f"{LTX2} -k as_long",
+    ),
+    Mutation(
+        "models/ltx2_latents.py",
+        "ltx2: the sound's VAE gets normalised latents",
+        "raw = LTX2Pipeline._denormalize_audio_latents(audio, audio_vae.latents_mean, audio_vae.latents_std)",
+        "raw = audio",
+        f"{LTX2} -k sound_is_the_pipelines",
+    ),
+    Mutation(
+        "rollout/server.py",
+        "ltx2: all samples of a replica's batch have the sound of the first",
+        "audio=audio[index],",
+        "audio=audio[0],",
+        "rollout/test_server.py -k sound",
+    ),
+    Mutation(
+        "engine/assistant.py",
+        "ltx2: all samples of the trainer's batch have the sound of the first",
+        "audio=audio[index],",
+        "audio=audio[0],",
+        "engine/test_assistant.py -k sound",
+    ),
+    Mutation(
+        "agent_loop/manager.py",
+        "ltx2: rewards get no sound",
+        "latents=latents, audio=generation.audio)",
+        "latents=latents)",
+        "agent_loop/test_finish.py -k sound",
+    ),
+    Mutation(
+        "reward/sample_rewards.py",
+        "ltx2: reward functions get no sound",
+        "AUDIO: _column(sample.audio)",
+        "AUDIO: _column(None)",
+        "reward/test_sound.py",
+    ),
+    Mutation(
+        "observe/group_pictures.py",
+        "ltx2: the sound of a video that is neither best nor worst stays",
+        "(video_path(path), audio_path(path))",
+        "(video_path(path),)",
+        "observe/test_group_pictures.py -k neither_best_nor_worst",
+    ),
+    Mutation(
+        "models/wan_first_frame.py",
+        "the first frame's tokens have the others' timestep",
+        "own.new_zeros(len(own), counts[0])",
+        "own.expand(-1, counts[0])",
+        f"{FIRST_FRAME} -k both_kinds",
+    ),
+    Mutation(
+        "models/wan_first_frame.py",
+        "the given frame is sampled and scored",
+        "return (channels, num_frames - 1, *size)",
+        "return (channels, num_frames, *size)",
+        f"{FIRST_FRAME} -k log_probs",
+    ),
+    Mutation(
+        "models/wan_first_frame.py",
+        "the velocity is that of the given frame, too",
+        "timesteps, sigmas, condition)[:, :, 1:]",
+        "timesteps, sigmas, condition)[:, :, :-1]",
+        f"{FIRST_FRAME} -k log_probs",
+    ),
+    Mutation(
+        "rollout/server.py",
+        "a video is decoded without its given frame",
+        "        latents = self._model.completed(latents, positive)\n",
+        "",
+        f"{FIRST_FRAME} -k replica",
+    ),
+    Mutation(
+        "models/wan_first_frame.py",
+        "FLOPs count one timestep for a row with one per token",
+        "+ self.num_source_tokens(geometry) if geometry.sources else 1",
+        "* 0 + 1",
+        "plan/test_flops.py -k ti2v_5b_i2v",
+    ),
+    Mutation(
+        "models/__init__.py",
+        "the index's flag does not choose the model file",
+        "bool(variant and index and index.get(key))",
+        "False",
+        f"{FIRST_FRAME} -k index",
+    ),
+    Mutation(
+        "preflight/images.py",
+        "a first frame may be split over devices",
+        "layout is None or layout.takes_images",
+        "True",
+        "plugin/test_preflight.py -k first_frame",
+    ),
+    Mutation(
+        "preflight/images.py",
+        "an image that a pipeline refuses is found out by its sample",
+        "    _check_limits(model, prompts)\n",
+        "",
+        "plugin/test_preflight.py -k does_not_take",
+    ),
+    Mutation(
+        "sampling/requests.py",
+        "an image of a table that a pipeline refuses goes to the encoder",
+        "    if limits is not None:",
+        "    if False:",
+        f"{IMAGE_SIZES} -k that_it_refuses",
+    ),
+    Mutation(
+        "image_sizes.py",
+        "long images pass that FLUX.2 refuses",
+        "most_ratio=8.0",
+        "most_ratio=9.0",
+        f"{IMAGE_SIZES} -k refuses_are_those",
+    ),
+    Mutation(
+        "image_sizes.py",
+        "small images pass that FLUX.2 refuses",
+        "least_px=64",
+        "least_px=63",
+        f"{IMAGE_SIZES} -k refuses_are_those",
+    ),
+    Mutation(
+        "models/flux2_klein.py",
+        "a distilled checkpoint is guided",
+        'not self.index.get("is_distilled")',
+        "True",
+        "plugin/test_preflight.py -k distilled",
+    ),
+    Mutation(
+        "preflight/environment.py",
+        "an episode is cut off before its last turn",
+        "num_turns is None or num_turns <= most",
+        "True",
+        "plugin/test_environment.py -k more_turns",
+    ),
+    Mutation(
+        "models/qwen_image_edit.py",
+        "the processor's bounds of an image are not counted with",
+        "self._vision.get_number_of_image_patches(height, width, {})",
+        "Qwen2VLImageProcessorPil().get_number_of_image_patches(height, width, {})",
+        "models/test_qwen_image_edit.py -k bounds_of_its_processor",
+    ),
+    Mutation(
+        "image_sizes.py",
+        "a list's size is the nearest on the wrong side",
+        "pair[0] <= ratio if ratio >= 1 else pair[0] >= ratio",
+        "pair[0] >= ratio if ratio >= 1 else pair[0] <= ratio",
+        f"{VIDEO_SIZES} -k hunyuan",
+    ),
+    Mutation(
+        "sampling/requests.py",
+        "an image that a video continues is read at a size of its own",
+        "(height, width) if read is None else read(",
+        "(64, 64) if read is None else read(",
+        f"{VIDEO_SIZES} -k size_of_the_video",
     ),
     Mutation(
         "image_tables.py",
@@ -1650,6 +2466,83 @@ TABLE: tuple[Mutation, ...] = (
         "_beside(read_images(images), ",
         "_beside((), ",
         "observe/test_images.py -k beside_the_images",
+    ),
+    Mutation(
+        "report/page.py",
+        "a prompt may end the script that holds the page's data",
+        r'.replace("<", "\\u003c")',
+        "",
+        "report/test_page.py -k markup",
+    ),
+    Mutation(
+        "report/curves.py",
+        "curves lose validations where they are thinned out",
+        "kept = [rows[number] for number in sorted({*validated, *thinned(others, MAX_ROWS - len(validated))})]",
+        "kept = thinned(rows, MAX_ROWS)",
+        "report/test_page.py -k columns_are",
+    ),
+    Mutation(
+        "report/pictures.py",
+        "pictures are shown that do not fit",
+        "while len(chosen) > 2 and ",
+        "while len(chosen) > 200 and ",
+        "report/test_page.py -k fit_however",
+    ),
+    Mutation(
+        "report/pictures.py",
+        "pictures of an earlier, longer run are shown",
+        "found = [step for step in pictured_steps(run_dir, VALIDATION) if step <= last_step]",
+        "found = pictured_steps(run_dir, VALIDATION)",
+        "report/test_page.py -k earlier_run",
+    ),
+    Mutation(
+        "report/timelines.py",
+        "a step is shown whose first part was not read",
+        "sorted(lasted)[1:]",
+        "sorted(lasted)",
+        "report/test_page.py -k long_timeline",
+    ),
+    Mutation(
+        "trainer/run_report.py",
+        "a second report is begun while one is written",
+        "            if not self._running.is_done():\n                return",
+        "            if not self._running.is_done():\n                pass",
+        "trainer/test_run_report.py -k never_waits",
+    ),
+    Mutation(
+        "trainer/run_report.py",
+        "a report that takes long takes its share of a core all the same",
+        "max(self._due_s, self._began_s + spent_s / MAX_SHARE)",
+        "self._due_s",
+        "trainer/test_run_report.py -k less_often",
+    ),
+    Mutation(
+        "observe/warnings_file.py",
+        "a new run keeps the warnings of the one before it",
+        "(step > 0 and line",
+        "(step >= 0 and line",
+        "observe/test_warnings_file.py -k does_not_repeat",
+    ),
+    Mutation(
+        "preflight/start.py",
+        "the config is compared with itself",
+        "if GROUP_WORD.match(word)]",
+        "]",
+        "plugin/test_start.py -k command_line",
+    ),
+    Mutation(
+        "trainer/colocated_timeline.py",
+        "devices count as idle while they generate",
+        "self._file.append([*generated, *self._on_devices(generated, step), ",
+        "self._file.append([*generated, ",
+        "trainer/test_turns.py -k in_order",
+    ),
+    Mutation(
+        "observe/images.py",
+        "a long prompt is cut off",
+        "longest = max(len(textwrap.wrap(entry.caption(2), width // LETTER_PX)) for entry in shown)",
+        "longest = 3",
+        "observe/test_images.py -k shown_whole",
     ),
 )
 
@@ -1741,7 +2634,7 @@ def run_tests(copy: Path, tests: str, log: Path) -> int:
     import pytest
 
     words = shlex.split(tests)
-    options = words[words.index("-k") :] if "-k" in words else []
+    options = words[next((at for at, word in enumerate(words) if word.startswith("-")), len(words)) :]
     paths = [f"tests/{word}" for word in words[: len(words) - len(options)]]
     child = os.fork()
     if child == 0:

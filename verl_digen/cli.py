@@ -13,8 +13,11 @@ from typing import Protocol
 
 from verl_digen import doctor
 from verl_digen.bench import command as bench
+from verl_digen.export import export_command as export
+from verl_digen.export import sample_command as sample
 from verl_digen.observe.timeline import command as timeline
 from verl_digen.plan import command as plan
+from verl_digen.report import report_command as report
 from verl_digen.score import score_command as score
 from verl_digen.score import serve_command as serve_reward
 from verl_digen.simulate import command as simulate
@@ -44,11 +47,11 @@ EXIT_REFUSED = 2
 EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 130, 141
 """128 + the number of the signal, as in shells."""
 
-COMMANDS: tuple[Command, ...] = (doctor, timeline, simulate, bench, plan, score, serve_reward)
+COMMANDS: tuple[Command, ...] = (doctor, timeline, simulate, bench, plan, score, serve_reward, export, sample, report)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Parse the command line (`sys.argv` unless given) and run the subcommand."""
+def make_parser() -> ArgumentParser:
+    """Parser of the whole command line; the namespace it returns has `command` and `run`."""
     parser = ArgumentParser(prog="digen", description="Tools for runs of verl-digen.")
     parser.add_argument("--version", action="version", version=f"verl-digen {version('verl-digen')}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -62,7 +65,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         command.add_arguments(subparser)
         subparser.set_defaults(run=command.run)
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse the command line (`sys.argv` unless given) and run the subcommand."""
+    args = make_parser().parse_args(argv)
     try:
         code = args.run(args)
         sys.stdout.flush()  # raises here if the reader closed the pipe, not while Python exits

@@ -66,5 +66,5 @@ def known_device(option: str, device: str) -> str:
 
 
 def slowdown(device: str, reference: str) -> float:
-    """Factor from seconds on `reference` to seconds on `device`."""
-    return PEAK_TFLOPS[reference] / PEAK_TFLOPS[device]
+    """Factor from seconds on `reference` to seconds on `device`; 1 for one and the same type, whatever its name."""
+    return 1.0 if device == reference else PEAK_TFLOPS[reference] / PEAK_TFLOPS[device]

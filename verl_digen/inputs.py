@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import io
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
+from typing import IO
 
+import numpy as np
+from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from verl_digen.image_tables import SCHEME as TABLE
@@ -28,10 +30,8 @@ MAX_IDENTIFIED = 65536
 """Number of images whose hash a process remembers."""
 MAX_PIXELS = 100_000_000
 """Largest image of a prompt, 10,000 x 10,000: three times that in bytes, decoded."""
-SIDE_MULTIPLE = 32
-"""Sides of a fitted image are multiples of this: `calculate_dimensions` of diffusers' Qwen-Image-Edit pipelines."""
 DEFAULT_IMAGE_PX = 1024
-"""Side of the square whose area those pipelines give the image that the network reads: VAE_IMAGE_SIZE."""
+"""Side of the square whose area diffusers' pipelines give the image that the network reads."""
 ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)
 """EXIF tag, and its values for a picture that is shown with its sides exchanged."""
 
@@ -47,6 +47,8 @@ class SourceImage:
     width_px: int = field(compare=False)
     """Width as it is shown, after EXIF's orientation."""
     height_px: int = field(compare=False)
+    content: bytes | None = field(default=None, compare=False, repr=False)
+    """File's bytes of a generated picture, which travels with its request; None: they lie at `reference`."""
 
     def read(self) -> Image.Image:
         """Read the image as RGB, turned as EXIF says.
@@ -54,7 +56,7 @@ class SourceImage:
         Raises:
             ValueError: the image is missing, or its content is not that of `digest`.
         """
-        content = _content(self.reference)
+        content = _content(self.reference) if self.content is None else self.content
         if sha256(content).hexdigest() != self.digest:
             raise ValueError(
                 f"an image of a prompt must stay as it is during a run, but {self.reference!r} has changed since its "
@@ -70,7 +72,11 @@ class PromptInputs:
     text: str
     images: tuple[SourceImage, ...] = ()
     image_px: int = DEFAULT_IMAGE_PX
-    """Side of the square whose area the network reads each image at, see `fitted_size`; `digen.sampling.image_px`."""
+    """Side of the square whose area an edit model reads each image at, see `verl_digen.image_sizes`;
+    `digen.sampling.image_px`."""
+    size: tuple[int, int, int] | None = None
+    """(frames, height, width) of the picture or video that is made: a network that continues an image reads it at this
+    size. None without images."""
 
 
 @lru_cache(maxsize=MAX_IDENTIFIED)
@@ -81,19 +87,38 @@ def source_image(reference: str) -> SourceImage:
         ValueError: it cannot be read, is no picture, or has more than `MAX_PIXELS`.
     """
     content = _content(reference)
-    try:
-        with Image.open(io.BytesIO(content)) as image:
-            width, height = image.size
-            if image.getexif().get(ORIENTATION) in TURNED:
-                width, height = height, width
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise _unreadable(reference, error) from error
+    width, height = _size(reference, io.BytesIO(content))
     if width * height > MAX_PIXELS:
         raise ValueError(
             f"an image of a prompt must have at most {MAX_PIXELS} pixels, but {reference!r} has {width} x {height}; "
             "make it smaller, or remove its prompt"
         )
     return SourceImage(reference, sha256(content).hexdigest(), width, height)
+
+
+def file_size_px(path: str) -> tuple[int, int]:
+    """(width, height) of an image as it is shown, from the head of its file alone.
+
+    Raises:
+        ValueError: it cannot be read, or is no picture.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            return _size(path, file)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def generated_image(name: str, pixels: NDArray[np.uint8]) -> SourceImage:
+    """A generated picture, [H, W, 3], as an image that a request carries; lossless.
+
+    Args:
+        name: reference for messages, e.g. "turn 1 of sample 3 of group p00000007".
+    """
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, format="PNG", compress_level=1)
+    content = buffer.getvalue()
+    return SourceImage(name, sha256(content).hexdigest(), pixels.shape[1], pixels.shape[0], content)
 
 
 def read_images(references: Sequence[str]) -> list[Image.Image]:
@@ -104,21 +129,24 @@ def read_images(references: Sequence[str]) -> list[Image.Image]:
 def content_key(branches: Sequence[PromptInputs]) -> str:
     """Hash of what is encoded: equal for equal texts, images and sizes at which these are read."""
     content = [
-        [inputs.text, *(image.digest for image in inputs.images), *([inputs.image_px] if inputs.images else [])]
+        [
+            inputs.text,
+            *(image.digest for image in inputs.images),
+            *([inputs.image_px, inputs.size] if inputs.images else []),
+        ]
         for inputs in branches
     ]
     return sha256(json.dumps(content).encode()).hexdigest()
 
 
-def fitted_size(width_px: int, height_px: int, side_px: float) -> tuple[int, int]:
-    """(height, width) of about `side_px` squared pixels with the shape of a picture; multiples of `SIDE_MULTIPLE`.
-
-    Source: `calculate_dimensions` of diffusers' Qwen-Image-Edit pipelines, which has no least side.
-    """
-    width = math.sqrt(side_px * side_px * (width_px / height_px))
-    height = width / (width_px / height_px)
-    sides = (max(1, round(side / SIDE_MULTIPLE)) * SIDE_MULTIPLE for side in (height, width))
-    return next(sides), next(sides)
+def _size(reference: str, file: IO[bytes]) -> tuple[int, int]:
+    """(width, height) as the image is shown."""
+    try:
+        with Image.open(file) as image:
+            width, height = image.size
+            return (height, width) if image.getexif().get(ORIENTATION) in TURNED else (width, height)
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise _unreadable(reference, error) from error
 
 
 def _opened(reference: str, content: bytes) -> Image.Image:

@@ -7,9 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from verl_digen.config import digen_config
+from verl_digen.simulate.splits import Limits
 
 POOLS_KEY = "digen.reward.functions"
 """Key of rewards with processes of their own."""
+
+ENVIRONMENT_KEY = "digen.environment"
+"""Key of the environment workers."""
 
 ROLLOUT = "actor_rollout_ref.rollout"
 """Prefix of the keys of the replicas' own pool."""
@@ -76,6 +80,16 @@ def num_pool_devices(config: Any) -> int:
     return len(free) + sum(int(share) for share in workers if share >= 1)
 
 
+def num_environment_devices(config: Any) -> int:
+    """Devices of the environment workers; those with shares are packed."""
+    environment = digen_config(config).environment
+    if not environment.is_on or environment.num_gpus == 0:
+        return 0
+    if environment.num_gpus >= 1:
+        return environment.num_workers * int(environment.num_gpus)
+    return -(-environment.num_workers // int(1 / environment.num_gpus + ROUNDING))
+
+
 def num_reward_devices(config: Any) -> int:
     """Devices of all reward processes."""
     return _num_model_pool_devices(config) + num_pool_devices(config)
@@ -84,8 +98,8 @@ def num_reward_devices(config: Any) -> int:
 def asked_text(asked: Mapping[str, int]) -> str:
     """Pools with their keys and devices, for messages; see `asked_devices`."""
     return " + ".join(
-        f"{POOLS_KEY} num_workers x num_gpus ({number})"
-        if pool == POOLS_KEY
+        f"{pool} num_workers x num_gpus ({number})"
+        if pool in (POOLS_KEY, ENVIRONMENT_KEY)
         else f"{pool}.nnodes x {pool}.n_gpus_per_node ({number})"
         for pool, number in asked.items()
     )
@@ -102,6 +116,7 @@ def asked_devices(config: Any, *, has_own_replicas: bool) -> dict[str, int]:
         ROLLOUT: num_generator_devices(config) if has_own_replicas else 0,
         "reward.reward_model": _num_model_pool_devices(config),
         POOLS_KEY: num_pool_devices(config),
+        ENVIRONMENT_KEY: num_environment_devices(config),
     }
     return {pool: number for pool, number in asked.items() if number}
 
@@ -110,3 +125,15 @@ def num_replica_devices(config: Any) -> int:
     """Devices of one replica: tensor x data x pipeline parallel size."""
     rollout = config.actor_rollout_ref.rollout
     return rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size
+
+
+def split_limits(config: Any) -> Limits:
+    """Rules for the sizes of separate pools, as preflight checks them."""
+    fsdp, rollout = config.actor_rollout_ref.actor.fsdp_config, config.actor_rollout_ref.rollout
+    return Limits(
+        num_samples=config.data.train_batch_size * rollout.n,
+        fsdp_size=fsdp.fsdp_size,
+        sequence_parallel=fsdp.ulysses_sequence_parallel_size,
+        replica_devices=num_replica_devices(config),
+        in_one_node=rollout.name == "diffusers",
+    )

@@ -11,28 +11,32 @@ A short version of the tests in `tests/models`, for installations with untested 
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
+import diffusers
 import numpy as np
 import torch
-from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from PIL import Image
 from torch import Tensor, nn
 
 from verl_digen.algorithms.noise import INITIAL_LATENTS, noise
 from verl_digen.algorithms.solvers import SCHEDULERS
 from verl_digen.algorithms.window import Window
-from verl_digen.inputs import PromptInputs, SourceImage, fitted_size, source_image
+from verl_digen.config import SamplingConfig
+from verl_digen.inputs import DEFAULT_IMAGE_PX, PromptInputs, SourceImage, source_image
 from verl_digen.models import load_model
 from verl_digen.models.base import DiffusionModel
 from verl_digen.models.tiny import build_tiny
+from verl_digen.sampling.requests import geometry_of, inputs_of
 from verl_digen.sampling.sampler import Sampler, score_rows
 from verl_digen.types import Condition, Geometry, PathRecord, SampleRequest, Sampling, TrainingRows, Transitions
 
@@ -41,8 +45,8 @@ PROMPTS = ("a red circle", "two small blue squares left of a red circle on a gre
 RUN_SEED = 7
 NUM_STEPS = 6
 SIZE_PX = 64
-IMAGE_SIZE_PX = (60, 40)
-"""Width and height of the pictures that an edit model edits."""
+IMAGE_SIZE_PX = (SIZE_PX, SIZE_PX)
+"""Width and height of the images of a model that reads some: every rule reads them at their own size."""
 LAW, NOISE_LEVEL = "flow", 0.7
 ODE = Window(sde_steps=(), train_steps=())
 TRAINED = Window(sde_steps=(0, 1, 2, 3, 4), train_steps=(0, 1, 2, 3, 4))
@@ -102,9 +106,11 @@ def run_selftest(name: str, device: torch.device = CPU, dtype: torch.dtype = tor
 def check_model(
     model: DiffusionModel, device: torch.device = CPU, dtype: torch.dtype = torch.float32
 ) -> Iterator[Check]:
-    """Run the checks of a small checkpoint; yields each when done. An edit model gets a picture with each prompt."""
+    """Run the checks of a small checkpoint; yields each when done. A model that reads images gets as many as it
+    needs with each prompt, and makes sizes of them."""
     with TemporaryDirectory(prefix="digen_selftest_") as folder:
-        images = [_draw_image(Path(folder) / f"{number}.png", number) for number in range(model.spec.num_images[0])]
+        least, most = model.spec.num_images
+        images = [_draw_image(Path(folder) / f"{number}.png", number) for number in range(max(least, min(1, most)))]
         yield from _check(model, tuple(images), device, dtype)
 
 
@@ -120,9 +126,8 @@ def _check(
     bounds = IN_BF16 if dtype != torch.float32 else ON_CPU if device.type == "cpu" else ON_ACCELERATOR
     model.compute_dtype = dtype
     transformer = model.load_transformer(dtype).to(device)
-    conditions = model.load_encoder(dtype, device)(_inputs(images))
-    sources = tuple(fitted_size(image.width_px, image.height_px, SIZE_PX) for image in images)
-    geometry = Geometry(SIZE_PX, SIZE_PX, model.spec.selftest.get("num_frames", 1), sources)
+    geometry = _geometry(model, images)
+    conditions = model.load_encoder(dtype, device)(_inputs(images, geometry))
     sampler = Sampler(model, transformer, run_seed=RUN_SEED, device=device, latents_dtype=torch.float32)
 
     solver = SCHEDULERS[model.scheduler]
@@ -130,7 +135,7 @@ def _check(
 
     _, latents = sampler.sample(_requests(sampling, ODE, images), conditions, None, version=0)
     gap = (latents.cpu() - _run_pipeline(model, images, geometry, device, dtype).cpu()).abs().max().item()
-    yield Check(f"sampler with eta = 0 against {model.pipeline}", gap, bounds.latents)
+    yield Check(f"sampler with eta = 0 against {model.pipeline_of(geometry)}", gap, bounds.latents)
 
     trajectories, _ = sampler.sample(_requests(sampling, TRAINED, images), conditions, None, version=0)
     paths = [path.record for path in trajectories if isinstance(path.record, PathRecord)]
@@ -150,15 +155,48 @@ def _check(
             yield Check(f"gradient{network}: 1 - cosine to the one in fp32", error, bounds.gradient)
 
 
-def _inputs(images: tuple[SourceImage, ...]) -> list[PromptInputs]:
-    return [PromptInputs(prompt, images, SIZE_PX) for prompt in PROMPTS]
+def _geometry(model: DiffusionModel, images: Sequence[SourceImage]) -> Geometry:
+    num_frames = model.spec.selftest.get("num_frames", 1)
+    sizes = {"height_px": SIZE_PX, "width_px": SIZE_PX, "image_px": SIZE_PX, "num_frames": num_frames}
+    if model.spec.image_sizes:
+        sizes |= {"size_from_image": True, "image_sizes": model.spec.image_sizes}
+    return geometry_of(SamplingConfig(**sizes), [(image.width_px, image.height_px) for image in images])
+
+
+def _inputs(images: tuple[SourceImage, ...], geometry: Geometry) -> list[PromptInputs]:
+    return [inputs_of(prompt, images, geometry, SIZE_PX) for prompt in PROMPTS]
 
 
 def _requests(sampling: Sampling, window: Window, images: tuple[SourceImage, ...]) -> list[SampleRequest]:
     return [
         SampleRequest(f"p{number}", 0, inputs, PromptInputs(""), window, sampling)
-        for number, inputs in enumerate(_inputs(images))
+        for number, inputs in enumerate(_inputs(images, sampling.geometry))
     ]
+
+
+@contextmanager
+def images_read_at(pipeline: Any, side_px: int, sources: Sequence[tuple[int, int]] = ()) -> Iterator[None]:
+    """Have a pipeline read images at other sizes than the published ones.
+
+    Args:
+        side_px: side of the square whose area an image is read at (Qwen-Image-Edit) or a video has (HunyuanVideo 1.5).
+        sources: for FLUX.1 Kontext's, (height, width) in px of each image.
+    """
+    module = sys.modules[type(pipeline).__module__]
+    replaced: dict[str, Any] = {}
+    if hasattr(module, "PREFERRED_KONTEXT_RESOLUTIONS"):
+        replaced["PREFERRED_KONTEXT_RESOLUTIONS"] = [size[::-1] for size in sources]
+    if own := vars(module).get("calculate_dimensions"):
+        replaced["calculate_dimensions"] = lambda area, ratio: own(
+            side_px**2 if area == DEFAULT_IMAGE_PX**2 else area, ratio
+        )
+    changes = [patch.multiple(module, **replaced)] if replaced else []
+    if hasattr(pipeline, "target_size"):
+        changes.append(patch.object(pipeline, "target_size", side_px))
+    with ExitStack() as stack:
+        for change in changes:
+            stack.enter_context(change)
+        yield
 
 
 def _run_pipeline(
@@ -169,29 +207,67 @@ def _run_pipeline(
     dtype: torch.dtype,
 ) -> Tensor:
     """Latents of the model's own pipeline for PROMPTS and the sampler's initial noise."""
-    pipeline: Any = DiffusionPipeline.from_pretrained(model.path, dtype=dtype, **model.pipeline_parts()).to(device)
-    pipeline.set_progress_bar_config(disable=True)
+    pipeline = load_pipeline(model, geometry, dtype).to(device)
     if hasattr(pipeline, "guider"):  # guidance is a component here, not an argument
         pipeline.guider = pipeline.guider.new(guidance_scale=1.0)
     shape = model.latent_shape(geometry)
     start = torch.stack([noise(RUN_SEED, f"p{number}", 0, INITIAL_LATENTS, shape) for number in range(len(PROMPTS))])
     given = {
-        "height": geometry.height_px,
-        "width": geometry.width_px,
+        **size_of(pipeline, model, geometry),
         "num_inference_steps": NUM_STEPS,
         "output_type": "latent",
         **model.spec.selftest,
     }
-    start = start.to(device, dtype)
+    start = model.pipeline_start(start.to(device, dtype), geometry)
     if not images:
-        return torch.as_tensor(pipeline(list(PROMPTS), latents=start, **given)[0])
+        run = model.pipeline_call(pipeline, geometry)
+        return model.pipeline_end(final_latents(run, prompt=list(PROMPTS), latents=start, **given), geometry)
     pictures = [image.read() for image in images]
-    with patch.object(sys.modules[type(pipeline).__module__], "VAE_IMAGE_SIZE", SIZE_PX**2):  # a constant of the module
+    with images_read_at(pipeline, SIZE_PX, geometry.sources):
+        given["image"] = pictures_of(model, pictures)
         made = [
-            torch.as_tensor(pipeline(pictures, prompt, latents=one[None], **given)[0])
+            final_latents(pipeline, prompt=prompt, latents=one[None], **given)
             for prompt, one in zip(PROMPTS, start, strict=True)
         ]
-    return torch.cat(made)
+    return model.pipeline_end(torch.cat(made), geometry)
+
+
+def load_pipeline(model: DiffusionModel, geometry: Geometry, dtype: torch.dtype) -> Any:
+    """Load diffusers' pipeline for prompts with as many images, with the checkpoint's own scheduler."""
+    pipeline: Any = getattr(diffusers, model.pipeline_of(geometry))
+    loaded = pipeline.from_pretrained(model.path, dtype=dtype, **model.pipeline_parts())
+    loaded.set_progress_bar_config(disable=True)
+    return loaded
+
+
+def final_latents(run: Callable[..., Any], **arguments: Any) -> Tensor:
+    """Latents after the last step of a diffusers pipeline, as its network reads them: its output with
+    output_type="latent", which FLUX.2's pipeline has unpacked.
+
+    Args:
+        run: the pipeline, or `DiffusionModel.pipeline_call`.
+    """
+    last: dict[str, Tensor] = {}
+
+    def keep(_: Any, step: int, timestep: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        last.update(tensors)
+        return {}
+
+    if "callback_on_step_end" not in inspect.signature(run).parameters:
+        return torch.as_tensor(run(**arguments)[0])
+    run(**arguments, callback_on_step_end=keep)
+    return last["latents"]
+
+
+def size_of(pipeline: Any, model: DiffusionModel, geometry: Geometry) -> dict[str, Any]:
+    """Arguments of the model's pipeline for a size; none where it makes the size of its image alone."""
+    known = inspect.signature(pipeline.__call__).parameters
+    return {name: value for name, value in model.pipeline_size(geometry).items() if name in known}
+
+
+def pictures_of(model: DiffusionModel, pictures: Sequence[Image.Image]) -> Any:
+    """Argument `image` of the model's pipeline: a list, or the only one."""
+    return pictures[0] if model.spec.num_images[1] == 1 else list(pictures)
 
 
 def _rows(

@@ -20,10 +20,13 @@ from PIL import Image
 from torch import Tensor
 
 from verl_digen.algorithms.forward import NoiseLevels
-from verl_digen.algorithms.solvers import SolverNoise
 from verl_digen.algorithms.tree import Tree
 from verl_digen.algorithms.window import Window
+from verl_digen.audio import Audio
 from verl_digen.inputs import PromptInputs, SourceImage, content_key, read_images
+from verl_digen.settings import EpisodeFacts
+from verl_digen.settings import Geometry as Geometry
+from verl_digen.settings import Sampling as Sampling
 from verl_digen.transfers import to_device
 
 Condition = dict[str, Tensor]
@@ -33,54 +36,6 @@ Condition = dict[str, Tensor]
 def move_condition(condition: Condition, device: torch.device | str) -> Condition:
     """Copy of the condition on `device`."""
     return {name: to_device(tensor, torch.device(device)) for name, tensor in condition.items()}
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """Size of a generated image or video, and of the images that the network reads beside it."""
-
-    height_px: int
-    width_px: int
-    num_frames: int = 1
-    """1 for an image."""
-    sources: tuple[tuple[int, int], ...] = ()
-    """(height, width) in px of each image of the prompt, as the network reads it."""
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Denoising settings of a request; requests share a batch only if theirs are equal."""
-
-    geometry: Geometry
-    num_steps: int
-    """T."""
-    true_cfg_scale: float
-    """True classifier-free guidance w: v = v_neg + w (v_pos - v_neg); 1.0 runs the positive branch alone."""
-    law: str
-    """SDE law, see `verl_digen.algorithms.sde`."""
-    noise_level: float
-    """eta of the SDE steps."""
-    shared_initial_noise: bool = False
-    """True: all samples of a group start from the same noise."""
-    guidance_scale: float | None = None
-    """Guidance scale for networks that take one as an input (FLUX.1 dev, HunyuanVideo); None: the pipeline's
-    default."""
-    solver: str = "euler"
-    """Solver of the steps that are not stochastic, see `verl_digen.algorithms.solvers`."""
-    sa_noise: float = 0.0
-    """Noise of solver `sa`, where a step ends at a sigma in [sa_low, sa_high]."""
-    sa_low: float = 0.0
-    sa_high: float = 0.0
-
-    @property
-    def solver_noise(self) -> SolverNoise:
-        """Noise that the solver takes."""
-        return SolverNoise(self.sa_noise, self.sa_low, self.sa_high)
-
-    @property
-    def is_guided(self) -> bool:
-        """True if the negative branch runs too."""
-        return self.true_cfg_scale > 1.0
 
 
 @dataclass(frozen=True)
@@ -131,6 +86,8 @@ class SampleRequest:
     """Tree of its group, of which it is leaf `sample_index`; None: samples share no stochastic step."""
     wants_negative: bool = False
     """True where a teacher has guidance: conditions hold the negative prompt's, also of a sample without guidance."""
+    turn: int = 0
+    """Number of the turn in its episode; its noise is another one in each."""
     picture: SourceImage | None = None
     """Picture of the data set that is the sample: the replica encodes it and generates nothing. None: generate it."""
 
@@ -172,15 +129,15 @@ class PathRecord:
     next_sigmas: Tensor
     """[K] fp32."""
     sigma_max: Tensor
-    """[] fp32: the schedule's second sigma, which the SDE uses in place of 1."""
+    """[] fp32: the schedule's second sigma, which the SDE uses in place of 1; [turns] of an episode."""
     log_probs: Tensor
     """[K] fp32: log-density of each trained step under the behaviour policy."""
 
     COLUMNS = ("latents", "positions", "sigmas", "next_sigmas", "sigma_max", "log_probs")
 
     def columns(self) -> dict[str, Tensor]:
-        """Columns of its row in TransferQueue, `COLUMNS`; `sigma_max` has shape [1]."""
-        return {**vars(self), "sigma_max": self.sigma_max.reshape(1)}
+        """Columns of its row in TransferQueue, `COLUMNS`; `sigma_max` has shape [1], or [turns]."""
+        return {**vars(self), "sigma_max": self.sigma_max.reshape(-1)}
 
 
 @dataclass(frozen=True)
@@ -188,7 +145,8 @@ class CleanRecord:
     """The end of a denoising path, and the K noise levels at which it is noised again when it trains."""
 
     clean: Tensor
-    """[...] the final latents, in the dtype they were sampled in."""
+    """[...] the final latents, in the dtype they were sampled in; of an episode those of its turns, one after the other
+    along the first dimension."""
     sigmas: Tensor
     """[K] fp32."""
 
@@ -218,6 +176,9 @@ class Trajectory:
     """`SampleRequest.condition_key` of its request."""
     num_shared_steps: int = 0
     """Denoising steps that another sample of its group ran for it, in its batch or before, see `sampling.prefix`."""
+    num_skipped_steps: int = 0
+    """Denoising steps that it took or passed over without an evaluation of the network, see `Sampling.outside`. Steps
+    that another sample ran do not count."""
     nodes: tuple[int, ...] = ()
     """`SampleRequest.nodes`."""
 
@@ -241,6 +202,8 @@ class Generation:
     """The negative prompt's condition, if the request asked for it and guidance is on."""
     latents: SampleLatents | None = None
     """Input of rewards that read latents, if the request asked for it."""
+    audio: Audio | None = None
+    """Sound of the video; None where the model makes none."""
 
 
 @dataclass(frozen=True)
@@ -267,6 +230,8 @@ class RewardInput:
     """True for a sample of a validation."""
     latents: SampleLatents | None = None
     """The latents that it was decoded from; None where the reward reads no latents."""
+    audio: Audio | None = None
+    """Sound of the video; None where the model makes none."""
 
     def sources(self) -> list[Image.Image]:
         """The images of its prompt as RGB, in order, in their own sizes. Each call reads and decodes them.
@@ -349,8 +314,22 @@ class SampleTag:
     """`Score.calls`."""
     num_shared_steps: int = 0
     """`Trajectory.num_shared_steps`."""
+    num_skipped_steps: int = 0
+    """`Trajectory.num_skipped_steps`."""
     nodes: tuple[int, ...] = ()
     """`SampleRequest.nodes`."""
+    episode: EpisodeFacts | None = None
+    """Facts about its turns; None without an environment. Its own sampling and condition are then the first turn's."""
+
+    @property
+    def generations(self) -> tuple[tuple[float, float], ...]:
+        """(start, end) of each of its pictures' generation, in unix s."""
+        return (self.generated,) if self.episode is None else tuple(turn.generated for turn in self.episode.turns)
+
+    @property
+    def turn_keys(self) -> tuple[str, ...]:
+        """Keys of all conditions that its points read, in order of the turns."""
+        return (self.condition_key,) if self.episode is None else tuple(t.condition_key for t in self.episode.turns)
 
 
 GroupTags = Mapping[int, SampleTag]

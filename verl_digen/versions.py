@@ -8,7 +8,9 @@ error. `digen doctor` prints the same.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 
 from packaging.specifiers import SpecifierSet
 
@@ -37,6 +39,15 @@ SUPPORTED = {
     )
 }
 """Package -> what was tested with this version of verl-digen."""
+
+
+def installed() -> dict[str, str]:
+    """Package -> installed version, of those that decide what a run computes."""
+    found = {}
+    for name in ("verl-digen", *SUPPORTED):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def outside(found: Mapping[str, str], *, tested: bool) -> Iterator[tuple[str, str, SpecifierSet]]:

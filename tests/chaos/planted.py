@@ -82,7 +82,7 @@ BUGS = {
     ),
     "samples that failed are said to be generated": Bug(
         "verl_digen.agent_loop.chunks",
-        "GeneratedChunk({index: describe(error) for index, error in errors.items()}, is_lost)",
+        "GeneratedChunk({index: _reason(error) for index, error in errors.items()}, is_lost)",
         "GeneratedChunk({}, is_lost)",
     ),
     "a fragment holds the samples of its first group only": Bug(
@@ -95,8 +95,8 @@ BUGS = {
     ),
     "conditions of dropped groups are left": Bug(
         "verl_digen.trainer.disaggregated",
-        "|= outcome.condition_keys",
-        "|= {tag.condition_key for tags in outcome.groups.values() for tag in tags.values()}",
+        "|= outcome.condition_keys |",
+        "|= {tag.condition_key for tags in outcome.groups.values() for tag in tags.values()} |",
     ),
     "conditions are cleared while another group needs them": Bug(
         "verl_digen.trainer.disaggregated",

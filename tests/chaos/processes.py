@@ -30,6 +30,8 @@ WAY_S = 0.02
 
 SIGN_OF_LIFE = "__ray_ready__"
 """A method that Ray gives to every actor."""
+RAY_CALL = "__ray_call__"
+"""Another one, which calls a function with the actor."""
 
 SLOW_WAY_S = 10.0
 """Time of a slow call's way there, and back: several times as long as any work of a device."""
@@ -135,6 +137,9 @@ class Process:
         try:
             if method == SIGN_OF_LIFE:
                 return True
+            if method == RAY_CALL:
+                function, *rest = args
+                return function(self.target, *rest)
             outcome = getattr(self.target, method)(*args, **kwargs)
             return await outcome if isinstance(outcome, Awaitable) else outcome
         except Exception as error:
@@ -155,7 +160,7 @@ class Handle:
         self._actor_id = process.actor_id
 
     def __getattr__(self, method: str) -> Any:
-        if method.startswith("__") and method != SIGN_OF_LIFE:
+        if method.startswith("__") and method not in (SIGN_OF_LIFE, RAY_CALL):
             raise AttributeError(method)
         return _Method(self._process, method)
 
@@ -226,6 +231,10 @@ class Cluster:
     def actors(self, actor_id: str) -> dict[str, str]:
         """`ray._private.state.actors`: nothing takes time to start here."""
         return {"State": "ALIVE"}
+
+    def nodes(self) -> list[dict[str, Any]]:
+        """`ray.nodes`: names of nodes are not simulated."""
+        return []
 
     def kill(self, handle: Handle, *, no_restart: bool = True) -> None:
         """`ray.kill`."""

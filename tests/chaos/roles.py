@@ -236,7 +236,8 @@ class Agent(DiffusionAgentLoopWorker):
         self.rollout_config = SimpleNamespace(n=group_size, val_kwargs=SimpleNamespace(n=1), agent=loops)
         layout = RewardLayout(len(rewards), (COMPARED,) if judges else (), {"known": 1.0, COMPARED.name: 0.0})
         self._rewards = SampleRewards(layout, [*rewards, *judges], digen)
-        self._single_turn = DiffusionSingleTurnAgentLoop(client)
+        self._loop = DiffusionSingleTurnAgentLoop(client)
+        self._environments = None
         self._run_dir = Path("unused")
         self._being_generated = GroupsBeingGenerated()
         self._chunks = ChunkRunner(

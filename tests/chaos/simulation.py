@@ -285,7 +285,7 @@ def in_place_of_ray(simulation: Simulation) -> Iterator[None]:
     """Replace Ray, TransferQueue and the clock of the main thread by the simulation's."""
     client, cluster = simulation.queue_client, simulation.cluster
     functions: list[tuple[Any, Sequence[str], Any]] = [
-        (ray, ("get", "get_actor", "kill"), cluster),
+        (ray, ("get", "get_actor", "kill", "nodes"), cluster),
         (ray._private.state, ("actors",), cluster),
         (
             tq,

@@ -16,6 +16,7 @@ from verl_digen.checkup.registry import CHECKS
 
 @pytest.mark.e2e
 @pytest.mark.long
+@pytest.mark.grid
 def test_every_check_passes_here(tmp_path: Path):
     command = [sys.executable, "-W", "ignore", "-c", "import sys; from verl_digen.cli import main; sys.exit(main())"]
     done = subprocess.run(

@@ -24,6 +24,7 @@ FOREIGN = ("verl", "peft", "ray", "transfer_queue", "torch", "hydra")
 SKIPPED = ("vllm_omni", "verl_digen.recipes", "verl_digen.patches", "verl_digen.platforms.cpu")
 
 OVERRIDDEN = {
+    "agent_loop.environment:EnvironmentAgentLoop": "run",
     "agent_loop.manager:DiffusionAgentLoopWorker": "_run_agent_loop _run_prompt _agent_loop_postprocess",
     "agent_loop.server_manager:AsyncDiffusionServerManager": "get_client",
     "agent_loop.single_turn:DiffusionSingleTurnAgentLoop": "run",
@@ -57,7 +58,7 @@ OVERRIDDEN = {
     "trainer.base:DiffusionTrainer": "init _init_resource_pool_mgr _setup fit step _compute_metrics on_validate_begin "
     "on_validate_end _validate _log_rollout_data _save_checkpoint _load_checkpoint",
     "trainer.colocated:ColocatedTrainer": "fit _fetch_one_gen_batch _add_prompts_to_generate on_sample_end on_step_end "
-    "_setup _compute_metrics _validate",
+    "_setup _compute_metrics _validate _save_checkpoint",
     "weights.checkpoint_engines.base:BucketEngine": "build_topology finalize send_weights receive_weights",
     "weights.checkpoint_engines.gloo:GlooEngine": "prepare init_process_group",
     "weights.checkpoint_engines.objects:RayObjectEngine": "prepare init_process_group",

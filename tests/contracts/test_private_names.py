@@ -9,6 +9,7 @@
 | FSDP2 `_is_root`, `reset_iter_state` | engine/gathered.py | a forward that failed leaves a usable module |
 | FSDP2 `DefaultAllGather`, `DefaultReduceScatter` | engine/rejoin.py | its collectives (test_two_ranks_tight.py) |
 | FSDP2 `_mp_policy` | engine/build.py | read at every forward; its `cast_forward_inputs` |
+| DTensor `__create_chunk_list__` | engine/saved_ranks.py | a rank's part (tests/engine/test_resharding.py) |
 | FSDPMemTracker `memory_tracking`, `_FSDPModMemStats` | tests/plan/fake_engine.py | an expert that does not run |
 | FSDP2 `mp_policy` of a parameter | engine/gradients.py | the reduce dtype |
 | FSDP2 `init_dtype_attrs` of a parameter | engine/build.py | called by the first forward; the dtype that is gathered |
@@ -23,14 +24,18 @@
 | Ray `ActorUnavailableError`, `ActorDiedError`, `RayActorError` | agent_loop/, trainer/ | which is a kind of which |
 | Ray `_private.state.actors` | actors.py | an actor that starts again (tests/reward/test_workers.py) |
 | Ray `ActorHandle._actor_id` | trainer/replicas.py | the id that an ActorUnavailableError names |
+| Ray `ActorHandle.__ray_call__` | trainer/hosts.py | runs a function in any actor (tests/trainer/test_replicas.py) |
 | TransferQueue client `_loop` | store/controller.py | runs its blocking calls (tests/e2e/test_hangs.py) |
 | Hydra `JobReturn._return_value` | preflight/callback.py | the exception, unraised |
 | omegaconf `_get_node`, `_is_none` | config/load.py | a child as a node, not as its value |
 | TensorBoard `_get_file_writer` | observe/board.py | encoded pictures as they are |
+| plotly `package_data/plotly.min.js` | report/page.py | one script that fetches nothing (tests/report) |
 | diffusers `_repeated_blocks`, `_no_split_modules` | models/kernels.py | blocks (tests/models/test_kernels.py) |
 | torch `_dynamo.config`, `_functorch.config` | models/kernels.py | two names; unknown ones raise |
 | diffusers `_unpack_latents`, `_prepare_latent_image_ids` | models/ | the packing of two pipelines |
-| diffusers `_encode_vae_image`, `_pack_latents` | models/ | latents of images (tests/models/test_qwen_image_edit.py) |
+| diffusers `_encode_vae_image`, `_pack_latents` | models/ | latents of images (tests/models) |
+| diffusers `_patchify_latents`, `_unpatchify_latents`, `_resize_if_exceeds_area` | models/ | FLUX.2's (tests/models) |
+| diffusers `_get_image_latents`, `_get_image_embeds` | models/ | an image of HunyuanVideo 1.5 (tests/models) |
 | diffusers `_cp_plan`, `ContextParallelConfig`, -`Input`, -`Output` | models/ | tokens split and gathered by a plan |
 | verl `use_remove_padding`, `use_ulysses_sp`, `is_mp_src_rank_with_outputs` | engine/ | ranks that share rows |
 

@@ -39,6 +39,8 @@ class Case:
     is_lora: bool = False
     is_video: bool = False
     true_cfg_scale: float = 1.0
+    num_frames: int = NUM_FRAMES
+    has_sound: bool = False
     objective: str = ""
     """Recipe on top, one of `ODE_ONLY`; "" is FlowGRPO."""
 
@@ -56,6 +58,7 @@ CASES = (
     Case("flux_dev", "disaggregated", is_lora=True),
     Case("hunyuan_video", "colocated", is_lora=True, is_video=True),
     Case("hunyuan_video15", "disaggregated", is_lora=True, is_video=True, true_cfg_scale=2.0),
+    Case("ltx2", "disaggregated", is_lora=True, is_video=True, true_cfg_scale=2.0, num_frames=9, has_sound=True),
     Case("sd3", "colocated", true_cfg_scale=2.0, objective="awm"),
     Case("wan2.1", "disaggregated", is_lora=True, is_video=True, true_cfg_scale=2.0, objective="nft"),
     Case("wan2.2_a14b", "colocated", is_lora=True, is_video=True),
@@ -76,13 +79,15 @@ def overrides(case: Case, checkpoint: Path) -> list[str]:
         "trainer.total_training_steps=3",
         "trainer.save_freq=3",
     ]
+    if rule := load_model(checkpoint).spec.image_sizes:  # it may read images, which these prompts have none of
+        given.append(f"digen.sampling.image_sizes={rule}")
     if case.is_lora:
         given.append("actor_rollout_ref.model.lora_rank=4")
     if case.objective == "awm":
         given.append("digen.forward.num_points=4")  # the six steps of these runs have four that it draws from
     if case.is_video:
         given += [
-            f"digen.sampling.num_frames={NUM_FRAMES}",
+            f"digen.sampling.num_frames={case.num_frames}",
             "trainer.test_freq=3",
             "trainer.val_before_train=true",
             "trainer.logger=[tensorboard]",
@@ -98,7 +103,7 @@ def test_an_architecture_trains_and_generation_agrees_with_training(case: Case, 
     assert_trained_on_what_was_generated(case, run)
     assert_moved(case, checkpoint, trained_weights(run.run_dir, 3))
     if case.is_video:
-        assert_shows_videos(run)
+        assert_shows_videos(case, run)
 
 
 def assert_trained_on_what_was_generated(case: Case, run: Run) -> None:
@@ -134,14 +139,15 @@ def assert_moved(case: Case, checkpoint: Path, trained: dict[str, torch.Tensor])
             assert any(f"{expert}." in name for name in moved), expert
 
 
-def assert_shows_videos(run: Run) -> None:
+def assert_shows_videos(case: Case, run: Run) -> None:
     for step in (0, 3):
         folder = run.run_dir / "images" / f"step_{step:06d}"
         assert folder.with_suffix(".png").is_file()
         with Image.open(folder / "val-00000.gif") as video:
-            assert video.n_frames == NUM_FRAMES and video.size == (64, 64)
+            assert video.n_frames == case.num_frames and video.size == (64, 64)
         with Image.open(folder / "val-00000.png") as strip:
             assert strip.size == (4 * 64, 64)
+        assert (folder / "val-00000.wav").is_file() == case.has_sound
     assert (run.run_dir / "images" / "before_after.png").is_file()
     assert list((run.run_dir / "tensorboard" / "pictures").iterdir())
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An edit model through verl's main: images in a parquet file, two shapes of them, and two rewards."""
+"""Models that read images through verl's main: images in a parquet file, and two shapes of them."""
 
 from __future__ import annotations
 
 import io
 import math
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ WANTED = ("a red circle on the left on a gray background", "two blue squares on 
 SIZES = ((64, 64), (128, 64))
 REWARDS = "digen.reward.functions={shapes: 0.8, image_similarity: {weight: 0.2, pixel_weight: 1.0}}"
 """The instruction is followed, and the rest is kept."""
+LORA = ("actor_rollout_ref.model.lora_rank=4",)
 
 
 def write_prompts(path: Path, num_prompts: int) -> Path:
@@ -41,8 +43,35 @@ def write_prompts(path: Path, num_prompts: int) -> Path:
     return path
 
 
-def test_an_edit_model_trains_on_images_of_two_shapes_and_shows_them(tmp_path: Path) -> None:
-    checkpoint = build_tiny("qwen_image_edit_plus", tmp_path / "checkpoint")
+@dataclass(frozen=True)
+class Case:
+    """An edit model."""
+
+    name: str
+    """Name in `verl_digen.models.tiny.BUILDERS`."""
+    rule: str
+    """Its `digen.sampling.image_sizes`."""
+    recipe: str
+    second: tuple[int, int]
+    """(width, height) px of a picture about an image of the second shape."""
+    options: tuple[str, ...] = ()
+
+
+CASES = (
+    Case("qwen_image_edit_plus", "qwen_image_edit", "digen_flowgrpo", (96, 32)),
+    Case("flux2_klein", "flux2", "digen_flowgrpo", (80, 32), (*LORA, "digen.sampling.true_cfg_scale=2.0")),
+    Case("flux_kontext", "flux_kontext", "[digen_flowgrpo,disaggregated]", (80, 32), LORA),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_an_edit_model_trains_on_images_of_two_shapes_and_shows_them(case: Case, tmp_path: Path) -> None:
+    train_edits(case, tmp_path, case.recipe)
+
+
+def train_edits(case: Case, tmp_path: Path, recipe: str) -> None:
+    """Train an edit model on images of two shapes, and look at what is shown."""
+    checkpoint = build_tiny(case.name, tmp_path / "checkpoint")
     prompts = write_prompts(tmp_path / "prompts.parquet", 8)
     run = run_main(
         tmp_path / "run",
@@ -52,11 +81,14 @@ def test_an_edit_model_trains_on_images_of_two_shapes_and_shows_them(tmp_path: P
         REWARDS,
         "digen.sampling.size_from_image=true",
         "digen.sampling.image_px=64",
+        f"digen.sampling.image_sizes={case.rule}",
         "digen.num_logged_groups=1",
         "digen.logged_groups_every=1",
         "actor_rollout_ref.actor.optim.lr=1e-3",
         "trainer.total_training_steps=2",
         "trainer.val_before_train=true",
+        *case.options,
+        recipe=recipe,
     )
     assert_succeeded(run)
     for row in steps_of(run):
@@ -68,6 +100,49 @@ def test_an_edit_model_trains_on_images_of_two_shapes_and_shows_them(tmp_path: P
     for number in range(2):
         with Image.open(run.run_dir / "images" / "step_000000" / f"val-{number:05d}.png") as picture:
             shown[number] = picture.size
-    assert shown == {0: (64 + 64, 64), 1: (64 + 96, 32)}, "each picture has its image's shape, and stands beside it"
+    width, height = case.second
+    expected = {0: (64 + 64, 64), 1: (2 * height + width, height)}
+    assert shown == expected, "each picture has its image's shape, and stands beside it"
     trained = list((run.run_dir / "images").glob("train_*/*.png"))
-    assert trained and all(Image.open(path).width in (128, 160) for path in trained)
+    assert trained and all(Image.open(path).width in (128, 2 * height + width) for path in trained)
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [("wan2.1_i2v", "wan"), ("wan2.2_ti2v_5b", "wan_ti2v"), ("hunyuan_video15_i2v", "hunyuan_video15")],
+)
+def test_videos_continue_images_of_two_shapes(tmp_path: Path, name: str, rule: str) -> None:
+    train_continued(tmp_path, name, rule, "digen_flowgrpo")
+
+
+def train_continued(tmp_path: Path, name: str, rule: str, recipe: str, *overrides: str) -> None:
+    """Train with guidance, whose negative branch has the images too."""
+    checkpoint = build_tiny(name, tmp_path / "checkpoint")
+    prompts = write_prompts(tmp_path / "prompts.parquet", 8)
+    run = run_main(
+        tmp_path / "run",
+        f"actor_rollout_ref.model.path={checkpoint}",
+        "actor_rollout_ref.model.lora_rank=4",
+        f"data.train_files={prompts}",
+        f"data.val_files={prompts}",
+        "digen.reward.functions={shapes: 1.0, jpeg_compressibility: 1.0}",
+        "digen.sampling.size_from_image=true",
+        f"digen.sampling.image_sizes={rule}",
+        "digen.sampling.num_frames=5",
+        "digen.sampling.true_cfg_scale=2.0",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        "trainer.total_training_steps=2",
+        "trainer.val_before_train=true",
+        *overrides,
+        recipe=recipe,
+    )
+    assert_succeeded(run)
+    for row in steps_of(run):
+        assert row["rollout/log_prob_gap_max"] <= 1e-4
+        assert row["actor/grad_norm"] > 0 and math.isfinite(row["actor/grad_norm"])
+        assert row["actor/num_rows"] == 4 * 4 * 5, "prompts x samples x trained steps"
+    shapes = set()
+    for number in range(2):
+        with Image.open(run.run_dir / "images" / "step_000000" / f"val-{number:05d}.gif") as video:
+            shapes.add(video.size)
+    assert (64, 64) in shapes and any(width > height for width, height in shapes), "each video has its image's shape"

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -85,17 +86,23 @@ def start_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     return load_model(checkpoint).load_transformer(torch.float32).state_dict()
 
 
-def test_ranks_that_share_rows_train_the_weights_of_one_rank(checkpoint: Path, alone: Run, tmp_path: Path) -> None:
+def test_ranks_that_share_rows_train_the_weights_of_one_rank_which_continues_from_their_checkpoint(
+    checkpoint: Path, alone: Run, tmp_path: Path
+) -> None:
     shared = run(tmp_path / "shared", checkpoint, "digen.tag.policy=always", *SHARED)
     assert_same_gradients(alone, shared)
     assert all(row["rollout/log_prob_gap_max"] <= 1e-4 for row in steps_of(shared))
-    start = start_weights(checkpoint)
-    assert_same_change(
-        start,
-        whole_weights(alone.run_dir, NUM_STEPS, 1),
-        whole_weights(shared.run_dir, NUM_STEPS, 2),
-        unequal={"no training": start, "one update less": whole_weights(alone.run_dir, NUM_STEPS - 1, 1)},
-    )
+    stopped = tmp_path / "stopped"
+    shutil.copytree(shared.run_dir, stopped)
+    shutil.rmtree(stopped / f"global_step_{NUM_STEPS}")
+    (stopped / "latest_checkpointed_iteration.txt").write_text(str(NUM_STEPS - 1))
+    # two ranks on a pool of their own before, and one that generates, too, after
+    moved = run(stopped, checkpoint, "trainer.resume_mode=auto", recipe="digen_flowgrpo")
+    assert [row["step"] for row in steps_of(moved)] == [*range(1, NUM_STEPS + 1)]
+    start, expected = start_weights(checkpoint), whole_weights(alone.run_dir, NUM_STEPS, 1)
+    unequal = {"no training": start, "one update less": whole_weights(alone.run_dir, NUM_STEPS - 1, 1)}
+    for finished, num_ranks in ((shared, 2), (moved, 1)):
+        assert_same_change(start, expected, whole_weights(finished.run_dir, NUM_STEPS, num_ranks), unequal=unequal)
 
 
 def test_replicas_of_two_devices_of_their_own_train_what_one_device_does_also_after_one_lost_a_process(

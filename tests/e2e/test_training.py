@@ -21,6 +21,7 @@ from tests.e2e.conftest import (
 )
 from tests.weight_change import SGD
 from verl_digen.observe.timeline import read_timeline
+from verl_digen.report.page import collect
 
 pytestmark = pytest.mark.e2e
 
@@ -42,6 +43,15 @@ def test_a_run_trains_validates_and_leaves_metrics_pictures_and_a_checkpoint(thr
         "best and worst of 4 groups"
     )
     assert list((three_steps.run_dir / "tensorboard" / "training").iterdir())
+    report = collect(three_steps.run_dir)
+    assert (three_steps.run_dir / "report.html").stat().st_size > 1_000_000 and report["curves"]["num_rows"] == 4
+    assert not report["missing"]["left_out"] and report["missing"]["empty"].keys() <= {"warnings"}
+    assert {bar["kind"] for bar in report["timelines"]["steps"][-1]["bars"]} >= {
+        "generate",
+        "score",
+        "train",
+        "publish",
+    }
     assert (three_steps.run_dir / "latest_checkpointed_iteration.txt").read_text() == "3"
 
 

@@ -30,6 +30,13 @@ def compute_score(data_source, solution_image, ground_truth, extra_info=None):
             ),
             id="full weights, guided, two updates per batch",
         ),
+        pytest.param(
+            (
+                *("digen.window.kind=consecutive", "digen.window.size=1", "digen.window.range=[5,6]"),
+                *("digen.sampling.num_steps=8", "digen.sampling.outside.cache=0.9"),
+            ),
+            id="a step cache outside the window",
+        ),
     ],
 )
 def test_variants_train_and_generation_agrees_with_training(tmp_path, overrides):
@@ -41,6 +48,9 @@ def test_variants_train_and_generation_agrees_with_training(tmp_path, overrides)
     # in step 2 the replicas serve the weights that step 1 committed: a gap means that they were not sent
     assert run.metrics[1]["rollout/log_prob_gap_max"] <= 1e-4
     assert run.metrics[0]["actor/grad_norm"] > 0
+    is_cheap = any(word.startswith("digen.sampling.outside.") for word in overrides)
+    assert is_cheap == ("rollout/skipped_step_share" in run.metrics[0])
+    assert not is_cheap or 0 < run.metrics[0]["rollout/skipped_step_share"] < 1
 
 
 def test_a_reward_that_always_fails_ends_the_run_with_its_reason_and_no_ray(tmp_path):

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from verl.single_controller.ray.base import RayResourcePool
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica
 
+from tests.local_ray import local_ray
 from tests.platforms.driver import Server
 from verl_digen.checkup import identity
 from verl_digen.checkup.outcome import CheckFailed
@@ -29,15 +30,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def cluster():
-    ray.init(
-        num_cpus=4,
-        num_gpus=4,
-        resources={"accelerator_type:H100": 1, "L40S": 1},
-        include_dashboard=False,
-        log_to_driver=False,
-    )
-    yield
-    ray.shutdown()
+    with local_ray(forks=False, num_cpus=4, num_gpus=4, resources={"accelerator_type:H100": 1, "L40S": 1}):
+        yield
 
 
 def make_config(*, reward_devices=0, nodes=1, per_node=2, generators=1, size=1, **placement):

@@ -6,39 +6,20 @@ from __future__ import annotations
 import os
 import pickle
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import verl  # noqa: F401 - loads the plugin
 import verl.plugin.platform as platforms
 from hydra import compose, initialize_config_module
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf
 
 from tests.fork_server import shared_server
 
 Compose = Callable[..., DictConfig]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def yaml_parsed_once() -> Iterator[None]:
-    """Parse each yaml file of a package once per session: parsing takes most of the time of a composition."""
-    read, parsed = ImportlibResourcesConfigSource._read_config, dict[str, bytes]()
-
-    def read_once(source: ImportlibResourcesConfigSource, file: Any) -> ConfigResult:
-        key = f"{source.path} {source.provider} {file}"
-        if key not in parsed:
-            parsed[key] = pickle.dumps(read(source, file))
-        return pickle.loads(parsed[key])
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ImportlibResourcesConfigSource, "_read_config", read_once)
-        yield
 
 
 @pytest.fixture

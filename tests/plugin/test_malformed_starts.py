@@ -24,6 +24,7 @@ from tests.plugin.malformed import (
     batches,
 )
 from verl_digen import preflight
+from verl_digen.config import load
 from verl_digen.patches.hydra_override_errors import _keys as known_keys
 from verl_digen.preflight.unknown import READERS, _verls_keys, unknown_problems
 from verl_digen.preflight.unused import REFUSED, UNUSED
@@ -290,3 +291,11 @@ def test_the_fast_composition_is_the_real_one(start, compose_main, runnable):
         with open_dict(config):
             del config["hydra"]
     assert fast == real
+
+
+@pytest.mark.parametrize("word", ["digen.seed=3", "digen.sde.law=flo"])
+def test_the_section_is_read_once_for_all_rules(start, runnable, monkeypatch, word):
+    reads, read = [], load._digen_config
+    monkeypatch.setattr(load, "_digen_config", lambda config: reads.append(config) or read(config))
+    said_of(start, *runnable, word)
+    assert len(reads) == 1

@@ -72,6 +72,13 @@ def test_a_run_that_cannot_train_on_pairs_is_refused(start, pairs, overrides, me
     assert message in str(refused.value)
 
 
+def test_a_model_with_sound_is_refused(start, pairs, tiny_ltx2):
+    with pytest.raises(ValueError) as refused:
+        preflight.check(start(*pairs, "trainer.test_freq=2", f"actor_rollout_ref.model.path={tiny_ltx2}"))
+    rule = f"model.path must hold a model that makes no sound {LOSS}, whose pairs are pictures, and LTX-2 makes sound"
+    assert rule in str(refused.value)
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [

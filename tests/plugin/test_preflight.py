@@ -10,6 +10,7 @@ from hydra._internal.callbacks import Callbacks
 from omegaconf import OmegaConf
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
+from tests.models.cases import draw_image
 from tests.plugin.conftest import start_main
 from tests.tiny_models import build_tiny
 from verl_digen import plugin, preflight
@@ -17,6 +18,7 @@ from verl_digen.checkup.quickstart import override
 from verl_digen.config import digen_config
 from verl_digen.data.dataset import DiffusionPromptDataset
 from verl_digen.plan.published import checkpoint_folder
+from verl_digen.preflight.inputs import check_prompts
 from verl_digen.preflight.machine import joins_cluster, require_devices
 from verl_digen.preflight.model import check_model
 from verl_digen.preflight.notes import notes
@@ -28,7 +30,9 @@ pytestmark = pytest.mark.slow
 
 MODEL_RECIPES = (
     *("digen_flux", "digen_hunyuan_video", "digen_hunyuan_video15", "digen_qwen_image", "digen_sd3", "digen_wan2_1"),
-    "digen_qwen_image_edit",
+    *("digen_qwen_image_edit", "digen_flux_kontext", "digen_flux2_klein"),
+    *("digen_wan2_1_i2v", "digen_wan2_2_i2v", "digen_wan2_2_ti2v", "digen_hunyuan_video15_i2v"),
+    "digen_ltx2",
     *("digen_wan2_2", "digen_z_image", "[digen_sd3,flowgrpo_fast]", "[digen_flux,flowgrpo_fast]"),
     *("[digen_sd3,nft]", "[digen_wan2_1,nft]", "[digen_flux,mixgrpo]", "[digen_wan2_1,mixgrpo]"),
     *("[digen_sd3,awm]", "[digen_hunyuan_video,dgpo]", "[digen_qwen_image,dpo]"),
@@ -437,12 +441,35 @@ def test_images_for_a_model_that_reads_none_are_refused(start, runnable, tiny_vi
 
 
 @pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "digen.sampling.image_sizes=qwen_image_edit",
+            "digen.sampling.image_sizes must be flux_kontext for FLUX.1 Kontext, got 'qwen_image_edit'; set it",
+        ),
+        (
+            "digen.sampling.planned_images=2",
+            "digen.sampling.planned_images must be null or lie in [0, 1] for FLUX.1 Kontext, got 2; null plans 0",
+        ),
+        ("digen.sampling.image_sizes=flux", "digen.sampling.image_sizes must be one of qwen_image_edit, flux_kontext"),
+        ("digen.sampling.planned_images=1", None),
+    ],
+)
+def test_sizes_of_images_are_those_of_the_models_pipeline(start, runnable, tmp_path, override, message):
+    path = build_tiny("flux_kontext", tmp_path / "checkpoint")
+    overrides = f"actor_rollout_ref.model.path={path}", "digen.sampling.image_sizes=flux_kontext", override
+    if message is None:
+        return preflight.check(start(*runnable, *overrides))
+    assert problem(start, *runnable, *overrides).startswith(message)
+
+
+@pytest.mark.parametrize(
     ("checkpoint", "pipeline"),
     [
-        ("flux_dev", "FluxKontextPipeline"),
-        ("qwen_image", "QwenImageEditPipeline"),
+        ("flux_dev", "FluxFillPipeline"),
+        ("qwen_image", "QwenImageLayeredPipeline"),
         ("qwen_image", "QwenImageImg2ImgPipeline"),
-        ("wan2.1", "WanImageToVideoPipeline"),
+        ("wan2.1", "WanVideoToVideoPipeline"),
         ("wan2.1", "LTXPipeline"),
     ],
 )
@@ -454,7 +481,7 @@ def test_a_pipeline_that_is_not_supported_is_refused_before_anything_starts_what
     index = json.loads((path / "model_index.json").read_text())
     (path / "model_index.json").write_text(json.dumps(index | {"_class_name": pipeline}))
     found = problem(start, *runnable, f"actor_rollout_ref.model.path={path}")
-    assert found.startswith("actor_rollout_ref.model.path must hold a checkpoint of one of FluxPipeline, "), found
+    assert found.startswith("actor_rollout_ref.model.path must hold a checkpoint of one of Flux2KleinPipeline, "), found
     assert f"got a {pipeline}, which is not supported" in found
     assert len(found.splitlines()) == 1
 
@@ -472,7 +499,7 @@ def test_a_checkpoint_that_vllm_omni_does_not_serve_is_refused_before_anything_s
     overrides = [f"actor_rollout_ref.model.path={path}", "digen.sampling.num_frames=5"]
     preflight.check(start(*runnable, *overrides))
     found = problem(start, *runnable, *overrides, "actor_rollout_ref.rollout.name=vllm_omni")
-    assert "name=vllm_omni needs a checkpoint of one of FluxPipeline, " in found
+    assert "name=vllm_omni needs a checkpoint of one of Flux2KleinPipeline, " in found
     assert "got 'HunyuanVideoPipeline'; set actor_rollout_ref.rollout.name=diffusers" in found
 
 
@@ -487,6 +514,92 @@ def test_an_adapter_that_vllm_omni_cannot_bind_is_refused_before_anything_starts
         assert "got None; set it to '.*refiner_blocks.*', or actor_rollout_ref.model.lora.merge=true" in found
         for remedy in ("exclude_modules='.*refiner_blocks.*'", "lora.merge=true", "target_modules=[attn.add_q_proj]"):
             check_model(start(*runnable, *served_adapter, f"actor_rollout_ref.model.{remedy}"))
+
+
+FIRST_FRAME = "for Wan2.2 TI2V and prompts with images"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ((f"{SHARING}=2", "trainer.n_gpus_per_node=2"), f"{SHARING} must be 1 {FIRST_FRAME}"),
+        ((f"{REPLICA}=2", "trainer.n_gpus_per_node=2"), f"{REPLICA} must be 1 {FIRST_FRAME}"),
+        (("digen.sampling.num_frames=1",), "digen.sampling.num_frames must be >= 5 for Wan2.2 TI2V"),
+        (("actor_rollout_ref.rollout.name=vllm_omni",), None),
+        ((), None),
+    ],
+    ids=["trainer", "replica", "picture", "vllm-omni", "runs"],
+)
+def test_a_first_frame_is_refused_where_nothing_reads_it(start, runnable, tmp_path, overrides, message):
+    """Texts alone pass."""
+    path = build_tiny("wan2.2_ti2v_5b", tmp_path / "ti2v")
+    (tmp_path / "a.png").write_bytes(b"")
+    text, with_image = '{"prompt": "a"}\n' * 4, '{"prompt": "b", "images": ["a.png"]}\n'
+    for name, content in (("texts", text), ("both", text + with_image)):
+        (tmp_path / f"{name}.jsonl").write_text(content)
+    given = [*runnable, f"actor_rollout_ref.model.path={path}", "digen.sampling.num_frames=5"]
+    given += ["digen.sampling.image_sizes=wan_ti2v", *overrides]
+    files = {
+        name: [f"data.{part}_files={tmp_path / name}.jsonl" for part in ("train", "val")] for name in ("texts", "both")
+    }
+    check_prompts(start(*given, *files["texts"]))
+    check_model(start(*given, *files["texts"]))
+    if message is None:
+        return check_prompts(start(*given, *files["both"]))
+    with pytest.raises(ValueError) as told:
+        check_prompts(start(*given, *files["both"]))
+    assert message in str(told.value)
+    if "num_frames" not in message:
+        with pytest.raises(ValueError) as told:
+            check_model(start(*given, "digen.sampling.planned_images=1"))
+        assert message in str(told.value)
+
+
+def test_guidance_of_a_distilled_checkpoint_is_refused(start, runnable, tmp_path):
+    """diffusers' pipeline runs it without, and says so in a warning."""
+    path = build_tiny("flux2_klein", tmp_path / "klein")
+    given = [*runnable, f"actor_rollout_ref.model.path={path}", "digen.sampling.image_sizes=flux2"]
+    guided = [*given, "digen.sampling.true_cfg_scale=4.0"]
+    check_model(start(*guided))
+    index = json.loads((path / "model_index.json").read_text())
+    (path / "model_index.json").write_text(json.dumps(index | {"is_distilled": True}))
+    check_model(start(*given))
+    for key in ("true_cfg_scale", "val_true_cfg_scale"):
+        message = rf"digen\.sampling\.{key} must be 1 for this distilled FLUX\.2 \[klein\], .* got 4\.0; set it to 1"
+        with pytest.raises(ValueError, match=message):
+            check_model(start(*given, f"digen.sampling.{key}=4.0"))
+
+
+def test_an_image_that_a_pipeline_does_not_take_is_refused_before_anything_starts(start, runnable, tmp_path):
+    path = build_tiny("flux2_klein", tmp_path / "klein")
+    for name, size in (("good", (64, 80)), ("small", (80, 63))):
+        draw_image(tmp_path / f"{name}.png", size)
+    (tmp_path / "broken.png").write_bytes(b"no picture")
+    for name in ("good", "small", "broken"):
+        rows = ['{"prompt": "a"}', '{"prompt": "b", "images": ["good.png"]}']
+        rows += ['{"prompt": "c"}', f'{{"prompt": "d", "images": ["good.png", "{name}.png"]}}']
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
+    given = [*runnable, f"actor_rollout_ref.model.path={path}", "digen.sampling.image_sizes=flux2"]
+    for rollout in ("diffusers", "vllm_omni"):
+        served = [*given, f"actor_rollout_ref.rollout.name={rollout}", f"data.train_files={tmp_path}/good.jsonl"]
+        check_prompts(start(*served))
+        check_model(start(*served, "digen.sampling.planned_images=4"))
+    for name, message in (
+        ("small", r"sides of 64 px or more, got 80 x 63 px in '.*small\.png'; enlarge it"),
+        ("broken", r"be a picture file, but '.*broken\.png' cannot be read"),
+    ):
+        with pytest.raises(ValueError, match=rf"line 4 of '.*{name}\.jsonl': an image of a prompt must .*{message}"):
+            check_prompts(start(*given, f"data.train_files={tmp_path}/{name}.jsonl"))
+
+
+def test_another_pipelines_rule_for_sizes_is_refused(start, runnable, tmp_path):
+    path = build_tiny("wan2.2_i2v_a14b", tmp_path / "wan")
+    overrides = [*runnable, f"actor_rollout_ref.model.path={path}", "digen.sampling.num_frames=5"]
+    with pytest.raises(
+        ValueError, match=r"image_sizes must be wan for Wan image to video, got 'qwen_image_edit'; set it"
+    ):
+        check_model(start(*overrides))
+    check_model(start(*overrides, "digen.sampling.image_sizes=wan"))
 
 
 def test_a_pipeline_without_a_transformer_is_refused(start, runnable, tiny_video):

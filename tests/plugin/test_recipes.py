@@ -72,6 +72,18 @@ def test_an_algorithm_alone_is_what_its_recipe_makes_of_flow_grpo(compose_main, 
     assert (digen.loss_name, digen.window.shift_every) == (objective, 25 if name == "mixgrpo" else None)
 
 
+def test_episodes_of_the_tiny_edit_model_are_its_recipe_with_the_environment_and_no_function(compose_main):
+    typed = compose_main(
+        "recipe=digen_tiny_edit",
+        "digen.environment.name=shape_edits",
+        "digen.environment.options={num_turns: 3}",
+        "digen.environment.max_turns=3",
+        "digen.reward.functions={}",
+    )
+    assert job(compose_main("recipe=digen_edit_episodes")) == job(typed)
+    assert digen_config(compose_main("recipe=digen_tiny_edit")).reward.functions == {"shape_edit": 1.0}
+
+
 @pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.glob("*.yaml")))
 def test_every_recipe_composes_at_the_root(compose_main, name):
     assert "# @package _global_" in (RECIPES / f"{name}.yaml").read_text()

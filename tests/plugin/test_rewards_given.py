@@ -100,11 +100,12 @@ def test_the_advice_of_a_script_for_a_reward_of_ones_own_trains_on_it_alone(star
     assert config.trainer.save_freq > 0 and config.trainer.max_actor_ckpt_to_keep > 0
 
 
-def test_the_readmes_line_for_a_reward_weighs_just_what_it_names(compose_main, tmp_path):
-    line = next(line for line in (ROOT / "README.md").read_text().splitlines() if "path=brightness.py" in line)
+def test_the_cookbooks_line_for_a_reward_weighs_just_what_it_names(compose_main, tmp_path):
+    page = (ROOT / "docs" / "reward_cookbook.md").read_text()
+    line = next(line for line in page.splitlines() if "path=brightness.py" in line)
     (tmp_path / "brightness.py").write_text("def compute_score(**sample):\n    return 0.0\n")
     words = shlex.split(line.replace("brightness.py", str(tmp_path / "brightness.py")))
-    config = compose_main("recipe=digen_quickstart", *words[1:])
+    config = compose_main("recipe=digen_quickstart", *words)
     assert reward_formula(config) == "reward = 0.2 x jpeg_compressibility + 1 x custom"
     check_rewards(config)
 

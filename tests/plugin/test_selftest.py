@@ -12,7 +12,13 @@ from verl_digen.models import load_model
 from verl_digen.selftest import Check, check_model
 
 
-@pytest.mark.parametrize(("name", "num_checks"), [("z_image", 3), ("wan2.2_a14b", 4), ("qwen_image_edit_plus", 3)])
+@pytest.mark.parametrize(
+    ("name", "num_checks"),
+    [
+        *(("z_image", 3), ("wan2.2_a14b", 4), ("qwen_image_edit", 3), ("flux_kontext", 3), ("flux2_klein", 3)),
+        *(("wan2.1_i2v", 3), ("hunyuan_video15_i2v", 3), ("ltx2", 3)),
+    ],
+)
 def test_the_selftest_prints_a_line_per_check_and_passes_here(name, num_checks, capsys):
     assert main(["doctor", "--selftest", name]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -35,7 +41,7 @@ def test_a_number_beyond_its_bound_fails(value):
 def test_an_unknown_model_is_answered_with_the_list(capsys, name, said):
     assert main(["doctor", "--selftest", name]) == 2
     err = capsys.readouterr().err
-    assert "must be one of flux_dev, flux_schnell, " in err and said in err
+    assert "must be one of flux2_klein, flux_dev, " in err and said in err
 
 
 def test_an_unknown_model_is_told_before_anything_heavy_is_imported():

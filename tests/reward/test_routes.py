@@ -22,7 +22,7 @@ from verl_digen.observe.metrics import reward_metrics
 from verl_digen.reward.combine import formula
 from verl_digen.reward.layout import RewardLayout
 from verl_digen.reward.manager import DiffusionRewardManager, make_scorer
-from verl_digen.reward.sample_rewards import NAMES, ROW, SampleRewards
+from verl_digen.reward.sample_rewards import AUDIO, NAMES, ROW, SampleRewards
 from verl_digen.trainer.updates import group_rewards
 from verl_digen.types import PartScore, RewardCall, RewardInput
 
@@ -115,7 +115,8 @@ def test_a_function_worker_calls_the_functions_that_are_asked_for():
     sample: RewardInput = make_sample(value=7)
     rows = np.array([sample.row], dtype=object)
     batch = TensorDict({"responses": torch.from_numpy(sample.pixels)[None]}, batch_size=1)
-    data = DataProto(batch=batch, non_tensor_batch={ROW: rows, NAMES: names})
+    silent = np.array([None], dtype=object)
+    data = DataProto(batch=batch, non_tensor_batch={ROW: rows, NAMES: names, AUDIO: silent})
     found = asyncio.run(DiffusionRewardManager(config).run_single(data))
     assert list(found["reward_extra_info"]) == ["jpeg_incompressibility"]
     assert found["reward_score"] == 2.0 * found["reward_extra_info"]["jpeg_incompressibility"] > 0

@@ -3,7 +3,6 @@
 
 import asyncio
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,13 +21,6 @@ LARGE = b"x" * 200_000
 ACTORS: list[RestartingActor] = []
 
 
-@pytest.fixture(scope="module")
-def ray_here() -> Iterator[None]:
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
-
-
 def start(folder: Path, count: int, answer_s: float = 60.0, starts_s: float = 0.0, **options: int) -> RewardWorkers:
     actor = RestartingActor(MortalWorker, MAX_RETRIES, num_cpus=0)
     ACTORS.append(actor)
@@ -45,30 +37,30 @@ def score(workers: RewardWorkers, *samples: tuple[int, int], by: signal.Signals 
     return asyncio.run(run())
 
 
-def test_a_worker_that_dies_comes_back_and_every_sample_has_its_own_score(ray_here, tmp_path):
+def test_a_worker_that_dies_comes_back_and_every_sample_has_its_own_score(ray_cluster, tmp_path):
     workers = start(tmp_path, 1)
     assert score(workers, (1, 0), (2, 1), (3, 0)) == [0.1, 0.2, 0.3]
 
 
-def test_a_worker_that_stops_is_ended_and_comes_back_and_every_sample_has_its_own_score(ray_here, tmp_path, caplog):
+def test_a_worker_that_stops_is_ended_and_comes_back_and_every_sample_has_its_own_score(ray_cluster, tmp_path, caplog):
     workers = start(tmp_path, 1, answer_s=3.0)
     assert score(workers, (1, 1), (2, 0), (3, 0), by=signal.SIGSTOP) == [0.1, 0.2, 0.3]
     assert "gives no sign of life" in caplog.text
 
 
-def test_a_worker_that_takes_long_to_start_or_to_score_and_lives_is_waited_for(ray_here, tmp_path, caplog):
+def test_a_worker_that_takes_long_to_start_or_to_score_and_lives_is_waited_for(ray_cluster, tmp_path, caplog):
     assert score(start(tmp_path, 1, answer_s=2.0, starts_s=6.0), (60, 0)) == [6.0]
     assert "no sign of life" not in caplog.text
 
 
-def test_a_sample_that_kills_whoever_scores_it_fails_alone(ray_here, tmp_path):
+def test_a_sample_that_kills_whoever_scores_it_fails_alone(ray_cluster, tmp_path):
     workers = start(tmp_path, 1)
     (failed,) = score(workers, (1, 1 + MAX_RETRIES))
     assert isinstance(failed, ScoringError) and "died whenever it scored this sample" in str(failed)
     assert score(workers, (2, 0)) == [0.2]
 
 
-def test_samples_of_a_worker_that_is_gone_for_good_go_to_the_others_and_without_any_the_run_stops(ray_here, tmp_path):
+def test_samples_of_a_worker_gone_for_good_go_to_the_others_and_without_any_the_run_stops(ray_cluster, tmp_path):
     workers = start(tmp_path, 2, max_restarts=0)
     ray.kill(workers._living[0])
     assert score(workers, *[(number, 0) for number in range(8)]) == [number / 10 for number in range(8)]

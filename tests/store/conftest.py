@@ -6,17 +6,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import ray
 from omegaconf import OmegaConf
 
 from verl_digen.store.controller import close, start
 
 
 @pytest.fixture(scope="module")
-def queue() -> Iterator[None]:
+def queue(ray_cluster: None) -> Iterator[None]:
     """TransferQueue with one storage process."""
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     start(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}}))
     yield
     close()
-    ray.shutdown()

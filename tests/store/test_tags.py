@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
-from tests.tags import make_tag
+from tests.tags import SAMPLING, make_tag
+from verl_digen.algorithms.outside import Outside
 from verl_digen.store.partitions import VAL
 from verl_digen.store.prompts import Listing, PromptStatus, list_partition, publish_status, submit_prompts, to_listing
 from verl_digen.store.samples import clear, from_batch, put_tags, to_batch
@@ -21,6 +23,8 @@ TAG = make_tag(
     parts={"a": 0.5},
     num_steps=2,
     nodes=(0, 4),
+    sampling=replace(SAMPLING, outside=Outside(0.1, 3, 0.5, 0.4)),
+    num_skipped_steps=5,
     calls=(RewardCall("a", 1.0, 2.0, 8, 3, (("retries", 1),)),),
 )
 

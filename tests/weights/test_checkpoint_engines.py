@@ -151,10 +151,8 @@ class Workers:
 
 
 @pytest.fixture(scope="module")
-def workers():
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
-    yield Workers()
-    ray.shutdown()
+def workers(ray_cluster):
+    return Workers()
 
 
 @pytest.mark.parametrize("backend", ["digen_gloo", "digen_ray"])

@@ -116,10 +116,10 @@ def test_an_interrupted_update_is_abandoned_and_the_next_one_arrives(handle):
 
 
 def test_a_receiver_does_not_wait_for_a_lost_sender_beyond_its_limit(handle):
-    receiving, _ = receive(handle, timeout_s=0.2)
+    receiving, _ = receive(handle, timeout_s=2.0)
     with pytest.raises(ConnectionError):
         send(handle, interrupted())
-    with pytest.raises(RuntimeError, match=r"no part of it came for 0\.2 s; .*digen\.rollout\.update_timeout_s"):
+    with pytest.raises(RuntimeError, match=r"no part of it came for 2 s; .*digen\.rollout\.update_timeout_s"):
         receiving.result()
 
 

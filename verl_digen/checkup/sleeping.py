@@ -46,6 +46,7 @@ def check_sleeping(setting: Setting) -> str:
 
 def sleep_and_wake(size_mb: int, device: torch.device) -> str:
     """Free and restore weights of `size_mb` MiB, half of which an update replaces -> figure."""
+    _warm_up(device)
     platform, start = get_platform(), _held_bytes()
     kept, replaced = (_weights(size_mb // 2, device) for _ in range(2))
     before, awake = checksum(kept.parameters()), _held_bytes()
@@ -75,6 +76,17 @@ def sleep_and_wake(size_mb: int, device: torch.device) -> str:
         f"{size_mb} MiB asleep in {slept_s - began_s:.2f} s and back in {ended_s - woke_s:.2f} s, "
         f"{abs(back / (awake - start) - 1):.1%} off"
     )
+
+
+def _warm_up(device: torch.device) -> None:
+    """Release and restore one tensor: what the first use of each operation loads is no memory of the weights."""
+    weights = _weights(TENSOR_MB, device)
+    checksum(weights.parameters())
+    memory = DeviceMemory([weights], device, None)
+    memory.release(replaced=tuple)
+    memory.restore()
+    del weights, memory
+    get_platform().empty_cache()
 
 
 async def _server_sleeps(setting: Setting) -> None:

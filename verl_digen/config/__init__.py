@@ -17,9 +17,11 @@
 | `gap`, `queue`, `tag`, `staleness`, `tsp` | `scheduling.py` |
 | `deadlines` | `verl_digen/schedulers/deadlines.py` |
 | `placement`, `virtual` | `placement.py` |
+| `environment` | `environment.py` |
 """
 
 from verl_digen.config.digen import DigenConfig
+from verl_digen.config.environment import EnvironmentConfig
 from verl_digen.config.load import digen_config, digen_schema
 from verl_digen.config.placement import PlacementConfig, VirtualConfig
 from verl_digen.config.reward import HackingConfig, PoolSettings, RewardConfig, RewardEntry
@@ -31,6 +33,7 @@ __all__ = [
     "AdvantageConfig",
     "DigenConfig",
     "EmaConfig",
+    "EnvironmentConfig",
     "GapConfig",
     "HackingConfig",
     "HttpConfig",

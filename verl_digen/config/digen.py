@@ -18,10 +18,12 @@ from verl_digen.algorithms.objectives import (
     find_objective,
     objective_names,
 )
+from verl_digen.algorithms.outside import EXACT, check_outside
 from verl_digen.algorithms.solvers import DETERMINISTIC, FIRST_ORDER
 from verl_digen.algorithms.tree import BranchesConfig
 from verl_digen.algorithms.window import WindowConfig
 from verl_digen.attention import NATIVE, check_name
+from verl_digen.config.environment import EnvironmentConfig
 from verl_digen.config.loss import LOSS_DEFAULTS, check_loss_section, loss_settings
 from verl_digen.config.placement import PlacementConfig, VirtualConfig
 from verl_digen.config.reward import RewardConfig
@@ -52,6 +54,7 @@ class DigenConfig:
     kl: KlConfig = field(default_factory=KlConfig)
     ema: EmaConfig = field(default_factory=EmaConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     gap: GapConfig = field(default_factory=GapConfig)
     queue: QueueConfig = field(default_factory=QueueConfig)
@@ -79,6 +82,9 @@ class DigenConfig:
     `logged_groups_every`; 0: none, and no distributions of rewards either."""
     logged_groups_every: int = 10
     """Steps from one step whose training groups are shown to the next."""
+    report: bool = True
+    """Keep `report.html` of the run up to date, about once a minute, in a process beside the run. `digen report RUN`
+    writes it too."""
 
     def __post_init__(self) -> None:
         require(
@@ -174,21 +180,15 @@ class DigenConfig:
             self.branches.validate_for(
                 self.window, self.sampling.num_steps, shares_noise=self.sampling.shared_initial_noise
             )
-            require(
-                self.sampling.solver in DETERMINISTIC,
-                f"digen.sampling.solver must be one of {', '.join(DETERMINISTIC)} with "
-                f"digen.loss.name={self.loss_name}, which trains recorded steps: the noise of sa has no log-prob",
-                self.sampling.solver,
-                "choose another; the noise of recorded steps is digen.sde.noise_level",
-            )
-            require(
-                self.sampling.solver in FIRST_ORDER or self.window.kind == "consecutive",
-                f"digen.sampling.solver must be euler with digen.window.kind={self.window.kind}, where every step but "
-                "the last is stochastic",
-                self.sampling.solver,
-                "set digen.window.kind=consecutive, or leave it out; digen.sampling.val_solver is that of validation",
-            )
+            self._check_ode_steps()
             return
+        require(
+            self.sampling.outside == EXACT,
+            f"digen.sampling.outside must be left out with digen.loss.name={self.loss_name}, which trains finished "
+            "pictures and has no window: a cheap picture would be what it learns",
+            self.sampling.outside,
+            "sample with fewer steps of digen.sampling.solver=dpm2",
+        )
         require(
             not self.sampling.shared_initial_noise,
             f"digen.sampling.shared_initial_noise must be false with digen.loss.name={self.loss_name}, whose samples "
@@ -202,6 +202,31 @@ class DigenConfig:
             f"digen.kl.kind must be velocity with digen.loss.name={self.loss_name}, whose rows are no steps of an SDE",
             self.kl.kind,
             "set it, or digen.kl.coef=0",
+        )
+
+    def _check_ode_steps(self) -> None:
+        """Require a solver of recorded paths, with steps outside the window where it, or `outside`, needs some."""
+        require(
+            self.sampling.solver in DETERMINISTIC,
+            f"digen.sampling.solver must be one of {', '.join(DETERMINISTIC)} with "
+            f"digen.loss.name={self.loss_name}, which trains recorded steps: the noise of sa has no log-prob",
+            self.sampling.solver,
+            "choose another; the noise of recorded steps is digen.sde.noise_level",
+        )
+        require(
+            self.sampling.solver in FIRST_ORDER or self.window.kind == "consecutive",
+            f"digen.sampling.solver must be euler with digen.window.kind={self.window.kind}, where every step but "
+            "the last is stochastic",
+            self.sampling.solver,
+            "set digen.window.kind=consecutive, or leave it out; digen.sampling.val_solver is that of validation",
+        )
+        check_outside(self.sampling.outside, self.window, self.sampling.num_steps)
+        require(
+            self.sampling.outside.cache == 0 or self.sampling.solver in FIRST_ORDER,
+            f"digen.sampling.outside.cache must be 0 with digen.sampling.solver={self.sampling.solver}, which "
+            "reads the predictions of steps that the cache skips",
+            self.sampling.outside.cache,
+            "set digen.sampling.solver=euler, or pass over steps with digen.sampling.outside.solver_after",
         )
 
     def most_group_refills(self, num_prompts: int) -> int:

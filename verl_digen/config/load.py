@@ -25,7 +25,8 @@ class _Read:
     """A config that cannot change, and what was read of it."""
 
     config: DictConfig
-    digen: DigenConfig | None = None
+    digen: DigenConfig | ValueError | None = None
+    """The section, or the reason for refusing it; None before it is read."""
 
 
 _READ: ContextVar[_Read | None] = ContextVar("_READ", default=None)
@@ -53,7 +54,8 @@ def digen_schema() -> DictConfig:
 
     schema = OmegaConf.structured(DigenConfig)
     open_for_values(schema)
-    OmegaConf.set_struct(schema.loss, False)  # a loss's settings are its own, also under Hydra's closed config
+    for node in (schema.loss, schema.environment.options):  # their settings are of a class chosen by name
+        OmegaConf.set_struct(node, False)  # also under Hydra's closed config
     return schema
 
 
@@ -80,7 +82,12 @@ def digen_config(config: DictConfig) -> DigenConfig:
     if read is None or read.config is not config:
         return _digen_config(config)
     if read.digen is None:
-        read.digen = _digen_config(config)
+        try:
+            read.digen = _digen_config(config)
+        except ValueError as error:
+            read.digen = error
+    if isinstance(read.digen, ValueError):
+        raise read.digen.with_traceback(None)
     return read.digen
 
 

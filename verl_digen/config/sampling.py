@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from verl_digen.algorithms.advantages import SCALES
 from verl_digen.algorithms.kl import KINDS as KL_KINDS
+from verl_digen.algorithms.outside import Outside
 from verl_digen.algorithms.sde import LAWS
 from verl_digen.algorithms.solvers import DETERMINISTIC, SOLVERS
-from verl_digen.inputs import DEFAULT_IMAGE_PX, SIDE_MULTIPLE
+from verl_digen.image_sizes import IMAGE_SIZES, SIDE_MULTIPLE
+from verl_digen.inputs import DEFAULT_IMAGE_PX
 from verl_digen.require import require, require_one_of
 
 MAX_SIDE_PX = 16_384
@@ -32,12 +34,20 @@ class SamplingConfig:
     num_frames: int = 1
     """Frames of a video; 1 is an image."""
     size_from_image: bool = False
-    """true: a picture has the shape of its prompt's last image and the area of height_px x width_px, in multiples of
-    32 px, as Qwen-Image-Edit's pipelines have it; false: every picture is height_px x width_px."""
+    """true: a picture or video has the shape of an image of its prompt and about the area of height_px x width_px, by
+    the rule of `image_sizes`; false: every one is height_px x width_px."""
+    image_sizes: str = "qwen_image_edit"
+    """Rule for the sizes of images, that of the model's pipeline (`verl_digen/image_sizes.py`).
+    qwen_image_edit: sides in multiples of 32 px; the last image shapes the picture. flux_kontext: an image is read at
+    one of FLUX.1 Kontext's 17 sizes, scaled; the picture's sides are multiples of 16 px. flux2: an image is only ever
+    made smaller; sides are multiples of 16 px, and the first image shapes the picture. wan, wan_ti2v: sides of a video
+    are multiples of 16 or 32 px, at most the area. hunyuan_video15: a list of sizes in steps of 16 px. With the last
+    three the network reads an image at the size of the video, with the others at `image_px`."""
     image_px: int = DEFAULT_IMAGE_PX
-    """Side of the square whose area the network reads each image of a prompt at, in multiples of 32 px, with the
-    image's shape. 1024 is that of Qwen-Image-Edit's pipelines; less costs less: an image has as many tokens as a
-    picture of its size."""
+    """Side of the square whose area an edit model reads each image of a prompt at, with the image's shape. 1024 is that
+    of the pipelines; less costs less: an image has as many tokens as a picture of its size."""
+    planned_images: int | None = None
+    """Images of a prompt that `digen plan` and the FLOPs of a step count; null is the least that the model reads."""
     num_steps: int = 10
     """T in training. flow_grpo trains with 10."""
     true_cfg_scale: float = 1.0
@@ -59,6 +69,7 @@ class SamplingConfig:
     sa_low: float = 0.3
     """Solver sa takes noise in steps that end at a sigma between this and `sa_high`; 0.3 and 0.9 are AWM's."""
     sa_high: float = 0.9
+    """See `sa_low`."""
     guidance_scale: float | None = None
     """Guidance scale given to networks that take one as an input (FLUX.1 dev, HunyuanVideo), in training and in
     validation; null is the pipeline's default (3.5, 6.0)."""
@@ -68,6 +79,8 @@ class SamplingConfig:
     """True classifier-free guidance in validation."""
     val_solver: str = "euler"
     """`solver` of validation, whose steps are all deterministic: any but sa."""
+    outside: Outside = field(default_factory=Outside)
+    """Cheaper steps before and after the window, in training alone: validation evaluates the network at every step."""
 
     def __post_init__(self) -> None:
         require_one_of("digen.sampling.solver", self.solver, SOLVERS)
@@ -79,6 +92,7 @@ class SamplingConfig:
             (self.sa_low, self.sa_high),
             "0.3 and 0.9 are AWM's",
         )
+        require_one_of("digen.sampling.image_sizes", self.image_sizes, tuple(IMAGE_SIZES))
         for name, most in (("height_px", MAX_SIDE_PX), ("width_px", MAX_SIDE_PX), ("num_frames", MAX_FRAMES)):
             value = getattr(self, name)
             require(value >= 1, f"digen.sampling.{name} must be >= 1", value, "give the size in pixels or frames")
@@ -88,6 +102,13 @@ class SamplingConfig:
             f"digen.sampling.image_px must lie in [{SIDE_MULTIPLE}, {MAX_SIDE_PX}]",
             self.image_px,
             f"{DEFAULT_IMAGE_PX} is the pipelines'",
+        )
+        require_one_of("digen.sampling.image_sizes", self.image_sizes, tuple(IMAGE_SIZES))
+        require(
+            self.planned_images is None or self.planned_images >= 0,
+            "digen.sampling.planned_images must be null or >= 0",
+            self.planned_images,
+            "null is the least number of images that the model reads",
         )
         for name in ("num_steps", "val_num_steps"):
             value = getattr(self, name)
@@ -180,6 +201,7 @@ class EmaConfig:
     """Exponential moving average of the trained weights, kept by the engine and saved with its checkpoints."""
 
     enable: bool = False
+    """Keep the average."""
     max_decay: float = 0.9
     """Decay is min((1+k)/(10+k), max_decay) after k updates (flow_grpo)."""
     every_steps: int = 8

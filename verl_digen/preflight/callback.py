@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hydra's callback: one paragraph in place of a traceback; exit code 2 for what cannot run, 1 for what broke."""
+"""Hydra's callback: one paragraph in place of a traceback; exit code 2 for what cannot run, 1 for what broke.
+
+A run that starts leaves what it was given in its folder (`verl_digen.preflight.start`).
+"""
 
 from __future__ import annotations
 
@@ -16,19 +19,24 @@ from omegaconf import DictConfig
 from verl_digen.errors import RunStopped, plain
 from verl_digen.preflight.notes import notes
 from verl_digen.preflight.rules import check
+from verl_digen.preflight.start import save_start
 
 
 class Preflight(Callback):
     """Hydra callback: one paragraph on stderr and exit code 2 for a config that cannot run."""
 
+    def __init__(self) -> None:
+        self._notes: list[str] = []
+
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Check before the run's output folder is made."""
-        _check_or_exit(config)
+        self._notes = _check_or_exit(config)
 
     def on_job_start(self, config: DictConfig, *, task_function: Any = None, **kwargs: Any) -> None:
-        """Check before each job of a multirun."""
+        """Check before each job of a multirun. Hydra makes a warning of what this raises."""
         if config.hydra.mode == RunMode.MULTIRUN:
-            _check_or_exit(config)
+            self._notes = _check_or_exit(config)
+        save_start(config, self._notes)
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         """Print a `RunStopped` of any process as one paragraph, not as a traceback of Ray's."""
@@ -39,7 +47,8 @@ class Preflight(Callback):
             raise SystemExit(1)
 
 
-def _check_or_exit(config: DictConfig) -> None:
+def _check_or_exit(config: DictConfig) -> list[str]:
+    """Check, and print the notes -> notes."""
     # Hydra turns an Exception of a callback into a warning and goes on; SystemExit passes.
     try:
         check(config)
@@ -49,5 +58,7 @@ def _check_or_exit(config: DictConfig) -> None:
     except Exception:
         traceback.print_exc()
         raise SystemExit(1) from None
-    for note in notes(config):
+    found = notes(config)
+    for note in found:
         print(f"verl-digen: {note}", file=sys.stderr, flush=True)
+    return found

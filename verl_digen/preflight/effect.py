@@ -30,6 +30,9 @@ def effect_problems(config: DictConfig) -> list[str]:
         problems += _changed("staleness", digen.staleness, DEFAULTS.staleness, *fresh)
     if digen.tag.policy == "off":
         problems += _changed("tag", digen.tag, DEFAULTS.tag, "with digen.tag.policy=off", "set digen.tag.policy=bts")
+    if not digen.environment.is_on:
+        alone = "without an environment", "name one, digen.environment.name or digen.environment.path"
+        problems += _changed("environment", digen.environment, DEFAULTS.environment, *alone)
     return problems
 
 

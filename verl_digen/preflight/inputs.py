@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_digen.config import digen_config
+from verl_digen.preflight.images import check_prompt_images
 from verl_digen.preflight.pools import VIRTUAL
 from verl_digen.preflight.sources import check_sources
 from verl_digen.preflight.teachers import check_lessons
@@ -33,7 +34,8 @@ def check_prompts(config: DictConfig) -> None:
             "set data.val_files=FILE, or trainer.test_freq=-1 trainer.val_before_train=false"
         )
     train, val = prompts_of(config, "train"), prompts_of(config, "val")
-    _check_images(config, [*train.prompts, *val.prompts])
+    if _has_tokenizers(config):
+        check_prompt_images(config, _load_model(config), [*train.prompts, *val.prompts])
     check_sources(config, train.prompts, val.prompts)
     check_lessons(config, train.prompts)
     found = [*train.too_long, *val.too_long]
@@ -140,27 +142,6 @@ def _check_negative(config: DictConfig) -> None:
             _load_prompt_check(config)(negative)
         except ValueError as error:
             raise ValueError(f"digen.sampling.negative_prompt: {error}") from error
-
-
-def _check_images(config: DictConfig, prompts: Sequence[PromptRow]) -> None:
-    """Require as many images of each prompt as the checkpoint's pipeline reads."""
-    if not _has_tokenizers(config):
-        return
-    spec = _load_model(config).spec
-    least, most = spec.num_images
-    for prompt in prompts:
-        require(
-            least <= len(prompt.images) <= most,
-            f"{prompt.place} must have {_number_of_images(least, most)} for {spec.title}",
-            len(prompt.images),
-            "choose a checkpoint that reads them, or rename the column 'images'" if prompt.images else "add them",
-        )
-
-
-def _number_of_images(least: int, most: int) -> str:
-    if most == 0:
-        return "no images"
-    return f"{least} images" if least == most else f"{least} to {most} images"
 
 
 def _has_tokenizers(config: DictConfig) -> bool:

@@ -13,10 +13,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_digen.config import digen_config
 from verl_digen.pool_sizes import REPLICA_KEY, num_replica_devices
+from verl_digen.preflight.images import check_image_settings
 from verl_digen.preflight.pools import VIRTUAL
 from verl_digen.require import require, require_one_of, suggestion
 
 if TYPE_CHECKING:
+    from verl_digen.config import SamplingConfig
     from verl_digen.models.base import DiffusionModel
 
 KEY = "actor_rollout_ref.model"
@@ -48,12 +50,8 @@ def check_model(config: DictConfig) -> None:
     for key in ("target_modules", "exclude_modules"):
         _check_names(model, f"{KEY}.{key}", section[key])
     sampling = digen_config(config).sampling
-    require(
-        not sampling.size_from_image or model.spec.num_images[1] > 0,
-        f"digen.sampling.size_from_image must be false for {model.spec.title}, which reads no images",
-        sampling.size_from_image,
-        "leave it out",
-    )
+    check_image_settings(config, model)
+    _check_guidance(model, sampling)
     geometry = planned_geometry(sampling, model.spec.num_images[0])
     model.latent_shape(geometry)
     size = config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
@@ -61,6 +59,17 @@ def check_model(config: DictConfig) -> None:
     if config.actor_rollout_ref.rollout.name == "diffusers":
         check_sequence(model, REPLICA_KEY, num_replica_devices(config), geometry)
     model.embedded_guidance(sampling.guidance_scale)
+
+
+def _check_guidance(model: DiffusionModel, sampling: SamplingConfig) -> None:
+    """Require no guidance of a checkpoint that its pipeline runs without."""
+    for key in ("true_cfg_scale", "val_true_cfg_scale"):
+        require(
+            model.takes_guidance or getattr(sampling, key) == 1,
+            f"digen.sampling.{key} must be 1 for this distilled {model.spec.title}, which its pipeline never guides",
+            getattr(sampling, key),
+            f"set it to 1, or choose a base checkpoint, such as {model.spec.example}",
+        )
 
 
 def check_model_section(config: DictConfig) -> None:

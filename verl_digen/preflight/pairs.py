@@ -8,6 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_digen.algorithms.objectives import objective_names
 from verl_digen.config import digen_config
 from verl_digen.preflight.inputs import prompts_of, validates
+from verl_digen.preflight.model import load_configs
 from verl_digen.require import require
 from verl_digen.reward.layout import has_custom
 
@@ -26,6 +27,7 @@ def check_pairs(config: DictConfig) -> None:
     if not trains_pairs(config):
         return
     _check_replicas(config)
+    _check_model(config)
     _check_rows(config)
     _check_rewards(config)
 
@@ -56,6 +58,21 @@ def _check_replicas(config: DictConfig) -> None:
         f"digen.tag.policy must be off with {loss}, which leaves trainer ranks nothing to generate",
         digen.tag.policy,
         "leave it out",
+    )
+
+
+def _check_model(config: DictConfig) -> None:
+    """Require a model without sound; a checkpoint that is not here yet is not read."""
+    path = config.actor_rollout_ref.model.path
+    if "://" in path:
+        return
+    spec = load_configs(path).spec
+    require(
+        not spec.audio_parts,
+        f"actor_rollout_ref.model.path must hold a model that makes no sound with digen.loss.name="
+        f"{digen_config(config).loss_name}, whose pairs are pictures, and {spec.title} makes sound",
+        path,
+        "choose another model, or an objective that trains on samples of its own",
     )
 
 

@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_digen.config import digen_config
 from verl_digen.pool_sizes import (
     REPLICA_KEY,
+    num_environment_devices,
     num_function_devices,
     num_generator_devices,
     num_replica_devices,
@@ -51,6 +52,7 @@ def check_device(config: DictConfig) -> None:
     if platform == "cpu":
         num_gpus = OmegaConf.select(config, "ray_kwargs.ray_init.num_gpus", throw_on_missing=True)
         needed = num_trainer_devices(config) + num_generator_devices(config) + num_reward_devices(config)
+        needed += num_environment_devices(config)
         require(
             isinstance(num_gpus, int) and num_gpus >= needed,
             f"ray_kwargs.ray_init.num_gpus must be >= {needed}, the devices of the run, where there is no accelerator",
@@ -59,11 +61,14 @@ def check_device(config: DictConfig) -> None:
         )
     num_cpus = OmegaConf.select(config, "ray_kwargs.ray_init.num_cpus", throw_on_missing=True)
     if num_cpus is not None:
-        least = CPUS_PER_RANK * num_trainer_devices(config) + reward_layout(config, digen_config(config)).num_cpus
+        digen = digen_config(config)
+        num_environments = digen.environment.num_workers if digen.environment.is_on else 0
+        num_others = reward_layout(config, digen).num_cpus + num_environments
+        least = CPUS_PER_RANK * num_trainer_devices(config) + num_others
         require(
             isinstance(num_cpus, int) and num_cpus >= least,
             f"ray_kwargs.ray_init.num_cpus must be >= {least}, {CPUS_PER_RANK} for each trainer rank and one for each "
-            "of reward.num_workers and of the workers of digen.reward.functions",
+            "of reward.num_workers, of the workers of digen.reward.functions and of digen.environment.num_workers",
             num_cpus,
             "raise it (these CPUs are logical), or null to count the machine's",
         )

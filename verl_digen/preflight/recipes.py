@@ -7,6 +7,7 @@ asked for.
 
 from __future__ import annotations
 
+import re
 from importlib.resources import files
 from typing import Any
 
@@ -17,6 +18,8 @@ from verl_digen.require import require
 
 MACHINE = ("digen_cpu", "digen_machine")
 """Recipes of a machine: they may be combined with any other."""
+GROUP_WORD = re.compile(r"\+*recipe=")
+"""Start of the word of a command line that names recipes."""
 PREFIX = "digen_"
 """Start of the names of our recipes that a run may begin with. Our others change the run of one that precedes them."""
 
@@ -34,7 +37,7 @@ def _with_one_base(names: list[str], bases: list[str]) -> str:
     return f"choose one of {', '.join(bases)}"
 
 
-def _command_line(config: DictConfig) -> list[str]:
+def command_line(config: DictConfig) -> list[str]:
     """The words after `python -m verl.trainer.main_ppo`; empty where the config has no record of them."""
     task = OmegaConf.select(config, "hydra.overrides.task")
     words: Any = [] if task is None else OmegaConf.to_container(task, resolve=False)  # they may hold interpolations
@@ -43,13 +46,13 @@ def _command_line(config: DictConfig) -> list[str]:
 
 def typed_keys(config: DictConfig, section: str) -> set[str]:
     """Names of the keys of `section` that are set on the command line."""
-    keys = [word.lstrip("+").partition("=")[0] for word in _command_line(config) if not word.startswith("~")]
+    keys = [word.lstrip("+").partition("=")[0] for word in command_line(config) if not word.startswith("~")]
     return {key.removeprefix(f"{section}.") for key in keys if key.startswith(f"{section}.")}
 
 
 def named_recipes(config: DictConfig) -> list[str]:
     """The words of `recipe=`, in order; empty where the config has no record of its command line."""
-    given = [word for word in _command_line(config) if word.lstrip("+").partition("=")[0] == "recipe"]
+    given = [word for word in command_line(config) if GROUP_WORD.match(word)]
     if not given:
         return []
     value = OverridesParser.create().parse_overrides([given[-1]])[0].value()

@@ -45,10 +45,11 @@ def check_reward_keys(config: DictConfig) -> None:
 
 
 def check_rewards(config: DictConfig) -> None:
-    """Require a reward, and that every named function can be loaded and called."""
-    weights, is_trained = reward_weights(config), not trains_pairs(config)
+    """Require a reward, and that every named function can be loaded and called. An environment is one."""
+    weights = reward_weights(config)
+    is_trained = not trains_pairs(config) and not digen_config(config).environment.is_on
     require(
-        bool(weights) or not (is_trained or validates(config)),
+        bool(weights) or not (is_trained or (trains_pairs(config) and validates(config))),
         "digen.reward.functions must name a reward function and its weight",
         weights,
         f"set e.g. digen.reward.functions.jpeg_compressibility=1.0, or {CUSTOM_KEY}.path",
@@ -186,8 +187,13 @@ def reward_weights(config: DictConfig) -> dict[str, float]:
 
 def reward_formula(config: DictConfig) -> str:
     """The reward that the run trains on, for people."""
-    reward = digen_config(config).reward
-    found = formula(reward_weights(config), reward.combine, reward.entries)
+    digen, weights = digen_config(config), reward_weights(config)
+    reward, environment = digen.reward, digen.environment
+    if environment.is_on and not weights:
+        return f"reward = sum of the turns' rewards of {environment.target}"
+    found = formula(weights, reward.combine, reward.entries)
+    if environment.is_on:
+        return f"{found}, of the last picture + sum of the turns' rewards of {environment.target}"
     if not trains_pairs(config):
         return found
     scored = f"; validation: {found}" if validates(config) else ""

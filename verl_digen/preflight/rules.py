@@ -14,11 +14,13 @@ from verl_digen.preflight.agent_loop import check_agent_loop
 from verl_digen.preflight.branches import check_branches
 from verl_digen.preflight.classes import check_classes
 from verl_digen.preflight.effect import effect_problems
+from verl_digen.preflight.environment import check_environment
 from verl_digen.preflight.inputs import check_prompts, check_validation
 from verl_digen.preflight.kernels import check_kernel_machine, check_kernel_model, check_kernels
 from verl_digen.preflight.latents import check_latents
 from verl_digen.preflight.machine import check_machine
 from verl_digen.preflight.model import check_loss, check_model, check_model_section
+from verl_digen.preflight.outside import check_outside
 from verl_digen.preflight.pairs import check_pairs
 from verl_digen.preflight.paths import check_resume, check_run_dir
 from verl_digen.preflight.pools import (
@@ -117,6 +119,8 @@ RULES: tuple[Rule, ...] = (
     check_pairs,
     check_agent_loop,
     check_branches,
+    check_outside,
+    check_environment,
     check_reward_keys,
     check_rewards,
     check_reward_model,

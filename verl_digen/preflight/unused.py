@@ -33,7 +33,7 @@ OFF_POLICY = "digen.loss.name=tis and its relatives correct for stale samples, s
 PROMPTS = "the model's own limit on a prompt is checked before the run starts"
 COLUMNS = "prompt files have the columns prompt, negative_prompt, data_source, reward_model, extra_info"
 NO_TEXT = "a diffusion run makes no text, leave it out"
-PICTURES = "digen.num_logged_images says how many validation prompts are shown as pictures, in images/ of the run"
+PICTURES = "digen.num_logged_images says how many validation prompts are shown, in images/ and in the run's trackers"
 SEED = "digen.seed is the seed of everything"
 SEQUENCE = f"{A}.fsdp_config.ulysses_sequence_parallel_size is the key of sequence parallelism"
 DTYPE = f"weights are trained in {A}.fsdp_config.model_dtype"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -13,6 +13,9 @@ from verl_digen.config import digen_config
 from verl_digen.preflight.pools import COLOCATED
 from verl_digen.require import require
 from verl_digen.rollout.vllm_omni.settings import check_settings, check_versions
+
+if TYPE_CHECKING:
+    from verl_digen.models.spec import ModelSpec
 
 
 def check_vllm_omni(config: DictConfig) -> None:
@@ -49,23 +52,30 @@ def check_vllm_omni(config: DictConfig) -> None:
     if digen.http.enable:
         from verl_digen.rollout.vllm_omni.http import read_key
 
+        spec = _spec(config)
+        require(
+            spec is None or spec.num_images[0] == 0,
+            "digen.rollout.http.enable must be false for a model whose prompts have images: its API takes none",
+            digen.http.enable,
+            "leave it out",
+        )
         read_key(digen.http.api_key_env)
     settings: Any = OmegaConf.select(rollout, "engine_kwargs.vllm_omni")
     if settings is not None:
+        spec = _spec(config)
         check_settings(
             OmegaConf.to_container(settings, resolve=True),  # type: ignore[arg-type] - its keys are names
-            is_stepwise=_is_stepwise(config),
+            is_stepwise=spec is not None and spec.vllm_omni is not None and spec.vllm_omni.is_stepwise,
         )
 
 
-def _is_stepwise(config: DictConfig) -> bool:
-    """True if vLLM-Omni runs the checkpoint's pipeline step by step. False where `check_model` reports that there is no
-    checkpoint, or verl fetches it later."""
+def _spec(config: DictConfig) -> ModelSpec | None:
+    """Facts about the checkpoint's model. None where `check_model` reports that there is no checkpoint, or verl fetches
+    it later."""
     from verl_digen.models import load_model
     from verl_digen.models.locate import locate_configs
 
     section = config.actor_rollout_ref.model
     if OmegaConf.is_missing(section, "path") or "://" in section.path:
-        return False
-    serving = load_model(Path(locate_configs(section.path))).spec.vllm_omni
-    return serving is not None and serving.is_stepwise
+        return None
+    return load_model(Path(locate_configs(section.path))).spec

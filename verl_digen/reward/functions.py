@@ -7,8 +7,8 @@ A reward function takes verl's keyword arguments and returns a number, or a dict
 
 `solution_image` is a numpy uint8 array [H, W, 3], or [F, H, W, 3] for a video: all its frames, as the VAE decoded them.
 The built-in functions score each frame and take the mean; others may do as they like. `extra_info` holds the row's own
-`extra_info`, the `prompt`, and the paths of its `images`. The function may be `async`. It may raise: the call is
-retried, then the sample fails; there is no silent zero.
+`extra_info`, the `prompt`, the paths of its `images`, and the `audio` (`verl_digen.audio.Audio`) of a video with sound.
+The function may be `async`. It may raise: the call is retried, then the sample fails; there is no silent zero.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ FORM = f"def compute_score({', '.join(ARGUMENTS)}=None)"
 def call_arguments(sample: RewardInput) -> dict[str, Any]:
     """The keyword arguments of a function's call for a sample."""
     row = sample.row
+    sound = {} if sample.audio is None else {"audio": sample.audio}
     return {
         "data_source": row.data_source,
         "solution_image": sample.pixels,
         "ground_truth": row.ground_truth,
-        "extra_info": {**row.extra, "prompt": row.text, "images": list(row.images)},
+        "extra_info": {**row.extra, "prompt": row.text, "images": list(row.images), **sound},
     }
 
 

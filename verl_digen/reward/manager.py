@@ -19,12 +19,12 @@ from verl.trainer.ppo.reward import get_custom_reward_fn, resolve_reward_manager
 from verl_digen.config import DigenConfig, RewardConfig, RewardEntry, digen_config
 from verl_digen.platforms.placement import pool_options, reward_options, timeshared_options
 from verl_digen.reward.base import Reward
-from verl_digen.reward.functions import CUSTOM
+from verl_digen.reward.functions import CUSTOM, call_arguments
 from verl_digen.reward.layout import reward_layout
 from verl_digen.reward.named import find, make, shared_entries
 from verl_digen.reward.pool_worker import BatchScorer
 from verl_digen.reward.reward_model import ServedModel, connected, router_argument
-from verl_digen.reward.sample_rewards import NAMES, ROW
+from verl_digen.reward.sample_rewards import AUDIO, NAMES, ROW
 from verl_digen.reward.scoring import Scorer, WeightedReward
 from verl_digen.reward.timeshared import TimesharedScorer, Turn
 from verl_digen.reward.workers import RestartingActor
@@ -68,7 +68,7 @@ class DiffusionRewardManager(RewardManagerBase):
 
     async def run_single(self, data: DataProto) -> dict[str, Any]:
         """Score the one sample of `data`: `responses` is uint8 pixels [1, (F,) H, W, 3], `row` its `PromptRow`,
-        `reward_names` the functions to call.
+        `reward_names` the functions to call, `audio` its sound or None.
 
         Returns:
             verl's mapping with `reward_score` (float) and `reward_extra_info` (value and details of each function
@@ -76,13 +76,9 @@ class DiffusionRewardManager(RewardManagerBase):
         """
         row: PromptRow = data.non_tensor_batch[ROW][0]
         assert data.batch is not None
-        score = await self._scorer.score(
-            names=data.non_tensor_batch[NAMES][0],
-            data_source=row.data_source,
-            solution_image=data.batch["responses"][0].numpy(),
-            ground_truth=row.ground_truth,
-            extra_info={**row.extra, "prompt": row.text, "images": list(row.images)},
-        )
+        pixels, audio = data.batch["responses"][0].numpy(), data.non_tensor_batch[AUDIO][0]
+        arguments = call_arguments(RewardInput(pixels, row, sample_index=0, audio=audio))
+        score = await self._scorer.score(names=data.non_tensor_batch[NAMES][0], **arguments)
         return {
             "reward_score": score.total,
             "reward_extra_info": dict(score.parts),

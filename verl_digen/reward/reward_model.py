@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from verl_digen.config import RewardEntry
-from verl_digen.reward.judges.base import REWARD_MODEL
+from verl_digen.reward.judges.chat import REWARD_MODEL
 from verl_digen.reward.named import find, is_class, settings
 
 ROUTER = "reward_router_address"

@@ -35,6 +35,8 @@ from verl_digen.types import PartScore, RewardCall, RewardInput, Score
 
 ROW = "row"
 """Column with the `PromptRow` in the batch of one sample that goes to a function worker."""
+AUDIO = "audio"
+"""Column with its `Audio`, or None, in the same batch."""
 NAMES = "reward_names"
 """Column with the names of the functions to call, a tuple, in the same batch."""
 
@@ -141,7 +143,11 @@ class SampleRewards:
             return 0.0, {}, ()
         data = DataProto(
             batch=TensorDict({"responses": torch.from_numpy(sample.pixels).unsqueeze(0)}, batch_size=1),
-            non_tensor_batch={ROW: _column(sample.row), NAMES: _column(tuple(names))},
+            non_tensor_batch={
+                ROW: _column(sample.row),
+                NAMES: _column(tuple(names)),
+                AUDIO: _column(sample.audio),
+            },
         )
         found: Mapping[str, Any] = await self._functions.score(data)
         calls = tuple(found["calls"]) if "calls" in found else ()  # a reward manager of the user's own has none

@@ -2,18 +2,20 @@
 """Prompt conditions in TransferQueue: one row per content, not one per sample.
 
 - Partition CONDITIONS, key = a hash of what was encoded (`SampleRequest.condition_key`), so that groups with equal
-  texts share a row; columns `positive.NAME` and, with guidance, `negative.NAME`.
+  texts share a row; conditions that a group has for itself begin with its uid (`store.keys.own_condition_key`).
+  Columns `positive.NAME` and, with guidance, `negative.NAME`.
 - Written by the agent loop when a group is published, read by every trainer rank that has rows of the group,
   cleared by the trainer when the step ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from tensordict import TensorDict
 from torch import Tensor
 
+from verl_digen.store.keys import own_condition_key
 from verl_digen.store.partitions import CONDITIONS
 from verl_digen.types import Condition
 
@@ -45,6 +47,16 @@ async def put_condition(key: str, positive: Condition, negative: Condition | Non
     columns = to_columns(positive, negative)
     row = TensorDict({name: tensor.unsqueeze(0) for name, tensor in columns.items()}, batch_size=1)
     await tq.async_kv_batch_put(keys=[key], partition_id=CONDITIONS, fields=row, tags=[{}])
+
+
+def own_condition_keys(uids: Collection[str]) -> frozenset[str]:
+    """Keys of the conditions that these groups have for themselves, as far as they are stored. Lists the partition."""
+    if not uids:
+        return frozenset()
+    import transfer_queue as tq
+
+    starts = tuple(own_condition_key(uid, "") for uid in uids)
+    return frozenset(key for key in tq.kv_list(CONDITIONS).get(CONDITIONS, {}) if key.startswith(starts))
 
 
 def fetch_conditions(keys: Sequence[str]) -> dict[str, ConditionPair]:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ids of training groups, and the key of a sample's row in TransferQueue: `UID_INDEX_VERSION`.
+"""Ids of training groups, and keys in TransferQueue: `UID_INDEX_VERSION` of a sample's row, `UID-HASH` of conditions
+that a group shares with no other.
 
 The weight version is part of the key, so that a sample which is generated again under newer weights never meets the
 remains of its first attempt.
@@ -34,6 +35,16 @@ def parse_key(key: str) -> SampleName:
     """Inverse of `SampleName.key`."""
     uid, sample_index, version = key.rsplit("_", 2)
     return SampleName(uid, int(sample_index), int(version))
+
+
+def own_condition_key(uid: str, key: str) -> str:
+    """Key of conditions that a group has for itself: those of an episode's turns, and of prompts that an agent loop
+    rewrote.
+
+    Args:
+        key: hash of their content.
+    """
+    return f"{uid}-{key}"
 
 
 def group_uid(number: int) -> str:

@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from verl_digen.algorithms.outside import Outside
+from verl_digen.settings import EpisodeFacts, Turn
 from verl_digen.types import Geometry, RewardCall, SampleTag, Sampling
 
 TAG = "digen"
@@ -34,6 +36,7 @@ def to_entry(tag: SampleTag, step: int) -> dict[str, Any]:
             "parts": dict(tag.parts),
             "sampling": asdict(tag.sampling),
             "calls": [asdict(call) for call in tag.calls],
+            "episode": None if tag.episode is None else asdict(tag.episode),
         },
     }
 
@@ -49,9 +52,23 @@ def from_entry(entry: Mapping[str, Any]) -> SampleTag:
             "generated": tuple(facts["generated"]),
             "scored": tuple(facts["scored"]),
             "calls": tuple(_call(call) for call in facts["calls"]),
-            "sampling": Sampling(**{**facts["sampling"], "geometry": _geometry(facts["sampling"]["geometry"])}),
+            "sampling": _sampling(facts["sampling"]),
+            "episode": None if facts["episode"] is None else _episode(facts["episode"]),
         }
     )
+
+
+def _episode(facts: Mapping[str, Any]) -> EpisodeFacts:
+    """Read an episode; transport makes lists of tuples."""
+    turns = [
+        Turn(**{**turn, "sampling": _sampling(turn["sampling"]), "generated": tuple(turn["generated"])})
+        for turn in facts["turns"]
+    ]
+    return EpisodeFacts(**{**facts, "turns": tuple(turns)})
+
+
+def _sampling(facts: Mapping[str, Any]) -> Sampling:
+    return Sampling(**{**facts, "geometry": _geometry(facts["geometry"]), "outside": Outside(**facts["outside"])})
 
 
 def _geometry(facts: Mapping[str, Any]) -> Geometry:

@@ -19,7 +19,7 @@ from tests.reward.judges.chat_server import (
 )
 from tests.reward.servers.local import refusing_url
 from verl_digen.reward.base import RewardUnavailable
-from verl_digen.reward.judges.base import api_url
+from verl_digen.reward.judges.chat import api_url
 from verl_digen.reward.servers.answers import Refused, ServerError, UnusableAnswer
 from verl_digen.types import PromptRow, RewardInput
 

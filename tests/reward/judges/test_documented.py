@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The examples of docs/rewards.md are what Hydra takes from a shell, and pass the checks of a run."""
 
-import re
-import shlex
 from pathlib import Path
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from tests.docs.blocks import blocks_of
 from verl_digen.config import RewardConfig
 from verl_digen.reward.named import check
 
@@ -16,9 +15,8 @@ PAGE = Path(__file__).parents[3] / "docs" / "rewards.md"
 
 def examples() -> list[str]:
     """Values of digen.reward.functions in the page, as a shell hands them on."""
-    indented = re.findall(r"(?m)(?:^    .*\n)+", PAGE.read_text())
-    commands = ["\n".join(line for line in block.splitlines() if "#" not in line) for block in indented]
-    words = [word for command in commands for word in shlex.split(command)]
+    shell = [block for block in blocks_of(PAGE) if block.language == "bash"]
+    words = [word for block in shell for command in block.commands for word in command]
     return [word for word in words if word.startswith("digen.reward.functions=")]
 
 

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules for the images of prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from omegaconf import DictConfig
+
+from verl_digen.config import digen_config
+from verl_digen.pool_sizes import REPLICA_KEY, num_replica_devices
+from verl_digen.require import require
+
+if TYPE_CHECKING:
+    from verl_digen.models.base import DiffusionModel
+    from verl_digen.types import PromptRow
+
+NUM_READERS = 16
+"""Files that are opened at the same time: on a network's storage, opening one is waiting."""
+REMEDY = "or take the images out of the prompts, and set digen.sampling.planned_images=0"
+
+
+def check_image_settings(config: DictConfig, model: DiffusionModel) -> None:
+    """Require settings of images, that go with what the model's pipeline reads."""
+    sampling = digen_config(config).sampling
+    title, (least, most) = model.spec.title, model.spec.num_images
+    require(
+        not sampling.size_from_image or most > 0,
+        f"digen.sampling.size_from_image must be false for {title}, which reads no images",
+        sampling.size_from_image,
+        "leave it out",
+    )
+    require(
+        most == 0 or sampling.image_sizes == model.spec.image_sizes,
+        f"digen.sampling.image_sizes must be {model.spec.image_sizes} for {title}",
+        sampling.image_sizes,
+        f"set it to {model.spec.image_sizes}, the rule of its pipeline",
+    )
+    require(
+        sampling.planned_images is None or least <= sampling.planned_images <= most,
+        f"digen.sampling.planned_images must be null or lie in [{least}, {most}] for {title}",
+        sampling.planned_images,
+        f"null plans {least}",
+    )
+    if least > 0 or sampling.planned_images:
+        _check_takers(config, model)
+
+
+def check_prompt_images(config: DictConfig, model: DiffusionModel, prompts: Sequence[PromptRow]) -> None:
+    """Require as many images of each prompt as the pipeline reads, and a run that can make pictures of them."""
+    from verl_digen.sampling.requests import geometry_of
+
+    least, most = model.spec.num_images
+    for prompt in prompts:
+        require(
+            least <= len(prompt.images) <= most,
+            f"{prompt.place} must have {_number_of_images(least, most)} for {model.spec.title}",
+            len(prompt.images),
+            "choose a checkpoint that reads them, or rename the column 'images'" if prompt.images else "add them",
+        )
+    if not any(prompt.images for prompt in prompts):
+        return
+    _check_limits(model, prompts)
+    _check_takers(config, model)
+    sampling = digen_config(config).sampling
+    model.latent_shape(geometry_of(sampling, [(sampling.width_px, sampling.height_px)] * max(1, least)))
+
+
+def _check_limits(model: DiffusionModel, prompts: Sequence[PromptRow]) -> None:
+    """Require images that the model's pipeline takes, by the heads of their files.
+
+    Those of tables, each of which costs reading a part of its table, are checked when their prompts are drawn.
+    """
+    from verl_digen.image_sizes import IMAGE_SIZES
+    from verl_digen.image_tables import SCHEME
+    from verl_digen.inputs import file_size_px
+
+    limits = IMAGE_SIZES[model.spec.image_sizes].limits
+    if limits is None:
+        return
+    files = {path: prompt.place for prompt in prompts for path in prompt.images if not path.startswith(SCHEME)}
+
+    def check(path: str) -> None:
+        try:
+            limits.check(*file_size_px(path), path)
+        except ValueError as error:
+            raise ValueError(f"{files[path]}: {error}") from error
+
+    with ThreadPoolExecutor(NUM_READERS) as readers:
+        for _ in readers.map(check, files):
+            pass
+
+
+def _check_takers(config: DictConfig, model: DiffusionModel) -> None:
+    """Require networks on several devices that take prompts with images."""
+    from verl_digen.models.sequence import TRAINER_KEY
+
+    layout, title = model.spec.sequence, model.spec.title
+    sizes = {TRAINER_KEY: config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size}
+    if config.actor_rollout_ref.rollout.name == "diffusers":
+        sizes[REPLICA_KEY] = num_replica_devices(config)
+    for key, size in sizes.items():
+        require(
+            size == 1 or layout is None or layout.takes_images,
+            f"{key} must be 1 for {title} and prompts with images, whose tokens are not split",
+            size,
+            f"set it to 1, {REMEDY}",
+        )
+
+
+def _number_of_images(least: int, most: int) -> str:
+    if most == 0:
+        return "no images"
+    return f"{least} images" if least == most else f"{least} to {most} images"

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules for `digen.sampling.outside` that depend on the placement and on the back end."""
+
+from __future__ import annotations
+
+from omegaconf import DictConfig
+
+from verl_digen.config import digen_config
+from verl_digen.preflight.pools import VIRTUAL
+from verl_digen.require import require
+
+
+def check_outside(config: DictConfig) -> None:
+    """Require replicas that can leave steps out, and forwards that no other process waits for."""
+    digen = digen_config(config)
+    outside, rollout = digen.sampling.outside, config.actor_rollout_ref.rollout.name
+    if not outside.is_on:
+        return
+    require(
+        rollout != "vllm_omni",
+        "digen.sampling.outside must be left out with actor_rollout_ref.rollout.name=vllm_omni, whose pipelines "
+        "evaluate the network at every step of their own schedule",
+        outside,
+        "set actor_rollout_ref.rollout.name=diffusers, or lower digen.sampling.num_steps",
+    )
+    require(
+        config.trainer.v1.trainer_mode != VIRTUAL,
+        "digen.sampling.outside must be left out on virtual devices, because it has no effect there",
+        outside,
+        "leave it out",
+    )
+    require(
+        outside.cache == 0 or digen.tag.policy == "off",
+        f"digen.sampling.outside.cache must be 0 with digen.tag.policy={digen.tag.policy}: every forward of a trainer "
+        "gathers weights from all its ranks, whose samples skip other steps",
+        outside.cache,
+        "set digen.tag.policy=off, or pass over steps with digen.sampling.outside.solver_after, the same on all ranks",
+    )
