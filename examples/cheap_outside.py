@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cheap steps outside the window (digen.sampling.outside), side by side: training, pictures, and seconds of generation.
 
-    python examples/cheap_outside.py [--modes exact,cache,pass_over] [--steps 25] [--out outputs/cheap_outside]
+    python examples/cheap_outside.py [--modes exact,cache,pass_over,fp8] [--steps 25] [--out outputs/cheap_outside]
     python examples/cheap_outside.py --timing    # on an idle machine: seconds of generation, the modes in turns
     python examples/cheap_outside.py --draw      # the picture, of the runs that are there
 
@@ -38,6 +38,7 @@ MODES = {
     "exact": Outside(),
     "cache": Outside(cache=0.1),
     "pass_over": Outside(solver_before=0.5, solver_after=0.4),
+    "fp8": Outside(fp8=True),
 }
 NUM_STEPS, SIZE_PX, GROUP_SIZE, NUM_PROMPTS = 20, 64, 12, 8
 WINDOW = WindowConfig(kind="consecutive", size=3)
@@ -51,7 +52,7 @@ def mode_of(name: str) -> Mode:
     """Mode of a run: the fields of its `Outside` that are not the defaults."""
     default = asdict(Outside())
     changed = {key: value for key, value in asdict(MODES[name]).items() if value != default[key]}
-    overrides = [f"digen.sampling.outside.{key}={value}" for key, value in changed.items()]
+    overrides = [f"digen.sampling.outside.{key}={json.dumps(value)}" for key, value in changed.items()]
     return Mode(name, ("flowgrpo_fast",), (f"digen.sampling.num_steps={NUM_STEPS}", *overrides), ())
 
 

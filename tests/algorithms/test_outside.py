@@ -101,14 +101,23 @@ def digen(outside: Outside, window: WindowConfig = FAST, loss: str = "flow_grpo"
 
 
 CACHE, AFTER, BEFORE = Outside(cache=0.1), Outside(solver_after=0.5), Outside(solver_before=0.5)
+EIGHT = Outside(fp8=True)
 LATE = WindowConfig(kind="consecutive", size=2, range=(7, 9))
 
 
 @pytest.mark.parametrize(
     ("refused", "message"),
     [
-        ((CACHE, WindowConfig()), f"{KEY}.cache must be 0 with digen.window.kind=all, whose window is every step but"),
-        ((AFTER, WindowConfig(kind="fraction")), f"{KEY}.solver_after must be 1 with digen.window.kind=fraction"),
+        (
+            (CACHE, WindowConfig()),
+            f"{KEY}.cache must be left out with digen.window.kind=all, whose window is every step",
+        ),
+        (
+            (AFTER, WindowConfig(kind="fraction")),
+            f"{KEY}.solver_after must be left out with digen.window.kind=fraction",
+        ),
+        ((EIGHT, WindowConfig()), f"{KEY}.fp8 must be left out with digen.window.kind=all"),
+        ((EIGHT, FAST, "awm"), f"{KEY} must be left out with digen.loss.name=awm, which trains finished pictures"),
         ((CACHE, replace(FAST, size=9, range=(0, 9))), f"{KEY}.cache must be 0 with a window of 9 of 10 steps that"),
         ((AFTER, LATE), f"{KEY}.solver_after must be 1 with a window of 2 of 10 steps that leaves no two steps in a"),
         ((BEFORE, replace(FAST, range=(0, 3))), f"{KEY}.solver_before must be 1 with a window of 3 of 10 steps"),

@@ -66,6 +66,7 @@ MEASURED = Measured(
         outside_blocks=0,
     ),
     parts={"text_encoder": Part(5 * GB, 10 * GB), "vae": Part(GB // 2, GB)},
+    fp8_bytes=0,
     transformer_bytes=16 * GB,
     tensors=(Tensors(GB // 10, True, 320),),
     decoding_bytes=GB,

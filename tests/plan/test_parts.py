@@ -14,6 +14,7 @@ from verl_digen.models import load_model
 from verl_digen.models.checkpoint import in_one_dtype
 from verl_digen.plan.networks import count_parts, transformer_bytes
 from verl_digen.plan.published import checkpoint_folder
+from verl_digen.sampling.fp8 import Fp8Layers
 
 CPU = torch.device("cpu")
 
@@ -38,6 +39,9 @@ def test_a_replicas_networks_take_what_is_planned(loaded: Loaded, dtype: torch.d
     for in_one in (False, True):  # as under an adapter, and where all weights train
         network = in_one_dtype(network, dtype) if in_one else network
         assert transformer_bytes(model, meta, dtype, in_one_dtype=in_one) == num_bytes([network]) + tables
+    copies = Fp8Layers(network)
+    with copies.active():
+        assert Fp8Layers(meta).num_bytes == copies.num_held_bytes < num_bytes([network])
 
 
 @pytest.mark.parametrize(

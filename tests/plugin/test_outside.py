@@ -11,20 +11,21 @@ from verl_digen.preflight.outside import check_outside
 KEY = "digen.sampling.outside"
 WINDOW = "digen.window={kind: consecutive, size: 2, range: [0, 3]}"
 STEPS = "digen.sampling.num_steps=10"
-CACHE, PASSED = f"{KEY}.cache=0.1", f"{KEY}.solver_after=0.5"
+CACHE, PASSED, FP8 = f"{KEY}.cache=0.1", f"{KEY}.solver_after=0.5", f"{KEY}.fp8=true"
 SEPARATE = "recipe=[digen_flowgrpo,disaggregated]"
+TOGETHER = "recipe=digen_flowgrpo"
 
 
 def test_a_run_with_steps_outside_its_window_passes(start, runnable):
-    preflight.check(start(*runnable, WINDOW, STEPS, CACHE, PASSED))
+    preflight.check(start(*runnable, WINDOW, STEPS, CACHE, PASSED, FP8))
 
 
 def test_every_step_in_the_window_is_refused_with_key_rule_value_and_remedy(start, runnable):
     with pytest.raises(ValueError) as error:
         preflight.check(start(*runnable, STEPS, CACHE))
     assert (
-        f"{KEY}.cache must be 0 with digen.window.kind=all, whose window is every step but the last, so that none is "
-        "outside, got 0.1; set digen.window.kind=consecutive"
+        f"{KEY}.cache must be left out with digen.window.kind=all, whose window is every step but the last, so that "
+        "none is outside, got 0.1; set digen.window.kind=consecutive"
     ) in str(error.value)
 
 
@@ -41,6 +42,16 @@ def test_every_step_in_the_window_is_refused_with_key_rule_value_and_remedy(star
             r"evaluate the network at every step .*; set act",
         ),
         ((SEPARATE, PASSED, "trainer.v1.trainer_mode=digen_virtual"), rf"{KEY} must be left out on virtual devices"),
+        ((SEPARATE, FP8, "actor_rollout_ref.rollout.name=vllm_omni"), rf"{KEY} must be left out with .*=vllm_omni"),
+        ((SEPARATE, FP8, "digen.tag.policy=bts"), rf"{KEY}\.fp8 must be false with digen\.tag\.policy=bts: .*; set it"),
+        (
+            (TOGETHER, FP8, "actor_rollout_ref.rollout.tensor_model_parallel_size=2"),
+            rf"{KEY}\.fp8 must be false with .*parallel_size=2: .*got True; set it to false, or one device",
+        ),
+        (
+            (TOGETHER, FP8, "digen.compile=true"),
+            rf"{KEY}\.fp8 must be false with compiled.*rollout\.compile=false",
+        ),
     ],
 )
 def test_other_back_ends_and_trainers_that_assist_are_refused(start, words, message):
@@ -51,4 +62,5 @@ def test_other_back_ends_and_trainers_that_assist_are_refused(start, words, mess
 def test_trainers_that_assist_may_pass_over_steps_and_stale_samples_may_be_cheap(start):
     check_outside(start(SEPARATE, PASSED, WINDOW, STEPS, "digen.tag.policy=always"))
     check_outside(start(SEPARATE, CACHE, WINDOW, STEPS, "digen.staleness.max_versions=1"))
+    check_outside(start(TOGETHER, FP8, WINDOW, STEPS, "digen.compile=true", "digen.rollout.compile=false"))
     check_outside(start(SEPARATE, WINDOW, STEPS, "actor_rollout_ref.rollout.name=vllm_omni", "digen.tag.policy=bts"))

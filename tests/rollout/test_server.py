@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from verl_digen.algorithms.outside import Outside
 from verl_digen.algorithms.window import Window
 from verl_digen.config import DigenConfig, RolloutConfig
 from verl_digen.inputs import PromptInputs
@@ -359,3 +360,35 @@ def test_later_batches_of_a_group_begin_at_its_window_under_the_weights_that_ser
     asyncio.run(update(fresh, other, 0))
     assert_bitwise(after[:1], [asyncio.run(fresh.generate("id", [], {"request": late_windows()[0]}))])
     assert not torch.equal(after[0].trajectory.record.latents, before[0].trajectory.record.latents)
+
+
+def test_copies_in_fp8_are_those_of_the_weights_that_serve_also_after_a_sleep(tiny_qwen_image):
+    sampling = replace(SAMPLING, outside=Outside(fp8=True))
+    asked = [replace(one, sampling=sampling, window=Window((1,), (1,))) for one in make_requests()[:2]]
+    server, fresh = make_server(tiny_qwen_image), make_server(tiny_qwen_image)
+    server._frees_memory = True
+    other = weights_of(server, 1.1)
+
+    async def samples(of):
+        return await asyncio.gather(*[of.generate("id", [], {"request": one}) for one in asked])
+
+    async def run():
+        before = await samples(server)
+        await update(server, other, 1)
+        awake = await samples(server)
+        await server.sleep()
+        assert server._network.fp8.num_held_bytes == 0
+        await server.wake_up()
+        await update(server, other, 2)
+        return before, awake, await samples(server)
+
+    async def run_fresh():
+        await update(fresh, other, 1)
+        return await samples(fresh)
+
+    before, awake, woken = asyncio.run(run())
+    expected = asyncio.run(run_fresh())
+    assert server._network.fp8.num_held_bytes > 0
+    assert_bitwise(awake, expected)
+    assert_bitwise(woken, expected)
+    assert not torch.equal(before[0].trajectory.record.latents, expected[0].trajectory.record.latents)

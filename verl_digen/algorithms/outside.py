@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 
 from verl_digen.algorithms.window import WindowConfig
@@ -51,6 +51,10 @@ class Outside:
     and each taken step is longer."""
     solver_after: float = 1.0
     """Share of the steps after the window, likewise. 0.4 in MixGRPO-Flash, with solver dpm2."""
+    fp8: bool = False
+    """Multiply in fp8 (e4m3; a scale per token and per output channel) in the linear layers of the repeated blocks at
+    steps outside the window; a replica keeps a byte more per weight of them. For devices with fp8 such as H100, on
+    `diffusers` replicas of one device, without `digen.compile`, without trainers that assist."""
 
     def __post_init__(self) -> None:
         require(
@@ -79,6 +83,11 @@ class Outside:
     @property
     def is_on(self) -> bool:
         """True if some step may cost less than all."""
+        return self.fp8 or self.skips
+
+    @property
+    def skips(self) -> bool:
+        """True if some step may pass without a network evaluation."""
         return self.cache > 0 or self.passes_over
 
     @property
@@ -135,15 +144,13 @@ def check_outside(outside: Outside, window: WindowConfig, num_steps: int) -> Non
     if not outside.is_on:
         return
     key = "digen.sampling.outside"
-    set_key = next(
-        name for name in ("cache", "solver_before", "solver_after") if getattr(outside, name) != getattr(EXACT, name)
-    )
+    set_key = next(field.name for field in fields(Outside) if getattr(outside, field.name) != field.default)
     require(
         window.kind == "consecutive",
-        f"{key}.{set_key} must be {getattr(EXACT, set_key):g} with digen.window.kind={window.kind}, whose window is "
+        f"{key}.{set_key} must be left out with digen.window.kind={window.kind}, whose window is "
         "every step but the last, so that none is outside",
         getattr(outside, set_key),
-        "set digen.window.kind=consecutive, as recipes flowgrpo_fast and mixgrpo do, or leave it out",
+        "set digen.window.kind=consecutive, as recipes flowgrpo_fast and mixgrpo do",
     )
     places = _places(window, num_steps)
     longest = {

@@ -130,7 +130,7 @@ def sharing_metrics(tags: Sequence[SampleTag]) -> dict[str, float]:
 def skipping_metrics(tags: Sequence[SampleTag]) -> dict[str, float]:
     """Share of the denoising steps without an evaluation of the network; {} if every step has one. Steps that another
     sample ran are not among them."""
-    if not any(tag.sampling.outside.is_on for tag in tags):
+    if not any(tag.sampling.outside.skips for tag in tags):
         return {}
     num_steps = sum(tag.sampling.num_steps * len(tag.generations) for tag in tags)
     return {"rollout/skipped_step_share": sum(tag.num_skipped_steps for tag in tags) / num_steps}

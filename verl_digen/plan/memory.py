@@ -322,6 +322,8 @@ def replica(run: Run) -> Items:
     items = {"transformer": -(-measured.transformer_bytes // settings.shards_per_replica)}
     if settings.is_lora and not settings.merges_lora:
         items["adapter"] = measured.counts.trained_bytes
+    if measured.fp8_bytes:
+        items["layers in fp8"] = measured.fp8_bytes
     items |= {name.replace("_", " "): part.num_bytes for name, part in measured.parts.items()}
     return items | {PROMPT_CACHE: settings.digen.rollout.embed_cache_size * measured.embedding_bytes}
 

@@ -35,6 +35,7 @@ from verl_digen.plan.teachers import teacher_bytes
 from verl_digen.platforms.module_memory import SHARING
 from verl_digen.pool_sizes import num_generator_devices, num_replica_devices, num_trainer_devices, split_limits
 from verl_digen.require import require
+from verl_digen.sampling.fp8 import Fp8Layers
 from verl_digen.sampling.recording import record_trajectory, trained_latents
 from verl_digen.sampling.requests import plain_request, rows_per_group
 from verl_digen.simulate.splits import Limits
@@ -167,6 +168,8 @@ class Measured:
     """Folders of those that decode."""
     transformer_bytes: int
     """Bytes of a replica's transformer without an adapter, exported tables included."""
+    fp8_bytes: int
+    """Bytes of a replica's copies of layers in fp8 (`digen.sampling.outside.fp8`)."""
     tensors: tuple[Tensors, ...]
     """Parameters of the trainer's network by size."""
     decoding_bytes: int
@@ -307,6 +310,7 @@ def _measure(folder: Any, settings: Settings, model_config: DiffusionModelConfig
     # where all weights train, a replica gets them in one dtype
     in_one_dtype = not is_ours or not settings.is_lora
     of_replica = transformer_bytes(model, network, dtypes.rollout, in_one_dtype=in_one_dtype)
+    fp8_bytes = Fp8Layers(network).num_bytes if sampling.outside.fp8 else 0
     if settings.is_lora:
         network = _adapted(network, model_config)
     counts, tensors, num_experts = count_network(network), list_tensors(network), len(model.experts)
@@ -333,6 +337,7 @@ def _measure(folder: Any, settings: Settings, model_config: DiffusionModelConfig
         parts=count_parts(model, dtypes.rollout, as_loaded_by_us=is_ours),
         decoders=("vae", *model.spec.audio_parts),
         transformer_bytes=of_replica,
+        fp8_bytes=fp8_bytes,
         tensors=tensors,
         decoding_bytes=decoding_bytes(model, geometry, dtypes.rollout),
         num_experts=num_experts,

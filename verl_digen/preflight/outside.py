@@ -11,7 +11,7 @@ from verl_digen.require import require
 
 
 def check_outside(config: DictConfig) -> None:
-    """Require replicas that can leave steps out, and forwards that no other process waits for."""
+    """Require replicas that can make steps cheaper, and forwards that no other process waits for."""
     digen = digen_config(config)
     outside, rollout = digen.sampling.outside, config.actor_rollout_ref.rollout.name
     if not outside.is_on:
@@ -35,4 +35,31 @@ def check_outside(config: DictConfig) -> None:
         "gathers weights from all its ranks, whose samples skip other steps",
         outside.cache,
         "set digen.tag.policy=off, or pass over steps with digen.sampling.outside.solver_after, the same on all ranks",
+    )
+    if outside.fp8:
+        _check_fp8(config)
+
+
+def _check_fp8(config: DictConfig) -> None:
+    """Require a replica whose network is whole on one device, and its layers as diffusers has them."""
+    digen, num_devices = digen_config(config), config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    key, remedy = "digen.sampling.outside.fp8 must be false with", "set it to false"
+    require(
+        digen.tag.policy == "off",
+        f"{key} digen.tag.policy={digen.tag.policy}: a trainer has sharded weights, without copies in fp8",
+        True,
+        f"{remedy}, or digen.tag.policy=off",
+    )
+    require(
+        num_devices == 1,
+        f"{key} actor_rollout_ref.rollout.tensor_model_parallel_size={num_devices}: devices that share a sample "
+        "compute alike",
+        True,
+        f"{remedy}, or one device per replica",
+    )
+    require(
+        not digen.rollout_compiles,
+        f"{key} compiled replicas, whose blocks have the layers' code in them",
+        True,
+        f"{remedy}, or set digen.rollout.compile=false",
     )

@@ -16,6 +16,7 @@ from verl_digen.models import load_model
 from verl_digen.models.base import DiffusionModel
 from verl_digen.models.checkpoint import in_one_dtype
 from verl_digen.models.kernels import set_kernels
+from verl_digen.sampling.fp8 import Fp8Layers, require_fp8
 from verl_digen.weights.checksum import Manifest
 from verl_digen.weights.own_device import own_device
 from verl_digen.weights.receiver import WeightReceiver
@@ -33,6 +34,8 @@ class LoadedNetwork:
     """Holds the network in peft's wrapper, if there is an adapter."""
     device: torch.device
     dtype: torch.dtype
+    fp8: Fp8Layers
+    """Copies of the network's layers, made at their first use."""
 
 
 def load_network(config: Any, model_config: Any, num_threads: int) -> LoadedNetwork:
@@ -41,6 +44,9 @@ def load_network(config: Any, model_config: Any, num_threads: int) -> LoadedNetw
     Args:
         config: verl's rollout config. model_config: `DiffusionModelConfig`.
         num_threads: CPU threads of this process; 0 leaves torch's default.
+
+    Raises:
+        ValueError: `digen.sampling.outside.fp8` on a device, or with a network, without fp8.
     """
     if num_threads:
         torch.set_num_threads(num_threads)
@@ -58,8 +64,11 @@ def load_network(config: Any, model_config: Any, num_threads: int) -> LoadedNetw
         attention=digen.rollout_attention_backend,
         compiles=digen.rollout_compiles,
     )
+    fp8 = Fp8Layers(transformer)
+    if digen.sampling.outside.fp8:
+        require_fp8(fp8, device)
     weights = WeightReceiver(transformer, model_config.adapter_config(), model.experts)
-    return LoadedNetwork(model, transformer, weights, device, dtype)
+    return LoadedNetwork(model, transformer, weights, device, dtype, fp8)
 
 
 class Intake:

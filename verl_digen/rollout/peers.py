@@ -160,6 +160,7 @@ def release(memory: DeviceMemory, network: LoadedNetwork) -> None:
     """Free the device memory of a process; its trained weights are undefined until the next update."""
     platform = get_platform()
     platform.synchronize()
+    network.fp8.clear()
     memory.release(replaced=network.weights.lose)
     platform.synchronize()
     platform.empty_cache()

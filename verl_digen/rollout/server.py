@@ -93,6 +93,7 @@ class DiffusersServer:
             latents_dtype=PrecisionType.to_dtype(digen.rollout.latents_dtype),
             branches=GuidanceBranches(digen.rollout.split_guidance, self._device),
             prefixes=self._prefixes,
+            fp8=self._network.fp8,
         )
         self._pictures = PictureSamples(self._sampler, self._prompts, self._decode, self._decode_batch_size)
         self._batcher = RequestBatcher(
@@ -340,6 +341,7 @@ class DiffusersServer:
         began_s = time.perf_counter()
         await self._on_device(self._weights.switch)
         self._prefixes.clear()
+        self._network.fp8.clear()
         await self._team.call_all("switch", sealed.version)
         self._is_loading, self._version = False, sealed.version
         self._seals.take()

@@ -8,7 +8,8 @@
 - Steps before a window run once for the samples of a group that start alike, by themselves (`prefix_cache`), and steps
   that samples of a tree share run as one (`prefix`). Steps that are not stochastic are those of `Sampling.solver`.
 - Steps outside a window may pass without a forward (`Sampling.outside`): the solver passes over some, and others take a
-  row's last velocity again, as the row's own `StepCache` says. The rows that evaluate the network share a forward.
+  row's last velocity again, as the row's own `StepCache` says. The rows that evaluate the network share a forward;
+  with `outside.fp8` those whose step is not stochastic share one in fp8.
 - x is rounded to `latents_dtype` when it is made (the initial noise too), and only the rounded x is used
   further: by the log-prob, the next forward, the record and the replay.
 
@@ -23,6 +24,7 @@ Invariants (tests/sampling/test_sampler.py)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +36,7 @@ from verl_digen.algorithms.solvers import NOISY, Prediction, denoise_step
 from verl_digen.algorithms.step_cache import StepCache
 from verl_digen.models.base import DiffusionModel
 from verl_digen.sampling.branches import ONE_FORWARD, GuidanceBranches
+from verl_digen.sampling.fp8 import Fp8Layers
 from verl_digen.sampling.prefix import Lanes, SharedPrefix
 from verl_digen.sampling.prefix_cache import PrefixCache
 from verl_digen.sampling.recording import initial_seed, noise_seed, record_trajectory, trained_latents
@@ -86,6 +89,7 @@ class Sampler:
         branches: chooses between one forward for both branches of guidance and two.
         prefixes: keeps latents at the start of windows from call to call; whoever changes weights clears it. None: a
             call shares them among its own rows.
+        fp8: copies of the transformer's layers, for requests with `outside.fp8`.
     """
 
     def __init__(
@@ -98,6 +102,7 @@ class Sampler:
         latents_dtype: torch.dtype,
         branches: GuidanceBranches = ONE_FORWARD,
         prefixes: PrefixCache | None = None,
+        fp8: Fp8Layers | None = None,
     ):
         self.model = model
         self.transformer = transformer
@@ -106,6 +111,7 @@ class Sampler:
         self.latents_dtype = latents_dtype
         self.branches = branches
         self.prefixes = prefixes
+        self.fp8 = fp8
 
     @torch.no_grad()
     def sample(
@@ -271,7 +277,25 @@ class Sampler:
         return torch.cat(parts)[[order.index(lane) for lane in range(len(order))]]
 
     def _velocity(self, batch: _Batch, rows: Sequence[int], latents: Tensor, step: int) -> Tensor:
-        """Velocities [N, ...] of the network, of the batch's `rows` with these latents."""
+        """Velocities [N, ...] of the network, of the batch's `rows` with these latents; in fp8 where the step of a row
+        may be."""
+        if not batch.sampling.outside.fp8:
+            return self._exact_velocity(batch, rows, latents, step)
+        if self.fp8 is None:
+            raise RuntimeError("digen.sampling.outside.fp8 needs a generator with fp8 copies of its layers, got none")
+        is_exact = _stochastic(batch, rows, step)
+        velocity = latents.new_empty(latents.shape, dtype=torch.float32)
+        for exact, copies in ((True, nullcontext()), (False, self.fp8.active())):
+            places = [place for place, each in enumerate(is_exact) if each == exact]
+            if places:
+                own = latents if len(places) == len(rows) else latents[places]
+                with copies:
+                    found = self._exact_velocity(batch, [rows[place] for place in places], own, step)
+                velocity[places] = found.float()
+        return velocity
+
+    def _exact_velocity(self, batch: _Batch, rows: Sequence[int], latents: Tensor, step: int) -> Tensor:
+        """Velocities [N, ...] of the network as it is."""
         sampling, sigmas = batch.sampling, batch.sigmas[step].expand(len(rows))
         conditions = [batch.conditions[row] for row in rows]
         negative = batch.negative_conditions

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""fp8 copies of a network's linear layers, for forwards whose result need not be exact (`digen.sampling.outside.fp8`).
+
+    with fp8.active():      linear layers of the repeated blocks multiply in fp8
+        velocity = ...
+    velocity = ...          the network as it is
+
+- Weights are kept beside the network as e4m3 with a scale per output channel, activations get a scale per token: a
+  sample's numbers do not depend on the others of its batch, to float error. The product is bf16.
+- The layers are the `nn.Linear` of the blocks that repeat. What is outside of them (input, output, time and text
+  embeddings) stays exact, and so do adapters: an adapter's own factors are added to the fp8 product of its layer.
+- Copies are made at the first use after `clear`, from the weights that are there; whoever changes weights clears them.
+
+Invariants (tests/sampling/test_fp8.py)
+- After `active` the network computes bitwise what it did before, also after an exception.
+- A layer's product is that of its dequantised factors, to bf16's rounding.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import ScalingType, scaled_mm
+
+from verl_digen.errors import describe
+from verl_digen.models.experts import networks_of
+from verl_digen.models.kernels import block_classes
+from verl_digen.require import require
+
+logger = logging.getLogger(__name__)
+
+DTYPE = torch.float8_e4m3fn
+LARGEST = torch.finfo(DTYPE).max
+SMALLEST = 1e-12
+"""Least largest number of a row whose scale is taken from it: rows of zeros have a scale too."""
+MULTIPLE = 16
+"""Both sizes of a layer must be a multiple of it: kernels read 16 bytes at a time."""
+
+
+class Fp8Layers:
+    """See the module.
+
+    Args:
+        network: fresh from `DiffusionModel.load_transformer`, before an adapter is added to its layers.
+    """
+
+    def __init__(self, network: nn.Module):
+        self._layers = _layers_of(network)
+        self._copies: list[tuple[Tensor, Tensor]] = []
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that multiply in fp8."""
+        return len(self._layers)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all copies, once they are made; scales left out."""
+        return sum(layer.weight.numel() for layer in self._layers)
+
+    @property
+    def num_held_bytes(self) -> int:
+        """Bytes of the copies that there are now; 0 after `clear`."""
+        return sum(weight.nbytes for weight, _ in self._copies)
+
+    def clear(self) -> None:
+        """Free the copies; the next use makes new ones. Call it when weights change, or leave the device."""
+        self._copies = []
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Context in which the layers multiply in fp8. Not for a forward with gradients."""
+        if not self._copies:
+            self._copies = [_quantised(layer.weight.detach()) for layer in self._layers]
+        try:
+            for layer, (weight, scale) in zip(self._layers, self._copies, strict=True):
+                vars(layer)["forward"] = _forward(layer, weight, scale)
+            yield
+        finally:
+            for layer in self._layers:
+                vars(layer).pop("forward", None)  # the class's own is found again
+
+
+def require_fp8(layers: Fp8Layers, device: torch.device) -> None:
+    """Require layers that can multiply in fp8, and multiply two small matrices in fp8 on `device`.
+
+    Raises:
+        ValueError: there is no such layer, or the device cannot.
+    """
+    require(
+        layers.num_layers > 0,
+        "digen.sampling.outside.fp8 must be false with a network whose blocks have no linear layer with sizes that are "
+        f"multiples of {MULTIPLE}",
+        True,
+        "set it to false",
+    )
+    ones = torch.ones(MULTIPLE, MULTIPLE, device=device)
+    try:
+        _product(ones, *_quantised(ones))
+    except (RuntimeError, NotImplementedError, TypeError) as error:
+        raise ValueError(
+            f"digen.sampling.outside.fp8 must be false on this device ({device.type}), where PyTorch multiplies no fp8 "
+            f"matrices with a scale per row ({describe(error)}); set it to false, or generate on devices with fp8, "
+            "such as H100"
+        ) from error
+    logger.info(
+        "outside the window %d linear layers multiply in fp8; copies of %.2f GB",
+        layers.num_layers,
+        layers.num_bytes / 1e9,
+    )
+
+
+def _layers_of(network: nn.Module) -> list[nn.Linear]:
+    """Linear layers of the repeated blocks, each once."""
+    found: dict[int, nn.Linear] = {}
+    for each in networks_of(network):
+        names = block_classes(each)
+        for block in each.modules():
+            if type(block).__name__ not in names:
+                continue
+            for layer in block.modules():
+                if type(layer) is nn.Linear and layer.in_features % MULTIPLE == layer.out_features % MULTIPLE == 0:
+                    found[id(layer)] = layer
+    return list(found.values())
+
+
+def _forward(layer: nn.Linear, weight: Tensor, scale: Tensor) -> Callable[[Tensor], Tensor]:
+    def forward(input: Tensor) -> Tensor:
+        product = _product(input.reshape(-1, layer.in_features), weight, scale).to(input.dtype)
+        if layer.bias is not None:
+            product = product + layer.bias
+        return product.reshape(*input.shape[:-1], layer.out_features)
+
+    return forward
+
+
+def _quantised(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """[N, K] -> e4m3 [N, K] and its scale [N, 1] fp32: rows = e4m3 x scale, up to rounding."""
+    exact = rows.float()
+    scale = exact.abs().amax(dim=1, keepdim=True).clamp(min=SMALLEST) / LARGEST
+    return (exact / scale).clamp(-LARGEST, LARGEST).to(DTYPE), scale
+
+
+def _product(rows: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
+    """[N, K] times the transpose of the quantised weight [M, K] -> bf16 [N, M]."""
+    own, scale = _quantised(rows)
+    per_row = ScalingType.RowWise
+    return scaled_mm(own, weight.t(), scale, per_row, weight_scale.t(), per_row, output_dtype=torch.bfloat16)
