@@ -1164,6 +1164,13 @@ TABLE: tuple[Mutation, ...] = (
         "engine/test_whole_base.py",
     ),
     Mutation(
+        "engine/optimizer.py",
+        "a run keeps the optimizer implementation of the checkpoint that it continues",
+        "        group.update(choice)",
+        "        choice = {}",
+        "engine/test_optimizer.py",
+    ),
+    Mutation(
         "engine/export.py",
         "a rank that only takes part gathers all tensors at once",
         "if number and number % LOOKAHEAD == 0:",

@@ -22,6 +22,7 @@ from verl.plugin.platform import get_platform
 from verl.trainer.config import CheckpointConfig
 from verl.utils.device import get_device_id, get_device_name
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig
+from verl.workers.config.optimizer import build_optimizer
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
 from verl_digen.algorithms.objectives import Objective, find_objective
@@ -42,6 +43,7 @@ from verl_digen.engine.gradient_check import check_deferred_gradients_once
 from verl_digen.engine.gradients import exempt_unused
 from verl_digen.engine.loss_scale import LossScale
 from verl_digen.engine.offload import offload_safely
+from verl_digen.engine.optimizer import with_fused
 from verl_digen.engine.recompute import Recomputation
 from verl_digen.engine.sequence import sequence_mesh
 from verl_digen.engine.shadow import ShadowWeights
@@ -171,6 +173,9 @@ class ShardedTransformer(FSDPEngine):
                 # verl offloads a forward-only engine through pinned memory, which needs an accelerator
                 changes.enter_context(_set_to(self.engine_config, "forward_only", False))
             return super()._build_fsdp_module(module)
+
+    def _build_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
+        return build_optimizer(module.parameters(), with_fused(self.optimizer_config, module.parameters()))
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """verl's `to`; the host may read what was offloaded when it returns."""
