@@ -3,7 +3,7 @@
 #
 # Flow-GRPO on FLUX.1 [dev], LoRA: examples/flux.sh PROMPTS VALIDATION_PROMPTS [KEY=VALUE ...]
 #
-# GPUs       8 of 80 GB: the plan says 63.3 GB, most of it tiles that fill what is there. Ask again: digen plan
+# GPUs       8 of 80 GB: the plan says 68.8 GB, most of it tiles that fill what is there. Ask again: digen plan
 #            recipe=digen_flux gpus=8 gpu_mem=80
 # Downloads  black-forest-labs/FLUX.1-dev, once per node: 17 B parameters with encoders and VAE, of 2 bytes each (4
 #            where they are published in fp32). Accept its licence on the hub and run `huggingface-cli login` first.

@@ -3,7 +3,7 @@
 #
 # Flow-GRPO on FLUX.2 [klein] base 4B, LoRA: examples/flux2_klein.sh PROMPTS VALIDATION_PROMPTS [KEY=VALUE ...]
 #
-# GPUs       8 of 80 GB: the plan says 65.8 GB, most of it tiles that fill what is there. Ask again: digen plan
+# GPUs       8 of 80 GB: the plan says 54.9 GB, most of it tiles that fill what is there. Ask again: digen plan
 #            recipe=digen_flux2_klein gpus=8 gpu_mem=80
 # Downloads  black-forest-labs/FLUX.2-klein-base-4B, once per node: 8 B parameters with encoder and VAE, of 2 bytes each
 #            (4 where they are published in fp32).

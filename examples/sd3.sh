@@ -3,7 +3,7 @@
 #
 # Flow-GRPO on Stable Diffusion 3.5 medium, LoRA: examples/sd3.sh PROMPTS VALIDATION_PROMPTS [KEY=VALUE ...]
 #
-# GPUs       8 of 80 GB: the plan says 68.4 GB, most of it tiles that fill what is there. On 24 GB with
+# GPUs       8 of 80 GB: the plan says 68.1 GB, most of it tiles that fill what is there. On 24 GB with
 #            digen.rollout.max_batch_size=1 digen.rollout.decode_batch_size=1 digen.rollout.embed_cache_size=64
 #            actor_rollout_ref.actor.fsdp_config.param_offload=true (21.5 GB). Ask again: digen plan
 #            recipe=digen_sd3 gpus=8 gpu_mem=80

@@ -3,7 +3,7 @@
 #
 # Flow-GRPO on Z-Image-Turbo, LoRA: examples/z_image.sh PROMPTS VALIDATION_PROMPTS [KEY=VALUE ...]
 #
-# GPUs       8 of 80 GB: the plan says 65.4 GB. Ask again: digen plan recipe=digen_z_image gpus=8 gpu_mem=80
+# GPUs       8 of 80 GB: the plan says 67.1 GB. Ask again: digen plan recipe=digen_z_image gpus=8 gpu_mem=80
 # Downloads  Tongyi-MAI/Z-Image-Turbo, once per node: 10 B parameters with encoder and VAE, of 2 bytes each (4 where
 #            they are published in fp32).
 # Minutes    Not measured. Calculated: a step takes at least 14 s for 384 pictures, at 40 % of the peak of 8 H100.

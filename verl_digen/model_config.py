@@ -84,6 +84,11 @@ class DiffusionModelConfig(BaseConfig):
     """Keep the inputs of recomputed blocks in pinned host memory between forward and backward: per row and block
     tokens x width x bytes. Not with `recompute_blocks=none`."""
 
+    whole_base: bool | str = "auto"
+    """Keep the frozen base under an adapter whole on every rank of the trainer, in the compute dtype: no tile gathers
+    it. auto: where memory has room for it that tiles do not need more, decided at the first tile; not on one rank.
+    true, false."""
+
     lora_rank: int = 0
     """LoRA rank; 0 trains all weights."""
     lora_alpha: int = 64
@@ -127,6 +132,18 @@ class DiffusionModelConfig(BaseConfig):
         if self.tokenizer_path is None:
             self.tokenizer_path = self.path
         self._settle_lora()
+        _require(
+            self.whole_base == "auto" or isinstance(self.whole_base, bool),
+            "whole_base must be auto, true or false",
+            self.whole_base,
+            "auto keeps the base whole where there is room",
+        )
+        _require(
+            self.whole_base is not True or self.lora_rank > 0,
+            "whole_base must be auto or false without an adapter: every weight trains",
+            self.whole_base,
+            "set actor_rollout_ref.model.lora_rank",
+        )
 
     @property
     def recomputed(self) -> str | int:

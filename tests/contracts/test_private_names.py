@@ -3,7 +3,8 @@
 
 | name | used in | relied on |
 | --- | --- | --- |
-| FSDP2 `_get_fsdp_state`, `_fsdp_param_group`, `fsdp_params` | engine/gradients.py | every parameter's record, once |
+| FSDP2 `_get_fsdp_state`, `_fsdp_param_groups`, `fsdp_params` | engine/gradients.py | a record of every parameter |
+| FSDP2 `FSDPParamGroup.unshard`, `_to_sharded` | engine/whole_groups.py | one more group (test_whole_base.py) |
 | FSDP2 `sharded_param`, `_unsharded_param`, `unsharded_accumulated_grad` | engine/gradients.py | a gradient's places |
 | FSDP2 `_root_post_backward_final_callback` | engine/gradients.py | reduces what no backward reduced |
 | FSDP2 `_is_root`, `reset_iter_state` | engine/gathered.py | a forward that failed leaves a usable module |
@@ -120,7 +121,7 @@ def test_fsdp2_keeps_one_record_per_parameter_in_the_groups_of_its_units(one_ran
     ]
     assert {record.sharded_param for record in records} == set(module.parameters())
     assert all(record.sharded_param.requires_grad for record in records)
-    assert state_of(module)._fsdp_param_group is None, "the root has no parameter of its own"
+    assert state_of(module)._fsdp_param_groups == [], "the root has no parameter of its own"
 
 
 def test_fsdp2_puts_a_gradient_that_waits_beside_the_unsharded_parameters_and_the_root_callback_reduces_it(one_rank):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from tests.engine.harness import SAMPLING, described
 from verl_digen.config import TspConfig
@@ -19,6 +20,7 @@ from verl_digen.engine.fragment import FragmentSample
 from verl_digen.engine.planning import Planner
 from verl_digen.engine.points import ForwardPoints
 from verl_digen.engine.rows import Samples
+from verl_digen.engine.whole_base import WholeBase
 from verl_digen.models.qwen_image import QwenImage
 from verl_digen.platforms import device_memory
 from verl_digen.types import Geometry, TrainingRows
@@ -55,7 +57,8 @@ def planner(
     patch.setattr(dist, "get_world_size", lambda group: num_ranks)
     model = object.__new__(QwenImage)
     model.takes_masks = takes_masks
-    return Planner(tsp, None, ForwardPoints(0), model, rehearse=rehearse, later_bytes=int, recomputation=ALL)  # type: ignore[arg-type]
+    options = {"rehearse": rehearse, "later_bytes": int, "recomputation": ALL, "base": WholeBase(nn.Module(), "auto")}
+    return Planner(tsp, None, ForwardPoints(0), model, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("takes_masks", [True, False])

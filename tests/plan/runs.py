@@ -31,6 +31,7 @@ SETTINGS = Settings(
     is_lora=False,
     merges_lora=False,
     recompute="all",
+    whole_base=False,
     offloads_activations=False,
     sequence_parallel=1,
     param_offload=False,

@@ -66,7 +66,8 @@ def assert_rows_of_the_table(name: str, run: Run) -> None:
     for _, ranks, num_rows, recomputed, tracked, planned, difference, whole in rows:
         number = int(ranks)
         many = {"num_trainer_devices": number, "num_generator_devices": number, "num_shards": number}
-        memory = plan_memory(Run(replace(run.settings, num_prompts=64, **many), run.measured), DEVICE_BYTES)
+        settings = replace(run.settings, num_prompts=64, whole_base=False, **many)
+        memory = plan_memory(Run(settings, run.measured), DEVICE_BYTES)
         assert num_rows == str(memory.training.num_rows)
         assert recomputed == f"{memory.num_recomputed} of {memory.num_blocks}"
         assert planned == f"{tile_bytes(memory) / GB:.2f} GB"

@@ -79,6 +79,7 @@ CASES = (
 )
 SHARED_ROW = ("actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2",)
 OFFLOAD = ("actor_rollout_ref.model.enable_activation_offload=true",)
+SHARDED = "actor_rollout_ref.model.whole_base=false"
 LARGE = (
     Case("digen_wan2_1", WAN, words=(*_size(480, 832, 81), *ONE_ROW)),
     *(
@@ -109,7 +110,7 @@ class Row:
 
 def words_of(case: Case) -> list[str]:
     """Words of a run whose samples divide among 64 ranks."""
-    return [f"recipe={case.recipe}", "data.train_batch_size=64", *case.words]
+    return [f"recipe={case.recipe}", "data.train_batch_size=64", SHARDED, *case.words]
 
 
 def tile_bytes(memory: Memory) -> int:

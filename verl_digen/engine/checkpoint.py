@@ -46,6 +46,7 @@ from verl_digen.engine.export import adapter_weights, full_weights
 from verl_digen.engine.fingerprint import frozen_fingerprint
 from verl_digen.engine.folders import WRITE_ERRORS, save_adapter, save_networks
 from verl_digen.engine.loss_scale import LossScale
+from verl_digen.engine.optimizer import implementations, settle
 from verl_digen.engine.resharding import OtherRanks, SameRanks, are_same_ranks
 from verl_digen.engine.saved_ranks import SavedRanks, shard_file
 from verl_digen.engine.shadow import local_shard
@@ -214,7 +215,9 @@ class DiffusersCheckpointManager(FSDPCheckpointManager):
         if self.should_load_model:
             self._load_model(found)
         if self.should_load_optimizer:
+            own = implementations(self.optimizer)
             self.optimizer.load_state_dict(found.optimizer_state(self.optimizer))
+            settle(self.optimizer, own)
         if self.should_load_extra:
             extra = found.read("extra_state")
             if (rng := found.rng_state(extra)) is not None:

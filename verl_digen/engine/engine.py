@@ -105,6 +105,7 @@ class DiffusersFSDPEngine(ShardedTransformer):
             rehearse=self._rehearse,
             later_bytes=lambda: memory.state_to_come(self.optimizer),
             recomputation=self.recomputation,
+            base=self.base,
         )
 
     # -- a logical batch, fragment by fragment ------------------------------------------------------------
@@ -322,6 +323,7 @@ class DiffusersFSDPEngine(ShardedTransformer):
         if not stays_loaded:
             self.copies.drop("old")
             self._loaded.close()
+            self._hand_over()
 
     def _enter_training(self) -> None:
         """Return to train mode: `assisting` may have run in between."""
@@ -361,14 +363,13 @@ class DiffusersFSDPEngine(ShardedTransformer):
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """verl's `load_checkpoint`. RuntimeError while a logical batch is open."""
         self._require_closed("load_checkpoint")
+        self.base.release()
         super().load_checkpoint(*args, **kwargs)
 
     # -- gradients ------------------------------------------------------------------------------------------
     def _transaction(self, loss: DiffusionLoss, num_rows: int) -> GradientTransaction:
         return GradientTransaction(
-            self.module,
-            self.forward,
-            loss,
+            *(self.module, self.forward, loss),
             num_rows=num_rows,
             num_ranks=self.get_data_parallel_size(),
             ranks_per_row=self.ulysses_sequence_parallel_size,

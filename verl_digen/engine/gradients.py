@@ -36,13 +36,14 @@ Gradient = dict[tuple[int, str], Tensor]
 def parameters_of(module: nn.Module) -> list[Any]:
     """FSDP2's own record of every parameter."""
     units = [unit._get_fsdp_state() for unit in module.modules() if isinstance(unit, FSDPModule)]
-    groups = dict.fromkeys(unit._fsdp_param_group for unit in units)  # modules may share one
-    return [parameter for group in groups if group is not None for parameter in group.fsdp_params]
+    groups = dict.fromkeys(group for unit in units for group in unit._fsdp_param_groups)  # modules may share one
+    return [parameter for group in groups for parameter in group.fsdp_params]
 
 
 def _places(module: nn.Module) -> Iterator[tuple[tuple[int, str], Any, str]]:
     """(key, owner, attribute) of every place where a piece of the gradient may be."""
-    for number, parameter in enumerate(parameters_of(module)):
+    trained = (parameter for parameter in parameters_of(module) if parameter.sharded_param.requires_grad)
+    for number, parameter in enumerate(trained):  # numbers stay where frozen ones move, see `whole_groups`
         yield (number, "sharded"), parameter.sharded_param, "grad"
         yield (number, "accumulated"), parameter, "unsharded_accumulated_grad"
         if hasattr(parameter, "_unsharded_param"):  # made by the first forward
@@ -121,9 +122,9 @@ def exempt_unused(module: nn.Module) -> None:
     first forward makes the place where that would be. Under reduction it passes them.
     """
     for unit in module.modules():
-        group = unit._get_fsdp_state()._fsdp_param_group if isinstance(unit, FSDPModule) else None
-        if group is not None and not any(hasattr(parameter, "_unsharded_param") for parameter in group.fsdp_params):
-            group.reduce_grads = True
+        for group in unit._get_fsdp_state()._fsdp_param_groups if isinstance(unit, FSDPModule) else ():
+            if not any(hasattr(parameter, "_unsharded_param") for parameter in group.fsdp_params):
+                group.reduce_grads = True
 
 
 def reduce_pending(module: nn.Module) -> None:

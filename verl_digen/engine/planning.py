@@ -34,6 +34,7 @@ from verl_digen.engine.rejoin import Rejoined
 from verl_digen.engine.rows import Fetch, Samples, make_rows
 from verl_digen.engine.texts import text_order
 from verl_digen.engine.tile_work import AllRows, TileWork
+from verl_digen.engine.whole_base import WholeBase
 from verl_digen.models.base import DiffusionModel
 from verl_digen.platforms import device_memory
 from verl_digen.schedulers.deal import Row, deal_rows, stand_ins
@@ -64,6 +65,7 @@ class Planner:
         rehearse: dry run of rows as in training, to measure memory.
         later_bytes: device memory for what comes with the first optimizer step and stays.
         recomputation: the module's switch.
+        base: the module's other switch, of a frozen base.
     """
 
     def __init__(
@@ -75,9 +77,11 @@ class Planner:
         rehearse: Callable[[TrainingRows], None],
         later_bytes: Callable[[], int],
         recomputation: Recomputation,
+        base: WholeBase,
     ):
         self.tsp, self.points, self.model = tsp, points, model
         self.rehearse, self.later_bytes, self.recomputation = rehearse, later_bytes, recomputation
+        self.base = base
         self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self._measured: dict[Key, TileMemory] = {}
         self._logged: set[tuple[Key, TileChoice]] = set()
@@ -122,13 +126,15 @@ class Planner:
         num_samples, num_steps = self.tsp.extents
         choose = partial(choose_tile, num_rows=num_rows, samples=num_samples, steps=num_steps)
         fixed = self.recomputation.fixed
-        if fixed is not None and (get_device_name() == "cpu" or (num_samples and num_steps)):
+        if get_device_name() == "cpu":
+            self.base.decide_by_free_memory()
+        if fixed is not None and (get_device_name() == "cpu" or (num_samples and num_steps and not self.base.asks)):
             return replace(choose(lambda unused: memory.CPU_ROWS, num_blocks=0), num_recomputed=fixed)
         key = self._key(samples, picks)
         if key not in self._measured:
-            self._measured[key] = self._measure(samples, picks, key)
+            self._measured[key] = self.base.measured_without(lambda: self._measure(samples, picks, key))
         found = self._measured[key]
-        choice = choose(found.rows, num_blocks=found.num_blocks)
+        choice = self.base.choose(found, choose, num_rows)
         choice = choice if fixed is None else replace(choice, num_recomputed=fixed)
         if (key, choice) not in self._logged:
             self._logged.add((key, choice))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from verl_digen.engine import whole_groups
 from verl_digen.engine.gathered import recover, reshard
 from verl_digen.engine.offload import wait_for
 
@@ -90,5 +91,7 @@ class ShadowWeights:
 
 @torch.no_grad()
 def _write(module: nn.Module, shards: Mapping[str, Tensor]) -> None:
+    if any(not parameter.requires_grad and name in shards for name, parameter in module.named_parameters()):
+        whole_groups.release(module)  # gathered memory of frozen parameters would hold the values of before
     for name, shard in local_shards(module, shards.keys()).items():
         shard.copy_(shards[name])

@@ -22,10 +22,12 @@ from verl.plugin.platform import get_platform
 from verl.trainer.config import CheckpointConfig
 from verl.utils.device import get_device_id, get_device_name
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig
+from verl.workers.config.optimizer import build_optimizer
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
 from verl_digen.algorithms.objectives import Objective, find_objective
 from verl_digen.config import EmaConfig
+from verl_digen.engine import whole_groups
 from verl_digen.engine.adapter import without_adapter
 from verl_digen.engine.build import (
     add_adapter,
@@ -41,10 +43,12 @@ from verl_digen.engine.gradient_check import check_deferred_gradients_once
 from verl_digen.engine.gradients import exempt_unused
 from verl_digen.engine.loss_scale import LossScale
 from verl_digen.engine.offload import offload_safely
+from verl_digen.engine.optimizer import with_fused
 from verl_digen.engine.recompute import Recomputation
 from verl_digen.engine.sequence import sequence_mesh
 from verl_digen.engine.shadow import ShadowWeights
 from verl_digen.engine.teachers import load_teachers
+from verl_digen.engine.whole_base import WholeBase
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models import load_model
 from verl_digen.models.sequence import split_networks
@@ -82,6 +86,8 @@ class ShardedTransformer(FSDPEngine):
         """dtype of exported floating tensors; None keeps each parameter's own."""
         self.exports: str = self.objective.behaviour
         """Policy that `get_per_tensor_param` exports, by name."""
+        self.shares_device = False
+        """True if a replica generates on this device, once the engine is done with a batch."""
 
     @property
     def objective(self) -> Objective:
@@ -112,6 +118,16 @@ class ShardedTransformer(FSDPEngine):
             self.model,
             self.digen.loss_settings.taught_by if trains else {},
             device="cpu" if self.engine_config.param_offload else None,
+        )
+        exchanges_frozen = any(
+            not parameter.requires_grad and name in teacher.weights.shards
+            for teacher in self.teachers.values()
+            for name, parameter in self.module.named_parameters()
+        )
+        self.base = WholeBase(
+            self.module,
+            self.model_config.whole_base if trains and self._is_lora else False,
+            is_exchanged=exchanges_frozen,
         )
         self.checkpoint_manager = DiffusersCheckpointManager(
             model=self.module,
@@ -158,8 +174,13 @@ class ShardedTransformer(FSDPEngine):
                 changes.enter_context(_set_to(self.engine_config, "forward_only", False))
             return super()._build_fsdp_module(module)
 
+    def _build_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
+        return build_optimizer(module.parameters(), with_fused(self.optimizer_config, module.parameters()))
+
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """verl's `to`; the host may read what was offloaded when it returns."""
+        if device == "cpu" and model:
+            whole_groups.release(self.module)
         super().to(device=device, model=model, optimizer=optimizer, grad=grad)
         if device == "cpu" and (model or optimizer):
             get_platform().synchronize()
@@ -224,6 +245,7 @@ class ShardedTransformer(FSDPEngine):
             ValueError: the run keeps no such copy.
         """
         policy = policy or self.exports
+        self._hand_over()
         require(
             policy != AVERAGE or policy in self.copies,
             "digen.ema.enable must be true to export averaged weights",
@@ -237,6 +259,11 @@ class ShardedTransformer(FSDPEngine):
             base_sync_done=base_sync_done,
         )
         return (exported if policy == CURRENT else self._of_copy(policy, exported)), config
+
+    def _hand_over(self) -> None:
+        """Free device memory that replicas on this device may take, and that the next forward makes again."""
+        if self.shares_device:
+            self.base.release()
 
     def _of_copy(self, policy: str, exported: NamedTensors) -> NamedTensors:
         with self.copies[policy].swapped_in(self.module):

@@ -74,6 +74,7 @@ class DiffusionWorker(ActorRolloutRefWorker):
         share_cpu_cores(0 if self._is_rollout else self.config.rollout.n_gpus_per_node)
         super().init_model()
         if self._is_actor:
+            self.engine.shares_device = self._is_rollout
             self.engine.wire_dtype = PrecisionType.to_dtype(self.config.rollout.dtype)
             if self.config.rollout.name == "diffusers":  # vLLM-Omni computes in one dtype
                 self.engine.keep_fp32()

@@ -7,6 +7,7 @@ Per device, while it trains and while it generates. FSDP2 shards parameters in t
 | --- | --- |
 | parameters | each in its dtype / shards; frozen ones in fsdp_config.model_dtype, adapters in fp32 |
 | gathered | the block that runs, the one that is prefetched, and all outside blocks; compute dtype |
+| frozen base, whole | with `whole_base`, beside its shards: all of it; compute dtype; only trained ones are gathered |
 | gradients | trained parameters / shards, in their dtype |
 | unreduced gradients | trained parameters in the reduce dtype if `digen.tsp.reduce` defers, else two blocks' |
 | optimizer | 2 numbers per trained parameter / shards |
@@ -32,13 +33,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from verl_digen.engine.memory import MARGIN, gradients_may_wait
 from verl_digen.plan.activations import Moment
+from verl_digen.plan.gathered import gathered, gathered_in_step, may_be_whole, whole_base_bytes
 from verl_digen.plan.host import PROMPT_CACHE, Items, host_memory
 from verl_digen.plan.policies import has_reference, policies_read, policies_that_follow
 from verl_digen.plan.run import Run
-from verl_digen.schedulers.tile_choice import choose_tile
+from verl_digen.schedulers.tile_choice import choose_tile, prefers_whole_base
 
 RUNTIME = "contexts and NCCL (estimated)"
 
@@ -86,6 +89,10 @@ class Memory:
     """Host memory of the fullest node: one of the trainer with its replicas, or of either pool."""
     step: Items
     """Traffic of a step."""
+    is_base_whole: bool
+    """True if the frozen base stays whole on every training device."""
+    gathered_bytes: int
+    """Weights that a training device receives in a step, in as few tiles as the rows allow."""
     checkpoint_bytes: int
 
     @property
@@ -147,6 +154,8 @@ def plan_memory(run: Run, device_bytes: int | None) -> Memory:
             input_bytes=_offloaded_inputs(run, tile),
         ),
         step=_step(run),
+        is_base_whole=tile.is_base_whole,
+        gathered_bytes=gathered_in_step(run, tile.num_tiles, is_whole=tile.is_base_whole),
         checkpoint_bytes=_checkpoint(run),
     )
 
@@ -220,6 +229,9 @@ class Tile:
 
     phase: Phase
     num_recomputed: int
+    num_tiles: int
+    """Tiles of a rank in a step, if all of its rows train in one call."""
+    is_base_whole: bool
 
 
 def _choose_tile(run: Run, resident: Items, beside: Items, device_bytes: int | None) -> Tile:
@@ -232,33 +244,39 @@ def _choose_tile(run: Run, resident: Items, beside: Items, device_bytes: int | N
     num_blocks, fixed = len(activations.blocks), _fixed_blocks(run, device_bytes)
     when = _when_to_reduce(run, resident, device_bytes)
 
-    def moments(num_recomputed: int) -> Iterator[tuple[Items, int]]:
+    def moments(num_recomputed: int, *, is_whole: bool = False) -> Iterator[tuple[Items, int]]:
         """(bytes beside the rows, bytes per row)"""
         number = num_recomputed if fixed is None else fixed
         for moment in activations.moments(number, offloads=settings.offloads_activations):
             gradients = _unreduced(run, resident, moment, when)
-            items = resident | _gathered(run, moment.block) | gradients | beside
+            items = resident | gathered(run, moment.block, is_whole=is_whole) | gradients | beside
             yield items, -(-moment.row_bytes // settings.sequence_parallel)
 
-    def rows_that_fit(num_recomputed: int) -> int:
+    def rows_that_fit(num_recomputed: int, taken: int = 0) -> int:
         if device_bytes is None:
             return 1
-        room = int(device_bytes * (1 - MARGIN))
+        room = int(device_bytes * (1 - MARGIN)) - taken
         return min((room - sum(items.values())) // max(size, 1) for items, size in moments(num_recomputed))
 
     num_groups = settings.num_trainer_devices // settings.sequence_parallel
     num_rows = math.ceil(run.num_trained_rows / num_groups)
     samples, steps = settings.digen.tsp.extents
-    choice = choose_tile(
-        rows_that_fit,
-        num_blocks=num_blocks if fixed is None else 0,
-        num_rows=num_rows,
-        samples=samples,
-        steps=steps,
-    )
+    wanted = {"num_blocks": num_blocks if fixed is None else 0, "num_rows": num_rows}
+    choose = partial(choose_tile, samples=samples, steps=steps, **wanted)
+    choice, is_whole = choose(rows_that_fit), False
+    if may_be_whole(run):
+        rows_beside = partial(rows_that_fit, taken=whole_base_bytes(run))
+        beside_whole = choose(rows_beside, is_whole=True)
+        fits = rows_beside(beside_whole.num_recomputed) >= min(beside_whole.shape.size, num_rows)
+        is_cheaper = device_bytes is not None and fits and prefers_whole_base(choice, beside_whole, **wanted)
+        if settings.whole_base is True or is_cheaper:
+            choice, is_whole = beside_whole, True
+    num_tiles = -(-num_rows // choice.shape.size)
     num_rows = min(choice.shape.size, num_rows)
-    fullest = max(moments(choice.num_recomputed), key=lambda found: sum(found[0].values()) + num_rows * found[1])
-    return Tile(Phase(*fullest, num_rows, "rows of a tile"), choice.num_recomputed if fixed is None else fixed)
+    found = moments(choice.num_recomputed, is_whole=is_whole)
+    fullest = max(found, key=lambda moment: sum(moment[0].values()) + num_rows * moment[1])
+    num_recomputed = choice.num_recomputed if fixed is None else fixed
+    return Tile(Phase(*fullest, num_rows, "rows of a tile"), num_recomputed, num_tiles, is_whole)
 
 
 def _offloaded_inputs(run: Run, tile: Tile) -> int:
@@ -279,18 +297,6 @@ def _fixed_blocks(run: Run, device_bytes: int | None) -> int | None:
     if isinstance(wanted, int):
         return min(wanted, all_blocks)
     return {"auto": None, "all": all_blocks, "none": 0}[wanted]
-
-
-def _gathered(run: Run, block: int) -> Items:
-    """Unsharded parameters while a block runs backward: its own, those of the one before, which is prefetched, and
-    those outside all blocks. Before the first block come those that are sharded as blocks and never recomputed."""
-    counts, itemsize = run.measured.counts, run.settings.dtypes.compute.itemsize
-    if not run.settings.reshard:
-        return {"gathered parameters": counts.num_params * itemsize}
-    blocks = [block.num_params for block in run.measured.training.blocks]
-    before = counts.num_params // run.measured.num_experts - sum(blocks) - counts.outside_blocks
-    blocks = [max(0, before), *blocks, 0]
-    return {"gathered parameters": (blocks[block] + blocks[block + 1] + counts.outside_blocks) * itemsize}
 
 
 def _when_to_reduce(run: Run, resident: Items, device_bytes: int | None) -> str:

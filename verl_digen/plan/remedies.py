@@ -107,6 +107,7 @@ def _candidates(with_lora: Callable[[], Run]) -> Iterator[_Change]:
         lambda run: None if run.settings.is_split else _set(run, frees_replica=True),
     )
     yield _Change(f"{actor}.reshard_after_forward=true", lambda run: _set(run, reshard=True))
+    yield _Change(f"{model}.whole_base=false", lambda run: _set(run, whole_base=False))
     yield _Change(f"{actor}.optimizer_offload=true", lambda run: _set(run, optimizer_offload=True))
     yield _Change(f"{actor}.param_offload=true", lambda run: _set(run, param_offload=True))
     yield _Change("digen.rollout.max_batch_size=1", _one_sample)

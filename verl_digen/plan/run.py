@@ -77,6 +77,8 @@ class Settings:
     merges_lora: bool
     recompute: str | int
     """auto, all, none, or the number of the first blocks that backward recomputes."""
+    whole_base: bool | str
+    """auto, or True to keep a frozen base whole on every training device."""
     offloads_activations: bool
     """True if the inputs of recomputed blocks wait in host memory."""
     sequence_parallel: int
@@ -262,6 +264,7 @@ def _settings(config: DictConfig, digen: DigenConfig, model: DiffusionModelConfi
         is_lora=model.lora_rank > 0,
         merges_lora=model.merges_lora,
         recompute=model.recomputed,
+        whole_base=model.whole_base,
         offloads_activations=model.enable_activation_offload,
         sequence_parallel=fsdp.ulysses_sequence_parallel_size,
         param_offload=fsdp.param_offload,

@@ -144,6 +144,7 @@ VALUES: dict[str, Value] = {
     ),
     f"{MODEL}.enable_gradient_checkpointing": Value(bool, "give true or false"),
     f"{MODEL}.enable_activation_offload": Value(bool, "give true or false"),
+    f"{MODEL}.whole_base": Value(bool | Literal["auto"], "auto keeps the base whole where there is room"),
     f"{MODEL}.use_shm": Value(bool, "give true or false"),
     f"{MODEL}.external_lib": Value(Text | list[Text] | None, "give the names of modules that can be imported"),
     f"{MODEL}.target_modules": Value(Text | Names | None, "null takes the model's own list"),

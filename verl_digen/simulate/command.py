@@ -75,6 +75,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--samples-per-prompt", type=int, help="in place of the profile's")
     parser.add_argument("--window", type=int, help="trained steps of a sample, in place of the profile's")
     parser.add_argument(
+        "--whole-base",
+        action="store_true",
+        help="an adapter is trained and its base kept whole on every rank, so that no weights are gathered",
+    )
+    parser.add_argument(
         "--stale-fraction", type=float, default=1.0, help="of a batch, with tcss (default: %(default)s)"
     )
     parser.add_argument("--steps", type=int, default=DEFAULT_STEPS, help="simulated steps (default: %(default)s)")
@@ -100,6 +105,8 @@ def run(args: Namespace) -> int:
         profile = resized(load_profile(args.profile), args.prompts, args.samples_per_prompt)
         if args.window is not None:
             profile = windowed(profile, args.window)
+        if args.whole_base:
+            profile = without_gathers(profile)
         episodes = episodes_of(args)
         runs = simulate_all(profile, args, episodes)
     except ValueError as error:
@@ -152,6 +159,12 @@ def resized(profile: Profile, num_prompts: int | None, group_size: int | None) -
             numbers = replace(numbers, **{key: value})
             sources[key] = f"chosen: {option}"
     return replace(profile, numbers=numbers, sources=sources)
+
+
+def without_gathers(profile: Profile) -> Profile:
+    """The profile of an adapter whose base is whole on every rank; the adapter is gathered in no time."""
+    sources = {**profile.sources, "gather_s": "chosen: --whole-base"}
+    return replace(profile, numbers=replace(profile.numbers, gather_s=0.0), sources=sources)
 
 
 def episodes_of(args: Namespace) -> Episodes | None:

@@ -10,6 +10,8 @@ tile computes (2 gathers per tile, forward and backward; `gather_s` scaled by (r
     assist   a chunk of n samples, k = ceil(n / r) per rank:  T * max(k step_s, gather_s) + k decode_s
     slot     n samples:                                       n * (T * step_s + decode_s)
 
+With a frozen base that is whole on every rank `gather_s` is 0 (`digen simulate --whole-base`).
+
 Without TSP, 8 samples on 16 ranks leave 8 ranks idle; with it, 8 samples x 9 rows are 4 or 5 rows per rank.
 """
 

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A frozen base that is whole on every rank, against one that is sharded, on two ranks."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.engine.harness import (
+    LORA,
+    assert_equal,
+    generate,
+    gradients,
+    log_probs,
+    make_batch,
+    make_engine,
+    on_two_ranks,
+    perturb,
+    train,
+    weights,
+)
+from verl_digen.engine.engine import DiffusersFSDPEngine
+from verl_digen.engine.memory import TileMemory
+from verl_digen.engine.shadow import ShadowWeights
+from verl_digen.engine.whole_base import WholeBase
+from verl_digen.schedulers.tile_choice import choose_tile
+
+TILES = {"tsp": {"samples_per_tile": 1, "steps_per_tile": 1}}
+BF16 = {
+    "model_dtype": "fp32",
+    "mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
+}
+FSDP: dict[str, dict[str, Any]] = {
+    "resharded": {},
+    "kept after forward": {"reshard_after_forward": False},
+    "bf16": BF16,
+    "offloaded": {"param_offload": True, "optimizer_offload": True},
+}
+
+
+class Gathers(TorchDispatchMode):
+    """Bytes of all-gathers, of this rank's outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes, self.num_calls = 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.c10d._allgather_base_.default, torch.ops.c10d.allgather_.default):
+            self.num_bytes += args[0].nbytes if isinstance(args[0], Tensor) else sum(one.nbytes for one in args[0][0])
+            self.num_calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def engine_with(path: Path, whole: bool | str, **options: Any) -> DiffusersFSDPEngine:
+    engine = make_engine(path, model=LORA | {"whole_base": whole}, digen=TILES, **options)
+    perturb(engine)
+    return engine
+
+
+def trained(path: Path, folder: Path) -> dict[str, Any]:
+    """(gradient, weights after 3 steps, log-probs, generated latents) with and without a whole base."""
+    results: dict[str, Any] = {}
+    batch = make_batch(path)
+    for name, fsdp in FSDP.items():
+        for whole in (False, True):
+            engine = engine_with(path, whole, fsdp=fsdp)
+            gradient, _ = gradients(engine, batch)
+            train(engine, batch, 3)
+            results[f"{name}, {whole}"] = gradient, weights(engine), log_probs(engine, batch), generate(engine)
+    return results
+
+
+def gathered_per_step(path: Path, folder: Path) -> dict[bool, tuple[list[int], int, int, int]]:
+    """(bytes gathered in each of two optimizer steps, their tiles, bytes of the base, bytes of the adapter)"""
+    found = {}
+    batch = make_batch(path)
+    for whole in (False, True):
+        engine = engine_with(path, whole)
+        steps, tiles = [], 0
+        for _ in range(2):
+            with Gathers() as gathers:
+                (output,) = train(engine, batch)
+            steps.append(gathers.num_bytes)
+            tiles = int(output["metrics"]["num_tiles"])
+        adapter = sum(one.numel() * one.element_size() for one in engine.module.parameters() if one.requires_grad)
+        found[whole] = steps, tiles, engine.base.num_bytes, adapter
+    return found
+
+
+def continued(path: Path, folder: Path) -> list[dict[str, Tensor]]:
+    """Weights after 4 steps: sharded throughout; 2 steps of one setting, and 2 of the other."""
+    batch, straight = make_batch(path), engine_with(path, False)
+    train(straight, batch, 4)
+    results = [weights(straight)]
+    for before in (False, True):
+        first, second = engine_with(path, before), engine_with(path, not before)
+        train(second, batch)  # its base is whole before it loads
+        train(first, batch, 2)
+        first.save_checkpoint(str(folder / str(before) / "actor"))
+        second.load_checkpoint(str(folder / str(before) / "actor"), del_local_after_load=False)
+        train(second, batch, 2)
+        results.append(weights(second))
+    return results
+
+
+def exchanged(path: Path, folder: Path) -> dict[bool, list[list[Tensor]]]:
+    """Log-probs before, while, and after half of the frozen weights are others'."""
+    results = {}
+    batch = make_batch(path)
+    for whole in (False, True):
+        engine = engine_with(path, whole)
+        frozen = [name for name, one in engine.module.named_parameters() if not one.requires_grad]
+        other = ShadowWeights(engine.module, names=frozen[::2])
+        for shard in other.shards.values():
+            shard.mul_(1.1)
+        found = [log_probs(engine, batch)]
+        with other.swapped_in(engine.module):
+            found.append(log_probs(engine, batch))
+        results[whole] = [*found, log_probs(engine, batch)]
+    return results
+
+
+def after_abort(path: Path, folder: Path) -> list[dict[str, Tensor]]:
+    """Gradient, sharded and whole, of a batch that failed in the middle of a forward and was trained again."""
+    results = []
+    batch = make_batch(path)
+    for whole in (False, True):
+        engine = engine_with(path, whole)
+        blocks = [part for part in engine.module.modules() if isinstance(part, FSDPModule)]
+        handle = blocks[-1].register_forward_hook(_fail)
+        with pytest.raises(ArithmeticError):
+            gradients(engine, batch)
+        handle.remove()
+        results.append(gradients(engine, batch)[0])
+    return results
+
+
+def _fail(*unused: Any) -> None:
+    raise ArithmeticError("on purpose")
+
+
+def decided(path: Path, folder: Path) -> dict[str, Any]:
+    """Decisions of auto on a CPU: (before the first tile, after it, numbers of groups of the units)."""
+    found: dict[str, Any] = {}
+    batch = make_batch(path)
+    for name, free in (("plenty", 10**12), ("too little on rank 1", 10**12 if dist.get_rank() == 0 else 10**5)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("verl_digen.platforms.device_memory.free_bytes", lambda num_ranks, free=free: free)
+            engine = engine_with(path, "auto")
+            before = engine.base.is_kept
+            train(engine, batch)
+        found[name] = before, engine.base.is_kept, num_groups(engine.module)
+    full = make_engine(path)
+    train(full, batch)
+    found["all weights"] = full.base.is_kept, full.base.is_kept, num_groups(full.module)
+    return found
+
+
+def num_groups(module: nn.Module) -> list[int]:
+    """Sizes of the units, in groups, without repetition."""
+    units = [part._get_fsdp_state() for part in module.modules() if isinstance(part, FSDPModule)]
+    return sorted({len(unit._fsdp_param_groups) for unit in units})
+
+
+def chosen(path: Path, folder: Path) -> dict[str, Any]:
+    """Decisions of auto by the measurements of tiles, of rows of one kind and then of a larger one."""
+    found: dict[str, Any] = {}
+    for name, room, wanted in (
+        ("plenty", 100, "auto"),
+        ("short", 14, "auto"),
+        ("none", 10, "auto"),
+        ("forced", 14, True),
+    ):
+        base = WholeBase(small(), wanted)
+        base.num_bytes = 8
+        kinds = []
+        for row in (1, 95):
+            measured_in: list[list[int]] = []
+            tiles = TileMemory(room=room, base=2, row=row, kept=(row,) * 4)
+
+            def measure(tiles=tiles, base=base, measured_in=measured_in) -> TileMemory:
+                measured_in.append(num_groups(base.module))
+                return tiles
+
+            measured = base.measured_without(measure)
+            choice = base.choose(measured, partial(choose_tile, num_rows=8), 8)
+            kinds.append((choice.num_recomputed, choice.shape.size, base.is_kept, num_groups(base.module), measured_in))
+        found[name] = kinds
+    return found
+
+
+def small() -> nn.Module:
+    """Two units with a frozen and a trained parameter each, and a unit without a trained one."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    for part in (module[0], module[1]):
+        part.weight.requires_grad_(False)
+    module[2].requires_grad_(False)
+    for part in (*module, module):
+        fully_shard(part, mp_policy=MixedPrecisionPolicy())
+    return module
+
+
+SCENARIOS = [chosen, trained, gathered_per_step, continued, exchanged, after_abort, decided]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tiny_qwen_image: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return on_two_ranks(SCENARIOS, tiny_qwen_image, tmp_path_factory.mktemp("whole_base"))
+
+
+@pytest.mark.parametrize("name", FSDP)
+def test_gradient_weights_log_probs_and_samples_are_those_of_a_sharded_base(two_ranks: dict, name: str):
+    sharded, whole = (two_ranks["trained"][f"{name}, {setting}"] for setting in (False, True))
+    for found, expected in zip(whole[:2], sharded[:2], strict=True):
+        assert_equal(found, expected)
+    for found, expected in zip(whole[2], sharded[2], strict=True):
+        assert torch.equal(found, expected)
+    assert torch.equal(whole[3], sharded[3])
+
+
+def test_a_tile_gathers_the_adapter_alone_and_the_base_is_gathered_once(two_ranks: dict):
+    (sharded, again), tiles, base, adapter = two_ranks["gathered_per_step"][False]
+    (first, second), same_tiles, _, _ = two_ranks["gathered_per_step"][True]
+    assert tiles == same_tiles >= 9 and sharded == again
+    assert base <= first - second < 1.1 * base, "once, with padding"
+    assert second < 2.2 * tiles * adapter, "forward and backward of each tile"
+    assert sharded - second > 1.5 * tiles * base
+
+
+def test_a_checkpoint_of_one_setting_continues_with_the_other(two_ranks: dict):
+    expected, *others = two_ranks["continued"]
+    for found in others:
+        assert_equal(found, expected)
+
+
+def test_forwards_have_frozen_weights_that_were_exchanged_and_then_the_own_ones(two_ranks: dict):
+    sharded, whole = two_ranks["exchanged"][False], two_ranks["exchanged"][True]
+    for found, expected in zip(whole, sharded, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert not torch.equal(whole[0][0], whole[1][0]) and torch.equal(whole[0][0], whole[2][0])
+
+
+def test_a_batch_that_failed_in_a_forward_trains_again(two_ranks: dict):
+    sharded, whole = two_ranks["after_abort"]
+    assert_equal(whole, sharded)
+
+
+def test_auto_decides_once_and_the_same_on_all_ranks(two_ranks: dict):
+    found = two_ranks["decided"]
+    assert found["plenty"][:2] == (None, True) and max(found["plenty"][2]) == 2
+    assert found["too little on rank 1"] == (None, False, [1])
+    assert found["all weights"][:2] == (False, False) and max(found["all weights"][2]) == 1
+
+
+def test_auto_keeps_the_base_whole_where_its_tiles_are_cheaper_and_gives_it_up_where_none_fits(two_ranks: dict):
+    """A row takes 1 of so many units, and 1 more for each of 4 kept blocks; 8 rows; the whole base takes 8 units."""
+    found, sharded, whole = two_ranks["chosen"], [0, 1], [0, 1, 2]
+    first, second = found["plenty"]
+    assert first[0] == 0 and first[2:] == (True, whole, [sharded]), "90 units beside it hold 8 rows with all blocks"
+    assert second[2:] == (False, sharded, [sharded]), "no row of 95 fits beside it: sharded, and while it is measured"
+    assert found["short"][0][:4] == (0, 2, False, sharded), "beside it a block of 4 would be recomputed, and 1 row fit"
+    assert found["none"][0][2:4] == (False, sharded)
+    assert found["forced"][0] == (1, 1, True, whole, [sharded]), "what is left beside it"
+    assert found["forced"][1][2:4] == (True, whole)

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+from dataclasses import replace
+
+import pytest
+
+from tests.plan.runs import ACTIVATIONS, BLOCK, GB, make_run
+from verl_digen.plan.gathered import WHOLE_BASE, may_be_whole
+from verl_digen.plan.memory import Memory, plan_memory
+from verl_digen.plan.remedies import find_remedies
+from verl_digen.plan.run import Run
+
+DEVICE = 80 * GB
+BASE = 16 * GB
+"""8 B frozen parameters in bf16."""
+ADAPTER = GB // 5
+"""0.1 B trained ones in bf16."""
+
+
+def make(whole_base: bool | str, *, saved: int = 3 * GB, **settings) -> Run:
+    """An adapter on a network with 8 B parameters, and the adapter's share in its blocks."""
+    run = make_run(lora=True, whole_base=whole_base, is_accelerated=True, **settings)
+    blocks = (replace(BLOCK, num_trained=GB // 320, saved=saved, peaks=((saved, 0),)),) * 32
+    return replace(run, measured=replace(run.measured, training=replace(ACTIVATIONS, blocks=blocks)))
+
+
+def total(memory: Memory) -> int:
+    return sum(memory.training.items.values())
+
+
+def test_a_whole_base_takes_its_size_beside_its_shard_and_tiles_gather_the_adapter_alone():
+    sharded, whole = plan_memory(make(False), DEVICE), plan_memory(make(True), DEVICE)
+    assert whole.is_base_whole and not sharded.is_base_whole
+    assert whole.training.items[WHOLE_BASE] == BASE and WHOLE_BASE not in sharded.training.items
+    assert whole.training.items["parameters"] == sharded.training.items["parameters"]
+    assert whole.training.items["gathered parameters"] == 2 * (GB // 320) * 2  # two blocks in bf16
+    assert sharded.training.items["gathered parameters"] == 2 * (GB // 4) * 2
+    assert "frozen base, whole" not in whole.generating.items, "it is freed before a replica generates"
+
+
+def test_bytes_of_a_step_by_hand():
+    """36 rows of a rank (288 of 8), in tiles as planned; seven eighths of what is gathered come from other ranks."""
+    sharded, whole = plan_memory(make(False), DEVICE), plan_memory(make(True), DEVICE)
+    tiles = {memory.is_base_whole: -(-36 // memory.training.num_rows) for memory in (sharded, whole)}
+    assert sharded.gathered_bytes == (BASE + ADAPTER) * 2 * tiles[False] * 7 // 8
+    assert whole.gathered_bytes == (ADAPTER * 2 * tiles[True] + BASE) * 7 // 8
+    once = plan_memory(make(False, reshard=False), DEVICE)
+    assert once.gathered_bytes == (BASE + ADAPTER) * -(-36 // once.training.num_rows) * 7 // 8
+
+
+@pytest.mark.parametrize(
+    ("device", "recompute", "saved", "is_whole"),
+    [
+        (DEVICE, "all", 3 * GB, True),
+        (36 * GB, "all", 3 * GB, True),
+        (24 * GB, "all", 3 * GB, False),  # no row fits beside it
+        (44 * GB, "auto", GB // 2, True),  # 2 of 32 blocks more are recomputed
+        (34 * GB, "auto", GB // 2, False),  # more than half of the blocks would be
+        (None, "all", 3 * GB, False),  # memory is not known
+    ],
+)
+def test_auto_keeps_the_base_whole_where_tiles_are_cheaper(device, recompute, saved, is_whole):
+    memory = plan_memory(make("auto", recompute=recompute, saved=saved), device)
+    assert memory.is_base_whole == is_whole
+    if device is not None:
+        assert memory.training.total <= 0.9 * device
+
+
+def test_auto_is_for_a_base_that_is_frozen_sharded_and_not_exchanged():
+    assert may_be_whole(make("auto"))
+    assert not may_be_whole(make_run(whole_base="auto"))
+    assert not may_be_whole(make("auto", num_shards=1))
+    run = make("auto")
+    assert not may_be_whole(replace(run, measured=replace(run.measured, teachers={"a": GB})))
+
+
+def test_a_run_that_does_not_fit_gives_the_whole_base_up():
+    found = find_remedies(make(True), 24 * GB, lambda: make(False))
+    assert found[0].override == "actor_rollout_ref.model.whole_base=false"
+    assert found[0].training_bytes <= 0.9 * 24 * GB < plan_memory(make(True), 24 * GB).training.total

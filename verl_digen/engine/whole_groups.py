@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Frozen parameters that stay gathered: FSDP2 gathers them once, and shards the trained ones beside them alone.
+
+FSDP2 communicates the parameters of a unit as one group, and gathers it in every forward and backward. `split` moves
+the frozen parameters of each unit to a group of their own, whose gathered memory stays; `merge` moves them back.
+
+- Shards stay: weights, checkpoints, export, copies and teachers are read and written there, as before. So a whole base
+  takes its size in the compute dtype beside its shard.
+- `release` frees the gathered memory: before the device is handed over, and where shards of frozen parameters change.
+  The next forward gathers once more, the same values.
+- FSDP2's private state is that of PyTorch 2.13, which knows several groups per unit.
+
+Invariants (tests/engine/test_whole_base.py): the gradient is bitwise that of the sharded base; a tile gathers the
+trained parameters alone; after `merge` a unit has one group again, with all of its parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from verl_digen.engine.gathered import reshard
+
+
+class WholeGroup(FSDPParamGroup):
+    """Parameters of one unit that are gathered at most once between two calls of `release`."""
+
+    is_whole = False
+    """True while the gathered memory holds the values of the shards."""
+
+    def unshard(self, async_op: bool = False) -> None:
+        """FSDP2's `unshard`; nothing is gathered that is there."""
+        if not self.is_whole:
+            super().unshard(async_op)
+
+    def wait_for_unshard(self) -> None:
+        """FSDP2's `wait_for_unshard`."""
+        if self.is_whole:
+            self._to_unsharded()
+            return
+        super().wait_for_unshard()
+        self.is_whole = self.is_unsharded
+
+    def _to_sharded(self) -> None:
+        """Put the shards in place of the gathered parameters, whose memory stays."""
+        if not self.is_whole:
+            super()._to_sharded()
+        elif not self.is_sharded:
+            for parameter in self.fsdp_params:
+                parameter._setattr_on_modules(parameter.sharded_param)
+                parameter.sharded_state = ShardedState.SHARDED
+            self._sharded_state = ShardedState.SHARDED
+
+    def release(self) -> None:
+        """Free the gathered memory."""
+        self._to_sharded()
+        for parameter in self.fsdp_params:
+            parameter.free_unsharded_param()
+        self.is_whole = False
+
+
+def split(module: nn.Module) -> None:
+    """Keep the frozen parameters of every unit gathered from the next forward on. Between two tiles only."""
+    reshard(module)
+    for unit in _units(module):
+        if _is_split(unit):
+            continue
+        (group,) = unit._fsdp_param_groups
+        frozen = [parameter for parameter in group.fsdp_params if not parameter.sharded_param.requires_grad]
+        if not frozen:
+            continue
+        whole = WholeGroup(
+            [],
+            group.modules,
+            group.mesh_info,
+            group.post_forward_mesh_info,
+            group.device,
+            None,
+            group.mp_policy,
+            group.offload_policy,
+        )
+        whole.fsdp_params = frozen
+        group.fsdp_params = [parameter for parameter in group.fsdp_params if parameter.sharded_param.requires_grad]
+        _set_groups(unit, [group, whole] if group.fsdp_params else [whole])
+
+
+def merge(module: nn.Module) -> None:
+    """Shard all parameters again, and free the gathered memory. Between two tiles only."""
+    reshard(module)
+    for unit in _units(module):
+        if not _is_split(unit):
+            continue
+        *others, whole = unit._fsdp_param_groups
+        whole.release()
+        group = (
+            others[0]
+            if others
+            else FSDPParamGroup(
+                [],
+                whole.modules,
+                whole.mesh_info,
+                whole.post_forward_mesh_info,
+                whole.device,
+                None,
+                whole.mp_policy,
+                whole.offload_policy,
+            )
+        )
+        group.fsdp_params = [*group.fsdp_params, *whole.fsdp_params]
+        _set_groups(unit, [group])
+
+
+def release(module: nn.Module) -> None:
+    """Free the gathered memory of frozen parameters; the next forward gathers them again."""
+    for unit in _units(module):
+        if _is_split(unit):
+            unit._fsdp_param_groups[-1].release()
+
+
+def frozen_bytes(module: nn.Module) -> int:
+    """Bytes of all frozen parameters, gathered."""
+    total = 0
+    for unit in _units(module):
+        for group in unit._fsdp_param_groups:
+            for parameter in group.fsdp_params:
+                if not parameter.sharded_param.requires_grad:
+                    dtype = parameter.mp_policy.param_dtype or parameter.sharded_param.dtype
+                    total += parameter.sharded_param.numel() * dtype.itemsize  # a DTensor's numel is that of the whole
+    return total
+
+
+def _units(module: nn.Module) -> Iterator[Any]:
+    """FSDP2's state of every unit that has parameters."""
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            state = unit._get_fsdp_state()
+            if state._fsdp_param_groups:
+                yield state
+
+
+def _is_split(unit: Any) -> bool:
+    return isinstance(unit._fsdp_param_groups[-1], WholeGroup)
+
+
+def _set_groups(unit: Any, groups: list[FSDPParamGroup]) -> None:
+    """Give the unit these groups, as its first forward does; that of a new module has yet to come."""
+    unit._fsdp_param_groups = groups
+    for index, group in enumerate(groups):
+        group.comm_ctx = unit._comm_ctx
+        group._param_group_index, group._num_param_groups = index, len(groups)
+        if unit._is_root is not None:
+            group.lazy_init()
