@@ -905,6 +905,27 @@ TABLE: tuple[Mutation, ...] = (
         PICTURES,
     ),
     Mutation(
+        "rollout/batcher.py",
+        "a chunk that is complete waits for further requests",
+        "and not self._has_all_announced():",
+        "and True:",
+        "rollout/test_batcher.py",
+    ),
+    Mutation(
+        "rollout/bursts.py",
+        "a request without a burst starts at once",
+        "burst is not None and burst.name not in self._missing for",
+        "burst is None or burst.name not in self._missing for",
+        "rollout/test_bursts.py rollout/test_batcher.py",
+    ),
+    Mutation(
+        "agent_loop/manager.py",
+        "the turns of an episode are announced as one burst",
+        "== SINGLE_TURN and self._environments is None",
+        "== SINGLE_TURN",
+        "agent_loop/test_finish.py",
+    ),
+    Mutation(
         "rollout/pictures.py",
         "a picture is recorded under another version",
         "versions=(version, version)",

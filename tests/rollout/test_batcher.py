@@ -6,11 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.chaos.loop import run_in_virtual_time
 from verl_digen.algorithms.window import Window
 from verl_digen.inputs import PromptInputs
 from verl_digen.rollout.batcher import RequestBatcher, Withdrawn
 from verl_digen.sampling.sampler import SamplingStopped
-from verl_digen.types import CleanRecord, Generation, Geometry, SampleRequest, Sampling, Trajectory
+from verl_digen.types import Burst, CleanRecord, Generation, Geometry, SampleRequest, Sampling, Trajectory
 
 SAMPLING = Sampling(Geometry(64, 64), num_steps=4, true_cfg_scale=1.0, law="flow", noise_level=0.7)
 
@@ -89,6 +90,83 @@ def test_prompts_of_like_length_share_a_batch():
         return [[asked.uid for asked in batch] for batch in record.batches]
 
     assert asyncio.run(run()) == [["p0", "p0", "p2", "p2"], ["p1", "p1", "p3", "p3"]]
+
+
+def chunk(uid: str, size: int, announced: int | None = None, text: str = "a prompt") -> list[SampleRequest]:
+    """Requests of one chunk, which says that it has `announced` of them, or as many as there are."""
+    burst = Burst(f"chunk {uid}", size if announced is None else announced)
+    return [replace(request(uid, index, text=text), burst=burst) for index in range(size)]
+
+
+def starts_of(arrivals: list[tuple[float, list[SampleRequest]]], takes_s: float = 2.0) -> list[tuple[float, list[str]]]:
+    """Play requests that arrive at given times; batches of at most 8 take `takes_s` -> (start in s, uids) of each."""
+    started: list[tuple[float, list[str]]] = []
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+
+        async def execute(requests, should_stop):
+            started.append((loop.time(), sorted(asked.uid for asked in requests)))
+            await asyncio.sleep(takes_s)
+            return [answer(asked) for asked in requests]
+
+        async def ask(at_s: float, asked: SampleRequest) -> None:
+            await asyncio.sleep(at_s)
+            await batcher.submit(asked)
+
+        batcher = RequestBatcher(execute, max_batch_size=8, wait_s=0.05)
+        await asyncio.gather(*[ask(at_s, asked) for at_s, requests in arrivals for asked in requests])
+
+    run_in_virtual_time(run())
+    return started
+
+
+def test_a_chunk_starts_when_its_last_sample_arrives():
+    first, *others = chunk("a", 4)
+    assert starts_of([(0.0, [first]), (0.01, others)]) == [(pytest.approx(0.01), ["a"] * 4)]
+
+
+def test_a_request_without_a_burst_and_one_whose_burst_never_comes_wait_for_others():
+    assert starts_of([(0.0, [request("a", 0)])]) == [(pytest.approx(0.05), ["a"])]
+    assert starts_of([(0.0, chunk("a", 2, announced=3))]) == [(pytest.approx(0.05), ["a"] * 2)]
+    both = starts_of([(0.0, [*chunk("a", 2), request("b", 0)])])
+    assert both == [(pytest.approx(0.05), ["a", "a", "b"])]
+
+
+def test_what_is_left_of_a_large_chunk_follows_at_once():
+    assert starts_of([(0.0, chunk("a", 12))]) == [(0.0, ["a"] * 8), (pytest.approx(2.0), ["a"] * 4)]
+
+
+def test_chunks_that_wait_behind_a_batch_form_one_batch_and_start_at_once():
+    played = starts_of([(0.0, chunk("a", 4)), (0.5, chunk("b", 2)), (1.9, chunk("c", 4))])
+    assert played == [(0.0, ["a"] * 4), (pytest.approx(2.0), ["b", "b", "c", "c", "c", "c"])]
+
+
+def test_requests_without_bursts_form_the_batches_that_they_form_without_chunks_beside_them():
+    texts = ["a cat", "a cat on a large red mat", "two dogs", "a small blue bird in the tall grass", "six men"]
+    asked = [request(f"p{group}", index, text=texts[group]) for group in range(5) for index in range(5)]
+    formed = []
+    for seed in range(5):
+        random.Random(seed).shuffle(asked)
+        formed.append(starts_of([(0.0, asked)]))
+    assert all(batches == formed[0] for batches in formed)
+    assert [len(uids) for _, uids in formed[0]] == [8, 8, 8, 1]
+    assert formed[0][-1][0] == pytest.approx(3 * 2.0 + 0.05), "the last may be followed by others"
+
+
+def test_a_complete_chunk_starts_when_the_incomplete_one_beside_it_is_cancelled():
+    async def run() -> float:
+        record = Recorder()
+        batcher = RequestBatcher(record, max_batch_size=8, wait_s=10.0)
+        asked = [*chunk("a", 2), *chunk("b", 1, announced=2)]
+        waiting = [asyncio.ensure_future(batcher.submit(each)) for each in asked]
+        await asyncio.sleep(1.0)
+        assert not record.batches
+        batcher.withdraw("b", 0)
+        await asyncio.gather(*waiting, return_exceptions=True)
+        return asyncio.get_running_loop().time()
+
+    assert run_in_virtual_time(run()) == pytest.approx(1.0)
 
 
 def test_a_batch_holds_only_requests_with_equal_sampling():

@@ -4,7 +4,8 @@
 - A batch holds requests with the `sampling` (size, steps, guidance) of the oldest pending request: the first of them by
   (uid, sample_index), and those whose prompts are nearest to its prompt in length, so that little is padded. The same
   requests always form the same batch. Pictures of the data set, which are encoded, have batches of their own.
-- A batch starts when it is full, or when no request has arrived for `wait_s`.
+- A batch starts when it is full, when all pending requests belong to bursts that have arrived whole
+  (`SampleRequest.burst`), or when no request has arrived for `wait_s`.
 - A sample can be cancelled: it leaves the queue; when all of the running batch is cancelled, the batch stops at its
   next step.
 - The holder of `exclusive()` runs between batches, never inside one: weight updates use it, so that a trajectory
@@ -21,6 +22,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from verl_digen.callers import tell
+from verl_digen.rollout.bursts import Bursts
 from verl_digen.types import Generation, SampleRequest, Sampling
 
 Execute = Callable[[Sequence[SampleRequest], Callable[[], bool]], Awaitable[Sequence[Generation | Exception]]]
@@ -40,7 +42,7 @@ class RequestBatcher:
     Args:
         execute: runs one batch.
         max_batch_size: maximum requests per batch.
-        wait_s: time that an incomplete batch waits for one more request.
+        wait_s: time that a batch which is not full waits for one more request, unless it has all that were announced.
     """
 
     def __init__(self, execute: Execute, *, max_batch_size: int, wait_s: float):
@@ -50,6 +52,7 @@ class RequestBatcher:
         self._pending: list[Entry] = []
         self._batch: list[Entry] = []
         """Running batch."""
+        self._bursts = Bursts()
         self._arrived = asyncio.Event()
         self._open = asyncio.Event()
         self._open.set()
@@ -63,6 +66,7 @@ class RequestBatcher:
             self._worker.add_done_callback(self._on_worker_ended)
         answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         self._pending.append((request, answer))
+        self._bursts.arrive(request.burst)
         self._arrived.set()
         return await answer
 
@@ -80,6 +84,7 @@ class RequestBatcher:
             if (request.uid, request.sample_index) == (uid, sample_index) and not answer.done():
                 answer.set_exception(Withdrawn(f"sample {uid}_{sample_index} is not wanted any more"))
         self._pending = [entry for entry in self._pending if not entry[1].done()]
+        self._arrived.set()  # the others may be complete without it
 
     def _is_unwanted(self) -> bool:
         """True if all of the running batch was cancelled; called from the thread that runs it."""
@@ -117,13 +122,13 @@ class RequestBatcher:
                 tell((answer for _, answer in batch), answers)
 
     async def _until_ready(self) -> None:
-        """Return when batches may run and one is full or has waited for `wait_s`."""
+        """Return when batches may run and one is full, complete or has waited for `wait_s`."""
         while True:
             await self._open.wait()
             while not self._pending:
                 self._arrived.clear()
                 await self._arrived.wait()
-            while len(self._pending) < self._max_batch_size:
+            while len(self._pending) < self._max_batch_size and not self._has_all_announced():
                 self._arrived.clear()
                 try:
                     await asyncio.wait_for(self._arrived.wait(), self._wait_s)
@@ -132,7 +137,11 @@ class RequestBatcher:
             if self._open.is_set():
                 return
 
+    def _has_all_announced(self) -> bool:
+        return self._bursts.are_complete(request.burst for request, _ in self._pending)
+
     def _take(self) -> list[Entry]:
+        """Remove the next batch from the queue."""
 
         def by_name(entry: Entry) -> tuple[str, int]:
             return entry[0].uid, entry[0].sample_index
@@ -148,6 +157,7 @@ class RequestBatcher:
         first = fitting[0]
         fitting.sort(key=lambda entry: (abs(length(entry) - length(first)), entry[0].uid != first[0].uid))
         batch = sorted(fitting[: self._max_batch_size], key=by_name)
+        self._bursts.forget_all_but(request.burst for request, _ in self._pending)
         taken = {id(entry) for entry in batch}
         self._pending = [entry for entry in self._pending if id(entry) not in taken]
         return batch
