@@ -912,6 +912,35 @@ TABLE: tuple[Mutation, ...] = (
         "rollout/test_batcher.py",
     ),
     Mutation(
+        "rollout/batcher.py",
+        "an update begins while answers are on their way",
+        """            await self._until_answered()
+            yield""",
+        "            yield",
+        "rollout/test_batcher.py",
+    ),
+    Mutation(
+        "rollout/samples.py",
+        "answers are made before the numbers have come",
+        "            copies.wait()\n",
+        "",
+        "rollout/test_samples.py",
+    ),
+    Mutation(
+        "rollout/samples.py",
+        "the thread that computes waits for the pictures",
+        "in_batches(self.decoder.decode, latents",
+        "in_batches(self.decoder, latents",
+        "rollout/test_samples.py",
+    ),
+    Mutation(
+        "rollout/samples.py",
+        "every answer is sent with the pictures of its batch",
+        "made.pixels[row].clone()",
+        "made.pixels[row]",
+        "rollout/test_samples.py",
+    ),
+    Mutation(
         "rollout/bursts.py",
         "a request without a burst starts at once",
         "burst is not None and burst.name not in self._missing for",

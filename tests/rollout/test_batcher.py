@@ -27,6 +27,11 @@ def answer(asked: SampleRequest) -> Generation:
     return Generation(path, empty, started_s=0.0, ended_s=1.0, experts=())
 
 
+async def arrived(asked):
+    """The answers of a batch, which have come to the host."""
+    return [answer(each) for each in asked]
+
+
 class Recorder:
     """Executes batches on command: each batch waits for `release`."""
 
@@ -44,7 +49,7 @@ class Recorder:
             if should_stop():
                 raise SamplingStopped("stopped")
             await asyncio.sleep(0)
-        return [answer(asked) for asked in requests]
+        return arrived(requests)
 
 
 class FailsFirst:
@@ -56,7 +61,7 @@ class FailsFirst:
     async def __call__(self, requests, should_stop):
         if self.errors:
             raise self.errors.pop()
-        return [answer(asked) for asked in requests]
+        return arrived(requests)
 
 
 def test_every_request_gets_its_own_answer_whatever_the_arrival_order():
@@ -108,7 +113,7 @@ def starts_of(arrivals: list[tuple[float, list[SampleRequest]]], takes_s: float 
         async def execute(requests, should_stop):
             started.append((loop.time(), sorted(asked.uid for asked in requests)))
             await asyncio.sleep(takes_s)
-            return [answer(asked) for asked in requests]
+            return arrived(requests)
 
         async def ask(at_s: float, asked: SampleRequest) -> None:
             await asyncio.sleep(at_s)
@@ -259,7 +264,7 @@ def test_a_batch_with_a_wrong_number_of_answers_fails_and_the_next_one_runs():
         sizes = iter((0, 1))
 
         async def execute(requests, should_stop):
-            return [answer(asked) for asked in requests][: next(sizes)]
+            return arrived(requests[: next(sizes)])
 
         batcher = RequestBatcher(execute, max_batch_size=1, wait_s=0.0)
         with pytest.raises(RuntimeError, match="a batch of 1 requests got 0 answers"):
@@ -279,6 +284,99 @@ def test_when_the_running_batch_is_cancelled_every_caller_is_told_and_the_next_r
         assert (await batcher.submit(request("b", 0))).trajectory.uid == "b"
 
     asyncio.run(asyncio.wait_for(run(), timeout=20))
+
+
+class Device:
+    """A device on a virtual clock: a batch runs for 2 s, and its answers come to the host `answer_s` later."""
+
+    def __init__(self, answer_s: float, errors: tuple[BaseException, ...] = ()):
+        self.answer_s, self.errors = answer_s, list(errors)
+        self.log: list[tuple[str, float]] = []
+        self.num_answering = 0
+
+    def note(self, what: str) -> None:
+        self.log.append((what, asyncio.get_running_loop().time()))
+
+    async def __call__(self, requests, should_stop):
+        self.note(f"run {requests[0].uid}")
+        await asyncio.sleep(2.0)
+        return self.answers(requests)
+
+    async def answers(self, requests):
+        self.num_answering += 1
+        assert self.num_answering == 1, "answers of two batches are under way"
+        await asyncio.sleep(self.answer_s)
+        self.num_answering -= 1
+        if self.errors:
+            raise self.errors.pop(0)
+        self.note(f"answer {requests[0].uid}")
+        return [answer(asked) for asked in requests]
+
+    def times(self) -> dict[str, float]:
+        return {what: round(at_s, 3) for what, at_s in self.log}
+
+
+def submitted(device: Device, *uids: str) -> tuple[RequestBatcher, list[asyncio.Task[Generation]]]:
+    """Batches of one chunk each."""
+    batcher = RequestBatcher(device, max_batch_size=2, wait_s=10.0)
+    tasks = [asyncio.ensure_future(batcher.submit(asked)) for uid in uids for asked in chunk(uid, 2)]
+    return batcher, tasks
+
+
+@pytest.mark.parametrize(("answer_s", "third"), [(0.5, 4.0), (3.0, 5.0)])
+def test_the_next_batch_runs_while_the_answers_of_the_last_one_come(answer_s: float, third: float):
+    async def run() -> dict[str, float]:
+        device = Device(answer_s)
+        _, tasks = submitted(device, "a", "b", "c")
+        await asyncio.gather(*tasks)
+        return device.times()
+
+    times = run_in_virtual_time(run())
+    assert (times["run a"], times["run b"], times["run c"]) == (0.0, 2.0, third)
+    assert times["answer a"] == 2.0 + answer_s
+
+
+def test_exclusive_work_begins_when_the_last_batch_is_answered():
+    async def run() -> dict[str, float]:
+        device = Device(0.5)
+        batcher, tasks = submitted(device, "a", "b")
+        await asyncio.sleep(1.0)
+        async with batcher.exclusive():
+            device.note("update")
+            await asyncio.sleep(1.0)
+        await asyncio.gather(*tasks)
+        return device.times()
+
+    times = run_in_virtual_time(run())
+    assert (times["answer a"], times["update"], times["run b"]) == (2.5, 2.5, 3.5)
+
+
+def test_a_sample_is_cancelled_while_its_answer_comes_and_other_answers_are_told():
+    async def run() -> list[object]:
+        device = Device(3.0)
+        batcher, tasks = submitted(device, "a", "b")
+        await asyncio.sleep(3.0)
+        batcher.withdraw("a", 0)
+        await asyncio.sleep(0)
+        assert [task.done() for task in tasks] == [True, False, False, False]
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    first, *others = run_in_virtual_time(run())
+    assert isinstance(first, Withdrawn)
+    assert [other.trajectory.uid for other in others] == ["a", "b", "b"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("an illegal address"), asyncio.CancelledError()])
+def test_answers_that_do_not_come_fail_their_own_batch(error: BaseException):
+    async def run() -> list[object]:
+        device = Device(0.5, (error,))
+        _, tasks = submitted(device, "a", "b")
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    *failed, one, other = run_in_virtual_time(run())
+    expected = str(error) or "stopped generating"
+    assert [isinstance(each, RuntimeError) and expected in str(each) for each in failed] == [True, True]
+    assert (one.trajectory.uid, other.trajectory.uid) == ("b", "b")
 
 
 @pytest.mark.parametrize("seed", range(3))
