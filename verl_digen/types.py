@@ -66,6 +66,16 @@ class PromptRow:
 
 
 @dataclass(frozen=True)
+class Burst:
+    """Requests that one caller sends to one replica at the same time."""
+
+    name: str
+    """Unique among the bursts of a run."""
+    size: int
+    """Number of requests."""
+
+
+@dataclass(frozen=True)
 class SampleRequest:
     """One sample to generate. Written by the agent loop, read by a replica."""
 
@@ -90,6 +100,8 @@ class SampleRequest:
     """Number of the turn in its episode; its noise is another one in each."""
     picture: SourceImage | None = None
     """Picture of the data set that is the sample: the replica encodes it and generates nothing. None: generate it."""
+    burst: Burst | None = None
+    """Requests that it comes together with; no sample depends on it. None: others may follow at any time."""
 
     def noise_index(self, step: int) -> int:
         """Number of the sample in its group whose noise a stochastic step takes: its own, or that of its node."""

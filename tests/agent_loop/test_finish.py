@@ -10,13 +10,16 @@ import numpy as np
 import pytest
 import torch
 
+from verl_digen.agent_loop.chunks import ChunkOrder
 from verl_digen.agent_loop.generated import GroupsBeingGenerated
 from verl_digen.agent_loop.manager import DiffusionAgentLoopWorker
+from verl_digen.agent_loop.single_turn import DiffusionSingleTurnAgentLoop
 from verl_digen.audio import Audio
 from verl_digen.config import DigenConfig
 from verl_digen.observe.group_pictures import GroupPictures
 from verl_digen.sampling.requests import SINGLE_TURN
 from verl_digen.types import (
+    Burst,
     CleanRecord,
     Generation,
     Geometry,
@@ -44,6 +47,32 @@ class Rewards:
         return Score(0.5, {"shapes": 0.5}, (CALL,)), (3.0, 4.0)
 
 
+class Asked:
+    """A server that keeps the request."""
+
+    def __init__(self) -> None:
+        self.requests: list[Any] = []
+        self.generate = SimpleNamespace(remote=self._generate)
+
+    async def _generate(self, name: str, prompt_ids: list[int], sampling_params: dict[str, Any]) -> None:
+        self.requests.append(sampling_params["request"])
+
+
+@pytest.mark.parametrize("is_single", [True, False])
+def test_the_samples_of_a_chunk_say_how_many_come_together(is_single: bool) -> None:
+    worker, server = make_worker(), Asked()
+    worker._rewards.reads_latents = False
+    order = ChunkOrder(7, (2, 3, 5), PromptRow("a cat", "test", None, uid="g0"), step=1)
+    if not is_single:
+        worker._environments, worker._make_loop = object(), DiffusionSingleTurnAgentLoop
+
+    async def run() -> None:
+        await asyncio.gather(*[worker._generate_for_chunk(order, index, server) for index in order.samples])
+
+    asyncio.run(run())
+    assert [request.burst for request in server.requests] == [Burst("7", 3) if is_single else None] * 3
+
+
 def make_worker() -> Any:
     """verl's worker without the processes that its constructor connects to."""
     worker = object.__new__(DiffusionAgentLoopWorker)
@@ -53,6 +82,7 @@ def make_worker() -> Any:
         rollout_config=SimpleNamespace(agent=agent, n=4),
         _rewards=Rewards(),
         _run_dir=None,
+        _environments=None,
         _being_generated=GroupsBeingGenerated(),
     )
     return worker

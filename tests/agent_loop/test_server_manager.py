@@ -10,12 +10,12 @@ import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from tests.chaos.loop import run_in_virtual_time
-from verl_digen.agent_loop.server_manager import DiffusionServerClient
+from verl_digen.agent_loop.server_manager import DiffusionServerClient, ServerClient
 from verl_digen.config import DigenConfig, RewardConfig
 from verl_digen.errors import RunStopped
 from verl_digen.sampling.requests import sample_request
 from verl_digen.schedulers.deadlines import DeadlinesConfig
-from verl_digen.types import PromptRow
+from verl_digen.types import Burst, PromptRow
 
 DIGEN = DigenConfig(
     deadlines=DeadlinesConfig(first_s=100.0, generate_s=50.0, answer_s=5.0, blip_s=10.0, no_progress_s=1000.0)
@@ -112,6 +112,19 @@ def test_requests_ask_for_latents_where_a_reward_reads_them(monkeypatch):
         monkeypatch.setattr(f"{__name__}.DIGEN", replace(DIGEN, reward=RewardConfig(functions=functions)))
         generate(monkeypatch, one=server)
         assert [asked.wants_latents for asked in server.asked] == [wanted]
+
+
+def test_a_request_carries_the_burst_that_it_is_sent_with():
+    async def run():
+        server = Server()
+        server.name = "one"
+        asked = sample_request(DIGEN, ROW, 0, step=1, validate=True)
+        for burst in (Burst("7", 4), None):
+            await ServerClient(server, DIGEN, burst=burst).generate_sample(asked)
+        return server.asked, asked
+
+    (together, alone), asked = run_in_virtual_time(run())
+    assert together == replace(asked, burst=Burst("7", 4)) and alone == asked
 
 
 def test_a_replica_with_a_long_queue_gives_signs_of_life_and_is_waited_for(monkeypatch):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,7 +42,7 @@ from verl_digen.store.partitions import CONDITIONS
 from verl_digen.types import Generation, PartScore, PromptRow, RewardCall, RewardInput, SampleRequest
 from verl_digen.virtual.samples import VirtualSamples
 
-DENOISE_S, SCORE_S, TRAIN_S, COMMIT_S, LOAD_S = 2.0, 0.5, 1.5, 0.5, 1.0
+DENOISE_S, ANSWER_S, SCORE_S, TRAIN_S, COMMIT_S, LOAD_S = 2.0, 0.1, 0.5, 1.5, 0.5, 1.0
 """Mean times of device work, in s."""
 
 
@@ -124,13 +124,21 @@ class Server:
 
     async def _denoise(
         self, requests: Sequence[SampleRequest], should_stop: Callable[[], bool]
-    ) -> list[Generation | ValueError]:
+    ) -> Awaitable[list[Generation | ValueError]]:
         began_s, version, weights = self._cluster.loop.time(), self._version, self._weights
         self._num_batches += 1
         await asyncio.sleep(self._cluster.draw_s(DENOISE_S, self._name, "denoise", self._num_batches))
         for request in requests:
             self._checks.on_trajectory(request.uid, label=version, first=weights, last=self._weights)
-        return [self._samples.make(request, (version, self._version), began_s) for request in requests]
+        made: list[Generation | ValueError] = [
+            self._samples.make(request, (version, self._version), began_s) for request in requests
+        ]
+        return self._arrived(made)
+
+    async def _arrived(self, made: list[Generation | ValueError]) -> list[Generation | ValueError]:
+        """The answers, which come to the host while the next batch runs."""
+        await asyncio.sleep(self._cluster.draw_s(ANSWER_S, self._name, "answer", self._num_batches))
+        return made
 
     async def abort_request(self, request_id: str) -> None:
         uid, _, index = request_id.rpartition("_")

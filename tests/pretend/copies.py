@@ -45,9 +45,10 @@ def to_device(target: Tensor, source: Tensor, non_blocking: bool) -> None:
 def to_host(target: Tensor, source: Tensor, non_blocking: bool) -> None:
     """Copy to the host, at once or late; `source` is what a device tensor holds."""
     if non_blocking and is_pinned(target):
-        # an alias: `module.to` swaps what the tensor objects of a module hold
-        _late.append((target.detach(), source.to(target.dtype, copy=True)))
+        numbers = source.to(target.dtype, copy=True)
         target.copy_(_garbage(target))
+        # an alias: `module.to` swaps what the tensor objects of a module hold
+        _late.append((target.detach(), numbers))
     else:
         wait("to host")
         target.copy_(source)
@@ -60,10 +61,9 @@ def wait(kind: str) -> None:
 
 
 def arrive() -> None:
-    """Deliver the copies on their way."""
-    arriving = _late.copy()
-    _late.clear()
-    for buffer, numbers in arriving:
+    """Deliver the copies on their way; other threads may begin some meanwhile."""
+    while _late:
+        buffer, numbers = _late.pop(0)
         buffer.copy_(numbers)
 
 

@@ -71,7 +71,7 @@ def measure(name: str, path: Path) -> Measured:
         with recording() as records[phase]:
             return call()
 
-    server = _server(path)
+    server = make_server(path)
     model = server._model
     sampling = _sampling(name)
     found = counted("encode", lambda: server._encoder([PromptInputs(prompt) for prompt in PROMPTS]))
@@ -107,8 +107,9 @@ def measure(name: str, path: Path) -> Measured:
     return Measured(records, worst_step, training[0], len(host), training[1], asleep)
 
 
-def _server(path: Path) -> DiffusersServer:
-    digen = DigenConfig(seed=7, rollout=RolloutConfig(max_batch_size=4, batch_wait_s=0.01))
+def make_server(path: Path, max_batch_size: int = 4) -> DiffusersServer:
+    """A replica's server in this process, in bf16."""
+    digen = DigenConfig(seed=7, rollout=RolloutConfig(max_batch_size=max_batch_size, batch_wait_s=0.01))
     model = SimpleNamespace(local_path=path, digen=digen, adapter_config=lambda: None, lora_rank=0)
     return DiffusersServer(SimpleNamespace(dtype="bfloat16"), model, num_threads=1)
 

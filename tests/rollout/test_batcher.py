@@ -6,11 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.chaos.loop import run_in_virtual_time
 from verl_digen.algorithms.window import Window
 from verl_digen.inputs import PromptInputs
 from verl_digen.rollout.batcher import RequestBatcher, Withdrawn
 from verl_digen.sampling.sampler import SamplingStopped
-from verl_digen.types import CleanRecord, Generation, Geometry, SampleRequest, Sampling, Trajectory
+from verl_digen.types import Burst, CleanRecord, Generation, Geometry, SampleRequest, Sampling, Trajectory
 
 SAMPLING = Sampling(Geometry(64, 64), num_steps=4, true_cfg_scale=1.0, law="flow", noise_level=0.7)
 
@@ -24,6 +25,11 @@ def answer(asked: SampleRequest) -> Generation:
     record = CleanRecord(empty, empty)
     path = Trajectory(asked.uid, asked.sample_index, record, 0, 0, 0, asked.sampling, "")
     return Generation(path, empty, started_s=0.0, ended_s=1.0, experts=())
+
+
+async def arrived(asked):
+    """The answers of a batch, which have come to the host."""
+    return [answer(each) for each in asked]
 
 
 class Recorder:
@@ -43,7 +49,7 @@ class Recorder:
             if should_stop():
                 raise SamplingStopped("stopped")
             await asyncio.sleep(0)
-        return [answer(asked) for asked in requests]
+        return arrived(requests)
 
 
 class FailsFirst:
@@ -55,7 +61,7 @@ class FailsFirst:
     async def __call__(self, requests, should_stop):
         if self.errors:
             raise self.errors.pop()
-        return [answer(asked) for asked in requests]
+        return arrived(requests)
 
 
 def test_every_request_gets_its_own_answer_whatever_the_arrival_order():
@@ -89,6 +95,83 @@ def test_prompts_of_like_length_share_a_batch():
         return [[asked.uid for asked in batch] for batch in record.batches]
 
     assert asyncio.run(run()) == [["p0", "p0", "p2", "p2"], ["p1", "p1", "p3", "p3"]]
+
+
+def chunk(uid: str, size: int, announced: int | None = None, text: str = "a prompt") -> list[SampleRequest]:
+    """Requests of one chunk, which says that it has `announced` of them, or as many as there are."""
+    burst = Burst(f"chunk {uid}", size if announced is None else announced)
+    return [replace(request(uid, index, text=text), burst=burst) for index in range(size)]
+
+
+def starts_of(arrivals: list[tuple[float, list[SampleRequest]]], takes_s: float = 2.0) -> list[tuple[float, list[str]]]:
+    """Play requests that arrive at given times; batches of at most 8 take `takes_s` -> (start in s, uids) of each."""
+    started: list[tuple[float, list[str]]] = []
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+
+        async def execute(requests, should_stop):
+            started.append((loop.time(), sorted(asked.uid for asked in requests)))
+            await asyncio.sleep(takes_s)
+            return arrived(requests)
+
+        async def ask(at_s: float, asked: SampleRequest) -> None:
+            await asyncio.sleep(at_s)
+            await batcher.submit(asked)
+
+        batcher = RequestBatcher(execute, max_batch_size=8, wait_s=0.05)
+        await asyncio.gather(*[ask(at_s, asked) for at_s, requests in arrivals for asked in requests])
+
+    run_in_virtual_time(run())
+    return started
+
+
+def test_a_chunk_starts_when_its_last_sample_arrives():
+    first, *others = chunk("a", 4)
+    assert starts_of([(0.0, [first]), (0.01, others)]) == [(pytest.approx(0.01), ["a"] * 4)]
+
+
+def test_a_request_without_a_burst_and_one_whose_burst_never_comes_wait_for_others():
+    assert starts_of([(0.0, [request("a", 0)])]) == [(pytest.approx(0.05), ["a"])]
+    assert starts_of([(0.0, chunk("a", 2, announced=3))]) == [(pytest.approx(0.05), ["a"] * 2)]
+    both = starts_of([(0.0, [*chunk("a", 2), request("b", 0)])])
+    assert both == [(pytest.approx(0.05), ["a", "a", "b"])]
+
+
+def test_what_is_left_of_a_large_chunk_follows_at_once():
+    assert starts_of([(0.0, chunk("a", 12))]) == [(0.0, ["a"] * 8), (pytest.approx(2.0), ["a"] * 4)]
+
+
+def test_chunks_that_wait_behind_a_batch_form_one_batch_and_start_at_once():
+    played = starts_of([(0.0, chunk("a", 4)), (0.5, chunk("b", 2)), (1.9, chunk("c", 4))])
+    assert played == [(0.0, ["a"] * 4), (pytest.approx(2.0), ["b", "b", "c", "c", "c", "c"])]
+
+
+def test_requests_without_bursts_form_the_batches_that_they_form_without_chunks_beside_them():
+    texts = ["a cat", "a cat on a large red mat", "two dogs", "a small blue bird in the tall grass", "six men"]
+    asked = [request(f"p{group}", index, text=texts[group]) for group in range(5) for index in range(5)]
+    formed = []
+    for seed in range(5):
+        random.Random(seed).shuffle(asked)
+        formed.append(starts_of([(0.0, asked)]))
+    assert all(batches == formed[0] for batches in formed)
+    assert [len(uids) for _, uids in formed[0]] == [8, 8, 8, 1]
+    assert formed[0][-1][0] == pytest.approx(3 * 2.0 + 0.05), "the last may be followed by others"
+
+
+def test_a_complete_chunk_starts_when_the_incomplete_one_beside_it_is_cancelled():
+    async def run() -> float:
+        record = Recorder()
+        batcher = RequestBatcher(record, max_batch_size=8, wait_s=10.0)
+        asked = [*chunk("a", 2), *chunk("b", 1, announced=2)]
+        waiting = [asyncio.ensure_future(batcher.submit(each)) for each in asked]
+        await asyncio.sleep(1.0)
+        assert not record.batches
+        batcher.withdraw("b", 0)
+        await asyncio.gather(*waiting, return_exceptions=True)
+        return asyncio.get_running_loop().time()
+
+    assert run_in_virtual_time(run()) == pytest.approx(1.0)
 
 
 def test_a_batch_holds_only_requests_with_equal_sampling():
@@ -181,7 +264,7 @@ def test_a_batch_with_a_wrong_number_of_answers_fails_and_the_next_one_runs():
         sizes = iter((0, 1))
 
         async def execute(requests, should_stop):
-            return [answer(asked) for asked in requests][: next(sizes)]
+            return arrived(requests[: next(sizes)])
 
         batcher = RequestBatcher(execute, max_batch_size=1, wait_s=0.0)
         with pytest.raises(RuntimeError, match="a batch of 1 requests got 0 answers"):
@@ -201,6 +284,99 @@ def test_when_the_running_batch_is_cancelled_every_caller_is_told_and_the_next_r
         assert (await batcher.submit(request("b", 0))).trajectory.uid == "b"
 
     asyncio.run(asyncio.wait_for(run(), timeout=20))
+
+
+class Device:
+    """A device on a virtual clock: a batch runs for 2 s, and its answers come to the host `answer_s` later."""
+
+    def __init__(self, answer_s: float, errors: tuple[BaseException, ...] = ()):
+        self.answer_s, self.errors = answer_s, list(errors)
+        self.log: list[tuple[str, float]] = []
+        self.num_answering = 0
+
+    def note(self, what: str) -> None:
+        self.log.append((what, asyncio.get_running_loop().time()))
+
+    async def __call__(self, requests, should_stop):
+        self.note(f"run {requests[0].uid}")
+        await asyncio.sleep(2.0)
+        return self.answers(requests)
+
+    async def answers(self, requests):
+        self.num_answering += 1
+        assert self.num_answering == 1, "answers of two batches are under way"
+        await asyncio.sleep(self.answer_s)
+        self.num_answering -= 1
+        if self.errors:
+            raise self.errors.pop(0)
+        self.note(f"answer {requests[0].uid}")
+        return [answer(asked) for asked in requests]
+
+    def times(self) -> dict[str, float]:
+        return {what: round(at_s, 3) for what, at_s in self.log}
+
+
+def submitted(device: Device, *uids: str) -> tuple[RequestBatcher, list[asyncio.Task[Generation]]]:
+    """Batches of one chunk each."""
+    batcher = RequestBatcher(device, max_batch_size=2, wait_s=10.0)
+    tasks = [asyncio.ensure_future(batcher.submit(asked)) for uid in uids for asked in chunk(uid, 2)]
+    return batcher, tasks
+
+
+@pytest.mark.parametrize(("answer_s", "third"), [(0.5, 4.0), (3.0, 5.0)])
+def test_the_next_batch_runs_while_the_answers_of_the_last_one_come(answer_s: float, third: float):
+    async def run() -> dict[str, float]:
+        device = Device(answer_s)
+        _, tasks = submitted(device, "a", "b", "c")
+        await asyncio.gather(*tasks)
+        return device.times()
+
+    times = run_in_virtual_time(run())
+    assert (times["run a"], times["run b"], times["run c"]) == (0.0, 2.0, third)
+    assert times["answer a"] == 2.0 + answer_s
+
+
+def test_exclusive_work_begins_when_the_last_batch_is_answered():
+    async def run() -> dict[str, float]:
+        device = Device(0.5)
+        batcher, tasks = submitted(device, "a", "b")
+        await asyncio.sleep(1.0)
+        async with batcher.exclusive():
+            device.note("update")
+            await asyncio.sleep(1.0)
+        await asyncio.gather(*tasks)
+        return device.times()
+
+    times = run_in_virtual_time(run())
+    assert (times["answer a"], times["update"], times["run b"]) == (2.5, 2.5, 3.5)
+
+
+def test_a_sample_is_cancelled_while_its_answer_comes_and_other_answers_are_told():
+    async def run() -> list[object]:
+        device = Device(3.0)
+        batcher, tasks = submitted(device, "a", "b")
+        await asyncio.sleep(3.0)
+        batcher.withdraw("a", 0)
+        await asyncio.sleep(0)
+        assert [task.done() for task in tasks] == [True, False, False, False]
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    first, *others = run_in_virtual_time(run())
+    assert isinstance(first, Withdrawn)
+    assert [other.trajectory.uid for other in others] == ["a", "b", "b"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("an illegal address"), asyncio.CancelledError()])
+def test_answers_that_do_not_come_fail_their_own_batch(error: BaseException):
+    async def run() -> list[object]:
+        device = Device(0.5, (error,))
+        _, tasks = submitted(device, "a", "b")
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    *failed, one, other = run_in_virtual_time(run())
+    expected = str(error) or "stopped generating"
+    assert [isinstance(each, RuntimeError) and expected in str(each) for each in failed] == [True, True]
+    assert (one.trajectory.uid, other.trajectory.uid) == ("b", "b")
 
 
 @pytest.mark.parametrize("seed", range(3))

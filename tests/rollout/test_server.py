@@ -149,7 +149,7 @@ def test_a_sample_for_a_reward_of_latents_carries_what_its_picture_was_decoded_f
 
 def test_guidance_is_split_and_pictures_are_decoded_in_batches_as_configured(tiny_qwen_image):
     server = make_server(tiny_qwen_image, decode_batch_size=3, split_guidance=True)
-    forwards, decoded, decode = [], [], server._decode
+    forwards, decoded, decode = [], [], server._decode.decode
 
     def count(module, args, inputs):
         forwards.append(len(inputs["hidden_states"]))
@@ -159,7 +159,7 @@ def test_guidance_is_split_and_pictures_are_decoded_in_batches_as_configured(tin
         return decode(latents, geometry)
 
     server._weights.module.register_forward_pre_hook(count, with_kwargs=True)
-    server._decode = decode_counted
+    server._samples.decoder = replace(server._decode, decode=decode_counted)
     generate(server, make_requests(GUIDED)[:4])
     assert forwards == [4] * (2 * GUIDED.num_steps)
     assert decoded == [3, 1]

@@ -48,14 +48,19 @@ from verl_digen.rollout.vllm_omni.served import require_served, served_pipelines
 from verl_digen.rollout.vllm_omni.settings import ALLOWED
 from verl_digen.rollout.vllm_omni.step_mode import StepRecordingMixin
 from verl_digen.rollout.vllm_omni.worker import WeightReceiverExtension
-from verl_digen.types import Geometry
+from verl_digen.types import Burst, Geometry
 
 
 def engine_request(
-    number: int = 0, *, published: Published | None = None, is_recorded: bool = True, is_probe: bool = False
+    number: int = 0,
+    *,
+    published: Published | None = None,
+    is_recorded: bool = True,
+    is_probe: bool = False,
+    burst: Burst | None = None,
 ) -> Any:
     """A sample's request as vLLM-Omni's engine receives it."""
-    asked = request(number)
+    asked = replace(request(number), burst=burst)
     adapter = None if published is None else adapter_request(published)
     params = to_sampling_params(RecordingOrder(asked, RUN_SEED, torch.float32, is_probe), adapter)
     if not is_recorded:
@@ -99,6 +104,28 @@ def test_requests_with_and_without_an_order_never_share_a_batch():
     for number, is_recorded in enumerate((True, True, False)):
         scheduler.add_request(engine_request(number, is_recorded=is_recorded))
     assert scheduled(scheduler) == ["r0", "r1"]
+
+
+def test_a_batch_with_all_requests_that_were_announced_waits_for_no_further_one():
+    scheduler = scheduler_of(BarrierRequestScheduler, max_num_seqs=8)
+    scheduler.od_config.request_batch_max_wait_ms = 250.0
+
+    def ends_after(waited_s: float) -> bool:
+        decision = scheduler.get_admission_wait_decision(now=0.0)
+        assert decision.should_wait
+        return scheduler.should_end_admission_wait(decision, now=waited_s, stable_since=0.0)
+
+    scheduler.add_request(engine_request(0, burst=Burst("a", 2)))
+    assert not ends_after(0.001) and ends_after(0.06)
+    scheduler.add_request(engine_request(1, burst=Burst("a", 2)))
+    assert ends_after(0.001)
+    scheduler.add_request(engine_request(2))
+    assert not ends_after(0.001), "others may follow a request that announces none"
+    assert scheduled(scheduler) == ["r0", "r1", "r2"]
+    for number in (3, 4, 5):
+        scheduler.add_request(engine_request(number, burst=Burst("b", 3)))
+    scheduler._running.clear()
+    assert set(scheduler._waiting) == {"r3", "r4", "r5"} and ends_after(0.001)
 
 
 @pytest.mark.parametrize("kind", [BarrierStepScheduler, BarrierRequestScheduler])

@@ -46,6 +46,7 @@ from verl_digen.store.partitions import TRAIN, VAL
 from verl_digen.store.prompts import PromptStatus, publish_status
 from verl_digen.store.samples import put_samples, put_tags
 from verl_digen.types import (
+    Burst,
     Generation,
     GroupTags,
     PromptRow,
@@ -313,10 +314,18 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         return EnvironmentAgentLoop(client, self._environments, edits=edits)
 
     async def _generate_for_chunk(self, order: ChunkOrder, index: int, server: Any) -> Generation | Episode:
-        client = ServerClient(server, self.digen, wants_latents=self._rewards.reads_latents)
+        client = ServerClient(
+            server, self.digen, wants_latents=self._rewards.reads_latents, burst=self._burst_of(order)
+        )
         loop = self._make_loop(client)
         columns = {**loop_columns(order.row), "global_steps": order.step, "session_id": index}
         return await loop.run({"validate": False}, **columns)
+
+    def _burst_of(self, order: ChunkOrder) -> Burst | None:
+        """All samples of a chunk reach the replica together; None with an agent loop that has several turns, or a way
+        of its own."""
+        is_single = self.rollout_config.agent.default_agent_loop == SINGLE_TURN and self._environments is None
+        return Burst(str(order.chunk_id), len(order.samples)) if is_single else None
 
     async def _withdraw_from_chunk(self, order: ChunkOrder, index: int, server: Any) -> None:
         try:

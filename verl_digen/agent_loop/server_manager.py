@@ -20,7 +20,7 @@ from verl_digen.errors import RunStopped
 from verl_digen.reward.named import any_reads_latents
 from verl_digen.sampling.requests import request_id
 from verl_digen.schedulers.deadlines import Deadlines
-from verl_digen.types import Generation, SampleRequest
+from verl_digen.types import Burst, Generation, SampleRequest
 
 logger = logging.getLogger(__name__)
 
@@ -118,18 +118,21 @@ class ServerClient:
 
     Args:
         wants_latents: True if a reward of the run reads latents.
+        burst: the requests that the client's one request is sent with.
     """
 
-    def __init__(self, server: Any, digen: DigenConfig, *, wants_latents: bool = False):
+    def __init__(self, server: Any, digen: DigenConfig, *, wants_latents: bool = False, burst: Burst | None = None):
         self.server = server
         self.digen = digen
-        self._wants_latents = wants_latents
+        self._wants_latents, self._burst = wants_latents, burst
 
     async def generate_sample(self, request: SampleRequest) -> Generation:
         """Generate one sample; RayActorError if the replica died, or was unreachable for longer than `blip_s`."""
         name = request_id(request.uid, request.sample_index)
         if self._wants_latents:
             request = replace(request, wants_latents=True)
+        if self._burst is not None:
+            request = replace(request, burst=self._burst)
         return await through_blips(
             lambda: self.server.generate.remote(name, [], {"request": request}), self.digen.deadlines.blip_s
         )

@@ -82,7 +82,8 @@ class RolloutConfig:
     batch_wait_s: float = 0.05
     """Time that a `diffusers` replica waits after each request for a further one before it starts a batch that is not
     full; a `vllm_omni` replica too, if its pipeline runs in one go, but at most five times as long in total. With step
-    execution it adds requests to a running batch."""
+    execution it adds requests to a running batch. A chunk of separate pools starts when all its samples are there; only
+    requests of colocated runs, validations and episodes wait."""
     num_kept_adapters: int = 4
     """LoRA adapters, one per weight version, that a `vllm_omni` replica keeps for requests in flight; an update waits
     while requests in flight use that many versions."""

@@ -32,13 +32,14 @@ class Decoder:
     """Packed latents [B, ...] -> pixels uint8 [B, H, W, 3] (image) or [B, F, H, W, 3] (video), on the CPU."""
 
     decode: Callable[[Tensor, Geometry], Tensor]
+    """The same, with pixels on the VAE's device, for which it does not wait."""
     modules: tuple[nn.Module, ...]
     encode: Callable[[Tensor], Tensor]
     """The way back: pixels as `decode` gives them, of a size that the model makes -> packed latents [B, ...] on the
     VAE's device, in its dtype. The mode of the VAE's posterior, without noise."""
 
     def __call__(self, latents: Tensor, geometry: Geometry) -> Tensor:
-        return self.decode(latents, geometry)
+        return self.decode(latents, geometry).cpu()
 
 
 @dataclass(frozen=True)

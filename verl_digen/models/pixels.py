@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion between a VAE's frames and 8-bit pixels on the host, as by diffusers' processors.
+"""Conversion between a VAE's frames and 8-bit pixels, as by diffusers' processors.
 
-- Pictures leave the accelerator a few at a time (`in_batches`), and a video before the next one is decoded: peak memory
-  is that of so many pictures, or of one video.
+- Pictures become 8-bit pixels a few at a time (`in_batches`), and a video before the next one is decoded: peak memory
+  is that of so many pictures, or of one video, and the pixels of the batch.
 
 Invariant (tests/models): pixels equal those of the model's own pipeline, in batches of any size, up to values at the
 edge of rounding.
@@ -27,9 +27,9 @@ from verl_digen.types import Geometry
 
 
 def to_pixels(frames: Tensor) -> Tensor:
-    """[B, 3, H, W] or [B, 3, F, H, W] in [-1, 1] -> uint8 with channels last, on the CPU."""
+    """[B, 3, H, W] or [B, 3, F, H, W] in [-1, 1] -> uint8 with channels last, on the same device."""
     in_unit_range = (frames * 0.5 + 0.5).clamp(0, 1).float()
-    return (in_unit_range.movedim(1, -1) * 255).round().to(torch.uint8).cpu()
+    return (in_unit_range.movedim(1, -1) * 255).round().to(torch.uint8)
 
 
 def from_pixels(pixels: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:

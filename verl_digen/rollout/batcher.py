@@ -1,14 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Request batching: collects concurrent requests and runs them together, one batch at a time.
 
+    batch 1: runs ....... answers on their way ...
+    batch 2:              runs ....................... answers on their way ...
+
 - A batch holds requests with the `sampling` (size, steps, guidance) of the oldest pending request: the first of them by
   (uid, sample_index), and those whose prompts are nearest to its prompt in length, so that little is padded. The same
   requests always form the same batch. Pictures of the data set, which are encoded, have batches of their own.
-- A batch starts when it is full, or when no request has arrived for `wait_s`.
+- A batch starts when it is full, when all pending requests belong to bursts that have arrived whole
+  (`SampleRequest.burst`), or when no request has arrived for `wait_s`.
+- A batch starts as soon as the one before has run, while that one's answers are on their way; those of two batches are
+  never under way at once.
 - A sample can be cancelled: it leaves the queue; when all of the running batch is cancelled, the batch stops at its
   next step.
-- The holder of `exclusive()` runs between batches, never inside one: weight updates use it, so that a trajectory
-  has one version and no work in flight is lost.
+- The holder of `exclusive()` runs between batches, never inside one, when the last one is answered: weight updates use
+  it, so that a trajectory has one version and no work in flight is lost.
 - Every request is answered, also when the task that runs the batches is cancelled.
 
 Bound: at most one pending request per caller, because each caller waits for its own answer.
@@ -21,13 +27,21 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from verl_digen.callers import tell
+from verl_digen.rollout.bursts import Bursts
 from verl_digen.types import Generation, SampleRequest, Sampling
 
-Execute = Callable[[Sequence[SampleRequest], Callable[[], bool]], Awaitable[Sequence[Generation | Exception]]]
-"""(requests, should_stop) -> answers in the order of the requests, with an exception for a request that failed alone.
-Stops early when should_stop() is true."""
+Answers = Awaitable[Sequence[Generation | Exception]]
+"""Answers in the order of the requests, with an exception for a request that failed alone."""
+
+Execute = Callable[[Sequence[SampleRequest], Callable[[], bool]], Awaitable[Answers]]
+"""(requests, should_stop) -> the answers, which may still be on their way when the next batch may run. Stops early when
+should_stop() is true."""
 
 Entry = tuple[SampleRequest, asyncio.Future[Generation]]
+
+
+STOPPED = "the replica stopped generating before this sample was done"
+"""Error of callers whose batch will not be answered."""
 
 
 class Withdrawn(Exception):
@@ -40,7 +54,7 @@ class RequestBatcher:
     Args:
         execute: runs one batch.
         max_batch_size: maximum requests per batch.
-        wait_s: time that an incomplete batch waits for one more request.
+        wait_s: time that a batch which is not full waits for one more request, unless it has all that were announced.
     """
 
     def __init__(self, execute: Execute, *, max_batch_size: int, wait_s: float):
@@ -50,6 +64,10 @@ class RequestBatcher:
         self._pending: list[Entry] = []
         self._batch: list[Entry] = []
         """Running batch."""
+        self._answered: list[Entry] = []
+        """Batch whose answers are on their way."""
+        self._answering: asyncio.Task[None] | None = None
+        self._bursts = Bursts()
         self._arrived = asyncio.Event()
         self._open = asyncio.Event()
         self._open.set()
@@ -63,6 +81,7 @@ class RequestBatcher:
             self._worker.add_done_callback(self._on_worker_ended)
         answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         self._pending.append((request, answer))
+        self._bursts.arrive(request.burst)
         self._arrived.set()
         return await answer
 
@@ -71,15 +90,16 @@ class RequestBatcher:
         self._worker = None
         for _, answer in [*self._batch, *self._pending]:
             if not answer.done():
-                answer.set_exception(RuntimeError("the replica stopped generating before this sample was done"))
+                answer.set_exception(RuntimeError(STOPPED))
         self._batch, self._pending = [], []
 
     def withdraw(self, uid: str, sample_index: int) -> None:
         """Answer the sample's caller with `Withdrawn` at once. No effect if no caller waits for the sample."""
-        for request, answer in [*self._pending, *self._batch]:
+        for request, answer in [*self._pending, *self._batch, *self._answered]:
             if (request.uid, request.sample_index) == (uid, sample_index) and not answer.done():
                 answer.set_exception(Withdrawn(f"sample {uid}_{sample_index} is not wanted any more"))
         self._pending = [entry for entry in self._pending if not entry[1].done()]
+        self._arrived.set()  # the others may be complete without it
 
     def _is_unwanted(self) -> bool:
         """True if all of the running batch was cancelled; called from the thread that runs it."""
@@ -95,8 +115,9 @@ class RequestBatcher:
 
     @asynccontextmanager
     async def exclusive(self) -> AsyncIterator[None]:
-        """Hold the time between two batches: the running one ends first, the next one starts after."""
+        """Hold the time between two batches: the running one ends and is answered first, the next one starts after."""
         async with self._running:
+            await self._until_answered()
             yield
 
     async def _run(self) -> None:
@@ -110,20 +131,37 @@ class RequestBatcher:
                 batch = self._batch = self._take()
                 try:
                     answers = await self._execute([request for request, _ in batch], self._is_unwanted)
-                    if len(answers) != len(batch):
-                        raise RuntimeError(f"a batch of {len(batch)} requests got {len(answers)} answers")
                 except Exception as error:  # every caller of the batch is told
-                    answers = [error] * len(batch)
-                tell((answer for _, answer in batch), answers)
+                    tell((answer for _, answer in batch), [error] * len(batch))
+                    continue
+                await self._until_answered()
+                self._answered, self._batch = batch, []
+                self._answering = asyncio.create_task(self._answer(batch, answers))
+
+    async def _answer(self, batch: list[Entry], answers: Answers) -> None:
+        """Tell the callers of a batch that has run."""
+        told: Sequence[Generation | Exception] = [RuntimeError(STOPPED)] * len(batch)
+        try:
+            told = await answers
+            if len(told) != len(batch):
+                raise RuntimeError(f"a batch of {len(batch)} requests got {len(told)} answers")
+        except Exception as error:
+            told = [error] * len(batch)
+        finally:
+            tell((answer for _, answer in batch), told)
+
+    async def _until_answered(self) -> None:
+        if self._answering is not None and not self._answering.done():
+            await asyncio.wait([self._answering])
 
     async def _until_ready(self) -> None:
-        """Return when batches may run and one is full or has waited for `wait_s`."""
+        """Return when batches may run and one is full, complete or has waited for `wait_s`."""
         while True:
             await self._open.wait()
             while not self._pending:
                 self._arrived.clear()
                 await self._arrived.wait()
-            while len(self._pending) < self._max_batch_size:
+            while len(self._pending) < self._max_batch_size and not self._has_all_announced():
                 self._arrived.clear()
                 try:
                     await asyncio.wait_for(self._arrived.wait(), self._wait_s)
@@ -132,7 +170,11 @@ class RequestBatcher:
             if self._open.is_set():
                 return
 
+    def _has_all_announced(self) -> bool:
+        return self._bursts.are_complete(request.burst for request, _ in self._pending)
+
     def _take(self) -> list[Entry]:
+        """Remove the next batch from the queue."""
 
         def by_name(entry: Entry) -> tuple[str, int]:
             return entry[0].uid, entry[0].sample_index
@@ -148,6 +190,7 @@ class RequestBatcher:
         first = fitting[0]
         fitting.sort(key=lambda entry: (abs(length(entry) - length(first)), entry[0].uid != first[0].uid))
         batch = sorted(fitting[: self._max_batch_size], key=by_name)
+        self._bursts.forget_all_but(request.burst for request, _ in self._pending)
         taken = {id(entry) for entry in batch}
         self._pending = [entry for entry in self._pending if id(entry) not in taken]
         return batch

@@ -19,15 +19,13 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 from verl.utils.torch_dtypes import PrecisionType
 
 from verl_digen.inputs import PromptInputs
-from verl_digen.models.pixels import in_batches
 from verl_digen.platforms.device_name import accelerator_name
 from verl_digen.platforms.module_memory import DeviceMemory
 from verl_digen.rollout.batcher import RequestBatcher
@@ -35,13 +33,12 @@ from verl_digen.rollout.birth import SeenDevice, visible_device
 from verl_digen.rollout.fingerprint import PROMPT, fingerprint
 from verl_digen.rollout.network import Intake, Seals, load_network
 from verl_digen.rollout.peers import Place, Team, name_on_node, release, require_same_weights, restore, start_peers
-from verl_digen.rollout.pictures import PictureSamples
 from verl_digen.rollout.prompt_cache import PromptCache
+from verl_digen.rollout.samples import Answers, SampleMaker
 from verl_digen.sampling.branches import GuidanceBranches
 from verl_digen.sampling.prefix_cache import PrefixCache
-from verl_digen.sampling.recording import experts_of
 from verl_digen.sampling.sampler import Sampler
-from verl_digen.types import Condition, Generation, SampleLatents, SampleRequest, move_condition
+from verl_digen.types import Condition, Generation, SampleRequest, move_condition
 from verl_digen.weights.checksum import Manifest
 from verl_digen.weights.probe import Probe, is_probe_due
 from verl_digen.weights.receiver import NOT_WHOLE
@@ -62,6 +59,7 @@ class DiffusersServer:
         # one thread: the device does one thing at a time, and the event loop stays responsive
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="denoise")
         self._encoding = ThreadPoolExecutor(max_workers=1, thread_name_prefix="encode")
+        self._answering = ThreadPoolExecutor(max_workers=1, thread_name_prefix="answer")
         started = start_peers(peers, config, model_config, num_threads)  # they load while this process does
         digen = model_config.digen
         self._network = load_network(config, model_config, num_threads)
@@ -72,7 +70,6 @@ class DiffusersServer:
         self._prompts = PromptCache(self._encoder, digen.rollout.embed_cache_size)
         self._decode = self._model.load_decoder(dtype, self._device)
         self._decode_audio = self._model.load_audio_decoder(dtype, self._device)
-        self._decode_batch_size = digen.rollout.decode_batch_size
         loaded = (self._encoder, self._decode, self._decode_audio)
         modules = [self._weights.module, *(module for part in loaded for module in part.modules)]
         self._memory = DeviceMemory(modules, self._device, name_on_node())
@@ -95,7 +92,14 @@ class DiffusersServer:
             prefixes=self._prefixes,
             fp8=self._network.fp8,
         )
-        self._pictures = PictureSamples(self._sampler, self._prompts, self._decode, self._decode_batch_size)
+        self._samples = SampleMaker(
+            self._sampler,
+            self._prompts,
+            self._decode,
+            self._decode_audio,
+            session=self._team.session,
+            batch_size=digen.rollout.decode_batch_size,
+        )
         self._batcher = RequestBatcher(
             self._generate_batch,
             max_batch_size=digen.rollout.max_batch_size,
@@ -154,95 +158,13 @@ class DiffusersServer:
 
     async def _generate_batch(
         self, requests: Sequence[SampleRequest], should_stop: Callable[[], bool]
-    ) -> list[Generation | ValueError]:
-        return await asyncio.get_running_loop().run_in_executor(self._compute, self._generate, requests, should_stop)
+    ) -> Awaitable[Answers]:
+        answer = await self._on_device(lambda: self._generate(requests, should_stop))
+        return asyncio.get_running_loop().run_in_executor(self._answering, answer)
 
-    def _generate(
-        self, requests: Sequence[SampleRequest], should_stop: Callable[[], bool]
-    ) -> list[Generation | ValueError]:
-        """Samples in the order of `requests`; the encoder's error for a request whose prompt it refuses."""
-        started_s = time.time()
+    def _generate(self, requests: Sequence[SampleRequest], should_stop: Callable[[], bool]) -> Callable[[], Answers]:
         self._require_whole()
-        if requests[0].picture is not None:
-            return self._pictures.make(requests, self._version)
-        known = self._prompts.lookup([inputs for request in requests for inputs in request.branches])
-        refused: dict[int, ValueError] = {}
-        readable: list[SampleRequest] = []
-        conditions: list[list[Condition]] = []
-        for position, request in enumerate(requests):
-            found = [known[inputs] for inputs in request.branches]
-            usable = [condition for condition in found if not isinstance(condition, ValueError)]
-            if len(usable) == len(found):
-                readable.append(request)
-                conditions.append(usable)
-            else:
-                refused[position] = next(error for error in found if isinstance(error, ValueError))
-        samples = iter(self._denoise(readable, conditions, started_s, should_stop) if readable else ())
-        return [refused[position] if position in refused else next(samples) for position in range(len(requests))]
-
-    def _denoise(
-        self,
-        requests: Sequence[SampleRequest],
-        conditions: Sequence[Sequence[Condition]],
-        started_s: float,
-        should_stop: Callable[[], bool],
-    ) -> list[Generation]:
-        """Generate samples. `conditions` per sample: the prompt's, then with guidance the negative prompt's."""
-        generated: dict[int, Generation] = {}
-        for places in self._together(conditions):
-            part = self._denoise_together(
-                [requests[place] for place in places], [conditions[place] for place in places], started_s, should_stop
-            )
-            generated |= dict(zip(places, part, strict=True))
-        return [generated[place] for place in range(len(requests))]
-
-    def _together(self, conditions: Sequence[Sequence[Condition]]) -> list[list[int]]:
-        """Places of the samples of each forward: all, unless lengths of texts must be kept apart."""
-        if not self._model.keeps_lengths_apart:
-            return [list(range(len(conditions)))]
-        alike: dict[tuple[tuple[int, ...], ...], list[int]] = {}
-        for place, known in enumerate(conditions):
-            alike.setdefault(tuple(map(self._model.text_lengths, known)), []).append(place)
-        return list(alike.values())
-
-    def _denoise_together(
-        self,
-        requests: Sequence[SampleRequest],
-        conditions: Sequence[Sequence[Condition]],
-        started_s: float,
-        should_stop: Callable[[], bool],
-    ) -> list[Generation]:
-        """Generate samples in one batch."""
-        positive = [known[0] for known in conditions]
-        negative = [known[1] for known in conditions] if len(conditions[0]) > 1 else None
-        with self._team.session():
-            trajectories, latents = self._sampler.sample(
-                requests, positive, negative, version=self._version, should_stop=should_stop
-            )
-        latents = self._model.completed(latents, positive)
-        pixels = in_batches(self._decode, latents, requests[0].sampling.geometry, self._decode_batch_size)
-        audio = self._decode_audio(latents, requests[0].sampling.geometry)
-        ended_s = time.time()
-        return [
-            Generation(
-                trajectory=replace(trajectory, last_version=self._version),
-                pixels=pixels[index],
-                audio=audio[index],
-                started_s=started_s,
-                ended_s=ended_s,
-                experts=experts_of(self._model, trajectory),
-                condition=move_condition(positive[index], "cpu") if request.wants_condition else None,
-                negative_condition=(
-                    move_condition(negative[index], "cpu") if request.wants_condition and negative else None
-                ),
-                latents=(
-                    SampleLatents(latents[index].to("cpu", copy=True), move_condition(positive[index], "cpu"))
-                    if request.wants_latents
-                    else None
-                ),
-            )
-            for index, (request, trajectory) in enumerate(zip(requests, trajectories, strict=True))
-        ]
+        return self._samples.make(requests, self._version, should_stop)
 
     # -- weights ------------------------------------------------------------------------------------------
     async def begin_update(self, handle: str, use_shm: bool, is_live: bool, rank: int = 0) -> None:

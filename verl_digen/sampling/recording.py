@@ -3,11 +3,13 @@
 
 - Points of the path: `PathRecord`. Forward points (`SampleRequest.noise_levels`): `CleanRecord`.
 - Records own their memory: a view of a batch would be sent with the whole batch.
+- A replica makes trajectories in another thread, when the numbers of a batch have come to the host (`Denoised.moved`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -38,6 +40,49 @@ def experts_of(model: DiffusionModel, trajectory: Trajectory) -> tuple[int, ...]
 def trained_latents(window: Window) -> list[int]:
     """Steps whose latents training needs, ascending: the start and the end of each trained step."""
     return sorted({step for start in window.train_steps for step in (start, start + 1)})
+
+
+@dataclass(frozen=True)
+class Denoised:
+    """B samples after their last step, before their trajectories are made. Made by `Sampler.denoise`."""
+
+    requests: Sequence[SampleRequest]
+    seeds: Sequence[int]
+    """Seeds of the initial noise."""
+    version: int
+    sigmas: Tensor
+    """[T+1] on the host."""
+    path: Mapping[int, Tensor]
+    """Step -> latents [B, ...], at the recorded steps of any of them, ascending."""
+    log_probs_TB: Tensor
+    latents: Tensor
+    """[B, ...] the latents after the last step."""
+    num_shared: Sequence[int]
+    num_skipped: Sequence[int]
+    """See `Trajectory`."""
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> Denoised:
+        """A copy whose tensors of the device are moved by `move`."""
+        path = {step: move(latents) for step, latents in self.path.items()}
+        return replace(self, path=path, log_probs_TB=move(self.log_probs_TB), latents=move(self.latents))
+
+    def trajectories(self) -> list[Trajectory]:
+        """The trajectories, on the CPU; waits for a device that holds tensors."""
+        log_probs_TB = self.log_probs_TB.cpu()
+        return [
+            record_trajectory(
+                request,
+                seed=seed,
+                versions=(self.version, self.version),
+                path={at: self.path[at][row] for at in trained_latents(request.window)},
+                final=self.latents[row],
+                sigmas=self.sigmas,
+                log_probs_T=log_probs_TB[:, row],
+                num_shared_steps=self.num_shared[row],
+                num_skipped_steps=self.num_skipped[row],
+            )
+            for row, (request, seed) in enumerate(zip(self.requests, self.seeds, strict=True))
+        ]
 
 
 def record_trajectory(

@@ -39,7 +39,7 @@ from verl_digen.sampling.branches import ONE_FORWARD, GuidanceBranches
 from verl_digen.sampling.fp8 import Fp8Layers
 from verl_digen.sampling.prefix import Lanes, SharedPrefix
 from verl_digen.sampling.prefix_cache import PrefixCache
-from verl_digen.sampling.recording import initial_seed, noise_seed, record_trajectory, trained_latents
+from verl_digen.sampling.recording import Denoised, initial_seed, noise_seed, trained_latents
 from verl_digen.transfers import to_device
 from verl_digen.types import Condition, SampleRequest, Sampling, TrainingRows, Trajectory, Transitions
 
@@ -113,7 +113,6 @@ class Sampler:
         self.prefixes = prefixes
         self.fp8 = fp8
 
-    @torch.no_grad()
     def sample(
         self,
         requests: Sequence[SampleRequest],
@@ -123,7 +122,21 @@ class Sampler:
         version: int,
         should_stop: Callable[[], bool] | None = None,
     ) -> tuple[list[Trajectory], Tensor]:
-        """Denoise B requests that share their `Sampling`; windows and uids may differ.
+        """Denoise as `denoise` -> B trajectories on the CPU, and the final latents [B, ...] on `device`."""
+        denoised = self.denoise(requests, conditions, negative_conditions, version=version, should_stop=should_stop)
+        return denoised.trajectories(), denoised.latents
+
+    @torch.no_grad()
+    def denoise(
+        self,
+        requests: Sequence[SampleRequest],
+        conditions: Sequence[Condition],
+        negative_conditions: Sequence[Condition] | None,
+        *,
+        version: int,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> Denoised:
+        """Denoise B requests that share their `Sampling`; windows and uids may differ. Does not wait for the device.
 
         Args:
             conditions, negative_conditions: B entries each, on `device`; negative ones only with guidance.
@@ -131,7 +144,7 @@ class Sampler:
             should_stop: called before every step. Under FSDP all ranks must get the same answer.
 
         Returns:
-            B trajectories on the CPU, and the final latents [B, ...] on `device` in `latents_dtype`.
+            The samples on `device`, latents in `latents_dtype`.
 
         Raises:
             RuntimeError: requests that do not belong together, or a window that reaches the last step.
@@ -171,22 +184,17 @@ class Sampler:
             latents = edges.place(taken.next_sample, latents)
             log_probs.append(edges.place(taken.log_prob, skipped))
 
-        log_probs_TB = torch.stack(log_probs).cpu()
-        trajectories = [
-            record_trajectory(
-                request,
-                seed=seed,
-                versions=(version, version),
-                path={at: path[at][row] for at in trained_latents(request.window)},
-                final=latents[row],
-                sigmas=sigmas,
-                log_probs_T=log_probs_TB[:, row],
-                num_shared_steps=prefix.num_shared[row],
-                num_skipped_steps=batch.num_skipped[row],
-            )
-            for row, (request, seed) in enumerate(zip(requests, initial_seeds, strict=True))
-        ]
-        return trajectories, latents
+        return Denoised(
+            requests,
+            initial_seeds,
+            version,
+            sigmas,
+            path,
+            torch.stack(log_probs),
+            latents,
+            prefix.num_shared,
+            batch.num_skipped,
+        )
 
     def _to_windows(
         self,

@@ -35,8 +35,10 @@ from vllm_omni.diffusion.sched import RequestScheduler, StepScheduler
 from vllm_omni.diffusion.sched.base_scheduler import BaseScheduler
 from vllm_omni.diffusion.sched.interface import RequestBatchSamplingParamsKey, SchedulerRequestState
 
+from verl_digen.rollout.bursts import Bursts
 from verl_digen.rollout.vllm_omni.recorder import RECORDED
 from verl_digen.rollout.vllm_omni.requests import ORDER
+from verl_digen.types import Burst
 
 BARRIER = frozenset({"commit_weights"})
 """Worker methods that change the weights that trajectories are generated with."""
@@ -77,7 +79,27 @@ class BarrierStepScheduler(BarrierScheduler, StepScheduler):
 
 class BarrierRequestScheduler(BarrierScheduler, RequestScheduler):
     """Scheduler for the other pipelines. Recorded and unrecorded requests never share a batch, nor do requests whose
-    prompts have other numbers or sizes of images."""
+    prompts have other numbers or sizes of images. A batch with all requests that were announced to come together
+    (`SampleRequest.burst`) waits for no further one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._bursts = Bursts()
+
+    def add_request(self, request: OmniDiffusionRequest) -> str:
+        self._bursts.forget_all_but(map(self._burst_of, [*self._running, *self._waiting]))
+        request_id = super().add_request(request)
+        self._bursts.arrive(self._burst_of(request_id))
+        return request_id
+
+    def should_end_admission_wait(self, decision: Any, *, now: float, stable_since: float) -> bool:
+        if self._waiting and self._bursts.are_complete(map(self._burst_of, self._waiting)):
+            return True
+        return super().should_end_admission_wait(decision, now=now, stable_since=stable_since)
+
+    def _burst_of(self, request_id: str) -> Burst | None:
+        extra = self._request_states[request_id].req.sampling_params.extra_args
+        return extra[ORDER].request.burst if ORDER in extra else None
 
     def _build_sampling_params_key(self, request: OmniDiffusionRequest) -> RequestBatchSamplingParamsKey:
         key = super()._build_sampling_params_key(request)

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Samples of a `diffusers` replica, one batch at a time: made on the device in one thread, answered in another.
+
+    compute thread    encode, denoise, decode; begin the copies to the host    the next batch ...
+    answer thread                                  wait for the copies         trajectories, pixels, answers
+
+The device gets the next batch's first step while it still works on the last decoding: nothing between two batches waits
+for it. Decoding stays behind the denoising of its batch in the device's one order, so it takes no memory beside the
+denoising of the next one.
+
+Invariants (tests/rollout/test_samples.py): nothing in the compute thread waits for the device, where prompts are known;
+answers are those of a device that is waited for; an answer holds the memory of one sample.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from verl_digen.audio import Audio
+from verl_digen.models.loaded import AudioDecoder, Decoder
+from verl_digen.models.pixels import in_batches
+from verl_digen.rollout.pictures import PictureSamples
+from verl_digen.rollout.prompt_cache import PromptCache
+from verl_digen.sampling.recording import Denoised, experts_of
+from verl_digen.sampling.sampler import Sampler
+from verl_digen.transfers import HostCopies
+from verl_digen.types import Condition, Generation, SampleLatents, SampleRequest
+
+Answers = list[Generation | ValueError]
+"""In the order of the requests; the encoder's error for a request whose prompt it refuses."""
+
+
+@dataclass(frozen=True)
+class _Made:
+    """Samples of one forward; its tensors are on their way to the host."""
+
+    places: Sequence[int]
+    """In the batch."""
+    denoised: Denoised
+    pixels: Tensor
+    """uint8 [B, ...]."""
+    audio: Sequence[Audio | None]
+    conditions: Sequence[Sequence[Condition] | None]
+    """Per sample: the prompt's condition, then with guidance the negative prompt's; None where no answer has them."""
+    decoded: Tensor
+    """[B, ...] latents as the decoder got them."""
+
+
+class SampleMaker:
+    """See the module.
+
+    Args:
+        session: context of a batch's forwards, see `Team.session`.
+        batch_size: maximum pictures in the decoder at a time.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        prompts: PromptCache,
+        decoder: Decoder,
+        audio_decoder: AudioDecoder,
+        *,
+        session: Callable[[], AbstractContextManager[None]],
+        batch_size: int,
+    ):
+        self._sampler, self._prompts, self._model = sampler, prompts, sampler.model
+        self._session, self._batch_size = session, batch_size
+        self.decoder, self.audio_decoder = decoder, audio_decoder
+        self._pictures = PictureSamples(sampler, prompts, decoder, batch_size)
+        self._ended_s = 0.0
+
+    def make(
+        self, requests: Sequence[SampleRequest], version: int, should_stop: Callable[[], bool]
+    ) -> Callable[[], Answers]:
+        """Make a batch of samples -> function that waits for them, for another thread.
+
+        Raises: see `Sampler.denoise`.
+        """
+        started_s = time.time()
+        if requests[0].picture is not None:
+            answers = self._pictures.make(requests, version)
+            return lambda: answers
+        known = self._prompts.lookup([inputs for request in requests for inputs in request.branches])
+        refused: dict[int, ValueError] = {}
+        conditions: dict[int, list[Condition]] = {}
+        for place, request in enumerate(requests):
+            found = [known[inputs] for inputs in request.branches]
+            errors = [condition for condition in found if isinstance(condition, ValueError)]
+            if errors:
+                refused[place] = errors[0]
+            else:
+                conditions[place] = [condition for condition in found if not isinstance(condition, ValueError)]
+        copies = HostCopies(self._sampler.device)
+        made = [
+            self._make(requests, places, conditions, version, should_stop, copies)
+            for places in self._together(conditions)
+        ]
+        copies.end()
+
+        def answer() -> Answers:
+            copies.wait()
+            generated = {place: one for part in made for place, one in self._answers(part, started_s)}
+            self._ended_s = time.time()
+            return [refused[place] if place in refused else generated[place] for place in range(len(requests))]
+
+        return answer
+
+    def _together(self, conditions: dict[int, list[Condition]]) -> list[list[int]]:
+        """Places of the samples of each forward: all, unless lengths of texts must be kept apart."""
+        alike: dict[tuple[tuple[int, ...], ...], list[int]] = {}
+        for place, known in conditions.items():
+            lengths = tuple(map(self._model.text_lengths, known)) if self._model.keeps_lengths_apart else ()
+            alike.setdefault(lengths, []).append(place)
+        return list(alike.values())
+
+    def _make(
+        self,
+        requests: Sequence[SampleRequest],
+        places: Sequence[int],
+        conditions: dict[int, list[Condition]],
+        version: int,
+        should_stop: Callable[[], bool],
+        copies: HostCopies,
+    ) -> _Made:
+        """Denoise and decode the samples at `places` in one batch."""
+        asked, known = [requests[place] for place in places], [conditions[place] for place in places]
+        positive = [of_sample[0] for of_sample in known]
+        negative = [of_sample[1] for of_sample in known] if len(known[0]) > 1 else None
+        with self._session():
+            denoised = self._sampler.denoise(asked, positive, negative, version=version, should_stop=should_stop)
+        geometry = asked[0].sampling.geometry
+        latents = self._model.completed(denoised.latents, positive)
+        return _Made(
+            places,
+            denoised.moved(copies.begin),
+            copies.begin(in_batches(self.decoder.decode, latents, geometry, self._batch_size)),
+            self.audio_decoder(latents, geometry),
+            [
+                [{name: copies.begin(tensor) for name, tensor in condition.items()} for condition in of_sample]
+                if request.wants_condition or request.wants_latents
+                else None
+                for request, of_sample in zip(asked, known, strict=True)
+            ],
+            copies.begin(latents) if any(request.wants_latents for request in asked) else latents,
+        )
+
+    def _answers(self, made: _Made, started_s: float) -> list[tuple[int, Generation]]:
+        """(place, answer) of each sample; the tensors have arrived."""
+        ended_s = time.time()
+        began_s = max(started_s, self._ended_s)  # batches follow one another on the device
+        answers = []
+        for row, trajectory in enumerate(made.denoised.trajectories()):
+            request, conditions = made.denoised.requests[row], made.conditions[row]
+            carried = conditions if request.wants_condition and conditions else []
+            generation = Generation(
+                trajectory=trajectory,
+                pixels=made.pixels[row].clone(),  # a view would be sent with the whole batch
+                audio=made.audio[row],
+                started_s=began_s,
+                ended_s=ended_s,
+                experts=experts_of(self._model, trajectory),
+                condition=carried[0] if carried else None,
+                negative_condition=carried[1] if len(carried) > 1 else None,
+                latents=(
+                    SampleLatents(made.decoded[row].clone(), conditions[0])
+                    if request.wants_latents and conditions
+                    else None
+                ),
+            )
+            answers.append((made.places[row], generation))
+        return answers
