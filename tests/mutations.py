@@ -64,6 +64,7 @@ RECEIVER = "weights/test_receiver.py"
 PROBE = "weights/test_probe.py"
 PLANNER = "schedulers/test_planner.py"
 CONDUCTOR = "trainer/test_conductor.py"
+SAVING = "chaos/test_saving.py"
 SCORING = "reward/test_scoring.py"
 POOL_WORKER = "reward/test_pool_worker.py"
 GROUPS = "reward/test_groups.py"
@@ -1946,6 +1947,28 @@ TABLE: tuple[Mutation, ...] = (
         "        self.planner.on_published(version)\n",
         "",
         CONDUCTOR,
+    ),
+    Mutation(
+        "trainer/disaggregated.py",
+        "replicas wait for a checkpoint before they get the weights that it holds",
+        "        self._publish()  # verl's loop writes the checkpoint next, and no replica shall wait for it\n"
+        "        return batch\n",
+        "        return batch\n",
+        SAVING,
+    ),
+    Mutation(
+        "trainer/conductor.py",
+        "the next batch begins after the checkpoint",
+        "        self._feed()\n        self._feeding",
+        "        self._feed(draws=False)\n        self._feeding",
+        SAVING,
+    ),
+    Mutation(
+        "trainer/conductor.py",
+        "prompts are drawn while a checkpoint is written",
+        "        while True:\n            self._feed(draws=False)",
+        "        while True:\n            self._feed()",
+        SAVING,
     ),
     Mutation(
         "trainer/conductor.py",

@@ -108,12 +108,21 @@ class QueueClient:
 class Server:
     """A replica's server. Its weights are a number: the commit after which they were sent."""
 
-    def __init__(self, cluster: Cluster, name: str, digen: DigenConfig, samples: VirtualSamples, checks: Checks):
+    def __init__(
+        self,
+        cluster: Cluster,
+        name: str,
+        digen: DigenConfig,
+        samples: VirtualSamples,
+        checks: Checks,
+        *,
+        version: int = 0,
+    ):
         self._cluster, self._name, self._samples, self._checks = cluster, name, samples, checks
         self._batcher = RequestBatcher(
             self._denoise, max_batch_size=digen.rollout.max_batch_size, wait_s=digen.rollout.batch_wait_s
         )
-        self._weights = self._version = 0
+        self._weights = self._version = version
         self._sealed_version: int | None = None
         self._staged: dict[str, int] = {}
         self._sealed: dict[str, int] = {}

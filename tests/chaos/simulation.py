@@ -2,8 +2,8 @@
 """One run of a world: the project's trainer for separate pools, from its conductor down, on processes of `roles`.
 
 Real: `step`, `on_step_end`, `on_validate_begin` and all they call (conductor, planner, pools, chunk runners, agent loop
-workers, reward workers, replica updates), and the wait for a validation. Modelled: verl's loop around them (`_fit`),
-and the transfer of weights (`Sender`).
+workers, reward workers, replica updates), the prompts that a checkpoint holds, and the wait for a validation. Modelled:
+verl's loop around them (`_fit`), the transfer of weights (`Sender`) and the files of a checkpoint (`Files`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -41,6 +42,7 @@ from verl_digen.store.keys import SampleName
 from verl_digen.store.partitions import VAL
 from verl_digen.store.prompts import submit_prompts
 from verl_digen.store.samples import clear
+from verl_digen.trainer.base import DiffusionTrainer
 from verl_digen.trainer.disaggregated import DisaggregatedTrainer
 from verl_digen.trainer.ranks import TrainerRanks
 from verl_digen.trainer.replicas import replica_metrics
@@ -106,10 +108,38 @@ class Sender:
         self._cluster.get([worker.update_weights.remote(version, weights) for worker in workers])
 
 
-class Trainer(DisaggregatedTrainer):
-    """The project's trainer, made without verl's constructor, which starts Ray."""
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint, as far as the driver writes it; each part is read at the end of the saving, as the project does."""
 
-    def __init__(self, world: World, simulation: Simulation):
+    step: int
+    num_drawn: int
+    open_prompts: tuple[PromptRow, ...]
+    began_s: float
+    end_s: float
+
+
+class Files(DiffusionTrainer):
+    """Stands below `DisaggregatedTrainer`: a checkpoint takes virtual time and stays in memory."""
+
+    world: World
+    saved: list[Saved]
+
+    def _save_checkpoint(self) -> None:
+        began_s = self._recorder.now_s()  # type: ignore[attr-defined]
+        time.sleep(self.world.save_s)  # the ranks write their shards
+        found = (self.global_steps, self._num_prompts_drawn, tuple(self._open_prompts()))
+        self.saved.append(Saved(*found, began_s, self._recorder.now_s()))  # type: ignore[attr-defined]
+
+
+class Trainer(DisaggregatedTrainer, Files):
+    """The project's trainer, made without verl's constructor, which starts Ray.
+
+    Args:
+        resumes: the checkpoint that it continues from.
+    """
+
+    def __init__(self, world: World, simulation: Simulation, resumes: Saved | None = None):
         self.world, self.simulation, self.digen = world, simulation, simulation.digen
         loop = simulation.loop
         self.config = OmegaConf.create(
@@ -128,14 +158,19 @@ class Trainer(DisaggregatedTrainer):
         self.agent_loop_manager = SimpleNamespace(agent_loop_workers=simulation.agents)
         self.checkpoint_manager = simulation.sender
         self.llm_server_manager = SimpleNamespace(global_load_balancer=simulation.balancer)
-        self.global_steps, self.total_training_steps, self.timing_raw = 1, world.num_batches, {}
+        self.total_training_steps, self.timing_raw = world.num_batches, {}
         self._reward_names = []
         self._recorder = Recorder(now_s=loop.time)
         self._driver = Lane("driver", 0, socket.gethostname(), 0)
         self._conductor = None
         self._num_devices = {"trainer": world.num_ranks, "generator": world.num_replicas}
-        self._num_drawn = 0
+        self._first, self._num_prompts_drawn, self._drawn = 1, 0, []
+        if resumes is not None:
+            self._first, self._num_prompts_drawn = resumes.step + 1, resumes.num_drawn
+            self._drawn = list(resumes.open_prompts)
+        self.saved = []
         self._condition_keys = set()
+        self.global_steps = self._first
         self._ranks = TrainerRanks(simulation.ranks)
         self.run_dir = Path("unused")
         self._supervision = Supervision(
@@ -157,10 +192,10 @@ class Trainer(DisaggregatedTrainer):
             start_s=self.digen.deadlines.start_s,
         )
 
-    def _take_prompts(self, count: int) -> list[PromptRow]:
-        uids = [f"p{self._num_drawn + number:04d}" for number in range(count)]
-        self._num_drawn += count
-        return [prompt_row(uid) for uid in uids]
+    def _draw_batch(self) -> list[PromptRow]:
+        first = self._num_prompts_drawn
+        self._num_prompts_drawn += self.world.num_prompts
+        return [prompt_row(f"p{number:04d}") for number in range(first, self._num_prompts_drawn)]
 
     def _draw_prompts(self, batch: int, count: int) -> list[str]:
         uids = super()._draw_prompts(batch, count)
@@ -177,10 +212,12 @@ class Trainer(DisaggregatedTrainer):
             self._fit()
 
     def _fit(self) -> None:
-        for step in range(1, self.world.num_batches + 1):
+        for step in range(self._first, self.world.num_batches + 1):
             self.global_steps = step
             self._step_began_s = self._recorder.now_s()
             batch = self.step({}, self.timing_raw)
+            if step in self.world.saves:
+                self._save_checkpoint()
             self.on_step_end()
             if step in self.world.validates:
                 self.on_validate_begin()
@@ -207,12 +244,13 @@ class Trainer(DisaggregatedTrainer):
 class Simulation:
     """All processes of a world, and the trainer."""
 
-    def __init__(self, world: World):
+    def __init__(self, world: World, resumes: Saved | None = None):
         self.loop = VirtualLoop()
         self.cluster = cluster = Cluster(self.loop, world.seed, world.faults)
         self.checks = checks = Checks(world.group_size, world.num_ranks, world.max_versions)
         self.digen = digen = world.digen()
         samples = self._samples = VirtualSamples(digen)
+        self._version = 0 if resumes is None else resumes.step
         self.num_restarts = 0
         """Replicas that were started in place of lost ones."""
         self.queue = Queue()
@@ -220,6 +258,8 @@ class Simulation:
         self.rank_targets = [
             Rank(cluster, number, world.num_ranks, self.queue, samples, checks) for number in range(world.num_ranks)
         ]
+        for rank in self.rank_targets:
+            rank.num_commits = self._version
         self.ranks = RankGroup([cluster.start(f"{RANK} {n}", rank) for n, rank in enumerate(self.rank_targets)])
         rewards = [cluster.start(f"{REWARD} {n}", Reward(cluster, f"{REWARD} {n}")) for n in range(world.num_rewards)]
         judges = [cluster.start("judge", Judge(cluster, "judge", checks))] if world.compares else []
@@ -235,11 +275,12 @@ class Simulation:
             client.__dict__["digen"] = digen  # a cached property, of a config that is not there
             agent = Agent(client, digen, rewards, judges, world.group_size)
             self.agents.append(cluster.start(f"{AGENT} {number}", agent))
-        self.trainer = Trainer(world, self)
+        self.trainer = Trainer(world, self, resumes)
 
     def _start_replica(self, number: int, samples: VirtualSamples) -> Replica:
         name = f"{SERVER} {number}"
-        handle = self.cluster.start(name, Server(self.cluster, name, self.digen, samples, self.checks))
+        server = Server(self.cluster, name, self.digen, samples, self.checks, version=self._version)
+        handle = self.cluster.start(name, server)
         return Replica(
             name, handle, [self.cluster.start(f"{ENGINE} {number}", Engine(name, self.digen.deadlines.blip_s))]
         )
@@ -306,14 +347,15 @@ def in_place_of_ray(simulation: Simulation) -> Iterator[None]:
             patch.stop()
 
 
-def simulate(world: World, change: Callable[[Simulation], None] | None = None) -> Verdict:
+def simulate(world: World, change: Callable[[Simulation], None] | None = None, resumes: Saved | None = None) -> Verdict:
     """Run a world to its end.
 
     Args:
-        change: breaks something before the run begins, to see that it is found.
+        change: breaks or watches something before the run begins.
+        resumes: the checkpoint that the run continues from.
     """
     random.seed(world.seed)  # verl's balancer and the reward workers draw from the module's generator
-    simulation = Simulation(world)
+    simulation = Simulation(world, resumes)
     simulation.watch_outcomes()
     if change is not None:
         change(simulation)

@@ -56,6 +56,10 @@ class World:
     """Also a reward of whole groups, of weight 0."""
     validates: tuple[int, ...] = ()
     """Steps after which there is a validation."""
+    saves: tuple[int, ...] = ()
+    """Steps after which there is a checkpoint."""
+    save_s: float = 3.0
+    """Virtual seconds that a checkpoint takes."""
     faults: tuple[Fault, ...] = ()
 
     def __repr__(self) -> str:
@@ -133,7 +137,8 @@ def draw_world(seed: int, kinds: Sequence[Kind] = KINDS) -> World:
         validates=tuple(step for step in range(1, num_batches + 1) if rng.random() < 0.2),
     )
     world = replace(world, faults=draw_faults(rng, world.processes(), kinds))
-    return replace(world, compares=rng.random() < 0.5)
+    world = replace(world, compares=rng.random() < 0.5)
+    return replace(world, saves=tuple(step for step in range(1, num_batches + 1) if rng.random() < 0.3))
 
 
 def smaller(world: World) -> Iterator[World]:
@@ -141,11 +146,12 @@ def smaller(world: World) -> Iterator[World]:
     for index in range(len(world.faults)):
         yield replace(world, faults=world.faults[:index] + world.faults[index + 1 :])
     plain = World()
-    changes: list[dict[str, Any]] = [{"validates": ()}, {"assist": "off"}, {"max_versions": 0}]
+    changes: list[dict[str, Any]] = [{"validates": ()}, {"saves": ()}, {"assist": "off"}, {"max_versions": 0}]
     changes += [
         {f.name: f.default}
         for f in fields(World)
-        if f.name not in ("seed", "faults", "validates", "num_batches", "num_replicas", "num_prompts", "group_size")
+        if f.name
+        not in ("seed", "faults", "validates", "saves", "num_batches", "num_replicas", "num_prompts", "group_size")
         and getattr(world, f.name) != getattr(plain, f.name)
     ]
     for name in ("num_batches", "num_prompts", "group_size", "num_replicas"):

@@ -51,7 +51,7 @@ OVERRIDDEN = {
     "virtual.replica:VirtualReplica": "init_standalone launch_servers",
     "virtual.trainer:VirtualTrainer": "_init_resource_pool_mgr",
     "virtual.worker:VirtualWorker": "init_model update_weights save_checkpoint load_checkpoint",
-    "trainer.disaggregated:DisaggregatedTrainer": "on_step_end _setup _get_n_gpus_for_throughput on_step_begin "
+    "trainer.disaggregated:DisaggregatedTrainer": "on_step_end _setup _get_n_gpus_for_throughput on_step_begin step "
     "on_validate_begin _compute_metrics _validate _save_checkpoint",
     "facade:RayFlowGRPOTrainer": "init_workers fit",
     "trainer.replay_buffer:GroupReplayBuffer": "_evict_terminal_groups",

@@ -23,6 +23,7 @@ from tests.e2e.conftest import (
 )
 from tests.weight_change import SGD
 from verl_digen.observe.timeline import read_timeline
+from verl_digen.trainer.checkpoint import load_driver_state, load_open_prompts
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
@@ -134,8 +135,13 @@ def test_an_exception_in_training_stops_the_run_and_a_resume_ends_where_it_would
     assert "step 2 failed: FloatingPointError: the loss overflowed" in last, stopped.output[-3000:]
     assert "checkpoint of step 1 is intact" in last and "trainer.resume_mode=auto" in last
     assert [row["step"] for row in steps_of(stopped)] == [1]
+    begun = load_open_prompts(run_dir / "global_step_1")
+    assert len(begun) == 4, "the next batch, which replicas had begun"
+    assert load_driver_state(run_dir / "global_step_1").num_prompts_drawn == 8
     resumed = run_main(run_dir, *overrides, recipe=SEPARATE)
     assert_succeeded(resumed)
     assert [row["step"] for row in steps_of(resumed)] == [1, 2, 3]
     assert_every_sample_trained_once(resumed)
     assert_same_weights(separate, resumed, 3)
+    trained = [one for one in read_timeline(run_dir / "timeline.jsonl").intervals if one.kind == "train"]
+    assert {uid for one in trained if one.step == 2 for uid in one.group_ids} == {row.uid for row in begun}

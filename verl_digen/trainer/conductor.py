@@ -16,8 +16,8 @@ It never polls: every event is a task. A free trainer asks the planner after eve
 most once more, at the moment that the planner named. If that moment passes too (a slot is slower than predicted), the
 trainer waits for the next event.
 
-    run_batch ... publish ... run_batch ... publish       the caller saves, logs and moves weights in between
-               ^^^^^^^^^^^ keep_feeding                   the next batch may begin early, slots keep working
+    run_batch ... publish ... run_batch ... publish       the caller moves weights, then saves, validates and logs
+              ^^^         ^^^ keep_feeding                slots keep working; after `publish` the next batch has begun
 
 | who waits | for whom | bound |
 | --- | --- | --- |
@@ -163,6 +163,8 @@ class Conductor:
     async def publish(self, version: int, lost_slots: Sequence[str] = (), joining: Sequence[Joining] = ()) -> None:
         """Announce that every replica has received `version` and may load it between two chunks.
 
+        Prompts of the next batch are drawn, so that it begins while the caller saves, validates and logs.
+
         Args:
             lost_slots: slots of replicas that died, now or before.
             joining: restarted replicas, and living replicas whose slots had been given up.
@@ -173,7 +175,7 @@ class Conductor:
         self.planner.on_published(version)
         for replica in joining:
             self._slots.join(replica, version)
-        self._feed(draws=False)
+        self._feed()
         self._feeding = asyncio.ensure_future(self._keep_feeding())
 
     async def drain(self) -> None:

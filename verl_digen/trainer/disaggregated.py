@@ -2,10 +2,14 @@
 """FlowGRPO on separate pools: generation and training at the same time inside one strictly on-policy step.
 
     _setup        trainer ranks, reward workers; then replicas on devices of their own, and a checkpoint engine to them
-    step          the conductor: chunks out, fragments in, one commit              (verl_digen.trainer.conductor)
-    on_step_end   version v+1 to every replica, which takes it between two chunks; the timeline of the step to disk
+    step          the conductor: chunks out, fragments in, one commit              (verl_digen.trainer.conductor);
+                  then version v+1 to every replica, which takes it between two chunks
+    checkpoint    written by the trainer's ranks (verl's loop), while replicas load v+1 and generate for the next step
+    on_step_end   the timeline of the step to disk
 
-The conductor runs in a thread of its own, so that replicas which may begin the next batch are fed between steps too.
+The conductor runs in a thread of its own, so that replicas are fed between steps too. Prompts are drawn only while the
+main thread waits for it, in a step or when weights are published: what a checkpoint says about prompts does not depend
+on how far the next batch has come.
 
 Invariant (tests/e2e): after any number of steps the weights are those of the colocated trainer, to float tolerance.
 """
@@ -239,7 +243,13 @@ class DisaggregatedTrainer(DiffusionTrainer):
         if outcome.unwanted:
             clear(TRAIN, [name.key for name in outcome.unwanted])
 
-    def on_step_end(self) -> None:
+    def step(self, metrics: dict, timing_raw: dict) -> Any:
+        batch = super().step(metrics, timing_raw)
+        self._publish()  # verl's loop writes the checkpoint next, and no replica shall wait for it
+        return batch
+
+    def _publish(self) -> None:
+        """Send the committed weights to every replica, and have them begin what they may of the next batch."""
         assert self._conductor is not None
         with (
             self._recorder.interval(
@@ -252,6 +262,8 @@ class DisaggregatedTrainer(DiffusionTrainer):
         lost, joining = self._lost_slots(), self._join_replicas()
         self._supervision.run(self._conductor.publish(self.global_steps, lost, joining))
         self._restarts.replace_lost(len(self.checkpoint_manager.replicas))
+
+    def on_step_end(self) -> None:
         self._close_timeline()
 
     def _join_replicas(self) -> list[Joining]:
