@@ -162,7 +162,8 @@ async def measure(args: argparse.Namespace) -> dict[int, dict[str, Cost]]:
         for repeat in range(args.repeats + 1):
             for name in list(ways) if repeat % 2 else list(reversed(ways)):
                 requests = [
-                    make_request(number, args.batch_size, sampling, f"{name}-{count}-{repeat}-") for number in range(count)
+                    make_request(number, args.batch_size, sampling, f"{name}-{count}-{repeat}-")
+                    for number in range(count)
                 ]
                 cost = await cost_of(ways[name], requests)
                 if repeat:  # the first one warms up
