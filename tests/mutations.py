@@ -2728,7 +2728,8 @@ def run(copy: Path, log: Path, chosen: Sequence[Mutation]) -> int:
 
 def copy_tree(copy: Path) -> None:
     """Copy the files that git knows, as they are in the working tree."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
+    words = ["git", "-c", "safe.directory=*", "ls-files", "-z"]
+    listed = subprocess.run(words, cwd=ROOT, capture_output=True, check=True).stdout
     for name in filter(None, listed.decode().split("\0")):
         source, target = ROOT / name, copy / name
         target.parent.mkdir(parents=True, exist_ok=True)
