@@ -8,7 +8,8 @@ One process, one engine. In turns, and each first in half of the repeats, come
 - bare: vLLM-Omni's `AsyncOmni.generate` without an order; its own scheduler, its own pictures, nothing recorded;
 - vllm_omni: `vLLMOmniHttpServer.generate`, as an agent loop worker calls it, without Ray; our SDE, every step recorded.
 
-`--adapter` gives both a LoRA adapter. The table has medians, and the ratio of the medians. CPU time is that of all
+Requests come in chunks of a batch, as on separate pools, or with `--colocated` each by itself.
+`--adapter` gives both ways a LoRA adapter. The table has medians, and the ratio of the medians. CPU time is that of all
 threads of the process: on a machine with other work it says more than wall time, on an accelerator less. Needs the
 extra vllm-omni; takes one device, or some minutes on a CPU core.
 """
@@ -43,7 +44,7 @@ from verl_digen.models import load_model
 from verl_digen.rollout.vllm_omni.requests import adapter_request, to_prompt
 from verl_digen.rollout.vllm_omni.server import vLLMOmniHttpServer
 from verl_digen.rollout.vllm_omni.worker import zmq_handle
-from verl_digen.types import Geometry, SampleRequest, Sampling
+from verl_digen.types import Burst, Geometry, SampleRequest, Sampling
 from verl_digen.weights.checksum import Manifest
 from verl_digen.weights.sending import Wire, send_update
 
@@ -57,10 +58,16 @@ class Cost(NamedTuple):
     wall_s: float
 
 
-def make_request(number: int, group_size: int, sampling: Sampling, prefix: str) -> SampleRequest:
-    """Sample of a group, of which every step but the last is stochastic and recorded."""
+MIN_IMAGES = 16
+"""Images of one measurement at least, in rounds."""
+
+
+def make_request(number: int, count: int, args: argparse.Namespace, prefix: str) -> SampleRequest:
+    """One of `count` samples; every step but the last is stochastic and recorded."""
+    sampling = Sampling(Geometry(args.size_px, args.size_px), args.num_steps, args.true_cfg_scale, "flow", 0.7)
     every_step = tuple(range(sampling.num_steps - 1))
-    group, index = divmod(number, group_size)
+    group, index = divmod(number, args.batch_size)
+    size = min(args.batch_size, count - group * args.batch_size)
     return SampleRequest(
         f"{prefix}{group}",
         index,
@@ -69,6 +76,7 @@ def make_request(number: int, group_size: int, sampling: Sampling, prefix: str) 
         Window(every_step, every_step),
         sampling,
         wants_condition=index == 0,
+        burst=None if args.colocated else Burst(f"{prefix}{group}", size, joins_groups=False),
     )
 
 
@@ -144,28 +152,28 @@ def generators(server: Any) -> dict[str, Generate]:
     return {"bare": bare, "vllm_omni": recorded}
 
 
-async def cost_of(generate: Generate, requests: list[SampleRequest]) -> Cost:
-    """Cost of an image where all are requested at once."""
+async def cost_of(generate: Generate, rounds: list[list[SampleRequest]]) -> Cost:
+    """Cost of an image where those of a round are requested at once."""
     cpu_s, wall_s = time.process_time(), time.perf_counter()
-    await asyncio.gather(*map(generate, requests))
-    spent = Cost(time.process_time() - cpu_s, time.perf_counter() - wall_s)
-    return Cost(spent.cpu_s / len(requests), spent.wall_s / len(requests))
+    for requests in rounds:
+        await asyncio.gather(*map(generate, requests))
+    num_images = sum(map(len, rounds))
+    return Cost((time.process_time() - cpu_s) / num_images, (time.perf_counter() - wall_s) / num_images)
 
 
 async def measure(args: argparse.Namespace) -> dict[int, dict[str, Cost]]:
     """Number of requests at a time -> way -> medians over the repeats."""
     ways = generators(await start_server(args))
-    sampling = Sampling(Geometry(args.size_px, args.size_px), args.num_steps, args.true_cfg_scale, "flow", 0.7)
     table = {}
     for count in args.requests:
         seen: dict[str, list[Cost]] = {name: [] for name in ways}
         for repeat in range(args.repeats + 1):
             for name in list(ways) if repeat % 2 else list(reversed(ways)):
-                requests = [
-                    make_request(number, args.batch_size, sampling, f"{name}-{count}-{repeat}-")
-                    for number in range(count)
+                rounds = [
+                    [make_request(number, count, args, f"{name}-{count}-{repeat}-{each}-") for number in range(count)]
+                    for each in range(-(-MIN_IMAGES // count))
                 ]
-                cost = await cost_of(ways[name], requests)
+                cost = await cost_of(ways[name], rounds)
                 if repeat:  # the first one warms up
                     seen[name].append(cost)
         table[count] = {name: Cost(*map(median, zip(*costs, strict=True))) for name, costs in seen.items()}
@@ -190,6 +198,7 @@ def main() -> None:
     parser.add_argument("--true_cfg_scale", type=float, default=1.0)
     parser.add_argument("--batch_size", type=int, default=8, help="digen.rollout.max_batch_size")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32, 96], help="at a time")
+    parser.add_argument("--colocated", action="store_true", help="requests are not announced as chunks")
     parser.add_argument("--adapter", action="store_true", help="serve a LoRA adapter")
     parser.add_argument("--rank", type=int, default=4, help="of the adapter")
     parser.add_argument("--repeats", type=int, default=5)

@@ -929,15 +929,15 @@ TABLE: tuple[Mutation, ...] = (
     Mutation(
         "rollout/batcher.py",
         "a picture is generated, with the samples of its batch",
-        "return entry[0].sampling, entry[0].picture is None",
-        "return entry[0].sampling, True",
+        "return entry[0].sampling, entry[0].picture is None, entry[0].batch_group",
+        "return entry[0].sampling, True, entry[0].batch_group",
         PICTURES,
     ),
     Mutation(
         "rollout/batcher.py",
         "a chunk that is complete waits for further requests",
-        "and not self._has_all_announced():",
-        "and True:",
+        "or self._bursts.are_complete(one.burst for one in waiting)",
+        "or not waiting",
         "rollout/test_batcher.py",
     ),
     Mutation(
@@ -968,6 +968,27 @@ TABLE: tuple[Mutation, ...] = (
         "made.pixels[row].clone()",
         "made.pixels[row]",
         "rollout/test_samples.py",
+    ),
+    Mutation(
+        "rollout/batcher.py",
+        "groups share batches though their chunks say otherwise",
+        "entry[0].picture is None, entry[0].batch_group",
+        "entry[0].picture is None, None",
+        "rollout/test_batcher.py",
+    ),
+    Mutation(
+        "schedulers/rules.py",
+        "two slots halve the chunks of a replica",
+        "-(-num_slots // self.slots_per_replica)",
+        "num_slots",
+        "schedulers/test_planner.py",
+    ),
+    Mutation(
+        "algorithms/sde.py",
+        "whoever changes a step changes all later ones",
+        "(sigma, sigma_next, noise_level, sigma_max))).clone()",
+        "(sigma, sigma_next, noise_level, sigma_max)))",
+        SDE,
     ),
     Mutation(
         "rollout/bursts.py",

@@ -73,6 +73,8 @@ class Burst:
     """Unique among the bursts of a run."""
     size: int
     """Number of requests."""
+    joins_groups: bool = True
+    """True if its samples may share a batch with those of other groups."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,11 @@ class SampleRequest:
     def noise_index(self, step: int) -> int:
         """Number of the sample in its group whose noise a stochastic step takes: its own, or that of its node."""
         return self.sample_index if self.tree is None else self.tree.node(self.sample_index, step)
+
+    @property
+    def batch_group(self) -> str | None:
+        """Group that has its batches for itself; None where groups share them."""
+        return None if self.burst is None or self.burst.joins_groups else self.uid
 
     @property
     def nodes(self) -> tuple[int, ...]:

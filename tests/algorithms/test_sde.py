@@ -297,3 +297,22 @@ def test_cps_keeps_the_coefficients_of_point_data():
 def test_wrong_arguments_are_errors_that_say_what_is_wrong(overrides, message):
     with pytest.raises(ValueError, match=message):
         take(**dict(law="flow") | overrides)
+
+
+def test_a_step_that_is_taken_again_has_the_same_numbers_whatever_was_done_to_the_first_one():
+    sample, velocity, noise = torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(0))
+    sigma, sigma_next = torch.tensor([0.9, 0.5]), torch.tensor([0.8, 0.4])
+
+    def take():
+        given = {"law": "flow", "noise_level": torch.tensor([0.7, 0.0]), "sigma_max": 0.9, "noise": noise}
+        return sde_step(velocity, sample, sigma, sigma_next, **given)
+
+    with torch.inference_mode():
+        first = take()
+        kept = first.mean.clone(), first.std.clone(), first.log_prob.clone()
+        first.std.fill_(9.0)
+    again = take()
+    assert all(torch.equal(got, own) for got, own in zip((again.mean, again.std, again.log_prob), kept, strict=True))
+    velocity.requires_grad_()
+    take().log_prob.sum().backward()
+    assert velocity.grad is not None, "numbers that were computed in inference mode serve a backward too"

@@ -56,7 +56,8 @@ def test_the_run_plans_with_the_rules_that_are_simulated_and_these_are_the_defau
     assert rules == replace(simulated, **refills)
     assert rules.trainer_chunk_size(12) == min(numbers.group_size, 20)
     planning = ("digen.gap.", "digen.tag.", "digen.queue.", "digen.staleness.")
-    assert not [override for override in virtual_overrides(profile, name, split, 1.0) if override.startswith(planning)]
+    others = [override for override in virtual_overrides(profile, name, split, 1.0) if override.startswith(planning)]
+    assert others == ["digen.gap.slots_per_replica=1"], "a virtual device takes no time between two chunks"
 
 
 def test_the_prediction_is_the_simulators_scaled():

@@ -253,6 +253,7 @@ def separate(tmp_path_factory: pytest.TempPathFactory, judge: ChatServer) -> Run
         "trainer.save_freq=1",
         "trainer.test_freq=3",
         "digen.reward.functions.shapes={weight: 1.0, num_workers: 2, max_batch_size: 4}",  # a pool of its own
+        "digen.gap.slots_per_replica=1",  # with 2, these small pictures are all drawn before the first is scored
         judged_by(judge),
         recipe=SEPARATE,
     )

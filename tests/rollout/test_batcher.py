@@ -97,10 +97,10 @@ def test_prompts_of_like_length_share_a_batch():
     assert asyncio.run(run()) == [["p0", "p0", "p2", "p2"], ["p1", "p1", "p3", "p3"]]
 
 
-def chunk(uid: str, size: int, announced: int | None = None, text: str = "a prompt") -> list[SampleRequest]:
+def chunk(uid: str, size: int, announced: int | None = None, joins_groups: bool = True) -> list[SampleRequest]:
     """Requests of one chunk, which says that it has `announced` of them, or as many as there are."""
-    burst = Burst(f"chunk {uid}", size if announced is None else announced)
-    return [replace(request(uid, index, text=text), burst=burst) for index in range(size)]
+    burst = Burst(f"chunk {uid}", size if announced is None else announced, joins_groups)
+    return [replace(request(uid, index), burst=burst) for index in range(size)]
 
 
 def starts_of(arrivals: list[tuple[float, list[SampleRequest]]], takes_s: float = 2.0) -> list[tuple[float, list[str]]]:
@@ -145,6 +145,23 @@ def test_what_is_left_of_a_large_chunk_follows_at_once():
 def test_chunks_that_wait_behind_a_batch_form_one_batch_and_start_at_once():
     played = starts_of([(0.0, chunk("a", 4)), (0.5, chunk("b", 2)), (1.9, chunk("c", 4))])
     assert played == [(0.0, ["a"] * 4), (pytest.approx(2.0), ["b", "b", "c", "c", "c", "c"])]
+
+
+def test_groups_that_do_not_share_batches_run_one_after_the_other_in_the_order_of_arrival():
+    first, second, third = (chunk(uid, 2, joins_groups=False) for uid in "bac")
+    refill = replace(second[0], sample_index=7, burst=Burst("refill", 1, False))
+    played = starts_of([(0.0, first[:1]), (0.01, [first[1], *second]), (1.0, [*third, refill])])
+    assert played == [
+        (pytest.approx(0.01), ["b"] * 2),
+        (pytest.approx(2.01), ["a"] * 3),
+        (pytest.approx(4.01), ["c"] * 2),
+    ]
+
+
+def test_a_group_that_is_complete_does_not_wait_for_the_one_behind_it():
+    late = chunk("b", 2, joins_groups=False)
+    played = starts_of([(0.0, [*chunk("a", 2, joins_groups=False), late[0]]), (0.02, late[1:])])
+    assert played == [(0.0, ["a"] * 2), (pytest.approx(2.0), ["b"] * 2)]
 
 
 def test_requests_without_bursts_form_the_batches_that_they_form_without_chunks_beside_them():

@@ -619,3 +619,22 @@ def test_an_assist_of_default_size_gives_every_rank_as_many_samples(group_size, 
     assert rules.trainer_chunk_size(num_slots) == size
     assert replace(rules, assist_chunk_size=3).trainer_chunk_size(num_slots) == 3
     assert replace(rules, assist_chunk_size=100).trainer_chunk_size(num_slots) == group_size
+
+
+@pytest.mark.parametrize(
+    ("group_size", "num_replicas", "slots_per_replica", "size"),
+    [(16, 8, 1, 2), (16, 8, 2, 2), (16, 8, 4, 2), (16, 3, 2, 6), (16, 1, 2, 8), (4, 8, 2, 1)],
+)
+def test_further_slots_of_a_replica_hold_the_next_groups(group_size, num_replicas, slots_per_replica, size):
+    rules = BatchRules(num_prompts=8, group_size=group_size, max_chunk_size=8, slots_per_replica=slots_per_replica)
+    assert rules.slot_chunk_size(num_replicas * slots_per_replica) == size
+    planner = BatchPlanner(rules, MeasuredDurations(), first_batch=0, num_batches=1)
+    for replica in range(num_replicas):
+        for slot in range(slots_per_replica):
+            planner.on_slot_joined(f"{replica}/{slot}", replica=str(replica), version=0)
+    planner.on_prompts(0, [f"p{number}" for number in range(8)])
+    chunks = [decision.chunk for decision in planner.assign(0.0)]
+    assert len(chunks) == num_replicas * slots_per_replica
+    first_of_each = chunks[:num_replicas]
+    groups = -(-num_replicas * size // group_size)
+    assert {chunk.uid for chunk in first_of_each} <= {f"p{number}" for number in range(groups)}

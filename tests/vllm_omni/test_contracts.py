@@ -6,6 +6,7 @@ These tests fail first with another version; each names the code that would brea
 
 from __future__ import annotations
 
+import copy
 import inspect
 import queue
 from dataclasses import fields, replace
@@ -30,6 +31,7 @@ from vllm_omni.diffusion.worker.utils import StepRequestState
 from vllm_omni.entrypoints.async_omni import AsyncOmni
 
 from tests.vllm_omni.conftest import RUN_SEED, request
+from verl_digen.rollout.vllm_omni import engine
 from verl_digen.rollout.vllm_omni.edit_pipelines import SHAPES_AT
 from verl_digen.rollout.vllm_omni.engine import BarrierQueue, BarrierRequestScheduler, BarrierStepScheduler
 from verl_digen.rollout.vllm_omni.flux_pipelines import ReadsSources
@@ -99,6 +101,11 @@ def test_requests_of_two_adapters_never_share_a_batch():
     assert scheduled(scheduler) == ["r0", "r1"]
 
 
+def test_vllm_omnis_copy_of_a_requests_parameters_holds_the_same_order():
+    params = engine_request(0).sampling_params
+    assert copy.deepcopy(params).extra_args[ORDER] is params.extra_args[ORDER]
+
+
 def test_requests_with_and_without_an_order_never_share_a_batch():
     scheduler = scheduler_of(BarrierRequestScheduler)
     for number, is_recorded in enumerate((True, True, False)):
@@ -126,6 +133,29 @@ def test_a_batch_with_all_requests_that_were_announced_waits_for_no_further_one(
         scheduler.add_request(engine_request(number, burst=Burst("b", 3)))
     scheduler._running.clear()
     assert set(scheduler._waiting) == {"r3", "r4", "r5"} and ends_after(0.001)
+
+
+def test_requests_that_come_together_take_their_first_step_together(monkeypatch):
+    scheduler = scheduler_of(BarrierStepScheduler)
+    scheduler.add_request(engine_request(0, burst=Burst("a", 2)))
+    assert scheduled(scheduler) == [] and not scheduler.has_requests(), "the engine's loop sleeps"
+    scheduler.add_request(engine_request(1, burst=Burst("a", 2)))
+    assert scheduler.has_requests() and scheduled(scheduler) == ["r0", "r1"]
+    scheduler.add_request(engine_request(2, burst=Burst("b", 2)))
+    assert scheduled(scheduler) == ["r0", "r1"] and scheduler.has_requests()
+    scheduler._running.clear()
+    monkeypatch.setattr(engine, "BURST_WAIT_S", 0.0)
+    assert scheduler.has_requests() and scheduled(scheduler) == ["r2"], "the other one never comes"
+
+
+@pytest.mark.parametrize("kind", [BarrierStepScheduler, BarrierRequestScheduler])
+def test_groups_that_do_not_share_batches_run_one_after_the_other(kind):
+    scheduler = scheduler_of(kind)
+    for number in (0, 1, 3, 4):  # two of each group
+        scheduler.add_request(engine_request(number, burst=Burst(str(number // 3), 2, joins_groups=False)))
+    assert scheduled(scheduler) == ["r0", "r1"]
+    scheduler._running.clear()
+    assert scheduled(scheduler) == ["r3", "r4"]
 
 
 @pytest.mark.parametrize("kind", [BarrierStepScheduler, BarrierRequestScheduler])

@@ -8,6 +8,7 @@
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ INITIAL_LATENTS = -1
 """The `step` of the initial latents."""
 
 
+@lru_cache(maxsize=4096)
 def sample_seed(run_seed: int, uid: str, sample_index: int, turn: int = 0) -> int:
     """The seed of one sample, or of one turn of its episode, in [0, 2**63)."""
     later = (int(turn),) if turn else ()

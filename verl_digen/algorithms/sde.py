@@ -25,6 +25,8 @@ Sources: Flow-GRPO (flow, cps), LongCat-Video (flow_clipped), DanceGRPO (dance).
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,9 +102,8 @@ def sde_step(
             f"velocity, sample and {'next_sample' if noise is None else 'noise'} must be of one shape, "
             f"got {list(velocity.shape)}, {list(sample.shape)}, {list(outcome.shape)}"
         )
-    transition, log_density = LAWS[law]
-    schedule = _checked_schedule(len(sample), sigma, sigma_next, noise_level, sigma_max)
-    coefficients = torch.stack(transition(*schedule)).float()
+    _, log_density = LAWS[law]
+    coefficients = _coefficients(law, len(sample), *map(_numbers, (sigma, sigma_next, noise_level, sigma_max))).clone()
     if noise is None and not coefficients[2].all():
         rows = (coefficients[2] == 0).nonzero().flatten().tolist()
         raise ValueError(
@@ -144,8 +145,32 @@ def step_weight(sigma: Tensor, sigma_next: Tensor, sigma_max: Tensor) -> Tensor:
     return (sigma / (1 - below_one)).sqrt() / (sigma - sigma_next).sqrt()
 
 
+Numbers = float | tuple[float, ...]
+"""A number, or one of each row."""
+
+
+def _numbers(value: float | Tensor) -> Numbers:
+    """The fp32 numbers on the host, to look up."""
+    return _hashable(torch.as_tensor(value, dtype=torch.float32, device="cpu").tolist())
+
+
+def _hashable(numbers: Any) -> Any:
+    return tuple(map(_hashable, numbers)) if isinstance(numbers, list) else numbers
+
+
+@lru_cache(maxsize=1024)
+def _coefficients(
+    law: str, num_rows: int, sigma: Numbers, sigma_next: Numbers, noise_level: Numbers, sigma_max: Numbers
+) -> Tensor:
+    """[3, N] fp32 a, b and std on the host, kept: a run takes the same steps again and again. Copy them to change
+    them."""
+    with torch.inference_mode(False), torch.no_grad():
+        schedule = _checked_schedule(num_rows, sigma, sigma_next, noise_level, sigma_max)
+        return torch.stack(LAWS[law][0](*schedule)).float()
+
+
 def _checked_schedule(
-    num_rows: int, sigma: Tensor, sigma_next: Tensor, noise_level: float | Tensor, sigma_max: float | Tensor
+    num_rows: int, sigma: Numbers, sigma_next: Numbers, noise_level: Numbers, sigma_max: Numbers
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """sigma, sigma', eta and sigma_max, each [N] fp64 on the host."""
     rows = []
@@ -155,7 +180,7 @@ def _checked_schedule(
         ("noise_level", noise_level, True),
         ("sigma_max", sigma_max, True),
     ):
-        row: Tensor = torch.as_tensor(value, dtype=torch.float32, device="cpu").detach().double()
+        row = torch.tensor(value, dtype=torch.float32, device="cpu").double()
         if row.shape != (num_rows,) and not (may_be_scalar and row.dim() == 0):
             raise ValueError(f"{name} must have shape [{num_rows}], one per row of sample, got {list(row.shape)}")
         rows.append(row.expand(num_rows))

@@ -38,6 +38,7 @@ def virtual_overrides(profile: Profile, source: str, split: Split, time_scale: f
         f"actor_rollout_ref.rollout.n={numbers.group_size}",
         f"digen.sampling.num_steps={numbers.num_steps}",
         f"digen.rollout.max_batch_size={numbers.max_chunk_size}",
+        "digen.gap.slots_per_replica=1",  # as simulated
         *_window_overrides(numbers),
     )
 

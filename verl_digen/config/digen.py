@@ -234,6 +234,14 @@ class DigenConfig:
         return num_prompts if self.max_refills_per_step is None else self.max_refills_per_step
 
     @property
+    def slots_per_replica(self) -> int:
+        """`gap.slots_per_replica`, or what auto stands for."""
+        slots = self.gap.slots_per_replica
+        if isinstance(slots, int):
+            return slots
+        return 1 if self.environment.is_on or self.tag.policy != "off" else 2
+
+    @property
     def loss_name(self) -> str:
         """Name of the policy loss."""
         return self.loss["name"]

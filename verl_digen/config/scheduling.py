@@ -19,10 +19,16 @@ class GapConfig:
     enable: bool = True
     """A fragment trains as soon as it is ready. False: the batch trains in one call, when it is complete (barrier)."""
     chunk_size: int | str = "auto"
-    """Samples of one group that a slot generates together. auto: a group is spread over all slots, within what
+    """Samples of one group that a slot generates together. auto: a group is spread over all replicas, within what
     `digen.rollout.max_batch_size` lets a replica denoise at once. 1: every sample is sent on its own."""
-    slots_per_replica: int = 1
-    """Chunks in flight per replica. 2 keep it busy while the samples of one are sent and the next is requested."""
+    slots_per_replica: int | str = "auto"
+    """Chunks in flight per replica: one that it generates, and others that wait, so that it is busy while samples are
+    sent and the next chunk is requested. auto: 2; with `digen.tag.policy` 1, because the trainer cannot generate a
+    chunk that waits; with `digen.environment` 1, where it is the number of episodes."""
+    join_groups: bool = False
+    """Chunks of several groups that wait on a replica share a batch, up to `digen.rollout.max_batch_size`. Pays where a
+    batch of few samples takes nearly as long as a full one, which small pictures do; else the first group comes later.
+    Give as many slots as chunks fit into two batches."""
     min_groups_per_fragment: int = 1
     """A smaller fragment trains only when no further group is expected."""
     max_groups_per_fragment: int = MAX_GROUPS_PER_FRAGMENT
@@ -36,9 +42,19 @@ class GapConfig:
             self.chunk_size,
             "auto suits most runs",
         )
-        for name in ("slots_per_replica", "min_groups_per_fragment"):
-            value = getattr(self, name)
-            require(value >= 1, f"digen.gap.{name} must be >= 1", value, "1 is the default")
+        require(
+            self.slots_per_replica == "auto"
+            or (isinstance(self.slots_per_replica, int) and self.slots_per_replica >= 1),
+            "digen.gap.slots_per_replica must be auto or a number of chunks >= 1",
+            self.slots_per_replica,
+            "auto suits most runs",
+        )
+        require(
+            self.min_groups_per_fragment >= 1,
+            "digen.gap.min_groups_per_fragment must be >= 1",
+            self.min_groups_per_fragment,
+            "1 is the default",
+        )
         require(
             self.max_groups_per_fragment >= self.min_groups_per_fragment,
             f"digen.gap.max_groups_per_fragment must be >= min_groups_per_fragment={self.min_groups_per_fragment}",

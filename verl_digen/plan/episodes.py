@@ -72,9 +72,10 @@ def _slots_hold(digen: DigenConfig, num_prompts: int, group_size: int, num_repli
         group_size=group_size,
         chunk_size=None if isinstance(gap.chunk_size, str) else gap.chunk_size,
         max_chunk_size=digen.rollout.max_batch_size,
+        slots_per_replica=digen.slots_per_replica,
         replicate_prompts=digen.queue.replicate_prompts,
     )
-    return gap.slots_per_replica * rules.slot_chunk_size(gap.slots_per_replica * num_replicas)
+    return digen.slots_per_replica * rules.slot_chunk_size(digen.slots_per_replica * num_replicas)
 
 
 def turn_geometry(sampling: SamplingConfig, model: DiffusionModel, episodes: Episodes) -> Geometry:

@@ -6,8 +6,9 @@
 
 - A batch holds requests with the `sampling` (size, steps, guidance) of the oldest pending request: the first of them by
   (uid, sample_index), and those whose prompts are nearest to its prompt in length, so that little is padded. The same
-  requests always form the same batch. Pictures of the data set, which are encoded, have batches of their own.
-- A batch starts when it is full, when all pending requests belong to bursts that have arrived whole
+  requests always form the same batch. Pictures of the data set, which are encoded, have batches of their own; so have
+  groups whose requests say so (`SampleRequest.batch_group`).
+- A batch starts when it is full, when all pending requests that it may hold belong to bursts that have arrived whole
   (`SampleRequest.burst`), or when no request has arrived for `wait_s`.
 - A batch starts as soon as the one before has run, while that one's answers are on their way; those of two batches are
   never under way at once.
@@ -161,7 +162,7 @@ class RequestBatcher:
             while not self._pending:
                 self._arrived.clear()
                 await self._arrived.wait()
-            while len(self._pending) < self._max_batch_size and not self._has_all_announced():
+            while not self._is_ready():
                 self._arrived.clear()
                 try:
                     await asyncio.wait_for(self._arrived.wait(), self._wait_s)
@@ -170,8 +171,12 @@ class RequestBatcher:
             if self._open.is_set():
                 return
 
-    def _has_all_announced(self) -> bool:
-        return self._bursts.are_complete(request.burst for request, _ in self._pending)
+    def _is_ready(self) -> bool:
+        """True if the next batch is full, or no further request is announced for it; also if none is pending any more.
+        Requests of other kinds count too, unless a group has its batches for itself."""
+        group = self._pending[0][0].batch_group if self._pending else None
+        waiting = [request for request, _ in self._pending if group is None or request.batch_group == group]
+        return len(waiting) >= self._max_batch_size or self._bursts.are_complete(one.burst for one in waiting)
 
     def _take(self) -> list[Entry]:
         """Remove the next batch from the queue."""
@@ -182,8 +187,8 @@ class RequestBatcher:
         def length(entry: Entry) -> int:
             return len(entry[0].inputs.text)
 
-        def kind(entry: Entry) -> tuple[Sampling, bool]:
-            return entry[0].sampling, entry[0].picture is None
+        def kind(entry: Entry) -> tuple[Sampling, bool, str | None]:
+            return entry[0].sampling, entry[0].picture is None, entry[0].batch_group
 
         oldest = kind(self._pending[0])
         fitting = sorted((entry for entry in self._pending if kind(entry) == oldest), key=by_name)

@@ -38,6 +38,8 @@ class BatchRules:
     """`digen.gap.chunk_size`: samples of a chunk; None = auto, see `slot_chunk_size`."""
     max_chunk_size: int = 8
     """`digen.rollout.max_batch_size`: samples a slot denoises at once; upper limit of `auto`."""
+    slots_per_replica: int = 1
+    """Slots of a replica, of which one is at work and the others wait for it."""
     replicate_prompts: bool = True
     """`digen.queue.replicate_prompts`: a group's samples go out independently. False: a whole group per slot."""
     min_groups_per_fragment: int = 1
@@ -69,6 +71,7 @@ class BatchRules:
             ("data.train_batch_size", self.num_prompts),
             ("actor_rollout_ref.rollout.n", self.group_size),
             ("digen.rollout.max_batch_size", self.max_chunk_size),
+            ("digen.gap.slots_per_replica", self.slots_per_replica),
             ("digen.gap.min_groups_per_fragment", self.min_groups_per_fragment),
             ("the number of trainer ranks", self.num_trainer_ranks),
         ):
@@ -108,16 +111,21 @@ class BatchRules:
         return tuple(name for name, is_on in on.items() if is_on)
 
     def slot_chunk_size(self, num_slots: int) -> int:
-        """Samples of a slot's chunk: as configured, else ceil(G / num_slots), at most `max_chunk_size`.
+        """Samples of a slot's chunk: as configured, else ceil(G / replicas), at most `max_chunk_size`.
 
-        A group is then spread over all slots; with more slots than samples, a chunk is one sample and the remaining
-        slots work on the next groups.
+        A group is then spread over all replicas, and further slots of a replica hold the next groups; with more
+        replicas than samples, a chunk is one sample and the remaining replicas work on the next groups.
+
+        Example:
+            BatchRules(8, 16).slot_chunk_size(num_slots=8)                         # 2
+            BatchRules(8, 16, slots_per_replica=2).slot_chunk_size(num_slots=16)   # 2: of two groups on a replica
         """
         if not self.replicate_prompts:
             return self.group_size
         if self.chunk_size is not None:
             return min(self.chunk_size, self.group_size)
-        return min(self.max_chunk_size, -(-self.group_size // max(num_slots, 1)))
+        num_replicas = max(1, -(-num_slots // self.slots_per_replica))
+        return min(self.max_chunk_size, -(-self.group_size // num_replicas))
 
     def trainer_chunk_size(self, num_slots: int) -> int:
         """Samples of a chunk that the trainer generates: as configured, else the same number on every rank.

@@ -134,6 +134,7 @@ def run_split(
     _check_run(profile, split, techniques, num_steps)
     if rules is None:
         rules = simulated_rules(profile, split, techniques, stale_fraction=stale_fraction)
+    rules = replace(rules, slots_per_replica=1)  # a slot is a device, which takes no time between two chunks
     num_devices = split.generator.num_devices
     slots = [f"slot{index:0{len(str(num_devices))}d}" for index in range(num_devices)]
     generator, replica_of = None, {}

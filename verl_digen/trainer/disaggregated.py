@@ -183,7 +183,7 @@ class DisaggregatedTrainer(DiffusionTrainer):
         num_before = len(self._slots)
         slots = [
             SlotHandle(f"{lane.index:04d}/{num_before + index}", address, replica.server_handle)
-            for index in range(self.digen.gap.slots_per_replica)
+            for index in range(self.digen.slots_per_replica)
         ]
         self._slots += slots
         return Joining(address, lane, [slot.name for slot in slots])

@@ -148,7 +148,7 @@ def split_watch(
         rules,
         num_steps=digen.num_generation_steps,
         num_rows=-(-rows_per_group(digen, rollout.n) // rollout.n),
-        slots_per_replica=digen.gap.slots_per_replica,
+        slots_per_replica=digen.slots_per_replica,
     )
     return SplitWatch(setting, saves=config.trainer.save_freq > 0)
 

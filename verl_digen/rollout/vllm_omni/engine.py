@@ -24,6 +24,7 @@ Invariant (tests/vllm_omni): at any timing of updates, no trajectory has two ver
 from __future__ import annotations
 
 import queue
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -38,7 +39,7 @@ from vllm_omni.diffusion.sched.interface import RequestBatchSamplingParamsKey, S
 from verl_digen.rollout.bursts import Bursts
 from verl_digen.rollout.vllm_omni.recorder import RECORDED
 from verl_digen.rollout.vllm_omni.requests import ORDER
-from verl_digen.types import Burst
+from verl_digen.types import Burst, SampleRequest
 
 BARRIER = frozenset({"commit_weights"})
 """Worker methods that change the weights that trajectories are generated with."""
@@ -48,39 +49,16 @@ ASIDE = frozenset({"begin_update", "seal_weights", "encode", "prompt_cache_stats
 """Worker methods that do not change anything a running batch reads."""
 
 
+BURST_WAIT_S = 0.05
+"""Longest wait in s of a request for those that it comes together with; if they never come, the engine's loop, which
+sleeps meanwhile, sees it within 1 s."""
+
+
 class BarrierScheduler(BaseScheduler):
-    """vLLM-Omni's scheduler with a hold flag that stops admissions; runs probes first and alone."""
+    """vLLM-Omni's scheduler with a hold flag that stops admissions; runs probes first and alone, and groups one after
+    the other where their requests say so (`SampleRequest.batch_group`)."""
 
     is_held = False
-
-    def add_request(self, request: OmniDiffusionRequest) -> str:
-        request_id = super().add_request(request)
-        if _is_probe(request):
-            self._waiting.remove(request_id)
-            self._waiting.appendleft(request_id)
-        return request_id
-
-    def _can_schedule_waiting(self, state: SchedulerRequestState) -> bool:
-        if self.is_held or (self._running and (_is_probe(state.req) or self._runs_probe())):
-            return False
-        return super()._can_schedule_waiting(state)
-
-    def _runs_probe(self) -> bool:
-        return any(_is_probe(self._request_states[request_id].req) for request_id in self._running)
-
-    def has_requests(self) -> bool:
-        """False if all requests are held, so that the engine's loop sleeps."""
-        return bool(self._running) if self.is_held else super().has_requests()
-
-
-class BarrierStepScheduler(BarrierScheduler, StepScheduler):
-    """Scheduler for pipelines with step execution."""
-
-
-class BarrierRequestScheduler(BarrierScheduler, RequestScheduler):
-    """Scheduler for the other pipelines. Recorded and unrecorded requests never share a batch, nor do requests whose
-    prompts have other numbers or sizes of images. A batch with all requests that were announced to come together
-    (`SampleRequest.burst`) waits for no further one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,16 +68,60 @@ class BarrierRequestScheduler(BarrierScheduler, RequestScheduler):
         self._bursts.forget_all_but(map(self._burst_of, [*self._running, *self._waiting]))
         request_id = super().add_request(request)
         self._bursts.arrive(self._burst_of(request_id))
+        if _is_probe(request):
+            self._waiting.remove(request_id)
+            self._waiting.appendleft(request_id)
         return request_id
+
+    def _can_schedule_waiting(self, state: SchedulerRequestState) -> bool:
+        if self.is_held or (self._running and (_is_probe(state.req) or self._runs_probe())):
+            return False
+        if self._running and _batch_group(state.req) != _batch_group(self._request_states[self._running[0]].req):
+            return False
+        return super()._can_schedule_waiting(state)
+
+    def _runs_probe(self) -> bool:
+        return any(_is_probe(self._request_states[request_id].req) for request_id in self._running)
+
+    def _burst_of(self, request_id: str) -> Burst | None:
+        state = self._request_states.get(request_id)
+        request = None if state is None else _sample_request(state.req)
+        return None if request is None else request.burst
+
+    def has_requests(self) -> bool:
+        """False if all requests are held, so that the engine's loop sleeps."""
+        return bool(self._running) if self.is_held else super().has_requests()
+
+
+class BarrierStepScheduler(BarrierScheduler, StepScheduler):
+    """Scheduler for pipelines with step execution. Requests that come together begin together, in one forward: the
+    first ones wait for the others, at most `BURST_WAIT_S`."""
+
+    def _can_schedule_waiting(self, state: SchedulerRequestState) -> bool:
+        return not self._awaits_others(state.request_id) and super()._can_schedule_waiting(state)
+
+    def _awaits_others(self, request_id: str) -> bool:
+        burst = self._burst_of(request_id)
+        if burst is None or self._bursts.are_complete([burst]):
+            return False
+        return time.perf_counter() - self._request_states[request_id].queued_at < BURST_WAIT_S
+
+    def has_requests(self) -> bool:
+        """False, too, while the next one waits for others: the last of them wakes the engine's loop."""
+        if not self._running and self._waiting and self._awaits_others(self._waiting[0]):
+            return False
+        return super().has_requests()
+
+
+class BarrierRequestScheduler(BarrierScheduler, RequestScheduler):
+    """Scheduler for the other pipelines. Recorded and unrecorded requests never share a batch, nor do requests whose
+    prompts have other numbers or sizes of images. A batch with all requests that were announced to come together
+    (`SampleRequest.burst`) waits for no further one."""
 
     def should_end_admission_wait(self, decision: Any, *, now: float, stable_since: float) -> bool:
         if self._waiting and self._bursts.are_complete(map(self._burst_of, self._waiting)):
             return True
         return super().should_end_admission_wait(decision, now=now, stable_since=stable_since)
-
-    def _burst_of(self, request_id: str) -> Burst | None:
-        extra = self._request_states[request_id].req.sampling_params.extra_args
-        return extra[ORDER].request.burst if ORDER in extra else None
 
     def _build_sampling_params_key(self, request: OmniDiffusionRequest) -> RequestBatchSamplingParamsKey:
         key = super()._build_sampling_params_key(request)
@@ -187,6 +209,17 @@ def _is_probe(request: OmniDiffusionRequest) -> bool:
     """True for a probe; False for other samples and for a request without an order (a warm-up)."""
     extra = request.sampling_params.extra_args
     return ORDER in extra and extra[ORDER].is_probe
+
+
+def _batch_group(request: OmniDiffusionRequest) -> str | None:
+    asked = _sample_request(request)
+    return None if asked is None else asked.batch_group
+
+
+def _sample_request(request: OmniDiffusionRequest) -> SampleRequest | None:
+    """The request of an order; None without one (a warm-up)."""
+    extra = request.sampling_params.extra_args
+    return extra[ORDER].request if ORDER in extra else None
 
 
 def _is_record(output: Any) -> bool:

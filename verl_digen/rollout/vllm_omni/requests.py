@@ -28,6 +28,10 @@ class RecordingOrder:
     is_probe: bool = False
     """True: runs alone, before waiting requests, and does not use the prompt cache (`probing.py`)."""
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> RecordingOrder:
+        """Itself: nothing changes an order, and vLLM-Omni copies a request's parameters when it begins."""
+        return self
+
 
 def to_prompt(request: SampleRequest) -> dict[str, Any]:
     """The prompt; the negative prompt only with guidance, because its presence turns guidance on."""

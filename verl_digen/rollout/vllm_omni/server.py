@@ -20,6 +20,7 @@ import multiprocessing
 import os
 import time
 from collections import Counter, deque
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,8 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         """Load the model and start the engine. The arguments are for replicas of several nodes and are not used."""
         self.digen = self.model_config.digen
         self._model = load_model(self.model_config.local_path)
-        self._check_prompt = self._model.load_prompt_check()
+        # a group has one prompt: it is checked once, not once per sample
+        self._check_prompt = lru_cache(self.digen.rollout.embed_cache_size)(self._model.load_prompt_check())
         self._takes_images = self._model.spec.num_images[1] > 0
         self._latents_dtype = PrecisionType.to_dtype(self.digen.rollout.latents_dtype)
         self._sends_adapter = self.model_config.adapter_config() is not None
