@@ -188,6 +188,20 @@ TABLE: tuple[Mutation, ...] = (
         "trainer/test_pools.py",
     ),
     Mutation(
+        "engine/gathered.py",
+        "an assist gathers the weights at every step, whatever memory there is",
+        "for group, _ in meshes if keeps else ():",
+        "for group, _ in ():",
+        "engine/test_assistant.py -k gathers",
+    ),
+    Mutation(
+        "engine/gathered.py",
+        "training keeps gathered weights after an assist",
+        "            group.post_forward_mesh_info = mesh\n",
+        "            group.post_forward_mesh_info = None\n",
+        "engine/test_assistant.py -k gathers",
+    ),
+    Mutation(
         "engine/assistant.py",
         "a rank with fewer batches of samples leaves the others alone in their forwards",
         "share + [[]] * (most - len(share))",

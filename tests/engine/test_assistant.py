@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.engine.harness import (
     LORA,
@@ -30,7 +33,9 @@ from tests.engine.harness import (
 from verl_digen.algorithms.outside import Outside
 from verl_digen.algorithms.tree import Tree
 from verl_digen.algorithms.window import Window
+from verl_digen.engine import memory
 from verl_digen.engine.assistant import Assistant, deal_samples
+from verl_digen.engine.gathered import gathered_bytes
 from verl_digen.inputs import PromptInputs
 from verl_digen.sampling.sampler import Sampler
 from verl_digen.store.conditions import ConditionPair
@@ -223,9 +228,66 @@ def group_shares(path: Path, folder: Path) -> dict[str, Any]:
     return results
 
 
+class Gathered(TorchDispatchMode):
+    """Bytes that all-gathers of c10d return while the mode is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.c10d._allgather_base_.default:
+            self.num_bytes += args[0].nbytes
+        return func(*args, **(kwargs or {}))
+
+
+def sharded(engine: Any) -> bool:
+    """True if all parameters are shards."""
+    return all(isinstance(parameter, DTensor) for parameter in engine.module.parameters())
+
+
+def gathers(path: Path, folder: Path) -> dict[str, Any]:
+    """Bytes that assists gather where weights may stay gathered, where they may not, and after one that failed."""
+    engine = make_engine(path, model=LORA)
+    found: dict[str, Any] = {"all": gathered_bytes(engine.module)}
+
+    def count(name: str, share: float) -> None:
+        memory.GATHERED_SHARE = share
+        with Gathered() as mode:
+            made = generate(assistant_of(engine), of_groups(("a cat", 2, 0), ("rain", 2, 1)))
+        found[name] = mode.num_bytes, sharded(engine), [one.trajectory.record.latents for one in made]
+
+    share = memory.GATHERED_SHARE
+    count("kept", share)
+    count("dropped", 0.0)
+    memory.GATHERED_SHARE = share
+    sampler = Sampler(
+        engine.model, engine.module, run_seed=engine.digen.seed, device="cpu", latents_dtype=torch.float32
+    )
+    with suppress(ZeroDivisionError), engine.assisting():
+        sampler.sample(requests(1), [condition(4)], [condition(2)], version=VERSION)
+        found["inside"] = sharded(engine)
+        raise ZeroDivisionError
+    found["failed"] = sharded(engine)
+    count("after", share)
+    return found
+
+
+@pytest.mark.slow
+def test_an_assist_gathers_the_weights_once_where_they_may_stay_and_at_every_step_elsewhere(two_ranks):
+    found = two_ranks["gathers"]
+    (kept, kept_is_sharded, latents), (dropped, dropped_is_sharded, same) = found["kept"], found["dropped"]
+    assert found["all"] <= kept < 1.05 * found["all"], "once, and padding"
+    assert dropped == NUM_STEPS * kept, "at every denoise step"
+    assert all(map(torch.equal, latents, same)) and len(latents) == 2
+    assert kept_is_sharded and dropped_is_sharded
+    assert not found["inside"] and found["failed"], "also after an exception"
+    assert found["after"][0] == kept and all(map(torch.equal, latents, found["after"][2]))
+
+
 @pytest.fixture(scope="module")
 def two_ranks(tiny_qwen_image: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return on_two_ranks([shares, group_shares], tiny_qwen_image, tmp_path_factory.mktemp("two_ranks"))
+    return on_two_ranks([shares, group_shares, gathers], tiny_qwen_image, tmp_path_factory.mktemp("two_ranks"))
 
 
 def place(one: Any) -> tuple[str, int]:
