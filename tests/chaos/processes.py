@@ -187,6 +187,12 @@ class Cluster:
         self.struck: list[Fault] = []
         self._faults = {(fault.process, fault.method, fault.call): fault for fault in faults}
 
+    def put(self, value: Any) -> Reference:
+        """`ray.put`."""
+        stored = self.loop.create_future()
+        stored.set_result(value)
+        return Reference(stored)
+
     def start(self, name: str, target: Any, actor_name: str = "") -> Handle:
         """Start a process; `actor_name` is what `ray.get_actor` finds it by, if not its own name."""
         process = self.processes[name] = self._named[actor_name or name] = Process(self, name, target)

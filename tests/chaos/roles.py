@@ -321,17 +321,19 @@ class Rank:
         await self._work("accumulate", TRAIN_S)
         return {"accumulate_s": TRAIN_S}
 
-    async def assist(self, requests: tuple[SampleRequest, ...], version: int) -> list[Generation]:
+    async def assist(self, requests: tuple[SampleRequest, ...], version: int) -> list[tuple[str, Reference]]:
         began_s, weights = self._cluster.loop.time(), self.num_commits
         conditions = self._queue.partitions.get(CONDITIONS, {})
-        self._checks.require(requests[0].condition_key in conditions, "lost", f"no conditions of {requests[0].uid}")
-        await self._work("assist", DENOISE_S)
         for request in requests:
+            self._checks.require(request.condition_key in conditions, "lost", f"no conditions of {request.uid}")
+        await self._work("assist", DENOISE_S)
+        groups: dict[str, list[Generation]] = {}
+        for number, request in enumerate(requests):
             self._checks.on_trajectory(request.uid, label=version, first=weights, last=self.num_commits)
-        return [
-            self._samples.make(request, (version, version), began_s)
-            for request in requests[self._number :: self._num_ranks]
-        ]
+            if number % self._num_ranks == self._number:
+                made = self._samples.make(request, (version, version), began_s)
+                groups.setdefault(request.uid, []).append(made)
+        return [(uid, self._cluster.put(found)) for uid, found in groups.items()]
 
     async def commit(self, more: bool) -> dict[str, float]:
         if not self.is_open:

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.engine.harness import (
     LORA,
@@ -29,22 +33,25 @@ from tests.engine.harness import (
 from verl_digen.algorithms.outside import Outside
 from verl_digen.algorithms.tree import Tree
 from verl_digen.algorithms.window import Window
-from verl_digen.engine.assistant import Assistant
+from verl_digen.engine import memory
+from verl_digen.engine.assistant import Assistant, deal_samples
+from verl_digen.engine.gathered import gathered_bytes
 from verl_digen.inputs import PromptInputs
 from verl_digen.sampling.sampler import Sampler
+from verl_digen.store.conditions import ConditionPair
 from verl_digen.types import Condition, Generation, Geometry, SampleRequest, Sampling
 
 VERSION = 7
 MODELS: dict[str, dict[str, Any]] = {"full": {}, "lora": LORA}
 
 
-def requests(count: int) -> list[SampleRequest]:
+def requests(count: int, text: str = "a cat") -> list[SampleRequest]:
     """Samples of one group, which for 4 of them is a tree."""
     tree = Tree((0, 2), 2) if count == 4 else None
     sampling = Sampling(Geometry(SIZE_PX, SIZE_PX), NUM_STEPS, 3.0, "flow", 0.7, shared_initial_noise=tree is not None)
     window = Window((0, 1, 2), (0, 1))
     return [
-        SampleRequest("p3", index, PromptInputs("a cat"), PromptInputs(""), window, sampling, index == 0, tree=tree)
+        SampleRequest("p3", index, PromptInputs(text), PromptInputs(""), window, sampling, index == 0, tree=tree)
         for index in range(count)
     ]
 
@@ -58,19 +65,34 @@ def assistant_of(engine: Any) -> Assistant:
     return Assistant(engine, latents_dtype=torch.float32, decoder_dtype=torch.float32)
 
 
+def of_prompts(asked: Sequence[SampleRequest]) -> dict[str, ConditionPair]:
+    """Conditions of the requests' prompts, of as many tokens as the prompt has letters less 1."""
+    return {one.condition_key: (condition(len(one.inputs.text) - 1), condition(2)) for one in asked}
+
+
+def generate(assistant: Assistant, asked: Sequence[SampleRequest], version: int = VERSION) -> list[Generation]:
+    return assistant.generate(asked, of_prompts(asked), version=version)
+
+
 def assist(engine: Any, count: int) -> list[Generation]:
-    return assistant_of(engine).generate(requests(count), condition(4), condition(2), version=VERSION)
+    return generate(assistant_of(engine), requests(count))
 
 
 def by_sampler(engine: Any, count: int) -> Sequence[Any]:
+    return sampled_alone(engine, requests(count))
+
+
+def sampled_alone(engine: Any, asked: Sequence[SampleRequest]) -> Sequence[Any]:
     """The trajectories of a sampler over the same module, one sample at a time."""
     sampler = Sampler(
         engine.model, engine.module, run_seed=engine.digen.seed, device="cpu", latents_dtype=torch.float32
     )
+    conditions = of_prompts(asked)
     with engine.assisting():
         return [
-            sampler.sample([request], [condition(4)], [condition(2)], version=VERSION)[0][0]
-            for request in requests(count)
+            sampler.sample([one], [positive], [negative], version=VERSION)[0][0]
+            for one in asked
+            for positive, negative in [conditions[one.condition_key]]
         ]
 
 
@@ -114,7 +136,7 @@ def test_a_later_assist_of_the_group_begins_at_its_window_under_the_same_version
     ]
 
     def assist_one(one: SampleRequest, version: int, by: Assistant = assistant) -> Any:
-        return by.generate([one], condition(4), condition(2), version=version)[0].trajectory
+        return generate(by, [one], version)[0].trajectory
 
     first, second = (assist_one(one, VERSION) for one in late[:2])
     perturb(engine)
@@ -131,13 +153,8 @@ def test_an_assist_passes_over_the_steps_that_a_replica_passes_over(one_rank, ti
     asked = [
         replace(one, window=Window((2,), (2,)), sampling=replace(one.sampling, outside=cheap)) for one in requests(3)
     ]
-    found = assistant_of(engine).generate(asked, condition(4), condition(2), version=VERSION)
-    sampler = Sampler(
-        engine.model, engine.module, run_seed=engine.digen.seed, device="cpu", latents_dtype=torch.float32
-    )
-    with engine.assisting():
-        expected = [sampler.sample([one], [condition(4)], [condition(2)], version=VERSION)[0][0] for one in asked]
-    for generation, trajectory in zip(found, expected, strict=True):
+    found = generate(assistant_of(engine), asked)
+    for generation, trajectory in zip(found, sampled_alone(engine, asked), strict=True):
         assert_same(generation, trajectory)
         assert generation.trajectory.num_skipped_steps == trajectory.num_skipped_steps == 1
 
@@ -148,7 +165,8 @@ def test_the_trainers_videos_have_the_sound_of_their_latents(one_rank, tiny_ltx2
     sampling = replace(requests(1)[0].sampling, geometry=Geometry(64, 64, 9))
     asked = [replace(one, sampling=sampling) for one in requests(3)]
     pair = [{name: torch.randn(6, TEXT_WIDTH) for name in ("embeds", "audio")} for _ in range(2)]
-    found = assistant_of(engine).generate(asked, *pair, version=VERSION)
+    conditions = {asked[0].condition_key: (pair[0], pair[1])}
+    found = assistant_of(engine).generate(asked, conditions, version=VERSION)
     sampler = Sampler(
         engine.model, engine.module, run_seed=engine.digen.seed, device="cpu", latents_dtype=torch.float32
     )
@@ -173,9 +191,141 @@ def shares(path: Path, folder: Path) -> dict[int, Any]:
     return results
 
 
+def of_groups(*parts: tuple[str, int, int]) -> list[SampleRequest]:
+    """Samples of several groups.
+
+    Args:
+        parts: (prompt, which is the uid too, number of samples, first stochastic step) of each group.
+    """
+    return [
+        replace(one, uid=text, window=Window((first, first + 1), (first,)))
+        for text, count, first in parts
+        for one in requests(count, text)
+    ]
+
+
+GROUPS = {
+    "three groups": (("a cat", 2, 0), ("two dogs", 3, 1), ("rain", 1, 0)),
+    "fewer samples than ranks": (("a cat", 1, 1),),
+    "sizes of pictures": (("a cat", 2, 0), ("wide", 1, 0)),
+}
+
+
+def group_shares(path: Path, folder: Path) -> dict[str, Any]:
+    """Case of `GROUPS` -> (samples of each rank, samples of one sampler)."""
+    engine = make_engine(path)
+    results = {}
+    for name, parts in GROUPS.items():
+        asked = [
+            replace(one, sampling=replace(one.sampling, geometry=Geometry(SIZE_PX, 2 * SIZE_PX)))
+            if one.uid == "wide"
+            else one
+            for one in of_groups(*parts)
+        ]
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, generate(assistant_of(engine), asked))
+        results[name] = gathered, sampled_alone(engine, asked)
+    return results
+
+
+class Gathered(TorchDispatchMode):
+    """Bytes that all-gathers of c10d return while the mode is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.c10d._allgather_base_.default:
+            self.num_bytes += args[0].nbytes
+        return func(*args, **(kwargs or {}))
+
+
+def sharded(engine: Any) -> bool:
+    """True if all parameters are shards."""
+    return all(isinstance(parameter, DTensor) for parameter in engine.module.parameters())
+
+
+def gathers(path: Path, folder: Path) -> dict[str, Any]:
+    """Bytes that assists gather where weights may stay gathered, where they may not, and after one that failed."""
+    engine = make_engine(path, model=LORA)
+    found: dict[str, Any] = {"all": gathered_bytes(engine.module)}
+
+    def count(name: str, share: float) -> None:
+        memory.GATHERED_SHARE = share
+        with Gathered() as mode:
+            made = generate(assistant_of(engine), of_groups(("a cat", 2, 0), ("rain", 2, 1)))
+        found[name] = mode.num_bytes, sharded(engine), [one.trajectory.record.latents for one in made]
+
+    share = memory.GATHERED_SHARE
+    count("kept", share)
+    count("dropped", 0.0)
+    memory.GATHERED_SHARE = share
+    sampler = Sampler(
+        engine.model, engine.module, run_seed=engine.digen.seed, device="cpu", latents_dtype=torch.float32
+    )
+    with suppress(ZeroDivisionError), engine.assisting():
+        sampler.sample(requests(1), [condition(4)], [condition(2)], version=VERSION)
+        found["inside"] = sharded(engine)
+        raise ZeroDivisionError
+    found["failed"] = sharded(engine)
+    count("after", share)
+    return found
+
+
 @pytest.mark.slow
-def test_ranks_share_the_samples_and_one_without_any_takes_part(tiny_qwen_image, tmp_path):
-    for count, (by_rank, expected) in on_two_ranks([shares], tiny_qwen_image, tmp_path)["shares"].items():
+def test_an_assist_gathers_the_weights_once_where_they_may_stay_and_at_every_step_elsewhere(two_ranks):
+    found = two_ranks["gathers"]
+    (kept, kept_is_sharded, latents), (dropped, dropped_is_sharded, same) = found["kept"], found["dropped"]
+    assert found["all"] <= kept < 1.05 * found["all"], "once, and padding"
+    assert dropped == NUM_STEPS * kept, "at every denoise step"
+    assert all(map(torch.equal, latents, same)) and len(latents) == 2
+    assert kept_is_sharded and dropped_is_sharded
+    assert not found["inside"] and found["failed"], "also after an exception"
+    assert found["after"][0] == kept and all(map(torch.equal, latents, found["after"][2]))
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tiny_qwen_image: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return on_two_ranks([shares, group_shares, gathers], tiny_qwen_image, tmp_path_factory.mktemp("two_ranks"))
+
+
+def place(one: Any) -> tuple[str, int]:
+    return one.uid, one.sample_index
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", GROUPS)
+def test_ranks_generate_samples_of_several_groups_as_a_replica_would(two_ranks, case):
+    by_rank, expected = two_ranks["group_shares"][case]
+    found = {place(sample.trajectory): sample for part in by_rank for sample in part}
+    assert abs(len(by_rank[0]) - len(by_rank[1])) <= 1
+    assert len(found) == sum(map(len, by_rank)) == len(expected), "each sample once"
+    for trajectory in expected:
+        generation = found[place(trajectory)]
+        trajectory_of = generation.trajectory
+        torch.testing.assert_close(trajectory_of.record.latents, trajectory.record.latents, atol=1e-5, rtol=0)
+        torch.testing.assert_close(trajectory_of.record.log_probs, trajectory.record.log_probs, atol=1e-5, rtol=0)
+        assert trajectory_of.version == VERSION and trajectory_of.seed == trajectory.seed
+        assert generation.pixels.shape[1] == (2 * SIZE_PX if trajectory.uid == "wide" else SIZE_PX)
+
+
+def test_all_ranks_have_as_many_batches_of_samples_that_may_share_a_forward():
+    rng = random.Random(0)
+    for _ in range(300):
+        kinds, num_ranks = [rng.choice("abc") for _ in range(rng.randint(1, 30))], rng.randint(1, 9)
+        dealt = deal_samples(kinds, num_ranks)
+        assert len(dealt) == num_ranks and len({len(batches) for batches in dealt}) == 1
+        sizes = [sum(map(len, batches)) for batches in dealt]
+        assert max(sizes) - min(sizes) <= 1
+        assert sorted(index for batches in dealt for batch in batches for index in batch) == list(range(len(kinds)))
+        assert all(len({kinds[index] for index in batch}) <= 1 for batches in dealt for batch in batches)
+        assert len(dealt[0]) <= len(set(kinds)), "no batch more than there are kinds"
+
+
+@pytest.mark.slow
+def test_ranks_share_the_samples_and_one_without_any_takes_part(two_ranks):
+    for count, (by_rank, expected) in two_ranks["shares"].items():
         assert [len(found) for found in by_rank] == [-(-count // 2), count // 2]
         found = sorted((sample for part in by_rank for sample in part), key=lambda one: one.trajectory.sample_index)
         for generation, trajectory in zip(found, expected, strict=True):

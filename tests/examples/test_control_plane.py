@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from verl_digen.devices import Pool
-from verl_digen.schedulers.bubbles import bubble_at
+from verl_digen.schedulers.bubbles import MAX_STREAM, bubble_at
 from verl_digen.schedulers.durations import KnownDurations
 from verl_digen.schedulers.planner import BatchPlanner
 from verl_digen.schedulers.rules import BatchRules
-from verl_digen.schedulers.search import MAX_STREAM
 from verl_digen.simulate.cluster import Split
 from verl_digen.simulate.profile import load_profile
 
@@ -57,6 +56,7 @@ def test_what_a_search_plays_does_not_grow_with_the_batch():
         planner.on_prompts(0, [f"{index:04d}" for index in range(num_prompts)])
         batch = planner._book.batches[0]
         bubble = bubble_at(0.0, batch=batch, slots=slots, requests=[], live={}, durations=durations, rules=rules)
-        sizes.append((len(bubble.stream), len(bubble.ready_in_s) + bubble.later_groups))
+        assert bubble is not None and sum(bubble.unissued) == 24 * num_prompts
+        sizes.append((sum(bubble.unissued) / bubble.chunk_size / bubble.bundle, len(bubble.unissued)))
     assert [groups for _, groups in sizes] == [64, 512]
-    assert all(MAX_STREAM <= size < MAX_STREAM + 24 for size, _ in sizes)
+    assert all(MAX_STREAM / 2 < size <= MAX_STREAM for size, _ in sizes)

@@ -18,7 +18,7 @@ def test_constant_durations_are_learnt_exactly():
     durations = MeasuredDurations()
     for count in range(1, 50):
         durations.on_generated("a", num_samples=count % 4 + 1, seconds=0.7 * (count % 4 + 1))
-        durations.on_assisted(num_samples=3, seconds=2.4)
+        durations.on_assisted(num_rounds=3, seconds=2.4)
         durations.on_scored(0.25)
         durations.on_trained(num_groups=2, seconds=1.5)
         assert durations.generate_sample_s("a") == pytest.approx(0.7)
@@ -44,10 +44,10 @@ def test_training_that_gets_cheaper_with_size_by_chance_is_taken_as_proportional
     assert call_s == 0.0 and 0 < group_s < 2.0
 
 
-def test_a_chunk_that_takes_the_same_time_for_any_number_of_samples_is_learnt_as_such():
+def test_an_assist_that_takes_the_same_time_for_any_number_of_rounds_is_learnt_as_such():
     durations = MeasuredDurations()
-    for num_samples in (16, 16, 3, 16):
-        durations.on_assisted(num_samples, 5.0)
+    for num_rounds in (4, 4, 1, 4):
+        durations.on_assisted(num_rounds, 5.0)
     assert durations.assist_s() == pytest.approx((5.0, 0.0))
 
 

@@ -43,7 +43,7 @@ class World:
         self.planner = BatchPlanner(self.rules, self.durations, first_batch=0, num_batches=self.num_batches)
         self.due, self.count, self.now_s = [], 0, 0.0
         self.trainer_busy = False
-        self.assisting: int | None = None
+        self.assisting: set[int] = set()
         self.scored: set[tuple[str, int]] = set()
         self.draws = 0
         self.spread_of: dict[str, bool] = {}
@@ -96,9 +96,15 @@ class World:
         elif isinstance(decision, Assist):
             num_ready = len(self.planner._book.batches[self.planner.batch].ready)
             assert not self.rules.is_pipelined or num_ready < self.rules.min_groups_per_fragment
-            assert self.assisting is None, "two assists at once"
-            self.assisting = decision.chunk.id
-            self._generate("trainer", decision.chunk, mean_s=1.5)
+            assert not self.assisting, "two assists at once"
+            assert 1 <= decision.num_samples <= self.rules.assist_sizes(self.num_slots)[-1] or self.loss_rate
+            assert len(set(decision.uids)) == len(decision.uids) and self.rules.assist_spans_groups >= (
+                len(decision.uids) > 1
+            )
+            assert {(chunk.batch, chunk.version) for chunk in decision.chunks} == {(self.planner.batch,) * 2}
+            self.assisting = {chunk.id for chunk in decision.chunks}
+            for chunk in decision.chunks:
+                self._generate("trainer", chunk, mean_s=1.5)
         else:
             assert isinstance(decision, Commit)
             self.reports[decision.report.batch] = decision.report
@@ -119,8 +125,9 @@ class World:
         self._later(mean_s, self._generated, chunk.id)
 
     def _generated(self, chunk_id: int) -> None:
-        if chunk_id == self.assisting:
-            self.assisting, self.trainer_busy = None, False
+        if chunk_id in self.assisting:
+            self.assisting.discard(chunk_id)
+            self.trainer_busy = bool(self.assisting)
         self.planner.on_generated(chunk_id, self.now_s)
 
     def _scored_one(self, chunk: Chunk, index: int) -> None:
@@ -241,7 +248,9 @@ def random_world(seed: int) -> World:
         min_groups_per_fragment=min_groups,
         max_groups_per_fragment=rng.randint(min_groups, 4),
         assist=rng.choice(["off", "bts", "always"]),
-        assist_chunk_size=rng.choice([None, 1, 3]),
+        num_trainer_ranks=rng.choice([1, 1, 4, 9]),
+        assist_chunk_size=rng.choice([None, None, 1, 3]),
+        assist_spans_groups=rng.random() < 0.8,
         max_versions=rng.choice([0, 0, 1, 2]),
         fraction=rng.choice([0.3, 0.5, 1.0]),
         extra_prompts=rng.choice([0, 0, 2]),
@@ -543,10 +552,10 @@ def test_the_trainer_assists_once_to_learn_its_cost_and_never_before_the_others_
     planner.next_for_trainer(1.0)
     planner.on_trained(0, 1.1)
     decision = planner.next_for_trainer(1.1)
-    assert isinstance(decision, Assist) and (decision.reason, decision.chunk.uid) == ("measure", "p2")
+    assert isinstance(decision, Assist) and (decision.reason, decision.uids) == ("measure", ("p2",))
     finish(planner, second, 2.0)
     planner.assign(2.0)
-    finish(planner, decision.chunk, 2.3)
+    finish(planner, decision.chunks[0], 2.3)
     planner.next_for_trainer(2.3)
     planner.on_trained(1, 2.5)
     decision = planner.next_for_trainer(2.5)
@@ -604,21 +613,25 @@ def test_a_bad_rule_is_told_by_its_key(wrong, message):
 
 
 @pytest.mark.parametrize(
-    ("group_size", "num_ranks", "num_slots", "size"),
+    ("group_size", "num_ranks", "num_slots", "sizes"),
     [
-        (24, 24, 8, 24),  # a slot's chunk is 3: every rank of the trainer gets a sample
-        (12, 24, 8, 12),
-        (16, 4, 8, 4),
-        (12, 1, 2, 6),  # one rank takes as many samples as one slot
-        (12, 5, 2, 5),  # a slot's chunk of 6 would leave four ranks idle in the second round
-        (64, 2, 4, 8),
+        (24, 24, 8, (24, 48, 96, 192)),  # a slot's chunk is 3: every rank of the trainer gets a sample, or 2, 4, 8
+        (12, 24, 8, (24, 48, 96)),  # of two groups; 192 samples are more than the batch
+        (16, 4, 8, (4, 8, 16, 32)),
+        (12, 1, 2, (6,)),  # one rank takes as many samples as one slot
+        (12, 5, 2, (5, 10, 20, 40)),  # a slot's chunk of 6 would leave four ranks idle in the second round
+        (64, 2, 4, (8, 16)),
+        (12, 704, 320, (96,)),  # the whole batch
     ],
 )
-def test_an_assist_of_default_size_gives_every_rank_as_many_samples(group_size, num_ranks, num_slots, size):
+def test_an_assist_of_default_size_gives_every_rank_as_many_samples(group_size, num_ranks, num_slots, sizes):
     rules = BatchRules(num_prompts=8, group_size=group_size, num_trainer_ranks=num_ranks, max_chunk_size=8)
-    assert rules.trainer_chunk_size(num_slots) == size
-    assert replace(rules, assist_chunk_size=3).trainer_chunk_size(num_slots) == 3
-    assert replace(rules, assist_chunk_size=100).trainer_chunk_size(num_slots) == group_size
+    assert rules.assist_sizes(num_slots) == sizes
+    of_one_group = replace(rules, assist_spans_groups=False).assist_sizes(num_slots)
+    assert of_one_group[0] == min(sizes[0], group_size) and max(of_one_group) <= group_size
+    assert replace(rules, assist_chunk_size=3).assist_sizes(num_slots) == (3,)
+    assert replace(rules, assist_chunk_size=1000).assist_sizes(num_slots) == (8 * group_size,)
+    assert [rules.assist_rounds(count * num_ranks + 1) for count in (0, 1, 2)] == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -638,3 +651,44 @@ def test_further_slots_of_a_replica_hold_the_next_groups(group_size, num_replica
     first_of_each = chunks[:num_replicas]
     groups = -(-num_replicas * size // group_size)
     assert {chunk.uid for chunk in first_of_each} <= {f"p{number}" for number in range(groups)}
+
+
+def test_an_assist_has_a_chunk_of_each_of_the_oldest_groups_and_the_trainer_is_free_with_the_last():
+    rules = replace(STRICT, assist="always", num_trainer_ranks=7, max_sample_refills=2)
+    planner = planner_with(rules, "a")
+    (slots,) = chunks_of(planner.assign(0.0))
+    assert (slots.uid, slots.samples) == ("p0", (0, 1, 2, 3))
+    assist = planner.next_for_trainer(0.0)
+    assert isinstance(assist, Assist) and assist.num_samples == 7
+    assert [(chunk.uid, chunk.samples) for chunk in assist.chunks] == [("p1", (0, 1, 2, 3)), ("p2", (0, 1, 2))]
+    first, second = assist.chunks
+    planner.on_failed(second.id, [1])
+    planner.on_generated(first.id, 5.0)
+    with pytest.raises(RuntimeError, match="the trainer does one thing at a time"):
+        planner.next_for_trainer(5.0)
+    planner.on_generated(second.id, 5.0)
+    planner.on_scored(first.id, dict.fromkeys(first.samples, 1.0), 0, 5.1)
+    planner.on_scored(second.id, {0: 1.0, 2: 2.0}, 0, 5.1)
+    assert planner.next_for_trainer(5.1) == Train(Fragment(0, 0, ("p1",)))
+    planner.on_generated(slots.id, 6.0)
+    assert [(chunk.uid, chunk.samples) for chunk in chunks_of(planner.assign(6.0))] == [("p2", (1, 3))]
+
+
+def test_a_group_that_is_dropped_in_the_middle_of_an_assist_leaves_its_others():
+    rules = replace(STRICT, num_prompts=2, assist="always", num_trainer_ranks=8)
+    planner = planner_with(rules)
+    assist = planner.next_for_trainer(0.0)
+    assert isinstance(assist, Assist)
+    lost, kept = assist.chunks
+    planner.on_failed(lost.id, [0])  # no refill is allowed: the group is dropped
+    assert planner.take_cancelled() == [lost.id]
+    for chunk in (lost, kept):
+        finish(planner, chunk, 2.0)
+    assert planner.next_for_trainer(2.0) == Train(Fragment(0, 0, (kept.uid,)))
+    planner.on_trained(0, 3.0)
+    commit = planner.next_for_trainer(3.0)
+    assert isinstance(commit, Commit)
+    report = commit.report
+    assert (report.num_assists, report.num_assisted, report.num_late) == (1, 8, 4)
+    assert (report.num_groups, report.dropped) == (1, {"failed": 1})
+    assert planner._durations.assist_s() == pytest.approx((0.0, 2.0)), "one round of 8 ranks, whoever was dropped"

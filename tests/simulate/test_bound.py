@@ -23,6 +23,7 @@ NUMBERS = Numbers(
     max_chunk_size=8,
     rows_per_tile=4,
     min_trainer_devices=1,
+    min_gathering_devices=1,
     step_s=0.5,
     decode_s=0.0,
     row_s=0.2,

@@ -53,6 +53,9 @@ def test_derived_numbers_follow_from_their_inputs(name):
         "decode_s": decode_tflop / (given["decode_utilisation"] * given["peak_tflops"]),
         "gather_s": 2 * given["params"] / (given["gather_gb_per_s"] * 1e9),
         "min_trainer_devices": num_devices,
+        "min_gathering_devices": max(
+            1, ceil(given["state_bytes_per_param"] * given["params"] / (80e9 - 2 * given["params"] / 0.6))
+        ),
         "commit_s": published_bytes / (given["network_gb_per_s"] * 1e9) + state_bytes / (num_devices * 3.35e12),
         "switch_s": 2 * 2 * given["params"] / (given["host_gb_per_s"] * 1e9),
     }

@@ -79,11 +79,11 @@ class Pools:
     async def end_replica(self, slots):
         self.calls.append(("end", tuple(slots)))
 
-    async def assist(self, chunk):
-        self.calls.append(("assist", chunk.uid, chunk.samples))
+    async def assist(self, chunks):
+        self.calls.append(("assist", *((chunk.uid, chunk.samples) for chunk in chunks)))
         assert self.is_open
-        self.assisted += [(chunk.uid, index) for index in chunk.samples]
-        return await self._make(chunk)
+        self.assisted += [(chunk.uid, index) for chunk in chunks for index in chunk.samples]
+        return [await self._make(chunk) for chunk in chunks]
 
     async def load(self, slots):
         self.calls.append(("load", tuple(slots)))

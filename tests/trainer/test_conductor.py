@@ -63,6 +63,27 @@ def test_a_trainer_that_assists_takes_part_and_the_batch_is_the_same(seed):
     assert kinds.count("assist") == len(pools.assisted)
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_an_assist_of_several_groups_is_one_call_and_each_group_fails_by_itself(seed):
+    rng = random.Random(seed)
+    pools = Pools(rng, fail={("p001", 1), ("p002", 3)}, lose_slot_at=rng.choice([None, None, 5]))
+    conductor = make_conductor(pools, num_prompts=4, assist="always", num_trainer_ranks=7)
+    outcomes = run(conductor, num_batches=3)
+    calls = [call[1:] for call in pools.calls if call[0] == "assist"]
+    assert sum(outcome.report.num_assists for outcome in outcomes) == len(calls)
+    assert sum(outcome.report.num_assisted for outcome in outcomes) == len(pools.assisted)
+    sizes = [sum(len(samples) for _, samples in call) for call in calls]
+    assert max(sizes) == 7 and max(map(len, calls)) >= 2
+    assert all(len(dict(call)) == len(call) for call in calls), "one chunk of a group"
+    assert len(pools.trained) == len(set(pools.trained)) == 12
+    assert len(set(pools.generated)) == len(pools.generated), "no sample is generated twice"
+    for outcome in outcomes:
+        assert {f"conditions of {uid}" for uid in outcome.groups} <= outcome.condition_keys
+    intervals = [one for one in conductor.recorder.drain().intervals if one.kind == "assist"]
+    assert [one.group_ids for one in intervals] == [tuple(dict(call)) for call in calls]
+    assert [one.num_samples for one in intervals] == sizes
+
+
 def test_a_ready_fragment_goes_before_an_assist():
     pools = Pools()
     run(make_conductor(pools, num_prompts=6, assist="always", assist_chunk_size=1))
@@ -365,9 +386,9 @@ def test_a_trainer_whose_slots_are_overdue_waits_for_an_event_and_asks_once_more
             await asyncio.sleep(0.05)
             self.trained += fragment.uids
 
-        async def assist(self, chunk):
+        async def assist(self, chunks):
             await asyncio.sleep(1000)
-            return await self._make(chunk)
+            return [await self._make(chunk) for chunk in chunks]
 
     async def batches():
         pools = Overdue()
@@ -434,9 +455,9 @@ class Hanging(Pools):
         self.hangs.discard(("collect", None))
         await super().discard(chunk)
 
-    async def assist(self, chunk):
+    async def assist(self, chunks):
         await self._hang("assist")
-        return await super().assist(chunk)
+        return await super().assist(chunks)
 
     async def begin(self):
         await self._hang("begin")

@@ -50,7 +50,7 @@ def measured_steps(profile, split: Split, techniques, factors=()) -> list[StepPa
         ]
         chunk_of = {
             round(assist_s(numbers, count, num_ranks, split.trainer.slowdown(profile.device)), 9): count
-            for count in range(numbers.group_size, 0, -1)
+            for count in range(numbers.max_chunk_size * num_ranks, 0, -1)
         }
         factor = factors[len(steps) % len(factors)] if factors else 1.0
         commits = [event for event in outcome.events if event.what == "commit" and event.ids == (number,)]

@@ -287,7 +287,8 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         """Take samples that the trainer's ranks generate; they are scored and collected like a replica's.
 
         Args:
-            parts: per rank, a reference to its list of `Generation`. The samples do not pass through the driver.
+            parts: references to lists of `Generation`, one per rank that has some. The samples do not pass through
+                the driver.
             failure: why there are none.
         """
         generated = {

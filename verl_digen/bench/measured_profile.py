@@ -98,6 +98,7 @@ def _counts(
         "max_chunk_size": (digen.rollout.max_batch_size, "digen.rollout.max_batch_size of the runs"),
         "rows_per_tile": (1, "row_s is what a row took in tiles of the runs' size, whatever that was"),
         "min_trainer_devices": (work.num_ranks, "the trainer of the runs; fewer were not tried"),
+        "min_gathering_devices": (1, "no matter, with a gather_s of 0"),
     }
 
 

@@ -93,14 +93,16 @@ class QueueConfig:
 
 @dataclass(frozen=True)
 class TagConfig:
-    """Trainer-assisted generation on separate pools: a trainer without a ready fragment generates a chunk itself."""
+    """Trainer-assisted generation on separate pools: a trainer without a ready fragment generates samples itself."""
 
     policy: str = "off"
     """off | bts: when a search on the measured durations says that it shortens the batch | always: at every bubble,
     which is known to lose time."""
     chunk_size: int | str = "auto"
-    """Samples of one group that the trainer's ranks generate together. auto: one per rank, or an equal larger number
-    per rank where a slot's chunk has more samples than the trainer has ranks; at most the group size."""
+    """Samples that the trainer's ranks generate together, of as many groups as they belong to; of one group where the
+    samples of a group share or pass over steps before their window. auto: one per rank, or an equal larger number where
+    a slot's chunk has more samples than the trainer has ranks, or where the search finds that more at a time end the
+    batch sooner; at most `digen.rollout.max_batch_size` per rank."""
 
     def __post_init__(self) -> None:
         require_one_of("digen.tag.policy", self.policy, get_args(AssistPolicy))

@@ -2,8 +2,11 @@
 """Trainer-assisted generation on a rank: the project's sampler over the trainer's own FSDP-sharded weights.
 
 - No second copy of the network, nothing offloaded; the gradient of the open logical batch stays as it is.
-- The samples of a call are split over the data-parallel ranks; of ranks that share rows the first decodes. A rank that
-  gets none denoises a padding sample and discards it, because every forward gathers weights from all ranks.
+- The samples of a call, of one group or several, are split over the data-parallel ranks; of ranks that share rows the
+  first decodes.
+- Every forward gathers weights from all ranks, so all ranks denoise the same number of batches, and all batches of a
+  call take the same number of forwards. A batch holds samples of one `Sampling`; a rank with fewer batches than others
+  denoises a padding sample and discards it.
 - A rank also holds the decoders of picture and sound, which a trainer does not have otherwise. Prompts are encoded by a
   replica.
 
@@ -14,9 +17,11 @@ error; an open gradient is bitwise as before.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from itertools import groupby, pairwise
 
 import torch
+from torch import Tensor
 
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.models.pixels import in_batches
@@ -24,7 +29,8 @@ from verl_digen.sampling.branches import GuidanceBranches
 from verl_digen.sampling.prefix_cache import PrefixCache
 from verl_digen.sampling.recording import experts_of
 from verl_digen.sampling.sampler import Sampler
-from verl_digen.types import Condition, Generation, SampleRequest, move_condition
+from verl_digen.store.conditions import ConditionPair
+from verl_digen.types import Condition, Generation, SampleRequest, Trajectory, move_condition
 
 
 class Assistant:
@@ -45,40 +51,58 @@ class Assistant:
             latents_dtype=latents_dtype,
             # `auto` too is one forward: a tile of a row, both branches with gradients, fits
             branches=GuidanceBranches(engine.digen.rollout.split_guidance is True, self._device),
-            # all ranks get the same calls, of one group each, so they skip the same forwards
+            # where groups share steps, a call has one group (`trainer.batch_rules`): all ranks skip the same forwards
             prefixes=PrefixCache(),
         )
 
     def generate(
-        self,
-        requests: Sequence[SampleRequest],
-        condition: Condition,
-        negative_condition: Condition | None,
-        *,
-        version: int,
+        self, requests: Sequence[SampleRequest], conditions: Mapping[str, ConditionPair], *, version: int
     ) -> list[Generation]:
-        """Generate this rank's share of `requests`, all of one group. All ranks call it with the same arguments.
+        """Generate this rank's share of `requests`. All ranks call it with the same arguments.
 
         Args:
-            condition, negative_condition: conditions of the group's prompt; the negative one only with guidance.
+            conditions: condition key -> conditions of that prompt; the negative one only with guidance.
             version: weight version.
         """
         rank, num_ranks = self._engine.get_data_parallel_rank(), self._engine.get_data_parallel_size()
-        share = requests[rank::num_ranks]
-        batch = share or requests[:1]
+        kinds = [self._kind(request, *conditions[request.condition_key]) for request in requests]
+        batches = [[requests[index] for index in batch] for batch in deal_samples(kinds, num_ranks)[rank]]
         started_s = time.time()
-        conditions = [move_condition(condition, self._device)] * len(batch)
-        negative = (
-            None if negative_condition is None else [move_condition(negative_condition, self._device)] * len(batch)
-        )
         with self._engine.assisting():
-            trajectories, latents = self._sampler.sample(batch, conditions, negative, version=version)
-        if not share or not self._engine.is_mp_src_rank_with_outputs():
+            denoised = [self._denoise(batch or requests[:1], conditions, version) for batch in batches]
+        if not self._engine.is_mp_src_rank_with_outputs():
             return []
-        batch_size = self._engine.digen.rollout.decode_batch_size
+        finished = [self._finish(*made, started_s) for batch, made in zip(batches, denoised, strict=True) if batch]
+        return [generation for made in finished for generation in made]
+
+    def _kind(self, request: SampleRequest, condition: Condition, negative: Condition | None) -> Hashable:
+        """Equal for samples that may share a forward."""
+        model = self._engine.model
+        if not model.keeps_lengths_apart:
+            return request.sampling
+        return request.sampling, model.text_lengths(condition), model.text_lengths(negative or {})
+
+    def _denoise(
+        self, batch: Sequence[SampleRequest], conditions: Mapping[str, ConditionPair], version: int
+    ) -> tuple[list[Trajectory], Tensor, list[Condition]]:
+        """Trajectories, final latents [B, ...] and conditions of a batch."""
+        moved = {
+            key: tuple(None if one is None else move_condition(one, self._device) for one in conditions[key])
+            for key in {request.condition_key for request in batch}
+        }
+        pairs = [moved[request.condition_key] for request in batch]
+        positive = [condition for condition, _ in pairs if condition is not None]
+        negative = [condition for _, condition in pairs if condition is not None] or None
+        return *self._sampler.sample(batch, positive, negative, version=version), positive
+
+    def _finish(
+        self, trajectories: Sequence[Trajectory], latents: Tensor, conditions: Sequence[Condition], started_s: float
+    ) -> list[Generation]:
+        """Decode a batch."""
+        geometry = trajectories[0].sampling.geometry
         latents = self._engine.model.completed(latents, conditions)
-        pixels = in_batches(self._decode, latents, share[0].sampling.geometry, batch_size)
-        audio = self._decode_audio(latents, share[0].sampling.geometry)
+        pixels = in_batches(self._decode, latents, geometry, self._engine.digen.rollout.decode_batch_size)
+        audio = self._decode_audio(latents, geometry)
         ended_s = time.time()
         return [
             Generation(
@@ -91,3 +115,24 @@ class Assistant:
             )
             for index, trajectory in enumerate(trajectories)
         ]
+
+
+def deal_samples(kinds: Sequence[Hashable], num_ranks: int) -> list[list[list[int]]]:
+    """Batches of each rank: positions of its samples, those of a batch of one kind. Pure.
+
+    Numbers of samples differ by one at most. All ranks have as many batches; some may be empty.
+
+    Args:
+        kinds: kind of each sample.
+
+    Example: four samples of a kind and one of another, on two ranks
+        deal_samples(["a", "a", "b", "a", "a"], 2)   # [[[0, 1, 3], []], [[4], [2]]]
+    """
+    order = sorted(range(len(kinds)), key=lambda index: (kinds.index(kinds[index]), index))
+    ends = [-(-len(order) * rank // num_ranks) for rank in range(num_ranks + 1)]
+    shares = [
+        [list(batch) for _, batch in groupby(order[first:last], key=kinds.__getitem__)]
+        for first, last in pairwise(ends)
+    ]
+    most = max(1, *map(len, shares))
+    return [share + [[]] * (most - len(share)) for share in shares]

@@ -48,7 +48,7 @@ from verl_digen.algorithms.objectives.teacher import teacher_forwards
 from verl_digen.engine import gradients, memory, rejoin
 from verl_digen.engine.copies import CURRENT
 from verl_digen.engine.fragment import FragmentSample, FragmentSpec
-from verl_digen.engine.gathered import recover, reshard
+from verl_digen.engine.gathered import forwards, gathered_bytes
 from verl_digen.engine.gradient_sizes import eps_numbers, gradient_sizes
 from verl_digen.engine.ledger import AdvantageLedger
 from verl_digen.engine.logical_batch import LogicalBatch, empty_metrics
@@ -251,7 +251,7 @@ class DiffusersFSDPEngine(ShardedTransformer):
         are those that replicas have.
 
         An open logical batch's gradient stays as it is, also if the body raises. All ranks must run the same number of
-        forwards.
+        forwards. Weights are gathered once where memory allows (`memory.weights_may_stay`), else in every forward.
 
         Raises:
             RuntimeError: an earlier call on the open logical batch failed.
@@ -259,13 +259,9 @@ class DiffusersFSDPEngine(ShardedTransformer):
         if self._open is not None:
             self._open.transaction.require_sound("assisting")
         with self.eval_mode(), torch.no_grad(), self._behaviour():
-            try:
+            keeps = memory.weights_may_stay(gathered_bytes(self.module))
+            with forwards(self.module, keeps=keeps):
                 yield self.module
-            except BaseException:
-                recover(self.module)
-                raise
-            finally:
-                reshard(self.module)
 
     def _behaviour(self) -> AbstractContextManager[None]:
         """Context in which the module has the weights of the policy that generates."""

@@ -1,16 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drop the gathered parameters of an FSDP2 module, in normal operation and after an exception.
+"""Gathered parameters of an FSDP2 module: kept from forward to forward, and dropped, also after an exception.
+
+- Without `forwards(keeps=True)` each unit gathers its parameters in every forward, T times in a denoising loop.
 
 With `reshard_after_forward=false`, FSDP2's own `reshard` does nothing while a forward runs. After an exception FSDP2
 assumes that the forward still runs, so a reader of the shards would get gathered parameters. Call `recover` first then.
 
-Invariant (tests/engine/test_shadow.py, test_gradients.py): afterwards a module's parameters are its shards.
+Invariants (tests/engine/test_shadow.py, test_gradients.py, test_assistant.py): afterwards a module's parameters are its
+shards; with `keeps` each unit gathers once, and the outputs are the same.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+
+
+def gathered_bytes(module: nn.Module) -> int:
+    """Bytes that all parameters of the module's FSDP2 units take on a rank while they are gathered."""
+    return sum(
+        parameter._orig_size.numel() * (group.mp_policy.param_dtype or parameter.sharded_param.dtype).itemsize
+        for group in _groups(module)
+        for parameter in group.fsdp_params
+    )
+
+
+@contextmanager
+def forwards(module: nn.Module, *, keeps: bool) -> Iterator[None]:
+    """Context for forwards without gradient; after it, also after an exception, the parameters are the shards.
+
+    Args:
+        keeps: a unit gathers its parameters in its first forward, and keeps them for those that follow. The same on
+            all ranks.
+    """
+    meshes = [(group, group.post_forward_mesh_info) for group in _groups(module)]
+    for group, _ in meshes if keeps else ():
+        group.post_forward_mesh_info = None  # what FSDP2's `set_reshard_after_forward(False)` sets
+    try:
+        yield
+    except BaseException:
+        recover(module)
+        raise
+    finally:
+        for group, mesh in meshes:
+            group.post_forward_mesh_info = mesh
+        reshard(module)
+
+
+def _groups(module: nn.Module) -> list[Any]:
+    """FSDP2's parameter groups, which gather as one."""
+    units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
+    return [group for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups]
 
 
 def reshard(module: nn.Module) -> None:

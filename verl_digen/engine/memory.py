@@ -15,6 +15,7 @@
 - A tile that trains and runs out of memory ends the run, with the settings of a tile of half the rows. Rolling it back
   would take a second copy of the gradient beside every tile, of all weights where gradients wait.
 - Unreduced gradients take a full copy on each rank. That must be at most `UNREDUCED_SHARE` of the free memory.
+- An assist keeps gathered weights from step to step where they take at most `GATHERED_SHARE` of what is free then.
 - On a CPU memory does not limit a tile, and a process's peak memory cannot be reset: tiles have a fixed number of
   rows, enough to keep caches and cores busy.
 
@@ -36,6 +37,7 @@ from verl.utils.device import get_device_id
 
 from verl_digen.engine.recompute import ALL, Recomputation
 from verl_digen.engine.shadow import local_shard
+from verl_digen.platforms import device_memory
 from verl_digen.platforms.device_memory import MARGIN
 from verl_digen.schedulers.deal import Row
 
@@ -45,6 +47,8 @@ CPU_ROWS = 8
 """Rows of an automatic tile on a CPU."""
 UNREDUCED_SHARE = 0.4
 """Share of free memory that unreduced gradients may take; the rest is for activations and the reduction itself."""
+GATHERED_SHARE = 0.6
+"""Share of free memory that gathered weights may take during an assist; the rest is for activations and decoding."""
 NUM_MOMENTS = 2
 """Tensors that Adam keeps per trained parameter, in the parameter's dtype."""
 SMALLER_SAMPLES = (
@@ -214,6 +218,20 @@ def smaller_row(*, recomputes_all: bool, offloads: bool, reduce: str) -> str:
 def gradients_may_wait(unreduced_bytes: int, free_bytes: int) -> bool:
     """True if gradients of this size may stay unreduced until the batch is complete."""
     return unreduced_bytes <= UNREDUCED_SHARE * free_bytes
+
+
+def weights_may_stay(gathered_bytes: int) -> bool:
+    """True if all weights may stay gathered while the trainer generates: on every rank they take at most
+    `GATHERED_SHARE` of the free memory. Collective."""
+    free = agreed_least(device_memory.free_bytes(torch.distributed.get_world_size()), torch.distributed.group.WORLD)
+    stays = gathered_bytes <= GATHERED_SHARE * free
+    logger.debug(
+        "an assist gathers %.1f GB %s; %.1f GB are free",
+        gathered_bytes / 1e9,
+        "once" if stays else "at every step",
+        free / 1e9,
+    )
+    return stays
 
 
 def state_to_come(optimizer: torch.optim.Optimizer | None) -> int:

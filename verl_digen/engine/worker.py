@@ -17,7 +17,9 @@ import os
 import time
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
+import ray
 import torch
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils import tensordict_utils as tu
@@ -59,6 +61,14 @@ def share_cpu_cores(num_replicas: int) -> None:
     if get_device_name() == "cpu":
         ranks_here = int(os.environ.get("RAY_LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // (ranks_here + num_replicas)))
+
+
+def stored_by_group(generations: Sequence[Generation]) -> list[tuple[str, Any]]:
+    """Put samples into Ray's object store, group by group -> (uid, reference to the list of the group's samples)."""
+    groups: dict[str, list[Generation]] = {}
+    for generation in generations:
+        groups.setdefault(generation.trajectory.uid, []).append(generation)
+    return [(uid, ray.put(found)) for uid, found in groups.items()]
 
 
 class DiffusionWorker(ActorRolloutRefWorker):
@@ -144,17 +154,19 @@ class DiffusionWorker(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
     @DistProfiler.annotate(color="blue", role="actor_assist")
-    def assist(self, requests: tuple[SampleRequest, ...], version: int) -> list[Generation]:
-        """Generate this rank's share of requests of one group, see `Assistant.generate`.
+    def assist(self, requests: tuple[SampleRequest, ...], version: int) -> list[tuple[str, Any]]:
+        """Generate this rank's share of the requests, see `Assistant.generate`.
 
-        Only with `digen.tag.policy` other than off. The prompt's conditions must be in TransferQueue.
+        Only with `digen.tag.policy` other than off. The prompts' conditions must be in TransferQueue.
 
         Args:
             version: weight version, recorded with the samples.
+
+        Returns:
+            Of each group in the share: its uid, and a reference to the list of its samples.
         """
-        key = requests[0].condition_key
-        condition, negative_condition = fetch_conditions([key])[key]
-        return self._assistant.generate(requests, condition, negative_condition, version=version)
+        conditions = fetch_conditions([request.condition_key for request in requests])
+        return stored_by_group(self._assistant.generate(requests, conditions, version=version))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
     @DistProfiler.annotate(color="red", role="actor_commit")

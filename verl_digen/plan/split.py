@@ -5,6 +5,7 @@
   planner plays it, as in `digen simulate`, with the rules of the run's config.
 - A split counts if the config allows its sizes, the nodes have room for it, and it fits the memory; each is planned by
   itself, as fewer ranks hold larger shards and make smaller tiles.
+- An assist is taken to gather the weights at every step, whatever memory it has.
 - Left out: encoding, decoding, rewards, environments, variance. Episodes and pictures of a data set get no proposal.
 
 Invariants (tests/plan/test_split.py): a proposed split fits and passes the checks of a start; its seconds are those of
@@ -24,7 +25,7 @@ from verl_digen.plan.time import plan_time
 from verl_digen.schedulers.rules import BatchRules
 from verl_digen.simulate.cluster import COLOCATED_TSP, Split, baselines, run_split
 from verl_digen.simulate.layout import pool_overrides, pooled_nodes, type_overrides
-from verl_digen.simulate.profile import Numbers, Profile
+from verl_digen.simulate.profile import NEVER, Numbers, Profile
 from verl_digen.simulate.splits import SEARCH_STEPS, Placed, best_of, placed_splits
 from verl_digen.trainer.batch_rules import batch_rules
 
@@ -181,6 +182,7 @@ def run_profile(run: Run, memory: Memory, device: str, mfu: float) -> Profile:
         max_chunk_size=settings.digen.rollout.max_batch_size,
         rows_per_tile=max(1, memory.training.num_rows),
         min_trainer_devices=1,
+        min_gathering_devices=NEVER,
         step_s=time.generating_flops / settings.num_begun / num_steps / reached,
         decode_s=0.0,
         row_s=time.training_flops / (settings.num_samples * num_rows) / reached,

@@ -3,17 +3,25 @@
 
 - Surplus groups are left out: the oldest groups that fill the batch are assumed to be the ones that will train.
 - A slot whose chunk takes longer than expected is assumed to end now; one that loads weights is assumed free.
+- Of a large remainder, slots that are free at about the same time make a bundle, free at their mean time. It takes the
+  chunks of all of them at once, and larger ones where there are few slots: the search plays at most `MAX_STREAM`.
+
+Invariant (tests/schedulers/test_search.py): with bundles the makespan is that of single slots to a few per cent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
 
 from verl_digen.schedulers.batch import Batch, LiveChunk, Request
 from verl_digen.schedulers.durations import Durations
+from verl_digen.schedulers.play import Bubble
 from verl_digen.schedulers.rules import BatchRules
-from verl_digen.schedulers.search import MAX_STREAM, Bubble
 from verl_digen.schedulers.types import TRAINER
+
+MAX_STREAM = 256
+"""Most chunks of bundles that the search plays: a decision takes a few ms of Python."""
 
 TIME_DIGITS = 9
 """Decimals of a second to which times are rounded: clock noise must not make equal bubbles different."""
@@ -31,7 +39,7 @@ def bubble_at(
 ) -> Bubble | None:
     """The bubble of `batch`; None until generation, scoring and training were each measured.
 
-    Complexity: O(MAX_STREAM + groups of the batch + live chunks + slots).
+    Complexity: O(groups of the batch + live chunks + slots log slots).
     """
     train_s, score_s = durations.train_s(), durations.score_s()
     sample_s = {slot: durations.generate_sample_s(slot) for slot in slots}
@@ -48,53 +56,71 @@ def bubble_at(
     for chunk in live.values():
         if chunk.generated_s is not None:
             scored_in_s[chunk.chunk.id] = max(0.0, chunk.generated_s + score_s - now_s)
-    stream, ready_in_s, later_groups = _groups_to_come(batch, rules, scored_in_s)
+    unissued, ready_in_s = _groups_to_come(batch, rules, scored_in_s)
     call_s, group_s = train_s
-    assist_chunk_s, assist_sample_s = durations.assist_s() or (0.0, 0.0)
+    assist_call_s, assist_round_s = durations.assist_s() or (0.0, 0.0)
+    chunk_size = rules.slot_chunk_size(len(slots))
+    bundle = max(1, min(len(slots), -(-sum(unissued) // (chunk_size * MAX_STREAM))))
+    chunk_size = max(chunk_size, -(-sum(unissued) // (bundle * MAX_STREAM)))
+    free_s, speed_s = bundles([(free_in_s[slot], known_s[slot]) for slot in slots], bundle)
     return Bubble(
-        free_in_s=tuple(round(value, TIME_DIGITS) for value in free_in_s.values()),
-        sample_s=tuple(known_s.values()),
-        stream=stream,
+        free_in_s=tuple(round(value, TIME_DIGITS) for value in free_s),
+        sample_s=tuple(speed_s),
+        unissued=tuple(unissued),
         ready_in_s=tuple(round(value, TIME_DIGITS) for value in ready_in_s),
-        chunk_size=rules.slot_chunk_size(len(slots)),
-        assist_chunk_size=rules.trainer_chunk_size(len(slots)),
-        assist_chunk_s=assist_chunk_s,
-        assist_sample_s=assist_sample_s,
+        chunk_size=chunk_size,
+        assist_sizes=rules.assist_sizes(len(slots)),
+        assist_call_s=assist_call_s,
+        assist_round_s=assist_round_s,
         score_s=score_s,
         train_call_s=call_s,
         train_group_s=group_s,
         min_groups=rules.min_groups_per_fragment,
         max_groups=rules.max_groups_per_fragment,
+        num_ranks=rules.num_trainer_ranks,
         is_barrier=not rules.is_pipelined,
-        later_groups=later_groups,
-        later_samples=rules.group_size if later_groups else 0,
+        spans_groups=rules.assist_spans_groups,
+        bundle=bundle,
     )
 
 
-def _groups_to_come(
-    batch: Batch, rules: BatchRules, scored_in_s: Mapping[int, float]
-) -> tuple[tuple[int, ...], list[float], int]:
+def bundles(slots: Sequence[tuple[float, float]], size: int) -> tuple[list[float], list[float]]:
+    """Bundles of `size` slots that are free at about the same time -> when each is free, and its seconds per sample.
+
+    The slots that are left over are shared out: all bundles are a little faster instead.
+
+    Args:
+        slots: [S] (seconds until it is free, seconds of a sample).
+
+    Example:
+        bundles([(0.0, 2.0), (3.0, 2.0), (1.0, 2.0), (2.0, 2.0)], 2)   # [0.5, 2.5], [2.0, 2.0]
+    """
+    if size == 1:
+        return [free for free, _ in slots], [seconds for _, seconds in slots]
+    ordered = sorted(slots)
+    number = len(ordered) // size
+    cuts = [index * len(ordered) // number for index in range(number + 1)]
+    parts = [ordered[first:last] for first, last in pairwise(cuts)]
+    free_s = [sum(free for free, _ in part) / len(part) for part in parts]
+    return free_s, [size / sum(1 / seconds for _, seconds in part) for part in parts]
+
+
+def _groups_to_come(batch: Batch, rules: BatchRules, scored_in_s: Mapping[int, float]) -> tuple[list[int], list[float]]:
     """The groups that fill the batch, ready ones first.
 
     Args:
         scored_in_s: live chunk -> seconds until its samples are scored.
 
     Returns:
-        The group of each sample left to issue; per group, seconds until the samples in flight are scored; and how many
-        groups come after these.
+        Per group, the number of samples left to issue, and seconds until the samples in flight are scored.
     """
     ready_in_s = [0.0] * len(batch.ready)
-    stream: list[int] = []
+    unissued = [0] * len(batch.ready)
     num_left = rules.num_prompts - batch.num_training - batch.num_trained
-    num_later = 0
     for group in batch.groups:
-        if len(ready_in_s) + num_later == num_left:
+        if len(ready_in_s) == num_left:
             break
-        if group.state != "open":
-            continue
-        if rules.is_pipelined and len(stream) >= MAX_STREAM and not group.chunks:
-            num_later += 1
-        else:
-            stream += [len(ready_in_s)] * len(group.unissued)
+        if group.state == "open":
+            unissued.append(len(group.unissued))
             ready_in_s.append(max((scored_in_s[chunk_id] for chunk_id in group.chunks), default=0.0))
-    return tuple(stream), ready_in_s, num_later
+    return unissued, ready_in_s

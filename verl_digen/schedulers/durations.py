@@ -3,8 +3,8 @@
 
 - Generation is counted per sample and per slot (slots may differ in speed); a slot not measured yet takes the average
   of the others.
-- Training is a fixed part per call and a part per group; assisting, per chunk and per sample (few samples leave ranks
-  of the trainer idle). The two parts can be separated as soon as calls of two sizes were seen.
+- Training is a fixed part per call and a part per group; assisting, per call and per round (the samples of the fullest
+  rank; the last round may leave ranks idle). The two parts can be separated as soon as calls of two sizes were seen.
 - A running average gives the newest measurement the weight `NEWEST_WEIGHT`, or 1/n for the first ones. The very first
   includes compilation, cache filling and memory allocation: it counts only while it is the only one.
 
@@ -30,7 +30,7 @@ class Durations(Protocol):
     def generate_sample_s(self, slot: str) -> float | None: ...
 
     def assist_s(self) -> tuple[float, float] | None:
-        """(fixed seconds of a chunk on the trainer, seconds per sample)."""
+        """(fixed seconds of an assist, seconds per round)."""
         ...
 
     def score_s(self) -> float | None:
@@ -43,7 +43,7 @@ class Durations(Protocol):
 
     def on_generated(self, slot: str, num_samples: int, seconds: float) -> None: ...
 
-    def on_assisted(self, num_samples: int, seconds: float) -> None: ...
+    def on_assisted(self, num_rounds: int, seconds: float) -> None: ...
 
     def on_scored(self, seconds: float) -> None: ...
 
@@ -57,7 +57,7 @@ class KnownDurations:
     sample_s: Mapping[str, float]
     """Slot -> seconds to generate one sample."""
     assisted_s: Sequence[float]
-    """Seconds of a chunk of 1, 2, ... samples on the trainer, up to the largest chunk."""
+    """Seconds of an assist of 1, 2, ... rounds, up to the largest."""
     scoring_s: float
     fragment_s: Sequence[float]
     """Seconds to train a fragment of 1, 2, ... groups, up to the largest fragment."""
@@ -66,7 +66,7 @@ class KnownDurations:
         return self.sample_s[slot]
 
     def assist_s(self) -> tuple[float, float] | None:
-        """The line through the smallest and the largest chunk."""
+        """The line through the smallest and the largest assist."""
         return _line(self.assisted_s)
 
     def score_s(self) -> float | None:
@@ -79,7 +79,7 @@ class KnownDurations:
     def on_generated(self, slot: str, num_samples: int, seconds: float) -> None:
         pass
 
-    def on_assisted(self, num_samples: int, seconds: float) -> None:
+    def on_assisted(self, num_rounds: int, seconds: float) -> None:
         pass
 
     def on_scored(self, seconds: float) -> None:
@@ -181,8 +181,8 @@ class MeasuredDurations:
         self._slots[slot].add(seconds / num_samples)
         self._any_slot.add(seconds / num_samples)
 
-    def on_assisted(self, num_samples: int, seconds: float) -> None:
-        self._assist.add(num_samples, seconds)
+    def on_assisted(self, num_rounds: int, seconds: float) -> None:
+        self._assist.add(num_rounds, seconds)
 
     def on_scored(self, seconds: float) -> None:
         self._score.add(seconds)

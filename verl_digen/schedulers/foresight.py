@@ -13,7 +13,8 @@ Invariants
 from __future__ import annotations
 
 from verl_digen.schedulers.durations import RunningMean
-from verl_digen.schedulers.search import EPSILON_S, Verdict
+from verl_digen.schedulers.play import EPSILON_S
+from verl_digen.schedulers.search import Verdict
 
 DOUBTS = 2.0
 """Margin of a gain in mean absolute errors: a normally distributed error exceeds two of them in one of nine cases."""
@@ -54,8 +55,7 @@ class Foresight:
 
     def counts(self, verdict: Verdict) -> bool:
         """True if the gain exceeds the error margin, or if the choice is to wait."""
-        in_doubt_s = verdict.waiting_s * verdict.covered  # an error about the rest is the same for both choices
-        return verdict.choice == "wait" or verdict.gain_s > DOUBTS * self.doubt * in_doubt_s
+        return verdict.choice == "wait" or verdict.gain_s > DOUBTS * self.doubt * verdict.waiting_s
 
     def on_end(self, now_s: float) -> None:
         """The last fragment of the batch is trained."""

@@ -123,6 +123,19 @@ class GroupBook:
         ]
         return min(candidates, key=lambda group: group.place, default=None)
 
+    def issue_on_policy(self, number: int, size: int) -> tuple[Chunk, ...]:
+        """Cut chunks of `size` samples in all from the oldest groups that `oldest_on_policy` names.
+
+        One chunk of each group; fewer samples if no more are left, or if an assist keeps to one group.
+        """
+        chunks: list[Chunk] = []
+        while size and (group := self.oldest_on_policy(number)) is not None:
+            chunks.append(self.issue(group, number, size))
+            size -= len(chunks[-1].samples)
+            if not self._rules.assist_spans_groups:
+                break
+        return tuple(chunks)
+
     def has_unissued(self, number: int) -> bool:
         """True if samples of batch `number`, the oldest open one, are left to issue."""
         fronts = [self._fresh.front(self.groups), *map(self._begun_front, self._begun)]

@@ -5,7 +5,8 @@
                         |  assign: a free slot begins the oldest admissible group ...
                         v
                      groups with samples left to issue (begun, bound to a version)
-                        |  ... or takes the next chunk of the oldest begun one; the trainer may assist
+                        |  ... or takes the next chunk of the oldest begun one; the trainer may assist, with chunks of
+                        |  as many of the oldest groups as keep its ranks busy
                         v
     on_generated     the slot is free for the next chunk         on_failed, on_slot_lost: samples go back
     on_scored        group complete -> ready                       (or the group is dropped, beyond the bounds)
@@ -35,12 +36,12 @@ Invariants (tests/schedulers/test_planner.py)
 - A sample is regenerated only after its chunk failed, was lost or was cancelled, or its group was restarted;
   regenerations are counted.
 - A group is trained at most once, and only if all its samples are scored, all under its version.
-- A ready fragment trains before an assist, and at most one assist is in flight.
+- A ready fragment trains before an assist, and at most one assist is in flight, with at most one chunk of a group.
 - No chunk is issued while an older group that the slot may take has samples left.
 - A group is at most `max_versions` versions stale, and no more groups are stale than allowed.
 - trained + dropped = drawn, per batch.
 
-Complexity per event or decision: O(log groups + log slots + samples of the chunk), plus the search at a bubble;
+Complexity per event or decision: O(log groups + log slots) per chunk + O(samples), plus the search at a bubble;
 memory O(samples of the open batches).
 """
 
@@ -48,13 +49,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from verl_digen.schedulers.batch import Batch, Group, Request
+from verl_digen.schedulers.batch import Batch, Request
 from verl_digen.schedulers.bubbles import bubble_at
 from verl_digen.schedulers.durations import Durations
 from verl_digen.schedulers.foresight import Foresight
 from verl_digen.schedulers.group_book import GroupBook
+from verl_digen.schedulers.play import EPSILON_S
 from verl_digen.schedulers.rules import BatchRules
-from verl_digen.schedulers.search import EPSILON_S, BubbleSearch
+from verl_digen.schedulers.search import BubbleSearch
 from verl_digen.schedulers.slots import SlotPool
 from verl_digen.schedulers.types import (
     TRAINER,
@@ -111,8 +113,10 @@ class BatchPlanner:
         self._book = GroupBook(rules)
         self._requests: dict[int, Request] = {}
         self._cancelled: list[int] = []
-        self._trainer: Fragment | Chunk | BatchReport | None = None
+        self._trainer: Fragment | Assist | BatchReport | None = None
         """Current task of the trainer: training, assist, commit or None."""
+        self._assisting: set[int] = set()
+        """Ids of the chunks of the current assist that are still being generated."""
         self._trainer_since_s = 0.0
         self._search = BubbleSearch()
         self._foresight = Foresight()
@@ -225,17 +229,22 @@ class BatchPlanner:
         live = self._book.live.get(chunk_id)
         if live is not None:
             live.generated_s = now_s
-        num_samples = len(request.chunk.samples)
         if request.generator == TRAINER:
-            self._trainer = None
-        else:
-            self._slots.release(request.generator)
-        if request.is_cancelled:  # possibly aborted: its duration says nothing about the speed
+            self._on_assisted(chunk_id, now_s)
             return
-        if request.generator == TRAINER:
-            self._durations.on_assisted(num_samples, now_s - request.since_s)
-        else:
-            self._durations.on_generated(request.generator, num_samples, now_s - request.since_s)
+        self._slots.release(request.generator)
+        if not request.is_cancelled:  # else possibly aborted: its duration says nothing about the speed
+            self._durations.on_generated(request.generator, len(request.chunk.samples), now_s - request.since_s)
+
+    def _on_assisted(self, chunk_id: int, now_s: float) -> None:
+        """Free the trainer with the last chunk of its assist; the ranks generate cancelled ones, too."""
+        assist = self._trainer
+        assert isinstance(assist, Assist)
+        self._assisting.discard(chunk_id)
+        if not self._assisting:
+            self._trainer = None
+            num_rounds = self.rules.assist_rounds(assist.num_samples)
+            self._durations.on_assisted(num_rounds, now_s - self._trainer_since_s)
 
     def on_scored(self, chunk_id: int, rewards: Mapping[int, float], version: int, now_s: float) -> frozenset[int]:
         """Samples of a chunk have their rewards; before or after `on_generated`, at once or one by one.
@@ -354,7 +363,7 @@ class BatchPlanner:
         self._foresight.on_next_batch()
         self._disturb()
 
-    def _occupy(self, task: Fragment | Chunk | BatchReport, now_s: float) -> None:
+    def _occupy(self, task: Fragment | Assist | BatchReport, now_s: float) -> None:
         self._trainer = task
         self._trainer_since_s = now_s
         self._disturb()
@@ -375,11 +384,11 @@ class BatchPlanner:
         self._wait_until_s = None
 
     def _at_bubble(self, batch: Batch, now_s: float) -> Assist | Wait:
-        group = None if self.rules.assist == "off" else self._book.oldest_on_policy(self.batch)
-        if group is None:
+        if self.rules.assist == "off" or self._book.oldest_on_policy(self.batch) is None:
             return Wait(self._idle_reason(batch))
+        smallest = self.rules.assist_sizes(len(self._slots))[0]
         if self.rules.assist == "always":
-            return self._assist(group, now_s, "always", None)
+            return self._assist(smallest, now_s, "always", None)
         if self._wait_until_s is not None and now_s < self._wait_until_s - EPSILON_S:
             return Wait("waiting_pays", self._wait_until_s - now_s)
         bubble = bubble_at(
@@ -394,25 +403,29 @@ class BatchPlanner:
         if bubble is None:
             return Wait("costs_unknown")
         if self._durations.assist_s() is None:
-            return self._assist(group, now_s, "measure", None)
+            return self._assist(smallest, now_s, "measure", None)
         verdict = self._search.decide(bubble)
         self._foresight.on_verdict(verdict, now_s)
         counts = self._foresight.counts(verdict)
         if verdict.choice == "assist" and counts:
-            return self._assist(group, now_s, "gain", verdict.gain_s)
+            return self._assist(verdict.num_samples, now_s, "gain", verdict.gain_s)
         if not counts:
             self._search.forget()
         self._wait_until_s = now_s + verdict.wait_until_s
         return Wait("waiting_pays" if counts else "gain_in_doubt", verdict.wait_until_s)
 
-    def _assist(self, group: Group, now_s: float, reason: AssistReason, predicted_gain_s: float | None) -> Assist:
-        chunk = self._book.issue(group, self.batch, self.rules.trainer_chunk_size(len(self._slots)))
-        self._send(chunk, TRAINER, now_s)
-        batch = self._book.batches[chunk.batch]
+    def _assist(self, size: int, now_s: float, reason: AssistReason, predicted_gain_s: float | None) -> Assist:
+        """Issue `size` samples, or all that are left, of the oldest groups that the trainer may generate."""
+        chunks = self._book.issue_on_policy(self.batch, size)
+        for chunk in chunks:
+            self._send(chunk, TRAINER, now_s)
+        assist = Assist(chunks, reason, predicted_gain_s)
+        batch = self._book.batches[self.batch]
         batch.num_assists += 1
-        batch.num_assisted += len(chunk.samples)
-        self._occupy(chunk, now_s)
-        return Assist(chunk, reason, predicted_gain_s)
+        batch.num_assisted += assist.num_samples
+        self._assisting = {chunk.id for chunk in chunks}
+        self._occupy(assist, now_s)
+        return assist
 
     def _idle_reason(self, batch: Batch) -> TrainerWaitReason:
         if batch.num_open == 0:

@@ -51,7 +51,9 @@ class BatchRules:
     num_trainer_ranks: int = 1
     """Ranks of the trainer, which share the samples of an assist."""
     assist_chunk_size: int | None = None
-    """`digen.tag.chunk_size`: samples of a chunk that the trainer generates; None = auto, see `trainer_chunk_size`."""
+    """`digen.tag.chunk_size`: samples of an assist; None = auto, see `assist_sizes`."""
+    assist_spans_groups: bool = True
+    """False: all samples of an assist are of one group, see `verl_digen.trainer.batch_rules`."""
     max_versions: int = 0
     """`digen.staleness.max_versions`: 0 strict, 1 TCSS, n needs an off-policy loss."""
     fraction: float = 1.0
@@ -127,21 +129,30 @@ class BatchRules:
         num_replicas = max(1, -(-num_slots // self.slots_per_replica))
         return min(self.max_chunk_size, -(-self.group_size // num_replicas))
 
-    def trainer_chunk_size(self, num_slots: int) -> int:
-        """Samples of a chunk that the trainer generates: as configured, else the same number on every rank.
+    def assist_sizes(self, num_slots: int) -> tuple[int, ...]:
+        """Numbers of samples that an assist may have, ascending; the last assist of a batch may have fewer.
 
-        auto = min(G, ranks * max(1, slot_chunk_size // ranks)): one sample per rank, the smallest chunk that leaves
-        no rank idle; more per rank where a slot's chunk is larger than the number of ranks.
+        As configured, else equal numbers on all ranks: auto = ranks * max(1, slot_chunk_size // ranks), the least that
+        leaves no rank idle, and this doubled as often as a rank's samples are at most `max_chunk_size`, and the assist
+        at most the batch. At most G where an assist keeps to one group.
 
         Example:
-            BatchRules(8, 12, num_trainer_ranks=24).trainer_chunk_size(num_slots=8)   # 12: the whole group
-            BatchRules(8, 16, num_trainer_ranks=4).trainer_chunk_size(num_slots=8)    # 4: one sample per rank
-            BatchRules(8, 12, num_trainer_ranks=1).trainer_chunk_size(num_slots=2)    # 6: same as a slot's chunk
+            BatchRules(8, 12, num_trainer_ranks=24).assist_sizes(num_slots=8)   # (24, 48, 96): one sample per rank ...
+            BatchRules(8, 16, num_trainer_ranks=4).assist_sizes(num_slots=8)    # (4, 8, 16, 32)
+            BatchRules(8, 12, num_trainer_ranks=1).assist_sizes(num_slots=2)    # (6,): same as a slot's chunk
         """
+        largest = self.num_prompts * self.group_size if self.assist_spans_groups else self.group_size
         if self.assist_chunk_size is not None:
-            return min(self.assist_chunk_size, self.group_size)
+            return (min(self.assist_chunk_size, largest),)
         ranks = self.num_trainer_ranks
-        return min(self.group_size, ranks * max(1, self.slot_chunk_size(num_slots) // ranks))
+        sizes = [ranks * max(1, self.slot_chunk_size(num_slots) // ranks)]
+        while 2 * sizes[-1] <= min(ranks * self.max_chunk_size, largest):
+            sizes.append(2 * sizes[-1])
+        return tuple(min(size, largest) for size in sizes)
+
+    def assist_rounds(self, num_samples: int) -> int:
+        """Samples of the fullest rank in an assist of `num_samples`."""
+        return -(-num_samples // self.num_trainer_ranks)
 
     def stale_allowance(self, age_versions: int) -> int:
         """Maximum number of groups of one batch begun `age_versions` or more behind the version the batch trains on.

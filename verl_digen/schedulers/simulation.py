@@ -25,8 +25,8 @@ from verl_digen.require import require
 from verl_digen.schedulers.durations import KnownDurations
 from verl_digen.schedulers.generation import ChunkSlots, Generator
 from verl_digen.schedulers.planner import BatchPlanner
+from verl_digen.schedulers.play import EPSILON_S
 from verl_digen.schedulers.rules import BatchRules
-from verl_digen.schedulers.search import EPSILON_S
 from verl_digen.schedulers.types import TRAINER, Assist, BatchReport, Chunk, Commit, Generate, LoadWeights, Train
 
 TECHNIQUES = ("gap", "tsp", "tag", "tcss")
@@ -162,6 +162,7 @@ def simulate(workload: Workload, costs: Costs, techniques: Collection[str]) -> S
         is_pipelined=is_pipelined,
         max_groups_per_fragment=1,
         assist="bts" if "tag" in techniques else "off",
+        assist_chunk_size=1,
         max_versions=1 if "tcss" in techniques else 0,
         fraction=workload.stale_fraction,
     )
@@ -276,9 +277,9 @@ class PlannerRun:
             self._busy(TRAINER, "train", now_s, end_s, tuple(map(int, uids)))
             self._expect(end_s, "train", decision.fragment)
         elif isinstance(decision, Assist):
-            end_s = now_s + durations.assisted_s[len(decision.chunk.samples) - 1]
-            self._busy(TRAINER, "assist", now_s, end_s, (int(decision.chunk.uid),))
-            self._expect(end_s, "assist", decision.chunk)
+            end_s = now_s + durations.assisted_s[self.rules.assist_rounds(decision.num_samples) - 1]
+            self._busy(TRAINER, "assist", now_s, end_s, tuple(map(int, decision.uids)))
+            self._expect(end_s, "assist", decision)
         elif isinstance(decision, Commit):
             end_s = now_s + self.commit_s
             self._busy(TRAINER, "commit", now_s, end_s, (decision.report.batch,))
@@ -304,7 +305,7 @@ class PlannerRun:
             planner.on_committed(subject.batch)
             planner.on_published(subject.batch + 1)
         else:
-            for chunk in [subject] if what == "assist" else self._generator.end(subject):
+            for chunk in subject.chunks if what == "assist" else self._generator.end(subject):
                 self._on_generated(chunk, now_s)
         return what != "generate"
 

@@ -108,9 +108,9 @@ class BatchReport:
     """Trained samples."""
     num_fragments: int
     num_assists: int
-    """Chunks the trainer generated."""
+    """Assists: calls in which the trainer's ranks generated."""
     num_assisted: int
-    """Samples in these chunks, of trained and dropped groups."""
+    """Samples of these calls, of trained and dropped groups."""
     num_searches: int
     """Bubbles at which waiting and assisting were compared."""
     prediction_error: float | None
@@ -134,12 +134,23 @@ class Train(NamedTuple):
 
 
 class Assist(NamedTuple):
-    """Generate a chunk on the trainer's devices."""
+    """Generate chunks on the trainer's devices, all in one call."""
 
-    chunk: Chunk
+    chunks: tuple[Chunk, ...]
+    """One per group, in the order of issue."""
     reason: AssistReason
     predicted_gain_s: float | None
     """Predicted seconds by which the batch ends earlier than without further assists; None if nothing was predicted."""
+
+    @property
+    def uids(self) -> tuple[str, ...]:
+        """Its groups."""
+        return tuple(chunk.uid for chunk in self.chunks)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of all chunks."""
+        return sum(len(chunk.samples) for chunk in self.chunks)
 
 
 class Commit(NamedTuple):

@@ -10,8 +10,8 @@ step >= t with  t / sample_s * slots  +  (t - train) / assist_s * c  =  P*G
                                                                        whenever it does not train
 
 It bounds the mean step of any window that generates at least as many samples as it trains, or is charged for the
-missing ones (`verl_digen.simulate.cluster.run_split`), with and without staleness. c is what
-`digen.tag.chunk_size=auto` gives: samples of one group. Only the costs of `verl_digen.simulate.costs` are included.
+missing ones (`verl_digen.simulate.cluster.run_split`), with and without staleness. c is one of the sizes that
+`digen.tag.chunk_size=auto` gives. Only the costs of `verl_digen.simulate.costs` are included.
 
 Invariants (tests/simulate/test_bound.py): no simulated run of any split and techniques is below it, up to rounding;
 no partition of the batch into training calls takes less than one call.
@@ -48,8 +48,8 @@ def lower_bound_s(profile: Profile, trainer: Pool, generator: Pool, techniques: 
         max_chunk_size=numbers.max_chunk_size,
         num_trainer_ranks=trainer.num_devices,
     )
-    largest = rules.trainer_chunk_size(generator.num_devices)
     assisted_per_s = max(
-        count / assist_s(numbers, count, trainer.num_devices, slowdown) for count in range(1, largest + 1)
+        count / assist_s(numbers, count, trainer.num_devices, slowdown)
+        for count in rules.assist_sizes(generator.num_devices)
     )
     return (num_samples + training_s * assisted_per_s) / (samples_per_s + assisted_per_s)

@@ -9,7 +9,7 @@
 Left out: memory (except `min_trainer_devices`), kernels that are less efficient on small tiles, variance.
 
 Invariants
-- With a shipped profile, no technique makes a step longer.
+- With a shipped profile, no technique makes a step longer by more than 1 %: the search for assists looks at one batch.
 - Idle shares lie between 0 and 1.
 """
 
@@ -178,14 +178,14 @@ def _check_run(profile: Profile, split: Split, techniques: Collection[str], num_
 def durations_of(
     profile: Profile, split: Split, slots: Sequence[str], rules: BatchRules, *, has_tsp: bool
 ) -> KnownDurations:
-    """Durations of every chunk and fragment that the rules allow."""
+    """Durations of every chunk, assist and fragment that the rules allow."""
     numbers, num_ranks = profile.numbers, split.trainer.num_devices
     slowdown = split.trainer.slowdown(profile.device)
-    max_samples = rules.trainer_chunk_size(len(slots))
+    most_rounds = rules.assist_rounds(rules.assist_sizes(len(slots))[-1])
     max_groups = rules.max_groups_per_fragment if rules.is_pipelined else numbers.num_prompts
     return KnownDurations(
         sample_s=dict.fromkeys(slots, _slot_sample_s(profile, split)),
-        assisted_s=[assist_s(numbers, count, num_ranks, slowdown) for count in range(1, max_samples + 1)],
+        assisted_s=[assist_s(numbers, count * num_ranks, num_ranks, slowdown) for count in range(1, most_rounds + 1)],
         scoring_s=numbers.score_s,
         fragment_s=[
             train_s(numbers, count, num_ranks, slowdown=slowdown, has_tsp=has_tsp) for count in range(1, max_groups + 1)

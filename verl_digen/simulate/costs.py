@@ -7,7 +7,8 @@ tile computes (2 gathers per tile, forward and backward; `gather_s` scaled by (r
     serial   ceil(g*G / r) samples per rank, row by row:      ceil(g*G / r) * K * max(row_s, 2 gather_s)
     TSP      q = ceil(g*G*K / r) rows per rank, in the        sum over the tiles of max(rows * row_s, 2 gather_s)
              fewest even tiles of at most m rows:
-    assist   a chunk of n samples, k = ceil(n / r) per rank:  T * max(k step_s, gather_s) + k decode_s
+    assist   n samples, k = ceil(n / r) per rank:             T * max(k step_s, gather_s) + k decode_s
+             the same, where r ranks can keep the weights:    max(k step_s, gather_s) + (T - 1) * k step_s + k decode_s
     slot     n samples:                                       n * (T * step_s + decode_s)
 
 With a frozen base that is whole on every rank `gather_s` is 0 (`digen simulate --whole-base`).
@@ -40,8 +41,13 @@ def sample_s(numbers: Numbers, slowdown: float) -> float:
 
 
 def assist_s(numbers: Numbers, num_samples: int, num_ranks: int, slowdown: float) -> float:
-    """Seconds the trainer takes to generate a chunk; each rank denoises its samples together."""
+    """Seconds of an assist; each rank denoises its samples together. Where memory allows, only the first step gathers
+    weights."""
     gather_s = numbers.gather_s * (num_ranks - 1) / num_ranks
     on_a_rank = -(-num_samples // num_ranks)
-    denoise_s = numbers.num_steps * max(on_a_rank * numbers.step_s * slowdown, gather_s)
+    step_s = on_a_rank * numbers.step_s * slowdown
+    if num_ranks >= numbers.min_gathering_devices:
+        denoise_s = max(step_s, gather_s) + (numbers.num_steps - 1) * step_s
+    else:
+        denoise_s = numbers.num_steps * max(step_s, gather_s)
     return denoise_s + on_a_rank * numbers.decode_s * slowdown

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from verl_digen.require import require
 from verl_digen.schedulers.generation import Work
-from verl_digen.schedulers.search import EPSILON_S
+from verl_digen.schedulers.play import EPSILON_S
 from verl_digen.schedulers.types import Chunk
 
 

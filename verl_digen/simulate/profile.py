@@ -24,6 +24,10 @@ SOURCES = ("measured:", "published:", "derived:", "chosen:")
 """Allowed beginnings of a number's source."""
 
 
+NEVER = 10**9
+"""`min_gathering_devices` where an assist gathers the weights at every step, with any number of devices."""
+
+
 @dataclass(frozen=True)
 class Numbers:
     """Numbers of a profile. Seconds are for one device of the profile's type, working alone."""
@@ -42,6 +46,8 @@ class Numbers:
     """Rows of one forward and backward with time-step parallelism."""
     min_trainer_devices: int
     """Minimum number of devices that hold the training state."""
+    min_gathering_devices: int
+    """Minimum number of training devices each of which can hold all weights, too, while it assists."""
     step_s: float
     """One denoise step of one sample, guidance included."""
     decode_s: float

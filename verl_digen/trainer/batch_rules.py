@@ -12,6 +12,16 @@ if TYPE_CHECKING:
     from verl_digen.schedulers.rules import AssistPolicy
 
 
+def groups_are_alike(digen: DigenConfig) -> bool:
+    """True if the samples of all groups take the same forwards, so that ranks may generate different groups in step.
+
+    Not where samples of a group share the steps before their window, or pass over steps outside of it: that depends
+    on the group's window, and on how many of the group a rank has. Other windows than consecutive ones begin at step 0.
+    """
+    has_steps_before = digen.window.kind == "consecutive" and not digen.trains_forward_points
+    return not has_steps_before or not (digen.sampling.shared_initial_noise or digen.sampling.outside.passes_over)
+
+
 def batch_rules(digen: DigenConfig, *, num_prompts: int, group_size: int, num_trainer_ranks: int) -> BatchRules:
     """The planner's rules, from the config."""
     gap, queue = digen.gap, digen.queue
@@ -32,6 +42,7 @@ def batch_rules(digen: DigenConfig, *, num_prompts: int, group_size: int, num_tr
         assist=cast("AssistPolicy", digen.tag.policy),
         num_trainer_ranks=num_trainer_ranks,
         assist_chunk_size=None if isinstance(digen.tag.chunk_size, str) else digen.tag.chunk_size,
+        assist_spans_groups=groups_are_alike(digen),
         max_versions=digen.staleness.max_versions,
         fraction=digen.staleness.fraction,
     )

@@ -7,7 +7,7 @@
                   |               new weights to a replica, between two chunks ---------------+
                   |  next_for_trainer()                                                       |
                   +--> trainer: begin, accumulate(fragment) ..., commit ----------------------+
-                       or, at a bubble, assist: generate a chunk itself ... scored and published
+                       or, at a bubble, assist: generate chunks itself ... each scored and published
 
 The conductor decides nothing: which chunk goes where, when a fragment is ready, whether the trainer assists and when
 the batch is complete is decided by `verl_digen.schedulers`, which simulates with the same code.
@@ -253,7 +253,7 @@ class Conductor:
         condition_key = self.generator.condition_key(chunk)
         lane = self._slots.lanes[slot]
         self._idle.stop(lane)
-        opened = self._begin_chunk("generate", lane, chunk)
+        opened = self._begin_chunks("generate", lane, [chunk])
 
         def on_generated(task: asyncio.Task[GeneratedChunk], took_s: float) -> None:
             self.recorder.end(opened)
@@ -285,16 +285,17 @@ class Conductor:
             on_overdue=on_overdue,
         )
 
-    def _begin_chunk(self, kind: Kind, lane: Lane, chunk: Chunk) -> OpenInterval:
-        self._chunks[chunk.id] = chunk
+    def _begin_chunks(self, kind: Kind, lane: Lane, chunks: Sequence[Chunk]) -> OpenInterval:
+        """Begin the interval of one call's chunks; it has the first one's number."""
+        self._chunks |= {chunk.id: chunk for chunk in chunks}
         return self.recorder.begin(
             kind,
             lane,
-            step=chunk.batch + 1,
-            version=chunk.version,
-            chunk_id=chunk.id,
-            group_ids=(chunk.uid,),
-            num_samples=len(chunk.samples),
+            step=chunks[0].batch + 1,
+            version=chunks[0].version,
+            chunk_id=chunks[0].id,
+            group_ids=tuple(chunk.uid for chunk in chunks),
+            num_samples=sum(len(chunk.samples) for chunk in chunks),
         )
 
     def _on_generated(self, chunk: Chunk, generated: GeneratedChunk, condition_key: str) -> None:
@@ -387,27 +388,28 @@ class Conductor:
         )
 
     def _start_assist(self, decision: Assist) -> None:
-        chunk = decision.chunk
-        # the prompt's conditions are published for it, even if none of its samples ever is
-        condition_key = self.generator.condition_key(chunk)
-        self._published.setdefault(chunk.batch, PublishedSamples()).condition_keys.add(condition_key)
-        opened = self._begin_chunk("assist", self.lanes.trainer, chunk)
+        chunks, size = decision.chunks, self.planner.rules.assist_rounds(decision.num_samples)
+        # the prompts' conditions are published for it, even if none of the samples ever is
+        condition_keys = [self.generator.condition_key(chunk) for chunk in chunks]
+        self._published.setdefault(chunks[0].batch, PublishedSamples()).condition_keys.update(condition_keys)
+        opened = self._begin_chunks("assist", self.lanes.trainer, chunks)
         opened.detail["reason"] = decision.reason
         if decision.predicted_gain_s is not None:
             opened.detail["predicted_gain_s"] = decision.predicted_gain_s
 
-        def on_assisted(task: asyncio.Task[GeneratedChunk], took_s: float) -> None:
+        def on_assisted(task: asyncio.Task[Sequence[GeneratedChunk]], took_s: float) -> None:
             self.recorder.end(opened)
-            generated = task.result()
-            self.deadlines.observe("assist", TRAINER, size=len(chunk.samples), seconds=took_s)
-            del self._chunks[chunk.id]
+            answers = task.result()
+            self.deadlines.observe("assist", TRAINER, size=size, seconds=took_s)
             self._trainer_is_free = True
-            self._on_generated(chunk, generated, condition_key)
+            for chunk, generated, key in zip(chunks, answers, condition_keys, strict=True):
+                del self._chunks[chunk.id]
+                self._on_generated(chunk, generated, key)
 
         self._calls.start(
-            self.generator.assist(chunk),
-            what=f"step {self._step}: {_described(chunk)} on the trainer",
-            bound=self.deadlines.bound("assist", TRAINER, size=len(chunk.samples)),
+            self.generator.assist(chunks),
+            what=f"step {self._step}: {_described(*chunks)} on the trainer",
+            bound=self.deadlines.bound("assist", TRAINER, size=size),
             on_ended=on_assisted,
         )
 
@@ -446,5 +448,5 @@ class Conductor:
         return await self._calls.next_events(timeout_s)
 
 
-def _described(chunk: Chunk) -> str:
-    return f"chunk {chunk.id} ({len(chunk.samples)} samples of group {chunk.uid})"
+def _described(chunk: Chunk, *others: Chunk) -> str:
+    return f"chunk {chunk.id} ({len(chunk.samples)} samples of group {chunk.uid}{', and more' if others else ''})"

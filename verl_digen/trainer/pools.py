@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from verl_digen.errors import RunStopped
 from verl_digen.schedulers.types import Chunk, Fragment
 from verl_digen.trainer.ranks import TrainerRanks
 from verl_digen.trainer.updates import GroupRewards, TeacherOf, fragment_samples, no_teacher, totals
-from verl_digen.types import GroupTags, PromptRow
+from verl_digen.types import GroupTags, PromptRow, SampleRequest
 
 logger = logging.getLogger(__name__)
 
@@ -114,20 +115,43 @@ class GeneratorPool:
         """Remove slots -> those that had not been removed before."""
         return [self._slots.pop(name) for name in names if name in self._slots]
 
-    async def assist(self, chunk: Chunk) -> GeneratedChunk:
+    async def assist(self, chunks: Sequence[Chunk]) -> Sequence[GeneratedChunk]:
+        prepared = await asyncio.gather(*map(self._prepare_assist, chunks, itertools.count()))
+        requests = [request for made, _ in prepared for request in made]
+        # of each rank: (uid, reference to its samples of the group); samples do not pass through the driver
+        answers: Sequence[Any] = ()
+        if requests:
+            answers = await asyncio.gather(*self._trainer.assist(tuple(requests), chunks[0].version))
+
+        async def adopt(chunk: Chunk, failure: str) -> GeneratedChunk:
+            parts = [part for answer in answers for uid, part in answer if uid == chunk.uid]
+            return await self._worker(chunk).adopt_chunk.remote(self._order(chunk), parts, failure)
+
+        return await asyncio.gather(
+            *(adopt(chunk, failure) for chunk, (_, failure) in zip(chunks, prepared, strict=True))
+        )
+
+    async def _prepare_assist(self, chunk: Chunk, number: int) -> tuple[Sequence[SampleRequest], str]:
+        """Requests of the chunk that the ranks are to generate; a replica encodes the prompt, the first time.
+
+        Args:
+            number: of the chunk in its assist; each of them asks another replica first.
+
+        Returns:
+            The requests, or none and the reason why the encoder refuses the prompt.
+        """
         order, worker = self._order(chunk), self._worker(chunk)
         try:
-            requests = await self._prepare_assist(order, worker)
-        except ValueError as error:  # the encoder refuses the prompt
-            return await worker.adopt_chunk.remote(order, [], describe(error))
-        return await worker.adopt_chunk.remote(order, self._trainer.assist(requests, chunk.version))
+            return await self._make_requests(order, worker, number), ""
+        except ValueError as error:
+            return (), describe(error)
 
-    async def _prepare_assist(self, order: ChunkOrder, worker: Any) -> Any:
-        """Make the requests that the ranks are to generate; a replica encodes the prompt, the first time."""
+    async def _make_requests(self, order: ChunkOrder, worker: Any, number: int) -> Sequence[SampleRequest]:
         if order.uid in self._encoded:
             return await worker.prepare_assist.remote(order, None)
-        servers = {slot.replica: slot.server for slot in self._slots.values()}
-        for replica, server in servers.items():
+        servers = list({slot.replica: slot.server for slot in self._slots.values()}.items())
+        first = number % len(servers) if servers else 0
+        for replica, server in servers[first:] + servers[:first]:
             try:
                 requests = await asyncio.wait_for(worker.prepare_assist.remote(order, server), self._answer_s)
             except (RayActorError, asyncio.TimeoutError) as error:

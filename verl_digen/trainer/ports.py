@@ -34,8 +34,9 @@ class Generator(Protocol):
         """Kill the processes of a hung replica, given all of its slots; its devices are free then."""
         ...
 
-    async def assist(self, chunk: Chunk) -> GeneratedChunk:
-        """Have the trainer's ranks generate the chunk; returns when generation has ended."""
+    async def assist(self, chunks: Sequence[Chunk]) -> Sequence[GeneratedChunk]:
+        """Have the trainer's ranks generate the chunks, of one group each, in one call; returns one answer per chunk
+        when generation has ended."""
         ...
 
     async def collect(self, chunk: Chunk) -> ScoredChunk:

@@ -9,6 +9,7 @@
 | what a timeline does not say | assumed |
 | --- | --- |
 | gathering of weights, where the trainer never assists | part of a row's time |
+| whether an assist gathered them once, or at every step | at every step, with its time spread over them |
 | speed of a type of device in the other role, of two types | by the ratio of their peaks |
 | scores, commit and publication | the same with any split |
 
@@ -27,7 +28,7 @@ from verl_digen.observe.step_costs import StepParts, rank_row_s, slot_sample_s
 from verl_digen.schedulers.rules import BatchRules
 from verl_digen.simulate.cluster import Split, run_split
 from verl_digen.simulate.layout import pool_overrides, type_overrides
-from verl_digen.simulate.profile import Numbers, Profile
+from verl_digen.simulate.profile import NEVER, Numbers, Profile
 from verl_digen.simulate.splits import SEARCH_STEPS, Limits, Placed, best_of, placed_splits
 
 MIN_GAIN = 1.05
@@ -135,6 +136,7 @@ def profile_of(setting: Setting, steps: Sequence[StepParts]) -> Profile:
         max_chunk_size=rules.max_chunk_size,
         rows_per_tile=ONE_TILE,
         min_trainer_devices=1,
+        min_gathering_devices=NEVER,
         step_s=denoise_s,
         decode_s=0.0,
         row_s=rank_row_s([part for step in steps for part in step.fragments], num_ranks, setting.num_rows),

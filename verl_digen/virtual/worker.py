@@ -3,7 +3,7 @@
 
 | call | time |
 | --- | --- |
-| `assist` | a chunk, sharded over the ranks |
+| `assist` | its samples, sharded over the ranks |
 | `accumulate` | training the fragment's rows on `digen.virtual.trainer_ranks` ranks, with or without TSP |
 | `commit` | none: the profile does not separate it from publication |
 | `update_weights` | the profile's `commit_s`, optimizer step and publication |
@@ -29,8 +29,8 @@ from verl_digen.config import digen_config
 from verl_digen.engine.fragment import FragmentSpec
 from verl_digen.engine.points import points_of
 from verl_digen.engine.rows import fetch_samples
-from verl_digen.engine.worker import DiffusionWorker
-from verl_digen.types import Generation, SampleRequest
+from verl_digen.engine.worker import DiffusionWorker, stored_by_group
+from verl_digen.types import SampleRequest
 from verl_digen.virtual.checkpoint_engine import VirtualEngine
 from verl_digen.virtual.durations import virtual_durations
 from verl_digen.virtual.samples import VirtualSamples
@@ -77,11 +77,11 @@ class VirtualWorker(DiffusionWorker):
         return {"num_rows": num_rows, "fetch_s": fetch_s, "accumulate_s": time.perf_counter() - started_s}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
-    def assist(self, requests: tuple[SampleRequest, ...], version: int) -> list[Generation]:
-        """Wait for the ranks' generation time -> all the samples."""
+    def assist(self, requests: tuple[SampleRequest, ...], version: int) -> list[tuple[str, Any]]:
+        """Wait for the ranks' generation time -> all the samples, see `DiffusionWorker.assist`."""
         started_s = time.time()
         _sleep_until(time.perf_counter() + self._durations.assist_s(len(requests)))
-        return [self._samples.make(request, (version, version), started_s) for request in requests]
+        return stored_by_group([self._samples.make(request, (version, version), started_s) for request in requests])
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
     def commit(self, more: bool = False) -> dict[str, Metric]:

@@ -18,10 +18,10 @@ One JSON object per line of `timeline.jsonl`; keys with the default value are le
 | `num_devices` | int | devices that the lane stands for |
 | `start_s`, `end_s` | float | unix seconds of the driver's clock |
 | `version` | int | weight version that generated, was trained (before the commit), or was published |
-| `chunk_id` | int or str | generate, assist: which chunk |
+| `chunk_id` | int or str | generate: which chunk; assist: the first of its chunks |
 | `fragment_id` | int or str | train: which fragment; ranks that share it write the same id |
 | `group_ids` | [str] | uids of the groups it worked on |
-| `num_samples` | int | samples of the whole chunk or fragment |
+| `num_samples` | int | samples of the whole chunk, assist or fragment |
 | `reason` | see `schedulers.types.WaitReason` | wait: for what |
 | `is_cut` | bool | true: it went on after `end_s`; the next part starts there |
 | `detail` | object | further facts, e.g. `{"predicted_gain_s": 0.4}`; numbers that are not finite as text |
@@ -65,7 +65,7 @@ Kind = Literal[
 | `wake` | the weights of a reward that shares the replicas' devices come to its device |
 | `sleep` | they leave it |
 | `train` | the trainer accumulates the gradient of a fragment |
-| `assist` | the trainer denoises a chunk |
+| `assist` | the trainer denoises chunks, one of each group |
 | `commit` | the optimizer step of a logical batch |
 | `publish` | weights move: sent by the trainer, taken by a replica |
 | `validate` | fixed prompts are generated, between two steps: on the driver's lane |
