@@ -158,8 +158,8 @@ class DiffusersFSDPEngine(ShardedTransformer):
             self._loaded, self._stays_loaded = loading.pop_all(), False
 
     def accumulate(self, fragment: FragmentSpec) -> dict[str, int]:
-        """Add the gradient of complete groups. Its only collectives are those of the forwards and backwards, and where
-        tiles or recomputed blocks are automatic the ranks' agreement on the longest prompt.
+        """Add the gradient of complete groups, or of a part of one. Its only collectives are those of the forwards and
+        backwards, and where tiles or recomputed blocks are automatic the ranks' agreement on the longest prompt.
 
         Returns:
             `num_rows`, trained in this call, over all ranks, and `num_held_samples`, held back because their
@@ -175,7 +175,7 @@ class DiffusersFSDPEngine(ShardedTransformer):
         with batch.transaction.may_fail("accumulate"):
             self._enter_training()
             num_rows = batch.train(fragment)
-        return {"num_rows": num_rows, "num_held_samples": len(batch.ledger.held)}
+        return {"num_rows": num_rows, "num_held_samples": batch.num_held}
 
     def commit(self, *, more: bool = False) -> dict[str, Any]:
         """Take one optimizer step and one learning-rate step on the accumulated gradient; close the batch. A batch of
@@ -208,7 +208,8 @@ class DiffusersFSDPEngine(ShardedTransformer):
                 "lr": _number(self.learning_rate() if more else self.lr_scheduler_step()),
                 "num_skipped_updates": _number(self.state.num_skipped - skipped, "count"),
                 "num_empty_updates": _number(finished is None, "count"),
-                "num_fragments": _number(len(batch.fragment_ids), "count"),
+                "num_fragments": _number(len(batch.fragment_ids) - batch.num_parts, "count"),
+                "num_discarded_samples": _number(batch.num_discarded_samples, "count"),
                 "num_late_samples": _number(batch.num_late_samples, "count"),
                 "advantage_abs_mean": Metric(advantages.mean()),
                 "advantage_abs_max": Metric(advantages.max(), "max"),
