@@ -53,6 +53,7 @@ from verl_digen.schedulers.bubbles import bubble_at
 from verl_digen.schedulers.durations import Durations
 from verl_digen.schedulers.foresight import Foresight
 from verl_digen.schedulers.group_book import GroupBook
+from verl_digen.schedulers.parts import part_to_train
 from verl_digen.schedulers.rules import BatchRules
 from verl_digen.schedulers.search import EPSILON_S, BubbleSearch
 from verl_digen.schedulers.slots import SlotPool
@@ -331,6 +332,9 @@ class BatchPlanner:
             )
             self._occupy(report, now_s)
             return Commit(report)
+        if self.rules.subgroups and (part := self._part(batch, now_s)) is not None:
+            self._occupy(part, now_s)
+            return Train(part)
         return self._at_bubble(batch, now_s)
 
     def on_trained(self, fragment_id: int, now_s: float) -> None:
@@ -339,8 +343,12 @@ class BatchPlanner:
         if not isinstance(fragment, Fragment) or fragment.id != fragment_id:
             raise RuntimeError(f"fragment {fragment_id} ended, but the trainer is busy with {fragment}")
         self._trainer = None
+        took_s = now_s - self._trainer_since_s
+        if fragment.part:
+            self._durations.on_part_trained(len(fragment.part), took_s)
+            return
         self._book.mark_trained(self._book.batches[fragment.batch], fragment.uids)
-        self._durations.on_trained(len(fragment.uids), now_s - self._trainer_since_s)
+        self._durations.on_trained(len(fragment.uids) - fragment.num_early / self.rules.group_size, took_s)
 
     def on_committed(self, number: int) -> None:
         """The optimizer step of batch `number` is done: the trainer has version `number` + 1."""
@@ -367,7 +375,27 @@ class BatchPlanner:
         uids = self._book.take_ready(batch, size)
         batch.num_fragments += 1
         self._num_fragments += 1
-        return Fragment(self._num_fragments - 1, batch.number, uids)
+        num_early = sum(len(self._book.groups[uid].trained) for uid in uids)
+        return Fragment(self._num_fragments - 1, batch.number, uids, num_early=num_early)
+
+    def _part(self, batch: Batch, now_s: float) -> Fragment | None:
+        """Samples of a group that is not complete, if training them now is worth it."""
+        found = part_to_train(
+            now_s,
+            batch=batch,
+            requests=self._requests.values(),
+            live=self._book.live,
+            durations=self._durations,
+            rules=self.rules,
+        )
+        if found is None:
+            return None
+        group, samples = found
+        group.trained.update(samples)
+        batch.num_parts += 1
+        batch.num_early += len(samples)
+        self._num_fragments += 1
+        return Fragment(self._num_fragments - 1, batch.number, (group.uid,), part=samples)
 
     # -- bubbles --------------------------------------------------------------------------------------------
     def _disturb(self) -> None:
