@@ -683,6 +683,20 @@ TABLE: tuple[Mutation, ...] = (
         "num_samples = num_samples",
         f"{PARTS}::test_committed_gradient_is_that_of_the_serial_loop",
     ),
+    Mutation(
+        "schedulers/parts.py",
+        "samples train before the conditions of their prompt are published",
+        'if group.state == "open" and CARRIER in group.rewards]',
+        'if group.state == "open" and group.rewards]',
+        "schedulers/test_parts.py",
+    ),
+    Mutation(
+        "schedulers/planner.py",
+        "a sample trains in two parts of its group",
+        "group.trained.update(samples)",
+        "group.trained.add(samples[0])",
+        f"{PLANNER} schedulers/test_parts.py",
+    ),
     # -- transaction and gradients --------------------------------------------------------------------------
     Mutation(
         "engine/transaction.py",

@@ -104,13 +104,19 @@ def test_the_group_after_a_dropped_one_may_train_early():
     planner.on_trained(0, 4.5)
     planner.on_generated(1, 4.5)
     planner.on_failed(1, [1])  # beyond the refills: p0 is dropped
-    planner.assign(4.5)
-    planner.on_generated(2, 5.0)  # of p0
-    uids = [decision.chunk for decision in planner.assign(5.0) if isinstance(decision, Generate)]
-    assert {chunk.uid for chunk in uids} == {"p1"}
-    planner.on_generated(uids[0].id, 8.0)
-    planner.on_scored(uids[0].id, {uids[0].samples[0]: 1.0}, 0, 8.5)
-    assert planner.next_for_trainer(8.5) == Train(Fragment(1, 0, ("p1",), part=uids[0].samples))
+    (first,) = (decision.chunk for decision in planner.assign(4.5) if isinstance(decision, Generate))
+    assert (first.uid, first.samples) == ("p1", (0,))
+    planner.on_generated(first.id, 8.0)
+    planner.on_scored(first.id, {0: 1.0}, 0, 8.5)
+    assert planner.next_for_trainer(8.5) == Train(Fragment(1, 0, ("p1",), part=(0,)))
+
+
+def test_no_part_trains_before_the_sample_that_brings_the_conditions_is_there():
+    planner = begun(RULES, durations(part_s=1.0, sample_s=30.0))
+    score(planner, 1, 1, 30.0)
+    assert isinstance(planner.next_for_trainer(30.5), Wait)
+    score(planner, 0, 0, 31.0)
+    assert planner.next_for_trainer(31.5) == Train(Fragment(0, 0, ("p0",), part=(0, 1)))
 
 
 def test_a_part_is_measured_by_itself():

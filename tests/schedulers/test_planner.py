@@ -117,7 +117,7 @@ class World:
         book = self.planner._book
         assert len(book.batches[fragment.batch].ready) < self.rules.min_groups_per_fragment
         assert self.rules.subgroups and book.groups[uid].state == "open" and fragment.batch == self.planner.batch
-        assert all((uid, index) in self.scored for index in fragment.part)
+        assert all((uid, index) in self.scored for index in (*fragment.part, 0))  # 0: it brings the conditions
         others = [group for group in book.groups.values() if group.trained and group.state == "open"]
         assert [group.uid for group in others] == [uid], "two groups are partially trained"
         before = self.early.setdefault(uid, set())

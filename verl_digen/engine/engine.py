@@ -53,6 +53,7 @@ from verl_digen.engine.gradient_sizes import eps_numbers, gradient_sizes
 from verl_digen.engine.ledger import AdvantageLedger
 from verl_digen.engine.logical_batch import LogicalBatch, empty_metrics
 from verl_digen.engine.loss import DiffusionLoss
+from verl_digen.engine.parts import open_gradients
 from verl_digen.engine.planning import Planner
 from verl_digen.engine.points import points_of
 from verl_digen.engine.policies import PolicyForward
@@ -390,7 +391,7 @@ class DiffusersFSDPEngine(ShardedTransformer):
         if self.digen.tsp.reduce != "auto":
             return self.digen.tsp.reduce
         if self._reduce is None:
-            waiting = gradients.unreduced_bytes(self.module)
+            waiting = gradients.unreduced_bytes(self.module) * open_gradients(self.digen)
             free = memory.agreed_least(device_memory.free_bytes(dist.get_world_size()), dist.group.WORLD)
             self._reduce = "batch" if self._is_lora or memory.gradients_may_wait(waiting, free) else "tile"
             logger.info("gradients are reduced at every %s (%.1f GB unreduced)", self._reduce, waiting / 1e9)

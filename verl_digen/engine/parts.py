@@ -31,6 +31,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from verl_digen.algorithms.metric import Metric
+from verl_digen.config import DigenConfig
 from verl_digen.engine import gradients
 from verl_digen.engine.fragment import FragmentSample
 from verl_digen.engine.gradients import Gradient
@@ -38,6 +39,11 @@ from verl_digen.engine.loss import LossTerms
 
 SIGNS = (1, 0, -1)
 """Signs of an advantage."""
+
+
+def open_gradients(digen: DigenConfig) -> int:
+    """Gradients that a rank may keep at once: the batch's, and the accumulators of a group."""
+    return (3 + (digen.kl.coef > 0)) if digen.gap.subgroups else 1
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sub-group GAP: at a bubble, the scored samples of a group that is not complete yet may train. Pure.
 
-- Only while the trainer has no ready fragment, and of one group at a time: the oldest begun one, until it is complete
-  or dropped.
+- Only while the trainer has no ready fragment and does not assist, and of one group at a time: the oldest begun one,
+  until it is complete or dropped. An assist goes first, because the search that chose it does not know of parts: in
+  simulated runs the other order is up to 6 % slower than no parts at all.
+- Sample 0 must be scored: the prompt's conditions are published with it.
 - A part of n samples takes seconds that its complete group saves later. It is worth its call if
   - the saved seconds are at least `LEAST_USE` of the call's: few samples leave ranks idle, and a call has a fixed part;
   - and more than what the call delays a fragment that is ready before it ends.
@@ -22,6 +24,8 @@ from verl_digen.schedulers.rules import BatchRules
 from verl_digen.schedulers.search import EPSILON_S
 from verl_digen.schedulers.types import TRAINER
 
+CARRIER = 0
+"""The sample with which the conditions of a group's prompt are published, which training reads."""
 LEAST_USE = 0.5
 """Least share of a part's call that its group saves later."""
 
@@ -51,8 +55,8 @@ def part_to_train(
 
 
 def _partial_group(batch: Batch) -> Group | None:
-    """The open group of which a part trained, or else the oldest open one with a scored sample."""
-    scored = [group for group in batch.groups if group.state == "open" and group.rewards]
+    """The open group of which a part trained, or else the oldest open one that may."""
+    scored = [group for group in batch.groups if group.state == "open" and CARRIER in group.rewards]
     return next((group for group in scored if group.trained), scored[0] if scored else None)
 
 

@@ -20,7 +20,7 @@
   many groups of a batch may be. A begun group stays with its version: slots that still have it take its samples before
   they load a newer one; if no slot has it any more, the group is restarted.
 - Bubble: the trainer is free, has no ready fragment, and the batch is not settled. `BatchRules.assist` says what
-  the trainer does then.
+  the trainer does then. If it would wait, a part of a group may train (`verl_digen.schedulers.parts`).
 - Redundancy: a batch begins with P + extra groups and is full when P are complete; the others are dropped and their
   chunks cancelled.
 
@@ -34,7 +34,8 @@
 Invariants (tests/schedulers/test_planner.py)
 - A sample is regenerated only after its chunk failed, was lost or was cancelled, or its group was restarted;
   regenerations are counted.
-- A group is trained at most once, and only if all its samples are scored, all under its version.
+- A group is trained at most once, and only if all its samples are scored, all under its version. With
+  `BatchRules.subgroups` samples of one group at a time may train before, each once.
 - A ready fragment trains before an assist, and at most one assist is in flight.
 - No chunk is issued while an older group that the slot may take has samples left.
 - A group is at most `max_versions` versions stale, and no more groups are stale than allowed.
@@ -332,10 +333,11 @@ class BatchPlanner:
             )
             self._occupy(report, now_s)
             return Commit(report)
-        if self.rules.subgroups and (part := self._part(batch, now_s)) is not None:
+        decision = self._at_bubble(batch, now_s)
+        if isinstance(decision, Wait) and self.rules.subgroups and (part := self._part(batch, now_s)) is not None:
             self._occupy(part, now_s)
             return Train(part)
-        return self._at_bubble(batch, now_s)
+        return decision
 
     def on_trained(self, fragment_id: int, now_s: float) -> None:
         """A training call has ended."""
