@@ -50,6 +50,7 @@ class Mutation:
 
 LEDGER = "engine/test_ledger.py"
 TRANSACTION = "engine/test_transaction.py"
+PARTS = "engine/test_parts.py"
 ENGINE = "engine/test_engine.py"
 RANDOM = "engine/test_properties.py::test_committed_gradient_is_that_of_the_slow_way"
 SAMPLER = "sampling/test_sampler.py"
@@ -720,6 +721,66 @@ TABLE: tuple[Mutation, ...] = (
         "self._largest_scale = max(self._largest_scale, self._scale(rewards, groups))",
         "self._largest_scale = self._scale(rewards, groups)",
         LEDGER,
+    ),
+    # -- parts of a group that is not complete ----------------------------------------------------------------
+    Mutation(
+        "engine/parts.py",
+        "the group's mean is added, not subtracted",
+        "self.plain, self.baseline - mean)",
+        "self.plain, mean - self.baseline)",
+        RANDOM,
+    ),
+    Mutation(
+        "engine/parts.py",
+        "rewards far from zero round the gradient away",
+        "return cls(uid, sum(sample.reward for sample in samples) / len(samples))",
+        "return cls(uid, 0.0)",
+        f"{PARTS}::test_rewards_far_from_zero_do_not_round_the_gradient_away",
+    ),
+    Mutation(
+        "engine/logical_batch.py",
+        "an advantage that is clamped after its sample trained stays unclamped",
+        "if is_final and self._early:",
+        "if False and self._early:",
+        f"{PARTS}::test_committed_gradient_is_that_of_the_serial_loop",
+    ),
+    Mutation(
+        "engine/logical_batch.py",
+        "a group that was dropped stays in the gradient",
+        """            self.transaction.discard(self._partial)
+            self._partial = None""",
+        """            advantages = dict.fromkeys(self._partial.samples, 1.0)
+            self.transaction.join(self._partial, advantages, 0.0, 1.0)
+            self._partial = None""",
+        f"{PARTS}::test_nothing_of_a_dropped_group_is_in_the_gradient",
+    ),
+    Mutation(
+        "engine/transaction.py",
+        "KL of samples that trained early is divided by the late advantage scale",
+        "gradients.add_(self._fixed_gradient if divisor is None else gradient, group.fixed)",
+        "gradients.add_(gradient, group.fixed)",
+        RANDOM,
+    ),
+    Mutation(
+        "engine/planning.py",
+        "tiles of a part mix samples",
+        "num_samples = 1 if are_apart else num_samples",
+        "num_samples = num_samples",
+        f"{PARTS}::test_committed_gradient_is_that_of_the_serial_loop",
+    ),
+    Mutation(
+        "schedulers/parts.py",
+        "samples train before the conditions of their prompt are published",
+        'if group.state == "open" and CARRIER in group.rewards]',
+        'if group.state == "open" and group.rewards]',
+        "schedulers/test_parts.py",
+    ),
+    Mutation(
+        "schedulers/planner.py",
+        "a sample trains in two parts of its group",
+        "group.trained.update(samples)",
+        "group.trained.add(samples[0])",
+        f"{PLANNER} schedulers/test_parts.py",
     ),
     # -- transaction and gradients --------------------------------------------------------------------------
     Mutation(

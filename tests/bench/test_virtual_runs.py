@@ -40,7 +40,7 @@ def test_32_virtual_devices_of_two_types_take_the_simulated_time_and_what_the_li
     data = json.loads((tmp_path / "bench" / "bench.json").read_text())
     mode = data["modes"][0]
     # waiting cannot be shorter than the planner's schedule; what Ray and the queue add depends on this machine
-    assert 0.98 < mode["step_s"] / mode["prediction"]["step_s"]
+    assert mode["step_s"] / mode["prediction"]["step_s"] > 0.98
     assert mode["prediction"]["bound_s"] <= mode["prediction"]["step_s"]
     assert "colocated+tsp, 16xH800 alone" in mode["speedup"], "two types of devices have baselines, too"
     for row in data["runs"][0]["steps"]:

@@ -45,6 +45,7 @@ class World:
     replicate_prompts: bool = True
     min_fragment: int = 1
     max_fragment: int = 4
+    subgroups: bool = False
     assist: str = "off"
     max_versions: int = 0
     fraction: float = 1.0
@@ -93,6 +94,7 @@ class World:
                 slots_per_replica=self.slots_per_replica,
                 min_groups_per_fragment=self.min_fragment,
                 max_groups_per_fragment=max(self.min_fragment, self.max_fragment),
+                subgroups=self.subgroups,
             ),
             queue=QueueConfig(
                 replicate_prompts=self.replicate_prompts,
@@ -138,7 +140,9 @@ def draw_world(seed: int, kinds: Sequence[Kind] = KINDS) -> World:
     )
     world = replace(world, faults=draw_faults(rng, world.processes(), kinds))
     world = replace(world, compares=rng.random() < 0.5)
-    return replace(world, saves=tuple(step for step in range(1, num_batches + 1) if rng.random() < 0.3))
+    world = replace(world, saves=tuple(step for step in range(1, num_batches + 1) if rng.random() < 0.3))
+    is_exact = world.max_versions == 0 and world.is_pipelined and not world.compares
+    return replace(world, subgroups=is_exact and random.Random(f"parts of {seed}").random() < 0.7)
 
 
 def smaller(world: World) -> Iterator[World]:

@@ -53,6 +53,7 @@ from verl_digen.engine.gradient_sizes import eps_numbers, gradient_sizes
 from verl_digen.engine.ledger import AdvantageLedger
 from verl_digen.engine.logical_batch import LogicalBatch, empty_metrics
 from verl_digen.engine.loss import DiffusionLoss
+from verl_digen.engine.parts import open_gradients
 from verl_digen.engine.planning import Planner
 from verl_digen.engine.points import points_of
 from verl_digen.engine.policies import PolicyForward
@@ -159,8 +160,8 @@ class DiffusersFSDPEngine(ShardedTransformer):
             self._loaded, self._stays_loaded = loading.pop_all(), False
 
     def accumulate(self, fragment: FragmentSpec) -> dict[str, int]:
-        """Add the gradient of complete groups. Its only collectives are those of the forwards and backwards, and where
-        tiles or recomputed blocks are automatic the ranks' agreement on the longest prompt.
+        """Add the gradient of complete groups, or of a part of one. Its only collectives are those of the forwards and
+        backwards, and where tiles or recomputed blocks are automatic the ranks' agreement on the longest prompt.
 
         Returns:
             `num_rows`, trained in this call, over all ranks, and `num_held_samples`, held back because their
@@ -176,7 +177,7 @@ class DiffusersFSDPEngine(ShardedTransformer):
         with batch.transaction.may_fail("accumulate"):
             self._enter_training()
             num_rows = batch.train(fragment)
-        return {"num_rows": num_rows, "num_held_samples": len(batch.ledger.held)}
+        return {"num_rows": num_rows, "num_held_samples": batch.num_held}
 
     def commit(self, *, more: bool = False) -> dict[str, Any]:
         """Take one optimizer step and one learning-rate step on the accumulated gradient; close the batch. A batch of
@@ -209,7 +210,8 @@ class DiffusersFSDPEngine(ShardedTransformer):
                 "lr": _number(self.learning_rate() if more else self.lr_scheduler_step()),
                 "num_skipped_updates": _number(self.state.num_skipped - skipped, "count"),
                 "num_empty_updates": _number(finished is None, "count"),
-                "num_fragments": _number(len(batch.fragment_ids), "count"),
+                "num_fragments": _number(len(batch.fragment_ids) - batch.num_parts, "count"),
+                "num_discarded_samples": _number(batch.num_discarded_samples, "count"),
                 "num_late_samples": _number(batch.num_late_samples, "count"),
                 "advantage_abs_mean": Metric(advantages.mean()),
                 "advantage_abs_max": Metric(advantages.max(), "max"),
@@ -386,7 +388,7 @@ class DiffusersFSDPEngine(ShardedTransformer):
         if self.digen.tsp.reduce != "auto":
             return self.digen.tsp.reduce
         if self._reduce is None:
-            waiting = gradients.unreduced_bytes(self.module)
+            waiting = gradients.unreduced_bytes(self.module) * open_gradients(self.digen)
             free = memory.agreed_least(device_memory.free_bytes(dist.get_world_size()), dist.group.WORLD)
             self._reduce = "batch" if self._is_lora or memory.gradients_may_wait(waiting, free) else "tile"
             logger.info("gradients are reduced at every %s (%.1f GB unreduced)", self._reduce, waiting / 1e9)

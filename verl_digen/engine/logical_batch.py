@@ -5,24 +5,33 @@
     train(fragment) samples that the ledger releases: partitioned, fetched, tiled, into the gradient transaction
     finish()        samples that were held back; then the gradient is complete
 
-Invariants (tests/engine/test_transaction.py): nothing trains twice; the fragments' order does not matter.
+A fragment may be a part of one group that is not complete (`FragmentSpec.part_of`, `verl_digen.engine.parts`). At most
+one group is partially trained at a time: a part of another one, or `finish`, means that it was dropped. Its complete
+fragment has all of its samples again, of which those that trained already are left out.
+
+Invariants (tests/engine/test_transaction.py, test_parts.py): nothing trains twice; the fragments' order does not
+matter; nothing of a group that never became complete is in the gradient.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
 from verl_digen.algorithms.metric import Metric
 from verl_digen.engine.fragment import FragmentSample, FragmentSpec, fragment_rows
-from verl_digen.engine.ledger import AdvantageLedger
+from verl_digen.engine.ledger import AdvantageLedger, Ready
 from verl_digen.engine.memory import shortage_explained, smaller_row, smaller_tile
+from verl_digen.engine.parts import PartialGroup
 from verl_digen.engine.planning import Planner
 from verl_digen.engine.recompute import ALL
 from verl_digen.engine.rows import Fetch
+from verl_digen.engine.tile_work import TileWork
 from verl_digen.engine.transaction import GradientTransaction
 from verl_digen.schedulers.deal import Row
 
@@ -47,7 +56,18 @@ class LogicalBatch:
         self.fragment_ids: set[str] = set()
         self.num_late_samples = 0
         """Samples that did not train with their own fragment."""
+        self.num_parts, self.num_discarded_samples = 0, 0
+        """Training calls of parts, and samples that trained in vain because their group was dropped."""
         self._samples: dict[str, FragmentSample] = {}
+        self._partial: PartialGroup | None = None
+        """The group that is partially trained."""
+        self._early: set[str] = set()
+        """Samples of complete groups that trained before their group was complete."""
+
+    @property
+    def num_held(self) -> int:
+        """Samples of complete groups that did not train yet."""
+        return len({*self.ledger.held} - self._early)
 
     def add(self, fragment: FragmentSpec) -> None:
         """Add a fragment.
@@ -63,6 +83,13 @@ class LogicalBatch:
             )
         samples = fragment.samples
         fragment_rows(samples)
+        if fragment.part_of:
+            self._check_part(fragment)
+            self.fragment_ids.add(fragment.fragment_id)
+            return
+        joined = {*(sample.uid for sample in samples)}
+        if self._partial is not None and self._partial.uid in joined:
+            self._partial.check_complete(samples)
         self.ledger.add(
             [sample.key for sample in samples],
             [sample.uid for sample in samples],
@@ -72,10 +99,35 @@ class LogicalBatch:
         self.fragment_ids.add(fragment.fragment_id)
         self._samples |= {sample.key: sample for sample in samples}
 
+    def _check_part(self, fragment: FragmentSpec) -> None:
+        """Require a part that may train."""
+        samples, uid = fragment.samples, fragment.part_of
+        keys = [sample.key for sample in samples]
+        trained = () if self._partial is None or self._partial.uid != uid else self._partial.samples
+        problems = {
+            "a loss that is linear in the advantage": not self.transaction.loss.takes_parts,
+            "its group to be incomplete": uid in self.ledger.groups,
+            "samples of its group": any(sample.uid != uid for sample in samples),
+            "samples that did not train": not samples or len({*keys} - {*trained}) < len(keys),
+            "samples outside of a tree": any(sample.nodes for sample in samples),
+            "one optimizer step per batch": any(sample.old_log_probs for sample in samples),
+            "finite rewards": not all(math.isfinite(sample.reward) for sample in samples),
+        }
+        broken = [rule for rule, is_broken in problems.items() if is_broken]
+        if broken:
+            raise RuntimeError(
+                f"a part of a group needs {' and '.join(broken)}, got samples {', '.join(keys) or 'none'} of group "
+                f"{uid}; train it with its complete group"
+            )
+
     def train(self, fragment: FragmentSpec) -> int:
         """Train the samples that can train now that this fragment is added; returns their rows, over all ranks."""
+        if fragment.part_of:
+            return self._train_part(fragment)
+        if self._partial is not None and self._partial.uid in {sample.uid for sample in fragment.samples}:
+            self._join(self._partial)
         num_rows = self._train(is_last=self.ledger.is_complete)
-        held = {*self.ledger.held}
+        held = {*self.ledger.held} - self._early
         self.num_late_samples += sum(sample.key in held for sample in fragment.samples)
         return num_rows
 
@@ -87,6 +139,7 @@ class LogicalBatch:
         """
         if not self.ledger.keys:
             raise RuntimeError("a logical batch needs at least one group to commit, got none; call abort instead")
+        self._discard_partial()
         self._train(is_last=True)
         return self.transaction.close() if self.transaction.num_trained_rows else None
 
@@ -103,15 +156,63 @@ class LogicalBatch:
         ready = self.ledger.take(is_last=is_last)
         if ready.divisor is not None:
             self.transaction.settle(ready.divisor)
-        samples = [self._samples[key] for key in ready.keys]
+        is_final = ready.divisor is not None or not self.reads_advantages
+        own = [index for index, key in enumerate(ready.keys) if key not in self._early]
+        num_rows = self._run([ready.keys[index] for index in own], ready.advantages[own], is_final, is_last)
+        if is_final and self._early:
+            self._correct(ready, is_last)
+        return num_rows
+
+    def _run(
+        self, keys: Sequence[str], advantages: Tensor, is_final: bool, is_last: bool, *, corrects: bool = False
+    ) -> int:
+        """Train these samples; returns their rows, over all ranks."""
+        samples = [self._samples[key] for key in keys]
         if not any(sample.num_rows for sample in samples):
             return 0
-        work = self.planner.deal(samples, ready.advantages, self.fetch)
-        rows = max((tile.rows for tile in work.tiles), key=len)
-        with shortage_explained("a tile", len(rows), lambda: self._remedy(rows)):
-            is_final = ready.divisor is not None or not self.reads_advantages
-            self.transaction.run(work, is_final=is_final, is_last=is_last)
+        work = self.planner.deal(samples, advantages, self.fetch)
+        with self._shortage_explained(work):
+            self.transaction.run(work, is_final=is_final, is_last=is_last, corrects=corrects)
         return work.num_rows
+
+    # -- parts of a group that is not complete ---------------------------------------------------------------
+    def _train_part(self, fragment: FragmentSpec) -> int:
+        """Train a part into its group's accumulators."""
+        if self._partial is not None and self._partial.uid != fragment.part_of:
+            self._discard_partial()
+        if self._partial is None:
+            self._partial = PartialGroup.begin(fragment.part_of, fragment.samples)
+        self.num_parts += 1
+        self._partial.samples.update({sample.key: sample for sample in fragment.samples})
+        if not any(sample.num_rows for sample in fragment.samples):
+            return 0
+        work = self.planner.deal(fragment.samples, torch.zeros(len(fragment.samples)), self.fetch, are_apart=True)
+        with self._shortage_explained(work):
+            self.transaction.run_part(work, self._partial)
+        return work.num_rows
+
+    def _join(self, group: PartialGroup) -> None:
+        """Add what trained of a group that is complete now."""
+        self.transaction.join(group, *self.ledger.centre(group.uid))
+        self._early |= group.samples.keys()
+        self._partial = None
+
+    def _discard_partial(self) -> None:
+        """Forget the group that is partially trained: it was dropped."""
+        if self._partial is not None:
+            self.num_discarded_samples += len(self._partial.samples)
+            self.transaction.discard(self._partial)
+            self._partial = None
+
+    def _correct(self, ready: Ready, is_last: bool) -> None:
+        """Train, of samples that trained early and whose advantages are clamped, what that takes away."""
+        excess = ready.advantages.clamp(-self.ledger.clip, self.ledger.clip) - ready.advantages
+        wrong = [index for index, key in enumerate(ready.keys) if key in self._early and excess[index] != 0]
+        self._run([ready.keys[index] for index in wrong], excess[wrong], True, is_last, corrects=True)
+
+    def _shortage_explained(self, work: TileWork) -> AbstractContextManager[None]:
+        rows = max((tile.rows for tile in work.tiles), key=len)
+        return shortage_explained("a tile", len(rows), lambda: self._remedy(rows))
 
     def _remedy(self, rows: Sequence[Row]) -> str:
         """Settings under which a tile of these rows takes less memory."""

@@ -86,11 +86,14 @@ class Planner:
         self._measured: dict[Key, TileMemory] = {}
         self._logged: set[tuple[Key, TileChoice]] = set()
 
-    def deal(self, samples: Sequence[FragmentSample], advantages: Tensor, fetch: Fetch) -> TileWork:
+    def deal(
+        self, samples: Sequence[FragmentSample], advantages: Tensor, fetch: Fetch, *, are_apart: bool = False
+    ) -> TileWork:
         """This rank's part of these samples' rows, of which there is at least one; a padding row if it gets none.
 
         Args:
             advantages: [samples] fp32, or [samples, K] with a tree.
+            are_apart: True: no tile has rows of two samples.
         """
         rows = fragment_rows(samples)
         dealt = deal_rows(rows, self.num_ranks, whole_samples=not self.tsp.enable)
@@ -98,7 +101,7 @@ class Planner:
         needed = sorted({row.sample for row in chosen})
         own = replace(fetch([samples[number] for number in needed]), advantages=advantages[needed])
         places = {number: place for place, number in enumerate(needed)}
-        choices = self._choices(dealt, own, places)
+        choices = self._choices(dealt, own, places, are_apart)
         tiles = plan_tiles(
             dealt,
             self.rank,
@@ -110,7 +113,7 @@ class Planner:
         return TileWork(own, places, tiles, AllRows(rows, [sample.uid for sample in samples], advantages), recomputed)
 
     def _choices(
-        self, dealt: Sequence[Sequence[Row]], own: Samples, places: Mapping[int, int]
+        self, dealt: Sequence[Sequence[Row]], own: Samples, places: Mapping[int, int], are_apart: bool
     ) -> dict[int, TileChoice]:
         """Bucket -> its tiles, the same on all ranks, each of which has a row of every bucket."""
         rows = [*dealt[self.rank], *stand_ins(dealt, self.rank).values()]
@@ -118,12 +121,13 @@ class Planner:
         for bucket in sorted({row.bucket for row in rows}):
             picks = [(places[row.sample], [row.point]) for row in rows if row.bucket == bucket]
             most = max(sum(row.bucket == bucket for row in hand) for hand in dealt)
-            choices[bucket] = self._choice(own, picks, most)
+            choices[bucket] = self._choice(own, picks, most, are_apart)
         return choices
 
-    def _choice(self, samples: Samples, picks: Picks, num_rows: int) -> TileChoice:
+    def _choice(self, samples: Samples, picks: Picks, num_rows: int, are_apart: bool) -> TileChoice:
         """Tiles for `num_rows` rows like the picked ones, of one bucket."""
         num_samples, num_steps = self.tsp.extents
+        num_samples = 1 if are_apart else num_samples
         choose = partial(choose_tile, num_rows=num_rows, samples=num_samples, steps=num_steps)
         fixed = self.recomputation.fixed
         if get_device_name() == "cpu":

@@ -31,6 +31,8 @@ class Group:
     """Sample index -> reward; scored samples only."""
     chunks: set[int] = field(default_factory=set)
     """Ids of chunks with samples not scored yet."""
+    trained: set[int] = field(default_factory=set)
+    """Samples that trained before the group was complete."""
 
     @property
     def place(self) -> tuple[int, int]:
@@ -74,6 +76,8 @@ class Batch:
     num_training: int = 0
     num_trained: int = 0
     num_fragments: int = 0
+    num_parts: int = 0
+    num_early: int = 0
     num_assists: int = 0
     num_assisted: int = 0
     num_group_refills: int = 0
@@ -100,6 +104,8 @@ class Batch:
             num_groups=self.num_trained,
             num_samples=self.num_trained * group_size,
             num_fragments=self.num_fragments,
+            num_parts=self.num_parts,
+            num_early=self.num_early,
             num_assists=self.num_assists,
             num_assisted=self.num_assisted,
             num_searches=num_searches,

@@ -18,7 +18,7 @@ from verl_digen.schedulers.batch import Batch, LiveChunk, Request
 from verl_digen.schedulers.durations import Durations
 from verl_digen.schedulers.play import Bubble
 from verl_digen.schedulers.rules import BatchRules
-from verl_digen.schedulers.types import TRAINER
+from verl_digen.schedulers.types import TRAINER, TrainerWaitReason
 
 MAX_STREAM = 256
 """Most chunks of bundles that the search plays: a decision takes a few ms of Python."""
@@ -124,3 +124,16 @@ def _groups_to_come(batch: Batch, rules: BatchRules, scored_in_s: Mapping[int, f
             unissued.append(len(group.unissued))
             ready_in_s.append(max((scored_in_s[chunk_id] for chunk_id in group.chunks), default=0.0))
     return unissued, ready_in_s
+
+
+def idle_reason(batch: Batch, *, has_slots: bool, has_unissued: bool) -> TrainerWaitReason:
+    """Reason why a free trainer waits that may not assist.
+
+    Args:
+        has_slots: some slot generates. has_unissued: samples of the batch are left to issue.
+    """
+    if batch.num_open == 0:
+        return "prompts"
+    if not has_slots:
+        return "no_slots"
+    return "no_fragment_ready" if batch.num_requests or has_unissued else "scoring"

@@ -218,6 +218,7 @@ class GroupBook:
             group.unissued = list(range(self._rules.group_size))
             group.version = None
             group.rewards.clear()
+            group.trained.clear()
             self._fresh.push(group)
         del self._begun[version]
         return void
@@ -272,6 +273,13 @@ class GroupBook:
             self.groups[uid].state = "training"
         batch.num_training += size
         return uids
+
+    def take_part(self, group: Group, samples: Collection[int]) -> None:
+        """Record that scored samples of an open group train before it is complete."""
+        batch = self.batches[group.batch]
+        group.trained.update(samples)
+        batch.num_parts += 1
+        batch.num_early += len(samples)
 
     def mark_trained(self, batch: Batch, uids: Sequence[str]) -> None:
         """Record that groups in training are trained."""

@@ -21,7 +21,7 @@
   many groups of a batch may be. A begun group stays with its version: slots that still have it take its samples before
   they load a newer one; if no slot has it any more, the group is restarted.
 - Bubble: the trainer is free, has no ready fragment, and the batch is not settled. `BatchRules.assist` says what
-  the trainer does then.
+  the trainer does then. If it would wait, a part of a group may train (`verl_digen.schedulers.parts`).
 - Redundancy: a batch begins with P + extra groups and is full when P are complete; the others are dropped and their
   chunks cancelled.
 
@@ -35,7 +35,8 @@
 Invariants (tests/schedulers/test_planner.py)
 - A sample is regenerated only after its chunk failed, was lost or was cancelled, or its group was restarted;
   regenerations are counted.
-- A group is trained at most once, and only if all its samples are scored, all under its version.
+- A group is trained at most once, and only if all its samples are scored, all under its version. With
+  `BatchRules.subgroups` samples of one group at a time may train before, each once.
 - A ready fragment trains before an assist, and at most one assist is in flight, with at most one chunk of a group.
 - No chunk is issued while an older group that the slot may take has samples left.
 - A group is at most `max_versions` versions stale, and no more groups are stale than allowed.
@@ -50,10 +51,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from verl_digen.schedulers.batch import Batch, Request
-from verl_digen.schedulers.bubbles import bubble_at
+from verl_digen.schedulers.bubbles import bubble_at, idle_reason
 from verl_digen.schedulers.durations import Durations
 from verl_digen.schedulers.foresight import Foresight
 from verl_digen.schedulers.group_book import GroupBook
+from verl_digen.schedulers.parts import part_to_train
 from verl_digen.schedulers.play import EPSILON_S
 from verl_digen.schedulers.rules import BatchRules
 from verl_digen.schedulers.search import BubbleSearch
@@ -71,7 +73,6 @@ from verl_digen.schedulers.types import (
     SlotDecision,
     Train,
     TrainerDecision,
-    TrainerWaitReason,
     Wait,
 )
 
@@ -294,10 +295,7 @@ class BatchPlanner:
         self._disturb()
 
     def take_cancelled(self) -> list[int]:
-        """Ids of in-flight chunks that were cancelled since the last call: abort them, or let them end.
-
-        Either way `on_generated` is due when their slot is free.
-        """
+        """Ids of in-flight chunks cancelled since the last call: abort them or not; `on_generated` is due either way."""
         cancelled = [chunk_id for chunk_id in self._cancelled if chunk_id in self._requests]
         self._cancelled = []
         return cancelled
@@ -333,14 +331,15 @@ class BatchPlanner:
             return Train(fragment)
         if is_last:
             self._foresight.on_end(now_s)
-            report = batch.report(
-                self.rules.group_size,
-                num_searches=self._foresight.num_searches,
-                prediction_error=self._foresight.prediction_error,
-            )
+            searches, error = self._foresight.num_searches, self._foresight.prediction_error
+            report = batch.report(self.rules.group_size, num_searches=searches, prediction_error=error)
             self._occupy(report, now_s)
             return Commit(report)
-        return self._at_bubble(batch, now_s)
+        decision = self._at_bubble(batch, now_s)
+        if isinstance(decision, Wait) and self.rules.subgroups and (part := self._part(batch, now_s)) is not None:
+            self._occupy(part, now_s)
+            return Train(part)
+        return decision
 
     def on_trained(self, fragment_id: int, now_s: float) -> None:
         """A training call has ended."""
@@ -348,8 +347,12 @@ class BatchPlanner:
         if not isinstance(fragment, Fragment) or fragment.id != fragment_id:
             raise RuntimeError(f"fragment {fragment_id} ended, but the trainer is busy with {fragment}")
         self._trainer = None
+        took_s = now_s - self._trainer_since_s
+        if fragment.part:
+            self._durations.on_part_trained(len(fragment.part), took_s)
+            return
         self._book.mark_trained(self._book.batches[fragment.batch], fragment.uids)
-        self._durations.on_trained(len(fragment.uids), now_s - self._trainer_since_s)
+        self._durations.on_trained(len(fragment.uids) - fragment.num_early / self.rules.group_size, took_s)
 
     def on_committed(self, number: int) -> None:
         """The optimizer step of batch `number` is done: the trainer has version `number` + 1."""
@@ -376,7 +379,25 @@ class BatchPlanner:
         uids = self._book.take_ready(batch, size)
         batch.num_fragments += 1
         self._num_fragments += 1
-        return Fragment(self._num_fragments - 1, batch.number, uids)
+        num_early = sum(len(self._book.groups[uid].trained) for uid in uids)
+        return Fragment(self._num_fragments - 1, batch.number, uids, num_early=num_early)
+
+    def _part(self, batch: Batch, now_s: float) -> Fragment | None:
+        """Samples of a group that is not complete, if training them now is worth it."""
+        found = part_to_train(
+            now_s,
+            batch=batch,
+            requests=self._requests.values(),
+            live=self._book.live,
+            durations=self._durations,
+            rules=self.rules,
+        )
+        if found is None:
+            return None
+        group, samples = found
+        self._book.take_part(group, samples)
+        self._num_fragments += 1
+        return Fragment(self._num_fragments - 1, batch.number, (group.uid,), part=samples)
 
     # -- bubbles --------------------------------------------------------------------------------------------
     def _disturb(self) -> None:
@@ -385,7 +406,8 @@ class BatchPlanner:
 
     def _at_bubble(self, batch: Batch, now_s: float) -> Assist | Wait:
         if self.rules.assist == "off" or self._book.oldest_on_policy(self.batch) is None:
-            return Wait(self._idle_reason(batch))
+            has_unissued = self._book.has_unissued(batch.number)
+            return Wait(idle_reason(batch, has_slots=bool(self._slots), has_unissued=has_unissued))
         smallest = self.rules.assist_sizes(len(self._slots))[0]
         if self.rules.assist == "always":
             return self._assist(smallest, now_s, "always", None)
@@ -426,11 +448,3 @@ class BatchPlanner:
         self._assisting = {chunk.id for chunk in chunks}
         self._occupy(assist, now_s)
         return assist
-
-    def _idle_reason(self, batch: Batch) -> TrainerWaitReason:
-        if batch.num_open == 0:
-            return "prompts"
-        if not self._slots:
-            return "no_slots"
-        is_generating = batch.num_requests or self._book.has_unissued(batch.number)
-        return "no_fragment_ready" if is_generating else "scoring"

@@ -46,6 +46,8 @@ class BatchRules:
     """`digen.gap.min_groups_per_fragment`: a smaller fragment trains only when no more groups are to come."""
     max_groups_per_fragment: int = MAX_GROUPS_PER_FRAGMENT
     """`digen.gap.max_groups_per_fragment`: groups that completed while the trainer was busy merge up to this."""
+    subgroups: bool = False
+    """`digen.gap.subgroups`: at a bubble scored samples of a group train before the group is complete."""
     assist: AssistPolicy = "off"
     """`digen.tag.policy`."""
     num_trainer_ranks: int = 1

@@ -272,8 +272,13 @@ class PlannerRun:
         durations = self.durations
         decision = self._planner.next_for_trainer(now_s)
         if isinstance(decision, Train):
-            uids = decision.fragment.uids
-            end_s = now_s + durations.fragment_s[len(uids) - 1]
+            uids, part = decision.fragment.uids, decision.fragment.part
+            size = self.rules.group_size
+            end_s = now_s + (
+                durations.parts_s[len(part) - 1]
+                if part
+                else durations.trained_s(len(uids), size, decision.fragment.num_early)
+            )
             self._busy(TRAINER, "train", now_s, end_s, tuple(map(int, uids)))
             self._expect(end_s, "train", decision.fragment)
         elif isinstance(decision, Assist):

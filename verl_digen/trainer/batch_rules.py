@@ -35,6 +35,7 @@ def batch_rules(digen: DigenConfig, *, num_prompts: int, group_size: int, num_tr
         replicate_prompts=queue.replicate_prompts,
         min_groups_per_fragment=gap.min_groups_per_fragment,
         max_groups_per_fragment=gap.max_groups_per_fragment,
+        subgroups=gap.subgroups,
         extra_prompts=queue.extra_prompts,
         drop_zero_spread=queue.drop_zero_spread,
         max_group_refills=digen.most_group_refills(num_prompts),

@@ -210,7 +210,8 @@ class TrainerPool:
 
     async def accumulate(self, fragment: Fragment, groups: Mapping[str, GroupTags]) -> None:
         samples = fragment_samples(groups, self._select, self._rewards_of, self._teacher_of)
-        await self._ranks.accumulate(FragmentSpec(f"f{fragment.id}", samples))
+        part_of = fragment.uids[0] if fragment.part else ""
+        await self._ranks.accumulate(FragmentSpec(f"f{fragment.id}", samples, part_of))
 
     async def commit(self) -> dict[str, float]:
         return numbers(await self._ranks.commit())

@@ -56,7 +56,7 @@ class Trainer(Protocol):
         ...
 
     async def accumulate(self, fragment: Fragment, groups: Mapping[str, GroupTags]) -> None:
-        """Add the gradient of complete groups."""
+        """Add the gradient of complete groups, or of a part of one."""
         ...
 
     async def commit(self) -> dict[str, float]:

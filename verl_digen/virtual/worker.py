@@ -56,6 +56,8 @@ class VirtualWorker(DiffusionWorker):
         self._fetches = digen.virtual.fetch_rows
         self._partition = ""
         self._num_rows = 0
+        self._early: set[str] = set()
+        """Samples that trained before their group was complete."""
         self.checkpoint_engine = VirtualEngine()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
@@ -63,6 +65,7 @@ class VirtualWorker(DiffusionWorker):
         """Begin a global batch."""
         self._partition = partition
         self._num_rows = 0
+        self._early = set()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
     def accumulate(self, fragment: FragmentSpec) -> dict[str, float]:
@@ -71,8 +74,11 @@ class VirtualWorker(DiffusionWorker):
         if self._fetches:
             fetch_samples(self._points, self._partition, fragment.samples)
         fetch_s = time.perf_counter() - started_s
-        _sleep_until(started_s + self._durations.train_s(fragment.samples))
-        num_rows = sum(sample.num_rows for sample in fragment.samples)
+        own = [sample for sample in fragment.samples if sample.key not in self._early]
+        self._early |= {sample.key for sample in own if fragment.part_of}
+        seconds = self._durations.part_s(own) if fragment.part_of else self._durations.train_s(own)
+        _sleep_until(started_s + seconds)
+        num_rows = sum(sample.num_rows for sample in own)
         self._num_rows += num_rows
         return {"num_rows": num_rows, "fetch_s": fetch_s, "accumulate_s": time.perf_counter() - started_s}
 

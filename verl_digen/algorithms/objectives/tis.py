@@ -34,7 +34,12 @@ class TisConfig(ClampedConfig):
 
 
 @register_objective(
-    "tis", config=TisConfig, columns=("log_prob", BEHAVIOUR, "advantage"), homogeneous=True, off_policy=True
+    "tis",
+    config=TisConfig,
+    columns=("log_prob", BEHAVIOUR, "advantage"),
+    homogeneous=True,
+    off_policy=True,
+    linear=True,
 )
 def truncated_importance_sampling(rows: LossInputs, config: TisConfig) -> LossOutput:
     """mean[-sg[clamp(r, low, high)] A log_prob], r = exp(log_prob - behaviour_log_prob)."""
