@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a `vllm_omni` replica costs over the bare engine: CPU time and wall time per image, side by side.
+"""Overhead of a `vllm_omni` replica over the bare engine: CPU time and wall time per image, side by side.
 
     python examples/vllm_omni_overhead.py [--model DIR] [--requests 1 8 32 96] [--adapter] [--repeats 5]
 
@@ -52,7 +52,7 @@ Generate = Callable[[SampleRequest], Awaitable[Any]]
 
 
 class Cost(NamedTuple):
-    """Of one image, in s."""
+    """Seconds for one image."""
 
     cpu_s: float
     wall_s: float

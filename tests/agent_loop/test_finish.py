@@ -70,7 +70,8 @@ def test_the_samples_of_a_chunk_say_how_many_come_together(is_single: bool) -> N
         await asyncio.gather(*[worker._generate_for_chunk(order, index, server) for index in order.samples])
 
     asyncio.run(run())
-    assert [request.burst for request in server.requests] == [Burst("7", 3) if is_single else None] * 3
+    expected = Burst("7", 3, joins_groups=False) if is_single else None
+    assert [request.burst for request in server.requests] == [expected] * 3
 
 
 def make_worker() -> Any:

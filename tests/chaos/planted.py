@@ -113,7 +113,7 @@ BUGS = {
     ),
     "weights are switched in the middle of a batch": Bug(
         "verl_digen.rollout.batcher",
-        "async with self._running:\n            yield",
+        "async with self._running:\n            await self._until_answered()\n            yield",
         "yield",
     ),
 }

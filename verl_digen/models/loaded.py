@@ -32,7 +32,7 @@ class Decoder:
     """Packed latents [B, ...] -> pixels uint8 [B, H, W, 3] (image) or [B, F, H, W, 3] (video), on the CPU."""
 
     decode: Callable[[Tensor, Geometry], Tensor]
-    """The same, with pixels on the VAE's device, for which it does not wait."""
+    """Function that leaves the pixels on the VAE's device and does not wait for it."""
     modules: tuple[nn.Module, ...]
     encode: Callable[[Tensor], Tensor]
     """The way back: pixels as `decode` gives them, of a size that the model makes -> packed latents [B, ...] on the

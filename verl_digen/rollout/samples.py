@@ -32,7 +32,7 @@ from verl_digen.transfers import HostCopies
 from verl_digen.types import Condition, Generation, SampleLatents, SampleRequest
 
 Answers = list[Generation | ValueError]
-"""In the order of the requests; the encoder's error for a request whose prompt it refuses."""
+"""Answers in the order of the requests; the encoder's error for a request whose prompt it refuses."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class _Made:
     """Samples of one forward; its tensors are on their way to the host."""
 
     places: Sequence[int]
-    """In the batch."""
+    """Places in the batch."""
     denoised: Denoised
     pixels: Tensor
     """uint8 [B, ...]."""
