@@ -382,20 +382,11 @@ class BatchPlanner:
 
     def _part(self, batch: Batch, now_s: float) -> Fragment | None:
         """Samples of a group that is not complete, if training them now is worth it."""
-        found = part_to_train(
-            now_s,
-            batch=batch,
-            requests=self._requests.values(),
-            live=self._book.live,
-            durations=self._durations,
-            rules=self.rules,
-        )
-        if found is None:
+        state = batch, self._requests.values(), self._book.live
+        if (found := part_to_train(now_s, *state, durations=self._durations, rules=self.rules)) is None:
             return None
         group, samples = found
-        group.trained.update(samples)
-        batch.num_parts += 1
-        batch.num_early += len(samples)
+        batch.train_early(group, samples)
         self._num_fragments += 1
         return Fragment(self._num_fragments - 1, batch.number, (group.uid,), part=samples)
 
