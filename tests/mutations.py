@@ -776,7 +776,7 @@ TABLE: tuple[Mutation, ...] = (
         "schedulers/test_parts.py",
     ),
     Mutation(
-        "schedulers/planner.py",
+        "schedulers/batch.py",
         "a sample trains in two parts of its group",
         "group.trained.update(samples)",
         "group.trained.add(samples[0])",
@@ -856,8 +856,8 @@ TABLE: tuple[Mutation, ...] = (
     Mutation(
         "engine/transaction.py",
         "the KL term that is kept apart pushes away",
-        "self.backward(terms.fixed * self.loss_factor, False)",
-        "self.backward(-terms.fixed * self.loss_factor, False)",
+        "self._backward_into(self._fixed_gradient, terms.fixed * self.loss_factor, False)",
+        "self._backward_into(self._fixed_gradient, -terms.fixed * self.loss_factor, False)",
         f"{RANDOM}[3]",
     ),
     Mutation(
@@ -870,8 +870,8 @@ TABLE: tuple[Mutation, ...] = (
     Mutation(
         "engine/transaction.py",
         "what is pending when a batch closes is not reduced over the ranks",
-        "        gradients.reduce_pending(self.module)\n",
-        "",
+        "            gradients.put(self.module, gradient)\n        gradients.reduce_pending(self.module)\n",
+        "            gradients.put(self.module, gradient)\n",
         f"{RANDOM}[12]",
     ),
     Mutation(

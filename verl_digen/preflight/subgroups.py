@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from omegaconf import DictConfig
 
-from verl_digen.config import digen_config
+from verl_digen.config import DigenConfig, digen_config
 from verl_digen.preflight.rewards import reward_weights
 from verl_digen.require import require
 from verl_digen.reward.named import scope_of
@@ -20,7 +20,6 @@ def check_subgroups(config: DictConfig) -> None:
     That a batch is one optimizer step on separate pools is checked for all runs.
     """
     from verl_digen.algorithms.objectives import find_objective, objective_names
-    from verl_digen.algorithms.objectives.objective import all_samples
 
     digen = digen_config(config)
     if not digen.gap.subgroups:
@@ -56,6 +55,13 @@ def check_subgroups(config: DictConfig) -> None:
         list(digen.branches.splits),
         OFF,
     )
+    _check_groups(config, digen)
+
+
+def _check_groups(config: DictConfig, digen: DigenConfig) -> None:
+    """Require that a sample's reward, and whether it trains, do not depend on its whole group."""
+    from verl_digen.algorithms.objectives.objective import all_samples
+
     require(
         digen.reward.combine != "gdpo",
         f"digen.reward.combine must not be gdpo with {KEY}=true: every reward has a mean and a scale of its own",

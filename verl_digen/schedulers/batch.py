@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Literal
@@ -96,6 +96,12 @@ class Batch:
     def num_begun(self, age_versions: int) -> int:
         """Number of groups begun `age_versions` or more behind."""
         return sum(count for age, count in self.begun.items() if age >= age_versions)
+
+    def train_early(self, group: Group, samples: Sequence[int]) -> None:
+        """Record that samples of a group train before it is complete."""
+        group.trained.update(samples)
+        self.num_parts += 1
+        self.num_early += len(samples)
 
     def report(self, group_size: int, *, num_searches: int, prediction_error: float | None) -> BatchReport:
         """Final counts of the batch, and the error of its predicted end."""

@@ -204,7 +204,7 @@ class MeasuredDurations:
         return self._train.parts_s
 
     def part_s(self, num_samples: int, group_size: int) -> float | None:
-        """As measured; before, as long as complete groups with as many samples."""
+        """The measured line; before the first part, that of complete groups with as many samples."""
         if (measured := self._part.parts_s) is not None:
             return measured[0] + measured[1] * num_samples
         train_s = self.train_s()

@@ -274,13 +274,6 @@ class GroupBook:
         batch.num_training += size
         return uids
 
-    def take_part(self, group: Group, samples: Collection[int]) -> None:
-        """Record that scored samples of an open group train before it is complete."""
-        batch = self.batches[group.batch]
-        group.trained.update(samples)
-        batch.num_parts += 1
-        batch.num_early += len(samples)
-
     def mark_trained(self, batch: Batch, uids: Sequence[str]) -> None:
         """Record that groups in training are trained."""
         for uid in uids:

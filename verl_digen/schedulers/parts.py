@@ -32,10 +32,10 @@ LEAST_USE = 0.5
 
 def part_to_train(
     now_s: float,
-    *,
     batch: Batch,
     requests: Collection[Request],
     live: Mapping[int, LiveChunk],
+    *,
     durations: Durations,
     rules: BatchRules,
 ) -> tuple[Group, tuple[int, ...]] | None:

@@ -295,7 +295,7 @@ class BatchPlanner:
         self._disturb()
 
     def take_cancelled(self) -> list[int]:
-        """Ids of in-flight chunks cancelled since the last call: abort them or not; `on_generated` is due either way."""
+        """Ids of in-flight chunks cancelled since the last call: abort them, or not; `on_generated` is due."""
         cancelled = [chunk_id for chunk_id in self._cancelled if chunk_id in self._requests]
         self._cancelled = []
         return cancelled
@@ -384,18 +384,11 @@ class BatchPlanner:
 
     def _part(self, batch: Batch, now_s: float) -> Fragment | None:
         """Samples of a group that is not complete, if training them now is worth it."""
-        found = part_to_train(
-            now_s,
-            batch=batch,
-            requests=self._requests.values(),
-            live=self._book.live,
-            durations=self._durations,
-            rules=self.rules,
-        )
-        if found is None:
+        state = batch, self._requests.values(), self._book.live
+        if (found := part_to_train(now_s, *state, durations=self._durations, rules=self.rules)) is None:
             return None
         group, samples = found
-        self._book.take_part(group, samples)
+        batch.train_early(group, samples)
         self._num_fragments += 1
         return Fragment(self._num_fragments - 1, batch.number, (group.uid,), part=samples)
 

@@ -361,9 +361,7 @@ class Conductor:
         self._is_open = self._trainer_is_free = True
 
     def _start_training(self, fragment: Fragment) -> None:
-        groups = {uid: self._published[fragment.batch].groups[uid] for uid in fragment.uids}
-        if fragment.part:
-            groups = {uid: {index: tags[index] for index in fragment.part} for uid, tags in groups.items()}
+        groups = self._published[fragment.batch].of_fragment(fragment)
         opened = self.recorder.begin(
             "train",
             self.lanes.trainer,

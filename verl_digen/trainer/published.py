@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from verl_digen.schedulers.types import BatchReport
+from verl_digen.schedulers.types import BatchReport, Fragment
 from verl_digen.store.keys import SampleName
 from verl_digen.types import GroupTags, SampleTag
 
@@ -58,6 +58,13 @@ class PublishedSamples:
         if name.sample_index in group:
             self.unwanted.append(SampleName.of(name.uid, name.sample_index, group[name.sample_index]))
         group[name.sample_index] = tag
+
+    def of_fragment(self, fragment: Fragment) -> dict[str, dict[int, SampleTag]]:
+        """Samples of the fragment: uid -> sample index -> tag."""
+        groups = {uid: self.groups[uid] for uid in fragment.uids}
+        if not fragment.part:
+            return groups
+        return {uid: {index: tags[index] for index in fragment.part} for uid, tags in groups.items()}
 
     def doubt(self, names: Sequence[SampleName], condition_key: str) -> None:
         """Add samples whose scoring timed out."""
