@@ -23,8 +23,10 @@ class GapConfig:
     `digen.rollout.max_batch_size` lets a replica denoise at once. 1: every sample is sent on its own."""
     slots_per_replica: int = 1
     """Chunks in flight per replica. 2 keep it busy while the samples of one are sent and the next is requested."""
-    min_groups_per_fragment: int = 1
-    """A smaller fragment trains only when no further group is expected."""
+    min_groups_per_fragment: int | str = "auto"
+    """A smaller fragment trains only when no further group is expected. auto: what is ready trains, unless a group
+    that is expected soon joins it and the batch then ends earlier, by the measured fixed part of a training call and
+    the predicted times, and no assist may fill the time. 1: what is ready trains at once."""
     max_groups_per_fragment: int = MAX_GROUPS_PER_FRAGMENT
     """Groups that completed while the trainer was busy merge into one fragment up to this. The default was chosen by
     simulation, see `verl_digen.schedulers.rules`."""
@@ -36,15 +38,30 @@ class GapConfig:
             self.chunk_size,
             "auto suits most runs",
         )
-        for name in ("slots_per_replica", "min_groups_per_fragment"):
-            value = getattr(self, name)
-            require(value >= 1, f"digen.gap.{name} must be >= 1", value, "1 is the default")
         require(
-            self.max_groups_per_fragment >= self.min_groups_per_fragment,
-            f"digen.gap.max_groups_per_fragment must be >= min_groups_per_fragment={self.min_groups_per_fragment}",
+            self.slots_per_replica >= 1,
+            "digen.gap.slots_per_replica must be >= 1",
+            self.slots_per_replica,
+            "1 is the default",
+        )
+        least = self.min_groups_per_fragment
+        require(
+            least == "auto" or (isinstance(least, int) and least >= 1),
+            "digen.gap.min_groups_per_fragment must be auto or a number of groups >= 1",
+            least,
+            "auto suits most runs",
+        )
+        require(
+            self.max_groups_per_fragment >= self.least_groups,
+            f"digen.gap.max_groups_per_fragment must be >= min_groups_per_fragment={least}",
             self.max_groups_per_fragment,
             "raise it",
         )
+
+    @property
+    def least_groups(self) -> int:
+        """Smallest fragment while more groups are expected; 1 with auto."""
+        return 1 if isinstance(self.min_groups_per_fragment, str) else self.min_groups_per_fragment
 
 
 @dataclass(frozen=True)
