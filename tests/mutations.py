@@ -2109,6 +2109,20 @@ TABLE: tuple[Mutation, ...] = (
         SAVING,
     ),
     Mutation(
+        "schedulers/merging.py",
+        "a late group is waited for again and again",
+        "        if self._until_s is None or num_ready != self._num_ready:\n",
+        "        if True:\n",
+        "schedulers/test_merging.py",
+    ),
+    Mutation(
+        "schedulers/merging.py",
+        "the fixed part of later training calls is forgotten",
+        "max(end_s, ready_s[count - 1]) + call_s + size * group_s",
+        "max(end_s, ready_s[count - 1]) + size * group_s",
+        "schedulers/test_merging.py",
+    ),
+    Mutation(
         "trainer/conductor.py",
         "a cancelled chunk is generated to its end",
         "self.generator.cancel(self._chunks[chunk_id]),",

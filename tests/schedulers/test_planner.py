@@ -272,6 +272,7 @@ def random_world(seed: int) -> World:
         max_chunk_size=rng.choice([1, 2, 8]),
         replicate_prompts=rng.random() < 0.8,
         min_groups_per_fragment=min_groups,
+        merges=seed % 3 == 0,
         max_groups_per_fragment=rng.randint(min_groups, 4),
         assist=rng.choice(["off", "bts", "always"]),
         num_trainer_ranks=rng.choice([1, 1, 4, 9]),

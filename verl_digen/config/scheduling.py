@@ -29,8 +29,10 @@ class GapConfig:
     """Chunks of several groups that wait on a replica share a batch, up to `digen.rollout.max_batch_size`. Pays where a
     batch of few samples takes nearly as long as a full one, which small pictures do; else the first group comes later.
     Give as many slots as chunks fit into two batches."""
-    min_groups_per_fragment: int = 1
-    """A smaller fragment trains only when no further group is expected."""
+    min_groups_per_fragment: int | str = "auto"
+    """A smaller fragment trains only when no further group is expected. auto: what is ready trains, unless a group
+    that is expected soon joins it and the batch then ends earlier, by the measured fixed part of a training call and
+    the predicted times, and no assist may fill the time. 1: what is ready trains at once."""
     max_groups_per_fragment: int = MAX_GROUPS_PER_FRAGMENT
     """Groups that completed while the trainer was busy merge into one fragment up to this. The default was chosen by
     simulation, see `verl_digen.schedulers.rules`."""
@@ -53,18 +55,24 @@ class GapConfig:
             self.slots_per_replica,
             "auto suits most runs",
         )
+        least = self.min_groups_per_fragment
         require(
-            self.min_groups_per_fragment >= 1,
-            "digen.gap.min_groups_per_fragment must be >= 1",
-            self.min_groups_per_fragment,
-            "1 is the default",
+            least == "auto" or (isinstance(least, int) and least >= 1),
+            "digen.gap.min_groups_per_fragment must be auto or a number of groups >= 1",
+            least,
+            "auto suits most runs",
         )
         require(
-            self.max_groups_per_fragment >= self.min_groups_per_fragment,
-            f"digen.gap.max_groups_per_fragment must be >= min_groups_per_fragment={self.min_groups_per_fragment}",
+            self.max_groups_per_fragment >= self.least_groups,
+            f"digen.gap.max_groups_per_fragment must be >= min_groups_per_fragment={least}",
             self.max_groups_per_fragment,
             "raise it",
         )
+
+    @property
+    def least_groups(self) -> int:
+        """Smallest fragment while more groups are expected; 1 with auto."""
+        return 1 if isinstance(self.min_groups_per_fragment, str) else self.min_groups_per_fragment
 
 
 @dataclass(frozen=True)

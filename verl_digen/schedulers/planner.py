@@ -10,7 +10,7 @@
                         v
     on_generated     the slot is free for the next chunk         on_failed, on_slot_lost: samples go back
     on_scored        group complete -> ready                       (or the group is dropped, beyond the bounds)
-                        |  next_for_trainer: a ready fragment always goes first
+                        |  next_for_trainer: a ready fragment always goes first (or waits, once, to become larger)
                         v
     on_trained       trained; all of the batch settled -> Commit
     on_committed     the next batch is the trainer's
@@ -49,12 +49,14 @@ memory O(samples of the open batches).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
 from verl_digen.schedulers.batch import Batch, Request
 from verl_digen.schedulers.bubbles import bubble_at, idle_reason
 from verl_digen.schedulers.durations import Durations
 from verl_digen.schedulers.foresight import Foresight
 from verl_digen.schedulers.group_book import GroupBook
+from verl_digen.schedulers.merging import Merging, find_merge
 from verl_digen.schedulers.parts import part_to_train
 from verl_digen.schedulers.play import EPSILON_S
 from verl_digen.schedulers.rules import BatchRules
@@ -121,6 +123,7 @@ class BatchPlanner:
         self._trainer_since_s = 0.0
         self._search = BubbleSearch()
         self._foresight = Foresight()
+        self._merging = Merging()
         self._wait_until_s: float | None = None
         """Time until which the search said to wait; None: ask it."""
         self._num_fragments = 0
@@ -326,6 +329,9 @@ class BatchPlanner:
         is_last = batch.num_open == 0 and self._book.num_wanted(self.batch) == 0
         wanted = self.rules.min_groups_per_fragment if self.rules.is_pipelined and not is_last else 1
         if len(batch.ready) >= wanted and (self.rules.is_pipelined or is_last):
+            wait_s = self._merging_wait_s(batch, now_s) if self.rules.merges and not is_last else None
+            if wait_s is not None:
+                return Wait("merging_pays", wait_s)
             fragment = self._fragment(batch)
             self._occupy(fragment, now_s)
             return Train(fragment)
@@ -371,11 +377,20 @@ class BatchPlanner:
         self._trainer_since_s = now_s
         self._disturb()
 
+    def _merging_wait_s(self, batch: Batch, now_s: float) -> float | None:
+        """Seconds to wait for a larger fragment; None: train the ready groups. An assist uses the time better."""
+        if self.rules.assist != "off" and self._book.oldest_on_policy(self.batch) is not None:
+            return None
+        state = (batch, self._slots.ids, self._requests.values(), self._book.live)
+        find = partial(find_merge, now_s, *state, self._durations, self.rules)
+        return self._merging.wait_s(now_s, len(batch.ready), find)
+
     def _fragment(self, batch: Batch) -> Fragment:
         """The oldest ready groups: at most `max_groups_per_fragment`, or all at a barrier."""
         size = len(batch.ready)
         if self.rules.is_pipelined:
             size = min(size, self.rules.max_groups_per_fragment)
+        self._merging.forget()
         uids = self._book.take_ready(batch, size)
         batch.num_fragments += 1
         self._num_fragments += 1

@@ -44,6 +44,9 @@ class BatchRules:
     """`digen.queue.replicate_prompts`: a group's samples go out independently. False: a whole group per slot."""
     min_groups_per_fragment: int = 1
     """`digen.gap.min_groups_per_fragment`: a smaller fragment trains only when no more groups are to come."""
+    merges: bool = False
+    """`digen.gap.min_groups_per_fragment=auto`: the trainer waits for a larger fragment where the batch then ends
+    earlier, see `verl_digen.schedulers.merging`."""
     max_groups_per_fragment: int = MAX_GROUPS_PER_FRAGMENT
     """`digen.gap.max_groups_per_fragment`: groups that completed while the trainer was busy merge up to this."""
     subgroups: bool = False

@@ -103,6 +103,7 @@ def simulated_rules(
         num_prompts=numbers.num_prompts,
         group_size=numbers.group_size,
         is_pipelined="gap" in techniques,
+        merges=True,
         max_chunk_size=numbers.max_chunk_size,
         assist="bts" if "tag" in techniques else "off",
         num_trainer_ranks=split.trainer.num_devices,

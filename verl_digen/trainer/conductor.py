@@ -40,7 +40,7 @@ Failures and their effect on the step:
 The last two are not retried: after a call that failed on some ranks only, others may hang in a collective.
 
 Invariants (tests/trainer/test_conductor.py)
-- A ready fragment trains at once if the trainer is free; a free slot gets the next chunk at once.
+- A free slot gets the next chunk at once; a free trainer a ready fragment, unless it waits for a larger one.
 - A group is trained once, whole, under one weight version; published samples of other groups are returned for clearing.
 - An exception anywhere aborts the open gradient: the model is its last committed state.
 - Every wait has a bound (`verl_digen.schedulers.deadlines`).
@@ -161,9 +161,8 @@ class Conductor:
         return self._outcome
 
     async def publish(self, version: int, lost_slots: Sequence[str] = (), joining: Sequence[Joining] = ()) -> None:
-        """Announce that every replica has received `version` and may load it between two chunks.
-
-        Prompts of the next batch are drawn, so that it begins while the caller saves, validates and logs.
+        """Announce that every replica has received `version` and may load it between two chunks. Prompts of the next
+        batch are drawn, so that it begins while the caller saves, validates and logs.
 
         Args:
             lost_slots: slots of replicas that died, now or before.
