@@ -1171,6 +1171,27 @@ TABLE: tuple[Mutation, ...] = (
         "engine/test_optimizer.py",
     ),
     Mutation(
+        "engine/arrival.py",
+        "a fetch outlives its batch",
+        "        if thread is not None:\n            thread.join()",
+        "        del thread",
+        "engine/test_arrival.py",
+    ),
+    Mutation(
+        "engine/arrival.py",
+        "the first tile waits for all samples of a training call",
+        "if number & (number + 1) == 0:",
+        "if number < 0:",
+        "engine/test_arrival.py",
+    ),
+    Mutation(
+        "engine/arrival.py",
+        "samples of a call are given to the wrong places",
+        "for place, index in enumerate(call):",
+        "for place, index in enumerate(sorted(call, reverse=True)):",
+        "engine/test_arrival.py",
+    ),
+    Mutation(
         "engine/export.py",
         "a rank that only takes part gathers all tensors at once",
         "if number and number % LOOKAHEAD == 0:",

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import closing
 
 import torch
 from torch import Tensor
@@ -47,6 +48,8 @@ class LogicalBatch:
         self.fragment_ids: set[str] = set()
         self.num_late_samples = 0
         """Samples that did not train with their own fragment."""
+        self.fetch_wait_s = 0.0
+        """Seconds that this rank's tiles waited for their samples."""
         self._samples: dict[str, FragmentSample] = {}
 
     def add(self, fragment: FragmentSpec) -> None:
@@ -88,7 +91,10 @@ class LogicalBatch:
         if not self.ledger.keys:
             raise RuntimeError("a logical batch needs at least one group to commit, got none; call abort instead")
         self._train(is_last=True)
-        return self.transaction.close() if self.transaction.num_trained_rows else None
+        if not self.transaction.num_trained_rows:
+            return None
+        loss, metrics = self.transaction.close()
+        return loss, metrics | {"fetch_wait_s": Metric(torch.tensor(self.fetch_wait_s), "max")}
 
     def trained_advantages(self) -> Tensor:
         """Advantages of the samples that have rows, [samples] fp32, clamped as in the loss. In a tree: of the nodes at
@@ -108,9 +114,10 @@ class LogicalBatch:
             return 0
         work = self.planner.deal(samples, ready.advantages, self.fetch)
         rows = max((tile.rows for tile in work.tiles), key=len)
-        with shortage_explained("a tile", len(rows), lambda: self._remedy(rows)):
+        with closing(work.samples), shortage_explained("a tile", len(rows), lambda: self._remedy(rows)):
             is_final = ready.divisor is not None or not self.reads_advantages
             self.transaction.run(work, is_final=is_final, is_last=is_last)
+        self.fetch_wait_s += work.samples.waited_s
         return work.num_rows
 
     def _remedy(self, rows: Sequence[Row]) -> str:

@@ -69,7 +69,9 @@ class VirtualWorker(DiffusionWorker):
         """Wait for the fragment's training time -> `num_rows`, `fetch_s` and `accumulate_s`."""
         started_s = time.perf_counter()
         if self._fetches:
-            fetch_samples(self._points, self._partition, fragment.samples)
+            samples = fetch_samples(self._points, self._partition, fragment.samples)
+            assert samples.arrival is not None
+            samples.arrival.complete()
         fetch_s = time.perf_counter() - started_s
         _sleep_until(started_s + self._durations.train_s(fragment.samples))
         num_rows = sum(sample.num_rows for sample in fragment.samples)
