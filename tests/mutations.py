@@ -977,8 +977,8 @@ TABLE: tuple[Mutation, ...] = (
     Mutation(
         "engine/logical_batch.py",
         "a batch without rows ends the run",
-        "if self.transaction.num_trained_rows else None",
-        "if self.transaction else None",
+        "if not self.transaction.num_trained_rows:",
+        "if not self.transaction:",
         f"{INVARIANTS} -k ties",
     ),
     Mutation(
