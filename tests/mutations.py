@@ -1194,8 +1194,8 @@ TABLE: tuple[Mutation, ...] = (
     Mutation(
         "engine/logical_batch.py",
         "a batch without rows ends the run",
-        "if self.transaction.num_trained_rows else None",
-        "if self.transaction else None",
+        "if not self.transaction.num_trained_rows:",
+        "if not self.transaction:",
         f"{INVARIANTS} -k ties",
     ),
     Mutation(
@@ -1386,6 +1386,27 @@ TABLE: tuple[Mutation, ...] = (
         "        group.update(choice)",
         "        choice = {}",
         "engine/test_optimizer.py",
+    ),
+    Mutation(
+        "engine/arrival.py",
+        "a fetch outlives its batch",
+        "        if thread is not None:\n            thread.join()",
+        "        del thread",
+        "engine/test_arrival.py",
+    ),
+    Mutation(
+        "engine/arrival.py",
+        "the first tile waits for all samples of a training call",
+        "if number & (number + 1) == 0:",
+        "if number < 0:",
+        "engine/test_arrival.py",
+    ),
+    Mutation(
+        "engine/arrival.py",
+        "samples of a call are given to the wrong places",
+        "for place, index in enumerate(call):",
+        "for place, index in enumerate(sorted(call, reverse=True)):",
+        "engine/test_arrival.py",
     ),
     Mutation(
         "engine/export.py",

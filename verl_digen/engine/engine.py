@@ -33,7 +33,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -307,8 +307,9 @@ class DiffusersFSDPEngine(ShardedTransformer):
         if not any(sample.num_rows for sample in samples):
             return
         work = self.planner.deal(samples, torch.zeros(len(samples)), fetch)
-        tiles = [tile_rows(self.points, work.samples, tile, work.places) for tile in work.tiles]
-        evaluated = [self.forward(rows.to(self.forward.device)).log_prob for rows in tiles]
+        with closing(work.samples):
+            tiles = (tile_rows(self.points, work.samples, tile, work.places) for tile in work.tiles)
+            evaluated = [self.forward(rows.to(self.forward.device)).log_prob for rows in tiles]
         for tile, log_probs in zip(work.tiles, evaluated, strict=True):
             if not tile.is_filler:  # its row is in another tile, too
                 for row, log_prob in zip(tile.rows, log_probs.tolist(), strict=True):

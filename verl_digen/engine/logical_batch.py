@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 
 import torch
 from torch import Tensor
@@ -58,6 +58,8 @@ class LogicalBatch:
         """Samples that did not train with their own fragment."""
         self.num_parts, self.num_discarded_samples = 0, 0
         """Training calls of parts, and samples that trained in vain because their group was dropped."""
+        self.fetch_wait_s = 0.0
+        """Seconds that this rank's tiles waited for their samples."""
         self._samples: dict[str, FragmentSample] = {}
         self._partial: PartialGroup | None = None
         """The group that is partially trained."""
@@ -141,7 +143,10 @@ class LogicalBatch:
             raise RuntimeError("a logical batch needs at least one group to commit, got none; call abort instead")
         self._discard_partial()
         self._train(is_last=True)
-        return self.transaction.close() if self.transaction.num_trained_rows else None
+        if not self.transaction.num_trained_rows:
+            return None
+        loss, metrics = self.transaction.close()
+        return loss, metrics | {"fetch_wait_s": Metric(torch.tensor(self.fetch_wait_s), "max")}
 
     def trained_advantages(self) -> Tensor:
         """Advantages of the samples that have rows, [samples] fp32, clamped as in the loss. In a tree: of the nodes at
@@ -171,7 +176,7 @@ class LogicalBatch:
         if not any(sample.num_rows for sample in samples):
             return 0
         work = self.planner.deal(samples, advantages, self.fetch)
-        with self._shortage_explained(work):
+        with self._running(work):
             self.transaction.run(work, is_final=is_final, is_last=is_last, corrects=corrects)
         return work.num_rows
 
@@ -187,7 +192,7 @@ class LogicalBatch:
         if not any(sample.num_rows for sample in fragment.samples):
             return 0
         work = self.planner.deal(fragment.samples, torch.zeros(len(fragment.samples)), self.fetch, are_apart=True)
-        with self._shortage_explained(work):
+        with self._running(work):
             self.transaction.run_part(work, self._partial)
         return work.num_rows
 
@@ -210,9 +215,13 @@ class LogicalBatch:
         wrong = [index for index, key in enumerate(ready.keys) if key in self._early and excess[index] != 0]
         self._run([ready.keys[index] for index in wrong], excess[wrong], True, is_last, corrects=True)
 
-    def _shortage_explained(self, work: TileWork) -> AbstractContextManager[None]:
+    @contextmanager
+    def _running(self, work: TileWork) -> Iterator[None]:
+        """Context in which the tiles run: no sample arrives after it, and the wait for samples is counted."""
         rows = max((tile.rows for tile in work.tiles), key=len)
-        return shortage_explained("a tile", len(rows), lambda: self._remedy(rows))
+        with closing(work.samples), shortage_explained("a tile", len(rows), lambda: self._remedy(rows)):
+            yield
+        self.fetch_wait_s += work.samples.waited_s
 
     def _remedy(self, rows: Sequence[Row]) -> str:
         """Settings under which a tile of these rows takes less memory."""

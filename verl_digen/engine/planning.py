@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Partition of rows over ranks and tiles: descriptions and samples -> this rank's `TileWork`.
 
-- Every rank partitions all rows over the ranks by itself and fetches the samples of its own rows; nothing is exchanged,
+- Every rank partitions all rows over the ranks by itself and fetches the samples of its own rows: conditions, by which
+  tiles are planned, then columns, in the order of the tiles and in the background (`arrival`). Nothing is exchanged,
   except the number of tiles where lengths of texts are kept apart.
 - Rows whose texts are of like length share tiles, so that little is padded (`verl_digen.schedulers.tiles`).
 - Rows per tile and recomputed blocks under `auto` are chosen from measurements, see `verl_digen.engine.memory` and
@@ -39,7 +40,7 @@ from verl_digen.models.base import DiffusionModel
 from verl_digen.platforms import device_memory
 from verl_digen.schedulers.deal import Row, deal_rows, stand_ins
 from verl_digen.schedulers.tile_choice import TileChoice, choose_tile
-from verl_digen.schedulers.tiles import plan_tiles
+from verl_digen.schedulers.tiles import Tile, plan_tiles
 from verl_digen.types import Sampling, TrainingRows
 
 logger = logging.getLogger(__name__)
@@ -90,6 +91,7 @@ class Planner:
         self, samples: Sequence[FragmentSample], advantages: Tensor, fetch: Fetch, *, are_apart: bool = False
     ) -> TileWork:
         """This rank's part of these samples' rows, of which there is at least one; a padding row if it gets none.
+        Samples still arrive: close them when the tiles have run, or failed.
 
         Args:
             advantages: [samples] fp32, or [samples, K] with a tree.
@@ -101,6 +103,18 @@ class Planner:
         needed = sorted({row.sample for row in chosen})
         own = replace(fetch([samples[number] for number in needed]), advantages=advantages[needed])
         places = {number: place for place, number in enumerate(needed)}
+        try:
+            tiles, recomputed = self._tiles(dealt, own, places, are_apart)
+        except BaseException:
+            own.close()
+            raise
+        own.request([places[row.sample] for row in tile.rows] for tile in tiles)
+        return TileWork(own, places, tiles, AllRows(rows, [sample.uid for sample in samples], advantages), recomputed)
+
+    def _tiles(
+        self, dealt: Sequence[Sequence[Row]], own: Samples, places: Mapping[int, int], are_apart: bool
+    ) -> tuple[Sequence[Tile], dict[int, int]]:
+        """(this rank's tiles, bucket -> recomputed blocks)"""
         choices = self._choices(dealt, own, places, are_apart)
         tiles = plan_tiles(
             dealt,
@@ -109,8 +123,7 @@ class Planner:
             order=lambda row: text_order(self.model, own.condition(places[row.sample], row.point)),
             agreed_most=_agreed_most if self.model.keeps_lengths_apart else None,
         )
-        recomputed = {bucket: choice.num_recomputed for bucket, choice in choices.items()}
-        return TileWork(own, places, tiles, AllRows(rows, [sample.uid for sample in samples], advantages), recomputed)
+        return tiles, {bucket: choice.num_recomputed for bucket, choice in choices.items()}
 
     def _choices(
         self, dealt: Sequence[Sequence[Row]], own: Samples, places: Mapping[int, int], are_apart: bool

@@ -11,13 +11,16 @@ Invariants (tests/engine/test_rows.py)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
+from verl_digen.engine.arrival import Arrival
 from verl_digen.engine.fragment import FragmentSample
 from verl_digen.engine.points import Picks, Points
 from verl_digen.schedulers.tiles import Tile
@@ -39,6 +42,23 @@ class Samples:
     """[B] fp32, or [B, K] with a tree, where each point has its own; 0 if the caller only wants log-probs."""
     turn_conditions: Mapping[str, ConditionPair] = field(default_factory=dict)
     """Key -> conditions of the turns of episodes."""
+    arrival: Arrival | None = None
+    """Fetch of the columns in the background; None: they are all there."""
+
+    def request(self, tiles: Iterable[Sequence[int]]) -> None:
+        """Say in which order tiles need these samples, by index."""
+        if self.arrival is not None:
+            self.arrival.request(tiles)
+
+    def close(self) -> None:
+        """Fetch nothing further; no thread of this fetch runs afterwards."""
+        if self.arrival is not None:
+            self.arrival.close()
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that this rank waited for these samples."""
+        return 0.0 if self.arrival is None else self.arrival.waited_s
 
     def condition(self, index: int, point: int) -> ConditionPair:
         """Conditions of a sample at one of its points."""
@@ -51,18 +71,35 @@ class Samples:
         return [(index, sample.points) for index, sample in enumerate(self.described)]
 
 
+AT_ONCE = 8
+"""Samples that are fetched by one call. More are fetched tile by tile."""
+
 Fetch = Callable[[Sequence[FragmentSample]], Samples]
 """Loads the tensors of samples, in order. Each rank calls it for the samples whose rows it has."""
 
 
 def fetch_samples(points: Points, partition: str, samples: Sequence[FragmentSample]) -> Samples:
-    """The samples from TransferQueue's `partition`, with the conditions of their prompts."""
-    columns = fetch_columns(partition, [sample.key for sample in samples], points.columns)
+    """The samples from TransferQueue's `partition`: the conditions of their prompts, by which tiles are planned, and
+    columns that arrive in the background, see `verl_digen.engine.arrival`. `close` the result when it is used.
+
+    Columns of few samples are requested at once, beside the conditions; of more, in the order of `Samples.request`.
+    """
+    keys = [sample.key for sample in samples]
+    arrival = Arrival(keys, points.columns, partial(fetch_columns, partition, names=points.columns))
+    if len(samples) <= AT_ONCE:
+        arrival.request([range(len(samples))])
     turns = [turn.condition_key for sample in samples for turn in sample.turns]
-    conditions = fetch_conditions([*(sample.condition_key for sample in samples), *turns])
+    started_s = time.perf_counter()
+    try:
+        conditions = fetch_conditions([*(sample.condition_key for sample in samples), *turns])
+    except BaseException:
+        arrival.close()
+        raise
+    arrival.waited_s += time.perf_counter() - started_s
     return Samples(
         described=samples,
-        columns=columns,
+        columns=arrival.columns,
+        arrival=arrival,
         conditions=[conditions[sample.condition_key] for sample in samples],
         advantages=torch.zeros(len(samples)),
         turn_conditions={key: conditions[key] for key in turns},

@@ -72,7 +72,9 @@ class VirtualWorker(DiffusionWorker):
         """Wait for the fragment's training time -> `num_rows`, `fetch_s` and `accumulate_s`."""
         started_s = time.perf_counter()
         if self._fetches:
-            fetch_samples(self._points, self._partition, fragment.samples)
+            samples = fetch_samples(self._points, self._partition, fragment.samples)
+            assert samples.arrival is not None
+            samples.arrival.complete()
         fetch_s = time.perf_counter() - started_s
         own = [sample for sample in fragment.samples if sample.key not in self._early]
         self._early |= {sample.key for sample in own if fragment.part_of}
