@@ -2602,10 +2602,10 @@ TABLE: tuple[Mutation, ...] = (
         f"{LTX2} -k sound_is_the_pipelines",
     ),
     Mutation(
-        "rollout/server.py",
+        "rollout/samples.py",
         "ltx2: all samples of a replica's batch have the sound of the first",
-        "audio=audio[index],",
-        "audio=audio[0],",
+        "audio=made.audio[row],",
+        "audio=made.audio[0],",
         "rollout/test_server.py -k sound",
     ),
     Mutation(
@@ -2658,10 +2658,10 @@ TABLE: tuple[Mutation, ...] = (
         f"{FIRST_FRAME} -k log_probs",
     ),
     Mutation(
-        "rollout/server.py",
+        "rollout/samples.py",
         "a video is decoded without its given frame",
-        "        latents = self._model.completed(latents, positive)\n",
-        "",
+        "        latents = self._model.completed(denoised.latents, positive)\n",
+        "        latents = denoised.latents\n",
         f"{FIRST_FRAME} -k replica",
     ),
     Mutation(

@@ -80,7 +80,6 @@ class DiffusersServer:
         self._probe_condition: Condition | None = None
         """Encoded at the first probe."""
         self._probes: deque[Probe] = deque(maxlen=2)
-        self._num_updates = 0
         self._prefixes = PrefixCache()
         self._sampler = Sampler(
             self._model,
@@ -105,7 +104,7 @@ class DiffusersServer:
             max_batch_size=digen.rollout.max_batch_size,
             wait_s=digen.rollout.batch_wait_s,
         )
-        self._version = 0
+        self._version, self._num_updates = 0, 0
         self._update_timeout_s = digen.rollout.update_timeout_s
         self._intake = Intake(self._network, self._update_timeout_s)
         self._seals = Seals(self._team.size)

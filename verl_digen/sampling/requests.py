@@ -12,7 +12,7 @@ from verl_digen.algorithms.window import Window, draw_window
 from verl_digen.config import DigenConfig, SamplingConfig
 from verl_digen.image_sizes import IMAGE_SIZES
 from verl_digen.inputs import PromptInputs, SourceImage, source_image
-from verl_digen.types import Geometry, PromptRow, SampleRequest, Sampling
+from verl_digen.types import Condition, Geometry, PromptRow, SampleRequest, Sampling
 
 SINGLE_TURN = "diffusion_single_turn"
 """`actor_rollout_ref.rollout.agent.default_agent_loop` of a run without a custom agent loop."""
@@ -179,3 +179,33 @@ def plain_request(
         wants_condition=sample_index == 0 and not validate,
         wants_negative=digen.has_guided_teacher,  # of validation, too: both may share a batch
     )
+
+
+def check_batch(
+    requests: Sequence[SampleRequest],
+    conditions: Sequence[Condition],
+    negative_conditions: Sequence[Condition] | None,
+) -> Sampling:
+    """The `Sampling` that the requests share; RuntimeError if they do not belong in one batch."""
+    sampling = requests[0].sampling
+    for request in requests:
+        if request.sampling != sampling:
+            raise RuntimeError(
+                f"requests of one batch must share their sampling, got {sampling} and {request.sampling}; "
+                "batch them apart"
+            )
+        if request.picture is not None:
+            raise RuntimeError(
+                f"sample {request.sample_index} of group {request.uid} is a picture of the data set, which is encoded "
+                "and not generated; send it to a replica"
+            )
+        last = max((*request.window.sde_steps, *request.window.train_steps), default=-1)
+        if last >= sampling.num_steps - 1:
+            raise RuntimeError(
+                f"the window of group {request.uid} must end before the last of {sampling.num_steps} denoise "
+                f"steps, got step {last}; draw it for this schedule"
+            )
+    for given in (conditions, negative_conditions):
+        if given is not None and len(given) != len(requests):
+            raise RuntimeError(f"{len(requests)} requests need as many conditions, got {len(given)}")
+    return sampling

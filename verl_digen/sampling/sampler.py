@@ -40,6 +40,7 @@ from verl_digen.sampling.fp8 import Fp8Layers
 from verl_digen.sampling.prefix import Lanes, SharedPrefix
 from verl_digen.sampling.prefix_cache import PrefixCache
 from verl_digen.sampling.recording import Denoised, initial_seed, noise_seed, trained_latents
+from verl_digen.sampling.requests import check_batch
 from verl_digen.transfers import to_device
 from verl_digen.types import Condition, SampleRequest, Sampling, TrainingRows, Trajectory, Transitions
 
@@ -150,7 +151,7 @@ class Sampler:
             RuntimeError: requests that do not belong together, or a window that reaches the last step.
             SamplingStopped: `should_stop` returned True.
         """
-        sampling = _check_batch(requests, conditions, negative_conditions)
+        sampling = check_batch(requests, conditions, negative_conditions)
         shape = self.model.latent_shape(sampling.geometry)
         sigmas = self.model.sigmas(sampling.num_steps, sampling.geometry)
         initial_seeds = [initial_seed(self.run_seed, request) for request in requests]
@@ -421,33 +422,3 @@ def score_rows(model: DiffusionModel, transformer: nn.Module, rows: TrainingRows
         next_sample=point.next_latents,
     )
     return step, velocity
-
-
-def _check_batch(
-    requests: Sequence[SampleRequest],
-    conditions: Sequence[Condition],
-    negative_conditions: Sequence[Condition] | None,
-) -> Sampling:
-    """The `Sampling` that the requests share; RuntimeError if they do not belong in one batch."""
-    sampling = requests[0].sampling
-    for request in requests:
-        if request.sampling != sampling:
-            raise RuntimeError(
-                f"requests of one batch must share their sampling, got {sampling} and {request.sampling}; "
-                "batch them apart"
-            )
-        if request.picture is not None:
-            raise RuntimeError(
-                f"sample {request.sample_index} of group {request.uid} is a picture of the data set, which is encoded "
-                "and not generated; send it to a replica"
-            )
-        last = max((*request.window.sde_steps, *request.window.train_steps), default=-1)
-        if last >= sampling.num_steps - 1:
-            raise RuntimeError(
-                f"the window of group {request.uid} must end before the last of {sampling.num_steps} denoise "
-                f"steps, got step {last}; draw it for this schedule"
-            )
-    for given in (conditions, negative_conditions):
-        if given is not None and len(given) != len(requests):
-            raise RuntimeError(f"{len(requests)} requests need as many conditions, got {len(given)}")
-    return sampling

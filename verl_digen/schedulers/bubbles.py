@@ -29,7 +29,6 @@ TIME_DIGITS = 9
 
 def bubble_at(
     now_s: float,
-    *,
     batch: Batch,
     slots: Collection[str],
     requests: Collection[Request],

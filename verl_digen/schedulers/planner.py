@@ -387,11 +387,9 @@ class BatchPlanner:
 
     def _fragment(self, batch: Batch) -> Fragment:
         """The oldest ready groups: at most `max_groups_per_fragment`, or all at a barrier."""
-        size = len(batch.ready)
-        if self.rules.is_pipelined:
-            size = min(size, self.rules.max_groups_per_fragment)
+        most = self.rules.max_groups_per_fragment if self.rules.is_pipelined else len(batch.ready)
         self._merging.forget()
-        uids = self._book.take_ready(batch, size)
+        uids = self._book.take_ready(batch, min(most, len(batch.ready)))
         batch.num_fragments += 1
         self._num_fragments += 1
         num_early = sum(len(self._book.groups[uid].trained) for uid in uids)
@@ -421,15 +419,8 @@ class BatchPlanner:
             return self._assist(smallest, now_s, "always", None)
         if self._wait_until_s is not None and now_s < self._wait_until_s - EPSILON_S:
             return Wait("waiting_pays", self._wait_until_s - now_s)
-        bubble = bubble_at(
-            now_s,
-            batch=batch,
-            slots=self._slots.ids,
-            requests=self._requests.values(),
-            live=self._book.live,
-            durations=self._durations,
-            rules=self.rules,
-        )
+        state = (batch, self._slots.ids, self._requests.values(), self._book.live)
+        bubble = bubble_at(now_s, *state, self._durations, self.rules)
         if bubble is None:
             return Wait("costs_unknown")
         if self._durations.assist_s() is None:

@@ -23,6 +23,7 @@ from typing import Any
 
 from verl_digen.errors import DeadlineMissed
 from verl_digen.schedulers.deadlines import Bound, Deadlines, DeadlinesConfig
+from verl_digen.schedulers.types import Chunk
 
 logger = logging.getLogger(__name__)
 
@@ -181,3 +182,8 @@ async def cancel(task: asyncio.Task[None]) -> None:
     await asyncio.wait([task])  # unlike `await task`, ends with CancelledError only if the caller is cancelled
     if not task.cancelled():
         task.result()
+
+
+def described(chunk: Chunk, *others: Chunk) -> str:
+    """Chunks of one call, for a person."""
+    return f"chunk {chunk.id} ({len(chunk.samples)} samples of group {chunk.uid}{', and more' if others else ''})"

@@ -71,7 +71,7 @@ from verl_digen.schedulers.types import (
     Wait,
 )
 from verl_digen.store.keys import SampleName
-from verl_digen.trainer.calls import CallsUnderWay, cancel, log_overdue, to_the_end
+from verl_digen.trainer.calls import CallsUnderWay, cancel, described, log_overdue, to_the_end
 from verl_digen.trainer.lanes import IdleLanes, Joining, Lanes
 from verl_digen.trainer.ports import Generator, Trainer
 from verl_digen.trainer.published import BatchOutcome, PublishedSamples, check_one_version
@@ -278,7 +278,7 @@ class Conductor:
 
         self._calls.start(
             self.generator.generate(slot, chunk),
-            what=f"{_described(chunk)} on slot {slot}",
+            what=f"{described(chunk)} on slot {slot}",
             bound=self.deadlines.bound("generate", slot, size=len(chunk.samples)),
             on_ended=on_generated,
             on_overdue=on_overdue,
@@ -326,7 +326,7 @@ class Conductor:
 
         self._calls.start(
             self.generator.collect(chunk),
-            what=f"scoring {_described(chunk)}",
+            what=f"scoring {described(chunk)}",
             bound=self.deadlines.bound("score", REWARD, size=len(chunk.samples)),
             on_ended=on_scored,
             on_overdue=on_overdue,
@@ -409,7 +409,7 @@ class Conductor:
 
         self._calls.start(
             self.generator.assist(chunks),
-            what=f"step {self._step}: {_described(*chunks)} on the trainer",
+            what=f"step {self._step}: {described(*chunks)} on the trainer",
             bound=self.deadlines.bound("assist", TRAINER, size=size),
             on_ended=on_assisted,
         )
@@ -447,7 +447,3 @@ class Conductor:
                 f"prompts ran out. The last failure was: {self.last_failure or 'none'}"
             )
         return await self._calls.next_events(timeout_s)
-
-
-def _described(chunk: Chunk, *others: Chunk) -> str:
-    return f"chunk {chunk.id} ({len(chunk.samples)} samples of group {chunk.uid}{', and more' if others else ''})"
