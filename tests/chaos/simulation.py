@@ -171,7 +171,7 @@ class Trainer(DisaggregatedTrainer, Files):
         self.saved = []
         self._condition_keys = set()
         self.global_steps = self._first
-        self._ranks = TrainerRanks(simulation.ranks)
+        self._ranks = TrainerRanks(simulation.ranks, put=lambda fragment: fragment)
         self.run_dir = Path("unused")
         self._supervision = Supervision(
             self.digen.deadlines,

@@ -84,13 +84,18 @@ def all_of(batch: TensorDict) -> list[FragmentSample]:
     return [sample for group in samples_of(batch, REWARDS).values() for sample in group]
 
 
+def as_it_is(value: Any) -> Any:
+    """`ray.put` for ranks in this process."""
+    return value
+
+
 def update(
     engine: DiffusersFSDPEngine, batch: TensorDict, *, num_groups: int = 3, num_epochs: int = 1
 ) -> tuple[dict[str, float], OneRank]:
     """Train as the colocated trainer does; returns the metrics and the rank."""
     group, samples = OneRank(engine, batch), all_of(batch)
     work: Coroutine[Any, Any, dict[str, float]] = train_batch(
-        TrainerRanks(group),
+        TrainerRanks(group, put=as_it_is),
         mini_batches(samples, num_groups),
         num_epochs=num_epochs,
         scale=batch_scale(samples, engine.digen.advantage),
@@ -318,13 +323,13 @@ def test_several_steps_on_a_tree_evaluate_and_train_each_edge_once(one_rank: Non
     ]
     engine = make_engine(tiny_qwen_image, digen={"advantage": {"scale": "batch"}, "loss": {"advantage_clip": CLIP}})
     rank = OneRank(engine, batch)
-    (evaluated,) = asyncio.run(TrainerRanks(rank).evaluate([FragmentSpec("all", tuple(samples))]))
+    (evaluated,) = asyncio.run(TrainerRanks(rank, put=as_it_is).evaluate([FragmentSpec("all", tuple(samples))]))
     for sample in evaluated.samples:
         there = [point for point, value in enumerate(sample.old_log_probs) if not math.isnan(value)]
         assert there == list(sample.points)
     metrics = asyncio.run(
         train_batch(
-            TrainerRanks(rank),
+            TrainerRanks(rank, put=as_it_is),
             mini_batches(samples, 1),
             num_epochs=2,
             scale=batch_scale(samples, engine.digen.advantage),
@@ -364,4 +369,4 @@ def test_a_row_that_no_rank_evaluated_is_named():
 
     fragment = FragmentSpec("f", (described("x", "g", 0.0, 2),))
     with pytest.raises(RuntimeError, match=r"sample x has 2 trained steps, but the trainer's ranks evaluated \[0\]"):
-        asyncio.run(TrainerRanks(Lacking()).evaluate([fragment]))
+        asyncio.run(TrainerRanks(Lacking(), put=as_it_is).evaluate([fragment]))

@@ -4,6 +4,7 @@
 import asyncio
 import logging
 
+from verl_digen.engine.fragment import FragmentSpec
 from verl_digen.trainer.ranks import TrainerRanks
 
 
@@ -33,3 +34,44 @@ def test_an_abort_waits_for_every_rank_and_hides_no_earlier_error(caplog):
     with caplog.at_level(logging.ERROR):
         abort(answers, fails)
     assert "rank 1 of the trainer could not forget the open batch: RuntimeError: abort needs" in caplog.text
+
+
+class Accumulating:
+    """Three ranks that keep what they are sent."""
+
+    def __init__(self):
+        self.sent = []
+
+    def accumulate(self, fragment):
+        self.sent += [fragment] * 3
+        return [asyncio.ensure_future(counts()) for _ in range(3)]
+
+    def evaluate(self, fragments, partition):
+        self.sent += [fragments] * 3
+        return [asyncio.ensure_future(nothing()) for _ in range(3)]
+
+
+async def counts():
+    return {"accumulate_s": 0.5}
+
+
+async def nothing():
+    return {}
+
+
+def test_a_fragment_is_stored_once_and_every_rank_is_sent_the_reference():
+    stored, group = [], Accumulating()
+
+    def put(value):
+        stored.append(value)
+        return f"reference {len(stored)}"
+
+    ranks, fragment = TrainerRanks(group, put), FragmentSpec("f0", ())
+
+    async def run():
+        await ranks.accumulate(fragment)
+        await ranks.evaluate([fragment])
+
+    asyncio.run(run())
+    assert stored == [fragment, [fragment]] and ranks.compute_s >= 0.5
+    assert group.sent == ["reference 1"] * 3 + ["reference 2"] * 3

@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer's ranks, as one: every call goes to all of them, with names and numbers only."""
+"""The trainer's ranks, as one: every call goes to all of them, with names and numbers only.
+
+A call is one message per rank. Fragments, which grow with the groups, are put into Ray's object store once, and each
+message holds a reference: the driver serialises a fragment once, whatever the number of ranks.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import nan
 from typing import Any
+
+import ray
 
 from verl_digen.agent_loop.chunks import describe
 from verl_digen.algorithms.metric import Metric
@@ -24,10 +30,11 @@ class TrainerRanks:
 
     Args:
         worker_group: verl's worker group of `DiffusionWorker`.
+        put: stores a value once for all ranks -> what each of them is sent in its place.
     """
 
-    def __init__(self, worker_group: Any):
-        self._worker_group = worker_group
+    def __init__(self, worker_group: Any, put: Callable[[Any], Any] = ray.put):
+        self._worker_group, self._put = worker_group, put
         self.compute_s = 0.0
         """Seconds spent in training calls since it was set to 0."""
 
@@ -37,7 +44,7 @@ class TrainerRanks:
 
     async def accumulate(self, fragment: FragmentSpec) -> None:
         """Add the gradient of complete groups."""
-        counts = await self._on_all(self._worker_group.accumulate(fragment))
+        counts = await self._on_all(self._worker_group.accumulate(self._put(fragment)))
         self.compute_s += counts["accumulate_s"]
 
     async def evaluate(self, fragments: Sequence[FragmentSpec]) -> list[FragmentSpec]:
@@ -48,7 +55,7 @@ class TrainerRanks:
         """
         started_s = time.perf_counter()
         found: dict[str, dict[int, float]] = {}
-        for part in await asyncio.gather(*self._worker_group.evaluate(fragments, TRAIN)):
+        for part in await asyncio.gather(*self._worker_group.evaluate(self._put(fragments), TRAIN)):
             for key, log_probs in part.items():
                 found.setdefault(key, {}).update(log_probs)
         self.compute_s += time.perf_counter() - started_s
