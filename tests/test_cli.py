@@ -105,5 +105,6 @@ def test_a_remedy_that_cannot_help_is_not_given(weights, said):
         return Phase(items={"weights": size}, row_bytes=0, num_rows=1, rows_name="row")
 
     phases = {"training": phase(1), "generating": phase(weights), "decoding": phase(1)}
-    memory = Memory(**phases, num_recomputed=0, num_blocks=1, host={}, step={}, checkpoint_bytes=0, limit_bytes=20)
+    counts = dict(num_recomputed=0, num_blocks=1, gathered_bytes=0, checkpoint_bytes=0, limit_bytes=20)
+    memory = Memory(**phases, **counts, host={}, step={}, is_base_whole=False)
     assert said in _way_out(memory)

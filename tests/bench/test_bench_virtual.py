@@ -54,7 +54,7 @@ def test_the_run_plans_with_the_rules_that_are_simulated_and_these_are_the_defau
     simulated = simulated_rules(profile, split, MODES[mode].techniques)
     refills = {name: getattr(rules, name) for name in ("max_group_refills", "max_sample_refills")}  # none is needed
     assert rules == replace(simulated, **refills)
-    assert rules.trainer_chunk_size(12) == min(numbers.group_size, 20)
+    assert rules.assist_sizes(12)[0] == 20, "every rank of the trainer has a sample"
     planning = ("digen.gap.", "digen.tag.", "digen.queue.", "digen.staleness.")
     others = [override for override in virtual_overrides(profile, name, split, 1.0) if override.startswith(planning)]
     assert others == ["digen.gap.slots_per_replica=1"], "a virtual device takes no time between two chunks"

@@ -31,8 +31,9 @@ OVERRIDDEN = {
     "engine.checkpoint:DiffusersCheckpointManager": "save_checkpoint load_checkpoint",
     "engine.engine:DiffusersFSDPEngine": "initialize train_mode eval_mode save_checkpoint load_checkpoint",
     "engine.sharded:ShardedTransformer": "initialize _build_module _build_lora_module _build_fsdp_module "
-    "disable_adapter to optimizer_step get_per_tensor_param",
+    "_build_optimizer disable_adapter to optimizer_step get_per_tensor_param",
     "model_config:DiffusionModelConfig": "_mutable_fields",
+    "engine.whole_groups:WholeGroup": "unshard wait_for_unshard _to_sharded",
     "engine.worker:DiffusionWorker": "init_model",
     "models.experts:Experts": "forward",
     "platforms.placement:TypedPools": "create_resource_pool",
