@@ -82,7 +82,7 @@ VIDEO_SIZES = "models/test_video_sizes.py"
 IMAGE_COLUMNS = "data/test_image_columns.py"
 UPDATES = "engine/test_updates.py"
 SEQUENCE = "engine/test_sequence.py"
-RESHARDING = "engine/test_resharding.py"
+RESHARDING = "engine/test_resharding.py -m 'long or not long'"
 TREE = "algorithms/test_tree.py"
 GROWN = "sampling/test_tree.py"
 INVARIANTS = "engine/test_invariants.py"
@@ -1364,21 +1364,21 @@ TABLE: tuple[Mutation, ...] = (
         "a whole base is gathered again at every tile",
         "        if not self.is_whole:\n            super().unshard(async_op)",
         "        self.is_whole = False\n        super().unshard(async_op)",
-        "engine/test_whole_base.py",
+        "engine/test_whole_base.py -m 'long or not long'",
     ),
     Mutation(
         "engine/shadow.py",
         "a whole base keeps the values of before where frozen weights are exchanged",
         "whole_groups.release(module)",
         "pass",
-        "engine/test_whole_base.py",
+        "engine/test_whole_base.py -m 'long or not long'",
     ),
     Mutation(
         "engine/whole_base.py",
         "rows that do not fit beside a whole base train there",
         "        elif not fits:",
         "        elif False:",
-        "engine/test_whole_base.py",
+        "engine/test_whole_base.py -m 'long or not long'",
     ),
     Mutation(
         "engine/optimizer.py",
@@ -1434,7 +1434,7 @@ TABLE: tuple[Mutation, ...] = (
         "ranks of another number read the first rows of a saved shard",
         "narrowed(shard, item.storage_offsets, item.lengths)",
         "shard[: item.lengths[0]]",
-        f"{RESHARDING} -m long -k 'saved_and_trains and four and full'",
+        f"{RESHARDING} -k 'saved_and_trains and four and full'",
     ),
     Mutation(
         "engine/resharding.py",

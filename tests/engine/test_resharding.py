@@ -37,7 +37,7 @@ from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.resharding import OtherRanks
 from verl_digen.engine.saved_ranks import SavedRanks, laid_out, narrowed
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 EXPERTS = CASES["wan2.2_a14b"]
 OPTIM = {"lr_warmup_steps": 4, "override_optimizer_config": {"eps": 1e-3}}
@@ -227,7 +227,7 @@ def four(unbroken: Any, checkpoint: Path, folder: Path) -> dict[str, Any]:
     return on_ranks(4, [resumed, shares], checkpoint, folder)
 
 
-ONE_AND_FOUR = ["one", pytest.param("four", marks=pytest.mark.long)]
+ONE_AND_FOUR = ["one", "four"]
 
 
 # -- the same run -------------------------------------------------------------------------------------------

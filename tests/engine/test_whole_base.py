@@ -33,6 +33,8 @@ from verl_digen.engine.shadow import ShadowWeights
 from verl_digen.engine.whole_base import WholeBase
 from verl_digen.schedulers.tile_choice import choose_tile
 
+pytestmark = [pytest.mark.slow, pytest.mark.long]
+
 TILES = {"tsp": {"samples_per_tile": 1, "steps_per_tile": 1}}
 BF16 = {
     "model_dtype": "fp32",
