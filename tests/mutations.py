@@ -469,6 +469,13 @@ TABLE: tuple[Mutation, ...] = (
         "algorithms/test_step_cache.py",
     ),
     Mutation(
+        "store/client.py",
+        "a second thread calls TransferQueue before its client is made",
+        "        with self._making:\n",
+        "        if True:\n",
+        "store/test_client.py",
+    ),
+    Mutation(
         "sampling/sampler.py",
         "steps of the window multiply in fp8, too",
         "for exact, copies in ((True, nullcontext()), (False, self.fp8.active())):",

@@ -15,6 +15,7 @@ from collections.abc import Collection, Sequence
 from tensordict import TensorDict
 from torch import Tensor
 
+from verl_digen.store.client import CLIENT
 from verl_digen.store.keys import own_condition_key
 from verl_digen.store.partitions import CONDITIONS
 from verl_digen.types import Condition
@@ -68,7 +69,7 @@ def fetch_conditions(keys: Sequence[str]) -> dict[str, ConditionPair]:
     import transfer_queue as tq
 
     distinct = list(dict.fromkeys(keys))
-    rows = tq.kv_batch_get(keys=distinct, partition_id=CONDITIONS)
+    rows = CLIENT.run(lambda: tq.kv_batch_get(keys=distinct, partition_id=CONDITIONS))
     if len(rows) != len(distinct):
         raise RuntimeError(
             f"{len(distinct)} prompts are being trained but {len(rows)} have conditions in TransferQueue"

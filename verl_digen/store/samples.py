@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
+from verl_digen.store.client import CLIENT
 from verl_digen.store.partitions import TRAIN
 from verl_digen.store.tags import from_entry, to_entry
 from verl_digen.types import SampleTag, Trajectory
@@ -55,7 +56,7 @@ def fetch_columns(partition: str, keys: Sequence[str], names: Sequence[str]) -> 
     """
     import transfer_queue as tq
 
-    data = tq.kv_batch_get(keys=list(keys), partition_id=partition, select_fields=list(names))
+    data = CLIENT.run(lambda: tq.kv_batch_get(keys=list(keys), partition_id=partition, select_fields=list(names)))
     if len(data) != len(keys):
         raise RuntimeError(f"{len(keys)} samples are to be trained, but TransferQueue has {len(data)} of them")
     return {name: list(data.get(name).unbind()) for name in names}
