@@ -61,7 +61,7 @@ def test_memory_and_seconds_are_those_of_the_plan(name):
 def assert_rows_of_the_table(name: str, run: Run) -> None:
     """Compare the rows of docs/memory.md, whose runs have 64 prompts."""
     text = (ROOT / "docs" / "memory.md").read_text()
-    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith(f"| digen_{name} |")]
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if re.match(rf"\| digen_{name} \| \d", line)]
     assert [row[1] for row in rows] == ["8", "64"]
     for _, ranks, num_rows, recomputed, tracked, planned, difference, whole in rows:
         number = int(ranks)
