@@ -3,7 +3,7 @@
 #
 # DanceGRPO on HunyuanVideo 1.5, all weights: examples/hunyuan_video15.sh PROMPTS VALIDATION_PROMPTS [KEY=VALUE ...]
 #
-# GPUs       8 of 80 GB: the plan says 66.0 GB, half of it tiles that fill what is there, and up to 283 GB of host
+# GPUs       8 of 80 GB: the plan says 66.0 GB, half of it tiles that fill what is there, and up to 163 GB of host
 #            memory. Ask again: digen plan recipe=digen_hunyuan_video15 gpus=8 gpu_mem=80
 # Downloads  hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v, once per node: 17 B parameters with encoders
 #            and VAE, of 2 bytes each (4 where they are published in fp32).
