@@ -31,11 +31,12 @@ def install(folder: Path) -> Path:
 
 def define() -> None:
     """Define the operators in this process, once."""
-    from verl_digen.patches import vllm_cpu_activations
+    from verl_digen.patches import vllm_cpu_activations, vllm_cpu_linear
 
     torch._dynamo.config.disable = True  # compiling two lines of vLLM's sampler takes longer than a run
     find_pictures()
     vllm_cpu_activations.apply()
+    vllm_cpu_linear.apply()
     if hasattr(torch.ops._C, "get_scheduler_metadata"):
         return
     library = torch.library.Library("_C", "FRAGMENT")

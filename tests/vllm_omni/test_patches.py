@@ -15,6 +15,7 @@ import torch
 from tests.tiny_models import build_tiny
 from verl_digen.patches import (
     vllm_cpu_activations,
+    vllm_cpu_linear,
     vllm_omni_picture_processor,
     vllm_omni_wan_import,
     vllm_omni_wan_index,
@@ -26,6 +27,7 @@ from verl_digen.patches import (
     ("shim", "package"),
     [
         (vllm_cpu_activations, "vllm"),
+        (vllm_cpu_linear, "vllm"),
         (vllm_omni_picture_processor, "vllm-omni"),
         (vllm_omni_wan_import, "vllm-omni"),
         (vllm_omni_wan_index, "vllm-omni"),
@@ -51,6 +53,23 @@ def test_an_activation_looks_up_an_operator_that_a_cpu_does_not_call():
         vllm_cpu_activations.apply()
         for found in activations.values():
             assert found().forward_cpu(torch.ones(1, 4)).isfinite().all()
+
+
+def test_a_linear_layer_packs_weights_with_an_operator_that_may_be_missing(monkeypatch):
+    """When this fails, remove patches/vllm_cpu_linear.py."""
+    from vllm.model_executor.layers import utils
+
+    layer = torch.nn.Linear(64, 64, dtype=torch.bfloat16).requires_grad_(False)
+    tokens = torch.randn(3, 64, dtype=torch.bfloat16)
+    assert not hasattr(torch.ops._C, vllm_cpu_linear.OPERATOR), "this vLLM was built for a CPU"
+    monkeypatch.setattr(utils, "check_cpu_sgl_kernel", utils.check_cpu_sgl_kernel)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    with pytest.raises(AttributeError, match=vllm_cpu_linear.OPERATOR):
+        utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+    vllm_cpu_linear.apply()
+    utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+    found = layer.cpu_linear(tokens, layer.weight, layer.bias)
+    torch.testing.assert_close(found, layer(tokens), atol=2e-2, rtol=2e-2)
 
 
 def test_importing_wan_imports_torchvision(monkeypatch):

@@ -12,12 +12,13 @@ from vllm_omni.diffusion.attention.layer import Attention
 from vllm_omni.diffusion.worker.diffusion_model_runner import DiffusionModelRunner
 from vllm_omni.diffusion.worker.diffusion_worker import DiffusionWorker
 
-from verl_digen.patches import vllm_cpu_activations
+from verl_digen.patches import vllm_cpu_activations, vllm_cpu_linear
 
 
 class CpuDiffusionModelRunner(DiffusionModelRunner):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         vllm_cpu_activations.apply()
+        vllm_cpu_linear.apply()
         super().load_model(*args, **kwargs)
         if isinstance(self.pipeline, nn.Module):
             for module in self.pipeline.modules():
