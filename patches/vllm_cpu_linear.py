@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Let a vLLM that was built for accelerators run its linear layers in bf16 on a CPU with AMX.
 
-Limitation:  on a CPU with AMX, linear layers in bf16 (and fp16 and int8, where the CPU has them) pack their weights with
-             an operator of vLLM's CPU build, without a look whether it is there. The published wheel of vLLM has no
-             operators for a CPU.
+Limitation:  on a CPU with AMX, linear layers in bf16 pack their weights with an operator of vLLM's CPU build, without a
+             look whether it is there (fp16 and int8, too). The published wheel has no operators for a CPU.
 Effect:      without this, a replica in bf16 does not start there: "'_OpNamespace' '_C' object has no attribute
              'convert_weight_packed'". CPUs without AMX use PyTorch's own linear layer, as all do with this.
 Affects:     vllm ==0.28.*
