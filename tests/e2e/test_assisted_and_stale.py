@@ -77,9 +77,9 @@ def test_a_trainer_killed_while_it_assists_resumes_to_the_weights_of_a_run_witho
     assert_succeeded(resumed)
     assert_same_weights(three_steps, resumed, 3)
     assert [row["step"] for row in steps_of(resumed)] == [1, 2, 3]
-    for row in steps_of(resumed):
-        assert row["tag/assisted_samples"] > 0 and row["rollout/version_age_max_versions"] == 0
-        assert row["rollout/log_prob_gap_max"] <= 1e-5
+    assert sum(row["tag/assisted_samples"] for row in steps_of(resumed)) > 0
+    for row in steps_of(resumed):  # a replica may have begun all of a batch before the trainer is free
+        assert row["rollout/version_age_max_versions"] == 0 and row["rollout/log_prob_gap_max"] <= 1e-5
 
 
 def test_the_timeline_names_each_assist_and_why(killed_and_resumed):

