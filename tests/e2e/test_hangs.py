@@ -141,7 +141,7 @@ def test_replicas_that_are_stopped_in_a_chunk_a_load_and_a_validation_are_replac
         assert (run_dir / f"stopped_in_{moment}").exists()
     assert_every_sample_trained_once(run)
     steps = steps_of(run)
-    assert [row["rollout/num_replicas"] for row in steps][3] == 2, "one was replaced"
+    assert len(list(run_dir.glob("started_*"))) >= 4, "two came up in the place of those that were lost first"
     assert steps[-1]["rollout/num_restarts"] == 3
     assert all(row["val/failed_samples"] == 0 for row in run.metrics if "val/failed_samples" in row)
 
