@@ -15,14 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from diffusers.pipelines.flux.pipeline_flux import FluxPipeline, calculate_shift
-from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+from diffusers.pipelines.flux.pipeline_flux import FluxPipeline
 from torch import Tensor, nn
 
 from verl_digen.models.base import TIMESTEPS_PER_SIGMA, Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder
 from verl_digen.models.pixels import load_image_decoder
+from verl_digen.models.schedule import shifted_sigmas
 from verl_digen.models.sizes import check_size
 from verl_digen.models.spec import MODULATION, ConditionLayout, FlopsLayout, ModelSpec, SequenceLayout, VllmOmniServing
 from verl_digen.models.text import length_check, text_encoder
@@ -132,16 +131,7 @@ class Flux(DiffusionModel):
 
     def sigmas(self, num_steps: int, geometry: Geometry) -> Tensor:
         # "5. Prepare timesteps" of FluxPipeline.__call__.
-        scheduler: Any = FlowMatchEulerDiscreteScheduler.from_config(self._schedule)
-        mu = calculate_shift(
-            self.latent_shape(geometry)[0],
-            scheduler.config.base_image_seq_len,
-            scheduler.config.max_image_seq_len,
-            scheduler.config.base_shift,
-            scheduler.config.max_shift,
-        )
-        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / num_steps, num_steps), mu=mu)
-        return torch.as_tensor(scheduler.sigmas)
+        return shifted_sigmas(self._schedule, num_steps, self.latent_shape(geometry)[0])
 
     # -- the network --------------------------------------------------------------------------------------
     def collate(self, conditions: Sequence[Condition]) -> Collated:

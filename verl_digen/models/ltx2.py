@@ -21,13 +21,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_ltx2 import AutoencoderKLLTX2Video
 from diffusers.models.autoencoders.autoencoder_kl_ltx2_audio import LATENT_DOWNSAMPLE_FACTOR, AutoencoderKLLTX2Audio
 from diffusers.pipelines.ltx2 import vocoder as vocoders
-from diffusers.pipelines.ltx2.pipeline_ltx2 import LTX2Pipeline, calculate_shift
-from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+from diffusers.pipelines.ltx2.pipeline_ltx2 import LTX2Pipeline
 from torch import Tensor, nn
 
 from verl_digen.audio import Audio
@@ -36,6 +34,7 @@ from verl_digen.models.loaded import AudioDecoder
 from verl_digen.models.ltx2_latents import Parts
 from verl_digen.models.ltx2_text import connected
 from verl_digen.models.pixels import decode_each
+from verl_digen.models.schedule import shifted_sigmas
 from verl_digen.models.sizes import video_latent_shape
 from verl_digen.models.spec import ConditionLayout, FlopsLayout, ModelSpec, VllmOmniServing
 from verl_digen.models.text import length_check, text_encoder
@@ -199,16 +198,7 @@ class LTX2(DiffusionModel):
 
     def sigmas(self, num_steps: int, geometry: Geometry) -> Tensor:
         # "5. Prepare timesteps" of LTX2Pipeline.__call__.
-        scheduler: Any = FlowMatchEulerDiscreteScheduler.from_config(self._schedule)
-        mu = calculate_shift(
-            self.parts(geometry).num_video,
-            scheduler.config.base_image_seq_len,
-            scheduler.config.max_image_seq_len,
-            scheduler.config.base_shift,
-            scheduler.config.max_shift,
-        )
-        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / num_steps, num_steps), mu=mu)
-        return torch.as_tensor(scheduler.sigmas)
+        return shifted_sigmas(self._schedule, num_steps, self.parts(geometry).num_video)
 
     # -- the network --------------------------------------------------------------------------------------
     def collate(self, conditions: Sequence[Condition]) -> Collated:

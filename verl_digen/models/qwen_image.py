@@ -14,16 +14,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_qwenimage import AutoencoderKLQwenImage, QwenImageCausalConv3d
-from diffusers.pipelines.qwenimage.pipeline_qwenimage import QwenImagePipeline, calculate_shift
-from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+from diffusers.pipelines.qwenimage.pipeline_qwenimage import QwenImagePipeline
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from verl_digen.models.base import TIMESTEPS_PER_SIGMA, Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder
 from verl_digen.models.pixels import encode_each, to_pixels
+from verl_digen.models.schedule import shifted_sigmas
 from verl_digen.models.sequence import pad_prompts
 from verl_digen.models.sizes import check_size
 from verl_digen.models.spec import MODULATION, ConditionLayout, FlopsLayout, ModelSpec, SequenceLayout, VllmOmniServing
@@ -153,17 +152,7 @@ class QwenImage(DiffusionModel):
 
     def sigmas(self, num_steps: int, geometry: Geometry) -> Tensor:
         # "5. Prepare timesteps" of QwenImagePipeline.__call__.
-        scheduler = FlowMatchEulerDiscreteScheduler.from_config(self._schedule)
-        assert isinstance(scheduler, FlowMatchEulerDiscreteScheduler)
-        mu = calculate_shift(
-            self.latent_shape(geometry)[0],
-            scheduler.config["base_image_seq_len"],
-            scheduler.config["max_image_seq_len"],
-            scheduler.config["base_shift"],
-            scheduler.config["max_shift"],
-        )
-        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / num_steps, num_steps), mu=mu)  # pyright: ignore
-        return torch.as_tensor(scheduler.sigmas)
+        return shifted_sigmas(self._schedule, num_steps, self.latent_shape(geometry)[0])
 
     # -- the network --------------------------------------------------------------------------------------
     def collate(self, conditions: Sequence[Condition]) -> Collated:

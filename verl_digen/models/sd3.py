@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import StableDiffusion3Pipeline, calculate_shift
+from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import StableDiffusion3Pipeline
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
 
 from verl_digen.models.base import Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder
 from verl_digen.models.pixels import load_image_decoder
+from verl_digen.models.schedule import shift_of
 from verl_digen.models.sizes import check_size
 from verl_digen.models.spec import MODULATION, ConditionLayout, FlopsLayout, ModelSpec, VllmOmniServing
 from verl_digen.models.text import length_check, text_encoder
@@ -123,13 +124,8 @@ class StableDiffusion3(DiffusionModel):
         mu = None
         if scheduler.config.use_dynamic_shifting:
             _, height, width = self.latent_shape(geometry)
-            mu = calculate_shift(
-                (height // self._network["patch_size"]) * (width // self._network["patch_size"]),
-                scheduler.config.base_image_seq_len,
-                scheduler.config.max_image_seq_len,
-                scheduler.config.base_shift,
-                scheduler.config.max_shift,
-            )
+            patch = self._network["patch_size"]
+            mu = shift_of(scheduler, (height // patch) * (width // patch))
         scheduler.set_timesteps(num_steps, mu=mu)
         return torch.as_tensor(scheduler.sigmas)
 

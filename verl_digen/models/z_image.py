@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from diffusers.pipelines.z_image.pipeline_z_image import (
     ZImagePipeline,
-    calculate_shift,
     get_default_z_image_sigmas,
 )
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 
 from verl_digen.models.base import TIMESTEPS_PER_SIGMA, Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder
 from verl_digen.models.pixels import load_image_decoder
+from verl_digen.models.schedule import shift_of
 from verl_digen.models.sizes import check_size
 from verl_digen.models.spec import ConditionLayout, FlopsLayout, ModelSpec, VllmOmniServing
 from verl_digen.models.text import length_check, text_encoder
@@ -121,13 +121,7 @@ class ZImage(DiffusionModel):
         # "5. Prepare timesteps" of ZImagePipeline.__call__.
         scheduler: Any = FlowMatchEulerDiscreteScheduler.from_config(self._schedule)
         _, height, width = self.latent_shape(geometry)
-        mu = calculate_shift(
-            (height // PATCH) * (width // PATCH),
-            scheduler.config.base_image_seq_len,
-            scheduler.config.max_image_seq_len,
-            scheduler.config.base_shift,
-            scheduler.config.max_shift,
-        )
+        mu = shift_of(scheduler, (height // PATCH) * (width // PATCH))
         scheduler.set_timesteps(sigmas=get_default_z_image_sigmas(num_steps), mu=mu)
         return torch.as_tensor(scheduler.sigmas)
 
