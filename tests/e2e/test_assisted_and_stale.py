@@ -32,6 +32,7 @@ ASSISTED = (
     "trainer.save_freq=1",
     "digen.tag.policy=always",
     "digen.tag.chunk_size=6",  # of two groups, where neither is begun
+    "digen.gap.chunk_size=1",  # a replica that takes few samples at a time leaves most of a batch to the trainer
 )
 
 SLOW_REWARD = """

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -443,6 +444,7 @@ def on_ranks(num_ranks: int, scenarios: list[Callable[..., Any]], path: Path, fo
 
 
 def _child(rank: int, num_ranks: int, scenarios: list[Callable[..., Any]], path: Path, folder: Path, file: str) -> None:
+    faulthandler.enable()  # a fork of the server does not have pytest's
     torch.set_num_threads(1)
     os.environ["LOCAL_RANK"] = str(rank)
     with process_group(rank, num_ranks, file):
