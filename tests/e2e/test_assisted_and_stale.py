@@ -88,7 +88,7 @@ def test_the_timeline_names_each_assist_and_why(killed_and_resumed):
     assists = [interval for interval in timeline.intervals if interval.kind == "assist"]
     assert {interval.lane.pool for interval in assists} == {"trainer"}
     assert {interval.detail["reason"] for interval in assists} == {"always"}
-    assert max(len(interval.group_ids) for interval in assists) == 2
+    assert max(len(interval.group_ids) for interval in assists) >= 2
 
 
 def test_thirty_stale_steps_lose_nothing_and_stay_within_the_bound(tmp_path):
