@@ -76,13 +76,15 @@ def test_slow_devices_are_as_many_as_asked_for_rounded_up():
     factors = Variance(slow=SlowDevices(3, factor=4.0), seed=1).slow_factors(10)
     assert sorted(factors) == [1.0] * 7 + [4.0] * 3
     assert factors != Variance(slow=SlowDevices(3, factor=4.0), seed=2).slow_factors(10)
-    assert Variance(slow=SlowDevices(2, place="generator")).slow_factors(5) == [1.0, 1.0, 1.0, 2.0, 2.0]
+    placed = Variance(slow=SlowDevices(2, place="generator"), seed=1)
+    assert placed.slow_factors(5, is_separate=True) == [1.0, 1.0, 1.0, 2.0, 2.0]
+    assert placed.slow_factors(50) == replace(placed, slow=SlowDevices(2)).slow_factors(50)
     with pytest.raises(ValueError, match="--slow-devices must be <= 2, all devices, got 3; give fewer"):
         SlowDevices(3).number(2)
 
 
 def test_dealt_samples_wait_for_the_slow_device_and_a_queue_gives_it_fewer():
-    slow = Phases(Variance(slow=SlowDevices(1, place="generator")), NUMBERS, 2)
+    slow = Phases(Variance(slow=SlowDevices(1), seed=1), NUMBERS, 2)
     assert slow.slow_factors == [1.0, 2.0]
     # six samples of 4 s: three each, of which the slow device takes 8 s each; from a queue it takes two
     assert slow.generate(0, 4.0) == (24.0, 1.0, 18.0)

@@ -69,8 +69,9 @@ def test_a_colocated_step_with_skew_alone_by_hand():
 
 def test_a_slow_device_is_waited_for_by_hand():
     """372 samples on 32 devices: 11 or 12 on each, one at a time; the last one takes twice as long for its 11."""
-    slow, numbers = Variance(slow=SlowDevices(1, 32, place="generator")), replace(FLUX.numbers, num_prompts=31)
+    slow, numbers = Variance(slow=SlowDevices(1, 32), seed=1), replace(FLUX.numbers, num_prompts=31)
     profile, phases = replace(FLUX, numbers=numbers), Phases(slow, numbers, 32)
+    assert phases.slow_factors == [1.0] * 31 + [2.0]
     run = run_varied_colocated(profile, POOL, phases, has_tsp=True)
     training_s = train_s(numbers, 31, 32, slowdown=2.0, has_tsp=True)
     rest_s = numbers.score_s + numbers.switch_s + training_s + numbers.commit_s

@@ -38,8 +38,8 @@ from typing import Literal
 from verl_digen.require import require
 
 Place = Literal["anywhere", "generator"]
-"""Where the slow devices are. anywhere: drawn from all devices. generator: on separate pools they generate, as many of
-them as there are generators; colocated, no difference."""
+"""Place of the slow devices. anywhere: drawn from all devices. generator: the same, except that on separate pools they
+generate, as many of them as there are generators."""
 
 NORMAL = NormalDist()
 SECONDS_PER_H = 3600.0
@@ -149,7 +149,7 @@ class Variance:
     jitter: float = 0.0
     """Coefficient of variation of each generation, score and call: standard deviation over mean."""
     rank_skew: float = 0.0
-    """The same, of each rank of a call."""
+    """Coefficient of variation of each rank of a call."""
     slow: SlowDevices | None = None
     failures: Failures | None = None
     seed: int = 0
@@ -188,13 +188,19 @@ class Variance:
             return 1.0
         return mean_largest(num_ranks, self.rank_skew)
 
-    def slow_factors(self, num_devices: int) -> list[float]:
-        """Factor of the seconds of each of a run's devices, the generator's last."""
+    def slow_factors(self, num_devices: int, *, is_separate: bool = False) -> list[float]:
+        """Factor of the seconds of each of a run's devices.
+
+        Args:
+            is_separate: True: the last ones generate, and the others train.
+        """
         factors = [1.0] * num_devices
         if self.slow is not None:
             number = self.slow.number(num_devices)
             drawn = Random(f"{self.seed} slow").sample(range(num_devices), number)
-            for device in drawn if self.slow.place == "anywhere" else range(num_devices - number, num_devices):
+            if is_separate and self.slow.place == "generator":
+                drawn = list(range(num_devices - number, num_devices))
+            for device in drawn:
                 factors[device] = self.slow.factor
         return factors
 

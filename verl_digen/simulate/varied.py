@@ -105,7 +105,7 @@ def varied_run(
     rules = simulated_rules(profile, split, techniques, stale_fraction=stale_fraction)
     num_slots = split.generator.num_devices
     slots = [f"slot{index:0{len(str(num_slots))}d}" for index in range(num_slots)]
-    factors = variance.slow_factors(split.num_devices)
+    factors = variance.slow_factors(split.num_devices, is_separate=True)
     of_trainer, of_slots = factors[: split.trainer.num_devices], factors[split.trainer.num_devices :]
     return VariedRun(
         rules,
