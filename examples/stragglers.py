@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of docs/baselines.md with variance and with accepted splits; simulated, a quarter of an hour on one core.
+"""Tables of docs/baselines.md with variance and with accepted splits; simulated, some minutes on one core.
 
     python examples/stragglers.py [PAGE]
 
