@@ -81,6 +81,22 @@ def test_a_colocated_step_by_hand():
     assert run.idle["all"] == pytest.approx(2.2 / run.step_s)
 
 
+def test_what_does_not_divide_is_not_rounded_away_by_hand():
+    """On both sides the fullest device counts."""
+    qwen = load_profile("qwen-image-20b")
+    # colocated on 1,000 devices: 512 samples are one round; 4,608 rows are 5 on the fullest rank, in tiles of 3 and 2
+    gathers_s = 2 * 0.255 * 999 / 1000
+    training_s = 3 * 0.2523 + max(2 * 0.2523, gathers_s)
+    run = run_colocated(qwen, Pool(1000, "H800"), has_tsp=True)
+    assert run.step_s == pytest.approx(10 * 0.08409 + 0.01259 + 0.2 + 1.632 + training_s + 0.00406)
+    # 48 groups of 24 on 20 replicas: 12 chunks of 2 each, 576 chunks, 29 on the fullest replica; not 28.8
+    numbers = replace(NUMBERS, num_prompts=48, group_size=24)
+    barrier = run_split(replace(PROFILE, numbers=numbers), h800(7, 20), (), num_steps=5)
+    training_s = train_s(numbers, 48, 7, slowdown=1.0, has_tsp=False)
+    assert training_s == pytest.approx(165 * 9 * 2 * 0.3 * 6 / 7)  # 1,152 samples on 7 ranks: 165, not 164.6
+    assert barrier.step_s == pytest.approx(29 * 2 * 1.5 + 0.2 + training_s + 1.0)
+
+
 @pytest.mark.parametrize(
     ("ahead", "window"),
     [

@@ -94,6 +94,9 @@ def test_two_device_types_are_compared_with_all_at_the_slower_speed_and_with_eit
         assert devices in out
 
 
+ON_8 = ("--profile", "flux1-12b", "--devices", "8")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -114,6 +117,23 @@ def test_two_device_types_are_compared_with_all_at_the_slower_speed_and_with_eit
             "must be MEAN or MEAN:STD in seconds, got '1s'",
         ),
         (("--profile", "flux1-12b", "--devices", "8", "--stale-fraction", "2"), "fraction must lie in (0, 1], got 2.0"),
+        ((*ON_8, "--jitter", "-1"), "--jitter must lie in [0, 10]"),
+        ((*ON_8, "--rank-skew", "nan"), "--rank-skew must lie in [0, 10]"),
+        ((*ON_8, "--slow-devices", "1/x"), "must be COUNT, COUNT/OF or COUNT/OF:FACTOR, got '1/x'; e.g. 1/32:2"),
+        ((*ON_8, "--slow-devices", "9"), "--slow-devices must be <= 8, all devices, got 9"),
+        ((*ON_8, "--slow-place", "generator"), "--slow-place must be left out without --slow-devices"),
+        ((*ON_8, "--save-freq", "5"), "--save-freq must be left out without --failures, got 5; give that, too"),
+        ((*ON_8, "--seed", "5"), "--seed must be left out without --jitter, --rank-skew, --slow-devices or --failures"),
+        ((*ON_8, "--failures", "-1"), "--failures must be >= 0 and finite, got -1.0"),
+        ((*ON_8, "--jitter", "0.1", "--turns", "2"), "--turns must be left out with --jitter"),
+        (
+            (*ON_8, "--accepted", "--prompts", "1", "--samples-per-prompt", "3"),
+            "--accepted must leave a split of the 8",
+        ),
+        (
+            ("--profile", "flux1-12b", "--trainer", "5", "--generator", "3", "--accepted"),
+            "--trainer must divide the 384 samples of a step with --accepted, got 5",
+        ),
     ],
 )
 def test_what_cannot_be_simulated_is_one_line_and_exit_code_2(arguments, message, capsys):
@@ -139,6 +159,52 @@ def test_episodes_begin_in_lock_step_and_leave_tag_out(tmp_path, capsys):
     assert data["episodes"]["latency"] == {"mean_s": 20.0, "std_s": 30.0}
     assert data["episodes"]["slots_per_replica"] == 4 and data["episodes"]["num_turns"] == 3
     assert "a sample is an episode of 3 turns; environment 20 s a turn" in capsys.readouterr().out
+
+
+def test_variance_is_said_and_written_and_drawn_from_its_seed(tmp_path, capsys):
+    written, drawn = tmp_path / "runs.json", tmp_path / "runs.png"
+    arguments = ("--profile", "wan2.1-14b", "--trainer", "16", "--generator", "16", "--prompts", "4", "--steps", "6")
+    variance = (
+        "--jitter",
+        "0.1",
+        "--rank-skew",
+        "0.05",
+        "--slow-devices",
+        "1/16:3",
+        "--failures",
+        "2e-5",
+        "--seed",
+        "4",
+    )
+    assert digen_simulate(*arguments, *variance, "--json", str(written), "--picture", str(drawn)) == 0
+    out = capsys.readouterr().out
+    assert "variance, seed 4: jitter 0.1; ranks skewed by 0.05; 2 of 32 devices take 3 times as long; 2e-05" in out
+    assert "% of the time for stops, expected; 0 replicas died in the simulated steps" in out and drawn.exists()
+    data = json.loads(written.read_text())
+    assert data["variance"]["slow"] == {"count": 1, "of": 16, "factor": 3.0, "place": "anywhere"}
+    names = [run["name"] for run in data["runs"]]
+    assert names[:5] == ["as-verl-omni", "colocated", "colocated+tsp", "colocated+tsp, shared queue", "barrier"]
+    assert all(0 < run["stopped"] < 0.01 and run["bound_s"] is None for run in data["runs"])
+    assert digen_simulate(*arguments, *variance, "--json", str(written)) == 0
+    assert json.loads(written.read_text())["runs"] == data["runs"]
+    assert digen_simulate(*arguments, *variance[:-1], "5", "--json", str(written)) == 0
+    assert json.loads(written.read_text())["runs"] != data["runs"]
+
+
+def test_a_split_that_a_run_refuses_is_said_and_another_one_is_searched(tmp_path, capsys):
+    """32 samples: 6 of 8 devices train best, and only 1, 2 or 4 may."""
+    written = tmp_path / "runs.json"
+    arguments = ("--profile", "qwen-image-20b", "--devices", "8", "--prompts", "4", "--samples-per-prompt", "8")
+    arguments += ("--techniques", "gap,tsp", "--steps", "4", "--json", str(written))
+    assert digen_simulate(*arguments) == 0
+    free = json.loads(written.read_text())["runs"][-1]
+    assert (
+        not free["is_accepted"] and f"{free['name']} ({free['trainer'].partition('x')[0]})" in capsys.readouterr().out
+    )
+    assert digen_simulate(*arguments, "--accepted") == 0
+    accepted = json.loads(written.read_text())["runs"][-1]
+    assert accepted["trainer"] in ("1xH800", "2xH800", "4xH800") and accepted["step_s"] > free["step_s"]
+    assert "A run would refuse" not in capsys.readouterr().out
 
 
 def test_busy_shares_are_those_of_the_window():

@@ -4,6 +4,7 @@
 - `simulate` assumes one chunk per fragment, as in the papers' figures; `PlannerRun` takes any planner rules.
 - Simulated and live runs share `BatchPlanner`: nothing is decided here.
 - All events of one moment (within `EPSILON_S`) reach the planner before it is asked to decide.
+- `verl_digen.simulate.varied_run` has durations that vary and replicas that die.
 
 Invariants
 - Equal input gives equal output.
@@ -27,14 +28,24 @@ from verl_digen.schedulers.generation import ChunkSlots, Generator
 from verl_digen.schedulers.planner import BatchPlanner
 from verl_digen.schedulers.play import EPSILON_S
 from verl_digen.schedulers.rules import BatchRules
-from verl_digen.schedulers.types import TRAINER, Assist, BatchReport, Chunk, Commit, Generate, LoadWeights, Train
+from verl_digen.schedulers.types import (
+    TRAINER,
+    Assist,
+    BatchReport,
+    Chunk,
+    Commit,
+    Fragment,
+    Generate,
+    LoadWeights,
+    Train,
+)
 
 TECHNIQUES = ("gap", "tsp", "tag", "tcss")
 """gap: fragments train while others generate. tsp: time-step parallelism. tag: the trainer assists where a search says
 so (BTS). tcss: the next batch begins under the current version."""
 
-What = Literal["generate", "assist", "score", "train", "commit", "switch"]
-"""switch: a colocated pool goes from generating to training and back."""
+What = Literal["generate", "assist", "score", "train", "commit", "switch", "death"]
+"""switch: a colocated pool goes from generating to training and back. death: a replica dies, which takes no time."""
 
 
 class Event(NamedTuple):
@@ -215,21 +226,25 @@ class PlannerRun:
         """The planner that is played."""
         return BatchPlanner(self.rules, self.durations, first_batch=0, num_batches=self.num_batches)
 
+    def train_s(self, fragment: Fragment) -> float:
+        """Seconds of a training call."""
+        if fragment.part:
+            return self.durations.parts_s[len(fragment.part) - 1]
+        return self.durations.trained_s(len(fragment.uids), self.rules.group_size, fragment.num_early)
+
+    def assist_s(self, assist: Assist) -> float:
+        """Seconds of an assist."""
+        return self.durations.assisted_s[self.rules.assist_rounds(assist.num_samples) - 1]
+
+    def score_s(self, chunk: Chunk) -> float:
+        """Seconds from the end of a chunk's generation to its scores."""
+        return self.durations.scoring_s
+
     def play(self) -> None:
         """Simulate from time 0 to the last commit."""
-        planner = self._planner = self.make_planner()
-        self._due: list[tuple[float, int, What, Any]] = []
-        self._num_due = 0
-        self._num_prompts = 0
-        is_trainer_free = True
-        self._generator: Generator = ChunkSlots(self.durations.sample_s) if self.generator is None else self.generator
-        self._unloaded: dict[str, set[str]] = {}
-        self._slots_of: dict[str, set[str]] = {}
-        for slot in self.slots:
-            replica = self.replica_of.get(slot, slot)
-            self._slots_of.setdefault(replica, set()).add(slot)
-            planner.on_slot_joined(slot, replica=replica, version=0)
-        now_s = 0.0
+        self._begin()
+        planner = self._planner
+        is_trainer_free, now_s = True, 0.0
         while not planner.is_done:
             for batch, count in planner.prompts_wanted().items():
                 planner.on_prompts(batch, [f"{self._num_prompts + index:09d}" for index in range(count)])
@@ -241,6 +256,20 @@ class PlannerRun:
             while self._due and self._due[0][0] <= now_s + EPSILON_S:
                 end_s, _, what, subject = heappop(self._due)
                 is_trainer_free |= self._tell(end_s, what, subject)
+
+    def _begin(self) -> None:
+        """Make the planner, and have all slots join it."""
+        planner = self._planner = self.make_planner()
+        self._due: list[tuple[float, int, What, Any]] = []
+        self._num_due = 0
+        self._num_prompts = 0
+        self._generator: Generator = ChunkSlots(self.durations.sample_s) if self.generator is None else self.generator
+        self._unloaded: dict[str, set[str]] = {}
+        self._slots_of: dict[str, set[str]] = {}
+        for slot in self.slots:
+            replica = self.replica_of.get(slot, slot)
+            self._slots_of.setdefault(replica, set()).add(slot)
+            planner.on_slot_joined(slot, replica=replica, version=0)
 
     def _assign(self, now_s: float) -> None:
         planner, generator = self._planner, self._generator
@@ -269,20 +298,13 @@ class PlannerRun:
 
     def _work(self, now_s: float) -> bool:
         """Start the planner's next decision on the trainer; False if that is to wait."""
-        durations = self.durations
         decision = self._planner.next_for_trainer(now_s)
         if isinstance(decision, Train):
-            uids, part = decision.fragment.uids, decision.fragment.part
-            size = self.rules.group_size
-            end_s = now_s + (
-                durations.parts_s[len(part) - 1]
-                if part
-                else durations.trained_s(len(uids), size, decision.fragment.num_early)
-            )
-            self._busy(TRAINER, "train", now_s, end_s, tuple(map(int, uids)))
+            end_s = now_s + self.train_s(decision.fragment)
+            self._busy(TRAINER, "train", now_s, end_s, tuple(map(int, decision.fragment.uids)))
             self._expect(end_s, "train", decision.fragment)
         elif isinstance(decision, Assist):
-            end_s = now_s + durations.assisted_s[self.rules.assist_rounds(decision.num_samples) - 1]
+            end_s = now_s + self.assist_s(decision)
             self._busy(TRAINER, "assist", now_s, end_s, tuple(map(int, decision.uids)))
             self._expect(end_s, "assist", decision)
         elif isinstance(decision, Commit):
@@ -316,7 +338,7 @@ class PlannerRun:
 
     def _on_generated(self, chunk: Chunk, now_s: float) -> None:
         self._planner.on_generated(chunk.id, now_s)
-        end_s = now_s + self.durations.scoring_s
+        end_s = now_s + self.score_s(chunk)
         if self.keeps_events:
             self.events.append(Event("scorer", "score", now_s, end_s, (int(chunk.uid),)))
         self._expect(end_s, "score", chunk)

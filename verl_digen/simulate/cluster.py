@@ -4,9 +4,10 @@
 - Disaggregated runs are played by the live planner (`schedulers.simulation.PlannerRun`); a colocated one is a sum.
 - Steady state: the first `WARM_UP_STEPS` steps are left out.
 - Durations of the parts are those of `verl_digen.simulate.costs`.
-- With episodes (`verl_digen.simulate.episode_runs`) a sample is an episode.
+- With episodes (`verl_digen.simulate.episode_runs`) a sample is an episode; with variance durations are drawn
+  (`verl_digen.simulate.varied`).
 
-Left out: memory (except `min_trainer_devices`), kernels that are less efficient on small tiles, variance.
+Left out: memory (except `min_trainer_devices`), kernels that are less efficient on small tiles; here, variance.
 
 Invariants
 - With a shipped profile, no technique makes a step longer by more than 1 %: the search for assists looks at one batch.
@@ -18,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
+from statistics import fmean
 
 from verl_digen.devices import Pool
 from verl_digen.require import require
@@ -34,11 +36,13 @@ WARM_UP_STEPS = 2
 """Steps until a run is steady: the first has nothing begun early, the second was begun by the first."""
 
 COLOCATED, COLOCATED_TSP, BARRIER = "colocated", "colocated+tsp", "barrier"
-BASELINES = (COLOCATED, COLOCATED_TSP, BARRIER)
+SHARED_QUEUE = "colocated+tsp, shared queue"
+"""Name of a colocated run with variance whose devices take the next sample when they are free."""
+BASELINES = (COLOCATED, COLOCATED_TSP, SHARED_QUEUE, BARRIER)
 """Names of runs in which generation and training do not overlap; other runs are compared with the fastest of them."""
 
 COLOCATED_STEPS = 8
-"""Number of steps in the events of a colocated run; all are identical."""
+"""Number of steps in the events of a colocated run; without variance all are identical."""
 
 SAME_SAMPLES = 1e-6
 """Tolerance in samples: two amounts of work closer than this are equal."""
@@ -87,6 +91,20 @@ class Outcome:
     """(start, end) of the steady steps among `events`."""
     num_extra_groups: int = 0
     """Groups begun per step beyond those that train."""
+    num_deaths: int = 0
+    """Replicas that died in the steady steps."""
+    stopped: float = 0.0
+    """Expected share of the time that stops of the whole run take: restarts, and steps that are done again."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that train."""
+        return self.num_devices if self.split is None else self.split.trainer.num_devices
+
+    @property
+    def is_accepted(self) -> bool:
+        """True if the start of a run accepts so many ranks: verl has them divide the samples of a step."""
+        return self.num_samples % self.num_ranks == 0
 
     @property
     def samples_per_device_s(self) -> float:
@@ -134,7 +152,7 @@ def run_split(
     Raises:
         ValueError: an unknown technique, too few steps, or a trainer that is too small.
     """
-    _check_run(profile, split, techniques, num_steps)
+    check_run(profile, split, techniques, num_steps)
     if rules is None:
         rules = simulated_rules(profile, split, techniques, stale_fraction=stale_fraction)
     rules = replace(rules, slots_per_replica=1)  # a slot is a device, which takes no time between two chunks
@@ -160,7 +178,8 @@ def run_split(
     return _steady_outcome(profile, split, techniques, run)
 
 
-def _check_run(profile: Profile, split: Split, techniques: Collection[str], num_steps: int) -> None:
+def check_run(profile: Profile, split: Split, techniques: Collection[str], num_steps: int) -> None:
+    """Require known techniques, enough steps and a trainer that is large enough."""
     for technique in techniques:
         require(technique in TECHNIQUES, f"--techniques must be among {', '.join(TECHNIQUES)}", technique, "drop it")
     require(
@@ -186,18 +205,20 @@ def durations_of(
     *,
     has_tsp: bool,
     part_row_factor: float = 1.0,
+    trainer_slow: float = 1.0,
 ) -> KnownDurations:
     """Durations of every chunk, assist and fragment that the rules allow.
 
     Args:
         part_row_factor: `row_factor` of `part_s`.
+        trainer_slow: factor of the seconds that the trainer's ranks compute.
     """
     numbers, num_ranks = profile.numbers, split.trainer.num_devices
-    slowdown = split.trainer.slowdown(profile.device)
+    slowdown = split.trainer.slowdown(profile.device) * trainer_slow
     most_rounds = rules.assist_rounds(rules.assist_sizes(len(slots))[-1])
     max_groups = rules.max_groups_per_fragment if rules.is_pipelined else numbers.num_prompts
     return KnownDurations(
-        sample_s=dict.fromkeys(slots, _slot_sample_s(profile, split)),
+        sample_s=dict.fromkeys(slots, slot_sample_s(profile, split)),
         assisted_s=[assist_s(numbers, count * num_ranks, num_ranks, slowdown) for count in range(1, most_rounds + 1)],
         scoring_s=numbers.score_s,
         fragment_s=[
@@ -214,19 +235,36 @@ def durations_of(
     )
 
 
-def _slot_sample_s(profile: Profile, split: Split) -> float:
+def slot_sample_s(profile: Profile, split: Split) -> float:
+    """Seconds of a sample on a slot."""
     return sample_s(profile.numbers, split.generator.slowdown(profile.device))
 
 
 def _steady_outcome(profile: Profile, split: Split, techniques: Collection[str], run: PlannerRun) -> Outcome:
     """Outcome of a run that was played, over its steady steps."""
-    num_prompts, num_slots = profile.numbers.num_prompts, split.generator.num_devices
-    num_samples = num_prompts * profile.numbers.group_size
-    slot_sample_s = _slot_sample_s(profile, split)
-    ahead = _generated_ahead(run, slot_sample_s, num_samples)
+    sample_s = slot_sample_s(profile, split)
+    ahead = _generated_ahead(run, sample_s, profile.numbers.num_prompts * profile.numbers.group_size)
     if "tcss" in techniques:
         ahead.pop()  # nothing is begun early in the last step, because no step follows
     first, last = steady_window(ahead)
+    # samples that the window consumed but did not regenerate are charged the time all slots take to generate them
+    charged_s = max(0.0, ahead[first] - ahead[last]) * sample_s / split.generator.num_devices
+    return outcome_of(profile, split, techniques, run, (first, last), charged_s=charged_s)
+
+
+def outcome_of(
+    profile: Profile,
+    split: Split,
+    techniques: Collection[str],
+    run: PlannerRun,
+    window: tuple[int, int],
+    *,
+    charged_s: float,
+) -> Outcome:
+    """Outcome of a run that was played, over the steps of `window`, which took `charged_s` longer than they show."""
+    num_prompts, num_slots = profile.numbers.num_prompts, split.generator.num_devices
+    num_samples = num_prompts * profile.numbers.group_size
+    first, last = window
     window_s = run.commits_s[last] - run.commits_s[first]
     busy_s = {pool: seconds - run.busy_at_commit_s[first][pool] for pool, seconds in run.busy_at_commit_s[last].items()}
     num_steady, reports = last - first, run.reports[first + 1 : last + 1]
@@ -237,8 +275,7 @@ def _steady_outcome(profile: Profile, split: Split, techniques: Collection[str],
         split=split,
         num_devices=split.num_devices,
         num_samples=num_samples,
-        # samples that the window consumed but did not regenerate are charged the time all slots take to generate them
-        step_s=(window_s + max(0.0, ahead[first] - ahead[last]) * slot_sample_s / num_slots) / num_steady,
+        step_s=(window_s + charged_s) / num_steady,
         idle={
             "trainer": max(0.0, 1 - busy_s[TRAINER] / window_s),  # not -0.0 by rounding
             "generator": max(0.0, 1 - busy_s["generator"] / window_s / num_slots),
@@ -301,14 +338,15 @@ def run_colocated(profile: Profile, pool: Pool, *, has_tsp: bool, devices: str |
         ("commit", numbers.commit_s),
     )
     busy_s = num_samples / num_devices * sample_s(numbers, slowdown) + parts[3][1] + numbers.commit_s
-    return turns_outcome(profile, pool, COLOCATED_TSP if has_tsp else COLOCATED, parts, busy_s=busy_s, devices=devices)
+    name = COLOCATED_TSP if has_tsp else COLOCATED
+    return turns_outcome(profile, pool, name, [parts] * COLOCATED_STEPS, busy_s=busy_s, devices=devices)
 
 
 def turns_outcome(
     profile: Profile,
     pool: Pool,
     name: str,
-    parts: Sequence[tuple[What, float]],
+    steps: Sequence[Sequence[tuple[What, float]]],
     *,
     busy_s: float,
     devices: str | None = None,
@@ -316,13 +354,13 @@ def turns_outcome(
     """Outcome of a run in which all devices of `pool` do one part of a step after the other.
 
     Args:
-        parts: (kind, seconds) in order.
+        steps: of each step the parts (kind, seconds) in order.
         busy_s: seconds of a step in which a device works, mean over the devices.
         devices: the devices in words; None: `pool`, "together".
     """
-    step_s = sum(seconds for _, seconds in parts)
+    step_s = fmean(sum(seconds for _, seconds in parts) for parts in steps)
     events, now_s = [], 0.0
-    for step in range(COLOCATED_STEPS):
+    for step, parts in enumerate(steps[:COLOCATED_STEPS]):
         for what, seconds in parts:
             events.append(Event("all", what, now_s, now_s + seconds, (step,)))
             now_s += seconds

@@ -3,13 +3,18 @@
 
 Plays the planner that runs live, with the defaults of its settings, on the durations of a profile: of a shipped one,
 calculated from FLOPs and bandwidths, or of your own JSON file with measured ones. A prediction is as good as its
-profile, and knows no variance. Ratios are to the fastest run that overlaps nothing: colocated, with and without TSP, or
-two pools with a barrier. verl-omni's way is shown beside them: colocated as its published recipe runs it, calibrated to
-its published steps, with its reward model on the same devices (docs/baselines.md).
+profile, and knows no variance but what is asked for. Ratios are to the fastest run that overlaps nothing: colocated,
+with and without TSP, or two pools with a barrier. verl-omni's way is shown beside them: colocated as its published
+recipe runs it, calibrated to its published steps, with its reward model on the same devices (docs/baselines.md).
 
     digen simulate --profile qwen-image-20b --devices 32
     digen simulate --profile qwen-image-20b --devices 4 --window 2
     digen simulate --profile my.json --trainer 16xH800 --generator 24xH20 --techniques gap,tsp --picture runs.png
+
+Jitter, slow devices, skew between ranks and failures are drawn from a seed, the same for all runs. Splits are those
+that are best without them (docs/baselines.md):
+
+    digen simulate --profile qwen-image-20b --devices 32 --jitter 0.1 --slow-devices 1/32:2 --failures 2e-5
 
 With `--turns` a sample is an episode, and its environment takes a lognormal time after each turn; the first run is in
 lock-step, where no episode begins a turn before all have ended the one before:
@@ -44,7 +49,10 @@ from verl_digen.simulate.episode_baselines import episode_baselines
 from verl_digen.simulate.episode_runs import Episodes
 from verl_digen.simulate.episodes import Latency
 from verl_digen.simulate.profile import Profile, load_profile, profile_names
-from verl_digen.simulate.splits import best_split
+from verl_digen.simulate.splits import Limits, best_split
+from verl_digen.simulate.variance import Variance
+from verl_digen.simulate.variance_options import add_variance_arguments, in_words, variance_of
+from verl_digen.simulate.varied import run_varied_split, varied_baselines
 from verl_digen.simulate.verl_omni import run_verl_omni, windowed
 
 NAME = "simulate"
@@ -82,6 +90,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--stale-fraction", type=float, default=1.0, help="of a batch, with tcss (default: %(default)s)"
     )
+    parser.add_argument(
+        "--accepted",
+        action="store_true",
+        help="only splits that a run accepts, whose trainer divides the samples of a step",
+    )
     parser.add_argument("--steps", type=int, default=DEFAULT_STEPS, help="simulated steps (default: %(default)s)")
     parser.add_argument("--turns", type=int, help="turns of an episode; without it samples are single pictures")
     parser.add_argument(
@@ -94,6 +107,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--extra-episodes", type=int, help="redundant episodes of a group, where pools take turns")
     parser.add_argument("--extra-prompts", type=int, help="redundant groups of a step, on separate pools")
+    add_variance_arguments(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the runs and the profile's numbers")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the runs, e.g. runs.png")
 
@@ -107,14 +121,14 @@ def run(args: Namespace) -> int:
             profile = windowed(profile, args.window)
         if args.whole_base:
             profile = without_gathers(profile)
-        episodes = episodes_of(args)
-        runs = simulate_all(profile, args, episodes)
+        episodes, variance = episodes_of(args), variance_of(args)
+        runs = simulate_all(profile, args, episodes, variance)
     except ValueError as error:
         print(f"digen simulate: {error}", file=sys.stderr)
         return 2
-    print(table(profile, runs, episodes))
+    print(table(profile, runs, episodes, variance))
     if args.json is not None:
-        args.json.write_text(json.dumps(to_json(profile, runs, episodes), indent=2) + "\n", encoding="utf-8")
+        args.json.write_text(json.dumps(to_json(profile, runs, episodes, variance), indent=2) + "\n", encoding="utf-8")
     if args.picture is not None:
         from verl_digen.simulate.picture import draw  # imports matplotlib, which is slow
 
@@ -200,7 +214,9 @@ def parse_latency(text: str) -> Latency:
     return Latency(mean_s, std_s)
 
 
-def simulate_all(profile: Profile, args: Namespace, episodes: Episodes | None = None) -> list[Outcome]:
+def simulate_all(
+    profile: Profile, args: Namespace, episodes: Episodes | None = None, variance: Variance | None = None
+) -> list[Outcome]:
     """Simulate the baselines, then one technique more at a time; each at its own best split unless one is given."""
     wanted = args.techniques
     if wanted is None:
@@ -235,18 +251,38 @@ def simulate_all(profile: Profile, args: Namespace, episodes: Episodes | None = 
         pools = [pool]
     else:
         pools = [given.trainer, given.generator]
-    if episodes is None:
+    limits = Limits(profile.numbers.num_prompts * profile.numbers.group_size) if args.accepted else None
+    if given is not None and limits is not None:
+        require(
+            limits.allows_trainer(given.trainer.num_devices),
+            f"--trainer must divide the {limits.num_samples} samples of a step with --accepted",
+            given.trainer.num_devices,
+            "change it, or --prompts",
+        )
+    if variance is not None:
+        runs = varied_baselines(profile, pools, variance)
+    elif episodes is None:
         runs = baselines(profile, pools)
         runs.insert(0, run_verl_omni(profile, together(profile, pools), devices=runs[0].devices))
     else:
         runs = episode_baselines(profile, pools, episodes)
     for chosen in ladder(techniques):
-        split = best_split(profile, pools[0], chosen, **options) if given is None else given
-        runs.append(run_split(profile, split, chosen, keeps_events=args.picture is not None, **options))
+        split = best_split(profile, pools[0], chosen, limits=limits, **options) if given is None else given
+        keeps_events = args.picture is not None
+        if variance is None:
+            runs.append(run_split(profile, split, chosen, keeps_events=keeps_events, **options))
+        else:
+            steps = {"num_steps": args.steps, "stale_fraction": args.stale_fraction}
+            runs.append(run_varied_split(profile, split, chosen, variance, keeps_events=keeps_events, **steps))
     return runs
 
 
-def table(profile: Profile, runs: Sequence[Outcome], episodes: Episodes | None = None) -> str:
+def table(
+    profile: Profile,
+    runs: Sequence[Outcome],
+    episodes: Episodes | None = None,
+    variance: Variance | None = None,
+) -> str:
     """The runs as a text table, each compared with the fastest baseline."""
     numbers, best = profile.numbers, best_baseline(runs)
     width = max(len(outcome.devices) for outcome in runs) + 1
@@ -255,6 +291,7 @@ def table(profile: Profile, runs: Sequence[Outcome], episodes: Episodes | None =
         f"{profile.model}: {profile.setting}",
         f"{numbers.num_prompts} prompts x {numbers.group_size} samples per step, {numbers.num_trained_steps} of "
         f"{numbers.num_steps} denoise steps trained{_of_episodes(episodes)}",
+        *([] if variance is None else [in_words(variance, runs[0].num_devices)]),
         f"simulated, not measured; best baseline: {best.name} ({best.devices}), {best.step_s:.1f} s/step",
         "",
         f"{'run':<{names}} {'devices':<{width}} {'s/step':>8} {'samples/s/device':>17} {'x best':>8} "
@@ -273,6 +310,15 @@ def table(profile: Profile, runs: Sequence[Outcome], episodes: Episodes | None =
         "x best: times as fast as the best baseline. stale: share of groups begun under weights one version old; 0 %",
         "is strict. at least: calculated, a step in which nobody waits.",
     ]
+    refused = [f"{run.name} ({run.num_ranks})" for run in runs if not run.is_accepted]
+    if refused:
+        lines += [
+            f"A run would refuse, because its ranks do not divide the {runs[0].num_samples} samples of a step: "
+            f"{', '.join(refused)}.",
+            "Change --prompts or --samples-per-prompt, or search with --accepted.",
+        ]
+    if variance is not None and variance.failures is not None:
+        lines += [_stops(outcome) for outcome in runs]
     return "\n".join(lines)
 
 
@@ -286,11 +332,23 @@ def _of_episodes(episodes: Episodes | None) -> str:
     )
 
 
+def _stops(outcome: Outcome) -> str:
+    return (
+        f"{outcome.name}, {outcome.devices}: {outcome.stopped:.2%} of the time for stops, expected; "
+        f"{outcome.num_deaths} replicas died in the simulated steps"
+    )
+
+
 def _bound(outcome: Outcome) -> str:
     return "-" if outcome.bound_s is None else f"{outcome.bound_s:.1f}"
 
 
-def to_json(profile: Profile, runs: Sequence[Outcome], episodes: Episodes | None = None) -> dict[str, Any]:
+def to_json(
+    profile: Profile,
+    runs: Sequence[Outcome],
+    episodes: Episodes | None = None,
+    variance: Variance | None = None,
+) -> dict[str, Any]:
     """The runs, and every input number with its source."""
     best = best_baseline(runs)
     return {
@@ -302,6 +360,7 @@ def to_json(profile: Profile, runs: Sequence[Outcome], episodes: Episodes | None
             key: {"value": value, "source": profile.sources[key]} for key, value in vars(profile.numbers).items()
         },
         "episodes": None if episodes is None else asdict(episodes),
+        "variance": None if variance is None else asdict(variance),
         "best_baseline": {"name": best.name, "devices": best.devices, "step_s": best.step_s},
         "runs": [
             {
@@ -318,6 +377,9 @@ def to_json(profile: Profile, runs: Sequence[Outcome], episodes: Episodes | None
                 "assisted": outcome.assisted,
                 "stale": outcome.stale,
                 "bound_s": outcome.bound_s,
+                "is_accepted": outcome.is_accepted,
+                "num_deaths": outcome.num_deaths,
+                "stopped": outcome.stopped,
             }
             for outcome in runs
         ],

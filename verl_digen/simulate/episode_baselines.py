@@ -13,7 +13,14 @@ from typing import Literal
 
 from verl_digen.devices import Pool
 from verl_digen.schedulers.simulation import What
-from verl_digen.simulate.cluster import COLOCATED, COLOCATED_TSP, Outcome, together, turns_outcome
+from verl_digen.simulate.cluster import (
+    COLOCATED,
+    COLOCATED_STEPS,
+    COLOCATED_TSP,
+    Outcome,
+    together,
+    turns_outcome,
+)
 from verl_digen.simulate.costs import train_s
 from verl_digen.simulate.episode_runs import REDUNDANT, Episodes
 from verl_digen.simulate.episodes import Played
@@ -66,7 +73,7 @@ def run_together(
         whole,
         pool,
         name + (REDUNDANT if mode == "redundant" else ""),
-        parts,
+        [parts] * COLOCATED_STEPS,
         busy_s=played.busy_s / num_devices + training_s + numbers.commit_s,
         devices=devices,
     )

@@ -138,10 +138,14 @@ def best_split(
     num_steps: int,
     stale_fraction: float = 1.0,
     episodes: Episodes | None = None,
+    limits: Limits | None = None,
 ) -> Split:
     """The split of `pool` with the shortest step: a grid over all splits, refined around the best.
 
     Exact for up to `GRID_POINTS` splits; else if the step time has a single minimum. Ties: the smaller trainer.
+
+    Args:
+        limits: a run's own; None: any number of devices may train, which a run accepts only if it divides the samples.
     """
     smallest, largest = profile.numbers.min_trainer_devices, pool.num_devices - 1
     require(
@@ -164,8 +168,16 @@ def best_split(
             episodes=episodes,
         ).step_s
 
-    found = best_of([[split(number) for number in range(smallest, largest + 1)]], step_s)
-    assert found is not None  # simulated seconds are finite
+    allowed = [number for number in range(smallest, largest + 1) if limits is None or limits.allows_trainer(number)]
+    found = best_of([[split(number) for number in allowed]] if allowed else [], step_s)
+    require(
+        found is not None,
+        f"--accepted must leave a split of the {pool.num_devices} devices, with a trainer of {smallest} to {largest} "
+        "devices that divides the samples of a step",
+        "none",
+        "change --prompts or --samples-per-prompt",
+    )
+    assert found is not None
     return found[0]
 
 

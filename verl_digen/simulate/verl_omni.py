@@ -30,7 +30,7 @@ from typing import Literal
 from verl_digen.devices import Pool
 from verl_digen.require import require
 from verl_digen.schedulers.simulation import What
-from verl_digen.simulate.cluster import Outcome, turns_outcome
+from verl_digen.simulate.cluster import COLOCATED_STEPS, Outcome, turns_outcome
 from verl_digen.simulate.costs import sample_s
 from verl_digen.simulate.profile import Numbers, Profile
 
@@ -155,13 +155,13 @@ def step_parts(profile: Profile, pool: Pool, way: Way = VERL_OMNI, reward: Rewar
     num_samples = numbers.num_prompts * numbers.group_size
     log_probs_s, factor = 0.0, way.replay_factor * slowdown
     if way.log_prob_samples:
-        log_probs_s = _replay_s(numbers, num_samples, pool, way.log_prob_samples, numbers.step_s * factor, 1)
+        log_probs_s = replay_s(numbers, num_samples, pool, way.log_prob_samples, numbers.step_s * factor, 1)
     in_turns_s = num_samples * way.reward_s * slowdown / pool.num_devices if reward == "in turns" else 0.0
     updates_s = 0.0
-    for prompts in _even_parts(numbers.num_prompts, way.num_updates):
+    for prompts in even_parts(numbers.num_prompts, way.num_updates):
         in_update = prompts * numbers.group_size
         updates_s += numbers.commit_s
-        updates_s += _replay_s(numbers, in_update, pool, way.samples_per_micro_batch, numbers.row_s * factor, 2)
+        updates_s += replay_s(numbers, in_update, pool, way.samples_per_micro_batch, numbers.row_s * factor, 2)
     return {
         "generate": -(-num_samples // pool.num_devices) * sample_s(numbers, slowdown) * way.generation_factor,
         "score": numbers.score_s + in_turns_s,
@@ -171,7 +171,7 @@ def step_parts(profile: Profile, pool: Pool, way: Way = VERL_OMNI, reward: Rewar
     }
 
 
-def _replay_s(
+def replay_s(
     numbers: Numbers, num_samples: int, pool: Pool, samples_per_batch: int, one_s: float, num_gathers: int
 ) -> float:
     """Seconds of the rank with most samples to take all timesteps of its samples, one timestep at a time.
@@ -185,7 +185,7 @@ def _replay_s(
     return numbers.num_trained_steps * (batches_s + (max(rest * one_s, gathers_s) if rest else 0.0))
 
 
-def _even_parts(number: int, num_parts: int) -> list[int]:
+def even_parts(number: int, num_parts: int) -> list[int]:
     """Split a number into parts as even as they can be, without empty ones."""
     smaller, num_larger = divmod(number, num_parts)
     return [part for part in [smaller + 1] * num_larger + [smaller] * (num_parts - num_larger) if part]
@@ -210,7 +210,7 @@ def run_verl_omni(
     generate_s = way.generation_factor * sample_s(profile.numbers, pool.slowdown(profile.device))
     busy_s = num_samples / pool.num_devices * generate_s
     busy_s += seconds["score"] - profile.numbers.score_s + parts[3][1]
-    return turns_outcome(profile, pool, NAME, parts, busy_s=busy_s, devices=devices)
+    return turns_outcome(profile, pool, NAME, [parts] * COLOCATED_STEPS, busy_s=busy_s, devices=devices)
 
 
 def simulated_step_s(profile: Profile, published: PublishedStep, way: Way = VERL_OMNI) -> float:
