@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of docs/baselines.md with variance and with accepted splits; simulated, some minutes on one core.
+"""Tables of docs/baselines.md with variance; simulated, some minutes on one core.
 
     python examples/stragglers.py [PAGE]
 
@@ -9,7 +9,6 @@ are deterministic: medians over `SEEDS`. `digen simulate --jitter 0.1` and so on
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,11 +18,11 @@ from statistics import median
 from baselines import filled, lines_of
 
 from verl_digen.devices import Pool
-from verl_digen.simulate.cluster import COLOCATED_TSP, SHARED_QUEUE, Outcome, Split, run_colocated, run_split
-from verl_digen.simulate.comparison import EVERYTHING, NUM_STEPS, STRICT, run_separate
+from verl_digen.simulate.cluster import COLOCATED_TSP, SHARED_QUEUE, Split
+from verl_digen.simulate.comparison import EVERYTHING, NUM_STEPS, STRICT
 from verl_digen.simulate.phases import Phases
 from verl_digen.simulate.profile import Profile, load_profile, profile_names
-from verl_digen.simulate.splits import SEARCH_STEPS, Limits, best_split
+from verl_digen.simulate.splits import best_split
 from verl_digen.simulate.variance import Failures, SlowDevices, Variance
 from verl_digen.simulate.varied import run_varied_colocated, run_varied_split
 
@@ -47,9 +46,6 @@ CASES: Mapping[str, Variance] = {
 }
 """Name -> variance; of `LEFT_OUT` the slow devices are in no run."""
 RUNS = (COLOCATED_TSP, SHARED_QUEUE, STRICT, EVERYTHING)
-ACCEPTED_SIZES = (32, 256)
-MOST_CHANGE = 0.25
-"""Share of the profile's prompts by which a step may have more or fewer, for a batch that fits both sides."""
 
 
 @dataclass(frozen=True)
@@ -160,89 +156,6 @@ def range_table(found: Sequence[Row]) -> list[str]:
     return lines_of(head, body)
 
 
-@dataclass(frozen=True)
-class Accepted:
-    """One profile on some devices: the best split, and the best one that a run accepts."""
-
-    profile: str
-    size: int
-    name: str
-    colocated: Outcome
-    free: Outcome
-    accepted: Outcome | None
-    """None: no split is accepted."""
-    fitting: tuple[int, Outcome, Outcome] | None
-    """(prompts, colocated, separate pools), all accepted, with the best ratio; None: no such batch."""
-
-
-def accepted(profile: Profile, size: int, name: str) -> Accepted:
-    """Simulate the splits; `name` as for `run_separate`."""
-    pool = Pool(size, DEVICE)
-    best = None
-    prompts = profile.numbers.num_prompts
-    for number in range(math.ceil(prompts * (1 - MOST_CHANGE)), math.floor(prompts * (1 + MOST_CHANGE)) + 1):
-        changed = replace(profile, numbers=replace(profile.numbers, num_prompts=number))
-        together = run_colocated(changed, pool, has_tsp=True)
-        separate = _best_accepted(changed, size, name, SEARCH_STEPS) if together.is_accepted else None
-        if separate is not None and (best is None or together.step_s / separate.step_s > best[0]):
-            best = together.step_s / separate.step_s, changed
-    fitting = None
-    if best is not None:
-        separate = _best_accepted(best[1], size, name, NUM_STEPS)
-        assert separate is not None
-        fitting = best[1].numbers.num_prompts, run_colocated(best[1], pool, has_tsp=True), separate
-    return Accepted(
-        profile.name,
-        size,
-        name,
-        run_colocated(profile, pool, has_tsp=True),
-        run_separate(profile, [pool], name),
-        _best_accepted(profile, size, name, NUM_STEPS),
-        fitting,
-    )
-
-
-def _best_accepted(profile: Profile, size: int, name: str, num_steps: int) -> Outcome | None:
-    """The best split that a run accepts and at least half of whose devices train; None: there is none."""
-    numbers, techniques = profile.numbers, name.split("+")
-    limits = Limits(numbers.num_prompts * numbers.group_size)
-    allowed = [number for number in range(size // 2, size) if limits.allows_trainer(number)]
-    splits = [Split(Pool(number, DEVICE), Pool(size - number, DEVICE)) for number in allowed]
-    if not splits:
-        return None
-    best = min(splits, key=lambda split: run_split(profile, split, techniques, num_steps=SEARCH_STEPS).step_s)
-    return run_split(profile, best, techniques, num_steps=num_steps)
-
-
-def accepted_cells(one: Accepted) -> list[str]:
-    """Cells of a row of `accepted_table`."""
-
-    def of(run: Outcome | None) -> list[str]:
-        if run is None or run.split is None:
-            return ["-", "-"]
-        return [f"{run.split.trainer.num_devices} + {run.split.generator.num_devices}", f"{run.step_s:.1f}"]
-
-    fitting = ["-"] * 3
-    if one.fitting is not None:
-        prompts, together, separate = one.fitting
-        fitting = [f"{prompts}", of(separate)[0], f"{together.step_s / separate.step_s:.2f}"]
-    colocated = f"{one.colocated.step_s:.1f}" + ("" if one.colocated.is_accepted else ", refused")
-    return [
-        *(f"`{one.profile}`", f"{one.size}", one.name, colocated, *of(one.free)),
-        f"{one.colocated.step_s / one.free.step_s:.2f}",
-        *of(one.accepted),
-        "-" if one.accepted is None else f"{one.colocated.step_s / one.accepted.step_s:.2f}",
-        *fitting,
-    ]
-
-
-def accepted_table(found: Sequence[Accepted]) -> list[str]:
-    """Splits that a run accepts."""
-    head = ["simulated", DEVICE, "run", "colocated + TSP, s/step", "best split", "s/step", "times as fast"]
-    head += ["best accepted split", "s/step", "times as fast", "prompts that fit both", "split", "times as fast"]
-    return lines_of(head, [accepted_cells(one) for one in found])
-
-
 def _range(values: Sequence[float], digits: int) -> str:
     return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
 
@@ -250,16 +163,9 @@ def _range(values: Sequence[float], digits: int) -> str:
 def main(arguments: Sequence[str]) -> None:
     page = Path(arguments[0]) if arguments else PAGE
     found = rows(lambda done: print(done, file=sys.stderr, flush=True))
-    allowed = [
-        accepted(load_profile(name), size, run)
-        for name in profile_names()
-        for size in ACCEPTED_SIZES
-        for run in (STRICT, EVERYTHING)
-    ]
     made = {
         "variance, ranges": range_table(found),
         "variance": row_table(found),
-        "accepted": accepted_table(allowed),
     }
     page.write_text(filled(page.read_text(encoding="utf-8"), made), encoding="utf-8")
 

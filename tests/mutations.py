@@ -2510,13 +2510,6 @@ TABLE: tuple[Mutation, ...] = (
         "num_rounds = num_samples / num_devices",
         "simulate/test_cluster.py -k rounded_away",
     ),
-    Mutation(
-        "simulate/splits.py",
-        "splits that a run refuses are searched with --accepted, too",
-        "if limits is None or limits.allows_trainer(number)]",
-        "if number]",
-        "simulate/test_command.py -k refuses",
-    ),
     # -- inputs -------------------------------------------------------------------------------------------
     Mutation(
         "inputs.py",

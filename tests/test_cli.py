@@ -68,9 +68,11 @@ def test_a_bad_word_is_one_line_before_any_work(capsys, tmp_path, monkeypatch, w
 
 
 def test_a_plan_is_refused_where_the_run_is(capsys):
-    code, err = digen(capsys, "plan", "recipe=digen_qwen_image", "gpus=7", "gpu_mem=80")
+    code, err = digen(
+        capsys, "plan", "recipe=digen_qwen_image", "gpus=7", "gpu_mem=80", "actor_rollout_ref.rollout.n=1"
+    )
     assert code == 2
-    assert "must be a multiple of the trainer's ranks" in err and "got 128; change one of these" in err
+    assert "actor_rollout_ref.rollout.n must be >= 2" in err
 
 
 def test_a_run_without_a_timeline_is_answered_with_what_it_has(capsys, tmp_path):

@@ -131,7 +131,6 @@ def split_limits(config: Any) -> Limits:
     """Rules for the sizes of separate pools, as preflight checks them."""
     fsdp, rollout = config.actor_rollout_ref.actor.fsdp_config, config.actor_rollout_ref.rollout
     return Limits(
-        num_samples=config.data.train_batch_size * rollout.n,
         fsdp_size=fsdp.fsdp_size,
         sequence_parallel=fsdp.ulysses_sequence_parallel_size,
         replica_devices=num_replica_devices(config),

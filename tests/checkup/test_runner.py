@@ -128,7 +128,12 @@ def test_a_bad_option_is_told_before_a_check_runs(capsys: pytest.CaptureFixture,
 
 
 @pytest.mark.parametrize(
-    ("found", "devices"), [(0, 1), (1, 1), (2, 2), (3, 2), (4, 4), (6, 4), (7, 4), (8, 8), (9, 8), (16, 8)]
+    ("found", "devices"), [(1, 1), (2, 2), (3, 2), (4, 4), (6, 4), (7, 4), (8, 8), (9, 8), (16, 8)]
 )
 def test_the_quick_start_takes_all_devices_that_divide_its_prompts(found: int, devices: int):
-    assert override(found) == (f"trainer.n_gpus_per_node={devices}" if devices > 1 else "")
+    assert override(found, 64) == (f"trainer.n_gpus_per_node={devices}" if devices > 1 else "")
+
+
+@pytest.mark.parametrize(("num_cores", "ranks"), [(1, 1), (2, 2), (3, 2), (64, 2)])
+def test_on_a_cpu_the_quick_start_takes_two_ranks_that_share_the_cores(num_cores: int, ranks: int):
+    assert override(0, num_cores) == (f"trainer.n_gpus_per_node={ranks}" if ranks > 1 else "")

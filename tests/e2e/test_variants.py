@@ -68,8 +68,9 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_reason_and_no_ray(tmp_
     assert int(alive.stdout) == 0
 
 
-def test_adapters_kl_two_ranks_and_a_group_size_that_no_rank_number_divides(tmp_path):
-    """Replicas of the one run have the adapter merged into their weights, those of the other keep it separate."""
+def test_adapters_kl_and_a_batch_that_its_ranks_do_not_divide(tmp_path):
+    """5 samples on 2 ranks that take turns and on 3 of their own. Replicas of the one run have the adapter merged into
+    their weights, those of the other keep it separate."""
     overrides = (
         *SGD,
         "trainer.total_training_steps=3",
@@ -77,15 +78,16 @@ def test_adapters_kl_two_ranks_and_a_group_size_that_no_rank_number_divides(tmp_
         "digen.kl.coef=0.01",
         "digen.advantage.scale=group",
         "digen.sampling.true_cfg_scale=2.0",
-        "actor_rollout_ref.rollout.n=3",
-        "data.train_batch_size=2",
+        "actor_rollout_ref.rollout.n=5",
+        "data.train_batch_size=1",
     )
-    one = run_main(tmp_path / "colocated", *overrides, "actor_rollout_ref.model.lora.merge=true")
+    merged = "actor_rollout_ref.model.lora.merge=true"
+    one = run_main(tmp_path / "colocated", *overrides, merged, "trainer.n_gpus_per_node=2")
     assert_succeeded(one)
     other = run_main(
         tmp_path / "separate",
         *overrides,
-        "trainer.n_gpus_per_node=2",
+        "trainer.n_gpus_per_node=3",
         "actor_rollout_ref.rollout.n_gpus_per_node=1",
         recipe=SEPARATE,
     )

@@ -45,7 +45,7 @@ SETTINGS = Settings(
     shares_host_copies=False,
     dtypes=Dtypes(torch.float32, torch.bfloat16, torch.float32, torch.bfloat16, torch.float32),
     episodes=Episodes(),
-    limits=Limits(num_samples=32),
+    limits=Limits(),
 )
 """A full fine-tune in fp32 on 8 devices, colocated."""
 BLOCK = BlockBytes(

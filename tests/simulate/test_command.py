@@ -126,14 +126,6 @@ ON_8 = ("--profile", "flux1-12b", "--devices", "8")
         ((*ON_8, "--seed", "5"), "--seed must be left out without --jitter, --rank-skew, --slow-devices or --failures"),
         ((*ON_8, "--failures", "-1"), "--failures must be >= 0 and finite, got -1.0"),
         ((*ON_8, "--jitter", "0.1", "--turns", "2"), "--turns must be left out with --jitter"),
-        (
-            (*ON_8, "--accepted", "--prompts", "1", "--samples-per-prompt", "3"),
-            "--accepted must leave a split of the 8",
-        ),
-        (
-            ("--profile", "flux1-12b", "--trainer", "5", "--generator", "3", "--accepted"),
-            "--trainer must divide the 384 samples of a step with --accepted, got 5",
-        ),
     ],
 )
 def test_what_cannot_be_simulated_is_one_line_and_exit_code_2(arguments, message, capsys):
@@ -189,22 +181,6 @@ def test_variance_is_said_and_written_and_drawn_from_its_seed(tmp_path, capsys):
     assert json.loads(written.read_text())["runs"] == data["runs"]
     assert digen_simulate(*arguments, *variance[:-1], "5", "--json", str(written)) == 0
     assert json.loads(written.read_text())["runs"] != data["runs"]
-
-
-def test_a_split_that_a_run_refuses_is_said_and_another_one_is_searched(tmp_path, capsys):
-    """32 samples: 6 of 8 devices train best, and only 1, 2 or 4 may."""
-    written = tmp_path / "runs.json"
-    arguments = ("--profile", "qwen-image-20b", "--devices", "8", "--prompts", "4", "--samples-per-prompt", "8")
-    arguments += ("--techniques", "gap,tsp", "--steps", "4", "--json", str(written))
-    assert digen_simulate(*arguments) == 0
-    free = json.loads(written.read_text())["runs"][-1]
-    assert (
-        not free["is_accepted"] and f"{free['name']} ({free['trainer'].partition('x')[0]})" in capsys.readouterr().out
-    )
-    assert digen_simulate(*arguments, "--accepted") == 0
-    accepted = json.loads(written.read_text())["runs"][-1]
-    assert accepted["trainer"] in ("1xH800", "2xH800", "4xH800") and accepted["step_s"] > free["step_s"]
-    assert "A run would refuse" not in capsys.readouterr().out
 
 
 def test_busy_shares_are_those_of_the_window():

@@ -71,16 +71,3 @@ def test_the_page_has_every_case_once_and_the_ranges_are_those_of_its_rows(scrip
 def test_all_cases_leave_the_exact_one_first_and_the_failures_have_a_published_rate(script):
     assert next(iter(script.CASES)) == script.EXACT and script.CASES[script.EXACT] == Variance()
     assert f"{script.RATE_PER_H:.2e}" == "1.97e-05" and "1.97e-5" in TEXT
-
-
-def test_the_page_shows_the_splits_that_a_run_accepts(script):
-    body = [line.strip("| ").split(" | ") for line in block("accepted")[2:]]
-    expected = [
-        (f"`{profile}`", str(size), name)
-        for profile in script.profile_names()
-        for size in script.ACCEPTED_SIZES
-        for name in (STRICT, EVERYTHING)
-    ]
-    assert [tuple(cells[:3]) for cells in body] == expected
-    one = script.accepted(WAN, 256, STRICT)
-    assert script.accepted_cells(one) in body and one.accepted is not None and one.accepted.is_accepted

@@ -28,7 +28,7 @@ def setting_of(profile, split: Split, techniques, nodes=None) -> Setting:
     return Setting(
         split,
         {"H800": [8] * (split.num_devices // 8)} if nodes is None else nodes,
-        Limits(numbers.num_prompts * numbers.group_size),
+        Limits(),
         simulated_rules(profile, split, techniques),
         num_steps=numbers.num_steps,
         num_rows=numbers.num_trained_steps,
@@ -83,8 +83,7 @@ def _length(event: Event) -> float:
 def every_split_s(name: str, num_devices: int, techniques) -> dict[Split, float]:
     """Simulated seconds of all splits that are allowed, with the true durations."""
     profile = load_profile(name)
-    samples = profile.numbers.num_prompts * profile.numbers.group_size
-    (family,) = placed_splits({"H800": [8] * (num_devices // 8)}, Limits(samples))
+    (family,) = placed_splits({"H800": [8] * (num_devices // 8)}, Limits())
     least = profile.numbers.min_trainer_devices
     return {
         placed.split: run_split(profile, placed.split, techniques, num_steps=6).step_s

@@ -101,7 +101,7 @@ UNUSED: Mapping[str, tuple[Any, str]] = {
     f"{A}.entropy_checkpointing": (False, NO_TOKENS),
     f"{A}.entropy_from_logits_with_chunking": (False, NO_TOKENS),
     f"{A}.entropy_from_logits_chunk_size": (2048, NO_TOKENS),
-    f"{A}.use_dynamic_bsz": (False, TILE),
+    f"{A}.use_dynamic_bsz": (True, TILE),
     f"{A}.ppo_micro_batch_size": (None, TILE),
     f"{A}.ppo_micro_batch_size_per_gpu": (1, TILE),
     f"{A}.ppo_max_token_len_per_gpu": (16384, TILE),

@@ -121,14 +121,7 @@ def check_storage(config: DictConfig) -> None:
 def check_batches(config: DictConfig) -> None:
     """Require prompts, groups and samples to divide as verl divides them."""
     num_prompts, group_size = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
-    mini_batch, ranks = config.actor_rollout_ref.actor.ppo_mini_batch_size, num_trainer_devices(config)
-    require(
-        num_prompts * group_size % ranks == 0,
-        "data.train_batch_size x actor_rollout_ref.rollout.n must be a multiple of the trainer's ranks "
-        f"(trainer.nnodes x trainer.n_gpus_per_node = {ranks})",
-        num_prompts * group_size,
-        "change one of these four",
-    )
+    mini_batch = config.actor_rollout_ref.actor.ppo_mini_batch_size
     best_of = digen_config(config).advantage.best_of
     require(
         best_of is None or best_of <= group_size,

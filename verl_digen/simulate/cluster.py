@@ -97,16 +97,6 @@ class Outcome:
     """Expected share of the time that stops of the whole run take: restarts, and steps that are done again."""
 
     @property
-    def num_ranks(self) -> int:
-        """Ranks that train."""
-        return self.num_devices if self.split is None else self.split.trainer.num_devices
-
-    @property
-    def is_accepted(self) -> bool:
-        """True if the start of a run accepts so many ranks: verl has them divide the samples of a step."""
-        return self.num_samples % self.num_ranks == 0
-
-    @property
     def samples_per_device_s(self) -> float:
         """Images or videos per second and device, over ALL devices."""
         return self.num_samples / self.step_s / self.num_devices

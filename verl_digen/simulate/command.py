@@ -49,7 +49,7 @@ from verl_digen.simulate.episode_baselines import episode_baselines
 from verl_digen.simulate.episode_runs import Episodes
 from verl_digen.simulate.episodes import Latency
 from verl_digen.simulate.profile import Profile, load_profile, profile_names
-from verl_digen.simulate.splits import Limits, best_split
+from verl_digen.simulate.splits import best_split
 from verl_digen.simulate.variance import Variance
 from verl_digen.simulate.variance_options import add_variance_arguments, in_words, variance_of
 from verl_digen.simulate.varied import run_varied_split, varied_baselines
@@ -89,11 +89,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--stale-fraction", type=float, default=1.0, help="of a batch, with tcss (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--accepted",
-        action="store_true",
-        help="only splits that a run accepts, whose trainer divides the samples of a step",
     )
     parser.add_argument("--steps", type=int, default=DEFAULT_STEPS, help="simulated steps (default: %(default)s)")
     parser.add_argument("--turns", type=int, help="turns of an episode; without it samples are single pictures")
@@ -251,14 +246,6 @@ def simulate_all(
         pools = [pool]
     else:
         pools = [given.trainer, given.generator]
-    limits = Limits(profile.numbers.num_prompts * profile.numbers.group_size) if args.accepted else None
-    if given is not None and limits is not None:
-        require(
-            limits.allows_trainer(given.trainer.num_devices),
-            f"--trainer must divide the {limits.num_samples} samples of a step with --accepted",
-            given.trainer.num_devices,
-            "change it, or --prompts",
-        )
     if variance is not None:
         runs = varied_baselines(profile, pools, variance)
     elif episodes is None:
@@ -267,7 +254,7 @@ def simulate_all(
     else:
         runs = episode_baselines(profile, pools, episodes)
     for chosen in ladder(techniques):
-        split = best_split(profile, pools[0], chosen, limits=limits, **options) if given is None else given
+        split = best_split(profile, pools[0], chosen, **options) if given is None else given
         keeps_events = args.picture is not None
         if variance is None:
             runs.append(run_split(profile, split, chosen, keeps_events=keeps_events, **options))
@@ -310,13 +297,6 @@ def table(
         "x best: times as fast as the best baseline. stale: share of groups begun under weights one version old; 0 %",
         "is strict. at least: calculated, a step in which nobody waits.",
     ]
-    refused = [f"{run.name} ({run.num_ranks})" for run in runs if not run.is_accepted]
-    if refused:
-        lines += [
-            f"A run would refuse, because its ranks do not divide the {runs[0].num_samples} samples of a step: "
-            f"{', '.join(refused)}.",
-            "Change --prompts or --samples-per-prompt, or search with --accepted.",
-        ]
     if variance is not None and variance.failures is not None:
         lines += [_stops(outcome) for outcome in runs]
     return "\n".join(lines)
@@ -377,7 +357,6 @@ def to_json(
                 "assisted": outcome.assisted,
                 "stale": outcome.stale,
                 "bound_s": outcome.bound_s,
-                "is_accepted": outcome.is_accepted,
                 "num_deaths": outcome.num_deaths,
                 "stopped": outcome.stopped,
             }
