@@ -2271,6 +2271,13 @@ TABLE: tuple[Mutation, ...] = (
     ),
     Mutation(
         "trainer/calls.py",
+        "a call in flight wakes a loop that is closed",
+        " and not task.get_loop().is_closed():",
+        ":",
+        "trainer/test_calls.py",
+    ),
+    Mutation(
+        "trainer/calls.py",
         "an abort that is interrupted is not waited for",
         "        await running\n        raise\n",
         "        raise\n",

@@ -2,7 +2,9 @@
 """Calls in flight, in virtual time."""
 
 import asyncio
+import gc
 import logging
+import sys
 
 import pytest
 
@@ -156,3 +158,21 @@ def test_calls_that_end_together_are_kept_when_the_handler_of_one_raises():
         return book.ended
 
     assert run_in_virtual_time(run()) == [("good", 1.0)]
+
+
+def test_a_call_that_is_in_flight_when_its_loop_is_closed_is_dropped_in_silence(monkeypatch):
+    raised = []
+    monkeypatch.setattr(sys, "unraisablehook", raised.append)
+
+    async def begin():
+        book = Book()
+        book.start("a", 1e9, 1e9)
+        waiting = asyncio.ensure_future(book.calls.next_events())
+        await asyncio.sleep(0.01)
+        return waiting
+
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(begin())
+    loop.close()
+    gc.collect()
+    assert raised == []

@@ -108,11 +108,13 @@ class CallsUnderWay:
 
     async def _run(self, work: Awaitable[Any]) -> Any:
         """Await `work`, and note its end in the same pass of the loop, as a callback of the task would not."""
+        task = asyncio.current_task()
+        assert task is not None
         try:
             return await work
         finally:
-            task = asyncio.current_task()
-            if task in self._calls:  # else it was overdue
+            # not if it was overdue, or is dropped after its loop was closed
+            if task in self._calls and not task.get_loop().is_closed():
                 self._ended.append(task)
                 self._wake()
 
