@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -101,6 +101,8 @@ class CallsUnderWay:
     ) -> None:
         """Begin `work`; one of `on_ended` and `on_overdue` is called from `next_events`."""
         task = asyncio.ensure_future(self._run(work))
+        if isinstance(work, Coroutine):  # a task that is cancelled before it starts does not await it
+            task.add_done_callback(lambda _: work.close())
         self._num_started += 1
         call = Call(what, _now_s(), bound, on_ended, on_overdue, self._num_started)
         self._calls[task] = call
