@@ -235,7 +235,7 @@ def assert_invariants(world: World) -> None:
             assert older <= rules.stale_allowance(age)
         assert max(report.stale_groups, default=0) <= rules.max_versions
         for fragment in fragments:
-            assert len(fragment.uids) <= (rules.max_groups_per_fragment if rules.is_pipelined else rules.num_prompts)
+            assert len(fragment.uids) <= (rules.largest_fragment if rules.is_pipelined else rules.num_prompts)
         if not rules.is_pipelined:
             assert len(fragments) <= 1
     # a group is trained whole, under one version; a sample is reissued only as often as it was given back
@@ -632,7 +632,7 @@ def test_a_broken_contract_is_told(call, message):
         ({"num_trainer_ranks": 0}, r"the number of trainer ranks must be >= 1, got 0"),
         ({"assist": "on"}, r"digen.tag.policy must be one of off, bts, always, got 'on'"),
         ({"chunk_size": 0}, r"digen.gap.chunk_size must be >= 1 sample or auto, got 0"),
-        ({"min_groups_per_fragment": 9}, r"max_groups_per_fragment must be >= min_groups_per_fragment=9, got 8"),
+        ({"min_groups_per_fragment": 9, "max_groups_per_fragment": 8}, r"must be >= min_groups_per_fragment=9, got 8"),
         ({"max_group_refills": -1}, r"digen.max_refills_per_step must be >= 0, got -1"),
     ],
 )

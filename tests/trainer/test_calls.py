@@ -2,7 +2,9 @@
 """Calls in flight, in virtual time."""
 
 import asyncio
+import gc
 import logging
+import sys
 
 import pytest
 
@@ -94,3 +96,83 @@ def test_a_timeout_of_the_caller_is_no_event():
         return [await book.calls.next_events(10.0), await book.calls.next_events(100.0)]
 
     assert run_in_virtual_time(run()) == [False, True]
+
+
+class CountedBound:
+    """A bound that counts how often it is read."""
+
+    key = "digen.deadlines.train_s"
+
+    def __init__(self):
+        self.num_reads = 0
+
+    @property
+    def seconds(self):
+        self.num_reads += 1
+        return 1e6
+
+
+def test_an_event_does_not_go_through_the_calls_in_flight():
+    bound = CountedBound()
+
+    async def run():
+        book = Book()
+        for _ in range(500):
+            book.calls.start(asyncio.sleep(1e5), what="long", bound=bound, on_ended=None)
+        for _ in range(20):
+            book.start("short", 1.0, 1e6)
+            assert await book.calls.next_events()
+        return len(book.ended)
+
+    assert run_in_virtual_time(run()) == 20
+    assert bound.num_reads <= 2 * 500, "at the start of each"
+
+
+def test_the_earliest_deadline_counts_whichever_call_was_started_last():
+    async def run():
+        book = Book()
+        book.start("hangs", 1e9, 20.0)
+        book.start("ends", 5.0, 10.0)
+        book.start("slow", 500.0, 600.0)
+        times_s = []
+        for _ in range(3):
+            assert await book.calls.next_events()
+            times_s.append(round(asyncio.get_running_loop().time(), 1))
+        return times_s[1] - times_s[0], times_s[2] - times_s[0], [name for name, _ in (*book.ended, *book.overdue)]
+
+    assert run_in_virtual_time(run()) == (15.0, 495.0, ["ends", "slow", "hangs"])
+
+
+def test_calls_that_end_together_are_kept_when_the_handler_of_one_raises():
+    async def run():
+        book = Book()
+
+        def fail(task, took_s):
+            raise RuntimeError("boom")
+
+        book.calls.start(asyncio.sleep(1.0), what="bad", bound=Bound(10.0, "k"), on_ended=fail)
+        book.start("good", 1.0, 10.0)
+        with pytest.raises(RuntimeError, match="boom"):
+            await book.calls.next_events()
+        assert await book.calls.next_events()
+        return book.ended
+
+    assert run_in_virtual_time(run()) == [("good", 1.0)]
+
+
+def test_a_call_that_is_in_flight_when_its_loop_is_closed_is_dropped_in_silence(monkeypatch):
+    raised = []
+    monkeypatch.setattr(sys, "unraisablehook", raised.append)
+
+    async def begin():
+        book = Book()
+        book.start("a", 1e9, 1e9)
+        waiting = asyncio.ensure_future(book.calls.next_events())
+        await asyncio.sleep(0.01)
+        return waiting
+
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(begin())
+    loop.close()
+    gc.collect()
+    assert raised == []

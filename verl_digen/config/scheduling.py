@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from verl_digen.require import require, require_one_of
-from verl_digen.schedulers.rules import MAX_GROUPS_PER_FRAGMENT, AssistPolicy
+from verl_digen.schedulers.rules import AssistPolicy
 
 REDUCE = ("auto", "tile", "fragment", "batch")
 
@@ -33,9 +33,10 @@ class GapConfig:
     """A smaller fragment trains only when no further group is expected. auto: what is ready trains, unless a group
     that is expected soon joins it and the batch then ends earlier, by the measured fixed part of a training call and
     the predicted times, and no assist may fill the time. 1: what is ready trains at once."""
-    max_groups_per_fragment: int = MAX_GROUPS_PER_FRAGMENT
-    """Groups that completed while the trainer was busy merge into one fragment up to this. The default was chosen by
-    simulation, see `verl_digen.schedulers.rules`."""
+    max_groups_per_fragment: int | str = "auto"
+    """Groups that completed while the trainer was busy merge into one fragment up to this. auto: 8, or where
+    these have fewer than 3 rows per rank as many as have a sample for every rank, at most a quarter of the batch;
+    chosen by simulation, see `verl_digen.schedulers.rules`."""
     subgroups: bool = False
     """A trainer without a ready fragment trains the scored samples of a group that is not complete, where that is
     worth the call by the measured durations; the gradient is that of whole groups. Strict runs with a loss whose
@@ -62,17 +63,23 @@ class GapConfig:
             least,
             "auto suits most runs",
         )
+        most = self.max_groups_per_fragment
         require(
-            self.max_groups_per_fragment >= self.least_groups,
-            f"digen.gap.max_groups_per_fragment must be >= min_groups_per_fragment={least}",
-            self.max_groups_per_fragment,
-            "raise it",
+            most == "auto" or (isinstance(most, int) and most >= self.least_groups),
+            f"digen.gap.max_groups_per_fragment must be auto or a number of groups >= min_groups_per_fragment={least}",
+            most,
+            "auto suits most runs",
         )
 
     @property
     def least_groups(self) -> int:
         """Smallest fragment while more groups are expected; 1 with auto."""
         return 1 if isinstance(self.min_groups_per_fragment, str) else self.min_groups_per_fragment
+
+    @property
+    def most_groups(self) -> int | None:
+        """Largest fragment; None with auto."""
+        return None if isinstance(self.max_groups_per_fragment, str) else self.max_groups_per_fragment
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ def bubble_at(
         train_call_s=call_s,
         train_group_s=group_s,
         min_groups=rules.min_groups_per_fragment,
-        max_groups=rules.max_groups_per_fragment,
+        max_groups=rules.largest_fragment,
         num_ranks=rules.num_trainer_ranks,
         is_barrier=not rules.is_pipelined,
         spans_groups=rules.assist_spans_groups,

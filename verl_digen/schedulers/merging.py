@@ -92,10 +92,10 @@ def find_merge(
 ) -> Merge | None:
     """The larger fragment that is worth waiting for; None if there is none, or if too little is measured."""
     train_s = durations.train_s()
-    if train_s is None or train_s[0] <= 0 or len(batch.ready) >= rules.max_groups_per_fragment:
+    if train_s is None or train_s[0] <= 0 or len(batch.ready) >= rules.largest_fragment:
         return None
     ready_s = ready_times(now_s, batch, slots, requests, live, durations, rules)
-    return None if ready_s is None else best_merge(ready_s, *train_s, rules.max_groups_per_fragment)
+    return None if ready_s is None else best_merge(ready_s, *train_s, rules.largest_fragment)
 
 
 def ready_times(

@@ -386,8 +386,8 @@ class BatchPlanner:
         return self._merging.wait_s(now_s, len(batch.ready), find)
 
     def _fragment(self, batch: Batch) -> Fragment:
-        """The oldest ready groups: at most `max_groups_per_fragment`, or all at a barrier."""
-        most = self.rules.max_groups_per_fragment if self.rules.is_pipelined else len(batch.ready)
+        """The oldest ready groups: at most `BatchRules.largest_fragment`, or all at a barrier."""
+        most = self.rules.largest_fragment if self.rules.is_pipelined else len(batch.ready)
         self._merging.forget()
         uids = self._book.take_ready(batch, min(most, len(batch.ready)))
         batch.num_fragments += 1

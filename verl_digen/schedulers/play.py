@@ -32,7 +32,7 @@ SLOTS_PER_PLAY = 16
 
 STOPS_TRIED = (4, 16)
 """(min, max) number of stopping points simulated per path before refining around the best. In between, limited by
-MAX_WORK / 2."""
+MAX_WORK / 2; the fewest with bundles, whose times are means."""
 
 PATH_CHOICES = 128
 """Maximum length of a path, in choices; a search at the next bubble reaches one choice further."""
@@ -306,7 +306,9 @@ class Play:
         """Index of the stop from which never assisting ends first: tries all if few, else a grid, then refines it."""
         fewest, most = STOPS_TRIED
         num_left = (self._stream_end - stops[0][1]) // self.bubble.bundle
-        num_tried = min(most, max(fewest, MAX_WORK // (2 * max(1, num_left))))
+        num_tried = fewest
+        if self.bubble.bundle == 1:
+            num_tried = min(most, max(fewest, MAX_WORK // (2 * max(1, num_left))))
         stride = 1
         while len(stops) > num_tried * stride:
             stride *= 2

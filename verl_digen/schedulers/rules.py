@@ -15,9 +15,36 @@ AssistPolicy = Literal["off", "bts", "always"]
 """Policy of assists. off: the trainer never generates. bts: at bubbles where a search says that it shortens the batch.
 always: at every bubble."""
 
-MAX_GROUPS_PER_FRAGMENT = 8
-"""Default of `digen.gap.max_groups_per_fragment`. In the simulated runs of the four shipped profiles on 16 and 32
-devices, 8 is within 1 % of no limit, and 4 up to 3 % slower; more groups mean more rows in memory at a time."""
+GROUPS_PER_FRAGMENT = 8
+"""Most groups of a fragment where they have enough rows for all ranks. In the simulated runs of the four shipped
+profiles on 16 and 32 devices, 8 is within 1 % of no limit, and 4 up to 3 % slower; more groups mean more rows in
+memory at a time."""
+
+ROWS_PER_RANK = 3
+"""Rows per rank below which `GROUPS_PER_FRAGMENT` groups are too few: all ranks wait for those with a row more.
+Simulated, larger fragments are not always faster above it (docs/benchmarks.md)."""
+
+FRAGMENTS_PER_BATCH = 4
+"""Fragments into which at least a batch is cut: while one trains, the groups of the next are generated."""
+
+
+def groups_per_fragment(num_ranks: int, group_size: int, num_prompts: int, rows_per_group: int) -> int:
+    """Most groups of a fragment, `digen.gap.max_groups_per_fragment=auto`.
+
+    `GROUPS_PER_FRAGMENT`; where these have fewer than `ROWS_PER_RANK` rows per rank, as many as have at most one sample
+    per rank, and at most a share of the batch: max(8, min(floor(ranks / G), floor(P / FRAGMENTS_PER_BATCH))). One group
+    more than that would give a few ranks the rows of a second sample.
+
+    Args:
+        rows_per_group: trained rows of the samples of a group.
+
+    Example, groups of 12 samples with 9 trained steps:
+        groups_per_fragment(24, 12, 32, 108)     # 8: 36 rows per rank
+        groups_per_fragment(704, 12, 352, 108)   # 58: 9 rows per rank; of 8 groups, some ranks have 2 and some have 1
+    """
+    if GROUPS_PER_FRAGMENT * rows_per_group >= ROWS_PER_RANK * num_ranks:
+        return GROUPS_PER_FRAGMENT
+    return max(GROUPS_PER_FRAGMENT, min(num_ranks // group_size, num_prompts // FRAGMENTS_PER_BATCH))
 
 
 @dataclass(frozen=True)
@@ -32,6 +59,8 @@ class BatchRules:
     """P, `data.train_batch_size`."""
     group_size: int
     """G, `actor_rollout_ref.rollout.n`."""
+    rows_per_group: int | None = None
+    """Trained rows of the samples of a group; None: one of each."""
     is_pipelined: bool = True
     """`digen.gap.enable`: a fragment trains as soon as it is ready. False: the batch trains in one call (barrier)."""
     chunk_size: int | None = None
@@ -47,8 +76,9 @@ class BatchRules:
     merges: bool = False
     """`digen.gap.min_groups_per_fragment=auto`: the trainer waits for a larger fragment where the batch then ends
     earlier, see `verl_digen.schedulers.merging`."""
-    max_groups_per_fragment: int = MAX_GROUPS_PER_FRAGMENT
-    """`digen.gap.max_groups_per_fragment`: groups that completed while the trainer was busy merge up to this."""
+    max_groups_per_fragment: int | None = None
+    """`digen.gap.max_groups_per_fragment`: groups that completed while the trainer was busy merge up to this; None =
+    auto, see `largest_fragment`."""
     subgroups: bool = False
     """`digen.gap.subgroups`: at a bubble scored samples of a group train before the group is complete."""
     assist: AssistPolicy = "off"
@@ -80,13 +110,14 @@ class BatchRules:
             ("digen.rollout.max_batch_size", self.max_chunk_size),
             ("digen.gap.slots_per_replica", self.slots_per_replica),
             ("digen.gap.min_groups_per_fragment", self.min_groups_per_fragment),
+            ("rows of a group", 1 if self.rows_per_group is None else self.rows_per_group),
             ("the number of trainer ranks", self.num_trainer_ranks),
         ):
             require(value >= 1, f"{key} must be >= 1", value, "give a positive number")
         for key, size in (("digen.gap.chunk_size", self.chunk_size), ("digen.tag.chunk_size", self.assist_chunk_size)):
             require(size is None or size >= 1, f"{key} must be >= 1 sample or auto", size, "auto suits most runs")
         require(
-            self.max_groups_per_fragment >= self.min_groups_per_fragment,
+            self.max_groups_per_fragment is None or self.max_groups_per_fragment >= self.min_groups_per_fragment,
             f"digen.gap.max_groups_per_fragment must be >= min_groups_per_fragment={self.min_groups_per_fragment}",
             self.max_groups_per_fragment,
             "raise it",
@@ -116,6 +147,15 @@ class BatchRules:
         """Techniques of `schedulers.simulation.TECHNIQUES` that are on; tiles, which the planner does not make, too."""
         on = {"gap": self.is_pipelined, "tsp": True, "tag": self.assist != "off", "tcss": self.max_versions > 0}
         return tuple(name for name, is_on in on.items() if is_on)
+
+    @property
+    def largest_fragment(self) -> int:
+        """Most groups of a fragment in a pipelined run: as configured, else `groups_per_fragment`."""
+        if self.max_groups_per_fragment is not None:
+            return self.max_groups_per_fragment
+        rows = self.group_size if self.rows_per_group is None else self.rows_per_group
+        found = groups_per_fragment(self.num_trainer_ranks, self.group_size, self.num_prompts, rows)
+        return max(found, self.min_groups_per_fragment)
 
     def slot_chunk_size(self, num_slots: int) -> int:
         """Samples of a slot's chunk: as configured, else ceil(G / replicas), at most `max_chunk_size`.

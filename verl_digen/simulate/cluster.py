@@ -110,6 +110,7 @@ def simulated_rules(
     return BatchRules(
         num_prompts=numbers.num_prompts,
         group_size=numbers.group_size,
+        rows_per_group=numbers.group_size * numbers.num_trained_steps,
         is_pipelined="gap" in techniques,
         merges=True,
         max_chunk_size=numbers.max_chunk_size,
@@ -206,7 +207,7 @@ def durations_of(
     numbers, num_ranks = profile.numbers, split.trainer.num_devices
     slowdown = split.trainer.slowdown(profile.device) * trainer_slow
     most_rounds = rules.assist_rounds(rules.assist_sizes(len(slots))[-1])
-    max_groups = rules.max_groups_per_fragment if rules.is_pipelined else numbers.num_prompts
+    max_groups = rules.largest_fragment if rules.is_pipelined else numbers.num_prompts
     return KnownDurations(
         sample_s=dict.fromkeys(slots, slot_sample_s(profile, split)),
         assisted_s=[assist_s(numbers, count * num_ranks, num_ranks, slowdown) for count in range(1, most_rounds + 1)],

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 from verl_digen.config import DigenConfig
+from verl_digen.sampling.requests import rows_per_group
 from verl_digen.schedulers.rules import BatchRules
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ def batch_rules(digen: DigenConfig, *, num_prompts: int, group_size: int, num_tr
     return BatchRules(
         num_prompts=num_prompts,
         group_size=group_size,
+        rows_per_group=rows_per_group(digen, group_size),
         is_pipelined=gap.enable,
         chunk_size=None if isinstance(gap.chunk_size, str) else gap.chunk_size,
         max_chunk_size=digen.rollout.max_batch_size,
@@ -35,7 +37,7 @@ def batch_rules(digen: DigenConfig, *, num_prompts: int, group_size: int, num_tr
         replicate_prompts=queue.replicate_prompts,
         min_groups_per_fragment=gap.least_groups,
         merges=gap.min_groups_per_fragment == "auto",
-        max_groups_per_fragment=gap.max_groups_per_fragment,
+        max_groups_per_fragment=gap.most_groups,
         subgroups=gap.subgroups,
         extra_prompts=queue.extra_prompts,
         drop_zero_spread=queue.drop_zero_spread,

@@ -11,14 +11,16 @@ All waiting goes through asyncio, and so does time (`loop.time`).
 Invariants (tests/trainer/test_calls.py)
 - `next_events` returns within the smallest bound of the calls in flight.
 - Calls that end at the same time are handled in the order in which they were started.
+- An event takes as long with 1,000 calls in flight as with one: nothing goes through them but when a deadline passes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from verl_digen.errors import DeadlineMissed
@@ -56,6 +58,8 @@ class Call:
     bound: Bound
     on_ended: OnEnded
     on_overdue: OnOverdue
+    number: int
+    """Calls are numbered in the order of their start."""
 
     @property
     def deadline_s(self) -> float:
@@ -75,6 +79,13 @@ class CallsUnderWay:
     def __init__(self, config: DeadlinesConfig):
         self._config = config
         self._calls: dict[asyncio.Task[Any], Call] = {}
+        self._ended: list[asyncio.Task[Any]] = []
+        """Calls that ended and are not handled yet."""
+        self._earliest_s = inf
+        """No call in flight has an earlier deadline; it may be that of one that ended."""
+        self._num_started = 0
+        self._waiter: asyncio.Future[None] | None = None
+        """Set while `next_events` waits."""
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -89,8 +100,29 @@ class CallsUnderWay:
         on_overdue: OnOverdue = end_run,
     ) -> None:
         """Begin `work`; one of `on_ended` and `on_overdue` is called from `next_events`."""
-        task: asyncio.Task[Any] = asyncio.ensure_future(work)  # type: ignore[assignment]
-        self._calls[task] = Call(what, _now_s(), bound, on_ended, on_overdue)
+        task = asyncio.ensure_future(self._run(work))
+        if isinstance(work, Coroutine):  # a task that is cancelled before it starts does not await it
+            task.add_done_callback(lambda _: work.close())
+        self._num_started += 1
+        call = Call(what, _now_s(), bound, on_ended, on_overdue, self._num_started)
+        self._calls[task] = call
+        self._earliest_s = min(self._earliest_s, call.deadline_s)
+
+    async def _run(self, work: Awaitable[Any]) -> Any:
+        """Await `work`, and note its end in the same pass of the loop, as a callback of the task would not."""
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            return await work
+        finally:
+            # not if it was overdue, or is dropped after its loop was closed
+            if task in self._calls and not task.get_loop().is_closed():
+                self._ended.append(task)
+                self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def tell(self, work: Awaitable[None], what: str, deadlines: Deadlines, on_overdue: OnOverdue = end_run) -> None:
         """Begin a notification: a call whose result is not used, bounded like an answer."""
@@ -108,21 +140,11 @@ class CallsUnderWay:
         ask_again_s = give_up_s if timeout_s is None else began_s + timeout_s
         report_in_s = self._config.report_s
         while True:
-            wake_s = min(
-                ask_again_s, give_up_s, began_s + report_in_s, *(call.deadline_s for call in self._calls.values())
-            )
-            done, _ = await asyncio.wait(
-                self._calls, timeout=max(0.0, wake_s - _now_s()), return_when=asyncio.FIRST_COMPLETED
-            )
+            wake_s = min(ask_again_s, give_up_s, began_s + report_in_s, self._earliest_s)
+            await self._wait_s(wake_s - _now_s())
             now_s = _now_s() + CLOCK_MARGIN_S
-            ended = [task for task in self._calls if task in done]
-            overdue = [task for task, call in self._calls.items() if task not in done and call.deadline_s <= now_s]
-            for task in ended:
-                call = self._calls.pop(task)
-                call.on_ended(task, _now_s() - call.since_s)
-            if overdue:
-                self._give_up(overdue)
-            if ended or overdue:
+            has_ended = self._handle_ended()
+            if self._give_up(now_s) or has_ended:
                 return True
             if now_s >= give_up_s:
                 raise DeadlineMissed(
@@ -134,13 +156,44 @@ class CallsUnderWay:
                 logger.warning("nothing happened for %.0f s; under way: %s", report_in_s, self.describe())
                 report_in_s *= 2
 
-    def _give_up(self, overdue: list[asyncio.Task[Any]]) -> None:
-        logger.error("overdue: %d of the calls under way: %s", len(overdue), self.describe())
+    async def _wait_s(self, seconds: float) -> None:
+        """Wait until a call has ended, at most for `seconds`."""
+        if not self._ended:
+            loop = asyncio.get_running_loop()
+            self._waiter = loop.create_future()
+            timer = loop.call_later(max(0.0, seconds), self._wake)
+            try:
+                await self._waiter
+            finally:
+                timer.cancel()
+                self._waiter = None
+        await asyncio.sleep(0)  # one pass of the loop: calls that ended meanwhile are handled with it
+
+    def _handle_ended(self) -> bool:
+        """Handle the calls that have ended, in the order in which they were started. Returns False if there is none."""
+        if not self._ended:
+            return False
+        self._ended.sort(key=lambda task: self._calls[task].number)
+        while self._ended:  # a handler may raise: the others are left
+            task = self._ended.pop(0)
+            call = self._calls.pop(task)
+            call.on_ended(task, _now_s() - call.since_s)
+        return True
+
+    def _give_up(self, now_s: float) -> bool:
+        """Cancel the overdue calls. Returns False if there is none. O(calls in flight) once a deadline has passed."""
+        if now_s < self._earliest_s:
+            return False
+        overdue = [task for task, call in self._calls.items() if not task.done() and call.deadline_s <= now_s]
+        if overdue:
+            logger.error("overdue: %d of the calls under way: %s", len(overdue), self.describe())
         for task in overdue:
             call = self._calls.pop(task, None)
             if call is not None:  # None: forgotten by the handler of another call
                 task.cancel()
                 call.on_overdue(DeadlineMissed(call.what, _now_s() - call.since_s, call.bound.key))
+        self._earliest_s = min((call.deadline_s for call in self._calls.values()), default=inf)
+        return bool(overdue)
 
     def describe(self) -> str:
         """List every call with its elapsed time and its bound."""

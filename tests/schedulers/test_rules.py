@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Size of a fragment by the number of ranks: the rule, and simulated runs with it."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from verl_digen.devices import Pool
+from verl_digen.schedulers.rules import GROUPS_PER_FRAGMENT, BatchRules, groups_per_fragment
+from verl_digen.simulate.cluster import Split, run_split, simulated_rules
+from verl_digen.simulate.profile import load_profile
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "group_size", "num_prompts", "num_steps", "groups"),
+    [
+        (1, 12, 8, 9, 8),  # one call may train the batch
+        (24, 12, 32, 9, 8),
+        (288, 12, 352, 9, 8),  # three rows per rank
+        (289, 12, 352, 9, 24),  # 288 samples
+        (704, 12, 352, 9, 58),  # 696 samples; one group more would give four ranks rows of two samples
+        (704, 24, 352, 9, 29),
+        (704, 8, 352, 19, 88),
+        (704, 8, 128, 19, 32),  # a quarter of the batch
+        (704, 8, 16, 19, 8),
+        (96, 8, 64, 2, 12),  # a window of two steps: eight groups are 128 rows
+        (96, 8, 64, 19, 8),
+    ],
+)
+def test_a_fragment_has_eight_groups_or_a_sample_for_every_rank(num_ranks, group_size, num_prompts, num_steps, groups):
+    rows = group_size * num_steps
+    assert groups_per_fragment(num_ranks, group_size, num_prompts, rows) == groups
+    rules = BatchRules(num_prompts, group_size, rows_per_group=rows, num_trainer_ranks=num_ranks)
+    assert rules.largest_fragment == groups
+    assert replace(rules, max_groups_per_fragment=5).largest_fragment == 5, "a number is taken as it is"
+    assert replace(rules, min_groups_per_fragment=100).largest_fragment == 100
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_a_large_fragment_has_at_most_a_sample_per_rank_and_a_quarter_of_the_batch(seed):
+    rng = random.Random(seed)
+    num_ranks, group_size, num_prompts = rng.randint(1, 2_000), rng.randint(1, 64), rng.randint(1, 2_000)
+    rows = group_size * rng.randint(1, 50)
+    groups = groups_per_fragment(num_ranks, group_size, num_prompts, rows)
+    assert groups >= GROUPS_PER_FRAGMENT
+    if groups > GROUPS_PER_FRAGMENT:
+        assert groups * group_size <= num_ranks and 4 * groups <= num_prompts
+        assert GROUPS_PER_FRAGMENT * rows < 3 * num_ranks, "eight are too few"
+    assert groups_per_fragment(2 * num_ranks, group_size, num_prompts, rows) >= groups
+
+
+def step_s(name: str, devices: tuple[int, int], num_prompts: int, most: int | None) -> float:
+    """Simulated seconds of a strict step with assists."""
+    profile = load_profile(name)
+    profile = replace(profile, numbers=replace(profile.numbers, num_prompts=num_prompts))
+    split = Split(*(Pool(number, "H800") for number in devices))
+    rules = replace(simulated_rules(profile, split, ("gap", "tsp", "tag")), max_groups_per_fragment=most)
+    return run_split(profile, split, ("gap", "tsp", "tag"), num_steps=4, rules=rules).step_s
+
+
+@pytest.mark.parametrize(
+    ("name", "shorter"),
+    [("flux1-12b", 0.70), ("hunyuanvideo-13b", 0.90), ("qwen-image-20b", 0.93), ("wan2.1-14b", 0.92)],
+)
+def test_a_step_of_704_ranks_is_shorter_than_with_fragments_of_eight_groups(name, shorter):
+    auto_s, eight_s = (step_s(name, (704, 320), 352, most) for most in (None, GROUPS_PER_FRAGMENT))
+    assert auto_s < shorter * eight_s
+
+
+@pytest.mark.parametrize(("name", "num_trainer", "num_prompts"), [("flux1-12b", 224, 112), ("flux1-12b", 224, 224)])
+def test_a_step_on_256_devices_is_no_longer_than_with_fragments_of_eight_groups(name, num_trainer, num_prompts):
+    auto_s, eight_s = (
+        step_s(name, (num_trainer, 256 - num_trainer), num_prompts, most) for most in (None, GROUPS_PER_FRAGMENT)
+    )
+    assert auto_s <= 1.01 * eight_s
