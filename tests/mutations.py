@@ -1431,6 +1431,13 @@ TABLE: tuple[Mutation, ...] = (
     ),
     Mutation(
         "engine/ahead.py",
+        "ranks read announcements while the trainer waits",
+        "        self._ends_looking.set()\n\n    def __call__",
+        "\n    def __call__",
+        "engine/test_ahead.py",
+    ),
+    Mutation(
+        "engine/ahead.py",
         "a fetch ahead outlives its batch",
         "        for samples in self._dropped:\n            samples.close()\n",
         "",

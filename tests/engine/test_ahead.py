@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -96,10 +97,21 @@ def everything(samples: Sequence[FragmentSample]) -> Sequence[FragmentSample]:
 
 
 def looked(ahead: FetchAhead, after: str, own: Callable[..., Any] = everything) -> None:
-    """Look, and wait until the fetch ahead has begun."""
+    """Look, and wait until what is announced has been read and its fetch has begun."""
+    read, announced = threading.Event(), ahead._announced
+    readings = itertools.count()
+
+    def reading() -> Upcoming | None:
+        if next(readings):  # the second one: the first is dealt with
+            read.set()
+        return announced()
+
+    ahead._announced = reading
     ahead.look(after, own)
     assert ahead._looking is not None
-    ahead._looking.join(WAIT_S)
+    while ahead._looking.is_alive() and not read.wait(0.01):
+        pass
+    ahead._announced = announced
 
 
 def test_announced_samples_are_fetched_once_and_are_there_when_they_train(store: Store):
@@ -154,6 +166,32 @@ def test_other_samples_than_announced_do_not_wait_for_them_and_free_their_memory
     ahead.close()
 
 
+def test_a_group_that_completes_while_the_tile_runs_is_fetched_too(store: Store):
+    ahead, groups = first(store)
+    store.upcoming = Upcoming("f0", tuple(groups["g0"]))
+    looked(ahead, "f0")
+    both = (*groups["g0"], *groups["g1"])
+    store.upcoming = Upcoming("f0", both)
+    while len(store.asked) < 2:
+        threading.Event().wait(0.01)
+    ahead.rest()
+    samples = ahead(both)
+    assert samples.columns["latents"][len(both) - 1].equal(store.batch["latents"][int(both[-1].key)])
+    assert (ahead.num_ahead, ahead.num_unused) == (len(both), len(groups["g0"]))
+    samples.close()
+    ahead.close()
+
+
+def test_nothing_is_read_once_the_last_tile_has_run(store: Store):
+    ahead, _ = first(store)
+    looked(ahead, "f0")
+    ahead.rest()
+    assert ahead._looking is not None
+    ahead._looking.join(WAIT_S)
+    assert not ahead._looking.is_alive()
+    ahead.close()
+
+
 def test_a_fetch_that_fails_ahead_is_made_again(store: Store, caplog: pytest.LogCaptureFixture):
     ahead, groups = first(store)
     store.upcoming = Upcoming("f0", tuple(groups["g1"]))
@@ -180,8 +218,8 @@ def test_a_close_ends_what_is_fetched_ahead(store: Store):
     assert not closing.is_alive() and not threads()
     assert len(store.called) == 1 < len(groups["g1"]), "the others are not fetched"
     assert ahead(groups["g0"]).arrival is not None
-    looked(ahead, "f0")
-    assert store.asked[-1] == [sample.key for sample in groups["g0"]], "nothing is fetched ahead of a closed batch"
+    ahead.look("f0", everything)
+    assert ahead._looking is None, "nothing is fetched ahead in a closed batch"
 
 
 TILES: dict[str, Any] = {"tsp": {"samples_per_tile": 1, "steps_per_tile": 1}, "advantage": {"scale": "group"}}

@@ -101,6 +101,11 @@ class Arrival:
         """True if a call raised an error, which readers get."""
         return self._error is not None
 
+    @property
+    def is_running(self) -> bool:
+        """True while a call is in flight."""
+        return self._thread is not None
+
     def stop(self) -> None:
         """Fetch nothing further, and free what came. The call in flight, if any, goes on; what it brings is freed."""
         with self._changed:

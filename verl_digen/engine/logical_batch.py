@@ -248,6 +248,7 @@ class LogicalBatch:
         rows = max((tile.rows for tile in work.tiles), key=len)
         with closing(work.samples), shortage_explained("a tile", len(rows), lambda: self._remedy(rows)):
             yield
+        self.ahead.rest()
         self.fetch_wait_s += work.samples.waited_s
 
     def _remedy(self, rows: Sequence[Row]) -> str:

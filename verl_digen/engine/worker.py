@@ -124,7 +124,7 @@ class DiffusionWorker(ActorRolloutRefWorker):
         Args:
             partition: TransferQueue partition that holds the samples' rows until the batch is closed.
         """
-        fetch = FetchAhead(self._fetch_from(partition), announced_fragment)
+        fetch = FetchAhead(self._fetch_from(partition), announced_fragment, self.engine.get_data_parallel_size())
         self.engine.begin(num_samples, num_rows, fetch=fetch, scale=scale)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]

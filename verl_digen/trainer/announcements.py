@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Announcements: while the trainer trains a fragment, its ranks are told which groups train next.
 
-The ranks fetch the rows of that fragment while their last tile runs, see `verl_digen.engine.ahead`. An announcement is a
-hint: another fragment may train, and nothing waits for it. It takes one write to TransferQueue per group that completes
-while the trainer trains.
+The ranks fetch the rows of that fragment while their last tile runs, see `verl_digen.engine.ahead`. An announcement is
+a hint: another fragment may train, and nothing waits for it. It takes one write to TransferQueue per group that
+completes while the trainer trains.
 
 Invariant (tests/trainer/test_announcements.py): the newest announcement names what the planner would train if the
 trainer ended now.
