@@ -49,6 +49,7 @@ class Mutation:
 
 
 LEDGER = "engine/test_ledger.py"
+FITTING = "rollout/test_fitting.py -k 'not little_memory'"
 TRANSACTION = "engine/test_transaction.py"
 PARTS = "engine/test_parts.py"
 ENGINE = "engine/test_engine.py"
@@ -1456,6 +1457,34 @@ TABLE: tuple[Mutation, ...] = (
         "if (fragment.id, uids) == self._told:",
         "if self._told is not None and fragment.id == self._told[0]:",
         "trainer/test_announcements.py",
+    ),
+    Mutation(
+        "rollout/fitting.py",
+        "samples count as smaller, by what the first one allocated and left",
+        "max(peak - found.peak, taken - found.one, 1)",
+        "max(taken - found.one, 1)",
+        FITTING,
+    ),
+    Mutation(
+        "rollout/fitting.py",
+        "the samples of a batch that ran out of memory are lost",
+        "            if shortage:  #",
+        "            left = left[size:] if shortage else left\n            if shortage:  #",
+        FITTING,
+    ),
+    Mutation(
+        "rollout/fitting.py",
+        "a batch takes the room that staged weights have taken since",
+        "int(device_memory.limit_bytes() * (1 - MARGIN)) - device_memory.allocated_bytes()",
+        "int(device_memory.limit_bytes() * (1 - MARGIN)) - found.peak + found.one",
+        FITTING,
+    ),
+    Mutation(
+        "rollout/fitting.py",
+        "a batch that ran out of memory is tried as large again",
+        "self._kinds[kind].most = size // 2",
+        "self._kinds[kind].most = size",
+        FITTING,
     ),
     Mutation(
         "engine/export.py",

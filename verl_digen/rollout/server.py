@@ -25,12 +25,14 @@ from typing import Any
 
 from verl.utils.torch_dtypes import PrecisionType
 
+from verl_digen.config.rollout import MOST_AUTO
 from verl_digen.inputs import PromptInputs
 from verl_digen.platforms.device_name import accelerator_name
 from verl_digen.platforms.module_memory import DeviceMemory
 from verl_digen.rollout.batcher import RequestBatcher
 from verl_digen.rollout.birth import SeenDevice, visible_device
 from verl_digen.rollout.fingerprint import PROMPT, fingerprint
+from verl_digen.rollout.fitting import Fitting
 from verl_digen.rollout.network import Intake, Seals, load_network
 from verl_digen.rollout.peers import Place, Team, name_on_node, release, require_same_weights, restore, start_peers
 from verl_digen.rollout.prompt_cache import PromptCache
@@ -91,17 +93,21 @@ class DiffusersServer:
             prefixes=self._prefixes,
             fp8=self._network.fp8,
         )
+        # ranks that share a batch meet in its forwards: none of them can run it again alone
+        measures = digen.rollout.fits_batches and self._device.type != "cpu" and self._team.size == 1
+        self._fitting = Fitting(measures=measures, most=MOST_AUTO)
         self._samples = SampleMaker(
             self._sampler,
             self._prompts,
             self._decode,
             self._decode_audio,
             session=self._team.session,
+            fitting=self._fitting,
             batch_size=digen.rollout.decode_batch_size,
         )
         self._batcher = RequestBatcher(
             self._generate_batch,
-            max_batch_size=digen.rollout.max_batch_size,
+            max_batch_size=digen.rollout.batch_size,
             wait_s=digen.rollout.batch_wait_s,
         )
         self._version, self._num_updates = 0, 0
@@ -159,6 +165,8 @@ class DiffusersServer:
         self, requests: Sequence[SampleRequest], should_stop: Callable[[], bool]
     ) -> Awaitable[Answers]:
         answer = await self._on_device(lambda: self._generate(requests, should_stop))
+        if self._fitting.size is not None:
+            self._batcher.max_batch_size = self._fitting.size
         return asyncio.get_running_loop().run_in_executor(self._answering, answer)
 
     def _generate(self, requests: Sequence[SampleRequest], should_stop: Callable[[], bool]) -> Callable[[], Answers]:
