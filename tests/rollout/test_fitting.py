@@ -197,7 +197,7 @@ async def in_little_memory(path: Path) -> dict[str, list[int]]:
     (kind,) = server._fitting._kinds.values()
     with memory.limited(int((memory.recount() + kind.one + 2.5 * kind.sample) / 0.9)):
         await draw_the_same("little")
-    needs = int(kind.one + 2.5 * kind.sample)
+    needs = int(1.5 * kind.one)
     kind.sample, fitting_module.MARGIN, server._batcher.max_batch_size = 1, -9.0, 8
     with memory.limited(memory.recount() + needs):
         await draw_the_same("wrong")
