@@ -152,6 +152,18 @@ def test_nothing_is_measured_where_memory_does_not_limit(device: Device):
     assert fits.make("a", range(9), device.make) == [tuple(range(9))] and fits.size is None
 
 
+def test_memory_is_measured_on_one_accelerator_with_auto_alone():
+    auto, accelerator = RolloutConfig(max_batch_size="auto"), torch.device("meta")
+    ways = {
+        "auto": (auto, accelerator, 1),
+        "a number": (RolloutConfig(max_batch_size=8), accelerator, 1),
+        "a CPU": (auto, torch.device("cpu"), 1),
+        "two devices": (auto, accelerator, 2),
+    }
+    measures = {way: Fitting.of(*given[:2], num_devices=given[2])._measures for way, given in ways.items()}
+    assert [way for way, does in measures.items() if does] == ["auto"]
+
+
 def test_a_batch_size_is_a_number_or_auto():
     assert RolloutConfig(max_batch_size="auto").batch_size == RolloutConfig().batch_size == 8
     assert RolloutConfig(max_batch_size=24).batch_size == 24
@@ -194,7 +206,7 @@ async def in_little_memory(path: Path) -> dict[str, list[int]]:
         found[name] = sizes.copy()
 
     await draw_the_same("plenty")
-    (kind,) = server._fitting._kinds.values()
+    (kind,) = server._samples.fitting._kinds.values()
     with memory.limited(int((memory.recount() + kind.one + 2.5 * kind.sample) / 0.9)):
         await draw_the_same("little")
     needs = int(1.5 * kind.one)

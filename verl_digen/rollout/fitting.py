@@ -23,6 +23,8 @@ from typing import TypeVar
 
 import torch
 
+from verl_digen.config import RolloutConfig
+from verl_digen.config.rollout import MOST_AUTO
 from verl_digen.platforms import device_memory
 from verl_digen.platforms.device_memory import MARGIN
 
@@ -64,6 +66,11 @@ class Fitting:
         self._kinds: dict[Hashable, _Kind] = {}
         self.size: int | None = None
         """Samples that fitted together at the last batch; None before the first one, or where nothing is measured."""
+
+    @classmethod
+    def of(cls, config: RolloutConfig, device: torch.device, *, num_devices: int) -> Fitting:
+        """That of a replica. Devices that share a batch meet in its forwards: none of them can run it again alone."""
+        return cls(measures=config.fits_batches and device.type != "cpu" and num_devices == 1, most=MOST_AUTO)
 
     def make(self, kind: Hashable, places: Sequence[int], make: Callable[[Sequence[int]], Made]) -> list[Made]:
         """Call `make` with parts of `places`, in order; returns the results.

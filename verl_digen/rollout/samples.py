@@ -73,7 +73,7 @@ class SampleMaker:
         batch_size: int,
     ):
         self._sampler, self._prompts, self._model = sampler, prompts, sampler.model
-        self._session, self._fitting, self._batch_size = session, fitting, batch_size
+        self._session, self.fitting, self._batch_size = session, fitting, batch_size
         self.decoder, self.audio_decoder = decoder, audio_decoder
         self._pictures = PictureSamples(sampler, prompts, decoder, batch_size)
         self._ended_s = 0.0
@@ -107,7 +107,7 @@ class SampleMaker:
         made = [
             part
             for places in self._together(conditions)
-            for part in self._fitting.make(self._kind(requests, conditions, places), places, make_part)
+            for part in self.fitting.make(self._kind(requests, conditions, places), places, make_part)
         ]
         copies.end()
 

@@ -25,7 +25,6 @@ from typing import Any
 
 from verl.utils.torch_dtypes import PrecisionType
 
-from verl_digen.config.rollout import MOST_AUTO
 from verl_digen.inputs import PromptInputs
 from verl_digen.platforms.device_name import accelerator_name
 from verl_digen.platforms.module_memory import DeviceMemory
@@ -93,16 +92,13 @@ class DiffusersServer:
             prefixes=self._prefixes,
             fp8=self._network.fp8,
         )
-        # ranks that share a batch meet in its forwards: none of them can run it again alone
-        measures = digen.rollout.fits_batches and self._device.type != "cpu" and self._team.size == 1
-        self._fitting = Fitting(measures=measures, most=MOST_AUTO)
         self._samples = SampleMaker(
             self._sampler,
             self._prompts,
             self._decode,
             self._decode_audio,
             session=self._team.session,
-            fitting=self._fitting,
+            fitting=Fitting.of(digen.rollout, self._device, num_devices=self._team.size),
             batch_size=digen.rollout.decode_batch_size,
         )
         self._batcher = RequestBatcher(
@@ -165,8 +161,8 @@ class DiffusersServer:
         self, requests: Sequence[SampleRequest], should_stop: Callable[[], bool]
     ) -> Awaitable[Answers]:
         answer = await self._on_device(lambda: self._generate(requests, should_stop))
-        if self._fitting.size is not None:
-            self._batcher.max_batch_size = self._fitting.size
+        if self._samples.fitting.size is not None:
+            self._batcher.max_batch_size = self._samples.fitting.size
         return asyncio.get_running_loop().run_in_executor(self._answering, answer)
 
     def _generate(self, requests: Sequence[SampleRequest], should_stop: Callable[[], bool]) -> Callable[[], Answers]:
