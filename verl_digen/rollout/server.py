@@ -102,9 +102,7 @@ class DiffusersServer:
             batch_size=digen.rollout.decode_batch_size,
         )
         self._batcher = RequestBatcher(
-            self._generate_batch,
-            max_batch_size=digen.rollout.batch_size,
-            wait_s=digen.rollout.batch_wait_s,
+            self._generate_batch, max_batch_size=digen.rollout.batch_size, wait_s=digen.rollout.batch_wait_s
         )
         self._version, self._num_updates = 0, 0
         self._update_timeout_s = digen.rollout.update_timeout_s
