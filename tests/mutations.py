@@ -1481,9 +1481,9 @@ TABLE: tuple[Mutation, ...] = (
     ),
     Mutation(
         "rollout/fitting.py",
-        "a batch that ran out of memory is tried as large again",
+        "a batch that ran out of memory runs again with one sample less, until it fits",
         "self._kinds[kind].most = size // 2",
-        "self._kinds[kind].most = size",
+        "self._kinds[kind].most = size - 1",
         FITTING,
     ),
     Mutation(

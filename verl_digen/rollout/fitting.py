@@ -69,7 +69,7 @@ class Fitting:
 
     @classmethod
     def of(cls, config: RolloutConfig, device: torch.device, *, num_devices: int) -> Fitting:
-        """Make that of a replica. Devices that share a batch meet in its forwards: none of them can run it again alone."""
+        """Make that of a replica. Devices that share a batch meet in its forwards: none can run it again alone."""
         return cls(measures=config.fits_batches and device.type != "cpu" and num_devices == 1, most=MOST_AUTO)
 
     def make(self, kind: Hashable, places: Sequence[int], make: Callable[[Sequence[int]], Made]) -> list[Made]:
