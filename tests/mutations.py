@@ -49,6 +49,7 @@ class Mutation:
 
 
 LEDGER = "engine/test_ledger.py"
+FITTING = "rollout/test_fitting.py -k 'not little_memory'"
 TRANSACTION = "engine/test_transaction.py"
 PARTS = "engine/test_parts.py"
 ENGINE = "engine/test_engine.py"
@@ -100,9 +101,9 @@ TABLE: tuple[Mutation, ...] = (
     # -- splits of the devices ---------------------------------------------------------------------------------------
     Mutation(
         "simulate/splits.py",
-        "a split is searched whose trainer does not divide the samples",
-        "return shards and self.num_samples % num_ranks == 0 and",
-        "return shards and",
+        "a split is searched whose ranks are no whole groups that share rows",
+        "return shards and num_ranks % self.sequence_parallel == 0",
+        "return shards",
         "simulate/test_splits.py",
     ),
     Mutation(
@@ -1432,9 +1433,79 @@ TABLE: tuple[Mutation, ...] = (
     Mutation(
         "engine/arrival.py",
         "samples of a call are given to the wrong places",
-        "for place, index in enumerate(call):",
+        "for place, index in enumerate(() if self._is_closed else call):",
         "for place, index in enumerate(sorted(call, reverse=True)):",
         "engine/test_arrival.py",
+    ),
+    Mutation(
+        "engine/ahead.py",
+        "samples that were announced for another moment are fetched ahead",
+        " and upcoming.after == after",
+        "",
+        "engine/test_ahead.py",
+    ),
+    Mutation(
+        "engine/ahead.py",
+        "samples of another group train, because they were fetched ahead",
+        "if [sample.key for sample in found.described] != [sample.key for sample in samples] or",
+        "if",
+        "engine/test_ahead.py",
+    ),
+    Mutation(
+        "engine/ahead.py",
+        "ranks read announcements while the trainer waits",
+        "        self._ends_looking.set()\n\n    def __call__",
+        "\n    def __call__",
+        "engine/test_ahead.py",
+    ),
+    Mutation(
+        "engine/ahead.py",
+        "a fetch ahead outlives its batch",
+        "        for samples in self._dropped:\n            samples.close()\n",
+        "",
+        "engine/test_ahead.py",
+    ),
+    Mutation(
+        "engine/arrival.py",
+        "samples that were fetched in vain keep their memory",
+        "            self._found.clear()\n",
+        "",
+        "engine/test_ahead.py",
+    ),
+    Mutation(
+        "trainer/announcements.py",
+        "what trains next is announced once per fragment, however many groups complete after that",
+        "if (fragment.id, uids) == self._told:",
+        "if self._told is not None and fragment.id == self._told[0]:",
+        "trainer/test_announcements.py",
+    ),
+    Mutation(
+        "rollout/fitting.py",
+        "samples count as smaller, by what the first one allocated and left",
+        "max(peak - found.peak, taken - found.one, 1)",
+        "max(taken - found.one, 1)",
+        FITTING,
+    ),
+    Mutation(
+        "rollout/fitting.py",
+        "the samples of a batch that ran out of memory are lost",
+        "            if shortage:  #",
+        "            left = left[size:] if shortage else left\n            if shortage:  #",
+        FITTING,
+    ),
+    Mutation(
+        "rollout/fitting.py",
+        "a batch takes the room that staged weights have taken since",
+        "int(device_memory.limit_bytes() * (1 - MARGIN)) - device_memory.allocated_bytes()",
+        "int(device_memory.limit_bytes() * (1 - MARGIN)) - found.peak + found.one",
+        FITTING,
+    ),
+    Mutation(
+        "rollout/fitting.py",
+        "a batch that ran out of memory runs again with one sample less, until it fits",
+        "self._kinds[kind].most = size // 2",
+        "self._kinds[kind].most = size - 1",
+        FITTING,
     ),
     Mutation(
         "engine/export.py",

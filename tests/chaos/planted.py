@@ -65,8 +65,8 @@ BUGS = {
     ),
     "a group is handed to the trainer again": Bug(
         "verl_digen.schedulers.planner",
-        "uids = self._book.take_ready(batch, min(most, len(batch.ready)))",
-        "uids = self._book.take_ready(batch, min(most, len(batch.ready))) * (1 + (self._num_fragments == 1))",
+        "uids = self._book.take_ready(batch, size)",
+        "uids = self._book.take_ready(batch, size) * (1 + (self._num_fragments == 1))",
     ),
     "a failed sample is never generated again": Bug(
         "verl_digen.schedulers.group_book", "group.unissued = sorted({*group.unissued, *returned})", "pass"

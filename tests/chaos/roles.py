@@ -120,7 +120,7 @@ class Server:
     ):
         self._cluster, self._name, self._samples, self._checks = cluster, name, samples, checks
         self._batcher = RequestBatcher(
-            self._denoise, max_batch_size=digen.rollout.max_batch_size, wait_s=digen.rollout.batch_wait_s
+            self._denoise, max_batch_size=digen.rollout.batch_size, wait_s=digen.rollout.batch_wait_s
         )
         self._weights = self._version = version
         self._sealed_version: int | None = None

@@ -107,7 +107,7 @@ def measure(name: str, path: Path) -> Measured:
     return Measured(records, worst_step, training[0], len(host), training[1], asleep)
 
 
-def make_server(path: Path, max_batch_size: int = 4) -> DiffusersServer:
+def make_server(path: Path, max_batch_size: int | str = 4) -> DiffusersServer:
     """A replica's server in this process, in bf16."""
     digen = DigenConfig(seed=7, rollout=RolloutConfig(max_batch_size=max_batch_size, batch_wait_s=0.01))
     model = SimpleNamespace(local_path=path, digen=digen, adapter_config=lambda: None, lora_rank=0)

@@ -95,7 +95,7 @@ def _counts(
         "group_size": (_group_size(pipelined), "samples of a group"),
         "num_steps": (digen.sampling.num_steps, "denoise steps of a sample"),
         "num_trained_steps": (num_trained, "rows of a sample"),
-        "max_chunk_size": (digen.rollout.max_batch_size, "digen.rollout.max_batch_size of the runs"),
+        "max_chunk_size": (digen.rollout.batch_size, "digen.rollout.max_batch_size of the runs"),
         "rows_per_tile": (1, "row_s is what a row took in tiles of the runs' size, whatever that was"),
         "min_trainer_devices": (work.num_ranks, "the trainer of the runs; fewer were not tried"),
         "min_gathering_devices": (1, "no matter, with a gather_s of 0"),

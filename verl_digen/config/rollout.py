@@ -12,6 +12,11 @@ from verl_digen.require import require, require_one_of
 MAX_SAMPLES = 1_000_000
 """Samples, chunks or groups in one place; more than a cluster generates at once. Catches typos."""
 DTYPES = ("float32", "bfloat16", "float16")
+AUTO = "auto"
+AUTO_BATCH_SIZE = 8
+"""Samples of a batch under `max_batch_size=auto`, where memory does not limit it or is not measured yet."""
+MOST_AUTO = 64
+"""Most samples of a batch under `max_batch_size=auto`: a larger one is hardly faster per sample."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +67,11 @@ class HttpConfig:
 class RolloutConfig:
     """Settings of diffusion replicas that verl's `actor_rollout_ref.rollout` lacks."""
 
-    max_batch_size: int = 8
-    """Maximum samples that a replica denoises together (memory decides)."""
+    max_batch_size: int | str = 8
+    """Maximum samples that a replica denoises together (memory decides). auto: as many as fit into the device's memory,
+    64 at most, on a `diffusers` replica of one device; measured at the first batches of each kind, and halved if one
+    runs out of memory nevertheless. On a CPU, in `vllm_omni` replicas and in those of several devices it is 8. Chunks
+    of separate pools are cut, and memory is planned, for 8 too."""
     split_guidance: bool | str = "auto"
     """Run the two branches of classifier-free guidance one after the other, in half the memory, rather than in one
     forward, while a `diffusers` replica or an assisting trainer generates. auto: a replica does where both together
@@ -122,9 +130,12 @@ class RolloutConfig:
             ("max_restarts", 0),
         ):
             value = getattr(self, name)
+            if name == "max_batch_size" and value == AUTO:
+                continue
+            other = "be auto or " if name == "max_batch_size" else ""
             require(
-                least <= value <= MAX_SAMPLES,
-                f"digen.rollout.{name} must lie in [{least}, {MAX_SAMPLES}]",
+                not isinstance(value, str) and least <= value <= MAX_SAMPLES,
+                f"digen.rollout.{name} must {other}lie in [{least}, {MAX_SAMPLES}]",
                 value,
                 f"set it to {least} or more; memory decides",
             )
@@ -162,3 +173,13 @@ class RolloutConfig:
             "600 suits most runs",
         )
         require_one_of("digen.rollout.latents_dtype", self.latents_dtype, DTYPES)
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a batch: `max_batch_size`, or `AUTO_BATCH_SIZE` with auto."""
+        return AUTO_BATCH_SIZE if isinstance(self.max_batch_size, str) else self.max_batch_size
+
+    @property
+    def fits_batches(self) -> bool:
+        """True if memory decides."""
+        return self.max_batch_size == AUTO

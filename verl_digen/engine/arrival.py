@@ -96,13 +96,28 @@ class Arrival:
                 ) from self._error
             raise RuntimeError(f"sample {self._keys[index]} is read after its batch was closed")
 
-    def close(self) -> None:
-        """Fetch nothing further. Returns when the call in flight, if any, has ended."""
+    @property
+    def has_failed(self) -> bool:
+        """True if a call raised an error, which readers get."""
+        return self._error is not None
+
+    @property
+    def is_running(self) -> bool:
+        """True while a call is in flight."""
+        return self._thread is not None
+
+    def stop(self) -> None:
+        """Fetch nothing further, and free what came. The call in flight, if any, goes on; what it brings is freed."""
         with self._changed:
             self._is_closed = True
             self._calls.clear()
+            self._found.clear()
             self._changed.notify_all()
-            thread = self._thread
+
+    def close(self) -> None:
+        """`stop`, and wait for the call in flight."""
+        self.stop()
+        thread = self._thread
         if thread is not None:
             thread.join()
 
@@ -132,7 +147,7 @@ class Arrival:
                     self._changed.notify_all()
                 return
             with self._changed:
-                for place, index in enumerate(call):
+                for place, index in enumerate(() if self._is_closed else call):
                     self._found[index] = {name: column[place] for name, column in columns.items()}
                 self._changed.notify_all()
 

@@ -19,11 +19,13 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from verl_digen.algorithms.metric import Metric
+from verl_digen.engine.ahead import FetchAhead
 from verl_digen.engine.fragment import FragmentSample, FragmentSpec, fragment_rows
 from verl_digen.engine.ledger import AdvantageLedger, Ready
 from verl_digen.engine.memory import shortage_explained, smaller_row, smaller_tile
@@ -46,11 +48,12 @@ class LogicalBatch:
         ledger: AdvantageLedger,
         transaction: GradientTransaction,
         planner: Planner,
-        fetch: Fetch,
+        fetch: Fetch | FetchAhead,
         *,
         reads_advantages: bool = True,
     ):
-        self.ledger, self.transaction, self.planner, self.fetch = ledger, transaction, planner, fetch
+        self.ledger, self.transaction, self.planner = ledger, transaction, planner
+        self.ahead = fetch if isinstance(fetch, FetchAhead) else FetchAhead(fetch, lambda: None)
         self.reads_advantages = reads_advantages
         """False for a loss without advantages, which no scale of them divides."""
         self.fragment_ids: set[str] = set()
@@ -60,6 +63,8 @@ class LogicalBatch:
         """Training calls of parts, and samples that trained in vain because their group was dropped."""
         self.fetch_wait_s = 0.0
         """Seconds that this rank's tiles waited for their samples."""
+        self._training = ""
+        """The fragment that trains; "" while samples that were held back do."""
         self._samples: dict[str, FragmentSample] = {}
         self._partial: PartialGroup | None = None
         """The group that is partially trained."""
@@ -124,6 +129,7 @@ class LogicalBatch:
 
     def train(self, fragment: FragmentSpec) -> int:
         """Train the samples that can train now that this fragment is added; returns their rows, over all ranks."""
+        self._training = fragment.fragment_id
         if fragment.part_of:
             return self._train_part(fragment)
         if self._partial is not None and self._partial.uid in {sample.uid for sample in fragment.samples}:
@@ -142,11 +148,21 @@ class LogicalBatch:
         if not self.ledger.keys:
             raise RuntimeError("a logical batch needs at least one group to commit, got none; call abort instead")
         self._discard_partial()
+        self._training = ""
         self._train(is_last=True)
         if not self.transaction.num_trained_rows:
             return None
         loss, metrics = self.transaction.close()
-        return loss, metrics | {"fetch_wait_s": Metric(torch.tensor(self.fetch_wait_s), "max")}
+        self.close()
+        return loss, metrics | {
+            "fetch_wait_s": Metric(torch.tensor(self.fetch_wait_s), "max"),
+            "num_ahead_samples": Metric(torch.tensor(float(self.ahead.num_ahead)), "count"),
+            "num_unused_samples": Metric(torch.tensor(float(self.ahead.num_unused)), "count"),
+        }
+
+    def close(self) -> None:
+        """Fetch nothing further; no thread of this batch runs afterwards."""
+        self.ahead.close()
 
     def trained_advantages(self) -> Tensor:
         """Advantages of the samples that have rows, [samples] fp32, clamped as in the loss. In a tree: of the nodes at
@@ -175,10 +191,20 @@ class LogicalBatch:
         samples = [self._samples[key] for key in keys]
         if not any(sample.num_rows for sample in samples):
             return 0
-        work = self.planner.deal(samples, advantages, self.fetch)
+        work = self.planner.deal(samples, advantages, self.ahead.fetch if corrects else self.ahead)
+        work = replace(work, on_last_tile=self._look_ahead)
         with self._running(work):
             self.transaction.run(work, is_final=is_final, is_last=is_last, corrects=corrects)
         return work.num_rows
+
+    def _look_ahead(self) -> None:
+        """Begin to fetch what trains after the fragment in training."""
+        if self._training:
+            trained = {*self._early, *(() if self._partial is None else self._partial.samples)}
+            self.ahead.look(
+                self._training,
+                lambda samples: self.planner.own([sample for sample in samples if sample.key not in trained]),
+            )
 
     # -- parts of a group that is not complete ---------------------------------------------------------------
     def _train_part(self, fragment: FragmentSpec) -> int:
@@ -191,7 +217,8 @@ class LogicalBatch:
         self._partial.samples.update({sample.key: sample for sample in fragment.samples})
         if not any(sample.num_rows for sample in fragment.samples):
             return 0
-        work = self.planner.deal(fragment.samples, torch.zeros(len(fragment.samples)), self.fetch, are_apart=True)
+        work = self.planner.deal(fragment.samples, torch.zeros(len(fragment.samples)), self.ahead, are_apart=True)
+        work = replace(work, on_last_tile=self._look_ahead)
         with self._running(work):
             self.transaction.run_part(work, self._partial)
         return work.num_rows
@@ -221,6 +248,7 @@ class LogicalBatch:
         rows = max((tile.rows for tile in work.tiles), key=len)
         with closing(work.samples), shortage_explained("a tile", len(rows), lambda: self._remedy(rows)):
             yield
+        self.ahead.rest()
         self.fetch_wait_s += work.samples.waited_s
 
     def _remedy(self, rows: Sequence[Row]) -> str:

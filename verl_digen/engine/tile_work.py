@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +54,8 @@ class TileWork:
     all_rows: AllRows
     recomputed: Mapping[int, int]
     """`Row.bucket` -> blocks recomputed in backward."""
+    on_last_tile: Callable[[], None] = lambda: None
+    """Called before the forward of the last tile."""
 
     def sample_of(self, tile: Tile) -> FragmentSample:
         """The sample of the tile's first row."""

@@ -111,7 +111,7 @@ class Painter:
         requests = [
             sample_request(self._digen, row, index, step=self._step, validate=True) for index in range(num_samples)
         ]
-        size = self._digen.rollout.max_batch_size
+        size = self._digen.rollout.batch_size
         for start in range(0, num_samples, size):
             yield from self._draw_batch(requests[start : start + size])
 

@@ -240,7 +240,7 @@ def _episodes(settings: Settings) -> list[str]:
         f"episodes: {settings.num_begun} begin in a step; at the same time {at_once}, at most {held} on a replica and "
         f"about {-(-at_once // settings.episodes.num_workers)} at an agent loop worker"
     ]
-    largest = settings.digen.rollout.max_batch_size
+    largest = settings.digen.rollout.batch_size
     if settings.is_split and held <= largest:
         lines.append(
             f"  a replica generates {largest} pictures together: more digen.gap.slots_per_replica keep it at work "

@@ -71,7 +71,7 @@ def _slots_hold(digen: DigenConfig, num_prompts: int, group_size: int, num_repli
         num_prompts=num_prompts,
         group_size=group_size,
         chunk_size=None if isinstance(gap.chunk_size, str) else gap.chunk_size,
-        max_chunk_size=digen.rollout.max_batch_size,
+        max_chunk_size=digen.rollout.batch_size,
         slots_per_replica=digen.slots_per_replica,
         replicate_prompts=digen.queue.replicate_prompts,
     )

@@ -142,7 +142,7 @@ def plan_memory(run: Run, device_bytes: int | None) -> Memory:
         generating=Phase(
             of_replica,
             -(-run.measured.sampling.largest_block // run.settings.devices_per_sample),
-            run.settings.digen.rollout.max_batch_size,
+            run.settings.digen.rollout.batch_size,
             "samples of a batch",
         ),
         decoding=Phase(of_replica, run.measured.decoding_bytes, _num_decoded(run), "samples decoded together"),
@@ -183,7 +183,7 @@ def _num_decoded(run: Run) -> int:
     digen = run.settings.digen
     if digen.sampling.num_frames > 1 or run.settings.rollout_name != "diffusers":
         return 1
-    return min(digen.rollout.decode_batch_size, digen.rollout.max_batch_size)
+    return min(digen.rollout.decode_batch_size, digen.rollout.batch_size)
 
 
 # -- a trainer's device ---------------------------------------------------------------------------------------

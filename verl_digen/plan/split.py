@@ -179,7 +179,7 @@ def run_profile(run: Run, memory: Memory, device: str, mfu: float) -> Profile:
         group_size=settings.group_size,
         num_steps=num_steps,
         num_trained_steps=num_rows,
-        max_chunk_size=settings.digen.rollout.max_batch_size,
+        max_chunk_size=settings.digen.rollout.batch_size,
         rows_per_tile=max(1, memory.training.num_rows),
         min_trainer_devices=1,
         min_gathering_devices=NEVER,

@@ -35,6 +35,11 @@ def peak_of(run: Callable[[], None]) -> int:
     return device.max_memory_allocated()
 
 
+def release_cached() -> None:
+    """Give memory back to the device that this process reserved and does not use."""
+    get_platform().device_module.empty_cache()
+
+
 def allocated_bytes() -> int:
     """Device memory that this process's tensors take now."""
     return get_platform().device_module.memory_allocated()

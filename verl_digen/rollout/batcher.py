@@ -60,7 +60,8 @@ class RequestBatcher:
 
     def __init__(self, execute: Execute, *, max_batch_size: int, wait_s: float):
         self._execute = execute
-        self._max_batch_size = max_batch_size
+        self.max_batch_size = max_batch_size
+        """May change between two batches."""
         self._wait_s = wait_s
         self._pending: list[Entry] = []
         self._batch: list[Entry] = []
@@ -176,7 +177,7 @@ class RequestBatcher:
         Requests of other kinds count too, unless a group has its batches for itself."""
         group = self._pending[0][0].batch_group if self._pending else None
         waiting = [request for request, _ in self._pending if group is None or request.batch_group == group]
-        return len(waiting) >= self._max_batch_size or self._bursts.are_complete(one.burst for one in waiting)
+        return len(waiting) >= self.max_batch_size or self._bursts.are_complete(one.burst for one in waiting)
 
     def _take(self) -> list[Entry]:
         """Remove the next batch from the queue."""
@@ -194,7 +195,7 @@ class RequestBatcher:
         fitting = sorted((entry for entry in self._pending if kind(entry) == oldest), key=by_name)
         first = fitting[0]
         fitting.sort(key=lambda entry: (abs(length(entry) - length(first)), entry[0].uid != first[0].uid))
-        batch = sorted(fitting[: self._max_batch_size], key=by_name)
+        batch = sorted(fitting[: self.max_batch_size], key=by_name)
         self._bursts.forget_all_but(request.burst for request, _ in self._pending)
         taken = {id(entry) for entry in batch}
         self._pending = [entry for entry in self._pending if id(entry) not in taken]

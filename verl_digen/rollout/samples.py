@@ -15,7 +15,7 @@ answers are those of a device that is waited for; an answer holds the memory of 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -24,10 +24,11 @@ from torch import Tensor
 from verl_digen.audio import Audio
 from verl_digen.models.loaded import AudioDecoder, Decoder
 from verl_digen.models.pixels import in_batches
+from verl_digen.rollout.fitting import Fitting
 from verl_digen.rollout.pictures import PictureSamples
 from verl_digen.rollout.prompt_cache import PromptCache
 from verl_digen.sampling.recording import Denoised, experts_of
-from verl_digen.sampling.sampler import Sampler
+from verl_digen.sampling.sampler import TEXT_STEP, Sampler
 from verl_digen.transfers import HostCopies
 from verl_digen.types import Condition, Generation, SampleLatents, SampleRequest
 
@@ -56,6 +57,7 @@ class SampleMaker:
 
     Args:
         session: context of a batch's forwards, see `Team.session`.
+        fitting: cuts batches into parts that fit into memory.
         batch_size: maximum pictures in the decoder at a time.
     """
 
@@ -67,10 +69,11 @@ class SampleMaker:
         audio_decoder: AudioDecoder,
         *,
         session: Callable[[], AbstractContextManager[None]],
+        fitting: Fitting,
         batch_size: int,
     ):
         self._sampler, self._prompts, self._model = sampler, prompts, sampler.model
-        self._session, self._batch_size = session, batch_size
+        self._session, self.fitting, self._batch_size = session, fitting, batch_size
         self.decoder, self.audio_decoder = decoder, audio_decoder
         self._pictures = PictureSamples(sampler, prompts, decoder, batch_size)
         self._ended_s = 0.0
@@ -97,9 +100,14 @@ class SampleMaker:
             else:
                 conditions[place] = [condition for condition in found if not isinstance(condition, ValueError)]
         copies = HostCopies(self._sampler.device)
+
+        def make_part(places: Sequence[int]) -> _Made:
+            return self._make(requests, places, conditions, version, should_stop, copies)
+
         made = [
-            self._make(requests, places, conditions, version, should_stop, copies)
+            part
             for places in self._together(conditions)
+            for part in self.fitting.make(self._kind(requests, conditions, places), places, make_part)
         ]
         copies.end()
 
@@ -118,6 +126,13 @@ class SampleMaker:
             lengths = tuple(map(self._model.text_lengths, known)) if self._model.keeps_lengths_apart else ()
             alike.setdefault(lengths, []).append(place)
         return list(alike.values())
+
+    def _kind(
+        self, requests: Sequence[SampleRequest], conditions: dict[int, list[Condition]], places: Sequence[int]
+    ) -> Hashable:
+        """Equal for batches whose samples take the same memory."""
+        longest = max(len(condition["embeds"]) for place in places for condition in conditions[place])
+        return requests[places[0]].sampling, -(-longest // TEXT_STEP)
 
     def _make(
         self,

@@ -31,6 +31,7 @@ from verl_digen.platforms.module_memory import DeviceMemory
 from verl_digen.rollout.batcher import RequestBatcher
 from verl_digen.rollout.birth import SeenDevice, visible_device
 from verl_digen.rollout.fingerprint import PROMPT, fingerprint
+from verl_digen.rollout.fitting import Fitting
 from verl_digen.rollout.network import Intake, Seals, load_network
 from verl_digen.rollout.peers import Place, Team, name_on_node, release, require_same_weights, restore, start_peers
 from verl_digen.rollout.prompt_cache import PromptCache
@@ -97,12 +98,11 @@ class DiffusersServer:
             self._decode,
             self._decode_audio,
             session=self._team.session,
+            fitting=Fitting.of(digen.rollout, self._device, num_devices=self._team.size),
             batch_size=digen.rollout.decode_batch_size,
         )
         self._batcher = RequestBatcher(
-            self._generate_batch,
-            max_batch_size=digen.rollout.max_batch_size,
-            wait_s=digen.rollout.batch_wait_s,
+            self._generate_batch, max_batch_size=digen.rollout.batch_size, wait_s=digen.rollout.batch_wait_s
         )
         self._version, self._num_updates = 0, 0
         self._update_timeout_s = digen.rollout.update_timeout_s
@@ -159,6 +159,8 @@ class DiffusersServer:
         self, requests: Sequence[SampleRequest], should_stop: Callable[[], bool]
     ) -> Awaitable[Answers]:
         answer = await self._on_device(lambda: self._generate(requests, should_stop))
+        if self._samples.fitting.size is not None:
+            self._batcher.max_batch_size = self._samples.fitting.size
         return asyncio.get_running_loop().run_in_executor(self._answering, answer)
 
     def _generate(self, requests: Sequence[SampleRequest], should_stop: Callable[[], bool]) -> Callable[[], Answers]:

@@ -26,7 +26,7 @@ group of a batch O(its groups).
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from heapq import heappop, heappush
+from heapq import heappop, heappush, nsmallest
 from math import isfinite
 
 from verl_digen.schedulers.batch import Batch, Group, GroupQueue, LiveChunk
@@ -265,6 +265,21 @@ class GroupBook:
             return []
         surplus = [other for other in batch.groups if other.state == "open"]
         return [chunk_id for other in surplus for chunk_id in self.drop(other, "surplus")]
+
+    def is_last(self, batch: Batch) -> bool:
+        """True if no group of the batch is still to be completed."""
+        return batch.num_open == 0 and self.num_wanted(batch.number) == 0
+
+    def fragment_size(self, batch: Batch) -> int:
+        """Number of ready groups that train next; 0: the trainer waits for more. All at a barrier."""
+        if not self._rules.is_pipelined:
+            return len(batch.ready) if self.is_last(batch) else 0
+        least = 1 if self.is_last(batch) else self._rules.min_groups_per_fragment
+        return min(self._rules.largest_fragment, len(batch.ready)) if len(batch.ready) >= least else 0
+
+    def first_ready(self, batch: Batch) -> tuple[str, ...]:
+        """Groups that `take_ready` would give now, of the next fragment."""
+        return tuple(uid for _, uid in nsmallest(self.fragment_size(batch), batch.ready))
 
     def take_ready(self, batch: Batch, size: int) -> tuple[str, ...]:
         """The `size` oldest ready groups, which are in training from now on."""

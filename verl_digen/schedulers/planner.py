@@ -168,8 +168,7 @@ class BatchPlanner:
         if self._slots.lose(slot).state == "busy":
             chunk_id = next(chunk_id for chunk_id, request in self._requests.items() if request.generator == slot)
             self._end_request(chunk_id)
-            live = self._book.live.get(chunk_id)
-            if live is not None:
+            if (live := self._book.live.get(chunk_id)) is not None:
                 self._book.batches[live.chunk.batch].num_reissued += len(live.left)
                 self._book.give_back(chunk_id, live.left)
         self._disturb()
@@ -230,8 +229,7 @@ class BatchPlanner:
         request = self._end_request(chunk_id)
         if request is None:
             return
-        live = self._book.live.get(chunk_id)
-        if live is not None:
+        if (live := self._book.live.get(chunk_id)) is not None:
             live.generated_s = now_s
         if request.generator == TRAINER:
             self._on_assisted(chunk_id, now_s)
@@ -326,13 +324,12 @@ class BatchPlanner:
         batch = self._book.batches.get(self.batch)
         if batch is None:
             return Wait("prompts")
-        is_last = batch.num_open == 0 and self._book.num_wanted(self.batch) == 0
-        wanted = self.rules.min_groups_per_fragment if self.rules.is_pipelined and not is_last else 1
-        if len(batch.ready) >= wanted and (self.rules.is_pipelined or is_last):
+        is_last = self._book.is_last(batch)
+        if size := self._book.fragment_size(batch):
             wait_s = self._merging_wait_s(batch, now_s) if self.rules.merges and not is_last else None
             if wait_s is not None:
                 return Wait("merging_pays", wait_s)
-            fragment = self._fragment(batch)
+            fragment = self._fragment(batch, size)
             self._occupy(fragment, now_s)
             return Train(fragment)
         if is_last:
@@ -346,6 +343,11 @@ class BatchPlanner:
             self._occupy(part, now_s)
             return Train(part)
         return decision
+
+    def upcoming(self) -> tuple[Fragment, tuple[str, ...]] | None:
+        """The fragment that trains, and the groups that would train next if it ended now; None outside of training."""
+        now = self._trainer
+        return (now, self._book.first_ready(self._book.batches[now.batch])) if isinstance(now, Fragment) else None
 
     def on_trained(self, fragment_id: int, now_s: float) -> None:
         """A training call has ended."""
@@ -385,11 +387,10 @@ class BatchPlanner:
         find = partial(find_merge, now_s, *state, self._durations, self.rules)
         return self._merging.wait_s(now_s, len(batch.ready), find)
 
-    def _fragment(self, batch: Batch) -> Fragment:
-        """The oldest ready groups: at most `BatchRules.largest_fragment`, or all at a barrier."""
-        most = self.rules.largest_fragment if self.rules.is_pipelined else len(batch.ready)
+    def _fragment(self, batch: Batch, size: int) -> Fragment:
+        """The `size` oldest ready groups."""
         self._merging.forget()
-        uids = self._book.take_ready(batch, min(most, len(batch.ready)))
+        uids = self._book.take_ready(batch, size)
         batch.num_fragments += 1
         self._num_fragments += 1
         num_early = sum(len(self._book.groups[uid].trained) for uid in uids)

@@ -32,7 +32,7 @@ def batch_rules(digen: DigenConfig, *, num_prompts: int, group_size: int, num_tr
         rows_per_group=rows_per_group(digen, group_size),
         is_pipelined=gap.enable,
         chunk_size=None if isinstance(gap.chunk_size, str) else gap.chunk_size,
-        max_chunk_size=digen.rollout.max_batch_size,
+        max_chunk_size=digen.rollout.batch_size,
         slots_per_replica=digen.slots_per_replica,
         replicate_prompts=queue.replicate_prompts,
         min_groups_per_fragment=gap.least_groups,

@@ -71,6 +71,7 @@ from verl_digen.schedulers.types import (
     Wait,
 )
 from verl_digen.store.keys import SampleName
+from verl_digen.trainer.announcements import Announcements
 from verl_digen.trainer.calls import CallsUnderWay, cancel, described, log_overdue, to_the_end
 from verl_digen.trainer.lanes import IdleLanes, Joining, Lanes
 from verl_digen.trainer.ports import Generator, Trainer
@@ -113,6 +114,7 @@ class Conductor:
         """Reason of the last failed sample."""
         self._calls = CallsUnderWay(deadlines.config)
         self._idle = IdleLanes(recorder)
+        self._announcements = Announcements(planner, trainer, self._calls, deadlines)
         self._slots = ReplicaSlots(
             planner, generator, self._calls, deadlines, recorder, self._idle, slots_of=slots_of, lanes=lanes.slots
         )
@@ -139,8 +141,7 @@ class Conductor:
             RunStopped: every group of it was dropped. Any exception of the pools; the open gradient is discarded.
         """
         await self._stop_feeding()
-        self._outcome, self._trained = None, set()
-        self._slowest_decision_s = 0.0
+        self._outcome, self._trained, self._slowest_decision_s = None, set(), 0.0
         self._calls.start(
             self.trainer.begin(),
             what=f"step {self._step}: opening a batch in the trainer",
@@ -152,6 +153,7 @@ class Conductor:
             while self._outcome is None:
                 self._feed()
                 wait_s = self._engage_trainer() if self._trainer_is_free else None
+                self._announcements.update(self._published)
                 may_ask_again = await self._next_events(wait_s if may_ask_again else None)
         except BaseException:
             if self._is_open:
@@ -343,8 +345,7 @@ class Conductor:
         for index, tag in scored.tags.items():
             name = SampleName.of(chunk.uid, index, tag)
             check_one_version(name, tag)
-            rewards = {index: tag.reward}
-            used = self.planner.on_scored(chunk.id, rewards, name.version, self.recorder.now_s())
+            used = self.planner.on_scored(chunk.id, {index: tag.reward}, name.version, self.recorder.now_s())
             published.add(name, tag, is_wanted=index in used)
 
     def _on_failed(self, chunk: Chunk, failures: Mapping[int, str]) -> None:

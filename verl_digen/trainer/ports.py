@@ -59,6 +59,10 @@ class Trainer(Protocol):
         """Add the gradient of complete groups, or of a part of one."""
         ...
 
+    async def announce(self, after: int, groups: Mapping[str, GroupTags]) -> None:
+        """Tell which complete groups train next, most likely, when the fragment with the number `after` has."""
+        ...
+
     async def commit(self) -> dict[str, float]:
         """Run the optimizer step; returns its metrics."""
         ...

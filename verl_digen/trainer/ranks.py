@@ -19,8 +19,9 @@ import ray
 
 from verl_digen.agent_loop.chunks import describe
 from verl_digen.algorithms.metric import Metric
-from verl_digen.engine.fragment import FragmentSample, FragmentSpec
+from verl_digen.engine.fragment import FragmentSample, FragmentSpec, Upcoming
 from verl_digen.store.partitions import TRAIN
+from verl_digen.store.upcoming import announce
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,10 @@ class TrainerRanks:
         """Add the gradient of complete groups."""
         counts = await self._on_all(self._worker_group.accumulate(self._put(fragment)))
         self.compute_s += counts["accumulate_s"]
+
+    async def announce(self, upcoming: Upcoming) -> None:
+        """Tell what most likely trains next; no rank is called, for they are busy."""
+        await announce(upcoming.packed())
 
     async def evaluate(self, fragments: Sequence[FragmentSpec]) -> list[FragmentSpec]:
         """Copies of the fragments with the log-probs of their rows under the current weights.

@@ -63,7 +63,7 @@ def engine_arguments(rollout: Any, model: DiffusionModelConfig, *, can_sleep: bo
         "enforce_eager": rollout.enforce_eager,
         "enable_sleep_mode": can_sleep and rollout.free_cache_engine,
         "step_execution": is_stepwise,
-        "max_num_seqs": digen.max_batch_size if is_stepwise or recording.supports_request_batch else 1,
+        "max_num_seqs": digen.batch_size if is_stepwise or recording.supports_request_batch else 1,
         "request_batch_max_wait_ms": WAIT_PER_WINDOW * digen.batch_wait_s * 1000,
         "vae_use_slicing": True,  # pictures are decoded one by one
         "vae_use_tiling": recording.tiles_vae,
