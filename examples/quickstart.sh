@@ -3,7 +3,7 @@
 #
 # Train the tiny model and show how it gets better. Arguments go to verl:
 #   examples/quickstart.sh trainer.total_training_steps=3
-# Trains and generates on all accelerators of this machine, up to 8, or on its CPU.
+# Trains and generates on all accelerators of this machine, up to 8, or on its CPU with two ranks that share the cores.
 # Shows the run's own lines; everything verl and Ray print is in RUN_DIR/console.log.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -15,7 +15,7 @@ run_dir="outputs/digen/quickstart-$(date +%Y-%m-%d_%H-%M-%S)"
 mkdir -p "$run_dir"
 echo "Training the tiny model with verl's main entry; everything it prints is in $run_dir/console.log"
 echo "  python -m verl.trainer.main_ppo recipe=digen_quickstart trainer.default_local_dir=$run_dir $*"
-echo "The first step takes about 40 s: Ray, TransferQueue, trainer rank, replica and workers start."
+echo "The first step takes about 40 s: Ray, TransferQueue, trainer ranks, replicas and workers start."
 
 set +e # the pipe's status is looked at below
 PYTHONUNBUFFERED=1 python -m verl.trainer.main_ppo recipe=digen_quickstart \

@@ -92,13 +92,19 @@ def every_split_s(name: str, num_devices: int, techniques) -> dict[Split, float]
     }
 
 
-@pytest.mark.parametrize("techniques", [("gap", "tsp"), STRICT, STALE], ids="+".join)
+@pytest.mark.parametrize(
+    "techniques",
+    [pytest.param(("gap", "tsp"), marks=pytest.mark.long), STRICT, pytest.param(STALE, marks=pytest.mark.long)],
+    ids="+".join,
+)
 @pytest.mark.parametrize("name", profile_names())
 def test_a_bad_split_is_told_the_best_one_and_a_good_one_nothing(name, techniques):
     profile, seconds = load_profile(name), every_split_s(name, 32, techniques)
     best_s = min(seconds.values())
     num_advised = 0
-    for split, step_s in seconds.items():
+    chosen = {min(seconds, key=lambda split: seconds[split]), *list(seconds)[1::8]}  # each simulates all the others
+    for split in chosen:
+        step_s = seconds[split]
         advice = advise(setting_of(profile, split, techniques), measured_steps(profile, split, techniques))
         if step_s > 1.1 * best_s:
             assert advice is not None, (str(split), step_s / best_s)
