@@ -21,17 +21,17 @@ Pausing is free here; live, resuming gathers the weights once more. Nothing is m
 
 from __future__ import annotations
 
-import re
 from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from heapq import heapify
 from math import exp, log
-from pathlib import Path
 from random import Random
 from statistics import fmean
 from typing import Any, Literal
+
+from baselines import PAGE, filled, lines_of
 
 from verl_digen.devices import Pool
 from verl_digen.schedulers.bubbles import bubble_at
@@ -58,7 +58,6 @@ common)."""
 TCSS_STEPS, TCSS_WARM_UP = 12, 3
 """Steps of a run with tcss, and those left out at its start; the last one is left out, too."""
 NAME = "interrupted assists"
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "baselines.md"
 
 
 class NoisySlots(ChunkSlots):
@@ -367,16 +366,7 @@ def row(profile: Profile, split: Split, measure: Callable[[Case, Sequence[int]],
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines of the table, in Markdown."""
     head = ["simulated", "split", "assists a batch", "fragments ready meanwhile", "paused", "given back", "hindsight"]
-    head = head[: len(rows[0])]
-    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
-
-
-def written(text: str, lines: Sequence[str]) -> str:
-    """The page with the table in its place."""
-    place = re.compile(rf"(<!-- {NAME} -->\n).*?(<!-- end of {NAME} -->)", re.DOTALL)
-    if place.search(text) is None:
-        raise ValueError(f"the page must have <!-- {NAME} --> and <!-- end of {NAME} -->, got none; add both lines")
-    return place.sub(lambda match: match[1] + "\n".join(lines) + "\n" + match[2], text)
+    return lines_of(head[: len(rows[0])], rows)
 
 
 def main() -> None:
@@ -394,7 +384,7 @@ def main() -> None:
             rows.append(row(profile, split, stale if args.tcss else strict, args.batches))
             print(" | ".join(rows[-1]), flush=True)
     if args.write:
-        PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), table(rows)), encoding="utf-8")
+        PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), {NAME: table(rows)}), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from baselines import filled, lines_of
+from baselines import DEVICE, PAGE, filled, lines_of
 
 from verl_digen.devices import Pool
 from verl_digen.simulate.cluster import COLOCATED_TSP, SHARED_QUEUE, Split
@@ -26,8 +26,6 @@ from verl_digen.simulate.splits import best_split
 from verl_digen.simulate.variance import Failures, SlowDevices, Variance
 from verl_digen.simulate.varied import run_varied_colocated, run_varied_split
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "baselines.md"
-DEVICE = "H800"
 SIZES = (32, 256, 1024)
 SEEDS = range(5)
 RATE_PER_H = 419 / (54 * 24 * 16384)

@@ -2625,6 +2625,13 @@ TABLE: tuple[Mutation, ...] = (
     ),
     Mutation(
         "simulate/cluster.py",
+        "a type of devices alone has the slow ones of another",
+        "first_device += pool.num_devices",
+        "first_device += 0",
+        "simulate/test_cluster.py -k each_alone",
+    ),
+    Mutation(
+        "simulate/cluster.py",
         "a colocated round that is not full takes a part of one",
         "num_rounds = -(-num_samples // num_devices)",
         "num_rounds = num_samples / num_devices",

@@ -25,14 +25,12 @@ from tests.engine.harness import (
     samples_of,
     stepped_gradients,
 )
-from tests.engine.test_arrival import WAIT_S
+from tests.engine.test_arrival import REWARDS_OF_SIX, WAIT_S
 from verl_digen.algorithms.metric import numbers
 from verl_digen.engine.ahead import FetchAhead
 from verl_digen.engine.arrival import Arrival
 from verl_digen.engine.fragment import FragmentSample, FragmentSpec, Upcoming
 from verl_digen.engine.rows import Samples
-
-REWARDS = [0.1, 0.7, 0.4, 0.9, 0.2, 0.3]
 
 
 class Store:
@@ -89,7 +87,7 @@ def threads() -> list[str]:
 
 
 def first(store: Store) -> tuple[FetchAhead, dict[str, list[FragmentSample]]]:
-    return FetchAhead(store.fetch, store.announced), samples_of(store.batch, REWARDS)
+    return FetchAhead(store.fetch, store.announced), samples_of(store.batch, REWARDS_OF_SIX)
 
 
 def everything(samples: Sequence[FragmentSample]) -> Sequence[FragmentSample]:
@@ -243,12 +241,12 @@ def test_gradients_are_bitwise_those_without_announcements(
     one_rank: None, tiny_qwen_image: Path, batch: TensorDict, said: str
 ):
     engine, expected = (make_engine(tiny_qwen_image, digen=TILES) for _ in range(2))
-    groups = samples_of(batch, REWARDS)
+    groups = samples_of(batch, REWARDS_OF_SIX)
     order = list(groups)
     following = dict(zip(order, [*order[1:], order[0]] if said != "wrong" else order[::-1], strict=True))
     store = Told(batch, {uid: fragment(groups, after) for uid, after in following.items()})
-    engine.begin(len(REWARDS), num_rows_of(groups), FetchAhead(store.fetch, store.announced))
-    begin(expected, batch, REWARDS)
+    engine.begin(len(REWARDS_OF_SIX), num_rows_of(groups), FetchAhead(store.fetch, store.announced))
+    begin(expected, batch, REWARDS_OF_SIX)
     for uid in order:
         store.after = "elsewhere" if said == "old" else uid
         if said == "failing":
@@ -273,10 +271,10 @@ def test_gradients_are_bitwise_those_without_announcements(
 
 
 def test_an_abort_ends_what_is_fetched_ahead(one_rank: None, tiny_qwen_image: Path, batch: TensorDict):
-    engine, groups = make_engine(tiny_qwen_image, digen=TILES), samples_of(batch, REWARDS)
+    engine, groups = make_engine(tiny_qwen_image, digen=TILES), samples_of(batch, REWARDS_OF_SIX)
     store = Told(batch, {"g0": fragment(groups, "g1")})
     store.after = "g0"
-    engine.begin(len(REWARDS), num_rows_of(groups), FetchAhead(store.fetch, store.announced))
+    engine.begin(len(REWARDS_OF_SIX), num_rows_of(groups), FetchAhead(store.fetch, store.announced))
     engine.accumulate(fragment(groups, "g0"))
     engine.abort()
     assert not threads() and store.asked == [[sample.key for sample in groups[uid]] for uid in ("g0", "g1")]

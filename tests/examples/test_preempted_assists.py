@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Interrupted assists, simulated: time and samples are conserved, and docs/baselines.md shows what comes out."""
 
-import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
+from tests.simulate.page import ROOT, TEXT, as_row, block
 from verl_digen.devices import Pool
 from verl_digen.schedulers.simulation import PlannerRun
 from verl_digen.simulate.cluster import Split, durations_of, simulated_rules
 from verl_digen.simulate.profile import load_profile
 
-ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = (ROOT / "examples",)
 pytestmark = pytest.mark.usefixtures("examples")
 
@@ -123,12 +121,11 @@ def test_hindsight_is_never_later_and_sometimes_earlier(cases):
 
 
 def test_the_page_shows_what_comes_out():
-    from preempted_assists import NAME, NUM_BATCHES, row, split_of, strict, written
+    from preempted_assists import NAME, NUM_BATCHES, filled, row, split_of, strict
 
-    text = (ROOT / "docs" / "baselines.md").read_text(encoding="utf-8")
-    lines = re.search(rf"<!-- {NAME} -->\n(.*?)<!-- end of {NAME} -->", text, re.DOTALL)[1].splitlines()
+    lines = block(NAME)
     assert len(lines) == 2 + 4 * 3
-    assert written(text, lines) == text
+    assert filled(TEXT, {NAME: lines}) == TEXT
     split = split_of(WAN, 32, 0, tcss=False)
     assert split == WAN_SPLIT
-    assert f"| {' | '.join(row(WAN, split, strict, NUM_BATCHES))} |" in lines
+    assert as_row(row(WAN, split, strict, NUM_BATCHES)) in lines

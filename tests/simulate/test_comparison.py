@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import importlib
 import re
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from tests.simulate.page import ROOT, TEXT, as_row, block
 from verl_digen.devices import Pool
 from verl_digen.simulate.cluster import COLOCATED, COLOCATED_TSP, Split, run_colocated, run_split
 from verl_digen.simulate.comparison import (
@@ -27,8 +27,6 @@ from verl_digen.simulate.profile import load_profile
 from verl_digen.simulate.splits import best_split
 from verl_digen.simulate.verl_omni import NAME, VERL_OMNI, WINDOW, run_verl_omni, windowed
 
-ROOT = Path(__file__).resolve().parents[2]
-TEXT = (ROOT / "docs" / "baselines.md").read_text(encoding="utf-8")
 QWEN, MIXED = load_profile("qwen-image-20b"), (Pool(20, "H800"), Pool(24, "A100"))
 
 
@@ -37,17 +35,6 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """examples/baselines.py."""
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     return importlib.import_module("baselines")
-
-
-def block(name: str) -> list[str]:
-    """Lines of a table of the page."""
-    found = re.search(rf"<!-- {re.escape(name)} -->\n(.*?)\n<!-- end of {re.escape(name)} -->", TEXT, re.DOTALL)
-    assert found is not None, f"docs/baselines.md lacks the table {name}"
-    return found[1].split("\n")
-
-
-def as_row(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def test_runs_on_one_type_of_devices_are_the_simulators_and_each_has_all_devices():

@@ -4,19 +4,16 @@
 from __future__ import annotations
 
 import importlib
-import re
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from tests.simulate.page import ROOT, TEXT, as_row, block
 from verl_digen.simulate.cluster import COLOCATED_TSP, SHARED_QUEUE, run_colocated
 from verl_digen.simulate.comparison import EVERYTHING, STRICT, run_separate
 from verl_digen.simulate.profile import load_profile
 from verl_digen.simulate.variance import Variance
 
-ROOT = Path(__file__).resolve().parents[2]
-TEXT = (ROOT / "docs" / "baselines.md").read_text(encoding="utf-8")
 WAN = load_profile("wan2.1-14b")
 
 
@@ -27,21 +24,10 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("stragglers")
 
 
-def block(name: str) -> list[str]:
-    """Lines of a table of the page."""
-    found = re.search(rf"<!-- {re.escape(name)} -->\n(.*?)\n<!-- end of {re.escape(name)} -->", TEXT, re.DOTALL)
-    assert found is not None, f"docs/baselines.md lacks the table {name}"
-    return found[1].split("\n")
-
-
-def as_line(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
 def test_the_page_shows_what_is_simulated_again(script):
     splits = script.splits_of(WAN, 32)
     for case in ("1 in 32 at half speed", "failures"):
-        assert as_line(script.cells(script.row(WAN, 32, case, splits))) in block("variance")
+        assert as_row(script.cells(script.row(WAN, 32, case, splits))) in block("variance")
 
 
 def test_without_variance_a_row_is_that_of_the_other_tables(script):

@@ -37,7 +37,7 @@ def quickstart_devices(found: int) -> int:
     The most that divide its prompts: ranks share the rows of a step evenly.
 
     Args:
-        found: devices of this machine; 0 on one without an accelerator, which trains on its CPU as one device.
+        found: accelerators of this machine; 0 counts as one device.
 
     Example:
         [quickstart_devices(found) for found in (0, 1, 2, 3, 6, 8, 16)]  # [1, 1, 2, 2, 4, 8, 8]

@@ -122,23 +122,15 @@ class RolloutConfig:
     fp32 shows 1e-5. In bf16, set it to about ten times the value of the run's first steps."""
 
     def __post_init__(self) -> None:
+        if self.max_batch_size != AUTO:
+            _require_count("max_batch_size", self.max_batch_size, 1, must="be auto or lie in")
         for name, least in (
-            ("max_batch_size", 1),
             ("decode_batch_size", 1),
             ("embed_cache_size", 1),
             ("num_kept_adapters", 2),
             ("max_restarts", 0),
         ):
-            value = getattr(self, name)
-            if name == "max_batch_size" and value == AUTO:
-                continue
-            other = "be auto or " if name == "max_batch_size" else ""
-            require(
-                not isinstance(value, str) and least <= value <= MAX_SAMPLES,
-                f"digen.rollout.{name} must {other}lie in [{least}, {MAX_SAMPLES}]",
-                value,
-                f"set it to {least} or more; memory decides",
-            )
+            _require_count(name, getattr(self, name), least)
         require(
             isinstance(self.split_guidance, bool) or self.split_guidance == "auto",
             "digen.rollout.split_guidance must be auto, true or false",
@@ -183,3 +175,12 @@ class RolloutConfig:
     def fits_batches(self) -> bool:
         """True if memory decides."""
         return self.max_batch_size == AUTO
+
+
+def _require_count(name: str, value: int | str, least: int, *, must: str = "lie in") -> None:
+    require(
+        not isinstance(value, str) and least <= value <= MAX_SAMPLES,
+        f"digen.rollout.{name} must {must} [{least}, {MAX_SAMPLES}]",
+        value,
+        f"set it to {least} or more; memory decides",
+    )

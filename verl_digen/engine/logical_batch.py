@@ -191,11 +191,17 @@ class LogicalBatch:
         samples = [self._samples[key] for key in keys]
         if not any(sample.num_rows for sample in samples):
             return 0
-        work = self.planner.deal(samples, advantages, self.ahead.fetch if corrects else self.ahead)
-        work = replace(work, on_last_tile=self._look_ahead)
+        work = self._dealt(samples, advantages, self.ahead.fetch if corrects else self.ahead)
         with self._running(work):
             self.transaction.run(work, is_final=is_final, is_last=is_last, corrects=corrects)
         return work.num_rows
+
+    def _dealt(
+        self, samples: Sequence[FragmentSample], advantages: Tensor, fetch: Fetch, *, are_apart: bool = False
+    ) -> TileWork:
+        """This rank's tiles; when the last one begins, what trains next is fetched."""
+        work = self.planner.deal(samples, advantages, fetch, are_apart=are_apart)
+        return replace(work, on_last_tile=self._look_ahead)
 
     def _look_ahead(self) -> None:
         """Begin to fetch what trains after the fragment in training."""
@@ -217,8 +223,7 @@ class LogicalBatch:
         self._partial.samples.update({sample.key: sample for sample in fragment.samples})
         if not any(sample.num_rows for sample in fragment.samples):
             return 0
-        work = self.planner.deal(fragment.samples, torch.zeros(len(fragment.samples)), self.ahead, are_apart=True)
-        work = replace(work, on_last_tile=self._look_ahead)
+        work = self._dealt(fragment.samples, torch.zeros(len(fragment.samples)), self.ahead, are_apart=True)
         with self._running(work):
             self.transaction.run_part(work, self._partial)
         return work.num_rows

@@ -119,7 +119,7 @@ def check_storage(config: DictConfig) -> None:
 
 
 def check_batches(config: DictConfig) -> None:
-    """Require prompts, groups and samples to divide as verl divides them."""
+    """Require prompts to divide into mini-batches as verl divides them, and groups as large as what trains of them."""
     num_prompts, group_size = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
     mini_batch = config.actor_rollout_ref.actor.ppo_mini_batch_size
     best_of = digen_config(config).advantage.best_of

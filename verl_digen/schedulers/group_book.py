@@ -26,7 +26,7 @@ group of a batch O(its groups).
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from heapq import heappop, heappush, nsmallest
+from heapq import heappop, heappush
 from math import isfinite
 
 from verl_digen.schedulers.batch import Batch, Group, GroupQueue, LiveChunk
@@ -279,7 +279,7 @@ class GroupBook:
 
     def first_ready(self, batch: Batch) -> tuple[str, ...]:
         """Groups that `take_ready` would give now, of the next fragment."""
-        return tuple(uid for _, uid in nsmallest(self.fragment_size(batch), batch.ready))
+        return tuple(uid for _, uid in sorted(batch.ready)[: self.fragment_size(batch)])
 
     def take_ready(self, batch: Batch, size: int) -> tuple[str, ...]:
         """The `size` oldest ready groups, which are in training from now on."""

@@ -228,13 +228,11 @@ class PlannerRun:
 
     def train_s(self, fragment: Fragment) -> float:
         """Seconds of a training call."""
-        if fragment.part:
-            return self.durations.parts_s[len(fragment.part) - 1]
-        return self.durations.trained_s(len(fragment.uids), self.rules.group_size, fragment.num_early)
+        return self._trained_s(self.durations, fragment)
 
     def assist_s(self, assist: Assist) -> float:
         """Seconds of an assist."""
-        return self.durations.assisted_s[self.rules.assist_rounds(assist.num_samples) - 1]
+        return self._assisted_s(self.durations, assist)
 
     def score_s(self, chunk: Chunk) -> float:
         """Seconds from the end of a chunk's generation to its scores."""
@@ -256,6 +254,14 @@ class PlannerRun:
             while self._due and self._due[0][0] <= now_s + EPSILON_S:
                 end_s, _, what, subject = heappop(self._due)
                 is_trainer_free |= self._tell(end_s, what, subject)
+
+    def _trained_s(self, durations: KnownDurations, fragment: Fragment) -> float:
+        if fragment.part:
+            return durations.parts_s[len(fragment.part) - 1]
+        return durations.trained_s(len(fragment.uids), self.rules.group_size, fragment.num_early)
+
+    def _assisted_s(self, durations: KnownDurations, assist: Assist) -> float:
+        return durations.assisted_s[self.rules.assist_rounds(assist.num_samples) - 1]
 
     def _begin(self) -> None:
         """Make the planner, and have all slots join it."""

@@ -20,6 +20,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from statistics import fmean
+from typing import NamedTuple
 
 from verl_digen.devices import Pool
 from verl_digen.require import require
@@ -147,8 +148,7 @@ def run_split(
     if rules is None:
         rules = simulated_rules(profile, split, techniques, stale_fraction=stale_fraction)
     rules = replace(rules, slots_per_replica=1)  # a slot is a device, which takes no time between two chunks
-    num_devices = split.generator.num_devices
-    slots = [f"slot{index:0{len(str(num_devices))}d}" for index in range(num_devices)]
+    slots = slot_names(split.generator.num_devices)
     generator, replica_of = None, {}
     if episodes is not None:
         episodes.check(techniques)
@@ -167,6 +167,11 @@ def run_split(
     )
     run.play()
     return _steady_outcome(profile, split, techniques, run)
+
+
+def slot_names(number: int) -> list[str]:
+    """Names of slots, in order also as text."""
+    return [f"slot{index:0{len(str(number))}d}" for index in range(number)]
 
 
 def check_run(profile: Profile, split: Split, techniques: Collection[str], num_steps: int) -> None:
@@ -376,19 +381,35 @@ def baselines(profile: Profile, pools: Sequence[Pool]) -> list[Outcome]:
     Devices of two types together run at the slower type's speed; each type alone is a baseline too, if it holds the
     training state.
     """
-    everything = together(profile, pools)
-    if len({pool.device for pool in pools}) == 1:
-        candidates = [(everything, None)]
-    else:
-        candidates = [(everything, f"{everything.num_devices} together, as {everything.device}")]
-        candidates += [
-            (pool, f"{pool} alone") for pool in pools if pool.num_devices >= profile.numbers.min_trainer_devices
-        ]
     return [
-        run_colocated(profile, pool, has_tsp=has_tsp, devices=devices)
-        for pool, devices in candidates
+        run_colocated(profile, one.pool, has_tsp=has_tsp, devices=one.devices)
+        for one in pools_in_turns(profile, pools)
         for has_tsp in (False, True)
     ]
+
+
+class InTurns(NamedTuple):
+    """Devices of a colocated run."""
+
+    pool: Pool
+    devices: str | None
+    """The devices in words; None: `pool`, "together"."""
+    first_device: int
+    """Number of the first of them among all devices."""
+
+
+def pools_in_turns(profile: Profile, pools: Sequence[Pool]) -> list[InTurns]:
+    """All devices of `pools` together, then each of two types alone, if it holds the training state."""
+    everything = together(profile, pools)
+    if len({pool.device for pool in pools}) == 1:
+        return [InTurns(everything, None, 0)]
+    found = [InTurns(everything, f"{everything.num_devices} together, as {everything.device}", 0)]
+    first_device = 0
+    for pool in pools:
+        if pool.num_devices >= profile.numbers.min_trainer_devices:
+            found.append(InTurns(pool, f"{pool} alone", first_device))
+        first_device += pool.num_devices
+    return found
 
 
 def together(profile: Profile, pools: Sequence[Pool]) -> Pool:

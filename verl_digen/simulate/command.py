@@ -48,6 +48,7 @@ from verl_digen.simulate.cluster import (
 from verl_digen.simulate.episode_baselines import episode_baselines
 from verl_digen.simulate.episode_runs import Episodes
 from verl_digen.simulate.episodes import Latency
+from verl_digen.simulate.options import require_absent
 from verl_digen.simulate.profile import Profile, load_profile, profile_names
 from verl_digen.simulate.splits import best_split
 from verl_digen.simulate.variance import Variance
@@ -188,10 +189,8 @@ def episodes_of(args: Namespace) -> Episodes | None:
         if (value := getattr(args, name)) is not None
     }
     if args.turns is None:
-        for name, value in given.items():
-            raise ValueError(
-                f"--{name.replace('_', '-')} must be left out without --turns, got {value!r}; give the turns, too"
-            )
+        for name in given:
+            require_absent(args, name, "--turns", "give the turns, too")
         return None
     latency = parse_latency(given.pop("environment_latency", "0"))
     return Episodes(args.turns, latency, **given)

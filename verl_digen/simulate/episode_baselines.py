@@ -18,7 +18,7 @@ from verl_digen.simulate.cluster import (
     COLOCATED_STEPS,
     COLOCATED_TSP,
     Outcome,
-    together,
+    pools_in_turns,
     turns_outcome,
 )
 from verl_digen.simulate.costs import train_s
@@ -37,9 +37,7 @@ Mode = Literal["lock-step", "asynchronous", "redundant"]
 def episode_baselines(profile: Profile, pools: Sequence[Pool], episodes: Episodes) -> list[Outcome]:
     """Runs on all devices of `pools` together, at the slowest type's speed: in lock-step, asynchronous without and with
     TSP, and with redundant episodes if there are any."""
-    pool = together(profile, pools)
-    kinds = {one.device for one in pools}
-    devices = None if len(kinds) == 1 else f"{pool.num_devices} together, as {pool.device}"
+    pool, devices, _ = pools_in_turns(profile, pools)[0]
     modes: list[tuple[Mode, bool]] = [("lock-step", True), ("asynchronous", False), ("asynchronous", True)]
     if episodes.extra_episodes:
         modes.append(("redundant", True))

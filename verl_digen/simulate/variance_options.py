@@ -8,6 +8,7 @@ from argparse import ArgumentParser, Namespace
 from typing import get_args
 
 from verl_digen.require import require
+from verl_digen.simulate.options import require_absent
 from verl_digen.simulate.variance import Failures, Place, SlowDevices, Variance
 
 OF_FAILURES = ("replace_s", "restart_s", "save_freq")
@@ -52,16 +53,16 @@ def variance_of(args: Namespace) -> Variance | None:
     if args.slow_devices is not None:
         slow = parse_slow(args.slow_devices, args.slow_place)
     else:
-        _require_absent(args, "slow_place", "--slow-devices")
+        require_absent(args, "slow_place", "--slow-devices")
     failures = None
     if args.failures is not None:
         given = {name: value for name in OF_FAILURES if (value := vars(args)[name]) is not None}
         failures = Failures(args.failures, **given)
     else:
         for name in OF_FAILURES:
-            _require_absent(args, name, "--failures")
+            require_absent(args, name, "--failures")
     if args.jitter is None and args.rank_skew is None and slow is None and failures is None:
-        _require_absent(args, "seed", "--jitter, --rank-skew, --slow-devices or --failures")
+        require_absent(args, "seed", "--jitter, --rank-skew, --slow-devices or --failures")
         return None
     require(
         args.turns is None,
@@ -87,11 +88,6 @@ def parse_slow(text: str, place: Place | None = None) -> SlowDevices:
     return SlowDevices(
         int(count), None if of is None else int(of), float(factor or defaults.factor), place or defaults.place
     )
-
-
-def _require_absent(args: Namespace, name: str, needed: str) -> None:
-    value = vars(args)[name]
-    require(value is None, f"--{name.replace('_', '-')} must be left out without {needed}", value, "give that, too")
 
 
 def in_words(variance: Variance, num_devices: int) -> str:

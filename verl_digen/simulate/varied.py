@@ -27,10 +27,11 @@ from verl_digen.simulate.cluster import (
     check_run,
     durations_of,
     outcome_of,
+    pools_in_turns,
     simulated_rules,
+    slot_names,
     slot_sample_s,
     steady_window,
-    together,
     turns_outcome,
 )
 from verl_digen.simulate.costs import sample_s, train_s
@@ -103,8 +104,7 @@ def varied_run(
 ) -> VariedRun:
     """The run to play; slots are the generator's devices."""
     rules = simulated_rules(profile, split, techniques, stale_fraction=stale_fraction)
-    num_slots = split.generator.num_devices
-    slots = [f"slot{index:0{len(str(num_slots))}d}" for index in range(num_slots)]
+    slots = slot_names(split.generator.num_devices)
     factors = variance.slow_factors(split.num_devices, is_separate=True)
     of_trainer, of_slots = factors[: split.trainer.num_devices], factors[split.trainer.num_devices :]
     return VariedRun(
@@ -132,20 +132,11 @@ def with_stops(outcome: Outcome, variance: Variance, num_devices: int, *, refill
 
 def varied_baselines(profile: Profile, pools: Sequence[Pool], variance: Variance) -> list[Outcome]:
     """Runs of `baselines` with variance, verl-omni's way before them, and each with TSP from a shared queue, too."""
-    everything = together(profile, pools)
-    runs = [(everything, f"{everything.num_devices} together, as {everything.device}", 0)]
-    if len({pool.device for pool in pools}) == 1:
-        runs = [(everything, f"{everything} together", 0)]
-    else:
-        starts = [sum(pool.num_devices for pool in pools[:index]) for index in range(len(pools))]
-        runs += [
-            (pool, f"{pool} alone", start)
-            for pool, start in zip(pools, starts, strict=True)
-            if pool.num_devices >= profile.numbers.min_trainer_devices
-        ]
-    outcomes = [run_varied_verl_omni(profile, everything, variance, devices=runs[0][1])]
-    for pool, devices, start in runs:
-        phases = Phases(variance, profile.numbers, pool.num_devices, start, everything.num_devices)
+    runs = pools_in_turns(profile, pools)
+    everything = runs[0].pool
+    outcomes = [run_varied_verl_omni(profile, everything, variance, devices=runs[0].devices)]
+    for pool, devices, first_device in runs:
+        phases = Phases(variance, profile.numbers, pool.num_devices, first_device, everything.num_devices)
         for has_tsp, has_queue in ((False, False), (True, False), (True, True)):
             outcomes.append(
                 run_varied_colocated(profile, pool, phases, has_tsp=has_tsp, has_queue=has_queue, devices=devices)

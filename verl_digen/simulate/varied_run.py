@@ -96,22 +96,16 @@ class VariedRun(PlannerRun):
 
     def train_s(self, fragment: Fragment) -> float:
         """Seconds of a training call, by its slowest rank."""
-
-        def seconds(slow: float) -> float:
-            durations = self._by_slow[slow]
-            if fragment.part:
-                return durations.parts_s[len(fragment.part) - 1]
-            return durations.trained_s(len(fragment.uids), self.rules.group_size, fragment.num_early)
-
         first = min(map(int, fragment.uids))
-        return self._ranks.call_s(seconds, "train", first, *fragment.part)
+        return self._ranks.call_s(
+            lambda slow: self._trained_s(self._by_slow[slow], fragment), "train", first, *fragment.part
+        )
 
     def assist_s(self, assist: Assist) -> float:
         """Seconds of an assist, by its slowest rank."""
-        index = self.rules.assist_rounds(assist.num_samples) - 1
         first = assist.chunks[0]
         return self._ranks.call_s(
-            lambda slow: self._by_slow[slow].assisted_s[index], "assist", int(first.uid), first.samples[0]
+            lambda slow: self._assisted_s(self._by_slow[slow], assist), "assist", int(first.uid), first.samples[0]
         )
 
     def score_s(self, chunk: Chunk) -> float:

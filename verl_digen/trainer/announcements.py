@@ -36,8 +36,8 @@ class Announcements:
         Args:
             published: batch -> its published samples.
         """
-        found = self._planner.upcoming()
-        if found is None or not found[1] or self._is_under_way:
+        found = None if self._is_under_way else self._planner.upcoming()
+        if found is None or not found[1]:
             return
         fragment, uids = found
         if (fragment.id, uids) == self._told:
