@@ -6,7 +6,8 @@
 
 Plays the live planner in the simulator, with TAG and BTS, on the shipped profiles with two prompts for every four
 devices that train, so that a batch fills the cluster. Times are CPU time of one core, without Ray; "decision" is one
-answer of the planner: what the trainer does next, or the next chunks of all slots that are free.
+answer of the planner: what the trainer does next, or the next chunks of all slots that are free. The trainer's calls
+are those that the driver makes itself, to relays (`verl_digen.trainer.relays`); `examples/rank_calls.py` times them.
 """
 
 from __future__ import annotations
@@ -25,8 +26,11 @@ from verl_digen.schedulers.simulation import PlannerRun
 from verl_digen.schedulers.types import Assist, Commit, Generate, LoadWeights, SlotDecision, Train, TrainerDecision
 from verl_digen.simulate.cluster import Split, durations_of, simulated_rules
 from verl_digen.simulate.profile import Profile, load_profile, profile_names
+from verl_digen.trainer.relays import tree
 
 TECHNIQUES = ("gap", "tsp", "tag")
+
+DEVICES_PER_NODE = 8
 
 
 @dataclass
@@ -43,7 +47,8 @@ class TimedPlanner(BatchPlanner):
     """The live planner, with a clock around its decisions."""
 
     counted: Counted
-    num_ranks: int
+    num_callees: int
+    """Calls of the driver that reach all ranks."""
 
     def next_for_trainer(self, now_s: float) -> TrainerDecision:
         began_s = time.thread_time()
@@ -51,9 +56,9 @@ class TimedPlanner(BatchPlanner):
         self.counted.trainer_s.append(time.thread_time() - began_s)
         calls = self.counted.calls
         if isinstance(decision, Train | Commit):
-            calls["train" if isinstance(decision, Train) else "commit"] += self.num_ranks
+            calls["train" if isinstance(decision, Train) else "commit"] += self.num_callees
         elif isinstance(decision, Assist):
-            calls["assist"] += self.num_ranks
+            calls["assist"] += self.num_callees
         return decision
 
     def assign(self, now_s: float) -> list[SlotDecision]:
@@ -71,11 +76,11 @@ class TimedRun(PlannerRun):
     """A simulated run of `TimedPlanner`."""
 
     counted: Counted
-    num_ranks: int
+    num_callees: int
 
     def make_planner(self) -> BatchPlanner:
         planner = TimedPlanner(self.rules, self.durations, first_batch=0, num_batches=self.num_batches)
-        planner.counted, planner.num_ranks = self.counted, self.num_ranks
+        planner.counted, planner.num_callees = self.counted, self.num_callees
         return planner
 
 
@@ -114,7 +119,8 @@ def play(profile: Profile, split: Split, num_steps: int) -> Cost:
         commit_s=profile.numbers.commit_s,
         keeps_events=False,
     )
-    run.counted, run.num_ranks = Counted(), split.trainer.num_devices
+    nodes = [f"n{rank // DEVICES_PER_NODE}" for rank in range(split.trainer.num_devices)]
+    run.counted, run.num_callees = Counted(), len(tree(nodes))
     run.play()
     return Cost(run.commits_s[-1] / num_steps, run.counted, num_steps)
 

@@ -66,6 +66,7 @@ RECEIVER = "weights/test_receiver.py"
 PROBE = "weights/test_probe.py"
 PLANNER = "schedulers/test_planner.py"
 CONDUCTOR = "trainer/test_conductor.py"
+STAGED = "trainer/test_staged.py"
 SAVING = "chaos/test_saving.py"
 SCORING = "reward/test_scoring.py"
 POOL_WORKER = "reward/test_pool_worker.py"
@@ -1506,6 +1507,34 @@ TABLE: tuple[Mutation, ...] = (
         "self._kinds[kind].most = size // 2",
         "self._kinds[kind].most = size - 1",
         FITTING,
+    ),
+    Mutation(
+        "trainer/relays.py",
+        "every process is given the arguments of the first ones",
+        "calls.append(callee.call(work.share(first, callee.num_processes), keep))",
+        "calls.append(callee.call(work, keep))",
+        STAGED,
+    ),
+    Mutation(
+        "trainer/relays.py",
+        "a relay calls ranks of another node",
+        "key=lambda number: nodes[number]",
+        "key=lambda number: number // fan_out",
+        "trainer/test_relays.py -k 'tree'",
+    ),
+    Mutation(
+        "trainer/staged.py",
+        "a replica that joins is sent no weights",
+        "if workers != self._workers:",
+        "if not self._workers:",
+        STAGED,
+    ),
+    Mutation(
+        "trainer/staged.py",
+        "ranks send before all have joined",
+        '        await everyone.call(join, "first")\n',
+        '        joined = asyncio.ensure_future(everyone.call(join, "first"))\n',
+        STAGED,
     ),
     Mutation(
         "engine/export.py",

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import ray._private.state
+from ray.exceptions import ActorUnavailableError, RayActorError
 
 from verl_digen.blips import through_blips
 from verl_digen.schedulers.deadlines import DeadlinesConfig
@@ -29,3 +31,30 @@ async def sign_of_life(actor: Any, deadlines: DeadlinesConfig) -> None:
     """
     asked = through_blips(actor.__ray_ready__.remote, deadlines.blip_s)
     await asyncio.wait_for(asked, deadlines.answer_s + deadlines.blip_s)
+
+
+async def alive(actors: Sequence[Any], deadlines: DeadlinesConfig) -> list[bool]:
+    """Ask all actors at once for a sign of life -> True for each that gives one in time. One that cannot be reached is
+    asked again, see `sign_of_life`."""
+    answers = [asyncio.ensure_future(actor.__ray_ready__.remote()) for actor in actors]
+    if answers:
+        await asyncio.wait(answers, timeout=deadlines.answer_s)
+    return list(await asyncio.gather(*(map(_lives, actors, answers, [deadlines] * len(answers)))))
+
+
+async def _lives(actor: Any, answer: asyncio.Future[Any], deadlines: DeadlinesConfig) -> bool:
+    """Return True if the actor lives whose answer has come, failed, or not come in time."""
+    if not answer.done():
+        answer.cancel()
+        return False
+    error = answer.exception()
+    if isinstance(error, ActorUnavailableError):
+        try:
+            await sign_of_life(actor, deadlines)
+        except (RayActorError, asyncio.TimeoutError):
+            return False
+    elif isinstance(error, RayActorError):
+        return False
+    elif error is not None:
+        raise error
+    return True

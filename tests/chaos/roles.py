@@ -29,6 +29,7 @@ from verl_digen.agent_loop.generated import GroupsBeingGenerated
 from verl_digen.agent_loop.manager import DiffusionAgentLoopWorker
 from verl_digen.agent_loop.server_manager import DiffusionServerClient
 from verl_digen.agent_loop.single_turn import DiffusionSingleTurnAgentLoop
+from verl_digen.algorithms.metric import Plain
 from verl_digen.config import DigenConfig
 from verl_digen.config.reward import reward_entry
 from verl_digen.engine.fragment import FragmentSpec
@@ -338,7 +339,7 @@ class Rank:
                 groups.setdefault(request.uid, []).append(made)
         return [(uid, self._cluster.put(found)) for uid, found in groups.items()]
 
-    async def commit(self, more: bool) -> dict[str, float]:
+    async def commit(self, more: bool) -> Plain:
         if not self.is_open:
             raise RuntimeError("no logical batch is open")
         await self._work("commit", COMMIT_S)

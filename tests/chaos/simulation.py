@@ -35,6 +35,7 @@ from tests.chaos.processes import Cluster, Handle
 from tests.chaos.roles import Agent, Engine, Judge, Queue, QueueClient, Rank, RankGroup, Reward, Server, prompt_row
 from tests.chaos.survival import may_end
 from tests.chaos.world import World
+from tests.trainer.direct import as_it_is
 from verl_digen.agent_loop.server_manager import DiffusionServerClient
 from verl_digen.errors import RunStopped
 from verl_digen.observe.timeline import Lane, Recorder
@@ -45,6 +46,7 @@ from verl_digen.store.samples import clear
 from verl_digen.trainer.base import DiffusionTrainer
 from verl_digen.trainer.disaggregated import DisaggregatedTrainer
 from verl_digen.trainer.ranks import TrainerRanks
+from verl_digen.trainer.relays import Process, Together
 from verl_digen.trainer.replicas import replica_metrics
 from verl_digen.trainer.restarts import Restarts
 from verl_digen.trainer.supervision import Supervision
@@ -106,6 +108,9 @@ class Sender:
         weights = self._cluster.get(self._ranks.update_weights(version))[0]
         workers = [worker for replica in self.replicas for worker in replica.workers]
         self._cluster.get([worker.update_weights.remote(version, weights) for worker in workers])
+
+    def end_relays(self) -> None:
+        """Do nothing: there is no relay."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +176,8 @@ class Trainer(DisaggregatedTrainer, Files):
         self.saved = []
         self._condition_keys = set()
         self.global_steps = self._first
-        self._ranks = TrainerRanks(simulation.ranks, put=lambda fragment: fragment)
+        self._rank_processes = Together([Process(one) for one in simulation.ranks.workers])
+        self._ranks = TrainerRanks(self._rank_processes, put=as_it_is)
         self.run_dir = Path("unused")
         self._supervision = Supervision(
             self.digen.deadlines,

@@ -55,6 +55,7 @@ OVERRIDDEN = {
     "trainer.disaggregated:DisaggregatedTrainer": "on_step_end _setup _get_n_gpus_for_throughput on_step_begin step "
     "on_validate_begin _compute_metrics _validate _save_checkpoint",
     "facade:RayFlowGRPOTrainer": "init_workers fit",
+    "trainer.staged:StagedCheckpointManager": "update_weights",
     "trainer.replay_buffer:GroupReplayBuffer": "_evict_terminal_groups",
     "trainer.base:DiffusionTrainer": "init _init_resource_pool_mgr _setup fit step _compute_metrics on_validate_begin "
     "on_validate_end _validate _log_rollout_data _save_checkpoint _load_checkpoint",
@@ -65,7 +66,6 @@ OVERRIDDEN = {
     "weights.checkpoint_engines.objects:RayObjectEngine": "prepare init_process_group",
     "weights.receiving:BoundedReceiver": "_init_socket",
     "weights.sending:BoundedSender": "_init_socket _cleanup",
-    "weights.staged:StagedCheckpointManager": "update_weights abort_replicas resume_generation_replicas",
 }
 """Class -> names that it overrides of a foreign base."""
 

@@ -37,6 +37,8 @@ from tests.engine.harness import (
 from tests.engine.serial import flow_step, gradient_of, plain_lora, plain_transformer
 from tests.tags import SAMPLING as TAG_SAMPLING
 from tests.tags import make_tag
+from tests.trainer.direct import Direct, as_it_is
+from verl_digen.algorithms.metric import plain
 from verl_digen.algorithms.objectives import all_samples, default_config, policy_loss
 from verl_digen.config import AdvantageConfig, DigenConfig, RewardConfig
 from verl_digen.engine.engine import DiffusersFSDPEngine
@@ -73,7 +75,7 @@ class OneRank:
         return [answer(self.engine.keep_old())]
 
     def commit(self, more: bool) -> list[Any]:
-        return [answer(self.engine.commit(more=more)["metrics"])]
+        return [answer(plain(self.engine.commit(more=more)["metrics"]))]
 
 
 async def answer(value: Any) -> Any:
@@ -84,18 +86,13 @@ def all_of(batch: TensorDict) -> list[FragmentSample]:
     return [sample for group in samples_of(batch, REWARDS).values() for sample in group]
 
 
-def as_it_is(value: Any) -> Any:
-    """`ray.put` for ranks in this process."""
-    return value
-
-
 def update(
     engine: DiffusersFSDPEngine, batch: TensorDict, *, num_groups: int = 3, num_epochs: int = 1
 ) -> tuple[dict[str, float], OneRank]:
     """Train as the colocated trainer does; returns the metrics and the rank."""
     group, samples = OneRank(engine, batch), all_of(batch)
     work: Coroutine[Any, Any, dict[str, float]] = train_batch(
-        TrainerRanks(group, put=as_it_is),
+        TrainerRanks(Direct(group), put=as_it_is),
         mini_batches(samples, num_groups),
         num_epochs=num_epochs,
         scale=batch_scale(samples, engine.digen.advantage),
@@ -323,13 +320,13 @@ def test_several_steps_on_a_tree_evaluate_and_train_each_edge_once(one_rank: Non
     ]
     engine = make_engine(tiny_qwen_image, digen={"advantage": {"scale": "batch"}, "loss": {"advantage_clip": CLIP}})
     rank = OneRank(engine, batch)
-    (evaluated,) = asyncio.run(TrainerRanks(rank, put=as_it_is).evaluate([FragmentSpec("all", tuple(samples))]))
+    (evaluated,) = asyncio.run(TrainerRanks(Direct(rank), put=as_it_is).evaluate([FragmentSpec("all", tuple(samples))]))
     for sample in evaluated.samples:
         there = [point for point, value in enumerate(sample.old_log_probs) if not math.isnan(value)]
         assert there == list(sample.points)
     metrics = asyncio.run(
         train_batch(
-            TrainerRanks(rank, put=as_it_is),
+            TrainerRanks(Direct(rank), put=as_it_is),
             mini_batches(samples, 1),
             num_epochs=2,
             scale=batch_scale(samples, engine.digen.advantage),
@@ -369,4 +366,4 @@ def test_a_row_that_no_rank_evaluated_is_named():
 
     fragment = FragmentSpec("f", (described("x", "g", 0.0, 2),))
     with pytest.raises(RuntimeError, match=r"sample x has 2 trained steps, but the trainer's ranks evaluated \[0\]"):
-        asyncio.run(TrainerRanks(Lacking(), put=as_it_is).evaluate([fragment]))
+        asyncio.run(TrainerRanks(Direct(Lacking()), put=as_it_is).evaluate([fragment]))

@@ -21,7 +21,7 @@ from tests.engine.cases import REWARDS, Case
 from tests.engine.harness import assert_equal, fragment, make_engine, num_rows_of, samples_of, train, weights
 from tests.engine.harness import with_advantages as with_known_advantages
 from tests.engine.test_worker import environment, make_worker  # noqa: F401 - a fixture
-from verl_digen.algorithms.metric import numbers
+from verl_digen.algorithms.metric import from_plain, numbers
 from verl_digen.engine.fragment import FragmentSample
 from verl_digen.engine.points import PathPoints
 from verl_digen.engine.rows import fetch_samples
@@ -82,7 +82,7 @@ def test_fragments_are_one_update_on_the_whole_batch(environment: None, batch: T
     for _ in range(2):
         worker.begin(len(REWARDS), num_rows_of(groups), PARTITION)
         counts = worker.accumulate(fragment(groups, "g0", "g1", "g2"))
-        metrics = numbers(worker.commit())
+        metrics = numbers(from_plain(worker.commit()))
         train(engine, with_known_advantages(batch, REWARDS, "batch", 5.0))
     assert counts["num_rows"] == 18 and counts["accumulate_s"] > 0
     assert metrics["lr"] == pytest.approx(1e-3 * 2 / 4)

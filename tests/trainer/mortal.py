@@ -16,6 +16,10 @@ class Process:
     def version_now(self):
         return self.version
 
+    def refuse(self, version):
+        if self.version == version:
+            raise ValueError(f"version {version} is refused")
+
     def process_id(self):
         return os.getpid()
 

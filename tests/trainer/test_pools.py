@@ -7,9 +7,11 @@ import asyncio
 from collections import Counter
 from typing import Any
 
+from tests.trainer.direct import Direct, as_it_is
 from verl_digen.agent_loop.chunks import ChunkOrder, GeneratedChunk
 from verl_digen.schedulers.types import Chunk
 from verl_digen.trainer.pools import GeneratorPool, SlotHandle
+from verl_digen.trainer.ranks import TrainerRanks
 from verl_digen.types import PromptRow
 
 REFUSED = "p2"
@@ -67,7 +69,13 @@ def assist(*sizes: int, first: int = 0) -> tuple[list[GeneratedChunk], Ranks, Co
     slots = [SlotHandle(f"s{number}", f"r{number}", f"server {number}") for number in range(2)]
     nothing: Any = None
     pool = GeneratorPool(
-        [worker], slots, ranks, end_replica=nothing, condition_key=lambda row: row.text, answer_s=9.0, blip_s=9.0
+        [worker],
+        slots,
+        TrainerRanks(Direct(ranks), put=as_it_is),
+        end_replica=nothing,
+        condition_key=lambda row: row.text,
+        answer_s=9.0,
+        blip_s=9.0,
     )
     for number in range(first, first + len(sizes)):
         pool.add_prompt(0, PromptRow(f"prompt {number}", "", None, uid=f"p{number}"))

@@ -4,6 +4,7 @@
 import asyncio
 import logging
 
+from tests.trainer.direct import Direct
 from verl_digen.engine.fragment import FragmentSpec
 from verl_digen.trainer.ranks import TrainerRanks
 
@@ -27,7 +28,7 @@ async def fails():
 
 
 def abort(*outcomes):
-    asyncio.run(TrainerRanks(Ranks(*outcomes)).abort())
+    asyncio.run(TrainerRanks(Direct(Ranks(*outcomes))).abort())
 
 
 def test_an_abort_waits_for_every_rank_and_hides_no_earlier_error(caplog):
@@ -66,7 +67,7 @@ def test_a_fragment_is_stored_once_and_every_rank_is_sent_the_reference():
         stored.append(value)
         return f"reference {len(stored)}"
 
-    ranks, fragment = TrainerRanks(group, put), FragmentSpec("f0", ())
+    ranks, fragment = TrainerRanks(Direct(group), put), FragmentSpec("f0", ())
 
     async def run():
         await ranks.accumulate(fragment)

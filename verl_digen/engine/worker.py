@@ -29,7 +29,7 @@ from verl.utils.profiler import DistProfiler
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
-from verl_digen.algorithms.metric import Metric
+from verl_digen.algorithms.metric import Metric, Plain, plain
 from verl_digen.engine.ahead import FetchAhead, announced_fragment
 from verl_digen.engine.assistant import Assistant
 from verl_digen.engine.engine import DiffusersFSDPEngine
@@ -172,7 +172,7 @@ class DiffusionWorker(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
     @DistProfiler.annotate(color="red", role="actor_commit")
-    def commit(self, more: bool = False) -> dict[str, Metric]:
+    def commit(self, more: bool = False) -> Plain:
         """Take the optimizer step, see `DiffusersFSDPEngine.commit`. Returns metrics, the same on all ranks.
         Non-blocking: one reference per rank."""
         outputs = self.engine.commit(more=more)
@@ -184,7 +184,7 @@ class DiffusionWorker(ActorRolloutRefWorker):
             self.trainer.profiler.step()
         for name, value in tu.get(of_verl, "metrics").items():
             metrics[name] = Metric(torch.tensor(value, dtype=torch.float64), "max" if "max" in name else "mean")
-        return metrics
+        return plain(metrics)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
     def abort(self) -> None:

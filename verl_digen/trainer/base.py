@@ -59,6 +59,7 @@ from verl_digen.trainer.checkpoint import (
 from verl_digen.trainer.loop_thread import LoopThread, within
 from verl_digen.trainer.nodes import fetch_on_all_nodes
 from verl_digen.trainer.ranks import TrainerRanks
+from verl_digen.trainer.relays import end_relays, ranks_of
 from verl_digen.trainer.replicas import (
     end_processes,
     replica_device,
@@ -161,7 +162,8 @@ class DiffusionTrainer(PPOTrainerSync):
         self.reward_loop_manager = reward_loop_manager
         self.llm_server_manager = AsyncDiffusionServerManager.adopt(self.llm_server_manager)
         self._restarts = self._make_restarts()
-        self._ranks = TrainerRanks(self.actor_rollout_wg)
+        self._rank_processes = ranks_of(self.actor_rollout_wg, answer_s=self.digen.deadlines.answer_s)
+        self._ranks = TrainerRanks(self._rank_processes)
         self._validation = Validation(
             self.digen,
             self.run_dir,
@@ -205,6 +207,7 @@ class DiffusionTrainer(PPOTrainerSync):
     def _end_all(self) -> None:
         for worker in self.actor_rollout_wg.workers:
             ray.kill(worker)
+        end_relays(self._rank_processes)
         for replica in self.checkpoint_manager.replicas:
             end_processes(replica)
 

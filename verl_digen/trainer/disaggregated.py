@@ -52,10 +52,10 @@ from verl_digen.trainer.published import BatchOutcome
 from verl_digen.trainer.replicas import end_processes
 from verl_digen.trainer.restarts import start_standalone
 from verl_digen.trainer.split_watch import SplitWatch, split_watch
+from verl_digen.trainer.staged import StagedCheckpointManager
 from verl_digen.trainer.step_result import StepResult
 from verl_digen.trainer.updates import group_rewards
 from verl_digen.types import PromptRow
-from verl_digen.weights.staged import StagedCheckpointManager
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,9 @@ class DisaggregatedTrainer(DiffusionTrainer):
             config=omega_conf_to_dataclass(self.config.actor_rollout_ref.rollout.checkpoint_engine),
             actor_wg=self.actor_rollout_wg,
             replicas=self.llm_server_manager.get_replicas(),
+            ranks=self._rank_processes,
             load_s=self.digen.deadlines.load_s,
+            answer_s=self.digen.deadlines.answer_s,
         )
         self._restarts = self._make_restarts()
         self._recorder = Recorder()
@@ -141,7 +143,7 @@ class DisaggregatedTrainer(DiffusionTrainer):
         self._generator = GeneratorPool(
             self.agent_loop_manager.agent_loop_workers,
             self._slots,
-            trainer=self.actor_rollout_wg,
+            trainer=self._ranks,
             end_replica=self._end_replica,
             condition_key=partial(condition_key, self.digen),
             answer_s=self.digen.deadlines.answer_s,
@@ -205,6 +207,10 @@ class DisaggregatedTrainer(DiffusionTrainer):
     def _open_prompts(self) -> Sequence[PromptRow]:
         assert self._conductor is not None
         return [*self._generator.open_prompts(), *super()._open_prompts()]
+
+    def _end_all(self) -> None:
+        super()._end_all()
+        self.checkpoint_manager.end_relays()
 
     # -- one step -----------------------------------------------------------------------------------------
     def on_step_begin(self) -> None:

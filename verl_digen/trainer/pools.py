@@ -43,7 +43,7 @@ class GeneratorPool:
 
     Args:
         workers: handles of `DiffusionAgentLoopWorker`; a group stays with one of them.
-        trainer: verl's worker group of `DiffusionWorker`.
+        trainer: the ranks, which assist.
         end_replica: ends the processes of the replica with this address.
         condition_key: key of a prompt's conditions.
         answer_s: how long a replica may take to encode a prompt.
@@ -54,7 +54,7 @@ class GeneratorPool:
         self,
         workers: Sequence[Any],
         slots: Sequence[SlotHandle],
-        trainer: Any,
+        trainer: TrainerRanks,
         *,
         end_replica: Callable[[str], Awaitable[None]],
         condition_key: Callable[[PromptRow], str],
@@ -119,9 +119,7 @@ class GeneratorPool:
         prepared = await asyncio.gather(*map(self._prepare_assist, chunks, itertools.count()))
         requests = [request for made, _ in prepared for request in made]
         # of each rank: (uid, reference to its samples of the group); samples do not pass through the driver
-        answers: Sequence[Any] = ()
-        if requests:
-            answers = await asyncio.gather(*self._trainer.assist(tuple(requests), chunks[0].version))
+        answers = await self._trainer.assist(requests, chunks[0].version) if requests else []
 
         async def adopt(chunk: Chunk, failure: str) -> GeneratedChunk:
             parts = [part for answer in answers for uid, part in answer if uid == chunk.uid]

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The trainer's ranks, as one: every call goes to all of them, with names and numbers only.
 
-A call is one message per rank. Fragments, which grow with the groups, are put into Ray's object store once, and each
-message holds a reference: the driver serialises a fragment once, whatever the number of ranks.
+A call is one message per rank, or with many ranks one per relay (`verl_digen.trainer.relays`). Fragments and requests,
+which grow with the groups, are put into Ray's object store once, and each message holds a reference: the driver
+serialises a fragment once, whatever the number of ranks.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -18,10 +18,12 @@ from typing import Any
 import ray
 
 from verl_digen.agent_loop.chunks import describe
-from verl_digen.algorithms.metric import Metric
+from verl_digen.algorithms.metric import Metric, from_plain
 from verl_digen.engine.fragment import FragmentSample, FragmentSpec, Upcoming
 from verl_digen.store.partitions import TRAIN
 from verl_digen.store.upcoming import announce
+from verl_digen.trainer.relays import Callee, Work
+from verl_digen.types import SampleRequest
 
 logger = logging.getLogger(__name__)
 
@@ -30,22 +32,22 @@ class TrainerRanks:
     """Calls of `DiffusionWorker` on every rank; an exception of any rank is raised.
 
     Args:
-        worker_group: verl's worker group of `DiffusionWorker`.
+        ranks: all ranks, see `verl_digen.trainer.relays.ranks_of`.
         put: stores a value once for all ranks -> what each of them is sent in its place.
     """
 
-    def __init__(self, worker_group: Any, put: Callable[[Any], Any] = ray.put):
-        self._worker_group, self._put = worker_group, put
+    def __init__(self, ranks: Callee, put: Callable[[Any], Any] = ray.put):
+        self._ranks, self._put = ranks, put
         self.compute_s = 0.0
         """Seconds spent in training calls since it was set to 0."""
 
     async def begin(self, num_samples: int, num_rows: int, scale: float | None = None) -> None:
         """Open a logical batch, see `DiffusersFSDPEngine.begin`."""
-        await asyncio.gather(*self._worker_group.begin(num_samples, num_rows, TRAIN, scale))
+        await self._on_all("begin", num_samples, num_rows, TRAIN, scale)
 
     async def accumulate(self, fragment: FragmentSpec) -> None:
         """Add the gradient of complete groups."""
-        counts = await self._on_all(self._worker_group.accumulate(self._put(fragment)))
+        counts = await self._on_all("accumulate", self._put(fragment))
         self.compute_s += counts["accumulate_s"]
 
     async def announce(self, upcoming: Upcoming) -> None:
@@ -60,7 +62,7 @@ class TrainerRanks:
         """
         started_s = time.perf_counter()
         found: dict[str, dict[int, float]] = {}
-        for part in await asyncio.gather(*self._worker_group.evaluate(self._put(fragments), TRAIN)):
+        for part in await self._ranks.call(Work("evaluate", (self._put(fragments), TRAIN)), "all"):
             for key, log_probs in part.items():
                 found.setdefault(key, {}).update(log_probs)
         self.compute_s += time.perf_counter() - started_s
@@ -71,25 +73,31 @@ class TrainerRanks:
 
     async def keep_old(self) -> None:
         """Have every rank copy the weights as policy `old` of the optimizer steps that follow."""
-        await asyncio.gather(*self._worker_group.keep_old())
+        await self._on_all("keep_old")
+
+    async def assist(self, requests: Sequence[SampleRequest], version: int) -> list[list[tuple[str, Any]]]:
+        """Have the ranks generate -> of each rank: (uid, reference to its samples of the group). See
+        `DiffusionWorker.assist`."""
+        return await self._ranks.call(Work("assist", (self._put(tuple(requests)), version)), "all")
 
     async def commit(self, *, more: bool = False) -> dict[str, Metric]:
         """Take the optimizer step; returns its metrics. See `DiffusersFSDPEngine.commit`."""
         started_s = time.perf_counter()
-        metrics = await self._on_all(self._worker_group.commit(more))
+        metrics = await self._on_all("commit", more)
         self.compute_s += time.perf_counter() - started_s
-        return metrics
+        return from_plain(metrics)
 
     async def abort(self) -> None:
         """Have every rank discard the open batch. Logs their exceptions: another one is about to end the run."""
-        outcomes = await asyncio.gather(*self._worker_group.abort(), return_exceptions=True)
+        outcomes = await self._ranks.call(Work("abort"), "outcomes")
         for rank, outcome in enumerate(outcomes):
             if isinstance(outcome, BaseException):
                 logger.error("rank %d of the trainer could not forget the open batch: %s", rank, describe(outcome))
 
-    async def _on_all(self, references: Sequence[Any]) -> dict[str, Any]:
+    async def _on_all(self, method: str, *args: Any) -> Any:
         """Wait for every rank; return the first one's answer."""
-        return (await asyncio.gather(*references))[0]
+        (answer,) = await self._ranks.call(Work(method, args), "first")
+        return answer
 
 
 def _with_log_probs(sample: FragmentSample, found: dict[str, dict[int, float]]) -> FragmentSample:

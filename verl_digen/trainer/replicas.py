@@ -15,7 +15,6 @@ Invariant (tests/trainer/test_replicas.py): after an update every remaining repl
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
@@ -25,7 +24,7 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 from ray.util.placement_group import remove_placement_group
 from verl.workers.rollout.replica import RolloutMode
 
-from verl_digen.actors import sign_of_life
+from verl_digen.actors import alive
 from verl_digen.agent_loop.chunks import describe
 from verl_digen.agent_loop.server_manager import ALL_LOST
 from verl_digen.errors import RunStopped
@@ -89,20 +88,10 @@ def forget_lost_replicas(
 
 async def silent_replicas(replicas: Sequence[Any], deadlines: DeadlinesConfig) -> list[Any]:
     """Replicas with a process that does not answer; all are asked at once."""
-
-    async def lives(replica: Any) -> bool:
-        return all(await asyncio.gather(*(_lives(process, deadlines) for process in _processes(replica))))
-
-    alive = await asyncio.gather(*map(lives, replicas))
-    return [replica for replica, is_alive in zip(replicas, alive, strict=True) if not is_alive]
-
-
-async def _lives(process: Any, deadlines: DeadlinesConfig) -> bool:
-    try:
-        await sign_of_life(process, deadlines)
-    except (RayActorError, asyncio.TimeoutError):
-        return False
-    return True
+    processes = [process for replica in replicas for process in _processes(replica)]
+    lives = await alive(processes, deadlines)
+    silent = [process for process, is_alive in zip(processes, lives, strict=True) if not is_alive]
+    return [replica for replica in replicas if any(process in silent for process in _processes(replica))]
 
 
 def end_processes(replica: Any) -> None:

@@ -19,11 +19,10 @@ import logging
 import time
 from typing import Any
 
-import torch
 from omegaconf import OmegaConf
 from verl.single_controller.base.decorator import Dispatch, register
 
-from verl_digen.algorithms.metric import Metric
+from verl_digen.algorithms.metric import Plain
 from verl_digen.algorithms.objectives import find_objective
 from verl_digen.config import digen_config
 from verl_digen.engine.fragment import FragmentSpec
@@ -92,9 +91,9 @@ class VirtualWorker(DiffusionWorker):
         return stored_by_group([self._samples.make(request, (version, version), started_s) for request in requests])
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
-    def commit(self, more: bool = False) -> dict[str, Metric]:
+    def commit(self, more: bool = False) -> Plain:
         """Number of rows that real ranks would have trained."""
-        return {"num_rows": Metric(torch.tensor(float(self._num_rows)), "count")}
+        return {"num_rows": (float(self._num_rows), "count")}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
     def abort(self) -> None:

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cost of one call of all trainer ranks, and of one weight update: without relays and with them, with real Ray actors.
+
+    python examples/rank_calls.py                                 # the table of docs/benchmarks.md
+    python examples/rank_calls.py --ranks 896 --workers 128 --groups 8
+
+| call | without relays | with relays |
+| --- | --- | --- |
+| a fragment | one call of each rank | `verl_digen.trainer.relays`, as the trainer's `accumulate` |
+| a weight update | verl's manager: four calls of each rank and each replica's worker | `StagedCheckpointManager` |
+
+A few actors stand for all ranks and workers, each under many handles, and do nothing; no weight is sent. Every relay is
+a process of its own. All of them share this machine's cores, so that the last answer comes later with relays, which
+make more calls in all. The driver's CPU time, which is that of all its threads, is the number to read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from argparse import ArgumentParser
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from types import SimpleNamespace
+from typing import Any
+
+import ray
+from verl.checkpoint_engine import CheckpointEngineManager
+from verl.single_controller.base.decorator import Dispatch, register
+from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
+
+import verl_digen.virtual.checkpoint_engine as backend
+from verl_digen.engine.fragment import FragmentSample, FragmentSpec
+from verl_digen.trainer.relays import Branch, Callee, Process, Together, Work, start_relays, tree
+from verl_digen.trainer.staged import StagedCheckpointManager
+from verl_digen.types import Geometry, Sampling
+
+SAMPLING = Sampling(Geometry(1024, 1024), 28, 1.0, "flow", 0.7)
+
+
+class Rank:
+    """A rank, or a worker of a replica: answers at once."""
+
+    def accumulate(self, fragment: Any) -> dict[str, float]:
+        return {"num_rows": 216.0, "fetch_s": 0.0, "accumulate_s": 0.0}
+
+    def execute_checkpoint_engine(self, method: str, **kwargs: Any) -> None:
+        return None
+
+    def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> dict[str, Any]:
+        return {}
+
+
+class Bound(Rank):
+    """The methods as verl's worker groups bind them. The actors are of the plain class, whose handles load no verl."""
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE, blocking=False)  # type: ignore[attr-defined] - a dynamic enum
+    def execute_checkpoint_engine(self, method: str, **kwargs: Any) -> None: ...
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # type: ignore[attr-defined]
+    def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> dict[str, Any]: ...
+
+
+class Replica:
+    """A replica with one worker, without a server: its part of verl's update takes no time."""
+
+    def __init__(self, worker: Any):
+        self.workers = [worker]
+
+    async def abort_all_requests(self, reject_request: bool = False) -> None:
+        pass
+
+    async def resume_generation(self) -> None:
+        pass
+
+    async def release_kv_cache(self) -> None:
+        pass
+
+    async def resume_kv_cache(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Cost of one call of all ranks."""
+
+    cpu_s: float
+    """CPU time of the driver."""
+    wall_s: float
+    """Seconds until the last answer."""
+
+
+def make_fragment(num_groups: int, group_size: int) -> FragmentSpec:
+    """A fragment of complete groups with nine trained steps per sample."""
+    samples = [
+        FragmentSample(
+            key=f"p{group:06d}_{index}_0",
+            uid=f"p{group:06d}",
+            sample_index=index,
+            reward=0.5,
+            num_steps=9,
+            sampling=SAMPLING,
+            condition_key=f"c{group:06d}",
+        )
+        for group in range(num_groups)
+        for index in range(group_size)
+    ]
+    return FragmentSpec("f0", tuple(samples))
+
+
+def here(callee: int | Branch, node: str) -> int | Branch:
+    """A branch with all its relays on one node."""
+    if isinstance(callee, int):
+        return callee
+    return replace(callee, node=node, callees=tuple(here(one, node) for one in callee.callees))
+
+
+def measure(work: Callable[[], object]) -> Cost:
+    """Do the work once."""
+    began_s, cpu_s = time.perf_counter(), time.process_time()
+    work()
+    return Cost(time.process_time() - cpu_s, time.perf_counter() - began_s)
+
+
+def fragment_calls(ranks: Callee, fragment: FragmentSpec) -> Callable[[], object]:
+    """Call `accumulate` of all ranks, as the trainer does."""
+
+    async def call() -> None:
+        await ranks.call(Work("accumulate", (ray.put(fragment),)), "first")
+
+    return lambda: asyncio.run(call())
+
+
+def updates(actors: Sequence[Any], ranks: Callee, num_workers: int) -> tuple[Callable[[], object], ...]:
+    """A weight update by verl's manager, and by ours."""
+    workers = [Replica(actors[number % len(actors)]) for number in range(num_workers)]
+    config = SimpleNamespace(backend=backend.NAME, custom_backend_module=backend.__name__)
+    every_rank = [actors[number % len(actors)] for number in range(ranks.num_processes)]
+    group = RayWorkerGroup(worker_handles=every_rank, ray_cls_with_init=RayClassWithInitArgs(cls=ray.remote(Bound)))
+    verls: Any = CheckpointEngineManager(config, group, list(workers))
+    ours = StagedCheckpointManager(config, group, list(workers), ranks=ranks, load_s=60.0, answer_s=60.0)
+    return lambda: verls.update_weights(1), lambda: ours.stage_weights(1)
+
+
+def middle(costs: list[Cost], of: Callable[[Cost], float]) -> str:
+    """Median in milliseconds, and the range."""
+    values = [1e3 * of(cost) for cost in costs]
+    return f"{median(values):.0f} ({min(values):.0f} to {max(values):.0f})"
+
+
+def main() -> None:
+    parser = ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=640)
+    parser.add_argument("--workers", type=int, default=384)
+    parser.add_argument("--per-node", type=int, default=8)
+    parser.add_argument("--actors", type=int, default=4, help="processes that stand for the ranks (default: 4)")
+    parser.add_argument("--groups", type=int, default=53, help="groups of the fragment (default: 53)")
+    parser.add_argument("--group-size", type=int, default=24)
+    parser.add_argument("--repeats", type=int, default=9)
+    args = parser.parse_args()
+    ray.init(num_cpus=args.actors, include_dashboard=False)
+    actors = [ray.remote(Rank).options(num_cpus=0).remote() for _ in range(args.actors)]
+    ranks = [Process(actors[number % args.actors]) for number in range(args.ranks)]
+    node = ray.get_runtime_context().get_node_id()
+    planned = tree([f"n{number // args.per_node:04d}" for number in range(args.ranks)])
+    relayed = start_relays([here(callee, node) for callee in planned], ranks)
+    fragment = make_fragment(args.groups, args.group_size)
+    print(f"{args.ranks} ranks behind {len(planned)} relays of the driver, {args.workers} workers of replicas")
+    by_verl, by_us = updates(actors, relayed, args.workers)
+    ways = {
+        "a fragment": fragment_calls(Together(ranks), fragment),
+        "a fragment, relays": fragment_calls(relayed, fragment),
+        "a weight update": by_verl,
+        "a weight update, relays": by_us,
+    }
+    costs: dict[str, list[Cost]] = {name: [] for name in ways}
+    for number in range(args.repeats + 1):
+        for name, work in ways.items():
+            cost = measure(work)
+            costs[name] += [cost] if number else []  # the first warms up
+    print("| call | CPU time of the driver, ms | until the last answer, ms |")
+    print("| --- | --- | --- |")
+    for name, of in costs.items():
+        print(f"| {name} | {middle(of, lambda cost: cost.cpu_s)} | {middle(of, lambda cost: cost.wall_s)} |")
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()

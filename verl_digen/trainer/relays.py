@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One call of many processes, through a tree of relays where there are many: trainer ranks, workers of the replicas.
+
+    driver -> relay -> relay of a node -> process        nothing calls more than FAN_OUT others
+
+A call costs its caller CPU time, and the last process begins only when the caller has sent the last call. Up to FAN_OUT
+processes are called directly. With more of them every node has a relay, a process that calls those of the node; with
+more than FAN_OUT nodes other relays call these. `examples/rank_calls.py` measures both ways.
+
+| failure | the caller gets |
+| --- | --- |
+| a process raises | its exception, at once: others may wait for that one in a collective |
+| a process dies | its RayActorError, at once |
+| a relay dies | the relay's RayActorError; relays run on the nodes of what they call |
+
+Invariants (tests/trainer/test_relays.py)
+- Every process is called once. Answers have the order of the processes.
+- An exception has the same type and text through relays as without.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby, pairwise
+from math import ceil
+from typing import Any, Literal, Protocol
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+FAN_OUT = 16
+"""Most processes that one process calls: those of two nodes of eight devices are called directly."""
+
+Keep = Literal["all", "first", "outcomes"]
+"""Answers that a call returns: of all processes, of the first one (all are awaited), or of all with an exception in
+place of the answer of one that failed."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """A method to call."""
+
+    method: str
+    args: Sequence[Any] = ()
+    """A Ray reference among them is resolved by each process."""
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    kwargs_of: Sequence[Mapping[str, Any]] | None = None
+    """[processes] further arguments of each process; None if there are none."""
+
+    def share(self, first: int, count: int) -> Work:
+        """The work of `count` processes from number `first` on."""
+        return self if self.kwargs_of is None else replace(self, kwargs_of=self.kwargs_of[first : first + count])
+
+
+class Callee(Protocol):
+    """One or more processes."""
+
+    @property
+    def num_processes(self) -> int: ...
+
+    async def call(self, work: Work, keep: Keep) -> list[Any]:
+        """Have every process do its work.
+
+        Raises:
+            RayError: the first failure of a process or a relay, unless `keep` is `outcomes`.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process, called directly.
+
+    Args:
+        actor: its Ray handle.
+        prefix: of the methods' names on it.
+    """
+
+    actor: Any
+    prefix: str = ""
+
+    @property
+    def num_processes(self) -> int:
+        return 1
+
+    async def call(self, work: Work, keep: Keep) -> list[Any]:
+        kwargs = {**work.kwargs, **(work.kwargs_of[0] if work.kwargs_of else {})}
+        try:
+            return [await getattr(self.actor, self.prefix + work.method).remote(*work.args, **kwargs)]
+        except RayError as error:
+            if keep == "outcomes":
+                return [error]
+            raise
+
+
+@dataclass(frozen=True)
+class Together:
+    """Several callees, called at the same time."""
+
+    callees: Sequence[Callee]
+
+    @property
+    def num_processes(self) -> int:
+        return sum(callee.num_processes for callee in self.callees)
+
+    async def call(self, work: Work, keep: Keep) -> list[Any]:
+        calls, first = [], 0
+        for callee in self.callees:
+            calls.append(callee.call(work.share(first, callee.num_processes), keep))
+            first += callee.num_processes
+        parts = await asyncio.gather(*calls)
+        return parts[0] if keep == "first" else [answer for part in parts for answer in part]
+
+
+class Relay:
+    """The process of a relay; a Ray actor. It has no state, so calls may overtake one another: the driver begins a call
+    that depends on another one when that one has ended."""
+
+    def __init__(self, callees: Sequence[Callee]):
+        self._callees = Together(callees)
+
+    async def relay(self, work: Work, keep: Keep) -> tuple[list[Any], RayError | None]:
+        """Have every process behind this relay work -> answers, failure. The failure is returned, because Ray would
+        wrap what is raised here."""
+        try:
+            return await self._callees.call(work, keep), None
+        except RayError as error:
+            return [], error
+
+
+@dataclass(frozen=True)
+class Relayed:
+    """The processes behind a relay.
+
+    Args:
+        relay: Ray handle of a `Relay`.
+    """
+
+    relay: Any
+    num_processes: int
+
+    async def call(self, work: Work, keep: Keep) -> list[Any]:
+        try:
+            answers, failure = await self.relay.relay.remote(work, keep)
+        except RayError as error:
+            if keep == "outcomes":
+                return [error] * self.num_processes
+            raise
+        if failure is not None:
+            raise failure
+        return answers
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A relay in a tree: its node, and the numbers of the processes or the branches that it calls."""
+
+    node: str
+    callees: Sequence[int | Branch]
+
+
+def tree(nodes: Sequence[str], fan_out: int = FAN_OUT) -> Sequence[int | Branch]:
+    """Plan what the driver calls, and what the relays call.
+
+    Args:
+        nodes: [processes] node of each.
+        fan_out: most callees of one caller, at least 2.
+
+    Example:
+        tree(["a"] * 4, fan_out=4)                  # 0, 1, 2, 3
+        tree(["a"] * 4 + ["b"] * 4, fan_out=4)      # Branch("a", (0, 1, 2, 3)), Branch("b", (4, 5, 6, 7))
+    """
+    if len(nodes) <= fan_out:
+        return tuple(range(len(nodes)))
+    level: list[Branch] = []
+    for node, of_node in groupby(range(len(nodes)), key=lambda number: nodes[number]):
+        level += [Branch(node, numbers) for numbers in _evenly(tuple(of_node), fan_out)]
+    while len(level) > fan_out:
+        level = [Branch(branches[0].node, branches) for branches in _evenly(tuple(level), fan_out)]
+    return tuple(level)
+
+
+def _evenly(callees: tuple[Any, ...], at_most: int) -> list[tuple[Any, ...]]:
+    """Split into as few parts of at most `at_most` as there can be, of about equal size."""
+    num_parts = ceil(len(callees) / at_most)
+    bounds = [number * len(callees) // num_parts for number in range(num_parts + 1)]
+    return [callees[start:end] for start, end in pairwise(bounds)]
+
+
+def ranks_of(worker_group: Any, *, answer_s: float) -> Together:
+    """The ranks of verl's worker group of `DiffusionWorker`; see `reach` for the errors."""
+    # verl binds a worker's methods under the prefix of its role, and names the class of a bound method by it
+    prefix = type(worker_group.begin).__name__.removesuffix("begin")
+    return reach([Process(actor, prefix) for actor in worker_group.workers], answer_s=answer_s)
+
+
+def reach(processes: Sequence[Process], *, answer_s: float) -> Together:
+    """Start the relays that are needed to call these processes.
+
+    Args:
+        answer_s: how long a process may take to answer on which node it is.
+
+    Raises:
+        RayActorError: a process died. GetTimeoutError: one does not answer.
+    """
+    if len(processes) <= FAN_OUT:
+        return Together(processes)
+    nodes = ray.get([process.actor.__ray_call__.remote(_node) for process in processes], timeout=answer_s)
+    return start_relays(tree(nodes), processes)
+
+
+def start_relays(callees: Sequence[int | Branch], processes: Sequence[Process]) -> Together:
+    """Start the relays of a tree, the outermost last -> what the driver calls."""
+    return Together([processes[one] if isinstance(one, int) else _start(one, processes) for one in callees])
+
+
+def end_relays(callee: Together) -> None:
+    """Kill the relays that the driver calls: a call that waits for one raises, even if the relay's node hangs."""
+    for one in callee.callees:
+        if isinstance(one, Relayed):
+            ray.kill(one.relay)
+
+
+def _start(branch: Branch, processes: Sequence[Process]) -> Relayed:
+    below = start_relays(branch.callees, processes)
+    here = NodeAffinitySchedulingStrategy(node_id=branch.node, soft=False)
+    relay = ray.remote(Relay).options(num_cpus=0, scheduling_strategy=here).remote(below.callees)
+    return Relayed(relay, below.num_processes)
+
+
+def _node(actor: Any) -> str:
+    return ray.get_runtime_context().get_node_id()

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's checkpoint engine manager for replicas that keep generating while new weights arrive, and for many processes.
+
+stage_weights(v)       send to every replica, which stages them; no replica pauses
+activate_weights()     of a replica's server: load between two trajectories, at the conductor's request
+update_weights(v)      both, on all replicas: before the first step, and around a validation with averaged weights
+
+An update is verl's protocol of checkpoint engines: every rank and every worker of a replica prepares, joins the group,
+sends or receives, and finalizes. verl's manager calls each of them itself, which is four calls of each; here they are
+called through relays (`verl_digen.trainer.relays`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+from verl.checkpoint_engine import CheckpointEngineManager
+
+from verl_digen.trainer.relays import Callee, Process, Together, Work, end_relays, reach
+
+
+class StagedCheckpointManager(CheckpointEngineManager):
+    """verl's manager.
+
+    Args:
+        ranks: the trainer's.
+        load_s: timeout for the replicas' switch to weights that they have received.
+        answer_s: timeout for a worker that is asked on which node it is.
+    """
+
+    def __init__(self, *args: Any, ranks: Callee, load_s: float, answer_s: float, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._ranks, self._load_s, self._answer_s = ranks, load_s, answer_s
+        self._workers: list[Any] = []
+        self._receivers = Together([])
+        """The replicas' workers, of the last update."""
+
+    def stage_weights(self, version: int) -> None:
+        """Send the trainer's weights, as `version`, to every replica.
+
+        Raises:
+            RayError: a process died, or its call failed.
+        """
+        workers = [worker for replica in self.replicas for worker in replica.workers]
+        if workers != self._workers:
+            self._receivers = reach([Process(worker) for worker in workers], answer_s=self._answer_s)
+            self._workers = workers
+        asyncio.run(self._stage(version))
+
+    async def _stage(self, version: int) -> None:
+        ranks, receivers = self._ranks, self._receivers
+        everyone = Together([ranks, receivers])
+        metadata = await everyone.call(Work("execute_checkpoint_engine", ("prepare",)), "all")
+        topology = self.backend_cls.build_topology(ranks.num_processes, receivers.num_processes, metadata)
+        joining = [
+            one
+            for callee, arguments in zip((ranks, receivers), topology, strict=True)
+            for one in _of_each(arguments, callee.num_processes)
+        ]
+        join = Work("execute_checkpoint_engine", ("init_process_group",), kwargs_of=joining)
+        await everyone.call(join, "first")
+        await asyncio.gather(
+            ranks.call(Work("update_weights", kwargs={"global_steps": version, "mode": self.backend}), "first"),
+            receivers.call(Work("update_weights", kwargs={"global_steps": version}), "first"),
+        )
+        await everyone.call(Work("execute_checkpoint_engine", ("finalize",)), "first")
+
+    def update_weights(self, global_steps: int | None = None) -> dict[str, Any]:  # type: ignore[override]
+        """Send the trainer's weights, as version `global_steps`, and have every replica load them.
+
+        Raises:
+            RayError: a process died; GetTimeoutError: a replica did not load them in time.
+        """
+        assert global_steps is not None, "a weight update has a version"
+        self.stage_weights(global_steps)
+        ray.get([replica.server_handle.activate_weights.remote() for replica in self.replicas], timeout=self._load_s)
+        return {}
+
+    def end_relays(self) -> None:
+        """Kill the relays to the replicas' workers: a call that waits for one raises."""
+        end_relays(self._receivers)
+
+
+def _of_each(arguments: Mapping[str, Sequence[Any]], count: int) -> list[dict[str, Any]]:
+    """Name -> value for each of `count` processes, from name -> values of all of them.
+
+    Raises:
+        ValueError: a name has another number of values.
+    """
+    for name, values in arguments.items():
+        if len(values) != count:
+            raise ValueError(f"the checkpoint engine must give {name} to {count} processes, got {len(values)} values")
+    return [{name: values[number] for name, values in arguments.items()} for number in range(count)]
