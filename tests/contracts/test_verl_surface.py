@@ -2,6 +2,7 @@
 """The parts of verl and Hydra that we rely on: the first tests to fail when either changes."""
 
 import inspect
+import re
 import subprocess
 import sys
 
@@ -104,3 +105,23 @@ def test_hydra_lets_system_exit_of_a_callback_pass_but_no_exception():
     callbacks.callbacks = [Raising(SystemExit(2))]
     with pytest.raises(SystemExit):
         callbacks.on_run_start(config=None, config_name="")  # type: ignore[arg-type]
+
+
+def test_a_weight_update_of_verl_has_the_phases_that_ours_has():
+    """`StagedCheckpointManager.stage_weights` calls the same through relays, without the calls around a pause."""
+    from verl.checkpoint_engine import CheckpointEngineManager as Theirs
+
+    joins, update = (inspect.getsource(method) for method in (Theirs.build_process_group, Theirs.update_weights))
+    assert re.findall(r'execute_checkpoint_engine\(\["(\w+)"\]', joins) == ["prepare"] * 2
+    assert joins.count('["init_process_group"]') == 2 and joins.count(".execute_checkpoint_engine(**") == 2
+    assert re.findall(r'execute_checkpoint_engine\(\["(\w+)"\]', update) == ["finalize"] * 2
+    assert re.findall(r"\b(actor_wg|rollout)\.update_weights\(([^)]*)\)", update)[-2:] == [
+        ("actor_wg", "global_steps=global_steps, mode=self.backend"),
+        ("rollout", "global_steps=global_steps"),
+    ]
+    assert re.findall(r"await self\.(\w+)\(", update) == [
+        "abort_replicas",
+        "release_kv_cache_replicas",
+        "resume_kv_cache_replicas",
+        "resume_generation_replicas",
+    ]

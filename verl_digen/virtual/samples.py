@@ -36,8 +36,10 @@ class VirtualSamples:
         """Conditions of the request's prompt and, where guidance reads it, of its negative prompt."""
         return self._condition, self._condition if len(request.branches) > 1 else None
 
-    def make(self, request: SampleRequest, versions: tuple[int, int], started_s: float) -> Generation:
-        """The sample, generated from `started_s` (unix time) to now.
+    def make(
+        self, request: SampleRequest, versions: tuple[int, int], started_s: float, ended_s: float | None = None
+    ) -> Generation:
+        """The sample, generated from `started_s` to `ended_s` (unix time; None: now).
 
         Args:
             versions: weight versions of its first and last step.
@@ -61,7 +63,7 @@ class VirtualSamples:
             trajectory=replace(trajectory, record=self._with_latents(trajectory.record)),
             pixels=pixels,
             started_s=started_s,
-            ended_s=time.time(),
+            ended_s=time.time() if ended_s is None else ended_s,
             experts=(),
             condition=condition,
             negative_condition=negative_condition,
