@@ -72,6 +72,25 @@ def test_a_cancelled_chunk_tells_its_replica_and_ends_with_failures_also_where_i
     assert not generated.is_slot_lost and not scored.tags
 
 
+def test_a_cancelled_chunk_does_not_wait_for_scores_that_wait_for_samples_nobody_generates():
+    async def generate(order, index, server):
+        return index
+
+    async def score(order, index):
+        await asyncio.Event().wait()  # for the others of its group
+
+    async def run():
+        runner = ChunkRunner(generate, withdraw, score, None)
+        await runner.generate(ORDER, "server")
+        collected = asyncio.ensure_future(runner.collect(ORDER.chunk_id))
+        await asyncio.sleep(0)
+        await runner.cancel(ORDER.chunk_id)
+        return await asyncio.wait_for(collected, 10.0)
+
+    scored = asyncio.run(run())
+    assert not scored.tags and sorted(scored.failures) == [0, 1, 2]
+
+
 def test_samples_that_somebody_else_generated_are_scored_and_published_too():
     async def score(order, generated):
         return generated / 10

@@ -15,6 +15,13 @@ from verl_digen.devices import Pool
 from verl_digen.simulate.cluster import run_colocated, run_split, simulated_rules
 from verl_digen.simulate.profile import load_profile, profile_names
 from verl_digen.trainer.batch_rules import batch_rules
+from verl_digen.virtual.trainer import VirtualTrainer
+
+ONE_RANK = (
+    "trainer.nnodes=1",
+    "trainer.n_gpus_per_node=1",
+    "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=1",
+)
 
 
 @pytest.mark.parametrize("name", profile_names())
@@ -54,6 +61,9 @@ def test_the_run_plans_with_the_rules_that_are_simulated_and_these_are_the_defau
     simulated = simulated_rules(profile, split, MODES[mode].techniques)
     refills = {name: getattr(rules, name) for name in ("max_group_refills", "max_sample_refills")}  # none is needed
     assert rules == replace(simulated, **refills)
+    trainer = object.__new__(VirtualTrainer)
+    trainer.digen, trainer.config = digen_config(settings), OmegaConf.from_dotlist([*given, *ONE_RANK])
+    assert trainer._rules() == rules, "not those of the one process that stands for the ranks"
     assert rules.assist_sizes(12)[0] == 20, "every rank of the trainer has a sample"
     planning = ("digen.gap.", "digen.tag.", "digen.queue.", "digen.staleness.")
     others = [override for override in virtual_overrides(profile, name, split, 1.0) if override.startswith(planning)]

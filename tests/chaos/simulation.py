@@ -182,6 +182,7 @@ class Trainer(DisaggregatedTrainer, Files):
         self._supervision = Supervision(
             self.digen.deadlines,
             loop=loop,  # type: ignore[arg-type] - has the methods of a LoopThread
+            scores_groups=world.compares,
             step=lambda: self.global_steps,
             end_silent_replicas=self._end_silent_replicas,
             end_all=self._end_all,

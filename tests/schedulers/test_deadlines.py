@@ -6,6 +6,7 @@ import pytest
 
 from verl_digen.schedulers.deadlines import Bound, Deadlines, DeadlinesConfig
 
+FACTOR = "digen.deadlines.factor"
 CONFIG = DeadlinesConfig(factor=5.0, first_s=3600.0, generate_s=120.0, train_s=900.0)
 
 
@@ -32,6 +33,19 @@ def test_calls_that_take_no_work_have_their_floor_from_the_start():
 def test_a_floor_above_first_s_counts_for_the_first_call_too():
     deadlines = Deadlines(replace(CONFIG, first_s=10.0))
     assert deadlines.bound("train", "trainer") == Bound(900.0, "digen.deadlines.train_s")
+
+
+def test_a_score_that_waits_for_its_group_has_the_time_of_a_sample_that_is_generated_by_a_hung_replica_first():
+    deadlines, alone = Deadlines(CONFIG, scores_groups=True), Deadlines(CONFIG)
+    assert deadlines.bound("score", "rewards") == Bound(7200.0, "digen.deadlines.first_s")
+    for one in (deadlines, alone):
+        one.observe("score", "rewards", size=4, seconds=400.0)
+        one.observe("generate", "a", size=4, seconds=1000.0)
+    assert alone.bound("score", "rewards", size=4) == Bound(2000.0, FACTOR)
+    assert deadlines.bound("score", "rewards", size=4) == Bound(2000.0 + 5000.0, FACTOR)
+    few = deadlines.bound("score", "rewards", size=1)
+    assert few == Bound(CONFIG.score_s + 3600.0, "digen.deadlines.score_s"), "a replica that joins is a first one"
+    assert deadlines.bound("generate", "a", size=4) == alone.bound("generate", "a", size=4) == Bound(5000.0, FACTOR)
 
 
 @pytest.mark.parametrize("seed", range(20))

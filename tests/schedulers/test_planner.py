@@ -501,6 +501,16 @@ def test_a_group_without_spread_is_dropped_and_refilled_within_the_bound():
     assert (report.num_groups, report.num_group_refills, report.dropped) == (0, 1, {"zero_spread": 2})
 
 
+def test_a_surplus_chunk_that_is_generated_is_void_too_its_scores_may_wait_for_samples_that_are_never_issued():
+    planner = planner_with(replace(STRICT, num_prompts=1, extra_prompts=1, chunk_size=2), *"abc")
+    first, second, waiting = chunks_of(planner.assign(0.0))
+    assert [first.uid, second.uid, waiting.uid] == ["p0", "p0", "p1"]
+    planner.on_generated(waiting.id, 1.0)
+    for chunk in (first, second):
+        finish(planner, chunk, 2.0)
+    assert planner.take_cancelled() == [waiting.id] and planner.take_cancelled() == []
+
+
 def test_a_batch_is_full_with_p_groups_and_the_surplus_is_cancelled():
     planner = planner_with(replace(STRICT, num_prompts=2, extra_prompts=1, replicate_prompts=False), *"abc")
     chunks = chunks_of(planner.assign(0.0))

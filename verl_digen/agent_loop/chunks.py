@@ -116,12 +116,15 @@ class ChunkRunner(Generic[Generated, Scored]):
         return GeneratedChunk({index: _reason(error) for index, error in errors.items()}, is_lost)
 
     async def cancel(self, chunk_id: int) -> None:
-        """Cancel the chunk's samples on its replica, and those that wait for an environment. No effect once it is
-        generated."""
+        """Cancel the chunk's samples on its replica, and those that wait for an environment; once it is generated, its
+        scores, which may wait for samples of their group that are not wanted any more."""
         if chunk_id in self._generating:
             order, server, tasks = self._generating[chunk_id]
             await asyncio.gather(*(self.withdraw_sample(order, index, server) for index in order.samples))
             for task in tasks:
+                task.cancel()
+        elif chunk_id in self._scoring:
+            for task in self._scoring[chunk_id][1].values():
                 task.cancel()
 
     def discard(self, chunk_id: int) -> None:

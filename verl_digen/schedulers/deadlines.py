@@ -4,7 +4,9 @@
     bound = max(FLOOR_s, factor x predicted)      once the same callee has answered a call of that kind
     bound = max(FLOOR_s, first_s)                 before: it compiles, fills caches, opens connections
 
-The prediction is a fixed part plus a part per item (samples, groups), learnt over all callees of a kind.
+The prediction is a fixed part plus a part per item (samples, groups), learnt over all callees of a kind. A score that
+compares the samples of a group waits for all of them: its bound is longer by that of a first generation, so that a
+sample whose replica hangs is generated again before those that wait for it are given up.
 
 Invariants (tests/schedulers/test_deadlines.py)
 - A bound is never below its floor. For the first call of a kind to a callee it is never below `first_s`.
@@ -89,6 +91,10 @@ class Bound:
     """The config key that raises it, as typed."""
 
 
+NOBODY = ""
+"""A callee that has never answered."""
+
+
 @dataclass
 class Deadlines:
     """Timeouts of calls, learnt from the calls that ended.
@@ -102,6 +108,8 @@ class Deadlines:
     """
 
     config: DeadlinesConfig
+    scores_groups: bool = False
+    """True if a reward compares the samples of a group."""
     _lines: dict[CallKind, RunningLine] = field(default_factory=dict)
     _known: set[tuple[CallKind, str]] = field(default_factory=set)
     """(kind, who) that have answered at least once."""
@@ -113,6 +121,14 @@ class Deadlines:
 
     def bound(self, kind: CallKind, who: str, *, size: int = 1) -> Bound:
         """Timeout of a call of `size` items that `who` is given now."""
+        bound = self._own_bound(kind, who, size)
+        if kind == "score" and self.scores_groups:
+            first_s = self._own_bound("generate", NOBODY, size).seconds
+            generate_s = max(first_s, self.config.factor * (self.predicted_s("generate", size) or 0.0))
+            return Bound(bound.seconds + generate_s, bound.key)
+        return bound
+
+    def _own_bound(self, kind: CallKind, who: str, size: int) -> Bound:
         key = f"digen.deadlines.{kind}_s"
         floor = Bound(_floor_s(self.config, kind), key)
         if kind == "answer" or kind == "start":

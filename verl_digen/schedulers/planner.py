@@ -296,18 +296,18 @@ class BatchPlanner:
         self._disturb()
 
     def take_cancelled(self) -> list[int]:
-        """Ids of in-flight chunks cancelled since the last call: abort them, or not; `on_generated` is due."""
-        cancelled = [chunk_id for chunk_id in self._cancelled if chunk_id in self._requests]
-        self._cancelled = []
+        """Ids of the chunks that became void since the last call. Abort those in generation, or not: `on_generated` is
+        due. The scores of the others are not wanted."""
+        cancelled, self._cancelled = self._cancelled, []
         return cancelled
 
     def _cancel(self, chunk_ids: Iterable[int]) -> None:
-        """Mark the requests of void chunks that are still being generated."""
+        """Note void chunks, and mark the requests of those that are still being generated."""
         for chunk_id in chunk_ids:
             request = self._requests.get(chunk_id)
             if request is not None:
                 request.is_cancelled = True
-                self._cancelled.append(chunk_id)
+            self._cancelled.append(chunk_id)
 
     def _count_late(self, num_samples: int) -> None:
         batch = self._book.batches.get(self.batch)

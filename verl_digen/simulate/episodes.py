@@ -314,7 +314,9 @@ class EpisodeSlots:
         return chunks
 
     def cancel(self, chunk_id: int) -> bool:
-        """Cancel the episodes of a chunk; its slot is free at once."""
+        """Cancel the episodes of a chunk, if it has not ended; its slot is free at once."""
+        if chunk_id not in self._left:
+            return False
         for episode in sorted(self._left.pop(chunk_id)[1]):
             self._replicas.cancel(episode)
         return True

@@ -43,6 +43,7 @@ from verl_digen.patches import verl_master_port
 from verl_digen.platforms.placement import TypedPools, check_placement
 from verl_digen.pool_sizes import has_reward_model
 from verl_digen.reward.manager import DiffusionRewardLoopManager
+from verl_digen.reward.named import scope_of
 from verl_digen.schedulers.deadlines import Bound
 from verl_digen.store.keys import group_uid
 from verl_digen.store.partitions import TRAIN
@@ -143,6 +144,7 @@ class DiffusionTrainer(PPOTrainerSync):
         self._supervision = Supervision(
             self.digen.deadlines,
             loop=LoopThread("driver"),
+            scores_groups=any(scope_of(entry) == "group" for entry in self.digen.reward.entries),
             step=lambda: self.global_steps,
             end_silent_replicas=self._end_silent_replicas,
             end_all=self._end_all,

@@ -119,9 +119,9 @@ class Conductor:
             planner, generator, self._calls, deadlines, recorder, self._idle, slots_of=slots_of, lanes=lanes.slots
         )
         self._chunks: dict[int, Chunk] = {}
-        """Chunks in generation, by id."""
+        """Chunks in generation or in scoring, by id."""
         self._withdrawn: set[int] = set()
-        """Ids of chunks in generation that were cancelled."""
+        """Ids of those of them that were cancelled."""
         self._is_open = False
         """True while the trainer has a logical batch open."""
         self._trainer_is_free = False
@@ -220,14 +220,11 @@ class Conductor:
                 self._slots.unload(decision.slot)
             else:
                 self._start_chunk(decision)
-        for chunk_id in self.planner.take_cancelled():
+        for chunk_id in sorted(self._chunks.keys() & self.planner.take_cancelled()):
             self._withdrawn.add(chunk_id)
-            self._calls.tell(
-                self.generator.cancel(self._chunks[chunk_id]),
-                f"cancelling chunk {chunk_id}",
-                self.deadlines,
-                on_overdue=log_overdue,  # a hung replica is detected by the bound of its chunk
-            )
+            cancelling = self.generator.cancel(self._chunks[chunk_id])
+            # a hung replica is detected by the bound of its chunk
+            self._calls.tell(cancelling, f"cancelling chunk {chunk_id}", self.deadlines, on_overdue=log_overdue)
 
     def _engage_trainer(self) -> float | None:
         """Have the free trainer do what the planner says -> seconds until it asks again; None: at the next event."""
@@ -259,9 +256,8 @@ class Conductor:
         def on_generated(task: asyncio.Task[GeneratedChunk], took_s: float) -> None:
             self.recorder.end(opened)
             generated = task.result()
-            del self._chunks[chunk.id]
             if generated.is_slot_lost:
-                self._withdrawn.discard(chunk.id)
+                self._forget(chunk)
                 self._slots.lose(slot)
                 return
             if self.planner.has_slot(slot):  # else lost while it generated
@@ -273,8 +269,7 @@ class Conductor:
 
         def on_overdue(error: DeadlineMissed) -> None:
             self.recorder.end(opened)
-            del self._chunks[chunk.id]
-            self._withdrawn.discard(chunk.id)
+            self._forget(chunk)
             self._slots.give_up(slot, error)
             self._calls.tell(self.generator.discard(chunk), f"discarding chunk {chunk.id}", self.deadlines)
 
@@ -304,7 +299,6 @@ class Conductor:
         self.planner.on_generated(chunk.id, self.recorder.now_s())
         if generated.failures:
             self._on_failed(chunk, generated.failures)
-        self._withdrawn.discard(chunk.id)
         opened = self.recorder.begin(
             "score",
             self.lanes.reward,
@@ -318,12 +312,14 @@ class Conductor:
             scored = task.result()
             self.deadlines.observe("score", REWARD, size=len(chunk.samples), seconds=took_s)
             self._on_scored(chunk, scored)
+            self._forget(chunk)
 
         def on_overdue(error: DeadlineMissed) -> None:
             self.recorder.end(opened)
             names = [SampleName(chunk.uid, index, chunk.version) for index in chunk.samples]
             self._published_with(chunk).doubt(names, condition_key)
             self._on_failed(chunk, dict.fromkeys(chunk.samples, str(error)))
+            self._forget(chunk)
             self._calls.tell(self.generator.discard(chunk), f"discarding chunk {chunk.id}", self.deadlines)
 
         self._calls.start(
@@ -333,6 +329,10 @@ class Conductor:
             on_ended=on_scored,
             on_overdue=on_overdue,
         )
+
+    def _forget(self, chunk: Chunk) -> None:
+        del self._chunks[chunk.id]
+        self._withdrawn.discard(chunk.id)
 
     def _published_with(self, chunk: Chunk) -> PublishedSamples:
         """Published samples of the chunk's batch, or of the current batch if that one is over."""
@@ -405,7 +405,6 @@ class Conductor:
             self.deadlines.observe("assist", TRAINER, size=size, seconds=took_s)
             self._trainer_is_free = True
             for chunk, generated, key in zip(chunks, answers, condition_keys, strict=True):
-                del self._chunks[chunk.id]
                 self._on_generated(chunk, generated, key)
 
         self._calls.start(

@@ -40,6 +40,7 @@ class Supervision:
 
     Args:
         loop: runs the driver's coroutines.
+        scores_groups: a reward compares the samples of a group.
         step: the current step, for messages.
         end_silent_replicas: kills replicas that do not answer -> their addresses.
         end_all: kills every process of the run.
@@ -50,13 +51,14 @@ class Supervision:
         config: DeadlinesConfig,
         *,
         loop: LoopThread,
+        scores_groups: bool,
         step: Callable[[], int],
         end_silent_replicas: Callable[[], Awaitable[list[str]]],
         end_all: Callable[[], None],
         cancel_queue_calls: Callable[[], None] = cancel_calls,
     ):
         self.loop, self.step = loop, step
-        self.deadlines = Deadlines(config)
+        self.deadlines = Deadlines(config, scores_groups)
         self.heartbeats = Heartbeats(loop.begin, config, cancel_queue_calls)
         self.patience = Patience(config, loop.time)
         self._watchdog = Watchdog(loop.begin, end_silent_replicas=end_silent_replicas, end_all=end_all)

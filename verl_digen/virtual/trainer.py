@@ -26,5 +26,9 @@ class VirtualTrainer(DisaggregatedTrainer):
     def _device_counts(self) -> dict[str, int]:
         return {**super()._device_counts(), "trainer": self.digen.virtual.trainer_ranks}
 
+    @property
+    def _num_ranks(self) -> int:
+        return self.digen.virtual.trainer_ranks
+
 
 register_trainer(NAME)(VirtualTrainer)  # not as a decorator: verl's erases the class's type
