@@ -2274,8 +2274,8 @@ TABLE: tuple[Mutation, ...] = (
     Mutation(
         "trainer/conductor.py",
         "a cancelled chunk is generated to its end",
-        "self.generator.cancel(self._chunks[chunk_id]),",
-        "asyncio.sleep(0),",
+        "cancelling = self.generator.cancel(self._chunks[chunk_id])",
+        "cancelling = asyncio.sleep(0)",
         CONDUCTOR,
     ),
     Mutation(

@@ -22,18 +22,18 @@ SPLIT = Split(Pool(40, "H800"), Pool(24, "H800"))
 SAMPLES = PROFILE.numbers.num_prompts * PROFILE.numbers.group_size
 
 
-def test_a_step_has_a_call_per_chunk_rank_and_replica():
+def test_a_step_has_a_call_per_chunk_relay_and_replica():
     from control_plane import play
 
     calls = play(PROFILE, SPLIT, 4).calls_per_step
-    assert calls["commit"] == 40  # one per rank
+    assert calls["commit"] == 5  # one per relay, and node of eight ranks
     assert calls["load"] == 24 * 3 / 4  # one per replica and new version; the last step has none
     assert calls["score"] == calls["generate"]
     chunk = -(-PROFILE.numbers.group_size // 24)
-    assert calls["generate"] + calls.get("assist", 0) / 40 >= SAMPLES / PROFILE.numbers.group_size
+    assert calls["generate"] + calls.get("assist", 0) / 5 >= SAMPLES / PROFILE.numbers.group_size
     assert calls["generate"] <= SAMPLES / chunk
-    assert calls["train"] % 40 == 0 or calls["train"] * 4 % 40 == 0
-    assert calls["train"] <= 40 * PROFILE.numbers.num_prompts
+    assert calls["train"] * 4 % 5 == 0
+    assert calls["train"] <= 5 * PROFILE.numbers.num_prompts
 
 
 @pytest.mark.parametrize("factor", [1, 8])

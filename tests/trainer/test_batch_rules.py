@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules of a run from its config: groups of an assist, and of a fragment."""
 
-from types import SimpleNamespace
-
 import pytest
 from omegaconf import OmegaConf
 
@@ -47,7 +45,9 @@ def trainer_rules(digen: dict):
             },
         }
     )
-    return DisaggregatedTrainer._rules(SimpleNamespace(config=config, digen=digen_config(config)))  # pyright: ignore[reportArgumentType]
+    trainer = object.__new__(DisaggregatedTrainer)
+    trainer.config, trainer.digen = config, digen_config(config)
+    return trainer._rules()
 
 
 @pytest.mark.parametrize(
