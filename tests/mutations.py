@@ -1537,6 +1537,13 @@ TABLE: tuple[Mutation, ...] = (
         STAGED,
     ),
     Mutation(
+        "schedulers/foresight.py",
+        "a batch that ends sooner than predicted keeps the trainer from assisting",
+        "max(against, min(-against, INEXACT))",
+        "abs(against)",
+        "schedulers/test_foresight.py",
+    ),
+    Mutation(
         "engine/export.py",
         "a rank that only takes part gathers all tensors at once",
         "if number and number % LOOKAHEAD == 0:",

@@ -31,11 +31,41 @@ def test_any_gain_counts_while_no_prediction_was_wrong():
 
 
 def test_a_gain_counts_beyond_twice_the_mean_error():
-    foresight = foresight_of(10.0 / 1.04, 10.0 / 0.96)  # 4 % too long, 4 % too short
-    assert foresight.doubt == pytest.approx(0.04)
+    foresight = foresight_of(10.0, 10.0 / 1.06, 10.0 / 0.96)  # waiting took less than predicted, then more
+    assert foresight.doubt == pytest.approx((0.06 + 0.02) / 2)
     assert foresight.counts(ASSIST), "a gain of 10 %"
     assert not foresight.counts(replace(ASSIST, makespan_s=9.3)), "a gain of 7 %"
     assert foresight.counts(WAIT)
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "took_s", "doubt"),
+    [
+        ([WAIT], 8.0, 0.25),
+        ([WAIT], 12.5, 0.02),
+        ([WAIT], 10.0 / 0.99, 0.01),
+        ([ASSIST], 6.0, 0.02),  # it ended in two thirds of the time: no reason to stop assisting
+        ([ASSIST], 12.0, 0.25),
+        ([WAIT, ASSIST], 8.0, 0.02),
+        ([WAIT, ASSIST], 12.5, 0.2),
+    ],
+)
+def test_an_error_counts_in_full_only_if_it_speaks_against_assists(verdicts, took_s, doubt):
+    foresight = Foresight()
+    for verdict in verdicts:
+        foresight.on_verdict(verdict, 0.0)
+    foresight.on_end(took_s)
+    assert foresight.doubt == pytest.approx(doubt)
+
+
+def test_an_assist_of_the_batch_before_says_nothing_about_this_one():
+    foresight = Foresight()
+    foresight.on_verdict(ASSIST, 0.0)
+    foresight.on_end(9.0)
+    foresight.on_next_batch()
+    foresight.on_verdict(WAIT, 20.0)
+    foresight.on_end(28.0)
+    assert foresight.doubt == pytest.approx(0.25)
 
 
 def test_the_first_prediction_of_a_batch_is_the_one_that_is_compared():
@@ -50,7 +80,7 @@ def test_the_first_prediction_of_a_batch_is_the_one_that_is_compared():
 
 
 def test_what_is_predicted_is_what_is_followed():
-    foresight = foresight_of(20.0)
+    foresight = foresight_of(5.0)
     foresight.on_verdict(ASSIST, 0.0)  # in doubt: the trainer waits
     foresight.on_end(10.0)
     assert foresight.prediction_error == pytest.approx(0.0)

@@ -2,8 +2,14 @@
 """Tracker of the search's prediction errors: predicted against real end of each batch.
 
 The makespan model leaves things out: pools that share a host or its memory slow each other down, speeds drift. A gain
-smaller than the model's usual error may be a loss, so an assist must gain more than `DOUBTS` mean errors over
-waiting.
+smaller than the model's usual error may be a loss, so an assist must gain more than `DOUBTS` mean errors over waiting.
+An error that speaks against assists counts in full. Any other one shows that the model is inexact, which makes small
+gains doubtful, and counts at most `INEXACT`:
+
+| in the batch the trainer | training ended before the prediction | after it |
+| --- | --- | --- |
+| did not assist | in full: waiting was better than predicted | at most INEXACT |
+| assisted | at most INEXACT | in full: assisting was worse than predicted |
 
 Invariants
 - While all predictions were exact, or there was none, any gain counts.
@@ -17,7 +23,10 @@ from verl_digen.schedulers.play import EPSILON_S
 from verl_digen.schedulers.search import Verdict
 
 DOUBTS = 2.0
-"""Margin of a gain in mean absolute errors: a normally distributed error exceeds two of them in one of nine cases."""
+"""Margin of a gain, in mean errors."""
+
+INEXACT = 0.02
+"""Most that an error counts which does not speak against assists."""
 
 
 class Foresight:
@@ -39,19 +48,22 @@ class Foresight:
         None if nothing was predicted."""
         self._predicted: tuple[float, float] | None = None
         """(time of the batch's first prediction, the end it predicted)."""
+        self._assists = False
+        """True once a verdict on the batch was followed by an assist."""
         self._error = RunningMean()
 
     @property
     def doubt(self) -> float:
-        """Mean absolute `prediction_error`; 0 before the first comparison."""
+        """Mean of what the errors count; 0 before the first comparison."""
         return self._error.value or 0.0
 
     def on_verdict(self, verdict: Verdict, now_s: float) -> None:
         """Record a verdict of the search; `counts` says which choice was followed."""
         self.num_searches += 1
+        counts = self.counts(verdict)
+        self._assists |= counts and verdict.choice == "assist"
         if self._predicted is None:
-            ends_in_s = verdict.makespan_s if self.counts(verdict) else verdict.waiting_s
-            self._predicted = now_s, now_s + ends_in_s
+            self._predicted = now_s, now_s + (verdict.makespan_s if counts else verdict.waiting_s)
 
     def counts(self, verdict: Verdict) -> bool:
         """True if the gain exceeds the error margin, or if the choice is to wait."""
@@ -64,9 +76,10 @@ class Foresight:
             made_s, predicted_s = self._predicted
             if now_s - made_s > EPSILON_S:
                 self.prediction_error = (predicted_s - now_s) / (now_s - made_s)
-                self._error.add(abs(self.prediction_error))
+                against = -self.prediction_error if self._assists else self.prediction_error
+                self._error.add(max(against, min(-against, INEXACT)))
 
     def on_next_batch(self) -> None:
         """The batch is committed."""
         self.num_searches = 0
-        self._predicted = None
+        self._predicted, self._assists = None, False
