@@ -2,7 +2,7 @@
 """Cost of one call of all trainer ranks, and of one weight update: without relays and with them, with real Ray actors.
 
     python examples/rank_calls.py                                 # the table of docs/benchmarks.md
-    python examples/rank_calls.py --ranks 896 --workers 128 --groups 8
+    python examples/rank_calls.py --ranks 896 --workers 128
 
 | call | without relays | with relays |
 | --- | --- | --- |
@@ -155,7 +155,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=384)
     parser.add_argument("--per-node", type=int, default=8)
     parser.add_argument("--actors", type=int, default=4, help="processes that stand for the ranks (default: 4)")
-    parser.add_argument("--groups", type=int, default=53, help="groups of the fragment (default: 53)")
+    parser.add_argument("--groups", type=int, default=8, help="groups of the fragment (default: 8)")
     parser.add_argument("--group-size", type=int, default=24)
     parser.add_argument("--repeats", type=int, default=9)
     args = parser.parse_args()

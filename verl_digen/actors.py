@@ -39,7 +39,8 @@ async def alive(actors: Sequence[Any], deadlines: DeadlinesConfig) -> list[bool]
     answers = [asyncio.ensure_future(actor.__ray_ready__.remote()) for actor in actors]
     if answers:
         await asyncio.wait(answers, timeout=deadlines.answer_s)
-    return list(await asyncio.gather(*(map(_lives, actors, answers, [deadlines] * len(answers)))))
+    asked = zip(actors, answers, strict=True)
+    return list(await asyncio.gather(*(_lives(actor, answer, deadlines) for actor, answer in asked)))
 
 
 async def _lives(actor: Any, answer: asyncio.Future[Any], deadlines: DeadlinesConfig) -> bool:

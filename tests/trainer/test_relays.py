@@ -10,6 +10,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from tests.trainer import mortal
+from tests.trainer.ended import kill
 from verl_digen.trainer.relays import (
     FAN_OUT,
     Branch,
@@ -136,22 +137,14 @@ def test_few_ranks_are_called_under_the_prefix_of_their_role(actors):
     assert ranks.callees == [Process(actor, "actor_") for actor in actors]
 
 
-def end(actor):
-    """End a process for certain: `ray.kill` returns while it may still answer a call."""
-    ray.kill(actor)
-    with pytest.raises(RayActorError):
-        for _ in range(1000):
-            ray.get(actor.__ray_ready__.remote(), timeout=20.0)
-
-
 def test_a_rank_that_dies_and_a_relay_that_dies_end_the_call_at_once(ways, actors):
     _, relayed = ways
-    end(actors[1])
+    kill(actors[1])
     for way in ways:
         assert isinstance(answers_of(way, "version_now", (), "first"), RayActorError)
     dead = [isinstance(one, RayActorError) for one in answers_of(relayed, "version_now", (), "outcomes")]
     assert dead == [False, True, False, False, False]
-    end(relayed.callees[1].relay)
+    kill(relayed.callees[1].relay)
     assert isinstance(answers_of(relayed, "version_now", (), "all"), RayActorError)
     dead = [isinstance(one, RayActorError) for one in answers_of(relayed, "version_now", (), "outcomes")]
     assert dead == [False, True, True, True, True]

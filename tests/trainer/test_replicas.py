@@ -14,6 +14,7 @@ import ray
 from ray.exceptions import RayActorError
 from verl.workers.rollout.replica import RolloutMode
 
+from tests.trainer.ended import kill
 from tests.trainer.mortal import Balancer, Process
 from verl_digen.errors import RunStopped
 from verl_digen.schedulers.deadlines import DeadlinesConfig
@@ -99,14 +100,6 @@ def start(all_processes):
     yield begin
     for managers in started:
         all_processes.take_back(managers)
-
-
-def kill(process):
-    """End a process for certain: `ray.kill` returns while it may still answer a call."""
-    ray.kill(process)
-    with pytest.raises(RayActorError):
-        for _ in range(1000):
-            ray.get(process.version_now.remote(), timeout=20)
 
 
 def test_the_lane_of_actors_has_the_name_of_their_node_also_if_they_do_not_answer(start, caplog):

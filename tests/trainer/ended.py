@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The end of an actor, for certain."""
+
+import pytest
+import ray
+from ray.exceptions import RayActorError
+
+
+def kill(actor):
+    """End an actor's process: `ray.kill` returns while it may still answer a call."""
+    ray.kill(actor)
+    with pytest.raises(RayActorError):
+        for _ in range(1000):
+            ray.get(actor.__ray_ready__.remote(), timeout=20)
