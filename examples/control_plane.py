@@ -12,6 +12,7 @@ are those that the driver makes itself, to relays (`verl_digen.trainer.relays`);
 
 from __future__ import annotations
 
+import gc
 import time
 import tracemalloc
 from argparse import ArgumentParser
@@ -144,6 +145,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--profiles", default=",".join(profile_names()))
     args = parser.parse_args()
+    gc.freeze()  # as a run does: `verl_digen.trainer.collector`
     print(
         "| profile | split | trainer's decision, ms: median, 99 %, largest | slots', ms: median, largest | planner | "
     )

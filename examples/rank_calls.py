@@ -8,10 +8,16 @@
 | --- | --- | --- |
 | a fragment | one call of each rank | `verl_digen.trainer.relays`, as the trainer's `accumulate` |
 | a weight update | verl's manager: four calls of each rank and each replica's worker | `StagedCheckpointManager` |
+| signs of life | one call of each server and each worker of a replica | `Replicas.forget_lost` |
+| health | one call of each server | as `Replicas.metrics` |
 
 A few actors stand for all ranks and workers, each under many handles, and do nothing; no weight is sent. Every relay is
 a process of its own. All of them share this machine's cores, so that the last answer comes later with relays, which
 make more calls in all. The driver's CPU time, which is that of all its threads, is the number to read.
+
+On a cluster relays have cores of their own. The first table has the CPU time of one process that calls others, and
+from it, calculated, the time until the last answer has come: the CPU times of the callers on the way to a process, and
+at each of them the rest of a call's round trip.
 """
 
 from __future__ import annotations
@@ -21,6 +27,7 @@ import time
 from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +39,7 @@ from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
 
 import verl_digen.virtual.checkpoint_engine as backend
 from verl_digen.engine.fragment import FragmentSample, FragmentSpec
-from verl_digen.trainer.relays import Branch, Callee, Process, Together, Work, start_relays, tree
+from verl_digen.trainer.relays import Branch, Callee, Process, Route, Together, Work, start_relays, tree
 from verl_digen.trainer.staged import StagedCheckpointManager
 from verl_digen.types import Geometry, Sampling
 
@@ -50,6 +57,10 @@ class Rank:
 
     def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> dict[str, Any]:
         return {}
+
+    def check_health(self) -> dict[str, Any]:
+        version = {"version": 7, "received_version": 7, "last_update": {"load_s": 0.1, "drain_s": 0.1}}
+        return {**version, "probes": [], "prompt_cache": {"hits": 3, "misses": 1}}
 
 
 class Bound(Rank):
@@ -132,21 +143,85 @@ def fragment_calls(ranks: Callee, fragment: FragmentSpec) -> Callable[[], object
     return lambda: asyncio.run(call())
 
 
-def updates(actors: Sequence[Any], ranks: Callee, num_workers: int) -> tuple[Callable[[], object], ...]:
+class Known(Route):
+    """A route that is there already."""
+
+    def __init__(self, way: Together):
+        self._known = way
+
+    def to(self, actors: Sequence[Any]) -> Together:
+        return self._known
+
+
+def updates(
+    actors: Sequence[Any], ranks: Callee, receivers: Together
+) -> tuple[Callable[[], object], Callable[[], object]]:
     """A weight update by verl's manager, and by ours."""
-    workers = [Replica(actors[number % len(actors)]) for number in range(num_workers)]
+    workers = [Replica(actors[number % len(actors)]) for number in range(receivers.num_processes)]
     config = SimpleNamespace(backend=backend.NAME, custom_backend_module=backend.__name__)
     every_rank = [actors[number % len(actors)] for number in range(ranks.num_processes)]
     group = RayWorkerGroup(worker_handles=every_rank, ray_cls_with_init=RayClassWithInitArgs(cls=ray.remote(Bound)))
     verls: Any = CheckpointEngineManager(config, group, list(workers))
-    ours = StagedCheckpointManager(config, group, list(workers), ranks=ranks, load_s=60.0, answer_s=60.0)
+    ours = StagedCheckpointManager(config, group, list(workers), ranks=ranks, route=Known(receivers), load_s=60.0)
     return lambda: verls.update_weights(1), lambda: ours.stage_weights(1)
+
+
+def widths(callees: Sequence[int | Branch]) -> list[int]:
+    """Callees of the driver, of the relays that it calls, and so on; the most of each level."""
+    below = [widths(callee.callees) for callee in callees if isinstance(callee, Branch)]
+    return [len(callees), *(max(level) for level in zip(*below, strict=True))]
+
+
+def calls_of(callee: Callee, method: str) -> Callable[[], object]:
+    """Call a method without arguments on all."""
+
+    async def call() -> None:
+        await callee.call(Work(method), "all")
+
+    return lambda: asyncio.run(call())
 
 
 def middle(costs: list[Cost], of: Callable[[Cost], float]) -> str:
     """Median in milliseconds, and the range."""
     values = [1e3 * of(cost) for cost in costs]
     return f"{median(values):.0f} ({min(values):.0f} to {max(values):.0f})"
+
+
+def measure_all(ways: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[Cost]]:
+    """Measure the ways in turns, after a first turn that warms up."""
+    costs: dict[str, list[Cost]] = {name: [] for name in ways}
+    for number in range(repeats + 1):
+        for name, work in ways.items():
+            cost = measure(work)
+            costs[name] += [cost] if number else []
+    return costs
+
+
+def at_once(one: Sequence[int], other: Sequence[int]) -> list[int]:
+    """`widths` of a call of both trees at the same time: of the driver the sum, further down the larger."""
+    first, *further = zip_longest(one, other, fillvalue=0)
+    return [sum(first), *map(max, further)]
+
+
+def print_waits(ranks: Sequence[Process], calls: dict[str, Sequence[int]], repeats: int) -> None:
+    """Print the wait for the last answer where every caller has its own core.
+
+    Args:
+        calls: name of a call -> its `widths`.
+    """
+    counts = sorted({1, *(width for of in calls.values() for width in of)})
+    ways = {str(count): calls_of(Together(ranks[:count]), "__ray_ready__") for count in counts}
+    costs = measure_all(ways, 5 * repeats)
+    cpu_ms = {count: 1e3 * median(cost.cpu_s for cost in costs[str(count)]) for count in counts}
+    rest_ms = 1e3 * median(cost.wall_s - cost.cpu_s for cost in costs["1"])
+    print(f"a caller of {', '.join(map(str, counts))}: {', '.join(f'{cpu_ms[count]:.1f}' for count in counts)} ms")
+    print(f"the rest of a round trip: {rest_ms:.1f} ms\n")
+    print("| call | callees of the driver, of a relay, ... | until the last answer, calculated, ms |")
+    print("| --- | --- | --- |")
+    for name, of in calls.items():
+        wait_ms = sum(cpu_ms[width] + rest_ms for width in of)
+        print(f"| {name} | {', '.join(map(str, of))} | {wait_ms:.0f} |")
+    print()
 
 
 def main() -> None:
@@ -163,22 +238,34 @@ def main() -> None:
     actors = [ray.remote(Rank).options(num_cpus=0).remote() for _ in range(args.actors)]
     ranks = [Process(actors[number % args.actors]) for number in range(args.ranks)]
     node = ray.get_runtime_context().get_node_id()
-    planned = tree([f"n{number // args.per_node:04d}" for number in range(args.ranks)])
+    planned, of_replicas = (
+        tree([f"n{number // args.per_node:04d}" for number in range(count)]) for count in (args.ranks, args.workers)
+    )
+    of_ranks, of_servers = widths(planned), widths(of_replicas)
+    calls = {
+        "all ranks": of_ranks,
+        "one of the four of a weight update": at_once(of_ranks, of_servers),
+        "signs of life": at_once(of_servers, of_servers),
+        "health": of_servers,
+    }
+    print_waits(ranks, calls, args.repeats)  # while the cores are free: before there are relays
     relayed = start_relays([here(callee, node) for callee in planned], ranks)
+    workers = [Process(actors[number % args.actors]) for number in range(args.workers)]
+    receivers = start_relays([here(callee, node) for callee in of_replicas], workers)
     fragment = make_fragment(args.groups, args.group_size)
     print(f"{args.ranks} ranks behind {len(planned)} relays of the driver, {args.workers} workers of replicas")
-    by_verl, by_us = updates(actors, relayed, args.workers)
+    by_verl, by_us = updates(actors, relayed, receivers)
     ways = {
         "a fragment": fragment_calls(Together(ranks), fragment),
         "a fragment, relays": fragment_calls(relayed, fragment),
         "a weight update": by_verl,
         "a weight update, relays": by_us,
+        "signs of life": calls_of(Together([*workers, *workers]), "__ray_ready__"),
+        "signs of life, relays": calls_of(Together([receivers, receivers]), "__ray_ready__"),  # servers are as many
+        "health": calls_of(Together(workers), "check_health"),
+        "health, relays": calls_of(receivers, "check_health"),
     }
-    costs: dict[str, list[Cost]] = {name: [] for name in ways}
-    for number in range(args.repeats + 1):
-        for name, work in ways.items():
-            cost = measure(work)
-            costs[name] += [cost] if number else []  # the first warms up
+    costs = measure_all(ways, args.repeats)
     print("| call | CPU time of the driver, ms | until the last answer, ms |")
     print("| --- | --- | --- |")
     for name, of in costs.items():

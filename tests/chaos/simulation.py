@@ -47,7 +47,6 @@ from verl_digen.trainer.base import DiffusionTrainer
 from verl_digen.trainer.disaggregated import DisaggregatedTrainer
 from verl_digen.trainer.ranks import TrainerRanks
 from verl_digen.trainer.relays import Process, Together
-from verl_digen.trainer.replicas import replica_metrics
 from verl_digen.trainer.restarts import Restarts
 from verl_digen.trainer.supervision import Supervision
 from verl_digen.trainer.validation_run import Validation
@@ -108,9 +107,6 @@ class Sender:
         weights = self._cluster.get(self._ranks.update_weights(version))[0]
         workers = [worker for replica in self.replicas for worker in replica.workers]
         self._cluster.get([worker.update_weights.remote(version, weights) for worker in workers])
-
-    def end_relays(self) -> None:
-        """Do nothing: there is no relay."""
 
 
 @dataclass(frozen=True)
@@ -229,7 +225,7 @@ class Trainer(DisaggregatedTrainer, Files):
             if step in self.world.validates:
                 self.on_validate_begin()
                 self._validate_some()
-            replica_metrics(self.checkpoint_manager, self.digen.deadlines, published=step)
+            self._replicas.metrics(published=step)
             clear(batch.partition_id, batch.keys)
         self.on_validate_begin()  # drains all work in flight
 

@@ -122,6 +122,7 @@ def test_no_technique_makes_a_run_longer():
             ({"gap"}, {"gap", "tag"}),
             ({"gap"}, {"gap", "tcss"}),
             ({"gap", "tcss"}, {"gap", "tag", "tcss"}),
+            ({"gap", "tag"}, {"gap", "tag", "tcss"}),
         ):
             slow = simulate(workload, costs, fewer).makespan_s
             fast = simulate(workload, costs, more).makespan_s

@@ -54,8 +54,8 @@ def test_few_ranks_have_no_relay():
 def test_a_node_has_a_relay_and_many_relays_have_relays():
     nodes = [f"n{rank // 8:02d}" for rank in range(640)]
     callees = tree(nodes)
-    assert [len(branch.callees) for branch in callees] == [16] * 5
-    assert callees[1].callees[0] == Branch("n16", tuple(range(128, 136)))
+    assert [len(branch.callees) for branch in callees] == [8, *[9] * 8], "as few levels as with 16, and no wide one"
+    assert callees[1].callees[0] == Branch("n08", tuple(range(64, 72)))
 
 
 def test_a_tree_of_any_nodes_calls_every_rank_once_and_none_from_another_node():

@@ -19,7 +19,8 @@ from tests.trainer.mortal import Balancer, Process
 from verl_digen.errors import RunStopped
 from verl_digen.schedulers.deadlines import DeadlinesConfig
 from verl_digen.trainer.hosts import host_names, hosts_of
-from verl_digen.trainer.replicas import replica_metrics, tell_living_replicas
+from verl_digen.trainer.relays import FAN_OUT, Route
+from verl_digen.trainer.replicas import Replicas
 
 pytestmark = pytest.mark.slow
 
@@ -29,9 +30,14 @@ SHORT_DEADLINES = DeadlinesConfig(answer_s=3.0, blip_s=0.5)
 
 
 class Managers:
-    """The parts of verl's checkpoint manager and server manager that `tell_living_replicas` uses."""
+    """The parts of verl's checkpoint manager and server manager that `Replicas` uses.
 
-    def __init__(self, balancer, processes, mode=RolloutMode.STANDALONE):
+    Args:
+        processes: a server and a worker in turn.
+        times: replicas that have the same two processes.
+    """
+
+    def __init__(self, balancer, processes, mode=RolloutMode.STANDALONE, times=1):
         self.replicas = [
             SimpleNamespace(
                 server_handle=server,
@@ -41,7 +47,7 @@ class Managers:
                 rollout_mode=mode,
                 resource_pool=None,
             )
-            for number, (server, worker) in enumerate(zip(processes[::2], processes[1::2], strict=True))
+            for number, (server, worker) in enumerate(zip(processes[::2] * times, processes[1::2] * times, strict=True))
         ]
         self.global_load_balancer = balancer
         self.updates = []
@@ -111,8 +117,12 @@ def test_the_lane_of_actors_has_the_name_of_their_node_also_if_they_do_not_answe
     assert host_names()[ray.util.get_node_ip_address()] == socket.gethostname()
 
 
+def replicas_of(managers, deadlines=DEADLINES):
+    return Replicas(managers, managers, deadlines, asyncio.run, workers=Route(deadlines.answer_s))
+
+
 def update(managers, version, kill=None, deadlines=DEADLINES):
-    tell_living_replicas(managers, managers, lambda: managers.update(version, kill), deadlines, asyncio.run)
+    replicas_of(managers, deadlines).tell_living(lambda: managers.update(version, kill))
     ours = [process for replica in managers.replicas for process in processes(replica)]
     assert set(ray.get([process.version_now.remote() for process in ours])) == {version}
     return [replica.server_address for replica in managers.replicas]
@@ -136,14 +146,14 @@ def test_when_a_replica_dies_in_an_update_the_others_get_it_again(start, part):
 def test_the_workers_of_a_colocated_replica_are_the_trainers_ranks_and_say_nothing_about_it(start):
     managers = start(1, mode=RolloutMode.HYBRID)
     kill(managers.replicas[0].workers[0])
-    tell_living_replicas(managers, managers, lambda: None, DEADLINES, asyncio.run)
+    replicas_of(managers).tell_living(lambda: None)
     assert len(managers.replicas) == 1
 
 
 def test_an_update_that_fails_while_all_replicas_live_is_an_error(start):
     managers = start(1)
     with pytest.raises(RayActorError):
-        tell_living_replicas(managers, managers, raise_dead, DEADLINES, asyncio.run)
+        replicas_of(managers).tell_living(raise_dead)
 
 
 def raise_dead():
@@ -174,8 +184,22 @@ def test_replicas_of_which_a_process_is_stopped_are_left_out_and_all_of_their_pr
 def test_metrics_leave_out_a_replica_that_died_since_the_update(start):
     managers = start(2)
     kill(managers.replicas[0].server_handle)
-    metrics = replica_metrics(managers, DEADLINES, published=0)
+    replicas = replicas_of(managers)
+    metrics = replicas.metrics(published=0)
     assert metrics["rollout/num_replicas"] == 1.0 and metrics["rollout/prompt_cache_hit_rate"] == 0.75
     kill(managers.replicas[1].server_handle)
     with pytest.raises(RunStopped, match="every rollout replica is lost"):
-        replica_metrics(managers, DEADLINES, published=0)
+        replicas.metrics(published=0)
+
+
+def test_many_replicas_are_asked_through_relays_and_one_that_died_is_found_as_among_few(start, caplog):
+    managers = start(2, times=FAN_OUT)
+    alike, others = ([f"r{number}" for number in range(first, 2 * FAN_OUT, 2)] for first in (0, 1))
+    assert update(managers, 1) == sorted([*alike, *others], key=lambda address: int(address[1:]))
+    replicas = replicas_of(managers)
+    assert replicas.metrics(published=1)["rollout/num_replicas"] == 2.0 * FAN_OUT
+    assert not caplog.records, "nothing failed: none was asked by itself"
+    kill(managers.replicas[0].workers[0])
+    assert update(managers, 2) == others
+    assert "each is asked by itself" in caplog.text
+    replicas.end_all()

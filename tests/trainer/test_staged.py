@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import ActorDiedError
 
-from verl_digen.trainer.relays import Process, Together
+from verl_digen.trainer.relays import Process, Route, Together
 from verl_digen.trainer.staged import StagedCheckpointManager
 
 BACKEND = "digen_virtual"
@@ -63,7 +63,7 @@ def manager_of(workers, *, num_ranks, per_replica):
         replicas.append(Replica(rest[:count]))
         rest = rest[count:]
     ranks = Together([Process(worker) for worker in workers[:num_ranks]])
-    manager = StagedCheckpointManager(config, None, replicas, ranks=ranks, load_s=1.0, answer_s=1.0)
+    manager = StagedCheckpointManager(config, None, replicas, ranks=ranks, route=Route(1.0), load_s=1.0)
     manager.backend_cls = Engine
     return manager
 

@@ -348,7 +348,7 @@ class DiffusersServer:
         """See `start_profile`."""
 
     async def check_health(self) -> dict[str, Any]:
-        """State of this replica; see `verl_digen.trainer.replicas.replica_metrics`."""
+        """State of this replica; see `verl_digen.trainer.replicas.Replicas.metrics`."""
         return {
             "version": self._version,
             "received_version": self._seals.received_version,

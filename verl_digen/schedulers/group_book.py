@@ -30,6 +30,7 @@ from heapq import heappop, heappush
 from math import isfinite
 
 from verl_digen.schedulers.batch import Batch, Group, GroupQueue, LiveChunk
+from verl_digen.schedulers.headstart import Headstart
 from verl_digen.schedulers.rules import BatchRules
 from verl_digen.schedulers.types import Chunk, DropReason
 
@@ -54,6 +55,7 @@ class GroupBook:
 
     def __init__(self, rules: BatchRules):
         self._rules = rules
+        self.headstart = Headstart(rules.num_prompts)
         self.batches: dict[int, Batch] = {}
         """Number -> open batch."""
         self.groups: dict[str, Group] = {}
@@ -161,7 +163,13 @@ class GroupBook:
 
     def _may_begin(self, group: Group, version: int) -> bool:
         age = group.batch - version
-        return age == 0 or self.batches[group.batch].num_begun(age) < self._rules.stale_allowance(age)
+        return age == 0 or (
+            self.batches[group.batch].num_begun(age) < self._rules.stale_allowance(age) and self._has_time_for(group)
+        )
+
+    def _has_time_for(self, group: Group) -> bool:
+        num_ahead = group.batch - min(self.batches)
+        return self.headstart.has_time_for(self._rules.group_size, num_ahead=num_ahead)
 
     def _queue(self, group: Group) -> None:
         """Put a begun group into the queue of its version."""

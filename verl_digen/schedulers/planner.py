@@ -17,13 +17,12 @@
     on_published     free slots take the new version (LoadWeights, on_loaded), each between two chunks
 
 - `GroupBook` keeps the state of each group and sample; the planner decides when its methods are called, and for whom.
-- Staleness: a group of batch b begun under version v is b - v versions stale; `BatchRules.stale_allowance` says how
-  many groups of a batch may be. A begun group stays with its version: slots that still have it take its samples before
-  they load a newer one; if no slot has it any more, the group is restarted.
+- Staleness: a group of batch b begun under version v is b - v versions stale; `BatchRules.stale_allowance` and
+  `verl_digen.schedulers.headstart` say how many may be. A begun group stays with its version: slots that have it take
+  its samples before they load a newer one; if no slot has it any more, the group is restarted.
 - Bubble: the trainer is free, has no ready fragment, and the batch is not settled. `BatchRules.assist` says what
   the trainer does then. If it would wait, a part of a group may train (`verl_digen.schedulers.parts`).
-- Redundancy: a batch begins with P + extra groups and is full when P are complete; the others are dropped and their
-  chunks cancelled.
+- Redundancy: a batch begins with P + extra groups and is full when P are complete; the others are dropped.
 
 | who waits | for whom | bound |
 | --- | --- | --- |
@@ -33,8 +32,7 @@
 | batch b + 1 | commit of b | opened when it may be begun |
 
 Invariants (tests/schedulers/test_planner.py)
-- A sample is regenerated only after its chunk failed, was lost or was cancelled, or its group was restarted;
-  regenerations are counted.
+- A sample is regenerated only if its chunk failed, was lost or cancelled, or its group restarted; these are counted.
 - A group is trained at most once, and only if all its samples are scored, all under its version. With
   `BatchRules.subgroups` samples of one group at a time may train before, each once.
 - A ready fragment trains before an assist, and at most one assist is in flight, with at most one chunk of a group.
@@ -42,8 +40,8 @@ Invariants (tests/schedulers/test_planner.py)
 - A group is at most `max_versions` versions stale, and no more groups are stale than allowed.
 - trained + dropped = drawn, per batch.
 
-Complexity per event or decision: O(log groups + log slots) per chunk + O(samples), plus the search at a bubble;
-memory O(samples of the open batches).
+Complexity per event or decision: O(log groups + log slots) per chunk + O(samples), plus the search at a bubble; per
+task of the trainer O(slots log slots). Memory O(samples of the open batches).
 """
 
 from __future__ import annotations
@@ -143,8 +141,7 @@ class BatchPlanner:
         return {number: count for number, count in wanted.items() if count}
 
     def on_prompts(self, number: int, uids: Sequence[str]) -> None:
-        """Add prompts drawn for batch `number`; each is a group's uid, unique in the run. The first call for a batch
-        brings all its prompts."""
+        """Add prompts drawn for batch `number`, each the uid of a group. The batch's first call brings all of them."""
         wanted, is_open = self.prompts_wanted(), number in self._book.batches
         if number not in wanted or len(uids) > wanted[number] or (not is_open and len(uids) < wanted[number]):
             raise RuntimeError(f"prompts are drawn as wanted (batch -> number {wanted}), got {len(uids)} for {number}")
@@ -245,8 +242,9 @@ class BatchPlanner:
         self._assisting.discard(chunk_id)
         if not self._assisting:
             self._trainer = None
-            num_rounds = self.rules.assist_rounds(assist.num_samples)
-            self._durations.on_assisted(num_rounds, now_s - self._trainer_since_s)
+            took_s = now_s - self._trainer_since_s
+            self._durations.on_assisted(self.rules.assist_rounds(assist.num_samples), took_s)
+            self._book.headstart.on_worked(took_s, self._slots.ids, self._durations, assists=True)
 
     def on_scored(self, chunk_id: int, rewards: Mapping[int, float], version: int, now_s: float) -> frozenset[int]:
         """Samples of a chunk have their rewards; before or after `on_generated`, at once or one by one.
@@ -356,6 +354,7 @@ class BatchPlanner:
             raise RuntimeError(f"fragment {fragment_id} ended, but the trainer is busy with {fragment}")
         self._trainer = None
         took_s = now_s - self._trainer_since_s
+        self._book.headstart.on_worked(took_s, self._slots.ids, self._durations)
         if fragment.part:
             self._durations.on_part_trained(len(fragment.part), took_s)
             return
@@ -369,6 +368,7 @@ class BatchPlanner:
             raise RuntimeError(f"batch {number} was committed, but the trainer is busy with {report}")
         self._trainer = None
         self._book.close(number)
+        self._book.headstart.on_next_batch()
         self.batch += 1
         self._search.forget()
         self._foresight.on_next_batch()

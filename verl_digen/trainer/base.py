@@ -57,17 +57,12 @@ from verl_digen.trainer.checkpoint import (
     save_driver_state,
     save_run_description,
 )
+from verl_digen.trainer.collector import keep_for_good
 from verl_digen.trainer.loop_thread import LoopThread, within
 from verl_digen.trainer.nodes import fetch_on_all_nodes
 from verl_digen.trainer.ranks import TrainerRanks
-from verl_digen.trainer.relays import end_relays, ranks_of
-from verl_digen.trainer.replicas import (
-    end_processes,
-    replica_device,
-    replica_metrics,
-    silent_replicas,
-    tell_living_replicas,
-)
+from verl_digen.trainer.relays import Route, end_relays, ranks_of
+from verl_digen.trainer.replicas import Replicas
 from verl_digen.trainer.restarts import Restarts
 from verl_digen.trainer.run_output import RunOutput
 from verl_digen.trainer.step_result import StepResult, StepTimes, result_metrics, utilisation
@@ -125,7 +120,11 @@ class DiffusionTrainer(PPOTrainerSync):
             DeadlineMissed: it took longer than `digen.deadlines.setup_s`.
         """
         bound = Bound(self.digen.deadlines.setup_s, "digen.deadlines.setup_s")
-        within(bound, super().init, what="starting the processes and loading the models")
+        within(bound, self._start, what="starting the processes and loading the models")
+
+    def _start(self) -> None:
+        super().init()
+        keep_for_good(self.actor_rollout_wg.workers)
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
@@ -200,18 +199,29 @@ class DiffusionTrainer(PPOTrainerSync):
             super().fit(agent_loop_manager)
             self._output.finish()
 
+    @cached_property
+    def _replicas(self) -> Replicas:
+        return Replicas(
+            self.checkpoint_manager,
+            self.llm_server_manager,
+            self.digen.deadlines,
+            self._supervision.loop.run,
+            workers=self._route_to_workers,
+        )
+
+    @cached_property
+    def _route_to_workers(self) -> Route:
+        """The way to the replicas' workers: of weights, and of signs of life."""
+        return Route(self.digen.deadlines.answer_s)
+
     async def _end_silent_replicas(self) -> list[str]:
-        silent = await silent_replicas(self.checkpoint_manager.replicas, self.digen.deadlines)
-        for replica in silent:
-            end_processes(replica)
-        return [replica.server_address for replica in silent]
+        return await self._replicas.end_silent()
 
     def _end_all(self) -> None:
         for worker in self.actor_rollout_wg.workers:
             ray.kill(worker)
         end_relays(self._rank_processes)
-        for replica in self.checkpoint_manager.replicas:
-            end_processes(replica)
+        self._replicas.end_all()
 
     # -- prompts ------------------------------------------------------------------------------------------
     def _take_prompts(self, count: int) -> list[PromptRow]:
@@ -243,13 +253,7 @@ class DiffusionTrainer(PPOTrainerSync):
     def _update_replicas(self, update: Callable[[], Any]) -> None:
         """Have `update` send the newest weights to every living replica."""
         with self._supervision.watch("publish", "sending weights to the replicas"):
-            self._tell_replicas(update)
-
-    def _tell_replicas(self, tell: Callable[[], Any]) -> None:
-        """Have `tell` call every living replica; those that die meanwhile are left out."""
-        tell_living_replicas(
-            self.checkpoint_manager, self.llm_server_manager, tell, self.digen.deadlines, self._supervision.loop.run
-        )
+            self._replicas.tell_living(update)
 
     # -- one step -----------------------------------------------------------------------------------------
     def step(self, metrics: dict, timing_raw: dict) -> Any:
@@ -281,7 +285,7 @@ class DiffusionTrainer(PPOTrainerSync):
         found |= {
             "perf/save_s": saving_s,
             "rollout/num_restarts": float(self._restarts.num_begun),
-            **replica_metrics(self.checkpoint_manager, self.digen.deadlines, published=global_steps),
+            **self._replicas.metrics(published=global_steps),
             "training/global_step": global_steps,
             "training/epoch": epoch,
         }
@@ -312,7 +316,7 @@ class DiffusionTrainer(PPOTrainerSync):
     def _pool_devices(self) -> dict[str, PoolDevices]:
         names = {
             "trainer": self.actor_rollout_wg.device_name()[0],
-            "generator": replica_device(self.checkpoint_manager, self.digen.deadlines),
+            "generator": self._replicas.device(),
         }
         counts = self._device_counts()
         return {pool: PoolDevices(counts[pool], name) for pool, name in names.items()}

@@ -194,7 +194,7 @@ class ColocatedTrainer(DiffusionTrainer):
         if self._turns is not None:
             self._turns.end()
         with self._supervision.watch("load", "putting the replicas to sleep"):
-            self._tell_replicas(super().on_sample_end)
+            self._replicas.tell_living(super().on_sample_end)
 
     def on_step_end(self) -> None:
         self._restart_lost_replicas()
@@ -208,7 +208,7 @@ class ColocatedTrainer(DiffusionTrainer):
 
     def _sleep_replicas(self) -> None:
         with self._supervision.watch("load", "putting the replicas to sleep"):
-            self._tell_replicas(self.checkpoint_manager.sleep_replicas)
+            self._replicas.tell_living(self.checkpoint_manager.sleep_replicas)
 
     def _wake_replicas(self) -> None:
         """Wake the replicas in the middle of a step, with the weights that they had."""

@@ -77,8 +77,8 @@ class DisaggregatedTrainer(DiffusionTrainer):
             actor_wg=self.actor_rollout_wg,
             replicas=self.llm_server_manager.get_replicas(),
             ranks=self._rank_processes,
+            route=self._route_to_workers,
             load_s=self.digen.deadlines.load_s,
-            answer_s=self.digen.deadlines.answer_s,
         )
         self._restarts = self._make_restarts()
         self._recorder = Recorder()
@@ -212,10 +212,6 @@ class DisaggregatedTrainer(DiffusionTrainer):
     def _open_prompts(self) -> Sequence[PromptRow]:
         assert self._conductor is not None
         return [*self._generator.open_prompts(), *super()._open_prompts()]
-
-    def _end_all(self) -> None:
-        super()._end_all()
-        self.checkpoint_manager.end_relays()
 
     # -- one step -----------------------------------------------------------------------------------------
     def on_step_begin(self) -> None:

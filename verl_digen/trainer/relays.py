@@ -5,7 +5,8 @@
 
 A call costs its caller CPU time, and the last process begins only when the caller has sent the last call. Up to FAN_OUT
 processes are called directly. With more of them every node has a relay, a process that calls those of the node; with
-more than FAN_OUT nodes other relays call these. `examples/rank_calls.py` measures both ways.
+more than FAN_OUT nodes other relays call these, each about as many as the driver does. `examples/rank_calls.py`
+measures both ways.
 
 | failure | the caller gets |
 | --- | --- |
@@ -21,6 +22,7 @@ Invariants (tests/trainer/test_relays.py)
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
@@ -178,9 +180,16 @@ def tree(nodes: Sequence[str], fan_out: int = FAN_OUT) -> Sequence[int | Branch]
     level: list[Branch] = []
     for node, of_node in groupby(range(len(nodes)), key=lambda number: nodes[number]):
         level += [Branch(node, numbers) for numbers in _evenly(tuple(of_node), fan_out)]
+    width = _even_width(len(level), fan_out)
     while len(level) > fan_out:
-        level = [Branch(branches[0].node, branches) for branches in _evenly(tuple(level), fan_out)]
+        level = [Branch(branches[0].node, branches) for branches in _evenly(tuple(level), width)]
     return tuple(level)
+
+
+def _even_width(count: int, at_most: int) -> int:
+    """Fan-out of a tree with as few levels as `at_most` allows: every caller has about as many callees."""
+    num_levels = next(levels for levels in itertools.count(1) if at_most**levels >= count)
+    return next(width for width in range(1, at_most + 1) if width**num_levels >= count)
 
 
 def _evenly(callees: tuple[Any, ...], at_most: int) -> list[tuple[Any, ...]]:
@@ -210,6 +219,32 @@ def reach(processes: Sequence[Process], *, answer_s: float) -> Together:
         return Together(processes)
     nodes = ray.get([process.actor.__ray_call__.remote(_node) for process in processes], timeout=answer_s)
     return start_relays(tree(nodes), processes)
+
+
+class Route:
+    """The way to processes of which some may end and others join: found when it is first asked for, and whenever they
+    have changed.
+
+    Args:
+        answer_s: how long a process may take to answer on which node it is.
+    """
+
+    def __init__(self, answer_s: float):
+        self._answer_s = answer_s
+        self._actors: list[Any] = []
+        self._way = Together([])
+
+    def to(self, actors: Sequence[Any]) -> Together:
+        """Return what the driver is to call; for errors see `reach`. Blocks: not for the driver's loop."""
+        if [*actors] != self._actors:
+            self.end()
+            self._way, self._actors = reach([Process(actor) for actor in actors], answer_s=self._answer_s), [*actors]
+        return self._way
+
+    def end(self) -> None:
+        """Kill the relays: a call that waits for one raises. The next call finds the way anew."""
+        end_relays(self._way)
+        self._way, self._actors = Together([]), []
 
 
 def start_relays(callees: Sequence[int | Branch], processes: Sequence[Process]) -> Together:

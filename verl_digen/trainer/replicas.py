@@ -15,6 +15,7 @@ Invariant (tests/trainer/test_replicas.py): after an update every remaining repl
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
@@ -29,6 +30,7 @@ from verl_digen.agent_loop.chunks import describe
 from verl_digen.agent_loop.server_manager import ALL_LOST
 from verl_digen.errors import RunStopped
 from verl_digen.schedulers.deadlines import DeadlinesConfig
+from verl_digen.trainer.relays import FAN_OUT, Route, Together, Work
 from verl_digen.weights.probe import check_probes, check_reached
 
 logger = logging.getLogger(__name__)
@@ -36,62 +38,162 @@ logger = logging.getLogger(__name__)
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
 
-def tell_living_replicas(
-    checkpoint_manager: Any, server_manager: Any, tell: Callable[[], Any], deadlines: DeadlinesConfig, run: Run
-) -> None:
-    """Have `tell` send weights to the replicas, or put them to sleep; whenever one dies meanwhile, retry with the
-    remaining ones. A replica that is unreachable for a moment has missed its part, which in a transfer the others wait
-    for: it is killed.
-
-    Raises:
-        RunStopped: no replica is left. Any exception of `tell` while all of them are alive.
-    """
-    forget_lost_replicas(checkpoint_manager, server_manager, deadlines, run)
-    while True:
-        try:
-            tell()
-        except RayError as error:
-            if isinstance(error, ActorUnavailableError) and not _end_replica_of(error, checkpoint_manager.replicas):
-                raise  # a trainer rank: the others wait for it in the transfer that it missed
-            if not forget_lost_replicas(checkpoint_manager, server_manager, deadlines, run):
-                raise
-            logger.warning("the replicas that are left are called again, after: %s", describe(error))
-        else:
-            forget_lost_replicas(checkpoint_manager, server_manager, deadlines, run)
-            return
-
-
-def forget_lost_replicas(
-    checkpoint_manager: Any, server_manager: Any, deadlines: DeadlinesConfig, run: Run
-) -> list[str]:
-    """Ask every replica for a heartbeat; those that do not answer are killed and left out. Returns their addresses.
+class Replicas:
+    """All replicas of a run. With many processes they are asked through relays, see `verl_digen.trainer.relays`.
 
     Args:
-        checkpoint_manager: verl's `CheckpointEngineManager`. server_manager: verl's `LLMServerManager`.
+        checkpoint_manager: verl's `CheckpointEngineManager`, which has the list of them.
+        server_manager: verl's `LLMServerManager`.
+        workers: route to the replicas' workers. Those of colocated replicas are not asked.
         run: runs a coroutine in the driver's event loop (`LoopThread.run`).
-
-    Raises:
-        RunStopped: no replica is alive.
     """
-    lost = run(silent_replicas(checkpoint_manager.replicas, deadlines))
-    addresses = [replica.server_address for replica in lost]
-    if lost:
-        logger.warning("rollout replicas lost: %s; the run goes on without them", ", ".join(addresses))
-        for replica in lost:
+
+    def __init__(
+        self, checkpoint_manager: Any, server_manager: Any, deadlines: DeadlinesConfig, run: Run, *, workers: Route
+    ):
+        self._checkpoint_manager, self._server_manager = checkpoint_manager, server_manager
+        self._deadlines, self._run = deadlines, run
+        self._servers, self._workers = Route(deadlines.answer_s), workers
+
+    def tell_living(self, tell: Callable[[], Any]) -> None:
+        """Have `tell` send weights to the replicas, or put them to sleep; whenever one dies meanwhile, retry with the
+        remaining ones. A replica that is unreachable for a moment has missed its part, which in a transfer the others
+        wait for: it is killed.
+
+        Raises:
+            RunStopped: no replica is left. Any exception of `tell` while all of them are alive.
+        """
+        self.forget_lost()
+        while True:
+            try:
+                tell()
+            except RayError as error:
+                if isinstance(error, ActorUnavailableError) and not _end_replica_of(error, self._all):
+                    raise  # a trainer rank: the others wait for it in the transfer that it missed
+                if not self.forget_lost():
+                    raise
+                logger.warning("the replicas that are left are called again, after: %s", describe(error))
+            else:
+                self.forget_lost()
+                return
+
+    def forget_lost(self) -> list[str]:
+        """Ask every replica for a heartbeat; those that do not answer are killed and left out. Returns their addresses.
+
+        Raises:
+            RunStopped: no replica is alive.
+        """
+        lost = [] if self._all_answer() else self._run(self._silent())
+        addresses = [replica.server_address for replica in lost]
+        if lost:
+            logger.warning("rollout replicas lost: %s; the run goes on without them", ", ".join(addresses))
+            for replica in lost:
+                end_processes(replica)
+            self._checkpoint_manager.remove_replicas(lost)
+            removed = self._server_manager.global_load_balancer.remove_servers.remote(addresses)
+            ray.get(removed, timeout=self._deadlines.answer_s)
+        if not self._all:
+            raise RunStopped(ALL_LOST)
+        return addresses
+
+    async def end_silent(self) -> list[str]:
+        """Kill the replicas that do not answer -> their addresses."""
+        silent = await self._silent()
+        for replica in silent:
             end_processes(replica)
-        checkpoint_manager.remove_replicas(lost)
-        ray.get(server_manager.global_load_balancer.remove_servers.remote(addresses), timeout=deadlines.answer_s)
-    if not checkpoint_manager.replicas:
+        return [replica.server_address for replica in silent]
+
+    def end_all(self) -> None:
+        """Kill every process of every replica, and the relays to them: a call that waits for one raises."""
+        self._servers.end()
+        self._workers.end()
+        for replica in self._all:
+            end_processes(replica)
+
+    def metrics(self, published: int) -> dict[str, float]:
+        """Counts and times that the replicas report after a weight update. A replica that died since is left out.
+
+        | name | unit | meaning |
+        | --- | --- | --- |
+        | `rollout/num_replicas` | replicas | replicas alive |
+        | `rollout/weight_load_s_max` | s | loading time of the last update on the slowest replica |
+        | `rollout/weight_drain_s_max` | s | longest wait of an update for trajectories in flight |
+        | `rollout/prompt_cache_hit_rate` | | share of prompts that did not have to be encoded, since the run began |
+        | `rollout/version_lag_max_versions` | versions | largest lag of a replica behind the published weights |
+        | `rollout/probe_change`, `rollout/probe_spread` | | see `verl_digen.weights.probe.check_probes` |
+
+        Args:
+            published: the newest weight version.
+
+        Raises:
+            RuntimeError: the weights did not take effect, see `verl_digen.weights.probe`.
+            RunStopped: no replica answers.
+        """
+        health_of = self._healths()
+        if not health_of:
+            raise RunStopped(ALL_LOST)
+        healths = list(health_of.values())
+        received = {address: health["received_version"] for address, health in health_of.items()}
+        probes = {address: health["probes"] for address, health in health_of.items()}
+        hits, misses = (sum(health["prompt_cache"][name] for health in healths) for name in ("hits", "misses"))
+        return {
+            "rollout/num_replicas": float(len(healths)),
+            "rollout/weight_load_s_max": max(_update_s(health, "load_s") for health in healths),
+            "rollout/weight_drain_s_max": max(_update_s(health, "drain_s") for health in healths),
+            "rollout/prompt_cache_hit_rate": hits / max(1, hits + misses),
+            **check_reached(received, [health["version"] for health in healths], published),
+            **check_probes(probes),
+        }
+
+    def device(self) -> str | None:
+        """Accelerator of the replicas, as reported by the first that answers; None on a CPU.
+
+        Raises:
+            RunStopped: no replica answers.
+        """
+        for replica in self._all:
+            for health in _healths([replica], self._deadlines.answer_s).values():
+                return health["device"]
         raise RunStopped(ALL_LOST)
-    return addresses
 
+    @property
+    def _all(self) -> Sequence[Any]:
+        return self._checkpoint_manager.replicas
 
-async def silent_replicas(replicas: Sequence[Any], deadlines: DeadlinesConfig) -> list[Any]:
-    """Replicas with a process that does not answer; all are asked at once."""
-    processes = [process for replica in replicas for process in _processes(replica)]
-    lives = await alive(processes, deadlines)
-    silent = [process for process, is_alive in zip(processes, lives, strict=True) if not is_alive]
-    return [replica for replica in replicas if any(process in silent for process in _processes(replica))]
+    def _all_answer(self) -> bool:
+        """Return True if every process answered through relays. False says nothing about any one of them."""
+        servers = [replica.server_handle for replica in self._all]
+        workers = [worker for replica in self._all for worker in _workers(replica)]
+        ways = (self._servers, servers), (self._workers, workers)
+        return self._through_relays(Work("__ray_ready__"), ways) is not None
+
+    def _healths(self) -> dict[str, dict[str, Any]]:
+        """Address -> state of each replica that answers."""
+        ways = [(self._servers, [replica.server_handle for replica in self._all])]
+        answers = self._through_relays(Work("check_health"), ways)
+        if answers is None:
+            return _healths(self._all, self._deadlines.answer_s)
+        return {replica.server_address: health for replica, health in zip(self._all, answers, strict=True)}
+
+    def _through_relays(self, work: Work, ways: Sequence[tuple[Route, Sequence[Any]]]) -> list[Any] | None:
+        """Call many processes -> their answers. None if they are few, if one fails, or if one does not answer in time:
+        then each is called directly, which tells who it is."""
+        if sum(len(actors) for _, actors in ways) <= FAN_OUT:
+            return None
+        try:
+            callee = Together([route.to(actors) for route, actors in ways])
+            return self._run(asyncio.wait_for(callee.call(work, "all"), self._deadlines.answer_s))
+        except (RayError, asyncio.TimeoutError) as error:
+            logger.warning("a replica's process or a relay fails, each is asked by itself: %s", describe(error))
+            return None
+
+    async def _silent(self) -> list[Any]:
+        """Replicas with a process that does not answer; all are asked at once."""
+        replicas = self._all
+        processes = [process for replica in replicas for process in _processes(replica)]
+        lives = await alive(processes, self._deadlines)
+        silent = [process for process, is_alive in zip(processes, lives, strict=True) if not is_alive]
+        return [replica for replica in replicas if any(process in silent for process in _processes(replica))]
 
 
 def end_processes(replica: Any) -> None:
@@ -117,68 +219,26 @@ def _end_replica_of(error: ActorUnavailableError, replicas: Sequence[Any]) -> bo
 
 def _processes(replica: Any) -> list[Any]:
     """The replica's own processes. The workers of a colocated replica are the trainer's ranks and do not count."""
-    return [replica.server_handle, *(replica.workers if replica.rollout_mode is RolloutMode.STANDALONE else ())]
+    return [replica.server_handle, *_workers(replica)]
 
 
-def replica_metrics(checkpoint_manager: Any, deadlines: DeadlinesConfig, *, published: int) -> dict[str, float]:
-    """Counts and times that the replicas report after a weight update. A replica that died since is left out.
+def _workers(replica: Any) -> Sequence[Any]:
+    return replica.workers if replica.rollout_mode is RolloutMode.STANDALONE else ()
 
-    | name | unit | meaning |
-    | --- | --- | --- |
-    | `rollout/num_replicas` | replicas | replicas alive |
-    | `rollout/weight_load_s_max` | s | loading time of the last update on the slowest replica |
-    | `rollout/weight_drain_s_max` | s | longest wait of an update for trajectories in flight |
-    | `rollout/prompt_cache_hit_rate` | | share of prompts that did not have to be encoded, since the run began |
-    | `rollout/version_lag_max_versions` | versions | largest lag of a replica behind the published weights |
-    | `rollout/probe_change`, `rollout/probe_spread` | | see `verl_digen.weights.probe.check_probes` |
 
-    Args:
-        published: the newest weight version.
-
-    Raises:
-        RuntimeError: the weights did not take effect, see `verl_digen.weights.probe`.
-        RunStopped: no replica answers.
-    """
-    asked = [replica.server_handle.check_health.remote() for replica in checkpoint_manager.replicas]
-    health_of: dict[str, dict[str, Any]] = {}
-    for replica, answer in zip(checkpoint_manager.replicas, asked, strict=True):
+def _healths(replicas: Sequence[Any], answer_s: float) -> dict[str, dict[str, Any]]:
+    """Address -> state of each replica that answers in time."""
+    asked = [replica.server_handle.check_health.remote() for replica in replicas]
+    healths: dict[str, dict[str, Any]] = {}
+    for replica, answer in zip(replicas, asked, strict=True):
         try:
-            health_of[replica.server_address] = ray.get(answer, timeout=deadlines.answer_s)
+            healths[replica.server_address] = ray.get(answer, timeout=answer_s)
         except (RayActorError, GetTimeoutError) as error:  # removed at the next update
             logger.warning("replica %s does not say how it is: %s", replica.server_address, describe(error))
-    if not health_of:
-        raise RunStopped(ALL_LOST)
-    healths = list(health_of.values())
-    received = {address: health["received_version"] for address, health in health_of.items()}
-    probes = {address: health["probes"] for address, health in health_of.items()}
-    hits, misses = (sum(health["prompt_cache"][name] for health in healths) for name in ("hits", "misses"))
-    return {
-        "rollout/num_replicas": float(len(healths)),
-        "rollout/weight_load_s_max": max(_update_s(health, "load_s") for health in healths),
-        "rollout/weight_drain_s_max": max(_update_s(health, "drain_s") for health in healths),
-        "rollout/prompt_cache_hit_rate": hits / max(1, hits + misses),
-        **check_reached(received, [health["version"] for health in healths], published),
-        **check_probes(probes),
-    }
+    return healths
 
 
 def _update_s(health: dict[str, Any], name: str) -> float:
     """Seconds of the replica's last update; 0 before its first."""
     last = health["last_update"]
     return last[name] if last else 0.0
-
-
-def replica_device(checkpoint_manager: Any, deadlines: DeadlinesConfig) -> str | None:
-    """Accelerator of the replicas, as reported by the first that answers; None on a CPU.
-
-    Raises:
-        RunStopped: no replica answers.
-    """
-    for replica in checkpoint_manager.replicas:
-        try:
-            health: Any = ray.get(replica.server_handle.check_health.remote(), timeout=deadlines.answer_s)
-        except (RayActorError, GetTimeoutError) as error:
-            logger.warning("replica %s does not say how it is: %s", replica.server_address, describe(error))
-        else:
-            return health["device"]
-    raise RunStopped(ALL_LOST)

@@ -19,7 +19,7 @@ from typing import Any
 import ray
 from verl.checkpoint_engine import CheckpointEngineManager
 
-from verl_digen.trainer.relays import Callee, Process, Together, Work, end_relays, reach
+from verl_digen.trainer.relays import Callee, Route, Together, Work
 
 
 class StagedCheckpointManager(CheckpointEngineManager):
@@ -27,16 +27,13 @@ class StagedCheckpointManager(CheckpointEngineManager):
 
     Args:
         ranks: the trainer's.
+        route: to the workers of the replicas.
         load_s: timeout for the replicas' switch to weights that they have received.
-        answer_s: timeout for a worker that is asked on which node it is.
     """
 
-    def __init__(self, *args: Any, ranks: Callee, load_s: float, answer_s: float, **kwargs: Any):
+    def __init__(self, *args: Any, ranks: Callee, route: Route, load_s: float, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self._ranks, self._load_s, self._answer_s = ranks, load_s, answer_s
-        self._workers: list[Any] = []
-        self._receivers = Together([])
-        """The replicas' workers, of the last update."""
+        self._ranks, self._route, self._load_s = ranks, route, load_s
 
     def stage_weights(self, version: int) -> None:
         """Send the trainer's weights, as `version`, to every replica.
@@ -44,14 +41,11 @@ class StagedCheckpointManager(CheckpointEngineManager):
         Raises:
             RayError: a process died, or its call failed.
         """
-        workers = [worker for replica in self.replicas for worker in replica.workers]
-        if workers != self._workers:
-            self._receivers = reach([Process(worker) for worker in workers], answer_s=self._answer_s)
-            self._workers = workers
-        asyncio.run(self._stage(version))
+        receivers = self._route.to([worker for replica in self.replicas for worker in replica.workers])
+        asyncio.run(self._stage(version, receivers))
 
-    async def _stage(self, version: int) -> None:
-        ranks, receivers = self._ranks, self._receivers
+    async def _stage(self, version: int, receivers: Together) -> None:
+        ranks = self._ranks
         everyone = Together([ranks, receivers])
         metadata = await everyone.call(Work("execute_checkpoint_engine", ("prepare",)), "all")
         topology = self.backend_cls.build_topology(ranks.num_processes, receivers.num_processes, metadata)
@@ -78,10 +72,6 @@ class StagedCheckpointManager(CheckpointEngineManager):
         self.stage_weights(global_steps)
         ray.get([replica.server_handle.activate_weights.remote() for replica in self.replicas], timeout=self._load_s)
         return {}
-
-    def end_relays(self) -> None:
-        """Kill the relays to the replicas' workers: a call that waits for one raises."""
-        end_relays(self._receivers)
 
 
 def _of_each(arguments: Mapping[str, Sequence[Any]], count: int) -> list[dict[str, Any]]:

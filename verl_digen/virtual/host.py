@@ -70,7 +70,7 @@ class VirtualHost:
         return self._newest
 
     async def check_health(self) -> dict[str, Any]:
-        """State in a real replica's format, see `verl_digen.trainer.replicas.replica_metrics`. Nothing is encoded or
+        """State in a real replica's format, see `verl_digen.trainer.replicas.Replicas.metrics`. Nothing is encoded or
         loaded here."""
         return {
             "version": self._newest,
