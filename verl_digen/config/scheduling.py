@@ -139,7 +139,8 @@ class StalenessConfig:
 
     max_versions: int = 0
     """Versions that a group may be behind the weights it trains. 0: strictly on-policy. 1: TCSS; a replica without a
-    chunk left begins the next batch under the weights it has. More: bounded asynchrony, with an off-policy loss."""
+    chunk left begins the next batch under the weights it has, where the trainer assists with groups that end before it
+    would have generated them. More: bounded asynchrony, with an off-policy loss."""
     fraction: float = 1.0
     """Share of a batch that may be `max_versions` behind; the whole batch may be less behind. ROLL Flash's
     async_generation_ratio is max_versions - 1 + fraction."""
