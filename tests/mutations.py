@@ -1566,6 +1566,13 @@ TABLE: tuple[Mutation, ...] = (
     ),
     Mutation(
         "trainer/replicas.py",
+        "after a relay died, every call goes to it first",
+        "                route.end()",
+        "                pass",
+        "trainer/test_replicas.py -k relay_died",
+    ),
+    Mutation(
+        "trainer/replicas.py",
         "many replicas are asked one by one",
         "if sum(len(actors) for _, actors in ways) <= FAN_OUT:",
         "if ways:",

@@ -117,8 +117,8 @@ def test_the_lane_of_actors_has_the_name_of_their_node_also_if_they_do_not_answe
     assert host_names()[ray.util.get_node_ip_address()] == socket.gethostname()
 
 
-def replicas_of(managers, deadlines=DEADLINES):
-    return Replicas(managers, managers, deadlines, asyncio.run, workers=Route(deadlines.answer_s))
+def replicas_of(managers, deadlines=DEADLINES, route=None):
+    return Replicas(managers, managers, deadlines, asyncio.run, workers=route or Route(deadlines.answer_s))
 
 
 def update(managers, version, kill=None, deadlines=DEADLINES):
@@ -202,4 +202,16 @@ def test_many_replicas_are_asked_through_relays_and_one_that_died_is_found_as_am
     kill(managers.replicas[0].workers[0])
     assert update(managers, 2) == others
     assert "each is asked by itself" in caplog.text
+    replicas.end_all()
+
+
+def test_where_a_relay_died_each_replica_is_asked_by_itself_and_then_there_are_new_relays(start, caplog):
+    managers, route = start(2, times=FAN_OUT), Route(DEADLINES.answer_s)
+    replicas = replicas_of(managers, route=route)
+    assert not replicas.forget_lost() and not caplog.records
+    workers = [worker for replica in managers.replicas for worker in replica.workers]
+    kill(route.to(workers).callees[0].relay)
+    assert not replicas.forget_lost() and "each is asked by itself" in caplog.text
+    caplog.clear()
+    assert not replicas.forget_lost() and not caplog.records
     replicas.end_all()

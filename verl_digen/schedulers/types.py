@@ -45,7 +45,7 @@ SlotWaitReason = Literal["staleness_bound", "no_chunk_left", "slot_lost"]
 
 | reason | meaning |
 | --- | --- |
-| `staleness_bound` | the next batch's early part is issued; the rest waits for new weights |
+| `staleness_bound` | what may be begun early of the next batch is issued; the rest waits for new weights |
 | `no_chunk_left` | every chunk of the batch is issued, and the next batch may not begin yet |
 | `slot_lost` | the replica is lost, and its replacement is not there yet |
 """

@@ -185,6 +185,8 @@ class Replicas:
             return self._run(asyncio.wait_for(callee.call(work, "all"), self._deadlines.answer_s))
         except (RayError, asyncio.TimeoutError) as error:
             logger.warning("a replica's process or a relay fails, each is asked by itself: %s", describe(error))
+            for route, _ in ways:
+                route.end()  # a relay may be dead: the next call finds another way
             return None
 
     async def _silent(self) -> list[Any]:
