@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exempt modules and collected tests from the garbage collector: a quarter of the CPU time went into collections."""
+    """Exempt modules and collected tests from the garbage collector, which took a quarter of the CPU time."""
     gc.collect()
     gc.freeze()
 
