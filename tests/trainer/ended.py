@@ -9,6 +9,11 @@ from ray.exceptions import RayActorError
 def kill(actor):
     """End an actor's process: `ray.kill` returns while it may still answer a call."""
     ray.kill(actor)
+    assert_ends(actor)
+
+
+def assert_ends(actor):
+    """Wait until the actor has ended."""
     with pytest.raises(RayActorError):
         for _ in range(1000):
             ray.get(actor.__ray_ready__.remote(), timeout=20)

@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import RayActorError
 from verl.workers.rollout.replica import RolloutMode
 
-from tests.trainer.ended import kill
+from tests.trainer.ended import assert_ends, kill
 from tests.trainer.mortal import Balancer, Process
 from verl_digen.errors import RunStopped
 from verl_digen.schedulers.deadlines import DeadlinesConfig
@@ -202,7 +202,6 @@ def test_many_replicas_are_asked_through_relays_and_one_that_died_is_found_as_am
     kill(managers.replicas[0].workers[0])
     assert update(managers, 2) == others
     assert "each is asked by itself" in caplog.text
-    replicas.end_all()
 
 
 def test_where_a_relay_died_each_replica_is_asked_by_itself_and_then_there_are_new_relays(start, caplog):
@@ -214,4 +213,14 @@ def test_where_a_relay_died_each_replica_is_asked_by_itself_and_then_there_are_n
     assert not replicas.forget_lost() and "each is asked by itself" in caplog.text
     caplog.clear()
     assert not replicas.forget_lost() and not caplog.records
+
+
+def test_at_the_end_of_a_run_processes_and_relays_end(all_processes):
+    ours = [ray.remote(Process).options(num_cpus=0).remote() for _ in range(2)]
+    managers, route = Managers(all_processes.balancer, ours, times=2 * FAN_OUT), Route(DEADLINES.answer_s)
+    replicas = replicas_of(managers, route=route)
+    relays = [callee.relay for callee in route.to([replica.workers[0] for replica in managers.replicas]).callees]
+    assert relays
     replicas.end_all()
+    for actor in (*relays, *ours):
+        assert_ends(actor)
