@@ -152,7 +152,7 @@ class Replicas:
             RunStopped: no replica answers.
         """
         for replica in self._all:
-            for health in _healths([replica], self._deadlines.answer_s).values():
+            for health in _ask_each([replica], self._deadlines.answer_s).values():
                 return health["device"]
         raise RunStopped(ALL_LOST)
 
@@ -172,7 +172,7 @@ class Replicas:
         ways = [(self._servers, [replica.server_handle for replica in self._all])]
         answers = self._through_relays(Work("check_health"), ways)
         if answers is None:
-            return _healths(self._all, self._deadlines.answer_s)
+            return _ask_each(self._all, self._deadlines.answer_s)
         return {replica.server_address: health for replica, health in zip(self._all, answers, strict=True)}
 
     def _through_relays(self, work: Work, ways: Sequence[tuple[Route, Sequence[Any]]]) -> list[Any] | None:
@@ -228,7 +228,7 @@ def _workers(replica: Any) -> Sequence[Any]:
     return replica.workers if replica.rollout_mode is RolloutMode.STANDALONE else ()
 
 
-def _healths(replicas: Sequence[Any], answer_s: float) -> dict[str, dict[str, Any]]:
+def _ask_each(replicas: Sequence[Any], answer_s: float) -> dict[str, dict[str, Any]]:
     """Address -> state of each replica that answers in time."""
     asked = [replica.server_handle.check_health.remote() for replica in replicas]
     healths: dict[str, dict[str, Any]] = {}
