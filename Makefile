@@ -51,10 +51,10 @@ chaos:  ## runs with random faults on a virtual clock; no Ray (5 minutes on 2 co
 	@.ci/setup_env.sh dev
 	$(BIN)/python -W ignore -m tests.chaos --orders $(ORDERS) --seed $(SEED)
 
-test-vllm-omni:  ## what needs the extra vllm-omni, two files at a time
+test-vllm-omni:  ## what needs the extra vllm-omni; one file at a time, for runs without Ray meet at the same socket
 	@VENV=$(OMNI) .ci/setup_env.sh dev,vllm-omni
 	$(OMNI)/bin/pyright --pythonpath $(OMNI)/bin/python verl_digen/rollout/vllm_omni
-	$(OMNI)/bin/python -m pytest -m "not (gpu or grid)" -n 2 --dist loadfile --no-loadscope-reorder tests/vllm_omni
+	$(OMNI)/bin/python -m pytest -m "not (gpu or grid)" tests/vllm_omni
 
 lint: docs  ## style, types, scripts, links of the docs, and that no room imports from a floor above
 	@.ci/setup_env.sh dev
