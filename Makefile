@@ -51,7 +51,7 @@ chaos:  ## runs with random faults on a virtual clock; no Ray (5 minutes on 2 co
 	@.ci/setup_env.sh dev
 	$(BIN)/python -W ignore -m tests.chaos --orders $(ORDERS) --seed $(SEED)
 
-test-vllm-omni:  ## what needs the extra vllm-omni; one file at a time, for runs without Ray meet at the same socket
+test-vllm-omni:  ## what needs the extra vllm-omni; one file at a time, for two runs with a Ray of their own meet at one socket
 	@VENV=$(OMNI) .ci/setup_env.sh dev,vllm-omni
 	$(OMNI)/bin/pyright --pythonpath $(OMNI)/bin/python verl_digen/rollout/vllm_omni
 	$(OMNI)/bin/python -m pytest -m "not (gpu or grid)" tests/vllm_omni

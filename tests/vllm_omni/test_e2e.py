@@ -155,7 +155,7 @@ def test_a_pipeline_that_runs_in_one_go_trains_with_samples_of_the_trainer_besid
         assert row["rollout/log_prob_gap_max"] <= 1e-4
         assert row["rollout/version_age_max_versions"] == 0
         assert row["actor/num_rows"] == 4 * 4 * 5, "prompts x samples x trained steps"
-    assert sum(row["tag/assisted_samples"] > 0 for row in steps) >= 2, "in one the replica may have taken all of them"
+        assert row["tag/assisted_samples"] > 0
 
 
 @pytest.mark.long
