@@ -3,15 +3,16 @@
 
     python examples/vllm_omni_overhead.py [--model DIR] [--requests 1 8 32 96] [--adapter] [--repeats 5]
 
-One process, one engine. In turns, and each first in half of the repeats, come
+One process, one engine. In turns, round by round, and each first in half of the rounds, come
 
 - bare: vLLM-Omni's `AsyncOmni.generate` without an order; its own scheduler, its own pictures, nothing recorded;
 - vllm_omni: `vLLMOmniHttpServer.generate`, as an agent loop worker calls it, without Ray; our SDE, every step recorded.
 
 Requests come in chunks of a batch, as on separate pools, or with `--colocated` each by itself.
-`--adapter` gives both ways a LoRA adapter. The table has medians, and the ratio of the medians. CPU time is that of all
-threads of the process: on a machine with other work it says more than wall time, on an accelerator less. Needs the
-extra vllm-omni; takes one device, or some minutes on a CPU core.
+`--adapter` gives both ways a LoRA adapter. The table has medians, and the median of the repeats' ratios with its 95 %
+interval (below 6 repeats their range): the two ways of a repeat take turns, so a machine that gets slower slows both.
+CPU time is that of all threads of the process: on a machine with other work it says more than wall time, on an
+accelerator less. Needs the extra vllm-omni; takes one device, or some minutes on a CPU core.
 """
 
 from __future__ import annotations
@@ -20,14 +21,12 @@ import argparse
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from math import comb
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 from typing import Any, NamedTuple
-
-os.environ.setdefault("VERL_RAY_JOB_ID", f"overhead-{os.getpid()}")
-os.environ.setdefault("VERL_REPLICA_RANK", "0")
 
 import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
@@ -43,7 +42,7 @@ from verl_digen.inputs import PromptInputs
 from verl_digen.models import load_model
 from verl_digen.rollout.vllm_omni.requests import adapter_request, to_prompt
 from verl_digen.rollout.vllm_omni.server import vLLMOmniHttpServer
-from verl_digen.rollout.vllm_omni.worker import zmq_handle
+from verl_digen.rollout.vllm_omni.sockets import address
 from verl_digen.types import Burst, Geometry, SampleRequest, Sampling
 from verl_digen.weights.checksum import Manifest
 from verl_digen.weights.sending import Wire, send_update
@@ -52,7 +51,7 @@ Generate = Callable[[SampleRequest], Awaitable[Any]]
 
 
 class Cost(NamedTuple):
-    """Seconds for one image."""
+    """CPU time and wall time, in seconds."""
 
     cpu_s: float
     wall_s: float
@@ -116,8 +115,9 @@ async def send_adapter(server: Any, config: LoraConfig) -> None:
         if "lora_" in name:
             parameter.data.normal_(std=0.01)
     tensors: Mapping[str, Tensor] = get_peft_model_state_dict(wrapped, save_embedding_layers=False)
-    wire = Wire(zmq_handle(0), not is_support_ipc(), False, torch.float32, max_bucket_mb=64, timeout_s=60.0)
-    await server.begin_update(wire.use_shm, wire.is_live)
+    sockets = f"overhead-{os.getpid()}"
+    wire = Wire(address(sockets, 0), not is_support_ipc(), False, torch.float32, max_bucket_mb=64, timeout_s=60.0)
+    await server.begin_update(sockets, wire.use_shm, wire.is_live)
 
     def send() -> Any:
         return asyncio.run(send_update(tensors.items(), wire, receiver="the replica", has_died=lambda: False))
@@ -152,40 +152,51 @@ def generators(server: Any) -> dict[str, Generate]:
     return {"bare": bare, "vllm_omni": recorded}
 
 
-async def cost_of(generate: Generate, rounds: list[list[SampleRequest]]) -> Cost:
-    """Cost of an image where those of a round are requested at once."""
+async def cost_of(generate: Generate, requests: list[SampleRequest]) -> Cost:
+    """Cost of requests that are made at once."""
     cpu_s, wall_s = time.process_time(), time.perf_counter()
-    for requests in rounds:
-        await asyncio.gather(*map(generate, requests))
-    num_images = sum(map(len, rounds))
-    return Cost((time.process_time() - cpu_s) / num_images, (time.perf_counter() - wall_s) / num_images)
+    await asyncio.gather(*map(generate, requests))
+    return Cost(time.process_time() - cpu_s, time.perf_counter() - wall_s)
 
 
-async def measure(args: argparse.Namespace) -> dict[int, dict[str, Cost]]:
-    """Number of requests at a time -> way -> medians over the repeats."""
+async def repeat_once(args: argparse.Namespace, ways: Mapping[str, Generate], count: int, repeat: int) -> list[Cost]:
+    """Cost of an image by each of `ways`, which take turns."""
+    spent: dict[str, list[Cost]] = {name: [] for name in ways}
+    for each in range(-(-MIN_IMAGES // count)):
+        for name in list(ways) if (repeat + each) % 2 else reversed(list(ways)):
+            prefix = f"{name}-{count}-{repeat}-{each}-"
+            spent[name].append(await cost_of(ways[name], [make_request(n, count, args, prefix) for n in range(count)]))
+    return [Cost(*(sum(part) / (len(costs) * count) for part in zip(*costs, strict=True))) for costs in spent.values()]
+
+
+async def measure(args: argparse.Namespace) -> None:
+    """Print a row for each number of requests at a time."""
     ways = generators(await start_server(args))
-    table = {}
     for count in args.requests:
-        seen: dict[str, list[Cost]] = {name: [] for name in ways}
-        for repeat in range(args.repeats + 1):
-            for name in list(ways) if repeat % 2 else list(reversed(ways)):
-                rounds = [
-                    [make_request(number, count, args, f"{name}-{count}-{repeat}-{each}-") for number in range(count)]
-                    for each in range(-(-MIN_IMAGES // count))
-                ]
-                cost = await cost_of(ways[name], rounds)
-                if repeat:  # the first one warms up
-                    seen[name].append(cost)
-        table[count] = {name: Cost(*map(median, zip(*costs, strict=True))) for name, costs in seen.items()}
-        show(count, table[count])
-    return table
+        repeats = [await repeat_once(args, ways, count, repeat) for repeat in range(args.repeats + 1)]
+        bare, ours = zip(*repeats[1:], strict=True)  # the first one warms up
+        show(count, bare, ours)
 
 
-def show(count: int, row: Mapping[str, Cost]) -> None:
-    bare, ours = row["bare"], row["vllm_omni"]
-    numbers = [1000 * number for pair in zip(bare, ours, strict=True) for number in pair]
-    ratios = f"{ours.cpu_s / bare.cpu_s - 1:+8.1%} {ours.wall_s / bare.wall_s - 1:+8.1%}"
-    print(f"{count:>8} " + " ".join(f"{number:9.1f}" for number in numbers) + f" {ratios}", flush=True)
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """The 95 % interval of the median by order statistics; the whole range where there are fewer than 6 values."""
+    num, tail, rank = len(values), 0.0, 0
+    while rank < num // 2 and (tail := tail + comb(num, rank) / 2**num) <= 0.025:
+        rank += 1
+    lowest = max(rank - 1, 0)
+    ordered = sorted(values)
+    return ordered[lowest], ordered[num - 1 - lowest]
+
+
+def show(count: int, bare: Sequence[Cost], ours: Sequence[Cost]) -> None:
+    """Print a row: medians of both ways, and the median of the repeats' ratios with its interval."""
+    line, ratios = f"{count:>8}", ""
+    for its, mine in zip(zip(*bare, strict=True), zip(*ours, strict=True), strict=True):
+        line += f" {1000 * median(its):9.1f} {1000 * median(mine):9.1f}"
+        over = [of_ours / of_bare - 1 for of_ours, of_bare in zip(mine, its, strict=True)]
+        low, high = median_interval(over)
+        ratios += f"  {median(over):+6.1%} ({low:+.1%} to {high:+.1%})"
+    print(line + ratios, flush=True)
 
 
 def main() -> None:
@@ -206,7 +217,9 @@ def main() -> None:
     args = parser.parse_args()
     if get_platform().device_name == "cpu":
         torch.set_num_threads(args.num_threads)
-    print("requests  CPU ms: bare, vllm_omni  wall ms: bare, vllm_omni  vllm_omni over bare: CPU, wall", flush=True)
+    print(
+        "requests  CPU ms: bare, vllm_omni  wall ms: bare, vllm_omni  vllm_omni over bare: CPU, wall (95 %)", flush=True
+    )
     asyncio.run(measure(args))
     os._exit(0)  # vLLM-Omni's threads do not end by themselves
 

@@ -66,6 +66,7 @@ RECEIVER = "weights/test_receiver.py"
 PROBE = "weights/test_probe.py"
 PLANNER = "schedulers/test_planner.py"
 CONDUCTOR = "trainer/test_conductor.py"
+ANSWERS = "trainer/test_answers.py"
 STAGED = "trainer/test_staged.py"
 SAVING = "chaos/test_saving.py"
 SCORING = "reward/test_scoring.py"
@@ -522,8 +523,8 @@ TABLE: tuple[Mutation, ...] = (
     Mutation(
         "sampling/sampler.py",
         "a taken step ends where the next one of the schedule begins",
-        "ends = batch.sigmas[[end for row in edges.rows if (end := batch.prefix.ends[row][step]) is not None]]",
-        "ends = batch.sigmas[step + 1].expand(len(edges.rows))",
+        "ends = [batch.schedule[end] for row in edges.rows if (end := batch.prefix.ends[row][step]) is not None]",
+        "ends = [batch.schedule[step + 1]] * len(edges.rows)",
         "sampling/test_outside.py -k loop_over_one",
     ),
     Mutation(
@@ -1133,8 +1134,8 @@ TABLE: tuple[Mutation, ...] = (
     Mutation(
         "algorithms/sde.py",
         "whoever changes a step changes all later ones",
-        "(sigma, sigma_next, noise_level, sigma_max))).clone()",
-        "(sigma, sigma_next, noise_level, sigma_max)))",
+        "to_device(known.values.clone(), sample.device)",
+        "to_device(known.values, sample.device)",
         SDE,
     ),
     Mutation(
@@ -1511,9 +1512,37 @@ TABLE: tuple[Mutation, ...] = (
     Mutation(
         "trainer/relays.py",
         "every process is given the arguments of the first ones",
-        "calls.append(callee.call(work.share(first, callee.num_processes), keep))",
-        "calls.append(callee.call(work, keep))",
+        "calls += callee.send(work.share(first, callee.num_processes), keep)",
+        "calls += callee.send(work, keep)",
         STAGED,
+    ),
+    Mutation(
+        "trainer/answers.py",
+        "a rank fails, and the call waits for the others, which wait for that rank",
+        "            self._wake(self.all.set_exception, error)\n            return\n",
+        "            self._answers[number] = [error]\n",
+        ANSWERS,
+    ),
+    Mutation(
+        "trainer/answers.py",
+        "a call ends at its first answer",
+        "is_last = self._num_left == 0",
+        "is_last = True",
+        ANSWERS,
+    ),
+    Mutation(
+        "trainer/answers.py",
+        "a loop that was closed is woken",
+        "if not self._loop.is_closed():",
+        "if True:",
+        ANSWERS,
+    ),
+    Mutation(
+        "trainer/answers.py",
+        "what comes after the first failure breaks the loop",
+        "if not self.all.done():",
+        "if True:",
+        ANSWERS,
     ),
     Mutation(
         "trainer/relays.py",
@@ -1555,7 +1584,7 @@ TABLE: tuple[Mutation, ...] = (
         "the collector looks through the driver's modules again and again",
         "    _keep()\n    ray",
         "    ray",
-        "trainer/test_collector.py",
+        "trainer/test_collector.py -m 'long or not long'",
     ),
     Mutation(
         "trainer/replicas.py",
@@ -1951,6 +1980,27 @@ TABLE: tuple[Mutation, ...] = (
         "algorithms/test_losses.py -k longcat",
     ),
     # -- sde --------------------------------------------------------------------------------------------------
+    Mutation(
+        "algorithms/sde.py",
+        "the log-prob of a deterministic step is infinite",
+        "term.masked_fill(deterministic, 0.0) for term",
+        "term for term",
+        SDE,
+    ),
+    Mutation(
+        "algorithms/sde.py",
+        "a deterministic step that overflows has no log-prob of 0",
+        "if known.deterministic_rows:  #",
+        "if False:  #",
+        SDE,
+    ),
+    Mutation(
+        "algorithms/solvers/__init__.py",
+        "every row is stochastic",
+        "tuple(level if sde else 0.0 for",
+        "tuple(level for",
+        "algorithms/test_solvers.py",
+    ),
     Mutation("algorithms/sde.py", "the drift has the wrong sign", "return 1 + drift,", "return 1 - drift,", SDE),
     Mutation(
         "algorithms/sde.py",
@@ -1962,8 +2012,8 @@ TABLE: tuple[Mutation, ...] = (
     Mutation(
         "algorithms/sde.py",
         "the log-density's normalisation has the wrong sign",
-        "/ (2 * std.square()) - std.log()",
-        "/ (2 * std.square()) + std.log()",
+        "return -std.log() - 0.5",
+        "return std.log() - 0.5",
         SDE,
     ),
     Mutation(
@@ -2966,7 +3016,7 @@ TABLE: tuple[Mutation, ...] = (
         "FLOPs count one timestep for a row with one per token",
         "+ self.num_source_tokens(geometry) if geometry.sources else 1",
         "* 0 + 1",
-        "plan/test_flops.py -k ti2v_5b_i2v",
+        "plan/test_flops.py -k ti2v_5b_i2v -m 'long or not long'",
     ),
     Mutation(
         "models/__init__.py",

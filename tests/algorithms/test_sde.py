@@ -171,6 +171,13 @@ def test_eta_0_is_the_ode_step_whatever_the_noise(law):
 
 
 @pytest.mark.parametrize("law", LAWS)
+def test_an_ode_step_that_overflows_the_storage_dtype_has_log_prob_0(law):
+    step = take(law, sample=torch.full((5, 4, 6), 1e6), noise_level=0.0, storage_dtype=torch.float16)
+    assert step.next_sample.isinf().any()
+    assert torch.equal(step.log_prob, torch.zeros(5))
+
+
+@pytest.mark.parametrize("law", LAWS)
 def test_ode_rows_and_sde_rows_share_a_call(law):
     on = torch.tensor([True, False, True, False, True])
     mixed = take(law, noise_level=torch.where(on, ETA[law], 0.0))

@@ -46,6 +46,10 @@ class Reference:
     def __await__(self) -> Any:
         return asyncio.shield(self.answer).__await__()
 
+    def future(self) -> asyncio.Future[Any]:
+        """Stands for a future of a thread: called back when there is an answer."""
+        return self.answer
+
 
 class Process:
     """A process with an object in it whose methods others call.

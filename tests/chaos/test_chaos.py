@@ -126,6 +126,7 @@ def test_what_once_went_wrong_goes_well(name):
     assert verdict.struck and {*verdict.struck} <= {*verdict.world.faults} and not verdict.problems
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", BUGS)
 def test_a_planted_bug_is_found(name):
     bug = BUGS[name]

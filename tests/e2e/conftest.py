@@ -73,6 +73,11 @@ class Run:
         """One entry per step."""
         return [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
 
+    @property
+    def last_line(self) -> str:
+        """Last line of the output, which names the cause if the run failed; "" if it said nothing."""
+        return next(reversed(self.output.strip().splitlines()), "")
+
 
 def start_main(
     run_dir: Path, *overrides: str, recipe: str = "digen_flowgrpo", python: Path | None = None
@@ -155,7 +160,8 @@ def assert_same_gradients(one: Run, other: Run) -> None:
 
 
 def assert_succeeded(run: Run) -> None:
-    assert run.exit_code == 0, run.output[-8000:]
+    # the cause first, in case the report is cut
+    assert run.exit_code == 0, f"{run.last_line}\n{run.output[-8000:]}"
 
 
 def steps_of(run: Run) -> list[dict[str, float]]:

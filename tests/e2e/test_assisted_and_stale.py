@@ -2,12 +2,8 @@
 """Trainer-assisted generation and one-step-stale generation through verl's own main."""
 
 import signal
-import time
 from collections import Counter
-from contextlib import suppress
-from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.e2e.conftest import (
@@ -15,12 +11,10 @@ from tests.e2e.conftest import (
     Run,
     assert_same_weights,
     assert_succeeded,
-    finish_main,
-    processes_of,
     run_main,
-    start_main,
     steps_of,
 )
+from tests.e2e.moments import interfere_with_runs
 from tests.weight_change import SGD
 from verl_digen.observe.timeline import read_timeline
 
@@ -44,37 +38,22 @@ def compute_score(data_source, solution_image, ground_truth, extra_info=None, **
 """
 
 
-def kill_while(title: str, since: Path, process, timeout_s: float = 600) -> None:
-    """Kill the first Ray process whose title begins with `title`, once the file `since` exists."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        children = processes_of(process) if since.exists() else []
-        for child in children:
-            with suppress(psutil.NoSuchProcess):  # it ended meanwhile
-                if " ".join(child.cmdline()).startswith(title):
-                    child.send_signal(signal.SIGKILL)
-                    return
-        assert process.poll() is None, "the run ended before it could be killed"
-        time.sleep(0.005)
-    raise AssertionError(f"no process was {title!r} within {timeout_s} s")
-
-
 @pytest.fixture(scope="module")
 def killed_and_resumed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
     """The work of `three_steps` with an assisting trainer that is killed while it assists, and the rest of it."""
     run_dir = tmp_path_factory.mktemp("e2e") / "assisted"
-    process = start_main(run_dir, *ASSISTED, recipe=SEPARATE)
-    # the last thing that the trainer did in step 1 was to send weights
-    kill_while("ray::WorkerDict.actor_assist", run_dir / "metrics.jsonl", process)
-    killed = finish_main(process, run_dir)
-    return killed, run_main(run_dir, *ASSISTED, "trainer.resume_mode=auto", recipe=SEPARATE)
+    with pytest.MonkeyPatch.context() as patch:
+        # a replica that is as fast as the trainer may begin all of a batch before the trainer is free
+        interfere_with_runs(patch, run_dir.parent, run_dir, signal.SIGKILL, sample_s=0.3, assist=2)
+        killed = run_main(run_dir, *ASSISTED, recipe=SEPARATE)
+        return killed, run_main(run_dir, *ASSISTED, "trainer.resume_mode=auto", recipe=SEPARATE)
 
 
 def test_a_trainer_killed_while_it_assists_resumes_to_the_weights_of_a_run_without_assistance(
     three_steps, killed_and_resumed
 ):
     killed, resumed = killed_and_resumed
-    assert killed.exit_code != 0
+    assert killed.exit_code != 0 and (killed.run_dir / "signalled_in_assist").exists()
     assert_succeeded(resumed)
     assert_same_weights(three_steps, resumed, 3)
     assert [row["step"] for row in steps_of(resumed)] == [1, 2, 3]

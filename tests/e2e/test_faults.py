@@ -131,7 +131,7 @@ def test_an_exception_in_training_stops_the_run_and_a_resume_ends_where_it_would
     )
     stopped = run_main(run_dir, *overrides, recipe=SEPARATE)
     assert stopped.exit_code != 0
-    last = stopped.output.strip().splitlines()[-1]
+    last = stopped.last_line
     assert "step 2 failed: FloatingPointError: the loss overflowed" in last, stopped.output[-3000:]
     assert "checkpoint of step 1 is intact" in last and "trainer.resume_mode=auto" in last
     assert [row["step"] for row in steps_of(stopped)] == [1]

@@ -23,110 +23,47 @@ from tests.e2e.conftest import (
     steps_of,
     wait_for,
 )
+from tests.e2e.moments import interfere_with_runs
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
-STOPS = '''
-"""Stops one process of a run at an exact moment, once per moment; Python imports this at the start of every process."""
-
-import os
-import signal
+SLOW_REWARD = """
+import re
 import time
 from pathlib import Path
 
-from verl_digen.hooks import after_import
-
-RUN_DIR = Path("{run_dir}")
-MOMENTS = {moments}
+RUN_DIR = Path({run_dir!r})
 
 
-def step():
-    """The step under way, of a run that saves after each."""
-    pointer = RUN_DIR / "latest_checkpointed_iteration.txt"
-    return int(pointer.read_text()) + 1 if pointer.exists() else 1
-
-
-def stop_if_due(moment):
-    if moment not in MOMENTS or step() < MOMENTS[moment]:
-        return
-    try:
-        (RUN_DIR / f"stopped_in_{{moment}}").touch(exist_ok=False)
-    except FileExistsError:
-        return
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def stop_replicas():
-    from verl_digen.rollout.server import DiffusersServer
-
-    ready, generate, activate = DiffusersServer.ready, DiffusersServer._generate, DiffusersServer.activate_weights
-
-    async def note_start(self):
-        (RUN_DIR / f"started_{{os.getpid()}}").touch()
-        return await ready(self)
-
-    def stop_and_generate(self, requests, should_stop):
-        stop_if_due("validation" if requests[0].uid.startswith("val") else "generation")
-        return generate(self, requests, should_stop)
-
-    async def stop_and_activate(self):
-        stop_if_due("load")
-        return await activate(self)
-
-    DiffusersServer.ready = note_start
-    DiffusersServer._generate, DiffusersServer.activate_weights = stop_and_generate, stop_and_activate
-
-
-def stop_ranks():
-    from verl_digen.engine.worker import DiffusionWorker
-
-    accumulate = DiffusionWorker.accumulate
-
-    def stop_and_accumulate(self, *args, **kwargs):
-        stop_if_due("training")
-        return accumulate(self, *args, **kwargs)
-
-    stop_and_accumulate.__dict__.update(accumulate.__dict__)  # how verl dispatches it
-    DiffusionWorker.accumulate = stop_and_accumulate
-
-
-after_import("verl_digen.rollout.server", stop_replicas)
-after_import("verl_digen.engine.worker", stop_ranks)
+def num_restarts():
+    metrics = RUN_DIR / "metrics.jsonl"
+    counts = re.findall(r'"rollout/num_restarts": (\\d)', metrics.read_text()) if metrics.exists() else ()
+    return max(map(int, counts), default=0)
 
 
 def compute_score(data_source, solution_image, ground_truth, extra_info=None):
-    """Slow down the steps after the one in which a replica was lost, until another one has started in its place.
-
-    A batch begins before the step before is saved: the replica that stops in step 2's time generates for step 3.
-    """
-    while len(list(RUN_DIR.glob("started_*"))) < {{4: 3, 6: 4}}.get(step(), 0):
+    while len(list(RUN_DIR.glob("started_*"))) < 2 + num_restarts():
         time.sleep(0.1)
     return 0.0
-'''
+"""
+"""Slows down the steps after the one in which a replica was lost, until another one has started in its place."""
 
 
 def has_row(metrics: Path, text: str) -> bool:
     return metrics.exists() and text in metrics.read_text()
 
 
-def write_stops(folder: Path, run_dir: Path, **moments: int) -> Path:
-    """Code of the user that stops a process at each of `moments`, from a step on."""
-    path = folder / "sitecustomize.py"
-    path.write_text(STOPS.format(run_dir=run_dir, moments=moments))
-    return path
-
-
 def test_replicas_that_are_stopped_in_a_chunk_a_load_and_a_validation_are_replaced(tmp_path, monkeypatch):
     run_dir = tmp_path / "run"
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-    path = write_stops(tmp_path, run_dir, generation=2, load=4, validation=6)
+    interfere_with_runs(monkeypatch, tmp_path, run_dir, signal.SIGSTOP, generation=2, load=4, validation=6)
+    (tmp_path / "reward.py").write_text(SLOW_REWARD.format(run_dir=str(run_dir)))
     run = run_main(
         run_dir,
-        "trainer.total_training_steps=7",
+        "trainer.total_training_steps=9",
         "trainer.save_freq=1",
-        "trainer.test_freq=6",
+        "trainer.test_freq=1",
         "actor_rollout_ref.rollout.n_gpus_per_node=2",
-        f"reward.custom_reward_function.path={path}",
+        f"reward.custom_reward_function.path={tmp_path / 'reward.py'}",
         "digen.reward.custom_weight=0.0",
         # also the time after which a replica that is stopped in its first validation is replaced
         "digen.deadlines.first_s=120",
@@ -138,7 +75,7 @@ def test_replicas_that_are_stopped_in_a_chunk_a_load_and_a_validation_are_replac
     )
     assert_succeeded(run)
     for moment in ("generation", "load", "validation"):
-        assert (run_dir / f"stopped_in_{moment}").exists()
+        assert (run_dir / f"signalled_in_{moment}").exists()
     assert_every_sample_trained_once(run)
     steps = steps_of(run)
     assert len(list(run_dir.glob("started_*"))) >= 4, "two came up in the place of those that were lost first"
@@ -148,8 +85,7 @@ def test_replicas_that_are_stopped_in_a_chunk_a_load_and_a_validation_are_replac
 
 def test_a_trainer_rank_that_is_stopped_ends_the_run_with_the_way_to_resume(tmp_path, monkeypatch):
     run_dir = tmp_path / "run"
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-    write_stops(tmp_path, run_dir, training=2)
+    interfere_with_runs(monkeypatch, tmp_path, run_dir, signal.SIGSTOP, training=2)
     run = run_main(
         run_dir,
         "trainer.total_training_steps=3",
@@ -159,8 +95,8 @@ def test_a_trainer_rank_that_is_stopped_ends_the_run_with_the_way_to_resume(tmp_
         "digen.deadlines.abort_s=5",
         recipe=SEPARATE,
     )
-    assert run.exit_code != 0 and (run_dir / "stopped_in_training").exists()
-    last = run.output.strip().splitlines()[-1]
+    assert run.exit_code != 0 and (run_dir / "signalled_in_training").exists()
+    last = run.last_line
     assert "step 2: training fragment" in last and "has not been answered for" in last, run.output[-3000:]
     assert "raise digen.deadlines." in last and "the checkpoint of step 1 is intact" in last
 
@@ -188,7 +124,7 @@ def test_a_colocated_run_replaces_dead_replicas_and_ends_with_a_reason_when_tran
     run = finish_main(process, run_dir)
     said = run.output[-5000:]
     assert run.exit_code != 0, said
-    last = run.output.strip().splitlines()[-1]
+    last = run.last_line
     assert "TransferQueue's controller gives no sign of life for 15 s (digen.deadlines.answer_s)" in last, said
     # it may be that of a step that has no metrics yet
     saved = (run_dir / "latest_checkpointed_iteration.txt").read_text()

@@ -62,7 +62,7 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_reason_and_no_ray(tmp_
         "trainer.total_training_steps=2",
     )
     assert run.exit_code != 0
-    last = run.output.strip().splitlines()[-1]
+    last = run.last_line
     assert "the scorer is down" in last and "digen.max_refills_per_step" in last, run.output[-3000:]
     alive = subprocess.run(["pgrep", "-fc", str(tmp_path)], capture_output=True, text=True, check=False)
     assert int(alive.stdout) == 0

@@ -77,12 +77,12 @@ def start(
 
 
 def chosen_of(engine: DiffusersFSDPEngine, samples: Sequence[FragmentSample]) -> list[FragmentSample]:
-    chosen = {*engine.digen.select([sample.reward for sample in samples])}
+    chosen, settings = {*engine.digen.select([sample.reward for sample in samples])}, engine.digen.loss_settings
     return [
         replace(
             sample,
             num_steps=sample.num_steps if number in chosen else 0,
-            teacher=engine.digen.loss_settings.teacher_of(sample.uid),
+            teacher=settings.teacher_of(sample.uid),
         )
         for number, sample in enumerate(samples)
     ]

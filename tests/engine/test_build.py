@@ -67,6 +67,7 @@ def gaps(path: Path, folder: Path) -> list[float]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_two_ranks_gather_both_dtypes(tiny_wan, tmp_path):
     kept, cast = on_two_ranks([gaps], tiny_wan, tmp_path)["gaps"]
     assert kept < 0.05 * cast

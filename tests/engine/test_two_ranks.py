@@ -29,7 +29,7 @@ from tests.engine.harness import (
     weights,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 UNEVEN = ((0, 1, 2), (1,))
 """Windows of a batch of 6 samples with 12 rows."""

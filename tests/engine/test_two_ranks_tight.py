@@ -20,7 +20,7 @@ from tests.engine.test_tight_device import TightDevice
 from verl_digen.engine import planning
 from verl_digen.platforms import device_memory
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 TIGHT_RANK = 1
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -158,7 +158,7 @@ def test_embedded_guidance_is_the_pipelines(loaded: Loaded) -> None:
     close(asked, loaded.run_pipeline(geometry, 1.0, start, guidance_scale=2.0))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.long)])
 def test_the_network_is_given_what_the_pipeline_gives_it(loaded: Loaded, dtype: torch.dtype) -> None:
     """Seven steps, each with the same dtypes and bit-equal timestep and guidance scale."""
     geometry, num_steps = loaded.case.sizes[0], 7
@@ -243,7 +243,7 @@ def test_only_sigmas_stay_on_the_host(loaded: Loaded) -> None:
     assert (velocity.device, velocity.shape, velocity.dtype) == (device, x.shape, torch.float32)
 
 
-@pytest.mark.parametrize("scale", [1.0, GUIDED])
+@pytest.mark.parametrize("scale", [pytest.param(1.0, marks=pytest.mark.long), GUIDED])
 def test_replay_gives_the_recorded_log_probs(loaded: Loaded, scale: float) -> None:
     """All trained steps of both samples, per expert; a replay with other prompts does not."""
     model, geometry = loaded.model, loaded.case.sizes[0]

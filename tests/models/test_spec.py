@@ -82,6 +82,7 @@ def test_layers_without_an_adapter_in_vllm_omni_are_default_targets(loaded: Load
         assert any(name.endswith(f".{target}") for name in names for target in spec.lora_targets)
 
 
+@pytest.mark.long
 def test_an_encoder_keeps_the_parameters_that_the_plan_counts(loaded: Loaded) -> None:
     """All parameters of the checkpoint's encoders, less `ModelSpec.freed`."""
     before = _networks()

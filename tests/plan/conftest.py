@@ -8,8 +8,25 @@ import pytest
 from tests.models.cases import CASES, Loaded
 from tests.tiny_models import build_tiny
 
+VARIANTS = (
+    "flux_kontext",
+    "flux_schnell",
+    "hunyuan_video15_i2v",
+    "qwen_image_edit",
+    "qwen_image_edit_plus",
+    "wan2.1_i2v",
+    "wan2.2_i2v_a14b",
+    "wan2.2_ti2v_5b",
+    "wan2.2_ti2v_5b_i2v",
+)
+"""Architectures whose network is that of another one, with other inputs or sizes; planned in long tests."""
 
-@pytest.fixture(scope="session", params=CASES, ids=[case.name for case in CASES])
+
+@pytest.fixture(
+    scope="session",
+    params=[pytest.param(case, marks=pytest.mark.long if case.name in VARIANTS else ()) for case in CASES],
+    ids=[case.name for case in CASES],
+)
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     """Every architecture's tiny checkpoint in turn; read only."""
     case = request.param

@@ -61,7 +61,7 @@ def saved_for_real(loaded, scale) -> int:
     return sum(kept.values())
 
 
-@pytest.mark.parametrize("scale", [1.0, 3.0])
+@pytest.mark.parametrize("scale", [pytest.param(1.0, marks=pytest.mark.long), 3.0])
 def test_a_traced_row_saves_what_a_real_one_does(loaded, scale):
     traced = trace(loaded, scale=scale)
     real = saved_for_real(loaded, scale)

@@ -223,6 +223,7 @@ def devices_of(workers):
     return [str(ray.get(worker.__ray_call__.remote(lambda _: ray.get_gpu_ids()[0]))) for worker in workers]
 
 
+@pytest.mark.long
 def test_the_driver_of_a_diffusers_replica_finds_the_device_of_its_worker(two_workers):
     second_worker = two_workers[0]
     server = launch([second_worker])

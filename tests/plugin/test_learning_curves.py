@@ -14,6 +14,7 @@ from verl_digen.preflight.unknown import unknown_problems
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
+@pytest.mark.long
 def test_every_curve_composes_and_trains_its_objective_on_the_quick_starts_batch(start, monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLES))
     curves = importlib.import_module("learning_curves")

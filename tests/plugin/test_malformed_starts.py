@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-from collections import Counter
 from contextlib import suppress
 
 import pytest
@@ -68,13 +67,12 @@ def assert_told(message, override, key):
     assert "Traceback" not in message
 
 
-def _some_of_each_key(starts, count=2):
-    """The first `count` of each key for every change, the others as long tests."""
-    num_seen = Counter()
+def _first_of_each_key(starts):
+    """The first of each key for every change, the others as long tests."""
+    seen = set()
     for override, key in starts:
-        num_seen[key] += 1
-        marks = [pytest.mark.long] if num_seen[key] > count else []
-        yield pytest.param(override, key, id=override, marks=marks)
+        yield pytest.param(override, key, id=override, marks=[pytest.mark.long] if key in seen else [])
+        seen.add(key)
 
 
 def shows(line, value):
@@ -87,7 +85,7 @@ def shows(line, value):
     return any(re.search(rf"(?<![\w.]){re.escape(text)}(?![\w])", line) for text in texts if text)
 
 
-@pytest.mark.parametrize(("override", "key"), [*_some_of_each_key(ALONE)])
+@pytest.mark.parametrize(("override", "key"), [*_first_of_each_key(ALONE)])
 def test_a_malformed_start_is_told_by_key_value_and_remedy(start, runnable, tmp_path, override, key):
     typed = override.replace("TMP", str(tmp_path))
     assert_told(said_of(start, *runnable, typed), typed, key)

@@ -608,6 +608,7 @@ def test_a_pipeline_without_a_transformer_is_refused(start, runnable, tiny_video
     assert "must hold all parts of its WanPipeline" in found and "lacks transformer; complete the download" in found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", MODEL_RECIPES)
 def test_the_published_checkpoint_of_a_recipe_makes_what_the_recipe_asks_for(start, recipe):
     """From the configs that `digen plan` has, so without a download."""

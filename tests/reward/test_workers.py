@@ -48,6 +48,7 @@ def test_a_worker_that_stops_is_ended_and_comes_back_and_every_sample_has_its_ow
     assert "gives no sign of life" in caplog.text
 
 
+@pytest.mark.long
 def test_a_worker_that_takes_long_to_start_or_to_score_and_lives_is_waited_for(ray_cluster, tmp_path, caplog):
     assert score(start(tmp_path, 1, answer_s=2.0, starts_s=6.0), (60, 0)) == [6.0]
     assert "no sign of life" not in caplog.text

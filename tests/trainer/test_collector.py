@@ -35,6 +35,7 @@ def num_frozen(actor):
     return gc.get_freeze_count()
 
 
+@pytest.mark.long
 def test_what_a_run_begins_with_is_left_alone_in_the_driver_and_in_every_rank(ray_cluster, monkeypatch, collector):
     ranks = [ray.remote(Process).options(num_cpus=0).remote() for _ in range(2)]
     started = []

@@ -166,6 +166,7 @@ def test_without_a_replica_the_run_stops(start):
         update(managers, 1, kill=managers.replicas[0].server_handle)
 
 
+@pytest.mark.long
 def test_replicas_of_which_a_process_is_stopped_are_left_out_and_all_of_their_processes_are_ended(start):
     managers = start(3)
     stopped = [process for replica in managers.replicas[:2] for process in processes(replica)]

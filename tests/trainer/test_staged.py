@@ -13,6 +13,13 @@ from verl_digen.trainer.staged import StagedCheckpointManager
 BACKEND = "digen_virtual"
 
 
+class Reference:
+    """An answer that is on its way, as Ray's."""
+
+    def __init__(self, answer):
+        self.future = lambda: asyncio.ensure_future(answer)
+
+
 class Worker:
     """A rank or a replica's worker: takes note of its calls, each of which takes a moment."""
 
@@ -21,11 +28,11 @@ class Worker:
         self.execute_checkpoint_engine = SimpleNamespace(remote=self._execute)
         self.update_weights = SimpleNamespace(remote=self._update)
 
-    async def _execute(self, method, **kwargs):
-        return await self._note(method, kwargs)
+    def _execute(self, method, **kwargs):
+        return Reference(self._note(method, kwargs))
 
-    async def _update(self, **kwargs):
-        return await self._note("update", kwargs)
+    def _update(self, **kwargs):
+        return Reference(self._note("update", kwargs))
 
     async def _note(self, method, kwargs):
         await asyncio.sleep(0)

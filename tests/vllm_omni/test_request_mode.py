@@ -41,6 +41,8 @@ from verl_digen.rollout.vllm_omni.requests import ORDER
 from verl_digen.sampling.requests import ODE_ONLY, inputs_of
 from verl_digen.types import Geometry, SampleRequest
 
+pytestmark = pytest.mark.slow
+
 NUM_REQUESTS = 6
 VIDEO, SOUND = Geometry(64, 64, 5), Geometry(64, 64, 9)
 IMAGE_PX = 64

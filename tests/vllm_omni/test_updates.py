@@ -19,6 +19,7 @@ from tests.vllm_omni.probes import (
     register_empty_adapters,
 )
 from verl_digen.models import load_model
+from verl_digen.rollout.vllm_omni.sockets import address, sockets_of
 from verl_digen.sampling.requests import ODE_ONLY
 
 NUM_TRAJECTORIES = 200
@@ -223,3 +224,12 @@ def test_full_weights_for_a_replica_with_an_adapter_are_an_error_and_the_adapter
     assert after.trajectory.version == 40 and torch.equal(
         after.trajectory.record.latents, before.trajectory.record.latents
     )
+
+
+def test_two_runs_on_one_machine_never_meet_at_one_socket(full_replica, monkeypatch):
+    own = address(sockets_of(0), 0)
+    assert full_replica.sender.zmq_handle == own
+    assert len({own, address(sockets_of(0), 1), address(sockets_of(1), 0)}) == 3
+    # both runs' first job has the number 1
+    monkeypatch.setattr(ray.runtime_context.RuntimeContext, "get_session_name", lambda self: "another run")
+    assert address(sockets_of(0), 0) != own

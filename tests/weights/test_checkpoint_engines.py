@@ -155,7 +155,7 @@ def workers(ray_cluster):
     return Workers()
 
 
-@pytest.mark.parametrize("backend", ["digen_gloo", "digen_ray"])
+@pytest.mark.parametrize("backend", ["digen_gloo", pytest.param("digen_ray", marks=pytest.mark.long)])
 def test_every_replica_gets_every_tensor_and_every_trainer_rank_takes_part(workers, backend):
     started = workers.start(backend, 4, has_master=True)
     senders, receivers = started[:2], started[2:]
@@ -179,7 +179,7 @@ def test_every_replica_gets_every_tensor_and_every_trainer_rank_takes_part(worke
     workers.living += [*senders, *receivers]
 
 
-@pytest.mark.parametrize("backend", ["digen_gloo", "digen_ray"])
+@pytest.mark.parametrize("backend", ["digen_gloo", pytest.param("digen_ray", marks=pytest.mark.long)])
 def test_after_a_replica_died_in_an_update_the_next_one_reaches_the_others(workers, backend):
     started = workers.start(backend, 5, has_master=True)
     senders, receivers = started[:2], started[2:]

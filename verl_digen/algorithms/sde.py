@@ -3,14 +3,15 @@
 
 Notation: x = (1 - sigma) x_0 + sigma eps; velocity v = dx/d(sigma), the network's output; a step goes from
 sigma down to sigma'; dt = sigma' - sigma < 0; eta = noise level. Under every law a row's step has one form,
-with three numbers:
+with five numbers:
 
-    mean = a x + b v        x' = mean + std * noise
+    mean = a x + b v        x' = mean + std * noise        log-density of x' = offset - scale * mean((x' - mean)²)
 
 * Rows are independent: each has its own sigma, sigma' and eta, so one call serves a tile of mixed timesteps.
-* Schedule numbers (sigma, sigma', eta, sigma_max) are read as fp32; a, b and std are computed from them on
-  the host in fp64 and rounded once, so they are the same for every accelerator. Latents are computed in fp32,
+* Schedule numbers (sigma, sigma', eta, sigma_max) are read as fp32; the five are computed from them on the
+  host in fp64 and rounded once, so they are the same for every accelerator. Latents are computed in fp32,
   whatever the input dtype. Keep schedule tensors on the CPU: on a device each of them costs a synchronisation.
+  Tuples of numbers are looked up fastest.
 * A row whose std is 0 (eta = 0; under law cps also sigma' = 0) is a deterministic step and has no density.
   Taking it records the log-prob 0.0, a placeholder; asking to score it is an error.
 
@@ -35,6 +36,9 @@ from verl_digen.transfers import to_device
 
 FLOW_CLIPPED_MAX_STD = 0.45
 """Largest std of a step under law flow_clipped (LongCat-Video)."""
+
+Numbers = float | tuple[float, ...]
+"""A number, or one of each row."""
 
 SIGMA_ONE_TOLERANCE = 2e-6
 """A sigma closer to 1 counts as 1: time shifts in fp32 miss it by an ulp, and law flow has a pole there."""
@@ -61,12 +65,12 @@ class SdeStep:
 def sde_step(
     velocity: Tensor,
     sample: Tensor,
-    sigma: Tensor,
-    sigma_next: Tensor,
+    sigma: Tensor | Numbers,
+    sigma_next: Tensor | Numbers,
     *,
     law: str,
-    noise_level: float | Tensor,
-    sigma_max: float | Tensor,
+    noise_level: Tensor | Numbers,
+    sigma_max: Tensor | Numbers,
     next_sample: Tensor | None = None,
     noise: Tensor | None = None,
     storage_dtype: torch.dtype | None = None,
@@ -102,24 +106,22 @@ def sde_step(
             f"velocity, sample and {'next_sample' if noise is None else 'noise'} must be of one shape, "
             f"got {list(velocity.shape)}, {list(sample.shape)}, {list(outcome.shape)}"
         )
-    _, log_density = LAWS[law]
-    coefficients = _coefficients(law, len(sample), *map(_numbers, (sigma, sigma_next, noise_level, sigma_max))).clone()
-    if noise is None and not coefficients[2].all():
-        rows = (coefficients[2] == 0).nonzero().flatten().tolist()
+    known = _coefficients(law, len(sample), *map(_numbers, (sigma, sigma_next, noise_level, sigma_max)))
+    if noise is None and known.deterministic_rows:
         raise ValueError(
-            f"a deterministic step has no log-prob, got std 0 in rows {rows} (noise_level 0, or law cps with "
-            "sigma_next 0); score only steps of the trained window"
+            f"a deterministic step has no log-prob, got std 0 in rows {known.deterministic_rows} (noise_level 0, or "
+            "law cps with sigma_next 0); score only steps of the trained window"
         )
 
-    a, b, std = to_device(coefficients, sample.device)
+    a, b, std, offset, scale = to_device(known.values.clone(), sample.device)
     per_row = (-1,) + (1,) * (sample.dim() - 1)
     mean = a.view(per_row) * sample.float() + b.view(per_row) * velocity.float()
     if noise is not None:
         outcome = (mean + std.view(per_row) * noise.to(mean)).to(storage_dtype or torch.float32)
     squared_error = latent_mean((outcome.detach().to(mean) - mean).square())
-    deterministic = std == 0
-    log_prob = log_density(squared_error, std.masked_fill(deterministic, 1.0)).masked_fill(deterministic, 0.0)
-    return SdeStep(outcome, log_prob, mean, std)
+    if known.deterministic_rows:  # it may be infinite, where x' overflows its dtype
+        squared_error = squared_error.masked_fill(std == 0, 0.0)
+    return SdeStep(outcome, offset - scale * squared_error, mean, std)
 
 
 def latent_mean(latents: Tensor) -> Tensor:
@@ -145,28 +147,36 @@ def step_weight(sigma: Tensor, sigma_next: Tensor, sigma_max: Tensor) -> Tensor:
     return (sigma / (1 - below_one)).sqrt() / (sigma - sigma_next).sqrt()
 
 
-Numbers = float | tuple[float, ...]
-"""A number, or one of each row."""
-
-
-def _numbers(value: float | Tensor) -> Numbers:
-    """The fp32 numbers on the host, to look up."""
-    return _hashable(torch.as_tensor(value, dtype=torch.float32, device="cpu").tolist())
+def _numbers(value: Tensor | Numbers) -> Numbers:
+    """Numbers to look up; those of a tensor are fp32, and others are read as fp32 when they are looked up first."""
+    return _hashable(value.float().tolist()) if isinstance(value, Tensor) else value
 
 
 def _hashable(numbers: Any) -> Any:
     return tuple(map(_hashable, numbers)) if isinstance(numbers, list) else numbers
 
 
+@dataclass(frozen=True)
+class _Coefficients:
+    values: Tensor
+    """[5, N] fp32 on the host: a, b, std, offset and scale, the last two 0 where std is. Copy them to change them."""
+    deterministic_rows: list[int]
+    """Numbers of the rows whose std is 0."""
+
+
 @lru_cache(maxsize=1024)
 def _coefficients(
     law: str, num_rows: int, sigma: Numbers, sigma_next: Numbers, noise_level: Numbers, sigma_max: Numbers
-) -> Tensor:
-    """[3, N] fp32 a, b and std on the host, kept: a run takes the same steps again and again. Copy them to change
-    them."""
+) -> _Coefficients:
+    """Coefficients of N rows, kept: a run takes the same steps again and again."""
     with torch.inference_mode(False), torch.no_grad():
         schedule = _checked_schedule(num_rows, sigma, sigma_next, noise_level, sigma_max)
-        return torch.stack(LAWS[law][0](*schedule)).float()
+        transition, log_density = LAWS[law]
+        a, b, std = transition(*schedule)
+        deterministic = std.float() == 0
+        density = (term.masked_fill(deterministic, 0.0) for term in log_density(std))
+        values = torch.stack((a, b, std, *density)).float()
+    return _Coefficients(values, deterministic.nonzero().flatten().tolist())
 
 
 def _checked_schedule(
@@ -240,19 +250,19 @@ def _cps(sigma: Tensor, sigma_next: Tensor, eta: Tensor, sigma_max: Tensor) -> C
     return clean + kept, kept * (1 - sigma) - clean * sigma, sigma_next * angle.sin()
 
 
-# Log-densities: mean squared error [N], std [N] -> [N].
+# Log-densities: std -> offset, scale; each [N] fp64.
 
 
-def _gaussian(squared_error: Tensor, std: Tensor) -> Tensor:
-    return -squared_error / (2 * std.square()) - std.log() - 0.5 * math.log(2 * math.pi)
+def _gaussian(std: Tensor) -> tuple[Tensor, Tensor]:
+    return -std.log() - 0.5 * math.log(2 * math.pi), 1 / (2 * std.square())
 
 
-def _unscaled(squared_error: Tensor, std: Tensor) -> Tensor:
-    return -squared_error
+def _unscaled(std: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.zeros_like(std), torch.ones_like(std)
 
 
 Transition = Callable[[Tensor, Tensor, Tensor, Tensor], Coefficients]
-LogDensity = Callable[[Tensor, Tensor], Tensor]
+LogDensity = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 LAWS: dict[str, tuple[Transition, LogDensity]] = {
     "flow": (_flow, _gaussian),

@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +66,11 @@ class _Batch:
     prefix: SharedPrefix
     num_skipped: list[int]
     """Row -> steps so far that it took without a forward, or passed over before its window."""
+
+    @cached_property
+    def schedule(self) -> tuple[float, ...]:
+        """`sigmas` as numbers."""
+        return tuple(self.sigmas.tolist())
 
     def memory(self) -> _Memory:
         """Empty memory, before the first step."""
@@ -254,8 +260,8 @@ class Sampler:
         if not edges.is_whole:
             before, known = latents[list(edges.rows)], None if known is None else known.rows(edges.rows)
         taking = [(batch.requests[row], noise_seed(self.run_seed, batch.requests[row], step)) for row in edges.rows]
-        ends = batch.sigmas[[end for row in edges.rows if (end := batch.prefix.ends[row][step]) is not None]]
-        taken, predicted = self._step(velocity, before, (batch.sigmas, ends), step, taking, known)
+        ends = [batch.schedule[end] for row in edges.rows if (end := batch.prefix.ends[row][step]) is not None]
+        taken, predicted = self._step(velocity, before, (batch.schedule, tuple(ends)), step, taking, known)
         memory.predicted = None if predicted is None else _of_all_rows(predicted, edges, memory.predicted)
         if memory.cache.is_on:
             is_sde = _stochastic(batch, edges.rows, step)
@@ -267,7 +273,7 @@ class Sampler:
         if not cache.is_on:
             own = latents if lanes.is_whole else latents[list(lanes.rows)]
             return self._velocity(batch, lanes.rows, own, step)
-        members, sigma = lanes.members, float(batch.sigmas[step])
+        members, sigma = lanes.members, batch.schedule[step]
         heads = [rows[0] for rows in members]
         expert = int(self.model.expert_of(batch.sigmas[step : step + 1]))
         is_again = cache.reusable(heads, _stochastic(batch, lanes.rows, step), sigma, expert)
@@ -332,7 +338,7 @@ class Sampler:
         self,
         velocity: Tensor,
         latents: Tensor,
-        sigmas: tuple[Tensor, Tensor],
+        sigmas: tuple[tuple[float, ...], tuple[float, ...]],
         step: int,
         rows: Sequence[tuple[SampleRequest, int]],
         previous: Prediction | None,
@@ -340,7 +346,7 @@ class Sampler:
         """One denoising step: stochastic for the requests whose window says so, the solver's for the others.
 
         Args:
-            sigmas: the schedule [T+1], and where the step of each row ends [N].
+            sigmas: the schedule, T+1 numbers, and where the step of each row ends, N numbers.
             rows: request and seed of the step's noise, for each row. previous: what the step before returned.
         """
         schedule, ends = sigmas
@@ -354,7 +360,7 @@ class Sampler:
         return denoise_step(
             velocity,
             latents,
-            schedule[step].expand(len(rows)),
+            (schedule[step],) * len(rows),
             ends,
             solver=sampling.solver,
             is_sde=is_sde,

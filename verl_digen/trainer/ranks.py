@@ -22,7 +22,7 @@ from verl_digen.algorithms.metric import Metric, from_plain
 from verl_digen.engine.fragment import FragmentSample, FragmentSpec, Upcoming
 from verl_digen.store.partitions import TRAIN
 from verl_digen.store.upcoming import announce
-from verl_digen.trainer.relays import Callee, Work
+from verl_digen.trainer.relays import Together, Work
 from verl_digen.types import SampleRequest
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class TrainerRanks:
         put: stores a value once for all ranks -> what each of them is sent in its place.
     """
 
-    def __init__(self, ranks: Callee, put: Callable[[Any], Any] = ray.put):
+    def __init__(self, ranks: Together, put: Callable[[Any], Any] = ray.put):
         self._ranks, self._put = ranks, put
         self.compute_s = 0.0
         """Seconds spent in training calls since it was set to 0."""

@@ -21,10 +21,11 @@ Invariants (tests/trainer/test_relays.py)
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby, pairwise
 from math import ceil
 from typing import Any, Literal, Protocol
@@ -32,6 +33,8 @@ from typing import Any, Literal, Protocol
 import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from verl_digen.trainer.answers import Sent, answers_of
 
 FAN_OUT = 16
 """Most processes that one process calls: those of two nodes of eight devices are called directly."""
@@ -63,12 +66,8 @@ class Callee(Protocol):
     @property
     def num_processes(self) -> int: ...
 
-    async def call(self, work: Work, keep: Keep) -> list[Any]:
-        """Have every process do its work.
-
-        Raises:
-            RayError: the first failure of a process or a relay, unless `keep` is `outcomes`.
-        """
+    def send(self, work: Work, keep: Keep) -> list[Sent]:
+        """Have every process do its work; what is read from the calls raises RayError, unless `keep` is `outcomes`."""
         ...
 
 
@@ -88,10 +87,15 @@ class Process:
     def num_processes(self) -> int:
         return 1
 
-    async def call(self, work: Work, keep: Keep) -> list[Any]:
+    def send(self, work: Work, keep: Keep) -> list[Sent]:
         kwargs = {**work.kwargs, **(work.kwargs_of[0] if work.kwargs_of else {})}
+        answer = getattr(self.actor, self.prefix + work.method).remote(*work.args, **kwargs)
+        return [Sent(answer.future(), partial(self._read, keep))]
+
+    @staticmethod
+    def _read(keep: Keep, answer: Future[Any]) -> list[Any]:
         try:
-            return [await getattr(self.actor, self.prefix + work.method).remote(*work.args, **kwargs)]
+            return [answer.result()]
         except RayError as error:
             if keep == "outcomes":
                 return [error]
@@ -108,12 +112,20 @@ class Together:
     def num_processes(self) -> int:
         return sum(callee.num_processes for callee in self.callees)
 
-    async def call(self, work: Work, keep: Keep) -> list[Any]:
+    def send(self, work: Work, keep: Keep) -> list[Sent]:
         calls, first = [], 0
         for callee in self.callees:
-            calls.append(callee.call(work.share(first, callee.num_processes), keep))
+            calls += callee.send(work.share(first, callee.num_processes), keep)
             first += callee.num_processes
-        parts = await asyncio.gather(*calls)
+        return calls
+
+    async def call(self, work: Work, keep: Keep) -> list[Any]:
+        """Have every process do its work.
+
+        Raises:
+            RayError: the first failure of a process or a relay, unless `keep` is `outcomes`.
+        """
+        parts = await answers_of(self.send(work, keep))
         return parts[0] if keep == "first" else [answer for part in parts for answer in part]
 
 
@@ -144,9 +156,12 @@ class Relayed:
     relay: Any
     num_processes: int
 
-    async def call(self, work: Work, keep: Keep) -> list[Any]:
+    def send(self, work: Work, keep: Keep) -> list[Sent]:
+        return [Sent(self.relay.relay.remote(work, keep).future(), partial(self._read, keep))]
+
+    def _read(self, keep: Keep, answer: Future[Any]) -> list[Any]:
         try:
-            answers, failure = await self.relay.relay.remote(work, keep)
+            answers, failure = answer.result()
         except RayError as error:
             if keep == "outcomes":
                 return [error] * self.num_processes

@@ -19,7 +19,7 @@ from typing import Any
 import ray
 from verl.checkpoint_engine import CheckpointEngineManager
 
-from verl_digen.trainer.relays import Callee, Route, Together, Work
+from verl_digen.trainer.relays import Route, Together, Work
 
 
 class StagedCheckpointManager(CheckpointEngineManager):
@@ -31,7 +31,7 @@ class StagedCheckpointManager(CheckpointEngineManager):
         load_s: timeout for the replicas' switch to weights that they have received.
     """
 
-    def __init__(self, *args: Any, ranks: Callee, route: Route, load_s: float, **kwargs: Any):
+    def __init__(self, *args: Any, ranks: Together, route: Route, load_s: float, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._ranks, self._route, self._load_s = ranks, route, load_s
 

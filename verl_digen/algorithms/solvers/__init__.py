@@ -29,7 +29,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from verl_digen.algorithms.sde import SdeStep, sde_step
+from verl_digen.algorithms.sde import Numbers, SdeStep, sde_step
 from verl_digen.algorithms.solvers.dpm2 import dpm2
 from verl_digen.algorithms.solvers.sa import sa
 from verl_digen.algorithms.solvers.terms import NO_NOISE, Prediction, Schedule, Solver, SolverNoise
@@ -69,15 +69,15 @@ SCHEDULERS: Mapping[str, str] = {
 def denoise_step(
     velocity: Tensor,
     sample: Tensor,
-    sigma: Tensor,
-    sigma_next: Tensor,
+    sigma: Tensor | tuple[float, ...],
+    sigma_next: Tensor | tuple[float, ...],
     *,
     solver: str,
     is_sde: Sequence[bool],
     previous: Prediction | None,
     law: str,
-    noise_level: float | Tensor,
-    sigma_max: float | Tensor,
+    noise_level: Numbers,
+    sigma_max: Tensor | Numbers,
     noise: Tensor,
     storage_dtype: torch.dtype,
     solver_noise: SolverNoise = NO_NOISE,
@@ -100,14 +100,14 @@ def denoise_step(
     """
     if solver not in _TERMS:
         raise ValueError(f"unknown solver {solver!r}; known solvers: {', '.join(SOLVERS)}")
-    stochastic = torch.tensor(is_sde)
+    noise_levels = noise_level if isinstance(noise_level, tuple) else [noise_level] * len(is_sde)
     taken = sde_step(
         velocity,
         sample,
         sigma,
         sigma_next,
         law=law,
-        noise_level=stochastic.double() * noise_level,
+        noise_level=tuple(level if sde else 0.0 for level, sde in zip(noise_levels, is_sde, strict=True)),
         sigma_max=sigma_max,
         noise=noise,
         storage_dtype=storage_dtype,
@@ -115,7 +115,8 @@ def denoise_step(
     terms_of = _TERMS[solver]
     if terms_of is None:
         return taken, None
-    start, end = sigma.double().clamp(max=1), sigma_next.double()
+    stochastic = torch.tensor(is_sde)
+    start, end = (torch.as_tensor(numbers, dtype=torch.float64).clamp(max=1) for numbers in (sigma, sigma_next))
     clean = sample.float() - _per_row(start, sample) * velocity.float()
     known = previous or Prediction(clean, start, clean, start, torch.zeros(len(start), dtype=torch.int64))
     prediction = Prediction(clean, start, known.clean, known.sigma, torch.where(stochastic, 0, known.count + 1))

@@ -17,6 +17,7 @@
 | `full_update.py` | engine worker | an update on its way into the network |
 | `loopback_store.py` | engine worker | rendezvous of a replica's workers |
 | `adapter.py` | trainer rank | sends weights |
+| `sockets.py` | trainer rank, engine worker | where an update's bytes pass from the one to the other |
 | `cpu/` | all of these processes, without an accelerator | vLLM-Omni's platform for the CPU |
 
 Importing this package imports nothing of vLLM.

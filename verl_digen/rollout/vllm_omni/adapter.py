@@ -8,6 +8,7 @@ where the platform has none (`verl_digen.weights.sending`). Then the leader has 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
@@ -19,6 +20,7 @@ from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
 from verl_digen.rollout.lost import ReplicaHandle
+from verl_digen.rollout.vllm_omni.sockets import address, sockets_of
 from verl_digen.weights.checksum import Manifest
 from verl_digen.weights.sending import Wire
 
@@ -36,6 +38,8 @@ class vLLMOmniServerAdapter(ServerAdapter):
         model = omega_conf_to_dataclass(model_config)
         self._adapter_config = model.adapter_config()
         self._timeout_s = model.digen.rollout.update_timeout_s
+        self._sockets = sockets_of(self.replica_rank)
+        self.zmq_handle = address(self._sockets, self.rollout_rank % int(os.environ["RAY_LOCAL_WORLD_SIZE"]))
         self._replica = ReplicaHandle(
             f"{self._get_server_name_prefix()}server_{self.replica_rank}_{self.node_rank}",
             model.digen.deadlines.blip_s,
@@ -80,7 +84,7 @@ class vLLMOmniServerAdapter(ServerAdapter):
         )
         if self._has_server:
             self._replica.find_successor()
-            await self._replica.call("begin_update", wire.use_shm, wire.is_live)
+            await self._replica.call("begin_update", self._sockets, wire.use_shm, wire.is_live)
         total = await self._replica.send(weights, wire)
         if self._has_server and total is not None:
             manifest = Manifest(global_steps, total.num_tensors, total.value)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -30,6 +31,7 @@ from verl_digen.algorithms.solvers import NOISY, Prediction, SolverNoise, denois
 from verl_digen.inputs import PromptInputs
 from verl_digen.rollout.vllm_omni.requests import RecordingOrder
 from verl_digen.sampling.recording import initial_seed, noise_seed, record_trajectory, trained_latents
+from verl_digen.transfers import to_device
 from verl_digen.types import Condition, SampleLatents, SampleRequest, move_condition
 
 RECORDED = "digen_recorded"
@@ -64,6 +66,11 @@ class Recording:
     @property
     def request(self) -> SampleRequest:
         return self.order.request
+
+    @cached_property
+    def schedule(self) -> tuple[float, ...]:
+        """`sigmas` as numbers."""
+        return tuple(self.sigmas.tolist())
 
     @property
     def num_taken(self) -> int:
@@ -131,7 +138,7 @@ class RecordingPipeline:
         return Recording(
             order=order,
             sigmas=sigmas.float().cpu(),
-            latents=noise.unsqueeze(0).to(device, order.latents_dtype),
+            latents=to_device(noise.unsqueeze(0), device, order.latents_dtype),
             condition=condition,
             negative_condition=negative_condition,
             version=self.weight_version,
@@ -214,23 +221,23 @@ def _take_steps_of_kind(
             recording.path[step] = recording.latents[0]
         is_sde.append(step in recording.request.window.sde_steps)
         noise_levels.append(recording.request.sampling.noise_level)
-        shape = recording.latents.shape[1:]
+        shape = recording.latents.shape
         seed = noise_seed(recording.order.run_seed, recording.request, step)
         noise.append(step_noise(seed, step, shape) if is_sde[-1] or solver in NOISY else torch.zeros(shape))
-    latents = torch.cat([recording.latents for recording, _, _ in entries])
+    latents = _joined([recording.latents for recording, _, _ in entries])
     known = [recording.predicted for recording, _, _ in entries if recording.predicted is not None]
     taken, predicted = denoise_step(
-        torch.cat([velocity for _, _, velocity in entries]),
+        _joined([velocity for _, _, velocity in entries]),
         latents,
-        torch.stack([recording.sigmas[step] for recording, step, _ in entries]),
-        torch.stack([recording.sigmas[step + 1] for recording, step, _ in entries]),
+        tuple(recording.schedule[step] for recording, step, _ in entries),
+        tuple(recording.schedule[step + 1] for recording, step, _ in entries),
         solver=solver,
         is_sde=is_sde,
         previous=Prediction.join(known),
         law=law,
-        noise_level=torch.tensor(noise_levels, dtype=torch.float64),
-        sigma_max=torch.stack([recording.sigmas[1] for recording, _, _ in entries]),
-        noise=torch.stack(noise).to(latents.device),
+        noise_level=tuple(noise_levels),
+        sigma_max=tuple(recording.schedule[1] for recording, _, _ in entries),
+        noise=to_device(_joined(noise), latents.device),
         storage_dtype=latents.dtype,
         solver_noise=solver_noise,
     )
@@ -238,6 +245,11 @@ def _take_steps_of_kind(
         recording.latents = taken.next_sample[index : index + 1]
         recording.log_probs.append(taken.log_prob[index])
         recording.predicted = None if predicted is None else predicted.rows([index])
+
+
+def _joined(rows: list[Tensor]) -> Tensor:
+    """[N, ...] of N tensors [1, ...]; one alone is not copied."""
+    return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
 def _to_uint8(pixels: Tensor) -> Tensor:

@@ -265,11 +265,12 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         return conditions[0], conditions[1] if request.sampling.is_guided else None
 
     # -- weights ------------------------------------------------------------------------------------------
-    async def begin_update(self, use_shm: bool, is_live: bool) -> None:
+    async def begin_update(self, sockets: str, use_shm: bool, is_live: bool) -> None:
         """Have every worker receive the buckets from its trainer rank. An older update that was interrupted is
         cancelled.
 
         Args:
+            sockets: the sender's `sockets_of`.
             is_live: load them as they arrive; drains first, and admits no request before the update is committed.
         """
         self._update_ended.set()
@@ -278,7 +279,7 @@ class vLLMOmniHttpServer(vLLMHttpServer):
             self._gate.clear()
             await self.wait_for_requests_to_drain()
             self._is_whole = False
-        await self._call_workers("begin_update", use_shm, self.digen.rollout.update_timeout_s, is_live)
+        await self._call_workers("begin_update", sockets, use_shm, self.digen.rollout.update_timeout_s, is_live)
 
     async def until_update_ends(self) -> None:
         """Return when the update that is under way is sealed, or another has begun. The sender watches this call: it

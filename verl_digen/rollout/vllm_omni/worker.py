@@ -23,7 +23,6 @@ computed on the device, as buckets pass and over the network after loading.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from functools import cached_property
@@ -50,6 +49,7 @@ from verl_digen.rollout.vllm_omni.full_update import FullUpdate
 from verl_digen.rollout.vllm_omni.loopback_store import loopback_store
 from verl_digen.rollout.vllm_omni.prefixes import PrefixSharing
 from verl_digen.rollout.vllm_omni.requests import Published, Taken, adapter_request
+from verl_digen.rollout.vllm_omni.sockets import address
 from verl_digen.types import Condition
 from verl_digen.weights.checksum import Manifest, checksum
 from verl_digen.weights.receiver import OLD_WEIGHTS_SERVE, tensors_of_update
@@ -106,12 +106,13 @@ class WeightReceiverExtension(CustomPipelineWorkerExtension):
             self.lora_manager.max_cached_adapters = NO_LIMIT
 
     # -- receiving ----------------------------------------------------------------------------------------
-    def begin_update(self, use_shm: bool, timeout_s: float, is_live: bool) -> None:
+    def begin_update(self, sockets: str, use_shm: bool, timeout_s: float, is_live: bool) -> None:
         """Start to receive the buckets sent by this worker's trainer rank.
 
         An unfinished older update, whose sender was lost, is cancelled.
 
         Args:
+            sockets: the sender's `sockets_of`.
             is_live: load full weights into the network as they arrive; no sample runs meanwhile.
         """
         if self._receiving is not None:
@@ -122,7 +123,7 @@ class WeightReceiverExtension(CustomPipelineWorkerExtension):
         else:
             update = FullUpdate(self.od_config.dtype, staging=Staging(self.device))
         receiving = Receiving(
-            zmq_handle(self.local_rank),
+            address(sockets, self.local_rank),
             self.device,
             update.take,
             networks=self._model.experts,
@@ -345,9 +346,3 @@ def _layer_name(module: str, layers: set[str]) -> str:
     """vLLM-Omni's name for diffusers' layer `module`: a `Sequential` may be replaced there by its first member."""
     parent, _, number = module.rpartition(".")
     return parent if number == "0" and module not in layers and parent in layers else module
-
-
-def zmq_handle(local_rank: int) -> str:
-    """Socket address on which this worker's trainer rank sends; same as verl's sender (`ServerAdapter.zmq_handle`)."""
-    job_id, replica_rank = os.environ["VERL_RAY_JOB_ID"], os.environ["VERL_REPLICA_RANK"]
-    return f"ipc:///tmp/rl-colocate-zmq-{job_id}-replica-{replica_rank}-rank-{local_rank}.sock"
