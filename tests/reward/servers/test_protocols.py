@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import io
+import itertools
 import json
 import os
 import pickle
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -401,9 +403,20 @@ def test_a_job_that_a_server_forgets_fails_after_its_deadline():
 
 
 def test_a_job_is_asked_for_where_it_was_given():
+    num_jobs = itertools.count(1)
+    are_there = threading.Event()
+
+    async def after_all(request):
+        """No job has an answer before the last of the eight is there: four at each server, the most it may have."""
+        if request.path == "/api/reward/enqueue":
+            if next(num_jobs) == 8:
+                are_there.set()
+            await asyncio.to_thread(are_there.wait, 10)
+
     with Running("cosmos_rl") as one, Running("cosmos_rl") as other:
+        one.fault = other.fault = after_all
         urls = [one.server.url, other.server.url]
-        found = run(one.reward(url=urls, samples_per_request=1), samples_of(8))
+        found = run(one.reward(url=urls, samples_per_request=1, max_concurrency=4), samples_of(8))
     assert [score.value for score in found] == pytest.approx([red(one.pixels) for one in samples_of(8)])
     for running in (one, other):
         assert len(running.service.jobs) == 4 and len(running.service.num_pulls) == 4
