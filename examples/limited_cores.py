@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -134,6 +135,7 @@ def main() -> int:
     if not (0 < args.cores <= 1 and args.command):
         parser.error(f"--cores must be in (0, 1] and a command must follow, got {args.cores} and {args.command}")
     limits = CpuLimits(cpu_controller(), args.cores)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         exit_code, num_devices = run_limited(args.command, limits)
     finally:

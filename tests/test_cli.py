@@ -2,8 +2,12 @@
 """Bad input to the `digen` commands is one line and exit code 2; none ends in a traceback."""
 
 import os
+import signal
+import subprocess
+import sys
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from verl_digen import cli
@@ -94,6 +98,27 @@ def test_an_interruption_a_closed_pipe_and_a_closed_folder_leave_no_traceback(mo
     monkeypatch.setattr(os, "dup2", lambda *descriptors: None)  # the test's own output goes on
     assert cli.main(["fail"]) == code
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_terminated_command_ends_what_it_started(monkeypatch, capfd, tmp_path):
+    program = """
+import os, signal, sys, time
+open(sys.argv[1], "w").write(str(os.getpid()))
+os.kill(os.getppid(), signal.SIGTERM)
+time.sleep(60)
+"""
+    started = tmp_path / "pid"
+
+    def start(args):
+        return subprocess.run([sys.executable, "-c", program, str(started)]).returncode
+
+    command = SimpleNamespace(NAME="start", __doc__="Start.", add_arguments=lambda parser: None, run=start)
+    monkeypatch.setattr(cli, "COMMANDS", (command,))
+    before = signal.getsignal(signal.SIGTERM)
+    assert cli.main(["start"]) == 143
+    assert capfd.readouterr().err == "digen start: interrupted\n"
+    assert not psutil.pid_exists(int(started.read_text()))
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_words_of_the_plan_and_keys_of_the_config_are_told_apart():

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from verl_digen import doctor
 from verl_digen.bench import command as bench
@@ -44,7 +46,7 @@ class Command(Protocol):
 
 EXIT_REFUSED = 2
 """The command line cannot be carried out."""
-EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 130, 141
+EXIT_INTERRUPTED, EXIT_BROKEN_PIPE, EXIT_TERMINATED = 130, 141, 143
 """128 + the number of the signal, as in shells."""
 
 COMMANDS: tuple[Command, ...] = (doctor, timeline, simulate, bench, plan, score, serve_reward, export, sample, report)
@@ -68,19 +70,38 @@ def make_parser() -> ArgumentParser:
     return parser
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM. A subcommand ends as on Ctrl-C, and so do the processes that it started."""
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Raise `Terminated` on SIGTERM."""
+
+    def stop(number: int, frame: object) -> NoReturn:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line (`sys.argv` unless given) and run the subcommand."""
     args = make_parser().parse_args(argv)
     try:
-        code = args.run(args)
+        with _terminable():
+            code = args.run(args)
         sys.stdout.flush()  # raises here if the reader closed the pipe, not while Python exits
         return code
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to print has no reader
         return EXIT_BROKEN_PIPE
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stopped:
         print(f"digen {args.command}: interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        return EXIT_TERMINATED if isinstance(stopped, Terminated) else EXIT_INTERRUPTED
     except OSError as error:  # a named file or folder cannot be read or written
         print(f"digen {args.command}: {error}; name another file or folder", file=sys.stderr)
         return EXIT_REFUSED

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`digen bench` as a user types it: what is refused before anything runs."""
+"""`digen bench` as a user types it: what is refused before anything runs, and what a bench that ends early leaves."""
 
+import json
 from argparse import ArgumentParser
+from pathlib import Path
 
 import pytest
 
 from verl_digen.bench import command
+from verl_digen.bench.runs import RunFailed, RunResult
 
 
 def digen_bench(*arguments: str) -> int:
@@ -43,3 +46,36 @@ def test_an_earlier_bench_is_not_written_over(tmp_path, capsys):
     (tmp_path / "bench.json").write_text("{}")
     assert digen_bench("--out", str(tmp_path), "--", "digen.seed=1") == 2
     assert "--out must be a new or an empty folder" in capsys.readouterr().err
+
+
+STEP = {"perf/step_s": 2.0, "perf/images_per_s": 4.0, "reward/mean": 0.5}
+
+
+@pytest.mark.parametrize("ends", [RunFailed("gap, repeat 3: exit code 1"), KeyboardInterrupt()], ids=["fails", "stops"])
+def test_the_repeats_that_are_whole_are_shown_when_a_run_fails_or_is_stopped(tmp_path, monkeypatch, capsys, ends):
+    def run_mode(work, mode, repeat, out):
+        if (repeat, mode.name) == (2, "gap"):
+            raise ends
+        return RunResult(mode, repeat, Path(out), (STEP,) * work.num_steps, wall_s=9.0)
+
+    monkeypatch.setattr(command, "run_mode", run_mode)
+    arguments = ("--modes", "barrier,gap", "--repeats", "4", "--steps", "3", "--out", str(tmp_path))
+    if isinstance(ends, RunFailed):
+        assert digen_bench(*arguments) == 1
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            digen_bench(*arguments)
+    told = capsys.readouterr()
+    assert "only 2 of 4 repeats are whole" in told.out and "run 5/8: barrier #3" in told.out
+    assert told.err == (f"digen bench: {ends}\n" if isinstance(ends, RunFailed) else "")
+    found = json.loads((tmp_path / "bench.json").read_text())
+    assert found["setting"]["num_repeats"] == 2 and len(found["runs"]) == 4
+
+
+def test_a_bench_whose_first_repeat_fails_has_no_table(tmp_path, monkeypatch, capsys):
+    def fail(work, mode, repeat, out):
+        raise RunFailed("barrier, repeat 1: exit code 1")
+
+    monkeypatch.setattr(command, "run_mode", fail)
+    assert digen_bench("--modes", "barrier,gap", "--out", str(tmp_path)) == 1
+    assert "whole" not in capsys.readouterr().out and not (tmp_path / "bench.json").exists()

@@ -96,7 +96,10 @@ def check_python(start, block: Block, words: list[str]) -> None:
         module = ROOT / words[2].replace(".", "/")
         check_program(module / "__main__.py" if module.is_dir() else module.with_suffix(".py"), words[3:])
     else:
-        check_program(ROOT / words[1], words[2:])
+        inner = next((number for number, word in enumerate(words[2:], 2) if word in PROGRAMS), len(words))
+        check_program(ROOT / words[1], words[2:inner])
+        if inner < len(words):  # a command that the program runs
+            check_command(start, block, words[inner:])
 
 
 def check_digen(start, block: Block, words: list[str]) -> None:

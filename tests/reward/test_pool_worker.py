@@ -159,7 +159,7 @@ def test_a_sync_call_that_hangs_does_not_hold_up_the_next_one():
 
     reward.score = hangs_once  # type: ignore[method-assign]
     try:
-        (found,) = scores(scorer_of(reward, timeout_s=0.2), [7])
+        (found,) = scores(scorer_of(reward, timeout_s=1.0), [7])
     finally:
         go_on.set()
     assert isinstance(found, PartScore) and found.value == 0.07

@@ -84,16 +84,23 @@ def run(args: Namespace) -> int:
     except ValueError as error:
         print(f"digen bench: {error}", file=sys.stderr)
         return 2
-    order = interleaved([*modes, *([] if setup.peer is None else [setup.peer])], args.repeats)
+    all_modes = [*modes, *([] if setup.peer is None else [setup.peer])]
+    order = interleaved(all_modes, args.repeats)
     print(f"{len(order)} runs of {args.steps} steps; what each prints is in {out}/MODE-REPEAT/console.log", flush=True)
     runs: list[RunResult] = []
-    for repeat, mode in order:
-        try:
+    try:
+        for repeat, mode in order:
             runs.append(run_mode(_for_mode(setup, mode), mode, repeat, out))
-        except RunFailed as error:
-            print(f"digen bench: {error}", file=sys.stderr)
-            return 1
-        print(_progress(runs[-1], len(runs), len(order), args.warm_up), flush=True)
+            print(_progress(runs[-1], len(runs), len(order), args.warm_up), flush=True)
+    except (RunFailed, KeyboardInterrupt) as stopped:
+        whole = runs[: len(runs) // len(all_modes) * len(all_modes)]
+        if whole:
+            print(f"\nonly {len(whole) // len(all_modes)} of {args.repeats} repeats are whole:")
+            _report(args, whole, setup, out)
+        if isinstance(stopped, KeyboardInterrupt):
+            raise
+        print(f"digen bench: {stopped}", file=sys.stderr)
+        return 1
     return _report(args, runs, setup, out)
 
 
@@ -243,7 +250,7 @@ def _report(args: Namespace, runs: list[RunResult], setup: BenchSetup, out: Path
         predictions=setup.predictions,
         simulated=setup.baselines,
     )
-    setting = _setting(args, setup)
+    setting = _setting(args, setup, num_repeats=1 + max(run.repeat for run in runs))
     print()
     print(setting["devices"])
     print(table(summaries))
@@ -268,7 +275,7 @@ def _report(args: Namespace, runs: list[RunResult], setup: BenchSetup, out: Path
     return 0
 
 
-def _setting(args: Namespace, setup: BenchSetup) -> dict[str, Any]:
+def _setting(args: Namespace, setup: BenchSetup, *, num_repeats: int) -> dict[str, Any]:
     """Conditions of the comparison."""
     num_cores = len(os.sched_getaffinity(0))
     pools = f"{args.trainer} trainer + {args.generator} generator"
@@ -287,7 +294,7 @@ def _setting(args: Namespace, setup: BenchSetup) -> dict[str, Any]:
         "overrides": args.overrides,
         "num_steps": args.steps,
         "num_warm_up_steps": args.warm_up,
-        "num_repeats": args.repeats,
+        "num_repeats": num_repeats,
         "virtual": args.virtual,
         "time_scale": args.time_scale,
         "peer": args.peer,
