@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -71,13 +72,20 @@ sys.exit(3)
 """
 
 
-def test_a_device_has_its_share_of_a_core_and_the_command_its_exit_code():
+@pytest.fixture
+def controller(examples) -> Path:
+    """Folder of this machine's CPU controller; skips where no cgroup can be made."""
     from limited_cores import CpuLimits, cpu_controller
 
     try:
         CpuLimits(cpu_controller(), 0.3).close()
     except (OSError, SystemExit) as error:
         pytest.skip(f"cgroups cannot be made here: {error}")
+    return cpu_controller()
+
+
+def test_a_device_has_its_share_of_a_core_and_the_command_its_exit_code(controller):
+    before = set(controller.iterdir())
     command = [sys.executable, "-c", SCRIPT]
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / "limited_cores.py"), "--cores", "0.3", *command],
@@ -88,4 +96,16 @@ def test_a_device_has_its_share_of_a_core_and_the_command_its_exit_code():
     assert done.returncode == 3, done.stderr
     assert float(done.stdout) < 0.4, "of a core; without a quota a quiet machine gives it a whole one"
     assert "1 processes had 0.3 cores each" in done.stderr
-    assert not list(cpu_controller().glob("limited_cores_*"))
+    assert set(controller.iterdir()) == before
+
+
+def test_a_stopped_script_stops_the_command_and_leaves_no_cgroup(controller):
+    script = [sys.executable, str(EXAMPLES / "limited_cores.py"), "--cores", "0.3"]
+    forever = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    with subprocess.Popen([*script, sys.executable, "-c", forever], stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        pid = int(running.stdout.readline())
+        assert (controller / f"limited_cores_{running.pid}").exists()
+        running.terminate()
+        assert running.wait(30) == 143
+    assert not psutil.pid_exists(pid) and not (controller / f"limited_cores_{running.pid}").exists()
