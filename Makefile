@@ -3,6 +3,7 @@
 
 BIN := .venv/bin
 OMNI := .venv-vllm-omni
+OLDEST := .venv-torch-2.11
 # Where an image sets it, each process compiles this package anew, and each pytest process all assertions
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -40,11 +41,13 @@ test-long:  ## every architecture end to end, faults, long runs, further values 
 	$(BIN)/python -m pytest -m "long and not grid" -n 3 --dist loadfile --ignore tests/bench
 	$(BIN)/python -m pytest -m "long and not grid" tests/bench  # alone: their durations are compared with a simulation's
 
-test-grids:  ## what is not worth CI's time: further architectures, ranks and settings of what test-long and test-vllm-omni try, and the package in bare environments (25 minutes)
+test-grids:  ## what is not worth CI's time: further architectures, ranks and settings of what test-long and test-vllm-omni try, the package in bare environments, and the oldest PyTorch (40 minutes)
 	@.ci/setup_env.sh dev
 	$(BIN)/python -m pytest -m grid -n 2 --dist loadfile
 	@VENV=$(OMNI) .ci/setup_env.sh dev,vllm-omni
 	$(OMNI)/bin/python -m pytest -m grid tests/vllm_omni
+	@VENV=$(OLDEST) TORCH_VERSION=2.11.0 .ci/setup_env.sh dev
+	$(OLDEST)/bin/python -m pytest -m "not (e2e or gpu or grid)" -n 2 --dist loadfile --no-loadscope-reorder tests/contracts tests/engine tests/plugin/test_versions.py
 
 mutations:  ## wrong code, one line at a time: a test must notice each (10 minutes)
 	@.ci/setup_env.sh dev

@@ -110,8 +110,8 @@ setup(
         "safetensors",
         "tensorboard",
         "tensordict",
-        "torch>=2.13,<2.14",  # private names of FSDP2 are used, see tests/contracts
-        "transformers",
+        "torch>=2.11,<2.14",  # private names of FSDP2 are used, see tests/contracts
+        "transformers>=5.9,<5.18",
     ],
     extras_require={
         # The versions that were tested with each other and with this plugin.

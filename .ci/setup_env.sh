@@ -6,17 +6,18 @@
 # Needs python3 (3.10 to 3.12). Quick when nothing is to do: a stamp holds the checksum of what the environment is made of.
 # Settings, all optional:
 #   VENV             the environment's folder, if not .venv
+#   TORCH_VERSION    PyTorch, if not 2.13.0
 #   TORCH_INDEX      package index to take PyTorch from (the official one for your accelerator, say)
 #   UV_FIND_LINKS    folder of wheels; PIP_FIND_LINKS is taken where it is not set. A PyTorch wheel in it goes first
 # Without them, uv picks the PyTorch build by itself: the one for this machine's driver, or the CPU one.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-TORCH="torch==2.13.0"
+TORCH="torch==${TORCH_VERSION:-2.13.0}"
 extra="${1:-}"
 venv="${VENV:-.venv}"
 stamp="$venv/.ready${extra:+-$extra}"
-inputs="$(cat setup.py pyproject.toml .ci/setup_env.sh | cksum) ${TORCH_INDEX:-}"
+inputs="$(cat setup.py pyproject.toml .ci/setup_env.sh | cksum) $TORCH ${TORCH_INDEX:-}"
 if [ -x "$venv/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$inputs" ]; then
     exit 0
 fi

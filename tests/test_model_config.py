@@ -96,6 +96,14 @@ def test_bad_values_are_named_by_their_key(tiny_qwen_image: Path, changes: dict,
         config(tiny_qwen_image, **changes)
 
 
+def test_a_whole_base_is_refused_where_fsdp2_gathers_a_block_as_one(tiny_qwen_image: Path, monkeypatch):
+    monkeypatch.setattr("verl_digen.model_config.FSDP2_HAS_SEVERAL_GROUPS", False)
+    rule = r"actor_rollout_ref.model.whole_base must be auto or false with PyTorch .*, got True; drop it"
+    with pytest.raises(ValueError, match=rule):
+        config(tiny_qwen_image, lora_rank=4, whole_base=True)
+    assert config(tiny_qwen_image, lora_rank=4).whole_base == "auto"
+
+
 def test_rank_that_is_not_the_given_adapter_s_is_refused(tiny_qwen_image: Path, tmp_path: Path):
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 3, "lora_alpha": 12}))
     with pytest.raises(ValueError, match="lora_rank must be that of lora_adapter_path, 3, or 0, got 4"):

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from omegaconf import MISSING, DictConfig, OmegaConf
 from verl.base_config import BaseConfig
 from verl.utils.fs import copy_to_local
@@ -30,6 +31,7 @@ from verl_digen.models import load_model, read_pipeline
 from verl_digen.models.json_file import read_object
 from verl_digen.models.locate import locate, locate_index
 from verl_digen.require import require
+from verl_digen.torch_support import FSDP2_HAS_SEVERAL_GROUPS
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -86,8 +88,8 @@ class DiffusionModelConfig(BaseConfig):
 
     whole_base: bool | str = "auto"
     """Keep the frozen base under an adapter whole on every rank of the trainer, in the compute dtype: no tile gathers
-    it. auto: where memory has room for it that tiles do not need more, decided at the first tile; not on one rank.
-    true, false."""
+    it. auto: where memory has room for it that tiles do not need more, decided at the first tile; not on one rank, and
+    not with PyTorch 2.11, which refuses true. true, false."""
 
     lora_rank: int = 0
     """LoRA rank; 0 trains all weights."""
@@ -143,6 +145,12 @@ class DiffusionModelConfig(BaseConfig):
             "whole_base must be auto or false without an adapter: every weight trains",
             self.whole_base,
             "set actor_rollout_ref.model.lora_rank",
+        )
+        _require(
+            self.whole_base is not True or FSDP2_HAS_SEVERAL_GROUPS,
+            f"whole_base must be auto or false with PyTorch {torch.__version__}, whose FSDP2 gathers a block as one",
+            self.whole_base,
+            "drop it, or install PyTorch 2.12 or 2.13",
         )
 
     @property

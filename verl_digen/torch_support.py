@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detect if this PyTorch can drive an accelerator. Light: reads PyTorch and the installed packages, no device."""
+"""Abilities of this PyTorch: an accelerator, FSDP2. Light: reads PyTorch and the installed packages, no device."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from importlib.metadata import entry_points
 from importlib.util import find_spec
 
 import torch
+from packaging.version import Version
 
 BACKEND_PACKAGES = (
     "torch_npu",
@@ -20,6 +21,10 @@ BACKEND_PACKAGES = (
     "intel_extension_for_pytorch",
 )
 """Packages that add an accelerator to a CPU build of PyTorch, besides those with a `torch.backends` entry point."""
+
+
+FSDP2_HAS_SEVERAL_GROUPS = Version(torch.__version__) >= Version("2.12")
+"""True if FSDP2 can keep the parameters of a unit in several groups, each of which is gathered on its own."""
 
 
 @dataclass(frozen=True)

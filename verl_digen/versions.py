@@ -22,18 +22,25 @@ class Supported:
     can_work: SpecifierSet
     """Others are refused."""
     tested: SpecifierSet
-    """Others are warned of."""
+    """The version that a remedy installs."""
+    also_tested: tuple[SpecifierSet, ...] = ()
+    """Further ones. A version in none of these ranges nor in `tested` is warned of."""
+
+    @property
+    def all_tested(self) -> tuple[SpecifierSet, ...]:
+        """`tested` and `also_tested`."""
+        return (self.tested, *self.also_tested)
 
 
 SUPPORTED = {
-    name: Supported(SpecifierSet(can_work), SpecifierSet(tested))
-    for name, can_work, tested in (
+    name: Supported(SpecifierSet(can_work), SpecifierSet(tested), tuple(map(SpecifierSet, also)))
+    for name, can_work, tested, *also in (
         ("verl", ">=0.9.1,<0.10", "==0.9.1"),
-        ("torch", ">=2.13,<2.14", "==2.13.0"),
+        ("torch", ">=2.11,<2.14", "==2.13.0", "==2.12.0", "==2.11.0"),
         ("TransferQueue", ">=0.1.10,<0.2", "==0.1.11"),
         ("tensordict", ">=0.10,<0.11", "==0.10.0"),
         ("diffusers", ">=0.40,<0.41", "==0.40.0"),
-        ("transformers", ">=5.10,<5.11", ">=5.10.4,<5.11"),
+        ("transformers", ">=5.9,<5.18", ">=5.10.4,<5.11", "==5.9.0", "==5.17.0"),
         ("peft", ">=0.18,<1", "==0.21.*"),
         ("ray", ">=2.41,<3", "==2.60.*"),
     )
@@ -57,6 +64,7 @@ def outside(found: Mapping[str, str], *, tested: bool) -> Iterator[tuple[str, st
         found: package -> installed version; those that are not there are left out.
     """
     for name, number in found.items():
-        wanted = SUPPORTED[name].tested if tested else SUPPORTED[name].can_work
-        if not wanted.contains(number, prereleases=True):  # a local part, as in 2.13.0+cpu, does not count
-            yield name, number, wanted
+        supported = SUPPORTED[name]
+        ranges = supported.all_tested if tested else (supported.can_work,)
+        if not any(one.contains(number, prereleases=True) for one in ranges):  # +cpu of 2.13.0+cpu does not count
+            yield name, number, ranges[0]

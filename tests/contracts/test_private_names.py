@@ -3,11 +3,12 @@
 
 | name | used in | relied on |
 | --- | --- | --- |
-| FSDP2 `_get_fsdp_state`, `_fsdp_param_groups`, `fsdp_params` | engine/gradients.py | a record of every parameter |
+| FSDP2 `_get_fsdp_state`, `_fsdp_param_groups`, `fsdp_params` | engine/fsdp2.py | a record of every parameter |
 | FSDP2 `FSDPParamGroup.unshard`, `_to_sharded` | engine/whole_groups.py | one more group (test_whole_base.py) |
 | FSDP2 `sharded_param`, `_unsharded_param`, `unsharded_accumulated_grad` | engine/gradients.py | a gradient's places |
 | FSDP2 `_root_post_backward_final_callback` | engine/gradients.py | reduces what no backward reduced |
-| FSDP2 `_is_root`, `reset_iter_state` | engine/gathered.py | a forward that failed leaves a usable module |
+| FSDP2 `reset_iter_state`, before 2.13 what it resets | engine/fsdp2.py | a failed forward or backward is over |
+| FSDP2 `_is_root` | engine/gathered.py | there is a root from the first forward on |
 | FSDP2 `DefaultAllGather`, `DefaultReduceScatter` | engine/rejoin.py | its collectives (test_two_ranks_tight.py) |
 | FSDP2 `_mp_policy` | engine/build.py | read at every forward; its `cast_forward_inputs` |
 | DTensor `__create_chunk_list__` | engine/saved_ranks.py | a rank's part (tests/engine/test_resharding.py) |
@@ -24,6 +25,7 @@
 | TransferQueue `KVBatchMeta` and the `kv_*` calls | store/, trainer/ | names of fields and parameters |
 | Ray `ActorUnavailableError`, `ActorDiedError`, `RayActorError` | agent_loop/, trainer/ | which is a kind of which |
 | Ray `_private.state.actors` | actors.py | an actor that starts again (tests/reward/test_workers.py) |
+| Ray `_private.services.find_bootstrap_address`, `_private.utils.get_num_cpus` | cluster.py | two functions |
 | Ray `ActorHandle._actor_id` | trainer/replicas.py | the id that an ActorUnavailableError names |
 | Ray `ActorHandle.__ray_call__` | trainer/hosts.py | runs a function in any actor (tests/trainer/test_replicas.py) |
 | TransferQueue client `_loop` | store/controller.py | runs its blocking calls (tests/e2e/test_hangs.py) |
@@ -61,6 +63,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.engine.harness import process_group
+from verl_digen.engine.fsdp2 import groups_of, parameters_of, reset, units_of
 
 
 @pytest.fixture(scope="module")
@@ -71,12 +74,18 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 # -- FSDP2 ----------------------------------------------------------------------------------------------------------
 class Breakable(nn.Linear):
-    is_broken = False
+    fails_in: str | None = None
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        if self.is_broken:
+        if self.fails_in == "forward":
             raise ArithmeticError("half-way")
+        if self.fails_in == "backward":
+            rows.register_hook(fail)
         return super().forward(rows)
+
+
+def fail(grad: torch.Tensor) -> None:
+    raise ArithmeticError("half-way")
 
 
 class Layers(nn.Module):
@@ -85,7 +94,7 @@ class Layers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.second = nn.Linear(3, 3), Breakable(3, 3)
+        self.first, self.second = Breakable(3, 3), Breakable(3, 3)
         self.seen_dtype: torch.dtype | None = None
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
@@ -96,6 +105,12 @@ class Layers(nn.Module):
 def sharded(module: Layers, **policy: Any) -> Layers:
     for part in (module.first, module.second, module):
         fully_shard(part, mp_policy=MixedPrecisionPolicy(**policy))
+    return module
+
+
+def sharded_as_one(module: Layers) -> Layers:
+    for part in ([module.first, module.second], module):
+        fully_shard(part)
     return module
 
 
@@ -116,12 +131,16 @@ def gradient(module: Layers) -> torch.Tensor | None:
 
 def test_fsdp2_keeps_one_record_per_parameter_in_the_groups_of_its_units(one_rank):
     module = sharded(Layers())
-    records = [
-        record for part in (module.first, module.second) for record in state_of(part)._fsdp_param_group.fsdp_params
-    ]
-    assert {record.sharded_param for record in records} == set(module.parameters())
-    assert all(record.sharded_param.requires_grad for record in records)
-    assert state_of(module)._fsdp_param_groups == [], "the root has no parameter of its own"
+    assert [len(groups_of(unit)) for unit in units_of(module)] == [0, 1, 1], "the root has no parameter of its own"
+    assert [record.sharded_param for record in parameters_of(module)] == list(module.parameters())
+    assert all(record.sharded_param.requires_grad for record in parameters_of(module))
+
+
+def test_fsdp2_keeps_modules_that_share_a_unit_in_one_group(one_rank):
+    module = sharded_as_one(Layers())
+    root, unit = units_of(module)
+    assert groups_of(root) == [] and len(groups_of(unit)) == 1
+    assert len(parameters_of(module)) == 4
 
 
 def test_fsdp2_puts_a_gradient_that_waits_beside_the_unsharded_parameters_and_the_root_callback_reduces_it(one_rank):
@@ -129,9 +148,9 @@ def test_fsdp2_puts_a_gradient_that_waits_beside_the_unsharded_parameters_and_th
     cast("Any", module).set_requires_gradient_sync(False)
     module(ROWS).square().sum().backward()
     assert gradient(module) is None
-    records = state_of(module.first)._fsdp_param_group.fsdp_params
-    waiting = [record.unsharded_accumulated_grad or record._unsharded_param.grad for record in records[:1]]
-    assert torch.allclose(waiting[0], reference_gradient())
+    record, _ = parameters_of(module.first)
+    waiting = record.unsharded_accumulated_grad or record._unsharded_param.grad
+    assert torch.allclose(waiting, reference_gradient())
     cast("Any", module).set_requires_gradient_sync(True)
     state_of(module)._root_post_backward_final_callback()
     found = gradient(module)
@@ -142,24 +161,31 @@ def test_fsdp2_accumulates_in_the_reduce_dtype_what_waits(one_rank):
     module = sharded(Layers(), param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     cast("Any", module).set_requires_gradient_sync(False)
     module(ROWS).square().sum().backward()
-    record = state_of(module.first)._fsdp_param_group.fsdp_params[0]
+    record, _ = parameters_of(module.first)
     assert record.unsharded_accumulated_grad.dtype is torch.float32
     assert (record.mp_policy.reduce_dtype, record.mp_policy.param_dtype) == (torch.float32, torch.bfloat16)
 
 
-def test_fsdp2_shards_again_after_a_forward_that_failed_half_way_and_a_reset(one_rank):
-    module = sharded(Layers())
+@pytest.mark.parametrize(
+    ("made", "part", "fails_in"),
+    [(sharded, "second", "forward"), (sharded, "second", "backward"), (sharded_as_one, "first", "forward")],
+)
+def test_fsdp2_trains_again_after_a_failure_half_way_and_a_reset(one_rank, made, part, fails_in):
+    module = made(Layers())
     assert not state_of(module)._is_root
     module(ROWS).sum().backward()
     assert state_of(module)._is_root, "set by the first forward"
     module.zero_grad()
-    module.second.is_broken = True
+    between_steps = passing(module)
+    failing = getattr(module, part)
+    failing.fails_in = fails_in
     with pytest.raises(ArithmeticError):
-        module(ROWS)
-    assert not isinstance(module.second.weight, DTensor), "left as it was gathered"
-    module.second.is_broken = False
-    cast("Any", module).reset_iter_state()
+        module(ROWS).square().sum().backward()
+    assert not isinstance(failing.weight, DTensor), "left as it was gathered"
+    failing.fails_in = None
+    reset(module)
     assert all(isinstance(parameter, DTensor) for parameter in module.parameters())
+    assert passing(module) == between_steps
     module(ROWS).square().sum().backward()
     found = gradient(module)
     assert found is not None and torch.allclose(found, reference_gradient())
@@ -182,13 +208,26 @@ def test_fsdp2_gathers_a_frozen_parameter_in_the_dtype_that_its_record_is_given_
     module = Layers().requires_grad_(False)
     for part in (module.first, module.second, module):
         fully_shard(part, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16), reshard_after_forward=False)
-    (record, *others) = state_of(module.first)._fsdp_param_group.fsdp_params
+    record, *others = parameters_of(module.first)
     own = record.init_dtype_attrs
     record.init_dtype_attrs = lambda policy: own(replace(policy, param_dtype=None))
     with pytest.raises(RuntimeError):  # a weight in fp32 and a bias in bf16
         module(ROWS.bfloat16())
     assert record.unsharded_param.dtype is torch.float32
     assert others and all(other.unsharded_param.dtype is torch.bfloat16 for other in others)
+
+
+def passing(module: nn.Module) -> list[Any]:
+    """State that FSDP2 keeps while a forward and a backward run. A CPU shows little of what is wrong with it."""
+    root, *_ = units_of(module)
+    found = [root._state_ctx.iter_forward_root, root._state_ctx.post_backward_final_callback_queued]
+    found += [root._comm_ctx.all_gather_state, list(root._comm_ctx.post_forward_order)]
+    for unit in units_of(module):
+        found += [unit._training_state, set(unit._modules_to_run_forward)]
+        for group in groups_of(unit):
+            found += [group._training_state, group._sharded_state, list(group._post_forward_indices)]
+            found += [group._all_gather_result, group._post_reduce_event, group._all_reduce_state]
+    return found
 
 
 def state_of(part: nn.Module) -> Any:

@@ -5,14 +5,14 @@ Each seed is a batch: groups, samples, trained steps, fragments and their order,
 came, settings of the loss and of `digen.tsp`, the kind of engine, and calls that must leave no trace: refused
 fragments, generation in between, an exception half-way and the abort after it.
 
-Four processes run all of them, in process groups of 4, of 3 and 1, and of 2 and 2. They are forks, because this
-process has imported the libraries already.
+Four processes run all of them, in process groups of 4, of 3 and 1, and of 2 and 2. They are forks of a process that has
+imported the libraries (`tests.engine.harness`); this one may have threads of autograd, which a fork cannot run beside.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -89,10 +89,11 @@ class Failure(Exception):
     """Stands for an exception of a device, or of a fetch, half-way."""
 
 
-def work(process: int, batches: Mapping[int, RandomBatch], folder: Path) -> None:
+def work(process: int, folder: Path) -> None:
     """Train the batches of this process's teams, and leave a file {seed: Trained} of each."""
     torch.set_num_threads(1)
     register_toy()
+    batches: dict[int, RandomBatch] = torch.load(folder / "batches", weights_only=False)
     for num_ranks, rank, team, seeds in teams(process, batches):
         if not seeds:
             continue
@@ -282,7 +283,8 @@ def trained(batches: dict[int, RandomBatch], tmp_path_factory: pytest.TempPathFa
     folder = tmp_path_factory.mktemp("properties")
     for num_experts in (1, 2):
         build_toy(folder / f"toy {num_experts}", num_experts=num_experts)
-    start_processes(work, args=(batches, folder), nprocs=4, start_method="fork")
+    torch.save(batches, folder / "batches")
+    start_processes(work, args=(folder,), nprocs=4, start_method="forkserver")
     by_seed: dict[int, list[Trained]] = {}
     for file in sorted(folder.glob("trained *")):
         for seed, one in torch.load(file, weights_only=False).items():

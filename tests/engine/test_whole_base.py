@@ -28,12 +28,18 @@ from tests.engine.harness import (
     weights,
 )
 from verl_digen.engine.engine import DiffusersFSDPEngine
+from verl_digen.engine.fsdp2 import groups_of, units_of
 from verl_digen.engine.memory import TileMemory
 from verl_digen.engine.shadow import ShadowWeights
 from verl_digen.engine.whole_base import WholeBase
 from verl_digen.schedulers.tile_choice import choose_tile
+from verl_digen.torch_support import FSDP2_HAS_SEVERAL_GROUPS
 
-pytestmark = [pytest.mark.slow, pytest.mark.long]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.long,
+    pytest.mark.skipif(not FSDP2_HAS_SEVERAL_GROUPS, reason="FSDP2 of PyTorch 2.11 has one group per unit"),
+]
 
 TILES = {"tsp": {"samples_per_tile": 1, "steps_per_tile": 1}}
 BF16 = {
@@ -161,6 +167,10 @@ def decided(path: Path, folder: Path) -> dict[str, Any]:
             before = engine.base.is_kept
             train(engine, batch)
         found[name] = before, engine.base.is_kept, num_groups(engine.module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("verl_digen.engine.whole_base.FSDP2_HAS_SEVERAL_GROUPS", False)
+        engine = engine_with(path, "auto")
+    found["one group per unit"] = engine.base.is_kept, num_groups(engine.module)
     full = make_engine(path)
     train(full, batch)
     found["all weights"] = full.base.is_kept, full.base.is_kept, num_groups(full.module)
@@ -169,8 +179,7 @@ def decided(path: Path, folder: Path) -> dict[str, Any]:
 
 def num_groups(module: nn.Module) -> list[int]:
     """Sizes of the units, in groups, without repetition."""
-    units = [part._get_fsdp_state() for part in module.modules() if isinstance(part, FSDPModule)]
-    return sorted({len(unit._fsdp_param_groups) for unit in units})
+    return sorted({len(groups_of(unit)) for unit in units_of(module)})
 
 
 def chosen(path: Path, folder: Path) -> dict[str, Any]:
@@ -260,6 +269,7 @@ def test_auto_decides_once_and_the_same_on_all_ranks(two_ranks: dict):
     found = two_ranks["decided"]
     assert found["plenty"][:2] == (None, True) and max(found["plenty"][2]) == 2
     assert found["too little on rank 1"] == (None, False, [1])
+    assert found["one group per unit"] == (False, [1])
     assert found["all weights"][:2] == (False, False) and max(found["all weights"][2]) == 1
 
 

@@ -29,6 +29,13 @@ from verl_digen.models.spec import Tokens
 from verl_digen.plan.networks import ENCODERS, Part, count_parts
 
 
+def test_a_pipeline_that_needs_a_newer_transformers_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("verl_digen.models.version", lambda name: "5.9.0")
+    with pytest.raises(ValueError, match=r"transformers must be >=5.10 for LTX2Pipeline, got '5.9.0'; pip install '"):
+        model_class("LTX2Pipeline")
+    assert model_class("QwenImagePipeline")
+
+
 @pytest.mark.parametrize("pipeline", MODELS)
 def test_a_spec_names_parts_and_arguments_of_the_pipeline(pipeline: str) -> None:
     found = model_class(pipeline)

@@ -64,9 +64,8 @@ def place() -> str:
     """File and line of the innermost frame in `PACKAGES`; "?" if there is none."""
     frame = sys._getframe(1)
     while frame is not None:
-        name = frame.f_code.co_filename
-        inside = name.rpartition("site-packages/")[2]
-        inside = inside[inside.index("verl_digen/") :] if "/verl_digen/" in name else inside
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        inside = f"{package}/{frame.f_code.co_filename.rpartition(f'/{package}/')[2]}"  # wherever it is installed
         if inside.startswith(tuple(f"{package}/" for package in PACKAGES)):
             return f"{inside}:{frame.f_lineno}"
         frame = frame.f_back

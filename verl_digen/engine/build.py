@@ -13,12 +13,12 @@ from functools import partial
 import torch
 from peft import PeftModel, get_peft_model
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.config import FSDPEngineConfig
 
 from verl_digen.engine.export import plain_name
-from verl_digen.engine.gradients import parameters_of
+from verl_digen.engine.fsdp2 import parameters_of, units_of
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models.base import DiffusionModel
 from verl_digen.models.checkpoint import in_one_dtype, kept_in_fp32
@@ -80,10 +80,8 @@ def keep_input_dtypes(module: nn.Module) -> None:
     and Z-Image networks by 0.1 of a standard deviation, against 0.004 without, and a replica does not cast it. Inputs
     come in the network's compute dtype (`DiffusionModel.input_dtype`), except those it wants in another.
     """
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            state = part._get_fsdp_state()
-            state._mp_policy = replace(state._mp_policy, cast_forward_inputs=False)
+    for unit in units_of(module):
+        unit._mp_policy = replace(unit._mp_policy, cast_forward_inputs=False)
 
 
 def keep_fp32(module: nn.Module, architecture: str) -> None:

@@ -19,6 +19,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from verl_digen.engine.fsdp2 import groups_of, reset, units_of
+
 
 def gathered_bytes(module: nn.Module) -> int:
     """Bytes that all parameters of the module's FSDP2 units take on a rank while they are gathered."""
@@ -53,8 +55,7 @@ def forwards(module: nn.Module, *, keeps: bool) -> Iterator[None]:
 
 def _groups(module: nn.Module) -> list[Any]:
     """FSDP2's parameter groups, which gather as one."""
-    units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
-    return [group for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups]
+    return [group for unit in units_of(module) for group in groups_of(unit)]
 
 
 def reshard(module: nn.Module) -> None:
@@ -68,4 +69,4 @@ def recover(module: nn.Module) -> None:
     """Reset the module after an exception in a forward or backward; the gradient stays."""
     # a module becomes a root in its first forward, before which there is nothing to recover from
     if isinstance(module, FSDPModule) and module._get_fsdp_state()._is_root:
-        module.reset_iter_state()
+        reset(module)

@@ -7,7 +7,7 @@
   and, in the reduce dtype, in `unsharded_accumulated_grad`; FSDP2 has no public way to reach those two.
 - FSDP2 reduces in a backward. `reduce_pending` does it without one, by the callback that FSDP2 runs at the end of
   every backward; so the last tile of a batch need not be known in advance.
-- FSDP2's private state is read in this file and in `gathered.py`; it is that of PyTorch 2.13.
+- What differs between versions of PyTorch is in `fsdp2.py`.
 
 Invariants (tests/engine/test_gradients.py): a gradient that was moved out and back, or reduced later, is bitwise the
 one that was not; `drop` clears it in every place; the projection is the same on any number of ranks.
@@ -27,17 +27,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from verl_digen.algorithms.projection import project
 from verl_digen.engine.export import plain_name
+from verl_digen.engine.fsdp2 import groups_of, parameters_of, units_of
 from verl_digen.engine.gathered import reshard
 
 Gradient = dict[tuple[int, str], Tensor]
 """A gradient outside of its module: (number of the parameter, place) -> piece. Empty: no gradient."""
-
-
-def parameters_of(module: nn.Module) -> list[Any]:
-    """FSDP2's own record of every parameter."""
-    units = [unit._get_fsdp_state() for unit in module.modules() if isinstance(unit, FSDPModule)]
-    groups = dict.fromkeys(group for unit in units for group in unit._fsdp_param_groups)  # modules may share one
-    return [parameter for group in groups for parameter in group.fsdp_params]
 
 
 def _places(module: nn.Module) -> Iterator[tuple[tuple[int, str], Any, str]]:
@@ -131,8 +125,8 @@ def exempt_unused(module: nn.Module) -> None:
     FSDP2 looks for their unreduced gradient to cast it to the reduce dtype, and raises AttributeError, because the
     first forward makes the place where that would be. Under reduction it passes them.
     """
-    for unit in module.modules():
-        for group in unit._get_fsdp_state()._fsdp_param_groups if isinstance(unit, FSDPModule) else ():
+    for unit in units_of(module):
+        for group in groups_of(unit):
             if not any(hasattr(parameter, "_unsharded_param") for parameter in group.fsdp_params):
                 group.reduce_grads = True
 

@@ -8,7 +8,8 @@
   memory does not limit a tile: whole where it takes at most `memory.UNREDUCED_SHARE` of the free memory.
 - Tiles of another kind (longer prompts, larger samples) are measured with a sharded base, too. If no row of theirs fits
   beside the whole one, the base is sharded from then on.
-- auto leaves it sharded on one shard per replica, where nothing is sent, and under teachers, which exchange the base.
+- auto leaves it sharded on one shard per replica, where nothing is sent, under teachers, which exchange the base, and
+  with PyTorch 2.11, where the model's config refuses true.
 
 Invariant (tests/engine/test_whole_base.py): all ranks decide alike, from the same numbers.
 """
@@ -27,6 +28,7 @@ from verl_digen.engine import memory, whole_groups
 from verl_digen.engine.memory import TileMemory
 from verl_digen.platforms import device_memory
 from verl_digen.schedulers.tile_choice import TileChoice, prefers_whole_base
+from verl_digen.torch_support import FSDP2_HAS_SEVERAL_GROUPS
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +48,8 @@ class WholeBase:
         self.is_kept: bool | None = wanted if isinstance(wanted, bool) else None
         """True if the base is whole from the next tile on; None: not decided yet."""
         self._is_forced = self.is_kept is True
-        if self.is_kept is None and (self.num_bytes == 0 or is_exchanged or _num_shards(module) == 1):
+        can_gain = self.num_bytes > 0 and not is_exchanged and _num_shards(module) > 1
+        if self.is_kept is None and not (can_gain and FSDP2_HAS_SEVERAL_GROUPS):
             self.is_kept = False
         if self.is_kept:
             whole_groups.split(module)

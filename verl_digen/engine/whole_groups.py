@@ -8,7 +8,7 @@ the frozen parameters of each unit to a group of their own, whose gathered memor
   takes its size in the compute dtype beside its shard.
 - `release` frees the gathered memory: before the device is handed over, and where shards of frozen parameters change.
   The next forward gathers once more, the same values.
-- FSDP2's private state is that of PyTorch 2.13, which knows several groups per unit.
+- Units have several groups from PyTorch 2.12 on (`FSDP2_HAS_SEVERAL_GROUPS`); with 2.11 `split` must not be called.
 
 Invariants (tests/engine/test_whole_base.py): the gradient is bitwise that of the sharded base; a tile gathers the
 trained parameters alone; after `merge` a unit has one group again, with all of its parameters.
@@ -16,14 +16,13 @@ trained parameters alone; after `merge` a unit has one group again, with all of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
+from verl_digen.engine.fsdp2 import groups_of, parameters_of, set_groups, units_of
 from verl_digen.engine.gathered import reshard
 
 
@@ -70,7 +69,7 @@ def split(module: nn.Module) -> None:
     for unit in _units(module):
         if _is_split(unit):
             continue
-        (group,) = unit._fsdp_param_groups
+        (group,) = groups_of(unit)
         frozen = [parameter for parameter in group.fsdp_params if not parameter.sharded_param.requires_grad]
         if not frozen:
             continue
@@ -86,7 +85,7 @@ def split(module: nn.Module) -> None:
         )
         whole.fsdp_params = frozen
         group.fsdp_params = [parameter for parameter in group.fsdp_params if parameter.sharded_param.requires_grad]
-        _set_groups(unit, [group, whole] if group.fsdp_params else [whole])
+        set_groups(unit, [group, whole] if group.fsdp_params else [whole])
 
 
 def merge(module: nn.Module) -> None:
@@ -95,7 +94,7 @@ def merge(module: nn.Module) -> None:
     for unit in _units(module):
         if not _is_split(unit):
             continue
-        *others, whole = unit._fsdp_param_groups
+        *others, whole = groups_of(unit)
         whole.release()
         group = (
             others[0]
@@ -112,46 +111,30 @@ def merge(module: nn.Module) -> None:
             )
         )
         group.fsdp_params = [*group.fsdp_params, *whole.fsdp_params]
-        _set_groups(unit, [group])
+        set_groups(unit, [group])
 
 
 def release(module: nn.Module) -> None:
     """Free the gathered memory of frozen parameters; the next forward gathers them again."""
     for unit in _units(module):
         if _is_split(unit):
-            unit._fsdp_param_groups[-1].release()
+            groups_of(unit)[-1].release()
 
 
 def frozen_bytes(module: nn.Module) -> int:
     """Bytes of all frozen parameters, gathered."""
     total = 0
-    for unit in _units(module):
-        for group in unit._fsdp_param_groups:
-            for parameter in group.fsdp_params:
-                if not parameter.sharded_param.requires_grad:
-                    dtype = parameter.mp_policy.param_dtype or parameter.sharded_param.dtype
-                    total += parameter.sharded_param.numel() * dtype.itemsize  # a DTensor's numel is that of the whole
+    for parameter in parameters_of(module):
+        if not parameter.sharded_param.requires_grad:
+            dtype = parameter.mp_policy.param_dtype or parameter.sharded_param.dtype
+            total += parameter.sharded_param.numel() * dtype.itemsize  # a DTensor's numel is that of the whole
     return total
 
 
-def _units(module: nn.Module) -> Iterator[Any]:
+def _units(module: nn.Module) -> list[Any]:
     """FSDP2's state of every unit that has parameters."""
-    for unit in module.modules():
-        if isinstance(unit, FSDPModule):
-            state = unit._get_fsdp_state()
-            if state._fsdp_param_groups:
-                yield state
+    return [unit for unit in units_of(module) if groups_of(unit)]
 
 
 def _is_split(unit: Any) -> bool:
-    return isinstance(unit._fsdp_param_groups[-1], WholeGroup)
-
-
-def _set_groups(unit: Any, groups: list[FSDPParamGroup]) -> None:
-    """Give the unit these groups, as its first forward does; that of a new module has yet to come."""
-    unit._fsdp_param_groups = groups
-    for index, group in enumerate(groups):
-        group.comm_ctx = unit._comm_ctx
-        group._param_group_index, group._num_param_groups = index, len(groups)
-        if unit._is_root is not None:
-            group.lazy_init()
+    return isinstance(groups_of(unit)[-1], WholeGroup)

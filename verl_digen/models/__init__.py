@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from packaging.version import Version
+
 from verl_digen.models.json_file import read_object
+from verl_digen.require import require
 
 if TYPE_CHECKING:
     from verl_digen.models.base import DiffusionModel
@@ -40,6 +44,10 @@ VARIANTS: dict[str, tuple[str, str]] = {
 }
 """Pipeline class name -> (key of `model_index.json`, "module:class" of the model file for checkpoints where it is
 true)."""
+
+OLDEST_TRANSFORMERS = {"LTX2Pipeline": "5.10"}
+"""Pipeline class name -> oldest transformers that diffusers' file of the pipeline can be imported with, where it is not
+the oldest of `verl_digen.versions`. Remove it when that is 5.10."""
 
 
 def read_pipeline(path: str | Path) -> str:
@@ -77,7 +85,7 @@ def model_class(pipeline: str, index: Mapping[str, Any] | None = None) -> type[D
         index: content of the checkpoint's `model_index.json`, which may name a variant; None: the class in `MODELS`.
 
     Raises:
-        ValueError: a pipeline without a model file; lists those that have one.
+        ValueError: a pipeline without a model file; lists those that have one. Or one that needs a newer transformers.
     """
     if pipeline not in MODELS:
         raise ValueError(
@@ -85,6 +93,9 @@ def model_class(pipeline: str, index: Mapping[str, Any] | None = None) -> type[D
             "which is not supported: it may have the transformer of one that is, but not its inputs; choose another "
             "checkpoint"
         )
+    oldest, found = OLDEST_TRANSFORMERS.get(pipeline, "0"), version("transformers")
+    remedy = f"pip install 'transformers>={oldest},<5.11'"
+    require(Version(found) >= Version(oldest), f"transformers must be >={oldest} for {pipeline}", found, remedy)
     key, variant = VARIANTS.get(pipeline, ("", ""))
     is_variant = bool(variant and index and index.get(key))
     module, _, name = (variant if is_variant else MODELS[pipeline]).partition(":")

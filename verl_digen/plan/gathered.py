@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from verl_digen.plan.host import Items
 from verl_digen.plan.run import Run
+from verl_digen.torch_support import FSDP2_HAS_SEVERAL_GROUPS
 
 WHOLE_BASE = "frozen base, whole"
 GATHERED = "gathered parameters"
@@ -23,7 +24,8 @@ def may_be_whole(run: Run) -> bool:
     settings = run.settings
     if not settings.is_lora or settings.whole_base is False:
         return False
-    return settings.whole_base is True or (settings.num_shards > 1 and not run.measured.teachers)
+    can_gain = settings.num_shards > 1 and not run.measured.teachers
+    return settings.whole_base is True or (can_gain and FSDP2_HAS_SEVERAL_GROUPS)
 
 
 def whole_base_bytes(run: Run) -> int:

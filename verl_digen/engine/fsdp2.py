@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FSDP2's private state, under the names of each PyTorch that can work (`verl_digen.versions`).
+
+| PyTorch | parameter groups of a unit | reset after an exception |
+| --- | --- | --- |
+| 2.11 | at most one, `_fsdp_param_group` | by hand, `_reset` |
+| 2.12 | several, `_fsdp_param_groups` | by hand, `_reset` |
+| 2.13 | several, `_fsdp_param_groups` | `FSDPModule.reset_iter_state` |
+
+A row, and the code for it, goes when `verl_digen.versions` refuses that PyTorch.
+
+Invariant (tests/contracts/test_private_names.py): the functions do the same with every PyTorch that can work.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+from verl_digen.torch_support import FSDP2_HAS_SEVERAL_GROUPS
+
+
+def units_of(module: nn.Module) -> list[Any]:
+    """FSDP2's state of every unit in the module; modules that share a unit give it once."""
+    return list(dict.fromkeys(part._get_fsdp_state() for part in module.modules() if isinstance(part, FSDPModule)))
+
+
+def groups_of(unit: Any) -> list[Any]:
+    """Parameter groups of a unit, each of which is gathered at once; none if all its parameters are in other units."""
+    if FSDP2_HAS_SEVERAL_GROUPS:
+        return unit._fsdp_param_groups
+    return [] if unit._fsdp_param_group is None else [unit._fsdp_param_group]
+
+
+def set_groups(unit: Any, groups: list[Any]) -> None:
+    """Give the unit these groups, as its first forward does. Needs `FSDP2_HAS_SEVERAL_GROUPS`."""
+    unit._fsdp_param_groups = groups
+    for index, group in enumerate(groups):
+        group.comm_ctx = unit._comm_ctx
+        group._param_group_index, group._num_param_groups = index, len(groups)
+        if unit._is_root is not None:  # else the first forward of this new module has yet to come
+            group.lazy_init()
+
+
+def parameters_of(module: nn.Module) -> list[Any]:
+    """FSDP2's record of every parameter."""
+    return [parameter for unit in units_of(module) for group in groups_of(unit) for parameter in group.fsdp_params]
+
+
+def reset(root: Any) -> None:
+    """Put the shards of a root module in place after an exception in its forward or backward, with nothing in flight.
+
+    A gradient that waits to be reduced stays.
+    """
+    if hasattr(root, "reset_iter_state"):
+        root.reset_iter_state()
+    else:
+        _reset(root._get_fsdp_state())
+
+
+def _reset(root: Any) -> None:
+    """Do what `reset_iter_state` of PyTorch 2.13 does, line by line."""
+    stream, shared = root._device_handle.current_stream(), root._comm_ctx
+    _wait_for(shared.all_gather_state, stream)
+    shared.all_gather_state = None
+    if FSDP2_HAS_SEVERAL_GROUPS:
+        for reduction in shared.reduce_scatter_states:
+            _wait_for(reduction, stream)
+        shared.reduce_scatter_states.clear()
+    else:
+        _wait_for(shared.reduce_scatter_state, stream)
+        shared.reduce_scatter_state = None
+    shared.post_forward_order.clear()
+    for unit in root._state_ctx.all_states:
+        unit._modules_to_run_forward.clear()
+        unit._training_state = TrainingState.IDLE
+        for group in groups_of(unit):
+            _reset_group(group, stream)
+    root._state_ctx.iter_forward_root = None
+    root._state_ctx.post_backward_final_callback_queued = False
+
+
+def _reset_group(group: Any, stream: Any) -> None:
+    if group._all_gather_result is not None:
+        if group._all_gather_result.all_gather_event is not None:
+            stream.wait_event(group._all_gather_result.all_gather_event)
+        if group._all_gather_result.all_gather_work is not None:
+            group._all_gather_result.all_gather_work.wait()
+        group._all_gather_result = None
+    group._wait_for_post_backward()
+    if group._reshard_after_forward_event is not None:
+        group._wait_all_gather_streams_on_event(group._reshard_after_forward_event)
+        group._reshard_after_forward_event = None
+    group._partial_reduce_output = None
+    group._post_forward_indices.clear()
+    group._training_state = TrainingState.IDLE
+    group._to_sharded()
+
+
+def _wait_for(collective: Any, stream: Any) -> None:
+    """Make the stream wait for a collective in flight, if there is one."""
+    if collective is not None and collective.event is not None:
+        stream.wait_event(collective.event)
