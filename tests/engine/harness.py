@@ -138,11 +138,14 @@ def _generated(
     for number, steps in enumerate(windows):
         uid = f"g{number}"
         positive = {"embeds": torch.randn(3 + (0 if pooled_width else 2 * number), TEXT_WIDTH, generator=generator)}
-        if pooled_width:
-            positive["pooled"] = torch.randn(pooled_width, generator=generator)
-        negative = {"embeds": torch.randn(2, TEXT_WIDTH, generator=generator)} if true_cfg_scale > 1 else None
+        num_negative = 3 if pooled_width else 2
+        negative = (
+            {"embeds": torch.randn(num_negative, TEXT_WIDTH, generator=generator)} if true_cfg_scale > 1 else None
+        )
         for condition in (positive, negative):
             if condition is not None:
+                if pooled_width:
+                    condition["pooled"] = torch.randn(pooled_width, generator=generator)
                 condition |= {name: torch.randn(shape, generator=generator) for name, shape in extras}
         conditions[uid] = (positive, negative)
         requests = [

@@ -26,10 +26,12 @@ from tests.engine.harness import (
     begin,
     fragment,
     gradients,
+    make_batch,
     make_engine,
     peek,
     read_samples,
 )
+from tests.tiny_models import build_tiny
 from verl_digen.engine import memory, planning
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.policies import Evaluated, PolicyForward
@@ -104,9 +106,12 @@ def pretend(monkeypatch: pytest.MonkeyPatch, tiny_qwen_image: Path) -> Callable[
     """Makes an engine on a tight device."""
 
     def make(
-        capacity: float, row: Callable[[int, int], float], tsp: dict[str, int] | None = None
+        capacity: float,
+        row: Callable[[int, int], float],
+        tsp: dict[str, int] | None = None,
+        path: Path = tiny_qwen_image,
     ) -> tuple[Any, TightDevice]:
-        engine = make_engine(tiny_qwen_image, digen={"advantage": {"scale": "group"}, "tsp": tsp or {}})
+        engine = make_engine(path, digen={"advantage": {"scale": "group"}, "tsp": tsp or {}})
         engine.forward = device = TightDevice(engine, capacity, row)
         platform = SimpleNamespace(device_module=device, synchronize=lambda: None)
         monkeypatch.setattr(device_memory, "get_platform", lambda: platform)
@@ -161,6 +166,17 @@ def test_longer_prompts_are_measured_again(pretend: Any, batch: TensorDict):
     assert device.sizes(64) == {1, 2, 3}  # measured with the first group; 3 rows
     assert device.sizes(130) == {2}  # 6 rows, and 1 + (5 - 1.92) // 1.92 = 2 fit
     assert device.sizes(192) == {1, 2}
+
+
+def test_prompts_of_one_length_are_measured_with_their_negative_ones(pretend: Any, tmp_path: Path):
+    """Stable Diffusion 3 stacks both, so neither may be padded. 5 rows fit, and 12 are trained in tiles of 4."""
+    path = build_tiny("sd3", tmp_path / "sd3")
+    guided = make_batch(path, group_size=2, true_cfg_scale=2.0, pooled_width=24)
+    engine, device = pretend(capacity=10, row=lambda count, length: count, path=path)
+    groups = begin(engine, guided, REWARDS[:4])
+    engine.accumulate(fragment(groups, "g0", "g1"))
+    engine.commit()
+    assert device.sizes(3) == device.sizes() == {1, 2, 4}
 
 
 def test_a_rehearsal_that_runs_out_of_memory_leaves_one_row_and_the_gradient(pretend: Any, batch: TensorDict):

@@ -7,8 +7,8 @@
 - Rows whose texts are of like length share tiles, so that little is padded (`verl_digen.schedulers.tiles`).
 - Rows per tile and recomputed blocks under `auto` are chosen from measurements, see `verl_digen.engine.memory` and
   `verl_digen.schedulers.tile_choice`. All ranks measure together, with masked tiles, once per sampling and text length:
-  the longest prompt of all ranks' rows, rounded up to `TEXT_STEP` tokens. Later prompts are as long at most, or are
-  measured too. On a CPU the rows are fixed, and nothing is recomputed.
+  the longest prompt of all ranks' rows, rounded up to `TEXT_STEP` tokens unless all are of one length. Later prompts
+  are as long at most, or are measured too. On a CPU the rows are fixed, and nothing is recomputed.
 
 Invariant: all ranks make the same plan, so that all run the same number of tiles.
 """
@@ -46,7 +46,8 @@ from verl_digen.types import Sampling, TrainingRows
 logger = logging.getLogger(__name__)
 
 TEXT_STEP = 64
-"""Tokens to which the length of a measured prompt is rounded up: few measurements, and at most 63 tokens too many."""
+"""Tokens to which the length of a measured prompt is rounded up, where lengths differ: few measurements, and at most 63
+tokens too many."""
 
 Key = tuple[Sampling, int, str]
 """(sampling, tokens of the longest prompt on all ranks, rounded up, teacher) of rows that are measured together. A
@@ -175,7 +176,8 @@ class Planner:
         longest = max(_text_tokens(samples, pick) for pick in picks)
         index, (point, *_) = picks[0]
         sample = samples.described[index]
-        return sample.sampling_of(point), -(-_agreed_most(longest) // TEXT_STEP) * TEXT_STEP, sample.teacher
+        step = TEXT_STEP if self.model.spec.condition.num_tokens is None else 1
+        return sample.sampling_of(point), -(-_agreed_most(longest) // step) * step, sample.teacher
 
     def _measure(self, samples: Samples, picks: Picks, key: Key) -> TileMemory:
         longest = max(picks, key=lambda pick: _text_tokens(samples, pick))
