@@ -12,7 +12,8 @@ Three recipes are computed when they are loaded:
 
 - `digen_schema`: the fields and defaults of `verl_digen.config.DigenConfig`, at `digen:`. A field can be overridden
   without `+`; an unknown one, or a value of the wrong type, is a Hydra error.
-- `digen_machine`: on a machine whose verl platform is `cpu` it is `digen_cpu`, elsewhere the (empty) file of that name.
+- `digen_machine`: on a machine whose verl platform is `cpu` it is `digen_cpu`, elsewhere the sections of its file that
+  apply to this machine; none where the run joins a Ray cluster.
 - `disaggregated`: where verl's platform communicates over NCCL, weights travel between the pools over it, by verl's own
   checkpoint engine; elsewhere as the file says.
 
@@ -32,6 +33,7 @@ from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf, flag_override
 
+from verl_digen.cluster import joins_cluster, num_machine_cpus
 from verl_digen.patches import hydra_override_errors, hydra_replaced_mappings
 from verl_digen.require import suggestion
 
@@ -42,6 +44,8 @@ PRIMARY = "ppo_trainer.yaml"
 GROUP = "recipe"
 OBJECTIVES = {"diffusion_nft": "nft", "online_dpo": "dpo", "grpo_guard": "guard", "flow_dppo": "dppo"}
 """Names of objectives whose recipe has a shorter one, for messages."""
+FEW_CPUS = 16
+"""A machine with at most this many CPUs starts fewer processes than verl's defaults."""
 
 
 class RecipeSlot(ConfigSource):
@@ -133,7 +137,14 @@ class RecipeSource(ConfigSource):
     def _load_machine(self) -> ConfigResult:
         from verl.plugin.platform import get_platform
 
-        return self._files.load_config("digen_cpu" if get_platform().device_name == "cpu" else "digen_machine")
+        if get_platform().device_name == "cpu":
+            return self._files.load_config("digen_cpu")
+        result = self._files.load_config("digen_machine")
+        sections = [] if joins_cluster(None) else ["one_machine"]
+        if sections and num_machine_cpus() <= FEW_CPUS:
+            sections.append("few_cpus")
+        merged = OmegaConf.merge({}, *(result.config[name] for name in sections))
+        return ConfigResult(result.provider, result.path, merged, header=result.header)
 
     def _load_disaggregated(self) -> ConfigResult:
         from verl.plugin.platform import get_platform

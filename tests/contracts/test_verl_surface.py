@@ -88,6 +88,22 @@ def test_configs_have_the_keys_that_recipes_set():
     assert "path" in parameters(ModuleConfig)
 
 
+def test_processes_reserve_the_cpus_that_preflight_counts():
+    from transfer_queue.controller import TransferQueueController
+    from transfer_queue.storage.simple_storage import SimpleStorageUnit
+    from verl.single_controller.ray.base import RayResourcePool, ResourcePoolManager
+    from verl.workers.rollout.replica import RolloutReplica
+
+    from verl_digen.preflight import machine
+
+    assert 'bundle = {"CPU": self.max_colocate_count}' in inspect.getsource(RayResourcePool.get_placement_groups)
+    assert ResourcePoolManager.max_colocate_count == machine.CPUS_PER_RANK
+    of_replica = f"max_colocate_count={machine.CPUS_PER_REPLICA_DEVICE}"
+    assert of_replica in inspect.getsource(RolloutReplica.init_standalone)
+    for actor in (TransferQueueController, SimpleStorageUnit):
+        assert actor._default_options["num_cpus"] == 1  # pyright: ignore[reportFunctionMemberAccess]
+
+
 def test_hydra_lets_system_exit_of_a_callback_pass_but_no_exception():
     from hydra._internal.callbacks import Callbacks
 

@@ -36,6 +36,13 @@ BF16 = {
 }
 
 
+@pytest.mark.parametrize(("fsdp", "allows_tf32"), [({}, False), (BF16, True), (BF16 | {"model_dtype": "fp32"}, True)])
+def test_a_trainer_that_computes_in_fp32_does_without_tf32(tiny_qwen_image, monkeypatch, fsdp, allows_tf32):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    make_engine(tiny_qwen_image, fsdp=fsdp)
+    assert torch.backends.cudnn.allow_tf32 == allows_tf32
+
+
 def gap_to_replica(path: Path, *, keeps_fp32: bool) -> float:
     """Mean distance of log-probs from those of a `diffusers` replica in bf16."""
     engine = make_engine(path, model=dict(LORA), fsdp=BF16)

@@ -14,7 +14,7 @@ from tests.models.cases import CASES, PROMPTS, Loaded
 from tests.tiny_models import build_tiny
 from verl_digen.models import kernels
 from verl_digen.models.experts import networks_of
-from verl_digen.models.kernels import block_classes, set_kernels
+from verl_digen.models.kernels import block_classes, compute_exactly, set_kernels
 
 ONE = (PROMPTS[0], PROMPTS[0], PROMPTS[0])
 
@@ -49,6 +49,22 @@ def test_a_kernel_can_be_chosen_where_the_network_asks_the_dispatcher(loaded: Lo
     if loaded.model.spec.dispatches_attention:
         assert {processor._attention_backend.value for processor in processors} == {"_native_math"}
     set_kernels(loaded.model, network, side="trainer", attention="native", compiles=False)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "allowed", "precision"),
+    [(torch.float32, False, "highest"), (torch.bfloat16, True, "high"), (torch.float16, True, "high")],
+)
+def test_fp32_is_computed_without_tf32_and_half_precision_as_before(monkeypatch, dtype, allowed, precision):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        compute_exactly(dtype)
+        assert (torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()) == (allowed, precision)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert before == "highest", "PyTorch's default"
 
 
 def test_texts_are_kept_apart_for_a_kernel_without_masks(loaded: Loaded):

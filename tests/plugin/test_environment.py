@@ -105,7 +105,7 @@ def test_keys_of_an_environment_have_no_effect_without_one(start, runnable):
 
 
 def test_its_processes_count_among_the_runs_cpus(start, runnable):
-    asked = "ray_kwargs.ray_init.num_cpus=5"
+    asked = "ray_kwargs.ray_init.num_cpus=7"
     preflight.check(start(*runnable, WORLD, asked, NO_FUNCTION))
-    with pytest.raises(ValueError, match=r"num_cpus must be >= 6, .*digen.environment.num_workers"):
+    with pytest.raises(ValueError, match=r"num_cpus must be >= 8, .*digen.environment.num_workers \(3\), got 7"):
         preflight.check(start(*runnable, WORLD, NO_FUNCTION, asked, "digen.environment.num_workers=3"))

@@ -15,13 +15,15 @@ from tests.plugin.conftest import start_main
 from tests.tiny_models import build_tiny
 from verl_digen import plugin, preflight
 from verl_digen.checkup.quickstart import override
+from verl_digen.cluster import joins_cluster
 from verl_digen.config import digen_config
 from verl_digen.data.dataset import DiffusionPromptDataset
-from verl_digen.plan.published import checkpoint_folder
+from verl_digen.models.published import checkpoint_folder
 from verl_digen.preflight.inputs import check_prompts
-from verl_digen.preflight.machine import joins_cluster, require_devices
+from verl_digen.preflight.machine import check_cpus, require_devices, reserved_cpus
 from verl_digen.preflight.model import check_model
 from verl_digen.preflight.notes import notes
+from verl_digen.preflight.plannable import check_plannable
 from verl_digen.preflight.precision import check_precision
 from verl_digen.preflight.verl_keys import check_digen
 from verl_digen.trainer.validation import allow_no_prompts
@@ -727,9 +729,91 @@ def test_a_run_asks_for_no_more_devices_than_the_machine_has(start):
         require_devices(split, 8)
 
 
+@pytest.fixture
+def machine(monkeypatch):
+    """`machine(4)`: this machine has 4 CPUs and a GPU, and no Ray runs on it."""
+
+    def become(num_cpus):
+        cuda = SimpleNamespace(device_name="cuda", communication_backend_name=lambda: "nccl", device_count=lambda: 8)
+        monkeypatch.setattr("verl.plugin.platform.get_platform", lambda: cuda)
+        monkeypatch.delenv("RAY_ADDRESS", raising=False)
+        monkeypatch.setattr("verl_digen.cluster.find_bootstrap_address", lambda folder: None)
+        monkeypatch.setenv("RAY_USE_MULTIPROCESSING_CPU_COUNT", "1")
+        monkeypatch.setattr("multiprocessing.cpu_count", lambda: num_cpus)
+
+    return become
+
+
+UNITS = "transfer_queue.backend.SimpleStorage.num_data_storage_units"
+
+
+@pytest.mark.parametrize(
+    ("num_cpus", "address", "units", "agents", "rewards", "readers"),
+    [(8, None, 2, 1, 2, 0), (16, None, 2, 1, 2, 0), (17, None, 2, 8, 8, 8), (8, "10.0.0.1:6379", 8, 8, 8, 8)],
+)
+def test_a_machine_with_few_cpus_starts_few_processes(
+    compose_main, machine, monkeypatch, num_cpus, address, units, agents, rewards, readers
+):
+    machine(num_cpus)
+    if address:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+    config = compose_main("recipe=digen_flowgrpo")
+    assert config.transfer_queue.backend.SimpleStorage.num_data_storage_units == units
+    assert config.actor_rollout_ref.rollout.agent.num_workers == agents
+    assert (config.reward.num_workers, config.data.dataloader_num_workers) == (rewards, readers)
+    assert compose_main("recipe=digen_flowgrpo", "reward.num_workers=5").reward.num_workers == 5
+
+
+def test_a_run_reserves_no_more_cpus_than_the_machine_has(compose_main, machine):
+    machine(6)
+    flow = "recipe=digen_flowgrpo", "trainer.n_gpus_per_node=1"
+    config = compose_main(*flow)
+    check_cpus(config)
+    machine(5)
+    with pytest.raises(ValueError) as refused:
+        check_cpus(config)
+    assert str(refused.value) == (
+        "ray_kwargs.ray_init.num_cpus must be >= 6, what Ray reserves for trainer.nnodes x trainer.n_gpus_per_node "
+        f"(3), TransferQueue's controller (1), {UNITS} (2), and null counts the 5 of this machine, got None; set "
+        f"ray_kwargs.ray_init.num_cpus=6, because Ray only counts these CPUs, or {UNITS}=1"
+    )
+    check_cpus(compose_main(*flow, f"{UNITS}=1"))
+    check_cpus(compose_main(*flow, "ray_kwargs.ray_init.num_cpus=6"))
+    with pytest.raises(ValueError, match=r"num_cpus must be >= 12, .*num_data_storage_units \(8\), got 11; set"):
+        check_cpus(compose_main(*flow, f"{UNITS}=8", "ray_kwargs.ray_init.num_cpus=11"))
+    with pytest.raises(ValueError, match=r"num_cpus=6, because Ray only counts these CPUs$"):  # one unit: 5
+        check_cpus(compose_main(*flow, "ray_kwargs.ray_init.num_cpus=4"))
+    check_plannable(compose_main(*flow, "actor_rollout_ref.model.path=a/checkpoint"))  # a plan is of another machine
+
+
+@pytest.mark.parametrize(
+    ("changes", "reserved"),
+    [
+        ([], 6),
+        (["trainer.n_gpus_per_node=2"], 9),
+        (["recipe=[digen_flowgrpo,disaggregated]", "actor_rollout_ref.rollout.n_gpus_per_node=1"], 8),
+        (["digen.reward.functions={shapes: {weight: 1, num_workers: 3}}"], 9),
+        (["digen.reward.functions={diversity: {weight: 1, timeshare: true}}"], 6),
+        (["digen.reward.functions.shapes=1", "digen.placement.reward_accelerator=H100"], 8),
+        (["transfer_queue.backend.storage_backend=MooncakeStore"], 4),
+    ],
+)
+def test_what_reserves_cpus_is_counted(compose_main, machine, changes, reserved):
+    machine(8)
+    recipe = [] if changes and changes[0].startswith("recipe=") else ["recipe=digen_flowgrpo"]
+    config = compose_main(*recipe, "trainer.n_gpus_per_node=1", *changes)
+    assert sum(reserved_cpus(config).values()) == reserved
+
+
+def test_cpus_of_a_cluster_that_runs_are_not_those_of_this_machine(compose_main, machine, monkeypatch):
+    machine(2)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    check_cpus(compose_main("recipe=digen_flowgrpo"))
+
+
 def test_devices_of_a_cluster_that_runs_are_not_those_of_this_machine(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("verl_digen.preflight.machine.find_bootstrap_address", lambda folder: None)
+    monkeypatch.setattr("verl_digen.cluster.find_bootstrap_address", lambda folder: None)
     assert [joins_cluster(address) for address in (None, "auto", "local", "10.0.0.1:6379")] == [
         False,
         False,

@@ -26,7 +26,7 @@ SAMPLING = Sampling(Geometry(64, 64), num_steps=4, true_cfg_scale=1.0, law="flow
 GUIDED = Sampling(Geometry(64, 64), num_steps=4, true_cfg_scale=3.0, law="flow", noise_level=0.7)
 
 
-def make_server(path, max_batch_size=4, embed_cache_size=16, **rollout):
+def make_server(path, max_batch_size=4, embed_cache_size=16, dtype="float32", **rollout):
     digen = DigenConfig(
         seed=7,
         rollout=RolloutConfig(
@@ -38,7 +38,7 @@ def make_server(path, max_batch_size=4, embed_cache_size=16, **rollout):
         ),
     )
     return DiffusersServer(
-        SimpleNamespace(dtype="float32"),
+        SimpleNamespace(dtype=dtype),
         SimpleNamespace(local_path=path, digen=digen, adapter_config=lambda: None, lora_rank=0),
         num_threads=1,
     )
@@ -90,6 +90,13 @@ def generate(server, requests):
         return await asyncio.gather(*[server.generate("id", [], {"request": asked}, None, None) for asked in requests])
 
     return asyncio.run(run())
+
+
+@pytest.mark.parametrize(("dtype", "allows_tf32"), [("float32", False), ("bfloat16", True)])
+def test_a_replica_in_fp32_computes_without_tf32(tiny_qwen_image, monkeypatch, dtype, allows_tf32):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    make_server(tiny_qwen_image, dtype=dtype)
+    assert torch.backends.cudnn.allow_tf32 == allows_tf32
 
 
 @pytest.mark.parametrize("sampling", [SAMPLING, GUIDED], ids=["plain", "guided"])

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from tests.engine import harness  # noqa: F401 - its forkserver has imported PyTorch
 from verl_digen.weights import shared_copy as module
@@ -140,13 +141,33 @@ def test_a_lock_that_is_held_too_long_is_an_error(name: str, monkeypatch: pytest
     assert take(name, [torch.zeros(1, dtype=torch.uint8)]).is_new
 
 
-def test_a_memory_that_cannot_be_page_locked_is_told(
-    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Runtime:
-        def cudaHostRegister(self, *unused: Any) -> int:
-            return 2
+class Cuda(TorchFunctionMode):
+    """A CUDA device whose runtime refuses to page-lock, and keeps the error until PyTorch launches a kernel."""
 
-    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
-    module._page_lock(torch.zeros(8, dtype=torch.uint8), torch.device("cuda"))
-    assert "could not be page-locked (CUDA error 2)" in caplog.text
+    has_error = False
+
+    def cudaHostRegister(self, *unused: Any) -> int:
+        self.has_error = True
+        return 2
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (kwargs or {}).get("device") != torch.device("cuda"):
+            return function(*args, **(kwargs or {}))
+        if self.has_error:
+            self.has_error = False
+            raise RuntimeError("CUDA error: out of memory")
+        return function(*args, **{**kwargs, "device": "cpu"})
+
+
+def test_a_memory_that_cannot_be_page_locked_is_told_once_and_breaks_no_kernel(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cuda, device = Cuda(), torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    module._warn_pageable.cache_clear()
+    with cuda:
+        for _ in range(2):
+            module._page_lock(torch.zeros(8, dtype=torch.uint8), device)
+            assert torch.ones(2, device=device).sum() == 2
+    assert caplog.text.count("could not be page-locked (CUDA error 2)") == 1
+    assert caplog.text.count("raise `ulimit -l`") == 1

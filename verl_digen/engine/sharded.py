@@ -51,6 +51,7 @@ from verl_digen.engine.teachers import load_teachers
 from verl_digen.engine.whole_base import WholeBase
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models import load_model
+from verl_digen.models.kernels import compute_exactly
 from verl_digen.models.sequence import split_networks
 from verl_digen.require import require
 
@@ -99,6 +100,7 @@ class ShardedTransformer(FSDPEngine):
         """Build module, optimizer and schedule, then the copies of the weights that follow."""
         super().initialize()
         self.model.compute_dtype = self._autocast_dtype
+        compute_exactly(self._autocast_dtype)
         self.recomputation = Recomputation(
             self.module, self.model_config.recomputed, offloads=self.model_config.enable_activation_offload
         )

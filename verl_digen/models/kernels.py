@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of a loaded network: attention by diffusers' dispatcher, and repeated blocks compiled one by one.
+"""Kernels of a loaded network: attention by diffusers' dispatcher, repeated blocks compiled one by one, exact fp32.
 
 - Only a block's forward is compiled. Hooks around it (FSDP2), recomputation in backward and the loop over blocks stay
   as they are; names of parameters, too. Compiled code reads parameters at each call, so weights may change in place,
@@ -63,6 +63,21 @@ def set_kernels(model: DiffusionModel, network: nn.Module, *, side: str, attenti
         ", texts of one length in each forward" if model.keeps_lengths_apart else "",
         f"{num_blocks} blocks compiled, at most {MAX_VARIANTS} variants each" if compiles else "blocks not compiled",
     )
+
+
+def compute_exactly(dtype: torch.dtype) -> None:
+    """Make this process compute in fp32 without TF32, which rounds factors to 10 bits, if `dtype` is fp32.
+
+    PyTorch allows cuDNN's convolutions TF32 by default; NVIDIA's containers allow it matrix products, too.
+
+    Args:
+        dtype: in which the network computes; with half precision nothing changes.
+    """
+    if dtype != torch.float32:
+        return
+    torch.backends.cudnn.allow_tf32 = False
+    if torch.get_float32_matmul_precision() != "highest":
+        torch.set_float32_matmul_precision("highest")
 
 
 def block_classes(network: Any) -> frozenset[str]:

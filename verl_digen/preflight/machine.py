@@ -1,18 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules for the accelerators of this machine, where it is the whole cluster. Those of a running Ray cluster are
-compared once the run has joined it (`verl_digen.platforms.placement`)."""
+"""Rules for the accelerators and CPUs of this machine, where it is the whole cluster. The accelerators of a running Ray
+cluster are compared once the run has joined it (`verl_digen.platforms.placement`)."""
 
 from __future__ import annotations
 
-import os
-
-import ray
 from omegaconf import DictConfig, OmegaConf
-from ray._private.services import find_bootstrap_address
 
-from verl_digen.pool_sizes import asked_devices, asked_text
-from verl_digen.preflight.pools import COLOCATED
+from verl_digen.cluster import joins_cluster, num_machine_cpus
+from verl_digen.config import digen_config
+from verl_digen.pool_sizes import (
+    ENVIRONMENT_KEY,
+    POOLS_KEY,
+    ROLLOUT,
+    asked_devices,
+    asked_text,
+    num_function_devices,
+    num_generator_devices,
+    num_reward_model_devices,
+    num_trainer_devices,
+)
+from verl_digen.preflight.pools import COLOCATED, VIRTUAL
 from verl_digen.require import require
+from verl_digen.reward.layout import reward_layout
+
+CPUS_KEY = "ray_kwargs.ray_init.num_cpus"
+UNITS_KEY = "transfer_queue.backend.SimpleStorage.num_data_storage_units"
+CPUS_PER_RANK = 3
+"""CPUs that verl's placement group reserves beside each device of the trainer (`ResourcePoolManager`)."""
+CPUS_PER_REPLICA_DEVICE = 2
+"""CPUs that it reserves beside each device of replicas and reward models with devices of their own (`RolloutReplica`)."""
 
 
 def check_machine(config: DictConfig) -> None:
@@ -40,15 +56,48 @@ def require_devices(config: DictConfig, found: int) -> None:
     )
 
 
-def joins_cluster(address: str | None) -> bool:
-    """True if Ray joins a cluster that runs already; else it makes one of this machine.
+def check_cpus(config: DictConfig) -> None:
+    """Require as many CPUs as the run's processes reserve, unless it joins a Ray cluster. Ray would wait forever."""
+    declared = OmegaConf.select(config, CPUS_KEY, throw_on_missing=True)
+    if declared is None and joins_cluster(OmegaConf.select(config, "ray_kwargs.ray_init.address")):
+        return
+    reserved = reserved_cpus(config)
+    least, found = sum(reserved.values()), num_machine_cpus() if declared is None else declared
+    remedy = f"set {CPUS_KEY}={least}, because Ray only counts these CPUs"
+    is_number = isinstance(found, int)
+    if is_number and UNITS_KEY in reserved and least - reserved[UNITS_KEY] + 1 <= found < least:
+        remedy += f", or {UNITS_KEY}=1"
+    require(
+        is_number and found >= least,
+        f"{CPUS_KEY} must be >= {least}, what Ray reserves for "
+        + ", ".join(f"{key} ({number})" for key, number in reserved.items())
+        + ("" if declared is not None else f", and null counts the {found} of this machine"),
+        declared,
+        remedy,
+    )
 
-    Args:
-        address: `ray_kwargs.ray_init.address`; RAY_ADDRESS in the environment comes before it.
+
+def reserved_cpus(config: DictConfig) -> dict[str, int]:
+    """CPUs that Ray reserves as long as the run lasts: the key as typed -> number.
+
+    Agent loop workers, reward functions without devices and the servers of replicas reserve none.
     """
-    if ray.is_initialized():
-        return True
-    address = os.environ.get("RAY_ADDRESS") or address
-    if address in (None, "auto"):
-        return find_bootstrap_address(None) is not None
-    return address != "local"
+    digen = digen_config(config)
+    layout, mode = reward_layout(config, digen), config.trainer.v1.trainer_mode
+    storage = config.transfer_queue.backend
+    has_units = storage.storage_backend == "SimpleStorage"
+    has_device_functions = num_function_devices(config) > 0 or digen.placement.reward_accelerator is not None
+    reserved = {
+        "trainer.nnodes x trainer.n_gpus_per_node": CPUS_PER_RANK * num_trainer_devices(config),
+        f"{ROLLOUT}.nnodes x {ROLLOUT}.n_gpus_per_node": 0
+        if mode in (COLOCATED, VIRTUAL)
+        else CPUS_PER_REPLICA_DEVICE * num_generator_devices(config),
+        "reward.reward_model.nnodes x reward.reward_model.n_gpus_per_node": CPUS_PER_REPLICA_DEVICE
+        * num_reward_model_devices(config),
+        "TransferQueue's controller": 1,
+        UNITS_KEY: storage.SimpleStorage.num_data_storage_units if has_units else 0,
+        "reward.num_workers": layout.num_function_workers if has_device_functions else 0,
+        f"{POOLS_KEY}.NAME.num_workers": layout.num_pool_workers,
+        f"{ENVIRONMENT_KEY}.num_workers": digen.environment.num_workers if digen.environment.is_on else 0,
+    }
+    return {key: number for key, number in reserved.items() if number}

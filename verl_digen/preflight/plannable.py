@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf, flag_override
 from verl_digen.preflight.inputs import check_prompts
 from verl_digen.preflight.kernels import check_kernel_machine, check_kernel_model
 from verl_digen.preflight.latents import check_latents
-from verl_digen.preflight.machine import check_machine
+from verl_digen.preflight.machine import check_cpus, check_machine
 from verl_digen.preflight.model import check_model, check_model_section
 from verl_digen.preflight.paths import check_resume, check_run_dir
 from verl_digen.preflight.pools import check_rollout_package, check_weight_package
@@ -32,6 +32,7 @@ OF_MODEL: tuple[Rule, ...] = (check_vllm_omni, check_model, check_kernel_model, 
 """Rules that read the checkpoint's configs."""
 OF_RUN: tuple[Rule, ...] = (
     check_machine,
+    check_cpus,
     check_kernel_machine,
     check_run_dir,
     check_resume,

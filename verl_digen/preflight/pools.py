@@ -18,7 +18,6 @@ from verl_digen.pool_sizes import (
     num_trainer_devices,
 )
 from verl_digen.require import require, require_one_of, suggestion
-from verl_digen.reward.layout import reward_layout
 from verl_digen.rollout.registry import REPLICAS
 
 COLOCATED = "digen_colocated"
@@ -30,14 +29,12 @@ NCCL_REMEDY = "nccl is verl's and needs cupy: install cupy-cuda12x (or -cuda13x)
 BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend"
 VERLS_ENGINES = ("delta_sharded", "kimi_ckpt_engine", "mooncake", "nccl", "nixl")
 """verl's own engines for weights between pools; each is registered only where its packages are installed."""
-CPUS_PER_RANK = 3
-"""CPUs that verl's placement group asks for beside each device (`RayResourcePool.max_colocate_count`)."""
 
 
 def check_device(config: DictConfig) -> None:
     """Require that `trainer.device` is the platform verl chose, and a CPU machine has the logical devices verl needs.
 
-    Ray would wait forever for devices or CPUs that no node has.
+    Ray would wait forever for devices that no node has.
     """
     from verl.plugin.platform import get_platform
 
@@ -58,19 +55,6 @@ def check_device(config: DictConfig) -> None:
             f"ray_kwargs.ray_init.num_gpus must be >= {needed}, the devices of the run, where there is no accelerator",
             num_gpus,
             "raise it (these GPUs are logical), or lower trainer.n_gpus_per_node",
-        )
-    num_cpus = OmegaConf.select(config, "ray_kwargs.ray_init.num_cpus", throw_on_missing=True)
-    if num_cpus is not None:
-        digen = digen_config(config)
-        num_environments = digen.environment.num_workers if digen.environment.is_on else 0
-        num_others = reward_layout(config, digen).num_cpus + num_environments
-        least = CPUS_PER_RANK * num_trainer_devices(config) + num_others
-        require(
-            isinstance(num_cpus, int) and num_cpus >= least,
-            f"ray_kwargs.ray_init.num_cpus must be >= {least}, {CPUS_PER_RANK} for each trainer rank and one for each "
-            "of reward.num_workers, of the workers of digen.reward.functions and of digen.environment.num_workers",
-            num_cpus,
-            "raise it (these CPUs are logical), or null to count the machine's",
         )
 
 

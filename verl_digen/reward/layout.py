@@ -39,9 +39,9 @@ class RewardLayout:
         return self.num_function_workers + sum(entry.pool_settings.num_workers for entry in self.pools)
 
     @property
-    def num_cpus(self) -> int:
-        """CPUs that Ray reserves for them: one for each that is not timeshared."""
-        return self.num_workers - sum(entry.pool_settings.num_workers for entry in self.pools if entry.is_timeshared)
+    def num_pool_workers(self) -> int:
+        """Processes of pools that are not timeshared."""
+        return sum(entry.pool_settings.num_workers for entry in self.pools if not entry.is_timeshared)
 
     def split(self, handles: Sequence[Any]) -> tuple[Sequence[Any], list[Sequence[Any]]]:
         """The function workers, and each pool's.

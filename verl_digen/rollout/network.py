@@ -15,7 +15,7 @@ from verl.utils.torch_dtypes import PrecisionType
 from verl_digen.models import load_model
 from verl_digen.models.base import DiffusionModel
 from verl_digen.models.checkpoint import in_one_dtype
-from verl_digen.models.kernels import set_kernels
+from verl_digen.models.kernels import compute_exactly, set_kernels
 from verl_digen.sampling.fp8 import Fp8Layers, require_fp8
 from verl_digen.weights.checksum import Manifest
 from verl_digen.weights.own_device import own_device
@@ -52,6 +52,7 @@ def load_network(config: Any, model_config: Any, num_threads: int) -> LoadedNetw
         torch.set_num_threads(num_threads)
     device = own_device(get_platform().device_name)
     digen, dtype = model_config.digen, PrecisionType.to_dtype(config.dtype)
+    compute_exactly(dtype)
     model = load_model(model_config.local_path)
     transformer = model.load_transformer(dtype)
     if model_config.lora_rank == 0:  # as in the trainer, see `verl_digen.engine.build`

@@ -27,6 +27,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from io import FileIO
 
 import torch
@@ -148,9 +149,24 @@ def _page_lock(whole: Tensor, device: torch.device) -> None:
         return
     code = int(torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), whole.nbytes, 0))  # pyright: ignore
     if code != 0:
-        logger.warning(
-            "a host copy of %.1f GB could not be page-locked (CUDA error %d), so that a replica wakes more slowly; "
-            "raise `ulimit -l`",
-            whole.nbytes / 1e9,
-            code,
-        )
+        _clear_error(device)
+        _warn_pageable(code)
+
+
+def _clear_error(device: torch.device) -> None:
+    """Take the error of a CUDA call that PyTorch did not make out of this thread.
+
+    CUDA keeps it for the thread, and PyTorch reads and clears it behind its next kernel, which would fail in its place.
+    """
+    with suppress(RuntimeError):
+        torch.ones(1, device=device)  # launches a kernel
+
+
+@cache
+def _warn_pageable(code: int) -> None:
+    """Say once per process and error that memory stays pageable."""
+    logger.warning(
+        "host copies of weights could not be page-locked (CUDA error %d), so that a replica wakes more slowly; give "
+        "this machine or container more host memory, and raise `ulimit -l`",
+        code,
+    )

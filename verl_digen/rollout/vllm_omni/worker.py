@@ -42,6 +42,7 @@ from verl_digen.inputs import PromptInputs
 from verl_digen.models import load_model
 from verl_digen.models.base import DiffusionModel
 from verl_digen.models.checkpoint import load_network
+from verl_digen.models.kernels import compute_exactly
 from verl_digen.models.pixels import decode_in
 from verl_digen.platforms.device_name import accelerator_name
 from verl_digen.rollout.birth import SeenDevice, visible_device
@@ -90,6 +91,7 @@ class WeightReceiverExtension(CustomPipelineWorkerExtension):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the pipeline by vLLM-Omni's method; its VAE then decodes in the dtype in which a `diffusers` replica's
         does."""
+        compute_exactly(self.od_config.dtype)
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         if self.model_runner.pipeline is None:  # it is loaded later
             return
