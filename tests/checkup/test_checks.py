@@ -155,9 +155,16 @@ def test_numbers_that_do_not_come_back_fail(monkeypatch: pytest.MonkeyPatch):
 
 # -- training: the run itself is in test_command.py ---------------------------------------------------------------
 def test_steps_without_a_gradient_fail():
-    step = {"actor/grad_norm": 0.3, "perf/step_s": 2.0, "rollout/log_prob_gap_max": 1e-6}
+    step = {
+        "actor/grad_norm": 0.3,
+        "actor/num_skipped_updates": 0,
+        "perf/step_s": 2.0,
+        "rollout/log_prob_gap_max": 1e-6,
+    }
+    skipped = step | {"actor/grad_norm": float("inf"), "actor/num_skipped_updates": 1}
+    assert training.conclude([skipped, step, step], 1).startswith("3 steps"), "fp16 looks for its loss scale"
     assert training.conclude([step] * 3, 2) == "3 steps on 2 device(s) in 2.0, 2.0, 2.0 s; log-probs differ by 1e-06"
-    for steps in ([step] * 2, [*[step] * 2, step | {"actor/grad_norm": float("nan")}]):
+    for steps in ([step] * 2, [skipped] * 3, [*[step] * 2, step | {"actor/grad_norm": float("nan")}]):
         with pytest.raises(CheckFailed, match="3 steps with a gradient were due, got gradient norms"):
             training.conclude(steps, 2)
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from argparse import ArgumentParser
@@ -20,10 +21,12 @@ from verl_digen.checkup.quickstart import override
 from verl_digen.checkup.registry import CHECKS
 from verl_digen.checkup.setting import Setting
 
+SHORT = [name for name, check in CHECKS.items() if not check.is_full]
 PROGRAM = """
 import json, os, signal, subprocess, sys, time
 name, setting = sys.argv[1], json.load(sys.stdin)
 def say(**said): open(setting["folder"] + "/outcome.json", "w").write(json.dumps(said))
+open(setting["folder"] + "/figures.jsonl", "w").write(json.dumps({"what": "speed", "gb_s": 1.25, "way": name}) + "\\n")
 print("imports", flush=True)
 if name == "identity": say(figure=f"{setting['num_devices']} devices")
 if name == "numerics": say(cause="too far off", remedy=None)
@@ -42,7 +45,7 @@ def outcomes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Outco
     monkeypatch.setitem(runner.CHECKS, "sleep", replace(CHECKS["sleep"], deadline_s=1.0))
     given = Setting(tmp_path, num_devices=2, architecture="sd3", update_mb=1, asleep_mb=1)
     program = (sys.executable, "-c", PROGRAM)
-    return {one.name: one for one in runner.run_checks(list(CHECKS), given, variables={}, program=program)}
+    return {one.name: one for one in runner.run_checks(SHORT, given, variables={}, program=program)}
 
 
 def test_a_check_that_fails_dies_or_hangs_stops_no_other(outcomes: dict[str, Outcome], tmp_path: Path):
@@ -66,14 +69,31 @@ def test_a_check_that_fails_dies_or_hangs_stops_no_other(outcomes: dict[str, Out
 
 
 def test_a_line_each_and_a_table_with_cause_and_remedy(outcomes: dict[str, Outcome], capsys: pytest.CaptureFixture):
-    assert list(command.report(outcomes.values())) == list(outcomes.values())
+    assert list(command.report(SHORT, outcomes.values())) == list(outcomes.values())
     out = capsys.readouterr().out
     lines = out.splitlines()
     assert lines[0].startswith("pass  identity") and lines[0].endswith("2 devices")
-    assert lines[1].startswith("FAIL  numerics") and lines[2] == "      cause  too far off"
-    assert lines[3].startswith("      remedy compare with `digen doctor --selftest")
+    assert lines[1] == "      speed: gb_s 1.25, way identity"
+    assert lines[2].startswith("FAIL  numerics") and lines[4] == "      cause  too far off"
+    assert lines[5].startswith("      remedy compare with `digen doctor --selftest")
     assert to_table(list(outcomes.values())) in out and "| gradient | FAIL | " in out
     assert "FAILED: numerics,gradient,update,sleep,training" in lines[-1]
+
+
+def test_a_budget_ends_a_check_and_leaves_out_those_that_no_longer_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    monkeypatch.setitem(runner.CHECKS, "sleep", replace(CHECKS["sleep"], least_s=0.5))
+    given = Setting(tmp_path / "out", num_devices=2, architecture="sd3", update_mb=1, asleep_mb=1)
+    names = ["sleep", "identity"]
+    outcomes = runner.run_checks(names, given, variables={}, budget_s=2.0, program=(sys.executable, "-c", PROGRAM))
+    (killed,) = command.report(names, outcomes, tmp_path)
+    assert killed.cause == "it was not done after 2 s"
+    assert killed.measured == [{"what": "speed", "gb_s": 1.25, "way": "sleep"}], "what it noted before is kept"
+    text = (tmp_path / "report.md").read_text()
+    assert "Left out for lack of time: identity." in text and text == capsys.readouterr().out
+    noted = json.loads((tmp_path / "figures.jsonl").read_text())
+    assert noted == {"check": "sleep", "what": "speed", "gb_s": 1.25, "way": "sleep"}
 
 
 def arguments(*words: str):
@@ -88,14 +108,15 @@ def test_options_choose_the_checks_and_the_exit_code_is_theirs(
 ):
     asked = []
 
-    def run_checks(names, given, *, variables):
-        asked.append((names, given, variables))
+    def run_checks(names, given, *, variables, budget_s):
+        asked.append((names, given, variables, budget_s))
         yield from (Outcome(name, name != "update", "fine", 1.0, "broken" * (name == "update")) for name in names)
 
     monkeypatch.setattr(runner, "run_checks", run_checks)
     words = ("--gpu", "--device", "cpu", "--architecture", "sd3", "--skip", "training", "--skip", "identity")
     assert command.run(arguments(*words, "--skip", "update", "--json", str(tmp_path / "out.json"))) == 0
-    (names, given, variables) = asked[0]
+    (names, given, variables, budget_s) = asked[0]
+    assert budget_s == math.inf
     assert names == ["numerics", "gradient", "sleep"] and variables == {"VERL_PLATFORM": "cpu"}
     assert (given.architecture, given.num_devices) == ("sd3", 1) and not given.folder.exists()
     written = json.loads((tmp_path / "out.json").read_text())
@@ -105,6 +126,10 @@ def test_options_choose_the_checks_and_the_exit_code_is_theirs(
     assert "FAIL  update" in capsys.readouterr().out
     assert asked[1][1].folder.exists(), "logs of failed checks stay"
     asked[1][1].folder.rmdir()
+    command.run(arguments("--gpu", "--device", "cpu", "--full", "--budget", "90", "--skip", "sd3"))
+    assert asked[2][0] == [name for name in CHECKS if name != "sd3"] and asked[2][3] == 90
+    command.run(arguments("--gpu", "--device", "cpu", "--only", "sd3", "--out", str(tmp_path / "kept")))
+    assert asked[3][0] == ["sd3"] and asked[3][1].folder == tmp_path / "kept" and asked[3][1].folder.exists()
 
 
 def test_without_an_accelerator_nothing_runs_unless_the_cpu_is_asked_for(capsys: pytest.CaptureFixture):

@@ -43,12 +43,12 @@ from verl_digen.engine.recompute import ALL, Recomputation
 from verl_digen.engine.sequence import sequence_mesh
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models.experts import networks_of
+from verl_digen.models.published import write_configs
 from verl_digen.models.sequence import split_networks
 from verl_digen.plan.activations import give_fake_weights, run_rows
 from verl_digen.plan.compose import Words, compose_run
 from verl_digen.plan.conditions import empty_condition
 from verl_digen.plan.networks import blocks_of
-from verl_digen.plan.published import write_configs
 from verl_digen.plan.run import Run, read_run
 from verl_digen.sampling.requests import planned_geometry
 

@@ -10,9 +10,9 @@ from verl_digen.algorithms.window import draw_window
 from verl_digen.config import digen_config
 from verl_digen.devices import PEAK_TFLOPS
 from verl_digen.models import MODELS, load_model
+from verl_digen.models.published import checkpoint_folder, repositories
 from verl_digen.plan import command
 from verl_digen.plan.compose import DEVICE_GB, Words, compose_run, device_of, platform_of, split_words
-from verl_digen.plan.published import checkpoint_folder, repositories
 from verl_digen.preflight import check
 from verl_digen.sampling.recording import trained_latents
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from verl_digen.models import load_model
+from verl_digen.models.published import checkpoint_folder
 from verl_digen.plan.decoding import decoding_bytes
 from verl_digen.plan.networks import count_parts
 from verl_digen.plan.peak import PeakBytes
-from verl_digen.plan.published import checkpoint_folder
 from verl_digen.types import Geometry
 
 

@@ -12,8 +12,8 @@ from torch import nn
 from tests.models.cases import Loaded
 from verl_digen.models import load_model
 from verl_digen.models.checkpoint import in_one_dtype
+from verl_digen.models.published import checkpoint_folder
 from verl_digen.plan.networks import count_parts, transformer_bytes
-from verl_digen.plan.published import checkpoint_folder
 from verl_digen.sampling.fp8 import Fp8Layers
 
 CPU = torch.device("cpu")

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from verl_digen.models import load_model
+from verl_digen.models.published import checkpoint_folder, repositories
 from verl_digen.plan.networks import count_network, count_parts
-from verl_digen.plan.published import checkpoint_folder, repositories
 from verl_digen.types import Geometry
 
 FOLDER = files("verl_digen") / "models" / "published"

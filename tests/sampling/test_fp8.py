@@ -22,7 +22,7 @@ from verl_digen.inputs import PromptInputs
 from verl_digen.models import load_model
 from verl_digen.models.base import DiffusionModel
 from verl_digen.models.flops import forward_flops
-from verl_digen.plan.published import checkpoint_folder
+from verl_digen.models.published import checkpoint_folder
 from verl_digen.sampling import fp8
 from verl_digen.sampling.fp8 import LARGEST, Fp8Layers, require_fp8
 from verl_digen.sampling.prefix_cache import PrefixCache, prefix_of

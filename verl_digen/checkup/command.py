@@ -10,11 +10,12 @@ import tempfile
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from math import inf
 from pathlib import Path
 
 from verl_digen.checkup.outcome import Outcome, to_table
 from verl_digen.checkup.registry import CHECKS
-from verl_digen.checkup.setting import Setting
+from verl_digen.checkup.setting import FIGURES, Setting
 from verl_digen.models.tiny import BUILDERS
 from verl_digen.require import require, require_one_of
 
@@ -23,6 +24,7 @@ UPDATE_MB = {"cpu": 128}
 ASLEEP_MB = {"cpu": 256}
 ACCELERATOR_MB = 4096
 """Sizes in MiB; on an accelerator large enough that its speed shows."""
+REPORT = "report.md"
 CPU_VARIABLES = {"VERL_PLATFORM": "cpu"}
 
 
@@ -31,6 +33,25 @@ def add_arguments(parser: ArgumentParser) -> None:
     titles = "\n".join(f"{name:<10} {check.title}" for name, check in CHECKS.items())
     group = parser.add_argument_group("checks of the devices", titles)
     group.add_argument("--gpu", action="store_true", help="check what a run needs of them, in about two minutes")
+    group.add_argument(
+        "--full",
+        action="store_true",
+        help="measure as well: rates of the device, the quick start, published sizes with random weights, every "
+        "architecture; about ten minutes on one H100, in the folder of a checkout",
+    )
+    group.add_argument(
+        "--budget",
+        type=float,
+        default=inf,
+        metavar="SECONDS",
+        help="time for all checks; what no longer fits is left out",
+    )
+    group.add_argument(
+        "--only", action="append", default=[], metavar="CHECK", help="run this one, of --full too; repeatable"
+    )
+    group.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="keep report.md, figures.jsonl, logs and checkpoints in this folder"
+    )
     group.add_argument("--device", choices=("cpu",), help="run the same checks on the CPU")
     group.add_argument(
         "--architecture", default=ARCHITECTURE, help="of the checks (default: %(default)s); ? lists them"
@@ -44,8 +65,9 @@ def run(args: Namespace) -> int:
     """Exit code: 0 if all checks passed, 1 if one failed or there is no device, 2 for a bad option."""
     try:
         require_one_of("digen doctor --architecture", args.architecture, sorted(BUILDERS))
-        for name in args.skip:
-            require_one_of("digen doctor --skip", name, CHECKS)
+        for option in ("skip", "only"):
+            for name in getattr(args, option):
+                require_one_of(f"digen doctor --{option}", name, CHECKS)
         if args.json not in (None, "-"):
             parent = Path(args.json).absolute().parent
             require(parent.is_dir(), "digen doctor --json must be in a folder that is there", args.json, "make it")
@@ -56,19 +78,23 @@ def run(args: Namespace) -> int:
     if found is None:
         return 1
     device, num_devices = found
-    names = [name for name in CHECKS if name not in args.skip]
-    folder = Path(tempfile.mkdtemp(prefix="digen_doctor_"))
+    names = [name for name, check in CHECKS.items() if args.full or not check.is_full]
+    names = [name for name in args.only or names if name not in args.skip]
+    folder = Path(tempfile.mkdtemp(prefix="digen_doctor_")) if args.out is None else args.out.absolute()
+    folder.mkdir(parents=True, exist_ok=True)
     setting = Setting(
         folder=folder,
         num_devices=num_devices,
         architecture=args.architecture,
         update_mb=UPDATE_MB.get(device, ACCELERATOR_MB),
         asleep_mb=ASLEEP_MB.get(device, ACCELERATOR_MB),
+        is_cpu=device == "cpu",
     )
     from verl_digen.checkup.runner import run_checks  # needs psutil, and a wrong option is told without
 
     print(f"{num_devices} x {device}; {len(names)} checks, logs in {folder}", flush=True)
-    outcomes = report(run_checks(names, setting, variables=CPU_VARIABLES if device == "cpu" else {}))
+    variables = CPU_VARIABLES if device == "cpu" else {}
+    outcomes = report(names, run_checks(names, setting, variables=variables, budget_s=args.budget), args.out)
     if args.json is not None:
         text = json.dumps(
             {"device": device, "num_devices": num_devices, "checks": list(map(asdict, outcomes))}, indent=2
@@ -77,10 +103,11 @@ def run(args: Namespace) -> int:
             print(text)
         else:
             Path(args.json).write_text(text + "\n", encoding="utf-8")
-    if all(outcome.passed for outcome in outcomes):
+    if not all(outcome.passed for outcome in outcomes):
+        return 1
+    if args.out is None:
         shutil.rmtree(folder, ignore_errors=True)
-        return 0
-    return 1
+    return 0
 
 
 def find_devices(asked: str | None) -> tuple[str, int] | None:
@@ -101,14 +128,31 @@ def find_devices(asked: str | None) -> tuple[str, int] | None:
     return None
 
 
-def report(outcomes: Iterable[Outcome]) -> Sequence[Outcome]:
-    """Print each outcome when it is known, then the table -> all outcomes."""
+def report(names: Sequence[str], outcomes: Iterable[Outcome], out: Path | None = None) -> Sequence[Outcome]:
+    """Print each outcome when it is known, then the table -> all outcomes.
+
+    Args:
+        names: of all checks that were asked for.
+        out: folder that gets the same text and all figures, as they come.
+    """
+
+    def say(text: str) -> None:
+        print(text, flush=True)
+        if out is not None:
+            with open(out / REPORT, "a", encoding="utf-8") as file:
+                file.write(text + "\n")
+
     done = []
     for outcome in outcomes:
-        print(outcome, flush=True)
+        say(str(outcome))
         done.append(outcome)
-    print(f"\n{to_table(done)}\n")
+        if out is not None:
+            with open(out / FIGURES, "a", encoding="utf-8") as file:
+                file.writelines(json.dumps({"check": outcome.name, **one}) + "\n" for one in outcome.measured)
+    say(f"\n{to_table(done)}\n")
+    if left_out := [name for name in names if name not in {outcome.name for outcome in done}]:
+        say(f"Left out for lack of time: {', '.join(left_out)}.")
     failed = [outcome.name for outcome in done if not outcome.passed]
     total_s = sum(outcome.seconds for outcome in done)
-    print(f"{f'FAILED: {chr(44).join(failed)}' if failed else 'All checks passed'} ({total_s:.0f} s).", flush=True)
+    say(f"{f'FAILED: {chr(44).join(failed)}' if failed else 'All checks passed'} ({total_s:.0f} s).")
     return done

@@ -21,6 +21,10 @@ class CheckSpec:
     """Its process is killed after this time; far more than it takes."""
     remedy: str
     """Remedy if it fails, unless the failure brings one."""
+    least_s: float = 15.0
+    """Time that must be left of `--budget` for it to start."""
+    is_full: bool = False
+    """True if only `--full` runs it."""
 
     def __call__(self, setting: Setting) -> str:
         """Run it in this process -> figure."""
@@ -28,7 +32,16 @@ class CheckSpec:
         return getattr(importlib.import_module(f"verl_digen.checkup.{module}"), function)(setting)
 
 
+_RUN_REMEDY = "repair what the log's last lines name; the checks before this one tell which part"
+
 CHECKS: dict[str, CheckSpec] = {
+    "rates": CheckSpec(
+        "matrix products, memory and copies of the device in TFLOP/s and GB/s",
+        "rates:check_rates",
+        120.0,
+        "see the log: nothing of this project is used here",
+        is_full=True,
+    ),
     "identity": CheckSpec(
         "a replica's server computes on the device of its worker",
         "identity:check_identity",
@@ -67,7 +80,64 @@ CHECKS: dict[str, CheckSpec] = {
         "three steps of the quick start through verl's main",
         "training:check_training",
         600.0,
-        "repair what the log's last lines name; the checks before this one tell which part",
+        _RUN_REMEDY,
+        least_s=40.0,
+    ),
+    "quickstart": CheckSpec(
+        "five steps of the quick start's checkpoint, as a user starts it",
+        "training:check_quickstart",
+        600.0,
+        _RUN_REMEDY,
+        least_s=40.0,
+        is_full=True,
+    ),
+    "quickstart_fp32": CheckSpec(
+        "three steps of it in fp32, with the rewards of a CPU",
+        "training:check_quickstart_fp32",
+        600.0,
+        _RUN_REMEDY,
+        least_s=40.0,
+        is_full=True,
+    ),
+    "sd3": CheckSpec(
+        "Stable Diffusion 3.5 medium of published size, LoRA, 512 px, 10 steps with guidance, 9 trained, KL",
+        "training:check_true_size",
+        1800.0,
+        _RUN_REMEDY,
+        least_s=70.0,
+        is_full=True,
+    ),
+    "sd3_fast": CheckSpec(
+        "the same without guidance, 3 steps trained",
+        "training:check_true_size",
+        1800.0,
+        _RUN_REMEDY,
+        least_s=60.0,
+        is_full=True,
+    ),
+    "sd3_nft": CheckSpec(
+        "the same with DiffusionNFT",
+        "training:check_true_size",
+        1800.0,
+        _RUN_REMEDY,
+        least_s=60.0,
+        is_full=True,
+    ),
+    "qwen_image": CheckSpec(
+        "Qwen-Image of published size (20 B), LoRA, 512 px; its text encoder has one layer",
+        "training:check_true_size",
+        3600.0,
+        _RUN_REMEDY,
+        least_s=150.0,
+        is_full=True,
+    ),
+    "architectures": CheckSpec(
+        "the self-test of every architecture, in fp32 and bf16",
+        "numerics:check_architectures",
+        1800.0,
+        "compare with `digen doctor --selftest ARCHITECTURE`, which runs on the CPU",
+        least_s=45.0,
+        is_full=True,
     ),
 }
 """Name -> check, from the simplest to the whole."""

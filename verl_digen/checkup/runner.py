@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from math import inf
 from pathlib import Path
 
 import psutil
@@ -23,33 +25,51 @@ import psutil
 from verl_digen.checkup.__main__ import OUTCOME
 from verl_digen.checkup.outcome import Outcome
 from verl_digen.checkup.registry import CHECKS, CheckSpec
-from verl_digen.checkup.setting import Setting
+from verl_digen.checkup.setting import FIGURES, Setting
 
 LOG = "log.txt"
 PROGRAM = (sys.executable, "-W", "ignore", "-m", "verl_digen.checkup")
 
 
 def run_checks(
-    names: Sequence[str], setting: Setting, *, variables: Mapping[str, str], program: Sequence[str] = PROGRAM
+    names: Sequence[str],
+    setting: Setting,
+    *,
+    variables: Mapping[str, str],
+    budget_s: float = inf,
+    program: Sequence[str] = PROGRAM,
 ) -> Iterator[Outcome]:
     """Run the checks one after another; yields each outcome when it is known.
 
     Args:
         setting: its `folder` gets a folder for each check.
         variables: environment variables of the checks' processes, besides this process's.
+        budget_s: seconds for all of them; a check is killed where they end, and one that no longer fits is left out.
         program: command line before the check's name.
     """
+    ends_s = time.monotonic() + budget_s
     for name in names:
-        folder = setting.folder / name
-        folder.mkdir()
         began_s = time.monotonic()
-        cause, remedy, figure = _run(name, CHECKS[name], replace(setting, folder=folder), variables, program)
+        if ends_s - began_s < CHECKS[name].least_s:
+            continue
+        folder, check = setting.folder / name, CHECKS[name]
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        check = replace(check, deadline_s=min(check.deadline_s, ends_s - began_s))
+        cause, remedy, figure = _run(name, check, replace(setting, folder=folder), variables, program)
         seconds = time.monotonic() - began_s
+        measured = read_figures(folder)
         if cause is None:
-            yield Outcome(name, True, figure, seconds)
+            yield Outcome(name, True, figure, seconds, measured=measured)
         else:
-            log = folder / LOG
-            yield Outcome(name, False, figure, seconds, cause, f"{remedy or CHECKS[name].remedy}; the log: {log}")
+            remedy = f"{remedy or check.remedy}; the log: {folder / LOG}"
+            yield Outcome(name, False, figure, seconds, cause, remedy, measured)
+
+
+def read_figures(folder: Path) -> list[dict[str, float | str]]:
+    """Measurements that a check noted, see `Setting.note`."""
+    file = folder / FIGURES
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
 
 
 def _run(
@@ -70,7 +90,7 @@ def _run(
         try:
             process.communicate(json.dumps(given), timeout=check.deadline_s)
         except subprocess.TimeoutExpired:
-            return f"it was not done after {check.deadline_s:g} s", None, ""
+            return f"it was not done after {check.deadline_s:.3g} s", None, ""
         finally:
             _end(process)
     said = setting.folder / OUTCOME

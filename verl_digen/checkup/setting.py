@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
+FIGURES = "figures.jsonl"
+"""File in a check's folder: its measurements, written as they come."""
 QUICKSTART_PROMPTS = 8
 """Prompts of a step of recipe=digen_quickstart (`data.train_batch_size`)."""
 
@@ -24,6 +27,19 @@ class Setting:
     """Size of the weight update, in MiB."""
     asleep_mb: int
     """Size of the weights that sleep, in MiB."""
+
+    is_cpu: bool = False
+    """True where there is no accelerator: networks of a published size are cut to few layers."""
+
+    def note(self, what: str, **figures: float | str) -> None:
+        """Keep measurements at once, so that a check that is killed leaves them."""
+        with open(self.folder / FIGURES, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"what": what, **figures}) + "\n")
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the checkpoints that checks share."""
+        return self.folder.parent / "checkpoints"
 
     @property
     def num_ranks(self) -> int:

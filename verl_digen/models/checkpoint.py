@@ -20,6 +20,7 @@ import torch
 from accelerate import init_empty_weights
 from torch import nn
 
+from verl_digen.models import random_weights
 from verl_digen.models.json_file import read_object
 
 
@@ -63,6 +64,8 @@ def check_components(path: Path, index: dict[str, Any], needed: tuple[str, ...])
 
 def load_network(folder: Path, architecture: str, dtype: torch.dtype) -> nn.Module:
     """Load the diffusers network in `folder`, in eval mode on the CPU."""
+    if (folder / random_weights.MARKER).exists():
+        return random_weights.fill(make_meta_network(folder, architecture, dtype))
     return getattr(diffusers, architecture).from_pretrained(folder, dtype=dtype, low_cpu_mem_usage=True).eval()
 
 

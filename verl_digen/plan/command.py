@@ -90,9 +90,9 @@ def make_plan(words: Sequence[str]) -> Plan:
     Raises:
         ValueError: a config, checkpoint or setting that cannot be planned.
     """
+    from verl_digen.models.published import checkpoint_folder
     from verl_digen.plan.compose import device_of, split_words
     from verl_digen.plan.memory import plan_memory
-    from verl_digen.plan.published import checkpoint_folder
     from verl_digen.plan.remedies import LORA_RANK, find_remedies
     from verl_digen.plan.run import read_run
     from verl_digen.plan.split import plan_split

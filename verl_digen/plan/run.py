@@ -23,6 +23,7 @@ from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models import load_model
 from verl_digen.models.experts import networks_of
 from verl_digen.models.flops import Flops, forward_flops
+from verl_digen.models.published import checkpoint_folder
 from verl_digen.plan.activations import Activations, trace_activations
 from verl_digen.plan.compose import is_split
 from verl_digen.plan.conditions import empty_condition
@@ -30,7 +31,6 @@ from verl_digen.plan.decoding import decoding_bytes
 from verl_digen.plan.episodes import Episodes, plan_episodes, turn_geometry
 from verl_digen.plan.networks import Counts, Part, Tensors, count_network, count_parts, list_tensors, transformer_bytes
 from verl_digen.plan.policies import num_selected
-from verl_digen.plan.published import checkpoint_folder
 from verl_digen.plan.teachers import teacher_bytes
 from verl_digen.platforms.module_memory import SHARING
 from verl_digen.pool_sizes import num_generator_devices, num_replica_devices, num_trainer_devices, split_limits

@@ -12,6 +12,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from verl_digen.models.json_file import read_object
+from verl_digen.models.random_weights import MARKER
 from verl_digen.preflight.pools import VIRTUAL
 
 KEY = "actor_rollout_ref.model.path"
@@ -28,6 +29,8 @@ def check_weights(config: DictConfig) -> None:
     if config.trainer.v1.trainer_mode == VIRTUAL or not folder.is_dir() or not (folder / "model_index.json").is_file():
         return
     for network in sorted(folder.glob("transformer*/config.json")):
+        if (network.parent / MARKER).exists():
+            continue
         if shapes := _shapes_in_files(network.parent):
             _check_tensors(network, shapes)
 

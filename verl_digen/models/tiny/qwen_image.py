@@ -35,7 +35,7 @@ def make() -> QwenImagePipeline:
         scheduler=make_scheduler(),
         vae=make_vae(),
         text_encoder=make_text_encoder(),
-        tokenizer=_tokenizer(),
+        tokenizer=tokenizer(),
         transformer=make_transformer(),
     )
 
@@ -108,5 +108,5 @@ def make_text_encoder(**token_ids: Any) -> Qwen2_5_VLForConditionalGeneration:
     )
 
 
-def _tokenizer() -> Qwen2Tokenizer:
+def tokenizer() -> Qwen2Tokenizer:
     return byte_tokenizer(CORPUS, SPECIAL_TOKENS)

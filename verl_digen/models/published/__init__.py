@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The config files of published checkpoints, so that a hub id is planned without a network or a download.
 
-- `models/published/index.json`: repository -> pipeline, and per folder its class and the name of a part (null:
+- `index.json`: repository -> pipeline, and per folder its class and the name of a part (null:
   nothing of the folder is planned, e.g. a tokenizer). `revision` is the repository's, if known.
-- `models/published/parts.json`: part -> config, the source of its text (`source`), and what its size was compared with
+- `parts.json`: part -> config, the source of its text (`source`), and what its size was compared with
   (`check`).
 - The folder made here has configs only. It is a checkpoint for code that reads no weights.
 
@@ -82,4 +82,4 @@ _CONFIG_FILES = {
 
 @cache
 def _read(name: str) -> dict[str, Any]:
-    return json.loads((files("verl_digen") / "models" / "published" / name).read_text(encoding="utf-8"))
+    return json.loads((files(__name__) / name).read_text(encoding="utf-8"))

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plain loop on Stable Diffusion 3 computes what verl-digen computes, on a tiny checkpoint in fp32."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from verl_digen.algorithms.advantages import group_advantages
+from verl_digen.algorithms.kl import kl_loss
+from verl_digen.algorithms.losses import default_config, policy_loss
+from verl_digen.algorithms.sde import sde_step
+from verl_digen.inputs import PromptInputs
+from verl_digen.models import load_model
+from verl_digen.models.tiny import build_tiny
+from verl_digen.types import Geometry
+
+FOLDERS = (Path(__file__).resolve().parents[2] / "examples" / "research",)
+pytestmark = pytest.mark.usefixtures("examples")
+
+SIZES = "--dtype fp32 --size 64 --prompts 2 --group 3 --denoise-steps 6 --lora-rank 4"
+BATCHES = "--sample-batch 4 --micro-batch 5"  # neither divides the batch of 6
+GUIDANCE = 4.5
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny("sd3", tmp_path_factory.mktemp("plain_sd3") / "checkpoint")
+
+
+def make_run(checkpoint: Path, mode: str, *options: str) -> Any:
+    from plain_sd3 import Run, parse
+
+    return Run(parse([str(checkpoint), "--mode", mode, *SIZES.split(), *BATCHES.split(), *options]))
+
+
+def sampled(run: Any) -> tuple[range, Tensor, Tensor]:
+    """Window, latents and log-probs of a batch that is sampled in one go."""
+    run.texts = run.encode()
+    window = range(run.mode.window or len(run.sde))
+    return (window, *run.generate(window, run.rows)[:2])
+
+
+@pytest.mark.parametrize("mode", ["cfg", "fast"])
+def test_a_step_recomputes_the_recorded_log_probs_and_changes_the_adapter(checkpoint, mode):
+    run = make_run(checkpoint, mode)
+    before = {name: each.clone() for name, each in run.network.named_parameters()}
+    numbers = run.step()
+    assert numbers["log_prob_gap_max"] <= 1e-5
+    assert numbers["grad_norm"] > 0
+    changed = {name for name, each in run.network.named_parameters() if not torch.equal(each, before[name])}
+    # The last block forgets what its text queries find.
+    expected = {name for name in before if "lora_B" in name and "blocks.1.attn.add_q_proj" not in name}
+    assert {name for name in changed if "lora_A" not in name} == expected
+    assert all(torch.equal(exact, now) for exact, now in zip(run.exact, run.adapter, strict=True))
+    numbers = run.step()
+    assert numbers["log_prob_gap_max"] <= 1e-5
+    assert (numbers["kl"] > 0) == (mode == "cfg")
+
+
+@pytest.mark.parametrize("options", [("--dtype", "bf16"), ("--dtype", "fp16", "--checkpointing")])
+def test_in_half_precision_the_optimizer_sees_fp32(checkpoint, options):
+    run = make_run(checkpoint, "fast", *options)
+    numbers = run.step()
+    assert 0 < numbers["grad_norm"] < 1
+    for exact, each in zip(run.exact, run.adapter, strict=True):
+        assert exact.dtype == exact.grad.dtype == torch.float32
+        assert torch.equal(each, exact.to(run.dtype))
+    assert run.pipeline.vae.dtype == torch.float32
+
+
+def test_the_gap_shows_weights_that_changed_after_sampling(checkpoint):
+    run = make_run(checkpoint, "cfg")
+    window, path, log_probs = sampled(run)
+    for each in run.adapter:
+        each.data.add_(0.01)
+    assert run.train(window, path, log_probs, torch.ones(6))["log_prob_gap_max"] > 1e-4
+
+
+@pytest.mark.parametrize("mode", ["cfg", "fast"])
+def test_zero_advantages_without_kl_give_no_gradient(checkpoint, mode):
+    run = make_run(checkpoint, mode)
+    run.mode = run.mode._replace(kl_coef=0.0)
+    assert run.train(*sampled(run), torch.zeros(6))["grad_norm"] == 0
+
+
+def test_kl_alone_pulls_a_moved_adapter_back(checkpoint):
+    run = make_run(checkpoint, "cfg")
+    for each in run.adapter:
+        each.data.add_(0.01)
+    numbers = run.train(*sampled(run), torch.zeros(6))
+    assert numbers["kl"] > 0
+    assert numbers["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("mode", ["cfg", "fast"])
+def test_gradients_do_not_depend_on_the_micro_batch(checkpoint, mode):
+    run = make_run(checkpoint, mode)
+    window, path, log_probs = sampled(run)
+    grads = []
+    for size in (1, 6):
+        run.args.micro_batch = size
+        run.optimizer = torch.optim.SGD(run.exact, lr=0.0)
+        run.train(window, path, log_probs, torch.linspace(-1, 1, 6))
+        grads.append(torch.cat([each.grad.flatten() for each in run.exact]))
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4 * grads[0].abs().max().item())
+
+
+@pytest.mark.parametrize("mode", ["cfg", "fast"])
+def test_gradients_are_those_of_verl_digens_loss_with_some_ratios_clipped(checkpoint, mode):
+    run = make_run(checkpoint, mode)
+    for each in run.adapter:
+        each.data.add_(0.01)
+    _, path, log_probs = sampled(run)
+    window, path, log_probs = range(1, 2), path[1:3], log_probs[1:2]
+    advantages, settings = torch.tensor([1.0, 1.0, -1.0, -1.0, 0.5, 2.0]), run.mode
+    old_log_probs = log_probs + settings.clip * torch.tensor([2.0, -2.0, 2.0, -2.0, 0.0, 0.5])
+    moved = [each.clone() for each in run.adapter]
+    assert run.train(window, path, old_log_probs, advantages)["grad_norm"] < 1, "not clipped"
+
+    law, sigma, sigma_next = "flow" if mode == "cfg" else "cps", *run.sigmas[1:3]
+    ends = {"sigma": torch.full((6,), sigma), "sigma_next": torch.full((6,), sigma_next)}
+
+    def scored() -> Any:
+        settings = {"law": law, "noise_level": run.mode.eta, "sigma_max": run.sigmas[1]}
+        return sde_step(run.velocity(path[0], 1, run.rows), path[0], **ends, **settings, next_sample=path[1])
+
+    with torch.no_grad():  # `train` has moved the adapter
+        for each, was in zip(run.adapter, moved, strict=True):
+            each.copy_(was)
+        with run.network.disable_adapter():
+            base = scored()
+    now = scored()
+    config = replace(default_config("flow_grpo"), clip_range=settings.clip)
+    columns = {"log_prob": now.log_prob, "old_log_prob": old_log_probs[0], "advantage": advantages}
+    means = {"mean": now.mean, "reference_mean": base.mean, "std": now.std}
+    loss = policy_loss("flow_grpo", columns, config).loss
+    (loss + settings.kl_coef * kl_loss("flow_grpo", {**means, **ends}).loss).backward()
+    for exact, each in zip(run.exact, run.adapter, strict=True):
+        torch.testing.assert_close(exact.grad, each.grad, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("law", ["flow", "cps"])
+def test_steps_have_the_mean_log_prob_and_kl_of_verl_digen(law):
+    from plain_sd3 import cps_step, flow_step
+
+    torch.manual_seed(0)
+    sigmas = [1.0, 0.95, 0.7, 0.3, 0.1]
+    for sigma, sigma_next in pairwise(sigmas):
+        latents, velocity, following, other = torch.randn(4, 3, 4, 8, 8)
+        step = flow_step(sigma, sigma_next, sigmas[1], 0.7) if law == "flow" else cps_step(sigma, sigma_next, 0.7)
+        mean, base = (step.a * latents + step.b * each for each in (velocity, other))
+
+        def scored(velocity: Tensor, latents=latents, following=following, schedule=(sigma, sigma_next)) -> Any:
+            ends = [torch.full((3,), each) for each in schedule]
+            settings = {"law": law, "noise_level": 0.7, "sigma_max": sigmas[1]}
+            return sde_step(velocity, latents, *ends, **settings, next_sample=following)
+
+        expected, reference = scored(velocity), scored(other)
+        torch.testing.assert_close(mean, expected.mean, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(torch.tensor([step.std] * 3), expected.std, rtol=1e-5, atol=0)
+        torch.testing.assert_close(step.log_prob(following, mean), expected.log_prob, rtol=1e-5, atol=0)
+        if law == "flow":
+            means = {"mean": expected.mean, "reference_mean": reference.mean}
+            ends = {"sigma": torch.full((3,), sigma), "sigma_next": torch.full((3,), sigma_next)}
+            kl = kl_loss("flow_grpo", {**means, **ends, "std": expected.std}).loss
+            torch.testing.assert_close(step.divergence(mean, base).mean(), kl, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("mode", ["cfg", "fast"])
+def test_texts_sigmas_and_velocities_are_those_of_verl_digen(checkpoint, mode):
+    run = make_run(checkpoint, mode)
+    run.texts = run.encode()
+    model, device, geometry = load_model(checkpoint), torch.device("cpu"), Geometry(64, 64)
+    assert run.sigmas == model.sigmas(6, geometry).tolist()
+    prompts = [PromptInputs(f"{number} red cubes on a wooden table") for number in (1, 2)]
+    first, second, empty = model.load_encoder(torch.float32, device)([*prompts, PromptInputs("")])
+    conditions, negative = [first] * 3 + [second] * 3, [empty] * 6
+    latents = torch.randn(6, *model.latent_shape(geometry))
+    scale, network = GUIDANCE if mode == "cfg" else 1.0, model.load_transformer(torch.float32)
+    with torch.no_grad():
+        found = run.velocity(latents, 2, run.rows)
+        sigmas = torch.full((6,), run.sigmas[2])
+        expected = model.velocity(network, latents, sigmas, conditions, negative, scale, geometry)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_advantages_are_those_of_verl_digen(checkpoint, monkeypatch):
+    import plain_sd3
+
+    run, rewards, seen = make_run(checkpoint, "fast"), [0.1, 0.2, 0.6, -0.5, -0.5, 0.0], []
+    left = iter(rewards)
+    monkeypatch.setattr(plain_sd3, "jpeg_compressibility", lambda pixels: next(left))
+    monkeypatch.setattr(run, "train", lambda *batch: seen.append(batch[-1]) or {})
+    run.step()
+    expected = group_advantages(torch.tensor(rewards), [0] * 3 + [1] * 3)
+    torch.testing.assert_close(seen[0], expected, rtol=1e-5, atol=1e-6)
