@@ -53,6 +53,8 @@ TRAINED = Window(sde_steps=(0, 1, 2, 3, 4), train_steps=(0, 1, 2, 3, 4))
 """Steps on both sides of the switch between Wan2.2's experts."""
 
 LOG_PROBS = "log-probs in training against those of sampling"
+BROKEN_SHOWN = 6
+"""Parameters without a finite gradient that are named."""
 FALL = 1e-3
 """Amount by which the gradient step should lower the loss."""
 
@@ -84,13 +86,16 @@ class Check:
     what: str
     value: float
     bound: float
+    cause: str = ""
+    """What is known of a number that does not hold."""
 
     @property
     def holds(self) -> bool:
         return self.value <= self.bound  # False for nan
 
     def __str__(self) -> str:
-        return f"{'ok  ' if self.holds else 'FAIL'}  {self.what:<72} {self.value:.1e}  (at most {self.bound:.0e})"
+        line = f"{'ok  ' if self.holds else 'FAIL'}  {self.what:<72} {self.value:.1e}  (at most {self.bound:.0e})"
+        return line if self.holds or not self.cause else f"{line}; {self.cause}"
 
 
 def run_selftest(name: str, device: torch.device = CPU, dtype: torch.dtype = torch.float32) -> Iterator[Check]:
@@ -151,8 +156,8 @@ def _check(
             error = _gradient_step_error(model, transformer, rows)
             yield Check(f"gradient step{network}: the loss falls by what it says", error, bounds.gradient)
         else:
-            error = _gradient_turn(model, transformer, rows)
-            yield Check(f"gradient{network}: 1 - cosine to the one in fp32", error, bounds.gradient)
+            error, cause = _gradient_turn(model, transformer, rows)
+            yield Check(f"gradient{network}: 1 - cosine to the one in fp32", error, bounds.gradient, cause)
 
 
 def _geometry(model: DiffusionModel, images: Sequence[SourceImage]) -> Geometry:
@@ -320,18 +325,23 @@ def _gradient(model: DiffusionModel, transformer: nn.Module, rows: TrainingRows)
     return found
 
 
-def _gradient_turn(model: DiffusionModel, transformer: nn.Module, rows: TrainingRows) -> float:
-    """1 - cosine between the network's gradient and that of its fp32 weights. nan if there is no gradient."""
+def _gradient_turn(model: DiffusionModel, transformer: nn.Module, rows: TrainingRows) -> tuple[float, str]:
+    """(1 - cosine between the network's gradient and that of its fp32 weights, what is wrong with it); nan if there is
+    no gradient, or one that is not finite."""
     found = _gradient(model, transformer, rows)
     dtype, model.compute_dtype = model.compute_dtype, torch.float32
     exact = _gradient(model, model.load_transformer(torch.float32).to(rows.latents.device), rows)
     model.compute_dtype = dtype
     if found.keys() != exact.keys() or not found:
-        return math.nan
+        return math.nan, "another set of parameters has a gradient"
+    broken = [name for name, gradient in found.items() if not gradient.isfinite().all()]
+    if broken:
+        shown = ", ".join(broken[:BROKEN_SHOWN])
+        return math.nan, f"not finite in {len(broken)} of {len(found)} parameters: {shown}"
     ours, theirs = (
         torch.cat([gradient[name].double().cpu().flatten() for name in exact]) for gradient in (found, exact)
     )
-    return 1 - nn.functional.cosine_similarity(ours, theirs, dim=0).item()
+    return 1 - nn.functional.cosine_similarity(ours, theirs, dim=0).item(), ""
 
 
 def _gradient_step_error(model: DiffusionModel, transformer: nn.Module, rows: TrainingRows) -> float:

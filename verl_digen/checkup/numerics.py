@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 
 import diffusers
 import torch
 import transformers
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from verl.plugin.platform import get_platform
 
 from verl_digen.checkup.outcome import CheckFailed
@@ -19,6 +20,11 @@ from verl_digen.selftest import LOG_PROBS, Check, run_selftest
 from verl_digen.weights.own_device import own_device
 
 DTYPES = (torch.float32, torch.bfloat16)
+WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+CUDNN_REMEDY = (
+    "it holds without cuDNN's attention, which PyTorch prefers on Hopper from 2.11 on: set "
+    "digen.attention_backend=_native_efficient, or install a newer nvidia-cudnn-cu13"
+)
 
 
 NUM_PROCESSES = 4
@@ -50,8 +56,9 @@ def check_architectures(setting: Setting) -> str:
             if error is None:
                 setting.note(name, holds=test.result())
             else:
-                failed[name] = error.cause if isinstance(error, CheckFailed) else f"{type(error).__name__}: {error}"
-                setting.note(name, fails=failed[name])
+                is_own = isinstance(error, CheckFailed)
+                failed[name] = error.cause if is_own else f"{type(error).__name__}: {error}"
+                setting.note(name, fails=failed[name], **({"remedy": error.remedy} if is_own and error.remedy else {}))
     if failed:
         raise CheckFailed("; ".join(f"{name}: {cause}" for name, cause in failed.items()))
     return f"{len(names)} architectures hold in fp32 and bf16"
@@ -61,21 +68,27 @@ def _test(architecture: str) -> str:
     for library in (diffusers, transformers):  # no progress bars for tiny files
         library.logging.set_verbosity_error()
         library.logging.disable_progress_bar()
-    with torch.backends.cudnn.flags(allow_tf32=False):  # convolutions round fp32 to 10 bits otherwise
-        checks = list(_checks(architecture))
-    failed = [
-        f"{check.what} in {dtype}: {check.value:.1e}, at most {check.bound:.0e}"
-        for dtype, check in checks
-        if not check.holds
-    ]
-    if failed:
-        raise CheckFailed(f"{architecture}: {'; '.join(failed)}")
+    checks = list(_checks(architecture))
+    if failed := _failures(checks):
+        with sdpa_kernel(WITHOUT_CUDNN):
+            is_cudnns = get_platform().device_name == "cuda" and not _failures(_checks(architecture))
+        raise CheckFailed(f"{architecture}: {'; '.join(failed)}", CUDNN_REMEDY if is_cudnns else None)
     gaps = [f"{check.value:.0e} in {dtype}" for dtype, check in checks if check.what == LOG_PROBS]
     return f"{architecture}: {len(checks)} numbers hold; log-probs differ by {', '.join(gaps)}"
 
 
+def _failures(checks: Iterable[tuple[str, Check]]) -> list[str]:
+    return [
+        f"{check.what} in {dtype}: {check.value:.1e}, at most {check.bound:.0e}"
+        + f" ({check.cause})" * bool(check.cause)
+        for dtype, check in checks
+        if not check.holds
+    ]
+
+
 def _checks(architecture: str) -> Iterator[tuple[str, Check]]:
     device = own_device(get_platform().device_name)
-    for dtype in DTYPES:
-        name = str(dtype).removeprefix("torch.")
-        yield from ((name, check) for check in run_selftest(architecture, device, dtype))
+    with torch.backends.cudnn.flags(allow_tf32=False):  # convolutions round fp32 to 10 bits otherwise
+        for dtype in DTYPES:
+            name = str(dtype).removeprefix("torch.")
+            yield from ((name, check) for check in run_selftest(architecture, device, dtype))

@@ -7,7 +7,7 @@ The words are those of verl's main; nothing is downloaded for a local folder or 
   gpu_mem=80          GB of each
   device=H100         their type, for the seconds; this machine's without it
   host_mem=1000       GB of host memory of a node, for a verdict about it
-  mfu=0.4             share of the peak that is assumed
+  mfu=0.4             share of the peak that is assumed; where one was measured for the network, that one without it
   prompt_tokens=128   length of a prompt
 
     digen plan recipe=digen_qwen_image gpus=8 gpu_mem=80
@@ -56,6 +56,8 @@ class Plan:
     time: StepTime
     device: str | None
     device_bytes: int | None
+    mfu: float
+    """Share of the device's peak, measured or assumed."""
     words: Words
     remedies: list[Remedy]
     split: SplitPlan | None
@@ -91,7 +93,7 @@ def make_plan(words: Sequence[str]) -> Plan:
         ValueError: a config, checkpoint or setting that cannot be planned.
     """
     from verl_digen.models.published import checkpoint_folder
-    from verl_digen.plan.compose import device_of, split_words
+    from verl_digen.plan.compose import device_of, mfu_of, split_words
     from verl_digen.plan.memory import plan_memory
     from verl_digen.plan.remedies import LORA_RANK, find_remedies
     from verl_digen.plan.run import read_run
@@ -117,13 +119,15 @@ def make_plan(words: Sequence[str]) -> Plan:
     )
     memory = plan_memory(planned, device_bytes)
     types = own.types or (None if device is None else (device, device))
-    split = None if types is None else plan_split(planned, types, device_bytes, own.mfu)
+    mfu = own.mfu or mfu_of(planned.measured.title, planned.measured.counts.num_params)
+    split = None if types is None else plan_split(planned, types, device_bytes, mfu)
     return Plan(
         run=planned,
         memory=memory,
-        time=plan_time(planned, device, own.mfu, memory.recomputed_share, types and types[1]),
+        time=plan_time(planned, device, mfu, memory.recomputed_share, types and types[1]),
         device=device,
         device_bytes=device_bytes,
+        mfu=mfu,
         words=own,
         remedies=[] if device_bytes is None else find_remedies(planned, device_bytes, lambda: read(*lora)),
         split=split,
@@ -297,7 +301,7 @@ def _seconds(plan: Plan) -> list[str]:
         return [work, "no seconds: the peak of this device is not known; device=H100 plans for one"]
     return [
         work,
-        f"calculated, not measured, at {plan.words.mfu:.0%} of the peak of "
+        f"calculated, not measured, at {plan.mfu:.0%} of the peak of "
         f"{' and '.join(dict.fromkeys(plan.words.types or (plan.device,)))}: "
         f"{time.generating_s:.1f} s to generate, {time.training_s:.1f} s to train, "
         f"a step in {time.step_s:.1f} s or more",
@@ -404,7 +408,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "checkpoint_bytes": memory.checkpoint_bytes,
         "forward_flops": measured.flops.forward,
         "time": asdict(plan.time),
-        "mfu": plan.words.mfu,
+        "mfu": plan.mfu,
         "limit_bytes": memory.limit_bytes,
         "fits": memory.fits,
         "remedies": [asdict(remedy) for remedy in plan.remedies],

@@ -30,6 +30,9 @@ DEVICE_GB = {"A100": 80, "L40S": 48, "H20": 96, "H800": 80, "H100": 80, "H200": 
 MFU = 0.4
 """Assumed share of the peak: 6.1 steps/s of FLUX.1 at 1024 px on an H100 are 0.46 (huggingface.co/fireworks-ai/
 FLUX.1-dev-fp8-flumina), and training also communicates."""
+MEASURED_MFU = {"Stable Diffusion 3": (3e9, 0.21)}
+"""Title of a network -> (its most parameters, share of an H100's peak that a run of it reached in generation and in
+training, docs/gpu_results.md), in place of the assumed one."""
 PROMPT_TOKENS = 128
 """Assumed length of a prompt, for networks that read prompts without padding."""
 POOL_KEYS = (
@@ -52,7 +55,8 @@ class Words:
     """Type of device; None: this machine's."""
     host_mem: float | None = None
     """GB of host memory of one node; None: no verdict."""
-    mfu: float = MFU
+    mfu: float | None = None
+    """Share of the peak; None: the measured one of the network, else `MFU`."""
     prompt_tokens: int = PROMPT_TOKENS
 
     def __post_init__(self) -> None:
@@ -69,7 +73,9 @@ class Words:
         require(self.gpus is None or self.gpus >= 1, "gpus must be >= 1", self.gpus, "give the devices of the run")
         require(self.gpu_mem is None or self.gpu_mem > 0, "gpu_mem must be > 0 GB", self.gpu_mem, "e.g. 80")
         require(self.host_mem is None or self.host_mem > 0, "host_mem must be > 0 GB", self.host_mem, "e.g. 1000")
-        require(0 < self.mfu <= 1, "mfu must lie in (0, 1]", self.mfu, f"{MFU} is assumed without it")
+        require(
+            self.mfu is None or 0 < self.mfu <= 1, "mfu must lie in (0, 1]", self.mfu, f"{MFU} is assumed without it"
+        )
         require(self.prompt_tokens >= 1, "prompt_tokens must be >= 1", self.prompt_tokens, "128 is assumed without it")
 
     @property
@@ -230,6 +236,12 @@ def platform_of(words: Words) -> Iterator[None]:
     finally:
         set_platform(here)
         logger.setLevel(level)
+
+
+def mfu_of(title: str, num_params: int) -> float:
+    """Share of its device's peak that a network reaches: measured, else `MFU`."""
+    most_params, share = MEASURED_MFU.get(title, (0, MFU))
+    return share if num_params <= most_params else MFU
 
 
 def device_of(words: Words) -> tuple[str | None, int | None]:

@@ -28,7 +28,7 @@ UNITS_KEY = "transfer_queue.backend.SimpleStorage.num_data_storage_units"
 CPUS_PER_RANK = 3
 """CPUs that verl's placement group reserves beside each device of the trainer (`ResourcePoolManager`)."""
 CPUS_PER_REPLICA_DEVICE = 2
-"""CPUs that it reserves beside each device of replicas and reward models with devices of their own (`RolloutReplica`)."""
+"""CPUs that it reserves beside each device of replicas and reward models on devices of their own (`RolloutReplica`)."""
 
 
 def check_machine(config: DictConfig) -> None:
