@@ -6,8 +6,10 @@ The same functions run on the pretend accelerator.
 
 from __future__ import annotations
 
+import math
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from verl_digen.engine import gradients
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.models import sd3
 from verl_digen.rollout.birth import SeenDevice
+from verl_digen.selftest import Check
 from verl_digen.weights.receiver import Live
 
 CPU = torch.device("cpu")
@@ -64,6 +67,22 @@ def test_a_network_that_computes_something_else_in_training_fails(tmp_path: Path
     monkeypatch.setattr(sd3.StableDiffusion3, "predict", off)
     with pytest.raises(CheckFailed, match=r"sampler with eta = 0 against .* in float32: "):
         numerics.check_numerics(setting(tmp_path))
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_numbers_that_hold_without_cudnns_attention_have_a_remedy(monkeypatch: pytest.MonkeyPatch, device: str):
+    def with_cudnn_alone(architecture: str):
+        value = math.nan if torch.backends.cuda.cudnn_sdp_enabled() else 0.0
+        yield "bfloat16", Check("gradient", value, 0.5, "not finite in 1 of 9 parameters: a.weight")
+
+    monkeypatch.setattr(numerics, "_checks", with_cudnn_alone)
+    monkeypatch.setattr(numerics, "get_platform", lambda: SimpleNamespace(device_name=device))
+    with pytest.raises(
+        CheckFailed, match=r"gradient in bfloat16: nan, .*\(not finite in 1 of 9 parameters: a"
+    ) as failed:
+        numerics._test("flux_dev")
+    remedy = failed.value.remedy
+    assert remedy is None if device == "cpu" else "digen.attention_backend=_native_efficient" in str(remedy)
 
 
 # -- gradient -----------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from verl_digen.devices import PEAK_TFLOPS
 from verl_digen.models import MODELS, load_model
 from verl_digen.models.published import checkpoint_folder, repositories
 from verl_digen.plan import command
-from verl_digen.plan.compose import DEVICE_GB, Words, compose_run, device_of, platform_of, split_words
+from verl_digen.plan.compose import DEVICE_GB, MFU, Words, compose_run, device_of, mfu_of, platform_of, split_words
 from verl_digen.preflight import check
 from verl_digen.sampling.recording import trained_latents
 
@@ -88,6 +88,17 @@ def test_a_trajectory_holds_both_parts_of_a_video_with_sound(tiny_ltx2, capsys):
     num_rows = plan["rows_per_sample"]
     # 8 tokens of video and 9 of sound, 8 channels, in fp32
     assert plan["trajectory_bytes"] == (num_rows + 1) * (8 + 9) * 8 * 4 + num_rows * 20 + 4
+
+
+def test_seconds_are_those_of_a_measured_share_of_the_peak_where_there_is_one(tiny_qwen_image, capsys):
+    words = (*small(tiny_qwen_image), "data.train_batch_size=4", "gpus=1", "device=H100", "--json")
+    assert mfu_of("Stable Diffusion 3", 2_260_000_000) == 0.21 and mfu_of("Stable Diffusion 3", 8_000_000_000) == MFU
+    seconds = []
+    for own in ((), ("mfu=0.1",)):
+        digen_plan(*own, *words)
+        plan = json.loads(capsys.readouterr().out)
+        seconds.append(plan["time"]["training_s"] * plan["mfu"])
+    assert plan["mfu"] == 0.1 and seconds[0] == pytest.approx(seconds[1])
 
 
 def test_accelerators_are_planned_as_on_a_machine_that_has_them():

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 import math
+import re
 import subprocess
 import sys
 from dataclasses import replace
 
 import pytest
+import torch
 
 from tests.tiny_models import build_tiny
 from verl_digen.cli import main
@@ -30,6 +32,21 @@ def test_a_sampler_that_does_something_else_than_the_pipeline_fails(tmp_path):
     model.spec = replace(model.spec, selftest={"guidance_scale": 2.0})
     guided = next(check_model(model))
     assert not guided.holds and str(guided).startswith("FAIL")
+
+
+def test_parameters_without_a_finite_gradient_are_named(tmp_path, monkeypatch):
+    model = load_model(build_tiny("sd3", tmp_path / "checkpoint"))
+    load = model.load_transformer
+
+    def broken(dtype):
+        network = load(dtype)
+        if dtype == torch.bfloat16:
+            network.proj_out.bias.register_hook(lambda gradient: gradient * math.nan)
+        return network
+
+    monkeypatch.setattr(model, "load_transformer", broken)
+    *_, gradient = check_model(model, dtype=torch.bfloat16)
+    assert not gradient.holds and re.search(r"not finite in 1 of \d+ parameters: proj_out.bias$", str(gradient))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 2e-5])

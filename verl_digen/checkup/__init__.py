@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`digen doctor --gpu`: what a run needs of this machine's devices, checked in two minutes with the run's own parts.
+"""`digen doctor --gpu`: what a run needs of this machine's devices, checked in minutes with the run's own parts; with
+`--full` also what they do with published sizes.
 
 | file | holds |
 | --- | --- |
 | `outcome.py` | a check's result and its text |
 | `setting.py` | what the checks run on: device, number of ranks, architecture, sizes |
-| `identity.py`, `numerics.py`, `gradient.py`, `update.py`, `sleeping.py`, `training.py` | one check each |
+| `rates.py`, `identity.py`, `numerics.py`, `gradient.py`, `update.py`, `sleeping.py` | one check each |
+| `training.py` | checks that run verl's main: the quick start, and published sizes |
+| `checkpoints.py` | checkpoints of published sizes with random weights |
 | `registry.py` | the checks in order, with deadline and remedy |
 | `runner.py` | each check in a process of its own, and the report |
 | `__main__.py` | that process |

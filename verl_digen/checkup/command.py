@@ -32,12 +32,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Options that need `--gpu`."""
     titles = "\n".join(f"{name:<10} {check.title}" for name, check in CHECKS.items())
     group = parser.add_argument_group("checks of the devices", titles)
-    group.add_argument("--gpu", action="store_true", help="check what a run needs of them, in about two minutes")
+    group.add_argument("--gpu", action="store_true", help="check what a run needs of them, in minutes")
     group.add_argument(
         "--full",
         action="store_true",
         help="measure as well: rates of the device, the quick start, published sizes with random weights, every "
-        "architecture; about ten minutes on one H100, in the folder of a checkout",
+        "architecture; about twenty minutes on one H100, in the folder of a checkout",
     )
     group.add_argument(
         "--budget",
