@@ -14,7 +14,7 @@ import pytest
 
 from verl_digen.checkup.checkpoints import TRUE_SIZES
 from verl_digen.checkup.registry import CHECKS
-from verl_digen.checkup.training import TRUE_SIZE_RUNS
+from verl_digen.checkup.training import SMALL, TRUE_SIZE_RUNS
 from verl_digen.plan.command import check_words
 from verl_digen.plan.compose import Words
 
@@ -63,9 +63,10 @@ def test_what_only_full_runs_passes_here(tmp_path: Path):
     assert "All checks passed" in (tmp_path / "report.md").read_text()
 
 
+@pytest.mark.parametrize("size", [(), SMALL], ids=["accelerator", "cpu"])
 @pytest.mark.parametrize("name", TRUE_SIZE_RUNS)
-def test_the_words_of_a_run_of_published_size_are_taken(name: str):
+def test_the_words_of_a_run_of_published_size_are_taken(name: str, size: tuple[str, ...]):
     run = TRUE_SIZE_RUNS[name]
-    own = (f"actor_rollout_ref.model.path={TRUE_SIZES[run.checkpoint].repository}", *run.overrides)
+    own = (f"actor_rollout_ref.model.path={TRUE_SIZES[run.checkpoint].repository}", *run.overrides, *size)
     config = check_words([f"recipe=[{run.recipe}]", f"actor_rollout_ref.rollout.n={run.group_size}", *own], H100)
     assert config.actor_rollout_ref.rollout.n == run.group_size and config.actor_rollout_ref.model.lora_rank == 32

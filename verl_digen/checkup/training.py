@@ -44,7 +44,7 @@ NOTED = (
     *("actor/perf/max_memory_allocated_gb", "actor/perf/max_memory_reserved_gb", "actor/perf/cpu_memory_used_gb"),
 )
 """Metrics of a step that are noted where they are there."""
-SMALL = ("digen.sampling.height_px=64", "digen.sampling.width_px=64", "digen.sampling.num_steps=4")
+SMALL = ("digen.sampling.height_px=64", "digen.sampling.width_px=64", "digen.sampling.num_steps=6")
 """Overrides of a run of published size on a CPU."""
 
 
