@@ -88,7 +88,7 @@ CHECKS: dict[str, CheckSpec] = {
         "training:check_quickstart",
         600.0,
         _RUN_REMEDY,
-        least_s=40.0,
+        least_s=100.0,
         is_full=True,
     ),
     "quickstart_fp32": CheckSpec(
@@ -96,7 +96,7 @@ CHECKS: dict[str, CheckSpec] = {
         "training:check_quickstart_fp32",
         600.0,
         _RUN_REMEDY,
-        least_s=40.0,
+        least_s=90.0,
         is_full=True,
     ),
     "sd3": CheckSpec(
@@ -104,7 +104,7 @@ CHECKS: dict[str, CheckSpec] = {
         "training:check_true_size",
         1800.0,
         _RUN_REMEDY,
-        least_s=70.0,
+        least_s=180.0,
         is_full=True,
     ),
     "sd3_fast": CheckSpec(
@@ -112,7 +112,7 @@ CHECKS: dict[str, CheckSpec] = {
         "training:check_true_size",
         1800.0,
         _RUN_REMEDY,
-        least_s=60.0,
+        least_s=130.0,
         is_full=True,
     ),
     "sd3_nft": CheckSpec(
@@ -120,7 +120,7 @@ CHECKS: dict[str, CheckSpec] = {
         "training:check_true_size",
         1800.0,
         _RUN_REMEDY,
-        least_s=60.0,
+        least_s=150.0,
         is_full=True,
     ),
     "qwen_image": CheckSpec(
@@ -128,7 +128,7 @@ CHECKS: dict[str, CheckSpec] = {
         "training:check_true_size",
         3600.0,
         _RUN_REMEDY,
-        least_s=150.0,
+        least_s=240.0,
         is_full=True,
     ),
     "architectures": CheckSpec(
