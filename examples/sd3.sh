@@ -10,8 +10,8 @@
 # Downloads  stabilityai/stable-diffusion-3.5-medium, once per node: 7.9 B parameters with encoders and VAE, of 2
 #            bytes each (4 where they are published in fp32). Accept its licence on the hub and run `huggingface-cli
 #            login` first.
-# Minutes    Not measured. Calculated: a step takes at least 34 s for 576 pictures; 7 s with
-#            recipe=[digen_sd3,flowgrpo_fast], at 40 % of the peak of 8 H100.
+# Minutes    Not measured on 8. Calculated: a step takes at least 66 s for 576 pictures; 14 s with
+#            recipe=[digen_sd3,flowgrpo_fast], at 21 % of the peak of 8 H100, the share that one reached.
 # You see    A validation, then a line per step with the reward, which should rise; what it reaches was not
 #            measured. rollout/log_prob_gap_max stays small. In outputs/digen/sd3/images: before_after.png, the same
 #            prompts and noise over time.

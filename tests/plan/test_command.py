@@ -90,15 +90,12 @@ def test_a_trajectory_holds_both_parts_of_a_video_with_sound(tiny_ltx2, capsys):
     assert plan["trajectory_bytes"] == (num_rows + 1) * (8 + 9) * 8 * 4 + num_rows * 20 + 4
 
 
-def test_seconds_are_those_of_a_measured_share_of_the_peak_where_there_is_one(tiny_qwen_image, capsys):
-    words = (*small(tiny_qwen_image), "data.train_batch_size=4", "gpus=1", "device=H100", "--json")
-    assert mfu_of("Stable Diffusion 3", 2_260_000_000) == 0.21 and mfu_of("Stable Diffusion 3", 8_000_000_000) == MFU
-    seconds = []
-    for own in ((), ("mfu=0.1",)):
-        digen_plan(*own, *words)
-        plan = json.loads(capsys.readouterr().out)
-        seconds.append(plan["time"]["training_s"] * plan["mfu"])
-    assert plan["mfu"] == 0.1 and seconds[0] == pytest.approx(seconds[1])
+def test_seconds_are_those_of_a_measured_share_of_the_peak_where_there_is_one(tiny_qwen_image):
+    plan = command.make_plan(["recipe=digen_sd3", "gpus=1", "device=H100"])
+    assert plan.mfu == 0.21 and plan.time.training_s == pytest.approx(plan.time.training_flops / (0.21 * 989e12))
+    assert mfu_of(plan.run.measured.title, 8_000_000_000) == MFU, "3.5 large is another network"
+    words = [*small(tiny_qwen_image), "gpus=1", "device=H100"]
+    assert [command.make_plan([*words, *own]).mfu for own in ([], ["mfu=0.3"])] == [MFU, 0.3]
 
 
 def test_accelerators_are_planned_as_on_a_machine_that_has_them():

@@ -30,7 +30,7 @@ DEVICE_GB = {"A100": 80, "L40S": 48, "H20": 96, "H800": 80, "H100": 80, "H200": 
 MFU = 0.4
 """Assumed share of the peak: 6.1 steps/s of FLUX.1 at 1024 px on an H100 are 0.46 (huggingface.co/fireworks-ai/
 FLUX.1-dev-fp8-flumina), and training also communicates."""
-MEASURED_MFU = {"Stable Diffusion 3": (3e9, 0.21)}
+MEASURED_MFU = {"Stable Diffusion 3, SD3Transformer2DModel": (3e9, 0.21)}
 """Title of a network -> (its most parameters, share of an H100's peak that a run of it reached in generation and in
 training, docs/gpu_results.md), in place of the assumed one."""
 PROMPT_TOKENS = 128
