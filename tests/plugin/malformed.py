@@ -351,8 +351,6 @@ RECIPES = [
     ("recipe=vllm_omni", "recipe=[digen_flowgrpo,vllm_omni]"),
     ("recipe=[digen_quickstart,digen_sd3]", "choose one of digen_quickstart, digen_sd3"),
     ("recipe=[digen_flowgrpo,digen_dancegrpo]", "choose one of digen_flowgrpo, digen_dancegrpo"),
-    ("recipe=[digen_nft,digen_sd3,ocr]", "name recipe=[digen_sd3,nft,ocr], or choose one of digen_nft, digen_sd3"),
-    ("recipe=[digen_nft,digen_awm]", "choose one of digen_nft, digen_awm"),
     ("recipe=[disaggregated,digen_quickstart]", "name recipe=[digen_quickstart,disaggregated]"),
     ("recipe=[vllm_omni,digen_sd3,flowgrpo_fast]", "name recipe=[digen_sd3,vllm_omni,flowgrpo_fast]"),
     ("recipe=[digen_quickstart,digen_quickstart]", "name recipe=[digen_quickstart]"),

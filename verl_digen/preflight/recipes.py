@@ -28,15 +28,6 @@ def _changes(name: str) -> bool:
     return not name.startswith(PREFIX) and (files("verl_digen.recipes") / f"{name}.yaml").is_file()
 
 
-def _with_one_base(names: list[str], bases: list[str]) -> str:
-    """Remedy for two or more `bases` among `names`: algorithms as recipes that change the model's, else a choice."""
-    changing = {name: name.removeprefix(PREFIX) for name in bases if _changes(name.removeprefix(PREFIX))}
-    if len(bases) - len(changing) == 1:
-        ordered = sorted((changing.get(name, name) for name in names), key=_changes)
-        return f"name recipe=[{','.join(ordered)}], or choose one of {', '.join(bases)}"
-    return f"choose one of {', '.join(bases)}"
-
-
 def command_line(config: DictConfig) -> list[str]:
     """The words after `python -m verl.trainer.main_ppo`; empty where the config has no record of them."""
     task = OmegaConf.select(config, "hydra.overrides.task")
@@ -92,7 +83,7 @@ def check_recipes(config: DictConfig) -> None:
         "recipe must name one recipe of an algorithm or a model, because the last one would overwrite parts of the "
         "others",
         said,
-        _with_one_base(names, bases),
+        f"choose one of {', '.join(bases)}",
     )
     ordered = sorted(names, key=lambda name: (_changes(name), name == "virtual"))
     require(
