@@ -206,7 +206,8 @@ class ShardedTransformer(FSDPEngine):
                 return grad_norm
             logger.warning(
                 "optimizer step skipped: its gradient norm is %s (%d skipped so far); "
-                "if this goes on, lower actor_rollout_ref.actor.optim.lr",
+                "if this goes on, lower actor_rollout_ref.actor.optim.lr; if it is so from the first step on, the "
+                "attention kernel's backward may be at fault: `digen doctor --gpu --only architectures` tries another",
                 grad_norm,
                 self.state.num_skipped,
             )
