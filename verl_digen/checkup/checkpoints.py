@@ -19,8 +19,6 @@ from typing import Any
 from verl_digen.models.published import write_configs
 from verl_digen.models.random_weights import MARKER, draw
 
-NUM_SHRUNK_LAYERS = 2
-
 
 @dataclass(frozen=True)
 class TrueSize:
@@ -53,12 +51,8 @@ TRUE_SIZES = {
 }
 
 
-def write_checkpoint(name: str, folder: Path, *, shrinks: bool = False) -> Path:
-    """Write checkpoint `name`, unless it is there; a process that comes second waits for the first.
-
-    Args:
-        shrinks: networks of true width and few layers, for a CPU.
-    """
+def write_checkpoint(name: str, folder: Path) -> Path:
+    """Write checkpoint `name`, unless it is there; a process that comes second waits for the first."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -66,12 +60,12 @@ def write_checkpoint(name: str, folder: Path, *, shrinks: bool = False) -> Path:
             unfinished = folder.with_suffix(".unfinished")
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir()
-            _write(TRUE_SIZES[name], unfinished, shrinks)
+            _write(TRUE_SIZES[name], unfinished)
             unfinished.rename(folder)
     return folder
 
 
-def _write(size: TrueSize, folder: Path, shrinks: bool) -> None:
+def _write(size: TrueSize, folder: Path) -> None:
     write_configs(size.repository, folder)
     index = json.loads((folder / "model_index.json").read_text())
     for name, tokenizer in size.tokenizers().items():
@@ -82,8 +76,6 @@ def _write(size: TrueSize, folder: Path, shrinks: bool) -> None:
         config = json.loads(file.read_text())
         if file.parent.name.startswith("text_encoder") and size.text_layers is not None:
             config = _with_layers(config, size.text_layers)
-        if shrinks and file.parent.name != "vae":
-            config = _with_layers(config, NUM_SHRUNK_LAYERS)
         file.write_text(json.dumps(config))
         if file.parent.name.startswith("transformer"):
             (file.parent / MARKER).write_text("drawn by verl_digen/models/random_weights.py\n")
@@ -94,14 +86,13 @@ def _write(size: TrueSize, folder: Path, shrinks: bool) -> None:
 def _with_layers(config: dict[str, Any], number: int) -> dict[str, Any]:
     """The config of a network with `number` layers of each kind."""
     config = dict(config)
-    for name in ("num_layers", "num_hidden_layers", "depth"):
+    for name in ("num_hidden_layers", "depth"):
         if name in config:
             config[name] = min(config[name], number)
     if "layer_types" in config:
         config["layer_types"] = config["layer_types"][:number]
-    for name in ("dual_attention_layers", "fullatt_block_indexes"):
-        if name in config:
-            config[name] = [layer for layer in config[name] if layer < number] or [0]
+    if "fullatt_block_indexes" in config:
+        config["fullatt_block_indexes"] = [layer for layer in config["fullatt_block_indexes"] if layer < number] or [0]
     for name in ("text_config", "vision_config"):
         if name in config:
             config[name] = _with_layers(config[name], number)

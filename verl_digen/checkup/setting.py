@@ -29,7 +29,7 @@ class Setting:
     """Size of the weights that sleep, in MiB."""
 
     is_cpu: bool = False
-    """True where there is no accelerator: networks of a published size are cut to few layers."""
+    """True where there is no accelerator: networks of a published size are replaced by tiny ones."""
 
     def note(self, what: str, **figures: float | str) -> None:
         """Keep measurements at once, so that a check that is killed leaves them."""

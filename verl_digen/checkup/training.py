@@ -122,7 +122,8 @@ def check_true_size(setting: Setting) -> str:
         CheckFailed: see `check_training`.
     """
     run = TRUE_SIZE_RUNS[setting.folder.name]
-    checkpoint = write_checkpoint(run.checkpoint, setting.checkpoints / run.checkpoint, shrinks=setting.is_cpu)
+    make = build_tiny if setting.is_cpu else write_checkpoint
+    checkpoint = make(run.checkpoint, setting.checkpoints / run.checkpoint)
     prompts = setting.folder / "prompts.jsonl"
     _write_prompts(prompts, [f"{'a red circle beside ' * (number % 5 + 1)}{number} squares" for number in range(16)])
     words = (
