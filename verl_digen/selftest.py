@@ -87,7 +87,7 @@ class Check:
     value: float
     bound: float
     cause: str = ""
-    """What is known of a number that does not hold."""
+    """Reason that was found for a number that does not hold."""
 
     @property
     def holds(self) -> bool:

@@ -21,6 +21,11 @@ MAX_DOUBLINGS = 6
 """Maximum number of times the devices are doubled."""
 LORA_RANK = 32
 """LoRA rank of flow_grpo."""
+LORA_WORDS = (
+    f"actor_rollout_ref.model.lora_rank={LORA_RANK}",
+    "actor_rollout_ref.actor.fsdp_config.model_dtype=bf16",
+)
+"""Words of a run that trains an adapter."""
 MAX_TENSOR_PARALLEL = 8
 
 
@@ -117,7 +122,7 @@ def _candidates(with_lora: Callable[[], Run]) -> Iterator[_Change]:
     yield _Change(f"{model}.enable_activation_offload=true", _offload_activations)
     yield _Change("digen.tsp.reduce=tile", _reduce_at_tiles)
     yield _Change(
-        f"{model}.lora_rank={LORA_RANK} {actor}.model_dtype=bf16",
+        " ".join(LORA_WORDS),
         lambda run: None if run.settings.is_lora else _keeping(run, with_lora()),
     )
     size = 2
