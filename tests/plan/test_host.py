@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.plan.runs import GB, MEASURED, make_run
+from tests.plan.runs import GB, MEASURED, SETTINGS, make_run
 from verl_digen.plan.host import page_locked_bytes
 from verl_digen.plan.memory import plan_memory
 from verl_digen.plan.networks import Tensors
@@ -26,6 +26,35 @@ def test_offloaded_shards_are_rounded_one_by_one():
     host = plan_memory(replace(run, measured=replace(MEASURED, tensors=tensors)), DEVICE).host
     assert host["offloaded parameters"] == 8 * (10 * 8 + 2 * 2) * MIB
     assert host["offloaded optimizer"] == 8 * 2 * (2 * 2) * MIB
+
+
+ONE = {"num_trainer_devices": 1, "num_generator_devices": 1, "trainer_devices_per_node": 1}
+ONE |= {"generator_devices_per_node": 1, "num_shards": 1, "param_offload": True, "is_accelerated": True}
+SAME = replace(SETTINGS.dtypes, model=SETTINGS.dtypes.rollout)
+
+
+@pytest.mark.parametrize(
+    ("changes", "teachers", "offloaded", "base", "waiting"),
+    [
+        ({"dtypes": SAME}, {}, 4, 3000, 11),
+        ({"dtypes": SAME, "trainer_devices_per_node": 8}, {}, 8 * 4, 3000, 11),
+        ({"dtypes": SAME, "merges_lora": True}, {}, 4, 3000, 11),
+        ({}, {}, 4, 3000, 27),  # the replica has the base in another dtype
+        ({"dtypes": SAME}, {"other": 1}, 4096 + 4, None, 27),
+        ({"dtypes": SAME, "num_shards": 8}, {}, 512.5, None, 27),
+        ({"dtypes": SAME, "shares_host_copies": False}, {}, 4096 + 4, None, 27),
+    ],
+)
+def test_a_frozen_base_that_a_rank_holds_whole_is_there_once_and_is_not_rounded(
+    changes, teachers, offloaded, base, waiting
+):
+    """3000 MiB of base, of which the replica has 16 GB by hand, and 3 MiB of adapter."""
+    run = make_run(lora=True, **(ONE | {"shares_host_copies": True} | changes))
+    tensors = (Tensors(3000 * MIB, False, 1), Tensors(3 * MIB, True, 1))
+    host = plan_memory(replace(run, measured=replace(run.measured, tensors=tensors, teachers=teachers)), DEVICE).host
+    assert host["offloaded parameters"] == offloaded * MIB
+    assert host.get("frozen base, offloaded") == (None if base is None else base * MIB)
+    assert host["replicas that wait"] == waiting * GB
 
 
 def test_a_node_holds_the_state_of_all_its_ranks_and_replicas():

@@ -8,20 +8,33 @@ reader on the host has to wait.
 FSDP2 is such a reader, inside the very call: it pads a shard that is shorter than the others' into new host memory. So
 a module with such shards is offloaded by blocking copies.
 
-Invariant (tests/engine/test_offload.py): host copies of offloaded weights, and weights that return to the device, are
-bitwise the weights.
+A frozen base that one rank holds whole is copied to the host once, at the first offload. An offload puts that copy in
+place of the frozen parameters, which are then host tensors like all others, and copies the adapter alone. A sleeping
+replica of this node shares the copy if it has equal weights (`verl_digen.weights.shared_copy`). So nothing may write to
+a frozen parameter on the host, and a change of one on the device is lost at the next offload. Teachers exchange frozen
+weights: a run with teachers keeps no copy.
+
+Invariants (tests/engine/test_offload.py): host copies of offloaded weights, and weights that return to the device, are
+bitwise the weights; replica and rank hold one copy of equal frozen weights, whichever comes first.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from verl.plugin.platform import get_platform
 from verl.utils.device import get_device_name
+
+from verl_digen.platforms.module_memory import host_copies, name_on_node, parameters_of
+from verl_digen.weights.host_pool import pool_for
+
+logger = logging.getLogger(__name__)
 
 
 def wait_for(tensors: Iterable[Tensor]) -> None:
@@ -30,10 +43,59 @@ def wait_for(tensors: Iterable[Tensor]) -> None:
         get_platform().synchronize()
 
 
-def offload_safely(module: nn.Module) -> None:
-    """Make offloading `module` block, if a rank's shard of a parameter may be shorter than another's."""
+def offload_safely(module: nn.Module, *, keeps_base: bool) -> None:
+    """Make offloading `module` block, if a rank's shard of a parameter may be shorter than another's.
+
+    Args:
+        keeps_base: keep the host copy of frozen parameters, if this rank holds them whole: nobody changes them.
+    """
+    frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
     if any(_is_uneven(parameter) for parameter in module.parameters()):
         module.to = partial(_blocking_to, module)  # type: ignore[method-assign]
+    elif keeps_base and frozen and all(_local(parameter).shape == parameter.shape for parameter in frozen):
+        module.to = KeptBase(module, frozen).to  # type: ignore[method-assign]
+
+
+class KeptBase:
+    """Host copy of the frozen parameters of `module`, made at the first offload."""
+
+    def __init__(self, module: nn.Module, frozen: list[nn.Parameter]):
+        self._module, self._frozen = module, frozen
+        self._copies: dict[Tensor, Tensor] = {}
+        """Parameter -> its copy on the host."""
+
+    def to(self, device: Any, *, non_blocking: bool = False) -> nn.Module:
+        """`module.to`; verl gives it a device, and "cpu" for the host."""
+        if str(device) != "cpu" or get_device_name() == "cpu":
+            return nn.Module.to(self._module, device, non_blocking=non_blocking)
+        if not self._copies:
+            self._copy()
+        return self._module._apply(partial(self._on_host, non_blocking=non_blocking))
+
+    def _copy(self) -> None:
+        shards = [_local(parameter) for parameter in self._frozen]
+        device, in_bytes = shards[0].device, [shard.reshape(-1).view(torch.uint8) for shard in shards]
+        copies = host_copies(parameters_of(name_on_node(), 0), in_bytes, device, pool_for(device))
+        for parameter, shard, part in zip(self._frozen, shards, copies.parts, strict=True):
+            self._copies[parameter] = part.view(shard.dtype).view(shard.shape)
+        size, origin = sum(map(len, in_bytes)), "made by this rank" if copies.is_new else "which another process made"
+        logger.info(
+            "the frozen base has a host copy of %.1f GB, %s; offloading copies the adapter alone", size / 1e9, origin
+        )
+
+    def _on_host(self, tensor: Tensor, *, non_blocking: bool) -> Tensor:
+        """A tensor of the module on the host; of a frozen parameter with the memory of its copy."""
+        if tensor not in self._copies:
+            return tensor.to("cpu", non_blocking=non_blocking)
+        host = torch.empty_like(tensor, device="cpu")  # memory that is never written to, and so takes none
+        _local(host).set_(self._copies[tensor])  # pyright: ignore[reportArgumentType]
+        return host
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part, detached; what is done to it is done to the tensor."""
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _blocking_to(module: nn.Module, device: Any, *, non_blocking: bool = False) -> nn.Module:

@@ -164,7 +164,8 @@ class ShardedTransformer(FSDPEngine):
         sharded = self._shard(module)
         self.scaler = None  # verl's, for fp16; see `verl_digen.engine.loss_scale`
         keep_input_dtypes(sharded)
-        offload_safely(sharded)
+        exchanges_base = bool(self.digen.loss_settings.taught_by)
+        offload_safely(sharded, keeps_base=self._is_lora and not exchanges_base)
         return sharded
 
     def _shard(self, module: nn.Module) -> nn.Module:

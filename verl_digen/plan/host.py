@@ -5,6 +5,7 @@
 | --- | --- |
 | checkpoint | the whole network, which rank 0 reads and sends to the others |
 | offloaded parameters, optimizer | each shard in page-locked memory of its own, rounded up to a power of two |
+| frozen base that ranks hold whole | one copy per node, not rounded; replicas of the same dtype wait with it |
 | teachers | shards of the weights that they exchange: with offloaded parameters only, not page-locked |
 | copies of the weights | EMA, `old`, reference: with offloaded parameters only, not page-locked |
 | inputs of recomputed blocks | with `enable_activation_offload`: those of one tile per rank |
@@ -67,7 +68,8 @@ def _waiting(run: Run, networks: Items) -> int:
     names -= {"adapter"} if settings.is_lora and not settings.merges_lora else {"transformer"}
     server = sum(networks[name] for name in names)
     if settings.shares_host_copies:
-        return server
+        is_trainers = _keeps_base(run) and settings.dtypes.model == settings.dtypes.rollout
+        return server - (networks["transformer"] if is_trainers and "transformer" in names else 0)
     num_servers = settings.generator_devices_per_node // settings.devices_per_sample
     peer = networks["transformer"] if "transformer" in names else 0
     return num_servers * (server + (settings.devices_per_sample - 1) * peer)
@@ -80,7 +82,11 @@ def _offloaded(run: Run, resident: Items) -> Items:
     trained = [tensor for tensor in tensors if tensor.is_trained]
     if settings.param_offload:
         buffers = run.measured.counts.buffer_bytes
-        items["offloaded parameters"] = ranks * (_shards(run, tensors) + buffers)
+        own = trained if _keeps_base(run) else tensors
+        items["offloaded parameters"] = ranks * (_shards(run, own) + buffers)
+        if _keeps_base(run):
+            frozen = (tensor.num * tensor.num_bytes for tensor in tensors if not tensor.is_trained)
+            items["frozen base, offloaded"] = sum(frozen)
         has_copy = has_reference(settings.digen, is_lora=settings.is_lora)
         copies = int(settings.digen.ema.enable) + int(has_copy) + len(policies_that_follow(settings.digen))
         if copies:
@@ -91,6 +97,13 @@ def _offloaded(run: Run, resident: Items) -> Items:
     if settings.optimizer_offload:
         items["offloaded optimizer"] = ranks * 2 * _shards(run, trained)
     return items
+
+
+def _keeps_base(run: Run) -> bool:
+    """True if an offload leaves the frozen base in a host copy of the node, see `verl_digen.engine.offload`."""
+    settings = run.settings
+    is_whole = settings.is_lora and settings.num_shards == 1 and not run.measured.teachers
+    return is_whole and settings.param_offload and settings.is_accelerated and settings.shares_host_copies
 
 
 def _shards(run: Run, tensors: Iterable[Tensors]) -> int:

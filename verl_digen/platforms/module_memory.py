@@ -4,7 +4,8 @@
 Tensors stay the objects they are; their storage is emptied. Weights that never change are copied to the host once, at
 the first release, and kept there: after that a release copies nothing, and a return costs one copy to the device.
 Weights that every update replaces are not copied at all: after a return their numbers are undefined until then.
-Processes of one node with equal weights share a copy (`verl_digen.weights.shared_copy`), one for each module.
+Processes of one node with equal weights share a copy (`verl_digen.weights.shared_copy`), one for the parameters of each
+module and one for its buffers. A trainer that offloads a frozen base shares it, too (`verl_digen.engine.offload`).
 
 Invariants (tests/platforms/test_module_memory.py): a release frees every byte; a return gives back every number that no
 update replaces; the second release copies nothing; of processes that share, one copies.
@@ -14,18 +15,48 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import groupby
+from itertools import chain, groupby, repeat
 
+import ray
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-from verl_digen.weights.host_pool import pool_for
+from verl_digen.weights.host_pool import HostPool, pool_for
 from verl_digen.weights.shared_copy import SharedCopy, shared_copy
 
 logger = logging.getLogger(__name__)
 
 SHARING = ("cpu", "cuda")
 """Types of devices whose copies are shared; others have no way to page-lock memory that is not PyTorch's."""
+
+
+def name_on_node() -> str | None:
+    """Name under which the processes of this run share memory on a node; None outside of Ray: there is no other."""
+    if not ray.is_initialized():
+        return None
+    context = ray.get_runtime_context()
+    return f"{context.get_session_name()}-{context.get_job_id()}"
+
+
+def parameters_of(share_as: str | None, number: int) -> str | None:
+    """Name of the copy of the parameters of a process's module of this number; 0 is the transformer."""
+    return None if share_as is None else f"{share_as}-{number}"
+
+
+def host_copies(name: str | None, weights: Sequence[Tensor], device: torch.device, pool: HostPool) -> SharedCopy:
+    """Host copies of `weights`: the node's of this name, or those of this process, which may be on their way.
+
+    Args:
+        name: see `shared_copy`; None: copies of this process alone.
+        weights: uint8 [num_bytes] each, on `device`.
+    """
+    if name is not None and device.type in SHARING:
+        shared = shared_copy(name, weights, device=device)
+        if shared is not None:
+            return shared
+        size = sum(map(len, weights))
+        logger.warning("this process has other weights than the node's copy, and keeps %.1f GB", size / 1e9)
+    return SharedCopy(tuple(pool.empty_like(each).copy_(each, non_blocking=True) for each in weights), True)
 
 
 class DeviceMemory:
@@ -39,8 +70,7 @@ class DeviceMemory:
     def __init__(self, modules: Sequence[nn.Module], device: torch.device, share_as: str | None = None):
         self._modules = tuple(modules)
         self._device = device
-        self._share_as = share_as if device.type in SHARING else None
-        self._shared: list[SharedCopy] = []
+        self._share_as = share_as
         self._pool = pool_for(device)
         self._kept: dict[int, Tensor] = {}
         """Host copies, by storage."""
@@ -68,29 +98,20 @@ class DeviceMemory:
         storages = list(self._storages())
         undefined = {_key(tensor.untyped_storage()) for tensor in replaced()}
         new = [each for each in storages if _key(each[1]) not in undefined and _key(each[1]) not in self._kept]
-        for number, of_module in groupby(new, key=lambda each: each[0]):
-            self._keep(number, [storage for _, storage in of_module])
+        for name, of_module in groupby(new, key=lambda each: each[0]):
+            self._keep(name, [storage for _, storage in of_module])
         self._released = [(storage, storage.nbytes()) for _, storage in storages]
         for storage, _ in self._released:
             storage.resize_(0)
         return sum(num_bytes for _, num_bytes in self._released)
 
-    def _keep(self, number: int, storages: Sequence[UntypedStorage]) -> None:
-        """Copy storages of a module to the host, or find the copy of another process."""
-        on_device = [_as_bytes(storage, self._device) for storage in storages]
-        keys, size = [_key(storage) for storage in storages], sum(storage.nbytes() for storage in storages)
-        if self._share_as is not None:
-            shared = shared_copy(f"{self._share_as}-{number}", on_device, device=self._device)
-            if shared is not None:
-                self._shared.append(shared)
-                self._kept |= dict(zip(keys, shared.parts, strict=True))
-                self.num_bytes_copied_out += size if shared.is_new else 0
-                self.num_bytes_shared += 0 if shared.is_new else size
-                return
-            logger.warning("this process has other weights than the node's copy, and keeps %.1f GB", size / 1e9)
-        for key, each in zip(keys, on_device, strict=True):
-            self._kept[key] = self._pool.empty_like(each).copy_(each, non_blocking=True)
-        self.num_bytes_copied_out += size
+    def _keep(self, name: str | None, storages: Sequence[UntypedStorage]) -> None:
+        """Copy storages to the host, or find the copy of another process."""
+        copies = host_copies(name, [_as_bytes(each, self._device) for each in storages], self._device, self._pool)
+        self._kept |= dict(zip(map(_key, storages), copies.parts, strict=True))
+        size = sum(storage.nbytes() for storage in storages)
+        self.num_bytes_copied_out += size if copies.is_new else 0
+        self.num_bytes_shared += 0 if copies.is_new else size
 
     def restore(self) -> None:
         """Allocate the memory again and fill it; does not wait for the copies."""
@@ -100,17 +121,20 @@ class DeviceMemory:
                 _as_bytes(storage, self._device).copy_(kept, non_blocking=True)
         self._released = []
 
-    def _storages(self) -> Iterator[tuple[int, UntypedStorage]]:
-        """(number of its first module, storage), each once, although tensors may share one."""
+    def _storages(self) -> Iterator[tuple[str | None, UntypedStorage]]:
+        """(name of the shared copy it belongs to, storage), each storage once, although tensors may share one."""
         seen: set[int] = set()
         for number, module in enumerate(self._modules):
-            for tensor in (*module.parameters(), *module.buffers()):
+            of_parameters = parameters_of(self._share_as, number)
+            of_buffers = of_parameters and f"{of_parameters}-buffers"  # a trainer shares no buffers
+            named = chain(zip(repeat(of_parameters), module.parameters()), zip(repeat(of_buffers), module.buffers()))
+            for name, tensor in named:
                 if not tensor.untyped_storage().resizable():  # on the CPU: mapped from a file
                     tensor.data = tensor.data.clone()
                 storage = tensor.untyped_storage()
                 if storage.nbytes() and _key(storage) not in seen:
                     seen.add(_key(storage))
-                    yield number, storage
+                    yield name, storage
 
 
 def _key(storage: UntypedStorage) -> int:

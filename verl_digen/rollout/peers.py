@@ -32,7 +32,7 @@ from verl_digen.config import DigenConfig
 from verl_digen.errors import describe
 from verl_digen.models.experts import networks_of
 from verl_digen.models.sequence import split_networks
-from verl_digen.platforms.module_memory import DeviceMemory
+from verl_digen.platforms.module_memory import DeviceMemory, name_on_node
 from verl_digen.rollout.birth import SeenDevice, birth_variables, visible_device
 from verl_digen.rollout.lockstep import Leader, OutOfStep, find_store, follow, join_group, open_store
 from verl_digen.rollout.network import Intake, LoadedNetwork, load_network
@@ -141,14 +141,6 @@ class Peer:
 
     async def _on_device(self, function: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._compute, function)
-
-
-def name_on_node() -> str | None:
-    """Name under which the processes of this run share memory on a node; None outside of Ray: there is no other."""
-    if not ray.is_initialized():
-        return None
-    context = ray.get_runtime_context()
-    return f"{context.get_session_name()}-{context.get_job_id()}"
 
 
 def split_over(mesh: DeviceMesh, network: LoadedNetwork) -> None:

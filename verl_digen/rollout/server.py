@@ -27,13 +27,13 @@ from verl.utils.torch_dtypes import PrecisionType
 
 from verl_digen.inputs import PromptInputs
 from verl_digen.platforms.device_name import accelerator_name
-from verl_digen.platforms.module_memory import DeviceMemory
+from verl_digen.platforms.module_memory import DeviceMemory, name_on_node
 from verl_digen.rollout.batcher import RequestBatcher
 from verl_digen.rollout.birth import SeenDevice, visible_device
 from verl_digen.rollout.fingerprint import PROMPT, fingerprint
 from verl_digen.rollout.fitting import Fitting
 from verl_digen.rollout.network import Intake, Seals, load_network
-from verl_digen.rollout.peers import Place, Team, name_on_node, release, require_same_weights, restore, start_peers
+from verl_digen.rollout.peers import Place, Team, release, require_same_weights, restore, start_peers
 from verl_digen.rollout.prompt_cache import PromptCache
 from verl_digen.rollout.samples import Answers, SampleMaker
 from verl_digen.sampling.branches import GuidanceBranches

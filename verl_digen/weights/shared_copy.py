@@ -86,7 +86,7 @@ def shared_copy(name: str, weights: Sequence[Tensor], *, device: torch.device) -
             for part, own in zip(parts(whole), weights, strict=True):
                 part.copy_(own, non_blocking=True)
             if device.type != "cpu":
-                torch.accelerator.synchronize(device)
+                torch.get_device_module(device).synchronize(device)
             whole[0] = READY
             return SharedCopy(parts(whole), True)
     if not all(map(_is_equal, parts(whole), weights)):
@@ -117,7 +117,7 @@ def _locked(label: str) -> Iterator[None]:
                 if time.monotonic() > deadline:
                     raise TimeoutError(
                         f"the host copy {label!r} must be written within {LOCK_S:g} s, but another process is still at "
-                        "it; look in the log for a replica that hangs in its first sleep"
+                        "it; look in the log for a process that hangs in its first sleep or offload"
                     ) from error
             time.sleep(PAUSE_S)
         yield
@@ -166,7 +166,7 @@ def _clear_error(device: torch.device) -> None:
 def _warn_pageable(code: int) -> None:
     """Say once per process and error that memory stays pageable."""
     logger.warning(
-        "host copies of weights could not be page-locked (CUDA error %d), so that a replica wakes more slowly; give "
-        "this machine or container more host memory, and raise `ulimit -l`",
+        "host copies of weights could not be page-locked (CUDA error %d), so that weights return to the device more "
+        "slowly; give this machine or container more host memory, and raise `ulimit -l`",
         code,
     )
