@@ -62,7 +62,7 @@ def test_what_only_full_runs_passes_here(tmp_path: Path):
     outcomes = doctor(tmp_path, "--out", str(tmp_path), *(word for name in names for word in ("--only", name)))
     assert outcomes["quickstart_fp32"]["figure"].endswith("rewards 0.5922, 0.5845, 0.5451")
     step, planned = outcomes["sd3_fast"]["measured"]
-    assert step["what"] == "run, step 1" and step["rollout/log_prob_gap_max"] < 1e-5
+    assert step["what"] == "step 1" and step["rollout/log_prob_gap_max"] < 1e-5
     assert planned["training_gb"] > 0 and planned["training_s"] > 0
     noted = [json.loads(line)["check"] for line in (tmp_path / "figures.jsonl").read_text().splitlines()]
     assert list(dict.fromkeys(noted)) == list(names)

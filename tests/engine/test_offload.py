@@ -195,6 +195,11 @@ class Sharers:
                     found[os.stat(link).st_ino] = os.stat(link).st_size
         return list(found.values())
 
+    def replica_is_whole(self) -> bool:
+        """True if the replica's frozen weights are those it was made with."""
+        pairs = zip(self.frozen(self.weights.module), self.expected, strict=True)
+        return all(one.cpu().equal(other) for one, other in pairs)
+
 
 def _one_copy(path: str, folder: str, trainer_first: bool) -> None:
     import torch
@@ -227,10 +232,7 @@ def _one_copy(path: str, folder: str, trainer_first: bool) -> None:
     assert adapter <= sum(copied) <= adapter + buffers < both.base_bytes
     assert both.shared_bytes() == [of_file]
     both.memory.restore()
-    assert all(
-        torch.equal(one.cpu(), other)
-        for one, other in zip(both.frozen(both.weights.module), both.expected, strict=True)
-    )
+    assert both.replica_is_whole()
 
 
 @pytest.mark.parametrize("trainer_first", [True, False])
@@ -271,10 +273,7 @@ def _train_in_turns(path: str, folder: str, trainer_first: bool) -> None:
     both.engine.load_checkpoint(f"{folder}/saved")
     assert same(numbers(both.engine), numbers(plain))
     both.memory.restore()
-    assert all(
-        torch.equal(one.cpu(), other)
-        for one, other in zip(both.frozen(both.weights.module), both.expected, strict=True)
-    )
+    assert both.replica_is_whole()
 
 
 @pytest.mark.parametrize("trainer_first", [True, False])
@@ -293,10 +292,7 @@ def _odd(path: str, folder: str, trainer_first: bool) -> None:
     assert not torch.equal(both.loaded[0], both.expected[0])
     assert all(map(torch.equal, both.frozen(both.engine.module), both.loaded))
     both.memory.restore()
-    assert all(
-        torch.equal(one.cpu(), other)
-        for one, other in zip(both.frozen(both.weights.module), both.expected, strict=True)
-    )
+    assert both.replica_is_whole()
 
 
 @pytest.mark.parametrize("trainer_first", [True, False])

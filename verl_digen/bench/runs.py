@@ -17,6 +17,11 @@ from pathlib import Path
 from verl_digen.bench.modes import Mode
 
 LOG_NAME = "console.log"
+STEPS_ALONE = (
+    *("trainer.test_freq=-1", "trainer.val_before_train=false", "trainer.save_freq=-1"),
+    *("trainer.resume_mode=disable", "trainer.logger=[]"),
+)
+"""Overrides of a run whose steps are all that is asked for: no validation, checkpoint or logger."""
 NUM_LOG_LINES = 20
 """Number of lines of the log that are shown if a run fails."""
 
@@ -63,8 +68,8 @@ def command_of(work: BenchWork, mode: Mode, run_dir: Path) -> list[str]:
         f"recipe=[{recipes}]",
         *mode.overrides,
         f"trainer.total_training_steps={work.num_steps}",
-        *("trainer.test_freq=-1", "trainer.val_before_train=false", "trainer.save_freq=-1"),
-        *("trainer.resume_mode=disable", "trainer.logger=[]", "digen.report=false"),
+        *STEPS_ALONE,
+        "digen.report=false",
         *work.overrides,
         f"trainer.default_local_dir={run_dir}",
         f"hydra.run.dir={run_dir}/hydra",

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from verl.plugin.platform import get_platform
 
-from verl_digen.bench.runs import LOG_NAME, NUM_LOG_LINES, read_steps
+from verl_digen.bench.runs import LOG_NAME, NUM_LOG_LINES, STEPS_ALONE, read_steps
 from verl_digen.checkup.checkpoints import write_checkpoint
 from verl_digen.checkup.outcome import CheckFailed
 from verl_digen.checkup.setting import Setting, quickstart_devices
@@ -139,26 +139,15 @@ def check_true_size(setting: Setting) -> str:
         finally:
             plan, _ = planning.communicate()
             _note_plan(setting, plan)
-    return conclude(steps, setting.num_devices, num_steps)
+    return conclude(steps, quickstart_devices(setting.num_devices), num_steps)
 
 
 def plan_command(setting: Setting, recipe: str, words: Sequence[str]) -> list[str]:
-    """Command line that plans the run on one device: this machine's, or where it has none an H100."""
+    """Command line that plans the run on the devices that it takes; where there are none, on an H100."""
     program = "import sys; from verl_digen.cli import main; sys.exit(main())"
-    device = ("device=H100",) if setting.is_cpu else ()
-    return [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-c",
-        program,
-        "plan",
-        "--json",
-        f"recipe=[{recipe}]",
-        *words,
-        "gpus=1",
-        *device,
-    ]
+    devices = (f"gpus={quickstart_devices(setting.num_devices)}", *(("device=H100",) if setting.is_cpu else ()))
+    plan = (sys.executable, "-W", "ignore", "-c", program, "plan", "--json")
+    return [*plan, f"recipe=[{recipe}]", *words, *devices]
 
 
 def _note_plan(setting: Setting, text: str) -> None:
@@ -191,15 +180,13 @@ def conclude(steps: Sequence[Mapping[str, float]], num_devices: int, num_steps: 
     return f"{num_steps} steps on {num_devices} device(s) in {seconds} s; log-probs differ by {gap:.0e}"
 
 
-def _train(
-    setting: Setting, recipes: str, words: Sequence[str], num_steps: int, name: str = "run"
-) -> tuple[Mapping[str, float], ...]:
-    """Run verl's main in a process of its own -> metrics of its steps; its log is `NAME/console.log` in the folder.
+def _train(setting: Setting, recipes: str, words: Sequence[str], num_steps: int) -> tuple[Mapping[str, float], ...]:
+    """Run verl's main in a process of its own -> metrics of its steps; its log is `run/console.log` in the folder.
 
     Raises:
         CheckFailed: it ended with an error.
     """
-    run_dir = setting.folder / name
+    run_dir = setting.folder / "run"
     run_dir.mkdir()
     log = run_dir / LOG_NAME
     command = train_command(setting, recipes, words, num_steps, run_dir)
@@ -207,7 +194,7 @@ def _train(
         done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False)
     steps = read_steps(run_dir)
     for number, step in enumerate(steps, 1):
-        setting.note(f"{name}, step {number}", **{key: step[key] for key in NOTED if key in step})
+        setting.note(f"step {number}", **{key: step[key] for key in NOTED if key in step})
     if done.returncode != 0:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
         stopped = [line for line in lines if "verl-digen: " in line or "Error" in line]
@@ -226,8 +213,8 @@ def train_command(setting: Setting, recipes: str, words: Sequence[str], num_step
         f"recipe=[{recipes}{',digen_cpu' if is_forced else ''}]",
         f"trainer.n_gpus_per_node={quickstart_devices(setting.num_devices)}",
         f"trainer.total_training_steps={num_steps}",
-        *("trainer.test_freq=-1", "trainer.val_before_train=false", "trainer.save_freq=-1"),
-        *("trainer.resume_mode=disable", "trainer.logger=[]", "++ray_kwargs.ray_init.include_dashboard=false"),
+        *STEPS_ALONE,
+        "++ray_kwargs.ray_init.include_dashboard=false",
         *words,
         f"trainer.default_local_dir={run_dir}",
         f"hydra.run.dir={run_dir}/hydra",
