@@ -34,7 +34,6 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf, flag_override
 
 from verl_digen.cluster import joins_cluster, num_machine_cpus
-from verl_digen.patches import hydra_override_errors, hydra_replaced_mappings
 from verl_digen.require import suggestion
 
 VERL_CONFIGS = "pkg://verl.trainer.config"
@@ -131,7 +130,7 @@ class RecipeSource(ConfigSource):
         from verl_digen.config import digen_schema  # imports torch: only when one of our recipes is composed
 
         schema = digen_schema()
-        OmegaConf.set_struct(schema.reward.functions, False)  # its keys are the user's, and need no `+`
+        OmegaConf.set_struct(schema.reward.recipe_functions, False)  # its keys are the user's, and need no `+`
         return ConfigResult(self.provider, self.full_path(), schema, header={"package": "digen"})
 
     def _load_machine(self) -> ConfigResult:
@@ -168,8 +167,6 @@ class RecipeSearchPath(SearchPathPlugin):
 
 def register() -> None:
     """Register the sources with Hydra, in this process."""
-    hydra_replaced_mappings.apply()
-    hydra_override_errors.apply()  # wraps the shim above, so after it
     for plugin in (RecipeSlot, RecipeSource, RecipeSearchPath):
         Plugins.instance().register(plugin)
 

@@ -76,7 +76,7 @@ wait_until "Ray on ${#nodes[@]} nodes" all_nodes
 
 on "$head" python -m verl.trainer.main_ppo recipe="${RECIPE:-digen_qwen_image}" \
     data.train_files="$prompts" data.val_files="$validation" \
-    'digen.reward.functions={jpeg_compressibility: 1.0}' \
+    'digen.reward.recipe_functions={jpeg_compressibility: 1.0}' \
     trainer.nnodes="${#nodes[@]}" trainer.n_gpus_per_node="${SLURM_GPUS_ON_NODE:-8}" \
     trainer.default_local_dir="${RUN_DIR:-outputs/$SLURM_JOB_NAME}" trainer.resume_mode=auto "${@:3}" &
 run=$!

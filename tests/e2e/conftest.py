@@ -40,7 +40,7 @@ SMALL = (
     "data.train_batch_size=4",
     "data.val_max_samples=4",
     "actor_rollout_ref.rollout.n=4",
-    "digen.reward.functions={shapes: 1.0}",
+    "digen.reward.recipe_functions={shapes: 1.0}",
     "digen.sampling.height_px=64",
     "digen.sampling.width_px=64",
     "digen.sampling.num_steps=6",
@@ -225,7 +225,7 @@ def three_steps(tmp_path_factory: pytest.TempPathFactory) -> Run:
         "trainer.test_freq=3",
         "trainer.val_before_train=true",
         "trainer.logger=[tensorboard]",
-        "digen.reward.functions.gold={weight: 0, gold: true, reward: jpeg_compressibility}",
+        "digen.reward.recipe_functions.gold={weight: 0, gold: true, reward: jpeg_compressibility}",
         "digen.logged_groups_every=3",
         *AVERAGED,
         python=Path(sys.executable),
@@ -234,7 +234,7 @@ def three_steps(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def judged_by(server: ChatServer) -> str:
     """Override for a judge on a server, which changes nothing in the training."""
-    return f"digen.reward.functions.yes_no={{weight: 0.0, url: '{server.url}', max_batch_size: 16}}"
+    return f"digen.reward.recipe_functions.yes_no={{weight: 0.0, url: '{server.url}', max_batch_size: 16}}"
 
 
 @pytest.fixture(scope="session")
@@ -258,7 +258,7 @@ def separate(tmp_path_factory: pytest.TempPathFactory, judge: ChatServer) -> Run
         "trainer.total_training_steps=3",
         "trainer.save_freq=1",
         "trainer.test_freq=3",
-        "digen.reward.functions.shapes={weight: 1.0, num_workers: 2, max_batch_size: 4}",  # a pool of its own
+        "digen.reward.recipe_functions.shapes={weight: 1.0, num_workers: 2, max_batch_size: 4}",  # a pool of its own
         "digen.gap.slots_per_replica=1",  # with 2, these small pictures are all drawn before the first is scored
         judged_by(judge),
         recipe=SEPARATE,

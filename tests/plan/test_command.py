@@ -187,7 +187,7 @@ def test_a_weight_path_that_no_engine_has_is_refused_by_the_plan_too(tiny_qwen_i
 
 
 def test_prompts_and_rewards_are_checked_where_they_are_named(tiny_qwen_image, capsys):
-    named = ("data.train_files=nowhere.jsonl", "data.val_files=nowhere.jsonl", "+digen.reward.functions.nothing=1.0")
+    named = ("data.train_files=nowhere.jsonl", "data.val_files=nowhere.jsonl", "digen.reward.functions={nothing: 1.0}")
     assert digen_plan(*small(tiny_qwen_image), *named, "gpus=1") == 2
     refused = capsys.readouterr().err
     assert "nowhere.jsonl" in refused and "'nothing'" in refused

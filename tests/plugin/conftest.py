@@ -69,7 +69,7 @@ def runnable(tiny_qwen_image: Path, tmp_path: Path) -> list[str]:
         "actor_rollout_ref.rollout.n=4",
         "digen.sampling.height_px=32",
         "digen.sampling.width_px=32",
-        "digen.reward.functions.jpeg_compressibility=1.0",
+        "digen.reward.recipe_functions={jpeg_compressibility: 1.0}",
     ]
 
 

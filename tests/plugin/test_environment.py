@@ -44,8 +44,8 @@ def test_a_good_run_passes_and_says_what_it_trains_on(start, runnable):
         (("digen.reward.combine=gdpo",), f"digen.reward.combine must not be gdpo {KEY}"),
         (("trainer.v1.trainer_mode=digen_virtual",), "digen.environment.path must be null with virtual devices"),
         (
-            ("digen.environment.extra_episodes=1", "digen.reward.functions.diversity=1.0"),
-            "digen.environment.extra_episodes must be 0 with digen.reward.functions.diversity, which scores a whole",
+            ("digen.environment.extra_episodes=1", "digen.reward.recipe_functions.diversity=1.0"),
+            "extra_episodes must be 0 with digen.reward.recipe_functions.diversity, which scores a whole",
         ),
         (
             ("digen.environment.path=tests.environments.worlds.Editor",),

@@ -104,7 +104,10 @@ def test_a_good_config_passes(start, runnable):
             "digen.placement.generator_accelerator=H100",
             "generator_accelerator needs replicas on devices",
         ),
-        ("digen.reward.functions.nonsense=1.0", "digen.reward.functions.nonsense must name one of aesthetic, "),
+        (
+            "digen.reward.recipe_functions.nonsense=1.0",
+            "recipe_functions.nonsense must name one of aesthetic, ",
+        ),
         ("reward.custom_reward_function.path=missing.py", "reward.custom_reward_function.path must be an existing"),
     ],
 )
@@ -794,7 +797,7 @@ def test_a_run_reserves_no_more_cpus_than_the_machine_has(compose_main, machine)
         (["recipe=[digen_flowgrpo,disaggregated]", "actor_rollout_ref.rollout.n_gpus_per_node=1"], 8),
         (["digen.reward.functions={shapes: {weight: 1, num_workers: 3}}"], 9),
         (["digen.reward.functions={diversity: {weight: 1, timeshare: true}}"], 6),
-        (["digen.reward.functions.shapes=1", "digen.placement.reward_accelerator=H100"], 8),
+        (["digen.reward.recipe_functions.shapes=1", "digen.placement.reward_accelerator=H100"], 8),
         (["transfer_queue.backend.storage_backend=MooncakeStore"], 4),
     ],
 )

@@ -75,10 +75,9 @@ def test_episodes_of_the_tiny_edit_model_are_its_recipe_with_the_environment_and
         "digen.environment.name=shape_edits",
         "digen.environment.options={num_turns: 3}",
         "digen.environment.max_turns=3",
-        "digen.reward.functions={}",
+        "~digen.reward.recipe_functions.shape_edit",
     )
     assert job(compose_main("recipe=digen_edit_episodes")) == job(typed)
-    assert digen_config(compose_main("recipe=digen_tiny_edit")).reward.functions == {"shape_edit": 1.0}
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.glob("*.yaml")))
@@ -131,20 +130,20 @@ def test_fields_are_overridden_without_a_plus(compose_main):
         "digen.sampling.num_steps=6",
         "digen.window.kind=consecutive",
         "digen.window.range=[0,3]",
-        "digen.reward.functions.shapes=0.5",
+        "digen.reward.recipe_functions.shapes=0.5",
     )
     digen = digen_config(config)
     assert digen.sampling.num_steps == 6
     assert list(digen.window.range or ()) == [0, 3]
-    assert digen.reward.functions["shapes"] == 0.5
+    assert digen.reward.recipe_functions["shapes"] == 0.5
     assert job(config)["actor_rollout_ref"]["model"]["digen"] == "${digen}"
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("digen.sampling.nun_steps=6", "did you mean digen.sampling.num_steps"),
-        ("digen.nonsense=1", "digen.nonsense must be a key of the config"),
+        ("digen.sampling.nun_steps=6", "Key 'nun_steps' not in 'SamplingConfig'"),
+        ("digen.nonsense=1", "Key 'nonsense' not in 'DigenConfig'"),
         ("digen.sampling.num_steps=many", "Value 'many' of type 'str' could not be converted to Integer"),
     ],
 )
@@ -228,3 +227,9 @@ def test_another_program_that_calls_verls_main_has_recipes_and_checks(tmp_path, 
     stdout, stderr = bad.communicate(timeout=240)
     assert bad.returncode == 2 and "ray.init was reached" not in stdout
     assert "digen.loss.name must be one of" in stderr and "Traceback" not in stderr
+
+
+@pytest.mark.parametrize("recipe", ["digen_flowgro", "[digen_flowgro,disaggregated]"])
+def test_a_mistyped_recipe_is_answered_with_the_one_that_was_meant(compose_main, recipe):
+    with pytest.raises(MissingConfigException, match="did you mean digen_flowgrpo\\?"):
+        compose_main(f"recipe={recipe}")

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reward a run trains on: which functions the command line gives, and which of them cannot be called."""
 
-import re
 import shlex
 from pathlib import Path
 
@@ -9,9 +8,8 @@ import pytest
 from hydra._internal.callbacks import Callbacks
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from verl_digen.config import RewardConfig
+from verl_digen.config import RewardConfig, digen_config
 from verl_digen.config.reward import reward_entry
-from verl_digen.patches.hydra_replaced_mappings import merge_overrides
 from verl_digen.preflight.rewards import (
     check_combination,
     check_group_rewards,
@@ -27,43 +25,30 @@ from verl_digen.reward.functions import require_reward_function
 from verl_digen.reward.named import find
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = sorted(path for path in (ROOT / "examples").glob("*.sh") if path.stem != "quickstart")
 
 
-def functions(config: DictConfig) -> dict[str, object]:
-    return OmegaConf.to_container(config.digen.reward.functions)  # type: ignore[return-value]
+def given(config: DictConfig) -> dict[str, object]:
+    reward = config.digen.reward
+    return OmegaConf.to_container(reward.recipe_functions if reward.functions is None else reward.functions)  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ([], {"shapes": 1.0}),
-        (["digen.reward.functions={jpeg_compressibility: 0.5}"], {"jpeg_compressibility": 0.5}),
-        (["digen.reward.functions={}"], {}),
-        (["digen.reward.functions.jpeg_compressibility=0.5"], {"shapes": 1.0, "jpeg_compressibility": 0.5}),
-        (["digen.reward.functions.shapes=0.5"], {"shapes": 0.5}),
-        (["+digen.reward.functions={jpeg_compressibility: 0.5}"], {"shapes": 1.0, "jpeg_compressibility": 0.5}),
-        (["~digen.reward.functions.shapes"], {}),
-        (["digen.reward.functions={a: 1}", "digen.reward.functions={b: 2}"], {"b": 2.0}),
-        (["digen.reward.functions={a: 1}", "digen.reward.functions.b=2"], {"a": 1.0, "b": 2.0}),
-        (["digen.reward.functions.b=2", "digen.reward.functions={a: 1}"], {"a": 1.0}),
-        (["digen.reward.functions={my_rewards.ocr.score: 1}"], {"my_rewards.ocr.score": 1.0}),
-        (["digen.reward.functions={a: {weight: 1, url: x}}"], {"a": {"weight": 1, "url": "x"}}),
-        (["digen.reward.functions.shapes.num_workers=2"], {"shapes": {"weight": 1.0, "num_workers": 2}}),
-        (["digen.reward.functions.a.weight=2"], {"shapes": 1.0, "a": {"weight": 2}}),
-        (
-            ["digen.reward.functions={a: {weight: 1, url: x}}", "digen.reward.functions.a={weight: 2}"],
-            {"a": {"weight": 2}},
-        ),
-        (
-            ["digen.reward.functions={a: {weight: 1, url: x}}", "digen.reward.functions.a.weight=0.5"],
-            {"a": {"weight": 0.5, "url": "x"}},
-        ),
-        (["digen.reward.functions={a: {weight: 1, url: x}}", "digen.reward.functions.a=2"], {"a": 2}),
+        ([], {"shapes": {"weight": 1.0}}),
+        (["functions={jpeg_compressibility: 0.5}"], {"jpeg_compressibility": 0.5}),
+        (["functions={}"], {}),
+        (["functions={my_rewards.ocr.score: 1}"], {"my_rewards.ocr.score": 1.0}),
+        (["functions={a: {weight: 1, url: x}}", "functions.a.weight=0.5"], {"a": {"weight": 0.5, "url": "x"}}),
+        (["recipe_functions.jpeg_compressibility=0.5"], {"shapes": {"weight": 1.0}, "jpeg_compressibility": 0.5}),
+        (["recipe_functions.shapes=0.5"], {"shapes": 0.5}),
+        (["recipe_functions.shapes.num_workers=2"], {"shapes": {"weight": 1.0, "num_workers": 2}}),
     ],
 )
-def test_functions_given_as_a_whole_replace_the_recipes_and_one_alone_is_added(compose_main, overrides, expected):
-    assert functions(compose_main("recipe=digen_quickstart", *overrides)) == expected
+def test_functions_replace_the_recipes_which_can_be_added_to(compose_main, overrides, expected):
+    config = compose_main("recipe=digen_quickstart", *(f"digen.reward.{one}" for one in overrides))
+    assert given(config) == expected
+    assert {entry.name for entry in digen_config(config).reward.entries} == {*expected}
 
 
 def test_other_mappings_are_merged_as_ever(compose_main):
@@ -71,33 +56,12 @@ def test_other_mappings_are_merged_as_ever(compose_main):
     assert config.actor_rollout_ref.actor.optim.lr == 1.0 and config.actor_rollout_ref.actor.optim.clip_grad == 1.0
 
 
-def test_hydra_by_itself_merges_a_mapping():
-    """The limitation that `patches/hydra_replaced_mappings.py` is for."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
-    config = OmegaConf.create({"digen": {"reward": {"functions": {"shapes": 1.0}}}})
-    merge_overrides(OverridesParser.create().parse_overrides(["digen.reward.functions={}"]), config)
-    assert config.digen.reward.functions == {"shapes": 1.0}
-
-
-def command_of(script: Path) -> list[str]:
-    """The script's overrides, for two prompt files."""
-    command = script.read_text().split("verl.trainer.main_ppo", 1)[1].replace("\\\n", " ")
-    words = shlex.split(re.sub(r'"\$\{(1|2):\?\$usage\}"', "prompts.txt", command))
-    assert words[-1] == "${@:3}"
-    return words[:-1]
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_the_advice_of_a_script_for_a_reward_of_ones_own_trains_on_it_alone(start, script, tmp_path):
-    advice = re.search(r"For your own: ('digen.reward.functions=.*?=)FILE", script.read_text())
-    assert advice is not None
+def test_the_documented_way_to_a_reward_of_ones_own_trains_on_it_alone(start, runnable, tmp_path):
     (tmp_path / "mine.py").write_text("def compute_score(**sample):\n    return 0.0\n")
-    config = start(*command_of(script), *shlex.split(f"{advice[1]}{tmp_path / 'mine.py'}"))
+    mine = ("digen.reward.functions={}", f"reward.custom_reward_function.path={tmp_path / 'mine.py'}")
+    config = start(*runnable, *mine)
     assert reward_formula(config) == "reward = 1 x custom"
     check_rewards(config)
-    assert reward_formula(start(*command_of(script))) == "reward = 1 x jpeg_compressibility"
-    assert config.trainer.save_freq > 0 and config.trainer.max_actor_ckpt_to_keep > 0
 
 
 def test_the_cookbooks_line_for_a_reward_weighs_just_what_it_names(compose_main, tmp_path):

@@ -37,7 +37,7 @@ def test_the_file_says_what_the_command_line_changed_in_the_recipe(written):
         "data.train_batch_size": (8, 4),
         "trainer.default_local_dir": ("outputs/${trainer.project_name}/${trainer.experiment_name}", str(folder)),
         "trainer.own.a": (MISSING, 1),
-        "digen.reward.functions.shapes": (1.0, MISSING),
+        "digen.reward.functions": (None, MISSING),
         "digen.reward.functions.jpeg_compressibility": (MISSING, 1.0),
     }
     assert found["config"]["actor_rollout_ref"]["actor"]["ppo_mini_batch_size"] == 4, "interpolations are resolved"

@@ -66,7 +66,7 @@ def test_it_needs_separate_pools_and_one_optimizer_step(start, runnable, separat
     ("given", "message"),
     [
         (("digen.environment.name=shape_edits",), f"{KEY} must be false with an environment, whose episodes"),
-        (("+digen.reward.functions.diversity=0.5",), f"{KEY} must be false with diversity, which scores samples when"),
+        (("digen.reward.recipe_functions.diversity=0.5",), f"{KEY} must be false with diversity, which"),
     ],
 )
 def test_rewards_of_whole_groups_and_episodes_are_refused(start, separate, given, message):

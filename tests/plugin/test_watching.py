@@ -9,7 +9,7 @@ from verl_digen.preflight.inputs import check_prompts
 from verl_digen.preflight.rewards import check_group_rewards, reward_formula
 from verl_digen.preflight.watching import check_watching
 
-GOLD = "digen.reward.functions.gold={weight: 0, gold: true, reward: jpeg_incompressibility}"
+GOLD = "digen.reward.recipe_functions.gold={weight: 0, gold: true, reward: jpeg_incompressibility}"
 STOPS = (GOLD, "digen.reward.stop_on_hacking=true", "trainer.test_freq=20", "trainer.save_freq=10")
 
 
@@ -27,7 +27,7 @@ STOPS = (GOLD, "digen.reward.stop_on_hacking=true", "trainer.test_freq=20", "tra
         ),
         (
             (GOLD, "trainer.test_freq=-1", "trainer.val_before_train=false"),
-            "trainer.val_before_train true, with digen.reward.functions.gold.when=validation, got -1",
+            "trainer.val_before_train true, with digen.reward.recipe_functions.gold.when=validation, got -1",
         ),
         (
             ("digen.reward.hacking.threshold=2",),
@@ -35,7 +35,7 @@ STOPS = (GOLD, "digen.reward.stop_on_hacking=true", "trainer.test_freq=20", "tra
         ),
         (
             (GOLD, "reward.reward_manager.name=Mine", "reward.reward_manager.module.path=mine.py"),
-            "digen.reward.functions.gold must score all samples with reward.reward_manager.name=Mine",
+            "digen.reward.recipe_functions.gold must score all samples with reward.reward_manager.name=Mine",
         ),
     ],
 )
@@ -57,7 +57,7 @@ def test_the_start_line_says_what_is_computed_at_validation_alone(start, runnabl
 
 
 def test_a_gold_reward_of_groups_needs_groups_at_validation_alone(start, runnable):
-    gold = "digen.reward.functions.gold={weight: 0, gold: true, reward: diversity}"
+    gold = "digen.reward.recipe_functions.gold={weight: 0, gold: true, reward: diversity}"
     with pytest.raises(ValueError, match=r"val_kwargs\.n must be >= 2 with gold, which compares"):
         check_group_rewards(start(*runnable, gold))
     check_group_rewards(
@@ -90,11 +90,11 @@ def routed(**sources: str) -> str:
             "must be scored by a reward whose weight is not 0, got ['drawn', 'geneval']; add it to",
         ),
         (
-            (routed(a="ocr,geneval"), "digen.reward.functions.log=0"),
+            (routed(a="ocr,geneval"), "+digen.reward.functions.log=0"),
             "must be scored by a reward whose weight is not 0, got ['drawn']",
         ),
         (
-            (routed(a="ocr,genevall"), "digen.reward.functions.jpeg_incompressibility=1"),
+            (routed(a="ocr,genevall"), "+digen.reward.functions.jpeg_incompressibility=1"),
             "a.data_sources must name a data_source of the prompts, which have drawn, geneval, ocr, got ['genevall']; "
             "did you mean geneval?",
         ),
@@ -118,7 +118,7 @@ def test_prompts_without_a_reward_and_rewards_without_prompts_are_refused(start,
     "given",
     [
         (routed(a="ocr,geneval", b="drawn"),),
-        (routed(a="ocr"), "digen.reward.functions.jpeg_incompressibility=1"),
+        (routed(a="ocr"), "+digen.reward.functions.jpeg_incompressibility=1"),
         (routed(a="ocr"), "reward.custom_reward_function.path=mine.py"),
     ],
 )

@@ -17,6 +17,8 @@ COMBINED = ("sum", "gdpo")
 """Built-in values of `digen.reward.combine`."""
 ALWAYS, VALIDATION = "always", "validation"
 """Values of an entry's `when`."""
+FUNCTIONS, RECIPE_FUNCTIONS = "digen.reward.functions", "digen.reward.recipe_functions"
+"""The mappings that name rewards."""
 MIN_POINTS = 3
 """Fewest validations that have a trend and a noise."""
 
@@ -41,7 +43,7 @@ class PoolSettings:
 
 @dataclass(frozen=True)
 class RewardEntry:
-    """One reward of `digen.reward.functions`."""
+    """One reward of `digen.reward.functions`, or of the recipe's."""
 
     name: str
     weight: float
@@ -58,6 +60,8 @@ class RewardEntry:
     """True: higher is better, it is not trained on, and the alarm for hacking compares the trained reward with it."""
     data_sources: tuple[str, ...] | None = None
     """`data_source` of the prompts whose samples it scores; None: of all."""
+    section: str = FUNCTIONS
+    """The mapping that names it."""
 
     @property
     def pool_settings(self) -> PoolSettings:
@@ -72,7 +76,7 @@ class RewardEntry:
     @property
     def key(self) -> str:
         """The entry's key as typed."""
-        return f"digen.reward.functions.{self.name}"
+        return f"{self.section}.{self.name}"
 
     def covers(self, data_source: str) -> bool:
         """True if it scores samples of prompts of this source."""
@@ -124,14 +128,16 @@ class HackingConfig:
 class RewardConfig:
     """Rewards of a sample. verl's `reward.custom_reward_function` is added as `custom`."""
 
-    functions: dict[str, Any] = field(default_factory=dict)
+    functions: Any = None
     """Name -> weight, or a mapping of `weight`, `reward` (what the name stands for, where it is no built-in name or
     import path itself), `when` (always, or validation: training samples are not scored), `gold` (true: a reward of
     weight 0 that `hacking` watches, at validation alone unless `when` says otherwise), `data_sources` (list: it scores
     prompts of these alone), `num_workers`, `num_gpus`, `max_batch_size`, `batch_wait_s` (a pool of its own),
-    `timeshare` (true: it takes turns with the replicas on their devices), and arguments. Given as a whole on the
-    command line, it replaces the recipe's, and so does an entry;
-    `functions.NAME=WEIGHT` and `functions.NAME.KEY=VALUE` add or change one. A weight of 0 only logs."""
+    `timeshare` (true: it takes turns with the replicas on their devices), and arguments. A weight of 0 only logs.
+    null: `recipe_functions`."""
+    recipe_functions: dict[str, Any] = field(default_factory=dict)
+    """The recipe's rewards, in the form of `functions`, which replaces them all; `recipe_functions.NAME=...` adds one,
+    or changes one."""
     custom_weight: float = 1.0
     """Weight of `reward.custom_reward_function`, if there is one."""
     combine: str = "sum"
@@ -148,8 +154,13 @@ class RewardConfig:
     """End the run when the alarm holds, and keep the checkpoint of each gold reward's best validation."""
 
     def __post_init__(self) -> None:
-        for name, value in self.functions.items():
-            reward_entry(name, value)
+        require(
+            self.functions is None or isinstance(self.functions, Mapping),
+            f"{FUNCTIONS} must be a mapping of names, or null for the recipe's",
+            self.functions,
+            f"set e.g. {FUNCTIONS}={{jpeg_compressibility: 1.0}}",
+        )
+        _ = self.entries  # raises ValueError for a broken one
         require(
             0 <= self.max_retries <= MAX_RETRIES,
             f"digen.reward.max_retries must lie in [0, {MAX_RETRIES}]",
@@ -160,8 +171,11 @@ class RewardConfig:
 
     @property
     def entries(self) -> tuple[RewardEntry, ...]:
-        """The rewards of `functions`."""
-        return tuple(reward_entry(name, value) for name, value in self.functions.items())
+        """The rewards of `functions`, or of the recipe where that is null."""
+        section, given = FUNCTIONS, self.functions
+        if given is None:
+            section, given = RECIPE_FUNCTIONS, self.recipe_functions
+        return tuple(reward_entry(name, value, section) for name, value in given.items())
 
     @property
     def timeshared(self) -> tuple[RewardEntry, ...]:
@@ -179,15 +193,15 @@ class RewardConfig:
         return named | ({"custom": self.custom_weight} if has_custom else {})
 
 
-def reward_entry(name: str, value: Any) -> RewardEntry:
-    """Read one entry of `digen.reward.functions`.
+def reward_entry(name: str, value: Any, section: str = FUNCTIONS) -> RewardEntry:
+    """Read one entry of the mapping `section`.
 
     Raises:
         ValueError: a broken rule.
     """
-    key = f"digen.reward.functions.{name}"
+    key = f"{section}.{name}"
     if not isinstance(value, Mapping):
-        return RewardEntry(name, _number(key, value, "1.0 is usual"), name, {}, None)
+        return RewardEntry(name, _number(key, value, "1.0 is usual"), name, {}, None, section=section)
     require("weight" in value, f"{key} must have a weight", dict(value), f"set e.g. {key}.weight=1.0; 0 only logs")
     given = dict(value)
     weight = _number(f"{key}.weight", given.pop("weight"), "1.0 is usual")
@@ -199,7 +213,7 @@ def reward_entry(name: str, value: Any) -> RewardEntry:
     when = _when(key, given, weight, is_gold)
     sources = _sources(key, given)
     own = {known: given.pop(known) for known in PoolSettings.__dataclass_fields__ if known in given}
-    return RewardEntry(name, weight, target, given, _pool(key, own) if own else None, when, is_gold, sources)
+    return RewardEntry(name, weight, target, given, _pool(key, own) if own else None, when, is_gold, sources, section)
 
 
 def _gold(key: str, given: dict[str, Any], weight: float) -> bool:

@@ -92,7 +92,8 @@ def _check_rows(config: DictConfig) -> None:
 
 def _check_rewards(config: DictConfig) -> None:
     digen = digen_config(config)
-    given = [*digen.reward.functions, *(["reward.custom_reward_function.path"] if has_custom(config) else [])]
+    given = [entry.name for entry in digen.reward.entries]
+    given += ["reward.custom_reward_function.path"] if has_custom(config) else []
     require(
         not given or bool(validates(config)),
         f"digen.reward.functions must be empty with digen.loss.name={digen.loss_name} where the run does not validate: "

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf, flag_override
 
+from verl_digen.config import digen_config
 from verl_digen.preflight.inputs import check_prompts
 from verl_digen.preflight.kernels import check_kernel_machine, check_kernel_model
 from verl_digen.preflight.latents import check_latents
@@ -52,7 +53,7 @@ def check_plannable(config: DictConfig) -> None:
     left_out = {*OF_MODEL, *OF_RUN}
     if OmegaConf.select(config, "data.train_files") is None:
         left_out.add(check_prompts)
-    if not (OmegaConf.select(config, "digen.reward.functions") or has_custom(config)):
+    if not (digen_config(config).reward.entries or has_custom(config)):
         left_out |= {check_rewards, check_combination, check_group_rewards, check_timeshared, check_watching}
         left_out |= {check_reward_model, check_latents}
     check(config, [rule for rule in RULES if rule not in left_out])

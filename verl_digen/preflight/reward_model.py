@@ -41,7 +41,7 @@ def check_reward_model(config: DictConfig) -> None:
         bool(asking),
         f"{KEY}.enable must be false where no reward asks its servers",
         True,
-        f"name a judge without url, e.g. digen.reward.functions.yes_no=1.0, or take {ROUTER} in a reward function",
+        f"name a judge without url, e.g. digen.reward.functions={{yes_no: 1.0}}, or take {ROUTER} in a reward function",
     )
     _check_servers(config)
 

@@ -52,7 +52,7 @@ def check_rewards(config: DictConfig) -> None:
         bool(weights) or not (is_trained or (trains_pairs(config) and validates(config))),
         "digen.reward.functions must name a reward function and its weight",
         weights,
-        f"set e.g. digen.reward.functions.jpeg_compressibility=1.0, or {CUSTOM_KEY}.path",
+        f"set e.g. digen.reward.functions={{jpeg_compressibility: 1.0}}, or {CUSTOM_KEY}.path",
     )
     require(
         any(weights.values()) or not is_trained,
@@ -154,10 +154,11 @@ def check_combination(config: DictConfig) -> None:
         reward.combine,
         "leave reward.reward_manager alone, or digen.reward.combine out",
     )
+    names = [entry.name for entry in reward.entries]
     require(
-        CUSTOM not in reward.functions or not has_custom(config),
+        CUSTOM not in names or not has_custom(config),
         f"digen.reward.functions must not name a reward {CUSTOM!r} beside {CUSTOM_KEY}.path, which has that name",
-        list(reward.functions),
+        names,
         "give it another name",
     )
 

@@ -14,18 +14,17 @@ verl makes of it in the workers, and those of verl's own yaml. Not checked, beca
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
+from itertools import groupby
 from typing import Any
 
 import yaml
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
-
-from verl_digen.patches.hydra_override_errors import closest_keys
 
 VERLS_YAML = "_generated_ppo_trainer.yaml"
 """verl's composed config, which it ships in addition to the parts."""
@@ -48,6 +47,10 @@ READERS: Mapping[str, tuple[str, str]] = {
     "trainer.v1.sampler": ("trainer.v1.sampler.custom_sampler.name", "GroupReplayBuffer"),
 }
 """Section -> key with the name of the class that reads it, and our class."""
+MANY = 5
+"""Maximum number of sections that share a key name for the name to be a useful hint."""
+NEVER_MEANT = frozenset({"hydra", "critic", "distillation"})
+"""Sections that a diffusion run does not read."""
 
 
 def unknown_problems(config: DictConfig) -> list[str]:
@@ -126,6 +129,37 @@ def _is_slip(name: str, child: Any, root: DictConfig, known: set[str]) -> bool:
     return not isinstance(child, DictConfig) and any(
         one.rpartition(".")[2] == name for one in closest_keys(name, root, [name])
     )
+
+
+def closest_keys(key: str, cfg: DictConfig, unknown: Collection[str] = ()) -> list[str]:
+    """Known keys that `key` may have meant, the closest first; at most two. `unknown`: keys of `cfg` to leave out,
+    with their subtrees.
+
+    Example:
+        closest_keys("trainer.total_step", cfg)  # ["trainer.total_training_steps"]
+        closest_keys("digen.digen.seed", cfg)    # ["digen.seed"]
+    """
+    known = [one for one in keys_of(cfg) if one.partition(".")[0] not in NEVER_MEANT]
+    known = [one for one in known if not any(f"{one}.".startswith(f"{other}.") for other in unknown)]
+    section, _, name = key.rpartition(".")
+    beside = {one.rpartition(".")[2]: one for one in known if one.rpartition(".")[0] == section}
+    named = [one for one in known if one.rpartition(".")[2] == name]
+    once = ".".join(part for part, _ in groupby(key.split(".")))  # a section typed twice
+    found = [once] if once != key and once in known else []
+    found += [beside[one] for one in get_close_matches(name, beside, n=2)]
+    found += get_close_matches(key, named, n=1, cutoff=0.0) if len(named) <= MANY else []
+    found += get_close_matches(key, known, n=2, cutoff=0.8)
+    return list(dict.fromkeys(found))[:2]
+
+
+def keys_of(node: DictConfig, prefix: str = "") -> Iterator[str]:
+    """The dotted keys of a config, sections included."""
+    for name in node:
+        key = f"{prefix}{name}"
+        yield key
+        child = node._get_node(name)
+        if isinstance(child, DictConfig) and not (child._is_none() or child._is_missing() or child._is_interpolation()):
+            yield from keys_of(child, f"{key}.")
 
 
 @cache

@@ -33,8 +33,8 @@ def check_watching(config: DictConfig) -> None:
     require(
         bool(reward.golds) or reward.hacking == HackingConfig(),
         "digen.reward.functions must have an entry with gold=true where digen.reward.hacking is set",
-        list(reward.functions),
-        "set e.g. digen.reward.functions.NAME={weight: 0, gold: true}, or leave digen.reward.hacking out",
+        [entry.name for entry in reward.entries],
+        "add e.g. NAME: {weight: 0, gold: true}, or leave digen.reward.hacking out",
     )
     if reward.stop_on_hacking:
         _check_stop(config, reward.golds)
@@ -46,8 +46,8 @@ def _check_stop(config: DictConfig, golds: Sequence[str]) -> None:
     require(
         bool(golds),
         f"digen.reward.functions must have an entry with gold=true with {STOP}=true",
-        list(digen_config(config).reward.functions),
-        f"set e.g. digen.reward.functions.NAME={{weight: 0, gold: true}}, or {STOP}=false",
+        [entry.name for entry in digen_config(config).reward.entries],
+        f"add e.g. NAME: {{weight: 0, gold: true}}, or {STOP}=false",
     )
     require(
         trainer.v1.trainer_mode != VIRTUAL,
