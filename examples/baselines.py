@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from verl_digen.devices import Pool
@@ -21,8 +21,6 @@ from verl_digen.simulate.cluster import (
     COLOCATED_TSP,
     Outcome,
     run_colocated,
-    run_split,
-    simulated_rules,
 )
 from verl_digen.simulate.comparison import (
     ALONE,
@@ -56,9 +54,6 @@ DEVICE = "H800"
 SIZES = (16, 32, 256)
 MIXED = (Pool(20, "H800"), Pool(24, "A100"))
 """Training and generating pool of the comparison on two types of devices."""
-PART_ROW_FACTORS = (1.0, 1.75)
-"""Cost of a row of a sample that trains before its group is complete. Two backwards: 2 of them in place of 1, each with
-recomputation, beside one forward: 7 forwards in place of 4."""
 LADDER_SIZE = 32
 """Devices of the table of levers."""
 CALIBRATED = "qwen-image-20b"
@@ -152,30 +147,6 @@ def ratio_cells(row: Row) -> list[str]:
         f"{plain.runs[COLOCATED_TSP].idle['all']:.0%}",
         *(f"{plain.runs[STRICT].idle[pool]:.0%}" for pool in ("trainer", "generator")),
     ]
-
-
-def subgroup_table(found: Sequence[tuple[Profile, str, Mapping[str, Outcome]]]) -> list[str]:
-    """Training samples before their group is complete: the step at the split that is best without it.
-
-    Args:
-        found: profile, devices, and its runs `GAP_TSP` and `STRICT`.
-    """
-    body = []
-    for profile, devices, runs in found:
-        cells = [f"`{profile.name}`", devices]
-        for name in (GAP_TSP, STRICT):
-            techniques, split = name.split("+"), runs[name].split
-            assert split is not None
-            rules = replace(simulated_rules(profile, split, techniques), subgroups=True)
-            cells += [f"{runs[name].step_s:.1f}"]
-            for factor in PART_ROW_FACTORS:
-                run = run_split(profile, split, techniques, num_steps=NUM_STEPS, rules=rules, part_row_factor=factor)
-                cells.append(f"{run.step_s:.1f}, {runs[name].step_s / run.step_s:.3f}x")
-        body.append(cells)
-    head = ["simulated s/step", "devices"]
-    for name in (GAP_TSP, STRICT):
-        head += [name, f"{name} with sub-groups", "the same, two backwards"]
-    return lines_of(head, body)
 
 
 def alone_table(own: Sequence[Row], windowed_rows: Sequence[Row]) -> list[str]:
@@ -312,9 +283,6 @@ def tables(progress: Callable[[str], None] = lambda _: None) -> dict[str, list[s
         "ratios": ratio_table(own),
         "seconds, window of 2": seconds_table(windowed_rows),
         "ratios, window of 2": ratio_table(windowed_rows),
-        "subgroups": subgroup_table(
-            [(row.plain.profile, row.plain.devices, row.plain.runs) for row in own if not row.is_mixed]
-        ),
         "two types": alone_table(own, windowed_rows),
         "levers": lever_table(profiles, LADDER_SIZE),
         "published": published_table(calibrated),

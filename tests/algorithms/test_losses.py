@@ -249,44 +249,6 @@ def test_a_loss_is_filed_as_homogeneous_in_the_advantage_if_and_only_if_it_is(na
         assert is_proportional == find_objective(name).loss.homogeneous
 
 
-LINEAR = [name for name in objective_names() if find_objective(name).loss.linear]
-"""Losses that let samples train before their group is complete."""
-
-
-def at_ratio_1(name, advantage):
-    """(output without clamping, its gradient in the log-probs) while the weights are those before the update."""
-    inputs = some_inputs(30)
-    log_prob = inputs["log_prob"].requires_grad_()
-    inputs |= {"old_log_prob": log_prob.detach(), "old_mean": inputs["mean"], "old_velocity": inputs["velocity"]}
-    output = policy_loss(name, inputs | {"advantage": advantage}, default_config(name).unclamped())
-    return output, gradient(output, log_prob)
-
-
-def is_linear(name):
-    """True if the loss of a mixture of advantages of both signs is the mixture of their losses, with its gradient."""
-    one, two = 2 * torch.randn(2, 30, generator=torch.Generator().manual_seed(7))
-    parts = [at_ratio_1(name, one), at_ratio_1(name, two)]
-    mixed, mixed_gradient = at_ratio_1(name, 0.3 * one - 1.7 * two)
-    expected = 0.3 * parts[0][0].loss - 1.7 * parts[1][0].loss
-    expected_gradient = 0.3 * parts[0][1] - 1.7 * parts[1][1]
-    return torch.allclose(mixed.loss, expected, rtol=1e-4, atol=1e-6) and torch.allclose(
-        mixed_gradient, expected_gradient, rtol=1e-4, atol=1e-6
-    )
-
-
-@pytest.mark.parametrize("name", LINEAR)
-def test_a_loss_filed_as_linear_is_linear_in_the_advantage_at_ratio_1(name):
-    assert is_linear(name)
-    advantage = 2 * torch.randn(30, generator=torch.Generator().manual_seed(8))
-    found, by_sign = (numbers(at_ratio_1(name, value)[0].metrics) for value in (advantage, advantage.sign()))
-    assert found == by_sign  # the metrics of a sample need no more than the sign of its advantage
-
-
-def test_the_check_of_linearity_finds_losses_that_are_not():
-    assert {"flow_grpo", "dance_grpo", "grpo_guard", "longcat", "flow_dppo", "tis", "reinforce"} < {*LINEAR}
-    assert not is_linear("kimi")
-
-
 @pytest.mark.parametrize(
     "settings",
     [{}, {"kind": "velocity"}, {"distill_coef": 0.3, "task_coef": 0.7}, {"kind": "velocity", "task_coef": 2.0}],
@@ -462,7 +424,7 @@ def test_a_registered_loss_is_found_checked_and_called():
     assert policy_loss("mine", inputs, default_config("mine")).loss == -5.5
     assert "mine" in objective_names()
     loss = find_objective("mine").loss
-    assert not loss.homogeneous and not loss.linear and not loss.off_policy  # unless it says so
+    assert not loss.homogeneous and not loss.off_policy  # unless it says so
     with pytest.raises(ValueError, match="needs advantage"):
         policy_loss("mine", {"log_prob": torch.ones(2)}, ClampedConfig())
     with pytest.raises(ValueError, match="'flow_grpo' exists already"):

@@ -81,10 +81,6 @@ class Checks:
             )
             self.require(self.drawn.get(uid) == batch, "lost", f"{uid}, drawn for {self.drawn.get(uid)}, is in {batch}")
 
-    def on_part(self, uid: str, samples: Mapping[str, list[tuple[int, int]]], whole: list[str]) -> None:
-        """Check that a rank trains samples of one group that it does not have whole yet."""
-        self.require([*samples] == [uid] and uid not in whole, "duplicated", f"a part of {uid} has {dict(samples)}")
-
     def on_commit(self, rank: int, batch: int, uids: list[str]) -> None:
         """Record that a rank takes the optimizer step on what it accumulated."""
         self.require(len(uids) == len(set(uids)), "duplicated", f"rank {rank} trains {uids} in batch {batch}")

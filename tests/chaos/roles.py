@@ -317,11 +317,8 @@ class Rank:
             self._checks.require(found, "lost", f"no conditions of {sample.uid} when it is trained")
             _, index, version = parse_key(sample.key)
             groups.setdefault(sample.uid, []).append((index, version))
-        if fragment.part_of:
-            self._checks.on_part(fragment.part_of, groups, self._uids)
-        else:
-            self._checks.on_fragment(self.num_commits, groups)
-            self._uids += groups
+        self._checks.on_fragment(self.num_commits, groups)
+        self._uids += groups
         await self._work("accumulate", TRAIN_S)
         return {"accumulate_s": TRAIN_S}
 

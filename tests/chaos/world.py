@@ -45,7 +45,6 @@ class World:
     replicate_prompts: bool = True
     min_fragment: int | str = 1
     max_fragment: int = 4
-    subgroups: bool = False
     assist: str = "off"
     max_versions: int = 0
     fraction: float = 1.0
@@ -96,7 +95,6 @@ class World:
                 max_groups_per_fragment=max(
                     1 if isinstance(self.min_fragment, str) else self.min_fragment, self.max_fragment
                 ),
-                subgroups=self.subgroups,
             ),
             queue=QueueConfig(
                 replicate_prompts=self.replicate_prompts,
@@ -142,9 +140,7 @@ def draw_world(seed: int, kinds: Sequence[Kind] = KINDS) -> World:
     )
     world = replace(world, faults=draw_faults(rng, world.processes(), kinds))
     world = replace(world, compares=rng.random() < 0.5)
-    world = replace(world, saves=tuple(step for step in range(1, num_batches + 1) if rng.random() < 0.3))
-    is_exact = world.max_versions == 0 and world.is_pipelined and not world.compares
-    return replace(world, subgroups=is_exact and random.Random(f"parts of {seed}").random() < 0.7)
+    return replace(world, saves=tuple(step for step in range(1, num_batches + 1) if rng.random() < 0.3))
 
 
 def smaller(world: World) -> Iterator[World]:

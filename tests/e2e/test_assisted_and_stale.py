@@ -100,16 +100,3 @@ def test_thirty_stale_steps_lose_nothing_and_stay_within_the_bound(tmp_path):
         assert row.get("staleness/samples_1_versions", 0) <= 2 * 2, "at most two of three groups"
         ages += Counter({age: int(row.get(f"staleness/samples_{age}_versions", 0)) for age in (0, 1)})
     assert ages.total() == 30 * 6 and ages[1] > 0, "the next batch did begin early"
-
-
-def test_samples_that_train_before_their_group_is_complete_change_the_weights_as_whole_groups_do(three_steps, tmp_path):
-    early = "digen.gap.subgroups=true", "digen.gap.chunk_size=1", "trainer.total_training_steps=3"
-    run = run_main(tmp_path / "parts", *SGD, *early, "trainer.save_freq=3", recipe=SEPARATE)
-    assert_succeeded(run)
-    assert_same_weights(three_steps, run, 3)
-    rows = steps_of(run)
-    assert sum(row["batch/early_samples"] for row in rows) > 0
-    assert all(row["actor/num_rows"] == steps_of(three_steps)[0]["actor/num_rows"] for row in rows)
-    timeline = read_timeline(run.run_dir / "timeline.jsonl")
-    parts = [interval for interval in timeline.intervals if interval.detail.get("part")]
-    assert len(parts) == sum(row["batch/num_part_calls"] for row in rows)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -59,8 +59,7 @@ class Call:
     """One call on an open logical batch."""
 
     kind: str
-    """train; part, samples of an incomplete group; refuse, a fragment that must be refused without a trace; assist; or
-    failing assist."""
+    """train; refuse, a fragment that must be refused without a trace; assist; or failing assist."""
     fragment: FragmentSpec | None = None
     why: str = ""
     """The fault of a fragment that must be refused."""
@@ -95,8 +94,6 @@ class RandomBatch:
     """Argument of `begin`, as is `num_rows`."""
     num_rows: int
     accident: Accident | None
-    dropped: dict[str, Recorded] = field(default_factory=dict)
-    """Samples that train in parts of groups that never become complete, by key."""
 
     @property
     def num_trained_rows(self) -> int:
@@ -150,53 +147,7 @@ def draw(seed: int, num_ranks: int) -> RandomBatch:
     )
     for sample in (sample for group in groups.values() for sample in group):
         batch.samples[sample.key] = _record(rng, generator, batch, sample)
-    batch = replace(batch, num_rows=max(1, batch.num_trained_rows + rng.choice([0, 0, 3, -2])))
-    return batch if has_trees else _with_parts(batch)
-
-
-def _with_parts(batch: RandomBatch) -> RandomBatch:
-    """The batch with parts of groups that train before their group is complete, if its loss takes them: in any order,
-    also of groups that are dropped; and with parts that must be refused."""
-    rng = random.Random(f"parts of {batch.seed}")
-    if batch.digen.loss_name != "flow_grpo" or batch.digen.old_log_probs == "rollout" or rng.random() < 0.2:
-        return batch
-    generator, calls, dropped = torch.Generator().manual_seed(batch.seed + 1), list(batch.calls), {}
-    sampling = next(iter(batch.samples.values())).described.sampling
-    for uid in (f"d{number}" for number in range(rng.choice([0, 0, 1, 2]))):
-        batch.conditions[uid] = batch.conditions["g0"]
-        group = [replace(sample, sampling=sampling) for sample in _draw_group(rng, uid, batch.flavour, least_steps=0)]
-        dropped |= {sample.key: _record(rng, generator, batch, sample) for sample in group}
-        calls = _insert_parts(rng, calls, group, before=len(calls))
-    for fragment in batch.fragments:
-        for uid in dict.fromkeys(sample.uid for sample in fragment.samples):
-            if rng.random() < 0.7:
-                before = next(place for place, call in enumerate(calls) if call == Call("train", fragment))
-                own = [sample for sample in fragment.samples if sample.uid == uid]
-                calls = _insert_parts(rng, calls, own, before)
-    for place in reversed([place for place, call in enumerate(calls) if call.kind == "part" and rng.random() < 0.2]):
-        part = calls[place].fragment
-        assert part is not None
-        again = replace(part, fragment_id=f"{part.fragment_id}, again")
-        calls.insert(place + 1, Call("refuse", again, "it trained"))
-    if rng.random() < 0.4:
-        late = batch.fragments[0]
-        part = FragmentSpec("too late", late.samples[:1], part_of=late.samples[0].uid)
-        calls.append(Call("refuse", part, "a part of a complete group"))
-    return replace(batch, calls=tuple(calls), dropped=dropped)
-
-
-def _insert_parts(
-    rng: random.Random, calls: Sequence[Call], group: Sequence[FragmentSample], before: int
-) -> list[Call]:
-    """`calls` with some samples of the group in one or more parts, each at a random place before number `before`."""
-    samples = rng.sample(list(group), rng.randint(1, len(group)))
-    calls, uid = list(calls), samples[0].uid
-    cuts = sorted(rng.sample(range(1, len(samples)), rng.randint(0, len(samples) - 1)))
-    for start, end in zip([0, *cuts], [*cuts, len(samples)], strict=True):
-        part = FragmentSpec(f"{uid} from {start}", tuple(samples[start:end]), part_of=uid)
-        calls.insert(rng.randint(0, before), Call("part", part))
-        before += 1
-    return calls
+    return replace(batch, num_rows=max(1, batch.num_trained_rows + rng.choice([0, 0, 3, -2])))
 
 
 def _sampled(call: Call, sampling: Sampling) -> Call:

@@ -189,7 +189,7 @@ def attempt(
     for call in batch.calls:
         if call.fragment is None:
             assist(engine, fails=call.kind == "failing assist")
-        elif call.kind in ("train", "part"):
+        elif call.kind == "train":
             engine.accumulate(call.fragment)
         elif not is_refused(lambda fragment=call.fragment: engine.accumulate(fragment)):
             problems.append(f"{call.fragment} was not refused")
@@ -245,7 +245,7 @@ def fetch_from(batch: RandomBatch) -> Fetch:
     """A `Fetch` from the batch instead of TransferQueue."""
 
     def fetch(samples: Sequence[FragmentSample]) -> Samples:
-        recorded = [(batch.samples | batch.dropped)[sample.key] for sample in samples]
+        recorded = [batch.samples[sample.key] for sample in samples]
         steps = [torch.tensor(sample.steps, dtype=torch.int64) for sample in recorded]
         is_guided = batch.digen.sampling.true_cfg_scale > 1
         conditions = [batch.conditions[sample.uid] for sample in samples]
@@ -341,17 +341,8 @@ def test_the_seeds_draw_what_the_engine_may_meet():
     late = [batch for batch in batches if batch.digen.advantage.scale in ("batch", "max_group")]
     assert sum(len(batch.fragments) > 1 and batch.digen.kl.coef > 0 for batch in late) > 20
     assert {batch.accident.where for batch in batches if batch.accident} == {"fetch", "forward", "backward"}
-    assert len({call.why for batch in batches for call in batch.calls if call.kind == "refuse"}) == 9
+    assert len({call.why for batch in batches for call in batch.calls if call.kind == "refuse"}) == 7
     of_trees = [batch for batch in batches if any(one.described.nodes for one in batch.samples.values())]
     assert {batch.digen.advantage.scale for batch in of_trees} == {"batch", "max_group", "group", "none"}
     assert {batch.num_ranks for batch in of_trees} == {1, 2, 3, 4}
     assert sum(any(one.described.skipped for one in batch.samples.values()) for batch in of_trees) > 15
-    parted = [batch for batch in batches if any(call.kind == "part" for call in batch.calls)]
-    for reduce in ("tile", "fragment", "batch", "auto"):
-        alike = [batch for batch in parted if batch.digen.tsp.reduce == reduce]
-        assert len({batch.num_ranks for batch in alike}) >= 2
-        assert {batch.digen.kl.coef for batch in alike} == {0.0, 0.3}
-        assert len({batch.digen.advantage.scale for batch in alike}) >= 3
-    assert {batch.digen.advantage.scale for batch in parted} == {"batch", "max_group", "group", "none"}
-    assert {batch.flavour for batch in parted} == {*FLAVOURS} and {batch.num_ranks for batch in parted} == {1, 2, 3, 4}
-    assert sum(bool(batch.dropped) for batch in parted) > 15

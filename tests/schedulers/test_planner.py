@@ -36,9 +36,6 @@ class World:
     drawn: Counter = field(default_factory=Counter)
     """Batch -> number of prompts drawn."""
     waits: Counter = field(default_factory=Counter)
-    early: dict[str, set[int]] = field(default_factory=dict)
-    """Group -> its samples that trained before it was complete."""
-    num_early: int = 0
 
     def run(self) -> "World":
         self.rng = random.Random(self.seed)
@@ -94,11 +91,7 @@ class World:
             if not self.due:
                 raise AssertionError(f"nobody has anything to do: {decision}")
         elif isinstance(decision, Train):
-            if decision.fragment.part:
-                self._check_part(decision.fragment)
-            else:
-                self._check_early(decision.fragment)
-                self.trained.append(decision.fragment)
+            self.trained.append(decision.fragment)
             self._later(0.3, self._trained, decision.fragment)
         elif isinstance(decision, Assist):
             num_ready = len(self.planner._book.batches[self.planner.batch].ready)
@@ -116,24 +109,6 @@ class World:
             assert isinstance(decision, Commit)
             self.reports[decision.report.batch] = decision.report
             self._later(0.2, self._committed, decision.report.batch)
-
-    def _check_part(self, fragment: Fragment) -> None:
-        """A part has scored samples of the one group that is partially trained, each once; no fragment is ready."""
-        (uid,) = fragment.uids
-        book = self.planner._book
-        assert len(book.batches[fragment.batch].ready) < self.rules.min_groups_per_fragment
-        assert self.rules.subgroups and book.groups[uid].state == "open" and fragment.batch == self.planner.batch
-        assert all((uid, index) in self.scored for index in (*fragment.part, 0))  # 0: it brings the conditions
-        others = [group for group in book.groups.values() if group.trained and group.state == "open"]
-        assert [group.uid for group in others] == [uid], "two groups are partially trained"
-        before = self.early.setdefault(uid, set())
-        assert not before & {*fragment.part}, "a sample trained twice"
-        before |= {*fragment.part}
-        self.num_early += len(fragment.part)
-
-    def _check_early(self, fragment: Fragment) -> None:
-        assert fragment.num_early == sum(len(self.early.get(uid, ())) for uid in fragment.uids)
-        assert fragment.num_early < len(fragment.uids) * self.rules.group_size
 
     # -- executing decisions --------------------------------------------------------------------------------
     def _generate(self, who: str, chunk: Chunk, mean_s: float) -> None:
@@ -255,7 +230,6 @@ def assert_invariants(world: World) -> None:
     assert again <= counted, "a sample was generated again, and not counted"
     if not (world.failure_rate or world.loss_rate or world.wrong_version_rate or rules.max_versions):
         assert again == 0
-    assert world.num_early == sum(report.num_early for report in world.reports.values())
     # nothing is left behind
     assert not planner._book.groups and not planner._book.batches
     assert not planner._book.live
@@ -285,8 +259,6 @@ def random_world(seed: int) -> World:
         max_group_refills=rng.choice([0, 2, 50]),
         max_sample_refills=rng.choice([0, 3, 50]),
     )
-    if rules.max_versions == 0 and rules.is_pipelined:
-        rules = replace(rules, subgroups=random.Random(f"parts of {seed}").random() < 0.6)
     return World(
         rules,
         seed,
@@ -308,12 +280,11 @@ def test_invariants_hold_in_random_worlds(first):
             seen.update(report.dropped)
             seen.update(
                 assisted=report.num_assisted,
-                early=report.num_early,
                 reissued=report.num_reissued,
                 stale=sum(count for age, count in report.stale_groups.items() if age),
                 refilled=report.num_group_refills + report.num_sample_refills,
             )
-    wanted = ("failed", "zero_spread", "assisted", "early", "reissued", "stale", "refilled")
+    wanted = ("failed", "zero_spread", "assisted", "reissued", "stale", "refilled")
     missing = [what for what in wanted if not seen[what]]
     assert not missing, "the worlds are too kind to test anything"
 

@@ -22,7 +22,7 @@ from verl_digen.trainer.disaggregated import DisaggregatedTrainer
 from verl_digen.trainer.published import PublishedSamples
 
 pytestmark = pytest.mark.slow
-REPORT = BatchReport(*[0] * 9, None, {}, {}, 0, 0, 0, 0)
+REPORT = BatchReport(*[0] * 7, None, {}, {}, 0, 0, 0, 0)
 
 
 def stored() -> set[str]:

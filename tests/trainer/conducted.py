@@ -31,7 +31,6 @@ class Pools:
             fail_accumulate_at,
         )
         self.generated, self.assisted, self.trained, self.calls = [], [], [], []
-        self.parts = []
         self.is_open = False
         self.version = self.staged = 0
         self.slot_versions = {}
@@ -114,11 +113,6 @@ class Pools:
         await self._pause()
         if self.fail_accumulate_at is not None and len(self.trained) >= self.fail_accumulate_at:
             raise FloatingPointError("a kernel failed")
-        if fragment.part:
-            assert {uid: tuple(sorted(tags)) for uid, tags in groups.items()} == {fragment.uids[0]: fragment.part}
-            assert fragment.uids[0] not in self.trained
-            self.parts.append(fragment)
-            return
         for uid in fragment.uids:
             assert sorted(groups[uid]) == list(range(GROUP_SIZE)), "whole groups only"
         self.trained += fragment.uids

@@ -50,31 +50,6 @@ def test_every_group_trains_once_whole_under_one_version_whatever_the_order_fail
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_samples_may_train_before_their_group_and_then_train_no_more(seed):
-    rng = random.Random(seed)
-    fail = {(f"p{rng.randrange(6):03d}", rng.randrange(GROUP_SIZE)) for _ in range(rng.randrange(3))}
-    pools = Pools(rng, fail, lose_slot_at=rng.choice([None, 3, 9]))
-    outcomes = run(make_conductor(pools, num_prompts=rng.randint(1, 4), chunk_size=1, subgroups=True), num_batches=4)
-    assert len(pools.trained) == len(set(pools.trained)) == sum(len(outcome.groups) for outcome in outcomes)
-    early = [(part.uids[0], index) for part in pools.parts for index in part.part]
-    assert len(early) == len(set(early)) == sum(outcome.report.num_early for outcome in outcomes)
-    assert len(pools.parts) == sum(outcome.report.num_parts for outcome in outcomes)
-
-
-def test_the_timeline_marks_what_trains_early_and_counts_each_sample_once():
-    for seed in range(20):
-        pools = Pools(random.Random(seed))
-        conductor = make_conductor(pools, chunk_size=1, subgroups=True)
-        run(conductor, num_batches=3)
-        trained = [interval for interval in conductor.recorder.drain().intervals if interval.kind == "train"]
-        assert sum(interval.num_samples for interval in trained) == 9 * GROUP_SIZE
-        assert sum(interval.detail.get("part", False) for interval in trained) == len(pools.parts)
-        if pools.parts:
-            return
-    raise AssertionError("no seed trained a part")
-
-
-@pytest.mark.parametrize("seed", range(40))
 def test_a_trainer_that_assists_takes_part_and_the_batch_is_the_same(seed):
     rng = random.Random(seed)
     pools = Pools(rng, lose_slot_at=rng.choice([None, None, 5]))

@@ -37,10 +37,6 @@ class GapConfig:
     """Groups that completed while the trainer was busy merge into one fragment up to this. auto: 8, or where
     these have fewer than 3 rows per rank as many as have a sample for every rank, at most a quarter of the batch;
     chosen by simulation, see `verl_digen.schedulers.rules`."""
-    subgroups: bool = False
-    """A trainer without a ready fragment trains the scored samples of a group that is not complete, where that is
-    worth the call by the measured durations; the gradient is that of whole groups. Strict runs with a loss whose
-    gradient is linear in the advantage alone. Costs memory for two more gradients, three with KL."""
 
     def __post_init__(self) -> None:
         require(

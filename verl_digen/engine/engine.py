@@ -53,7 +53,6 @@ from verl_digen.engine.gradient_sizes import eps_numbers, gradient_sizes
 from verl_digen.engine.ledger import AdvantageLedger
 from verl_digen.engine.logical_batch import LogicalBatch, empty_metrics
 from verl_digen.engine.loss import DiffusionLoss
-from verl_digen.engine.parts import open_gradients
 from verl_digen.engine.planning import Planner
 from verl_digen.engine.points import points_of
 from verl_digen.engine.policies import PolicyForward
@@ -177,7 +176,7 @@ class DiffusersFSDPEngine(ShardedTransformer):
         with batch.transaction.may_fail("accumulate"):
             self._enter_training()
             num_rows = batch.train(fragment)
-        return {"num_rows": num_rows, "num_held_samples": batch.num_held}
+        return {"num_rows": num_rows, "num_held_samples": len(batch.ledger.held)}
 
     def commit(self, *, more: bool = False) -> dict[str, Any]:
         """Take one optimizer step and one learning-rate step on the accumulated gradient; close the batch. A batch of
@@ -210,8 +209,7 @@ class DiffusersFSDPEngine(ShardedTransformer):
                 "lr": _number(self.learning_rate() if more else self.lr_scheduler_step()),
                 "num_skipped_updates": _number(self.state.num_skipped - skipped, "count"),
                 "num_empty_updates": _number(finished is None, "count"),
-                "num_fragments": _number(len(batch.fragment_ids) - batch.num_parts, "count"),
-                "num_discarded_samples": _number(batch.num_discarded_samples, "count"),
+                "num_fragments": _number(len(batch.fragment_ids), "count"),
                 "num_late_samples": _number(batch.num_late_samples, "count"),
                 "advantage_abs_mean": Metric(advantages.mean()),
                 "advantage_abs_max": Metric(advantages.max(), "max"),
@@ -391,7 +389,7 @@ class DiffusersFSDPEngine(ShardedTransformer):
         if self.digen.tsp.reduce != "auto":
             return self.digen.tsp.reduce
         if self._reduce is None:
-            waiting = gradients.unreduced_bytes(self.module) * open_gradients(self.digen)
+            waiting = gradients.unreduced_bytes(self.module)
             free = memory.agreed_least(device_memory.free_bytes(dist.get_world_size()), dist.group.WORLD)
             self._reduce = "batch" if self._is_lora or memory.gradients_may_wait(waiting, free) else "tile"
             logger.info("gradients are reduced at every %s (%.1f GB unreduced)", self._reduce, waiting / 1e9)

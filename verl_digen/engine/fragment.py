@@ -70,15 +70,12 @@ class FragmentSample:
 
 @dataclass(frozen=True)
 class FragmentSpec:
-    """Complete groups, or a part of one group, that one training call consumes."""
+    """Complete groups that one training call consumes."""
 
     fragment_id: str
     """Unique within a logical batch."""
     samples: tuple[FragmentSample, ...]
     """Samples, group after group."""
-    part_of: str = ""
-    """Group that is not complete yet and has these samples, a part of it; "": complete groups. See
-    `verl_digen.engine.parts`."""
 
 
 @dataclass(frozen=True)

@@ -83,16 +83,6 @@ def add_(gradient: Gradient, other: Gradient) -> None:
             gradient[key] = piece
 
 
-@torch.no_grad()
-def add_multiple_(gradient: Gradient, other: Gradient, factor: float) -> None:
-    """Add `factor` times `other`, which stays as it is."""
-    for key, piece in other.items():
-        if key in gradient:
-            gradient[key].add_(piece, alpha=factor)
-        else:
-            gradient[key] = piece * factor
-
-
 @contextmanager
 def exchanged(module: nn.Module, gradient: Gradient) -> Iterator[None]:
     """Swap the module's gradient for `gradient` inside the context. On exit `gradient` holds the accumulated result and

@@ -186,19 +186,6 @@ class AdvantageLedger:
             return self._advantages(self.rewards, self.groups, self.nodes, self.config.scale)
         return self._early_advantages()
 
-    def centre(self, uid: str) -> tuple[dict[str, float], float, float | None]:
-        """Advantages of a group that came, by key, not clamped, or its centred rewards while the scale is unknown; the
-        mean of its rewards; and the divisor of its centred rewards, or None."""
-        members = [index for index, group in enumerate(self.groups) if group == uid]
-        rewards = [self.rewards[index] for index in members]
-        early = {self.keys[index]: self._early[index][0] for index in members}
-        mean = math.fsum(rewards) / len(rewards)
-        if self.is_scale_late:
-            return early, mean, None
-        if self.scale is not None:
-            return early, mean, self.scale
-        return early, mean, self._scale(rewards, [uid] * len(rewards))
-
     def _early_advantages(self) -> Tensor:
         early = torch.tensor(self._early)
         return early if any(self.nodes) else early.reshape(-1)

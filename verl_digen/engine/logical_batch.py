@@ -1,22 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """An open logical batch: fragments in, in the order in which they become ready; one gradient out.
 
-    add(fragment)   its rewards to the ledger; refused without a change if any part of it was added before
+    add(fragment)   its rewards to the ledger; refused without a change if any group of it was added before
     train(fragment) samples that the ledger releases: partitioned, fetched, tiled, into the gradient transaction
     finish()        samples that were held back; then the gradient is complete
 
-A fragment may be a part of one group that is not complete (`FragmentSpec.part_of`, `verl_digen.engine.parts`). At most
-one group is partially trained at a time: a part of another one, or `finish`, means that it was dropped. Its complete
-fragment has all of its samples again, of which those that trained already are left out.
-
-Invariants (tests/engine/test_transaction.py, test_parts.py): nothing trains twice; the fragments' order does not
-matter; nothing of a group that never became complete is in the gradient.
+Invariants (tests/engine/test_transaction.py): nothing trains twice; the fragments' order does not matter.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -27,9 +21,8 @@ from torch import Tensor
 from verl_digen.algorithms.metric import Metric
 from verl_digen.engine.ahead import FetchAhead
 from verl_digen.engine.fragment import FragmentSample, FragmentSpec, fragment_rows
-from verl_digen.engine.ledger import AdvantageLedger, Ready
+from verl_digen.engine.ledger import AdvantageLedger
 from verl_digen.engine.memory import shortage_explained, smaller_row, smaller_tile
-from verl_digen.engine.parts import PartialGroup
 from verl_digen.engine.planning import Planner
 from verl_digen.engine.recompute import ALL
 from verl_digen.engine.rows import Fetch
@@ -59,22 +52,11 @@ class LogicalBatch:
         self.fragment_ids: set[str] = set()
         self.num_late_samples = 0
         """Samples that did not train with their own fragment."""
-        self.num_parts, self.num_discarded_samples = 0, 0
-        """Training calls of parts, and samples that trained in vain because their group was dropped."""
         self.fetch_wait_s = 0.0
         """Seconds that this rank's tiles waited for their samples."""
         self._training = ""
         """The fragment that trains; "" while samples that were held back do."""
         self._samples: dict[str, FragmentSample] = {}
-        self._partial: PartialGroup | None = None
-        """The group that is partially trained."""
-        self._early: set[str] = set()
-        """Samples of complete groups that trained before their group was complete."""
-
-    @property
-    def num_held(self) -> int:
-        """Samples of complete groups that did not train yet."""
-        return len({*self.ledger.held} - self._early)
 
     def add(self, fragment: FragmentSpec) -> None:
         """Add a fragment.
@@ -90,13 +72,6 @@ class LogicalBatch:
             )
         samples = fragment.samples
         fragment_rows(samples)
-        if fragment.part_of:
-            self._check_part(fragment)
-            self.fragment_ids.add(fragment.fragment_id)
-            return
-        joined = {*(sample.uid for sample in samples)}
-        if self._partial is not None and self._partial.uid in joined:
-            self._partial.check_complete(samples)
         self.ledger.add(
             [sample.key for sample in samples],
             [sample.uid for sample in samples],
@@ -106,36 +81,11 @@ class LogicalBatch:
         self.fragment_ids.add(fragment.fragment_id)
         self._samples |= {sample.key: sample for sample in samples}
 
-    def _check_part(self, fragment: FragmentSpec) -> None:
-        """Require a part that may train."""
-        samples, uid = fragment.samples, fragment.part_of
-        keys = [sample.key for sample in samples]
-        trained = () if self._partial is None or self._partial.uid != uid else self._partial.samples
-        problems = {
-            "a loss that is linear in the advantage": not self.transaction.loss.takes_parts,
-            "its group to be incomplete": uid in self.ledger.groups,
-            "samples of its group": any(sample.uid != uid for sample in samples),
-            "samples that did not train": not samples or len({*keys} - {*trained}) < len(keys),
-            "samples outside of a tree": any(sample.nodes for sample in samples),
-            "one optimizer step per batch": any(sample.old_log_probs for sample in samples),
-            "finite rewards": not all(math.isfinite(sample.reward) for sample in samples),
-        }
-        broken = [rule for rule, is_broken in problems.items() if is_broken]
-        if broken:
-            raise RuntimeError(
-                f"a part of a group needs {' and '.join(broken)}, got samples {', '.join(keys) or 'none'} of group "
-                f"{uid}; train it with its complete group"
-            )
-
     def train(self, fragment: FragmentSpec) -> int:
         """Train the samples that can train now that this fragment is added; returns their rows, over all ranks."""
         self._training = fragment.fragment_id
-        if fragment.part_of:
-            return self._train_part(fragment)
-        if self._partial is not None and self._partial.uid in {sample.uid for sample in fragment.samples}:
-            self._join(self._partial)
         num_rows = self._train(is_last=self.ledger.is_complete)
-        held = {*self.ledger.held} - self._early
+        held = {*self.ledger.held}
         self.num_late_samples += sum(sample.key in held for sample in fragment.samples)
         return num_rows
 
@@ -147,7 +97,6 @@ class LogicalBatch:
         """
         if not self.ledger.keys:
             raise RuntimeError("a logical batch needs at least one group to commit, got none; call abort instead")
-        self._discard_partial()
         self._training = ""
         self._train(is_last=True)
         if not self.transaction.num_trained_rows:
@@ -178,74 +127,22 @@ class LogicalBatch:
         if ready.divisor is not None:
             self.transaction.settle(ready.divisor)
         is_final = ready.divisor is not None or not self.reads_advantages
-        own = [index for index, key in enumerate(ready.keys) if key not in self._early]
-        num_rows = self._run([ready.keys[index] for index in own], ready.advantages[own], is_final, is_last)
-        if is_final and self._early:
-            self._correct(ready, is_last)
-        return num_rows
-
-    def _run(
-        self, keys: Sequence[str], advantages: Tensor, is_final: bool, is_last: bool, *, corrects: bool = False
-    ) -> int:
-        """Train these samples; returns their rows, over all ranks."""
-        samples = [self._samples[key] for key in keys]
+        samples = [self._samples[key] for key in ready.keys]
         if not any(sample.num_rows for sample in samples):
             return 0
-        work = self._dealt(samples, advantages, self.ahead.fetch if corrects else self.ahead)
+        work = self._dealt(samples, ready.advantages)
         with self._running(work):
-            self.transaction.run(work, is_final=is_final, is_last=is_last, corrects=corrects)
+            self.transaction.run(work, is_final=is_final, is_last=is_last)
         return work.num_rows
 
-    def _dealt(
-        self, samples: Sequence[FragmentSample], advantages: Tensor, fetch: Fetch, *, are_apart: bool = False
-    ) -> TileWork:
+    def _dealt(self, samples: Sequence[FragmentSample], advantages: Tensor) -> TileWork:
         """This rank's tiles; when the last one begins, what trains next is fetched."""
-        work = self.planner.deal(samples, advantages, fetch, are_apart=are_apart)
-        return replace(work, on_last_tile=self._look_ahead)
+        return replace(self.planner.deal(samples, advantages, self.ahead), on_last_tile=self._look_ahead)
 
     def _look_ahead(self) -> None:
         """Begin to fetch what trains after the fragment in training."""
         if self._training:
-            trained = {*self._early, *(() if self._partial is None else self._partial.samples)}
-            self.ahead.look(
-                self._training,
-                lambda samples: self.planner.own([sample for sample in samples if sample.key not in trained]),
-            )
-
-    # -- parts of a group that is not complete ---------------------------------------------------------------
-    def _train_part(self, fragment: FragmentSpec) -> int:
-        """Train a part into its group's accumulators."""
-        if self._partial is not None and self._partial.uid != fragment.part_of:
-            self._discard_partial()
-        if self._partial is None:
-            self._partial = PartialGroup.begin(fragment.part_of, fragment.samples)
-        self.num_parts += 1
-        self._partial.samples.update({sample.key: sample for sample in fragment.samples})
-        if not any(sample.num_rows for sample in fragment.samples):
-            return 0
-        work = self._dealt(fragment.samples, torch.zeros(len(fragment.samples)), self.ahead, are_apart=True)
-        with self._running(work):
-            self.transaction.run_part(work, self._partial)
-        return work.num_rows
-
-    def _join(self, group: PartialGroup) -> None:
-        """Add what trained of a group that is complete now."""
-        self.transaction.join(group, *self.ledger.centre(group.uid))
-        self._early |= group.samples.keys()
-        self._partial = None
-
-    def _discard_partial(self) -> None:
-        """Forget the group that is partially trained: it was dropped."""
-        if self._partial is not None:
-            self.num_discarded_samples += len(self._partial.samples)
-            self.transaction.discard(self._partial)
-            self._partial = None
-
-    def _correct(self, ready: Ready, is_last: bool) -> None:
-        """Train, of samples that trained early and whose advantages are clamped, what that takes away."""
-        excess = ready.advantages.clamp(-self.ledger.clip, self.ledger.clip) - ready.advantages
-        wrong = [index for index, key in enumerate(ready.keys) if key in self._early and excess[index] != 0]
-        self._run([ready.keys[index] for index in wrong], excess[wrong], True, is_last, corrects=True)
+            self.ahead.look(self._training, self.planner.own)
 
     @contextmanager
     def _running(self, work: TileWork) -> Iterator[None]:

@@ -98,11 +98,6 @@ class DiffusionLoss:
         return Term(self.objective.loss.inputs_for(self.config), compute, weight=1.0, scales=True)
 
     @property
-    def takes_parts(self) -> bool:
-        """True if samples may train before their group is complete: the gradient is linear in the advantage."""
-        return self.objective.loss.linear and self.denominator != "rollout"
-
-    @property
     def wanted(self) -> dict[str, list[str]]:
         """Outputs of other policies that a term or the joint column reads: policy -> their names."""
         found: dict[str, list[str]] = {}

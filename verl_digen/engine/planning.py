@@ -88,22 +88,19 @@ class Planner:
         self._measured: dict[Key, TileMemory] = {}
         self._logged: set[tuple[Key, TileChoice]] = set()
 
-    def deal(
-        self, samples: Sequence[FragmentSample], advantages: Tensor, fetch: Fetch, *, are_apart: bool = False
-    ) -> TileWork:
+    def deal(self, samples: Sequence[FragmentSample], advantages: Tensor, fetch: Fetch) -> TileWork:
         """This rank's part of these samples' rows, of which there is at least one; a padding row if it gets none.
         Samples still arrive: close them when the tiles have run, or failed.
 
         Args:
             advantages: [samples] fp32, or [samples, K] with a tree.
-            are_apart: True: no tile has rows of two samples.
         """
         rows = fragment_rows(samples)
         dealt, needed = self._dealt(rows)
         own = replace(fetch([samples[number] for number in needed]), advantages=advantages[needed])
         places = {number: place for place, number in enumerate(needed)}
         try:
-            tiles, recomputed = self._tiles(dealt, own, places, are_apart)
+            tiles, recomputed = self._tiles(dealt, own, places)
         except BaseException:
             own.close()
             raise
@@ -122,10 +119,10 @@ class Planner:
         return dealt, sorted({row.sample for row in chosen})
 
     def _tiles(
-        self, dealt: Sequence[Sequence[Row]], own: Samples, places: Mapping[int, int], are_apart: bool
+        self, dealt: Sequence[Sequence[Row]], own: Samples, places: Mapping[int, int]
     ) -> tuple[Sequence[Tile], dict[int, int]]:
         """(this rank's tiles, bucket -> recomputed blocks)"""
-        choices = self._choices(dealt, own, places, are_apart)
+        choices = self._choices(dealt, own, places)
         tiles = plan_tiles(
             dealt,
             self.rank,
@@ -136,7 +133,7 @@ class Planner:
         return tiles, {bucket: choice.num_recomputed for bucket, choice in choices.items()}
 
     def _choices(
-        self, dealt: Sequence[Sequence[Row]], own: Samples, places: Mapping[int, int], are_apart: bool
+        self, dealt: Sequence[Sequence[Row]], own: Samples, places: Mapping[int, int]
     ) -> dict[int, TileChoice]:
         """Bucket -> its tiles, the same on all ranks, each of which has a row of every bucket."""
         rows = [*dealt[self.rank], *stand_ins(dealt, self.rank).values()]
@@ -144,13 +141,12 @@ class Planner:
         for bucket in sorted({row.bucket for row in rows}):
             picks = [(places[row.sample], [row.point]) for row in rows if row.bucket == bucket]
             most = max(sum(row.bucket == bucket for row in hand) for hand in dealt)
-            choices[bucket] = self._choice(own, picks, most, are_apart)
+            choices[bucket] = self._choice(own, picks, most)
         return choices
 
-    def _choice(self, samples: Samples, picks: Picks, num_rows: int, are_apart: bool) -> TileChoice:
+    def _choice(self, samples: Samples, picks: Picks, num_rows: int) -> TileChoice:
         """Tiles for `num_rows` rows like the picked ones, of one bucket."""
         num_samples, num_steps = self.tsp.extents
-        num_samples = 1 if are_apart else num_samples
         choose = partial(choose_tile, num_rows=num_rows, samples=num_samples, steps=num_steps)
         fixed = self.recomputation.fixed
         if get_device_name() == "cpu":

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from verl_digen.algorithms.objectives import JointRows
-from verl_digen.engine.fragment import FragmentSample
 from verl_digen.engine.rows import Samples, row_advantages
 from verl_digen.schedulers.deal import Row
 from verl_digen.schedulers.tiles import Tile
@@ -57,13 +56,9 @@ class TileWork:
     on_last_tile: Callable[[], None] = lambda: None
     """Called before the forward of the last tile."""
 
-    def sample_of(self, tile: Tile) -> FragmentSample:
-        """The sample of the tile's first row."""
-        return self.samples.described[self.places[tile.rows[0].sample]]
-
     def teacher_of(self, tile: Tile) -> str:
         """Name of the teacher of the tile's rows."""
-        return self.sample_of(tile).teacher
+        return self.samples.described[self.places[tile.rows[0].sample]].teacher
 
     @property
     def num_rows(self) -> int:

@@ -12,7 +12,6 @@
   tile of the batch; `close` reduces what is still pending.
 - For an objective with a joint column all tiles run a forward before the first backward, and the ranks exchange one
   number per row.
-- Samples of an incomplete group train into accumulators of their own, see `verl_digen.engine.parts`.
 - In fp16 losses are multiplied by a loss scale, one for the whole batch; `close` divides the reduced gradient by it.
 - Metrics of tiles stay on their device until `close`, so that a run waits for no device and no rank.
 
@@ -26,7 +25,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -35,12 +33,10 @@ from torch import Tensor, nn
 from verl_digen.algorithms.metric import Metric, combine_tiles
 from verl_digen.algorithms.objectives import Joint
 from verl_digen.engine import gradients
-from verl_digen.engine.fragment import FragmentSample
 from verl_digen.engine.gathered import recover
 from verl_digen.engine.gradients import Gradient
 from verl_digen.engine.joint import Exchange, joint_columns
 from verl_digen.engine.loss import DiffusionLoss, LossTerms
-from verl_digen.engine.parts import SIGNS, PartialGroup, PartTile
 from verl_digen.engine.points import Points
 from verl_digen.engine.policies import Outputs, PolicyForward, moved
 from verl_digen.engine.recompute import Recomputation
@@ -122,64 +118,23 @@ class GradientTransaction:
             )
 
     # -- rows in ------------------------------------------------------------------------------------------
-    def run(self, work: TileWork, *, is_final: bool, is_last: bool, corrects: bool = False) -> None:
+    def run(self, work: TileWork, *, is_final: bool, is_last: bool) -> None:
         """Run forward and backward over the tiles.
 
         Args:
             is_final: advantages are divided by their scale already; required after `settle`.
             is_last: no more rows are expected; pending gradients are reduced with the last tile.
-            corrects: the rows were trained before, with advantages that lacked these.
         """
-        for number, (rows, outputs, column, _) in enumerate(self._tiles_of(work, counts=not corrects)):
+        for number, (rows, outputs, column) in enumerate(self._tiles_of(work)):
             ends = number == len(work.tiles) - 1
             reduces = self.reduce == "tile" or (ends and (is_last or self.reduce == "fragment"))
-            terms = self._backward(rows, outputs, column, is_final=is_final, reduces=reduces, corrects=corrects)
+            terms = self._backward(rows, outputs, column, is_final=is_final, reduces=reduces)
             self.recomputed_shares += self.recomputation.share
             (self._settled if is_final else self._unsettled).append(terms.detach())
-        self.num_trained_rows += 0 if corrects else work.num_rows
+        self.num_trained_rows += work.num_rows
 
-    def run_part(self, work: TileWork, group: PartialGroup) -> None:
-        """Run forward and backward over tiles of one sample each, of a group that is not complete."""
-        num_tokens = self.num_prompt_tokens
-        for rows, outputs, _, sample in self._tiles_of(work):
-            group.tiles.append(PartTile(sample.key, self._backward_part(rows, outputs, group, group.weight(sample))))
-            self.recomputed_shares += self.recomputation.share
-        if self.reduce == "fragment":
-            for gradient in group.accumulators:
-                with gradients.exchanged(self.module, gradient):
-                    gradients.reduce_pending(self.module)
-        group.num_rows += work.num_rows
-        group.num_prompt_tokens += self.num_prompt_tokens - num_tokens
-
-    def join(self, group: PartialGroup, advantages: Mapping[str, float], mean: float, divisor: float | None) -> None:
-        """Add the gradient of the samples of a complete group that trained before it was complete.
-
-        Args:
-            advantages: of its samples by key, not clamped; centred rewards if `divisor` is None.
-            mean: of the group's rewards.
-            divisor: of its centred rewards; None while it is unknown.
-        """
-        gradient = gradients.take(self.module)
-        if any(advantages.values()):
-            gradients.add_(gradient, group.policy_gradient(mean, 1.0 if divisor is None else divisor))
-        gradients.add_(self._fixed_gradient if divisor is None else gradient, group.fixed)
-        gradients.put(self.module, gradient)
-        terms = [tile.with_advantage(advantages[tile.key]) for tile in group.tiles]
-        (self._unsettled if divisor is None else self._settled).extend(terms)
-        self.num_trained_rows += group.num_rows
-
-    def discard(self, group: PartialGroup) -> None:
-        """Forget a group that was dropped after samples of it trained: its gradient is in its accumulators alone."""
-        self.num_prompt_tokens -= group.num_prompt_tokens
-
-    def _tiles_of(
-        self, work: TileWork, *, counts: bool = True
-    ) -> Iterator[tuple[TrainingRows, Mapping[str, Outputs], Tensor | None, FragmentSample]]:
-        """(rows on the device, outputs of other policies, joint column, sample of the first row) of each tile.
-
-        Args:
-            counts: False leaves the tiles' rows and tokens out of the counters.
-        """
+    def _tiles_of(self, work: TileWork) -> Iterator[tuple[TrainingRows, Mapping[str, Outputs], Tensor | None]]:
+        """(rows on the device, outputs of other policies, joint column) of each tile."""
 
         def rows_of(tile: Tile) -> TrainingRows:
             return tile_rows(self.points, work.samples, tile, work.places)
@@ -199,10 +154,9 @@ class GradientTransaction:
                 work.on_last_tile()
             rows = rows_of(tile)
             self.recomputation.num_blocks = work.recomputed[tile.rows[0].bucket]
-            if counts:
-                self._count(rows)
+            self._count(rows)
             self.num_tiles += 1
-            yield rows.to(self.forward.device), outputs, column, work.sample_of(tile)
+            yield rows.to(self.forward.device), outputs, column
 
     def _count(self, rows: TrainingRows) -> None:
         self.num_pad_rows += int((rows.mask == 0).sum())
@@ -231,84 +185,38 @@ class GradientTransaction:
         *,
         is_final: bool,
         reduces: bool,
-        corrects: bool = False,
     ) -> LossTerms:
         old, others = self._with_old(rows, others)
         with gradients.reduced_at_end(self.module, reduces):
-            terms = self.loss(
-                self.forward(rows),
-                others,
-                rows,
-                old,
-                self.num_rows,
-                joint=joint,
-                clamps=is_final and not corrects,
-            )
-            if corrects:
-                terms = LossTerms(terms.scaled, None, {"policy_loss": terms.metrics["policy_loss"]})
+            current = self.forward(rows)
+            terms = self.loss(current, others, rows, old, self.num_rows, joint=joint, clamps=is_final)
             if is_final or terms.fixed is None:
                 self.backward(terms.total * self.loss_factor, False)
             else:
                 self.backward(terms.scaled * self.loss_factor, True)
-                self._backward_into(self._fixed_gradient, terms.fixed * self.loss_factor, False)
+                with gradients.exchanged(self.module, self._fixed_gradient):
+                    self.backward(terms.fixed * self.loss_factor, False)
         return terms
-
-    def _backward_part(
-        self, rows: TrainingRows, others: Mapping[str, Outputs], group: PartialGroup, weight: float
-    ) -> dict[int, LossTerms]:
-        """Add the gradient of rows of one sample to the group's accumulators; returns their terms by sign, see
-        `PartTile`."""
-        old, others = self._with_old(rows, others)
-        current, terms = self.forward(rows), {}
-        for sign in SIGNS:
-            with torch.set_grad_enabled(sign == 1):
-                signed = replace(rows, advantages=torch.full_like(rows.advantages, sign))
-                terms[sign] = self.loss(current, others, signed, old, self.num_rows, clamps=False)
-        scaled, fixed = terms[1].scaled * self.loss_factor, terms[1].fixed
-        reduces = self.reduce == "tile"
-        with gradients.reduced_at_end(self.module, reduces):
-            if reduces:
-                self._backward_into(group.weighted, scaled * weight, True)
-                self._backward_into(group.plain, scaled, fixed is not None)
-            else:
-                gradient: Gradient = {}
-                self._backward_into(gradient, scaled, fixed is not None)
-                gradients.add_multiple_(group.weighted, gradient, weight)
-                gradients.add_(group.plain, gradient)
-            if fixed is not None:
-                self._backward_into(group.fixed, fixed * self.loss_factor, False)
-        return {sign: found.detach() for sign, found in terms.items()}
-
-    def _backward_into(self, gradient: Gradient, loss: Tensor, retains: bool) -> None:
-        """Backward that adds to `gradient`, not to the module's."""
-        with gradients.exchanged(self.module, gradient):
-            self.backward(loss, retains)
 
     def _with_old(
         self, rows: TrainingRows, others: Mapping[str, Outputs]
     ) -> tuple[Tensor | None, Mapping[str, Outputs]]:
-        """`_before_update`, with the outputs of all policies."""
-        if "old" in others:
-            return None, others
-        old, before = self._before_update(rows)
-        return old, {**others, **before}
-
-    def _before_update(self, rows: TrainingRows) -> tuple[Tensor | None, dict[str, Outputs]]:
-        """(old log-probs [N], outputs of the policy before the update), as far as they are not the forward's own.
+        """(old log-probs [N], outputs of all policies); without both, the forward's own take their place.
 
         See `verl_digen.engine.loss`.
         """
         denominator, point = self.loss.denominator, rows.point
-        if denominator == "unused" or not isinstance(point, Transitions):
-            return None, {}
+        if "old" in others or denominator == "unused" or not isinstance(point, Transitions):
+            return None, others
         if denominator == "rollout":
-            return point.log_probs, {}
+            return point.log_probs, others
         if point.old_log_probs is not None:
-            return point.old_log_probs, {}
+            return point.old_log_probs, others
         if denominator == "recompute":  # weights are those of before the update until the batch is complete
             with torch.no_grad():
-                return None, {"old": self.forward(rows).outputs(("log_prob", *self.loss.wanted.get("old", ())))}
-        return None, {}
+                before = self.forward(rows).outputs(("log_prob", *self.loss.wanted.get("old", ())))
+            return None, {**others, "old": before}
+        return None, others
 
     @torch.no_grad()
     def _joint_columns(

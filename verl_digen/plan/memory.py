@@ -10,7 +10,6 @@ Per device, while it trains and while it generates. FSDP2 shards parameters in t
 | frozen base, whole | with `whole_base`, beside its shards: all of it; compute dtype; only trained ones are gathered |
 | gradients | trained parameters / shards, in their dtype |
 | unreduced gradients | trained parameters in the reduce dtype if `digen.tsp.reduce` defers, else two blocks' |
-| accumulators of a group | with `digen.gap.subgroups`, 2 more gradients, 3 with KL; unreduced if reduced per batch |
 | optimizer | 2 numbers per trained parameter / shards |
 | EMA, other policies | trained parameters / shards each; the reference of an adapter is the bare model |
 | teachers | the weights that they exchange / shards each: all, or of a LoRA for a LoRA those of its layers |
@@ -37,7 +36,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from verl_digen.engine.memory import MARGIN, gradients_may_wait
-from verl_digen.engine.parts import open_gradients
 from verl_digen.plan.activations import Moment
 from verl_digen.plan.gathered import gathered, gathered_in_step, may_be_whole, whole_base_bytes
 from verl_digen.plan.host import PROMPT_CACHE, Items, host_memory
@@ -252,7 +250,7 @@ def _choose_tile(run: Run, resident: Items, beside: Items, device_bytes: int | N
         for moment in activations.moments(number, offloads=settings.offloads_activations):
             gradients = _unreduced(run, resident, moment, when)
             gathered_items = gathered(run, moment.block, is_whole=is_whole)
-            items = resident | gathered_items | gradients | _accumulators(run, when) | beside
+            items = resident | gathered_items | gradients | beside
             yield items, -(-moment.row_bytes // settings.sequence_parallel)
 
     def rows_that_fit(num_recomputed: int, taken: int = 0) -> int:
@@ -308,7 +306,7 @@ def _when_to_reduce(run: Run, resident: Items, device_bytes: int | None) -> str:
     if settings.digen.tsp.reduce != "auto":
         return settings.digen.tsp.reduce
     free = None if device_bytes is None else device_bytes - sum(resident.values())
-    unreduced = run.measured.counts.num_trained * settings.dtypes.reduce.itemsize * open_gradients(settings.digen)
+    unreduced = run.measured.counts.num_trained * settings.dtypes.reduce.itemsize
     return "batch" if settings.is_lora or (free is not None and gradients_may_wait(unreduced, free)) else "tile"
 
 
@@ -322,15 +320,6 @@ def _unreduced(run: Run, resident: Items, moment: Moment, when: str) -> Items:
         if when == "batch":  # block by block they become the reduced gradient, which is counted
             waiting = max(0, waiting - resident["gradients"])
     return {f"unreduced gradients ({when})": waiting + moment.gradient_bytes}
-
-
-def _accumulators(run: Run, when: str) -> Items:
-    """Gradients of a group that trains before it is complete, see `verl_digen.engine.parts`."""
-    settings, counts = run.settings, run.measured.counts
-    sharded = -(-counts.trained_bytes // settings.num_shards)
-    each = counts.num_trained * settings.dtypes.reduce.itemsize if when == "batch" else sharded
-    number = open_gradients(settings.digen) - 1
-    return {"accumulators of a group": number * each} if number else {}
 
 
 # -- a replica's device ---------------------------------------------------------------------------------------

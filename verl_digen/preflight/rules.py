@@ -46,7 +46,6 @@ from verl_digen.preflight.rewards import (
     check_rewards,
     check_timeshared,
 )
-from verl_digen.preflight.subgroups import check_subgroups
 from verl_digen.preflight.teachers import check_teachers
 from verl_digen.preflight.unknown import unknown_problems
 from verl_digen.preflight.unused import unused_problems
@@ -117,7 +116,6 @@ RULES: tuple[Rule, ...] = (
     check_prompts,
     check_validation,
     check_loss,
-    check_subgroups,
     check_teachers,
     check_pairs,
     check_agent_loop,

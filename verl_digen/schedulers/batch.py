@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Literal
@@ -31,8 +31,6 @@ class Group:
     """Sample index -> reward; scored samples only."""
     chunks: set[int] = field(default_factory=set)
     """Ids of chunks with samples not scored yet."""
-    trained: set[int] = field(default_factory=set)
-    """Samples that trained before the group was complete."""
 
     @property
     def place(self) -> tuple[int, int]:
@@ -76,8 +74,6 @@ class Batch:
     num_training: int = 0
     num_trained: int = 0
     num_fragments: int = 0
-    num_parts: int = 0
-    num_early: int = 0
     num_assists: int = 0
     num_assisted: int = 0
     num_group_refills: int = 0
@@ -97,12 +93,6 @@ class Batch:
         """Number of groups begun `age_versions` or more behind."""
         return sum(count for age, count in self.begun.items() if age >= age_versions)
 
-    def train_early(self, group: Group, samples: Sequence[int]) -> None:
-        """Record that samples of a group train before it is complete."""
-        group.trained.update(samples)
-        self.num_parts += 1
-        self.num_early += len(samples)
-
     def report(self, group_size: int, *, num_searches: int, prediction_error: float | None) -> BatchReport:
         """Final counts of the batch, and the error of its predicted end."""
         return BatchReport(
@@ -110,8 +100,6 @@ class Batch:
             num_groups=self.num_trained,
             num_samples=self.num_trained * group_size,
             num_fragments=self.num_fragments,
-            num_parts=self.num_parts,
-            num_early=self.num_early,
             num_assists=self.num_assists,
             num_assisted=self.num_assisted,
             num_searches=num_searches,

@@ -41,23 +41,13 @@ class Durations(Protocol):
         """(fixed seconds of a training call, seconds per group)."""
         ...
 
-    def part_s(self, num_samples: int, group_size: int) -> float | None:
-        """Seconds to train these samples of a group of which others are missing."""
-        ...
-
     def on_generated(self, slot: str, num_samples: int, seconds: float) -> None: ...
 
     def on_assisted(self, num_rounds: int, seconds: float) -> None: ...
 
     def on_scored(self, seconds: float) -> None: ...
 
-    def on_trained(self, num_groups: float, seconds: float) -> None:
-        """Args:
-        num_groups: not whole where samples trained before.
-        """
-        ...
-
-    def on_part_trained(self, num_samples: int, seconds: float) -> None: ...
+    def on_trained(self, num_groups: int, seconds: float) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -71,10 +61,6 @@ class KnownDurations:
     scoring_s: float
     fragment_s: Sequence[float]
     """Seconds to train a fragment of 1, 2, ... groups, up to the largest fragment."""
-    samples_s: Sequence[float] = ()
-    """Seconds to train 1, 2, ... samples of complete groups, up to the largest fragment; only for parts."""
-    parts_s: Sequence[float] = ()
-    """Seconds to train 1, 2, ... samples of a group that is not complete."""
 
     def generate_sample_s(self, slot: str) -> float | None:
         return self.sample_s[slot]
@@ -90,16 +76,6 @@ class KnownDurations:
         """The line through the smallest and the largest fragment."""
         return _line(self.fragment_s)
 
-    def part_s(self, num_samples: int, group_size: int) -> float | None:
-        return self.parts_s[num_samples - 1]
-
-    def trained_s(self, num_groups: int, group_size: int, num_early: int) -> float:
-        """Seconds to train complete groups of which some samples trained before."""
-        num_left = num_groups * group_size - num_early
-        if not num_early:
-            return self.fragment_s[num_groups - 1]
-        return self.samples_s[num_left - 1] if num_left else 0.0
-
     def on_generated(self, slot: str, num_samples: int, seconds: float) -> None:
         pass
 
@@ -109,10 +85,7 @@ class KnownDurations:
     def on_scored(self, seconds: float) -> None:
         pass
 
-    def on_trained(self, num_groups: float, seconds: float) -> None:
-        pass
-
-    def on_part_trained(self, num_samples: int, seconds: float) -> None:
+    def on_trained(self, num_groups: int, seconds: float) -> None:
         pass
 
 
@@ -188,7 +161,6 @@ class MeasuredDurations:
     _assist: RunningLine = field(default_factory=RunningLine)
     _score: RunningMean = field(default_factory=RunningMean)
     _train: RunningLine = field(default_factory=RunningLine)
-    _part: RunningLine = field(default_factory=RunningLine)
 
     def generate_sample_s(self, slot: str) -> float | None:
         measured = self._slots.get(slot)
@@ -203,13 +175,6 @@ class MeasuredDurations:
     def train_s(self) -> tuple[float, float] | None:
         return self._train.parts_s
 
-    def part_s(self, num_samples: int, group_size: int) -> float | None:
-        """The measured line; before the first part, that of complete groups with as many samples."""
-        if (measured := self._part.parts_s) is not None:
-            return measured[0] + measured[1] * num_samples
-        train_s = self.train_s()
-        return None if train_s is None else train_s[0] + train_s[1] * num_samples / group_size
-
     def on_generated(self, slot: str, num_samples: int, seconds: float) -> None:
         if slot not in self._slots:
             self._slots[slot] = RunningMean()
@@ -222,8 +187,5 @@ class MeasuredDurations:
     def on_scored(self, seconds: float) -> None:
         self._score.add(seconds)
 
-    def on_trained(self, num_groups: float, seconds: float) -> None:
+    def on_trained(self, num_groups: int, seconds: float) -> None:
         self._train.add(num_groups, seconds)
-
-    def on_part_trained(self, num_samples: int, seconds: float) -> None:
-        self._part.add(num_samples, seconds)

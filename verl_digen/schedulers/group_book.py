@@ -226,7 +226,6 @@ class GroupBook:
             group.unissued = list(range(self._rules.group_size))
             group.version = None
             group.rewards.clear()
-            group.trained.clear()
             self._fresh.push(group)
         del self._begun[version]
         return void

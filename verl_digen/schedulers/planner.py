@@ -21,7 +21,7 @@
   `verl_digen.schedulers.headstart` say how many may be. A begun group stays with its version: slots that have it take
   its samples before they load a newer one; if no slot has it any more, the group is restarted.
 - Bubble: the trainer is free, has no ready fragment, and the batch is not settled. `BatchRules.assist` says what
-  the trainer does then. If it would wait, a part of a group may train (`verl_digen.schedulers.parts`).
+  the trainer does then.
 - Redundancy: a batch begins with P + extra groups and is full when P are complete; the others are dropped.
 
 | who waits | for whom | bound |
@@ -33,8 +33,7 @@
 
 Invariants (tests/schedulers/test_planner.py)
 - A sample is regenerated only if its chunk failed, was lost or cancelled, or its group restarted; these are counted.
-- A group is trained at most once, and only if all its samples are scored, all under its version. With
-  `BatchRules.subgroups` samples of one group at a time may train before, each once.
+- A group is trained at most once, and only if all its samples are scored, all under its version.
 - A ready fragment trains before an assist, and at most one assist is in flight, with at most one chunk of a group.
 - No chunk is issued while an older group that the slot may take has samples left.
 - A group is at most `max_versions` versions stale, and no more groups are stale than allowed.
@@ -55,7 +54,6 @@ from verl_digen.schedulers.durations import Durations
 from verl_digen.schedulers.foresight import Foresight
 from verl_digen.schedulers.group_book import GroupBook
 from verl_digen.schedulers.merging import Merging, find_merge
-from verl_digen.schedulers.parts import part_to_train
 from verl_digen.schedulers.play import EPSILON_S
 from verl_digen.schedulers.rules import BatchRules
 from verl_digen.schedulers.search import BubbleSearch
@@ -336,11 +334,7 @@ class BatchPlanner:
             report = batch.report(self.rules.group_size, num_searches=searches, prediction_error=error)
             self._occupy(report, now_s)
             return Commit(report)
-        decision = self._at_bubble(batch, now_s)
-        if isinstance(decision, Wait) and self.rules.subgroups and (part := self._part(batch, now_s)) is not None:
-            self._occupy(part, now_s)
-            return Train(part)
-        return decision
+        return self._at_bubble(batch, now_s)
 
     def upcoming(self) -> tuple[Fragment, tuple[str, ...]] | None:
         """The fragment that trains, and the groups that would train next if it ended now; None outside of training."""
@@ -355,11 +349,8 @@ class BatchPlanner:
         self._trainer = None
         took_s = now_s - self._trainer_since_s
         self._book.headstart.on_worked(took_s, self._slots.ids, self._durations)
-        if fragment.part:
-            self._durations.on_part_trained(len(fragment.part), took_s)
-            return
         self._book.mark_trained(self._book.batches[fragment.batch], fragment.uids)
-        self._durations.on_trained(len(fragment.uids) - fragment.num_early / self.rules.group_size, took_s)
+        self._durations.on_trained(len(fragment.uids), took_s)
 
     def on_committed(self, number: int) -> None:
         """The optimizer step of batch `number` is done: the trainer has version `number` + 1."""
@@ -393,18 +384,7 @@ class BatchPlanner:
         uids = self._book.take_ready(batch, size)
         batch.num_fragments += 1
         self._num_fragments += 1
-        num_early = sum(len(self._book.groups[uid].trained) for uid in uids)
-        return Fragment(self._num_fragments - 1, batch.number, uids, num_early=num_early)
-
-    def _part(self, batch: Batch, now_s: float) -> Fragment | None:
-        """Samples of a group that is not complete, if training them now is worth it."""
-        state = batch, self._requests.values(), self._book.live
-        if (found := part_to_train(now_s, *state, durations=self._durations, rules=self.rules)) is None:
-            return None
-        group, samples = found
-        batch.train_early(group, samples)
-        self._num_fragments += 1
-        return Fragment(self._num_fragments - 1, batch.number, (group.uid,), part=samples)
+        return Fragment(self._num_fragments - 1, batch.number, uids)
 
     # -- bubbles --------------------------------------------------------------------------------------------
     def _disturb(self) -> None:

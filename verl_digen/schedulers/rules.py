@@ -79,8 +79,6 @@ class BatchRules:
     max_groups_per_fragment: int | None = None
     """`digen.gap.max_groups_per_fragment`: groups that completed while the trainer was busy merge up to this; None =
     auto, see `largest_fragment`."""
-    subgroups: bool = False
-    """`digen.gap.subgroups`: at a bubble scored samples of a group train before the group is complete."""
     assist: AssistPolicy = "off"
     """`digen.tag.policy`."""
     num_trainer_ranks: int = 1

@@ -256,9 +256,7 @@ class PlannerRun:
                 is_trainer_free |= self._tell(end_s, what, subject)
 
     def _trained_s(self, durations: KnownDurations, fragment: Fragment) -> float:
-        if fragment.part:
-            return durations.parts_s[len(fragment.part) - 1]
-        return durations.trained_s(len(fragment.uids), self.rules.group_size, fragment.num_early)
+        return durations.fragment_s[len(fragment.uids) - 1]
 
     def _assisted_s(self, durations: KnownDurations, assist: Assist) -> float:
         return durations.assisted_s[self.rules.assist_rounds(assist.num_samples) - 1]

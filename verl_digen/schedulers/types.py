@@ -76,16 +76,12 @@ class Chunk(NamedTuple):
 
 
 class Fragment(NamedTuple):
-    """Complete groups, or a part of one group, that one training call consumes."""
+    """Complete groups that one training call consumes."""
 
     id: int
     batch: int
     uids: tuple[str, ...]
     """Group uids in the order of issue."""
-    part: tuple[int, ...] = ()
-    """Samples of its only group, which is not complete, that train; (): complete groups."""
-    num_early: int = 0
-    """Samples of complete groups that trained in parts before."""
 
 
 class Generate(NamedTuple):
@@ -113,11 +109,7 @@ class BatchReport:
     num_samples: int
     """Trained samples."""
     num_fragments: int
-    """Training calls of complete groups."""
-    num_parts: int
-    """Training calls of parts of groups, see `verl_digen.schedulers.parts`."""
-    num_early: int
-    """Samples in these calls, of trained and dropped groups."""
+    """Training calls."""
     num_assists: int
     """Assists: calls in which the trainer's ranks generated."""
     num_assisted: int

@@ -29,7 +29,7 @@ from verl_digen.schedulers.rules import BatchRules
 from verl_digen.schedulers.simulation import TECHNIQUES, Event, PlannerRun, What
 from verl_digen.schedulers.types import TRAINER
 from verl_digen.simulate.bound import lower_bound_s
-from verl_digen.simulate.costs import assist_s, part_s, sample_s, samples_s, train_s
+from verl_digen.simulate.costs import assist_s, sample_s, train_s
 from verl_digen.simulate.episode_runs import REDUNDANT, Episodes
 from verl_digen.simulate.profile import Profile
 
@@ -132,14 +132,12 @@ def run_split(
     keeps_events: bool = False,
     rules: BatchRules | None = None,
     episodes: Episodes | None = None,
-    part_row_factor: float = 1.0,
 ) -> Outcome:
     """Simulate a disaggregated run; with "tcss", `stale_fraction` of a batch may be begun early.
 
     Args:
         rules: replaces `simulated_rules`, the defaults of a run.
         episodes: makes an episode of each sample.
-        part_row_factor: factor of a row's seconds where samples train before their group is complete.
 
     Raises:
         ValueError: an unknown technique, too few steps, or a trainer that is too small.
@@ -157,7 +155,7 @@ def run_split(
         rules = replace(rules, chunk_size=1, extra_prompts=episodes.extra_prompts)
     run = PlannerRun(
         rules,
-        durations_of(profile, split, slots, rules, has_tsp="tsp" in techniques, part_row_factor=part_row_factor),
+        durations_of(profile, split, slots, rules, has_tsp="tsp" in techniques),
         slots,
         num_batches=num_steps,
         commit_s=profile.numbers.commit_s,
@@ -200,13 +198,11 @@ def durations_of(
     rules: BatchRules,
     *,
     has_tsp: bool,
-    part_row_factor: float = 1.0,
     trainer_slow: float = 1.0,
 ) -> KnownDurations:
     """Durations of every chunk, assist and fragment that the rules allow.
 
     Args:
-        part_row_factor: `row_factor` of `part_s`.
         trainer_slow: factor of the seconds that the trainer's ranks compute.
     """
     numbers, num_ranks = profile.numbers, split.trainer.num_devices
@@ -219,14 +215,6 @@ def durations_of(
         scoring_s=numbers.score_s,
         fragment_s=[
             train_s(numbers, count, num_ranks, slowdown=slowdown, has_tsp=has_tsp) for count in range(1, max_groups + 1)
-        ],
-        samples_s=[
-            samples_s(numbers, count, num_ranks, slowdown=slowdown, has_tsp=has_tsp)
-            for count in range(1, max_groups * numbers.group_size + 1 if rules.subgroups else 1)
-        ],
-        parts_s=[
-            part_s(numbers, count, num_ranks, slowdown=slowdown, row_factor=part_row_factor)
-            for count in range(1, numbers.group_size + 1 if rules.subgroups else 1)
         ],
     )
 

@@ -18,18 +18,12 @@ Without TSP, 8 samples on 16 ranks leave 8 ranks idle; with it, 8 samples x 9 ro
 
 from __future__ import annotations
 
-from itertools import zip_longest
-
 from verl_digen.simulate.profile import Numbers
 
 
 def train_s(numbers: Numbers, num_groups: int, num_ranks: int, *, slowdown: float, has_tsp: bool) -> float:
     """Seconds to train a fragment; the formulas are in the module's docstring."""
-    return samples_s(numbers, num_groups * numbers.group_size, num_ranks, slowdown=slowdown, has_tsp=has_tsp)
-
-
-def samples_s(numbers: Numbers, num_samples: int, num_ranks: int, *, slowdown: float, has_tsp: bool) -> float:
-    """Seconds to train these samples of complete groups."""
+    num_samples = num_groups * numbers.group_size
     gathers_s = 2 * numbers.gather_s * (num_ranks - 1) / num_ranks
     row_s = numbers.row_s * slowdown
     if not has_tsp:
@@ -39,27 +33,6 @@ def samples_s(numbers: Numbers, num_samples: int, num_ranks: int, *, slowdown: f
     smaller, num_larger = divmod(num_rows, num_tiles)  # even parts, as `verl_digen.schedulers.tiles` makes them
     smaller_s, larger_s = (max(rows * row_s, gathers_s) for rows in (smaller, smaller + 1))
     return (num_tiles - num_larger) * smaller_s + num_larger * larger_s
-
-
-def part_s(numbers: Numbers, num_samples: int, num_ranks: int, *, slowdown: float, row_factor: float = 1.0) -> float:
-    """Seconds to train samples of a group that is not complete: tiles of one sample each, with TSP.
-
-    Args:
-        row_factor: of `row_s`; above 1 where such rows take a second backward.
-    """
-    gathers_s = 2 * numbers.gather_s * (num_ranks - 1) / num_ranks
-    row_s, num_steps = numbers.row_s * slowdown * row_factor, numbers.num_trained_steps
-    num_rows = num_samples * num_steps
-    tiles: list[list[int]] = []
-    for rank in range(min(num_ranks, num_rows)):
-        start, end = (num_rows * edge // min(num_ranks, num_rows) for edge in (rank, rank + 1))
-        own = [min(end, (sample + 1) * num_steps) - max(start, sample * num_steps) for sample in range(num_samples)]
-        of_rank: list[int] = []
-        for rows in own:
-            count = -(-max(0, rows) // numbers.rows_per_tile)
-            of_rank += [rows * (tile + 1) // count - rows * tile // count for tile in range(count)]
-        tiles.append(of_rank)
-    return sum(max(max(together) * row_s, gathers_s) for together in zip_longest(*tiles, fillvalue=1))
 
 
 def sample_s(numbers: Numbers, slowdown: float) -> float:

@@ -97,9 +97,7 @@ class VariedRun(PlannerRun):
     def train_s(self, fragment: Fragment) -> float:
         """Seconds of a training call, by its slowest rank."""
         first = min(map(int, fragment.uids))
-        return self._ranks.call_s(
-            lambda slow: self._trained_s(self._by_slow[slow], fragment), "train", first, *fragment.part
-        )
+        return self._ranks.call_s(lambda slow: self._trained_s(self._by_slow[slow], fragment), "train", first)
 
     def assist_s(self, assist: Assist) -> float:
         """Seconds of an assist, by its slowest rank."""
@@ -201,6 +199,4 @@ def expected_durations(
         assisted_s=expected(lambda durations: durations.assisted_s),
         scoring_s=by_slow[ranks.counts[0][0]].scoring_s,
         fragment_s=expected(lambda durations: durations.fragment_s),
-        samples_s=expected(lambda durations: durations.samples_s),
-        parts_s=expected(lambda durations: durations.parts_s),
     )

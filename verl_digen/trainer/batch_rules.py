@@ -38,7 +38,6 @@ def batch_rules(digen: DigenConfig, *, num_prompts: int, group_size: int, num_tr
         min_groups_per_fragment=gap.least_groups,
         merges=gap.min_groups_per_fragment == "auto",
         max_groups_per_fragment=gap.most_groups,
-        subgroups=gap.subgroups,
         extra_prompts=queue.extra_prompts,
         drop_zero_spread=queue.drop_zero_spread,
         max_group_refills=digen.most_group_refills(num_prompts),

@@ -369,17 +369,15 @@ class Conductor:
             version=fragment.batch,
             fragment_id=fragment.id,
             group_ids=fragment.uids,
-            num_samples=sum(map(len, groups.values())) - fragment.num_early,
+            num_samples=sum(map(len, groups.values())),
         )
-        opened.detail |= {"part": True} if fragment.part else {}
 
         def on_trained(task: asyncio.Task[None], took_s: float) -> None:
             self.recorder.end(opened)
             task.result()
-            if not fragment.part and not fragment.num_early:  # else it is shorter than the next one may be
-                self.deadlines.observe("train", TRAINER, size=len(groups), seconds=took_s)
+            self.deadlines.observe("train", TRAINER, size=len(groups), seconds=took_s)
             self.planner.on_trained(fragment.id, self.recorder.now_s())
-            self._trained.update(() if fragment.part else fragment.uids)
+            self._trained.update(fragment.uids)
             self._trainer_is_free = True
 
         self._calls.start(

@@ -357,8 +357,6 @@ def _report_metrics(outcome: BatchOutcome) -> Mapping[str, float]:
         "batch/num_groups": float(report.num_groups),
         "batch/num_samples": float(report.num_samples),
         "batch/num_fragments": float(report.num_fragments),
-        "batch/num_part_calls": float(report.num_parts),
-        "batch/early_samples": float(report.num_early),
         "batch/refilled_samples": float(report.num_sample_refills),
         "batch/reissued_samples": float(report.num_reissued),
         "batch/late_samples": float(report.num_late),

@@ -207,9 +207,7 @@ class TrainerPool:
         await self._ranks.begin(self._num_samples, self._num_rows)
 
     async def accumulate(self, fragment: Fragment, groups: Mapping[str, GroupTags]) -> None:
-        samples = self._described(groups)
-        part_of = fragment.uids[0] if fragment.part else ""
-        await self._ranks.accumulate(FragmentSpec(_fragment_name(fragment.id), samples, part_of))
+        await self._ranks.accumulate(FragmentSpec(_fragment_name(fragment.id), self._described(groups)))
 
     async def announce(self, after: int, groups: Mapping[str, GroupTags]) -> None:
         await self._ranks.announce(Upcoming(_fragment_name(after), self._described(groups)))

@@ -61,10 +61,7 @@ class PublishedSamples:
 
     def of_fragment(self, fragment: Fragment) -> dict[str, dict[int, SampleTag]]:
         """Samples of the fragment: uid -> sample index -> tag."""
-        groups = {uid: self.groups[uid] for uid in fragment.uids}
-        if not fragment.part:
-            return groups
-        return {uid: {index: tags[index] for index in fragment.part} for uid, tags in groups.items()}
+        return {uid: self.groups[uid] for uid in fragment.uids}
 
     def doubt(self, names: Sequence[SampleName], condition_key: str) -> None:
         """Add samples whose scoring timed out."""

@@ -20,7 +20,7 @@ from verl_digen.config import DigenConfig
 from verl_digen.devices import known_device, slowdown
 from verl_digen.engine.fragment import FragmentSample
 from verl_digen.require import require
-from verl_digen.simulate.costs import assist_s, part_s, sample_s, train_s
+from verl_digen.simulate.costs import assist_s, sample_s, train_s
 from verl_digen.simulate.profile import Profile, load_profile, profile_names
 
 
@@ -61,9 +61,7 @@ class VirtualDurations:
         return self.time_scale * assist_s(self.profile.numbers, num_samples, self.num_ranks, self.trainer_slowdown)
 
     def train_s(self, samples: Sequence[FragmentSample]) -> float:
-        """Training of samples of complete groups on the trainer's ranks."""
-        if not samples:
-            return 0.0
+        """Training of complete groups on the trainer's ranks."""
         num_groups = len({sample.uid for sample in samples})
         num_rows = sum(sample.num_rows for sample in samples)
         numbers = replace(
@@ -73,12 +71,6 @@ class VirtualDurations:
         )
         seconds = train_s(numbers, num_groups, self.num_ranks, slowdown=self.trainer_slowdown, has_tsp=self.has_tsp)
         return self.time_scale * seconds
-
-    def part_s(self, samples: Sequence[FragmentSample]) -> float:
-        """Training of samples of a group that is not complete."""
-        num_rows = sum(sample.num_rows for sample in samples)
-        numbers = replace(self.profile.numbers, num_trained_steps=-(-num_rows // len(samples)))
-        return self.time_scale * part_s(numbers, len(samples), self.num_ranks, slowdown=self.trainer_slowdown)
 
 
 def virtual_durations(digen: DigenConfig) -> VirtualDurations:

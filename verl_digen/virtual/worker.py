@@ -55,8 +55,6 @@ class VirtualWorker(DiffusionWorker):
         self._fetches = digen.virtual.fetch_rows
         self._partition = ""
         self._num_rows = 0
-        self._early: set[str] = set()
-        """Samples that trained before their group was complete."""
         self.checkpoint_engine = VirtualEngine()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
@@ -64,7 +62,6 @@ class VirtualWorker(DiffusionWorker):
         """Begin a global batch."""
         self._partition = partition
         self._num_rows = 0
-        self._early = set()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
     def accumulate(self, fragment: FragmentSpec) -> dict[str, float]:
@@ -75,11 +72,8 @@ class VirtualWorker(DiffusionWorker):
             assert samples.arrival is not None
             samples.arrival.complete()
         fetch_s = time.perf_counter() - started_s
-        own = [sample for sample in fragment.samples if sample.key not in self._early]
-        self._early |= {sample.key for sample in own if fragment.part_of}
-        seconds = self._durations.part_s(own) if fragment.part_of else self._durations.train_s(own)
-        _sleep_until(started_s + seconds)
-        num_rows = sum(sample.num_rows for sample in own)
+        _sleep_until(started_s + self._durations.train_s(fragment.samples))
+        num_rows = sum(sample.num_rows for sample in fragment.samples)
         self._num_rows += num_rows
         return {"num_rows": num_rows, "fetch_s": fetch_s, "accumulate_s": time.perf_counter() - started_s}
 

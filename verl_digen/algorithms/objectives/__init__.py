@@ -61,9 +61,6 @@ Invariants, while advantages are not clamped (tests/algorithms/test_losses.py)
 - A loss registered as `homogeneous` is positively homogeneous in the advantage, loss(c A) = c loss(A) for c > 0. So the
   scale of advantages may be applied to an accumulated gradient instead, and `digen.advantage.scale=batch` does not make
   training wait for the whole batch's rewards.
-- A loss registered as `linear` is linear in it while the weights are those before the update, loss(a A + b B) =
-  a loss(A) + b loss(B), and its metrics depend on the sign of the advantage alone. So samples may train before the mean
-  of their group is known (`digen.gap.subgroups`).
 
 Example, a custom loss with a setting of its own, `digen.loss.name=my_loss digen.loss.power=2`:
 

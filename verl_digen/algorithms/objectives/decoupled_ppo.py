@@ -40,7 +40,6 @@ class DecoupledPpoConfig(ClipConfig):
     columns=("log_prob", OLD, BEHAVIOUR, "advantage"),
     homogeneous=True,
     off_policy=True,
-    linear=True,
 )
 def decoupled_clip(rows: LossInputs, config: DecoupledPpoConfig) -> LossOutput:
     """PPO's clip against the policy before the update, weighted by its ratio to the policy that generated.

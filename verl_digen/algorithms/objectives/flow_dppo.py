@@ -45,7 +45,6 @@ class FlowDppoConfig(LossConfig):
     columns=("log_prob", OLD, "advantage", "std"),
     latents=("mean", "old_mean"),
     homogeneous=True,
-    linear=True,
 )
 def divergence_bounded(rows: LossInputs, config: FlowDppoConfig) -> LossOutput:
     """mean over all rows of -A r, without the rows that are left out; r = exp(log_prob - old_log_prob).

@@ -14,7 +14,7 @@ from verl_digen.algorithms.rows import LossInputs, LossOutput
 
 
 @register_objective(
-    "flow_grpo", "dance_grpo", config=ClipConfig, columns=("log_prob", OLD, "advantage"), homogeneous=True, linear=True
+    "flow_grpo", "dance_grpo", config=ClipConfig, columns=("log_prob", OLD, "advantage"), homogeneous=True
 )
 def clipped_ratio(rows: LossInputs, config: ClipConfig) -> LossOutput:
     """mean[max(-A r, -A clamp(r, 1 - c, 1 + c'))], r = exp(log_prob - old_log_prob)."""

@@ -39,7 +39,6 @@ class GrpoGuardConfig(ClipConfig):
     columns=("log_prob", OLD, "advantage", "std", "sigma", "sigma_next"),
     latents=("mean", "old_mean"),
     homogeneous=True,
-    linear=True,
     laws=("flow",),
 )
 def guarded_ratio(rows: LossInputs, config: GrpoGuardConfig) -> LossOutput:

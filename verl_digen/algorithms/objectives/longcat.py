@@ -42,7 +42,6 @@ class LongcatConfig(ClipConfig):
     config=LongcatConfig,
     columns=("log_prob", OLD, "advantage", "sigma", "sigma_next", "sigma_max"),
     homogeneous=True,
-    linear=True,
     laws=("flow", "flow_clipped"),
 )
 def reweighted_ratio(rows: LossInputs, config: LongcatConfig) -> LossOutput:

@@ -87,8 +87,6 @@ class Loss:
     """True: sound with `digen.staleness.max_versions` > 1."""
     laws: tuple[str, ...]
     """Values of `digen.sde.law` that it is defined for; (): all."""
-    linear: bool = False
-    """True: at ratio 1 linear in the advantage; see the package."""
 
     def columns_for(self, config: LossConfig) -> tuple[str, ...]:
         """Columns that it reads with these settings."""

@@ -36,7 +36,6 @@ def register_objective(
     homogeneous: bool = False,
     off_policy: bool = False,
     laws: Sequence[str] = (),
-    linear: bool = False,
     behaviour: Policy = "current",
     select: Select = all_samples,
     joint: Joint | None = None,
@@ -54,9 +53,6 @@ def register_objective(
             advantage scale needs the whole batch, such a loss waits for the batch.
         off_policy: it is sound on samples that are several versions old.
         laws: values of `digen.sde.law` that it is defined for; (): all.
-        linear: while `old_*` inputs are those of the weights that train, loss and gradient are linear in A except for
-            clamping, and metrics depend on the sign of A alone. Samples may then train before their group is complete
-            (`digen.gap.subgroups`). False is always safe.
         behaviour: policy that replicas serve for training samples. `old` needs settings with a copy of that name.
         select: which samples of a group train.
         joint: a column that rows make together.
@@ -72,14 +68,8 @@ def register_objective(
             "write @register_objective(NAME, columns=(...))"
         )
 
-    if linear and (joint is not None or not homogeneous):
-        raise ValueError(
-            f"an objective that is linear in the advantage is homogeneous and has no joint column, got {names} with "
-            f"homogeneous={homogeneous} and joint={joint}; declare linear=False"
-        )
-
     def file(compute: LossFn) -> LossFn:
-        loss = Loss(compute, config, tuple(columns), tuple(latents), homogeneous, off_policy, tuple(laws), linear)
+        loss = Loss(compute, config, tuple(columns), tuple(latents), homogeneous, off_policy, tuple(laws))
         for name in names:
             if name in _OBJECTIVES:
                 raise ValueError(f"an objective named {name!r} exists already; choose another name")

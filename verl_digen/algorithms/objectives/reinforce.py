@@ -10,7 +10,7 @@ from verl_digen.algorithms.rows import LossInputs, LossOutput
 
 
 @register_objective(
-    "reinforce", config=ClampedConfig, columns=("log_prob", "advantage"), homogeneous=True, off_policy=True, linear=True
+    "reinforce", config=ClampedConfig, columns=("log_prob", "advantage"), homogeneous=True, off_policy=True
 )
 def reinforce(rows: LossInputs, config: ClampedConfig) -> LossOutput:
     """mean[-A log_prob], whichever policy generated the sample."""

@@ -39,7 +39,6 @@ class TisConfig(ClampedConfig):
     columns=("log_prob", BEHAVIOUR, "advantage"),
     homogeneous=True,
     off_policy=True,
-    linear=True,
 )
 def truncated_importance_sampling(rows: LossInputs, config: TisConfig) -> LossOutput:
     """mean[-sg[clamp(r, low, high)] A log_prob], r = exp(log_prob - behaviour_log_prob)."""
