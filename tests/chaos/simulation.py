@@ -40,7 +40,7 @@ from verl_digen.agent_loop.server_manager import DiffusionServerClient
 from verl_digen.errors import RunStopped
 from verl_digen.observe.timeline import Lane, Recorder
 from verl_digen.store.keys import SampleName
-from verl_digen.store.partitions import UPCOMING, VAL
+from verl_digen.store.partitions import VAL
 from verl_digen.store.prompts import submit_prompts
 from verl_digen.store.samples import clear
 from verl_digen.trainer.base import DiffusionTrainer
@@ -321,9 +321,7 @@ class Simulation:
             late |= published.condition_keys | {name.key for name in published.unwanted}
             late |= {SampleName.of(uid, *item).key for uid, tags in published.groups.items() for item in tags.items()}
         partitions = self.queue.partitions.items()
-        return {
-            name: [key for key in rows if key not in late] for name, rows in partitions if name not in (VAL, UPCOMING)
-        }
+        return {name: [key for key in rows if key not in late] for name, rows in partitions if name != VAL}
 
 
 @contextmanager

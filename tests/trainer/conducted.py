@@ -117,10 +117,6 @@ class Pools:
             assert sorted(groups[uid]) == list(range(GROUP_SIZE)), "whole groups only"
         self.trained += fragment.uids
 
-    async def announce(self, after, groups):
-        assert self.is_open
-        self.calls.append(("announce", after, tuple(groups)))
-
     async def commit(self):
         assert self.is_open
         self.is_open = False

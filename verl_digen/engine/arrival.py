@@ -96,27 +96,13 @@ class Arrival:
                 ) from self._error
             raise RuntimeError(f"sample {self._keys[index]} is read after its batch was closed")
 
-    @property
-    def has_failed(self) -> bool:
-        """True if a call raised an error, which readers get."""
-        return self._error is not None
-
-    @property
-    def is_running(self) -> bool:
-        """True while a call is in flight."""
-        return self._thread is not None
-
-    def stop(self) -> None:
-        """Fetch nothing further, and free what came. The call in flight, if any, goes on; what it brings is freed."""
+    def close(self) -> None:
+        """Fetch nothing further, free what came, and wait for the call in flight."""
         with self._changed:
             self._is_closed = True
             self._calls.clear()
             self._found.clear()
             self._changed.notify_all()
-
-    def close(self) -> None:
-        """`stop`, and wait for the call in flight."""
-        self.stop()
         thread = self._thread
         if thread is not None:
             thread.join()

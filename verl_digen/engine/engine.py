@@ -314,8 +314,6 @@ class DiffusersFSDPEngine(ShardedTransformer):
                     yield samples[row.sample], row.point, log_prob
 
     def _close(self, *, stays_loaded: bool = False) -> None:
-        if self._open is not None:
-            self._open.close()
         self._open = None
         self.optimizer_zero_grad()
         self._stays_loaded = stays_loaded

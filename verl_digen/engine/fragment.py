@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -76,25 +75,6 @@ class FragmentSpec:
     """Unique within a logical batch."""
     samples: tuple[FragmentSample, ...]
     """Samples, group after group."""
-
-
-@dataclass(frozen=True)
-class Upcoming:
-    """The samples that most likely train next. Written by the driver while another fragment trains."""
-
-    after: str
-    """The fragment that trains meanwhile."""
-    samples: tuple[FragmentSample, ...]
-    """Samples of complete groups, group after group."""
-
-    def packed(self) -> bytes:
-        """Bytes for `unpacked`, of a process of the same run."""
-        return pickle.dumps(self)
-
-    @staticmethod
-    def unpacked(packed: bytes) -> Upcoming:
-        """Inverse of `packed`."""
-        return pickle.loads(packed)
 
 
 def fragment_rows(samples: Sequence[FragmentSample]) -> list[Row]:

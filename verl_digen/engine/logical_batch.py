@@ -13,13 +13,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from verl_digen.algorithms.metric import Metric
-from verl_digen.engine.ahead import FetchAhead
 from verl_digen.engine.fragment import FragmentSample, FragmentSpec, fragment_rows
 from verl_digen.engine.ledger import AdvantageLedger
 from verl_digen.engine.memory import shortage_explained, smaller_row, smaller_tile
@@ -41,12 +39,11 @@ class LogicalBatch:
         ledger: AdvantageLedger,
         transaction: GradientTransaction,
         planner: Planner,
-        fetch: Fetch | FetchAhead,
+        fetch: Fetch,
         *,
         reads_advantages: bool = True,
     ):
-        self.ledger, self.transaction, self.planner = ledger, transaction, planner
-        self.ahead = fetch if isinstance(fetch, FetchAhead) else FetchAhead(fetch, lambda: None)
+        self.ledger, self.transaction, self.planner, self._fetch = ledger, transaction, planner, fetch
         self.reads_advantages = reads_advantages
         """False for a loss without advantages, which no scale of them divides."""
         self.fragment_ids: set[str] = set()
@@ -54,8 +51,6 @@ class LogicalBatch:
         """Samples that did not train with their own fragment."""
         self.fetch_wait_s = 0.0
         """Seconds that this rank's tiles waited for their samples."""
-        self._training = ""
-        """The fragment that trains; "" while samples that were held back do."""
         self._samples: dict[str, FragmentSample] = {}
 
     def add(self, fragment: FragmentSpec) -> None:
@@ -83,7 +78,6 @@ class LogicalBatch:
 
     def train(self, fragment: FragmentSpec) -> int:
         """Train the samples that can train now that this fragment is added; returns their rows, over all ranks."""
-        self._training = fragment.fragment_id
         num_rows = self._train(is_last=self.ledger.is_complete)
         held = {*self.ledger.held}
         self.num_late_samples += sum(sample.key in held for sample in fragment.samples)
@@ -97,21 +91,11 @@ class LogicalBatch:
         """
         if not self.ledger.keys:
             raise RuntimeError("a logical batch needs at least one group to commit, got none; call abort instead")
-        self._training = ""
         self._train(is_last=True)
         if not self.transaction.num_trained_rows:
             return None
         loss, metrics = self.transaction.close()
-        self.close()
-        return loss, metrics | {
-            "fetch_wait_s": Metric(torch.tensor(self.fetch_wait_s), "max"),
-            "num_ahead_samples": Metric(torch.tensor(float(self.ahead.num_ahead)), "count"),
-            "num_unused_samples": Metric(torch.tensor(float(self.ahead.num_unused)), "count"),
-        }
-
-    def close(self) -> None:
-        """Fetch nothing further; no thread of this batch runs afterwards."""
-        self.ahead.close()
+        return loss, metrics | {"fetch_wait_s": Metric(torch.tensor(self.fetch_wait_s), "max")}
 
     def trained_advantages(self) -> Tensor:
         """Advantages of the samples that have rows, [samples] fp32, clamped as in the loss. In a tree: of the nodes at
@@ -130,19 +114,10 @@ class LogicalBatch:
         samples = [self._samples[key] for key in ready.keys]
         if not any(sample.num_rows for sample in samples):
             return 0
-        work = self._dealt(samples, ready.advantages)
+        work = self.planner.deal(samples, ready.advantages, self._fetch)
         with self._running(work):
             self.transaction.run(work, is_final=is_final, is_last=is_last)
         return work.num_rows
-
-    def _dealt(self, samples: Sequence[FragmentSample], advantages: Tensor) -> TileWork:
-        """This rank's tiles; when the last one begins, what trains next is fetched."""
-        return replace(self.planner.deal(samples, advantages, self.ahead), on_last_tile=self._look_ahead)
-
-    def _look_ahead(self) -> None:
-        """Begin to fetch what trains after the fragment in training."""
-        if self._training:
-            self.ahead.look(self._training, self.planner.own)
 
     @contextmanager
     def _running(self, work: TileWork) -> Iterator[None]:
@@ -150,7 +125,6 @@ class LogicalBatch:
         rows = max((tile.rows for tile in work.tiles), key=len)
         with closing(work.samples), shortage_explained("a tile", len(rows), lambda: self._remedy(rows)):
             yield
-        self.ahead.rest()
         self.fetch_wait_s += work.samples.waited_s
 
     def _remedy(self, rows: Sequence[Row]) -> str:

@@ -96,7 +96,8 @@ class Planner:
             advantages: [samples] fp32, or [samples, K] with a tree.
         """
         rows = fragment_rows(samples)
-        dealt, needed = self._dealt(rows)
+        dealt = deal_rows(rows, self.num_ranks, whole_samples=not self.tsp.enable)
+        needed = sorted({row.sample for row in (*dealt[self.rank], *stand_ins(dealt, self.rank).values())})
         own = replace(fetch([samples[number] for number in needed]), advantages=advantages[needed])
         places = {number: place for place, number in enumerate(needed)}
         try:
@@ -106,17 +107,6 @@ class Planner:
             raise
         own.request([places[row.sample] for row in tile.rows] for tile in tiles)
         return TileWork(own, places, tiles, AllRows(rows, [sample.uid for sample in samples], advantages), recomputed)
-
-    def own(self, samples: Sequence[FragmentSample]) -> list[FragmentSample]:
-        """Samples that `deal` would fetch, by numbers alone; any thread may call it."""
-        rows = fragment_rows(samples)
-        return [samples[number] for number in self._dealt(rows)[1]] if rows else []
-
-    def _dealt(self, rows: Sequence[Row]) -> tuple[list[list[Row]], list[int]]:
-        """(each rank's rows, numbers of the samples of this one's)"""
-        dealt = deal_rows(rows, self.num_ranks, whole_samples=not self.tsp.enable)
-        chosen = [*dealt[self.rank], *stand_ins(dealt, self.rank).values()]
-        return dealt, sorted({row.sample for row in chosen})
 
     def _tiles(
         self, dealt: Sequence[Sequence[Row]], own: Samples, places: Mapping[int, int]

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,8 +53,6 @@ class TileWork:
     all_rows: AllRows
     recomputed: Mapping[int, int]
     """`Row.bucket` -> blocks recomputed in backward."""
-    on_last_tile: Callable[[], None] = lambda: None
-    """Called before the forward of the last tile."""
 
     def teacher_of(self, tile: Tile) -> str:
         """Name of the teacher of the tile's rows."""

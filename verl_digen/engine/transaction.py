@@ -150,8 +150,6 @@ class GradientTransaction:
             columns = self._joint_columns(self.loss.joint, work, kept, makers)
             others = (_moved(policies, self.forward.device) for policies in kept)
         for tile, outputs, column in zip(work.tiles, others, columns, strict=True):
-            if tile is work.tiles[-1]:
-                work.on_last_tile()
             rows = rows_of(tile)
             self.recomputation.num_blocks = work.recomputed[tile.rows[0].bucket]
             self._count(rows)

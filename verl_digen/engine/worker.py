@@ -30,7 +30,6 @@ from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from verl_digen.algorithms.metric import Metric, Plain, plain
-from verl_digen.engine.ahead import FetchAhead, announced_fragment
 from verl_digen.engine.assistant import Assistant
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.fragment import FragmentSpec
@@ -124,8 +123,7 @@ class DiffusionWorker(ActorRolloutRefWorker):
         Args:
             partition: TransferQueue partition that holds the samples' rows until the batch is closed.
         """
-        fetch = FetchAhead(self._fetch_from(partition), announced_fragment, self.engine.get_data_parallel_size())
-        self.engine.begin(num_samples, num_rows, fetch=fetch, scale=scale)
+        self.engine.begin(num_samples, num_rows, fetch=self._fetch_from(partition), scale=scale)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
     def keep_old(self) -> None:

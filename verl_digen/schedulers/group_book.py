@@ -284,10 +284,6 @@ class GroupBook:
         least = 1 if self.is_last(batch) else self._rules.min_groups_per_fragment
         return min(self._rules.largest_fragment, len(batch.ready)) if len(batch.ready) >= least else 0
 
-    def first_ready(self, batch: Batch) -> tuple[str, ...]:
-        """Groups that `take_ready` would give now, of the next fragment."""
-        return tuple(uid for _, uid in sorted(batch.ready)[: self.fragment_size(batch)])
-
     def take_ready(self, batch: Batch, size: int) -> tuple[str, ...]:
         """The `size` oldest ready groups, which are in training from now on."""
         uids = tuple(heappop(batch.ready)[1] for _ in range(size))

@@ -336,11 +336,6 @@ class BatchPlanner:
             return Commit(report)
         return self._at_bubble(batch, now_s)
 
-    def upcoming(self) -> tuple[Fragment, tuple[str, ...]] | None:
-        """The fragment that trains, and the groups that would train next if it ended now; None outside of training."""
-        now = self._trainer
-        return (now, self._book.first_ready(self._book.batches[now.batch])) if isinstance(now, Fragment) else None
-
     def on_trained(self, fragment_id: int, now_s: float) -> None:
         """A training call has ended."""
         fragment = self._trainer

@@ -71,7 +71,6 @@ from verl_digen.schedulers.types import (
     Wait,
 )
 from verl_digen.store.keys import SampleName
-from verl_digen.trainer.announcements import Announcements
 from verl_digen.trainer.calls import CallsUnderWay, cancel, described, log_overdue, to_the_end
 from verl_digen.trainer.lanes import IdleLanes, Joining, Lanes
 from verl_digen.trainer.ports import Generator, Trainer
@@ -114,7 +113,6 @@ class Conductor:
         """Reason of the last failed sample."""
         self._calls = CallsUnderWay(deadlines.config)
         self._idle = IdleLanes(recorder)
-        self._announcements = Announcements(planner, trainer, self._calls, deadlines)
         self._slots = ReplicaSlots(
             planner, generator, self._calls, deadlines, recorder, self._idle, slots_of=slots_of, lanes=lanes.slots
         )
@@ -153,7 +151,6 @@ class Conductor:
             while self._outcome is None:
                 self._feed()
                 wait_s = self._engage_trainer() if self._trainer_is_free else None
-                self._announcements.update(self._published)
                 may_ask_again = await self._next_events(wait_s if may_ask_again else None)
         except BaseException:
             if self._is_open:

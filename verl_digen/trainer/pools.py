@@ -18,7 +18,7 @@ from verl_digen.agent_loop.server_manager import ALL_LOST
 from verl_digen.algorithms.metric import numbers
 from verl_digen.algorithms.objectives import Select
 from verl_digen.blips import through_blips
-from verl_digen.engine.fragment import FragmentSample, FragmentSpec, Upcoming
+from verl_digen.engine.fragment import FragmentSpec
 from verl_digen.errors import RunStopped
 from verl_digen.schedulers.types import Chunk, Fragment
 from verl_digen.trainer.ranks import TrainerRanks
@@ -207,21 +207,11 @@ class TrainerPool:
         await self._ranks.begin(self._num_samples, self._num_rows)
 
     async def accumulate(self, fragment: Fragment, groups: Mapping[str, GroupTags]) -> None:
-        await self._ranks.accumulate(FragmentSpec(_fragment_name(fragment.id), self._described(groups)))
-
-    async def announce(self, after: int, groups: Mapping[str, GroupTags]) -> None:
-        await self._ranks.announce(Upcoming(_fragment_name(after), self._described(groups)))
-
-    def _described(self, groups: Mapping[str, GroupTags]) -> tuple[FragmentSample, ...]:
-        return fragment_samples(groups, self._select, self._rewards_of, self._teacher_of)
+        samples = fragment_samples(groups, self._select, self._rewards_of, self._teacher_of)
+        await self._ranks.accumulate(FragmentSpec(f"f{fragment.id}", samples))
 
     async def commit(self) -> dict[str, float]:
         return numbers(await self._ranks.commit())
 
     async def abort(self) -> None:
         await self._ranks.abort()
-
-
-def _fragment_name(number: int) -> str:
-    """`FragmentSpec.fragment_id` of a fragment of the planner."""
-    return f"f{number}"

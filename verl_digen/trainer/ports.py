@@ -56,11 +56,7 @@ class Trainer(Protocol):
         ...
 
     async def accumulate(self, fragment: Fragment, groups: Mapping[str, GroupTags]) -> None:
-        """Add the gradient of complete groups, or of a part of one."""
-        ...
-
-    async def announce(self, after: int, groups: Mapping[str, GroupTags]) -> None:
-        """Tell which complete groups train next, most likely, when the fragment with the number `after` has."""
+        """Add the gradient of complete groups."""
         ...
 
     async def commit(self) -> dict[str, float]:

@@ -19,9 +19,8 @@ import ray
 
 from verl_digen.agent_loop.chunks import describe
 from verl_digen.algorithms.metric import Metric, from_plain
-from verl_digen.engine.fragment import FragmentSample, FragmentSpec, Upcoming
+from verl_digen.engine.fragment import FragmentSample, FragmentSpec
 from verl_digen.store.partitions import TRAIN
-from verl_digen.store.upcoming import announce
 from verl_digen.trainer.relays import Together, Work
 from verl_digen.types import SampleRequest
 
@@ -49,10 +48,6 @@ class TrainerRanks:
         """Add the gradient of complete groups."""
         counts = await self._on_all("accumulate", self._put(fragment))
         self.compute_s += counts["accumulate_s"]
-
-    async def announce(self, upcoming: Upcoming) -> None:
-        """Tell what most likely trains next; no rank is called, for they are busy."""
-        await announce(upcoming.packed())
 
     async def evaluate(self, fragments: Sequence[FragmentSpec]) -> list[FragmentSpec]:
         """Copies of the fragments with the log-probs of their rows under the current weights.
