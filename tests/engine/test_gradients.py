@@ -8,14 +8,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tests.engine.harness import process_group
 from verl_digen.algorithms.projection import project
 from verl_digen.engine import gradients
 from verl_digen.engine.gathered import recover
-from verl_digen.engine.gradient_check import check_deferred_gradients
 
 
 @pytest.fixture(scope="module")
@@ -177,25 +175,6 @@ def test_the_projection_of_a_reversed_gradient_is_the_opposite_and_a_permuted_on
 
 def test_without_a_gradient_the_projection_is_zero(group: None):
     assert gradients.projection(make_module()).item() == 0.0
-
-
-def lose_attribute(module: nn.Module) -> None:
-    module.no_such_attribute  # noqa: B018
-
-
-@pytest.mark.parametrize(
-    ("broken", "got"),
-    [(lambda module: None, "got None where"), (gradients.drop, "got None where"), (lose_attribute, "got no no_such_")],
-    ids=["does nothing", "drops", "is gone"],
-)
-def test_a_run_whose_deferred_gradients_are_not_reduced_does_not_start(group: None, monkeypatch, broken, got: str):
-    mesh, device = init_device_mesh("cpu", (1,)), torch.device("cpu")
-    state = torch.get_rng_state()
-    check_deferred_gradients(mesh, 0, device)
-    assert torch.equal(torch.get_rng_state(), state), "the run's random numbers stay"
-    monkeypatch.setattr(gradients, "reduce_pending", broken)
-    with pytest.raises(RuntimeError, match=rf"{got}.*pip install 'torch==2.13.0'"):
-        check_deferred_gradients(mesh, 0, device)
 
 
 def test_parameters_that_never_ran_do_not_stop_a_backward_that_waits(group: None, policy: dict):

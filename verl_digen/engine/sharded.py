@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from verl.base_config import BaseConfig
 from verl.plugin.platform import get_platform
 from verl.trainer.config import CheckpointConfig
-from verl.utils.device import get_device_id, get_device_name
+from verl.utils.device import get_device_name
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig
 from verl.workers.config.optimizer import build_optimizer
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
@@ -39,7 +39,6 @@ from verl_digen.engine.build import (
 from verl_digen.engine.checkpoint import DiffusersCheckpointManager, UpdateState
 from verl_digen.engine.copies import AVERAGE, CURRENT, PolicyCopies
 from verl_digen.engine.export import NamedTensors, export
-from verl_digen.engine.gradient_check import check_deferred_gradients_once
 from verl_digen.engine.gradients import exempt_unused
 from verl_digen.engine.loss_scale import LossScale
 from verl_digen.engine.offload import offload_safely
@@ -105,8 +104,6 @@ class ShardedTransformer(FSDPEngine):
             self.module, self.model_config.recomputed, offloads=self.model_config.enable_activation_offload
         )
         trains = not self.engine_config.forward_only
-        if trains:
-            check_deferred_gradients_once(self.device_mesh, self.rank, torch.device(get_device_id()))
         if trains and self._autocast_dtype == torch.float16:
             self.state.loss_scale = LossScale()
         self.copies = PolicyCopies(
