@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from verl_digen.config import digen_config
-from verl_digen.simulate.splits import Limits
 
 POOLS_KEY = "digen.reward.functions"
 """Key of rewards with processes of their own."""
@@ -125,14 +124,3 @@ def num_replica_devices(config: Any) -> int:
     """Devices of one replica: tensor x data x pipeline parallel size."""
     rollout = config.actor_rollout_ref.rollout
     return rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size
-
-
-def split_limits(config: Any) -> Limits:
-    """Rules for the sizes of separate pools, as preflight checks them."""
-    fsdp, rollout = config.actor_rollout_ref.actor.fsdp_config, config.actor_rollout_ref.rollout
-    return Limits(
-        fsdp_size=fsdp.fsdp_size,
-        sequence_parallel=fsdp.ulysses_sequence_parallel_size,
-        replica_devices=num_replica_devices(config),
-        in_one_node=rollout.name == "diffusers",
-    )

@@ -31,8 +31,6 @@ class Work(DiffusionTrainer):
 class Trainer(DisaggregatedTrainer, Work):
     """A trainer in step 3, on a clock that counts its readings."""
 
-    _split_watch = None
-
     def __init__(self, path):
         self._recorder = Recorder(now_s=map(float, itertools.count()).__next__)
         self._driver = Lane("driver", 0, "here", 0)

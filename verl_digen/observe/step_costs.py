@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds of the parts of a step, from the timeline, for `digen bench --profile` and the advice of a run. Pure.
+"""Seconds of the parts of a step, from the timeline, for `digen bench --profile` and `digen simulate --run`. Pure.
 
 Chunks, fragments and calls count with their medians, so that a few slow ones change nothing.
 """

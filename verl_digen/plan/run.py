@@ -33,12 +33,12 @@ from verl_digen.plan.networks import Counts, Part, Tensors, count_network, count
 from verl_digen.plan.policies import num_selected
 from verl_digen.plan.teachers import teacher_bytes
 from verl_digen.platforms.module_memory import SHARING
-from verl_digen.pool_sizes import num_generator_devices, num_replica_devices, num_trainer_devices, split_limits
+from verl_digen.pool_sizes import num_generator_devices, num_replica_devices, num_trainer_devices
 from verl_digen.require import require
 from verl_digen.sampling.fp8 import Fp8Layers
 from verl_digen.sampling.recording import record_trajectory, trained_latents
 from verl_digen.sampling.requests import plain_request, rows_per_group
-from verl_digen.simulate.splits import Limits
+from verl_digen.simulate.splits import Limits, split_limits
 from verl_digen.types import Condition, PromptRow, SampleRequest
 
 ADAMS = ("AdamW", "Adam")

@@ -9,6 +9,7 @@ recipe runs it, calibrated to its published steps, with its reward model on the 
 
     digen simulate --profile qwen-image-20b --devices 32
     digen simulate --profile qwen-image-20b --devices 4 --window 2
+    digen simulate --run outputs/mine --device H100            which split would be faster for this run?
     digen simulate --profile my.json --trainer 16xH800 --generator 24xH20 --techniques gap,tsp --picture runs.png
 
 Jitter, slow devices, skew between ranks and failures are drawn from a seed, the same for all runs. Splits are those
@@ -70,7 +71,12 @@ ahead as it is allowed."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--profile", required=True, help=f"{', '.join(profile_names())}, or a JSON file")
+    measured = parser.add_mutually_exclusive_group(required=True)
+    measured.add_argument("--profile", help=f"{', '.join(profile_names())}, or a JSON file")
+    measured.add_argument(
+        "--run", type=Path, metavar="RUN_DIR", help="a run on separate pools, from its timeline; its devices by default"
+    )
+    parser.add_argument("--device", help="type of the run's devices, e.g. H100")
     parser.add_argument("--devices", help="all devices, e.g. 32 or 32xH100; the best split is searched")
     parser.add_argument(
         "--trainer", help="devices that train, e.g. 16 or 16xH800; with --generator, in place of --devices"
@@ -112,7 +118,7 @@ def run(args: Namespace) -> int:
     try:
         check_writable("--json", args.json)
         check_writable("--picture", args.picture, PICTURE_SUFFIXES)
-        profile = resized(load_profile(args.profile), args.prompts, args.samples_per_prompt)
+        profile = resized(chosen_profile(args), args.prompts, args.samples_per_prompt)
         if args.window is not None:
             profile = windowed(profile, args.window)
         if args.whole_base:
@@ -130,6 +136,28 @@ def run(args: Namespace) -> int:
 
         draw(profile, runs, args.picture)
     return 0
+
+
+def chosen_profile(args: Namespace) -> Profile:
+    """The profile; of a run, with the run's devices in place of missing ones.
+
+    Raises:
+        ValueError: there is no such profile or run.
+    """
+    require(
+        (args.run is None) == (args.device is None),
+        "--run needs --device, the type of the run's devices, and no profile does",
+        args.device,
+        "give both or neither",
+    )
+    if args.run is None:
+        return load_profile(args.profile)
+    from verl_digen.simulate.measured_run import run_profile  # imports torch, which is slow
+
+    profile, num_devices = run_profile(args.run, args.device)
+    if (args.devices, args.trainer, args.generator) == (None, None, None):
+        args.devices = num_devices
+    return profile
 
 
 def check_writable(option: str, path: Path | None, suffixes: Sequence[str] = ()) -> None:

@@ -20,7 +20,7 @@ import itertools
 import logging
 import socket
 from collections.abc import Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import ray
@@ -51,7 +51,6 @@ from verl_digen.trainer.pools import GeneratorPool, SlotHandle, TrainerPool
 from verl_digen.trainer.published import BatchOutcome
 from verl_digen.trainer.replicas import end_processes
 from verl_digen.trainer.restarts import start_standalone
-from verl_digen.trainer.split_watch import SplitWatch, split_watch
 from verl_digen.trainer.staged import StagedCheckpointManager
 from verl_digen.trainer.step_result import StepResult
 from verl_digen.trainer.updates import group_rewards
@@ -103,13 +102,6 @@ class DisaggregatedTrainer(DiffusionTrainer):
 
     def _get_n_gpus_for_throughput(self) -> int:
         return sum(self._num_devices.values())
-
-    @cached_property
-    def _split_watch(self) -> SplitWatch | None:
-        """None on virtual devices, whose sizes have keys of their own."""
-        if not self._computes:
-            return None
-        return split_watch(self.config, self.digen, self._pool_devices, self._rules())
 
     @property
     def _num_ranks(self) -> int:
@@ -194,6 +186,11 @@ class DisaggregatedTrainer(DiffusionTrainer):
         ]
         self._slots += slots
         return Joining(address, lane, [slot.name for slot in slots])
+
+    def fit(self, agent_loop_manager: Any) -> None:
+        super().fit(agent_loop_manager)
+        if not self.digen.environment.is_on:
+            logger.info("would another split be faster? digen simulate --run %s --device TYPE", self.run_dir)
 
     async def _start_replica(self, number: int) -> Any:
         return await start_standalone(self.llm_server_manager, number, self.digen.deadlines.start_s)
@@ -328,16 +325,7 @@ class DisaggregatedTrainer(DiffusionTrainer):
         intervals = self._write_intervals(step, *calls)
         recent = [*self._previous_intervals, *intervals]
         self._timeline_metrics = step_metrics(recent, self.global_steps, self._num_devices)
-        self._advise(recent)
         self._previous_intervals = intervals
-
-    def _advise(self, recent: Sequence[Interval]) -> None:
-        """Say when another split of the devices would be faster."""
-        if self._split_watch is None:
-            return
-        advice = self._split_watch.observe(recent, self.global_steps)
-        if advice is not None:
-            logger.warning("%s", advice)
 
     def _training_intervals(self) -> list[tuple[float, float]]:
         return [
