@@ -33,7 +33,6 @@ from verl_digen.algorithms.objectives import (
 )
 from verl_digen.config import AdvantageConfig
 from verl_digen.engine.fragment import fragment_rows
-from verl_digen.engine.joint import joint_columns
 from verl_digen.engine.ledger import AdvantageLedger
 from verl_digen.engine.rows import Samples
 from verl_digen.engine.tile_work import AllRows, TileWork
@@ -68,11 +67,11 @@ def on_ranks(num_ranks: int, shape: Grid, all_rows: AllRows) -> list[tuple[Row, 
         return part
 
     for work, own in zip(works, scalars, strict=True):
-        joint_columns(work, own, by_group, collect)
+        work.joint_columns(own, by_group, collect)
     total = torch.stack(parts).sum(0)
     found: list[tuple[Row, float]] = []
     for work, own in zip(works, scalars, strict=True):
-        columns = joint_columns(work, own, by_group, lambda part: total)
+        columns = work.joint_columns(own, by_group, lambda part: total)
         for tile, column in zip(work.tiles, columns, strict=True):
             found += zip(tile.rows, column.tolist(), strict=True)
     return found

@@ -15,10 +15,9 @@
 | `gradient_sizes` | size of the gradient's entries against Adam's eps |
 | `points` | the two kinds of rows: recorded transitions, and clean latents noised again |
 | `rows` | records of samples, fetched by key -> the rows of a tile |
-| `tile_work` | a rank's tiles with their samples, and all rows of a fragment by numbers |
+| `tile_work` | a rank's tiles with their samples, all rows by numbers, and columns that they make together |
 | `policies` | rows evaluated under the weights that train, and under other policies |
 | `copies` | copies of the weights by policy name, and when they follow |
-| `joint` | columns that rows of all ranks make together |
 | `loss` | evaluated rows -> the terms of the loss, and which old log-probs the ratio takes |
 | `memory` | choices made from free memory: rows per tile, unreduced gradients |
 | `row_flops` | FLOPs of a trained row, for metrics |

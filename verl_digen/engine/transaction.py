@@ -35,14 +35,13 @@ from verl_digen.algorithms.objectives import Joint
 from verl_digen.engine import gradients
 from verl_digen.engine.gathered import recover
 from verl_digen.engine.gradients import Gradient
-from verl_digen.engine.joint import Exchange, joint_columns
 from verl_digen.engine.loss import DiffusionLoss, LossTerms
 from verl_digen.engine.points import Points
 from verl_digen.engine.policies import Outputs, PolicyForward, moved
 from verl_digen.engine.recompute import Recomputation
 from verl_digen.engine.rows import tile_rows
 from verl_digen.engine.texts import padded_tokens
-from verl_digen.engine.tile_work import TileWork
+from verl_digen.engine.tile_work import Exchange, TileWork
 from verl_digen.schedulers.tiles import Tile
 from verl_digen.types import TrainingRows, Transitions
 
@@ -229,7 +228,7 @@ class GradientTransaction:
         for make, kept in zip(makers, others, strict=True):
             rows, outputs = make(), _moved(kept, self.forward.device)
             scalars.append(self.loss.joint_scalars(self.forward(rows), outputs, rows))
-        return joint_columns(work, scalars, lambda rows: joint.combine(rows, self.loss.config), self.exchange)
+        return work.joint_columns(scalars, lambda rows: joint.combine(rows, self.loss.config), self.exchange)
 
     # -- the gradient out ---------------------------------------------------------------------------------
     def settle(self, divisor: float) -> None:

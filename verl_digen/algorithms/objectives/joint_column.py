@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The joint column of rows that are all in one place, made from their ids. The engine, whose rows lie in tiles and on
-ranks, makes it in `verl_digen.engine.joint`."""
+ranks, makes it in `verl_digen.engine.tile_work`."""
 
 from __future__ import annotations
 
