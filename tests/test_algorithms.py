@@ -43,7 +43,7 @@ NO_ALGORITHMS = {
         "ocr",
         "pickscore",
     },
-    "machines and placement": {"digen_cpu", "digen_machine", "disaggregated", "virtual", "vllm_omni"},
+    "machines and placement": {"digen_cpu", "digen_machine", "disaggregated", "vllm_omni"},
 }
 """Recipes that choose no algorithm."""
 VARIANTS = {"awm_off_policy": "awm", "opd_forward": "opd"}

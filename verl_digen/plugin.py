@@ -46,7 +46,6 @@ def _register_recipes() -> None:
 
 def _register_trainers() -> None:
     importlib.import_module("verl_digen.trainer.register")
-    importlib.import_module("verl_digen.virtual.trainer")
 
 
 def _register_engine() -> None:

@@ -27,10 +27,8 @@ def digen_bench(*arguments: str) -> int:
         ),
         (("--steps", "2", "--warm-up", "2"), "--steps must be > --warm-up >= 0, got (2, 2)"),
         (("--repeats", "0"), "--repeats must be >= 1, got 0"),
-        (("--time-scale", "0.1"), "--time-scale needs --virtual, got 0.1"),
-        (("--virtual", "wan"), "--profile must be a file or one of the shipped profiles, got 'wan'"),
-        (("--virtual", "wan2.1-14b", "--modes", "colocated"), "--modes must have separate pools with --virtual"),
-        (("--virtual", "hunyuanvideo-13b", "--trainer", "2"), "--trainer must be >= 5 devices"),
+        (("--trainer", "0"), "--trainer must be >= 1, got 0"),
+        (("--", "digen.nothing=7"), "the config cannot be composed: "),
         (("--profile", "mine.json"), "--profile needs --device, the type of the devices that are measured"),
     ],
 )
@@ -40,6 +38,17 @@ def test_what_cannot_run_is_one_line_before_anything_runs(arguments, message, tm
     told = capsys.readouterr().err
     assert told.startswith(f"digen bench: {message}") and len(told.splitlines()) == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_devices_of_rewards_count_for_every_mode():
+    def setup_of(*arguments: str) -> command.BenchSetup:
+        parser = ArgumentParser()
+        command.add_arguments(parser)
+        return command._setup(parser.parse_args(arguments))
+
+    assert setup_of().num_devices == 2
+    setup = setup_of("--", "digen.reward.functions={shapes: {weight: 1.0, num_workers: 3, num_gpus: 1}}")
+    assert (setup.num_shared, setup.num_reward_devices, setup.num_devices) == (2, 3, 5)
 
 
 def test_an_earlier_bench_is_not_written_over(tmp_path, capsys):

@@ -3,13 +3,11 @@
 
 import json
 import random
-from dataclasses import replace
 
 import pytest
 
 from tests.bench.cases import finished_run
-from verl_digen.bench.peer import peer_mode
-from verl_digen.bench.summary import Baseline, Prediction, best_baseline, summarise, table, to_json
+from verl_digen.bench.summary import best_baseline, summarise, table, to_json
 
 POOLS = {"perf/bubble_fraction/trainer": 0.25, "perf/bubble_fraction/generator": 0.5, "perf/overlap_s": 0.5}
 RUNS = (
@@ -21,7 +19,7 @@ RUNS = (
 
 
 def test_medians_leave_the_warm_up_out_and_ratios_are_made_repeat_by_repeat():
-    barrier, gap = summarise(RUNS, num_warm_up=1, num_devices=2, predictions={})
+    barrier, gap = summarise(RUNS, num_warm_up=1, num_devices=2)
     assert (barrier.mode, barrier.num_runs, barrier.num_steps) == ("barrier", 2, 6)
     assert barrier.step_s == pytest.approx((2.4 + 4.0) / 2)
     assert barrier.spread_s == (2.2, 4.4)
@@ -37,10 +35,10 @@ def test_medians_leave_the_warm_up_out_and_ratios_are_made_repeat_by_repeat():
 
 
 def test_agreement_is_the_largest_relative_difference_of_any_step_to_the_first_run():
-    barrier, gap = summarise(RUNS, num_warm_up=1, num_devices=2, predictions={})
+    barrier, gap = summarise(RUNS, num_warm_up=1, num_devices=2)
     assert barrier.max_gradient_gap == 0.0
     assert gap.max_gradient_gap == pytest.approx(0.001)
-    untrained = summarise([finished_run("gap", 0, [1.0, 1.0])], num_warm_up=1, num_devices=2, predictions={})
+    untrained = summarise([finished_run("gap", 0, [1.0, 1.0])], num_warm_up=1, num_devices=2)
     assert untrained[0].max_gradient_gap is None
 
 
@@ -51,16 +49,16 @@ def test_gradients_of_equal_norms_that_point_elsewhere_do_not_agree():
             finished_run("barrier", 0, [1.0, 1.0], gradients=norms, projections=[1.0, 2.0]),
             finished_run("gap", 0, [1.0, 1.0], gradients=norms, projections=projections),
         )
-        found = summarise(runs, num_warm_up=1, num_devices=2, predictions={})[1].max_gradient_gap
+        found = summarise(runs, num_warm_up=1, num_devices=2)[1].max_gradient_gap
         assert found == pytest.approx(gap)
 
 
 def test_the_order_of_the_runs_within_a_repeat_decides_no_number():
-    expected = {summary.mode: summary for summary in summarise(RUNS, num_warm_up=1, num_devices=2, predictions={})}
+    expected = {summary.mode: summary for summary in summarise(RUNS, num_warm_up=1, num_devices=2)}
     rng = random.Random(0)
     for _ in range(10):
         shuffled = [*RUNS[:1], *rng.sample(RUNS[1:], 3)]
-        got = summarise(shuffled, num_warm_up=1, num_devices=2, predictions={})
+        got = summarise(shuffled, num_warm_up=1, num_devices=2)
         assert {summary.mode: summary for summary in got} == expected
 
 
@@ -72,7 +70,7 @@ def rows_of(text: str) -> list[str]:
 
 def test_the_table_has_a_dash_where_a_mode_has_no_such_number():
     runs = (finished_run("colocated", 0, [3.0, 2.0]), finished_run("gap", 0, [3.0, 1.0], extra=POOLS))
-    lines = rows_of(table(summarise(runs, num_warm_up=1, num_devices=2, predictions={})))
+    lines = rows_of(table(summarise(runs, num_warm_up=1, num_devices=2)))
     assert len(lines) == 3 and len({len(line) for line in lines}) == 1
     assert " ".join(lines[1].split()) == "colocated 2.000 (2.000..2.000) 5.00 2.500 1.00 0.0% - - - 0.510 -"
     assert " ".join(lines[2].split()) == "gap 1.000 (1.000..1.000) 10.00 5.000 2.00 0.0% 25.0% 50.0% 50.0% 0.510 -"
@@ -83,29 +81,12 @@ def test_modes_are_compared_with_the_fastest_run_that_overlaps_nothing():
         finished_run(mode, 0, [9.0, step_s])
         for mode, step_s in (("colocated", 4.0), ("colocated+tsp", 2.0), ("barrier", 5.0), ("gap", 1.0))
     ]
-    summaries = summarise(runs, num_warm_up=1, num_devices=2, predictions={})
+    summaries = summarise(runs, num_warm_up=1, num_devices=2)
     assert best_baseline(summaries) == "colocated+tsp"
     text = table(summaries)
     assert "best baseline: colocated+tsp; x best" in text
     assert [line.split()[5] for line in rows_of(text)[1:]] == ["0.50", "1.00", "0.40", "2.00"]
-    assert best_baseline(summarise(runs[3:], num_warm_up=1, num_devices=2, predictions={})) is None
-
-
-def test_verl_omnis_way_is_compared_with_and_is_no_baseline():
-    plain = finished_run("colocated+tsp", 0, [9.0, 2.0], gradients=[1.0, 1.0])
-    peer = replace(finished_run("colocated", 0, [9.0, 5.0], gradients=[3.0, 3.0]), mode=peer_mode(8))
-    gap, twin = (finished_run("gap", repeat, [9.0, 1.0], gradients=[1.0, 1.0]) for repeat in (0, 1))
-    summaries = summarise([plain, peer, gap], num_warm_up=1, num_devices=5, predictions={})
-    assert [summary.over_peer for summary in summaries] == [2.5, 1.0, 5.0]
-    assert best_baseline(summaries) == "colocated+tsp" and summaries[1].speedup == {"colocated+tsp": 0.4}
-    assert summaries[1].max_gradient_gap is None, "its two updates have gradients of their own"
-    assert summaries[1].images_per_s_per_device == pytest.approx(10 / 5.0 / 5)
-    text = table(summaries)
-    assert "x peer: times as fast as `as-verl-omni`, on our own engine" in text
-    assert [line.split()[-1] for line in rows_of(text)[1:]] == ["2.50", "1.00", "5.00"]
-    simulated = summarise([gap, replace(twin, mode=gap.mode)], num_warm_up=1, num_devices=2, predictions={}, peer_s=3.0)
-    assert [summary.over_peer for summary in simulated] == [3.0]
-    assert "peer" not in table(summarise([plain, gap], num_warm_up=1, num_devices=2, predictions={}))
+    assert best_baseline(summarise(runs[3:], num_warm_up=1, num_devices=2)) is None
 
 
 def test_stale_samples_stand_beside_strict_ones():
@@ -115,22 +96,9 @@ def test_stale_samples_stand_beside_strict_ones():
         "staleness/samples_2_versions": 1.0,
     }
     runs = (finished_run("gap", 0, [1.0, 1.0]), finished_run("gap+tsp+tag+tcss", 0, [1.0, 1.0], extra=stale))
-    strict, with_stale = summarise(runs, num_warm_up=1, num_devices=2, predictions={})
+    strict, with_stale = summarise(runs, num_warm_up=1, num_devices=2)
     assert (strict.stale, with_stale.stale) == (0.0, 0.4)
     assert [line.split()[6] for line in rows_of(table([strict, with_stale]))[1:]] == ["0.0%", "40.0%"]
-
-
-def test_predictions_have_columns_of_their_own_and_baselines_are_simulated_ones():
-    predictions = {"barrier": Prediction(2.0, 1.0), "gap": Prediction(1.0, 0.88)}
-    simulated = [Baseline("colocated", 4.4), Baseline("colocated+tsp", 2.75)]
-    summaries = summarise(RUNS[:2], num_warm_up=1, num_devices=32, predictions=predictions, simulated=simulated)
-    text = table(summaries)
-    assert "best baseline: colocated+tsp (simulated)" in text and "measures the control plane" in text
-    lines = rows_of(text)
-    assert lines[0].split()[-6:] == ["simulated", "control", "at", "least", "over", "it"]
-    assert lines[1].split()[-4:] == ["2.000", "+10.0%", "1.000", "+120.0%"]
-    assert lines[2].split()[-4:] == ["1.000", "+10.0%", "0.880", "+25.0%"]
-    assert [line.split()[5] for line in lines[1:]] == ["1.25", "2.50"]
 
 
 def test_the_planners_own_error_is_shown_where_it_predicted():
@@ -138,13 +106,13 @@ def test_the_planners_own_error_is_shown_where_it_predicted():
         finished_run("gap", 0, [1.0, 1.0, 1.0]),
         finished_run("gap+tsp+tag", 0, [1.0, 1.0, 1.0], extra={"bts/prediction_error": -0.04}),
     )
-    lines = rows_of(table(summarise(runs, num_warm_up=1, num_devices=2, predictions={})))
+    lines = rows_of(table(summarise(runs, num_warm_up=1, num_devices=2)))
     assert lines[0].split()[-2:] == ["planner", "off"]
     assert (lines[1].split()[-1], lines[2].split()[-1]) == ("-", "4.0%")
 
 
 def test_the_json_holds_the_setting_the_summary_and_every_step():
-    summaries = summarise(RUNS, num_warm_up=1, num_devices=2, predictions={})
+    summaries = summarise(RUNS, num_warm_up=1, num_devices=2)
     data = json.loads(json.dumps(to_json(summaries, RUNS, {"a": 1})))
     assert data["setting"] == {"a": 1}
     assert [mode["mode"] for mode in data["modes"]] == ["barrier", "gap"]

@@ -24,6 +24,7 @@ from typing import Any
 from tests.chaos.checks import Checks
 from tests.chaos.processes import Cluster, Handle, Reference
 from tests.chaos.rewards import reward_of
+from tests.chaos.samples import BlankSamples
 from verl_digen.agent_loop.chunks import ChunkRunner
 from verl_digen.agent_loop.generated import GroupsBeingGenerated
 from verl_digen.agent_loop.manager import DiffusionAgentLoopWorker
@@ -41,7 +42,6 @@ from verl_digen.sampling.requests import SINGLE_TURN
 from verl_digen.store.keys import parse_key
 from verl_digen.store.partitions import CONDITIONS
 from verl_digen.types import Generation, PartScore, PromptRow, RewardCall, RewardInput, SampleRequest
-from verl_digen.virtual.samples import VirtualSamples
 
 DENOISE_S, ANSWER_S, SCORE_S, TRAIN_S, COMMIT_S, LOAD_S = 2.0, 0.1, 0.5, 1.5, 0.5, 1.0
 """Mean times of device work, in s."""
@@ -114,7 +114,7 @@ class Server:
         cluster: Cluster,
         name: str,
         digen: DigenConfig,
-        samples: VirtualSamples,
+        samples: BlankSamples,
         checks: Checks,
         *,
         version: int = 0,
@@ -276,7 +276,7 @@ class Rank:
     """A trainer rank. Its gradient is the list of groups that it accumulated; its weights are its number of commits."""
 
     def __init__(
-        self, cluster: Cluster, number: int, num_ranks: int, queue: Queue, samples: VirtualSamples, checks: Checks
+        self, cluster: Cluster, number: int, num_ranks: int, queue: Queue, samples: BlankSamples, checks: Checks
     ):
         self._cluster, self._number, self._num_ranks = cluster, number, num_ranks
         self._queue, self._samples, self._checks = queue, samples, checks

@@ -33,6 +33,7 @@ from tests.chaos.faults import AGENT, ENGINE, QUEUE, RANK, REWARD, SERVER, Fault
 from tests.chaos.loop import Stuck, VirtualLoop, who_waits
 from tests.chaos.processes import Cluster, Handle
 from tests.chaos.roles import Agent, Engine, Judge, Queue, QueueClient, Rank, RankGroup, Reward, Server, prompt_row
+from tests.chaos.samples import BlankSamples
 from tests.chaos.survival import may_end
 from tests.chaos.world import World
 from tests.trainer.direct import as_it_is
@@ -51,7 +52,6 @@ from verl_digen.trainer.restarts import Restarts
 from verl_digen.trainer.supervision import Supervision
 from verl_digen.trainer.validation_run import Validation
 from verl_digen.types import PromptRow
-from verl_digen.virtual.samples import VirtualSamples
 
 RESTART_S = 5.0
 """Virtual seconds that the restart of a replica takes."""
@@ -84,7 +84,7 @@ class Replica:
     workers: list[Handle]
     rollout_mode: RolloutMode = RolloutMode.STANDALONE
     world_size: int = 1
-    resource_pool: None = None
+    resource_pool: Any = field(default_factory=lambda: SimpleNamespace(pgs=()))
 
     @property
     def servers(self) -> list[Handle]:
@@ -252,7 +252,7 @@ class Simulation:
         self.cluster = cluster = Cluster(self.loop, world.seed, world.faults)
         self.checks = checks = Checks(world.group_size, world.num_ranks, world.max_versions)
         self.digen = digen = world.digen()
-        samples = self._samples = VirtualSamples(digen)
+        samples = self._samples = BlankSamples(digen)
         self._version = 0 if resumes is None else resumes.step
         self.num_restarts = 0
         """Replicas that were started in place of lost ones."""
@@ -280,7 +280,7 @@ class Simulation:
             self.agents.append(cluster.start(f"{AGENT} {number}", agent))
         self.trainer = Trainer(world, self, resumes)
 
-    def _start_replica(self, number: int, samples: VirtualSamples) -> Replica:
+    def _start_replica(self, number: int, samples: BlankSamples) -> Replica:
         name = f"{SERVER} {number}"
         server = Server(self.cluster, name, self.digen, samples, self.checks, version=self._version)
         handle = self.cluster.start(name, server)

@@ -47,11 +47,6 @@ OVERRIDDEN = {
     "rollout.adapter:DiffusersServerAdapter": "resume release update_weights",
     "rollout.placed:PlacedReplica": "get_ray_class_with_init_args",
     "rollout.replica:DiffusersReplica": "launch_servers",
-    "virtual.checkpoint_engine:VirtualEngine": "prepare build_topology init_process_group finalize "
-    "send_weights receive_weights",
-    "virtual.replica:VirtualReplica": "init_standalone launch_servers",
-    "virtual.trainer:VirtualTrainer": "_init_resource_pool_mgr",
-    "virtual.worker:VirtualWorker": "init_model update_weights save_checkpoint load_checkpoint",
     "trainer.disaggregated:DisaggregatedTrainer": "on_step_end _setup _get_n_gpus_for_throughput on_step_begin step "
     "on_validate_begin _compute_metrics _validate _save_checkpoint",
     "facade:RayFlowGRPOTrainer": "init_workers fit",

@@ -305,9 +305,9 @@ def test_verls_registries_are_dicts_that_hold_what_the_plugin_filed():
 
 
 def test_a_replicas_server_is_what_its_properties_return():
-    from verl_digen.virtual.replica import VirtualReplica
+    from verl_digen.rollout.replica import DiffusersReplica
 
-    replica: Any = object.__new__(VirtualReplica)
+    replica: Any = object.__new__(DiffusersReplica)
     replica._server_handle, replica._server_address = "handle", "address"
     assert (replica.server_handle, replica.server_address) == ("handle", "address")
 

@@ -50,7 +50,7 @@ def test_stale_samples_do_not_count_to_the_floor():
     (remark,) = watch.observe(step(1e-3, age=1.0))
     assert "differ by 1.0e-06 on average" in remark.text
     assert not remarks_of(FirstSteps(CLIP, is_recorded=True), *[step(1e-3, age=1.0)] * 4)
-    assert not remarks_of(FirstSteps(CLIP, is_recorded=True), *[step(None)] * 4)  # forward points, virtual devices
+    assert not remarks_of(FirstSteps(CLIP, is_recorded=True), *[step(None)] * 4)  # forward points
 
 
 @pytest.mark.parametrize(("ratio", "warns"), [(10.0, False), (0.5, True)])

@@ -118,7 +118,7 @@ NAMES = [
     *_each("trainer.resume_mode", "maybe", "null", "true", "resume_path"),
     *_each("trainer.resume_from_path", "TMP/global_step_3", "5"),
     *_each("trainer.device", "gpu", "tpu"),
-    *_each("trainer.v1.trainer_mode", "foo", "sync", "digen_virtual", "digen_disaggregated"),
+    *_each("trainer.v1.trainer_mode", "foo", "sync", "digen_disaggregated"),
     *_each("trainer.project_name", "../../x", "/etc/x", "null", "''", "5"),
     *_each("trainer.experiment_name", "a/../../../b", "[x]"),
     *_each("trainer.default_local_dir", "''", "TMP/loop", "TMP/loop/run"),
@@ -239,7 +239,6 @@ WITHOUT_EFFECT = [
     *_each("digen.queue.drop_zero_spread", "true"),
     *_each("digen.staleness.fraction", "0.5"),
     *_each("digen.tag.chunk_size", "4"),
-    *_each("digen.virtual.time_scale", "0.5"),
     *_each("digen.placement.generator_accelerator", "H100"),
     *_each("critic.enable", "true", "maybe"),
     *_each("distillation.enabled", "true"),
@@ -331,7 +330,7 @@ def batches() -> list[list[tuple[str, str]]]:
 SEPARATE_MALFORMED = [
     *_each(f"{ROLLOUT}.nnodes", "0", "-1", "null"),
     *_each(f"{ROLLOUT}.n_gpus_per_node", "0", "eight"),
-    *_each(f"{ROLLOUT}.checkpoint_engine.backend", "bogus", "naive", "digen_virtual", "null"),
+    *_each(f"{ROLLOUT}.checkpoint_engine.backend", "bogus", "naive", "null"),
     *_each(f"{ROLLOUT}.checkpoint_engine.custom_backend_module", "nosuch"),
     *_each("actor_rollout_ref.hybrid_engine", "true"),
     *_each("digen.gap.chunk_size", "0", "some"),
@@ -345,15 +344,12 @@ SEPARATE_MALFORMED = [
 
 RECIPES = [
     ("recipe=disaggregated", "recipe=[digen_flowgrpo,disaggregated]"),
-    ("recipe=[disaggregated,virtual]", "recipe=[digen_flowgrpo,disaggregated,virtual]"),
     ("recipe=vllm_omni", "recipe=[digen_flowgrpo,vllm_omni]"),
     ("recipe=[digen_quickstart,digen_sd3]", "choose one of digen_quickstart, digen_sd3"),
     ("recipe=[digen_flowgrpo,digen_dancegrpo]", "choose one of digen_flowgrpo, digen_dancegrpo"),
     ("recipe=[disaggregated,digen_quickstart]", "name recipe=[digen_quickstart,disaggregated]"),
     ("recipe=[vllm_omni,digen_sd3,flowgrpo_fast]", "name recipe=[digen_sd3,vllm_omni,flowgrpo_fast]"),
     ("recipe=[digen_quickstart,digen_quickstart]", "name recipe=[digen_quickstart]"),
-    ("recipe=[digen_flowgrpo,virtual]", "name recipe=[digen_flowgrpo,disaggregated,virtual]"),
-    ("recipe=[digen_flowgrpo,virtual,disaggregated]", "name recipe=[digen_flowgrpo,disaggregated,virtual]"),
 ]
 """(recipes as typed, the remedy)."""
 

@@ -42,7 +42,6 @@ def test_a_good_run_passes_and_says_what_it_trains_on(start, runnable):
         (("digen.loss.name=gspo",), f"digen.loss.name must be a loss of single rows {KEY}"),
         (("digen.loss.name=offline_dpo",), f"digen.loss.name must be a loss of single rows {KEY}"),
         (("digen.reward.combine=gdpo",), f"digen.reward.combine must not be gdpo {KEY}"),
-        (("trainer.v1.trainer_mode=digen_virtual",), "digen.environment.path must be null with virtual devices"),
         (
             ("digen.environment.extra_episodes=1", "digen.reward.recipe_functions.diversity=1.0"),
             "extra_episodes must be 0 with digen.reward.recipe_functions.diversity, which scores a whole",

@@ -14,5 +14,3 @@ def test_latents_need_replicas_that_make_every_sample(start):
     check_latents(start("recipe=[digen_flowgrpo,disaggregated]", SEES, "digen.tag.policy=always"))
     with pytest.raises(ValueError, match=r"digen.tag.policy must be off with digen.reward.functions.drm, .*got 'bts'"):
         check_latents(start("recipe=[digen_flowgrpo,disaggregated]", READS, "digen.tag.policy=bts"))
-    with pytest.raises(ValueError, match=r"functions.drm must not read latents with virtual devices"):
-        check_latents(start("recipe=[digen_flowgrpo,disaggregated]", READS, "trainer.v1.trainer_mode=digen_virtual"))

@@ -41,7 +41,6 @@ def test_every_step_in_the_window_is_refused_with_key_rule_value_and_remedy(star
             (SEPARATE, CACHE, "actor_rollout_ref.rollout.name=vllm_omni"),
             r"evaluate the network at every step .*; set act",
         ),
-        ((SEPARATE, PASSED, "trainer.v1.trainer_mode=digen_virtual"), rf"{KEY} must be left out on virtual devices"),
         ((SEPARATE, FP8, "actor_rollout_ref.rollout.name=vllm_omni"), rf"{KEY} must be left out with .*=vllm_omni"),
         ((SEPARATE, FP8, "digen.tag.policy=bts"), rf"{KEY}\.fp8 must be false with digen\.tag\.policy=bts: .*; set it"),
         (

@@ -427,12 +427,6 @@ def test_replicas_of_several_devices_divide_their_own_nodes_not_the_trainers(
         assert message in problem(start, *separate, *words)
 
 
-def test_virtual_devices_do_not_share_rows(start, runnable):
-    virtual = ["recipe=[digen_flowgrpo,disaggregated,virtual]", *runnable[1:]]
-    config = ("trainer.n_gpus_per_node=2", f"{SHARING}=2")
-    assert f"{SHARING} must be 1 with virtual devices" in problem(start, *virtual, *config)
-
-
 def test_images_for_a_model_that_reads_none_are_refused(start, runnable, tiny_video, tmp_path):
     (tmp_path / "a.png").write_bytes(b"")
     (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n' * 4 + '{"prompt": "b", "images": ["a.png"]}\n')

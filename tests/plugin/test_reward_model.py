@@ -66,7 +66,6 @@ M = "reward.reward_model."
         ({M + "rollout.name": "diffusers"}, "rollout.name must be a server of language models, got 'diffusers'"),
         ({M + "rollout.tensor_model_parallel_size": 3}, r"must divide the 4 devices .* got 3"),
         ({"digen.placement.reward_accelerator": "H100"}, "digen.placement.reward_accelerator must be null"),
-        ({"trainer.v1.trainer_mode": "digen_virtual"}, "must be false with virtual devices"),
     ],
 )
 def test_a_reward_model_that_cannot_serve_is_refused(served, changes, rule):

@@ -14,7 +14,7 @@ def test_a_gap_above_the_bound_stops_the_run_and_says_where_to_look(gap):
         check_log_prob_gap({GAP: gap}, 0.1, step=3)
 
 
-def test_a_gap_within_the_bound_any_gap_without_one_and_virtual_devices_pass():
+def test_a_gap_within_the_bound_any_gap_without_one_and_no_gap_pass():
     check_log_prob_gap({GAP: 0.1}, 0.1, step=3)
     check_log_prob_gap({GAP: 9.0}, None, step=3)
     check_log_prob_gap({}, 0.1, step=3)

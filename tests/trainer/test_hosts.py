@@ -15,7 +15,6 @@ NAMES = {"10.0.0.7": "node-7", "fd00::7": "node-7"}
         ("[fd00::7]:8000", "node-7"),
         ("127.0.0.1:8000", "driver"),
         ("10.0.0.8:8000", "10.0.0.8"),
-        ("virtual", "driver"),
     ],
 )
 def test_a_server_is_on_the_node_of_its_address(address, host):

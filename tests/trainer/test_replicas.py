@@ -45,7 +45,7 @@ class Managers:
                 workers=[worker],
                 server_address=f"r{number}",
                 rollout_mode=mode,
-                resource_pool=None,
+                resource_pool=SimpleNamespace(pgs=[]),
             )
             for number, (server, worker) in enumerate(zip(processes[::2] * times, processes[1::2] * times, strict=True))
         ]

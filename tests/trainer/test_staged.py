@@ -10,7 +10,7 @@ from ray.exceptions import ActorDiedError
 from verl_digen.trainer.relays import Process, Route, Together
 from verl_digen.trainer.staged import StagedCheckpointManager
 
-BACKEND = "digen_virtual"
+BACKEND = "digen_gloo"
 
 
 class Reference:
@@ -64,7 +64,7 @@ class Engine:
 
 
 def manager_of(workers, *, num_ranks, per_replica):
-    config = SimpleNamespace(backend=BACKEND, custom_backend_module="verl_digen.virtual.checkpoint_engine")
+    config = SimpleNamespace(backend=BACKEND, custom_backend_module="verl_digen.weights.checkpoint_engines")
     rest, replicas = workers[num_ranks:], []
     for count in per_replica:
         replicas.append(Replica(rest[:count]))

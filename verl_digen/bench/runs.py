@@ -35,8 +35,7 @@ class BenchWork:
     """The work of every mode."""
 
     recipes: tuple[str, ...]
-    """Recipes before those of a mode, the algorithm's first; `last_recipes` come after the mode's."""
-    last_recipes: tuple[str, ...]
+    """Recipes before those of a mode, the algorithm's first."""
     overrides: tuple[str, ...]
     """Overrides that are given last, so they win over the mode's."""
     num_steps: int
@@ -62,7 +61,7 @@ def run_dir_of(out: Path, mode: Mode, repeat: int) -> Path:
 
 def command_of(work: BenchWork, mode: Mode, run_dir: Path) -> list[str]:
     """The command line of a run."""
-    recipes = ",".join((*work.recipes, *mode.recipes, *work.last_recipes))
+    recipes = ",".join((*work.recipes, *mode.recipes))
     return [
         *(sys.executable, "-m", "verl.trainer.main_ppo"),
         f"recipe=[{recipes}]",

@@ -5,8 +5,7 @@
 - A ratio is computed per repeat, of runs that followed each other, and the median of these is taken: a machine that
   gets slower over the hours changes it little.
 - Devices are those of all pools, rewards included, the same number for every mode, whichever of them idle.
-- Modes are compared with the best baseline: the fastest that overlaps nothing, of those that were run; on virtual
-  devices of those that were simulated, because devices that take turns are not run there.
+- Modes are compared with the best baseline: the fastest that overlaps nothing, of those that were run.
 
 *Invariants (tests/bench/test_summary.py):* the order of the runs does not matter; a mode's ratio to itself is 1;
 runs that trained the same differ by 0.
@@ -22,7 +21,6 @@ from typing import Any
 
 from verl_digen.bench.runs import RunResult
 from verl_digen.simulate.cluster import BASELINES
-from verl_digen.simulate.verl_omni import NAME
 
 GRADIENT_NORM = "actor/grad_norm"
 GRADIENT_PROJECTION = "actor/grad_projection"
@@ -32,24 +30,6 @@ PLANNER_ERROR = "bts/prediction_error"
 POOLS = ("trainer", "generator")
 SAMPLES_BY_AGE = re.compile(r"staleness/samples_([0-9]+)_versions")
 """Metrics that count the samples of a step by the age of the weights that generated them."""
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """Prediction for a mode on virtual devices, made without running it."""
-
-    step_s: float
-    """Simulated step time."""
-    bound_s: float
-    """Lower bound: no simulated schedule with the mode's techniques is faster, see `verl_digen.simulate.bound`."""
-
-
-@dataclass(frozen=True)
-class Baseline:
-    """A simulated run that overlaps nothing."""
-
-    name: str
-    step_s: float
 
 
 @dataclass(frozen=True)
@@ -67,7 +47,7 @@ class Summary:
     images_per_s: float
     images_per_s_per_device: float
     speedup: Mapping[str, float]
-    """Baseline -> speedup over it, for the baselines that were run, or that were simulated."""
+    """Baseline -> speedup over it, for the baselines that were run."""
     bubbles: Mapping[str, float]
     """Pool -> idle share; empty where pools take turns."""
     stale: float | None
@@ -80,30 +60,12 @@ class Summary:
     max_gradient_gap: float | None
     """Largest difference of a step's gradient, of its norm or of its fixed ±1 projection, to that of the first mode's
     first run, relative to the norm; over all steps, warm-up included. None where nothing is trained."""
-    prediction: Prediction | None = None
-    """Prediction, where devices are virtual."""
     planner_error: float | None = None
     """Median of |`bts/prediction_error`|, how far the live planner was off; None where it predicted nothing."""
-    over_peer: float | None = None
-    """Speedup over verl-omni's way, repeat by repeat; None where it was neither run nor simulated."""
 
 
-def summarise(
-    runs: Sequence[RunResult],
-    *,
-    num_warm_up: int,
-    num_devices: int,
-    predictions: Mapping[str, Prediction],
-    simulated: Sequence[Baseline] = (),
-    peer_s: float | None = None,
-) -> list[Summary]:
-    """One summary per mode, in the order of first appearance by repeat and run.
-
-    Args:
-        predictions: of the modes that have one.
-        simulated: baselines to compare with in place of those that were run.
-        peer_s: simulated step time of verl-omni's way; None: that of its run, if there is one.
-    """
+def summarise(runs: Sequence[RunResult], *, num_warm_up: int, num_devices: int) -> list[Summary]:
+    """One summary per mode, in the order of first appearance by repeat and run."""
     by_mode: dict[str, list[RunResult]] = {}
     for run in sorted(runs, key=lambda run: run.repeat):
         by_mode.setdefault(run.mode.name, []).append(run)
@@ -118,11 +80,8 @@ def summarise(
             measured=[row for run in of_mode for row in run.steps[num_warm_up:]],
             own_s=medians[name],
             num_devices=num_devices,
-            speedup=_speedup_over_simulated(medians[name], simulated) or _speedup_over_run(medians[name], medians),
-            # two updates have gradients of their own
-            max_gradient_gap=None if name == NAME else _gradient_gap(reference, of_mode),
-            over_peer=_over_peer(medians[name], peer_s, medians.get(NAME)),
-            prediction=predictions.get(name),
+            speedup=_speedup(medians[name], medians),
+            max_gradient_gap=_gradient_gap(reference, of_mode),
         )
         for name, of_mode in by_mode.items()
     ]
@@ -136,8 +95,6 @@ def _summary(
     num_devices: int,
     speedup: Mapping[str, float],
     max_gradient_gap: float | None,
-    prediction: Prediction | None,
-    over_peer: float | None,
 ) -> Summary:
     """The summary of one mode.
 
@@ -168,17 +125,11 @@ def _summary(
         ),
         final_reward=median(run.steps[-1]["reward/mean"] for run in of_mode),
         max_gradient_gap=max_gradient_gap,
-        prediction=prediction,
         planner_error=_planner_error(measured),
-        over_peer=over_peer,
     )
 
 
-def _speedup_over_simulated(own_s: Mapping[int, float], simulated: Sequence[Baseline]) -> dict[str, float]:
-    return {baseline.name: median(baseline.step_s / own_s[repeat] for repeat in own_s) for baseline in simulated}
-
-
-def _speedup_over_run(own_s: Mapping[int, float], medians: Mapping[str, Mapping[int, float]]) -> dict[str, float]:
+def _speedup(own_s: Mapping[int, float], medians: Mapping[str, Mapping[int, float]]) -> dict[str, float]:
     """Baseline -> speedup over it, repeat by repeat.
 
     Args:
@@ -189,13 +140,6 @@ def _speedup_over_run(own_s: Mapping[int, float], medians: Mapping[str, Mapping[
         for baseline in BASELINES
         if baseline in medians
     }
-
-
-def _over_peer(own_s: Mapping[int, float], peer_s: float | None, run_s: Mapping[int, float] | None) -> float | None:
-    """Speedup over verl-omni's way, simulated or run."""
-    if peer_s is not None:
-        return median(peer_s / own_s[repeat] for repeat in own_s)
-    return None if run_s is None else median(run_s[repeat] / own_s[repeat] for repeat in own_s)
 
 
 def _stale_share(measured: Sequence[Mapping[str, float]]) -> float | None:
@@ -237,33 +181,19 @@ def _planner_error(measured: Sequence[Mapping[str, float]]) -> float | None:
 def table(summaries: Sequence[Summary]) -> str:
     """Format the summaries as text; `-` where a mode has no such number."""
     best = best_baseline(summaries)
-    has_predictions = any(summary.prediction is not None for summary in summaries)
     has_planner = any(summary.planner_error is not None for summary in summaries)
-    has_peer = any(summary.over_peer is not None for summary in summaries)
     width = max(len("colocated"), *(len(summary.mode) for summary in summaries)) + 2
-    samples = "devices that only take time" if has_predictions else "this machine"
-    lines = [f"seconds, images, idle shares: measured, on {samples}"]
+    lines = ["seconds, images, idle shares: measured, on this machine"]
     if best is not None:
-        lines.append(f"best baseline: {best}{' (simulated)' if has_predictions else ''}; x best: times as fast as it")
+        lines.append(f"best baseline: {best}; x best: times as fast as it")
     lines.append("stale: share of samples generated under weights older than those they train; 0 % is strict")
-    if has_peer:
-        lines.append(f"x peer: times as fast as `{NAME}`{' (simulated)' if has_predictions else ', on our own engine'}")
-    if has_predictions:
-        lines += [
-            "control: measured over simulated, which measures the control plane (Ray, queue, planner) and no device",
-            "at least: calculated, a step in which nobody waits",
-        ]
     head = (
         f"{'mode':<{width}}{'s/step':>8} {'(runs)':<15}{'images/s':>9}{'/device':>9}"
         f"{'x best':>8}{'stale':>8}{'trainer idle':>13}{'generator idle':>15}"
         f"{'overlap':>9}{'reward':>8}{'gradient gap':>13}"
     )
-    if has_predictions:
-        head += f"{'simulated':>10}{'control':>9}{'at least':>9}{'over it':>9}"
     if has_planner:
         head += f"{'planner off':>13}"
-    if has_peer:
-        head += f"{'x peer':>8}"
     lines += ["", head]
     for summary in summaries:
         low_s, high_s = summary.spread_s
@@ -275,13 +205,8 @@ def table(summaries: Sequence[Summary]) -> str:
             f"{_number(summary.overlap, '.1%'):>9}{summary.final_reward:>8.3f}"
             f"{_number(summary.max_gradient_gap, '.1e'):>13}"
         )
-        if has_predictions:
-            line += _compared(summary.step_s, None if summary.prediction is None else summary.prediction.step_s, 10, 9)
-            line += _compared(summary.step_s, None if summary.prediction is None else summary.prediction.bound_s, 9, 9)
         if has_planner:
             line += f"{_number(summary.planner_error, '.1%'):>13}"
-        if has_peer:
-            line += f"{_number(summary.over_peer, '.2f'):>8}"
         lines.append(line)
     return "\n".join(lines)
 
@@ -302,11 +227,6 @@ def to_json(summaries: Sequence[Summary], runs: Sequence[RunResult], setting: Ma
             for run in runs
         ],
     }
-
-
-def _compared(step_s: float, known_s: float | None, width: int, gap_width: int) -> str:
-    gap = None if known_s is None else step_s / known_s - 1
-    return f"{_number(known_s, '.3f'):>{width}}{_number(gap, '+.1%'):>{gap_width}}"
 
 
 def _cell(values: Mapping[str, float], key: str, form: str) -> str:

@@ -16,14 +16,14 @@
 | `reward` | `reward.py` |
 | `gap`, `queue`, `tag`, `staleness`, `tsp` | `scheduling.py` |
 | `deadlines` | `verl_digen/schedulers/deadlines.py` |
-| `placement`, `virtual` | `placement.py` |
+| `placement` | `placement.py` |
 | `environment` | `environment.py` |
 """
 
 from verl_digen.config.digen import DigenConfig
 from verl_digen.config.environment import EnvironmentConfig
 from verl_digen.config.load import digen_config, digen_schema
-from verl_digen.config.placement import PlacementConfig, VirtualConfig
+from verl_digen.config.placement import PlacementConfig
 from verl_digen.config.reward import HackingConfig, PoolSettings, RewardConfig, RewardEntry
 from verl_digen.config.rollout import HttpConfig, RolloutConfig
 from verl_digen.config.sampling import AdvantageConfig, EmaConfig, KlConfig, SamplingConfig, SdeConfig
@@ -49,7 +49,6 @@ __all__ = [
     "StalenessConfig",
     "TagConfig",
     "TspConfig",
-    "VirtualConfig",
     "digen_config",
     "digen_schema",
 ]

@@ -25,7 +25,7 @@ from verl_digen.algorithms.window import WindowConfig
 from verl_digen.attention import NATIVE, check_name
 from verl_digen.config.environment import EnvironmentConfig
 from verl_digen.config.loss import LOSS_DEFAULTS, check_loss_section, loss_settings
-from verl_digen.config.placement import PlacementConfig, VirtualConfig
+from verl_digen.config.placement import PlacementConfig
 from verl_digen.config.reward import RewardConfig
 from verl_digen.config.rollout import RolloutConfig
 from verl_digen.config.sampling import AdvantageConfig, EmaConfig, KlConfig, SamplingConfig, SdeConfig
@@ -62,7 +62,6 @@ class DigenConfig:
     tag: TagConfig = field(default_factory=TagConfig)
     staleness: StalenessConfig = field(default_factory=StalenessConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
-    virtual: VirtualConfig = field(default_factory=VirtualConfig)
     deadlines: DeadlinesConfig = field(default_factory=DeadlinesConfig)
     """Timeouts of everything the run waits for, see `verl_digen.schedulers.deadlines`."""
     attention_backend: str = NATIVE

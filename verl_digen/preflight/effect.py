@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from verl_digen.config import DigenConfig, digen_config
-from verl_digen.preflight.pools import COLOCATED, VIRTUAL
+from verl_digen.preflight.pools import COLOCATED
 
 DEFAULTS = DigenConfig()
 
@@ -22,9 +22,6 @@ def effect_problems(config: DictConfig) -> list[str]:
     if mode == COLOCATED:
         problems += _changed("gap", digen.gap, DEFAULTS.gap, *separate)
         problems += _changed("queue", digen.queue, DEFAULTS.queue, *separate)
-    if mode != VIRTUAL:
-        virtual = "with real devices", "use recipe=[...,disaggregated,virtual]"
-        problems += _changed("virtual", digen.virtual, DEFAULTS.virtual, *virtual)
     if digen.staleness.max_versions == 0:
         fresh = "with digen.staleness.max_versions=0", "set digen.staleness.max_versions=1"
         problems += _changed("staleness", digen.staleness, DEFAULTS.staleness, *fresh)

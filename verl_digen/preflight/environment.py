@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from verl_digen.algorithms.objectives import find_objective, objective_names
 from verl_digen.config import DigenConfig, digen_config
 from verl_digen.preflight.agent_loop import SECTION
-from verl_digen.preflight.pools import COLOCATED, VIRTUAL
+from verl_digen.preflight.pools import COLOCATED
 from verl_digen.require import require
 from verl_digen.reward.named import scope_of
 
@@ -87,12 +87,6 @@ def _check_training(digen: DigenConfig) -> None:
 
 def _check_pools(config: DictConfig, digen: DigenConfig) -> None:
     environment, mode = digen.environment, config.trainer.v1.trainer_mode
-    require(
-        mode != VIRTUAL,
-        f"{environment.key} must be null with virtual devices, which make no pictures",
-        environment.target,
-        "leave out recipe virtual",
-    )
     of_groups = [entry.key for entry in digen.reward.entries if scope_of(entry) == "group"]
     require(
         environment.extra_episodes == 0 or not of_groups,

@@ -12,7 +12,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_digen.config import digen_config
 from verl_digen.preflight.images import check_prompt_images
-from verl_digen.preflight.pools import VIRTUAL
 from verl_digen.preflight.sources import check_sources
 from verl_digen.preflight.teachers import check_lessons
 from verl_digen.require import require
@@ -147,8 +146,7 @@ def _check_negative(config: DictConfig) -> None:
 def _has_tokenizers(config: DictConfig) -> bool:
     """True if prompts can be measured now: the checkpoint is on this machine. Else encoding reports long ones."""
     section = config.actor_rollout_ref.model
-    is_here = not OmegaConf.is_missing(section, "path") and Path(section.path).expanduser().is_dir()
-    return is_here and config.trainer.v1.trainer_mode != VIRTUAL
+    return not OmegaConf.is_missing(section, "path") and Path(section.path).expanduser().is_dir()
 
 
 def _load_prompt_check(config: DictConfig) -> PromptCheck:

@@ -14,7 +14,6 @@ from omegaconf import DictConfig, OmegaConf
 from verl_digen.attention import NATIVE, check_machine, check_split, check_use
 from verl_digen.config import digen_config
 from verl_digen.pool_sizes import REPLICA_KEY, num_replica_devices
-from verl_digen.preflight.pools import VIRTUAL
 from verl_digen.require import require
 from verl_digen.rollout.vllm_omni.settings import ATTENTION_KEY, check_attention
 
@@ -41,9 +40,7 @@ class Side:
 
 
 def sides(config: DictConfig) -> Iterator[Side]:
-    """The trainer, and the replicas unless they are vLLM-Omni's. None on virtual devices."""
-    if config.trainer.v1.trainer_mode == VIRTUAL:
-        return
+    """The trainer, and the replicas unless they are vLLM-Omni's."""
     digen = digen_config(config)
     precision = OmegaConf.select(config, "actor_rollout_ref.actor.fsdp_config.mixed_precision") or {}
     dtype = ({"param_dtype": "bf16"} | dict(precision))["param_dtype"]  # verl's default
@@ -148,7 +145,7 @@ def kernel_notes(config: DictConfig) -> list[str]:
         differing.append(f"actor_rollout_ref.rollout.enforce_eager={eager}, digen.compile={str(digen.compile).lower()}")
     elif not with_omni and digen.rollout_compiles != digen.compile:
         differing.append(f"digen.rollout.compile={digen.rollout_compiles}, digen.compile={digen.compile}".lower())
-    if not differing or config.trainer.v1.trainer_mode == VIRTUAL:
+    if not differing:
         return []
     return [
         f"replicas and trainer run other kernels ({'; '.join(differing)}), which round differently: "

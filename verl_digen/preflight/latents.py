@@ -6,7 +6,6 @@ from __future__ import annotations
 from omegaconf import DictConfig
 
 from verl_digen.config import digen_config
-from verl_digen.preflight.pools import VIRTUAL
 from verl_digen.require import require
 from verl_digen.reward.named import reads_latents
 
@@ -17,12 +16,6 @@ def check_latents(config: DictConfig) -> None:
     reading = [entry.key for entry in digen.reward.entries if reads_latents(entry)]
     if not reading:
         return
-    require(
-        config.trainer.v1.trainer_mode != VIRTUAL,
-        f"{reading[0]} must not read latents with virtual devices, which make none",
-        config.trainer.v1.trainer_mode,
-        "use a reward of pixels",
-    )
     require(
         digen.tag.policy == "off",
         f"digen.tag.policy must be off with {reading[0]}, which reads latents: the trainer's samples carry none",

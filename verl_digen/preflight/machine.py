@@ -19,7 +19,7 @@ from verl_digen.pool_sizes import (
     num_reward_model_devices,
     num_trainer_devices,
 )
-from verl_digen.preflight.pools import COLOCATED, VIRTUAL
+from verl_digen.preflight.pools import COLOCATED
 from verl_digen.require import require
 from verl_digen.reward.layout import reward_layout
 
@@ -90,7 +90,7 @@ def reserved_cpus(config: DictConfig) -> dict[str, int]:
     reserved = {
         "trainer.nnodes x trainer.n_gpus_per_node": CPUS_PER_RANK * num_trainer_devices(config),
         f"{ROLLOUT}.nnodes x {ROLLOUT}.n_gpus_per_node": 0
-        if mode in (COLOCATED, VIRTUAL)
+        if mode == COLOCATED
         else CPUS_PER_REPLICA_DEVICE * num_generator_devices(config),
         "reward.reward_model.nnodes x reward.reward_model.n_gpus_per_node": CPUS_PER_REPLICA_DEVICE
         * num_reward_model_devices(config),

@@ -14,7 +14,6 @@ from omegaconf import DictConfig, OmegaConf
 from verl_digen.config import digen_config
 from verl_digen.pool_sizes import REPLICA_KEY, num_replica_devices
 from verl_digen.preflight.images import check_image_settings
-from verl_digen.preflight.pools import VIRTUAL
 from verl_digen.require import require, require_one_of, suggestion
 
 if TYPE_CHECKING:
@@ -84,7 +83,7 @@ def check_model_section(config: DictConfig) -> None:
             f"{KEY}.{name} must be a key of a diffusion model, got {section[name]!r}; {suggestion(name, known)}"
             f"known are {', '.join(known)}"
         )
-    if config.trainer.v1.trainer_mode == VIRTUAL or not _is_here(section["path"]):
+    if not _is_here(section["path"]):
         return
     section.pop("_target_", None)
     DiffusionModelConfig(**section | {"external_lib": None, "digen": digen_config(config)})

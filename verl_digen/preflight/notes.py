@@ -10,7 +10,6 @@ from verl_digen.config.loss import unused_settings
 from verl_digen.data.lengths import describe_dropped
 from verl_digen.preflight.inputs import prompts_of
 from verl_digen.preflight.kernels import kernel_notes
-from verl_digen.preflight.pools import VIRTUAL
 from verl_digen.preflight.precision import precision_notes
 from verl_digen.preflight.rewards import reward_formula
 from verl_digen.preflight.solvers import solver_notes
@@ -42,7 +41,7 @@ def notes(config: DictConfig) -> list[str]:
         of_part = prompts_of(config, part)
         if of_part.too_long:
             found.append(describe_dropped(f"data.{part}_files", of_part.too_long, len(of_part.prompts)))
-    if config.trainer.save_freq <= 0 and config.trainer.v1.trainer_mode != VIRTUAL:
+    if config.trainer.save_freq <= 0:
         found.append(
             f"trainer.save_freq={config.trainer.save_freq}: no checkpoint will be saved, and what is learnt ends with "
             "the process; set trainer.save_freq=30 to keep it"

@@ -6,7 +6,6 @@ from __future__ import annotations
 from omegaconf import DictConfig
 
 from verl_digen.config import digen_config
-from verl_digen.preflight.pools import VIRTUAL
 from verl_digen.require import require
 
 
@@ -22,12 +21,6 @@ def check_outside(config: DictConfig) -> None:
         "evaluate the network at every step of their own schedule",
         outside,
         "set actor_rollout_ref.rollout.name=diffusers, or lower digen.sampling.num_steps",
-    )
-    require(
-        config.trainer.v1.trainer_mode != VIRTUAL,
-        "digen.sampling.outside must be left out on virtual devices, because it has no effect there",
-        outside,
-        "leave it out",
     )
     require(
         outside.cache == 0 or digen.tag.policy == "off",

@@ -39,7 +39,7 @@ def _check_replicas(config: DictConfig) -> None:
         rollout.name == "diffusers",
         f"actor_rollout_ref.rollout.name must be diffusers with {loss}, whose pictures the replicas encode",
         rollout.name,
-        "leave out recipe vllm_omni or virtual",
+        "leave out recipe vllm_omni",
     )
     require(
         rollout.n == PAIR_SIZE,

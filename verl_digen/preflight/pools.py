@@ -22,9 +22,7 @@ from verl_digen.rollout.registry import REPLICAS
 
 COLOCATED = "digen_colocated"
 """`trainer.v1.trainer_mode` with which trainer and replicas take turns on the same devices."""
-VIRTUAL = "digen_virtual"
-"""`trainer.v1.trainer_mode` with virtual devices, which only take time."""
-MODES = (COLOCATED, "digen_disaggregated", VIRTUAL)
+MODES = (COLOCATED, "digen_disaggregated")
 NCCL_REMEDY = "nccl is verl's and needs cupy: install cupy-cuda12x (or -cuda13x), or choose digen_gloo, which is slower"
 BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend"
 VERLS_ENGINES = ("delta_sharded", "kimi_ckpt_engine", "mooncake", "nccl", "nixl")
@@ -117,13 +115,6 @@ def check_placement(config: DictConfig) -> None:
         placement.generator_accelerator,
         "use recipe=[...,disaggregated], or set digen.placement.trainer_accelerator",
     )
-    types = [placement.trainer_accelerator, placement.generator_accelerator, placement.reward_accelerator]
-    require(
-        mode != VIRTUAL or not any(types),
-        "digen.placement.* must be null with virtual devices, which take no real ones",
-        types,
-        "leave them out",
-    )
     num_devices, num_workers = num_function_devices(config), config.reward.num_workers
     require(
         num_devices == 0 or num_devices % num_workers == 0 or num_workers % num_devices == 0,
@@ -152,12 +143,10 @@ def check_weight_path(config: DictConfig) -> None:
     if mode == COLOCATED:
         require_one_of(BACKEND, section.backend, ("naive",))
         return
-    registered = _registered_engines(section)
-    virtual = {name for name in registered if name == VIRTUAL}
-    known = virtual if mode == VIRTUAL else (registered | {*VERLS_ENGINES}) - virtual
+    known = _registered_engines(section) | {*VERLS_ENGINES}
     require(
         section.backend in known,
-        f"{BACKEND} must be one of {', '.join(sorted(known)) or 'those that custom_backend_module registers'}",
+        f"{BACKEND} must be one of {', '.join(sorted(known))}",
         section.backend,
         f"{suggestion(str(section.backend), known)}leave it to the recipes",
     )
@@ -171,7 +160,7 @@ def check_weight_package(config: DictConfig) -> None:
     registered = _registered_engines(section)
     require(
         section.backend in registered,
-        f"{BACKEND} must be one of {', '.join(sorted(registered - {VIRTUAL}))}, whose packages are installed",
+        f"{BACKEND} must be one of {', '.join(sorted(registered))}, whose packages are installed",
         section.backend,
         NCCL_REMEDY
         if section.backend == "nccl"
@@ -216,19 +205,3 @@ def check_pools(config: DictConfig) -> None:
         (actor.ppo_mini_batch_size, actor.ppo_epochs),
         "leave both alone, or leave out recipe disaggregated",
     )
-
-
-def check_virtual(config: DictConfig) -> None:
-    """Require virtual devices on both sides or on none, and a profile for them."""
-    is_virtual = config.trainer.v1.trainer_mode == VIRTUAL
-    rollout = config.actor_rollout_ref.rollout.name
-    require(
-        (rollout == "virtual") == is_virtual,
-        "actor_rollout_ref.rollout.name=virtual and trainer.v1.trainer_mode=digen_virtual go together",
-        f"{rollout} and {config.trainer.v1.trainer_mode}",
-        "use recipe=[...,disaggregated,virtual]",
-    )
-    if is_virtual:
-        from verl_digen.virtual.durations import virtual_durations
-
-        virtual_durations(digen_config(config))

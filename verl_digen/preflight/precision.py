@@ -10,7 +10,6 @@ from verl.utils.torch_dtypes import PrecisionType
 from verl_digen.algorithms.objectives import clips_recorded
 from verl_digen.config import DigenConfig
 from verl_digen.preflight.model import load_configs
-from verl_digen.preflight.pools import VIRTUAL
 from verl_digen.require import require
 
 FSDP = "actor_rollout_ref.actor.fsdp_config"
@@ -57,8 +56,6 @@ def check_precision(config: DictConfig) -> None:
 
 def precision_notes(config: DictConfig, digen: DigenConfig) -> list[str]:
     """Notes on dtypes that may be unintended."""
-    if config.trainer.v1.trainer_mode == VIRTUAL:
-        return []
     trained, served = compute_dtype(config), PrecisionType.to_dtype(config.actor_rollout_ref.rollout.dtype)
     found = _noise_notes(digen, max(trained, served, key=COARSENESS.__getitem__))
     if trained != served:

@@ -85,16 +85,10 @@ def check_recipes(config: DictConfig) -> None:
         said,
         f"choose one of {', '.join(bases)}",
     )
-    ordered = sorted(names, key=lambda name: (_changes(name), name == "virtual"))
+    ordered = sorted(names, key=_changes)
     require(
         names == ordered,
         "recipe must name what changes a run after the recipe that it changes",
         said,
         f"name recipe=[{','.join(ordered)}]",
-    )
-    require(
-        "virtual" not in names or "disaggregated" in names,
-        "recipe=virtual needs recipe=disaggregated in front of it",
-        said,
-        f"name recipe=[{','.join([*(name for name in names if name != 'virtual'), 'disaggregated', 'virtual'])}]",
     )

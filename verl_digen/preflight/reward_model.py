@@ -9,7 +9,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_digen.config import digen_config
 from verl_digen.pool_sizes import has_reward_model, num_reward_model_devices
-from verl_digen.preflight.pools import VIRTUAL
 from verl_digen.preflight.rewards import CUSTOM_KEY
 from verl_digen.require import require
 from verl_digen.reward.judges.chat import REWARD_MODEL
@@ -19,7 +18,7 @@ from verl_digen.reward.reward_model import ROUTER, asks_reward_model, takes_rout
 KEY = "reward.reward_model"
 PACKAGES = {"vllm": "vllm", "sglang": "sglang", "trtllm": "tensorrt_llm"}
 """Value of `rollout.name` -> package of the server. Others are classes that a plugin has registered with verl."""
-PICTURE_MAKERS = ("diffusers", "vllm_omni", "virtual")
+PICTURE_MAKERS = ("diffusers", "vllm_omni")
 """Replicas of this project, which serve no language model."""
 
 
@@ -48,12 +47,6 @@ def check_reward_model(config: DictConfig) -> None:
 
 def _check_servers(config: DictConfig) -> None:
     model, placement = config.reward.reward_model, digen_config(config).placement
-    require(
-        config.trainer.v1.trainer_mode != VIRTUAL,
-        f"{KEY}.enable must be false with virtual devices, which run no model",
-        True,
-        "leave it out",
-    )
     require(
         model.enable_resource_pool is True,
         f"{KEY}.enable_resource_pool must be true: its servers need devices that no trainer or replica uses",

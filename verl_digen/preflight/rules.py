@@ -30,7 +30,6 @@ from verl_digen.preflight.pools import (
     check_pools,
     check_rollout,
     check_rollout_package,
-    check_virtual,
     check_weight_package,
     check_weight_path,
 )
@@ -104,7 +103,6 @@ RULES: tuple[Rule, ...] = (
     check_kernel_machine,
     check_pools,
     _raising(effect_problems),
-    check_virtual,
     check_placement,
     check_classes,
     check_run_dir,

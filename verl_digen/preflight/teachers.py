@@ -12,7 +12,6 @@ from omegaconf import DictConfig, OmegaConf
 from verl_digen.algorithms.objectives.teacher import KEY
 from verl_digen.config import DigenConfig, digen_config
 from verl_digen.preflight.model import load_configs
-from verl_digen.preflight.pools import VIRTUAL
 from verl_digen.require import require, suggestion
 
 if TYPE_CHECKING:
@@ -44,8 +43,7 @@ def check_teachers(config: DictConfig) -> None:
         digen.queue.drop_zero_spread,
         "leave it out",
     )
-    if config.trainer.v1.trainer_mode != VIRTUAL:
-        _check_files(config, digen)
+    _check_files(config, digen)
 
 
 def _check_guidance(config: DictConfig, digen: DigenConfig) -> None:

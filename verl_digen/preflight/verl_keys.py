@@ -11,7 +11,6 @@ from omegaconf import DictConfig
 from verl_digen import plugin
 from verl_digen.config import digen_config
 from verl_digen.pool_sizes import num_trainer_devices
-from verl_digen.preflight.pools import VIRTUAL
 from verl_digen.require import require, require_fsdp2, suggestion
 
 STORAGES = {"MooncakeStore": ("mooncake", "mooncake-transfer-engine"), "Yuanrong": ("yr", "openyuanrong-datasystem")}
@@ -54,13 +53,6 @@ def check_shards(config: DictConfig) -> None:
         f"({ranks}): so many ranks share a row",
         sharing,
         "change it, or trainer.nnodes x trainer.n_gpus_per_node",
-    )
-    require(
-        sharing == 1 or config.trainer.v1.trainer_mode != VIRTUAL,
-        "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size must be 1 with virtual devices, whose "
-        "times are of whole rows",
-        sharing,
-        "set it to 1",
     )
 
 

@@ -10,7 +10,6 @@ from omegaconf import DictConfig
 from verl_digen.config import HackingConfig, RewardEntry, digen_config
 from verl_digen.config.reward import ALWAYS, VALIDATION
 from verl_digen.preflight.inputs import validates
-from verl_digen.preflight.pools import VIRTUAL
 from verl_digen.require import require
 from verl_digen.reward.layout import OWN_MANAGER
 from verl_digen.reward.named import has_pool
@@ -48,12 +47,6 @@ def _check_stop(config: DictConfig, golds: Sequence[str]) -> None:
         f"digen.reward.functions must have an entry with gold=true with {STOP}=true",
         [entry.name for entry in digen_config(config).reward.entries],
         f"add e.g. NAME: {{weight: 0, gold: true}}, or {STOP}=false",
-    )
-    require(
-        trainer.v1.trainer_mode != VIRTUAL,
-        f"{STOP} must be false with trainer.v1.trainer_mode={VIRTUAL}, which trains nothing",
-        True,
-        "leave it out",
     )
     require(
         trainer.test_freq > 0,

@@ -13,7 +13,6 @@ from omegaconf import DictConfig
 
 from verl_digen.models.json_file import read_object
 from verl_digen.models.random_weights import MARKER
-from verl_digen.preflight.pools import VIRTUAL
 
 KEY = "actor_rollout_ref.model.path"
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -26,7 +25,7 @@ def check_weights(config: DictConfig) -> None:
     """Require every network of a local checkpoint to have its weight files, whole, with its own tensors in them."""
     path = config.actor_rollout_ref.model.path
     folder = Path(path).expanduser()
-    if config.trainer.v1.trainer_mode == VIRTUAL or not folder.is_dir() or not (folder / "model_index.json").is_file():
+    if not folder.is_dir() or not (folder / "model_index.json").is_file():
         return
     for network in sorted(folder.glob("transformer*/config.json")):
         if (network.parent / MARKER).exists():

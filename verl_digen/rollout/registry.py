@@ -34,9 +34,6 @@ REPLICAS = {
     "diffusers": ReplicaEntry(
         "verl_digen.rollout.replica.DiffusersReplica", "verl_digen.rollout.adapter.DiffusersServerAdapter"
     ),
-    "virtual": ReplicaEntry(
-        "verl_digen.virtual.replica.VirtualReplica", "verl_digen.rollout.adapter.DiffusersServerAdapter"
-    ),
     "vllm_omni": ReplicaEntry(
         "verl_digen.rollout.vllm_omni.replica.vLLMOmniReplica",
         "verl_digen.rollout.vllm_omni.adapter.vLLMOmniServerAdapter",

@@ -14,7 +14,7 @@ def check_log_prob_gap(metrics: Mapping[str, float], max_gap: float | None, *, s
     """Stop a run whose trainer computes other log-probs for the recorded steps than its replicas did.
 
     Args:
-        metrics: metrics of the step; virtual devices have no log-probs, and no gap.
+        metrics: metrics of the step; without recorded log-probs there is no gap.
         max_gap: in nats; None: no limit.
 
     Raises:

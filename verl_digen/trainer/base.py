@@ -88,8 +88,6 @@ class DiffusionTrainer(PPOTrainerSync):
 
     _enable_hybrid_replicas = True
     """verl's switch: replicas on the trainer's devices."""
-    _computes = True
-    """False on virtual devices, which have no utilisation."""
 
     # verl's base class branches on this name and reads trainer.v1[name]; ours behave as "sync" does
     trainer_mode = property(lambda self: "sync", lambda self, value: None)  # type: ignore[assignment]
@@ -149,8 +147,7 @@ class DiffusionTrainer(PPOTrainerSync):
             end_all=self._end_all,
         )
         check_placement(self.config, self.digen, is_disaggregated=not self._enable_hybrid_replicas)
-        if self._computes:
-            fetch_on_all_nodes(self.config, is_disaggregated=not self._enable_hybrid_replicas)
+        fetch_on_all_nodes(self.config, is_disaggregated=not self._enable_hybrid_replicas)
         # Ours first: its workers start while trainer ranks and replicas do. verl builds its own inside _setup, from a
         # module global: let it build one without workers and servers, and put ours in its place.
         reward_loop_manager = DiffusionRewardLoopManager(self.config)
@@ -278,10 +275,7 @@ class DiffusionTrainer(PPOTrainerSync):
         )
         num_devices = self._get_n_gpus_for_throughput()
         found = result_metrics(self._result, times, num_devices=num_devices, trained_version=global_steps - 1)
-        if self._computes:
-            found |= utilisation(
-                self._result, found, num_steps=self.digen.num_generation_steps, devices=self._pool_devices
-            )
+        found |= utilisation(self._result, found, num_steps=self.digen.num_generation_steps, devices=self._pool_devices)
         found |= {
             "perf/save_s": saving_s,
             "rollout/num_restarts": float(self._restarts.num_begun),

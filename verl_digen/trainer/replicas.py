@@ -205,9 +205,8 @@ def end_processes(replica: Any) -> None:
     if replica.rollout_mode is RolloutMode.STANDALONE:
         for worker in replica.workers:
             ray.kill(worker)
-        if replica.resource_pool is not None:  # a virtual replica has none
-            for group in replica.resource_pool.pgs:
-                remove_placement_group(group)
+        for group in replica.resource_pool.pgs:
+            remove_placement_group(group)
 
 
 def _end_replica_of(error: ActorUnavailableError, replicas: Sequence[Any]) -> bool:

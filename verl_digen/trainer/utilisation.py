@@ -13,7 +13,7 @@ Work, calculated from the FLOPs of the layers, over measured time:
 - Samples that the trainer generated (`tag/assisted_samples`) are work of neither pool; `perf/train_s` excludes them
   and `perf/generate_s` does not, so with assistance the generator's share is a lower bound.
 - `perf/mfu/POOL` is reported where the device's peak is known (`verl_digen.models.flops`). On a CPU and on other
-  devices only TFLOP/s are. Virtual devices compute nothing and have neither.
+  devices only TFLOP/s are.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples of virtual devices: real shapes, dtypes, versions, seeds and windows, with zeros as data.
+"""Samples without a model: real shapes, dtypes, versions, seeds and windows, with zeros as data.
 
 - Latents are views of one shared buffer, so a process's own memory does not grow with the batch.
 - A pixel's value is a function of the sample's seed, so that rewards differ and a run is reproducible.
-
-Invariant (tests/bench/test_host.py): replicas and trainer produce the same sample for the same request.
 """
 
 from __future__ import annotations
@@ -20,11 +18,13 @@ from verl_digen.sampling.recording import initial_seed, record_trajectory, train
 from verl_digen.types import CleanRecord, Condition, Generation, PathRecord, SampleRequest
 
 CONDITION_SHAPE = (64, 64)
-"""[L, D] of a virtual prompt's embeddings."""
+"""[L, D] of a prompt's embeddings."""
+LATENT_SHAPE = (16, 8, 8)
+"""[C, H, W] of a recorded latent."""
 
 
-class VirtualSamples:
-    """Factory of virtual samples."""
+class BlankSamples:
+    """Factory of such samples; replicas and trainer make the same one for the same request."""
 
     def __init__(self, digen: DigenConfig):
         self._digen = digen
@@ -78,5 +78,5 @@ class VirtualSamples:
     def _zeros(self, num_latents: int) -> torch.Tensor:
         """[S, ...] view of the shared buffer, which grows to the largest size requested."""
         if len(self._latents) < num_latents:
-            self._latents = torch.zeros((num_latents, *self._digen.virtual.latent_shape), dtype=self._dtype)
+            self._latents = torch.zeros((num_latents, *LATENT_SHAPE), dtype=self._dtype)
         return self._latents[:num_latents]
