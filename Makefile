@@ -38,8 +38,7 @@ test-e2e:  ## a run on each placement, and one that is resumed
 
 test-long:  ## every architecture end to end, faults, long runs, further values of grids, three files at a time; CI too
 	@.ci/setup_env.sh dev
-	$(BIN)/python -m pytest -m "long and not grid" -n 3 --dist loadfile --ignore tests/bench
-	$(BIN)/python -m pytest -m "long and not grid" tests/bench  # alone: their durations are compared with a simulation's
+	$(BIN)/python -m pytest -m "long and not grid" -n 3 --dist loadfile
 
 test-grids:  ## what is not worth CI's time: further architectures, ranks and settings of what test-long and test-vllm-omni try, the package in bare environments, and the oldest PyTorch (40 minutes)
 	@.ci/setup_env.sh dev

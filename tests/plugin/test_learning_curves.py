@@ -11,7 +11,7 @@ import pytest
 from verl_digen.config import digen_config
 from verl_digen.preflight.unknown import unknown_problems
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "research"
 
 
 @pytest.mark.long

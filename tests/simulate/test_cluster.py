@@ -13,7 +13,6 @@ from verl_digen.simulate.cluster import (
     baselines,
     best_baseline,
     ladder,
-    pools_in_turns,
     run_colocated,
     run_split,
     simulated_rules,
@@ -239,14 +238,3 @@ def test_bad_input_is_told_by_its_option(call, message):
 def test_a_pool_is_written_as_it_is_read():
     assert str(parse_pool("--trainer", "16xH20", default_device="H800")) == "16xH20"
     assert parse_pool("--trainer", "16", default_device="H800") == Pool(16, "H800")
-
-
-def test_of_two_types_each_alone_has_the_devices_that_it_has_among_all():
-    profile = load_profile("wan2.1-14b")
-    pools = [Pool(20, "H800"), Pool(24, "A100")]
-    assert [tuple(one) for one in pools_in_turns(profile, pools)] == [
-        (Pool(44, "A100"), "44 together, as A100", 0),
-        (pools[0], "20xH800 alone", 0),
-        (pools[1], "24xA100 alone", 20),
-    ]
-    assert [tuple(one) for one in pools_in_turns(profile, pools[:1] * 2)] == [(Pool(40, "H800"), None, 0)]

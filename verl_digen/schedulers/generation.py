@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Simulated generation of chunks: the port of `PlannerRun`, and slots that generate one chunk after the other.
 
-`verl_digen.simulate.episodes` has slots whose samples are episodes.
+`examples/research/slots_per_replica.py` has replicas that generate what waits there in one batch.
 """
 
 from __future__ import annotations

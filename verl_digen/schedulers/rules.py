@@ -22,7 +22,7 @@ memory at a time."""
 
 ROWS_PER_RANK = 3
 """Rows per rank below which `GROUPS_PER_FRAGMENT` groups are too few: all ranks wait for those with a row more.
-Simulated, larger fragments are not always faster above it (docs/benchmarks.md)."""
+Simulated, larger fragments are not always faster above it (docs/control_plane.md)."""
 
 FRAGMENTS_PER_BATCH = 4
 """Fragments into which at least a batch is cut: while one trains, the groups of the next are generated."""

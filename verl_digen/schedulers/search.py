@@ -7,8 +7,7 @@ of the batch forward on a makespan model and returns the choice that ends it fir
 - A trainer that waits does so until the next fragment is ready: an assist that starts later, with nothing trained in
   between, generates the same samples and ends later, so it is never better.
 - An assist that has begun runs to its end, also if a fragment is ready sooner than predicted. Training it releases
-  nothing but the commit, so it loses nothing by going second, and the assist's samples come earlier
-  (docs/baselines.md has the numbers).
+  nothing but the commit, so it loses nothing by going second, and the assist's samples come earlier.
 - Branching is exact for the first choices and heuristic after (`schedulers.play`).
 - Iterative deepening until `MAX_WORK` simulated chunks are used up: a small remainder of a batch is searched
   exhaustively, a large one hardly beyond the heuristic plans.

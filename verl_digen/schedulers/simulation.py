@@ -4,7 +4,6 @@
 - `simulate` assumes one chunk per fragment, as in the papers' figures; `PlannerRun` takes any planner rules.
 - Simulated and live runs share `BatchPlanner`: nothing is decided here.
 - All events of one moment (within `EPSILON_S`) reach the planner before it is asked to decide.
-- `verl_digen.simulate.varied_run` has durations that vary and replicas that die.
 
 Invariants
 - Equal input gives equal output.
@@ -44,7 +43,7 @@ TECHNIQUES = ("gap", "tsp", "tag", "tcss")
 """gap: fragments train while others generate. tsp: time-step parallelism. tag: the trainer assists where a search says
 so (BTS). tcss: the next batch begins under the current version."""
 
-What = Literal["generate", "assist", "score", "train", "commit", "switch", "death"]
+What = Literal["generate", "assist", "score", "train", "commit", "switch"]
 """switch: a colocated pool goes from generating to training and back. death: a replica dies, which takes no time."""
 
 
@@ -226,18 +225,6 @@ class PlannerRun:
         """The planner that is played."""
         return BatchPlanner(self.rules, self.durations, first_batch=0, num_batches=self.num_batches)
 
-    def train_s(self, fragment: Fragment) -> float:
-        """Seconds of a training call."""
-        return self._trained_s(self.durations, fragment)
-
-    def assist_s(self, assist: Assist) -> float:
-        """Seconds of an assist."""
-        return self._assisted_s(self.durations, assist)
-
-    def score_s(self, chunk: Chunk) -> float:
-        """Seconds from the end of a chunk's generation to its scores."""
-        return self.durations.scoring_s
-
     def play(self) -> None:
         """Simulate from time 0 to the last commit."""
         self._begin()
@@ -255,11 +242,8 @@ class PlannerRun:
                 end_s, _, what, subject = heappop(self._due)
                 is_trainer_free |= self._tell(end_s, what, subject)
 
-    def _trained_s(self, durations: KnownDurations, fragment: Fragment) -> float:
-        return durations.fragment_s[len(fragment.uids) - 1]
-
-    def _assisted_s(self, durations: KnownDurations, assist: Assist) -> float:
-        return durations.assisted_s[self.rules.assist_rounds(assist.num_samples) - 1]
+    def _train_s(self, fragment: Fragment) -> float:
+        return self.durations.fragment_s[len(fragment.uids) - 1]
 
     def _begin(self) -> None:
         """Make the planner, and have all slots join it."""
@@ -304,11 +288,11 @@ class PlannerRun:
         """Start the planner's next decision on the trainer; False if that is to wait."""
         decision = self._planner.next_for_trainer(now_s)
         if isinstance(decision, Train):
-            end_s = now_s + self.train_s(decision.fragment)
+            end_s = now_s + self._train_s(decision.fragment)
             self._busy(TRAINER, "train", now_s, end_s, tuple(map(int, decision.fragment.uids)))
             self._expect(end_s, "train", decision.fragment)
         elif isinstance(decision, Assist):
-            end_s = now_s + self.assist_s(decision)
+            end_s = now_s + self.durations.assisted_s[self.rules.assist_rounds(decision.num_samples) - 1]
             self._busy(TRAINER, "assist", now_s, end_s, tuple(map(int, decision.uids)))
             self._expect(end_s, "assist", decision)
         elif isinstance(decision, Commit):
@@ -342,7 +326,7 @@ class PlannerRun:
 
     def _on_generated(self, chunk: Chunk, now_s: float) -> None:
         self._planner.on_generated(chunk.id, now_s)
-        end_s = now_s + self.score_s(chunk)
+        end_s = now_s + self.durations.scoring_s
         if self.keeps_events:
             self.events.append(Event("scorer", "score", now_s, end_s, (int(chunk.uid),)))
         self._expect(end_s, "score", chunk)

@@ -4,10 +4,8 @@
 - Disaggregated runs are played by the live planner (`schedulers.simulation.PlannerRun`); a colocated one is a sum.
 - Steady state: the first `WARM_UP_STEPS` steps are left out.
 - Durations of the parts are those of `verl_digen.simulate.costs`.
-- With episodes (`verl_digen.simulate.episode_runs`) a sample is an episode; with variance durations are drawn
-  (`verl_digen.simulate.varied`).
 
-Left out: memory (except `min_trainer_devices`), kernels that are less efficient on small tiles; here, variance.
+Left out: memory (except `min_trainer_devices`), kernels that are less efficient on small tiles, variance.
 
 Invariants
 - With a shipped profile, no technique makes a step longer by more than 1 %: the search for assists looks at one batch.
@@ -19,8 +17,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from statistics import fmean
-from typing import NamedTuple
 
 from verl_digen.devices import Pool
 from verl_digen.require import require
@@ -30,20 +26,17 @@ from verl_digen.schedulers.simulation import TECHNIQUES, Event, PlannerRun, What
 from verl_digen.schedulers.types import TRAINER
 from verl_digen.simulate.bound import lower_bound_s
 from verl_digen.simulate.costs import assist_s, sample_s, train_s
-from verl_digen.simulate.episode_runs import REDUNDANT, Episodes
 from verl_digen.simulate.profile import Profile
 
 WARM_UP_STEPS = 2
 """Steps until a run is steady: the first has nothing begun early, the second was begun by the first."""
 
 COLOCATED, COLOCATED_TSP, BARRIER = "colocated", "colocated+tsp", "barrier"
-SHARED_QUEUE = "colocated+tsp, shared queue"
-"""Name of a colocated run with variance whose devices take the next sample when they are free."""
-BASELINES = (COLOCATED, COLOCATED_TSP, SHARED_QUEUE, BARRIER)
+BASELINES = (COLOCATED, COLOCATED_TSP, BARRIER)
 """Names of runs in which generation and training do not overlap; other runs are compared with the fastest of them."""
 
 COLOCATED_STEPS = 8
-"""Number of steps in the events of a colocated run; without variance all are identical."""
+"""Number of steps in the events of a colocated run; all are identical."""
 
 SAME_SAMPLES = 1e-6
 """Tolerance in samples: two amounts of work closer than this are equal."""
@@ -90,12 +83,6 @@ class Outcome:
     """Events of all steps, if kept."""
     window_s: tuple[float, float] = (0.0, 0.0)
     """(start, end) of the steady steps among `events`."""
-    num_extra_groups: int = 0
-    """Groups begun per step beyond those that train."""
-    num_deaths: int = 0
-    """Replicas that died in the steady steps."""
-    stopped: float = 0.0
-    """Expected share of the time that stops of the whole run take: restarts, and steps that are done again."""
 
     @property
     def samples_per_device_s(self) -> float:
@@ -131,28 +118,21 @@ def run_split(
     stale_fraction: float = 1.0,
     keeps_events: bool = False,
     rules: BatchRules | None = None,
-    episodes: Episodes | None = None,
 ) -> Outcome:
     """Simulate a disaggregated run; with "tcss", `stale_fraction` of a batch may be begun early.
 
     Args:
         rules: replaces `simulated_rules`, the defaults of a run.
-        episodes: makes an episode of each sample.
 
     Raises:
         ValueError: an unknown technique, too few steps, or a trainer that is too small.
     """
-    check_run(profile, split, techniques, num_steps)
+    _check_run(profile, split, techniques, num_steps)
     if rules is None:
         rules = simulated_rules(profile, split, techniques, stale_fraction=stale_fraction)
     rules = replace(rules, slots_per_replica=1)  # a slot is a device, which takes no time between two chunks
-    slots = slot_names(split.generator.num_devices)
-    generator, replica_of = None, {}
-    if episodes is not None:
-        episodes.check(techniques)
-        generator, replica_of = episodes.slots(profile, slots, split.generator.slowdown(profile.device))
-        slots, profile = list(replica_of), episodes.profile_of(profile)
-        rules = replace(rules, chunk_size=1, extra_prompts=episodes.extra_prompts)
+    width = len(str(split.generator.num_devices))  # names are in order also as text
+    slots = [f"slot{index:0{width}d}" for index in range(split.generator.num_devices)]
     run = PlannerRun(
         rules,
         durations_of(profile, split, slots, rules, has_tsp="tsp" in techniques),
@@ -160,19 +140,12 @@ def run_split(
         num_batches=num_steps,
         commit_s=profile.numbers.commit_s,
         keeps_events=keeps_events,
-        generator=generator,
-        replica_of=replica_of,
     )
     run.play()
     return _steady_outcome(profile, split, techniques, run)
 
 
-def slot_names(number: int) -> list[str]:
-    """Names of slots, in order also as text."""
-    return [f"slot{index:0{len(str(number))}d}" for index in range(number)]
-
-
-def check_run(profile: Profile, split: Split, techniques: Collection[str], num_steps: int) -> None:
+def _check_run(profile: Profile, split: Split, techniques: Collection[str], num_steps: int) -> None:
     """Require known techniques, enough steps and a trainer that is large enough."""
     for technique in techniques:
         require(technique in TECHNIQUES, f"--techniques must be among {', '.join(TECHNIQUES)}", technique, "drop it")
@@ -198,19 +171,17 @@ def durations_of(
     rules: BatchRules,
     *,
     has_tsp: bool,
-    trainer_slow: float = 1.0,
 ) -> KnownDurations:
     """Durations of every chunk, assist and fragment that the rules allow.
 
     Args:
-        trainer_slow: factor of the seconds that the trainer's ranks compute.
     """
     numbers, num_ranks = profile.numbers, split.trainer.num_devices
-    slowdown = split.trainer.slowdown(profile.device) * trainer_slow
+    slowdown = split.trainer.slowdown(profile.device)
     most_rounds = rules.assist_rounds(rules.assist_sizes(len(slots))[-1])
     max_groups = rules.largest_fragment if rules.is_pipelined else numbers.num_prompts
     return KnownDurations(
-        sample_s=dict.fromkeys(slots, slot_sample_s(profile, split)),
+        sample_s=dict.fromkeys(slots, _slot_sample_s(profile, split)),
         assisted_s=[assist_s(numbers, count * num_ranks, num_ranks, slowdown) for count in range(1, most_rounds + 1)],
         scoring_s=numbers.score_s,
         fragment_s=[
@@ -219,42 +190,27 @@ def durations_of(
     )
 
 
-def slot_sample_s(profile: Profile, split: Split) -> float:
+def _slot_sample_s(profile: Profile, split: Split) -> float:
     """Seconds of a sample on a slot."""
     return sample_s(profile.numbers, split.generator.slowdown(profile.device))
 
 
 def _steady_outcome(profile: Profile, split: Split, techniques: Collection[str], run: PlannerRun) -> Outcome:
     """Outcome of a run that was played, over its steady steps."""
-    sample_s = slot_sample_s(profile, split)
-    ahead = _generated_ahead(run, sample_s, profile.numbers.num_prompts * profile.numbers.group_size)
+    num_prompts, num_slots = profile.numbers.num_prompts, split.generator.num_devices
+    num_samples = num_prompts * profile.numbers.group_size
+    sample_s = _slot_sample_s(profile, split)
+    ahead = _generated_ahead(run, sample_s, num_samples)
     if "tcss" in techniques:
         ahead.pop()  # nothing is begun early in the last step, because no step follows
     first, last = steady_window(ahead)
     # samples that the window consumed but did not regenerate are charged the time all slots take to generate them
-    charged_s = max(0.0, ahead[first] - ahead[last]) * sample_s / split.generator.num_devices
-    return outcome_of(profile, split, techniques, run, (first, last), charged_s=charged_s)
-
-
-def outcome_of(
-    profile: Profile,
-    split: Split,
-    techniques: Collection[str],
-    run: PlannerRun,
-    window: tuple[int, int],
-    *,
-    charged_s: float,
-) -> Outcome:
-    """Outcome of a run that was played, over the steps of `window`, which took `charged_s` longer than they show."""
-    num_prompts, num_slots = profile.numbers.num_prompts, split.generator.num_devices
-    num_samples = num_prompts * profile.numbers.group_size
-    first, last = window
+    charged_s = max(0.0, ahead[first] - ahead[last]) * sample_s / num_slots
     window_s = run.commits_s[last] - run.commits_s[first]
     busy_s = {pool: seconds - run.busy_at_commit_s[first][pool] for pool, seconds in run.busy_at_commit_s[last].items()}
     num_steady, reports = last - first, run.reports[first + 1 : last + 1]
     return Outcome(
-        name=("+".join(technique for technique in TECHNIQUES if technique in techniques) or BARRIER)
-        + (REDUNDANT if run.rules.extra_prompts else ""),
+        name="+".join(technique for technique in TECHNIQUES if technique in techniques) or BARRIER,
         devices=str(split),
         split=split,
         num_devices=split.num_devices,
@@ -269,7 +225,6 @@ def outcome_of(
         bound_s=lower_bound_s(profile, split.trainer, split.generator, techniques),
         events=tuple(run.events),
         window_s=(run.commits_s[first], run.commits_s[last]),
-        num_extra_groups=run.rules.extra_prompts,
     )
 
 
@@ -323,14 +278,14 @@ def run_colocated(profile: Profile, pool: Pool, *, has_tsp: bool, devices: str |
     )
     busy_s = num_samples / num_devices * sample_s(numbers, slowdown) + parts[3][1] + numbers.commit_s
     name = COLOCATED_TSP if has_tsp else COLOCATED
-    return turns_outcome(profile, pool, name, [parts] * COLOCATED_STEPS, busy_s=busy_s, devices=devices)
+    return turns_outcome(profile, pool, name, parts, busy_s=busy_s, devices=devices)
 
 
 def turns_outcome(
     profile: Profile,
     pool: Pool,
     name: str,
-    steps: Sequence[Sequence[tuple[What, float]]],
+    parts: Sequence[tuple[What, float]],
     *,
     busy_s: float,
     devices: str | None = None,
@@ -338,13 +293,13 @@ def turns_outcome(
     """Outcome of a run in which all devices of `pool` do one part of a step after the other.
 
     Args:
-        steps: of each step the parts (kind, seconds) in order.
+        parts: (kind, seconds) of a step in order.
         busy_s: seconds of a step in which a device works, mean over the devices.
         devices: the devices in words; None: `pool`, "together".
     """
-    step_s = fmean(sum(seconds for _, seconds in parts) for parts in steps)
+    step_s = sum(seconds for _, seconds in parts)
     events, now_s = [], 0.0
-    for step, parts in enumerate(steps[:COLOCATED_STEPS]):
+    for step in range(COLOCATED_STEPS):
         for what, seconds in parts:
             events.append(Event("all", what, now_s, now_s + seconds, (step,)))
             now_s += seconds
@@ -369,35 +324,16 @@ def baselines(profile: Profile, pools: Sequence[Pool]) -> list[Outcome]:
     Devices of two types together run at the slower type's speed; each type alone is a baseline too, if it holds the
     training state.
     """
+    everything = together(profile, pools)
+    found: list[tuple[Pool, str | None]] = [(everything, None)]
+    if len({pool.device for pool in pools}) > 1:
+        found = [(everything, f"{everything.num_devices} together, as {everything.device}")]
+        found += [(pool, f"{pool} alone") for pool in pools if pool.num_devices >= profile.numbers.min_trainer_devices]
     return [
-        run_colocated(profile, one.pool, has_tsp=has_tsp, devices=one.devices)
-        for one in pools_in_turns(profile, pools)
+        run_colocated(profile, pool, has_tsp=has_tsp, devices=devices)
+        for pool, devices in found
         for has_tsp in (False, True)
     ]
-
-
-class InTurns(NamedTuple):
-    """Devices of a colocated run."""
-
-    pool: Pool
-    devices: str | None
-    """The devices in words; None: `pool`, "together"."""
-    first_device: int
-    """Number of the first of them among all devices."""
-
-
-def pools_in_turns(profile: Profile, pools: Sequence[Pool]) -> list[InTurns]:
-    """All devices of `pools` together, then each of two types alone, if it holds the training state."""
-    everything = together(profile, pools)
-    if len({pool.device for pool in pools}) == 1:
-        return [InTurns(everything, None, 0)]
-    found = [InTurns(everything, f"{everything.num_devices} together, as {everything.device}", 0)]
-    first_device = 0
-    for pool in pools:
-        if pool.num_devices >= profile.numbers.min_trainer_devices:
-            found.append(InTurns(pool, f"{pool} alone", first_device))
-        first_device += pool.num_devices
-    return found
 
 
 def together(profile: Profile, pools: Sequence[Pool]) -> Pool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds of a step's parts on a pool, from a profile's numbers. Pure; shared by the simulator and virtual devices.
+"""Seconds of a step's parts on a pool, from a profile's numbers. Pure.
 
 Seconds to train g groups on r ranks, with K rows per sample, m rows per tile, and weights gathered while the previous
 tile computes (2 gathers per tile, forward and backward; `gather_s` scaled by (r-1)/r):

@@ -79,7 +79,7 @@ def _draw_run(axis: Axes, profile: Profile, run: Outcome, horizon_s: float) -> N
         axis.set_yticks([0.5], ["all"])
     else:
         _draw_bars(axis, run.events, TRAINER, 1.0, start_s, end_s)
-        num_groups, bottom = profile.numbers.num_prompts + run.num_extra_groups, -LANE_HEIGHT / 2
+        num_groups, bottom = profile.numbers.num_prompts, -LANE_HEIGHT / 2
         of_batch: tuple[list[Event], list[Event]] = ([], [])
         for event in run.events:
             if event.what == "generate":

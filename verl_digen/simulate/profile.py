@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib.resources import files
 from math import isfinite
 from pathlib import Path
@@ -108,6 +108,22 @@ def load_profile(name: str) -> Profile:
     except UnicodeDecodeError as error:
         raise ValueError(f"--profile must be a file of JSON, got {name!r} ({error}); name another file") from error
     return parse_profile(path.stem, text)
+
+
+def windowed(profile: Profile, num_trained_steps: int) -> Profile:
+    """The profile with another number of trained steps.
+
+    Raises:
+        ValueError: more steps than a sample has.
+    """
+    require(
+        1 <= num_trained_steps <= profile.numbers.num_steps,
+        f"trained steps must lie in [1, {profile.numbers.num_steps}], the denoise steps of profile {profile.name}",
+        num_trained_steps,
+        "2 are usual with a window",
+    )
+    sources = {**profile.sources, "num_trained_steps": "chosen: another window"}
+    return replace(profile, numbers=replace(profile.numbers, num_trained_steps=num_trained_steps), sources=sources)
 
 
 def parse_profile(name: str, text: str) -> Profile:

@@ -20,7 +20,6 @@ from verl_digen.devices import Pool
 from verl_digen.pool_sizes import num_replica_devices
 from verl_digen.require import require
 from verl_digen.simulate.cluster import Split, run_split
-from verl_digen.simulate.episode_runs import Episodes
 from verl_digen.simulate.layout import Shape, arrange
 from verl_digen.simulate.profile import Profile
 
@@ -147,7 +146,6 @@ def best_split(
     *,
     num_steps: int,
     stale_fraction: float = 1.0,
-    episodes: Episodes | None = None,
 ) -> Split:
     """The split of `pool` with the shortest step: a grid over all splits, refined around the best.
 
@@ -171,7 +169,6 @@ def best_split(
             techniques,
             num_steps=min(num_steps, SEARCH_STEPS),
             stale_fraction=stale_fraction,
-            episodes=episodes,
         ).step_s
 
     found = best_of([[split(number) for number in range(smallest, largest + 1)]], step_s)

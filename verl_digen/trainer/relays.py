@@ -5,8 +5,8 @@
 
 A call costs its caller CPU time, and the last process begins only when the caller has sent the last call. Up to FAN_OUT
 processes are called directly. With more of them every node has a relay, a process that calls those of the node; with
-more than FAN_OUT nodes other relays call these, each about as many as the driver does. `examples/rank_calls.py`
-measures both ways.
+more than FAN_OUT nodes other relays call these, each about as many as the driver does. docs/control_plane.md has what
+it saves.
 
 | failure | the caller gets |
 | --- | --- |

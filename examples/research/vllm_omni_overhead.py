@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Overhead of a `vllm_omni` replica over the bare engine: CPU time and wall time per image, side by side.
 
-    python examples/vllm_omni_overhead.py [--model DIR] [--requests 1 8 32 96] [--adapter] [--repeats 5]
+    python examples/research/vllm_omni_overhead.py [--model DIR] [--requests 1 8 32 96] [--adapter] [--repeats 5]
 
 One process, one engine. In turns, round by round, and each first in half of the rounds, come
 
@@ -201,7 +201,7 @@ def show(count: int, bare: Sequence[Cost], ours: Sequence[Cost]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    here = Path(__file__).resolve().parent
+    here = Path(__file__).resolve().parents[1]
     parser.add_argument("--model", type=Path, default=here / "tiny_qwen_image" / "checkpoint")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--size_px", type=int, default=64)

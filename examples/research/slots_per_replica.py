@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Simulated steps of separate pools with one or more chunks in flight per replica, and with or without joint batches.
 
-    python examples/slots_per_replica.py
+    python examples/research/slots_per_replica.py
 
 The live planner on replicas that generate one batch at a time. A batch of n samples takes `fixed + n * sample`; then
 its answers come, the chunk is reported and the next one is requested, which takes `ANSWER_S`. A chunk that waits on the

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Learning curves of all objectives: the quick start with each of them, over several seeds.
 
-    python examples/learning_curves.py [--objectives awm,dgpo] [--seeds 3] [--steps 25] [--out outputs/learning_curves]
-    python examples/learning_curves.py --staleness 2   # two pools, strict and with samples at most two versions old
-    python examples/learning_curves.py --timing        # on an idle machine: seconds of a step alone, one run each
-    python examples/learning_curves.py --no-runs --docs docs/algorithms    # report of the runs that are there
+    python examples/research/learning_curves.py [--objectives awm,dgpo] [--seeds 3] [--steps 25] [--out DIR]
+    python examples/research/learning_curves.py --staleness 2   # two pools: strict, and at most two versions old
+    python examples/research/learning_curves.py --timing        # seconds of a step alone; on an idle machine
+    python examples/research/learning_curves.py --no-runs --docs docs/algorithms  # report of the runs that are there
 
 Runs follow one another, 2 to 3 minutes each on 2 idle CPU cores. Finished ones are not run again (a longer one serves,
 too, and takes the place of a shorter one when it has ended), one that was cut short starts afresh, and one that fails
@@ -146,7 +146,7 @@ def ensure_run(mode: Mode, seed: int, num_steps: int, out: Path, *, validates: b
         overrides = [f"digen.seed={seed}"]
         if validates:
             overrides += [f"trainer.test_freq={VALIDATE_EVERY}", "trainer.val_before_train=true"]
-        work = BenchWork(QUICKSTART, (), tuple(overrides), num_steps)
+        work = BenchWork(QUICKSTART, tuple(overrides), num_steps)
         unfinished = run_dir_of(out / UNFINISHED, mode, seed)
         if unfinished.exists():
             print(f"{unfinished} did not end and starts afresh", flush=True)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cheap steps outside the window (digen.sampling.outside), side by side: training, pictures, and seconds of generation.
 
-    python examples/cheap_outside.py [--modes exact,cache,pass_over,fp8] [--steps 25] [--out outputs/cheap_outside]
-    python examples/cheap_outside.py --timing    # on an idle machine: seconds of generation, the modes in turns
-    python examples/cheap_outside.py --draw      # the picture, of the runs that are there
+    python examples/research/cheap_outside.py [--modes exact,cache,pass_over,fp8] [--steps 25] [--out DIR]
+    python examples/research/cheap_outside.py --timing    # seconds of generation, in turns; on an idle machine
+    python examples/research/cheap_outside.py --draw      # the picture, of the runs that are there
 
 The quick start with a window of 3 of 20 steps (recipe flowgrpo_fast), once per mode with the same seed, through verl's
 main: 3 to 4 minutes each on 2 CPU cores. Then `outside.png` and `outside.json` in --out. `make quickstart` before, for
@@ -60,7 +60,6 @@ def train(names: list[str], num_steps: int, seed: int, out: Path) -> None:
     """Make the runs that are missing, one after the other."""
     work = BenchWork(
         ("digen_quickstart",),
-        (),
         (f"digen.seed={seed}", "trainer.test_freq=5", "trainer.val_before_train=true"),
         num_steps,
     )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure what steps before the window cost a group, with and without shared initial noise, and print a table.
 
-    python examples/prefix_sharing.py [--rollout diffusers] [--samples 8] [--chunk 4] [--starts 2,4,6] [--size_px 64]
+    python examples/research/prefix_sharing.py [--rollout diffusers] [--samples 8] [--chunk 4] [--starts 2,4,6]
 
 The back end of a replica (`--rollout vllm_omni` needs that extra) generates a group in chunks, one after the other,
 with a window of two steps. With shared noise the steps before it run once for the group

@@ -21,7 +21,7 @@ from verl_digen.models import load_model
 from verl_digen.models.tiny import build_tiny
 from verl_digen.types import Geometry
 
-FOLDERS = (Path(__file__).resolve().parents[2] / "examples" / "research",)
+FOLDERS = (Path(__file__).resolve().parents[3] / "examples" / "research",)
 pytestmark = pytest.mark.usefixtures("examples")
 
 SIZES = "--dtype fp32 --size 64 --prompts 2 --group 3 --denoise-steps 6 --lora-rank 4"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Images per second of a scorer whose call takes 50 ms whatever its size: one call per image beside batches.
 
-    python examples/reward_throughput.py [--call_ms 50] [--num_images 128] [--sizes 1 8 32] [--repeats 3]
+    python examples/research/reward_throughput.py [--call_ms 50] [--num_images 128] [--sizes 1 8 32] [--repeats 3]
 
 The scorer stands for a model on one device: it sleeps with the device locked, so calls never overlap. Both ways are
 those of a run, without Ray: a reward function goes through the functions' scorer, one call per image; a reward class

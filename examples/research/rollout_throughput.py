@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Images per second of the rollout back ends, side by side in one process, repeats interleaved.
 
-    python examples/rollout_throughput.py [--model DIR] [--size_px 64] [--num_steps 10] [--repeats 7]
+    python examples/research/rollout_throughput.py [--model DIR] [--size_px 64] [--num_steps 10] [--repeats 7]
 
 Columns: bare vLLM-Omni (its own scheduler, nothing recorded), `vllm_omni` (our SDE, every step recorded), `diffusers`.
 Each cell is the median over the repeats. Needs the extra vllm-omni; takes one device, or a minute on two CPU cores.
@@ -108,7 +108,7 @@ async def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    here = Path(__file__).resolve().parent
+    here = Path(__file__).resolve().parents[1]
     parser.add_argument("--model", type=Path, default=here / "tiny_qwen_image" / "checkpoint")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--size_px", type=int, default=64)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Largest fragments, from 8 groups up, on up to 1,024 devices: seconds of a step, all simulated.
 
-    python examples/fragment_sizes.py                              # the table of docs/benchmarks.md
-    python examples/fragment_sizes.py --window 2 --devices 128,256
+    python examples/research/fragment_sizes.py                              # the table of docs/control_plane.md
+    python examples/research/fragment_sizes.py --window 2 --devices 128,256
 
-Strict runs with assists, as `examples/control_plane.py` plays them: two prompts for every four devices that train.
+Strict runs with assists, as `control_plane.py` plays them: two prompts for every four devices that train.
 "auto" is the default of `digen.gap.max_groups_per_fragment`.
 """
 
@@ -16,8 +16,7 @@ from dataclasses import replace
 
 from verl_digen.devices import Pool
 from verl_digen.simulate.cluster import Split, run_split, simulated_rules
-from verl_digen.simulate.profile import load_profile, profile_names
-from verl_digen.simulate.verl_omni import windowed
+from verl_digen.simulate.profile import load_profile, profile_names, windowed
 
 TECHNIQUES = ("gap", "tsp", "tag")
 SIZES = (8, 16, 32, 64, 128)

@@ -10,7 +10,7 @@ from verl_digen.devices import Pool
 from verl_digen.simulate.cluster import Split, run_split, simulated_rules
 from verl_digen.simulate.profile import load_profile
 
-FOLDERS = (Path(__file__).resolve().parents[2] / "examples",)
+FOLDERS = (Path(__file__).resolve().parents[3] / "examples" / "research",)
 pytestmark = pytest.mark.usefixtures("examples")
 
 

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cost of the control plane on up to 1,024 devices: decision times (measured), messages and memory (counted).
 
-    python examples/control_plane.py                              # the table of docs/benchmarks.md
-    python examples/control_plane.py --devices 256 --steps 10
+    python examples/research/control_plane.py                              # the table of docs/control_plane.md
+    python examples/research/control_plane.py --devices 256 --steps 10
 
 Plays the live planner in the simulator, with TAG and BTS, on the shipped profiles with two prompts for every four
 devices that train, so that a batch fills the cluster. Times are CPU time of one core, without Ray; "decision" is one
 answer of the planner: what the trainer does next, or the next chunks of all slots that are free. The trainer's calls
-are those that the driver makes itself, to relays (`verl_digen.trainer.relays`); `examples/rank_calls.py` times them.
+are those that the driver makes itself, to relays (`verl_digen.trainer.relays`); `rank_calls.py` times them.
 """
 
 from __future__ import annotations

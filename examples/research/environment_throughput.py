@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Episodes per second in lock-step, with asynchrony, and with asynchrony and redundant groups, side by side.
 
-    python examples/environment_throughput.py [--model DIR] [--latencies 2,5,10] [--repeats 3]
+    python examples/research/environment_throughput.py [--model DIR] [--latencies 2,5,10] [--repeats 3]
 
 A real replica and real environment workers (Ray actors). Episodes have `--turns` turns; the environment takes a
 lognormal time whose mean is that many times the measured time of a generation of one batch. The modes take turns, and
@@ -13,11 +13,7 @@ each cell is the median over the repeats of the time until all groups of the bat
 | asynchronous | each episode goes on when its environment has answered; the replica batches whoever is ready |
 | with redundancy | the same with `--extra` further groups; the first complete ones are taken, the others stopped |
 
-`make quickstart` before, for the environment. Takes minutes on two CPU cores. Below it stands the table that
-`verl_digen.simulate.episodes`, the simulator's model of an episode, gives for the same batch; `--simulated` gives that
-alone, in seconds, for any number of episodes (`--single`: time of one picture, in generations of a full batch):
-
-    python examples/environment_throughput.py --simulated --groups 16 --group_size 8 --extra 4 --max_batch_size 32
+`make quickstart` before, for the environment. Takes minutes on two CPU cores.
 """
 
 from __future__ import annotations
@@ -25,7 +21,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -47,10 +42,9 @@ from verl_digen.environments.workers import EnvironmentWorkers
 from verl_digen.rollout.server import DiffusersServer
 from verl_digen.sampling.requests import request_id, turn_request
 from verl_digen.schedulers.deadlines import DeadlinesConfig
-from verl_digen.simulate.episodes import EpisodeBatch, Latency
 from verl_digen.types import Generation, PromptRow, SampleRequest
 
-MODEL = Path(__file__).parent / "tiny_qwen_image" / "checkpoint"
+MODEL = Path(__file__).parents[1] / "tiny_qwen_image" / "checkpoint"
 SIGMA = 1.0
 """Standard deviation of the logarithm of the environment's time: 5 % of the calls take more than 3 times the mean."""
 
@@ -136,12 +130,13 @@ async def play(client: Client, environments: EnvironmentWorkers, sizes: Sizes, n
     return time.perf_counter() - began_s
 
 
-async def generation_s(server: DiffusersServer, digen: DigenConfig, count: int) -> float:
-    """Seconds of one batch of `count` pictures on the replica, the median of five after a first one."""
+async def generation_s(server: DiffusersServer, digen: DigenConfig) -> float:
+    """Seconds of one full batch of pictures on the replica, the median of five after a first one."""
 
     async def batch(number: int) -> float:
         row = PromptRow("a red circle", "test", None, uid=f"warm{number}")
-        requests = [turn_request(digen, row, index, 0, (), step=1, validate=False) for index in range(count)]
+        size = digen.rollout.batch_size
+        requests = [turn_request(digen, row, index, 0, (), step=1, validate=False) for index in range(size)]
         began_s = time.perf_counter()
         await asyncio.gather(*(server.generate("", [], {"request": request}) for request in requests))
         return time.perf_counter() - began_s
@@ -171,13 +166,13 @@ async def of_latency(server: DiffusersServer, digen: DigenConfig, sizes: Sizes, 
 
 async def measured(
     model: Path, latencies: Sequence[float], repeats: int, sizes: Sizes
-) -> tuple[float, float, dict[float, dict[str, float]]]:
-    """(seconds of a generation of a full batch, and of one picture; latency -> mode -> median seconds of a batch)."""
+) -> tuple[float, dict[float, dict[str, float]]]:
+    """(seconds of a generation of a full batch, latency -> mode -> median seconds of a batch)."""
     rollout = RolloutConfig(max_batch_size=sizes.max_batch_size, batch_wait_s=0.005)
     digen = DigenConfig(sampling=SamplingConfig(height_px=64, width_px=64, num_steps=10), rollout=rollout)
     config = SimpleNamespace(local_path=model, digen=digen, adapter_config=lambda: None, lora_rank=0)
     server = DiffusersServer(SimpleNamespace(dtype="float32"), config, num_threads=1)  # type: ignore[arg-type]
-    single_s, unit_s = [await generation_s(server, digen, count) for count in (1, sizes.max_batch_size)]
+    unit_s = await generation_s(server, digen)
     found = {}
     for latency in latencies:
         environment = EnvironmentConfig(
@@ -187,35 +182,7 @@ async def measured(
             step_timeout_s=600.0,
         )
         found[latency] = await of_latency(server, replace(digen, environment=environment), sizes, repeats)
-    return unit_s, single_s, found
-
-
-def simulated(
-    latencies: Sequence[float], sizes: Sizes, single: float, num_draws: int = 50
-) -> dict[float, dict[str, float]]:
-    """Simulated time of a batch, in generations of a full batch: latency -> mode -> median over draws.
-
-    Args:
-        single: time of a generation of one picture; that of 2, 3, ... lies on a line between it and a full batch's.
-    """
-    most = sizes.max_batch_size
-
-    def batch_s(count: int) -> float:
-        return 1.0 - (1.0 - single) * (most - count) / max(1, most - 1)
-
-    batch = EpisodeBatch(sizes.groups, sizes.group_size, sizes.turns, most, batch_s)
-    redundant = replace(batch, extra_groups=sizes.extra)
-    found = {}
-    for latency in latencies:
-        times: dict[str, list[float]] = {"lock-step": [], "asynchronous": [], "with redundancy": []}
-        distribution = Latency(latency, latency * math.sqrt(math.expm1(SIGMA**2)))
-        for number in range(num_draws):
-            drawn = distribution.drawn(number)
-            times["lock-step"].append(batch.lock_step(drawn).seconds)
-            times["asynchronous"].append(batch.asynchronous(drawn).seconds)
-            times["with redundancy"].append(redundant.asynchronous(drawn).seconds)
-        found[latency] = {mode: median(taken) for mode, taken in times.items()}
-    return found
+    return unit_s, found
 
 
 def print_table(found: Mapping[float, Mapping[str, float]]) -> None:
@@ -230,18 +197,11 @@ def print_table(found: Mapping[float, Mapping[str, float]]) -> None:
 def main(arguments: Any) -> None:
     sizes = Sizes(arguments.groups, arguments.group_size, arguments.extra, arguments.turns, arguments.max_batch_size)
     latencies = [float(number) for number in arguments.latencies.split(",")]
-    single = arguments.single
-    if not arguments.simulated:
-        ray.init(include_dashboard=False, log_to_driver=False)
-        unit_s, single_s, found = asyncio.run(measured(arguments.model, latencies, arguments.repeats, sizes))
-        single = single_s / unit_s
-        print(
-            f"{sizes}; measured in s; a generation of a full batch takes {unit_s:.3f} s, of a picture {single_s:.3f} s"
-        )
-        print_table(found)
-        print(json.dumps({"generation_s": unit_s, "single_s": single_s, "seconds": found}))
-    print(f"{sizes}; simulated, in generations of a full batch; one of a single picture takes {single:.2f}")
-    print_table(simulated(latencies, sizes, single))
+    ray.init(include_dashboard=False, log_to_driver=False)
+    unit_s, found = asyncio.run(measured(arguments.model, latencies, arguments.repeats, sizes))
+    print(f"{sizes}; measured in s; a generation of a full batch takes {unit_s:.3f} s")
+    print_table(found)
+    print(json.dumps({"generation_s": unit_s, "seconds": found}))
 
 
 if __name__ == "__main__":
@@ -254,6 +214,4 @@ if __name__ == "__main__":
     parser.add_argument("--extra", type=int, default=2)
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--max_batch_size", type=int, default=4)
-    parser.add_argument("--simulated", action="store_true")
-    parser.add_argument("--single", type=float, default=1.0)
     main(parser.parse_args())

@@ -17,8 +17,9 @@ it is a multiple of the profile's own seconds, so that other models and devices 
 *Calibration.* `SOURCE_OF` says of every number whether it was published, derived from published ones, or fitted. Two
 are fitted, to two published steps (`PUBLISHED`), and no run but this one reads them.
 
-Invariants (tests/simulate/test_verl_omni.py): the published steps come out within 5 %; without factors, passes, extra
-updates and in micro-batches of one, a step is that of `run_colocated` without TSP; none of these makes a step shorter.
+Invariants (tests/examples/research/test_as_verl_omni.py): the published steps come out within 5 %; without factors,
+passes, extra updates and in micro-batches of one, a step is that of `run_colocated` without TSP; none of these makes a
+step shorter.
 """
 
 from __future__ import annotations
@@ -28,11 +29,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from verl_digen.devices import Pool
-from verl_digen.require import require
 from verl_digen.schedulers.simulation import What
-from verl_digen.simulate.cluster import COLOCATED_STEPS, Outcome, turns_outcome
+from verl_digen.simulate.cluster import Outcome, turns_outcome
 from verl_digen.simulate.costs import sample_s
-from verl_digen.simulate.profile import Numbers, Profile
+from verl_digen.simulate.profile import Numbers, Profile, windowed
 
 NAME = "as-verl-omni"
 """Name of such a run in tables."""
@@ -133,22 +133,6 @@ LOGGED_PARTS = {"generate": 228.2, "score": 29.1, "log-probs": 32.0, "updates": 
 request #52. They add up to its 408.8 s."""
 
 
-def windowed(profile: Profile, num_trained_steps: int) -> Profile:
-    """The profile with another number of trained steps.
-
-    Raises:
-        ValueError: more steps than a sample has.
-    """
-    require(
-        1 <= num_trained_steps <= profile.numbers.num_steps,
-        f"trained steps must lie in [1, {profile.numbers.num_steps}], the denoise steps of profile {profile.name}",
-        num_trained_steps,
-        f"{WINDOW} is verl-omni's",
-    )
-    sources = {**profile.sources, "num_trained_steps": "chosen: another window"}
-    return replace(profile, numbers=replace(profile.numbers, num_trained_steps=num_trained_steps), sources=sources)
-
-
 def step_parts(profile: Profile, pool: Pool, way: Way = VERL_OMNI, reward: Reward = "in turns") -> dict[str, float]:
     """Seconds of the parts of a step; the formulas are in the module's docstring."""
     numbers, slowdown = profile.numbers, pool.slowdown(profile.device)
@@ -191,14 +175,8 @@ def even_parts(number: int, num_parts: int) -> list[int]:
     return [part for part in [smaller + 1] * num_larger + [smaller] * (num_parts - num_larger) if part]
 
 
-def run_verl_omni(
-    profile: Profile, pool: Pool, way: Way = VERL_OMNI, reward: Reward = "in turns", *, devices: str | None = None
-) -> Outcome:
-    """Simulate a step as verl-omni runs it; the window is the profile's.
-
-    Args:
-        devices: the devices in words; None: `pool`, "together".
-    """
+def run_verl_omni(profile: Profile, pool: Pool, way: Way = VERL_OMNI, reward: Reward = "in turns") -> Outcome:
+    """Simulate a step as verl-omni runs it; the window is the profile's."""
     seconds = step_parts(profile, pool, way, reward)
     num_samples = profile.numbers.num_prompts * profile.numbers.group_size
     parts: tuple[tuple[What, float], ...] = (
@@ -210,7 +188,7 @@ def run_verl_omni(
     generate_s = way.generation_factor * sample_s(profile.numbers, pool.slowdown(profile.device))
     busy_s = num_samples / pool.num_devices * generate_s
     busy_s += seconds["score"] - profile.numbers.score_s + parts[3][1]
-    return turns_outcome(profile, pool, NAME, [parts] * COLOCATED_STEPS, busy_s=busy_s, devices=devices)
+    return turns_outcome(profile, pool, NAME, parts, busy_s=busy_s)
 
 
 def simulated_step_s(profile: Profile, published: PublishedStep, way: Way = VERL_OMNI) -> float:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cost of one call of all trainer ranks, and of one weight update: without relays and with them, with real Ray actors.
 
-    python examples/rank_calls.py                                 # the table of docs/benchmarks.md
-    python examples/rank_calls.py --ranks 896 --workers 128
+    python examples/research/rank_calls.py                                 # the table of docs/control_plane.md
+    python examples/research/rank_calls.py --ranks 896 --workers 128
 
 | call | without relays | with relays |
 | --- | --- | --- |
@@ -33,11 +33,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import ray
-from verl.checkpoint_engine import CheckpointEngineManager
+from verl.checkpoint_engine import CheckpointEngineManager, CheckpointEngineRegistry
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
 
-import verl_digen.virtual.checkpoint_engine as backend
 from verl_digen.engine.fragment import FragmentSample, FragmentSpec
 from verl_digen.trainer.relays import Branch, Callee, Process, Route, Together, Work, start_relays, tree
 from verl_digen.trainer.staged import StagedCheckpointManager
@@ -71,6 +70,17 @@ class Bound(Rank):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # type: ignore[attr-defined]
     def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> dict[str, Any]: ...
+
+
+class NoTransfer:
+    """A checkpoint engine that sends nothing; the manager asks its class alone."""
+
+    @classmethod
+    def build_topology(cls, num_ranks: int, num_receivers: int, metadata: list[Any]) -> tuple[dict, dict]:
+        return {}, {}
+
+
+CheckpointEngineRegistry.register(NoTransfer.__name__)(NoTransfer)
 
 
 class Replica:
@@ -158,7 +168,7 @@ def updates(
 ) -> tuple[Callable[[], object], Callable[[], object]]:
     """A weight update by verl's manager, and by ours."""
     workers = [Replica(actors[number % len(actors)]) for number in range(receivers.num_processes)]
-    config = SimpleNamespace(backend=backend.NAME, custom_backend_module=backend.__name__)
+    config = SimpleNamespace(backend=NoTransfer.__name__, custom_backend_module=None)
     every_rank = [actors[number % len(actors)] for number in range(ranks.num_processes)]
     group = RayWorkerGroup(worker_handles=every_rank, ray_cls_with_init=RayClassWithInitArgs(cls=ray.remote(Bound)))
     verls: Any = CheckpointEngineManager(config, group, list(workers))
