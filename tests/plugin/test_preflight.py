@@ -693,7 +693,7 @@ def test_main_shows_a_paragraph_and_writes_nothing(tmp_path):
     refused = start_main("recipe=digen_flowgrpo", cwd=tmp_path)
     shown = start_main("recipe=digen_flowgrpo", "--cfg", "job", cwd=tmp_path)
     _, stderr = refused.communicate(timeout=120)
-    assert refused.returncode == 2
+    assert refused.returncode == 2, stderr
     assert "verl-digen: this config cannot run.\n" in stderr
     assert "actor_rollout_ref.model.path must be" in stderr
     assert "Traceback" not in stderr
