@@ -1167,7 +1167,7 @@ TABLE: tuple[Mutation, ...] = (
         PICTURES,
     ),
     Mutation(
-        "agent_loop/pairs.py",
+        "agent_loop/manager.py",
         "the rejected picture is preferred",
         "1.0 if sample_index == CHOSEN else 0.0",
         "0.0 if sample_index == CHOSEN else 1.0",

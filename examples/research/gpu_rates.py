@@ -53,7 +53,7 @@ from verl_digen.models.flops import forward_flops, peak_flops
 from verl_digen.models.kernels import set_kernels
 from verl_digen.models.pixels import load_image_decoder
 from verl_digen.models.published import write_configs
-from verl_digen.platforms.device_name import accelerator_name
+from verl_digen.platforms.device_memory import accelerator_name
 from verl_digen.sampling.fp8 import Fp8Layers
 from verl_digen.sampling.requests import plain_request
 from verl_digen.sampling.sampler import Sampler

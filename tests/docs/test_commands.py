@@ -27,11 +27,16 @@ from tests.docs.blocks import BLOCKS, LANGUAGES, PAGES, ROOT, Block, indented_li
 from verl_digen.cli import make_parser
 from verl_digen.plan.compose import Words, compose_run, platform_of, split_words
 from verl_digen.preflight.inputs import check_prompts
-from verl_digen.preflight.latents import check_latents
 from verl_digen.preflight.pairs import check_pairs
 from verl_digen.preflight.plannable import OF_MODEL, OF_RUN
 from verl_digen.preflight.reward_model import check_reward_model
-from verl_digen.preflight.rewards import check_combination, check_group_rewards, check_rewards, check_timeshared
+from verl_digen.preflight.rewards import (
+    check_combination,
+    check_group_rewards,
+    check_latents,
+    check_rewards,
+    check_timeshared,
+)
 from verl_digen.preflight.rules import RULES, check
 from verl_digen.preflight.teachers import check_teachers
 from verl_digen.preflight.watching import check_watching

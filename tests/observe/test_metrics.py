@@ -17,8 +17,7 @@ from verl_digen.observe.metrics import (
     tree_metrics,
     union_s,
 )
-from verl_digen.observe.metrics_file import MetricsFile
-from verl_digen.observe.progress import duration, progress_line
+from verl_digen.trainer.run_output import MetricsFile, duration, progress_line
 from verl_digen.types import RewardCall
 
 

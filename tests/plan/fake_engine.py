@@ -40,16 +40,15 @@ from verl_digen.config import digen_config
 from verl_digen.engine import gradients
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.recompute import ALL, Recomputation
-from verl_digen.engine.sequence import sequence_mesh
+from verl_digen.engine.sharded import sequence_mesh
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models.experts import networks_of
 from verl_digen.models.published import write_configs
 from verl_digen.models.sequence import split_networks
 from verl_digen.plan.activations import give_fake_weights, run_rows
 from verl_digen.plan.compose import Words, compose_run
-from verl_digen.plan.conditions import empty_condition
 from verl_digen.plan.networks import blocks_of
-from verl_digen.plan.run import Run, read_run
+from verl_digen.plan.run import Run, empty_condition, read_run
 from verl_digen.sampling.requests import planned_geometry
 
 LOADS = "verl.workers.engine.fsdp.transformer_impl.fsdp2_load_full_state_dict"

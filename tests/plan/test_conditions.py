@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 from tests.models.cases import PROMPTS
-from verl_digen.plan.conditions import empty_condition
+from verl_digen.plan.run import empty_condition
 
 
 def test_shapes_are_those_of_the_models_own_encoder(loaded):

@@ -20,7 +20,7 @@ from verl_digen.models.flops import (
     tflops_per_device,
     utilisation_metrics,
 )
-from verl_digen.plan.conditions import empty_condition
+from verl_digen.plan.run import empty_condition
 from verl_digen.types import Geometry
 
 SIGMAS = torch.tensor([0.9, 0.95])

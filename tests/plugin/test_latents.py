@@ -3,7 +3,7 @@
 
 import pytest
 
-from verl_digen.preflight.latents import check_latents
+from verl_digen.preflight.rewards import check_latents
 
 READS = "digen.reward.functions={drm: {weight: 1, reward: server, protocol: drm_latents, url: 'http://h:1'}}"
 SEES = "digen.reward.functions={shapes: 1.0}"

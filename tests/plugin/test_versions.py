@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from packaging.specifiers import SpecifierSet
 
 from verl_digen.preflight import RULES
-from verl_digen.preflight.versions import check_versions
+from verl_digen.preflight.machine import check_versions
 from verl_digen.versions import SUPPORTED
 
 NO_CONFIG = OmegaConf.create({})

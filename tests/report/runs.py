@@ -8,9 +8,9 @@ import numpy as np
 from PIL import Image
 
 from tests.observe.timeline_runs import simulated_run
-from verl_digen.observe.metrics_file import MetricsFile
 from verl_digen.observe.run_files import METRICS, START, WARNINGS, group_dir, image_path, sample_path, step_dir
 from verl_digen.observe.timeline.file import NAME, TimelineFile
+from verl_digen.trainer.run_output import MetricsFile
 
 HOSTILE = '</script><script>document.title = "taken"</script><!-- & "quoted" \u2028'
 """A prompt that would end the script around it."""

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.report.runs import HOSTILE, make_run
-from verl_digen.observe.metrics_file import MetricsFile
 from verl_digen.observe.run_files import METRICS, REPORT
 from verl_digen.report.page import write_report
+from verl_digen.trainer.run_output import MetricsFile
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium (apt-get install chromium)")

@@ -9,12 +9,12 @@ import pytest
 
 from tests.report.runs import HOSTILE, PROMPTS, add_groups, add_validation, make_run, metrics_of
 from verl_digen import cli
-from verl_digen.observe.metrics_file import MetricsFile
 from verl_digen.observe.run_files import METRICS, REPORT, START, TRAINING, VALIDATION, image_path, step_dir
 from verl_digen.observe.timeline.file import NAME
 from verl_digen.report import page, pictures, timelines
 from verl_digen.report.curves import MAX_COLUMNS, MAX_ROWS, columns, distributions, thinned
 from verl_digen.report.page import MAX_BYTES, collect, render, write_report
+from verl_digen.trainer.run_output import MetricsFile
 
 DATA = re.compile(r'<script id="data" type="application/json">(.*?)</script>', re.DOTALL)
 

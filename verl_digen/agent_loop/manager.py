@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +27,6 @@ from verl_digen.agent_loop.environment import EnvironmentAgentLoop
 from verl_digen.agent_loop.episode import Episode
 from verl_digen.agent_loop.first_complete import first_complete
 from verl_digen.agent_loop.generated import GroupsBeingGenerated
-from verl_digen.agent_loop.pairs import pair_score
 from verl_digen.agent_loop.server_manager import DiffusionServerClient, ServerClient
 from verl_digen.agent_loop.single_turn import DiffusionSingleTurnAgentLoop
 from verl_digen.config import digen_config
@@ -371,3 +371,13 @@ class DiffusionAgentLoopManager(AgentLoopManagerTQ):
         """Kept: workers of environments restart as long as it lives."""
         if self._environments is not None:
             self.llm_client.environments = tuple(self._environments.handles)  # type: ignore[attr-defined]
+
+
+CHOSEN = 0
+"""Sample index of the preferred picture of `PromptRow.pair`."""
+
+
+def pair_score(sample_index: int) -> tuple[Score, tuple[float, float]]:
+    """Reward 1 of the chosen picture, 0 of the rejected one, without parts; and (start, end) in unix time."""
+    now_s = time.time()
+    return Score(1.0 if sample_index == CHOSEN else 0.0, {}, ()), (now_s, now_s)

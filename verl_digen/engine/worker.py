@@ -34,7 +34,7 @@ from verl_digen.engine.assistant import Assistant
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.fragment import FragmentSpec
 from verl_digen.engine.rows import Fetch, fetch_samples
-from verl_digen.platforms.device_name import accelerator_name
+from verl_digen.platforms.device_memory import accelerator_name
 from verl_digen.rollout.registry import REPLICAS
 from verl_digen.store.conditions import fetch_conditions
 from verl_digen.types import Generation, SampleRequest

@@ -21,12 +21,12 @@ from verl_digen.config import DigenConfig, digen_config
 from verl_digen.engine.build import add_adapter
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models import load_model
+from verl_digen.models.base import DiffusionModel
 from verl_digen.models.experts import networks_of
 from verl_digen.models.flops import Flops, forward_flops
 from verl_digen.models.published import checkpoint_folder
 from verl_digen.plan.activations import Activations, trace_activations
 from verl_digen.plan.compose import is_split
-from verl_digen.plan.conditions import empty_condition
 from verl_digen.plan.decoding import decoding_bytes
 from verl_digen.plan.episodes import Episodes, plan_episodes, turn_geometry
 from verl_digen.plan.networks import Counts, Part, Tensors, count_network, count_parts, list_tensors, transformer_bytes
@@ -39,7 +39,7 @@ from verl_digen.sampling.fp8 import Fp8Layers
 from verl_digen.sampling.recording import record_trajectory, trained_latents
 from verl_digen.sampling.requests import plain_request, rows_per_group
 from verl_digen.simulate.splits import Limits, split_limits
-from verl_digen.types import Condition, PromptRow, SampleRequest
+from verl_digen.types import Condition, Geometry, PromptRow, SampleRequest
 
 ADAMS = ("AdamW", "Adam")
 """Optimizers that keep two numbers per weight."""
@@ -390,3 +390,25 @@ def record_bytes(request: SampleRequest, latent_bytes: int) -> int:
     ).record
     num_latents = len(kept) if request.noise_levels is None else 1
     return num_latents * latent_bytes + sum(column.nbytes for column in record.columns().values())
+
+
+def empty_condition(model: DiffusionModel, prompt_tokens: int, geometry: Geometry) -> Condition:
+    """Zeros in the shapes of a prompt of `prompt_tokens` tokens that quotes no text.
+
+    Args:
+        prompt_tokens: of the text; those of its images (`geometry.sources`) are added. Not read if every prompt is
+            padded to one length (FLUX.1, Stable Diffusion 3).
+    """
+    layout, config = model.spec.condition, model.read_network_config(model.experts[0])
+    with_images = prompt_tokens + model.num_image_text_tokens(geometry)
+    num_tokens = with_images if layout.num_tokens is None else layout.num_tokens
+    condition = {"embeds": torch.zeros(num_tokens, config[layout.width])}
+    if layout.pooled is not None:
+        condition["pooled"] = torch.zeros(config[layout.pooled])
+    if layout.glyphs is not None:
+        condition["glyphs"] = torch.zeros(0, config[layout.glyphs])
+    if layout.audio is not None:
+        condition["audio"] = torch.zeros(num_tokens, config[layout.audio])
+    if geometry.sources:
+        condition |= {name: torch.zeros(shape) for name, shape in model.image_conditions(geometry).items()}
+    return condition

@@ -48,3 +48,9 @@ def allocated_bytes() -> int:
 def limit_bytes() -> int:
     """Device memory this process can use in all, in bytes."""
     return free_bytes(1) + allocated_bytes()
+
+
+def accelerator_name() -> str | None:
+    """The platform's name of this process's first device, e.g. "NVIDIA H100 80GB HBM3"; None on a CPU."""
+    platform = get_platform()
+    return None if platform.device_name == "cpu" else platform.device_module.get_device_name(0)

@@ -1,8 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules for the accelerators and CPUs of this machine, where it is the whole cluster. The accelerators of a running Ray
-cluster are compared once the run has joined it (`verl_digen.platforms.placement`)."""
+"""Rules for this machine: versions of packages, and its accelerators and CPUs, where it is the whole cluster.
+
+The accelerators of a running Ray cluster are compared once the run has joined it (`verl_digen.platforms.placement`).
+"""
 
 from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from importlib.metadata import version
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -22,6 +28,9 @@ from verl_digen.pool_sizes import (
 from verl_digen.preflight.pools import COLOCATED
 from verl_digen.require import require
 from verl_digen.reward.layout import reward_layout
+from verl_digen.versions import SUPPORTED, outside
+
+logger = logging.getLogger(__name__)
 
 CPUS_KEY = "ray_kwargs.ray_init.num_cpus"
 UNITS_KEY = "transfer_queue.backend.SimpleStorage.num_data_storage_units"
@@ -101,3 +110,25 @@ def reserved_cpus(config: DictConfig) -> dict[str, int]:
         f"{ENVIRONMENT_KEY}.num_workers": digen.environment.num_workers if digen.environment.is_on else 0,
     }
     return {key: number for key, number in reserved.items() if number}
+
+
+def check_versions(config: DictConfig, found: Callable[[str], str] = version) -> None:
+    """Require installed packages that can work; warn where they are not those that were tested."""
+    installed = {name: found(name) for name in SUPPORTED}
+    refused = list(outside(installed, tested=False))
+    if refused:
+        raise ValueError(
+            "\n".join(
+                f"{name} must be {wanted}, got {number}; verl-digen was tested with {SUPPORTED[name].tested}: "
+                f"pip install '{name}{SUPPORTED[name].tested}'"
+                for name, number, wanted in refused
+            )
+        )
+    for name, number, wanted in outside(installed, tested=True):
+        logger.warning(
+            "%s %s was not tested with this version of verl-digen, %s was; private names of it are used, so numbers "
+            "may differ without an error: run the contract tests (tests/contracts)",
+            name,
+            number,
+            wanted,
+        )

@@ -16,13 +16,18 @@ from omegaconf import DictConfig, OmegaConf, flag_override
 from verl_digen.config import digen_config
 from verl_digen.preflight.inputs import check_prompts
 from verl_digen.preflight.kernels import check_kernel_machine, check_kernel_model
-from verl_digen.preflight.latents import check_latents
 from verl_digen.preflight.machine import check_cpus, check_machine
 from verl_digen.preflight.model import check_model, check_model_section
 from verl_digen.preflight.paths import check_resume, check_run_dir
 from verl_digen.preflight.pools import check_rollout_package, check_weight_package
 from verl_digen.preflight.reward_model import check_reward_model
-from verl_digen.preflight.rewards import check_combination, check_group_rewards, check_rewards, check_timeshared
+from verl_digen.preflight.rewards import (
+    check_combination,
+    check_group_rewards,
+    check_latents,
+    check_rewards,
+    check_timeshared,
+)
 from verl_digen.preflight.rules import RULES, Rule, check
 from verl_digen.preflight.vllm_omni import check_vllm_omni
 from verl_digen.preflight.watching import check_watching

@@ -19,7 +19,7 @@ from verl_digen.require import require
 from verl_digen.reward.combine import find_combination, formula
 from verl_digen.reward.functions import CUSTOM, require_reward_function
 from verl_digen.reward.layout import OWN_MANAGER, has_custom, reward_layout
-from verl_digen.reward.named import check, find, is_class, scope_of
+from verl_digen.reward.named import check, find, is_class, reads_latents, scope_of
 from verl_digen.reward.reward_model import UNKNOWN, connected, router_argument
 
 CUSTOM_KEY = "reward.custom_reward_function"
@@ -254,3 +254,17 @@ def _leaves(node: Any, key: str) -> Iterator[tuple[str, Any]]:
             yield from _leaves(node[name], f"{key}.{name}")
     elif node is not None:
         yield key, node
+
+
+def check_latents(config: DictConfig) -> None:
+    """Require replicas that have latents to make all samples, if a reward reads them."""
+    digen = digen_config(config)
+    reading = [entry.key for entry in digen.reward.entries if reads_latents(entry)]
+    if not reading:
+        return
+    require(
+        digen.tag.policy == "off",
+        f"digen.tag.policy must be off with {reading[0]}, which reads latents: the trainer's samples carry none",
+        digen.tag.policy,
+        "set digen.tag.policy=off, or use a reward of pixels",
+    )

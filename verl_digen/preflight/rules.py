@@ -17,8 +17,7 @@ from verl_digen.preflight.effect import effect_problems
 from verl_digen.preflight.environment import check_environment
 from verl_digen.preflight.inputs import check_prompts, check_validation
 from verl_digen.preflight.kernels import check_kernel_machine, check_kernel_model, check_kernels
-from verl_digen.preflight.latents import check_latents
-from verl_digen.preflight.machine import check_cpus, check_machine
+from verl_digen.preflight.machine import check_cpus, check_machine, check_versions
 from verl_digen.preflight.model import check_loss, check_model, check_model_section
 from verl_digen.preflight.outside import check_outside
 from verl_digen.preflight.pairs import check_pairs
@@ -39,6 +38,7 @@ from verl_digen.preflight.reward_model import check_reward_model
 from verl_digen.preflight.rewards import (
     check_combination,
     check_group_rewards,
+    check_latents,
     check_reward_devices,
     check_reward_keys,
     check_reward_manager,
@@ -59,7 +59,6 @@ from verl_digen.preflight.verl_keys import (
     check_storage,
     check_strategy,
 )
-from verl_digen.preflight.versions import check_versions
 from verl_digen.preflight.vllm_omni import check_vllm_omni
 from verl_digen.preflight.watching import check_watching
 from verl_digen.preflight.weights import check_weights

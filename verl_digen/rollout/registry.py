@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -23,7 +26,6 @@ class ReplicaEntry:
         Raises:
             ImportError: a package that it needs is not installed.
         """
-        from verl_digen.observe.log_levels import kept_log_levels
 
         module, _, name = self.replica.rpartition(".")
         with kept_log_levels():  # importing vLLM-Omni changes them
@@ -40,3 +42,19 @@ REPLICAS = {
     ),
 }
 """`actor_rollout_ref.rollout.name` -> the replica's classes."""
+
+
+@contextmanager
+def kept_log_levels() -> Iterator[None]:
+    """Restore the levels of the root logger and its handlers after the block.
+
+    One of vLLM's requirements sets them all to ERROR when it is imported, which would silence a run.
+    """
+    root = logging.getLogger()
+    level, handlers = root.level, [(handler, handler.level) for handler in root.handlers]
+    try:
+        yield
+    finally:
+        root.setLevel(level)
+        for handler, handler_level in handlers:
+            handler.setLevel(handler_level)

@@ -26,7 +26,7 @@ from typing import Any
 from verl.utils.torch_dtypes import PrecisionType
 
 from verl_digen.inputs import PromptInputs
-from verl_digen.platforms.device_name import accelerator_name
+from verl_digen.platforms.device_memory import accelerator_name
 from verl_digen.platforms.module_memory import DeviceMemory, name_on_node
 from verl_digen.rollout.batcher import RequestBatcher
 from verl_digen.rollout.birth import SeenDevice, visible_device

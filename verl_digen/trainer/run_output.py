@@ -8,9 +8,11 @@ Who waits: the end of the run, for pictures and report. Bound: `digen.deadlines.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
 from functools import cached_property
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,7 @@ from omegaconf import DictConfig
 
 from verl_digen.algorithms.objectives import clips_recorded
 from verl_digen.config import DigenConfig
-from verl_digen.observe.metrics_file import MetricsFile
 from verl_digen.observe.numerics import FirstSteps
-from verl_digen.observe.progress import progress_line
 from verl_digen.observe.run_files import METRICS, WARNINGS
 from verl_digen.observe.warnings_file import WarningsFile
 from verl_digen.trainer.run_report import RunReport
@@ -104,3 +104,44 @@ class RunOutput:
         if self._report is not None:
             self._report.finish()
         logging.getLogger(LOGGER).removeHandler(self._warnings)
+
+
+class MetricsFile:
+    """Example line: `{"step": 12, "reward/mean": 0.71, "perf/step_s": 2.5, ...}`."""
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    def keep_until(self, step: int) -> None:
+        """Drop the lines of steps after `step`, which a run resumed there repeats; 0 drops all."""
+        if not self._path.exists():
+            return
+        lines = self._path.read_text().splitlines()
+        kept = [line for line in lines if step > 0 and json.loads(line)["step"] <= step]
+        self._path.write_text("".join(line + "\n" for line in kept))
+
+    def append(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Append one step's numbers; values that are not numbers are left out."""
+        numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, Real)}
+        with open(self._path, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **numbers}) + "\n")
+
+
+def progress_line(metrics: Mapping[str, float], *, step: int, num_steps: int, remaining_s: float) -> str:
+    """E.g. `step 12/60 | reward 0.712 +-0.081 | 38.2 images/s | 2.51 s (generate 0.9, train 1.4) | eta 2m01s`."""
+    return (
+        f"step {step}/{num_steps} | reward {metrics['reward/mean']:.3f} ±{metrics['reward/std']:.3f} | "
+        f"{metrics['perf/images_per_s']:.1f} images/s | {metrics['perf/step_s']:.2f} s "
+        f"(generate {metrics['perf/generate_s']:.2f}, train {metrics['perf/train_s']:.2f}, "
+        f"overhead {metrics['perf/overhead_s']:.2f}) | eta {duration(remaining_s)}"
+    )
+
+
+def duration(seconds: float) -> str:
+    """`45s`, `2m05s`, `3h07m`."""
+    total = round(max(0.0, seconds))
+    if total < 60:
+        return f"{total}s"
+    if total < 3600:
+        return f"{total // 60}m{total % 60:02d}s"
+    return f"{total // 3600}h{total % 3600 // 60:02d}m"

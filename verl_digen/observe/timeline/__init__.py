@@ -13,10 +13,9 @@ Of these modules only `gantt` and `contents` import heavy libraries (matplotlib,
 """
 
 from verl_digen.observe.timeline.analysis import step_metrics
-from verl_digen.observe.timeline.clock import UnixClock
 from verl_digen.observe.timeline.file import Timeline, TimelineFile, read_timeline
 from verl_digen.observe.timeline.interval import Interval, Kind, Lane, Pool
-from verl_digen.observe.timeline.recorder import Drained, OpenInterval, Recorder
+from verl_digen.observe.timeline.recorder import Drained, OpenInterval, Recorder, UnixClock
 from verl_digen.schedulers.types import WaitReason
 
 __all__ = [

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypedDict
 
-from verl_digen.observe.timeline.clock import UnixClock
 from verl_digen.observe.timeline.interval import Interval, Kind, Lane
 from verl_digen.schedulers.types import WaitReason
 
@@ -165,3 +165,13 @@ class Recorder:
             self._noted.append(interval)
         else:
             self._num_lost += 1
+
+
+class UnixClock:
+    """Unix seconds that never go back: the time of day at construction, continued by the monotonic clock."""
+
+    def __init__(self) -> None:
+        self._base_s = time.time() - time.perf_counter()
+
+    def __call__(self) -> float:
+        return self._base_s + time.perf_counter()

@@ -44,7 +44,7 @@ from verl_digen.models.base import DiffusionModel
 from verl_digen.models.checkpoint import load_network
 from verl_digen.models.kernels import compute_exactly
 from verl_digen.models.pixels import decode_in
-from verl_digen.platforms.device_name import accelerator_name
+from verl_digen.platforms.device_memory import accelerator_name
 from verl_digen.rollout.birth import SeenDevice, visible_device
 from verl_digen.rollout.vllm_omni.full_update import FullUpdate
 from verl_digen.rollout.vllm_omni.loopback_store import loopback_store
