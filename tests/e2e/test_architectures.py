@@ -2,9 +2,9 @@
 """Every architecture through verl's main, from its tiny checkpoint: three steps of FlowGRPO, or of an objective of
 finished pictures.
 
-A run per architecture, two for the one with two experts. Full weights and LoRA, colocated and on separate pools, each
-meet pictures and videos; all four of them with all architectures would take half an hour. DiffusionNFT and AWM each
-meet a video model; Wan2.1's network meets FlowGRPO as Wan2.2, and Stable Diffusion 3 in fp16 below.
+A run per architecture, two for the one with two experts; three of them in CI, all with `make test-grids`. Full weights
+and LoRA, colocated and on separate pools, each meet pictures and videos. DiffusionNFT and AWM each meet a video model;
+Wan2.1's network meets FlowGRPO as Wan2.2, and Stable Diffusion 3 in fp16 below.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from PIL import Image
 
 from tests.e2e.conftest import Run, assert_succeeded, run_main, steps_of, trained_weights
+from tests.grid import in_grid
 from tests.tiny_models import build_tiny
 from verl_digen.models import load_model
 
@@ -56,12 +57,15 @@ class Case:
 
 CASES = (
     Case("flux_dev", "disaggregated", is_lora=True),
+    Case("ltx2", "disaggregated", is_lora=True, is_video=True, true_cfg_scale=2.0, num_frames=9, has_sound=True),
+    Case("wan2.2_a14b", "colocated", is_lora=True, is_video=True),
+)
+"""Those of CI: a picture, a video with sound, and two networks that divide the schedule."""
+FURTHER = (
     Case("hunyuan_video", "colocated", is_lora=True, is_video=True),
     Case("hunyuan_video15", "disaggregated", is_lora=True, is_video=True, true_cfg_scale=2.0),
-    Case("ltx2", "disaggregated", is_lora=True, is_video=True, true_cfg_scale=2.0, num_frames=9, has_sound=True),
     Case("sd3", "colocated", true_cfg_scale=2.0, objective="awm"),
     Case("wan2.1", "disaggregated", is_lora=True, is_video=True, true_cfg_scale=2.0, objective="nft"),
-    Case("wan2.2_a14b", "colocated", is_lora=True, is_video=True),
     Case("wan2.2_a14b", "disaggregated", is_video=True, true_cfg_scale=2.0),
     Case("wan2.2_ti2v_5b", "colocated", is_lora=True, is_video=True, objective="awm"),
     Case("z_image", "disaggregated"),
@@ -95,7 +99,7 @@ def overrides(case: Case, checkpoint: Path) -> list[str]:
     return given
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *in_grid(FURTHER)], ids=str)
 def test_an_architecture_trains_and_generation_agrees_with_training(case: Case, tmp_path: Path) -> None:
     checkpoint = build_tiny(case.name, tmp_path / "checkpoint")
     run = run_main(tmp_path / "run", *overrides(case, checkpoint), recipe=case.recipe)

@@ -15,6 +15,7 @@ import pytest
 from PIL import Image
 
 from tests.e2e.conftest import assert_succeeded, run_main, steps_of
+from tests.grid import in_grid
 from tests.tiny_models import build_tiny
 from verl_digen.reward.scorers.shapes.scene import caption, draw, parse_caption
 
@@ -58,9 +59,13 @@ class Case:
 
 
 CASES = (
-    Case("qwen_image_edit_plus", "qwen_image_edit", "digen_flowgrpo", (96, 32)),
     Case("flux2_klein", "flux2", "digen_flowgrpo", (80, 32), (*LORA, "digen.sampling.true_cfg_scale=2.0")),
-    Case("flux_kontext", "flux_kontext", "[digen_flowgrpo,disaggregated]", (80, 32), LORA),
+    *in_grid(
+        [
+            Case("qwen_image_edit_plus", "qwen_image_edit", "digen_flowgrpo", (96, 32)),
+            Case("flux_kontext", "flux_kontext", "[digen_flowgrpo,disaggregated]", (80, 32), LORA),
+        ]
+    ),
 )
 
 
@@ -109,7 +114,11 @@ def train_edits(case: Case, tmp_path: Path, recipe: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "rule"),
-    [("wan2.1_i2v", "wan"), ("wan2.2_ti2v_5b", "wan_ti2v"), ("hunyuan_video15_i2v", "hunyuan_video15")],
+    [
+        ("wan2.1_i2v", "wan"),
+        pytest.param("wan2.2_ti2v_5b", "wan_ti2v", marks=pytest.mark.grid),
+        pytest.param("hunyuan_video15_i2v", "hunyuan_video15", marks=pytest.mark.grid),
+    ],
 )
 def test_videos_continue_images_of_two_shapes(tmp_path: Path, name: str, rule: str) -> None:
     train_continued(tmp_path, name, rule, "digen_flowgrpo")

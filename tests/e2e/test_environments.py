@@ -24,7 +24,12 @@ SEPARATELY = (
     ("recipe", "overrides"),
     [
         # the slowest episode of a group is left out: it may be the only one that exceeds its turns
-        pytest.param("digen_flowgrpo", ("digen.environment.extra_episodes=1",), id="colocated, with redundancy"),
+        pytest.param(
+            "digen_flowgrpo",
+            ("digen.environment.extra_episodes=1",),
+            id="colocated, with redundancy",
+            marks=pytest.mark.grid,
+        ),
         pytest.param(SEPARATE, SEPARATELY, id="separate pools"),
     ],
 )

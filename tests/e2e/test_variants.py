@@ -36,6 +36,7 @@ def compute_score(data_source, solution_image, ground_truth, extra_info=None):
                 *("digen.sampling.num_steps=8", "digen.sampling.outside.cache=0.9"),
             ),
             id="a step cache outside the window",
+            marks=pytest.mark.grid,
         ),
     ],
 )
