@@ -32,6 +32,7 @@ def digen(capsys, *words):
         ((*PROFILE, "--json", "."), "--json must be a file in a folder that is there"),
         ((*PROFILE[:-1], "1000000"), "--devices must be <= 4096"),
         ((*PROFILE, "--steps", "3"), "--steps must be "),
+        (("simulate", "--run", ".", "--device", "H100"), "--run must be a run's folder, with a start.json"),
         (("plan", "recipe=digen_qwen_image", "gpu_memory=80"), "got 'gpu_memory=80'; did you mean gpu_mem?"),
         (
             ("plan", "gpus=8"),
@@ -41,7 +42,7 @@ def digen(capsys, *words):
         (("plan", "recipe=disaggregated"), "e.g. recipe=[digen_flowgrpo,disaggregated]"),
         (("plan", "recipe=digen_sd"), "did you mean digen_sd3?"),
         (("plan", "recipe=digen_sd3", "+trainer.save_frq=3"), "did you mean trainer.save_freq?"),
-        (("plan", "recipe=digen_sd3", "图=1"), "must be KEY=VALUE in Hydra's grammar"),
+        (("plan", "recipe=digen_sd3", "图=1"), "the config cannot be composed: LexerNoViableAltException: 图=1"),
         (("plan", "recipe=digen_sd3", "=3"), "words must be KEY=VALUE, got '=3'"),
         (("plan", "recipe=digen_sd3", "gpus="), "gpus must be a number, got ''"),
         (("plan", "recipe=digen_sd3", "gpu_mem=nan"), "gpu_mem must be > 0 GB, got nan"),

@@ -53,7 +53,7 @@ COMMANDS: tuple[Command, ...] = (doctor, timeline, simulate, bench, plan, score,
 
 
 def make_parser() -> ArgumentParser:
-    """Parser of the whole command line; the namespace it returns has `command` and `run`."""
+    """Parser of the whole command line; the namespace it returns has `command` and `function`."""
     parser = ArgumentParser(prog="digen", description="Tools for runs of verl-digen.")
     parser.add_argument("--version", action="version", version=f"verl-digen {version('verl-digen')}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -66,7 +66,7 @@ def make_parser() -> ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.add_arguments(subparser)
-        subparser.set_defaults(run=command.run)
+        subparser.set_defaults(function=command.run)
     return parser
 
 
@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
     try:
         with _terminable():
-            code = args.run(args)
+            code = args.function(args)
         sys.stdout.flush()  # raises here if the reader closed the pipe, not while Python exits
         return code
     except BrokenPipeError:
