@@ -88,11 +88,6 @@ def _dpo(rows: Sequence[Row], config: Any) -> Tensor:
     return torch.stack(losses).mean()
 
 
-def _distance(rows: Sequence[Row], config: Any) -> Tensor:
-    distances = [((row["velocity"] - row["teacher_velocity"]) ** 2).mean() for row in rows]
-    return config.distill_coef * torch.stack(distances).mean()
-
-
 LOSSES: dict[str, Callable[[Sequence[Row], Any], Tensor]] = {
     "diffusion_nft": _nft,
     "awm": _awm,
@@ -100,5 +95,4 @@ LOSSES: dict[str, Callable[[Sequence[Row], Any], Tensor]] = {
     "dgpo": _dgpo,
     "online_dpo": _dpo,
     "offline_dpo": _dpo,
-    "opd_forward": _distance,
 }

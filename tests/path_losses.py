@@ -100,8 +100,7 @@ def _opd(row: Row, config: Any) -> Tensor:
     distance = ((row["velocity"] - row["teacher_velocity"]) ** 2).mean()
     if config.kind == "kl":
         distance = ((row["mean"] - row["teacher_mean"]) ** 2).mean() / (2 * row["s"] ** 2)
-    task = config.task_coef * _flow_grpo(row, config) if config.task_coef > 0 else 0.0
-    return config.distill_coef * distance + task
+    return distance
 
 
 def _gspo(rows: Sequence[Row], config: Any) -> Tensor:

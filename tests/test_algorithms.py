@@ -46,7 +46,7 @@ NO_ALGORITHMS = {
     "machines and placement": {"digen_cpu", "digen_machine", "disaggregated", "vllm_omni"},
 }
 """Recipes that choose no algorithm."""
-VARIANTS = {"awm_off_policy": "awm", "opd_forward": "opd"}
+VARIANTS = {"awm_off_policy": "awm"}
 """Objective that is named on top of a recipe -> the objective of which it is a variant."""
 LEVELS = ("learns", "runs", "composes")
 

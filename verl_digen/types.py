@@ -96,8 +96,6 @@ class SampleRequest:
     """True where a reward reads latents: the answer of every sample carries them."""
     tree: Tree | None = None
     """Tree of its group, of which it is leaf `sample_index`; None: samples share no stochastic step."""
-    wants_negative: bool = False
-    """True where a teacher has guidance: conditions hold the negative prompt's, also of a sample without guidance."""
     turn: int = 0
     """Number of the turn in its episode; its noise is another one in each."""
     picture: SourceImage | None = None
@@ -122,8 +120,7 @@ class SampleRequest:
     @property
     def branches(self) -> tuple[PromptInputs, ...]:
         """Inputs to encode: the prompt's, and where guidance reads it the negative prompt's."""
-        needs_negative = self.sampling.is_guided or self.wants_negative
-        return (self.inputs, self.negative_inputs) if needs_negative else (self.inputs,)
+        return (self.inputs, self.negative_inputs) if self.sampling.is_guided else (self.inputs,)
 
     @property
     def condition_key(self) -> str:
@@ -394,7 +391,7 @@ class TrainingRows:
     conditions: Sequence[Condition]
     """N entries; rows of one prompt share the object."""
     negative_conditions: Sequence[Condition] | None
-    """N entries, or None without guidance of the samples and of teachers."""
+    """N entries, or None without guidance."""
     advantages: Tensor
     """[N] fp32."""
     mask: Tensor
@@ -403,8 +400,6 @@ class TrainingRows:
     """Settings that all of them were generated with."""
     rewards: Tensor | None = None
     """[N] fp32: the weighted sum over the reward functions, not centred; None if not given."""
-    teacher: str = ""
-    """Name of the teacher of all of them; "" for a loss without teachers."""
 
     def __len__(self) -> int:
         return self.latents.shape[0]

@@ -99,7 +99,7 @@ SAME_GRADIENT = "with new samples and one optimizer step its gradient is that of
 OMITTED = {
     "dance_grpo": "the loss of flow_grpo under another name; its SDE law and window belong to video models",
     "offline_dpo": "trains on pairs of a data set, not on rewards; its curve is in docs/algorithms/preferences.md",
-    **dict.fromkeys(("opd", "opd_forward"), "needs a teacher; its curve is in docs/algorithms/distillation.md"),
+    "opd": "needs a teacher; its curve is in docs/algorithms/distillation.md",
     **dict.fromkeys(("decoupled_ppo", "kimi", "reinforce", "tis", "topr", "weighted_topr"), SAME_GRADIENT),
 }
 """Objective without a curve -> reason."""

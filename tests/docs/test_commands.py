@@ -38,7 +38,7 @@ from verl_digen.preflight.rewards import (
     check_timeshared,
 )
 from verl_digen.preflight.rules import RULES, check
-from verl_digen.preflight.teachers import check_teachers
+from verl_digen.preflight.teacher import check_teacher
 from verl_digen.preflight.watching import check_watching
 from verl_digen.reward.layout import has_custom
 
@@ -47,7 +47,7 @@ SHOW = ("--cfg", "job")
 """Words for Hydra that are no overrides."""
 SMALL = ("digen_quickstart", "digen_tiny_ocr", "digen_tiny_edit", "digen_edit_episodes")
 """Recipes for any machine; all others are composed for accelerators."""
-OF_FILES = {*OF_MODEL, *OF_RUN, check_prompts, check_pairs, check_teachers, check_reward_model}
+OF_FILES = {*OF_MODEL, *OF_RUN, check_prompts, check_pairs, check_teacher, check_reward_model}
 """Checks of files and packages that a reader of the docs has and this machine lacks."""
 OF_REWARDS = {
     *(check_rewards, check_combination, check_group_rewards, check_timeshared, check_watching, check_latents),

@@ -24,7 +24,7 @@ METRIC = re.compile(
     r"`((?:actor|advantage|batch|bts|episodes|hacking|perf|reward_calls|reward|rollout|staleness|tag)/[\w/]+)`"
 )
 FILE = re.compile(r"`((?:verl_digen|tests|examples|recipes|patches)/[\w/.]+\.(?:py|yaml|sh|md|json|txt))(?:::\w+)?`")
-OPEN = ("digen.loss.teachers", "digen.reward.functions", "digen.reward.recipe_functions", "digen.environment.options")
+OPEN = ("digen.reward.functions", "digen.reward.recipe_functions", "digen.environment.options")
 """Mappings whose keys are the user's."""
 
 

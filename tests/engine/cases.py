@@ -10,11 +10,9 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from torch import Tensor
-from verl.utils import tensordict_utils as tu
 
 from tests.engine.harness import (
     LORA,
-    TEXT_WIDTH,
     begin,
     fragment,
     local_weights,
@@ -27,8 +25,8 @@ from tests.engine.harness import (
     weights,
     with_advantages,
 )
-from tests.engine.serial import Lesson, plain_lora, plain_transformer, serial_loss_and_gradient
-from tests.engine.teachers import plain_teacher, teacher_folder
+from tests.engine.serial import plain_lora, plain_transformer, serial_loss_and_gradient
+from tests.engine.teacher import plain_teacher, teacher_folder
 from verl_digen.algorithms.metric import numbers
 from verl_digen.engine.copies import AVERAGE
 from verl_digen.engine.engine import DiffusersFSDPEngine
@@ -57,32 +55,29 @@ class Case:
     clip: float = CLIP
     old_log_probs: str = "auto"
     kernels: dict[str, Any] = field(default_factory=dict)
-    opd: dict[str, Any] = field(default_factory=dict)
-    """Settings of the objective `opd`, in place of flow_grpo."""
-    taught: dict[str, str] = field(default_factory=dict)
-    """Group -> its teacher, see `tests.engine.teachers`; all groups where there are some."""
-    teacher_scale: float | None = None
-    """Guidance of the teachers."""
+    opd: str | None = None
+    """`kind` of the objective `opd`, in place of flow_grpo."""
 
     def beside(self, metrics: dict[str, float]) -> float:
         """Part of the loss that advantages do not scale."""
-        return (KL * metrics["kl"] if self.kl else 0.0) + (metrics["distill_loss"] if self.taught else 0.0)
+        return KL * metrics["kl"] if self.kl else 0.0
+
+    def check_ratio(self, metrics: dict[str, float]) -> None:
+        """Require ratios of exactly 1 of an objective that has ratios."""
+        if self.opd is None:
+            assert metrics["ratio_deviation_max"] == metrics["ratio_deviation_min"] == 0.0
 
     def _loss(self, path: Path) -> dict[str, Any]:
-        if not self.taught:
-            return {}
-        teachers = {
-            name: {"path": teacher_folder(path, name), "data_sources": [name], "true_cfg_scale": self.teacher_scale}
-            for name in dict.fromkeys(self.taught.values())
-        }
-        return {"name": "opd", "teachers": teachers, **self.opd}
+        if self.opd is not None:
+            return {"name": "opd", "teacher": teacher_folder(path), "kind": self.opd}
+        return {"advantage_clip": self.clip}
 
     def make_engine(self, path: Path) -> DiffusersFSDPEngine:
         """Engine with other weights than the checkpoint's, so that the KL term and adapters are not zero."""
         digen: dict[str, Any] = {
             "tsp": self.tsp,
             "advantage": {"scale": self.scale},
-            "loss": {"advantage_clip": self.clip, "old_log_probs": self.old_log_probs, **self._loss(path)},
+            "loss": {"old_log_probs": self.old_log_probs, **self._loss(path)},
             "sampling": {"true_cfg_scale": self.true_cfg_scale},
             **self.kernels,
         }
@@ -99,12 +94,7 @@ class Case:
         return engine
 
     def make_batch(self, path: Path) -> TensorDict:
-        batch = make_batch(path, windows=WINDOWS, true_cfg_scale=self.true_cfg_scale)
-        if self.teacher_scale is not None:
-            negative = {"embeds": torch.randn(2, TEXT_WIDTH, generator=torch.Generator().manual_seed(4))}
-            conditions = {uid: (positive, negative) for uid, (positive, _) in tu.get(batch, "conditions").items()}
-            batch = tu.assign_non_tensor(batch, conditions=conditions)
-        return tu.assign_non_tensor(batch, taught=self.taught)
+        return make_batch(path, windows=WINDOWS, true_cfg_scale=self.true_cfg_scale)
 
     def committed(self, path: Path) -> tuple[dict[str, Tensor], dict[str, float]]:
         """(gradient that the optimizer step found, metrics) of the fragments."""
@@ -151,14 +141,9 @@ class Case:
             kl_coef=KL,
             kl_kind=self.kl or "flow_grpo",
             true_cfg_scale=self.true_cfg_scale,
-            lesson=None if not self.taught else self._lesson(path, engine, batch),
+            teacher=None if self.opd is None else plain_teacher(path),
+            distance=self.opd,
         )
-
-    def _lesson(self, path: Path, engine: DiffusersFSDPEngine, batch: TensorDict) -> Lesson:
-        settings: Any = engine.digen.loss_settings
-        modules = [plain_teacher(path, self.taught[uid]) for uid in tu.get(batch, "uid")]
-        scale = self.true_cfg_scale if self.teacher_scale is None else self.teacher_scale
-        return Lesson(modules, scale, settings.kind, settings.distill_coef, settings.task_coef)
 
     def whole(self, path: Path) -> dict[str, float]:
         """Metrics of the same samples in one fragment. One rank."""
@@ -194,25 +179,18 @@ CASES = {
         kernels={"attention_backend": "_native_flash"},
     ),
     "recomputed": Case(old_log_probs="recompute"),
-    "taught": Case(  # one tile could hold rows of both teachers
-        opd={"task_coef": 0.7, "distill_coef": 0.4},
-        taught={"g0": "network", "g1": "adapter", "g2": "network"},
+    "taught": Case(
+        is_lora=True,
+        opd="kl",
         order=(("g1", "g0"), ("g2",)),
         tsp={"samples_per_tile": 9, "steps_per_tile": 3, "reduce": "batch"},
     ),
-    "taught_lora": Case(
-        is_lora=True,
-        opd={"kind": "velocity", "task_coef": 2.0},
-        taught={"g0": "network", "g1": "adapter", "g2": "adapter"},
-        tsp={"samples_per_tile": 2, "steps_per_tile": 2, "reduce": "tile"},
-    ),
-    "taught_with_guidance": Case(
+    "taught_velocity": Case(
         is_lora=True,
         kl="velocity",
-        scale="group",
-        opd={"task_coef": 0.5},
-        taught={"g0": "adapter", "g1": "adapter", "g2": "adapter"},
-        teacher_scale=3.0,
+        opd="velocity",
+        true_cfg_scale=3.0,
+        tsp={"samples_per_tile": 2, "steps_per_tile": 2, "reduce": "tile"},
         fsdp={"reshard_after_forward": False},
     ),
 }

@@ -37,6 +37,7 @@ from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.export import plain_name
 from verl_digen.engine.fragment import FragmentSample, FragmentSpec
 from verl_digen.engine.gradients import Gradient, put, take
+from verl_digen.engine.points import Picks
 from verl_digen.engine.rows import Fetch, Samples
 from verl_digen.engine.shadow import local_shards
 from verl_digen.inputs import PromptInputs
@@ -240,14 +241,12 @@ def log_probs(engine: DiffusersFSDPEngine, batch: TensorDict) -> list[Tensor]:
 def samples_of(batch: TensorDict, rewards: list[float] | None = None) -> dict[str, list[FragmentSample]]:
     """The samples of `batch` as the driver describes them, by group; a key is the sample's number."""
     groups: dict[str, list[FragmentSample]] = {}
-    sampling, taught = tu.get(batch, "sampling"), tu.get(batch, "taught", default={})
-    experts = tu.get(batch, "experts", default={})
+    sampling, experts = tu.get(batch, "sampling"), tu.get(batch, "experts", default={})
     for number, (uid, reward) in enumerate(zip(tu.get(batch, "uid"), rewards or [0.0] * len(batch), strict=True)):
         old = tuple(batch["old_log_probs"][number].tolist()) if "old_log_probs" in batch else ()
         group = groups.setdefault(uid, [])
         num_points = len(batch["sigmas"][number])
-        facts = {"old_log_probs": old, "sampling": sampling, "teacher": taught.get(uid, "")}
-        facts["experts"] = experts.get(uid, ())
+        facts = {"old_log_probs": old, "sampling": sampling, "experts": experts.get(uid, ())}
         group.append(described(str(number), uid, reward, num_points, len(group), **facts))
     return groups
 
@@ -282,6 +281,11 @@ def read_samples(batch: TensorDict, samples: Sequence[FragmentSample] | None = N
         conditions=[conditions[uids[index]] for index in indices],
         advantages=torch.zeros(len(chosen)),
     )
+
+
+def all_picks(samples: Samples) -> Picks:
+    """Every point of every sample that trains."""
+    return [(index, sample.points) for index, sample in enumerate(samples.described)]
 
 
 def samples_in_order(batch: TensorDict) -> list[FragmentSample]:

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors.torch import save_file
 from tensordict import TensorDict
 from torch import Tensor
@@ -45,8 +47,8 @@ REWARDS = [1.0, 9.0, 3.0, 5.0, 4.0, 4.5, 0.0, 0.0, 25.0]
 WINDOWS = ((0, 1, 2), (1,), (0, 2))
 LEVELS = ((0, 2.5, 3), (1,), (0.5, 3))
 """Trained steps, or noise levels, of each group: 18 rows."""
-TAUGHT = {"g0": "one", "g1": "other", "g2": "one"}
-"""Group -> its teacher, of objectives with teachers."""
+TEACHER_ALPHA = 5
+"""`lora_alpha` of the teacher's adapter, another one than the student's."""
 VERSIONS = (1, 1, 0)
 """Weight version that generated each group; version 1 trains."""
 SEED = 11
@@ -67,8 +69,7 @@ class ObjectiveCase:
     """Copy that follows -> its decay after 76 optimizer steps."""
     has_bound: bool = True
     """True: some rows are beyond a bound of the loss, and others within."""
-    has_teachers: bool = False
-    """True: two networks teach, see `TAUGHT`."""
+    has_teacher: bool = False
 
     def make_engine(self, folder: Path, **digen: Any) -> DiffusersFSDPEngine:
         """Engine on the checkpoint's weights."""
@@ -78,32 +79,30 @@ class ObjectiveCase:
             "advantage": {"scale": self.scale},
             "kl": dict(self.kl),
         }
-        if self.has_teachers:
-            section["loss"]["teachers"] = teachers_of(folder)
+        if self.has_teacher:
+            section["loss"]["teacher"] = teacher_folder(folder)
         model = LORA if self.flavour == "lora" else {}
         return make_engine(folder, digen=section | digen, model=model, optim={"clip_grad": 1e9})
 
 
-def teacher_weights(name: str) -> Weights:
-    """Weights of a teacher, all of which differ from the checkpoint's."""
-    return moved(toy_weights("plain"), seed=31 if name == "one" else 32, scale=0.05)
+def teacher_weights() -> Weights:
+    """The teacher's adapter, all numbers of which differ from the student's; with the student's alpha."""
+    return moved(toy_weights("lora"), seed=31, scale=0.3)
 
 
-def teachers_of(folder: Path) -> dict[str, Any]:
-    """`digen.loss.teachers` with files beside the checkpoint, which the first call writes."""
-    for name in dict.fromkeys(TAUGHT.values()):
-        teacher = folder.parent / f"teacher_{name}"
-        if not teacher.exists():
-            teacher.mkdir()
-            (teacher / "config.json").write_text("{}")
-            save_file(dict(teacher_weights(name)), teacher / "model.safetensors")
-    return {
-        name: {
-            "path": str(folder.parent / f"teacher_{name}"),
-            "data_sources": [uid for uid, own in TAUGHT.items() if own == name],
+def teacher_folder(folder: Path) -> str:
+    """Folder of the teacher beside the checkpoint, which the first call writes."""
+    teacher = folder.parent / "teacher"
+    if not teacher.exists():
+        config = LoraConfig(r=LORA["lora_rank"], lora_alpha=TEACHER_ALPHA, target_modules=LORA["target_modules"])
+        config.save_pretrained(str(teacher))
+        factors = {"lora_A": 1.0, "lora_B": LORA["lora_alpha"] / TEACHER_ALPHA}
+        tensors = {
+            f"base_model.model.{name.replace('.default', '')}": factors[name.split(".")[-3]] * value
+            for name, value in teacher_weights().items()
         }
-        for name in dict.fromkeys(TAUGHT.values())
-    }
+        save_file(tensors, teacher / SAFETENSORS_WEIGHTS_NAME)
+    return str(teacher)
 
 
 CLIP = {"clip_range": 0.05, "advantage_clip": 1.2}
@@ -151,9 +150,15 @@ CASES = {
     "online_dpo_renewed": ObjectiveCase(
         "online_dpo", {"beta": 50.0, "reference_every": 38}, scale="none", decays={"reference": 0.0}
     ),
-    "opd": ObjectiveCase("opd", {**CLIP, "distill_coef": 0.6, "task_coef": 0.7}, has_teachers=True),
-    "opd_alone": ObjectiveCase("opd", {"kind": "velocity"}, flavour="lora", has_bound=False, has_teachers=True),
-    "opd_forward": ObjectiveCase("opd_forward", {"distill_coef": 0.6}, has_bound=False, has_teachers=True),
+    "opd": ObjectiveCase("opd", flavour="lora", has_bound=False, has_teacher=True),
+    "opd_velocity": ObjectiveCase(
+        "opd",
+        {"kind": "velocity"},
+        flavour="lora",
+        kl={"coef": 0.3, "kind": "velocity"},
+        has_bound=False,
+        has_teacher=True,
+    ),
     "reinforce": ObjectiveCase("reinforce", {"advantage_clip": 1.2}, scale="group", flavour="lora", has_bound=False),
     "tis": ObjectiveCase("tis", {"low": 0.95, "high": 1.05}),
     "topr": ObjectiveCase("topr", {"threshold": 4.2}, scale="max_group"),
@@ -218,6 +223,8 @@ def moved_engine(case: ObjectiveCase, folder: Path, **digen: Any) -> tuple[Diffu
     follows, or the weights before the first of several optimizer steps."""
     engine, scale = case.make_engine(folder, **digen), 0.3 if case.flavour == "lora" else 0.05
     policies: dict[str, Weights] = {"reference": toy_weights(case.flavour)}
+    if case.has_teacher:
+        policies["teacher"] = teacher_weights()
     for seed, policy in enumerate(dict.fromkeys(("old", *engine.digen.loss_settings.copies)), start=1):
         perturb(engine, scale, seed=seed)
         policies[policy] = local_weights(engine)
@@ -308,9 +315,6 @@ def _velocities(
     for policy, values in weights.items():
         v = velocity(case.flavour, values, x, sigma.item(), text)
         yield ("", v) if policy == "current" else (f"{policy}_", v.detach())
-    if case.has_teachers:
-        taught_by = teacher_weights(TAUGHT[tu.get(batch, "uid")[sample]])
-        yield "teacher_", velocity("plain", leaves(taught_by), x, sigma.item(), text).detach()
 
 
 def _kl(kind: str, row: Mapping[str, Any]) -> Tensor:

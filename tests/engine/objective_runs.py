@@ -15,10 +15,9 @@ import torch.distributed as dist
 from peft import get_peft_model, set_peft_model_state_dict
 from tensordict import TensorDict
 from torch import Tensor, nn
-from verl.utils import tensordict_utils as tu
 
 from tests.engine.cases import optimizer_state
-from tests.engine.harness import begin, fetch_from, fragment, full, peek, read_samples, samples_of, weights
+from tests.engine.harness import all_picks, begin, fetch_from, fragment, full, peek, read_samples, samples_of, weights
 from tests.engine.objective_cases import (
     CASES,
     GROUP_SIZE,
@@ -77,25 +76,16 @@ def start(
 
 
 def chosen_of(engine: DiffusersFSDPEngine, samples: Sequence[FragmentSample]) -> list[FragmentSample]:
-    chosen, settings = {*engine.digen.select([sample.reward for sample in samples])}, engine.digen.loss_settings
+    chosen = {*engine.digen.select([sample.reward for sample in samples])}
     return [
-        replace(
-            sample,
-            num_steps=sample.num_steps if number in chosen else 0,
-            teacher=settings.teacher_of(sample.uid),
-        )
-        for number, sample in enumerate(samples)
+        replace(sample, num_steps=sample.num_steps if number in chosen else 0) for number, sample in enumerate(samples)
     ]
 
 
 def rehearse(engine: DiffusersFSDPEngine, batch: TensorDict) -> None:
     """Dry run of the largest tile, which leaves nothing."""
-    settings = engine.digen.loss_settings
-    taught = {uid: settings.teacher_of(uid) for uid in tu.get(batch, "uid")}
-    samples = read_samples(tu.assign_non_tensor(batch.copy(), taught=taught))
-    teachers = [sample.teacher for sample in samples.described]
-    picks = [pick for pick in samples.all_picks if teachers[pick[0]] == teachers[0]]
-    engine.planner.rehearse(make_rows(engine.points, samples, picks))
+    samples = read_samples(batch)
+    engine.planner.rehearse(make_rows(engine.points, samples, all_picks(samples)))
 
 
 @dataclass

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -58,18 +57,6 @@ def flow_step(module: nn.Module, path: Path, batch: TensorDict, sample: int, ste
     return mean, s, dt, x_next, v
 
 
-@dataclass(frozen=True)
-class Lesson:
-    """Teachers of `opd`, and the weights of its terms."""
-
-    modules: Sequence[nn.Module]
-    """Teacher of each sample."""
-    true_cfg_scale: float
-    kind: str
-    distill_coef: float
-    task_coef: float
-
-
 def serial_loss_and_gradient(
     module: nn.Module,
     path: Path,
@@ -80,9 +67,11 @@ def serial_loss_and_gradient(
     kl_coef: float = 0.0,
     kl_kind: str = "flow_grpo",
     true_cfg_scale: float = 1.0,
-    lesson: Lesson | None = None,
+    teacher: nn.Module | None = None,
+    distance: str | None = None,
 ) -> tuple[float, dict[str, Tensor]]:
-    """FlowGRPO on the first pass (old log-probs are this pass's), sample by sample, step by step."""
+    """FlowGRPO on the first pass (old log-probs are this pass's), sample by sample, step by step; with a `teacher` the
+    `distance` from it (`digen.loss.kind`) in place of FlowGRPO's loss."""
     module.zero_grad()
     num_rows = sum(len(batch["positions"][sample]) for sample in samples)
     total = 0.0
@@ -95,13 +84,12 @@ def serial_loss_and_gradient(
             ratio = torch.exp(log_prob - log_prob.detach())
             advantage = batch["advantages"][sample]
             loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - 1e-4, 1 + 1e-4))
-            if lesson is not None:
+            if teacher is not None:
                 with torch.no_grad():
-                    taught = flow_step(lesson.modules[sample], path, batch, sample, step, lesson.true_cfg_scale)
-                distance = ((v - taught[-1]) ** 2).mean()
-                if lesson.kind == "kl":
-                    distance = ((mean - taught[0]) ** 2).mean() / (2 * s.squeeze() ** 2)
-                loss = lesson.task_coef * loss + lesson.distill_coef * distance
+                    taught_mean, *_, taught_v = flow_step(teacher, path, batch, sample, step, true_cfg_scale)
+                loss = ((v - taught_v) ** 2).mean()
+                if distance == "kl":
+                    loss = ((mean - taught_mean) ** 2).mean() / (2 * s.squeeze() ** 2)
             if reference is not None:
                 with torch.no_grad():
                     reference_mean, *_, reference_v = flow_step(reference, path, batch, sample, step, true_cfg_scale)

@@ -160,8 +160,7 @@ def test_the_gradient_is_that_of_the_serial_loop_however_rows_are_cut(prepared: 
             seen = trained(one.engine, one.batch, cut)
             assert_close(seen.gradient, one.gradient, TOLERANCE)
             assert seen.metrics["num_rows"] == num_rows
-            loss = seen.metrics["policy_loss"] + seen.metrics.get("distill_loss", 0.0)
-            loss += one.case.kl.get("coef", 0.0) * seen.metrics.get("kl", 0.0)
+            loss = seen.metrics["policy_loss"] + one.case.kl.get("coef", 0.0) * seen.metrics.get("kl", 0.0)
             assert loss == pytest.approx(one.loss, rel=1e-4, abs=1e-6) or one.case.name == "dgpo"
             bounds = [seen.metrics[name] for name in BOUNDS if name in seen.metrics]
             assert one.case.has_bound == any(0 < bound < 1 for bound in bounds), bounds

@@ -31,7 +31,6 @@ from tests.engine.harness import (
     weights,
 )
 from tests.engine.sequence_cases import CASES, batch_of, build
-from tests.engine.teachers import teacher_folder
 from verl_digen.engine.copies import CURRENT
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.resharding import OtherRanks
@@ -138,11 +137,6 @@ def shares(path: Path, folder: Path) -> list[tuple[int, int, int, int]]:
     return gathered
 
 
-def save_with_teacher(path: Path, folder: Path) -> None:
-    """Save a run that learns from a teacher, `adapter`."""
-    taught_by("adapter", path).save_checkpoint(actor(folder, "taught"))
-
-
 def load_that_fails_on_rank_1(path: Path, folder: Path) -> list[str]:
     """Message of each rank."""
     broken = copied(folder, "full", "broken", lambda: dist.get_rank() == 0)
@@ -155,11 +149,6 @@ def load_that_fails_on_rank_1(path: Path, folder: Path) -> list[str]:
     messages = [""] * 2
     dist.all_gather_object(messages, str(error.value))
     return messages
-
-
-def taught_by(name: str, path: Path) -> DiffusersFSDPEngine:
-    teachers = {"only": {"path": teacher_folder(path, name)}}
-    return make_engine(path, model=LORA, digen={"loss": {"name": "opd", "teachers": teachers}})
 
 
 def copied(folder: Path, name: str, to: str, mine: Callable[[], bool] = lambda: True) -> Path:
@@ -209,7 +198,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def two_ranks(checkpoint: Path, folder: Path) -> dict[str, Any]:
     """The runs that are saved, and those that go on by as many ranks."""
-    return on_two_ranks([saved_by_two, resumed, save_with_teacher, load_that_fails_on_rank_1], checkpoint, folder)
+    return on_two_ranks([saved_by_two, resumed, load_that_fails_on_rank_1], checkpoint, folder)
 
 
 @pytest.fixture(scope="module")
@@ -284,17 +273,11 @@ def test_ranks_of_another_number_keep_their_random_state(one: Any, checkpoint: P
     assert torch.equal(torch.get_rng_state(), before)
 
 
-# -- base weights and teachers ------------------------------------------------------------------------------
+# -- base weights -------------------------------------------------------------------------------------------
 def test_an_adapter_on_another_base_is_refused(one: Any, checkpoint: Path, folder: Path):
     engine, _ = make("lora", checkpoint, fsdp={"model_dtype": "bf16"})
     with pytest.raises(ValueError, match=r"for other base weights than those of .*model_dtype"):
         engine.load_checkpoint(actor(folder, "lora"))
-
-
-def test_other_teachers_are_refused_and_the_same_are_not(one: Any, checkpoint: Path, folder: Path):
-    taught_by("adapter", checkpoint).load_checkpoint(actor(folder, "taught"))
-    with pytest.raises(ValueError, match="this run has none or other weights for only; set digen"):
-        taught_by("network", checkpoint).load_checkpoint(actor(folder, "taught"))
 
 
 # -- damaged checkpoints ------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.engine.harness import SAMPLING, described
+from tests.engine.harness import SAMPLING, all_picks, described
 from verl_digen.engine.fragment import fragment_rows
 from verl_digen.engine.points import ForwardPoints, PathPoints
 from verl_digen.engine.rows import Samples, make_rows, tile_rows
@@ -47,7 +47,7 @@ def transitions(rows: TrainingRows) -> Transitions:
 
 def test_rows_lie_sample_after_sample():
     samples = example()
-    rows = make_rows(PATH, samples, samples.all_picks)
+    rows = make_rows(PATH, samples, all_picks(samples))
     assert rows.latents.flatten().tolist() == [0, 1, 11]
     point = transitions(rows)
     assert point.next_latents.flatten().tolist() == [1, 2, 12]
@@ -63,7 +63,7 @@ def test_rows_lie_sample_after_sample():
 
 def test_negative_conditions_come_along():
     samples = example(guided=True)
-    rows = make_rows(PATH, samples, samples.all_picks)
+    rows = make_rows(PATH, samples, all_picks(samples))
     assert rows.negative_conditions is not None
     assert [len(condition["embeds"]) for condition in rows.negative_conditions] == [1, 1, 1]
 
@@ -72,10 +72,10 @@ def test_rows_that_may_not_share_a_forward_are_refused():
     samples = example(steps=((0,), (1,), (2,)), guided=True)
     conditions = [*samples.conditions[:2], ({"embeds": torch.zeros(2, 3)}, None)]
     with pytest.raises(RuntimeError, match="2 negative conditions of 3 rows"):
-        make_rows(PATH, replace(samples, conditions=conditions), samples.all_picks)
+        make_rows(PATH, replace(samples, conditions=conditions), all_picks(samples))
     large = replace(samples.described[0], sampling=replace(SAMPLING, geometry=Geometry(64, 32)))
     with pytest.raises(RuntimeError, match="rows of one tile must have one sampling"):
-        make_rows(PATH, replace(samples, described=[large, *samples.described[1:]]), samples.all_picks)
+        make_rows(PATH, replace(samples, described=[large, *samples.described[1:]]), all_picks(samples))
 
 
 def test_rows_are_those_picked_in_order():
@@ -116,7 +116,7 @@ def clean_samples() -> Samples:
 
 def test_a_forward_row_is_the_clean_latents_noised_at_its_level():
     samples = clean_samples()
-    rows = make_rows(ForwardPoints(run_seed=7), samples, samples.all_picks)
+    rows = make_rows(ForwardPoints(run_seed=7), samples, all_picks(samples))
     assert isinstance(rows.point, Noised)
     assert rows.latents.dtype == torch.float32 and rows.sigmas.tolist() == [1.0, 0.25, 1.0, 0.25]
     assert rows.point.clean[:, 0, 0].tolist() == [1, 1, 2, 2]
@@ -127,7 +127,7 @@ def test_a_forward_row_is_the_clean_latents_noised_at_its_level():
 
 def test_noise_of_a_forward_row_is_that_of_its_sample_and_point():
     samples = clean_samples()
-    whole = make_rows(ForwardPoints(run_seed=7), samples, samples.all_picks)
+    whole = make_rows(ForwardPoints(run_seed=7), samples, all_picks(samples))
     alone = make_rows(ForwardPoints(run_seed=7), samples, [(1, [1])])
     other = make_rows(ForwardPoints(run_seed=8), samples, [(1, [1])])
     assert torch.equal(alone.latents[0], whole.latents[3])
@@ -136,7 +136,7 @@ def test_noise_of_a_forward_row_is_that_of_its_sample_and_point():
 
 def test_samples_of_a_group_may_share_the_noise_of_a_point():
     samples = clean_samples()
-    rows = make_rows(ForwardPoints(run_seed=7, shares_noise=True), samples, samples.all_picks)
+    rows = make_rows(ForwardPoints(run_seed=7, shares_noise=True), samples, all_picks(samples))
     assert isinstance(rows.point, Noised)
     noise = rows.point.noise
     assert torch.equal(noise[0], noise[2]) and torch.equal(noise[1], noise[3]) and not torch.equal(noise[0], noise[1])
@@ -153,7 +153,7 @@ def assert_invariants(samples, places, tiles):
         assert rows.mask.tolist() == [0.0 if tile.is_filler else 1.0] * len(rows)
         if not tile.is_filler:
             found += zip(rows.latents.flatten().tolist(), old.tolist(), strict=True)
-    rows = make_rows(PATH, samples, samples.all_picks)
+    rows = make_rows(PATH, samples, all_picks(samples))
     old = torch.tensor([value for sample in samples.described for value in sample.old_log_probs])
     assert sorted(found) == sorted(zip(rows.latents.flatten().tolist(), old.tolist(), strict=True))
 

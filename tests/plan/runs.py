@@ -79,7 +79,6 @@ MEASURED = Measured(
     embedding_bytes=0,
     rows_per_group=9 * 8,
     trajectory_bytes=10**7,
-    teachers={},
 )
 """Measurements of a network with 8 B parameters."""
 LORA = replace(

@@ -34,24 +34,21 @@ SAME = replace(SETTINGS.dtypes, model=SETTINGS.dtypes.rollout)
 
 
 @pytest.mark.parametrize(
-    ("changes", "teachers", "offloaded", "base", "waiting"),
+    ("changes", "offloaded", "base", "waiting"),
     [
-        ({"dtypes": SAME}, {}, 4, 3000, 11),
-        ({"dtypes": SAME, "trainer_devices_per_node": 8}, {}, 8 * 4, 3000, 11),
-        ({"dtypes": SAME, "merges_lora": True}, {}, 4, 3000, 11),
-        ({}, {}, 4, 3000, 27),  # the replica has the base in another dtype
-        ({"dtypes": SAME}, {"other": 1}, 4096 + 4, None, 27),
-        ({"dtypes": SAME, "num_shards": 8}, {}, 512.5, None, 27),
-        ({"dtypes": SAME, "shares_host_copies": False}, {}, 4096 + 4, None, 27),
+        ({"dtypes": SAME}, 4, 3000, 11),
+        ({"dtypes": SAME, "trainer_devices_per_node": 8}, 8 * 4, 3000, 11),
+        ({"dtypes": SAME, "merges_lora": True}, 4, 3000, 11),
+        ({}, 4, 3000, 27),  # the replica has the base in another dtype
+        ({"dtypes": SAME, "num_shards": 8}, 512.5, None, 27),
+        ({"dtypes": SAME, "shares_host_copies": False}, 4096 + 4, None, 27),
     ],
 )
-def test_a_frozen_base_that_a_rank_holds_whole_is_there_once_and_is_not_rounded(
-    changes, teachers, offloaded, base, waiting
-):
+def test_a_frozen_base_that_a_rank_holds_whole_is_there_once_and_is_not_rounded(changes, offloaded, base, waiting):
     """3000 MiB of base, of which the replica has 16 GB by hand, and 3 MiB of adapter."""
     run = make_run(lora=True, **(ONE | {"shares_host_copies": True} | changes))
     tensors = (Tensors(3000 * MIB, False, 1), Tensors(3 * MIB, True, 1))
-    host = plan_memory(replace(run, measured=replace(run.measured, tensors=tensors, teachers=teachers)), DEVICE).host
+    host = plan_memory(replace(run, measured=replace(run.measured, tensors=tensors)), DEVICE).host
     assert host["offloaded parameters"] == offloaded * MIB
     assert host.get("frozen base, offloaded") == (None if base is None else base * MIB)
     assert host["replicas that wait"] == waiting * GB

@@ -44,17 +44,15 @@ def test_a_full_fine_tune_by_hand():
     assert_invariants(memory)
 
 
-def test_teachers_keep_the_weights_that_they_exchange_and_one_s_place_is_needed_twice():
-    lora = make_run(lora=True)
-    taught = replace(lora, measured=replace(lora.measured, teachers={"a": 8 * GB, "b": 16 * GB}))
-    items, plain = plan_memory(taught, DEVICE).training.items, plan_memory(lora, DEVICE).training.items
-    added = {name: size for name, size in items.items() if name not in plain}
-    assert added == {"teacher a": GB, "teacher b": 2 * GB, "weights that a policy replaces": 2 * GB}
-    waiting = [plan_memory(run, DEVICE).generating.items["trainer that waits"] for run in (taught, lora)]
-    assert waiting[0] - waiting[1] == 3 * GB
-    offloaded = replace(taught, settings=replace(taught.settings, param_offload=True))
-    memory = plan_memory(offloaded, DEVICE)
-    assert "teacher a" not in memory.training.items and memory.host["teachers"] == 8 * 3 * GB
+def test_a_teacher_is_a_copy_of_the_adapter_whose_place_is_needed_twice():
+    digen, adapter = {"loss": {"name": "opd"}}, 4 * GB // 10 // 8
+    taught, plain = (plan_memory(make_run(lora=True, digen=changes), DEVICE) for changes in (digen, {}))
+    added = {name: size for name, size in taught.training.items.items() if name not in plain.training.items}
+    assert added == {"teacher": adapter, "weights that a policy replaces": adapter}
+    waiting = [memory.generating.items["trainer that waits"] for memory in (taught, plain)]
+    assert waiting[0] - waiting[1] == adapter
+    offloaded = plan_memory(make_run(lora=True, digen=digen, param_offload=True), DEVICE)
+    assert "teacher" not in offloaded.training.items and offloaded.host["copies of the weights"] == 8 * adapter
 
 
 def test_an_adapter_has_small_gradients_and_updates_and_frozen_shards():

@@ -127,7 +127,7 @@ def test_a_bad_value_is_named_by_its_key(start, runnable, override, message):
         (
             ("digen.staleness.max_versions=2",),
             "digen.loss.name must be one of awm, awm_off_policy, cispo, decoupled_ppo, dgpo, diffusion_nft, gspo, "
-            "kimi, offline_dpo, online_dpo, opd_forward, reinforce, tis, topr, weighted_topr with "
+            "kimi, offline_dpo, online_dpo, reinforce, tis, topr, weighted_topr with "
             "digen.staleness.max_versions=2, got 'flow_grpo'",
         ),
         (

@@ -149,11 +149,3 @@ def test_points_and_conditions_of_pairs_are_known_without_their_pictures():
     digen = replace(FORWARD, loss={"name": "offline_dpo"}, forward=ForwardConfig(kind="logit_normal", num_points=2))
     row = PromptRow("a cat", "test", None, uid="p1")
     assert num_points(digen) == 2 and condition_key(digen, row) == condition_key(FORWARD, row)
-
-
-@pytest.mark.parametrize(("scale", "num_branches"), [(None, 1), (1.0, 1), (4.5, 2)])
-def test_a_guided_teacher_has_the_negative_prompt_encoded_for_a_student_without_guidance(scale, num_branches):
-    loss = {"name": "opd", "teachers": {"a": {"path": "x", "true_cfg_scale": scale}}}
-    digen = DigenConfig(sampling=replace(SAMPLING, true_cfg_scale=1.0, val_true_cfg_scale=1.0), loss=loss)
-    for validate in (False, True):  # both may share a batch
-        assert len(ask(digen, validate=validate).branches) == num_branches

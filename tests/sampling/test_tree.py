@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engine.harness import NUM_STEPS, SAMPLING, TEXT_WIDTH
+from tests.engine.harness import NUM_STEPS, SAMPLING, TEXT_WIDTH, all_picks
 from verl_digen.algorithms.tree import Tree
 from verl_digen.algorithms.window import Window
 from verl_digen.engine.fragment import FragmentSample
@@ -98,6 +98,6 @@ def test_replayed_log_probs_of_a_tree_are_the_recorded_ones(sampler):
         conditions=[(CONDITION, None)] * 4,
         advantages=torch.zeros(4),
     )
-    rows = make_rows(PathPoints(), samples, samples.all_picks)
+    rows = make_rows(PathPoints(), samples, all_picks(samples))
     step, _ = score_rows(sampler.model, sampler.transformer, rows)
     torch.testing.assert_close(step.log_prob, rows.point.log_probs, atol=2e-5, rtol=0)  # type: ignore[union-attr]

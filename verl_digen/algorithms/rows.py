@@ -20,20 +20,12 @@ from verl_digen.algorithms.metric import Metric
 
 @dataclass(frozen=True)
 class LossOutput:
-    """Result of a loss: its scalars, and metrics."""
+    """Result of a loss: its scalar, and metrics."""
 
     loss: Tensor
-    """[] fp32, a share of the logical batch's mean; the scalar to differentiate, unless there is `fixed`."""
+    """[] fp32, a share of the logical batch's mean; the scalar to differentiate."""
     metrics: Mapping[str, Metric]
     """By name; each carries the way in which it combines over tiles."""
-    fixed: Tensor | None = None
-    """[] fp32, to be added to `loss`: the part that does not depend on advantages, which a scale of advantages that is
-    known late must not divide; None if there is none."""
-
-    @property
-    def total(self) -> Tensor:
-        """The scalar to differentiate."""
-        return self.loss if self.fixed is None else self.loss + self.fixed
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 from verl_digen.algorithms.forward import ForwardConfig
@@ -281,12 +281,6 @@ class DigenConfig:
             ValueError: there is no such loss, or it has no such setting.
         """
         return loss_settings(self.loss)
-
-    @cached_property
-    def has_guided_teacher(self) -> bool:
-        """True if a teacher reads the negative prompt. ValueError as for `loss_settings`."""
-        scales = [teacher.true_cfg_scale for teacher in self.loss_settings.taught_by.values()]
-        return any(scale is not None and scale > 1 for scale in scales)
 
     @property
     def denominator(self) -> Denominator:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of a diffusers transformer: all or nothing on disk, bitwise on resume by as many ranks.
 
-Files are verl's, per rank: model, optimizer, extra (schedule, RNG); `digen_state_*` adds the EMA, counters and
-teachers' checksums. With LoRA the model's file holds the adapter alone, and a fingerprint of the base weights, which
+Files are verl's, per rank: model, optimizer, extra (schedule, RNG); `digen_state_*` adds the EMA and
+counters. With LoRA the model's file holds the adapter alone, and a fingerprint of the base weights, which
 come from `actor_rollout_ref.model.path` again. Files are loaded into host memory, whatever device they were saved from.
 Ranks of another number, or with other shards, read the pieces that are theirs: `verl_digen.engine.resharding`.
 
@@ -50,7 +50,6 @@ from verl_digen.engine.optimizer import implementations, settle
 from verl_digen.engine.resharding import OtherRanks, SameRanks, are_same_ranks
 from verl_digen.engine.saved_ranks import SavedRanks, shard_file
 from verl_digen.engine.shadow import local_shard
-from verl_digen.engine.teachers import Checksums, Teachers, check_saved, checksums, totals
 
 logger = logging.getLogger(__name__)
 
@@ -72,9 +71,9 @@ class UpdateState:
 class DiffusersCheckpointManager(FSDPCheckpointManager):
     """verl's manager, with saves that are all or nothing, and `update_state` and `copies` saved and loaded too."""
 
-    def __init__(self, *args: Any, update_state: UpdateState, copies: PolicyCopies, teachers: Teachers, **kwargs: Any):
+    def __init__(self, *args: Any, update_state: UpdateState, copies: PolicyCopies, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.update_state, self.copies, self.teachers = update_state, copies, teachers
+        self.update_state, self.copies = update_state, copies
         self.kept: frozenset[str] = frozenset()
         """`local_path` of checkpoints that are not removed, and not counted, whatever `max_ckpt_to_keep` is."""
 
@@ -128,8 +127,6 @@ class DiffusersCheckpointManager(FSDPCheckpointManager):
                         **asdict(self.update_state),
                         "copies": self.copies.state_dict(),
                         "frozen": frozen_fingerprint(self.model),
-                        "teachers": checksums(self.teachers),
-                        "teacher_totals": totals(self.teachers),
                     },
                     folder / self._file("digen_state"),
                 )
@@ -176,8 +173,8 @@ class DiffusersCheckpointManager(FSDPCheckpointManager):
         saved = _on_every_rank(lambda: self._read_state(found, local_path))
         _require_one_save(_on_every_rank(lambda: found.num_updates(saved)), local_path)
         if saved is not None:
-            fingerprint, teachers = found.fingerprint(self.model), found.teachers(self.teachers, saved)
-            _on_every_rank(lambda: self._check(saved, fingerprint, teachers, local_path))
+            fingerprint = found.fingerprint(self.model)
+            _on_every_rank(lambda: _check_base(saved["frozen"], fingerprint, local_path))
         _on_every_rank(lambda: self._load(found, saved))
         if isinstance(found, OtherRanks):
             logger.info("resharded %s: this rank read %.3f GB", local_path, found.num_bytes / 1e9)
@@ -194,22 +191,6 @@ class DiffusersCheckpointManager(FSDPCheckpointManager):
                 "weights"
             )
         return saved
-
-    def _check(
-        self, saved: dict[str, Any], frozen: str, teachers: tuple[Checksums, Checksums], local_path: str
-    ) -> None:
-        """Require the frozen weights and the teachers of the run that saved.
-
-        Args:
-            frozen: fingerprint of this run's frozen weights, "" without.
-            teachers: checksums of this run's teachers, and saved ones.
-        """
-        if saved["frozen"] and frozen and saved["frozen"] != frozen:
-            raise ValueError(
-                f"{local_path} holds an adapter for other base weights than those of actor_rollout_ref.model.path in "
-                "the dtype of actor_rollout_ref.actor.fsdp_config.model_dtype; set both to what the run began with"
-            )
-        check_saved(*teachers, local_path)
 
     def _load(self, found: SameRanks | OtherRanks, saved: dict[str, Any] | None) -> None:
         if self.should_load_model:
@@ -282,6 +263,15 @@ def _texts_of_all_ranks(text: str | None) -> list[str | None]:
     texts: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(texts, text)
     return texts
+
+
+def _check_base(saved: str, own: str, local_path: str) -> None:
+    """Require the frozen weights of the run that saved, by fingerprints; "" without frozen weights."""
+    if saved and own and saved != own:
+        raise ValueError(
+            f"{local_path} holds an adapter for other base weights than those of actor_rollout_ref.model.path in "
+            "the dtype of actor_rollout_ref.actor.fsdp_config.model_dtype; set both to what the run began with"
+        )
 
 
 def _require_one_save(counts: Mapping[int, int | None], local_path: str) -> None:

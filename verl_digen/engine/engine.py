@@ -44,7 +44,6 @@ from verl.workers.engine import EngineRegistry
 
 from verl_digen.algorithms.advantages import effective_samples
 from verl_digen.algorithms.metric import Metric, Reduce, combine_tiles
-from verl_digen.algorithms.objectives.teacher import teacher_forwards
 from verl_digen.engine import gradients, memory, rejoin
 from verl_digen.engine.copies import CURRENT
 from verl_digen.engine.fragment import FragmentSample, FragmentSpec
@@ -59,6 +58,7 @@ from verl_digen.engine.policies import PolicyForward
 from verl_digen.engine.row_flops import RowFlops
 from verl_digen.engine.rows import Fetch, tile_rows
 from verl_digen.engine.sharded import ShardedTransformer
+from verl_digen.engine.teacher import load_teacher
 from verl_digen.engine.transaction import GradientTransaction
 from verl_digen.model_config import MODEL_TYPE
 from verl_digen.platforms import device_memory
@@ -89,12 +89,11 @@ class DiffusersFSDPEngine(ShardedTransformer):
         is_frozen = "reference" in wanted and "reference" not in self.copies
         if is_frozen and not self._is_lora and not self.engine_config.forward_only:
             self.copies.keep("reference")
-        self.forward = PolicyForward(
-            self.model, self.module, torch.device(get_device_id()), self.copies, self._is_lora, self.teachers
-        )
-        sampling = self.digen.sampling
-        taught = teacher_forwards(self.digen.loss_settings.taught_by, sampling.true_cfg_scale)
-        self.row_flops = RowFlops(self.model, self.module, sampling, is_frozen=self._is_lora, taught=taught)
+        teacher = self.digen.loss_settings.taught_by
+        if teacher is not None and not self.engine_config.forward_only:
+            load_teacher(self.copies, self.module, teacher)
+        self.forward = PolicyForward(self.model, self.module, torch.device(get_device_id()), self.copies, self._is_lora)
+        self.row_flops = RowFlops(self.model, self.module, self.digen.sampling, is_frozen=self._is_lora)
         group = self.get_data_parallel_group()
         assert group is not None
         self.planner = Planner(

@@ -38,8 +38,6 @@ class FragmentSample:
     """K entries: node of its group's tree that each point's step leads to; () without a tree."""
     skipped: frozenset[int] = frozenset()
     """Points that do not train, because another sample of the group trains the same step, or it was not chosen."""
-    teacher: str = ""
-    """Name of its teacher, by its prompt's data source; "" for a loss without teachers."""
     turns: tuple[Turn, ...] = ()
     """Turns of the episode that it is, whose points follow each other; () without an environment."""
 
@@ -78,16 +76,16 @@ class FragmentSpec:
 
 
 def fragment_rows(samples: Sequence[FragmentSample]) -> list[Row]:
-    """All rows of the samples; samples are numbered in order, buckets by expert, and then by sampling and
-    teacher. Tiles do not mix buckets, and all ranks run the same buckets in the same order.
+    """All rows of the samples; samples are numbered in order, buckets by expert, and then by sampling. Tiles do not mix
+    buckets, and all ranks run the same buckets in the same order.
 
     Raises:
         RuntimeError: a sample's number of experts is not its number of points.
     """
-    kinds: dict[tuple[Sampling, str], int] = {}
+    kinds: dict[Sampling, int] = {}
     for sample in samples:
         for sampling in (turn.sampling for turn in sample.turns) if sample.turns else (sample.sampling,):
-            kinds.setdefault((sampling, sample.teacher), len(kinds))
+            kinds.setdefault(sampling, len(kinds))
     rows = []
     for number, sample in enumerate(samples):
         experts = sample.experts or (0,) * sample.num_steps
@@ -97,6 +95,5 @@ def fragment_rows(samples: Sequence[FragmentSample]) -> list[Row]:
                 "give one expert for each step, or none"
             )
         for point in sample.points:
-            kind = kinds[sample.sampling_of(point), sample.teacher]
-            rows.append(Row(number, point, experts[point] * len(kinds) + kind))
+            rows.append(Row(number, point, experts[point] * len(kinds) + kinds[sample.sampling_of(point)]))
     return rows

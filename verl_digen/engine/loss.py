@@ -46,8 +46,7 @@ class Term:
     """(inputs, whether advantages are clamped) -> output."""
     weight: float
     scales: bool
-    """True: divided by the advantage scale where that is known late, except for `LossOutput.fixed`. False: it does not
-    depend on advantages."""
+    """True: divided by the advantage scale where that is known late. False: it does not depend on advantages."""
 
 
 @dataclass(frozen=True)
@@ -139,11 +138,11 @@ class DiffusionLoss:
         for term in self.terms:
             output = term.compute(inputs, clamps)
             metrics |= output.metrics
-            by_advantage, beside = (output.loss, output.fixed) if term.scales else (None, output.total)
-            if by_advantage is not None:
-                scaled = scaled + term.weight * by_advantage
-            if beside is not None:
-                fixed = term.weight * beside if fixed is None else fixed + term.weight * beside
+            loss = term.weight * output.loss
+            if term.scales:
+                scaled = scaled + loss
+            else:
+                fixed = loss if fixed is None else fixed + loss
         metrics["policy_loss"] = Metric(scaled.detach())
         if isinstance(rows.point, Transitions):
             recorded = rows.point.log_probs

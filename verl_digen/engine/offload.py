@@ -11,8 +11,7 @@ a module with such shards is offloaded by blocking copies.
 A frozen base that one rank holds whole is copied to the host once, at the first offload. An offload puts that copy in
 place of the frozen parameters, which are then host tensors like all others, and copies the adapter alone. A sleeping
 replica of this node shares the copy if it has equal weights (`verl_digen.weights.shared_copy`). So nothing may write to
-a frozen parameter on the host, and a change of one on the device is lost at the next offload. Teachers exchange frozen
-weights: a run with teachers keeps no copy.
+a frozen parameter on the host, and a change of one on the device is lost at the next offload.
 
 Invariants (tests/engine/test_offload.py): host copies of offloaded weights, and weights that return to the device, are
 bitwise the weights; replica and rank hold one copy of equal frozen weights, whichever comes first.

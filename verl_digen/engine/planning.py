@@ -49,9 +49,8 @@ TEXT_STEP = 64
 """Tokens to which the length of a measured prompt is rounded up, where lengths differ: few measurements, and at most 63
 tokens too many."""
 
-Key = tuple[Sampling, int, str]
-"""(sampling, tokens of the longest prompt on all ranks, rounded up, teacher) of rows that are measured together. A
-teacher may have guidance of its own."""
+Key = tuple[Sampling, int]
+"""(sampling, tokens of the longest prompt on all ranks, rounded up) of rows that are measured together."""
 
 SMALLEST_TILE = "set digen.tsp.samples_per_tile=1 digen.tsp.steps_per_tile=1, or a larger number that fits"
 """Remedy where a rehearsal of several rows does not fit."""
@@ -163,7 +162,7 @@ class Planner:
         index, (point, *_) = picks[0]
         sample = samples.described[index]
         step = TEXT_STEP if self.model.spec.condition.num_tokens is None else 1
-        return sample.sampling_of(point), -(-_agreed_most(longest) // step) * step, sample.teacher
+        return sample.sampling_of(point), -(-_agreed_most(longest) // step) * step
 
     def _measure(self, samples: Samples, picks: Picks, key: Key) -> TileMemory:
         longest = max(picks, key=lambda pick: _text_tokens(samples, pick))

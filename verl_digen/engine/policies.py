@@ -5,7 +5,7 @@
 | --- | --- |
 | `reference` | full fine-tune: a copy of the initial weights; LoRA: the adapter switched off, if there is no copy |
 | `old` | a copy, see `verl_digen.engine.copies`; without one, the policy that trains |
-| `teacher` | of each tile's teacher, see `verl_digen.engine.teachers` |
+| `teacher` | a copy of the adapter with the teacher's weights, see `verl_digen.engine.teacher` |
 
 A copy is swapped in once for all tiles of a call, and results are kept on the host; the adapter is switched off tile by
 tile. A policy that no term of the loss reads costs no forward.
@@ -15,16 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
-from verl_digen.algorithms.objectives.objective import TEACHER
 from verl_digen.algorithms.sde import SdeStep
 from verl_digen.engine.adapter import without_adapter
 from verl_digen.engine.shadow import ShadowWeights
-from verl_digen.engine.teachers import Teachers
 from verl_digen.models.base import DiffusionModel
 from verl_digen.sampling.sampler import row_velocity, score_rows
 from verl_digen.transfers import to_device
@@ -68,7 +65,6 @@ class PolicyForward:
     Args:
         copies: policy -> its weights. The engine adds and removes some.
         has_adapter: whether `module` is a LoRA on a base.
-        teachers: those of the objective.
     """
 
     def __init__(
@@ -78,10 +74,9 @@ class PolicyForward:
         device: torch.device,
         copies: Mapping[str, ShadowWeights],
         has_adapter: bool,
-        teachers: Teachers = MappingProxyType({}),
     ):
         self.model, self.module, self.device = model, module, device
-        self.copies, self.has_adapter, self.teachers = copies, has_adapter, teachers
+        self.copies, self.has_adapter = copies, has_adapter
 
     def __call__(self, rows: TrainingRows) -> Evaluated:
         """Evaluate rows on the device; differentiable if gradients are enabled."""
@@ -91,10 +86,7 @@ class PolicyForward:
         return Evaluated(velocity, step)
 
     def others(
-        self,
-        wanted: Mapping[str, Sequence[str]],
-        tiles: Sequence[Callable[[], TrainingRows]],
-        taught_by: Sequence[str],
+        self, wanted: Mapping[str, Sequence[str]], tiles: Sequence[Callable[[], TrainingRows]]
     ) -> Iterator[dict[str, Outputs]]:
         """Outputs of other policies on each tile, in order: policy -> outputs.
 
@@ -102,15 +94,9 @@ class PolicyForward:
             wanted: policy -> names of the outputs that are read. `old` without a copy is left out: it is the policy
                 that trains.
             tiles: per tile a function that makes its rows, on the device.
-            taught_by: name of each tile's teacher; the same on all ranks, which run the same forwards.
         """
         present = {policy: names for policy, names in wanted.items() if policy in self.copies or policy != "old"}
-        columns = {
-            policy: self._of_teachers(names, tiles, taught_by)
-            if policy == TEACHER
-            else self._of_policy(policy, names, tiles)
-            for policy, names in present.items()
-        }
+        columns = {policy: self._of_policy(policy, names, tiles) for policy, names in present.items()}
         for _ in tiles:
             yield {policy: next(outputs) for policy, outputs in columns.items()}
 
@@ -125,20 +111,6 @@ class PolicyForward:
         with copy.swapped_in(self.module):
             waiting = [moved(self(rows()).outputs(names), "cpu") for rows in tiles]
         return (moved(outputs, self.device) for outputs in waiting)
-
-    @torch.no_grad()
-    def _of_teachers(
-        self, names: Sequence[str], tiles: Sequence[Callable[[], TrainingRows]], taught_by: Sequence[str]
-    ) -> Iterator[Outputs]:
-        """Outputs of each tile under its teacher. Each teacher is swapped in once, for its tiles alone."""
-        waiting: dict[int, Outputs] = {}
-        for name in dict.fromkeys(taught_by):
-            teacher = self.teachers[name]
-            with teacher.taught(self.module):
-                for number, rows in enumerate(tiles):
-                    if taught_by[number] == name:
-                        waiting[number] = moved(self(teacher.rows(rows())).outputs(names), "cpu")
-        return (moved(waiting.pop(number), self.device) for number in range(len(tiles)))
 
     def _without_adapter(self, names: Sequence[str], tiles: Sequence[Callable[[], TrainingRows]]) -> Iterator[Outputs]:
         for rows in tiles:

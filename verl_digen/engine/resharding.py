@@ -23,8 +23,7 @@ more steps they are those of the run that went on, to 1e-6; every saved number i
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -37,17 +36,13 @@ from torch.distributed.tensor import DTensor
 from verl_digen.engine.fingerprint import first_fingerprint, frozen_fingerprint
 from verl_digen.engine.saved_ranks import (
     SavedRanks,
-    holders,
     layout_of,
     live_part,
     narrowed,
     part_of,
     parts,
 )
-from verl_digen.engine.teachers import Checksums, Teachers, checksums, totals
 from verl_digen.require import require
-
-logger = logging.getLogger(__name__)
 
 State = Mapping[str, Tensor]
 """Tensors by state-dict name."""
@@ -91,10 +86,6 @@ class SameRanks:
     def fingerprint(self, module: nn.Module) -> str:
         """Fingerprint of frozen weights that the file of `read` must have."""
         return frozen_fingerprint(module)
-
-    def teachers(self, teachers: Teachers, saved: Mapping[str, Any]) -> tuple[Checksums, Checksums]:
-        """(checksums of the run's teachers, saved ones) that must be equal."""
-        return checksums(teachers), saved.get("teachers", {})
 
     def num_updates(self, saved: Mapping[str, Any] | None) -> dict[int, int | None]:
         """Saved rank -> optimizer steps that its file counts, of the files that this rank looks into; None: it has no
@@ -229,19 +220,6 @@ class OtherRanks:
         """See `SameRanks`; collective."""
         return first_fingerprint(module, layout_of(self.tensors.values()))
 
-    def teachers(self, teachers: Teachers, saved: Mapping[str, Any]) -> tuple[Checksums, Checksums]:
-        """See `SameRanks`; collective. Sums over all shards."""
-        if "teacher_totals" not in saved:
-            if saved.get("teachers"):
-                logger.warning("the checkpoint was written by an older version: its teachers are not compared")
-            return {}, {}
-        of_ranks: list[Checksums] = [{}] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, totals(teachers))
-        ours = [of_ranks[rank] for rank in holders(layout_of(self._live.values()))]
-        saved_by = holders(layout_of(self.tensors.values()))
-        theirs = [self._files.open("digen_state", rank)["teacher_totals"] for rank in saved_by]
-        return _summed(ours), _summed(theirs)
-
     def num_updates(self, saved: Mapping[str, Any] | None) -> dict[int, int | None]:
         """See `SameRanks`. The ranks share the files."""
         if saved is None:
@@ -275,8 +253,3 @@ def are_same_ranks(files: SavedRanks, live: State) -> bool:
     if saved is None or ours is None:
         return saved is ours
     return saved.placements == ours.placements and torch.equal(saved.device_mesh.mesh, ours.device_mesh.mesh)
-
-
-def _summed(parts_of_ranks: Sequence[Checksums]) -> Checksums:
-    names = {name for part in parts_of_ranks for name in part}
-    return {name: sum(part.get(name, 0) for part in parts_of_ranks) % 2**64 for name in names}

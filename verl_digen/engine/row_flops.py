@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """FLOPs of a trained row by prompt length: counted from the engine's own layers, never measured.
 
-- Useful work only: a forward and a backward, and the teacher's forward, which makes what the student learns.
-  Recomputation, old log-probs and the KL reference are left out, so that a setting that adds work does not look like
-  speed.
+- Useful work only: a forward and a backward. Recomputation and forwards of other policies are left out, so that a
+  setting that adds work does not look like speed.
 - Rows of a batch are counted with the mean length of their prompts, and with as many images as every prompt of the
   model has (`ModelSpec.num_images`), at the size that `digen.sampling` asks for.
 
@@ -24,14 +23,10 @@ class RowFlops:
     """Args:
     module: the engine's module, in its wrappers.
     is_frozen: True if its weights are frozen under an adapter.
-    taught: forwards of a row by its teacher, see `teacher_forwards`.
     """
 
-    def __init__(
-        self, model: DiffusionModel, module: nn.Module, sampling: SamplingConfig, *, is_frozen: bool, taught: float
-    ):
+    def __init__(self, model: DiffusionModel, module: nn.Module, sampling: SamplingConfig, *, is_frozen: bool):
         self._model, self._module, self._sampling, self._is_frozen = model, module, sampling, is_frozen
-        self._taught = taught
         self._known: dict[int, Flops] = {}
         """FLOPs by number of prompt tokens."""
 
@@ -40,8 +35,7 @@ class RowFlops:
         flops = self._of(round(prompt_tokens))
         return {
             "row_forward_flops": flops.forward,
-            "row_training_flops": flops.training(is_frozen=self._is_frozen, recomputed=0.0)
-            + self._taught * flops.forward,
+            "row_training_flops": flops.training(is_frozen=self._is_frozen, recomputed=0.0),
         }
 
     def _of(self, num_tokens: int) -> Flops:

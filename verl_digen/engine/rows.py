@@ -65,11 +65,6 @@ class Samples:
         sample = self.described[index]
         return self.turn_conditions[sample.condition_key_of(point)] if sample.turns else self.conditions[index]
 
-    @property
-    def all_picks(self) -> Picks:
-        """Every point of every sample that trains."""
-        return [(index, sample.points) for index, sample in enumerate(self.described)]
-
 
 AT_ONCE = 8
 """Samples that are fetched by one call. More are fetched tile by tile."""
@@ -117,7 +112,7 @@ def row_advantages(advantages: Tensor, samples: Sequence[int], points: Sequence[
 
 
 def make_rows(points: Points, samples: Samples, picks: Picks) -> TrainingRows:
-    """The N picked rows, in order. They must have one sampling and one teacher.
+    """The N picked rows, in order. They must have one sampling.
 
     Example: two samples with trained steps at positions [0, 1] and [1] of their latents, and all their points
         # latents      = a0, a1, b1
@@ -127,15 +122,14 @@ def make_rows(points: Points, samples: Samples, picks: Picks) -> TrainingRows:
     rows = [index for index, chosen in picks for _ in chosen]
     numbers = [point for _, chosen in picks for point in chosen]
     described = [samples.described[index] for index in rows]
-    kinds = {(one.sampling_of(number), one.teacher) for one, number in zip(described, numbers, strict=True)}
+    samplings = {one.sampling_of(number) for one, number in zip(described, numbers, strict=True)}
     pairs = [samples.condition(index, number) for index, number in zip(rows, numbers, strict=True)]
     negatives = [negative for _, negative in pairs if negative is not None]
-    if len(kinds) != 1 or (negatives and len(negatives) != len(rows)):
+    if len(samplings) != 1 or (negatives and len(negatives) != len(rows)):
         raise RuntimeError(
-            f"rows of one tile must have one sampling and teacher, and all or none of them negative conditions, got "
-            f"{kinds} and {len(negatives)} negative conditions of {len(rows)} rows"
+            f"rows of one tile must have one sampling, and all or none of them negative conditions, got {samplings} "
+            f"and {len(negatives)} negative conditions of {len(rows)} rows"
         )
-    ((sampling, teacher),) = kinds
     return TrainingRows(
         latents=latents,
         sigmas=sigmas,
@@ -144,9 +138,8 @@ def make_rows(points: Points, samples: Samples, picks: Picks) -> TrainingRows:
         negative_conditions=negatives or None,
         advantages=row_advantages(samples.advantages, rows, numbers),
         mask=torch.ones(len(rows)),
-        sampling=sampling,
+        sampling=samplings.pop(),
         rewards=torch.tensor([one.reward for one in described]),
-        teacher=teacher,
     )
 
 

@@ -135,14 +135,6 @@ def layout_of(tensors: Iterable[Tensor]) -> DTensor | None:
     return next((value for value in tensors if isinstance(value, DTensor)), None)
 
 
-def holders(layout: DTensor | None) -> list[int]:
-    """Ranks that together have each shard once."""
-    if layout is None:
-        return [0]
-    first = tuple(0 if placement.is_replicate() else slice(None) for placement in layout.placements)
-    return layout.device_mesh.mesh[first].flatten().tolist()
-
-
 def whole(shape: Sequence[int]) -> ChunkStorageMetadata:
     """The part that is a whole tensor of this shape."""
     return ChunkStorageMetadata(offsets=Size([0] * len(shape)), sizes=Size(shape))

@@ -46,7 +46,6 @@ from verl_digen.engine.optimizer import with_fused
 from verl_digen.engine.recompute import Recomputation
 from verl_digen.engine.sequence import sequence_mesh
 from verl_digen.engine.shadow import ShadowWeights
-from verl_digen.engine.teachers import load_teachers
 from verl_digen.engine.whole_base import WholeBase
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models import load_model
@@ -112,22 +111,7 @@ class ShardedTransformer(FSDPEngine):
             self.digen.ema if trains else EmaConfig(),
             self.digen.loss_settings.copies if trains else {},
         )
-        self.teachers = load_teachers(
-            self.module,
-            self.model,
-            self.digen.loss_settings.taught_by if trains else {},
-            device="cpu" if self.engine_config.param_offload else None,
-        )
-        exchanges_frozen = any(
-            not parameter.requires_grad and name in teacher.weights.shards
-            for teacher in self.teachers.values()
-            for name, parameter in self.module.named_parameters()
-        )
-        self.base = WholeBase(
-            self.module,
-            self.model_config.whole_base if trains and self._is_lora else False,
-            is_exchanged=exchanges_frozen,
-        )
+        self.base = WholeBase(self.module, self.model_config.whole_base if trains and self._is_lora else False)
         self.checkpoint_manager = DiffusersCheckpointManager(
             model=self.module,
             optimizer=self.optimizer,
@@ -135,7 +119,6 @@ class ShardedTransformer(FSDPEngine):
             checkpoint_config=self.checkpoint_config,
             update_state=self.state,
             copies=self.copies,
-            teachers=self.teachers,
         )
 
     def keep_fp32(self) -> None:
@@ -161,8 +144,7 @@ class ShardedTransformer(FSDPEngine):
         sharded = self._shard(module)
         self.scaler = None  # verl's, for fp16; see `verl_digen.engine.loss_scale`
         keep_input_dtypes(sharded)
-        exchanges_base = bool(self.digen.loss_settings.taught_by)
-        offload_safely(sharded, keeps_base=self._is_lora and not exchanges_base)
+        offload_safely(sharded, keeps_base=self._is_lora)
         return sharded
 
     def _shard(self, module: nn.Module) -> nn.Module:

@@ -62,10 +62,6 @@ class TileWork:
     recomputed: Mapping[int, int]
     """`Row.bucket` -> blocks recomputed in backward."""
 
-    def teacher_of(self, tile: Tile) -> str:
-        """Name of the teacher of the tile's rows."""
-        return self.samples.described[self.places[tile.rows[0].sample]].teacher
-
     @property
     def num_rows(self) -> int:
         """Unmasked rows, over all ranks."""

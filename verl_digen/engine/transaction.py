@@ -142,7 +142,7 @@ class GradientTransaction:
             return rows_of(tile).to(self.forward.device)
 
         makers = [partial(on_device, tile) for tile in work.tiles]
-        others = self.forward.others(self.loss.wanted, makers, [work.teacher_of(tile) for tile in work.tiles])
+        others = self.forward.others(self.loss.wanted, makers)
         columns: Sequence[Tensor | None] = [None] * len(work.tiles)
         if self.loss.joint is not None:
             kept = [_moved(policies, "cpu") for policies in others]
@@ -168,7 +168,7 @@ class GradientTransaction:
         scratch: Gradient = {}
         with gradients.exchanged(self.module, scratch):
             try:
-                others = next(self.forward.others(self.loss.wanted, [lambda: rows], [rows.teacher]))
+                others = next(self.forward.others(self.loss.wanted, [lambda: rows]))
                 self._backward(rows, others, torch.zeros_like(rows.mask), is_final=True, reduces=self.reduce == "tile")
             except BaseException:
                 recover(self.module)

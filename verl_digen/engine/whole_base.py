@@ -8,8 +8,8 @@
   memory does not limit a tile: whole where it takes at most `memory.UNREDUCED_SHARE` of the free memory.
 - Tiles of another kind (longer prompts, larger samples) are measured with a sharded base, too. If no row of theirs fits
   beside the whole one, the base is sharded from then on.
-- auto leaves it sharded on one shard per replica, where nothing is sent, under teachers, which exchange the base, and
-  with PyTorch 2.11, where the model's config refuses true.
+- auto leaves it sharded on one shard per replica, where nothing is sent, and with PyTorch 2.11, where the model's
+  config refuses true.
 
 Invariant (tests/engine/test_whole_base.py): all ranks decide alike, from the same numbers.
 """
@@ -38,17 +38,16 @@ class WholeBase:
 
     Args:
         wanted: "auto", True or False.
-        is_exchanged: True where shards of the base change, because a teacher's take their place.
     """
 
-    def __init__(self, module: nn.Module, wanted: bool | str, *, is_exchanged: bool = False):
+    def __init__(self, module: nn.Module, wanted: bool | str):
         self.module = module
         self.num_bytes = whole_groups.frozen_bytes(module)
         """Bytes of the whole base."""
         self.is_kept: bool | None = wanted if isinstance(wanted, bool) else None
         """True if the base is whole from the next tile on; None: not decided yet."""
         self._is_forced = self.is_kept is True
-        can_gain = self.num_bytes > 0 and not is_exchanged and _num_shards(module) > 1
+        can_gain = self.num_bytes > 0 and _num_shards(module) > 1
         if self.is_kept is None and not (can_gain and FSDP2_HAS_SEVERAL_GROUPS):
             self.is_kept = False
         if self.is_kept:

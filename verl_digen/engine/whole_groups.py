@@ -4,7 +4,7 @@
 FSDP2 communicates the parameters of a unit as one group, and gathers it in every forward and backward. `split` moves
 the frozen parameters of each unit to a group of their own, whose gathered memory stays; `merge` moves them back.
 
-- Shards stay: weights, checkpoints, export, copies and teachers are read and written there, as before. So a whole base
+- Shards stay: weights, checkpoints, export, and copies are read and written there, as before. So a whole base
   takes its size in the compute dtype beside its shard.
 - `release` frees the gathered memory: before the device is handed over, and where shards of frozen parameters change.
   The next forward gathers once more, the same values.

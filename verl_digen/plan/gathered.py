@@ -24,8 +24,7 @@ def may_be_whole(run: Run) -> bool:
     settings = run.settings
     if not settings.is_lora or settings.whole_base is False:
         return False
-    can_gain = settings.num_shards > 1 and not run.measured.teachers
-    return settings.whole_base is True or (can_gain and FSDP2_HAS_SEVERAL_GROUPS)
+    return settings.whole_base is True or (settings.num_shards > 1 and FSDP2_HAS_SEVERAL_GROUPS)
 
 
 def whole_base_bytes(run: Run) -> int:

@@ -6,8 +6,7 @@
 | checkpoint | the whole network, which rank 0 reads and sends to the others |
 | offloaded parameters, optimizer | each shard in page-locked memory of its own, rounded up to a power of two |
 | frozen base that ranks hold whole | one copy per node, not rounded; replicas of the same dtype wait with it |
-| teachers | shards of the weights that they exchange: with offloaded parameters only, not page-locked |
-| copies of the weights | EMA, `old`, reference: with offloaded parameters only, not page-locked |
+| copies of the weights | EMA, `old`, reference, teacher: with offloaded parameters only, not page-locked |
 | inputs of recomputed blocks | with `enable_activation_offload`: those of one tile per rank |
 | replicas that wait | copies of networks that leave the device: all of `vllm_omni`; of `diffusers` what no update |
 | | has, once per node on GPUs, else per process; a replica's further devices have the network alone |
@@ -23,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from verl_digen.plan.networks import Tensors
-from verl_digen.plan.policies import has_reference, policies_that_follow
+from verl_digen.plan.policies import frozen_copies, policies_that_follow
 from verl_digen.plan.run import Run
 
 Items = dict[str, int]
@@ -87,13 +86,10 @@ def _offloaded(run: Run, resident: Items) -> Items:
         if _keeps_base(run):
             frozen = (tensor.num * tensor.num_bytes for tensor in tensors if not tensor.is_trained)
             items["frozen base, offloaded"] = sum(frozen)
-        has_copy = has_reference(settings.digen, is_lora=settings.is_lora)
-        copies = int(settings.digen.ema.enable) + int(has_copy) + len(policies_that_follow(settings.digen))
+        frozen = frozen_copies(settings.digen, is_lora=settings.is_lora)
+        copies = int(settings.digen.ema.enable) + len(frozen) + len(policies_that_follow(settings.digen))
         if copies:
             items["copies of the weights"] = ranks * copies * resident["gradients"]
-        if run.measured.teachers:
-            sizes = run.measured.teachers.values()
-            items["teachers"] = ranks * sum(-(-size // settings.num_shards) for size in sizes)
     if settings.optimizer_offload:
         items["offloaded optimizer"] = ranks * 2 * _shards(run, trained)
     return items
@@ -102,7 +98,7 @@ def _offloaded(run: Run, resident: Items) -> Items:
 def _keeps_base(run: Run) -> bool:
     """True if an offload leaves the frozen base in a host copy of the node, see `verl_digen.engine.offload`."""
     settings = run.settings
-    is_whole = settings.is_lora and settings.num_shards == 1 and not run.measured.teachers
+    is_whole = settings.is_lora and settings.num_shards == 1
     return is_whole and settings.param_offload and settings.is_accelerated and settings.shares_host_copies
 
 

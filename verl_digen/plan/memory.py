@@ -12,7 +12,6 @@ Per device, while it trains and while it generates. FSDP2 shards parameters in t
 | unreduced gradients | trained parameters in the reduce dtype if `digen.tsp.reduce` defers, else two blocks' |
 | optimizer | 2 numbers per trained parameter / shards |
 | EMA, other policies | trained parameters / shards each; the reference of an adapter is the bare model |
-| teachers | the weights that they exchange / shards each: all, or of a LoRA for a LoRA those of its layers |
 | activations | rows of a tile x bytes per row, see `activations` |
 | replica | transformer, text encoders and VAE, in the dtypes in which they load; what stays while its device trains |
 | VAE of assistance | with `digen.tag.policy`, where the trainer generates too |
@@ -39,7 +38,7 @@ from verl_digen.engine.memory import MARGIN, gradients_may_wait
 from verl_digen.plan.activations import Moment
 from verl_digen.plan.gathered import gathered, gathered_in_step, may_be_whole, whole_base_bytes
 from verl_digen.plan.host import PROMPT_CACHE, Items, host_memory
-from verl_digen.plan.policies import has_reference, policies_read, policies_that_follow
+from verl_digen.plan.policies import frozen_copies, policies_read, policies_that_follow
 from verl_digen.plan.run import Run
 from verl_digen.schedulers.tile_choice import choose_tile, prefers_whole_base
 
@@ -198,18 +197,11 @@ def trainer_state(run: Run) -> Items:
         items["EMA"] = shard
     for policy in _following_here(run):
         items[f"policy {policy}"] = shard
-    if has_reference(settings.digen, is_lora=settings.is_lora) and not settings.param_offload:
-        items["reference"] = shard
-    teachers = {f"teacher {name}": -(-size // settings.num_shards) for name, size in run.measured.teachers.items()}
+    frozen = frozen_copies(settings.digen, is_lora=settings.is_lora)
     if not settings.param_offload:
-        items |= teachers
-    replaced = max(teachers.values(), default=0)
-    if has_reference(settings.digen, is_lora=settings.is_lora) or policies_read(settings.digen) & {
-        *policies_that_follow(settings.digen)
-    }:
-        replaced = max(replaced, shard)
-    if replaced:
-        items["weights that a policy replaces"] = replaced
+        items |= dict.fromkeys(frozen, shard)
+    if policies_read(settings.digen) & {*frozen, *policies_that_follow(settings.digen)}:
+        items["weights that a policy replaces"] = shard
     return items
 
 
@@ -351,8 +343,7 @@ def _shared_devices(run: Run, resident: Items) -> tuple[Items, Items]:
     parked = 0 if settings.param_offload else resident["parameters"]
     parked += 0 if settings.optimizer_offload else resident["optimizer"]
     parked += resident["EMA"] if _has_average_here(run) else 0
-    parked += resident.get("reference", 0)
-    parked += sum(size for name, size in resident.items() if name.startswith("teacher "))
+    parked += sum(resident.get(policy, 0) for policy in frozen_copies(settings.digen, is_lora=settings.is_lora))
     parked += sum(resident[f"policy {policy}"] for policy in _following_here(run))
     return {"replica that waits": left}, {"trainer that waits": parked}
 

@@ -31,7 +31,6 @@ from verl_digen.plan.decoding import decoding_bytes
 from verl_digen.plan.episodes import Episodes, plan_episodes, turn_geometry
 from verl_digen.plan.networks import Counts, Part, Tensors, count_network, count_parts, list_tensors, transformer_bytes
 from verl_digen.plan.policies import num_selected
-from verl_digen.plan.teachers import teacher_bytes
 from verl_digen.platforms.module_memory import SHARING
 from verl_digen.pool_sizes import num_generator_devices, num_replica_devices, num_trainer_devices
 from verl_digen.require import require
@@ -184,15 +183,13 @@ class Measured:
     flops: Flops
     """FLOPs of one row's forward, guidance included."""
     condition_bytes: int
-    """Bytes of a prompt's condition, or of one turn's; the negative one included if guided, or taught with guidance."""
+    """Bytes of a prompt's condition, or of one turn's; the negative one included if guided."""
     embedding_bytes: int
     """Bytes of one text's condition."""
     rows_per_group: int
     """Rows of a group: points of its samples, or edges of its tree; with episodes of one turn."""
     trajectory_bytes: int
     """Bytes of the record of a sample, or of one turn; the maximum over the groups of the first step."""
-    teachers: dict[str, int]
-    """Teacher -> bytes of the weights that it exchanges with the student's, on all shards together."""
 
 
 @dataclass(frozen=True)
@@ -307,7 +304,6 @@ def _measure(folder: Any, settings: Settings, model_config: DiffusionModelConfig
     shape = model.latent_shape(geometry)
     model.embedded_guidance(sampling.guidance_scale)
     network = model.load_transformer(dtypes.model, meta=True)
-    exchanged = teacher_bytes(digen, model, network, is_lora=settings.is_lora)
     bare = deepcopy(networks_of(network)[0])  # built once: some networks compute large tables
     is_ours = settings.rollout_name == "diffusers"
     # where all weights train, a replica gets them in one dtype
@@ -347,11 +343,9 @@ def _measure(folder: Any, settings: Settings, model_config: DiffusionModelConfig
         training=training,
         sampling=of_sampling,
         flops=flops,
-        condition_bytes=_bytes(condition, dtypes.rollout)
-        * (2 if settings.is_guided or digen.has_guided_teacher else 1),
+        condition_bytes=_bytes(condition, dtypes.rollout) * (2 if settings.is_guided else 1),
         embedding_bytes=_bytes(condition, dtypes.rollout),
         rows_per_group=rows_per_group(digen, settings.group_size),
-        teachers=exchanged,
         trajectory_bytes=max(
             record_bytes(
                 plain_request(digen, row, 0, step=0, validate=False), math.prod(shape) * dtypes.latents.itemsize

@@ -5,7 +5,7 @@
   set. Steps that the solver passes over (`digen.sampling.outside`) are left out, mean over the places of the window;
   those that its cache skips are not known beforehand, and count.
 - Training: forward and backward per row, plus one forward if old log-probs are recomputed, one for each other policy
-  that the loss reads, one by its teacher (two with guidance of its own), and one for a joint column.
+  that the loss reads, and one for a joint column.
 - Not counted: text encoding, decoding, rewards, the time of environments, weight updates, communication and waiting. So
   a real step takes longer; `digen simulate` estimates by how much, and for which split.
 
@@ -17,11 +17,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verl_digen.algorithms.objectives import find_objective, objective_names
-from verl_digen.algorithms.objectives.teacher import teacher_forwards
 from verl_digen.algorithms.outside import mean_steps_taken
 from verl_digen.config import DigenConfig
 from verl_digen.devices import PEAK_TFLOPS
-from verl_digen.plan.policies import policies_read, teachers
+from verl_digen.plan.policies import policies_read
 from verl_digen.plan.run import Run
 
 
@@ -72,8 +71,7 @@ def _generation_steps(digen: DigenConfig) -> float:
     return mean_steps_taken(outside, digen.window, num_steps) if outside.passes_over else num_steps
 
 
-def _further_forwards(digen: DigenConfig) -> float:
+def _further_forwards(digen: DigenConfig) -> int:
     """Forwards of a row besides the one that trains."""
     has_joint = digen.loss_name in objective_names() and find_objective(digen.loss_name).joint is not None
-    others = len(policies_read(digen)) + teacher_forwards(teachers(digen), digen.sampling.true_cfg_scale)
-    return int(digen.old_log_probs == "recompute") + int(has_joint) + others
+    return int(digen.old_log_probs == "recompute") + int(has_joint) + len(policies_read(digen))

@@ -13,7 +13,6 @@ from omegaconf import DictConfig, OmegaConf
 from verl_digen.config import digen_config
 from verl_digen.preflight.images import check_prompt_images
 from verl_digen.preflight.sources import check_sources
-from verl_digen.preflight.teachers import check_lessons
 from verl_digen.require import require
 
 if TYPE_CHECKING:
@@ -36,7 +35,6 @@ def check_prompts(config: DictConfig) -> None:
     if _has_tokenizers(config):
         check_prompt_images(config, _load_model(config), [*train.prompts, *val.prompts])
     check_sources(config, train.prompts, val.prompts)
-    check_lessons(config, train.prompts)
     found = [*train.too_long, *val.too_long]
     if found and not config.data.filter_overlong_prompts:
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""

@@ -31,6 +31,12 @@ def compute_dtype(config: DictConfig) -> torch.dtype:
     return _precision(config)["param_dtype"]
 
 
+def trains_all(config: DictConfig) -> bool:
+    """True if all weights train, not an adapter."""
+    model = config.actor_rollout_ref.model
+    return not (model.lora_rank or (model.lora or {}).get("rank") or model.lora_adapter_path)
+
+
 def check_precision(config: DictConfig) -> None:
     """Require fp32 sums and fp32 trained weights of training in fp16."""
     if compute_dtype(config) != torch.float16:
@@ -42,11 +48,9 @@ def check_precision(config: DictConfig) -> None:
         NAMES[_precision(config)["reduce_dtype"]],
         "set it to fp32",
     )
-    model = config.actor_rollout_ref.model
-    trains_all = not (model.lora_rank or (model.lora or {}).get("rank") or model.lora_adapter_path)
     stored = PrecisionType.to_dtype(config.actor_rollout_ref.actor.fsdp_config.model_dtype)
     require(
-        not trains_all or stored == torch.float32,
+        not trains_all(config) or stored == torch.float32,
         f"{FSDP}.model_dtype must be fp32 where all weights are trained and {FSDP}.mixed_precision.param_dtype=fp16: "
         "updates are lost on weights in fewer bits",
         NAMES[stored],

@@ -45,7 +45,7 @@ from verl_digen.preflight.rewards import (
     check_rewards,
     check_timeshared,
 )
-from verl_digen.preflight.teachers import check_teachers
+from verl_digen.preflight.teacher import check_teacher
 from verl_digen.preflight.unknown import unknown_problems
 from verl_digen.preflight.unused import unused_problems
 from verl_digen.preflight.values import value_problems
@@ -113,7 +113,7 @@ RULES: tuple[Rule, ...] = (
     check_prompts,
     check_validation,
     check_loss,
-    check_teachers,
+    check_teacher,
     check_pairs,
     check_agent_loop,
     check_branches,

@@ -167,7 +167,7 @@ UNUSED: Mapping[str, tuple[Any, str]] = {
 
 REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "critic.enable": ((None, False), "a group's own rewards are its baseline (digen.advantage); leave it out"),
-    "distillation.enabled": ((False,), "there is no teacher in a diffusion run; leave it out"),
+    "distillation.enabled": ((False,), "recipe opd distils, from an adapter (digen.loss.teacher); leave it out"),
 }
 """Features of verl's that our runs do not have: key -> values that switch them off, and the remedy."""
 

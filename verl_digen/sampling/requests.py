@@ -177,7 +177,6 @@ def plain_request(
         tree=digen.branches.tree(window) if window.sde_steps else None,
         noise_levels=noise_levels,
         wants_condition=sample_index == 0 and not validate,
-        wants_negative=digen.has_guided_teacher,  # of validation, too: both may share a batch
     )
 
 

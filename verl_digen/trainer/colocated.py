@@ -113,8 +113,7 @@ class ColocatedTrainer(DiffusionTrainer):
         with marked_timer("gen", timing_raw):
             groups = self._generate()
         objective = find_objective(self.digen.loss_name)
-        rewards_of, teacher_of = group_rewards(self.config, self.digen), self.digen.loss_settings.teacher_of
-        samples = fragment_samples(groups, self.digen.select, rewards_of, teacher_of)
+        samples = fragment_samples(groups, self.digen.select, group_rewards(self.config, self.digen))
         self._ranks.compute_s = 0.0
         with (
             self._timeline.working("train"),

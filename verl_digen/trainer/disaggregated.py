@@ -156,7 +156,6 @@ class DisaggregatedTrainer(DiffusionTrainer):
                 num_rows=num_prompts * rows_per_group(self.digen, rollout.n),
                 select=self.digen.select,
                 rewards_of=group_rewards(self.config, self.digen),
-                teacher_of=self.digen.loss_settings.teacher_of,
             ),
             self._draw_prompts,
             slots_of=slots_of,

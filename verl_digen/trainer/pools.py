@@ -22,7 +22,7 @@ from verl_digen.engine.fragment import FragmentSpec
 from verl_digen.errors import RunStopped
 from verl_digen.schedulers.types import Chunk, Fragment
 from verl_digen.trainer.ranks import TrainerRanks
-from verl_digen.trainer.updates import GroupRewards, TeacherOf, fragment_samples, no_teacher, totals
+from verl_digen.trainer.updates import GroupRewards, fragment_samples, totals
 from verl_digen.types import GroupTags, PromptRow, SampleRequest
 
 logger = logging.getLogger(__name__)
@@ -186,7 +186,6 @@ class TrainerPool:
         num_rows: planned rows of a logical batch.
         select: the objective's choice of samples.
         rewards_of: what of a sample is its reward.
-        teacher_of: teacher of a prompt's samples.
     """
 
     def __init__(
@@ -197,17 +196,16 @@ class TrainerPool:
         num_rows: int,
         select: Select,
         rewards_of: GroupRewards = totals,
-        teacher_of: TeacherOf = no_teacher,
     ):
         self._ranks, self._num_samples, self._num_rows = ranks, num_samples, num_rows
-        self._select, self._rewards_of, self._teacher_of = select, rewards_of, teacher_of
+        self._select, self._rewards_of = select, rewards_of
 
     async def begin(self) -> None:
         self._ranks.compute_s = 0.0
         await self._ranks.begin(self._num_samples, self._num_rows)
 
     async def accumulate(self, fragment: Fragment, groups: Mapping[str, GroupTags]) -> None:
-        samples = fragment_samples(groups, self._select, self._rewards_of, self._teacher_of)
+        samples = fragment_samples(groups, self._select, self._rewards_of)
         await self._ranks.accumulate(FragmentSpec(f"f{fragment.id}", samples))
 
     async def commit(self) -> dict[str, float]:

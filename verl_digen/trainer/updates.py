@@ -55,20 +55,8 @@ def group_rewards(config: DictConfig, digen: DigenConfig) -> GroupRewards:
     return of_group
 
 
-TeacherOf = Callable[[str], str]
-"""`data_source` of a prompt -> name of its samples' teacher, see `LossConfig.teacher_of`."""
-
-
-def no_teacher(data_source: str) -> str:
-    """`TeacherOf` of a loss without teachers."""
-    return ""
-
-
 def fragment_samples(
-    groups: Mapping[str, GroupTags],
-    select: Select,
-    rewards_of: GroupRewards = totals,
-    teacher_of: TeacherOf = no_teacher,
+    groups: Mapping[str, GroupTags], select: Select, rewards_of: GroupRewards = totals
 ) -> tuple[FragmentSample, ...]:
     """Describe complete groups for the ranks.
 
@@ -96,7 +84,6 @@ def fragment_samples(
                 experts=tag.experts if position in chosen or tag.nodes else (),
                 nodes=tag.nodes,
                 skipped=skipped_points(nodes, position, is_chosen=position in chosen),
-                teacher=teacher_of(tag.data_source),
                 turns=() if tag.episode is None else tag.episode.turns,
             )
             for position, (index, tag) in enumerate(ordered)

@@ -28,7 +28,7 @@
 | `velocity` | the network's guided prediction under these weights, differentiable |
 | `old_mean`, `old_velocity` | the same under policy `old`, without gradient |
 | `reference_mean`, `reference_velocity` | the same under the reference policy, without gradient |
-| `teacher_mean`, `teacher_velocity` | the same under the row's teacher, without gradient |
+| `teacher_mean`, `teacher_velocity` | the same under the teacher, without gradient |
 
 | name | per row, with A the clamped advantage, sg[.] without gradient, r = pi / pi_generation |
 | --- | --- |
@@ -48,7 +48,7 @@
 | `awm` | (f) PPO's clip of a surrogate log-prob made of the flow error, and distances to the reference and an average |
 | `awm_off_policy` | (f) the same, with the average in place of the old policy; it also generates the samples |
 | `dgpo` | (f) A e with the flow error e, weighed by how far the group is from its order |
-| `opd`, `opd_forward` (f) | distance from the row's teacher; A is not read, unless flow_grpo's loss is added |
+| `opd` | distance from the teacher's step; A is not read |
 | `online_dpo` | (f) -logsigmoid of the best sample's gain over the reference less the worst one's |
 | `offline_dpo` | (f) the same for a pair of pictures from the data set, chosen and rejected |
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from verl_digen.algorithms.ema import Decay
-from verl_digen.algorithms.objectives.teacher import Teacher
 from verl_digen.require import require
 
 DEFAULTS = "leave it alone for the default"
@@ -48,24 +47,9 @@ class LossConfig:
         return {}
 
     @property
-    def taught_by(self) -> Mapping[str, Teacher]:
-        """Teachers by name; each row has one, whose outputs are the inputs `teacher_mean` and `teacher_velocity`."""
-        return {}
-
-    def teacher_of(self, data_source: str) -> str:
-        """Name of the teacher of samples of prompts of this source; "" for a loss without teachers.
-
-        Raises:
-            ValueError: it has none, or several.
-        """
-        found = [name for name, teacher in self.taught_by.items() if teacher.teaches(data_source)]
-        require(
-            len(found) == 1 or not self.taught_by,
-            f"digen.loss.teachers must hold one teacher for prompts with data_source={data_source}",
-            found,
-            "change digen.loss.teachers.NAME.data_sources, or the prompts",
-        )
-        return found[0] if found else ""
+    def taught_by(self) -> str | None:
+        """Folder of the LoRA adapter that is policy `teacher`; None for a loss without a teacher."""
+        return None
 
 
 @dataclass(frozen=True)

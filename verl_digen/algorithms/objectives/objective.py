@@ -51,10 +51,9 @@ COLUMNS: dict[Points, tuple[str, ...]] = {
 OUTPUTS: dict[Points, tuple[str, ...]] = {"path": ("mean", *ANY_LATENTS), "forward": ANY_LATENTS}
 """Kind of points -> outputs of a policy on a row, [N, ...] each."""
 TEACHER = "teacher"
-"""Policy that teaches a row, one of `LossConfig.taught_by`."""
+"""Policy of the adapter `LossConfig.taught_by`."""
 POLICIES = ("old", "reference", TEACHER)
-"""Policies that every objective may read, besides the one that trains and its own `LossConfig.copies`; `teacher` only
-with settings that have teachers."""
+"""Policies that every objective may read, besides the one that trains and its own `LossConfig.copies`."""
 RECORDED: dict[Points, tuple[str, ...]] = {"path": ("latents", "next_latents"), "forward": ("clean", "noisy", "noise")}
 """Kind of points -> latents [N, ...] that do not depend on a policy; see the package."""
 
@@ -184,16 +183,14 @@ class Objective:
         """True if the loss depends on rewards with these settings."""
         return self.joint is not None or "advantage" in self.loss.columns_for(settings)
 
-    def reads_teachers(self, settings: LossConfig) -> bool:
-        """True if it needs a forward of a row's teacher."""
-        return any((policy_output(name) or ("",))[0] == TEACHER for name in self.latents_for(settings))
+    def policies_for(self, settings: LossConfig) -> set[str]:
+        """Policies whose forwards it needs with these settings, besides the one that trains."""
+        return {read[0] for name in self.latents_for(settings) if (read := policy_output(name))}
 
     def reads_old_weights(self, settings: LossConfig) -> bool:
         """True if it needs a forward of the policy before the update, not its log-probs alone. A policy `old` that
         generates the samples is a copy that follows at a distance instead, see `LossConfig.copies`."""
-        if self.behaviour == "old":
-            return False
-        return any((policy_output(name) or ("",))[0] == "old" for name in self.latents_for(settings))
+        return self.behaviour != "old" and "old" in self.policies_for(settings)
 
     def check_inputs(self, settings: LossConfig) -> None:
         """Require inputs that training has with these settings, and copies for the policies among them.
