@@ -11,9 +11,9 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from peft import PeftModel, get_peft_model_state_dict
+from peft import get_peft_model_state_dict
 from peft.tuners.lora import LoraConfig
-from torch import Tensor, nn
+from torch import Tensor
 
 from verl_digen.engine.build import add_adapter
 from verl_digen.engine.export import ADAPTER, BASE_LAYER, is_adapter, merge, mergeable, plain_name
@@ -105,8 +105,3 @@ class PolicyWeights:
         state = dict(self._shards.tensors(self._name))
         # save_embedding_layers: "auto" asks the Hugging Face hub about the base model
         return get_peft_model_state_dict(self.network, state_dict=state, save_embedding_layers=False)
-
-
-def bare_network(network: nn.Module) -> Any:
-    """The network without peft's wrapper."""
-    return network.base_model.model if isinstance(network, PeftModel) else network

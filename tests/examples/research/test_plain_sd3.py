@@ -14,7 +14,7 @@ from torch import Tensor
 
 from verl_digen.algorithms.advantages import group_advantages
 from verl_digen.algorithms.kl import kl_loss
-from verl_digen.algorithms.losses import default_config, policy_loss
+from verl_digen.algorithms.objectives import default_config, policy_loss
 from verl_digen.algorithms.sde import sde_step
 from verl_digen.inputs import PromptInputs
 from verl_digen.models import load_model

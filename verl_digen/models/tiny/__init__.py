@@ -21,7 +21,7 @@ BUILDERS: dict[str, str] = {
     "flux_schnell": "verl_digen.models.tiny.flux:make_schnell",
     "hunyuan_video": "verl_digen.models.tiny.hunyuan_video:make",
     "hunyuan_video15": "verl_digen.models.tiny.hunyuan_video15:make",
-    "hunyuan_video15_i2v": "verl_digen.models.tiny.hunyuan_video15_image:make",
+    "hunyuan_video15_i2v": "verl_digen.models.tiny.hunyuan_video15:make_i2v",
     "ltx2": "verl_digen.models.tiny.ltx2:make",
     "qwen_image": "verl_digen.models.tiny.qwen_image:make",
     "qwen_image_edit": "verl_digen.models.tiny.qwen_image_edit:make_single",

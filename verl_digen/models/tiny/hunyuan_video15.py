@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny HunyuanVideo 1.5: 5 frames of 64x64 px are latents [4, 2, 4, 4]."""
+"""A tiny HunyuanVideo 1.5, and one for image to video: 5 frames of 64x64 px are latents [4, 2, 4, 4]."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ from diffusers.guiders.classifier_free_guidance import ClassifierFreeGuidance
 from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import AutoencoderKLHunyuanVideo15
 from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15Transformer3DModel
 from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import HunyuanVideo15Pipeline
+from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5_image2video import (
+    HunyuanVideo15ImageToVideoPipeline,
+)
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from transformers import ByT5Tokenizer, Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel
 
 from verl_digen.models.hunyuan_video15 import SYSTEM_MESSAGE
+from verl_digen.models.tiny.image_encoders import SIGLIP_WIDTH, WithProcessor, siglip_processor, siglip_vision
 from verl_digen.models.tiny.text import CORPUS, TEXT_WIDTH, VOCABULARY_SIZE, byte_tokenizer, t5_encoder
 from verl_digen.models.tiny.weights import draw_weights
 
@@ -28,10 +32,22 @@ CHAT_TEMPLATE = (
 def make() -> HunyuanVideo15Pipeline:
     """Build the pipeline: 25 MB, because the width of the glyph projection is fixed in the class; the published
     schedule and guider."""
-    return HunyuanVideo15Pipeline(transformer=make_transformer(task_type="t2v"), **make_others())
+    return HunyuanVideo15Pipeline(transformer=_transformer(task_type="t2v"), **_others())
 
 
-def make_others() -> dict[str, Any]:
+def make_i2v() -> WithProcessor:
+    """Build the pipeline for image to video: 25 MB."""
+    processor: Any = siglip_processor()
+    pipeline = HunyuanVideo15ImageToVideoPipeline(
+        transformer=_transformer(task_type="i2v", image_embed_dim=SIGLIP_WIDTH),
+        image_encoder=siglip_vision(),
+        feature_extractor=processor,
+        **_others(),
+    )
+    return WithProcessor(pipeline, {"feature_extractor": processor})
+
+
+def _others() -> dict[str, Any]:
     """Parts besides the network."""
     return {
         "text_encoder": _text_encoder(),
@@ -44,7 +60,7 @@ def make_others() -> dict[str, Any]:
     }
 
 
-def make_transformer(**more: Any) -> HunyuanVideo15Transformer3DModel:
+def _transformer(**more: Any) -> HunyuanVideo15Transformer3DModel:
     transformer = HunyuanVideo15Transformer3DModel(
         in_channels=2 * LATENT_CHANNELS + 1,
         out_channels=LATENT_CHANNELS,
