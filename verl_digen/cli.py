@@ -21,7 +21,6 @@ from verl_digen.observe.timeline import command as timeline
 from verl_digen.plan import command as plan
 from verl_digen.report import report_command as report
 from verl_digen.score import score_command as score
-from verl_digen.score import serve_command as serve_reward
 from verl_digen.simulate import command as simulate
 
 
@@ -49,7 +48,7 @@ EXIT_REFUSED = 2
 EXIT_INTERRUPTED, EXIT_BROKEN_PIPE, EXIT_TERMINATED = 130, 141, 143
 """128 + the number of the signal, as in shells."""
 
-COMMANDS: tuple[Command, ...] = (doctor, timeline, simulate, bench, plan, score, serve_reward, export, sample, report)
+COMMANDS: tuple[Command, ...] = (doctor, timeline, simulate, bench, plan, score, export, sample, report)
 
 
 def make_parser() -> ArgumentParser:

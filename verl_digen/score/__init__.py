@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards outside a run: `digen score` scores files, `digen serve-reward` scores what others send. No Ray.
+"""Rewards outside a run: `digen score` scores files. No Ray.
 
 files.py     paths -> pixels                     score_command.py   digen score
 prompts.py   which prompt belongs to which file  table.py           what it prints
 rewards.py   rewards by name -> batches -> scores
-unirl.py     the JSON form of a request          app.py, serve_command.py   digen serve-reward
 """

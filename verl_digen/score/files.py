@@ -81,8 +81,7 @@ def read(path: Path) -> NDArray[np.uint8]:
         raise ValueError(f"{str(path)!r} cannot be read: {str(error) or type(error).__name__}") from error
 
 
-def rgb(image: Image.Image) -> NDArray[np.uint8]:
-    """Pixels [H, W, 3] of one picture."""
+def _rgb(image: Image.Image) -> NDArray[np.uint8]:
     image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I"):  # 16 bits a pixel; Pillow's own conversion clips
         image = Image.fromarray((np.asarray(image).astype(np.float64) / 257).round().clip(0, 255).astype(np.uint8))
@@ -96,13 +95,13 @@ def rgb(image: Image.Image) -> NDArray[np.uint8]:
 def _picture(path: Path) -> NDArray[np.uint8]:
     with Image.open(path) as image:
         frames = (
-            [rgb(frame.copy()) for frame in ImageSequence.Iterator(image)]
+            [_rgb(frame.copy()) for frame in ImageSequence.Iterator(image)]
             if path.suffix.lower()
             not in (
                 ".tif",
                 ".tiff",
             )
-            else [rgb(image)]
+            else [_rgb(image)]
         )
     return frames[0] if len(frames) == 1 else np.stack(frames)
 

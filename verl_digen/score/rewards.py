@@ -32,7 +32,7 @@ class Scored:
     """Weighted sum; None if a reward failed."""
 
 
-def parse(text: str, key: str = "REWARD") -> list[RewardEntry]:
+def parse(text: str) -> list[RewardEntry]:
     """Read the rewards of a command line.
 
     Example:
@@ -45,14 +45,14 @@ def parse(text: str, key: str = "REWARD") -> list[RewardEntry]:
     """
     if not text.strip().startswith("{"):
         names = [name.strip() for name in text.split(",")]
-        require(all(names), f"{key} must be names of rewards, separated by commas", text, "write e.g. ocr")
+        require(all(names), "REWARD must be names of rewards, separated by commas", text, "write e.g. ocr")
         return [_named(name) for name in names]
     try:
         given: Any = OmegaConf.to_container(OmegaConf.create(text))
     except Exception as error:  # YAML's and OmegaConf's errors have no common class
         line = str(error).strip().splitlines()[0]
-        raise ValueError(f"{key} must be names or a YAML mapping, got {text!r} ({line}); write {{ocr: 1.0}}") from error
-    require(bool(given), f"{key} must name a reward", text, "write {ocr: 1.0}")
+        raise ValueError(f"REWARD must be names or a YAML mapping, got {text!r} ({line}); write {{ocr: 1.0}}") from error
+    require(bool(given), "REWARD must name a reward", text, "write {ocr: 1.0}")
     return [reward_entry(str(name), value) for name, value in given.items()]
 
 
@@ -90,24 +90,14 @@ class LocalRewards:
         }
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """The rewards' names, in order."""
-        return tuple(self._scorers)
+    def compare_groups(self) -> bool:
+        """True if a reward compares all samples of a prompt."""
+        return "group" in self._scopes.values()
 
-    @property
-    def of_groups(self) -> list[str]:
-        """Names of the rewards that compare all samples of a prompt."""
-        return [name for name, scope in self._scopes.items() if scope == "group"]
-
-    async def score(self, samples: Sequence[RewardInput], names: Sequence[str] | None = None) -> list[Scored]:
-        """Score samples; those with equal `row.uid` are one group.
-
-        Args:
-            names: rewards to ask; None asks all.
-        """
-        asked = self.names if names is None else tuple(names)
-        columns = await asyncio.gather(*(self._column(name, samples) for name in asked))
-        return [self._scored(dict(zip(asked, row, strict=True))) for row in zip(*columns, strict=True)]
+    async def score(self, samples: Sequence[RewardInput]) -> list[Scored]:
+        """Score samples; those with equal `row.uid` are one group."""
+        columns = await asyncio.gather(*(self._column(entry.name, samples) for entry in self.entries))
+        return [self._scored(row) for row in zip(*columns, strict=True)]
 
     async def _column(self, name: str, samples: Sequence[RewardInput]) -> list[PartScore | ScoringError]:
         """One reward's scores of all samples."""
@@ -128,13 +118,15 @@ class LocalRewards:
         except ScoringError as error:
             return [error] * len(samples)
 
-    def _scored(self, found: Mapping[str, PartScore | ScoringError]) -> Scored:
+    def _scored(self, row: Sequence[PartScore | ScoringError]) -> Scored:
+        """One sample, from its scores by all rewards in order."""
         parts: dict[str, float] = {}
-        errors = {name: str(score) for name, score in found.items() if isinstance(score, ScoringError)}
+        errors: dict[str, str] = {}
         total = 0.0
-        for entry in self.entries:
-            score = found.get(entry.name)
-            if isinstance(score, PartScore):
+        for entry, score in zip(self.entries, row, strict=True):
+            if isinstance(score, ScoringError):
+                errors[entry.name] = str(score)
+            else:
                 parts[entry.name] = score.value
                 parts |= {f"{entry.name}/{detail}": value for detail, value in score.details.items()}
                 total += entry.weight * score.value

@@ -90,11 +90,11 @@ async def _score_all(rewards: LocalRewards, paths: Sequence[Path], rows: Sequenc
     from verl_digen.score.table import Line
 
     order = range(len(paths))
-    if rewards.of_groups:
+    if rewards.compare_groups:
         order = sorted(order, key=lambda number: (rows[number].uid, number))
     lines: dict[int, Line] = {}
     with tqdm(total=len(paths), unit="file", file=sys.stderr, disable=None) as bar:
-        for chunk in _chunks(paths, rows, order, keep_groups=bool(rewards.of_groups)):
+        for chunk in _chunks(paths, rows, order, keep_groups=rewards.compare_groups):
             scored = await rewards.score([sample for _, sample in chunk if not isinstance(sample, str)])
             scores = iter(scored)
             for number, sample in chunk:

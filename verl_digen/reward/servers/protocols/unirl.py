@@ -8,7 +8,7 @@
 
 `metadata` holds the further columns of the prompt's row, its `data_source` and its `ground_truth`. Pictures are JPEG of
 quality 95, as its own client sends them, or PNG. A video is sent as pictures: the service wants an encoded file for
-`videoalign`, which is not supported. Details: `REWARD/SUB_SCORE`. `digen serve-reward` speaks this protocol.
+`videoalign`, which is not supported. Details: `REWARD/SUB_SCORE`.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Unirl(Protocol):
 
 
 def _metadata(sample: RewardInput) -> dict[str, Any]:
-    """The prompt's further columns, with its source and ground truth, which `digen serve-reward` reads."""
+    """The prompt's further columns, with its source and ground truth."""
     row = sample.row
     return {"data_source": row.data_source, "ground_truth": row.ground_truth, **row.extra}
 
