@@ -42,7 +42,6 @@ class Split:
 
     takes_masks: bool = False
     """False for cuDNN's: diffusers hands it a mask of booleans as numbers to add."""
-    trains: bool = True
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class AttentionBackend:
     needs_compile: bool = False
     """True if it is slow, or runs out of memory, outside compiled blocks."""
     split: Split | None = None
-    """None: diffusers refuses it where devices share a row's tokens."""
+    """None: diffusers refuses it, or its backward, where devices share a row's tokens."""
     refused: str | None = None
     """Reason for which no side may use it."""
 
@@ -87,9 +86,7 @@ ATTENTION_BACKENDS: Mapping[str, AttentionBackend] = {
     "_native_efficient": AttentionBackend(takes_masks=True, takes_fp32=True),
     "_native_flash": AttentionBackend(("cuda", "cpu"), split=Split()),
     "_native_math": AttentionBackend((), takes_masks=True, takes_fp32=True),
-    "_native_npu": AttentionBackend(
-        ("npu",), Package("torch_npu", "torch-npu"), takes_masks=True, split=Split(takes_masks=True, trains=False)
-    ),
+    "_native_npu": AttentionBackend(("npu",), Package("torch_npu", "torch-npu"), takes_masks=True),
     "_native_xla": AttentionBackend(("xla",), Package("torch_xla", "torch-xla", (2, 2))),
     "xformers": AttentionBackend(package=Package("xformers", "xformers", (0, 0, 29)), takes_fp32=True),
     **dict.fromkeys(("sage", "sage_hub", "sage_varlen", "_sage_qk_int8_pv_fp8_cuda"), _SAGE),
@@ -136,24 +133,21 @@ def check_use(key: str, name: str, *, trains: bool, dtype: str, device: str, com
     )
 
 
-def check_split(key: str, name: str, size_key: str, *, trains: bool, needs_masks: bool) -> None:
-    """Raise ValueError if the kernel cannot run where devices share a row's tokens.
+def check_split(key: str, name: str, size_key: str, *, needs_masks: bool) -> None:
+    """Raise ValueError if the kernel cannot train where devices share a row's tokens.
 
     Args:
-        size_key: key of the number of these devices. trains: True for the trainer. needs_masks: prompts are padded.
+        size_key: key of the number of these devices. needs_masks: prompts are padded.
     """
     split = ATTENTION_BACKENDS[name].split
     able = [
         each
         for each, backend in ATTENTION_BACKENDS.items()
-        if backend.refused is None
-        and backend.split is not None
-        and (backend.split.trains or not trains)
-        and (backend.split.takes_masks or not needs_masks)
+        if backend.refused is None and backend.split is not None and (backend.split.takes_masks or not needs_masks)
     ]
     asked = [
         "diffusers can run on a row's tokens split over devices",
-        *(["with its backward"] if trains else []),
+        "with its backward",
         *(["under the mask of prompts that are padded for it"] if needs_masks else []),
     ]
     require(

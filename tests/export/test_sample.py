@@ -61,6 +61,7 @@ def validated(run: SavedRun, sent: dict[str, Tensor], prompts: Path, folder: Pat
     with torch.no_grad():
         server._weights.begin_live()(list(sent.items()))
     server._weights.seal()
+    server._weights.switch()
     rows = [
         replace(row, uid=validation_uid(index), index=index)
         for index, row in enumerate(read_prompts(str(prompts), "data.val_files"))

@@ -46,7 +46,7 @@ def test_a_plan_names_modules_of_the_network(loaded: Loaded) -> None:
 
 
 def test_one_device_runs_every_network_of_any_size(loaded: Loaded) -> None:
-    check_sequence(loaded.model, TRAINER_KEY, 1, loaded.case.sizes[0])
+    check_sequence(loaded.model, 1, loaded.case.sizes[0])
 
 
 def test_a_size_must_divide_heads_and_tokens(loaded: Loaded) -> None:
@@ -54,11 +54,11 @@ def test_a_size_must_divide_heads_and_tokens(loaded: Loaded) -> None:
     if model.spec.sequence is None:
         message = f"{KEY} be 1 for {model.spec.title}, whose network ({model.spec.transformer}) has no plan"
         with pytest.raises(ValueError, match=re.escape(message)):
-            check_sequence(model, TRAINER_KEY, 2, geometry)
+            check_sequence(model, 2, geometry)
         return
-    check_sequence(model, TRAINER_KEY, 2, geometry)
+    check_sequence(model, 2, geometry)
     with pytest.raises(ValueError, match=r"divide the \d+ attention heads .*, got 3; choose one of 1, 2$"):
-        check_sequence(model, TRAINER_KEY, 3, geometry)
+        check_sequence(model, 3, geometry)
 
 
 def test_a_size_must_divide_the_tokens_of_any_image(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,9 +67,9 @@ def test_a_size_must_divide_the_tokens_of_any_image(loaded: Loaded, monkeypatch:
     if model.spec.sequence is None or not loaded.case.has_images:
         return
     monkeypatch.setattr(model, "read_network_config", lambda folder: {"num_attention_heads": 8})
-    check_sequence(model, TRAINER_KEY, 4, Geometry(128, 128))
+    check_sequence(model, 4, Geometry(128, 128))
     with pytest.raises(ValueError, match=r"divide the 4 tokens of the smallest image .*, got 8; choose one of 1, 2, 4"):
-        check_sequence(model, TRAINER_KEY, 8, Geometry(128, 128))
+        check_sequence(model, 8, Geometry(128, 128))
 
 
 def test_a_video_whose_tokens_do_not_divide_is_refused(loaded: Loaded) -> None:
@@ -79,7 +79,7 @@ def test_a_video_whose_tokens_do_not_divide_is_refused(loaded: Loaded) -> None:
     side = loaded.case.px_multiple
     assert model.num_tokens(Geometry(side, side, 1)) == 1
     with pytest.raises(ValueError, match=re.escape(f"{KEY} divide the 1 tokens of 1 frame(s) of {side} x {side} px")):
-        check_sequence(model, TRAINER_KEY, 2, Geometry(side, side, 1))
+        check_sequence(model, 2, Geometry(side, side, 1))
 
 
 def test_prompts_are_padded_only_where_their_length_does_not_divide() -> None:

@@ -143,18 +143,6 @@ def test_a_trainer_that_assists_keeps_a_vae():
     assert assisting == alone | {"VAE of assistance": GB}
 
 
-def test_devices_of_a_diffusers_replica_share_activations_and_no_weights():
-    one, two = (make_run(rollout_name="diffusers", tensor_parallel=size) for size in (1, 2))
-    assert two.settings.num_replicas == one.settings.num_replicas / 2
-    alone, shared = (plan_memory(run, DEVICE) for run in (one, two))
-    assert shared.generating.items["transformer"] == alone.generating.items["transformer"]
-    assert shared.generating.row_bytes == -(-alone.generating.row_bytes // 2)
-    assert shared.step["weights to all replicas"] == alone.step["weights to all replicas"], "each device gets them"
-    split = [make_run(rollout_name="diffusers", tensor_parallel=size, is_split=True) for size in (1, 2)]
-    staged = [plan_memory(run, DEVICE).host["staged weight updates"] for run in split]
-    assert staged[0] == staged[1] > 0
-
-
 def test_tensor_parallelism_divides_the_transformer_alone():
     items = plan_memory(make_run(rollout_name="vllm_omni", tensor_parallel=4), DEVICE).generating.items
     assert items["transformer"] == 4 * GB

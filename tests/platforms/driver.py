@@ -28,14 +28,10 @@ class Server:
     async def ready(self):
         return True
 
-    async def join_peers(self):
-        """Devices of this process and of its peers, none of which is started."""
-        from verl_digen.rollout.birth import SeenDevice, visible_device
+    async def visible_devices(self):
+        from verl_digen.rollout.birth import visible_device
 
-        return [visible_device(0), *(SeenDevice(peer.device, None) for peer in self.arguments["peers"])]
-
-    def peers(self):
-        return self.arguments["peers"]
+        return [visible_device(0)]
 
     def read_by_the_driver(self):
         return READ[0]

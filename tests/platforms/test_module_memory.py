@@ -61,24 +61,24 @@ def test_tensors_that_share_memory_are_released_and_copied_once():
 
 
 def test_of_processes_with_equal_weights_one_copies_each_module_and_all_give_them_back(caplog):
-    """A server and two peers, one of which has other parameters, and the same buffers."""
+    """Three replicas, one of which has other parameters, and the same buffers; the first has an encoder, too."""
     name, encoder = f"{os.getpid()}-replicas", nn.Linear(4, 4)
-    server, peer, odd = network(), network(), network()
+    first, second, odd = network(), network(), network()
     with torch.no_grad():
         odd[1].bias += 1
-    memories = [DeviceMemory([server, encoder], CPU, name), DeviceMemory([peer], CPU, name)]
+    memories = [DeviceMemory([first, encoder], CPU, name), DeviceMemory([second], CPU, name)]
     memories.append(DeviceMemory([odd], CPU, name))
-    before = [{key: tensor.clone() for key, tensor in each.state_dict().items()} for each in (server, peer, odd)]
-    size = sum(tensor.nbytes for tensor in server.state_dict().values())
+    before = [{key: tensor.clone() for key, tensor in each.state_dict().items()} for each in (first, second, odd)]
+    size = sum(tensor.nbytes for tensor in first.state_dict().values())
     for memory in memories * 2:
         memory.release()
         memory.restore()
     of_encoder = sum(tensor.nbytes for tensor in encoder.state_dict().values())
-    buffers = sum(tensor.nbytes for tensor in server.buffers())
+    buffers = sum(tensor.nbytes for tensor in first.buffers())
     assert [memory.num_bytes_copied_out for memory in memories] == [size + of_encoder, 0, size - buffers]
     assert [memory.num_bytes_shared for memory in memories] == [0, size, buffers]
     assert "other weights than the node's copy" in caplog.text
-    for module, expected in zip((server, peer, odd), before, strict=True):
+    for module, expected in zip((first, second, odd), before, strict=True):
         assert all(map(torch.equal, module.state_dict().values(), expected.values()))
 
 

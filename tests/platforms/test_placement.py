@@ -204,38 +204,30 @@ def two_workers(cluster):
         ray.kill(worker)
 
 
-def launch(workers):
-    """A replica on the devices of these workers, whose server is a fake -> the server."""
+def launch(worker):
+    """A replica on the device of this worker, whose server is a fake -> the server."""
 
     class Replica(DiffusersReplica):
         server_class = Server
 
     replica = Replica.__new__(Replica)
-    replica.world_size, replica.nnodes, replica.replica_rank, replica.gpus_per_node = len(workers), 1, 0, 4
+    replica.world_size, replica.nnodes, replica.replica_rank, replica.gpus_per_node = 1, 1, 0, 4
     replica.config, replica.model_config = SimpleNamespace(max_num_seqs=8), SimpleNamespace(digen=DigenConfig())
-    replica.rollout_mode, replica.workers = RolloutMode.HYBRID, workers
+    replica.rollout_mode, replica.workers = RolloutMode.HYBRID, [worker]
     asyncio.run(replica.launch_servers())
     (server,) = replica.servers
     return server
 
 
-def devices_of(workers):
-    return [str(ray.get(worker.__ray_call__.remote(lambda _: ray.get_gpu_ids()[0]))) for worker in workers]
+def device_of(worker):
+    return str(ray.get(worker.__ray_call__.remote(lambda _: ray.get_gpu_ids()[0])))
 
 
 @pytest.mark.long
 def test_the_driver_of_a_diffusers_replica_finds_the_device_of_its_worker(two_workers):
     second_worker = two_workers[0]
-    server = launch([second_worker])
-    assert [ray.get(server.read_by_the_driver.remote())] == devices_of([second_worker]) != ["0"]
-    ray.kill(server)
-
-
-def test_the_ranks_of_a_diffusers_replica_have_the_devices_of_its_workers_in_order(two_workers):
-    server = launch(list(two_workers))
-    mine, peers = devices_of(two_workers), ray.get(server.peers.remote())
-    assert [ray.get(server.read_by_the_driver.remote()), *(peer.device for peer in peers)] == mine
-    assert [peer.node_id for peer in peers] == [ray.get_runtime_context().get_node_id()]
+    server = launch(second_worker)
+    assert ray.get(server.read_by_the_driver.remote()) == device_of(second_worker) != "0"
     ray.kill(server)
 
 

@@ -21,7 +21,6 @@ R = "digen.rollout.attention_backend"
 OMNI = "+actor_rollout_ref.rollout.engine_kwargs.vllm_omni.diffusion_attention_backend"
 BF16 = "++actor_rollout_ref.actor.fsdp_config.mixed_precision={param_dtype: bf16}"
 SHARED = "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2"
-REPLICA = "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
 ON_OMNI = "actor_rollout_ref.rollout.name=vllm_omni"
 
 
@@ -52,7 +51,6 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
             f"{A} must be a kernel that diffusers .*choose one of native, .*or set {SHARED[:-2]} to 1",
         ),
         (f"{SHARED},{A}=_native_npu", f"{A} must be .*with its backward, got '_native_npu'"),
-        (f"{REPLICA},{R}=_native_math", f"{R} must be a kernel that diffusers .*or set {REPLICA[:-2]} to 1"),
         (f"{ON_OMNI},{A}=_native_math", "with actor_rollout_ref.rollout.name=vllm_omni, which has kernels of its own"),
         (f"{ON_OMNI},{R}=flash,{OMNI}=TORCH_SDPA", "must be null where .*diffusion_attention_backend is set"),
         (f"{ON_OMNI},digen.rollout.compile=true", "digen.rollout.compile must be null"),
@@ -78,12 +76,10 @@ def test_kernels_of_both_back_ends_pass(start, on_cuda: None, name: str):
         )
 
 
-@pytest.mark.parametrize("shared", [SHARED, REPLICA])
-def test_kernels_for_split_tokens_pass(start, on_cuda: None, shared: str):
+def test_kernels_for_split_tokens_pass(start, on_cuda: None):
     dtype = "actor_rollout_ref.rollout.dtype=bfloat16"
     for name in ("native", "flash", "_flash_3_varlen_hub"):
-        check_kernels(start("recipe=digen_flowgrpo", BF16, dtype, f"{A}={name}", shared))
-    check_kernels(start("recipe=digen_flowgrpo", BF16, dtype, f"{R}=_native_npu", REPLICA))
+        check_kernels(start("recipe=digen_flowgrpo", BF16, dtype, f"{A}={name}", SHARED))
 
 
 def test_prompts_that_are_padded_to_be_split_need_a_kernel_with_masks(start, tmp_path: Path):
@@ -93,12 +89,11 @@ def test_prompts_that_are_padded_to_be_split_need_a_kernel_with_masks(start, tmp
             build_tiny(checkpoint, path)
         return start("recipe=digen_flowgrpo", f"actor_rollout_ref.model.path={path}", *overrides)
 
-    for key, shared in ((A, SHARED), (R, REPLICA)):
-        text = broken(check_kernel_model, settings("hunyuan_video", f"{key}=_native_flash", shared))
-        assert re.search(f"{key} must .*under the mask of prompts.*got '_native_flash'; choose one of native,", text)
-        assert "cudnn" not in text
-        check_kernel_model(settings("hunyuan_video", f"{key}=flash_varlen_hub", shared))
-        check_kernel_model(settings("wan2.1", f"{key}=_native_flash", shared))
+    text = broken(check_kernel_model, settings("hunyuan_video", f"{A}=_native_flash", SHARED))
+    assert re.search(f"{A} must .*under the mask of prompts.*got '_native_flash'; choose one of native,", text)
+    assert "cudnn" not in text
+    check_kernel_model(settings("hunyuan_video", f"{A}=flash_varlen_hub", SHARED))
+    check_kernel_model(settings("wan2.1", f"{A}=_native_flash", SHARED))
     check_kernel_model(settings("hunyuan_video", f"{A}=_native_flash"))
 
 

@@ -80,7 +80,9 @@ def test_a_good_config_passes(start, runnable):
         ("actor_rollout_ref.rollout.name=sglang", "actor_rollout_ref.rollout.name must be one of diffusers"),
         (
             "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
-            "actor_rollout_ref.rollout.tensor_model_parallel_size must divide trainer.n_gpus_per_node=1 with",
+            "actor_rollout_ref.rollout.tensor_model_parallel_size must be 1 with "
+            "actor_rollout_ref.rollout.name=diffusers, whose replicas have one device, got 2; set it to 1: more "
+            "devices make more replicas; actor_rollout_ref.rollout.name=vllm_omni has replicas of",
         ),
         (
             "actor_rollout_ref.rollout.data_parallel_size=2",
@@ -378,53 +380,6 @@ def test_a_checkpoint_that_ranks_cannot_share_is_refused_before_anything_starts(
     assert message in problem(start, *runnable, *config)
 
 
-REPLICA = "actor_rollout_ref.rollout.tensor_model_parallel_size"
-
-
-@pytest.mark.parametrize(
-    ("checkpoint", "per_node", "size", "message"),
-    [
-        (
-            "wan2.1",
-            3,
-            3,
-            f"{REPLICA} must divide the 2 attention heads of this Wan checkpoint, got 3; choose one of 1, 2",
-        ),
-        ("sd3", 2, 2, f"{REPLICA} must be 1 for Stable Diffusion 3, whose network (SD3Transformer2DModel) has no plan"),
-        (
-            "wan2.1",
-            3,
-            2,
-            f"{REPLICA} must divide trainer.n_gpus_per_node=3 with actor_rollout_ref.rollout.name=diffusers",
-        ),
-        ("wan2.1", 2, 2, None),
-    ],
-)
-def test_a_replica_whose_devices_cannot_share_a_sample_is_refused(
-    start, runnable, tmp_path, checkpoint, per_node, size, message
-):
-    path = build_tiny(checkpoint, tmp_path / "checkpoint")
-    words = (f"actor_rollout_ref.model.path={path}", f"trainer.n_gpus_per_node={per_node}", f"{REPLICA}={size}")
-    if message is None:
-        preflight.check(start(*runnable, *words))
-    else:
-        assert message in problem(start, *runnable, *words)
-
-
-@pytest.mark.parametrize(
-    ("per_node", "message"),
-    [(3, f"{REPLICA} must divide actor_rollout_ref.rollout.n_gpus_per_node=3 with"), (4, None)],
-)
-def test_replicas_of_several_devices_divide_their_own_nodes_not_the_trainers(
-    start, runnable, tiny_wan, per_node, message
-):
-    separate = ["recipe=[digen_flowgrpo,disaggregated]", *runnable[1:]]
-    words = (f"actor_rollout_ref.model.path={tiny_wan}", f"actor_rollout_ref.rollout.n_gpus_per_node={per_node}")
-    words += (f"{REPLICA}=2", "trainer.n_gpus_per_node=1")
-    if message is None:
-        preflight.check(start(*separate, *words))
-    else:
-        assert message in problem(start, *separate, *words)
 
 
 def test_images_for_a_model_that_reads_none_are_refused(start, runnable, tiny_video, tmp_path):
@@ -521,12 +476,11 @@ FIRST_FRAME = "for Wan2.2 TI2V and prompts with images"
     ("overrides", "message"),
     [
         ((f"{SHARING}=2", "trainer.n_gpus_per_node=2"), f"{SHARING} must be 1 {FIRST_FRAME}"),
-        ((f"{REPLICA}=2", "trainer.n_gpus_per_node=2"), f"{REPLICA} must be 1 {FIRST_FRAME}"),
         (("digen.sampling.num_frames=1",), "digen.sampling.num_frames must be >= 5 for Wan2.2 TI2V"),
         (("actor_rollout_ref.rollout.name=vllm_omni",), None),
         ((), None),
     ],
-    ids=["trainer", "replica", "picture", "vllm-omni", "runs"],
+    ids=["trainer", "picture", "vllm-omni", "runs"],
 )
 def test_a_first_frame_is_refused_where_nothing_reads_it(start, runnable, tmp_path, overrides, message):
     """Texts alone pass."""

@@ -155,12 +155,11 @@ def test_nothing_is_measured_where_memory_does_not_limit(device: Device):
 def test_memory_is_measured_on_one_accelerator_with_auto_alone():
     auto, accelerator = RolloutConfig(max_batch_size="auto"), torch.device("meta")
     ways = {
-        "auto": (auto, accelerator, 1),
-        "a number": (RolloutConfig(max_batch_size=8), accelerator, 1),
-        "a CPU": (auto, torch.device("cpu"), 1),
-        "two devices": (auto, accelerator, 2),
+        "auto": (auto, accelerator),
+        "a number": (RolloutConfig(max_batch_size=8), accelerator),
+        "a CPU": (auto, torch.device("cpu")),
     }
-    measures = {way: Fitting.of(*given[:2], num_devices=given[2])._measures for way, given in ways.items()}
+    measures = {way: Fitting.of(*given)._measures for way, given in ways.items()}
     assert [way for way, does in measures.items() if does] == ["auto"]
 
 

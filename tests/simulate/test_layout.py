@@ -32,13 +32,6 @@ def test_types_have_nodes_of_their_own():
     assert arrange(nodes, Pool(20, "H800"), Pool(1, "H800")) is None
 
 
-def test_a_replica_lies_in_one_node():
-    nodes = {"H800": [8, 8]}
-    assert arrange(nodes, Pool(1, "H800"), Pool(12, "H800")) == (Shape(1, 1), Shape(2, 6))
-    assert arrange(nodes, Pool(1, "H800"), Pool(12, "H800"), unit=4) == (Shape(1, 1), Shape(3, 4))
-    assert arrange(nodes, Pool(4, "H800"), Pool(10, "H800"), unit=4) is None
-
-
 def test_no_node_holds_more_than_it_has():
     rng = random.Random(0)
     placed = 0

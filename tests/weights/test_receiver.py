@@ -77,7 +77,7 @@ def test_a_lost_bucket_and_one_that_comes_twice_are_errors():
         take(list(new.items()))
 
 
-def test_a_live_update_is_loaded_as_it_arrives_and_the_network_is_whole_when_it_is_sealed():
+def test_a_live_update_is_loaded_as_it_arrives_and_the_network_is_whole_at_the_switch():
     module = network()
     receiver = WeightReceiver(module, None, NETWORK)
     new = update(module)
@@ -88,9 +88,9 @@ def test_a_live_update_is_loaded_as_it_arrives_and_the_network_is_whole_when_it_
         take([named])
         assert torch.equal(module.state_dict()[named[0]], named[1])
     receiver.seal()
-    receiver.require_whole()
-    assert receiver.is_sealed
+    assert receiver.is_sealed and not receiver.is_whole
     receiver.switch()
+    receiver.require_whole()
     assert not receiver.is_sealed
 
 
@@ -115,7 +115,7 @@ def test_after_a_wrong_live_update_nothing_serves_until_a_whole_one_has_come(spo
     receiver.begin_live()(list(good.items())[:3])  # interrupted
     assert not receiver.is_whole
     receiver.begin_live()(list(good.items()))
-    receiver.seal()
+    seal_and_switch(receiver)
     assert receiver.is_whole and all(torch.equal(tensor, good[name]) for name, tensor in module.state_dict().items())
 
 

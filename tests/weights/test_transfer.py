@@ -175,8 +175,9 @@ def test_a_live_update_is_in_the_network_when_its_last_bucket_has_come(handle):
     receiving, _ = receive(handle, weights.begin_live())
     send(handle, WEIGHTS.items())
     receiving.result()
-    assert not weights.is_whole
     weights.seal()
+    assert not weights.is_whole
+    weights.switch()
     assert weights.is_whole and all(torch.equal(network[name], tensor) for name, tensor in WEIGHTS.items())
 
 

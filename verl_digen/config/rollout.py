@@ -69,9 +69,9 @@ class RolloutConfig:
 
     max_batch_size: int | str = 8
     """Maximum samples that a replica denoises together (memory decides). auto: as many as fit into the device's memory,
-    64 at most, on a `diffusers` replica of one device; measured at the first batches of each kind, and halved if one
-    runs out of memory nevertheless. On a CPU, in `vllm_omni` replicas and in those of several devices it is 8. Chunks
-    of separate pools are cut, and memory is planned, for 8 too."""
+    64 at most, on a `diffusers` replica; measured at the first batches of each kind, and halved if one runs out of
+    memory nevertheless. On a CPU and in `vllm_omni` replicas it is 8. Chunks of separate pools are cut, and memory is
+    planned, for 8 too."""
     split_guidance: bool | str = "auto"
     """Run the two branches of classifier-free guidance one after the other, in half the memory, rather than in one
     forward, while a `diffusers` replica or an assisting trainer generates. auto: a replica does where both together

@@ -141,6 +141,7 @@ def _load(network: LoadedNetwork, weights: PolicyWeights, *, carries_adapter: bo
     for named in tensors:
         take([named])
     network.weights.seal()
+    network.weights.switch()
 
 
 def save_pictures(painter: Painter, rows: Sequence[PromptRow], num_samples: int, folder: Path, title: str) -> None:

@@ -40,11 +40,8 @@ MESH_DIMS = ("ring", "ulysses")
 """Names that diffusers gives the dimensions of its mesh; the first has size 1."""
 
 
-def check_sequence(model: DiffusionModel, key: str, size: int, geometry: Geometry) -> None:
+def check_sequence(model: DiffusionModel, size: int, geometry: Geometry) -> None:
     """Check that `size` devices can share a row of this checkpoint.
-
-    Args:
-        key: config key of `size`, for messages.
 
     Raises:
         ValueError: a network that cannot be split, or one whose heads or tokens `size` does not divide.
@@ -54,22 +51,22 @@ def check_sequence(model: DiffusionModel, key: str, size: int, geometry: Geometr
     layout, title = model.spec.sequence, model.spec.title
     if layout is None:
         raise ValueError(
-            f"{key} must be 1 for {title}, whose network ({model.spec.transformer}) has no plan in diffusers that "
-            f"splits all tokens, got {size}; set it to 1 (more devices take more rows then), or choose a model that "
-            "docs/sequence_parallel.md lists"
+            f"{TRAINER_KEY} must be 1 for {title}, whose network ({model.spec.transformer}) has no plan in diffusers "
+            f"that splits all tokens, got {size}; set it to 1 (more devices take more rows then), or choose a model "
+            "that docs/sequence_parallel.md lists"
         )
     num_heads = model.read_network_config(model.experts[0])["num_attention_heads"]
     require(
         num_heads % size == 0,
-        f"{key} must divide the {num_heads} attention heads of this {title} checkpoint",
+        f"{TRAINER_KEY} must divide the {num_heads} attention heads of this {title} checkpoint",
         size,
         _divisors(num_heads, size),
     )
     num_tokens = model.num_tokens(geometry)
     require(
         num_tokens % size == 0,
-        f"{key} must divide the {num_tokens} tokens of {geometry.num_frames} frame(s) of {geometry.height_px} x "
-        f"{geometry.width_px} px for {title}",
+        f"{TRAINER_KEY} must divide the {num_tokens} tokens of {geometry.num_frames} frame(s) of "
+        f"{geometry.height_px} x {geometry.width_px} px for {title}",
         size,
         "change digen.sampling.height_px, width_px or num_frames, or choose a size that divides them",
     )
@@ -77,15 +74,15 @@ def check_sequence(model: DiffusionModel, key: str, size: int, geometry: Geometr
         least = model.num_source_tokens(replace(geometry, sources=((SIDE_MULTIPLE, SIDE_MULTIPLE),)))
         require(
             least % size == 0,
-            f"{key} must divide the {least} tokens of the smallest image of a prompt for {title}, because an image may "
-            f"have any multiple of {least}",
+            f"{TRAINER_KEY} must divide the {least} tokens of the smallest image of a prompt for {title}, because an "
+            f"image may have any multiple of {least}",
             size,
             _divisors(least, size),
         )
     num_text = model.spec.condition.num_tokens
     require(
         not layout.splits_prompts or num_text is None or num_text % size == 0,
-        f"{key} must divide the {num_text} tokens of every prompt of this {title} checkpoint",
+        f"{TRAINER_KEY} must divide the {num_text} tokens of every prompt of this {title} checkpoint",
         size,
         "choose a power of two",
     )

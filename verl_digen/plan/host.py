@@ -9,7 +9,7 @@
 | copies of the weights | EMA, `old`, reference, teacher: with offloaded parameters only, not page-locked |
 | inputs of recomputed blocks | with `enable_activation_offload`: those of one tile per rank |
 | replicas that wait | copies of networks that leave the device: all of `vllm_omni`; of `diffusers` what no update |
-| | has, once per node on GPUs, else per process; a replica's further devices have the network alone |
+| | has, once per node on GPUs, else per replica |
 | staged weight updates | one update per replica with devices of its own; the others load updates as they arrive |
 
 PyTorch's allocator of page-locked memory rounds every allocation up to a power of two (`CachingHostAllocator`), and
@@ -47,9 +47,7 @@ def host_memory(
     if input_bytes:
         trainer["inputs of recomputed blocks"] = settings.trainer_devices_per_node * input_bytes
     replicas = max(1, settings.generator_devices_per_node // settings.tensor_parallel)
-    generator = (
-        {"staged weight updates": replicas * settings.devices_per_sample * update_bytes} if settings.is_split else {}
-    )
+    generator = {"staged weight updates": replicas * update_bytes} if settings.is_split else {}
     if settings.frees_replica:
         generator["replicas that wait"] = _waiting(run, networks)
     queue = {"trajectories and conditions": queue_bytes}
@@ -69,9 +67,7 @@ def _waiting(run: Run, networks: Items) -> int:
     if settings.shares_host_copies:
         is_trainers = _keeps_base(run) and settings.dtypes.model == settings.dtypes.rollout
         return server - (networks["transformer"] if is_trainers and "transformer" in names else 0)
-    num_servers = settings.generator_devices_per_node // settings.devices_per_sample
-    peer = networks["transformer"] if "transformer" in names else 0
-    return num_servers * (server + (settings.devices_per_sample - 1) * peer)
+    return settings.generator_devices_per_node * server
 
 
 def _offloaded(run: Run, resident: Items) -> Items:

@@ -138,7 +138,7 @@ def plan_memory(run: Run, device_bytes: int | None) -> Memory:
         num_blocks=len(run.measured.training.blocks),
         generating=Phase(
             of_replica,
-            -(-run.measured.sampling.largest_block // run.settings.devices_per_sample),
+            run.measured.sampling.largest_block,
             run.settings.digen.rollout.batch_size,
             "samples of a batch",
         ),
@@ -163,9 +163,8 @@ def _runtime(run: Run, *, trains: bool, generates: bool) -> Items:
     """Memory of a device that no tensor of ours takes, by the processes on it."""
     if not run.settings.is_accelerated:
         return {}
-    num_groups = trains + (generates and run.settings.devices_per_sample > 1)
     num_rewards = len(run.settings.digen.reward.timeshared)
-    return {RUNTIME: (trains + generates + num_rewards) * CONTEXT_BYTES + num_groups * NCCL_BYTES}
+    return {RUNTIME: (trains + generates + num_rewards) * CONTEXT_BYTES + trains * NCCL_BYTES}
 
 
 def _assistant(run: Run) -> Items:
@@ -318,7 +317,7 @@ def _unreduced(run: Run, resident: Items, moment: Moment, when: str) -> Items:
 def replica(run: Run) -> Items:
     """Networks of one device of a replica; text encoders and VAE are unsharded on each."""
     settings, measured = run.settings, run.measured
-    items = {"transformer": -(-measured.transformer_bytes // settings.shards_per_replica)}
+    items = {"transformer": -(-measured.transformer_bytes // settings.tensor_parallel)}
     if settings.is_lora and not settings.merges_lora:
         items["adapter"] = measured.counts.trained_bytes
     if measured.fp8_bytes:
@@ -366,8 +365,7 @@ def _queue(run: Run) -> Items:
 
 
 def _step(run: Run) -> Items:
-    num_receivers = run.settings.num_replicas * run.settings.devices_per_sample
-    return _queue(run) | {"weights to all replicas": update_bytes(run) * num_receivers}
+    return _queue(run) | {"weights to all replicas": update_bytes(run) * run.settings.num_replicas}
 
 
 def _checkpoint(run: Run) -> int:

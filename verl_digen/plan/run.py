@@ -142,16 +142,6 @@ class Settings:
         return self.digen.sampling.true_cfg_scale != 1.0
 
     @property
-    def shards_per_replica(self) -> int:
-        """Devices that share the network's weights in a replica."""
-        return 1 if self.rollout_name == "diffusers" else self.tensor_parallel
-
-    @property
-    def devices_per_sample(self) -> int:
-        """Devices that share the tokens of a sample in a replica, and so its activations."""
-        return self.tensor_parallel if self.rollout_name == "diffusers" else 1
-
-    @property
     def num_replicas(self) -> int:
         return self.num_generator_devices // self.tensor_parallel
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig
 
 from verl_digen.config import digen_config
-from verl_digen.pool_sizes import REPLICA_KEY, num_replica_devices
 from verl_digen.require import require
 
 if TYPE_CHECKING:
@@ -94,20 +93,17 @@ def _check_limits(model: DiffusionModel, prompts: Sequence[PromptRow]) -> None:
 
 
 def _check_takers(config: DictConfig, model: DiffusionModel) -> None:
-    """Require networks on several devices that take prompts with images."""
+    """Require a network that takes prompts with images, if ranks share rows."""
     from verl_digen.models.sequence import TRAINER_KEY
 
     layout, title = model.spec.sequence, model.spec.title
-    sizes = {TRAINER_KEY: config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size}
-    if config.actor_rollout_ref.rollout.name == "diffusers":
-        sizes[REPLICA_KEY] = num_replica_devices(config)
-    for key, size in sizes.items():
-        require(
-            size == 1 or layout is None or layout.takes_images,
-            f"{key} must be 1 for {title} and prompts with images, whose tokens are not split",
-            size,
-            f"set it to 1, {REMEDY}",
-        )
+    size = config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
+    require(
+        size == 1 or layout is None or layout.takes_images,
+        f"{TRAINER_KEY} must be 1 for {title} and prompts with images, whose tokens are not split",
+        size,
+        f"set it to 1, {REMEDY}",
+    )
 
 
 def _number_of_images(least: int, most: int) -> str:

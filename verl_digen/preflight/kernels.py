@@ -13,7 +13,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_digen.attention import NATIVE, check_machine, check_split, check_use
 from verl_digen.config import digen_config
-from verl_digen.pool_sizes import REPLICA_KEY, num_replica_devices
 from verl_digen.require import require
 from verl_digen.rollout.vllm_omni.settings import ATTENTION_KEY, check_attention
 
@@ -36,7 +35,6 @@ class Side:
     trains: bool
     size: int
     """Devices that share a row's tokens."""
-    size_key: str
 
 
 def sides(config: DictConfig) -> Iterator[Side]:
@@ -45,7 +43,7 @@ def sides(config: DictConfig) -> Iterator[Side]:
     precision = OmegaConf.select(config, "actor_rollout_ref.actor.fsdp_config.mixed_precision") or {}
     dtype = ({"param_dtype": "bf16"} | dict(precision))["param_dtype"]  # verl's default
     size = config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
-    yield Side(KEY, digen.attention_backend, digen.compile, "digen.compile", dtype, True, size, SIZE_KEY)
+    yield Side(KEY, digen.attention_backend, digen.compile, "digen.compile", dtype, True, size)
     if config.actor_rollout_ref.rollout.name == "diffusers":
         own, compiles = digen.rollout.attention_backend, digen.rollout.compile
         yield Side(
@@ -55,8 +53,7 @@ def sides(config: DictConfig) -> Iterator[Side]:
             "digen.compile" if compiles is None else "digen.rollout.compile",
             config.actor_rollout_ref.rollout.dtype,
             False,
-            num_replica_devices(config),
-            REPLICA_KEY,
+            1,
         )
 
 
@@ -68,7 +65,7 @@ def check_kernels(config: DictConfig) -> None:
     for side in sides(config):
         check_use(side.key, side.attention, trains=side.trains, dtype=side.dtype, device=device, compiles=side.compiles)
         if side.size > 1:
-            check_split(side.key, side.attention, side.size_key, trains=side.trains, needs_masks=False)
+            check_split(side.key, side.attention, SIZE_KEY, needs_masks=False)
     digen = digen_config(config)
     if config.actor_rollout_ref.rollout.name != "vllm_omni":
         return
@@ -128,7 +125,7 @@ def check_kernel_model(config: DictConfig) -> None:
             "leave it out",
         )
         if side.size > 1 and spec.sequence is not None and spec.sequence.splits_prompts and model.pads_texts:
-            check_split(side.key, side.attention, side.size_key, trains=side.trains, needs_masks=True)
+            check_split(side.key, side.attention, SIZE_KEY, needs_masks=True)
 
 
 def kernel_notes(config: DictConfig) -> list[str]:

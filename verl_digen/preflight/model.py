@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_digen.config import digen_config
-from verl_digen.pool_sizes import REPLICA_KEY, num_replica_devices
 from verl_digen.preflight.images import check_image_settings
 from verl_digen.require import require, require_one_of, suggestion
 
@@ -32,7 +31,7 @@ def check_model(config: DictConfig) -> None:
     section = config.actor_rollout_ref.model
     if "://" in section.path:  # on a remote file system: verl fetches it once the run has started
         return
-    from verl_digen.models.sequence import TRAINER_KEY, check_sequence
+    from verl_digen.models.sequence import check_sequence
     from verl_digen.rollout.vllm_omni.served import require_bound, require_served
     from verl_digen.sampling.requests import planned_geometry
 
@@ -54,9 +53,7 @@ def check_model(config: DictConfig) -> None:
     geometry = planned_geometry(sampling, model.spec.num_images[0])
     model.latent_shape(geometry)
     size = config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
-    check_sequence(model, TRAINER_KEY, size, geometry)
-    if config.actor_rollout_ref.rollout.name == "diffusers":
-        check_sequence(model, REPLICA_KEY, num_replica_devices(config), geometry)
+    check_sequence(model, size, geometry)
     model.embedded_guidance(sampling.guidance_scale)
 
 

@@ -61,13 +61,14 @@ def check_rollout(config: DictConfig) -> None:
     rollout = config.actor_rollout_ref.rollout
     require_one_of("actor_rollout_ref.rollout.name", rollout.name, REPLICAS)
     size, is_colocated = num_replica_devices(config), config.trainer.v1.trainer_mode == COLOCATED
-    for name in ("data_parallel_size", "pipeline_model_parallel_size"):
+    for name in ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size"):
         require(
             rollout.name != "diffusers" or rollout[name] == 1,
             f"actor_rollout_ref.rollout.{name} must be 1 with actor_rollout_ref.rollout.name=diffusers, whose replicas "
-            f"have {REPLICA_KEY} devices",
+            "have one device",
             rollout[name],
-            "set it to 1; more devices make more replicas",
+            "set it to 1: more devices make more replicas; actor_rollout_ref.rollout.name=vllm_omni has replicas of "
+            f"{REPLICA_KEY} devices",
         )
     require(
         is_colocated or rollout.nnodes >= 1,
@@ -75,17 +76,10 @@ def check_rollout(config: DictConfig) -> None:
         rollout.nnodes,
         "give the nodes that generate",
     )
-    pool, per_node, num_devices = (
-        ("trainer", config.trainer.n_gpus_per_node, num_trainer_devices(config))
+    pool, num_devices = (
+        ("trainer", num_trainer_devices(config))
         if is_colocated
-        else ("actor_rollout_ref.rollout", rollout.n_gpus_per_node, num_generator_devices(config))
-    )
-    require(
-        rollout.name != "diffusers" or per_node % size == 0,
-        f"{REPLICA_KEY} must divide {pool}.n_gpus_per_node={per_node} with actor_rollout_ref.rollout.name=diffusers, "
-        "whose replicas lie in one node",
-        size,
-        "1 generates each sample on one device, and more devices make more replicas",
+        else ("actor_rollout_ref.rollout", num_generator_devices(config))
     )
     require(
         num_devices % size == 0,

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trainer-side weight sender of a `diffusers` replica: streams new weights to the replica's processes.
+"""Trainer-side weight sender of a `diffusers` replica: streams new weights to the replica's server.
 
-Every rank sends all tensors to the process of the replica that has its device, the server or one of its peers. All
-calls go to the server, and the leader's last one waits for every rank's update. Tensors travel by CUDA IPC, or in
-shared memory (`verl_digen.weights.sending`); Ray carries calls alone.
+The rank that has the server's device sends all tensors, by CUDA IPC or in shared memory (`verl_digen.weights.sending`);
+Ray carries calls alone.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterable
@@ -36,12 +34,8 @@ class DiffusersServerAdapter(BaseRollout):
         super().__init__(config, model_config, device_mesh, **kwargs)
         # a replica on its own devices has an explicit rank and switches when it is told to
         self._takes_turns = replica_rank < 0
-        size = self.config.tensor_model_parallel_size
-        # verl forms the group of a replica's own workers after this constructor
-        number = torch.distributed.get_rank() if self._takes_turns else int(os.environ["RANK"])
-        self.replica_rank = number // size if self._takes_turns else replica_rank
-        self._rank = number % size
-        self.is_leader_rank = self._rank == 0
+        self.replica_rank = torch.distributed.get_rank() if self._takes_turns else replica_rank
+        self.is_leader_rank = True  # verl asks; a replica has one rank
         self.sleep_level = 1
         self._wire_dtype = PrecisionType.to_dtype(self.config.dtype)
         digen = self.model_config.digen
@@ -84,12 +78,9 @@ class DiffusersServerAdapter(BaseRollout):
                 max_bucket_mb=self.config.checkpoint_engine.update_weights_bucket_megabytes,
                 timeout_s=self._timeout_s,
             )
-            await self._replica.call("begin_update", wire.handle, wire.use_shm, wire.is_live, self._rank)
-            total = await self._replica.send(weights, wire, self._rank)
+            await self._replica.call("begin_update", wire.handle, wire.use_shm, wire.is_live)
+            total = await self._replica.send(weights, wire)
         if total is not None:
             manifest = Manifest(kwargs["global_steps"], total.num_tensors, total.value)
-            if self._takes_turns and self.is_leader_rank:
-                await self._replica.call("commit_update", manifest)
-            else:
-                await self._replica.call("seal_update", manifest, self._rank)
+            await self._replica.call("commit_update" if self._takes_turns else "seal_update", manifest)
             logger.debug("sent %d tensors in %.3f s", total.num_tensors, time.perf_counter() - started_s)

@@ -68,9 +68,9 @@ class Fitting:
         """Samples that fitted together at the last batch; None before the first one, or where nothing is measured."""
 
     @classmethod
-    def of(cls, config: RolloutConfig, device: torch.device, *, num_devices: int) -> Fitting:
-        """Make that of a replica. Devices that share a batch meet in its forwards: none can run it again alone."""
-        return cls(measures=config.fits_batches and device.type != "cpu" and num_devices == 1, most=MOST_AUTO)
+    def of(cls, config: RolloutConfig, device: torch.device) -> Fitting:
+        """Make that of a replica."""
+        return cls(measures=config.fits_batches and device.type != "cpu", most=MOST_AUTO)
 
     def make(self, kind: Hashable, places: Sequence[int], make: Callable[[Sequence[int]], Made]) -> list[Made]:
         """Call `make` with parts of `places`, in order; returns the results.

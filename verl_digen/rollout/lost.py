@@ -62,31 +62,28 @@ class ReplicaHandle:
         self,
         weights: Iterable[tuple[str, Tensor]] | AsyncIterator[tuple[str, Tensor]],
         wire: Wire,
-        *watched: Any,
     ) -> Checksum | None:
         """Send an update to one worker of the replica, after its `begin_update` -> checksum of what was sent; None if
         the replica is lost. All `weights` are materialised in both cases, because making one is a collective.
-
-        Args:
-            watched: arguments of the server's `until_update_ends`.
 
         Raises: see `verl_digen.weights.sending.send_update`.
         """
         if not self.is_lost:
             try:
-                has_died = self._watch("until_update_ends", *watched)
+                has_died = self._watch()
                 return await send_update(weights, wire, receiver=self.name, has_died=has_died)
             except (ReceiverDied, RayActorError) as error:
                 self._lose(error)
         await drain(weights)
         return None
 
-    def _watch(self, method: str, *args: Any) -> Callable[[], bool]:
-        """Call `method`, which ends no earlier than the update -> predicate that is True once the server has died.
+    def _watch(self) -> Callable[[], bool]:
+        """Predicate that is True once the server has died.
 
-        The predicate does not wait, and may be called while the event loop is blocked.
+        The predicate does not wait, and may be called while the event loop is blocked: it looks at a call that ends no
+        earlier than the update.
         """
-        pending: Future[Any] = getattr(self._look_up(), method).remote(*args).future()
+        pending: Future[Any] = self._look_up().until_update_ends.remote().future()
         return lambda: pending.done() and isinstance(pending.exception(), ActorDiedError)
 
     def _lose(self, error: Exception) -> None:

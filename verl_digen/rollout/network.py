@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The network of one process of a `diffusers` replica, and the weight updates that the process receives."""
+"""The network of a `diffusers` replica, and the weight updates that it receives."""
 
 from __future__ import annotations
 
@@ -84,6 +84,7 @@ class Intake:
         self._receiving: Receiving | None = None
         """Update that is under way."""
         self.sealed_version: int | None = None
+        """Version of the last sealed update; None before the first."""
         self._updating = asyncio.Lock()
         self._ended = asyncio.Event()
 
@@ -133,69 +134,3 @@ class Intake:
             finally:
                 self._ended.set()
             self.sealed_version = manifest.version
-
-
-class Seals:
-    """Updates that the ranks of a replica have sealed. Pure.
-
-    Example:
-        seals = Seals(2)
-        seals.note(0, Manifest(1, 9, 0x5EED))   # seals.agreed() is None
-        seals.note(1, Manifest(1, 9, 0x5EED))   # seals.agreed().version == 1, seals.is_complete
-        seals.take()                            # seals.agreed().version == 1, not seals.is_complete
-    """
-
-    def __init__(self, size: int):
-        self._manifests: list[Manifest | None] = [None] * size
-        self._new: set[int] = set()
-        """Ranks that sealed an update after the last one was taken."""
-        self._refused: dict[int, str] = {}
-
-    def begin(self, rank: int) -> None:
-        """An update of `rank` begins."""
-        self._refused.pop(rank, None)
-        self._new.discard(rank)
-
-    def note(self, rank: int, manifest: Manifest) -> None:
-        """`rank` has sealed this update."""
-        self._manifests[rank] = manifest
-        self._new.add(rank)
-
-    def refuse(self, rank: int, reason: str) -> None:
-        """`rank` has refused its update."""
-        self._refused[rank] = reason
-
-    def take(self) -> None:
-        """All ranks load the update they agree on."""
-        self._new.clear()
-
-    @property
-    def is_complete(self) -> bool:
-        """True if every rank has sealed an update since the last one was taken."""
-        return len(self._new) == len(self._manifests)
-
-    @property
-    def received_version(self) -> int | None:
-        """Newest version that every rank has sealed; None before the first."""
-        versions = [manifest.version for manifest in self._manifests if manifest is not None]
-        return min(versions) if len(versions) == len(self._manifests) else None
-
-    def agreed(self) -> Manifest | None:
-        """The update that every rank has sealed last; None while ranks differ, or before the first."""
-        first = self._manifests[0]
-        return first if all(other == first for other in self._manifests) else None
-
-    def require_alike(self) -> None:
-        """Raise RuntimeError if a rank has refused its last update, or all have sealed new ones that differ."""
-        for rank, reason in self._refused.items():
-            raise RuntimeError(f"rank {rank} of the replica refused a weight update: {reason}")
-        if self.is_complete and self.agreed() is None:
-            listed = ", ".join(
-                f"version {each.version} of {each.num_tensors} tensors, checksum {each.checksum:x}, on rank {rank}"
-                for rank, each in enumerate(self._manifests)
-                if each is not None
-            )
-            raise RuntimeError(
-                f"every rank of a replica must get the same weights, got {listed}; look in the run's log for errors of "
-                "update_weights"
-            )

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`actor_rollout_ref.rollout.name=diffusers`: one server actor per replica, on the device of its first
-worker, with a peer on that of each further one."""
+"""`actor_rollout_ref.rollout.name=diffusers`: one server actor per replica, on the device of its worker."""
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import ray
@@ -14,7 +12,6 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.rollout.replica import RolloutMode
 
 from verl_digen.rollout.birth import birth_variables
-from verl_digen.rollout.peers import Place
 from verl_digen.rollout.placed import PlacedReplica, cpu_threads
 from verl_digen.rollout.server import DiffusersServer
 
@@ -25,22 +22,12 @@ def server_name(replica_rank: int) -> str:
 
 
 class DiffusersReplica(PlacedReplica):
-    """A replica that denoises with the diffusers transformer and the project's sampler.
-
-    One process per device, `actor_rollout_ref.rollout.tensor_model_parallel_size` devices on one node: they share the
-    tokens of every sample (docs/sequence_parallel.md).
-    """
+    """A replica of one device that denoises with the diffusers transformer and the project's sampler."""
 
     server_class: type[Any] = DiffusersServer
 
     async def launch_servers(self) -> None:
-        """Start the server and its peers on the node and devices of the replica's workers, and wait until the model is
-        loaded."""
-        if self.nnodes != 1:
-            raise ValueError(
-                f"actor_rollout_ref.rollout.tensor_model_parallel_size must fit one node, got {self.world_size} "
-                f"devices on {self.nnodes}; lower it"
-            )
+        """Start the server on the node and device of the replica's worker, and wait until the model is loaded."""
         platform = get_platform()
         model_config = omega_conf_to_dataclass(self.model_config)
         num_threads = cpu_threads(
@@ -49,23 +36,19 @@ class DiffusersReplica(PlacedReplica):
             is_standalone=self.rollout_mode is RolloutMode.STANDALONE,
         )
         resource = platform.ray_resource_name()
-        places = await asyncio.gather(
-            *(
-                worker.__ray_call__.remote(
-                    lambda worker: Place(
-                        ray.get_runtime_context().get_node_id(),
-                        ray.get_runtime_context().get_accelerator_ids()[resource][0],
-                    )
-                )
-                for worker in self.workers
+        (worker,) = self.workers
+        node_id, device = await worker.__ray_call__.remote(
+            lambda worker: (
+                ray.get_runtime_context().get_node_id(),
+                ray.get_runtime_context().get_accelerator_ids()[resource][0],
             )
         )
         server: Any = (
             ray.remote(self.server_class)
             .options(
                 name=server_name(self.replica_rank),
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=places[0].node_id, soft=False),
-                runtime_env={"env_vars": birth_variables(places[0].device)},
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node_id, soft=False),
+                runtime_env={"env_vars": birth_variables(device)},
                 max_concurrency=self.max_concurrency,
                 num_cpus=0,
             )
@@ -73,11 +56,10 @@ class DiffusersReplica(PlacedReplica):
                 config=self.config,
                 model_config=model_config,
                 num_threads=num_threads if platform.device_name == "cpu" else 0,
-                peers=places[1:],
             )
         )
         await server.ready.remote()
-        await self.require_devices(await server.join_peers.remote())
+        await self.require_devices(await server.visible_devices.remote())
         self.servers = [server]
         self._server_handle = server
         self._server_address = server_name(self.replica_rank)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -56,7 +55,6 @@ class SampleMaker:
     """See the module.
 
     Args:
-        session: context of a batch's forwards, see `Team.session`.
         fitting: cuts batches into parts that fit into memory.
         batch_size: maximum pictures in the decoder at a time.
     """
@@ -68,12 +66,11 @@ class SampleMaker:
         decoder: Decoder,
         audio_decoder: AudioDecoder,
         *,
-        session: Callable[[], AbstractContextManager[None]],
         fitting: Fitting,
         batch_size: int,
     ):
         self._sampler, self._prompts, self._model = sampler, prompts, sampler.model
-        self._session, self.fitting, self._batch_size = session, fitting, batch_size
+        self.fitting, self._batch_size = fitting, batch_size
         self.decoder, self.audio_decoder = decoder, audio_decoder
         self._pictures = PictureSamples(sampler, prompts, decoder, batch_size)
         self._ended_s = 0.0
@@ -147,8 +144,7 @@ class SampleMaker:
         asked, known = [requests[place] for place in places], [conditions[place] for place in places]
         positive = [of_sample[0] for of_sample in known]
         negative = [of_sample[1] for of_sample in known] if len(known[0]) > 1 else None
-        with self._session():
-            denoised = self._sampler.denoise(asked, positive, negative, version=version, should_stop=should_stop)
+        denoised = self._sampler.denoise(asked, positive, negative, version=version, should_stop=should_stop)
         geometry = asked[0].sampling.geometry
         latents = self._model.completed(denoised.latents, positive)
         return _Made(

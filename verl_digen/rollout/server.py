@@ -8,9 +8,6 @@ batch starts, and after an update that failed none runs before a whole one has c
 
 While the server sleeps, transformer, text encoders and VAE have no device memory (`DeviceMemory`). Trained weights are
 not kept: the trainer wakes a server only to send all of them.
-
-A replica of several devices has a peer per further device (`verl_digen.rollout.peers`), with a share of every sample's
-tokens. The server's rank is 0. It alone encodes, draws noise and decodes. An update has come when every rank has it.
 """
 
 from __future__ import annotations
@@ -23,6 +20,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from verl.plugin.platform import get_platform
 from verl.utils.torch_dtypes import PrecisionType
 
 from verl_digen.inputs import PromptInputs
@@ -32,8 +30,7 @@ from verl_digen.rollout.batcher import RequestBatcher
 from verl_digen.rollout.birth import SeenDevice, visible_device
 from verl_digen.rollout.fingerprint import PROMPT, fingerprint
 from verl_digen.rollout.fitting import Fitting
-from verl_digen.rollout.network import Intake, Seals, load_network
-from verl_digen.rollout.peers import Place, Team, release, require_same_weights, restore, start_peers
+from verl_digen.rollout.network import Intake, load_network
 from verl_digen.rollout.prompt_cache import PromptCache
 from verl_digen.rollout.samples import Answers, SampleMaker
 from verl_digen.sampling.branches import GuidanceBranches
@@ -42,7 +39,6 @@ from verl_digen.sampling.sampler import Sampler
 from verl_digen.types import Condition, Generation, SampleRequest, move_condition
 from verl_digen.weights.checksum import Manifest
 from verl_digen.weights.probe import Probe, is_probe_due
-from verl_digen.weights.receiver import NOT_WHOLE
 
 logger = logging.getLogger(__name__)
 
@@ -53,20 +49,17 @@ class DiffusersServer:
     Args:
         config: verl's rollout config. model_config: `DiffusionModelConfig`.
         num_threads: CPU threads of this process; 0 leaves torch's default.
-        peers: further devices of this replica.
     """
 
-    def __init__(self, config: Any, model_config: Any, num_threads: int, peers: Sequence[Place] = ()):
+    def __init__(self, config: Any, model_config: Any, num_threads: int):
         # one thread: the device does one thing at a time, and the event loop stays responsive
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="denoise")
         self._encoding = ThreadPoolExecutor(max_workers=1, thread_name_prefix="encode")
         self._answering = ThreadPoolExecutor(max_workers=1, thread_name_prefix="answer")
-        started = start_peers(peers, config, model_config, num_threads)  # they load while this process does
         digen = model_config.digen
         self._network = load_network(config, model_config, num_threads)
         self._device, self._weights = self._network.device, self._network.weights
         self._model, dtype = self._network.model, self._network.dtype
-        self._team = Team(started, self._network, digen, self._on_device)
         self._encoder = self._model.load_encoder(dtype, self._device)
         self._prompts = PromptCache(self._encoder, digen.rollout.embed_cache_size)
         self._decode = self._model.load_decoder(dtype, self._device)
@@ -97,25 +90,16 @@ class DiffusersServer:
             self._prompts,
             self._decode,
             self._decode_audio,
-            session=self._team.session,
-            fitting=Fitting.of(digen.rollout, self._device, num_devices=self._team.size),
+            fitting=Fitting.of(digen.rollout, self._device),
             batch_size=digen.rollout.decode_batch_size,
         )
         self._batcher = RequestBatcher(
             self._generate_batch, max_batch_size=digen.rollout.batch_size, wait_s=digen.rollout.batch_wait_s
         )
         self._version, self._num_updates = 0, 0
-        self._update_timeout_s = digen.rollout.update_timeout_s
-        self._intake = Intake(self._network, self._update_timeout_s)
-        self._seals = Seals(self._team.size)
+        self._intake = Intake(self._network, digen.rollout.update_timeout_s)
         self._sealing = asyncio.Lock()
-        """Held by a seal of any rank, and while all ranks load what they have sealed."""
-        self._sealed = asyncio.Event()
-        """Set when a rank seals its update, or refuses it."""
-        self._committed: Manifest | None = None
-        """Last update of `commit_update`, until another begins."""
-        self._is_loading = False
-        """True from the first rank's live update to the switch of all."""
+        """Held by a seal, and while a sealed update is loaded."""
 
     # -- generation ---------------------------------------------------------------------------------------
     async def generate(
@@ -164,84 +148,37 @@ class DiffusersServer:
         return asyncio.get_running_loop().run_in_executor(self._answering, answer)
 
     def _generate(self, requests: Sequence[SampleRequest], should_stop: Callable[[], bool]) -> Callable[[], Answers]:
-        self._require_whole()
+        self._weights.require_whole()
         return self._samples.make(requests, self._version, should_stop)
 
     # -- weights ------------------------------------------------------------------------------------------
-    async def begin_update(self, handle: str, use_shm: bool, is_live: bool, rank: int = 0) -> None:
-        """Have one rank start to receive an update, in place of an unfinished one. Idempotent.
+    async def begin_update(self, handle: str, use_shm: bool, is_live: bool) -> None:
+        """Start to receive an update, in place of an unfinished one. Idempotent.
 
         Args:
             handle, use_shm, is_live: see `verl_digen.weights.sending.Wire`. A live update starts between two batches,
                 and no other starts before it is committed.
         """
-
-        async def begin() -> None:
-            self._seals.begin(rank)
-            self._committed = None
-            if rank == 0:
-                await self._intake.begin(handle, use_shm, is_live)
-            else:
-                await self._team.begin_update(rank, handle, use_shm, is_live)
-
         if not is_live:
-            return await begin()
+            return await self._intake.begin(handle, use_shm, is_live)
         self._batcher.pause()
         async with self._batcher.exclusive():
-            self._is_loading = True
-            await begin()
+            await self._intake.begin(handle, use_shm, is_live)
 
-    async def until_update_ends(self, rank: int = 0) -> None:
-        """Return when the rank's update that is under way is sealed, or another has begun. The sender watches this
-        call: it fails when this process dies."""
-        if rank == 0:
-            await self._intake.until_ended()
-        else:
-            await self._team.until_update_ends(rank)
+    async def until_update_ends(self) -> None:
+        """Return when the update that is under way is sealed, or another has begun. The sender watches this call: it
+        fails when this process dies."""
+        await self._intake.until_ended()
 
-    async def seal_update(self, manifest: Manifest, rank: int = 0) -> None:
-        """Wait for the rank's last tensor and declare its update complete, ready for `activate_weights`. Idempotent.
+    async def seal_update(self, manifest: Manifest) -> None:
+        """Wait for the last tensor and declare the update complete, ready for `activate_weights`. Idempotent.
 
         Raises:
             RuntimeError: a tensor is missing, unknown, of another shape, or not what was sent. If the update was
                 staged, the old weights keep serving; else the replica serves nothing until a whole update has come.
         """
         async with self._sealing:
-            try:
-                if rank == 0:
-                    await self._intake.seal(manifest)
-                else:
-                    await self._team.seal_update(rank, manifest)
-                self._seals.note(rank, manifest)
-            except Exception as error:
-                self._seals.refuse(rank, str(error))
-                raise
-            finally:
-                self._sealed.set()
-
-    async def _until_sealed(self, is_done: Callable[[], bool]) -> None:
-        """Return when the ranks' seals are as asked.
-
-        Raises:
-            RuntimeError: a rank refused its update or got another one, or did not seal it within
-                `digen.rollout.update_timeout_s`.
-        """
-        while not is_done():
-            self._seals.require_alike()
-            self._sealed.clear()
-            try:
-                await asyncio.wait_for(self._sealed.wait(), self._update_timeout_s)
-            except asyncio.TimeoutError as error:
-                raise RuntimeError(
-                    "a weight update did not come to every rank of the replica within "
-                    f"digen.rollout.update_timeout_s={self._update_timeout_s:g} s; look for errors of update_weights"
-                ) from error
-
-    def _require_whole(self) -> None:
-        """Raise RuntimeError unless every rank holds the weights of one version."""
-        self._weights.require_whole()
-        if self._is_loading:
-            raise RuntimeError(f"a weight update has not come to every rank of the replica: {NOT_WHOLE}")
+            await self._intake.seal(manifest)
 
     async def activate_weights(self) -> int:
         """Load the newest sealed version between two batches -> its version. Idempotent.
@@ -249,47 +186,33 @@ class DiffusersServer:
         After the first updates and every `digen.rollout.probe_every`-th, takes a probe, which `check_health` reports.
         """
         asked_s = time.perf_counter()
-        if self._seals.received_version is None and self._team.size == 1:
+        if self._intake.sealed_version is None:
             raise RuntimeError("no weight update is waiting to be taken; seal one first")
-        while True:
-            await self._until_sealed(lambda: self._seals.agreed() is not None)
-            async with self._batcher.exclusive(), self._sealing:
-                if (sealed := self._seals.agreed()) is not None:  # a rank may have sealed the next update meanwhile
-                    return await self._switch(sealed, asked_s)
-
-    async def _switch(self, sealed: Manifest, asked_s: float) -> int:
-        """Load what every rank has sealed, and take a probe if one is due -> its version."""
-        if not self._weights.is_sealed and self._version == sealed.version:
-            return self._version  # a retry: the first answer was lost
-        began_s = time.perf_counter()
-        await self._on_device(self._weights.switch)
-        self._prefixes.clear()
-        self._network.fp8.clear()
-        await self._team.call_all("switch", sealed.version)
-        self._is_loading, self._version = False, sealed.version
-        self._seals.take()
-        if is_probe_due(self._num_updates, self._probe_every):
-            self._probes.append(await self._take_probe())
-        self._num_updates += 1
-        load_s, drain_s = time.perf_counter() - began_s, began_s - asked_s
-        self._last_update = {"update_s": drain_s + load_s, "load_s": load_s, "drain_s": drain_s}
-        return self._version
+        async with self._batcher.exclusive(), self._sealing:
+            sealed_version = self._intake.sealed_version
+            if not self._weights.is_sealed and self._version == sealed_version:
+                return self._version  # a retry: the first answer was lost
+            began_s = time.perf_counter()
+            await self._on_device(self._weights.switch)
+            self._prefixes.clear()
+            self._network.fp8.clear()
+            self._version = sealed_version
+            if is_probe_due(self._num_updates, self._probe_every):
+                self._probes.append(await self._on_device(self._take_probe))
+            self._num_updates += 1
+            load_s, drain_s = time.perf_counter() - began_s, began_s - asked_s
+            self._last_update = {"update_s": drain_s + load_s, "load_s": load_s, "drain_s": drain_s}
+            return self._version
 
     async def probe(self) -> Probe:
         """Run the network on fixed inputs with its current weights, between two batches."""
         async with self._batcher.exclusive():
-            return await self._take_probe()
+            return await self._on_device(self._take_probe)
 
-    async def _take_probe(self) -> Probe:
-        own = await self._on_device(self._probe_own)
-        require_same_weights(own, await self._team.call_all("probe", own.version, own.fingerprint))
-        return own
-
-    def _probe_own(self) -> Probe:
+    def _take_probe(self) -> Probe:
         if self._probe_condition is None:
             (self._probe_condition,) = self._encoder([PromptInputs(PROMPT)])
-        with self._team.session():
-            computed = fingerprint(self._model, self._weights.module, self._probe_condition)
+        computed = fingerprint(self._model, self._weights.module, self._probe_condition)
         return self._weights.probe(self._version, computed)
 
     async def _on_device(self, function: Callable[[], Any]) -> Any:
@@ -300,10 +223,7 @@ class DiffusersServer:
         """`seal_update`, then `activate_weights`, and start batches again; for a replica that shares devices with the
         trainer. Idempotent."""
         await self.seal_update(manifest)
-        await self._until_sealed(lambda: self._committed == manifest or self._seals.is_complete)
         await self.activate_weights()
-        self._committed = manifest
-        self._sealed.set()
         self._batcher.resume()
 
     # -- what verl calls around a step --------------------------------------------------------------------
@@ -312,16 +232,27 @@ class DiffusersServer:
         self._batcher.pause()
         async with self._batcher.exclusive():
             if self._frees_memory:
-                await self._on_device(lambda: release(self._memory, self._network))
-            await self._team.call_all("sleep")
+                await self._on_device(self._release)
+
+    def _release(self) -> None:
+        """Free the device memory; the trained weights are undefined until the next update."""
+        platform = get_platform()
+        platform.synchronize()
+        self._network.fp8.clear()
+        self._memory.release(replaced=self._weights.lose)
+        platform.synchronize()
+        platform.empty_cache()
+
+    def _restore(self) -> None:
+        self._memory.restore()
+        get_platform().synchronize()
 
     async def wake_up(self) -> None:
         """Allocate the device memory again. If it was freed, the next update starts the batches, else they start."""
         async with self._batcher.exclusive():
             if self._memory.is_released:
-                await self._on_device(lambda: restore(self._memory))
-            await self._team.call_all("wake_up")
-        if self._weights.is_whole and not self._is_loading:
+                await self._on_device(self._restore)
+        if self._weights.is_whole:
             self._batcher.resume()
 
     async def abort_all_requests(self, reject_request: bool = False) -> None:
@@ -351,7 +282,7 @@ class DiffusersServer:
         """State of this replica; see `verl_digen.trainer.replicas.Replicas.metrics`."""
         return {
             "version": self._version,
-            "received_version": self._seals.received_version,
+            "received_version": self._intake.sealed_version,
             "prompt_cache": self._prompts.stats(),
             "last_update": self._last_update,
             "probes": tuple(self._probes),
@@ -362,9 +293,6 @@ class DiffusersServer:
         """True once the constructor is done."""
         return True
 
-    async def join_peers(self) -> list[SeenDevice]:
-        """Form the group with the peers, once, before the first request -> devices of all ranks.
-
-        Raises: see `Team.join`.
-        """
-        return [visible_device(0), *await self._team.join()]
+    async def visible_devices(self) -> list[SeenDevice]:
+        """The device of this replica, in a list."""
+        return [visible_device(0)]

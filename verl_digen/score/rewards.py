@@ -51,7 +51,9 @@ def parse(text: str) -> list[RewardEntry]:
         given: Any = OmegaConf.to_container(OmegaConf.create(text))
     except Exception as error:  # YAML's and OmegaConf's errors have no common class
         line = str(error).strip().splitlines()[0]
-        raise ValueError(f"REWARD must be names or a YAML mapping, got {text!r} ({line}); write {{ocr: 1.0}}") from error
+        raise ValueError(
+            f"REWARD must be names or a YAML mapping, got {text!r} ({line}); write {{ocr: 1.0}}"
+        ) from error
     require(bool(given), "REWARD must name a reward", text, "write {ocr: 1.0}")
     return [reward_entry(str(name), value) for name, value in given.items()]
 

@@ -53,20 +53,17 @@ def pooled_nodes(pools: Iterable[Pool], per_node: Iterable[int]) -> dict[str, li
     return {device: nodes_of(number, size) for device, number in numbers.items()}
 
 
-def arrange(
-    nodes: Mapping[str, Sequence[int]], trainer: Pool, generator: Pool, *, unit: int = 1
-) -> tuple[Shape, Shape] | None:
+def arrange(nodes: Mapping[str, Sequence[int]], trainer: Pool, generator: Pool) -> tuple[Shape, Shape] | None:
     """Shapes of both pools that fit on the nodes together; None if there are none.
 
     Args:
         nodes: type of device -> devices of each node of that type.
-        unit: devices of a replica that must lie in one node.
 
     Example:
         arrange({"H800": [8, 8]}, Pool(4, "H800"), Pool(12, "H800"))   # Shape(1, 4), Shape(3, 4)
     """
-    for of_trainer in _shapes(trainer.num_devices, max(nodes[trainer.device]), 1):
-        for of_generator in _shapes(generator.num_devices, max(nodes[generator.device]), unit):
+    for of_trainer in _shapes(trainer.num_devices, max(nodes[trainer.device])):
+        for of_generator in _shapes(generator.num_devices, max(nodes[generator.device])):
             wanted: dict[str, list[int]] = {trainer.device: [of_trainer.per_node] * of_trainer.nnodes}
             wanted.setdefault(generator.device, []).extend([of_generator.per_node] * of_generator.nnodes)
             if all(_fits(nodes[device], sizes) for device, sizes in wanted.items()):
@@ -74,10 +71,10 @@ def arrange(
     return None
 
 
-def _shapes(num_devices: int, largest: int, unit: int) -> list[Shape]:
+def _shapes(num_devices: int, largest: int) -> list[Shape]:
     """Shapes of a pool, fewest nodes first."""
     sizes = range(min(largest, num_devices), 0, -1)
-    return [Shape(num_devices // size, size) for size in sizes if num_devices % size == 0 and size % unit == 0]
+    return [Shape(num_devices // size, size) for size in sizes if num_devices % size == 0]
 
 
 def _fits(nodes: Sequence[int], sizes: Sequence[int]) -> bool:

@@ -45,13 +45,6 @@ class Limits:
     sequence_parallel: int = 1
     """Ranks that share a row."""
     replica_devices: int = 1
-    in_one_node: bool = True
-    """True if a replica lies in one node."""
-
-    @property
-    def unit(self) -> int:
-        """Devices of the generator that must lie together in a node."""
-        return self.replica_devices if self.in_one_node else 1
 
     def allows_trainer(self, num_ranks: int) -> bool:
         """True if a trainer may have so many ranks."""
@@ -109,7 +102,7 @@ def _largest_generator(nodes: Mapping[str, Sequence[int]], trainer: Pool, device
     size = limits.replica_devices
     for number in range(free // size * size, 0, -size):
         generator = Pool(number, device)
-        shapes = arrange(nodes, trainer, generator, unit=limits.unit)
+        shapes = arrange(nodes, trainer, generator)
         if shapes is not None:
             return Placed(Split(trainer, generator), *shapes)
     return None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The weights of one transformer and the update that is under way.
 
-| update | for a replica | tensors go | until it is sealed |
+| update | for a replica | tensors go | until `switch` |
 | --- | --- | --- | --- |
 | staged | with its own devices | to host memory; `switch` loads them all | the old weights serve |
 | live | that takes turns with the trainer | into the network, as they arrive | nothing serves (`is_whole`) |
@@ -80,7 +80,7 @@ class WeightReceiver:
                 "actor_rollout_ref.model.target_modules must name layers of the transformer"
             )
         self.is_whole = True
-        """False while a live update is under way, after one that failed, and after `lose`."""
+        """False from the start of a live update until `switch`, and after `lose`."""
         self._update: Staging | Live | None = None
         self._sealed: dict[str, Tensor] | None = None
 
@@ -111,7 +111,7 @@ class WeightReceiver:
         return self._update.take
 
     def seal(self) -> None:
-        """Check that the update is complete: a staged one waits for `switch`, a live one is there.
+        """Check that the update is complete; it waits for `switch`.
 
         A staged update that was sealed earlier and not loaded is dropped.
 
@@ -124,7 +124,7 @@ class WeightReceiver:
             raise RuntimeError("no weight update is under way; begin one first")
         if isinstance(update, Live):
             update.finish()
-            self._sealed, self.is_whole = {}, True
+            self._sealed = {}
             return
         compare_with(update.tensors, self._shapes)
         self._sealed = update.tensors
