@@ -59,7 +59,7 @@ class Rank:
 
     def check_health(self) -> dict[str, Any]:
         version = {"version": 7, "received_version": 7, "last_update": {"load_s": 0.1, "drain_s": 0.1}}
-        return {**version, "probes": [], "prompt_cache": {"hits": 3, "misses": 1}}
+        return {**version, "prompt_cache": {"hits": 3, "misses": 1}}
 
 
 class Bound(Rank):

@@ -189,7 +189,6 @@ class Server:
             "received_version": self._sealed_version,
             "prompt_cache": cache,
             "last_update": update,
-            "probes": [],
         }
 
 

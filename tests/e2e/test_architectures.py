@@ -77,7 +77,6 @@ def overrides(case: Case, checkpoint: Path) -> list[str]:
         f"actor_rollout_ref.model.path={checkpoint}",
         "digen.reward.functions={shapes: 1.0, jpeg_compressibility: 1.0}",
         f"digen.sampling.true_cfg_scale={case.true_cfg_scale}",
-        "digen.rollout.probe_every=1",  # a validation before training takes two updates of the same weights
         # three steps are seen in the log-probs of the next one
         "actor_rollout_ref.actor.optim.lr=1e-3",
         "trainer.total_training_steps=3",
@@ -125,7 +124,6 @@ def assert_trained_on_what_was_generated(case: Case, run: Run) -> None:
         for pool in ("trainer", "generator"):
             assert row[f"perf/tflops_per_device/{pool}"] > 0
             assert f"perf/mfu/{pool}" not in row, "the peak of a CPU is not known"
-    assert steps[-1]["rollout/probe_change"] > 0, "replicas compute with what they are sent"
 
 
 def assert_moved(case: Case, checkpoint: Path, trained: dict[str, torch.Tensor]) -> None:

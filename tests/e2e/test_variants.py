@@ -45,7 +45,6 @@ def test_variants_train_and_generation_agrees_with_training(tmp_path, overrides)
     rate = "actor_rollout_ref.actor.optim.lr=1e-3"
     run = run_main(tmp_path / "run", "trainer.total_training_steps=2", rate, *overrides)
     assert_succeeded(run)
-    assert steps_of(run)[-1]["rollout/probe_change"] > 0
     # in step 2 the replicas serve the weights that step 1 committed: a gap means that they were not sent
     assert run.metrics[1]["rollout/log_prob_gap_max"] <= 1e-4
     assert run.metrics[0]["actor/grad_norm"] > 0
@@ -97,4 +96,3 @@ def test_adapters_kl_and_a_batch_that_its_ranks_do_not_divide(tmp_path):
     # from step 2 on replicas serve what was committed: a gap means that it was not sent, or not used
     for run in (one, other):
         assert all(row["rollout/log_prob_gap_max"] <= 1e-4 for row in steps_of(run))
-        assert steps_of(run)[-1]["rollout/probe_change"] > 0

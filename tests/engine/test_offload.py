@@ -154,7 +154,7 @@ class Sharers:
         model, device = load_model(path), torch.device("pretend")
         config = DiffusionModelConfig(path=path, digen=harness.digen_section(), **harness.LORA)
         network = model.load_transformer(torch.float32).to(device)
-        self.weights = WeightReceiver(network, config.adapter_config(), model.experts)
+        self.weights = WeightReceiver(network, config.adapter_config())
         self.loaded = [value.detach().cpu() for value in self.frozen(self.weights.module)]
         if odd:
             with torch.no_grad():

@@ -28,6 +28,7 @@ from verl_digen.observe.images import save_pixels
 from verl_digen.rollout.server import DiffusersServer
 from verl_digen.sampling.requests import sample_request
 from verl_digen.trainer.validation import validation_uid
+from verl_digen.weights.checksum import checksum
 
 PROMPTS = ("a red circle", "two small blue squares left of a red circle on a green background")
 
@@ -60,7 +61,7 @@ def validated(run: SavedRun, sent: dict[str, Tensor], prompts: Path, folder: Pat
     server = DiffusersServer(run.config.actor_rollout_ref.rollout, run.model_config, num_threads=0)
     with torch.no_grad():
         server._weights.begin_live()(list(sent.items()))
-    server._weights.seal()
+    server._weights.seal(checksum(sent.values()))
     server._weights.switch()
     rows = [
         replace(row, uid=validation_uid(index), index=index)

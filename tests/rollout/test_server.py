@@ -19,7 +19,6 @@ from verl_digen.models import load_model
 from verl_digen.rollout.server import DiffusersServer
 from verl_digen.types import Geometry, SampleRequest, Sampling
 from verl_digen.weights.checksum import Manifest
-from verl_digen.weights.probe import check_probes
 from verl_digen.weights.sending import Wire, send_update
 
 SAMPLING = Sampling(Geometry(64, 64), num_steps=4, true_cfg_scale=1.0, law="flow", noise_level=0.7)
@@ -33,7 +32,6 @@ def make_server(path, max_batch_size=4, embed_cache_size=16, dtype="float32", **
             max_batch_size=max_batch_size,
             batch_wait_s=0.01,
             embed_cache_size=embed_cache_size,
-            probe_every=5,
             **rollout,
         ),
     )
@@ -298,41 +296,38 @@ def test_a_sleeping_server_has_no_memory_and_an_update_wakes_it(tiny_qwen_image)
     assert copied_out[0] == copied_out[1] == num_bytes - trained > 0, "once, and nothing that updates replace"
 
 
-def publish(server, weights, version):
+@pytest.mark.parametrize("is_live", [True, False], ids=["live", "staged"])
+def test_after_an_update_samples_are_those_of_a_network_with_its_weights(tiny_qwen_image, is_live):
+    server, other = make_server(tiny_qwen_image), make_server(tiny_qwen_image)
+    weights = weights_of(server, 1.1)
+    other._weights.module.load_state_dict(weights)
+
     async def run():
-        await update(server, weights, version)
-        return (await server.check_health())["probes"]
+        manifest = await begin_and_send(server, weights, 1, is_live=is_live)
+        await server.commit_update(manifest)
 
-    return asyncio.run(run())
-
-
-def test_a_probe_follows_the_weights_and_two_replicas_agree_on_it(tiny_qwen_image):
-    servers = [make_server(tiny_qwen_image) for _ in range(2)]
-    start = {name: tensor.clone() for name, tensor in servers[0]._weights.module.state_dict().items()}
-    for version, factor in enumerate((1.0, 1.0001)):
-        weights = {name: factor * tensor for name, tensor in start.items()}
-        probes = {f"r{number}": publish(server, weights, version) for number, server in enumerate(servers)}
-    assert [probe.version for probe in probes["r0"]] == [0, 1]
-    metrics = check_probes(probes)
-    assert metrics["rollout/probe_spread"] == 0.0 and 0 < metrics["rollout/probe_change"] < 0.1
-    assert asyncio.run(servers[0].probe()) == probes["r0"][-1]
+    asyncio.run(run())
+    for got, expected in zip(*(generate(each, make_requests()[:2]) for each in (server, other)), strict=True):
+        assert torch.equal(got.trajectory.record.latents, expected.trajectory.record.latents)
+        assert got.trajectory.version == 1
 
 
-def test_a_network_that_does_not_use_what_it_is_sent_is_found_out(tiny_qwen_image):
+@pytest.mark.parametrize("is_live", [True, False], ids=["live", "staged"])
+def test_an_update_that_does_not_arrive_in_the_network_is_an_error_and_nothing_is_generated(tiny_qwen_image, is_live):
     server = make_server(tiny_qwen_image)
-    start = {name: tensor.clone() for name, tensor in server._weights.module.state_dict().items()}
-    # forward uses weights that no update reaches
-    server._weights.module.forward = make_server(tiny_qwen_image)._weights.module.forward
-    publish(server, start, 0)
-    probes = publish(server, {name: 1.1 * tensor for name, tensor in start.items()}, 1)
-    with pytest.raises(RuntimeError, match=r"replica r0 took version 1 .* computes bitwise what it did before"):
-        check_probes({"r0": probes})
+    weights = weights_of(server, 1.1)
+    module, state_dict = server._weights.module, server._weights.module.state_dict
+    module.state_dict = lambda *args, **kwargs: {name: one.clone() for name, one in state_dict().items()}
 
+    async def run():
+        manifest = await begin_and_send(server, weights, 1, is_live=is_live)
+        with pytest.raises(RuntimeError, match="did not reach the network"):
+            await server.commit_update(manifest)
+        await server.resume_generation()
+        with pytest.raises(RuntimeError, match="serves nothing until a whole update has come"):
+            await server.generate("id", [], {"request": make_requests()[0]})
 
-def test_probes_are_taken_at_the_first_updates_and_then_now_and_then(tiny_qwen_image):
-    server = make_server(tiny_qwen_image)
-    start = {name: tensor.clone() for name, tensor in server._weights.module.state_dict().items()}
-    assert [publish(server, start, version)[-1].version for version in range(7)] == [0, 1, 2, 2, 2, 5, 5]
+    asyncio.run(run())
 
 
 def late_windows():

@@ -27,7 +27,6 @@ class Process:
         return {
             "version": self.version,
             "received_version": self.version,
-            "probes": [],
             "prompt_cache": {"hits": 3, "misses": 1},
             "last_update": {"load_s": 1.0, "drain_s": 2.0},
         }

@@ -182,6 +182,13 @@ def test_replicas_of_which_a_process_is_stopped_are_left_out_and_all_of_their_pr
     assert not any(map(psutil.pid_exists, ids)), "their devices are free"
 
 
+def test_a_version_that_a_replica_has_not_received_is_an_error(start):
+    replicas = replicas_of(start(1))
+    assert replicas.metrics(published=0)["rollout/version_lag_max_versions"] == 0.0
+    with pytest.raises(RuntimeError, match="version 1 was published and replica r0 has received 0"):
+        replicas.metrics(published=1)
+
+
 def test_metrics_leave_out_a_replica_that_died_since_the_update(start):
     managers = start(2)
     kill(managers.replicas[0].server_handle)

@@ -99,7 +99,6 @@ def compose_config(path: Path, *overrides: str) -> Any:
                 "recipe=[digen_flowgrpo,vllm_omni]",
                 f"actor_rollout_ref.model.path={path}",
                 f"digen.seed={RUN_SEED}",
-                "digen.rollout.probe_every=1",
                 *overrides,
             ],
         )

@@ -19,7 +19,6 @@ from torch import nn
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
-from vllm_omni.diffusion.cache.prompt_embed_cache import install_prompt_embed_cache
 from vllm_omni.diffusion.data import DiffusionOutput, OmniDiffusionConfig
 from vllm_omni.diffusion.diffusion_engine import DiffusionEngine, DiffusionExecutionMode, _RpcTask
 from vllm_omni.diffusion.lora.manager import DiffusionLoRAManager
@@ -36,7 +35,7 @@ from verl_digen.rollout.vllm_omni.edit_pipelines import SHAPES_AT
 from verl_digen.rollout.vllm_omni.engine import BarrierQueue, BarrierRequestScheduler, BarrierStepScheduler
 from verl_digen.rollout.vllm_omni.flux_pipelines import ReadsSources
 from verl_digen.rollout.vllm_omni.pipeline import recording_class
-from verl_digen.rollout.vllm_omni.recorder import RECORDED, RecordingPipeline
+from verl_digen.rollout.vllm_omni.recorder import RECORDED
 from verl_digen.rollout.vllm_omni.request_pipelines import HandsOverEncoded
 from verl_digen.rollout.vllm_omni.requests import (
     ORDER,
@@ -58,13 +57,12 @@ def engine_request(
     *,
     published: Published | None = None,
     is_recorded: bool = True,
-    is_probe: bool = False,
     burst: Burst | None = None,
 ) -> Any:
     """A sample's request as vLLM-Omni's engine receives it."""
     asked = replace(request(number), burst=burst)
     adapter = None if published is None else adapter_request(published)
-    params = to_sampling_params(RecordingOrder(asked, RUN_SEED, torch.float32, is_probe), adapter)
+    params = to_sampling_params(RecordingOrder(asked, RUN_SEED, torch.float32), adapter)
     if not is_recorded:
         params.extra_args.pop(ORDER)
     return OmniDiffusionRequest(prompt=to_prompt(asked), sampling_params=params, request_id=f"r{number}")
@@ -156,21 +154,6 @@ def test_groups_that_do_not_share_batches_run_one_after_the_other(kind):
     assert scheduled(scheduler) == ["r0", "r1"]
     scheduler._running.clear()
     assert scheduled(scheduler) == ["r3", "r4"]
-
-
-@pytest.mark.parametrize("kind", [BarrierStepScheduler, BarrierRequestScheduler])
-def test_a_probe_starts_next_and_runs_alone_and_no_sample_is_lost(kind):
-    scheduler = scheduler_of(kind)
-    scheduler.add_request(engine_request(0))
-    assert scheduled(scheduler) == ["r0"]
-    for number in (1, 2):
-        scheduler.add_request(engine_request(number))
-    scheduler.add_request(engine_request(3, is_probe=True))
-    assert scheduled(scheduler) == ["r0"], "what runs is finished, and nothing joins it"
-    for finished, running in (("r0", ["r3"]), ("r3", ["r1", "r2"])):
-        scheduler.finish_requests(finished, DiffusionRequestStatus.FINISHED_COMPLETED)
-        scheduler.pop_request_state(finished)
-        assert scheduled(scheduler) == running
 
 
 class BareEngine(DiffusionEngine):
@@ -326,23 +309,6 @@ def test_a_step_activates_the_adapter_of_its_requests():
 
 
 # -- requests and outputs (requests.py, recorder.py, request_mode.py) -------------------------------------
-def test_a_prompt_cache_can_be_turned_off_for_a_probe():
-    class Encoder(RecordingPipeline):
-        def encode_prompt(self, prompt: str) -> str:
-            return prompt.upper()
-
-    pipeline: Any = Encoder()
-    install_prompt_embed_cache(pipeline)
-    before = pipeline._prompt_embed_cache.stats()
-    order = RecordingOrder(request(0), RUN_SEED, torch.float32, is_probe=True)
-    with pipeline.prompt_cache_for(order):
-        assert pipeline.encode_prompt("a cat") == "A CAT"
-    assert pipeline._prompt_embed_cache.stats() == before
-    with pipeline.prompt_cache_for(replace(order, is_probe=False)):
-        pipeline.encode_prompt("a cat")
-    assert pipeline._prompt_embed_cache.stats()["misses"] == 1
-
-
 def test_one_request_of_a_batch_can_fail_alone():
     failed = DiffusionOutput.from_exception(ValueError("the prompt is too long"))
     assert failed.error == "the prompt is too long" and failed.output is None

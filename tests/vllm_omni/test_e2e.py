@@ -48,7 +48,6 @@ def test_five_steps_train_what_was_generated(tmp_path, overrides):
         assert row["rollout/version_age_max_versions"] == 0
         assert row["actor/grad_norm"] > 0
         assert row["rollout/refilled_groups"] == 0
-    assert steps[-1]["rollout/probe_change"] > 0, "replicas compute with what they are sent"
 
 
 @pytest.mark.long
@@ -80,7 +79,6 @@ def test_objectives_of_finished_pictures_train_as_with_diffusers_replicas(tmp_pa
         assert row["rollout/version_age_max_versions"] == 0
         if objective == "nft":
             assert (row["actor/old_distance"] > 0) == (row["step"] > 1)
-    assert steps_of(found)[-1]["rollout/probe_change"] > 0, "replicas compute with what they are sent"
 
 
 def test_episodes_of_edits_have_one_adapter_each_on_pools_that_work_at_the_same_time(tmp_path):
@@ -105,7 +103,6 @@ def test_episodes_of_edits_have_one_adapter_each_on_pools_that_work_at_the_same_
         assert row["episodes/turns_mean"] == 3, "each turn edits the picture of the one before"
         assert row["rollout/log_prob_gap_max"] <= 1e-4
         assert row["perf/overlap_s"] > 0
-    assert steps[-1]["rollout/probe_change"] > 0
 
 
 def test_a_killed_replica_is_started_again_and_every_sample_trains_once(tmp_path):

@@ -26,9 +26,11 @@ from tests.vllm_omni.conftest import (
     request,
     start_replica,
 )
-from tests.vllm_omni.probes import (
-    assert_probes_tell_what_is_used,
-    keep_old_weights,
+from tests.vllm_omni.faults import (
+    EMPTY,
+    LOST,
+    assert_found,
+    load_nothing,
     load_weights,
     register_empty_adapters,
 )
@@ -275,7 +277,7 @@ def test_updates_come_between_trajectories_and_with_every_weight(served):
                 expected = by_sampler(replica.path, network, asked, found.version)
                 torch.testing.assert_close(found.record.latents, expected.record.latents, atol=TOLERANCE, rtol=0)
     assert {1, 2} <= versions
-    assert_probes_tell_what_is_used(replica, load_weights, keep_old_weights, requests)
+    assert_found(replica, load_weights, load_nothing, LOST)
     replica.update(full_weights(replica.path, 0).items(), 0).result()
 
 
@@ -315,7 +317,7 @@ def test_a_trajectory_has_the_adapter_it_was_asked_for(adapted):
         if asked.sample_index == 0:
             expected = by_sampler(adapted.path, adapter_weights(adapted, version)[0], asked, version)
             torch.testing.assert_close(found.record.latents, expected.record.latents, atol=TOLERANCE, rtol=0)
-    assert_probes_tell_what_is_used(adapted, adapter_weights, register_empty_adapters, requests)
+    assert_found(adapted, adapter_weights, register_empty_adapters, EMPTY)
 
 
 @pytest.mark.parametrize(

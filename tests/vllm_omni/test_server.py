@@ -12,7 +12,7 @@ import torch
 from vllm_omni.entrypoints.async_omni import AsyncOmni
 
 from tests.vllm_omni.conftest import RUN_SEED, request
-from verl_digen.config import DigenConfig, RolloutConfig
+from verl_digen.config import DigenConfig
 from verl_digen.rollout.vllm_omni.recorder import RECORDED
 from verl_digen.rollout.vllm_omni.requests import ORDER, START, Published, Taken
 from verl_digen.rollout.vllm_omni.server import vLLMOmniHttpServer
@@ -26,7 +26,6 @@ PATH, STEPS, SIGMAS = (
     torch.tensor([1.0, 0.5, 0.25]),
 )
 """Latents of two steps: the first moves x by (-2, 2), the second does not move it."""
-CHECKSUMS = (0x5EED,)
 
 
 class Left(BaseException):
@@ -45,7 +44,6 @@ class Engine:
 
     def __init__(self):
         self.adapters = []
-        self.probes = []
         self.version = 0
         self.sealed = START
         self.calls = []
@@ -62,7 +60,6 @@ class Engine:
         if self.error is not None:
             raise self.error
         order = sampling_params_list[0].extra_args[ORDER]
-        self.probes.append(request_id) if order.is_probe else None
         one = torch.zeros(1)
         asked = order.request
         path = PathRecord(PATH, STEPS, SIGMAS[:2], SIGMAS[1:], one, one)
@@ -81,17 +78,20 @@ class Engine:
         if method == "seal_weights":
             self.sealed = args[1]
         elif method == "commit_weights":
-            return ([Taken(self.sealed, 9, CHECKSUMS, 0.0)],)
+            return (self.taken(self.sealed),)
         elif method == "commit_adapter":
-            return ([Taken(args[2], 9, CHECKSUMS, 0.0)],)
+            return (self.taken(args[2]),)
         return ([None],)
+
+    def taken(self, published):
+        return [Taken(published, sent=published.serial, held=published.serial, load_s=0.0)]
 
     async def sleep(self, level):
         self.calls.append(("sleep", level))
         return [SimpleNamespace(status="SUCCESS")]
 
 
-def make_server(engine, *, sends_adapter=False, first_s=60.0, probe_every=0, check_prompt=lambda text: None) -> Any:
+def make_server(engine, *, sends_adapter=False, first_s=60.0, check_prompt=lambda text: None) -> Any:
     server: Any = Server.__new__(Server)
     server.engine = engine
     server.replica_rank = 0
@@ -100,7 +100,6 @@ def make_server(engine, *, sends_adapter=False, first_s=60.0, probe_every=0, che
     server.digen = DigenConfig(
         seed=RUN_SEED,
         deadlines=DeadlinesConfig(first_s=first_s),
-        rollout=RolloutConfig(probe_every=probe_every),
     )
     server._check_prompt = check_prompt
     server._takes_images = False
@@ -199,40 +198,15 @@ def test_two_updates_of_one_version_are_two_adapters_and_each_request_keeps_its_
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("sends_adapter", [False, True])
-def test_updates_are_probed_when_due_with_what_they_activated_and_the_last_two_are_kept(sends_adapter):
+def test_weights_activated_twice_are_loaded_once():
     async def run():
         engine = Engine()
-        server = make_server(engine, sends_adapter=sends_adapter, probe_every=5)
-        config: Any = object() if sends_adapter else None
-        await server.abort_all_requests()  # verl closes the gate around an update; a probe does not pass the gate
-        for version in range(7):
-            engine.version = version
-            await server.commit_update(Manifest(version, 9, 0), config)
-        assert engine.probes == [f"probe-{serial}" for serial in (2, 3, 4, 7)]
-        assert [adapter and adapter.lora_int_id for adapter in engine.adapters] == (
-            [2, 3, 4, 7] if sends_adapter else [None] * 4
-        )
-        velocities = torch.tensor([4.0, -4.0, 0.0, 0.0])
-        assert [(probe.version, probe.checksums, probe.num_tensors) for probe in server._probes] == [
-            (2, CHECKSUMS, 9),
-            (5, CHECKSUMS, 9),
-        ]
-        assert server._probes[-1].fingerprint[0] == pytest.approx(velocities.square().mean().sqrt().item())
-
-    asyncio.run(run())
-
-
-def test_weights_activated_twice_are_loaded_and_probed_once():
-    async def run():
-        engine = Engine()
-        server = make_server(engine, probe_every=5)
+        server = make_server(engine)
         engine.version = 3
         await server.seal_update(Manifest(3, 9, 0), None)
         assert await asyncio.gather(server.activate_weights(), server.activate_weights()) == [3, 3]
         assert await server.activate_weights() == 3
         assert [method for method, _ in engine.calls] == ["seal_weights", "commit_weights"]
-        assert engine.probes == ["probe-2"]
 
     asyncio.run(run())
 
@@ -247,74 +221,40 @@ def test_what_the_workers_loaded_is_served_though_another_update_is_sealed_meanw
                 older = self.sealed
                 await server.seal_update(Manifest(4, 9, 0), None)
                 self.version = loaded
-                return ([Taken(older if loaded == 3 else self.sealed, 9, CHECKSUMS, 0.0)],)
+                return (self.taken(older if loaded == 3 else self.sealed),)
             self.version = self.sealed.version
             return await super().collective_rpc(method, args)
 
     async def run():
         nonlocal server
-        server = make_server(engine, probe_every=5)
+        server = make_server(engine)
         await server.seal_update(Manifest(3, 9, 0), None)
         assert [await server.activate_weights(), await server.activate_weights()] == [loaded, 4]
-        assert server.global_steps == 4 and [probe.version for probe in server._probes] == sorted({loaded, 4})
+        assert server.global_steps == 4
 
     engine: Any = Late()
     server: Any = None
     asyncio.run(run())
 
 
-def test_a_probe_that_runs_with_another_version_is_an_error():
+@pytest.mark.parametrize("sends_adapter", [False, True])
+def test_shards_that_do_not_change_with_the_update_are_an_error(sends_adapter):
+    """Two workers, each with a shard: their numbers are not those of the update, and change with it."""
+
+    class Sharded(Engine):
+        held = (5, 7)
+
+        def taken(self, published):
+            return [Taken(published, sent=published.version, held=held, load_s=0.0) for held in self.held]
+
     async def run():
-        with pytest.raises(RuntimeError, match="replica 0 took version 3 and generates with version 0"):
-            await make_server(Engine(), probe_every=5).commit_update(Manifest(3, 9, 0), None)
-
-    asyncio.run(run())
-
-
-def test_a_probe_that_does_not_end_within_its_limit_ends_the_replica():
-    async def run():
-        engine = Engine()
-        engine.may_finish.clear()
-        await make_server(engine, probe_every=5, first_s=0.05).commit_update(Manifest(3, 9, 0), None)
-
-    with pytest.raises(Left, match=r"probe_0 took more than digen\.deadlines\.first_s=0\.05 s"):
-        asyncio.run(run())
-
-
-def test_sleep_waits_for_a_probe():
-    async def run():
-        engine = Engine()
-        engine.may_finish.clear()
-        server = make_server(engine, probe_every=5)
-        updating = asyncio.ensure_future(server.commit_update(Manifest(0, 9, 0), None))
-        await asyncio.wait_for(engine.has_begun.wait(), 30)
-        sleeping = asyncio.ensure_future(server.sleep())
-        for _ in range(10):
-            await asyncio.sleep(0)
-        assert ("sleep", 1) not in engine.calls
-        engine.may_finish.set()
-        await asyncio.gather(updating, sleeping)
-        assert engine.calls[-1] == ("sleep", 1)
-
-    asyncio.run(run())
-
-
-def test_sleep_waits_for_a_picture_of_the_http_api_and_loses_nothing():
-    async def run():
-        engine = Engine()
-        engine.may_finish.clear()
-        server = make_server(engine)
-        server._model.latent_shape = lambda geometry: (4, 8, 8)
-        picture = asyncio.ensure_future(server._draw(request(0)))
-        await asyncio.wait_for(engine.has_begun.wait(), 30)
-        sleeping = asyncio.ensure_future(server.sleep())
-        for _ in range(10):
-            await asyncio.sleep(0)
-        assert not sleeping.done() and ("sleep", 1) not in engine.calls
-        assert not server._gate.is_set(), "the API answers 503 from here on"
-        engine.may_finish.set()
-        assert (await picture).shape == (1,)
-        await sleeping
-        assert engine.calls == [("sleep", 1)]
+        engine = Sharded()
+        server = make_server(engine, sends_adapter=sends_adapter)
+        config: Any = object() if sends_adapter else None
+        for version, held in ((1, (5, 7)), (1, (5, 7)), (2, (5, 8))):
+            engine.held = held
+            await server.commit_update(Manifest(version, 9, 0), config)
+        with pytest.raises(RuntimeError, match="replica 0 took version 3, and its workers hold the numbers"):
+            await server.commit_update(Manifest(3, 9, 0), config)
 
     asyncio.run(run())

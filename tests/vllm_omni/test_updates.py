@@ -12,9 +12,14 @@ import torch
 from peft import PeftModel
 
 from tests.vllm_omni.conftest import adapter_weights, by_sampler, full_weights, request
-from tests.vllm_omni.probes import (
-    assert_probes_tell_what_is_used,
-    keep_old_weights,
+from tests.vllm_omni.faults import (
+    EMPTY,
+    LOST,
+    UNBOUND,
+    assert_found,
+    bind_no_module,
+    broken,
+    load_nothing,
     load_weights,
     register_empty_adapters,
 )
@@ -109,15 +114,22 @@ def test_the_average_is_validated_where_it_is_sent_under_the_version_of_the_curr
     torch.testing.assert_close(again_latents, current_latents, atol=1e-4, rtol=0)
 
 
-def test_probes_tell_whether_full_weights_are_used(full_replica):
-    requests = [request(number) for number in range(6)]
-    assert_probes_tell_what_is_used(full_replica, load_weights, keep_old_weights, requests)
+def test_full_weights_that_are_not_loaded_are_an_error(full_replica):
+    assert_found(full_replica, load_weights, load_nothing, LOST)
     full_replica.update(full_weights(full_replica.path, 0).items(), 0).result()
 
 
-def test_probes_tell_whether_an_adapter_is_used(lora_replica):
-    requests = [request(number) for number in range(6)]
-    assert_probes_tell_what_is_used(lora_replica, adapter_weights, register_empty_adapters, requests)
+@pytest.mark.parametrize(
+    ("spoil", "message"), [(register_empty_adapters, EMPTY), (bind_no_module, UNBOUND)], ids=["empty", "unbound"]
+)
+def test_an_adapter_that_does_not_reach_its_layers_is_an_error_and_the_old_one_serves(lora_replica, spoil, message):
+    assert_found(lora_replica, adapter_weights, spoil, message)
+    (before,) = lora_replica.generate([request(0)])
+    with broken(lora_replica, spoil), pytest.raises(Exception, match=message):
+        lora_replica.update(adapter_weights(lora_replica, 3)[1].items(), 203).result()
+    (after,) = lora_replica.generate([request(0)])
+    assert after.trajectory.version == before.trajectory.version == 202
+    assert torch.equal(after.trajectory.record.latents, before.trajectory.record.latents)
 
 
 def test_an_update_whose_sender_fails_half_way_leaves_the_replica_ready_for_the_next(full_replica):

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from verl_digen.weights.buckets import from_buckets, to_buckets
-from verl_digen.weights.checksum import Checksum
+from verl_digen.weights.checksum import Checksum, checksum
 from verl_digen.weights.receiver import WeightReceiver
 from verl_digen.weights.sending import DIRECT_MB, BoundedSender, Wire, _on_the_wire
 
@@ -97,7 +97,7 @@ def network():
 
 def send(*, is_live):
     """One update of a replica on the sender's device -> bytes copied by each part, in units of the update's size."""
-    receiver = WeightReceiver(network(), None, ["transformer"])
+    receiver = WeightReceiver(network(), None)
     weights = {name: torch.ones_like(tensor) for name, tensor in receiver.module.state_dict().items()}
     copies = Copies()
     wire = Wire("", use_shm=False, is_live=is_live, dtype=torch.bfloat16, max_bucket_mb=64, timeout_s=1.0)
@@ -106,7 +106,7 @@ def send(*, is_live):
         sender.loopback = Loopback(copies, receiver.begin_live() if is_live else receiver.begin_staged(CPU))
         copies.at = "sender"
         asyncio.run(sender.async_send_weights(_on_the_wire(weights.items(), wire, Checksum())))
-        receiver.seal()
+        receiver.seal(checksum(weights.values()))
         copies.at = "switch"
         receiver.switch()
     assert all(torch.equal(tensor, weights[name]) for name, tensor in receiver.module.state_dict().items())

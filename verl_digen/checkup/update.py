@@ -108,14 +108,11 @@ def _round_trip(size_mb: int, receiver: Callable[[], Executor], *, is_live: bool
 def receive(wire: Wire, size_mb: int) -> Received:
     """Receive one update into a network of zeros, as a replica's server does."""
     device = own_device(get_platform().device_name)
-    network = WeightReceiver(_network(size_mb, device, is_filled=False), None, ["transformer"])
+    network = WeightReceiver(_network(size_mb, device, is_filled=False), None)
     take = network.begin_live() if wire.is_live else network.begin_staged(device)
     ready_s = time.monotonic()
-    receiving = Receiving(
-        wire.handle, device, take, networks=["transformer"], use_shm=wire.use_shm, timeout_s=wire.timeout_s
-    )
-    receiving.result()
-    network.seal()
+    receiving = Receiving(wire.handle, device, take, use_shm=wire.use_shm, timeout_s=wire.timeout_s)
+    network.seal(receiving.result().checksum)
     network.switch()
     get_platform().synchronize()
     done_s = time.monotonic()

@@ -112,10 +112,6 @@ class RolloutConfig:
     cores. Recipe `disaggregated` sets it."""
     latents_dtype: str = "float32"
     """Storage dtype of trajectories; latents are rounded to it before the log-prob is taken."""
-    probe_every: int = 20
-    """Weight updates between two probes of each replica: a forward on fixed inputs that must change when the weights
-    do. The first three updates are probed too. A probe reads all weights once and denoises one small picture by one
-    step; on a `vllm_omni` replica by three, once the requests in flight are done. 0: no probes."""
     max_log_prob_gap: float | None = None
     """Largest difference, in nats, between a recorded log-prob and the trainer's own before the run stops
     (`rollout/log_prob_gap_max`). null: it is only reported, because what is healthy depends on dtype and noise level:
@@ -151,7 +147,6 @@ class RolloutConfig:
             self.num_neighbours,
             "leave it to recipe=disaggregated",
         )
-        require(self.probe_every >= 0, "digen.rollout.probe_every must be >= 0", self.probe_every, "20 is the default")
         require(
             self.max_log_prob_gap is None or self.max_log_prob_gap > 0,
             "digen.rollout.max_log_prob_gap must be > 0 nats, or null",

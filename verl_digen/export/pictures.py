@@ -33,6 +33,7 @@ from verl_digen.sampling.requests import sample_request
 from verl_digen.sampling.sampler import Sampler
 from verl_digen.trainer.validation import validation_uid
 from verl_digen.types import Condition, PromptRow, SampleRequest
+from verl_digen.weights.checksum import Checksum
 
 
 @dataclass(frozen=True)
@@ -137,10 +138,11 @@ class Painter:
 def _load(network: LoadedNetwork, weights: PolicyWeights, *, carries_adapter: bool) -> None:
     """Load a policy into a replica's network, as a weight update would."""
     tensors = weights.adapter().items() if carries_adapter else weights.full(network.dtype)
-    take = network.weights.begin_live()
+    take, sent = network.weights.begin_live(), Checksum()
     for named in tensors:
+        sent.add(named[1])
         take([named])
-    network.weights.seal()
+    network.weights.seal(sent.value)
     network.weights.switch()
 
 

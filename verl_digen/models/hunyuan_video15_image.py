@@ -149,10 +149,6 @@ class HunyuanVideo15ImageToVideo(HunyuanVideo15):
         """
         source = condition.get("source")
         shape = (*latents.shape[:2], *latents.shape[3:])
-        if source is None and not geometry.sources:
-            ramp = torch.linspace(-1, 1, 2 * self._network["image_embed_dim"], device=latents.device)
-            # two different tokens, so that the probe of a text depends on every layer
-            return latents.new_zeros(shape), ramp.view(1, 2, -1).expand(len(latents), -1, -1)
         if source is None or source.shape != shape:
             raise RuntimeError(
                 f"a condition must have the latents of an image, {tuple(shape[1:])}, for {geometry}, got "

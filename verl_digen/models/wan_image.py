@@ -135,18 +135,9 @@ class WanImageToVideo(Wan):
         """
         shape = (len(latents), *self._source_shape(geometry))
         source = condition.get("source")
-        if source is None and not geometry.sources:
-            return latents.new_zeros(shape), self._no_image(latents)
         if source is None or source.shape != shape:
             raise RuntimeError(
                 f"a condition must have the latents of an image, {shape[1:]}, for {geometry}, got "
                 f"{None if source is None else tuple(source.shape[1:])}; encode it with the `size` of its request"
             )
         return source.to(latents.dtype), condition["image"] if self._has_clip else None
-
-    def _no_image(self, latents: Tensor) -> Tensor | None:
-        """Two different tokens in place of an image's, so that the probe of a text depends on every layer."""
-        if not self._has_clip:
-            return None
-        ramp = torch.linspace(-1, 1, 2 * self._network["image_dim"], device=latents.device)
-        return ramp.view(1, 2, -1).expand(len(latents), -1, -1)

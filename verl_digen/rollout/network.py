@@ -68,7 +68,7 @@ def load_network(config: Any, model_config: Any, num_threads: int) -> LoadedNetw
     fp8 = Fp8Layers(transformer)
     if digen.sampling.outside.fp8:
         require_fp8(fp8, device)
-    weights = WeightReceiver(transformer, model_config.adapter_config(), model.experts)
+    weights = WeightReceiver(transformer, model_config.adapter_config())
     return LoadedNetwork(model, transformer, weights, device, dtype, fp8)
 
 
@@ -106,7 +106,6 @@ class Intake:
                 handle,
                 device,
                 weights.begin_live() if is_live else weights.begin_staged(device),
-                networks=self._network.model.experts,
                 use_shm=use_shm,
                 timeout_s=self._timeout_s,
             )
@@ -130,7 +129,7 @@ class Intake:
             try:
                 arrived = await asyncio.to_thread(receiving.result)
                 arrived.check(manifest)
-                self._network.weights.seal()
+                self._network.weights.seal(arrived.checksum)
             finally:
                 self._ended.set()
             self.sealed_version = manifest.version

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -23,12 +22,10 @@ from typing import Any
 from verl.plugin.platform import get_platform
 from verl.utils.torch_dtypes import PrecisionType
 
-from verl_digen.inputs import PromptInputs
 from verl_digen.platforms.device_memory import accelerator_name
 from verl_digen.platforms.module_memory import DeviceMemory, name_on_node
 from verl_digen.rollout.batcher import RequestBatcher
 from verl_digen.rollout.birth import SeenDevice, visible_device
-from verl_digen.rollout.fingerprint import PROMPT, fingerprint
 from verl_digen.rollout.fitting import Fitting
 from verl_digen.rollout.network import Intake, load_network
 from verl_digen.rollout.prompt_cache import PromptCache
@@ -38,7 +35,6 @@ from verl_digen.sampling.prefix_cache import PrefixCache
 from verl_digen.sampling.sampler import Sampler
 from verl_digen.types import Condition, Generation, SampleRequest, move_condition
 from verl_digen.weights.checksum import Manifest
-from verl_digen.weights.probe import Probe, is_probe_due
 
 logger = logging.getLogger(__name__)
 
@@ -70,10 +66,6 @@ class DiffusersServer:
         self._frees_memory = self._device.type != "cpu"
         """On the CPU, the host copies that sleeping needs would take as much memory as it frees."""
         self._last_update: dict[str, float] = {}
-        self._probe_every = digen.rollout.probe_every
-        self._probe_condition: Condition | None = None
-        """Encoded at the first probe."""
-        self._probes: deque[Probe] = deque(maxlen=2)
         self._prefixes = PrefixCache()
         self._sampler = Sampler(
             self._model,
@@ -96,7 +88,7 @@ class DiffusersServer:
         self._batcher = RequestBatcher(
             self._generate_batch, max_batch_size=digen.rollout.batch_size, wait_s=digen.rollout.batch_wait_s
         )
-        self._version, self._num_updates = 0, 0
+        self._version = 0
         self._intake = Intake(self._network, digen.rollout.update_timeout_s)
         self._sealing = asyncio.Lock()
         """Held by a seal, and while a sealed update is loaded."""
@@ -183,7 +175,8 @@ class DiffusersServer:
     async def activate_weights(self) -> int:
         """Load the newest sealed version between two batches -> its version. Idempotent.
 
-        After the first updates and every `digen.rollout.probe_every`-th, takes a probe, which `check_health` reports.
+        Raises:
+            RuntimeError: see `WeightReceiver.switch`.
         """
         asked_s = time.perf_counter()
         if self._intake.sealed_version is None:
@@ -197,23 +190,9 @@ class DiffusersServer:
             self._prefixes.clear()
             self._network.fp8.clear()
             self._version = sealed_version
-            if is_probe_due(self._num_updates, self._probe_every):
-                self._probes.append(await self._on_device(self._take_probe))
-            self._num_updates += 1
             load_s, drain_s = time.perf_counter() - began_s, began_s - asked_s
             self._last_update = {"update_s": drain_s + load_s, "load_s": load_s, "drain_s": drain_s}
             return self._version
-
-    async def probe(self) -> Probe:
-        """Run the network on fixed inputs with its current weights, between two batches."""
-        async with self._batcher.exclusive():
-            return await self._on_device(self._take_probe)
-
-    def _take_probe(self) -> Probe:
-        if self._probe_condition is None:
-            (self._probe_condition,) = self._encoder([PromptInputs(PROMPT)])
-        computed = fingerprint(self._model, self._weights.module, self._probe_condition)
-        return self._weights.probe(self._version, computed)
 
     async def _on_device(self, function: Callable[[], Any]) -> Any:
         """Call `function` in the compute thread."""
@@ -285,7 +264,6 @@ class DiffusersServer:
             "received_version": self._intake.sealed_version,
             "prompt_cache": self._prompts.stats(),
             "last_update": self._last_update,
-            "probes": tuple(self._probes),
             "device": accelerator_name(),
         }
 

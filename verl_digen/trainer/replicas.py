@@ -31,7 +31,6 @@ from verl_digen.agent_loop.server_manager import ALL_LOST
 from verl_digen.errors import RunStopped
 from verl_digen.schedulers.deadlines import DeadlinesConfig
 from verl_digen.trainer.relays import FAN_OUT, Route, Together, Work
-from verl_digen.weights.probe import check_probes, check_reached
 
 logger = logging.getLogger(__name__)
 
@@ -120,29 +119,32 @@ class Replicas:
         | `rollout/weight_drain_s_max` | s | longest wait of an update for trajectories in flight |
         | `rollout/prompt_cache_hit_rate` | | share of prompts that did not have to be encoded, since the run began |
         | `rollout/version_lag_max_versions` | versions | largest lag of a replica behind the published weights |
-        | `rollout/probe_change`, `rollout/probe_spread` | | see `verl_digen.weights.probe.check_probes` |
 
         Args:
             published: the newest weight version.
 
         Raises:
-            RuntimeError: the weights did not take effect, see `verl_digen.weights.probe`.
+            RuntimeError: a replica did not receive the published version.
             RunStopped: no replica answers.
         """
         health_of = self._healths()
         if not health_of:
             raise RunStopped(ALL_LOST)
         healths = list(health_of.values())
-        received = {address: health["received_version"] for address, health in health_of.items()}
-        probes = {address: health["probes"] for address, health in health_of.items()}
+        for address, health in health_of.items():
+            if health["received_version"] != published:
+                raise RuntimeError(
+                    f"version {published} was published and replica {address} has received "
+                    f"{health['received_version']}, so weight updates do not reach it; look in the run's log for "
+                    "errors of update_weights and seal_update, and for replicas that are lost"
+                )
         hits, misses = (sum(health["prompt_cache"][name] for health in healths) for name in ("hits", "misses"))
         return {
             "rollout/num_replicas": float(len(healths)),
             "rollout/weight_load_s_max": max(_update_s(health, "load_s") for health in healths),
             "rollout/weight_drain_s_max": max(_update_s(health, "drain_s") for health in healths),
             "rollout/prompt_cache_hit_rate": hits / max(1, hits + misses),
-            **check_reached(received, [health["version"] for health in healths], published),
-            **check_probes(probes),
+            "rollout/version_lag_max_versions": float(published - min(health["version"] for health in healths)),
         }
 
     def device(self) -> str | None:

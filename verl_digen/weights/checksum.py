@@ -3,17 +3,22 @@
 
 The sum of the numbers' bit patterns as integers, modulo 2**64. Fusing q, k and v into one tensor keeps it; losing,
 duplicating or changing a number changes it. A swap of two numbers keeps it: names and shapes are compared, too.
+
+It is the proof that an update took effect: after each one, the checksum read back from the module that generates must
+be that of what the trainer sent (`receiver.py`; `rollout/vllm_omni/worker.py`, where an adapter must have bound all its
+modules, too). It needs no forward, so it holds for every objective, with log-probs or without; the log-prob gap
+compares precision and kernels, and exists for recorded paths alone. A forward that reads other tensors than its module
+holds is a fault of code, not of a run: tests compare samples after an update with the trainer's network
+(tests/rollout/test_server.py, tests/vllm_omni/test_updates.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from verl_digen.weights.probe import decides, network_of
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes per number -> integer dtype of the same width."""
@@ -43,32 +48,27 @@ class Checksum:
         return 0 if self._sum is None else int(self._sum) % 2**64
 
 
-class DecidingChecksums:
-    """Per network, the checksum of the tensors that decide its output (`verl_digen.weights.probe.decides`).
-
-    Args:
-        networks: see `verl_digen.weights.probe.network_of`.
+class Casts:
+    """What casts to a network's dtypes do to the checksum of an update.
 
     Example:
-        sums = DecidingChecksums(["transformer"])
-        sums.add("proj_out.lora_A.weight", torch.tensor([2.0]))   # decides nothing
-        sums.add("proj_out.lora_B.weight", torch.tensor([1.0]))   # sums.values == (0x3f800000,)
+        casts = Casts()
+        casts.add(torch.tensor([1.0]), torch.bfloat16)
+        hex(casts.applied(0x3f800000))   # "0x3f80"
     """
 
-    def __init__(self, networks: Sequence[str]):
-        self._networks = tuple(networks)
-        self._sums = tuple(Checksum() for _ in networks)
+    def __init__(self) -> None:
+        self._before, self._after = Checksum(), Checksum()
 
-    def add(self, name: str, tensor: Tensor) -> bool:
-        """Add `tensor` if it decides -> True if it does. Does not synchronise with the device."""
-        if counts := decides(name):
-            self._sums[network_of(name, self._networks)].add(tensor)
-        return counts
+    def add(self, tensor: Tensor, dtype: torch.dtype) -> None:
+        """Note that a tensor of the update is loaded as `dtype`; does not synchronise with the device."""
+        if tensor.dtype != dtype:
+            self._before.add(tensor)
+            self._after.add(tensor.to(dtype))
 
-    @property
-    def values(self) -> tuple[int, ...]:
-        """One checksum per network, in [0, 2**64); synchronises with the device."""
-        return tuple(total.value for total in self._sums)
+    def applied(self, sent: int) -> int:
+        """Checksum after the casts of an update with checksum `sent`; synchronises with the device."""
+        return (sent - self._before.value + self._after.value) % 2**64
 
 
 def checksum(tensors: Iterable[Tensor]) -> int:

@@ -7,19 +7,19 @@
 | live | that takes turns with the trainer | into the network, as they arrive | nothing serves (`is_whole`) |
 
 Invariants (tests/weights): after a staged update that misses, adds or reshapes a tensor the old weights are untouched;
-after such a live one, or an interrupted one, the network is not whole until a whole update has come; every tensor sent
-is loaded into the tensor that the network computes with.
+after such a live one, or an interrupted one, the network is not whole until a whole update has come; numbers that were
+sent and are not in the network after `switch` are an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from verl_digen.weights.checksum import DecidingChecksums
-from verl_digen.weights.probe import Probe
+from verl_digen.weights.checksum import Casts, checksum
 from verl_digen.weights.receiving import Named, Staging, Take
 
 MAX_NAMES_SHOWN = 5
@@ -56,18 +56,27 @@ class Live:
         _raise_for("are missing from the update", sorted(self._missing), NOT_WHOLE)
 
 
+@dataclass(frozen=True)
+class _Sealed:
+    """A complete update that waits for `WeightReceiver.switch`."""
+
+    staged: Mapping[str, Tensor]
+    """Tensors to load; none after a live update, which has loaded them."""
+    checksum: int
+    """Checksum of the tensors as they were sent."""
+    casts: Casts
+
+
 class WeightReceiver:
     """Receives weight updates for one transformer.
 
     Args:
         transformer: the loaded network.
         adapter_config: peft `LoraConfig` if updates carry only a LoRA adapter, else None (full or merged weights).
-        networks: names of the networks that `transformer` holds, in order (`DiffusionModel.experts`).
     """
 
-    def __init__(self, transformer: nn.Module, adapter_config: object | None, networks: Sequence[str]):
+    def __init__(self, transformer: nn.Module, adapter_config: object | None):
         self.module: nn.Module = transformer
-        self._networks = tuple(networks)
         if adapter_config is not None:
             from peft import get_peft_model
 
@@ -82,7 +91,9 @@ class WeightReceiver:
         self.is_whole = True
         """False from the start of a live update until `switch`, and after `lose`."""
         self._update: Staging | Live | None = None
-        self._sealed: dict[str, Tensor] | None = None
+        self._casts = Casts()
+        """Those of the update that is under way."""
+        self._sealed: _Sealed | None = None
 
     def begin_staged(self, device: torch.device) -> Take:
         """Begin an update, in place of an unfinished one -> function that stages a bucket of it.
@@ -90,30 +101,30 @@ class WeightReceiver:
         Args:
             device: of the tensors that will come.
         """
-        self._update = Staging(device)
+        self._update, self._casts = Staging(device), Casts()
         return self._update.take
 
     def begin_live(self) -> Take:
         """Begin an update, in place of an unfinished one -> function that loads a bucket of it. `is_whole` becomes
-        false.
-
-        Raises:
-            RuntimeError: a tensor would go into a copy that the network does not compute with.
-        """
-        targets = self._targets()
+        false."""
+        targets, casts = tensors_of_update(self.module), Casts()
 
         def load(bucket: Named) -> None:
             for name, tensor in bucket:
+                casts.add(tensor, targets[name].dtype)
                 targets[name].copy_(tensor, non_blocking=True)
 
-        self._update = Live(self._shapes, load)
+        self._update, self._casts = Live(self._shapes, load), casts
         self.is_whole = False
         return self._update.take
 
-    def seal(self) -> None:
+    def seal(self, sent: int) -> None:
         """Check that the update is complete; it waits for `switch`.
 
         A staged update that was sealed earlier and not loaded is dropped.
+
+        Args:
+            sent: checksum of its tensors.
 
         Raises:
             RuntimeError: the tensors do not match the network's; names them. After a staged update the old weights
@@ -124,10 +135,10 @@ class WeightReceiver:
             raise RuntimeError("no weight update is under way; begin one first")
         if isinstance(update, Live):
             update.finish()
-            self._sealed = {}
+            self._sealed = _Sealed({}, sent, self._casts)
             return
         compare_with(update.tensors, self._shapes)
-        self._sealed = update.tensors
+        self._sealed = _Sealed(update.tensors, sent, self._casts)
 
     @property
     def is_sealed(self) -> bool:
@@ -135,18 +146,27 @@ class WeightReceiver:
         return self._sealed is not None
 
     def switch(self) -> None:
-        """Copy the tensors of a sealed staged update into the network; those of a live one are there.
+        """Copy the tensors of a sealed staged update into the network, where those of a live one are, and check that it
+        holds what was sent.
 
         Raises:
-            RuntimeError: nothing is sealed; or a tensor would go into a copy that the network does not compute with.
+            RuntimeError: nothing is sealed; or the network holds other numbers, and serves nothing.
         """
         sealed, self._sealed = self._sealed, None
         if sealed is None:
             raise RuntimeError("no weight update is waiting to be taken; seal one first")
-        current = self._targets()
+        self.is_whole = False
+        # looked up at every update: moving the module between devices replaces its tensors
+        current = tensors_of_update(self.module)
         with torch.no_grad():
-            for name, tensor in sealed.items():
+            for name, tensor in sealed.staged.items():
+                sealed.casts.add(tensor, current[name].dtype)
                 current[name].copy_(tensor)
+        sent, held = sealed.casts.applied(sealed.checksum), checksum(tensors_of_update(self.module).values())
+        if sent != held:
+            raise RuntimeError(
+                f"a weight update with checksum {sent:x} did not reach the network, which holds {held:x}; {NOT_WHOLE}"
+            )
         self.is_whole = True
 
     def lose(self) -> list[Tensor]:
@@ -158,27 +178,6 @@ class WeightReceiver:
         """Raise RuntimeError unless the network holds the weights of one version."""
         if not self.is_whole:
             raise RuntimeError(f"a weight update was interrupted or has not come since the last sleep: {NOT_WHOLE}")
-
-    def _targets(self) -> dict[str, Tensor]:
-        """The network's tensors, by their names in an update."""
-        # looked up at every update: moving the module between devices replaces its tensors
-        current = tensors_of_update(self.module)
-        live = {tensor.data_ptr() for tensor in [*self.module.parameters(), *self.module.buffers()]}
-        copies = [name for name in self._shapes if current[name].data_ptr() not in live]
-        _raise_for("would be loaded into copies, not into the network", copies, OLD_WEIGHTS_SERVE)
-        return current
-
-    def probe(self, version: int, fingerprint: tuple[float, ...]) -> Probe:
-        """Report on the loaded weights; reads every number once, on the device that holds it.
-
-        Args:
-            version: version of these weights. fingerprint: the network's output with them.
-        """
-        current = tensors_of_update(self.module)
-        sums = DecidingChecksums(self._networks)
-        for name, tensor in current.items():
-            sums.add(name, tensor)
-        return Probe(version, sums.values, len(current), fingerprint)
 
 
 def tensors_of_update(module: nn.Module) -> dict[str, Tensor]:

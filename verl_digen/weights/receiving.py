@@ -7,7 +7,7 @@ that a bucket is on, as it passes.
 
 Example:
     staging = Staging(device)
-    receiving = Receiving(handle, device, staging.take, networks=model.experts, use_shm=True, timeout_s=600)
+    receiving = Receiving(handle, device, staging.take, use_shm=True, timeout_s=600)
     ... the sender sends ...
     receiving.result()      # its checksums; staging.tensors are complete
     receiving.abandon()     # instead: the sender was lost, and a new update starts
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from verl_digen.weights.bounded_socket import BoundedSocket
 from verl_digen.weights.bucketed import BucketedWeightReceiver
-from verl_digen.weights.checksum import Checksum, DecidingChecksums, Manifest
+from verl_digen.weights.checksum import Checksum, Manifest
 from verl_digen.weights.host_pool import pool_for
 
 STOP_S = 30.0
@@ -52,8 +52,6 @@ class Arrived:
     num_tensors: int
     checksum: int
     """`verl_digen.weights.checksum` of all tensors."""
-    deciding_checksums: tuple[int, ...]
-    """`verl_digen.weights.probe.Probe.checksums` of the tensors."""
 
     def check(self, manifest: Manifest) -> None:
         """Raise RuntimeError unless what arrived is what was sent."""
@@ -105,7 +103,6 @@ class Receiving:
         handle: address of verl's zmq socket; the sender binds it.
         device: the worker's device, with its index unless it is the CPU.
         take: called in the thread, on a stream of its own.
-        networks: names of the networks that the update is for, in order (`DiffusionModel.experts`).
         use_shm: True if buckets come through shared memory.
         timeout_s: timeout for the next part.
     """
@@ -116,7 +113,6 @@ class Receiving:
         device: torch.device,
         take: Take,
         *,
-        networks: Sequence[str],
         use_shm: bool,
         timeout_s: float,
     ):
@@ -124,8 +120,7 @@ class Receiving:
         self._device, self._take, self._timeout_s = device, take, timeout_s
         self._abandoned = threading.Event()
         self._receiver = BoundedReceiver(handle, device, use_shm, check=self._check, timeout_s=timeout_s)
-        self._deciding, self._rest = DecidingChecksums(networks), Checksum()
-        self._num_tensors = 0
+        self._checksum = Checksum()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="receive-weights", daemon=True)
         self._thread.start()
@@ -146,11 +141,9 @@ class Receiving:
         if self._error is not None:
             return
         try:
-            for name, tensor in named_tensors:
-                if not self._deciding.add(name, tensor):
-                    self._rest.add(tensor)
+            for _, tensor in named_tensors:
+                self._checksum.add(tensor)
             self._take(named_tensors)
-            self._num_tensors += len(named_tensors)
         except Exception as error:
             # without its frames: they hold views of the bucket, which must be closed
             self._error = error.with_traceback(None)
@@ -165,8 +158,7 @@ class Receiving:
             self._thread.join(self._timeout_s)
         if self._error is not None:
             raise RuntimeError(f"an update could not be received: {self._error}") from self._error
-        deciding = self._deciding.values
-        return Arrived(self._num_tensors, (sum(deciding) + self._rest.value) % 2**64, deciding)
+        return Arrived(self._checksum.num_tensors, self._checksum.value)
 
     def abandon(self) -> None:
         """Cancel the update: end the thread.

@@ -7,7 +7,6 @@
 | `http.py` | the server's process | the HTTP API, if enabled |
 | `server.py` | a Ray actor, with the engine in its process or in front of its workers | verl's server methods |
 | `engine.py` | the server's process | the engine that runs weight updates between trajectories |
-| `probing.py` | the server's process | the request that proves that new weights take effect |
 | `served.py` | everywhere | the supported pipelines |
 | `pipeline.py` | engine worker | the recording class of each pipeline |
 | `recorder.py` | engine worker | steps with our SDE, and records |

@@ -26,8 +26,6 @@ from verl_digen.rollout.vllm_omni.recorder import Recording
 from verl_digen.rollout.vllm_omni.request_pipelines import HandsOverEncoded
 from verl_digen.types import Condition, Geometry
 
-SHAPES_AT = 5
-"""Position of `img_shapes` among the arguments of `diffuse`."""
 ImageKey = tuple[str, str, int, int]
 """Fields of a `SourceImage`."""
 
@@ -99,18 +97,12 @@ class EditRecording(EncodesImages):
         given = latents.to(device=device, dtype=dtype)
         return given, None if source is None else source.unsqueeze(0).to(device=device, dtype=dtype)
 
-    def diffuse(self, *arguments: Any, **more: Any) -> Tensor:
-        """Run the pipeline's loop with the sizes of the images that there are; a probe has none."""
-        *first, img_shapes = arguments[: SHAPES_AT + 1]
-        shapes = [[shape for shape in of_row if all(shape)] for of_row in img_shapes]
-        return super().diffuse(*first, shapes, *arguments[SHAPES_AT + 1 :], **more)  # type: ignore[misc]
-
     def prompt_fields(self, recording: Recording) -> dict[str, Any]:
         return {"additional_information": self.image_sizes(recording.request.sampling.geometry)}
 
     def image_sizes(self, geometry: Geometry) -> dict[str, Any]:
         """Entries that the pipeline's pre-processing would make: sizes of the images, without pixels."""
-        ((height, width),) = geometry.sources or ((0, 0),)  # a probe has no image
+        ((height, width),) = geometry.sources
         return {
             "prompt_image": None,
             "preprocessed_image": None,

@@ -15,9 +15,6 @@ Pipelines without step execution denoise a whole batch in one call. The barrier 
 other call and the requests behind it, because vLLM-Omni reads its messages in order. Calls in `ASIDE` do not wait if
 the worker is in this process: they run concurrently with the batch, in the caller's thread.
 
-A probe (`RecordingOrder.is_probe`) is the next request to start, and runs alone: the batch composition changes the last
-bits, and a probe of the same weights must give the same numbers.
-
 Invariant (tests/vllm_omni): at any timing of updates, no trajectory has two versions and none is lost.
 """
 
@@ -55,8 +52,8 @@ sleeps meanwhile, sees it within 1 s."""
 
 
 class BarrierScheduler(BaseScheduler):
-    """vLLM-Omni's scheduler with a hold flag that stops admissions; runs probes first and alone, and groups one after
-    the other where their requests say so (`SampleRequest.batch_group`)."""
+    """vLLM-Omni's scheduler with a hold flag that stops admissions; runs groups one after the other where their
+    requests say so (`SampleRequest.batch_group`)."""
 
     is_held = False
 
@@ -68,20 +65,14 @@ class BarrierScheduler(BaseScheduler):
         self._bursts.forget_all_but(map(self._burst_of, [*self._running, *self._waiting]))
         request_id = super().add_request(request)
         self._bursts.arrive(self._burst_of(request_id))
-        if _is_probe(request):
-            self._waiting.remove(request_id)
-            self._waiting.appendleft(request_id)
         return request_id
 
     def _can_schedule_waiting(self, state: SchedulerRequestState) -> bool:
-        if self.is_held or (self._running and (_is_probe(state.req) or self._runs_probe())):
+        if self.is_held:
             return False
         if self._running and _batch_group(state.req) != _batch_group(self._request_states[self._running[0]].req):
             return False
         return super()._can_schedule_waiting(state)
-
-    def _runs_probe(self) -> bool:
-        return any(_is_probe(self._request_states[request_id].req) for request_id in self._running)
 
     def _burst_of(self, request_id: str) -> Burst | None:
         state = self._request_states.get(request_id)
@@ -203,12 +194,6 @@ class VersionedEngine(DiffusionEngine):
             return output if _is_record(output) else post_process(output, **kwargs)
 
         self.post_process_func = keep_records
-
-
-def _is_probe(request: OmniDiffusionRequest) -> bool:
-    """True for a probe; False for other samples and for a request without an order (a warm-up)."""
-    extra = request.sampling_params.extra_args
-    return ORDER in extra and extra[ORDER].is_probe
 
 
 def _batch_group(request: OmniDiffusionRequest) -> str | None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from verl_digen.weights.checksum import Checksum
+from verl_digen.weights.checksum import Casts
 from verl_digen.weights.receiver import Live, compare_with
 from verl_digen.weights.receiving import Arrived, Named, Staging
 
@@ -35,8 +35,7 @@ class FullUpdate:
         live: tuple[Mapping[str, torch.Size], Load] | None = None,
     ):
         self._dtype, self._staging = dtype, staging
-        self._before, self._after = Checksum(), Checksum()
-        """Checksums of the tensors that have another dtype, before and after the cast."""
+        self._casts = Casts()
         self._loaded: set[str] = set()
         self._live: Live | None = None
         if live is not None:
@@ -46,9 +45,7 @@ class FullUpdate:
     def take(self, bucket: Named) -> None:
         """Take a bucket; see `verl_digen.weights.receiving.Take`."""
         for _, tensor in bucket:
-            if tensor.dtype != self._dtype:
-                self._before.add(tensor)
-                self._after.add(tensor.to(self._dtype))
+            self._casts.add(tensor, self._dtype)
         destination = self._live or self._staging
         assert destination is not None, "an update is of one kind"
         destination.take(bucket)
@@ -68,7 +65,7 @@ class FullUpdate:
 
     def loaded_checksum(self, arrived: Arrived) -> int:
         """Checksum that the network's numbers have after loading."""
-        return (arrived.checksum - self._before.value + self._after.value) % 2**64
+        return self._casts.applied(arrived.checksum)
 
     def finish(self, load: Load) -> set[str]:
         """Load a staged update -> vLLM-Omni's names of all that was loaded, of either kind."""

@@ -11,8 +11,7 @@ Latents are kept in the order's dtype and velocities in fp32; the network sees l
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -23,7 +22,6 @@ from torch import Tensor
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
-from vllm_omni.diffusion.cache.prompt_embed_cache import PromptEmbedCache
 from vllm_omni.diffusion.data import DiffusionOutput
 
 from verl_digen.algorithms.noise import INITIAL_LATENTS, step_noise
@@ -89,8 +87,6 @@ class RecordingPipeline:
     """Serial of each registered adapter -> its weight version."""
     incoming_adapter: tuple[LoRAModel, PEFTHelper] | None = None
     """Adapter that the worker is registering."""
-    _prompt_embed_cache: PromptEmbedCache
-    """vLLM-Omni's cache around the pipeline's `encode_prompt`."""
     bound_modules: frozenset[str] = frozenset()
     """Modules of the last activated adapter that vLLM-Omni bound to layers."""
 
@@ -102,15 +98,6 @@ class RecordingPipeline:
             ValueError: the prompt is longer than the encoder's limit, or its images cannot be read.
         """
         raise NotImplementedError
-
-    @contextmanager
-    def prompt_cache_for(self, order: RecordingOrder) -> Iterator[None]:
-        """Turn the prompt cache off inside the context for a probe, which must not count in its hit rate."""
-        self._prompt_embed_cache.enabled = not order.is_probe
-        try:
-            yield
-        finally:
-            self._prompt_embed_cache.enabled = True
 
     def predict_noise(self, *args: Any, **kwargs: Any) -> Tensor:
         """Predict in fp32, so that guidance combines its branches as the trainer does."""

@@ -222,20 +222,17 @@ class RequestRecordingMixin(PrefixSharing):
             shape=self._model.latent_shape(sampling.geometry),
             sigmas=self._model.sigmas(sampling.num_steps, sampling.geometry),
             device=get_local_device(),
-            condition=self._encode_for(order, request.inputs),
-            negative_condition=self._encode_for(order, request.negative_inputs) if sampling.is_guided else None,
+            condition=self._encode(request.inputs),
+            negative_condition=self._encode(request.negative_inputs) if sampling.is_guided else None,
             start_s=start_s,
             adapter=adapter,
         )
 
-    def _encode_for(self, order: RecordingOrder, inputs: PromptInputs) -> Condition:
-        with self._encoding, self.prompt_cache_for(order):
-            return self._encode(inputs)
-
     def _encode(self, inputs: PromptInputs) -> Condition:
-        """Check and encode one prompt. The caller holds `_encoding`."""
-        self._check_prompt(inputs.text)
-        return {name: tensor.to(self.od_config.dtype) for name, tensor in self.encode_inputs(inputs).items()}
+        """Check and encode one prompt."""
+        with self._encoding:
+            self._check_prompt(inputs.text)
+            return {name: tensor.to(self.od_config.dtype) for name, tensor in self.encode_inputs(inputs).items()}
 
     def _hand_over(self, request: OmniDiffusionRequest, recording: Recording) -> OmniDiffusionRequest:
         """A copy of the request for the pipeline; vLLM-Omni's own request is not modified."""
@@ -251,5 +248,4 @@ class RequestRecordingMixin(PrefixSharing):
 
     @torch.no_grad()
     def encode_condition(self, inputs: PromptInputs) -> Condition:
-        with self._encoding:
-            return move_condition(self._encode(inputs), "cpu")
+        return move_condition(self._encode(inputs), "cpu")

@@ -25,8 +25,6 @@ class RecordingOrder:
     """`digen.seed`."""
     latents_dtype: torch.dtype
     """Dtype of the latents between steps and in the record."""
-    is_probe: bool = False
-    """True: runs alone, before waiting requests, and does not use the prompt cache (`probing.py`)."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RecordingOrder:
         """Itself: nothing changes an order, and vLLM-Omni copies a request's parameters when it begins."""
@@ -79,9 +77,10 @@ class Taken:
     """A worker's report on an update that it has loaded or registered."""
 
     published: Published
-    num_tensors: int
-    checksums: tuple[int, ...]
-    """`verl_digen.weights.probe.Probe.checksums`."""
+    sent: int
+    """Checksum of the update in the network's dtype."""
+    held: int
+    """Checksum read back from the worker's layers; with tensor parallelism, of its shards."""
     load_s: float
     """Seconds to load, without the wait for trajectories."""
 

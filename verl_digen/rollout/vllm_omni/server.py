@@ -5,8 +5,6 @@
 - A request is admitted while the gate is open. `abort_all_requests` closes the gate and lets requests in flight finish;
   a weight update does not need it (`engine.py`).
 - A replica whose engine is dead or hung exits, so that the run sees it as lost.
-- A probe (`probing.py`) is generated after the first updates and every `digen.rollout.probe_every`-th; `check_health`
-  reports the last two.
 - `sleep` drains first, is level 1, and fails if a worker does not acknowledge it.
 - The engine's processes rendezvous on a loopback port (`loopback_store.py`). No other port is opened, unless
   `digen.rollout.http.enable=true` (`http.py`).
@@ -19,7 +17,7 @@ import logging
 import multiprocessing
 import os
 import time
-from collections import Counter, deque
+from collections import Counter
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -42,7 +40,6 @@ from verl_digen.rollout.birth import SeenDevice, drop_launcher_variables
 from verl_digen.rollout.placed import cpu_threads
 from verl_digen.rollout.vllm_omni.arguments import check_taken, engine_arguments
 from verl_digen.rollout.vllm_omni.http import build_app, read_key
-from verl_digen.rollout.vllm_omni.probing import UID, fingerprint_of, probe_order
 from verl_digen.rollout.vllm_omni.recorder import RECORDED
 from verl_digen.rollout.vllm_omni.requests import (
     START,
@@ -54,9 +51,8 @@ from verl_digen.rollout.vllm_omni.requests import (
     to_sampling_params,
 )
 from verl_digen.sampling.recording import experts_of
-from verl_digen.types import Condition, Generation, SampleRequest, Trajectory
+from verl_digen.types import Condition, Generation, SampleRequest
 from verl_digen.weights.checksum import Manifest
-from verl_digen.weights.probe import Probe, is_probe_due
 from verl_digen.weights.receiver import NOT_WHOLE
 
 logger = logging.getLogger(__name__)
@@ -123,13 +119,13 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         self._is_asleep = False
         self._last_serial = START.serial
         self._sealed = self._served = START
-        self._adapter = Taken(START, num_tensors=0, checksums=(), load_s=0.0)
+        self._adapter = Taken(START, sent=0, held=0, load_s=0.0)
+        self._taken: tuple[int, int] | None = None
+        """Checksums of the last update: as it was sent, and the sum of what the workers hold."""
         self._activating = asyncio.Lock()
         self._update_ended = asyncio.Event()
         self._is_whole = True
         """False from the first to the last tensor of a live update, and after one that failed."""
-        self._num_updates = 0
-        self._probes: deque[Probe] = deque(maxlen=2)
         self._last_update: dict[str, float] = {}
         self._api: asyncio.Task[Any] | None = None
         self._http_address: tuple[str, int] | None = None
@@ -303,7 +299,8 @@ class vLLMOmniHttpServer(vLLMHttpServer):
             await self._call_workers("seal_weights", manifest, published)
         else:
             kept = await self._serials_to_keep()
-            self._adapter = _slowest(await self._call_workers("commit_adapter", manifest, adapter, published, kept))
+            answers = await self._call_workers("commit_adapter", manifest, adapter, published, kept)
+            self._adapter = self._slowest(answers)
         self._sealed = published
 
     async def activate_weights(self) -> int:
@@ -314,32 +311,28 @@ class vLLMOmniHttpServer(vLLMHttpServer):
                 return self._served.version
             started_s = time.perf_counter()
             # workers may have sealed a newer update while this one waited for trajectories: they load the newer one
-            taken = self._adapter if self._sends_adapter else _slowest(await self._call_workers("commit_weights"))
+            taken = self._adapter if self._sends_adapter else self._slowest(await self._call_workers("commit_weights"))
             self._served = taken.published
             self.global_steps = taken.published.version
             drain_s = max(0.0, time.perf_counter() - started_s - taken.load_s)
             self._last_update = {"update_s": drain_s + taken.load_s, "load_s": taken.load_s, "drain_s": drain_s}
-            if is_probe_due(self._num_updates, self.digen.rollout.probe_every):
-                self._probes.append(await self._take_probe(taken))
-            self._num_updates += 1
             return taken.published.version
 
-    async def _take_probe(self, taken: Taken) -> Probe:
-        """Generate the probe with the weights that were just activated.
+    def _slowest(self, answers: list[Taken]) -> Taken:
+        """The answer of the worker that took longest to load.
 
         Raises:
-            RuntimeError: the engine generated it with other weights.
+            RuntimeError: the update differs from the last one, and the numbers that the workers hold do not. (A worker
+                that holds whole layers has compared them with the update itself.)
         """
-        published = taken.published
-        record = await self._record(f"{UID}-{published.serial}", probe_order(self._model), published)
-        trajectory: Trajectory = record["trajectory"]
-        if (trajectory.version, trajectory.last_version) != (published.version, published.version):
+        slowest = max(answers, key=lambda taken: taken.load_s)
+        before, self._taken = self._taken, (slowest.sent, sum(taken.held for taken in answers))
+        if before is not None and before[0] != slowest.sent and before[1] == self._taken[1]:
             raise RuntimeError(
-                f"replica {self.replica_rank} took version {published.version} and generates with version "
-                f"{trajectory.version}"
+                f"replica {self.replica_rank} took version {slowest.published.version}, and its workers hold the "
+                "numbers that they held before: vLLM-Omni loaded nothing of it; the replica must be started again"
             )
-        fingerprint = fingerprint_of(self._model, trajectory)
-        return Probe(published.version, taken.checksums, taken.num_tensors, fingerprint)
+        return slowest
 
     async def commit_update(self, manifest: Manifest, adapter: LoraConfig | None) -> None:
         """`seal_update`, then `activate_weights`, and admit requests again; for a replica that shares devices with the
@@ -429,14 +422,8 @@ class vLLMOmniHttpServer(vLLMHttpServer):
             "is_asleep": self._is_asleep,
             "prompt_cache": cache,
             "last_update": self._last_update,
-            "probes": tuple(self._probes),
             "device": device,
         }
-
-
-def _slowest(answers: list[Taken]) -> Taken:
-    """The answer with the longest load time; otherwise all workers of a replica answer the same."""
-    return max(answers, key=lambda taken: taken.load_s)
 
 
 def _check_acknowledged(acks: list[Any], what: str, replica_rank: int) -> None:

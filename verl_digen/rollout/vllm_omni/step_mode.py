@@ -47,8 +47,7 @@ class StepRecordingMixin(PrefixSharing):
         if ORDER not in state.sampling.extra_args:
             return super().prepare_encode(state, **kwargs)  # type: ignore[misc]
         order: RecordingOrder = state.sampling.extra_args[ORDER]
-        with self.prompt_cache_for(order):
-            state = super().prepare_encode(state, **kwargs)  # type: ignore[misc]
+        state = super().prepare_encode(state, **kwargs)  # type: ignore[misc]
         assert state.latents is not None and state.scheduler is not None
         recording = self.begin_recording(
             order,

@@ -18,13 +18,16 @@ computed on the device, as buckets pass and over the network after loading.
 | vLLM-Omni skips a tensor, e.g. of a layer that LoRA has wrapped | the checksum of the network after loading |
 | vLLM-Omni keeps an older adapter of the same id | one id per update, and the answer of `add_adapter` |
 | a module of an adapter has no layer | the adapter is activated at registration: modules bound = modules sent |
-| the network computes with other tensors than those loaded or bound | the server's probe (`probing.py`) |
+| a layer has not the adapter's numbers | the checksum of the layers after that |
+
+With tensor parallelism a worker holds shards, whose checksum is not that of the update. The server requires that the
+sum over the workers changes with it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -52,7 +55,7 @@ from verl_digen.rollout.vllm_omni.prefixes import PrefixSharing
 from verl_digen.rollout.vllm_omni.requests import Published, Taken, adapter_request
 from verl_digen.rollout.vllm_omni.sockets import address
 from verl_digen.types import Condition
-from verl_digen.weights.checksum import Manifest, checksum
+from verl_digen.weights.checksum import Checksum, Manifest, checksum
 from verl_digen.weights.receiver import OLD_WEIGHTS_SERVE, tensors_of_update
 from verl_digen.weights.receiving import Arrived, Named, Receiving, Staging
 
@@ -128,7 +131,6 @@ class WeightReceiverExtension(CustomPipelineWorkerExtension):
             address(sockets, self.local_rank),
             self.device,
             update.take,
-            networks=self._model.experts,
             use_shm=use_shm,
             timeout_s=timeout_s,
         )
@@ -179,16 +181,16 @@ class WeightReceiverExtension(CustomPipelineWorkerExtension):
             raise RuntimeError("no weight update is waiting to be loaded; seal one first")
         (published, arrived, update), self._sealed = self._sealed, None
         self._pipeline.prefixes.clear()
-        self._check_loaded(update.loaded_checksum(arrived), update.finish(self._load))
+        sent = update.loaded_checksum(arrived)
+        held = self._check_loaded(sent, update.finish(self._load))
         self._pipeline.weight_version = published.version
-        return _taken(published, arrived, started_s)
+        return Taken(published, sent, held, time.perf_counter() - started_s)
 
-    def _check_loaded(self, sent: int, loaded: set[str]) -> None:
-        """Check that every parameter was loaded, with the numbers that were sent.
+    def _check_loaded(self, sent: int, loaded: set[str]) -> int:
+        """Check that every parameter was loaded, with the numbers that were sent -> checksum of what was loaded.
 
         vLLM-Omni fuses tensors but changes none of their numbers, so the checksums before and after are equal. (An
-        update holds some buffers; those are loaded, too.) With tensor parallelism each worker holds a shard of the
-        numbers, and only the names are compared.
+        update holds some buffers; those are loaded, too.)
         """
         held, parameters = {}, set()
         for network, module in self._networks.items():
@@ -200,14 +202,14 @@ class WeightReceiverExtension(CustomPipelineWorkerExtension):
                 f"vLLM-Omni loaded nothing into {len(skipped)} of the network's parameters, e.g. {min(skipped)}. Its "
                 "weights are neither the old nor the new ones; the replica must be started again"
             )
-        if self.od_config.parallel_config.tensor_parallel_size > 1:
-            return
         dtype = self.od_config.dtype
-        if sent != checksum(tensor.to(dtype) for name, tensor in held.items() if name in loaded):
+        found = checksum(tensor.to(dtype) for name, tensor in held.items() if name in loaded)
+        if self._is_whole and found != sent:
             raise RuntimeError(
                 "vLLM-Omni did not load all of an update: the network's checksum is not that of what was sent. Its "
                 "weights are neither the old nor the new ones; the replica must be started again"
             )
+        return found
 
     # -- adapters -----------------------------------------------------------------------------------------
     def commit_adapter(
@@ -223,23 +225,26 @@ class WeightReceiverExtension(CustomPipelineWorkerExtension):
                 names the tensors or modules. Older adapters still serve.
         """
         started_s = time.perf_counter()
-        arrived, update = self._wait_for_arrival(manifest)
+        _, update = self._wait_for_arrival(manifest)
         update.check_complete(self._expected_shapes(config))
         adapter = self._to_vllm(update.staged, config, published.serial)
         for serial in self.lora_manager.list_adapters():
             if serial not in kept:
                 self.lora_manager.remove_adapter(serial)
-        self._register(published, adapter)
+        sent, held = self._register(published, adapter, update.staged)
         serials = self.lora_manager.list_adapters()
         self._pipeline.adapter_versions = {
             serial: version
             for serial, version in {**self._pipeline.adapter_versions, published.serial: published.version}.items()
             if serial in serials
         }
-        return _taken(published, arrived, started_s)
+        return Taken(published, sent, held, time.perf_counter() - started_s)
 
-    def _register(self, published: Published, adapter: tuple[LoRAModel, PEFTHelper]) -> None:
-        """Register an adapter with vLLM-Omni and activate it once, which binds its modules to layers.
+    def _register(
+        self, published: Published, adapter: tuple[LoRAModel, PEFTHelper], staged: Mapping[str, Tensor]
+    ) -> tuple[int, int]:
+        """Register an adapter with vLLM-Omni and activate it once, which binds its modules to layers -> checksums of
+        what was sent and of what the layers hold.
 
         Every step activates the adapter of its own requests, so requests in flight are not affected.
         """
@@ -260,19 +265,49 @@ class WeightReceiverExtension(CustomPipelineWorkerExtension):
                     f"vLLM-Omni bound {len(bound)} of the {len(modules)} modules of an adapter to layers, not e.g. "
                     f"{min(modules - bound, default='any')}; the old weights keep serving"
                 )
+            return self._check_bound(staged, adapter[1].vllm_lora_scaling_factor)
         except Exception:
             self.lora_manager.remove_adapter(published.serial)
             raise
         finally:
             self._pipeline.incoming_adapter = None
 
+    def _check_bound(self, staged: Mapping[str, Tensor], scaling: float) -> tuple[int, int]:
+        """Check that the layers hold the active adapter -> checksums of what was sent, and of what they hold.
+
+        Args:
+            staged: the adapter as it was sent. scaling: factor that vLLM multiplies into B.
+        """
+        adapted: dict[str, Any] = {name: one for name, one in self._modules() if isinstance(one, BaseLayerWithLoRA)}
+        held = checksum(
+            slot[0] for layer in adapted.values() for slot in (*layer.lora_a_stacked, *layer.lora_b_stacked)
+        )
+        layers, sent = {name for name, _ in self._modules()}, Checksum()
+        for name, tensor in staged.items():
+            layer, which = self._place(name, layers)
+            numbers = tensor.to(self.od_config.dtype)
+            # a layer of several slices that has one adapter holds its A once per slice, and a part of B in each
+            copies = len(adapted[layer].lora_a_stacked) if which == "lora_A" and layer in adapted else 1
+            for _ in range(copies):
+                sent.add(numbers if which == "lora_A" else numbers * scaling)
+        if self._is_whole and sent.value != held:
+            raise RuntimeError(
+                f"an adapter with checksum {sent.value:x} did not reach the layers, which hold {held:x}; the old "
+                "weights keep serving"
+            )
+        return sent.value, held
+
+    def _place(self, name: str, layers: set[str]) -> tuple[str, str]:
+        """vLLM-Omni's layer, and `lora_A` or `lora_B`, of an adapter's tensor."""
+        module, which, _ = name.removeprefix("base_model.model.").rsplit(".", 2)
+        return _layer_name(self._name(module), layers), which
+
     def _to_vllm(self, staged: dict[str, Tensor], config: LoraConfig, adapter_id: int) -> tuple[LoRAModel, PEFTHelper]:
         """peft's adapter in vLLM's format, with vLLM-Omni's layer names."""
         layers = {name for name, _ in self._modules()}
         tensors, adapted = {}, set()
         for name, tensor in staged.items():
-            module, which, _ = name.removeprefix("base_model.model.").rsplit(".", 2)
-            layer = _layer_name(self._name(module), layers)
+            layer, which = self._place(name, layers)
             adapted.add(layer)
             tensors[f"{layer}.{which}.weight"] = tensor
         helper = PEFTHelper(
@@ -307,6 +342,11 @@ class WeightReceiverExtension(CustomPipelineWorkerExtension):
         return accelerator_name()
 
     @property
+    def _is_whole(self) -> bool:
+        """True if this worker holds all numbers of each layer."""
+        return self.od_config.parallel_config.tensor_parallel_size == 1
+
+    @property
     def _pipeline(self) -> PrefixSharing:
         return self.model_runner.pipeline
 
@@ -337,11 +377,6 @@ class WeightReceiverExtension(CustomPipelineWorkerExtension):
                 network = get_peft_model(network, config)  # type: ignore[arg-type]
             self._shapes = {name: tensor.shape for name, tensor in tensors_of_update(network).items()}
         return self._shapes
-
-
-def _taken(published: Published, arrived: Arrived, started_s: float) -> Taken:
-    load_s = time.perf_counter() - started_s
-    return Taken(published, arrived.num_tensors, arrived.deciding_checksums, load_s)
 
 
 def _layer_name(module: str, layers: set[str]) -> str:
