@@ -13,6 +13,6 @@ def test_the_page_is_what_the_dataclasses_say():
 
 def test_every_section_and_a_setting_of_a_loss_are_there():
     page = generated()
-    for heading in ("## digen.sampling", "### digen.rollout.http", "### digen.reward.hacking", "## digen.deadlines"):
+    for heading in ("## digen.sampling", "### digen.reward.hacking", "## digen.deadlines"):
         assert f"\n{heading}\n" in page
     assert "| `clip_range` |" in page and "| `max_batch_size` | `8` | Maximum samples of one call." in page

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from torch import Tensor, nn
 
 from verl_digen.algorithms.window import Window
 from verl_digen.inputs import PromptInputs
-from verl_digen.loopback import is_loopback
 from verl_digen.types import Generation, Geometry, SampleRequest, Sampling, Trajectory
 
 if find_spec("vllm_omni") is None:
@@ -49,10 +49,6 @@ def request(number: int, sampling: Sampling = SAMPLING) -> SampleRequest:
         sampling=sampling,
         wants_condition=number % 3 == 0,
     )
-
-
-KEY = "a secret"
-"""The key of the HTTP API of `full_replica`."""
 
 
 @dataclass
@@ -165,7 +161,7 @@ def listening_sockets(actor: Any) -> set[tuple[str, int]]:
 
 def exposed_sockets(actor: Any) -> list[str]:
     """Addresses beyond loopback of `listening_sockets`, sorted; ports differ from process to process."""
-    return sorted(host for host, _ in listening_sockets(actor) if not is_loopback(host))
+    return sorted(host for host, _ in listening_sockets(actor) if not ip_address(host).is_loopback)
 
 
 def exposed_sockets_of_ray() -> list[str]:
@@ -219,15 +215,12 @@ def ray_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def full_replica(ray_here: None, tiny_qwen_image: Path) -> Replica:
-    """Replica whose updates carry full weights, in buckets of 1 MB; it has an HTTP API."""
+    """Replica whose updates carry full weights, in buckets of 1 MB."""
     return start_replica(
         tiny_qwen_image,
         0,
         "digen.rollout.embed_cache_size=8",
-        "digen.rollout.http.enable=true",
-        "digen.rollout.http.api_key_env=DIGEN_TEST_KEY",
         "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=1",
-        DIGEN_TEST_KEY=KEY,
     )
 
 

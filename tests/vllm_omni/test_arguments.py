@@ -96,7 +96,6 @@ def test_several_devices_on_a_cpu_are_refused_where_their_workers_would_not_answ
             "+actor_rollout_ref.rollout.engine_kwargs.vllm_omni.enable_cpu_offload=true",
             "enable_cpu_offload must be false for a pipeline that runs in one go",
         ),
-        ("digen.rollout.http={enable: true, api_key_env: DIGEN_NO_SUCH_KEY}", "DIGEN_NO_SUCH_KEY is empty or not set"),
     ],
     ids=str,
 )
@@ -105,10 +104,3 @@ def test_what_a_replica_cannot_do_is_refused_before_ray_starts(tmp_path, overrid
     check_vllm_omni(compose_config(path))
     with pytest.raises(ValueError, match=message):
         check_vllm_omni(compose_config(path, override))
-
-
-def test_an_edit_model_is_refused_with_the_api_that_takes_no_images(tmp_path):
-    path = build_tiny("qwen_image_edit_plus", tmp_path)
-    check_vllm_omni(compose_config(path))
-    with pytest.raises(ValueError, match=r"http\.enable must be false for a model whose prompts have images.*got True"):
-        check_vllm_omni(compose_config(path, "digen.rollout.http.enable=true"))

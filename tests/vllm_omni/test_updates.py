@@ -11,7 +11,14 @@ import ray
 import torch
 from peft import PeftModel
 
-from tests.vllm_omni.conftest import adapter_weights, by_sampler, full_weights, request
+from tests.vllm_omni.conftest import (
+    adapter_weights,
+    by_sampler,
+    exposed_sockets,
+    exposed_sockets_of_ray,
+    full_weights,
+    request,
+)
 from tests.vllm_omni.faults import (
     EMPTY,
     LOST,
@@ -245,3 +252,20 @@ def test_two_runs_on_one_machine_never_meet_at_one_socket(full_replica, monkeypa
     # both runs' first job has the number 1
     monkeypatch.setattr(ray.runtime_context.RuntimeContext, "get_session_name", lambda self: "another run")
     assert address(sockets_of(0), 0) != own
+
+
+def test_a_replica_listens_on_nothing_but_loopback(full_replica, lora_replica):
+    for replica in (full_replica, lora_replica):
+        assert exposed_sockets(replica.server) == exposed_sockets_of_ray()
+
+
+def test_a_request_in_flight_is_finished_before_a_sleep_and_a_later_one_waits_for_the_wake_up(full_replica):
+    first = full_replica.submit(request(0))
+    while not full_replica.health()["num_running"]:
+        assert not ray.wait([first], timeout=0)[0], "it ended before it could be put to sleep"
+    ray.get(full_replica.server.sleep.remote(), timeout=60)
+    assert full_replica.health()["is_asleep"] and ray.get(first, timeout=0).trajectory.uid == "p0"
+    later = full_replica.submit(request(1))
+    assert not ray.wait([later], timeout=1)[0]
+    ray.get(full_replica.server.wake_up.remote(), timeout=60)
+    assert ray.get(later, timeout=60).trajectory.sample_index == 1

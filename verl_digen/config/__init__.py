@@ -25,7 +25,7 @@ from verl_digen.config.environment import EnvironmentConfig
 from verl_digen.config.load import digen_config, digen_schema
 from verl_digen.config.placement import PlacementConfig
 from verl_digen.config.reward import HackingConfig, PoolSettings, RewardConfig, RewardEntry
-from verl_digen.config.rollout import HttpConfig, RolloutConfig
+from verl_digen.config.rollout import RolloutConfig
 from verl_digen.config.sampling import AdvantageConfig, EmaConfig, KlConfig, SamplingConfig, SdeConfig
 from verl_digen.config.scheduling import GapConfig, QueueConfig, StalenessConfig, TagConfig, TspConfig
 
@@ -36,7 +36,6 @@ __all__ = [
     "EnvironmentConfig",
     "GapConfig",
     "HackingConfig",
-    "HttpConfig",
     "KlConfig",
     "PlacementConfig",
     "PoolSettings",

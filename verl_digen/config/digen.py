@@ -135,12 +135,6 @@ class DigenConfig:
             self.queue.drop_zero_spread,
             "leave it out",
         )
-        require(
-            not self.rollout.http.enable or self.sampling.num_frames == 1,
-            "digen.rollout.http.enable must be false with digen.sampling.num_frames > 1: the HTTP API draws pictures",
-            self.sampling.num_frames,
-            "leave digen.rollout.http.enable out",
-        )
         if self.loss_name in objective_names():  # a user's own is known later
             self.check_points()
 

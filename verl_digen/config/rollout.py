@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from verl_digen.attention import check_name
-from verl_digen.loopback import is_loopback
 from verl_digen.require import require, require_one_of
 
 MAX_SAMPLES = 1_000_000
@@ -17,50 +16,6 @@ AUTO_BATCH_SIZE = 8
 """Samples of a batch under `max_batch_size=auto`, where memory does not limit it or is not measured yet."""
 MOST_AUTO = 64
 """Most samples of a batch under `max_batch_size=auto`: a larger one is hardly faster per sample."""
-
-
-@dataclass(frozen=True)
-class HttpConfig:
-    """The HTTP API in front of each replica (`actor_rollout_ref.rollout.name=vllm_omni`): pictures, the model's name,
-    health, and no other route."""
-
-    enable: bool = False
-    """Off: no HTTP port is opened. On: a free port, which the replica logs."""
-    host: str = "127.0.0.1"
-    """Address to listen on. Any address but a loopback one needs `api_key_env`."""
-    api_key_env: str | None = None
-    """Name of the environment variable with the key that clients send as bearer token. The key itself has no place in a
-    config, which is printed and saved. null: no key."""
-    max_size_px: int | None = None
-    """Maximum width and height of a picture. null: the larger of digen.sampling.height_px and width_px."""
-    max_steps: int | None = None
-    """Maximum denoise steps of a picture. null: digen.sampling.val_num_steps."""
-    max_images: int = 4
-    """Maximum pictures per request."""
-    max_requests: int = 4
-    """Maximum requests in flight; a further one is answered 503. They take turns with the training samples."""
-    max_body_bytes: int = 65_536
-    """Maximum size of a request's body; a prompt takes a few hundred bytes."""
-
-    def __post_init__(self) -> None:
-        for name, least in (("max_images", 1), ("max_requests", 1), ("max_body_bytes", 1)):
-            value = getattr(self, name)
-            require(value >= least, f"digen.rollout.http.{name} must be >= {least}", value, "leave it out")
-        for name, least in (("max_size_px", 1), ("max_steps", 2)):
-            value = getattr(self, name)
-            require(
-                value is None or value >= least,
-                f"digen.rollout.http.{name} must be null or >= {least}",
-                value,
-                "null is what the run samples with",
-            )
-        require(
-            not self.enable or self.api_key_env is not None or is_loopback(self.host),
-            "digen.rollout.http.host must be a loopback address (127.0.0.1) where no key is asked for: anyone who "
-            "reaches the port could use the replica",
-            self.host,
-            "name the environment variable with the key in digen.rollout.http.api_key_env, or leave host out",
-        )
 
 
 @dataclass(frozen=True)
@@ -101,7 +56,6 @@ class RolloutConfig:
     whole update."""
     allow_untested_versions: bool = False
     """Start a `vllm_omni` replica with other versions of vLLM and vLLM-Omni than those it was tested with."""
-    http: HttpConfig = field(default_factory=HttpConfig)
     embed_cache_size: int = 1024
     """Maximum number of prompts whose embeddings a replica caches."""
     max_restarts: int = 8

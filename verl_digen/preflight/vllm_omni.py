@@ -22,16 +22,9 @@ def check_vllm_omni(config: DictConfig) -> None:
     """Require the tested versions, a replica that is tensor parallel within one node, and settings that leave the
     numbers of a step alone."""
     rollout = config.actor_rollout_ref.rollout
-    digen = digen_config(config).rollout
-    require(
-        rollout.name == "vllm_omni" or not digen.http.enable,
-        "digen.rollout.http.enable must be false unless actor_rollout_ref.rollout.name=vllm_omni",
-        rollout.name,
-        "leave it out",
-    )
     if rollout.name != "vllm_omni" or find_spec("vllm_omni") is None:  # `check_rollout` reports that it is missing
         return
-    check_versions(allow_untested=digen.allow_untested_versions)
+    check_versions(allow_untested=digen_config(config).rollout.allow_untested_versions)
     for name in ("data_parallel_size", "pipeline_model_parallel_size"):
         require(
             rollout[name] == 1,
@@ -49,17 +42,6 @@ def check_vllm_omni(config: DictConfig) -> None:
         rollout.tensor_model_parallel_size,
         "lower it",
     )
-    if digen.http.enable:
-        from verl_digen.rollout.vllm_omni.http import read_key
-
-        spec = _spec(config)
-        require(
-            spec is None or spec.num_images[0] == 0,
-            "digen.rollout.http.enable must be false for a model whose prompts have images: its API takes none",
-            digen.http.enable,
-            "leave it out",
-        )
-        read_key(digen.http.api_key_env)
     settings: Any = OmegaConf.select(rollout, "engine_kwargs.vllm_omni")
     if settings is not None:
         spec = _spec(config)

@@ -4,7 +4,6 @@
 | file | runs in | holds |
 | --- | --- | --- |
 | `replica.py` | task runner | starts the servers of a replica |
-| `http.py` | the server's process | the HTTP API, if enabled |
 | `server.py` | a Ray actor, with the engine in its process or in front of its workers | verl's server methods |
 | `engine.py` | the server's process | the engine that runs weight updates between trajectories |
 | `served.py` | everywhere | the supported pipelines |

@@ -6,8 +6,7 @@
   a weight update does not need it (`engine.py`).
 - A replica whose engine is dead or hung exits, so that the run sees it as lost.
 - `sleep` drains first, is level 1, and fails if a worker does not acknowledge it.
-- The engine's processes rendezvous on a loopback port (`loopback_store.py`). No other port is opened, unless
-  `digen.rollout.http.enable=true` (`http.py`).
+- The engine's processes rendezvous on a loopback port (`loopback_store.py`). No other port is opened.
 """
 
 from __future__ import annotations
@@ -19,17 +18,14 @@ import os
 import time
 from collections import Counter
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig
-from torch import Tensor
 from verl.plugin.platform import get_platform
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.rollout.replica import RolloutMode
-from verl.workers.rollout.utils import run_uvicorn
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 from vllm.lora.request import LoRARequest
 from vllm_omni.entrypoints.async_omni import AsyncOmni
@@ -39,7 +35,6 @@ from verl_digen.models.text import only_text
 from verl_digen.rollout.birth import SeenDevice, drop_launcher_variables
 from verl_digen.rollout.placed import cpu_threads
 from verl_digen.rollout.vllm_omni.arguments import check_taken, engine_arguments
-from verl_digen.rollout.vllm_omni.http import build_app, read_key
 from verl_digen.rollout.vllm_omni.recorder import RECORDED
 from verl_digen.rollout.vllm_omni.requests import (
     START,
@@ -97,17 +92,9 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         )
         drop_launcher_variables()
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)  # all workers are on this node
-        http = self.digen.rollout.http
-        key = read_key(http.api_key_env) if http.enable else None
         # the constructor starts its own event loop in a thread and waits for it
         self.engine = await asyncio.to_thread(lambda: AsyncOmni(**arguments))
         check_taken(self.config, self.model_config, self.engine.get_diffusion_od_config())
-        if http.enable:
-            name = Path(self.model_config.path).name
-            app = build_app(self._draw, is_awake=self._gate.is_set, name=name, digen=self.digen, key=key)
-            port, self._api = await run_uvicorn(app, None, http.host)  # type: ignore[arg-type] - any ASGI app serves
-            self._http_address = http.host, port
-            logger.info("replica %d serves its HTTP API on http://%s:%d", self.replica_rank, http.host, port)
 
     def _init_state(self) -> None:
         """The state before the first request and the first update."""
@@ -127,22 +114,15 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         self._is_whole = True
         """False from the first to the last tensor of a live update, and after one that failed."""
         self._last_update: dict[str, float] = {}
-        self._api: asyncio.Task[Any] | None = None
-        self._http_address: tuple[str, int] | None = None
 
     def get_server_address(self) -> tuple[str, Any]:
-        """The node's address, and a name that is unique among the replicas (the HTTP API's port may be the same on two
-        nodes)."""
+        """The node's address and, as no port is open, a name that is unique among the replicas."""
         return self._server_address, f"replica-{self.replica_rank}"
 
     async def visible_devices(self) -> list[SeenDevice]:
         """The device of each engine worker."""
         (devices,) = await self._call_workers("visible_devices")
         return devices
-
-    async def http_address(self) -> tuple[str, int] | None:
-        """(host, port) of the HTTP API; None without one."""
-        return self._http_address
 
     # -- generation ---------------------------------------------------------------------------------------
     async def generate(  # type: ignore[override]
@@ -231,16 +211,6 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         for worker in multiprocessing.active_children():
             worker.kill()
         os._exit(1)
-
-    async def _draw(self, request: SampleRequest) -> Tensor:
-        """Pixels for the HTTP API.
-
-        Raises:
-            ValueError: a size that the architecture cannot produce, or a prompt that the encoder refuses.
-        """
-        self._model.latent_shape(request.sampling.geometry)
-        generation = await self.generate(f"{request.uid}_{request.sample_index}", [], {"request": request})
-        return generation.pixels
 
     async def abort_request(self, request_id: str, reset_prefix_cache: bool = True) -> dict[str, Any]:
         """Cancel one request at its next step. A pipeline without step execution finishes it and drops the result."""
@@ -411,8 +381,6 @@ class vLLMOmniHttpServer(vLLMHttpServer):
     async def check_health(self) -> dict[str, Any]:
         """State of this replica; raises if its engine is dead."""
         await self.engine.check_health()
-        if self._api is not None and self._api.done():
-            raise RuntimeError(f"the HTTP API of replica {self.replica_rank} ended: {self._api}")
         (cache,) = await self._call_workers("prompt_cache_stats")
         device, *_ = await self._call_workers("device_name")
         return {
