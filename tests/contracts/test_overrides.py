@@ -56,9 +56,7 @@ OVERRIDDEN = {
     "on_validate_end _validate _log_rollout_data _save_checkpoint _load_checkpoint",
     "trainer.colocated:ColocatedTrainer": "fit _fetch_one_gen_batch _add_prompts_to_generate on_sample_end on_step_end "
     "_setup _compute_metrics _validate _save_checkpoint",
-    "weights.checkpoint_engines.base:BucketEngine": "build_topology finalize send_weights receive_weights",
-    "weights.checkpoint_engines.gloo:GlooEngine": "prepare init_process_group",
-    "weights.checkpoint_engines.objects:RayObjectEngine": "prepare init_process_group",
+    "weights.gloo:GlooEngine": "prepare build_topology init_process_group finalize send_weights receive_weights",
     "weights.receiving:BoundedReceiver": "_init_socket",
     "weights.sending:BoundedSender": "_init_socket _cleanup",
 }

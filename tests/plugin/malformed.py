@@ -445,7 +445,6 @@ UNUSUAL = [
 SEPARATE_UNUSUAL = [
     (),
     (f"{ROLLOUT}.n_gpus_per_node=3",),
-    (f"{ROLLOUT}.checkpoint_engine.backend=digen_ray",),
     ("digen.tag.policy=always", "digen.tag.chunk_size=2"),
     ("digen.staleness.max_versions=1", "digen.staleness.fraction=0.25"),
     ("digen.gap.enable=false", "digen.queue.replicate_prompts=false"),

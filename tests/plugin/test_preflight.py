@@ -149,7 +149,7 @@ def test_a_bad_value_is_named_by_its_key(start, runnable, override, message):
         ),
         (
             ("actor_rollout_ref.rollout.checkpoint_engine.backend=nixl",),
-            "must be one of digen_gloo, digen_ray, whose packages are installed, got 'nixl'; install what "
+            "must be one of digen_gloo, whose packages are installed, got 'nixl'; install what "
             "verl/checkpoint_engine/ imports for nixl, or choose digen_gloo",
         ),
         (("actor_rollout_ref.rollout.checkpoint_engine.backend=digen_glo",), "did you mean digen_gloo?"),

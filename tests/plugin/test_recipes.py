@@ -115,9 +115,9 @@ def test_weights_travel_over_nccl_between_pools_where_devices_have_it(compose_ma
     rollout = compose_main("recipe=[digen_flowgrpo,disaggregated]").actor_rollout_ref.rollout
     assert rollout.checkpoint_engine.backend == backend
     by_hand = compose_main(
-        "recipe=[digen_flowgrpo,disaggregated]", "actor_rollout_ref.rollout.checkpoint_engine.backend=digen_ray"
+        "recipe=[digen_flowgrpo,disaggregated]", "actor_rollout_ref.rollout.checkpoint_engine.backend=nixl"
     )
-    assert by_hand.actor_rollout_ref.rollout.checkpoint_engine.backend == "digen_ray"
+    assert by_hand.actor_rollout_ref.rollout.checkpoint_engine.backend == "nixl"
 
 
 def test_defaults_of_our_section_are_those_of_the_dataclasses(compose_main):

@@ -184,7 +184,7 @@ def one_worker() -> Iterator[None]:
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm_omni.diffusion.distributed import parallel_state
 
-    from verl_digen.rollout.vllm_omni.loopback_store import loopback_store
+    from verl_digen.rollout.vllm_omni.worker import loopback_store
 
     torch.distributed.init_process_group("gloo", store=loopback_store(0, rank=0, num_workers=1), rank=0, world_size=1)
     group = torch.distributed.group.WORLD

@@ -13,7 +13,6 @@
 | `request_mode.py`, `request_pipelines.py` | engine worker | all other pipelines |
 | `worker.py` | engine worker | receives weights, compares them, loads them |
 | `full_update.py` | engine worker | an update on its way into the network |
-| `loopback_store.py` | engine worker | rendezvous of a replica's workers |
 | `adapter.py` | trainer rank | sends weights |
 | `sockets.py` | trainer rank, engine worker | where an update's bytes pass from the one to the other |
 | `cpu/` | all of these processes, without an accelerator | vLLM-Omni's platform for the CPU |

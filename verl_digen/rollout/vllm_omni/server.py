@@ -6,7 +6,7 @@
   a weight update does not need it (`engine.py`).
 - A replica whose engine is dead or hung exits, so that the run sees it as lost.
 - `sleep` drains first, is level 1, and fails if a worker does not acknowledge it.
-- The engine's processes rendezvous on a loopback port (`loopback_store.py`). No other port is opened.
+- The engine's processes rendezvous on a loopback port (`worker.loopback_store`). No other port is opened.
 """
 
 from __future__ import annotations

@@ -26,14 +26,17 @@ sum over the workers changes with it.
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Iterator, Mapping
+from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.distributed import HashStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage] - public, says its doc
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
@@ -50,7 +53,6 @@ from verl_digen.models.pixels import decode_in
 from verl_digen.platforms.device_memory import accelerator_name
 from verl_digen.rollout.birth import SeenDevice, visible_device
 from verl_digen.rollout.vllm_omni.full_update import FullUpdate
-from verl_digen.rollout.vllm_omni.loopback_store import loopback_store
 from verl_digen.rollout.vllm_omni.prefixes import PrefixSharing
 from verl_digen.rollout.vllm_omni.requests import Published, Taken, adapter_request
 from verl_digen.rollout.vllm_omni.sockets import address
@@ -61,6 +63,9 @@ from verl_digen.weights.receiving import Arrived, Named, Receiving, Staging
 
 NO_LIMIT = 1 << 16
 """Number of adapters at which vLLM-Omni evicts the least recently used one; never reached."""
+HOST = "127.0.0.1"
+RENDEZVOUS = timedelta(minutes=30)
+"""Timeout for another worker, which may have to load its part of the model first."""
 
 
 class WeightReceiverExtension(CustomPipelineWorkerExtension):
@@ -383,3 +388,25 @@ def _layer_name(module: str, layers: set[str]) -> str:
     """vLLM-Omni's name for diffusers' layer `module`: a `Sequential` may be replaced there by its first member."""
     parent, _, number = module.rpartition(".")
     return parent if number == "0" and module not in layers and parent in layers else module
+
+
+def loopback_store(port: int, *, rank: int, num_workers: int) -> Store:
+    """Rendezvous store of worker `rank`; a single worker needs no port.
+
+    All workers are on one node, so it listens on loopback, where other machines cannot reach it. vLLM-Omni's default is
+    a store that listens on all interfaces without authentication.
+    """
+    if num_workers == 1:
+        return HashStore()
+    if rank != 0:
+        return TCPStore(HOST, port, num_workers, is_master=False, timeout=RENDEZVOUS)
+    listener = socket.create_server((HOST, port))
+    return TCPStore(
+        HOST,
+        port,
+        num_workers,
+        is_master=True,
+        timeout=RENDEZVOUS,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )

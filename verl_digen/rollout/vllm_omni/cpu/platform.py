@@ -22,7 +22,7 @@ class CpuOmniPlatform(OmniPlatform, CpuPlatform):
     def get_diffusion_attn_backend_cls(
         cls, selected_backend: str | None, head_size: int, allow_trtllm_default: bool = False
     ) -> str:
-        return "verl_digen.rollout.vllm_omni.cpu.attention.CpuSDPABackend"
+        return "verl_digen.rollout.vllm_omni.cpu.worker.CpuSDPABackend"
 
     @classmethod
     def get_diffusion_worker_cls(cls) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM-Omni's diffusion worker and model runner on the CPU."""
+"""vLLM-Omni's diffusion worker, model runner and attention on the CPU."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm_omni.diffusion.attention.backends.sdpa import SDPABackend, SDPAImpl
 from vllm_omni.diffusion.attention.layer import Attention
 from vllm_omni.diffusion.worker.diffusion_model_runner import DiffusionModelRunner
 from vllm_omni.diffusion.worker.diffusion_worker import DiffusionWorker
@@ -59,3 +60,16 @@ class CpuDiffusionWorker(DiffusionWorker):
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
         return nullcontext()  # sleep mode's memory pool is for device memory
+
+
+class CpuSDPAImpl(SDPAImpl):
+    """PyTorch's attention; vLLM-Omni's own dispatch supports only accelerators."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, attn_metadata: Any = None) -> Tensor:
+        return self._forward_impl(query, key, value, attn_metadata, mask_mode="broadcast_k")
+
+
+class CpuSDPABackend(SDPABackend):
+    @staticmethod
+    def get_impl_cls() -> type[CpuSDPAImpl]:
+        return CpuSDPAImpl

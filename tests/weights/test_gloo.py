@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checkpoint engines between real Ray actors: two trainer ranks, two replicas, updates of several buckets."""
+"""The gloo engine between real Ray actors: two trainer ranks, two replicas, updates of several buckets."""
 
 import asyncio
 import pickle
@@ -12,12 +12,12 @@ import torch
 from ray.exceptions import RayError
 from verl.checkpoint_engine.base import CheckpointEngineRegistry
 
-import verl_digen.weights.checkpoint_engines  # noqa: F401 - registers them, as verl does
 from verl_digen.weights.buckets import Bucket, from_buckets, to_buckets
-from verl_digen.weights.checkpoint_engines.gloo import GlooEngine, Member
+from verl_digen.weights.gloo import MeetingPoint, Member
 
 pytestmark = pytest.mark.slow
 
+BACKEND = "digen_gloo"
 BUCKET_BYTES = 1 << 16
 
 
@@ -59,12 +59,12 @@ def test_buckets_hold_what_they_may_and_give_back_every_tensor():
 class Worker:
     """Actor that uses an engine like verl's workers."""
 
-    def start(self, backend: str, bucket_bytes: int, is_master: bool):
+    def start(self, bucket_bytes: int, is_master: bool):
         """Create an engine, in place of that of an earlier test."""
         kwargs = {"is_master": True} if is_master else {}
         self.made = []
         self.num_received, self.stops_at = 0, None
-        self.engine = CheckpointEngineRegistry.new(backend, bucket_size=bucket_bytes, **kwargs)
+        self.engine = CheckpointEngineRegistry.new(BACKEND, bucket_size=bucket_bytes, **kwargs)
         self.own_listeners = self._listeners()
 
     def _listeners(self):
@@ -117,9 +117,9 @@ class Worker:
         return [len(seen) for seen in self.made]
 
 
-def begin(backend, senders, receivers, send, receive="receive"):
+def begin(senders, receivers, send, receive="receive"):
     metadata = ray.get([worker.prepare.remote() for worker in (*senders, *receivers)])
-    topology = CheckpointEngineRegistry.get(backend).build_topology(len(senders), len(receivers), metadata)
+    topology = CheckpointEngineRegistry.get(BACKEND).build_topology(len(senders), len(receivers), metadata)
     joins = []
     for workers, kwargs in zip((senders, receivers), topology, strict=True):
         for index, worker in enumerate(workers):
@@ -141,12 +141,12 @@ class Workers:
     def __init__(self):
         self.living = []
 
-    def start(self, backend, count, has_master=False):
+    def start(self, count, has_master=False):
         """Return workers with engines of their own, the first of which may be the master."""
         new = [ray.remote(Worker).options(num_cpus=0).remote() for _ in range(count - len(self.living))]
         started, self.living = [*self.living, *new][:count], self.living[count:]
         masters = [has_master and rank == 0 for rank in range(count)]
-        ray.get([one.start.remote(backend, BUCKET_BYTES, is_it) for one, is_it in zip(started, masters, strict=True)])
+        ray.get([one.start.remote(BUCKET_BYTES, is_it) for one, is_it in zip(started, masters, strict=True)])
         return started
 
 
@@ -155,43 +155,41 @@ def workers(ray_cluster):
     return Workers()
 
 
-@pytest.mark.parametrize("backend", ["digen_gloo", pytest.param("digen_ray", marks=pytest.mark.long)])
-def test_every_replica_gets_every_tensor_and_every_trainer_rank_takes_part(workers, backend):
-    started = workers.start(backend, 4, has_master=True)
+def test_every_replica_gets_every_tensor_and_every_trainer_rank_takes_part(workers):
+    started = workers.start(4, has_master=True)
     senders, receivers = started[:2], started[2:]
     for version in (1, 2):
-        sent, got = exchange(backend, senders, receivers, (version,))
+        sent, got = exchange(senders, receivers, (version,))
         assert all(seen == list(weights(version)) for seen in sent), "making a tensor is a collective of all ranks"
         for found in got:
             assert_equal(found, weights(version))
     hosts = set().union(*ray.get([worker.hosts_of_new_listeners.remote() for worker in (*senders, *receivers)]))
-    assert hosts == ({"127.0.0.1"} if backend == "digen_gloo" else set()), "one node: nothing is open to others"
+    assert hosts == {"127.0.0.1"}, "one node: nothing is open to others"
     ray.kill(receivers[1])  # a replica restarts as a new process
-    (receivers[1],) = workers.start(backend, 1)
-    for found in exchange(backend, senders, receivers, (3,))[1]:
+    (receivers[1],) = workers.start(1)
+    for found in exchange(senders, receivers, (3,))[1]:
         assert_equal(found, weights(3))
-    for found in exchange(backend, senders, receivers[:1], (4,))[1]:
+    for found in exchange(senders, receivers[:1], (4,))[1]:
         assert_equal(found, weights(4))
     started_s = time.perf_counter()
-    _, got = exchange(backend, senders, receivers[:1], (5, 64), "receive_and_drop")
-    print(f"{backend}: {got[0] / 2**20 / (time.perf_counter() - started_s):.0f} MB/s")
+    _, got = exchange(senders, receivers[:1], (5, 64), "receive_and_drop")
+    print(f"{BACKEND}: {got[0] / 2**20 / (time.perf_counter() - started_s):.0f} MB/s")
     assert got == [64 << 20]
     workers.living += [*senders, *receivers]
 
 
-@pytest.mark.parametrize("backend", ["digen_gloo", pytest.param("digen_ray", marks=pytest.mark.long)])
-def test_after_a_replica_died_in_an_update_the_next_one_reaches_the_others(workers, backend):
-    started = workers.start(backend, 5, has_master=True)
+def test_after_a_replica_died_in_an_update_the_next_one_reaches_the_others(workers):
+    started = workers.start(5, has_master=True)
     senders, receivers = started[:2], started[2:]
-    exchange(backend, senders, receivers, (1,))
+    exchange(senders, receivers, (1,))
     for victim in (0, 1):
         ray.get(receivers[victim].stop_at.remote(4))
-        sent, got = begin(backend, senders, receivers, (2, 256), "receive_and_drop")
+        sent, got = begin(senders, receivers, (2, 256), "receive_and_drop")
         ray.get(receivers[victim].has_stopped.remote())
         ray.kill(receivers.pop(victim))
         with pytest.raises(RayError):
             ray.get([*sent, *got])
-        for found in exchange(backend, senders, receivers, (3,))[1]:
+        for found in exchange(senders, receivers, (3,))[1]:
             assert_equal(found, weights(3))
         ended, _ = ray.wait([*sent, *got], num_returns=len(sent) + len(got), timeout=120)
         assert len(ended) == len(sent) + len(got), "nobody waits for the dead"
@@ -202,9 +200,9 @@ def test_after_a_replica_died_in_an_update_the_next_one_reaches_the_others(worke
 
 def test_a_gloo_group_is_kept_while_all_of_its_members_are():
     sender = Member(3, ("host", 1))
-    assert GlooEngine.meet([sender, Member(3, None)]).generation == 3
-    assert GlooEngine.meet([sender, Member(3, None), Member(0, None)]).generation == 4
-    assert GlooEngine.meet([Member(0, ("host", 1)), Member(0, None)]).generation == 1
+    assert MeetingPoint.of([sender, Member(3, None)]).generation == 3
+    assert MeetingPoint.of([sender, Member(3, None), Member(0, None)]).generation == 4
+    assert MeetingPoint.of([Member(0, ("host", 1)), Member(0, None)]).generation == 1
 
 
 def test_a_header_says_what_lies_in_a_bucket_and_nothing_else_is_read(tmp_path):

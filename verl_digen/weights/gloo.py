@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`rollout.checkpoint_engine.backend=digen_gloo`: weight transfer between device pools without NCCL, as a checkpoint
+engine of verl. Buckets are broadcast over gloo, through host memory, in a process group of its own.
+
+- The store listens on one address: loopback in a cluster of one node, else the sender's node address. gloo's own
+  connections use each rank's address of the same kind.
+- Bucket headers are JSON, so a peer cannot make the receiver run code.
+
+An update fails if a member dies. The caller then starts another one with the remaining members. For that to work
+
+- the sender still materialises the remaining tensors, because each is a collective of the trainer's ranks;
+- a failed rank closes its channel so that others do not block on it.
+
+With verl's `nccl` such an update ends at `digen.deadlines.publish_s`, and the run with it. verl imports this module
+because `rollout.checkpoint_engine.custom_backend_module` names it.
+
+Invariant (tests/weights/test_gloo.py): the update after one in which a receiver died reaches the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import ray
+import torch
+from torch import Tensor
+from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore  # pyright: ignore[reportPrivateImportUsage] - public, says its doc
+from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
+
+from verl_digen.weights.buckets import Bucket, from_buckets, to_buckets
+
+SENDER = 0
+"""Rank of the sender: the trainer's rank 0. Replicas' workers follow; other trainer ranks have `OUTSIDE`."""
+OUTSIDE = -1
+TIMEOUT = timedelta(minutes=30)
+"""Timeout of the group; a receiver may wait for a sender that gathers a large model."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A rank's state before an update."""
+
+    generation: int
+    """Generation of the rank's group; 0 if it has none."""
+    address: tuple[str, int] | None
+    """Host and port of the store, on the sender."""
+
+
+@dataclass(frozen=True)
+class MeetingPoint:
+    """Store address and group generation of an update."""
+
+    address: tuple[str, int]
+    generation: int
+
+    @classmethod
+    def of(cls, members: list[Member]) -> MeetingPoint:
+        """The group that all ranks are already in, or a new generation.
+
+        Args:
+            members: the sender, then the receivers.
+        """
+        generations = {member.generation for member in members}
+        kept = len(generations) == 1 and generations != {0}
+        address = members[SENDER].address
+        assert address is not None, "the sender opened a store"
+        return cls(address, max(generations) + (0 if kept else 1))
+
+
+class GlooEngine(CheckpointEngine):
+    """One sender, any number of receivers. Constructor and methods are verl's.
+
+    The group is reused from update to update, and rebuilt when a rank is new.
+
+    Args:
+        bucket_size: bytes.
+        is_master: True on the trainer's rank 0.
+    """
+
+    def __init__(self, bucket_size: int, is_master: bool = False):
+        self.bucket_size = bucket_size
+        self.is_master = is_master
+        self.rank = OUTSIDE
+        self._group: ProcessGroupGloo | None = None
+        self._store: TCPStore | None = None
+        self._address: tuple[str, int] | None = None
+        self._generation = 0
+        self._num_ranks = 0
+
+    def prepare(self) -> Member:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Open the store once, on the sender -> this rank's state."""
+        if self.is_master and self._store is None:
+            host = _own_address()
+            listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+            port = listener.getsockname()[1]
+            self._store = TCPStore(
+                host, port, is_master=True, wait_for_workers=False, timeout=TIMEOUT, master_listen_fd=listener.detach()
+            )
+            self._address = host, port
+        return Member(self._generation, self._address)
+
+    @classmethod
+    def build_topology(  # pyright: ignore[reportIncompatibleMethodOverride]
+        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[Member]
+    ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+        """Arguments of `init_process_group` (rank, number of ranks, meeting point), for the trainer's ranks and for the
+        replicas' workers.
+
+        Args:
+            metadata: results of `prepare`, from the trainer's ranks and then from the replicas' workers.
+        """
+        meeting_point = MeetingPoint.of([metadata[0], *metadata[actor_wg_world_size:]])
+
+        def shared(count: int) -> dict[str, list[Any]]:
+            return {"num_ranks": [rollout_world_size + 1] * count, "meeting_point": [meeting_point] * count}
+
+        senders = [SENDER] + [OUTSIDE] * (actor_wg_world_size - 1)
+        receivers = list(range(SENDER + 1, SENDER + 1 + rollout_world_size))
+        return {"rank": senders, **shared(actor_wg_world_size)}, {"rank": receivers, **shared(rollout_world_size)}
+
+    def init_process_group(self, rank: int, num_ranks: int, meeting_point: MeetingPoint) -> None:  # pyright: ignore
+        """Join the group, unless the last update's group can be reused."""
+        self.rank = rank
+        is_current = (self._generation, self._num_ranks) == (meeting_point.generation, num_ranks)
+        if rank == OUTSIDE or is_current:
+            return
+        if self._store is None:
+            self._store = TCPStore(*meeting_point.address, is_master=False, timeout=TIMEOUT)
+        name = f"{meeting_point.generation}-of-{num_ranks}"
+        options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue] - its stub lacks it
+        options._devices = [ProcessGroupGloo.create_device(hostname=_own_address())]
+        options._timeout = TIMEOUT
+        self._group = ProcessGroupGloo(PrefixStore(name, self._store), rank, num_ranks, options)
+        self._generation, self._num_ranks = meeting_point.generation, num_ranks
+
+    def finalize(self) -> None:
+        """No-op: connections are kept for the next update."""
+
+    async def send_weights(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, weights: Iterable[tuple[str, Tensor]], global_steps: int | None = None
+    ) -> dict[str, Any]:
+        """Send all `weights`; `OUTSIDE` ranks only materialise each tensor, which is a collective.
+
+        At most two buckets exist: one is sent while the next is filled.
+        """
+        if self.rank == OUTSIDE:
+            for _ in weights:
+                pass
+            return {}
+        group = self._group  # a later update may have another one
+        sending: asyncio.Future[None] | None = None
+        try:
+            async for bucket in to_buckets(weights, self.bucket_size):
+                if sending is not None:
+                    await sending
+                sending = asyncio.ensure_future(self._in_thread(_send, group, bucket))
+                await asyncio.sleep(0)  # it starts now: making the next tensors blocks the event loop
+            if sending is not None:
+                await sending
+        finally:
+            for _ in weights:
+                pass
+            if sending is not None:
+                await asyncio.wait([sending])
+            # an error's traceback holds this frame: without the task, whose error it is, it is no circle, and a group
+            # that failed is closed at once
+            sending = group = None
+        return {}
+
+    async def receive_weights(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, global_steps: int | None = None
+    ) -> AsyncIterator[tuple[str, Tensor]]:
+        """Receive the sender's tensors, in its order."""
+        async for named in from_buckets(self._buckets(), self.bucket_size):
+            yield named
+
+    async def _buckets(self) -> AsyncIterator[Bucket]:
+        """At most two buckets exist: one is received while the caller takes the one before."""
+        group = self._group
+        receiving: asyncio.Future[Bucket] | None = asyncio.ensure_future(self._in_thread(_receive, group))
+        try:
+            while receiving is not None:
+                bucket = await receiving
+                receiving = None if bucket.is_last else asyncio.ensure_future(self._in_thread(_receive, group))
+                await asyncio.sleep(0)  # it starts now: the caller may block the event loop
+                yield bucket
+        finally:
+            if receiving is not None:
+                receiving.cancel()
+            receiving = group = None  # as in `send_weights`
+
+    async def _in_thread(self, function: Callable[..., Any], group: Any, *args: Any) -> Any:
+        """Call `function(group, *args)` in a thread; if it fails, leave the group, which closes its connections."""
+        try:
+            return await asyncio.to_thread(function, group, *args)
+        except RuntimeError:
+            if self._group is group:
+                self._group, self._generation = None, 0
+            raise
+
+
+def _own_address() -> str:
+    """Address that this process listens on: loopback, unless the cluster has other nodes."""
+    return "127.0.0.1" if len(ray.nodes()) == 1 else ray.util.get_node_ip_address().strip("[]")
+
+
+def _send(group: Any, bucket: Bucket) -> None:
+    header = torch.frombuffer(bytearray(bucket.header()), dtype=torch.uint8)
+    sizes = torch.tensor([len(header), len(bucket.data)])
+    _broadcast(group, sizes, header, bucket.data)
+
+
+def _receive(group: Any) -> Bucket:
+    sizes = torch.empty(2, dtype=torch.int64)
+    _broadcast(group, sizes)
+    header, data = (torch.empty(int(size), dtype=torch.uint8) for size in sizes)
+    _broadcast(group, header, data)
+    return Bucket.of(header.numpy().tobytes(), data)
+
+
+def _broadcast(group: Any, *tensors: Tensor) -> None:
+    for tensor in tensors:
+        if len(tensor):  # gloo refuses empty tensors
+            group.broadcast([tensor], BroadcastOptions()).wait()
+
+
+CheckpointEngineRegistry.register("digen_gloo")(GlooEngine)  # pyright: ignore - verl's register is a static method
