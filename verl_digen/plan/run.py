@@ -37,7 +37,7 @@ from verl_digen.require import require
 from verl_digen.sampling.fp8 import Fp8Layers
 from verl_digen.sampling.recording import record_trajectory, trained_latents
 from verl_digen.sampling.requests import plain_request, rows_per_group
-from verl_digen.simulate.splits import Limits, split_limits
+from verl_digen.simulate.splits import Limits
 from verl_digen.types import Condition, Geometry, PromptRow, SampleRequest
 
 ADAMS = ("AdamW", "Adam")
@@ -265,7 +265,12 @@ def _settings(config: DictConfig, digen: DigenConfig, model: DiffusionModelConfi
         shares_host_copies=config.trainer.device in SHARING,
         dtypes=_dtypes(fsdp, rollout, digen),
         episodes=plan_episodes(config, digen, num_replicas=num_generator // size, is_split=split),
-        limits=split_limits(config),
+        limits=Limits(
+            fsdp_size=fsdp.fsdp_size,
+            sequence_parallel=fsdp.ulysses_sequence_parallel_size,
+            replica_devices=num_replica_devices(config),
+            in_one_node=rollout.name == "diffusers",
+        ),
     )
 
 

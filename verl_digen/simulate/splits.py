@@ -14,10 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from verl_digen.devices import Pool
-from verl_digen.pool_sizes import num_replica_devices
 from verl_digen.require import require
 from verl_digen.simulate.cluster import Split, run_split
 from verl_digen.simulate.layout import Shape, arrange
@@ -50,17 +49,6 @@ class Limits:
         """True if a trainer may have so many ranks."""
         shards = self.fsdp_size in (-1, 0) or self.fsdp_size >= num_ranks or num_ranks % self.fsdp_size == 0
         return shards and num_ranks % self.sequence_parallel == 0
-
-
-def split_limits(config: Any) -> Limits:
-    """Rules for the sizes of separate pools, as preflight checks them."""
-    fsdp, rollout = config.actor_rollout_ref.actor.fsdp_config, config.actor_rollout_ref.rollout
-    return Limits(
-        fsdp_size=fsdp.fsdp_size,
-        sequence_parallel=fsdp.ulysses_sequence_parallel_size,
-        replica_devices=num_replica_devices(config),
-        in_one_node=rollout.name == "diffusers",
-    )
 
 
 @dataclass(frozen=True)
