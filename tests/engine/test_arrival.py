@@ -105,9 +105,8 @@ def test_a_sample_that_is_read_before_it_was_requested_comes_next_and_none_comes
     store.wait_for_calls(1)
     store.answer(100)
     assert fetched.columns["clean"][9] == 9.0
-    fetched.complete()
-    assert sorted(key for call in store.calls for key in call) == sorted(KEYS)
     assert [float(value) for value in fetched.columns["clean"]] == [float(number) for number in range(20)]
+    assert sorted(key for call in store.calls for key in call) == sorted(KEYS)
     assert [float(value) for value in fetched.columns["clean"][-2:]] == [18.0, 19.0]
 
 

@@ -68,12 +68,6 @@ class Arrival:
                     call = []
             self._enqueue(call, len(self._calls))
 
-    def complete(self) -> None:
-        """Fetch all samples, and wait for them."""
-        self.request([range(len(self._keys))])
-        for index in range(len(self._keys)):
-            self.wait_for(index)
-
     def wait_for(self, index: int) -> Mapping[str, Tensor]:
         """Columns of one sample, when it is there.
 
