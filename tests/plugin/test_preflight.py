@@ -380,8 +380,6 @@ def test_a_checkpoint_that_ranks_cannot_share_is_refused_before_anything_starts(
     assert message in problem(start, *runnable, *config)
 
 
-
-
 def test_images_for_a_model_that_reads_none_are_refused(start, runnable, tiny_video, tmp_path):
     (tmp_path / "a.png").write_bytes(b"")
     (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n' * 4 + '{"prompt": "b", "images": ["a.png"]}\n')

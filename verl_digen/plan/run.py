@@ -269,7 +269,6 @@ def _settings(config: DictConfig, digen: DigenConfig, model: DiffusionModelConfi
             fsdp_size=fsdp.fsdp_size,
             sequence_parallel=fsdp.ulysses_sequence_parallel_size,
             replica_devices=num_replica_devices(config),
-            in_one_node=rollout.name == "diffusers",
         ),
     )
 

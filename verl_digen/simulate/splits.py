@@ -69,7 +69,7 @@ def placed_splits(nodes: Mapping[str, Sequence[int]], limits: Limits) -> list[li
         nodes: type of device, one or two -> devices of each node.
 
     Example:
-        placed_splits({"H800": [8, 8]}, Limits(num_samples=128))   # one family: 1+15, 2+14, 4+12, 8+8
+        placed_splits({"H800": [8, 8]}, Limits())   # one family: 1+15, 2+14, 4+12, 8+8
     """
     families = []
     for trains in nodes:
