@@ -48,9 +48,9 @@ test-grids:  ## what is not worth CI's time: further architectures, ranks and se
 	@VENV=$(OLDEST) TORCH_VERSION=2.11.0 .ci/setup_env.sh dev
 	$(OLDEST)/bin/python -m pytest -m "not (e2e or gpu or grid)" -n 2 --dist loadfile --no-loadscope-reorder tests/contracts tests/engine tests/plugin/test_versions.py
 
-mutations:  ## wrong code, one line at a time: a test must notice each (10 minutes)
+mutations:  ## wrong code, one fault at a time: a test must notice each (10 minutes on 2 cores)
 	@.ci/setup_env.sh dev
-	$(BIN)/python tests/mutations.py
+	$(BIN)/python -m tests.mutations
 
 chaos:  ## runs with random faults on a virtual clock; no Ray (5 minutes on 2 cores)
 	@.ci/setup_env.sh dev

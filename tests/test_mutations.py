@@ -1,10 +1,63 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of `make mutations` fits the code: a text that moved would be noticed by hand alone."""
+"""Each mutation of the table can be made, so that `make mutations` means something; its operators do as they say."""
 
-from tests.mutations import ROOT, TABLE, count_in
+import ast
+
+import pytest
+
+from tests.mutations.__main__ import problem_of
+from tests.mutations.operators import Misplaced, Operator, accept, drop, given, mutated, passes, result, skip, swap
+from tests.mutations.table import TABLE
+
+SOURCE = """
+class Sum:
+    def add(self, value: int, *, most: int = 3) -> int:
+        if value > most:
+            raise ValueError(value)
+        self.parts.append(value)
+        self.total += min(value, most)
+        return self.rounded(self.total, digits=2)
+"""
 
 
-def test_each_text_is_in_its_file_once_and_its_tests_exist():
-    assert [mutation.wrong for mutation in TABLE if count_in(ROOT, mutation) != 1] == []
-    files = {word.partition("::")[0] for mutation in TABLE for word in mutation.tests.split() if ".py" in word}
-    assert [name for name in sorted(files) if not (ROOT / "tests" / name).exists()] == []
+def test_each_mutation_can_be_made_and_its_tests_exist():
+    assert {str(mutation): problem for mutation in TABLE if (problem := problem_of(mutation))} == {}
+
+
+@pytest.mark.parametrize(
+    ("operator", "old", "new"),
+    [
+        (given(value="-value"), "        if", "        value = -value\n        if"),
+        (result("-result"), "return ", "if True:\n            return -result\n        result = "),
+        (accept(), "raise ValueError(value)", "pass"),
+        (passes(digits="0"), "digits=2", "digits=0"),
+        (drop("parts.append"), "self.parts.append(value)", "pass"),
+        (drop("self.total"), "self.total += min(value, most)", "pass"),
+        (swap(">", ">="), "value > most", "value >= most"),
+        (swap("min", "max"), "min(", "max("),
+        (swap("value", "0", 3), "append(value)", "append(0)"),
+    ],
+)
+def test_an_operator_changes_what_it_names_alone(operator: Operator, old: str, new: str):
+    found = sorted(line.strip() for line in mutated(SOURCE, "add", operator).splitlines())
+    assert found == sorted(line.strip() for line in ast.unparse(ast.parse(SOURCE.replace(old, new))).splitlines())
+
+
+def test_a_function_that_is_skipped_does_nothing():
+    assert mutated(SOURCE, "Sum.add", skip()).endswith("-> int:\n        return")
+
+
+@pytest.mark.parametrize(
+    ("name", "operator", "message"),
+    [
+        ("subtract", skip(), "0 functions have this name"),
+        ("add", given(least="0"), "its arguments are most, self, value"),
+        ("add", swap("<", ">"), "there are 0 places for it"),
+        ("add", swap("value", "0"), "there are 4 places for it"),
+        ("add", drop("append", 2), "there are 1 places for it"),
+        ("add", swap("value", "value", 1), "the operator changes nothing"),
+    ],
+)
+def test_an_operator_that_does_not_fit_is_told(name: str, operator: Operator, message: str):
+    with pytest.raises(Misplaced, match=message):
+        mutated(SOURCE, name, operator)

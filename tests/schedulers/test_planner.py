@@ -494,6 +494,15 @@ def test_a_batch_is_full_with_p_groups_and_the_surplus_is_cancelled():
     assert planner.next_for_trainer(2.0).report.dropped == {"surplus": 1}
 
 
+def test_the_end_of_a_cancelled_chunk_says_nothing_about_the_speed_of_its_slot():
+    planner = planner_with(replace(STRICT, num_prompts=1, extra_prompts=1, replicate_prompts=False), "a", "b")
+    wanted, surplus = chunks_of(planner.assign(0.0))
+    finish(planner, wanted, 8.0)
+    assert planner.take_cancelled() == [surplus.id]
+    planner.on_generated(surplus.id, 9.0)
+    assert [planner._durations.generate_sample_s(slot) for slot in "ab"] == [2.0, 2.0]
+
+
 def test_an_old_slot_finishes_the_groups_of_its_version_before_it_loads_the_new_one():
     planner = planner_with(replace(STRICT, num_prompts=1, max_versions=1, chunk_size=1), "a", "b")
     for _ in range(2):
@@ -517,6 +526,25 @@ def test_an_old_slot_finishes_the_groups_of_its_version_before_it_loads_the_new_
     finish(planner, fourth, 5.0)
     assert planner.assign(5.0) == [LoadWeights("b", 1)]
     assert planner.next_for_trainer(5.0) == Train(Fragment(1, 1, ("p1",)))
+
+
+def test_a_slot_loads_the_newest_weights_before_it_begins_a_group():
+    planner = planner_with(replace(STRICT, num_prompts=2, max_versions=1), "a")
+    for _ in range(2):
+        (chunk,) = chunks_of(planner.assign(0.0))
+        finish(planner, chunk)
+    (early,) = chunks_of(planner.assign(1.0))
+    assert (early.uid, early.batch, early.version) == ("p2", 1, 0)
+    planner.next_for_trainer(1.0)
+    planner.on_trained(0, 2.0)
+    planner.next_for_trainer(2.0)
+    planner.on_committed(0)
+    planner.on_published(1)
+    finish(planner, early, 3.0)
+    assert planner.assign(3.0) == [LoadWeights("a", 1)], "although another group of batch 1 may be begun under 0"
+    planner.on_loaded("a", 1)
+    (chunk,) = chunks_of(planner.assign(3.0))
+    assert (chunk.uid, chunk.version) == ("p3", 1)
 
 
 def test_a_group_whose_version_no_slot_has_any_more_starts_over_under_the_new_one():

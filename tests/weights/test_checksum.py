@@ -30,9 +30,10 @@ def test_how_numbers_are_cut_into_tensors_and_their_order_does_not_matter(dtype)
 def test_a_lost_a_doubled_and_a_changed_tensor_change_it(dtype):
     first, second, third = tensors(dtype)
     expected = checksum([first, second, third])
-    changed = second.clone()
-    changed.view(torch.uint8)[0] ^= 1
-    for other in ([second, third], [first, second], [first, second, third, third], [first, changed, third]):
+    lowest, sign = second.clone(), second.clone()
+    lowest.view(torch.uint8)[0] ^= 1
+    sign.view(torch.uint8)[-1] ^= 128
+    for other in ([second, third], [first, second, third, third], [first, lowest, third], [first, sign, third]):
         assert checksum(other) != expected
 
 

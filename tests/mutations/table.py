@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mutations: invariants of the rooms that decide, compute and move weights, and one way to break each.
+
+A line is (MODULE.FUNCTION, operator, the fault in words), and where the module's own tests do not notice it, who does:
+"FILE" is test_FILE.py of the room, "FILE: WORDS" the tests of it that pytest's `-k WORDS` chooses, ": WORDS" those of
+the module's own. Break an invariant, not a line of code: `operators` says what lasts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.mutations.operators import Misplaced, Operator, accept, drop, given, mutated, passes, result, skip, swap
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One fault."""
+
+    room: str
+    """Folder below verl_digen/, and below tests/."""
+    place: str
+    """Module in the room, and the qualified name of a function in it, or the last parts of either."""
+    operator: Operator
+    wrong: str
+    """The fault, in words."""
+    noticed_by: str = ""
+    """See the module."""
+
+    def __str__(self) -> str:
+        return f"{self.room}/{self.place}: {self.wrong}"
+
+    @property
+    def tests(self) -> str:
+        """File below tests/ whose tests run."""
+        own = self.place.partition(".")[0].removesuffix("/__init__").rpartition("/")[2]
+        return f"{self.room}/test_{self.noticed_by.partition(':')[0] or own}.py"
+
+    @property
+    def words(self) -> str:
+        """pytest's -k, or ""."""
+        return self.noticed_by.partition(":")[2].strip()
+
+    def make(self, tree: Path) -> tuple[Path, str]:
+        """(file below `tree`, its text with the fault). `Misplaced`: it cannot be made."""
+        module, _, function = self.place.partition(".")
+        room = tree / "verl_digen" / self.room
+        files = [path for path in room.rglob("*.py") if f"/{path.relative_to(room)}".endswith(f"/{module}.py")]
+        if len(files) != 1:
+            raise Misplaced(f"{len(files)} modules have this name")
+        return files[0], mutated(files[0].read_text(), function, self.operator)
+
+
+Line = tuple[str, Operator, str] | tuple[str, Operator, str, str]
+
+SCHEDULERS: tuple[Line, ...] = (
+    ("planner.prompts_wanted", swap("self.rules.max_versions", "0"), "no batch is begun before its turn"),
+    ("planner.on_slot_lost", drop("give_back"), "samples of a lost slot are forgotten"),
+    ("planner.assign", swap("==", "<="), "a slot begins a group before it loads the newest weights"),
+    ("planner._restart_orphans", skip(), "a group waits for a version that no slot has any more"),
+    ("planner.on_scored", swap("version != chunk.version", "False"), "samples of another version count"),
+    ("planner._cancel", drop("request.is_cancelled"), "an aborted chunk's time says how fast its slot is"),
+    ("planner._on_assisted", swap("not self._assisting", "True"), "an assist ends with its first chunk"),
+    (
+        "group_book.fragment_size",
+        swap("self._rules.is_pipelined", "False"),
+        "nothing trains while others generate",
+        "planner",
+    ),
+    ("group_book.num_wanted", swap("self._rules.max_group_refills", "10**9"), "refills have no bound", "planner"),
+    ("group_book.next_group", swap("<", ">"), "a younger group goes before an older one", "planner"),
+    ("group_book._may_begin", swap("<", "<="), "a group more than allowed is begun under old weights", "planner"),
+    ("group_book.issue_on_policy", drop("size"), "an assist takes more samples than its ranks are given", "planner"),
+    ("group_book.accept", accept(), "a reward that is not a number trains", "planner"),
+    ("group_book.restart", drop("group.rewards.clear"), "a group that starts over keeps its old rewards", "planner"),
+    ("group_book.drop", drop("group.unissued.clear"), "samples of a dropped group are still generated", "planner"),
+    ("group_book.complete", swap("<", "<="), "surplus groups go on when their batch is full", "planner"),
+    ("group_book.complete", swap("self._rules.drop_zero_spread", "False"), "equal rewards train", "planner"),
+    ("batch.num_begun", swap(">=", ">"), "the stalest groups are not counted", "planner"),
+    ("rules.groups_per_fragment", swap("min", "max"), "a few ranks train a second sample of a fragment"),
+    ("rules.stale_allowance", swap("self.fraction", "1.0"), "the whole batch may be stale", "planner"),
+    ("play._deliver", given(scored_s="scored_s - self.bubble.score_s"), "groups train before their scores", "search"),
+    ("play._settle", swap("bubble.max_groups", "10**9"), "a training call takes any number of groups", "search"),
+    ("search._decide", swap("MAX_DEPTH", "0"), "no choice is branched exactly"),
+    ("foresight.counts", result("True"), "a gain counts that is smaller than the usual error"),
+    ("merging._earliest_end", swap("call_s", "0.0", 2), "the fixed part of later training calls is forgotten"),
+    ("merging.wait_s", swap("num_ready != self._num_ready", "True"), "a late group is waited for again and again"),
+    ("slots._pop_idle", swap('slot.state == "idle"', "True"), "a busy slot is handed out"),
+    ("deal.deal_rows", given(whole_samples="False"), "samples are cut without time-step parallelism"),
+    ("tiles.plan_tiles", swap("most - len(own)", "0"), "a rank without rows has no tile, and the others wait for it"),
+    ("tiles._ordered", result("sorted(rows)"), "prompts of unlike lengths share tiles"),
+    ("tile_choice._cost", given(is_whole="False"), "a whole base is thought to be gathered at every tile"),
+    ("deadlines.bound", swap("self.scores_groups", "False"), "a score is given up while a sample comes again"),
+    ("durations.parts_s", swap("variance > MIN_SIZE_VARIANCE", "False"), "a call has no fixed part"),
+)
+
+ALGORITHMS: tuple[Line, ...] = (
+    ("advantages.group_advantages", swap("values[samples].mean()", "values.mean()"), "rewards are centred by batch"),
+    ("advantages.advantage_scale", swap("divisor.max()", "divisor.min()"), "the smallest spread is the scale"),
+    ("advantages._std", given(ddof="0"), "the population's spread in place of the sample's"),
+    ("ema.ema_update_", given(decay="1 - decay"), "the average forgets what it should keep"),
+    ("forward.draw_noise_levels", given(uid="''"), "all groups have the same noise levels"),
+    ("noise.step_noise", given(step="0"), "every step has the same noise"),
+    ("window.draw_window", given(step="0"), "a moving window stands still"),
+    ("outside.step_ends", swap("sde_steps[-1] + 1", "sde_steps[-1]"), "steps of the window are passed over"),
+    ("step_cache.reusable", given(is_sde="[False] * len(is_sde)"), "a recorded step takes an old velocity"),
+    ("tree.node", swap(">", ">="), "leaves of a tree split one step late"),
+    ("tree.tree_advantages", swap("level.mean()", "own.mean()"), "nodes are compared with the mean over their leaves"),
+    ("projection.project", given(offset="None"), "every shard is projected as if it were the first"),
+    ("sde._euler_maruyama", result("(2 - result[0], *result[1:])"), "the drift has the wrong sign"),
+    ("sde._euler_maruyama", result("(*result[:2], result[2].square())"), "noise grows with the step, not its root"),
+    ("sde.sde_step", given(storage_dtype="None"), "x is rounded after its log-prob is taken"),
+    ("sde.sde_step", swap("outcome.detach()", "outcome"), "the gradient of a log-prob goes through x'"),
+    ("solvers/__init__.denoise_step", swap("level if sde else 0.0", "level"), "every row is stochastic", "solvers"),
+    ("dpm2.second_order", result("0 * result"), "dpm2 is of first order", "solvers"),
+    ("rows.mean", swap("self.num_rows", "self.is_row.sum()"), "a tile's mean is over its own rows", "losses"),
+    ("rows.mean", result("per_row.sum() / self.num_rows"), "padding rows add to a loss", "losses"),
+    ("kl._flow_grpo", swap("*", "/"), "flow_grpo's KL grows with the step", "losses"),
+    ("ratio.ppo_clip", swap("torch.maximum", "torch.minimum"), "the clip takes the better of two", "losses"),
+    ("ratio.clamped_advantage", result("rows['advantage']"), "advantages are not clamped", "losses"),
+    ("ratio.ratio_of", result("log_ratio.exp()"), "an extreme ratio is infinite", "losses"),
+    ("ratio.ratio_of", result("1 / result"), "the ratio is upside down", "losses"),
+    ("grpo_guard.guarded_ratio", swap("+", "-"), "the drift of the ratio is not made up for", "losses"),
+    ("decoupled_ppo.decoupled_clip", swap("config.cap", "1e9"), "the weight of stale samples has no cap", "off_policy"),
+    ("gspo.trajectory_log_ratios", swap("sums / counts", "sums"), "a trajectory's ratio is a sum", "off_policy"),
+    ("topr._tapered", swap(">", "<"), "good samples are tapered in place of bad ones", "off_policy"),
+    ("denominator.choose_denominator", given(max_versions="0"), "stale samples train as fresh ones", "off_policy"),
+    ("matching.sums_together", swap("rows.points", "rows.groups"), "rows of two levels are compared", "forward_losses"),
+    ("dgpo.group_weights", result("1 - result"), "groups in the right order weigh more", "forward_losses"),
+    ("preference.preferred_pair", result("result or (0, 1)"), "equal rewards make a pair", "forward_losses"),
+    ("diffusion_nft.implicit_policies", swap("old - towards", "old + towards"), "both policies move one way"),
+)
+
+ENGINE: tuple[Line, ...] = (
+    ("ledger.__init__", given(clip="2 * clip"), "samples train before the batch that are clamped in it"),
+    ("ledger._largest_unclamped", swap("self.num_samples", "len(self.rewards)"), "samples to come are forgotten"),
+    ("ledger.add", accept(), "a group trains twice"),
+    ("ledger.take", given(is_last="False"), "groups that were dropped leave the batch open for ever"),
+    ("ledger.take", swap("index not in given", "False"), "samples held back are forgotten"),
+    ("ledger.__init__", given(scale="None"), "a mini-batch has a scale of its own", "updates: advantage_scale"),
+    ("transaction.settle", given(divisor="1 / divisor"), "centred rewards are multiplied", ": max_group"),
+    ("transaction.settle", drop("gradients.add_"), "the KL term's gradient is lost", ": serial_loop and kl"),
+    (
+        "transaction.close",
+        swap("self.num_trained_rows", "self.num_rows", 2),
+        "dropped groups count as trained",
+        ": dropped",
+    ),
+    ("transaction.require_sound", accept(), "a batch trains on after a failure", ": only_abort_is_legal"),
+    ("transaction.drop", drop("gradients.drop"), "the gradient of an aborted batch stays", ": only_abort"),
+    ("transaction._backward", passes(clamps="True"), "centred rewards are clamped", ": serial_loop"),
+    ("transaction.__init__", given(loss_scale="1.0"), "the gradient of fp16 stays scaled", "loss_scale: clipping"),
+    (
+        "transaction.__init__",
+        given(num_ranks="1"),
+        "each rank has a mean of its own",
+        "invariants: two_ranks and cispo",
+    ),
+    (
+        "transaction.__init__",
+        given(exchange="lambda x: x"),
+        "joint columns are one rank's",
+        "invariants: two_ranks and gspo",
+    ),
+    ("transaction._before_update", result("(None, {})"), "stale samples have ratio 1", "invariants: earlier_version"),
+    ("transaction.__init__", given(ranks_per_row="1"), "gradients of ranks that share a row are averaged", "sequence"),
+    ("gradients.exchanged", drop("put", 2), "a gradient that was moved aside does not come back"),
+    ("gradients.reduce_pending", skip(), "what no backward reduced is never reduced"),
+    ("loss.total", result("self.scaled"), "the KL term is not trained"),
+    ("loss.__call__", given(clamps="True"), "advantages that are still to be divided are clamped"),
+    (
+        "logical_batch.__init__",
+        given(reads_advantages="True"),
+        "a loss of no advantages is scaled",
+        "transaction: alone",
+    ),
+    ("logical_batch.finish", drop("_train"), "samples that are held back never train", "transaction: might_be_clamped"),
+    ("planning.deal", passes(advantages="advantages[: len(needed)]"), "a rank takes the first samples' advantages"),
+    ("planning._dealt", passes(whole_samples="False"), "trajectories are cut without time-step parallelism"),
+    ("planning._measure", swap("max", "min"), "a tile is rehearsed with a short prompt"),
+    ("planning._measure", passes(later_bytes="0"), "tiles leave moments no room", "tight_device: for_moments"),
+    ("memory.gradients_may_wait", result("True"), "gradients wait whatever memory there is"),
+    ("fragment.fragment_rows", result("[row._replace(bucket=0) for row in result]"), "sizes share tiles", "rows"),
+    ("points.ForwardPoints.make", swap("sample.sample_index", "index"), "noise depends on the rank", "rows"),
+    ("points.PathPoints.make", passes(old_log_probs="None"), "old log-probs are not used", "updates: several_updates"),
+    ("rows.tile_rows", swap("tile.is_filler", "False"), "a padding tile trains"),
+    ("rows.make_rows", passes(conditions="[pairs[0][0] for _ in pairs]"), "all rows of a tile have one prompt"),
+    ("rows.row_advantages", given(samples="samples[::-1]"), "rows have others' advantages", "engine: full_gradient"),
+    ("joint.joint_columns", swap("values", "values.flip(0)"), "numbers of a tile's rows end in the wrong places"),
+    ("adapter.without_adapter", swap("True", "False"), "LoRA's reference is the policy itself", "engine: kl_of_lora"),
+    ("shadow.swapped_in", drop("_write", 2), "a copy's weights stay in the module"),
+    ("copies.follow_batch", swap("k > self._followed", "True"), "a policy follows where nothing changed"),
+    ("copies.state_dict", result("{}"), "policies that follow are not saved"),
+    (
+        "sharded.optimizer_step",
+        swap("math.isfinite(grad_norm)", "True"),
+        "nan counts as a step",
+        "transaction: not_finite",
+    ),
+    ("sharded.get_per_tensor_param", given(policy="CURRENT"), "replicas get what trains", "invariants: assists"),
+    ("engine._behaviour", result("nullcontext()"), "an assist has the weights that train", "invariants: assists"),
+    ("engine.commit", given(more="True"), "the learning rate does not move at a commit", "transaction: one_update"),
+    ("engine._require_closed", skip(), "a batch is begun beside an open one", "transaction: illegal_calls"),
+    ("engine._close", drop("self.copies.drop"), "the old weights are those of the last batch", "updates: old_mean"),
+    ("loss_scale.update", given(is_finite="True"), "the loss scale only grows", ": scale_halves"),
+    ("export.merge", swap("+", "-"), "an adapter is merged with the wrong sign"),
+    ("optimizer.settle", skip(), "a run keeps the optimizer implementation of its checkpoint"),
+    ("arrival.close", drop("thread.join"), "a fetch outlives its batch"),
+    ("arrival.request", swap("number & (number + 1) == 0", "False"), "the first tile waits for all samples"),
+    (
+        "assistant.deal_samples",
+        result("[list(filter(None, own)) for own in result]"),
+        "the others wait for a rank",
+        ": as_many",
+    ),
+    ("gathered.forwards", given(keeps="False"), "an assist gathers the weights at every step", "assistant: gathers"),
+    ("checkpoint._check", accept(), "an adapter is resumed on any base", ": refused"),
+    ("checkpoint._all_or_nothing", drop("shutil.rmtree", 2), "a save that failed leaves a folder"),
+    ("checkpoint._on_all_ranks", accept(), "a save that failed passes for one"),
+    (
+        "saved_ranks.laid_out",
+        swap("-(-rows // len(mesh))", "max(1, rows // len(mesh))"),
+        "short shards",
+        "resharding: torch_chunk",
+    ),
+    ("resharding.OtherRanks.copies", swap("rank", "0"), "copies are read from one file", ": objective_keeps and one"),
+)
+
+WEIGHTS: tuple[Line, ...] = (
+    ("receiver.switch", drop("copy_"), "an update is checked and not loaded"),
+    ("receiver.begin_live", drop("self.is_whole"), "a replica serves while a live update is under way"),
+    ("receiver.finish", skip(), "a live update that misses a tensor counts as whole"),
+    ("receiver.compare_with", skip(), "an update that misses a tensor is taken"),
+    ("receiving.check", skip(), "an update with other numbers than were sent is taken", "transfer"),
+    ("receiving._check", skip(), "an abandoned update keeps its thread", "transfer"),
+    ("sending.check", skip(), "a sender waits for a receiver that died", "transfer: receiver_that_died"),
+    ("checksum.Checksum.add", given(tensor="tensor.abs()"), "signs are not in the checksum"),
+    (
+        "buckets._aligned",
+        result("result - ALIGNMENT_BYTES"),
+        "pieces of a bucket overlap",
+        "checkpoint_engines: buckets",
+    ),
+    ("gloo.meet", swap("len(generations) == 1", "True"), "a new rank is left out", "checkpoint_engines: gloo_group"),
+    ("shared_copy._is_equal", result("True"), "other weights are taken for these", ": other_weights"),
+    ("shared_copy._find", swap("whole[0] == READY", "True"), "an incomplete copy is taken", ": not_completed"),
+)
+
+STORE: tuple[Line, ...] = (
+    ("client.run", swap("self._is_made", "True"), "a second thread calls before the client is made"),
+    ("conditions.own_condition_keys", swap("own_condition_key(uid, '')", "uid"), "conditions of another group go"),
+    ("samples.fetch_columns", given(keys="keys[::-1]"), "samples come in another order than asked for"),
+    ("prompts.to_listing", swap("entry", "True", 3), "a sample that is being stored is listed", "tags: being_stored"),
+)
+
+TABLE = tuple(
+    Mutation(room, *line)
+    for room, lines in {
+        "schedulers": SCHEDULERS,
+        "algorithms": ALGORITHMS,
+        "engine": ENGINE,
+        "weights": WEIGHTS,
+        "store": STORE,
+    }.items()
+    for line in lines
+)
+
+LONG = frozenset({"engine/test_resharding.py"})
+"""Files whose tests are marked long, and run all the same."""
