@@ -245,7 +245,7 @@ WEIGHTS: tuple[Line, ...] = (
         "buckets._aligned",
         result("result - ALIGNMENT_BYTES"),
         "pieces of a bucket overlap",
-        "checkpoint_engines: buckets",
+        "gloo: buckets",
     ),
     ("gloo.of", swap("len(generations) == 1", "True"), "a new rank is left out", ": gloo_group"),
     ("shared_copy._is_equal", result("True"), "other weights are taken for these", ": other_weights"),
