@@ -186,11 +186,6 @@ class DisaggregatedTrainer(DiffusionTrainer):
         self._slots += slots
         return Joining(address, lane, [slot.name for slot in slots])
 
-    def fit(self, agent_loop_manager: Any) -> None:
-        super().fit(agent_loop_manager)
-        if not self.digen.environment.is_on:
-            logger.info("would another split be faster? digen simulate --run %s --device TYPE", self.run_dir)
-
     async def _start_replica(self, number: int) -> Any:
         return await start_standalone(self.llm_server_manager, number, self.digen.deadlines.start_s)
 
@@ -268,6 +263,8 @@ class DisaggregatedTrainer(DiffusionTrainer):
 
     def on_step_end(self) -> None:
         self._close_timeline()
+        if self.global_steps >= self.total_training_steps and not self.digen.environment.is_on:
+            logger.info("would another split be faster? digen simulate --run %s --device TYPE", self.run_dir)
 
     def _join_replicas(self) -> list[Joining]:
         """Have every living replica without a slot in the plan load the newest weights, and make slots for it."""
