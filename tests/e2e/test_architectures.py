@@ -60,7 +60,7 @@ CASES = (
     Case("ltx2", "disaggregated", is_lora=True, is_video=True, true_cfg_scale=2.0, num_frames=9, has_sound=True),
     Case("wan2.2_a14b", "colocated", is_lora=True, is_video=True),
 )
-"""Those of CI: a picture, a video with sound, and two networks that divide the schedule."""
+"""Runs of CI: a picture, a video with sound, and two networks that divide the schedule."""
 FURTHER = (
     Case("hunyuan_video", "colocated", is_lora=True, is_video=True),
     Case("hunyuan_video15", "disaggregated", is_lora=True, is_video=True, true_cfg_scale=2.0),

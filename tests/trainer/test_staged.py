@@ -64,7 +64,7 @@ class Engine:
 
 
 def manager_of(workers, *, num_ranks, per_replica):
-    config = SimpleNamespace(backend=BACKEND, custom_backend_module="verl_digen.weights.checkpoint_engines")
+    config = SimpleNamespace(backend=BACKEND, custom_backend_module="verl_digen.weights.gloo")
     rest, replicas = workers[num_ranks:], []
     for count in per_replica:
         replicas.append(Replica(rest[:count]))

@@ -23,7 +23,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from verl_digen.algorithms.noise import keyed_seed, sample_seed, step_noise
+from verl_digen.algorithms.noise import sample_seed, step_noise
+from verl_digen.algorithms.seeds import keyed_seed
 from verl_digen.require import require, require_one_of
 
 KINDS = ("steps", "strata", "logit_normal")

@@ -14,7 +14,7 @@ import math
 import random
 from dataclasses import dataclass
 
-from verl_digen.algorithms.noise import keyed_seed
+from verl_digen.algorithms.seeds import keyed_seed
 from verl_digen.require import require, require_one_of
 
 KINDS = ("all", "consecutive", "fraction")

@@ -49,7 +49,7 @@ class Checksum:
 
 
 class Casts:
-    """What casts to a network's dtypes do to the checksum of an update.
+    """Changes of an update's checksum by casts to the network's dtypes.
 
     Example:
         casts = Casts()

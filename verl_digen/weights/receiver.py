@@ -92,7 +92,7 @@ class WeightReceiver:
         """False from the start of a live update until `switch`, and after `lose`."""
         self._update: Staging | Live | None = None
         self._casts = Casts()
-        """Those of the update that is under way."""
+        """Casts of the update that is under way."""
         self._sealed: _Sealed | None = None
 
     def begin_staged(self, device: torch.device) -> Take:
