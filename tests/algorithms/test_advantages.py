@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from verl_digen.algorithms.advantages import SCALES, advantage_scale, combined_advantages, group_advantages
+from verl_digen.algorithms.advantages import (
+    SCALES,
+    advantage_scale,
+    combined_advantages,
+    effective_samples,
+    group_advantages,
+)
 
 ORACLES = Path(__file__).parents[1] / "fixtures" / "oracles"
 EVERY_RULE = list(itertools.product(SCALES, (0, 1), (0.0, 1e-8, 1e-4)))
@@ -159,3 +165,8 @@ def test_gdpo_trains_a_group_whose_weighted_sums_are_equal():
     assert combined_advantages({"a": [1.0, 1.0]}, {"a": 2.0}) == [0.0, 0.0]
     with pytest.raises(ValueError, match="a weight must differ from 0"):
         combined_advantages({"a": [1.0, 1.0]}, {"a": 0.0})
+
+
+def test_effective_samples_are_as_many_of_equal_weight():
+    given = ([1.0, -1.0, 0.0, 0.0], [3.0, -1.0], [2.0] * 5, [0.0, 0.0], [])
+    assert [effective_samples(torch.tensor(values)) for values in given] == [2.0, 1.6, 5.0, 0.0, 0.0]

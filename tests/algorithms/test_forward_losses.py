@@ -67,6 +67,15 @@ def test_awm_agrees_with_its_code():
     torch.testing.assert_close(found, weighed.mean(), rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize(("name", "copy"), [("awm", "ema"), ("awm_off_policy", "old")])
+def test_awm_s_average_follows_by_its_schedule(name: str, copy: str):
+    decays = {
+        average: [replace(default_config(name), average=average).copies[copy].at(k) for k in (1, 299, 300, 1000)]
+        for average in ("linear", "constant")
+    }
+    assert decays == {"linear": pytest.approx([0.001, 0.299, 0.3, 0.3]), "constant": [0.3] * 4}
+
+
 def test_dgpo_agrees_with_its_code():
     oracle = oracle_of("dgpo")
     inputs = inputs_of(oracle, advantage=oracle["advantages"], group=oracle["groups"])

@@ -34,7 +34,7 @@ from verl_digen.types import CleanRecord
 
 KEYS = [f"s{number}" for number in range(20)]
 REWARDS_OF_SIX = [0.1, 0.7, 0.4, 0.9, 0.2, 0.3]
-WAIT_S = 20.0
+WAIT_S = 60.0
 """Bound of a wait that a broken implementation would never end."""
 
 

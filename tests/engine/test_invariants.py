@@ -18,10 +18,21 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from tests.engine.harness import assert_close, assert_equal, fragment, on_two_ranks, weights
+from tests.engine.harness import (
+    assert_close,
+    assert_equal,
+    fetch_from,
+    fragment,
+    num_rows_of,
+    on_two_ranks,
+    samples_of,
+    weights,
+)
 from tests.engine.objective_cases import (
     CASES,
+    GROUP_SIZE,
     LOSSES,
+    REWARDS,
     ObjectiveCase,
     Weights,
     expected,
@@ -38,6 +49,7 @@ from tests.engine.objective_runs import (
     equal,
     generate_as_replica,
     on_the_ranks,
+    policies_of,
     random_order,
     rehearse,
     reshape,
@@ -256,6 +268,19 @@ def test_copies_follow_each_batch_by_their_schedule(resumed: Callable[[str], Res
         for name, value in run.between[policy].items():
             wanted = decay * run.before[policy][name] + (1 - decay) * run.between["current"][name]
             torch.testing.assert_close(value, wanted, rtol=1e-5, atol=1e-7)
+
+
+def test_copies_follow_after_the_last_optimizer_step_on_a_batch(toy: Path):
+    engine, policies = moved_engine(CASES["awm_off_policy"], toy)
+    groups = samples_of(batch := make_batch(toy, "forward"), REWARDS)
+    for uid in groups:
+        engine.begin(GROUP_SIZE, num_rows_of({uid: groups[uid]}), fetch_from(batch))
+        engine.accumulate(fragment(groups, uid))
+        engine.commit(more=uid != "g2")
+    found = policies_of(engine)
+    for name, value in found["old"].items():
+        wanted = 0.3 * policies["old"][name] + 0.7 * found["current"][name]
+        torch.testing.assert_close(value, wanted, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.slow

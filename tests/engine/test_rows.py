@@ -15,6 +15,7 @@ from verl_digen.engine.points import ForwardPoints, PathPoints
 from verl_digen.engine.rows import Samples, make_rows, tile_rows
 from verl_digen.schedulers.deal import Row
 from verl_digen.schedulers.tiles import Grid, plan_tiles
+from verl_digen.settings import Turn
 from verl_digen.types import Geometry, Noised, TrainingRows, Transitions
 
 PATH = PathPoints()
@@ -90,6 +91,18 @@ def test_rows_are_those_picked_in_order():
     assert point.log_probs.tolist() == [-1, -2, 0]
     assert point.old_log_probs is not None
     torch.testing.assert_close(point.old_log_probs, torch.tensor([0.4, 0.3, 0.1]))
+
+
+def test_a_row_of_an_episode_has_the_largest_sigma_of_its_own_turn():
+    turns = tuple(Turn(num_steps, SAMPLING, "", (0.0, 1.0), 0.0, 0.0) for num_steps in (2, 1))
+    samples = example(steps=((0, 1, 2), (0,)))
+    samples = replace(
+        samples,
+        described=[replace(samples.described[0], turns=turns), samples.described[1]],
+        columns=samples.columns | {"sigma_max": [torch.tensor([0.95, 0.9]), torch.tensor([0.85])]},
+    )
+    _, _, point = PATH.make(samples.described, samples.columns, [(0, [2, 0]), (1, [0]), (0, [1])])
+    torch.testing.assert_close(point.sigma_max, torch.tensor([0.9, 0.95, 0.85, 0.95]))
 
 
 def test_experts_and_samplings_have_buckets_of_their_own():

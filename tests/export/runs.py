@@ -44,7 +44,7 @@ def save_run(
 
 def run_config(path: Path, model: dict[str, Any], **digen: Any) -> dict[str, Any]:
     """The part of a run's config that an export reads."""
-    section = digen_section(**EMA, rollout={"latents_dtype": "float32"}, **digen)
+    section = digen_section(**EMA, rollout={"latents_dtype": "float32", "max_batch_size": 2}, **digen)
     target = "verl_digen.model_config.DiffusionModelConfig"
     return {
         "actor_rollout_ref": {

@@ -56,7 +56,7 @@ def prompts(tmp_path: Path) -> Path:
     return file
 
 
-def validated(run: SavedRun, sent: dict[str, Tensor], prompts: Path, folder: Path) -> None:
+def validated(run: SavedRun, sent: dict[str, Tensor], prompts: Path, folder: Path, num: int = 2) -> None:
     """Draw and save the validation pictures of a replica with the weights `sent`, as agent loops do."""
     server = DiffusersServer(run.config.actor_rollout_ref.rollout, run.model_config, num_threads=0)
     with torch.no_grad():
@@ -67,10 +67,16 @@ def validated(run: SavedRun, sent: dict[str, Tensor], prompts: Path, folder: Pat
         replace(row, uid=validation_uid(index), index=index)
         for index, row in enumerate(read_prompts(str(prompts), "data.val_files"))
     ]
-    asked = [sample_request(run.digen, row, index, step=run.step, validate=True) for row in rows for index in (0, 1)]
+    asked = [
+        sample_request(run.digen, row, index, step=run.step, validate=True) for row in rows for index in range(num)
+    ]
 
     async def generate() -> list[Any]:
-        return await asyncio.gather(*[server.generate("id", [], {"request": request}) for request in asked])
+        made = []
+        for first in range(0, len(asked), num):  # prompt by prompt, as the command draws them
+            requests = asked[first : first + num]
+            made += await asyncio.gather(*[server.generate("id", [], {"request": request}) for request in requests])
+        return made
 
     for request, made in zip(asked, asyncio.run(generate()), strict=True):
         number = int(request.uid.removeprefix("val-"))
@@ -95,9 +101,9 @@ def run_weights(path: Path) -> dict[str, Tensor]:
 @pytest.mark.parametrize("policy", ["current", "ema"])
 def test_pictures_are_those_of_validation(saved, policy: str, prompts: Path, tmp_path: Path):
     folder, sent = saved
-    validated(open_run(folder, None, None), sent[policy], prompts, tmp_path / "expected")
+    validated(open_run(folder, None, None), sent[policy], prompts, tmp_path / "expected", num=3)
     out = tmp_path / "out"
-    assert digen("sample", folder, "--prompts", prompts, "--policy", policy, "--num", 2, "--output", out) == 0
+    assert digen("sample", folder, "--prompts", prompts, "--policy", policy, "--num", 3, "--output", out) == 0
     expected = sorted(tmp_path.glob("expected/*.png"))
     assert [path.name for path in sorted(out.iterdir())] == [*(path.name for path in expected), "grid.png"]
     for path in expected:
@@ -154,9 +160,10 @@ def test_edits_and_videos_are_those_of_validation(
         drawn, saved = frames(out / each), frames(tmp_path / "expected" / each)
         difference = abs(drawn - saved)
         assert drawn.shape == saved.shape, each
-        assert difference.mean() < 1 if each.endswith(".gif") else difference.max() <= 1, each  # a GIF has 256 colours
+        # a pixel that is rounded otherwise changes the 256 colours of a GIF, and so other pixels
+        assert difference.mean() < 4 if each.endswith(".gif") else difference.max() <= 1, each
     first, second = (frames(out / f"00000-{index:02d}.png") for index in (0, 1))
-    assert abs(first - second).max() > 8, "samples of a prompt have noise of their own"
+    assert abs(first - second).mean() > 8, "samples of a prompt have noise of their own"
     if has_image:
         other = frames(out / "00001-00.png")
         assert abs(first - other).max() > 8, "prompts have images of their own"

@@ -45,7 +45,7 @@ class GroupRecorder(Recorder):
 
 
 def scorer_of(reward: Reward, **settings: float) -> BatchScorer:
-    given = {"max_retries": 2, "timeout_s": 30.0, "max_batch_size": 8, "batch_wait_s": 0.02} | settings
+    given = {"max_retries": 2, "timeout_s": 60.0, "max_batch_size": 8, "batch_wait_s": 0.02} | settings
     return BatchScorer("r", reward, **given)  # type: ignore[arg-type]
 
 
@@ -84,7 +84,7 @@ def test_samples_that_arrive_during_a_call_wait_for_the_next_one_together():
 
     def blocking(batch):
         began.set()
-        go_on.wait(30)
+        go_on.wait(60)
         return plain(batch)
 
     reward.score = blocking  # type: ignore[method-assign]
@@ -92,7 +92,7 @@ def test_samples_that_arrive_during_a_call_wait_for_the_next_one_together():
     async def run() -> None:
         scorer = scorer_of(reward, max_batch_size=8, batch_wait_s=0.0)
         first = asyncio.create_task(scorer.score((make_sample(0),)))
-        await asyncio.to_thread(began.wait, 30)
+        await asyncio.to_thread(began.wait, 60)
         others = [asyncio.create_task(scorer.score((make_sample(index),))) for index in range(1, 6)]
         await asyncio.sleep(0)
         go_on.set()
@@ -100,6 +100,20 @@ def test_samples_that_arrive_during_a_call_wait_for_the_next_one_together():
 
     asyncio.run(run())
     assert reward.sizes == [1, 5]
+
+
+def test_a_caller_that_is_cancelled_while_it_waits_is_not_scored():
+    reward = Recorder()
+
+    async def run() -> list[list[PartScore]]:
+        scorer = scorer_of(reward, max_batch_size=2, batch_wait_s=0.0)
+        asked = [asyncio.create_task(scorer.score((make_sample(value=value),))) for value in (1, 2, 3)]
+        await asyncio.sleep(0)
+        asked[0].cancel()
+        return await asyncio.gather(*asked[1:])
+
+    found = asyncio.run(run())
+    assert [one.value for (one,) in found] == [0.02, 0.03] and reward.sizes == [2]
 
 
 def test_a_sample_without_a_score_fails_alone():
@@ -141,7 +155,7 @@ def test_a_reward_that_returns_too_few_scores_fails_and_one_that_hangs_fails_aft
     assert isinstance(found, ScoringError) and "one score per sample, got 0 for 1" in str(found)
 
     async def hangs(batch):
-        await asyncio.sleep(60)
+        await asyncio.Event().wait()
 
     reward.score = hangs  # type: ignore[method-assign]
     (found,) = scores(scorer_of(reward, max_retries=0, timeout_s=0.05), [1])
@@ -154,7 +168,7 @@ def test_a_sync_call_that_hangs_does_not_hold_up_the_next_one():
 
     def hangs_once(batch):
         reward.score = plain  # type: ignore[method-assign]
-        go_on.wait(30)
+        go_on.wait(60)
         return plain(batch)
 
     reward.score = hangs_once  # type: ignore[method-assign]

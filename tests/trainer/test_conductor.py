@@ -7,12 +7,15 @@ import random
 import pytest
 
 from tests.chaos.loop import run_in_virtual_time
+from tests.tags import make_tag
 from tests.trainer.conducted import GROUP_SIZE, Pools, make_conductor, run
 from verl_digen.agent_loop.chunks import GeneratedChunk
 from verl_digen.errors import DeadlineMissed, RunStopped
 from verl_digen.observe.timeline import Lane
 from verl_digen.schedulers.deadlines import DeadlinesConfig
+from verl_digen.store.keys import SampleName
 from verl_digen.trainer.lanes import Joining
+from verl_digen.trainer.published import PublishedSamples
 
 
 def test_the_first_group_trains_while_later_ones_are_generated():
@@ -183,6 +186,14 @@ def test_what_was_published_for_nothing_is_handed_out_to_be_cleared():
     }
 
 
+def test_the_first_row_of_a_sample_that_was_generated_again_is_to_be_cleared():
+    published, tags = PublishedSamples(), [make_tag(version=version) for version in (0, 1)]
+    first, second = (SampleName.of("p000", 2, tag) for tag in tags)
+    for name, tag in zip((first, second), tags, strict=True):
+        published.add(name, tag, is_wanted=True)
+    assert published.groups == {"p000": {2: tags[1]}} and published.unwanted == [first] != [second]
+
+
 def test_what_fails_before_the_batch_is_open_is_told_as_it_is():
     pools = Pools()
 
@@ -264,7 +275,7 @@ def test_a_lost_slot_idles_under_that_reason_until_another_replica_takes_its_lan
         await conductor.run_batch()
         return lost, joined_s, conductor.recorder.drain().intervals
 
-    lost, joined_s, after = asyncio.run(asyncio.wait_for(batches(), 20))
+    lost, joined_s, after = asyncio.run(asyncio.wait_for(batches(), 60))
     assert [reason for reason, _, _ in lost] == ["slot_lost"]
     waits = waits_of(after, "generator/1")
     assert [end_s < joined_s for reason, _, end_s in waits if reason == "slot_lost"] == [True], "it ends as one joins"
@@ -328,7 +339,7 @@ def test_a_replica_lost_while_it_loads_is_lost_and_the_run_goes_on(is_handled):
         assert not conductor.planner.has_slot("s1")
         return outcome
 
-    assert len(asyncio.run(asyncio.wait_for(batches(), 20)).groups) == 2
+    assert len(asyncio.run(asyncio.wait_for(batches(), 60)).groups) == 2
 
 
 def test_a_lost_slot_takes_the_other_slots_of_its_replica_with_it_also_while_one_waits_to_load():
@@ -363,7 +374,7 @@ def test_a_lost_slot_takes_the_other_slots_of_its_replica_with_it_also_while_one
         assert not any(map(conductor.planner.has_slot, replica))
         return outcome
 
-    assert len(asyncio.run(asyncio.wait_for(batches(), 20)).groups) == 2
+    assert len(asyncio.run(asyncio.wait_for(batches(), 60)).groups) == 2
 
 
 def loads(pools):
@@ -587,7 +598,7 @@ def test_a_replica_that_joins_at_a_publication_generates_under_the_newest_weight
         slots = [call[1] for call in pools.calls if call[0] == "generate"]
         return slots, conductor.recorder.drain().intervals
 
-    slots, intervals = asyncio.run(asyncio.wait_for(batches(), 20))
+    slots, intervals = asyncio.run(asyncio.wait_for(batches(), 60))
     assert "s1b" in slots and "s1" not in slots[slots.index("s1b") :]
     joined = [interval for interval in intervals if interval.lane.index == 1 and interval.kind == "generate"]
     assert joined[-1].version == 2
