@@ -9,12 +9,10 @@ import verl  # noqa: F401 - loads the plugin
 from verl_digen import plugin
 
 IMPORTED_BY_PLUGIN = """
-import sys, time
+import sys
 import verl
 before = set(sys.modules)
-started_s = time.perf_counter()
 import verl_digen.plugin
-print(f"{time.perf_counter() - started_s:.4f}")
 print(*sorted(set(sys.modules) - before))
 """
 
@@ -41,10 +39,8 @@ def test_plugin_imports_next_to_nothing():
         check=True,
         timeout=120,
     )
-    seconds, modules = done.stdout.splitlines()
-    # 5 ms on a quiet machine
-    assert float(seconds) < 0.5
-    assert all(name.startswith("verl_digen") or name in sys.stdlib_module_names for name in modules.split())
+    modules = done.stdout.split()
+    assert all(name.startswith("verl_digen") or name in sys.stdlib_module_names for name in modules)
 
 
 def test_importing_the_package_does_nothing():

@@ -82,7 +82,7 @@ def pool_handle(digen: DigenConfig, name: str) -> Handle:
         name,
         make(entry, torch.device("cpu")),
         max_retries=digen.reward.max_retries,
-        timeout_s=30.0,
+        timeout_s=60.0,
         max_batch_size=pool.max_batch_size,
         batch_wait_s=pool.batch_wait_s,
     )

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import asyncio
 import io
-import time
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from verl_digen.reward.scoring import Scorer, ScoringError, WeightedReward
 SAMPLE = {"data_source": "x", "solution_image": np.zeros((8, 8, 3), np.uint8), "ground_truth": "y", "extra_info": {}}
 
 
-def score(*rewards: WeightedReward, max_retries: int = 1, timeout_s: float = 5.0):
+def score(*rewards: WeightedReward, max_retries: int = 1, timeout_s: float = 60.0):
     return asyncio.run(Scorer(tuple(rewards), max_retries, timeout_s).score(**SAMPLE))
 
 
@@ -58,12 +57,10 @@ def test_a_function_that_keeps_failing_fails_the_sample_and_never_scores_zero(fu
 
 def test_a_function_that_hangs_fails_after_the_time_limit():
     async def hangs(**sample):
-        await asyncio.sleep(60)
+        await asyncio.Event().wait()
 
-    started_s = time.monotonic()
     with pytest.raises(ScoringError, match="timeout_s"):
         score(WeightedReward("slow", hangs, 1.0), max_retries=0, timeout_s=0.05)
-    assert time.monotonic() - started_s < 5
 
 
 def test_every_built_in_reward_resolves_and_an_unknown_one_lists_them():

@@ -76,7 +76,7 @@ def test_a_class_and_a_function_get_the_waveform_and_its_rate(
             "lasting",
             make(lasting, torch.device("cpu")),
             max_retries=0,
-            timeout_s=30.0,
+            timeout_s=60.0,
             max_batch_size=PoolSettings().max_batch_size,
             batch_wait_s=0.0,
         )

@@ -21,7 +21,7 @@ from verl_digen.reward.pool_worker import BatchScorer
 from verl_digen.reward.timeshared import TimesharedScorer
 from verl_digen.types import RewardInput
 
-QUEUE: dict[str, Any] = {"max_retries": 0, "timeout_s": 30.0, "max_batch_size": 4, "batch_wait_s": 0.0}
+QUEUE: dict[str, Any] = {"max_retries": 0, "timeout_s": 60.0, "max_batch_size": 4, "batch_wait_s": 0.0}
 
 
 class Watched(Reward):

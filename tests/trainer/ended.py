@@ -16,4 +16,4 @@ def assert_ends(actor):
     """Wait until the actor has ended."""
     with pytest.raises(RayActorError):
         for _ in range(1000):
-            ray.get(actor.__ray_ready__.remote(), timeout=20)
+            ray.get(actor.__ray_ready__.remote(), timeout=60)

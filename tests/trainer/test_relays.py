@@ -71,7 +71,7 @@ def answers_of(callee, method, args, keep, **more):
     """The answers, or the exception."""
 
     async def ask():
-        return await asyncio.wait_for(callee.call(Work(method, args, **more), keep), 30.0)
+        return await asyncio.wait_for(callee.call(Work(method, args, **more), keep), 60.0)
 
     try:
         return asyncio.run(ask())

@@ -85,7 +85,7 @@ class Processes:
         """Take back the living processes of the remaining replicas; others may be about to die."""
         for process in [process for replica in managers.replicas for process in processes(replica)]:
             with suppress(RayActorError):
-                ray.get(process.version_now.remote(), timeout=20)
+                ray.get(process.version_now.remote(), timeout=60)
                 self.living.append(process)
 
 
@@ -177,8 +177,8 @@ def test_replicas_of_which_a_process_is_stopped_are_left_out_and_all_of_their_pr
     assert update(managers, 1, deadlines=SHORT_DEADLINES) == ["r2"]
     for process in stopped:
         with pytest.raises(RayActorError):
-            ray.get(process.version_now.remote(), timeout=20)
-    psutil.wait_procs([psutil.Process(pid) for pid in ids if psutil.pid_exists(pid)], timeout=20)
+            ray.get(process.version_now.remote(), timeout=60)
+    psutil.wait_procs([psutil.Process(pid) for pid in ids if psutil.pid_exists(pid)], timeout=60)
     assert not any(map(psutil.pid_exists, ids)), "their devices are free"
 
 

@@ -44,14 +44,14 @@ def handle(tmp_path):
     return f"ipc://{tmp_path}/weights.sock"
 
 
-def receive(handle, take=None, *, timeout_s=30.0):
+def receive(handle, take=None, *, timeout_s=60.0):
     """(receiving, staging) of one update, unless `take` is given."""
     staging = Staging(CPU)
     take = take or staging.take
     return Receiving(handle, CPU, take, use_shm=True, timeout_s=timeout_s), staging
 
 
-def send(handle, weights, *, timeout_s=30.0, dtype=torch.float32, has_died=lambda: False):
+def send(handle, weights, *, timeout_s=60.0, dtype=torch.float32, has_died=lambda: False):
     wire = Wire(handle, use_shm=True, is_live=False, dtype=dtype, max_bucket_mb=1, timeout_s=timeout_s)
     return asyncio.run(send_update(weights, wire, receiver="replica 0", has_died=has_died))
 
@@ -140,7 +140,7 @@ def test_a_sender_outlives_a_receiver_that_is_killed_and_takes_the_shared_memory
     def tensors():
         yield from list(WEIGHTS.items())[:2]
         process.wait(timeout=60)
-        deadline_s = time.monotonic() + 30
+        deadline_s = time.monotonic() + 60
         while not shared_memory() <= before and time.monotonic() < deadline_s:
             time.sleep(0.05)
         yield from list(WEIGHTS.items())[2:]

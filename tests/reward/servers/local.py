@@ -34,12 +34,12 @@ class LocalServer:
     def __enter__(self) -> LocalServer:
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
         self._thread.start()
-        assert self._ready.wait(10), "the server did not start"
+        assert self._ready.wait(60), "the server did not start"
         return self
 
     def __exit__(self, *error: object) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(10)
+        self._thread.join(60)
         assert not self._thread.is_alive(), "the server did not stop"
 
     async def _serve(self) -> None:

@@ -81,7 +81,7 @@ def samples_of(number, size=16):
 
 def run(reward, samples, **changed):
     """Score samples as a pool does -> `PartScore`s or errors."""
-    settings = {"max_retries": 1, "timeout_s": 10.0, "max_batch_size": 64, "batch_wait_s": 0.001}
+    settings = {"max_retries": 1, "timeout_s": 60.0, "max_batch_size": 64, "batch_wait_s": 0.001}
     scorer = BatchScorer("mine", reward, **(settings | changed))
 
     async def all_of_them():
