@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests for an edit, and samples of them, for the tests of the FLUX models that read images."""
+"""Requests for an edit, and samples of them, for the tests of models that read images."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -18,7 +20,7 @@ from verl_digen.inputs import SourceImage
 from verl_digen.models.base import DiffusionModel, PromptEncoder
 from verl_digen.sampling.requests import sample_request
 from verl_digen.sampling.sampler import Sampler
-from verl_digen.types import Geometry, PromptRow, SampleRequest
+from verl_digen.types import Condition, Geometry, PromptRow, SampleRequest
 
 TEXT, SEED, NUM_STEPS = "make it red", 7, 3
 ODE = Window(sde_steps=(), train_steps=())
@@ -42,3 +44,29 @@ def start_of(model: DiffusionModel, geometry: Geometry) -> Tensor:
     """The sampler's initial latents, as the pipeline takes them."""
     drawn = noise(SEED, "p", 0, INITIAL_LATENTS, model.latent_shape(geometry))[None]
     return model.pipeline_start(drawn, geometry)
+
+
+def assert_conditions_of_their_own(
+    model: DiffusionModel, network: nn.Module, encode: PromptEncoder, asked: Sequence[SampleRequest], num_tokens: int
+) -> None:
+    """Assert that two images of one size and a text alone have conditions and keys of their own, which are read.
+
+    Args:
+        asked: one text with the one image, with the other, and alone.
+        num_tokens: tokens of an image.
+    """
+    first, second, without = asked
+    assert first.sampling == second.sampling != without.sampling, "one bucket: they may share a forward"
+    assert len({one.condition_key for one in asked}) == 3
+    one, other, bare = encode([request.inputs for request in asked])
+    assert one["embeds"].equal(other["embeds"]) and not one["source"].equal(other["source"])
+    assert one.keys() - bare.keys() == {"source"}
+    x, sigma = torch.randn(1, *model.latent_shape(first.sampling.geometry)), torch.tensor([0.5])
+
+    def velocity(condition: Condition, request: SampleRequest = first) -> Tensor:
+        return model.velocity(network, x, sigma, [condition], None, 1.0, request.sampling.geometry)
+
+    assert (velocity(one) - velocity(other)).abs().mean() > 1e-3, "the network reads the image"
+    assert (velocity(one) - velocity(bare, without)).abs().mean() > 1e-3
+    with pytest.raises(RuntimeError, match=rf"must have 0 tokens of images for Geometry\(.*, got {num_tokens}; encode"):
+        velocity(one, without)

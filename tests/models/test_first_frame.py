@@ -46,16 +46,6 @@ def model(path: Path) -> DiffusionModel:
 
 
 @pytest.fixture(scope="module")
-def network(model: DiffusionModel) -> nn.Module:
-    return model.load_transformer(torch.float32).requires_grad_(False)
-
-
-@pytest.fixture(scope="module")
-def encode(model: DiffusionModel) -> Any:
-    return model.load_encoder(torch.float32, CPU)
-
-
-@pytest.fixture(scope="module")
 def image(tmp_path_factory: pytest.TempPathFactory) -> SourceImage:
     return draw_image(tmp_path_factory.mktemp("image") / "image.png", (100, 60))
 

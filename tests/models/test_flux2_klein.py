@@ -12,43 +12,14 @@ import torch
 from diffusers.pipelines.flux2.pipeline_flux2_klein import Flux2KleinPipeline
 
 from tests.models.cases import CPU, draw_image
-from tests.models.edit_samples import NUM_STEPS, TEXT, request_of, sample, start_of
-from tests.tiny_models import build_tiny
-from verl_digen.inputs import PromptInputs, SourceImage
-from verl_digen.models import load_model
-from verl_digen.models.flux2_klein import Flux2Klein
+from tests.models.edit_samples import NUM_STEPS, TEXT, assert_conditions_of_their_own, request_of, sample, start_of
+from verl_digen.inputs import PromptInputs
 from verl_digen.selftest import final_latents
-from verl_digen.types import Geometry, SampleRequest
+from verl_digen.types import Geometry
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Flux2Klein:
-    return load_model(build_tiny("flux2_klein", tmp_path_factory.mktemp("klein") / "c"))  # pyright: ignore
-
-
-@pytest.fixture(scope="module")
-def network(model: Flux2Klein) -> torch.nn.Module:
-    return model.load_transformer(torch.float32).requires_grad_(False)
-
-
-@pytest.fixture(scope="module")
-def encode(model: Flux2Klein) -> Any:
-    return model.load_encoder(torch.float32, CPU)
-
-
-@pytest.fixture(scope="module")
-def pipeline(model: Flux2Klein) -> Any:
-    loaded: Any = Flux2KleinPipeline.from_pretrained(model.path, dtype=torch.float32)
-    loaded.set_progress_bar_config(disable=True)
-    return loaded
-
-
-@pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> tuple[SourceImage, ...]:
-    """A wide one, a tall one, and another wide one of the first one's size."""
-    folder = tmp_path_factory.mktemp("images")
-    sizes = ((100, 70), (64, 90), (100, 70))
-    return tuple(draw_image(folder / f"{number}.png", size, number) for number, size in enumerate(sizes))
+NAME, PIPELINE = "flux2_klein", Flux2KleinPipeline
+IMAGES = ((100, 70), (64, 90), (100, 70))
+"""A wide one, a tall one, and another wide one of the first one's size."""
 
 
 def run_pipeline(model: Any, pipeline: Any, geometry: Geometry, images: Any, **more: Any) -> torch.Tensor:
@@ -102,22 +73,8 @@ def test_images_are_encoded_as_in_the_pipeline(model, encode, pipeline, images, 
 
 
 def test_rows_of_one_text_and_two_images_have_conditions_and_keys_of_their_own(model, network, encode, images):
-    asked = {"height_px": 64, "width_px": 64}
-    first, second, without = (request_of(model, each, **asked) for each in (images[:1], images[2:], ()))
-    assert first.sampling == second.sampling != without.sampling, "one bucket: they may share a forward"
-    assert len({first.condition_key, second.condition_key, without.condition_key}) == 3
-    one, other, bare = encode([first.inputs, second.inputs, without.inputs])
-    assert one["embeds"].equal(other["embeds"]) and not one["source"].equal(other["source"])
-    assert bare.keys() == {"embeds"}
-    x, sigma = torch.randn(1, *model.latent_shape(first.sampling.geometry)), torch.tensor([0.5])
-
-    def velocity(condition: Any, request: SampleRequest = first) -> torch.Tensor:
-        return model.velocity(network, x, sigma, [condition], None, 1.0, request.sampling.geometry)
-
-    assert (velocity(one) - velocity(other)).abs().mean() > 1e-3, "the network reads the image"
-    assert (velocity(one) - velocity(bare, without)).abs().mean() > 1e-3
-    with pytest.raises(RuntimeError, match=r"must have 0 tokens of images for Geometry\(.*, got 24; encode"):
-        velocity(one, without)
+    asked = [request_of(model, each, height_px=64, width_px=64) for each in (images[:1], images[2:], ())]
+    assert_conditions_of_their_own(model, network, encode, asked, num_tokens=24)
 
 
 def test_images_that_the_pipeline_refuses_are_errors(encode, images, tmp_path: Path):

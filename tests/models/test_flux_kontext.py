@@ -11,42 +11,13 @@ import pytest
 import torch
 from diffusers.pipelines.flux import pipeline_flux_kontext
 
-from tests.models.cases import CPU, draw_image
-from tests.models.edit_samples import NUM_STEPS, TEXT, request_of, sample, start_of
-from tests.tiny_models import build_tiny
-from verl_digen.inputs import PromptInputs, SourceImage
-from verl_digen.models import load_model
-from verl_digen.models.flux_kontext import FluxKontext
-from verl_digen.types import Geometry, SampleRequest
+from tests.models.cases import CPU
+from tests.models.edit_samples import NUM_STEPS, TEXT, assert_conditions_of_their_own, request_of, sample, start_of
+from verl_digen.inputs import PromptInputs
+from verl_digen.types import Geometry
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> FluxKontext:
-    return load_model(build_tiny("flux_kontext", tmp_path_factory.mktemp("kontext") / "c"))  # pyright: ignore
-
-
-@pytest.fixture(scope="module")
-def network(model: FluxKontext) -> torch.nn.Module:
-    return model.load_transformer(torch.float32).requires_grad_(False)
-
-
-@pytest.fixture(scope="module")
-def encode(model: FluxKontext) -> Any:
-    return model.load_encoder(torch.float32, CPU)
-
-
-@pytest.fixture(scope="module")
-def pipeline(model: FluxKontext) -> Any:
-    loaded: Any = pipeline_flux_kontext.FluxKontextPipeline.from_pretrained(model.path, dtype=torch.float32)
-    loaded.set_progress_bar_config(disable=True)
-    return loaded
-
-
-@pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> tuple[SourceImage, ...]:
-    """A wide one, and another of its size."""
-    folder = tmp_path_factory.mktemp("images")
-    return tuple(draw_image(folder / f"{number}.png", (130, 60), number) for number in range(2))
+NAME, PIPELINE = "flux_kontext", pipeline_flux_kontext.FluxKontextPipeline
+IMAGES = ((130, 60),) * 2
 
 
 def run_pipeline(model: Any, pipeline: Any, geometry: Geometry, image: Any, **more: Any) -> torch.Tensor:
@@ -96,22 +67,8 @@ def test_an_image_is_encoded_as_in_the_pipeline(model, encode, pipeline, images)
 
 
 def test_rows_of_one_text_and_two_images_have_conditions_and_keys_of_their_own(model, network, encode, images):
-    asked = {"height_px": 64, "width_px": 64, "image_px": 64}
-    first, second, without = (request_of(model, each, **asked) for each in (images[:1], images[1:], ()))
-    assert first.sampling == second.sampling != without.sampling, "one bucket: they may share a forward"
-    assert len({first.condition_key, second.condition_key, without.condition_key}) == 3
-    one, other, bare = encode([first.inputs, second.inputs, without.inputs])
-    assert one["embeds"].equal(other["embeds"]) and not one["source"].equal(other["source"])
-    assert bare.keys() == {"embeds", "pooled"}
-    x, sigma = torch.randn(1, *model.latent_shape(first.sampling.geometry)), torch.tensor([0.5])
-
-    def velocity(condition: Any, request: SampleRequest = first) -> torch.Tensor:
-        return model.velocity(network, x, sigma, [condition], None, 1.0, request.sampling.geometry)
-
-    assert (velocity(one) - velocity(other)).abs().mean() > 1e-3, "the network reads the image"
-    assert (velocity(one) - velocity(bare, without)).abs().mean() > 1e-3
-    with pytest.raises(RuntimeError, match=r"must have 0 tokens of images for Geometry\(.*, got 18; encode"):
-        velocity(one, without)
+    asked = [request_of(model, each, height_px=64, width_px=64, image_px=64) for each in (images[:1], images[1:], ())]
+    assert_conditions_of_their_own(model, network, encode, asked, num_tokens=18)
 
 
 def test_several_images_are_an_error(encode, images):

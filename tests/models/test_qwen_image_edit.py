@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,76 +13,23 @@ import torch
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
 
 from tests.models.cases import CPU, draw_image
+from tests.models.edit_samples import NUM_STEPS, TEXT, request_of, sample, start_of
 from tests.tiny_models import build_tiny
-from verl_digen.algorithms.noise import INITIAL_LATENTS, noise
-from verl_digen.algorithms.window import Window
-from verl_digen.config import DigenConfig
 from verl_digen.config.sampling import SamplingConfig
 from verl_digen.image_sizes import fitted_size
-from verl_digen.inputs import PromptInputs, SourceImage
+from verl_digen.inputs import PromptInputs
 from verl_digen.models import load_model
-from verl_digen.models.qwen_image_edit import QwenImageEditPlus
-from verl_digen.sampling.requests import geometry_of, sample_request
-from verl_digen.sampling.sampler import Sampler
+from verl_digen.sampling.requests import geometry_of
 from verl_digen.selftest import images_read_at
-from verl_digen.types import Geometry, PromptRow, SampleRequest
+from verl_digen.types import Geometry
 
-TEXT, SEED, NUM_STEPS = "make it red", 7, 3
-ODE = Window(sde_steps=(), train_steps=())
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> QwenImageEditPlus:
-    return load_model(build_tiny("qwen_image_edit_plus", tmp_path_factory.mktemp("edit") / "c"))  # pyright: ignore
-
-
-@pytest.fixture(scope="module")
-def network(model: QwenImageEditPlus) -> torch.nn.Module:
-    return model.load_transformer(torch.float32).requires_grad_(False)
-
-
-@pytest.fixture(scope="module")
-def encode(model: QwenImageEditPlus) -> Any:
-    return model.load_encoder(torch.float32, CPU)
-
-
-@pytest.fixture(scope="module")
-def pipeline(model: QwenImageEditPlus) -> Any:
-    loaded: Any = pipeline_qwenimage_edit_plus.QwenImageEditPlusPipeline.from_pretrained(
-        model.path, dtype=torch.float32, **model.pipeline_parts()
-    )
-    loaded.set_progress_bar_config(disable=True)
-    return loaded
-
-
-@pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> tuple[SourceImage, ...]:
-    """A wide one, a tall one, and another wide one of the first one's size."""
-    folder = tmp_path_factory.mktemp("images")
-    sizes = ((90, 40), (50, 70), (90, 40))
-    return tuple(draw_image(folder / f"{number}.png", size, number) for number, size in enumerate(sizes))
-
-
-def request_of(images: tuple[SourceImage, ...], digen: DigenConfig) -> SampleRequest:
-    row = PromptRow(TEXT, "", None, uid="p", images=tuple(image.reference for image in images))
-    return replace(sample_request(digen, row, 0, step=0, validate=True), window=ODE)
-
-
-def digen_of(**sampling: Any) -> DigenConfig:
-    return DigenConfig(sampling=SamplingConfig(val_num_steps=NUM_STEPS, **sampling))
-
-
-def sample(model: Any, network: Any, encode: Any, request: SampleRequest) -> torch.Tensor:
-    sampler = Sampler(model, network, run_seed=SEED, device=CPU, latents_dtype=torch.float32)
-    return sampler.sample([request], encode([request.inputs]), None, version=0)[1]
-
-
-def start_of(model: Any, geometry: Geometry) -> torch.Tensor:
-    return noise(SEED, "p", 0, INITIAL_LATENTS, model.latent_shape(geometry))[None]
+NAME, PIPELINE = "qwen_image_edit_plus", pipeline_qwenimage_edit_plus.QwenImageEditPlusPipeline
+IMAGES = ((90, 40), (50, 70), (90, 40))
+"""A wide one, a tall one, and another wide one of the first one's size."""
 
 
 def test_two_images_of_different_shapes_are_the_pipelines(model, network, encode, pipeline, images):
-    request = request_of(images[:2], digen_of(height_px=64, width_px=64, size_from_image=True, image_px=96))
+    request = request_of(model, images[:2], height_px=64, width_px=64, size_from_image=True, image_px=96)
     geometry = request.sampling.geometry
     assert geometry == Geometry(64, 64, 1, ((64, 128), (128, 96))), "the last image's shape is 50 to 70"
     with images_read_at(pipeline, 96):
@@ -101,7 +47,7 @@ def test_two_images_of_different_shapes_are_the_pipelines(model, network, encode
 
 @pytest.mark.long
 def test_by_default_all_sizes_are_the_pipelines(model, network, encode, pipeline, images):
-    request = request_of(images[1:2], digen_of(height_px=1024, width_px=1024, size_from_image=True))
+    request = request_of(model, images[1:2], height_px=1024, width_px=1024, size_from_image=True)
     geometry = request.sampling.geometry
     made = pipeline(
         images[1].read(),
@@ -126,8 +72,8 @@ def test_a_line_keeps_a_side_that_a_network_can_read():
 
 
 def test_rows_of_one_text_and_two_images_have_conditions_and_keys_of_their_own(model, network, encode, images):
-    digen = digen_of(height_px=64, width_px=64, image_px=64)
-    first, second = (request_of((image,), digen) for image in (images[0], images[2]))
+    asked = {"height_px": 64, "width_px": 64, "image_px": 64}
+    first, second = (request_of(model, (image,), **asked) for image in (images[0], images[2]))
     assert first.sampling == second.sampling, "one bucket: they may share a forward"
     assert first.condition_key != second.condition_key
     one, other = encode([first.inputs, second.inputs])
@@ -140,7 +86,7 @@ def test_rows_of_one_text_and_two_images_have_conditions_and_keys_of_their_own(m
     base = velocity(one)
     assert (velocity({**one, "source": other["source"]}) - base).abs().mean() > 1e-3, "the network reads the image"
     assert (velocity({**one, "embeds": other["embeds"]}) - base).abs().mean() > 1e-3, "and so does the language model"
-    larger = request_of(images[:1], digen_of(height_px=64, width_px=64, image_px=96))
+    larger = request_of(model, images[:1], **asked | {"image_px": 96})
     assert larger.condition_key != first.condition_key and larger.sampling != first.sampling
 
 

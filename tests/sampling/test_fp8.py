@@ -45,22 +45,6 @@ PUBLISHED = {
 """Name in the documents' table -> checkpoint, tokens of a prompt."""
 
 
-@pytest.fixture(scope="module")
-def model(tiny_qwen_image: Path) -> DiffusionModel:
-    return load_model(tiny_qwen_image)
-
-
-@pytest.fixture(scope="module")
-def network(model: DiffusionModel) -> nn.Module:
-    return model.load_transformer(torch.float32).requires_grad_(False)
-
-
-@pytest.fixture(scope="module")
-def condition(model: DiffusionModel) -> Condition:
-    (found,) = model.load_encoder(torch.float32, CPU)([PromptInputs("a red circle")])
-    return found
-
-
 def requests(how: Sampling) -> list[SampleRequest]:
     """Two samples of each of two groups, whose windows differ."""
     return [

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -40,22 +39,6 @@ CACHE = Outside(cache=0.5, cache_max_skips=3)
 PASSED = Outside(solver_before=0.5, solver_after=0.4)
 BOTH = Outside(cache=0.5, cache_max_skips=1, solver_before=0.7, solver_after=0.7)
 KINDS = {"cache": CACHE, "passed": PASSED, "both": BOTH}
-
-
-@pytest.fixture(scope="module")
-def model(tiny_qwen_image: Path) -> DiffusionModel:
-    return load_model(tiny_qwen_image)
-
-
-@pytest.fixture(scope="module")
-def network(model: DiffusionModel) -> nn.Module:
-    return model.load_transformer(torch.float32).requires_grad_(False)
-
-
-@pytest.fixture(scope="module")
-def condition(model: DiffusionModel) -> Condition:
-    (found,) = model.load_encoder(torch.float32, CPU)([PromptInputs("a red circle")])
-    return found
 
 
 def request(uid: str, index: int, window: Window, how: Sampling, tree: Tree | None = None) -> SampleRequest:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 
 from verl_digen.algorithms.window import Window
 from verl_digen.inputs import PromptInputs
-from verl_digen.models import load_model
 from verl_digen.models.base import DiffusionModel
 from verl_digen.sampling.prefix import Lanes, SharedPrefix
 from verl_digen.sampling.prefix_cache import PrefixCache
@@ -80,16 +78,6 @@ def test_rows_run_alone_without_shared_noise_or_with_other_prompts():
 
 def test_samples_without_a_window_share_every_step():
     assert lanes_of([request("a", index, ODE_ONLY) for index in range(3)], [5, 5, 5])[1] == (0, 6, 6)
-
-
-@pytest.fixture(scope="module")
-def model(tiny_qwen_image: Path) -> DiffusionModel:
-    return load_model(tiny_qwen_image)
-
-
-@pytest.fixture(scope="module")
-def network(model: DiffusionModel) -> nn.Module:
-    return model.load_transformer(torch.float32).requires_grad_(False)
 
 
 @pytest.fixture(scope="module")

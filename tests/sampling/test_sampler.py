@@ -20,7 +20,6 @@ from verl_digen.algorithms.noise import INITIAL_LATENTS, noise, sample_seed
 from verl_digen.algorithms.solvers import denoise_step
 from verl_digen.algorithms.window import Window
 from verl_digen.inputs import PromptInputs
-from verl_digen.models import load_model
 from verl_digen.models.base import DiffusionModel
 from verl_digen.sampling.branches import ONE_FORWARD, GuidanceBranches
 from verl_digen.sampling.sampler import Sampler, SamplingStopped, row_velocity, score_rows
@@ -45,11 +44,6 @@ RUN_SEED = 7
 ODE = Window(sde_steps=(), train_steps=())
 ALL = Window(sde_steps=(0, 1, 2, 3, 4), train_steps=(0, 1, 2, 3, 4))
 WINDOWS = (ALL, Window((1, 2), (1, 2)), Window((0, 1, 2, 3, 4), (0, 3, 4)), Window((4,), (4,)))
-
-
-@pytest.fixture(scope="module")
-def model(tiny_qwen_image: Path) -> DiffusionModel:
-    return load_model(tiny_qwen_image)
 
 
 @pytest.fixture(scope="module")
