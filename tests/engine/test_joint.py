@@ -4,30 +4,18 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
 
-from tests.engine.cases import REWARDS, Case
 from tests.engine.harness import (
-    assert_close,
-    begin,
     described,
-    fragment,
-    make_engine,
-    perturb,
-    stepped_gradients,
 )
-from verl_digen.algorithms.metric import numbers
 from verl_digen.algorithms.objectives import (
     ClampedConfig,
     Joint,
     JointRows,
     LossConfig,
-    LossInputs,
     LossOutput,
     register_objective,
 )
@@ -105,58 +93,6 @@ def mean_of_group(rows: JointRows, config: LossConfig) -> torch.Tensor:
     """Mean of the scalars over the rows of each row's group."""
     counts = torch.bincount(rows.groups).float()
     return (torch.zeros(len(counts)).index_add(0, rows.groups, rows.scalars) / counts)[rows.groups]
-
-
-@pytest.fixture(scope="module")
-def batch(one_rank: None, tiny_qwen_image: Path) -> TensorDict:
-    return Case().make_batch(tiny_qwen_image)
-
-
-def test_a_joint_column_may_read_other_policies(tiny_qwen_image: Path, batch: TensorDict):
-    """mean[c e], c = the group's mean error, against mean[e] of each group times its own mean, by hand."""
-    error = Joint(
-        "group_error",
-        (),
-        scalar=lambda rows: (rows["velocity"] - rows["reference_velocity"]).square().flatten(1).mean(1),
-        combine=mean_of_group,
-        latents=("velocity", "reference_velocity"),
-        needs_groups=True,
-    )
-
-    @register_objective(
-        "joint_for_test",
-        config=LossConfig,
-        columns=("group_error",),
-        latents=("velocity", "reference_velocity"),
-        joint=error,
-    )
-    def weighed(rows: LossInputs, config: LossConfig) -> LossOutput:
-        errors = (rows["velocity"] - rows["reference_velocity"]).square().flatten(1).mean(1)
-        return LossOutput(rows.mean(rows["group_error"] * errors), {"error": rows.mean_metric(errors)})
-
-    @register_objective("plain_for_test", config=LossConfig, latents=("velocity", "reference_velocity"))
-    def plain(rows: LossInputs, config: LossConfig) -> LossOutput:
-        errors = (rows["velocity"] - rows["reference_velocity"]).square().flatten(1).mean(1)
-        return LossOutput(rows.mean(errors), {"error": rows.mean_metric(errors)})
-
-    def train(name: str, *order: tuple[str, ...]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        digen = {"loss": {"name": name}, "advantage": {"scale": "group"}, "tsp": {"samples_per_tile": 2}}
-        engine = make_engine(tiny_qwen_image, digen=digen, optim={"clip_grad": 1e9})
-        perturb(engine, scale=0.1)
-        groups = begin(engine, batch, REWARDS)
-        for uids in order:
-            engine.accumulate(fragment(groups, *uids))
-        with stepped_gradients(engine) as found:
-            return found, numbers(engine.commit()["metrics"])
-
-    found, _ = train("joint_for_test", ("g2", "g0"), ("g1",))
-    expected: dict[str, torch.Tensor] = {}
-    num_rows = {"g0": 9, "g1": 3, "g2": 6}
-    for uid, count in num_rows.items():
-        gradient, metrics = train("plain_for_test", (uid,))
-        for name, value in gradient.items():
-            expected[name] = expected.get(name, 0) + metrics["error"] * value * count / 18
-    assert_close(found, expected, 1e-4)
 
 
 def test_a_joint_column_that_training_does_not_have_inputs_for_is_refused():

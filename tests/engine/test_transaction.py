@@ -7,11 +7,11 @@ import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tests.engine.cases import CASES, REWARDS, Case, optimizer_state
@@ -28,7 +28,6 @@ from tests.engine.harness import (
     generate,
     make_engine,
     peek,
-    perturb,
     samples_of,
     select,
     stepped_gradients,
@@ -37,7 +36,7 @@ from tests.engine.harness import (
     with_advantages,
 )
 from verl_digen.algorithms.metric import numbers
-from verl_digen.algorithms.objectives import ClampedConfig, LossConfig, register_objective
+from verl_digen.algorithms.objectives import ClampedConfig, register_objective
 from verl_digen.algorithms.rows import LossInputs, LossOutput
 from verl_digen.engine import gradients
 from verl_digen.engine.engine import DiffusersFSDPEngine
@@ -74,15 +73,7 @@ def test_distillation_alone_waits_for_no_rewards(tiny_qwen_image: Path):
     assert metrics["num_late_samples"] == 0 and metrics["policy_loss"] == metrics["teacher_kl"] > 0
 
 
-@pytest.mark.parametrize("kl", [None, "flow_grpo"])
-def test_order_of_fragments_does_not_matter(tiny_qwen_image: Path, kl: str | None):
-    expected, _ = Case(order=(("g0", "g1", "g2"),), kl=kl).committed(tiny_qwen_image)
-    for order in itertools.permutations(["g0", "g1", "g2"]):
-        found, _ = Case(order=tuple((uid,) for uid in order), kl=kl).committed(tiny_qwen_image)
-        assert_close(found, expected, 1e-5)
-
-
-@pytest.mark.parametrize("name", ["batch_scale", "full_kl", "lora_kl", "one_fragment"])
+@pytest.mark.parametrize("name", ["batch_scale", "lora_kl"])
 def test_metrics_are_those_of_the_whole_batch(tiny_qwen_image: Path, name: str):
     case = CASES[name]
     _, metrics = case.committed(tiny_qwen_image)
@@ -93,13 +84,6 @@ def test_metrics_are_those_of_the_whole_batch(tiny_qwen_image: Path, name: str):
     assert metrics["num_fragments"] == len(case.order)
     for name in expected.keys() - of_fragments - clamped:
         assert metrics[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-7), name
-
-
-def test_samples_that_might_be_clamped_wait(tiny_qwen_image: Path):
-    _, metrics = Case().committed(tiny_qwen_image)
-    assert metrics["num_late_samples"] > 0
-    _, metrics = Case(clip=float("inf")).committed(tiny_qwen_image)
-    assert metrics["num_late_samples"] == 0
 
 
 def test_accumulate_says_what_it_trained_and_what_waits(tiny_qwen_image: Path, batch: TensorDict):
@@ -113,7 +97,7 @@ def test_accumulate_says_what_it_trained_and_what_waits(tiny_qwen_image: Path, b
     engine.abort()
 
 
-@pytest.mark.parametrize("name", ["batch_scale", "full_kl", "lora_kl_by_tile", "no_clamping_by_batch"])
+@pytest.mark.parametrize("name", ["batch_scale", "lora_kl_by_tile"])
 def test_groups_that_were_dropped_do_not_count(tiny_qwen_image: Path, name: str):
     """Fewer rows and samples come than were planned: the gradient is the mean over those that came."""
     case = CASES[name]
@@ -187,29 +171,6 @@ def test_a_loss_may_read_latents(tiny_qwen_image: Path, batch: TensorDict):
     assert_close(found, gradient("reinforce"), 1e-5)
 
 
-@pytest.mark.parametrize("model", [{}, LORA], ids=["full", "lora"])
-def test_a_loss_may_read_the_reference_without_a_kl_term(tiny_qwen_image: Path, batch: TensorDict, model: dict):
-    """mean[(v - v_ref)^2] as a loss, against the KL term of that kind beside next to no policy gradient."""
-    name = f"to_reference_for_test_{'lora' if model else 'full'}"
-
-    @register_objective(name, config=LossConfig, latents=("velocity", "reference_velocity"))
-    def to_reference(rows: LossInputs, config: LossConfig) -> LossOutput:
-        squared = (rows["velocity"] - rows["reference_velocity"]).square().flatten(1).mean(1)
-        return LossOutput(rows.mean(squared), {})
-
-    def gradient(**digen: Any) -> dict[str, torch.Tensor]:
-        engine = make_engine(tiny_qwen_image, digen=digen, model=model)
-        perturb(engine, scale=0.1)
-        groups = begin(engine, batch, REWARDS)
-        engine.accumulate(fragment(groups, "g0", "g1", "g2"))
-        with stepped_gradients(engine) as found:
-            engine.commit()
-        return found
-
-    found = gradient(loss={"name": name})
-    assert_close(found, gradient(loss={"advantage_clip": 1e-9}, kl={"coef": 1.0, "kind": "velocity"}), 1e-4)
-
-
 # -- commit and abort -------------------------------------------------------------------------------------
 def test_commit_is_one_update(tiny_qwen_image: Path, batch: TensorDict):
     engine, other = (
@@ -225,82 +186,45 @@ def test_commit_is_one_update(tiny_qwen_image: Path, batch: TensorDict):
     assert metrics["grad_norm"] > 0.01 and metrics["num_skipped_updates"] == 0
 
 
-def test_a_gradient_that_is_not_finite_is_not_committed(tiny_qwen_image: Path, batch: TensorDict):
-    engine = make_engine(tiny_qwen_image, digen=EMA)
-    broken = batch.clone()
-    broken["latents"] = torch.nested.as_nested_tensor(
-        [value * math.nan for value in batch["latents"].unbind()], layout=torch.jagged
-    )
-    before = weights(engine)
-    groups = begin(engine, broken, REWARDS)
-    engine.accumulate(fragment(groups, "g0", "g1", "g2"))
-    metrics = numbers(engine.commit()["metrics"])
-    assert metrics["num_skipped_updates"] == 1 and engine.state.num_skipped == 1
-    assert_equal(weights(engine), before)
-
-
-@pytest.mark.parametrize("reduce", ["tile", "fragment", "batch"])
-@pytest.mark.parametrize("model", [{}, LORA], ids=["full", "lora"])
-def test_abort_leaves_everything_as_it_was(tiny_qwen_image: Path, batch: TensorDict, reduce: str, model: dict):
-    digen = EMA | {"tsp": {"reduce": reduce}, "kl": {"coef": 0.3}}
-    engine, other = (make_engine(tiny_qwen_image, digen=digen, model=model) for _ in range(2))
-    whole = with_advantages(batch, REWARDS, "batch", 5.0)
-    train(engine, whole), train(other, whole)
-    before = optimizer_state(engine)
-    groups = begin(engine, batch, REWARDS)
-    engine.accumulate(fragment(groups, "g0"))
-    engine.accumulate(fragment(groups, "g1"))
-    engine.abort()
-    assert_equal(optimizer_state(engine), before)
-    assert gradients.take(engine.module) == {}
-    groups = begin(engine, batch, REWARDS)  # the same groups may come again
-    engine.accumulate(fragment(groups, "g0", "g1", "g2"))
-    engine.commit()
-    train(other, whole)
-    assert_equal(optimizer_state(engine), optimizer_state(other))
-
-
 class OutOfMemory(Exception):
     """Stands for an exception of a device half-way."""
 
 
 def fail_in_forward(engine: DiffusersFSDPEngine) -> Callable[[], None]:
     """Make the second block's forward fail at its third call; returns a function that removes the failure."""
-    calls = itertools.count()
-
-    def hook(*unused: object) -> None:
-        if next(calls) == 2:
-            raise OutOfMemory
-
-    return engine.module.get_submodule(block_of(engine)).register_forward_pre_hook(hook).remove
+    return block_of(engine).register_forward_pre_hook(third_call()).remove
 
 
 def fail_in_backward(engine: DiffusersFSDPEngine) -> Callable[[], None]:
-    """Make the second block's backward fail at its third call; returns a function that removes the failure."""
+    """The same for its backward."""
+    return block_of(engine).register_full_backward_pre_hook(third_call()).remove
+
+
+def third_call() -> Callable[..., None]:
+    """A hook that fails when it is called for the third time."""
     calls = itertools.count()
 
     def hook(*unused: object) -> None:
         if next(calls) == 2:
             raise OutOfMemory
 
-    return engine.module.get_submodule(block_of(engine)).register_full_backward_pre_hook(hook).remove
+    return hook
 
 
-def block_of(engine: DiffusersFSDPEngine) -> str:
-    return next(name for name, _ in engine.module.named_modules() if name.endswith("transformer_blocks.1"))
+def block_of(engine: DiffusersFSDPEngine) -> nn.Module:
+    return next(module for name, module in engine.module.named_modules() if name.endswith("transformer_blocks.1"))
 
 
-@pytest.mark.parametrize("fail", [fail_in_forward, fail_in_backward])
 @pytest.mark.parametrize("reduce", ["tile", "batch"])
 def test_after_a_failure_only_abort_is_legal_and_all_is_well_again(
-    tiny_qwen_image: Path, batch: TensorDict, fail: Callable, reduce: str
+    tiny_qwen_image: Path, batch: TensorDict, reduce: str
 ):
     digen = EMA | {"tsp": {"reduce": reduce, "samples_per_tile": 1, "steps_per_tile": 1}}
     engine, other = (make_engine(tiny_qwen_image, digen=digen) for _ in range(2))
     before = optimizer_state(engine)
     groups = begin(engine, batch, REWARDS)
     engine.accumulate(fragment(groups, "g2"))
-    stop = fail(engine)
+    stop = fail_in_backward(engine)
     with pytest.raises(OutOfMemory):
         engine.accumulate(fragment(groups, "g0"))
     stop()

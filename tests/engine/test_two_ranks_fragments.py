@@ -43,16 +43,10 @@ ALONE = (
 )
 """Cases that differ from another one by what ranks do not share; one rank has them in `test_transaction.py`."""
 SHARED = tuple(name for name in CASES if name not in ALONE)
-DROPPED = ("no_clamping_by_batch", "lora", "replicated")
 
 
 def committed(path: Path, folder: Path) -> dict[str, Any]:
     return {name: CASES[name].committed(path) for name in SHARED}
-
-
-def dropped(path: Path, folder: Path) -> dict[str, Any]:
-    """Batches whose last fragment is not known to be the last: pending gradients are reduced without a backward."""
-    return {name: CASES[name].dropped(path) for name in DROPPED}
 
 
 def gathered(value: Any) -> list[Any]:
@@ -85,55 +79,6 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> b
     """True if bitwise equal on every rank."""
     here = found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
     return all(gathered(here))
-
-
-def aborted(path: Path, folder: Path) -> dict[str, bool]:
-    """By model and reduction: True if `abort` left everything, and the next update is that of an untouched engine."""
-    results = {}
-    for model, reduce in (({}, "tile"), ({}, "batch"), (LORA, "fragment")):
-        digen = {"tsp": {"reduce": reduce}, "kl": {"coef": 0.3}, "ema": {"enable": True, "every_steps": 1}}
-        engine, other = (make_engine(path, digen=digen, model=model) for _ in range(2))
-        batch = Case().make_batch(path)
-        for helper in (engine, other):
-            groups = begin(helper, batch, REWARDS)
-            helper.accumulate(fragment(groups, "g0", "g1", "g2"))
-            helper.commit()
-        before = optimizer_state(engine)
-        groups = begin(engine, batch, REWARDS)
-        engine.accumulate(fragment(groups, "g1"))
-        engine.abort()
-        untouched = same(optimizer_state(engine), before) and peek(engine) == {}
-        for helper in (engine, other):
-            groups = begin(helper, batch, REWARDS)
-            helper.accumulate(fragment(groups, "g0", "g1", "g2"))
-            helper.commit()
-        results[f"{'lora' if model else 'full'} {reduce}"] = untouched and same(
-            optimizer_state(engine), optimizer_state(other)
-        )
-    return results
-
-
-def failed_on_all_ranks(path: Path, folder: Path) -> bool:
-    """True if a forward that fails on all ranks can be aborted, and the next update is an untouched engine's."""
-    engine, other = (make_engine(path, digen={"tsp": {"steps_per_tile": 1}}) for _ in range(2))
-    batch = Case().make_batch(path)
-    groups = begin(engine, batch, REWARDS)
-    engine.accumulate(fragment(groups, "g1"))
-
-    def fail(*unused: object) -> None:
-        raise MemoryError
-
-    handle = engine.module.get_submodule("transformer_blocks.1").register_forward_pre_hook(fail)
-    try:
-        engine.accumulate(fragment(groups, "g0"))
-    except MemoryError:
-        handle.remove()
-        engine.abort()
-    for helper in (engine, other):
-        groups = begin(helper, batch, REWARDS)
-        helper.accumulate(fragment(groups, "g0", "g1", "g2"))
-        helper.commit()
-    return same(optimizer_state(engine), optimizer_state(other))
 
 
 def assisted(path: Path, folder: Path) -> dict[str, bool]:
@@ -170,7 +115,7 @@ def assisted(path: Path, folder: Path) -> dict[str, bool]:
 
 @pytest.fixture(scope="module")
 def two_ranks(tiny_qwen_image: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    scenarios = [committed, dropped, fetched_keys, aborted, failed_on_all_ranks, assisted]
+    scenarios = [committed, fetched_keys, assisted]
     return on_two_ranks(scenarios, tiny_qwen_image, tmp_path_factory.mktemp("two_ranks"))
 
 
@@ -187,16 +132,6 @@ def test_committed_gradient_is_that_of_the_serial_loop(
     assert metrics["policy_loss"] + CASES[name].beside(metrics) == pytest.approx(loss, rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize("name", DROPPED)
-def test_groups_that_were_dropped_do_not_count(two_ranks: dict, one_rank: None, tiny_qwen_image: Path, name: str):
-    found, metrics = two_ranks["dropped"][name]
-    gradient, expected = CASES[name].without_dropped(tiny_qwen_image)
-    assert_close(found, gradient, 1e-5)
-    assert metrics["num_rows"] == 15
-    assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
-    assert_same_projection(metrics, gradient)
-
-
 def test_each_rank_fetches_the_samples_of_its_rows_alone(two_ranks: dict):
     keys, metrics = two_ranks["fetched_keys"]
     # g2 has samples 6, 7, 8 of two rows, g1 3, 4, 5 of one: rows 6 6 7 7 8 | 8 3 4 5, and then row 0 | none
@@ -205,14 +140,8 @@ def test_each_rank_fetches_the_samples_of_its_rows_alone(two_ranks: dict):
     assert metrics["num_pad_rows"] == 1  # of the rank without a row
 
 
-@pytest.mark.parametrize("name", ["aborted", "assisted"])
-def test_open_batch_is_let_alone_or_dropped_without_a_trace(two_ranks: dict, name: str):
-    assert len(two_ranks[name]) >= 3
-    assert all(two_ranks[name].values()), two_ranks[name]
-
-
-def test_failure_on_all_ranks_can_be_aborted(two_ranks: dict):
-    assert two_ranks["failed_on_all_ranks"]
+def test_assisting_lets_the_open_batch_alone(two_ranks: dict):
+    assert len(two_ranks["assisted"]) == 4 and all(two_ranks["assisted"].values()), two_ranks["assisted"]
 
 
 def test_norm_that_clips_is_that_of_one_rank(two_ranks: dict, one_rank: None, tiny_qwen_image: Path):
