@@ -45,20 +45,11 @@ def test_the_manifest_of_kuberay_is_valid():
     ("old", "new", "said"),
     [
         ("apiVersion: ray.io/v1", "apiVersion: ray.io/v1alpha1", "apiVersion"),
-        ("shutdownAfterJobFinishes", "shutdownAfterFinish", "no field of ray.io/v1"),
         ("backoffLimit: 2", 'backoffLimit: "2"', "of type int"),
         ('num-gpus: "0"', "num-gpus: 0", "must be a string"),
         ("        minReplicas: 2\n", "", "minReplicas is missing"),
-        (
-            "runAsNonRoot: true, runAsUser: 10001, fsGroup: 10001}\n          ",
-            "runAsNonRoot: 1}\n          ",
-            "boolean",
-        ),
         ("mountPath: /dev/shm", "mountpath: /dev/shm", "mount"),
-        ("sizeLimit: 24Gi", "size: 24Gi", "size"),
         ("{name: shm, mountPath", "{name: shn, mountPath", "no volume shn"),
-        ("  name: verl-digen\n", "  name: another\n", "no claim"),
-        ("accessModes:", "accessMode:", "accessMode"),
     ],
 )
 def test_a_wrong_manifest_is_noticed(old: str, new: str, said: str):
@@ -90,25 +81,6 @@ def test_ray_of_the_manifest_is_that_of_the_image():
 @pytest.mark.parametrize("variables", [{}, {"TAG": "0.1.0", "SHM_SIZE": "128gb", "EXTRAS": "rewards,vllm-omni"}])
 def test_the_compose_file_is_valid(variables: dict[str, str]):
     assert parsed(interpolated(COMPOSE, variables)).service_names() == ["head", "run", "worker"]
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("shm_size:", "shm_sizes:"),
-        ("64gb", "plenty"),
-        ("condition: service_healthy", "condition: service_well"),
-        ("interval: 5s", "interval: soon"),
-        ("    - shared:/shared", "    - elsewhere:/shared"),
-        ("capabilities: [gpu]", "capability: [gpu]"),
-        ("verl-digen:${TAG", "verl digen:${TAG"),
-        ("127.0.0.1:8265:8265", "127.0.0.1:dashboard:8265"),
-    ],
-)
-def test_a_wrong_compose_file_is_noticed(old: str, new: str):
-    assert old in COMPOSE
-    with pytest.raises(ValueError, match=r"\w"):
-        parsed(interpolated(COMPOSE.replace(old, new, 1), {}))
 
 
 def test_the_run_of_compose_waits_for_both_nodes_and_takes_all_their_devices(start, services):

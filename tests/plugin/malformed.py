@@ -260,6 +260,14 @@ ACROSS_KEYS = [
     *_each("ray_kwargs.ray_init.num_gpus", "0", "-1", "many", "null"),
     *_each("digen.sampling.height_px", "33"),
     *_each("digen.sampling.guidance_scale", "3.5"),
+    *_each("digen.sampling.image_px", "8"),
+    *_each("digen.sampling.size_from_image", "true"),
+    *_each(f"{ROLLOUT}.data_parallel_size", "2"),
+    *_each(f"{ROLLOUT}.pipeline_model_parallel_size", "2"),
+    *_each("digen.loss.tau", "0.2"),
+    *_each("digen.loss.clip_rnage", "1e-4"),
+    *_each("digen.tag.policy", "bts"),
+    *_each("digen.staleness.max_versions", "1"),
 ]
 """Numbers that conflict with others of the run."""
 
