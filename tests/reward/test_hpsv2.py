@@ -65,21 +65,10 @@ def test_tensors_in_fp16_give_the_same_scores_to_their_precision(folder, tmp_pat
     assert found == pytest.approx(expected, abs=5e-3) and found != pytest.approx(expected, abs=1e-7)
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"visual.conv1.weight": None}, "missing: vision_model.embeddings.patch_embedding.weight"),
-        ({"score_predictor.weight": torch.zeros(2, 2)}, "unexpected: score_predictor.weight"),
-        ({"transformer.resblocks.0.ls_1.gamma": torch.zeros(2)}, "unexpected: text_model.encoder.layers.0.ls_1.gamma"),
-        ({"visual.proj": torch.zeros(16, 32)}, "of another shape: visual_projection.weight"),
-    ],
-)
-def test_other_weights_are_refused_by_the_names_of_their_tensors(folder, tmp_path, change, said):
-    state = {name: tensor for name, tensor in (hps_state() | change).items() if tensor is not None}
-    torch.save({"state_dict": state}, tmp_path / "HPS_v2.1_compressed.pt")
-    with pytest.raises(ValueError, match=r"hpsv2: path must hold the tensors of CLIPModel") as caught:
+def test_other_weights_are_refused_by_the_names_of_their_tensors(folder, tmp_path):
+    torch.save({"state_dict": hps_state() | {"visual.proj": torch.zeros(16, 32)}}, tmp_path / "HPS_v2.1_compressed.pt")
+    with pytest.raises(ValueError, match=r"hpsv2: path must hold the tensors of CLIPModel.*shape: visual_projection"):
         make_hps(folder, path=str(tmp_path))
-    assert said in str(caught.value)
 
 
 def test_a_file_that_is_no_checkpoint_is_refused(folder, tmp_path):

@@ -48,11 +48,7 @@ def test_the_contract_holds(folder):
     ("change", "said"),
     [
         ({"blip.visual_encoder.norm.weight": None}, "missing: post_layernorm.weight"),
-        ({"blip.visual_encoder.blocks.0.extra.weight": torch.zeros(2)}, "unexpected: blocks.0.extra.weight"),
         ({"blip.text_encoder.pooler.dense.weight": torch.zeros(2, 2)}, "unexpected: pooler.dense.weight"),
-        ({"blip.text_encoder.embeddings.LayerNorm.bias": torch.zeros(3)}, "another shape: embeddings.LayerNorm.bias"),
-        ({"mlp.layers.7.bias": None}, "missing: layers.7.bias"),
-        ({"mlp.layers.9.bias": torch.zeros(1)}, "unexpected: layers.9.bias"),
         ({"mlp.layers.0.weight": torch.zeros(1024, 7)}, "of another shape: layers.0.weight"),
         ({"blip.visual_encoder.pos_embed": None}, "must hold BLIP's picture encoder"),
     ],

@@ -13,14 +13,11 @@ from tests.reward.judges.chat_server import (
     ChatServer,
     judge_of,
     likely,
-    message,
     pictures_in,
     question_in,
 )
-from tests.reward.servers.local import refusing_url
-from verl_digen.reward.base import RewardUnavailable
 from verl_digen.reward.judges.chat import api_url
-from verl_digen.reward.servers.answers import Refused, ServerError, UnusableAnswer
+from verl_digen.reward.servers.answers import ServerError, UnusableAnswer
 from verl_digen.types import PromptRow, RewardInput
 
 SCORE = {"question": "Rate {prompt}", "pattern": r"Score: (\d+)", "low": 0, "high": 10}
@@ -88,46 +85,11 @@ def test_frames_of_a_video_are_sent_in_one_request():
     assert [picture[0, 0, 0] for picture in pictures_in(server.asked[0])] == [0, 40, 80]
 
 
-def test_the_last_number_counts_and_thoughts_do_not():
-    answer = "<think>Score: 1</think> Score: 2 for style. Score: 9 overall."
-    with ChatServer(lambda request: answer) as server:
-        assert score_of(judge_of("judge", server, **SCORE)) == (0.9, {"number": 9.0})
-
-
 def test_answers_of_ones_own_are_weighed():
     with ChatServer(lambda request: likely(A=0.5, B=0.25, x=0.25)) as server:
         judge = judge_of("judge", server, question="A, B or C?", answers={"A": 1.0, "B": 0.5, "C": 0.0}, top_logprobs=5)
         assert score_of(judge)[0] == pytest.approx((0.5 + 0.125) / 0.75)
     assert server.asked[0]["top_logprobs"] == 5
-
-
-@pytest.mark.parametrize(
-    "answer, message_",
-    [
-        ("I like it", "judge: the judge's answer must match .* got 'I like it' .asked 3 times"),
-        ("Score: 11", r"must lie in \[0, 10\], got 11"),
-        (message(None, refusal="I cannot rate people."), "refused: 'I cannot rate people.'"),
-        (message("Score: 4", "length"), "ended at max_tokens"),
-        (message("Score: 4", "content_filter"), "filtered"),
-    ],
-)
-def test_an_answer_without_a_score_fails_and_shows_its_start(answer, message_):
-    with ChatServer(lambda request: answer) as server:
-        judge = judge_of("judge", server, **SCORE, max_asked_again=2)
-        with pytest.raises(UnusableAnswer, match=message_):
-            score_of(judge)
-    assert len(server.asked) == 3
-
-
-def test_missing_logprobs_are_a_failure():
-    with ChatServer(lambda request: "Yes") as server, pytest.raises(UnusableAnswer, match="came without logprobs"):
-        score_of(judge_of("yes_no", server))
-
-
-def test_neither_yes_nor_no_is_a_failure_and_no_zero():
-    message_ = "none of Yes, No is among the likeliest tokens 'The', 'A'"
-    with ChatServer(lambda request: likely(The=0.9, A=0.1)) as server, pytest.raises(UnusableAnswer, match=message_):
-        score_of(judge_of("yes_no", server))
 
 
 def test_an_answer_that_is_usable_the_second_time_counts():
@@ -146,29 +108,11 @@ def test_a_busy_or_broken_server_is_asked_again(first):
         assert judge.take_counts()["retries"] == 1
 
 
-@pytest.mark.parametrize("status, error", [(500, ServerError), (400, Refused), (404, RewardUnavailable)])
-def test_a_server_that_keeps_failing_or_refuses_is_named(status, error):
-    with ChatServer(lambda request: (status, {})) as server, pytest.raises(error, match=f"status {status}.*error text"):
-        score_of(judge_of("judge", server, **SCORE))
-    assert len(server.asked) == (3 if status == 500 else 1)
-
-
-def test_a_server_out_of_reach_concerns_all_samples():
-    with pytest.raises(RewardUnavailable, match="no connection"):
-        score_of(judge_of("judge", refusing_url(), **SCORE))
-
-
 def test_the_model_is_asked_for_once():
     with ChatServer(lambda request: "Score: 4", models=("served",)) as server:
         scores_of(judge_of("judge", server, **SCORE), make_samples())
     assert [path for method, path, *_ in server.requests if method == "GET"] == ["/v1/models"]
     assert {asked["model"] for asked in server.asked} == {"served"}
-
-
-def test_a_model_that_is_given_is_not_asked_for():
-    with ChatServer(lambda request: "Score: 4", models=("a", "b")) as server:
-        score_of(judge_of("judge", server, **SCORE, model="b"))
-    assert [asked["model"] for asked in server.asked] == ["b"] == [body and "b" for _, _, _, body in server.requests]
 
 
 @pytest.mark.parametrize("models, found", [(("a", "b"), "a, b"), ((), "none")])
@@ -211,12 +155,6 @@ def test_a_sample_that_fails_fails_after_the_others_of_its_batch_are_done():
         assert len(server.asked) == 4
 
 
-def test_no_more_requests_are_under_way_than_allowed():
-    with ChatServer(lambda request: "Score: 4") as server:
-        scores_of(judge_of("judge", server, **SCORE, max_concurrency=2), [sample_of(text=str(n)) for n in range(12)])
-    assert len(server.asked) == 12 and server.max_in_flight <= 2
-
-
 def test_judges_keep_the_contract_of_rewards():
     def answer(request):
         return f"Score: {len(question_in(request)) % 11}"
@@ -243,19 +181,13 @@ def test_the_version_is_added_to_a_url_without_a_path(given, url):
         ("judge", SCORE | {"question": ""}, "question must be a text"),
         ("judge", SCORE | {"question": "{prompt.x}"}, "nothing but names"),
         ("judge", SCORE | {"answers": {"Yes": 1, "No": 0}}, "pattern or answers must be given, and not both"),
-        ("judge", {"question": "?"}, "pattern or answers must be given"),
         ("judge", SCORE | {"pattern": "Score: [0-9]+"}, "pattern must have a group"),
         ("judge", SCORE | {"pattern": "(Score"}, "pattern must be a regular expression"),
         ("judge", SCORE | {"low": 10}, r"low must be below high, .* got \[10.0, 10.0\]"),
         ("judge", {"question": "?", "answers": {"Yes": 1}}, "answers must name at least two answers"),
         ("yes_no", {"top_logprobs": 21}, r"top_logprobs must lie in \[1, 20\]"),
-        ("yes_no", {"max_px": 0}, "max_px must lie in"),
-        ("yes_no", {"max_tokens": 0}, "max_tokens must lie in"),
-        ("yes_no", {"num_frames": 0}, "num_frames must lie in"),
         ("yes_no", {"max_asked_again": -1}, "max_asked_again must lie in"),
         ("yes_no", {"request": {"temperature": 1.0}}, r"request must leave out .* got \['temperature'\]"),
-        ("unified_reward", {"size_px": -1}, "size_px must lie in"),
-        ("win_rate", {"rounds": -1}, "rounds must lie in"),
         ("win_rate", {"first": "1", "second": " 1"}, "first and second must name at least two answers"),
         ("judge", {"temperature": 0.0}, "temperature must be a setting of Question"),
     ],

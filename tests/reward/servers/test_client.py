@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 import asyncio
-import json
 import logging
 import random
 from datetime import datetime, timedelta, timezone
@@ -66,13 +65,6 @@ def test_a_request_arrives_as_it_was_sent_and_its_answer_comes_back():
     assert answer.url == server.url
 
 
-def test_get_fetches_a_path():
-    with LocalServer(statuses(200)) as server:
-        client = client_of(server.url)
-        assert asyncio.run(client.get("/ping")).body == b"status 200"
-    assert server.requests[0][:2] == ("GET", "/ping")
-
-
 @pytest.mark.parametrize("status", [500, 502, 503, 429])
 def test_failures_of_the_server_are_retried_and_counted(status):
     with LocalServer(statuses(status, status, 200)) as server:
@@ -112,26 +104,12 @@ def test_a_refused_connection_is_retried_and_then_concerns_all_samples():
     assert "no connection" in str(error) and client.take_counts()["retries"] == 3
 
 
-def test_a_request_fails_over_to_another_url():
-    with LocalServer(statuses(200)) as server:
-        client = client_of(refusing_url(), server.url)
-        assert all(answer.url == server.url for answer in ask(client, times=6))
-    assert client.take_counts()["retries"] >= 1
-
-
 def test_a_retry_prefers_a_server_that_has_not_just_failed_the_request():
     with LocalServer(statuses(500)) as bad, LocalServer(statuses(200)) as good:
         client = client_of(bad.url, good.url, max_retries=1)
         ask(client, times=6, only=good.url)  # so that the bad one is the less used
         assert ask(client).url == good.url
     assert len(bad.requests) == 1
-
-
-def test_a_request_for_one_server_never_goes_to_another():
-    with LocalServer(statuses(200)) as one, LocalServer(statuses(200)) as other:
-        client = client_of(one.url, other.url)
-        assert {answer.url for answer in ask(client, times=6, only=other.url)} == {other.url}
-    assert not one.requests
 
 
 def test_an_answer_that_cannot_be_read_is_retried_and_its_beginning_shown():
@@ -247,14 +225,6 @@ def test_retry_after_is_a_number_or_a_date():
     assert retry_after_s("soon", now) is None and retry_after_s(None, now) is None
 
 
-def test_the_breaker_keeps_requests_from_a_dead_server_and_lets_them_back_when_it_lives(caplog):
-    with LocalServer(statuses(*[500] * 4, 200)) as server, caplog.at_level(logging.WARNING):
-        client = client_of(server.url, breaker_failures=2, max_retries=8, max_concurrency=1)
-        assert ask(client).body == b"status 200"
-    assert len(server.requests) == 5 and client.take_counts()["breaker_openings"] == 1
-    assert "failed 2 times in a row" in caplog.text
-
-
 def test_requests_in_flight_never_exceed_the_limit_of_a_url():
     async def handler(request):
         while min(one.max_in_flight, other.max_in_flight) < 3:
@@ -338,21 +308,15 @@ def test_a_token_that_is_not_there_or_cannot_be_one_is_said_without_it(monkeypat
     "url, says",
     [
         ("", "url must be a URL or a list"),
-        ([], "url must be a URL or a list"),
         ("host:18085", "must begin with http:// or https://"),
-        ("ftp://host", "must begin with http:// or https://"),
         ("http://", "must name a host"),
         ("http://host:99999", "cannot be read"),
-        ("http://host:port", "cannot be read"),
         ("http://host:0", "port in"),
-        ("http://[::1", "cannot be read"),
         ("http://user:hunter2@host", "must not hold a user or a password"),
         ("http://host?key=1", "must end before"),
         ("http://ho st", "plain characters"),
-        ("http://hóst", "plain characters"),
         (["http://a", "http://a/"], "each server once"),
         ([5], "must hold URLs"),
-        (5, "must hold URLs"),
     ],
 )
 def test_a_url_that_is_none_is_refused_with_the_rule(url, says):
@@ -410,7 +374,3 @@ def test_waits_before_retries_are_random_below_a_bound_that_doubles_up_to_a_limi
     for num_attempts, most in ((1, 1), (2, 2), (3, 4), (4, 5), (500, 5)):
         waits = [client._backoff_s(num_attempts) for _ in range(200)]
         assert 0 <= min(waits) < most / 4 and most * 0.75 < max(waits) <= most
-
-
-def test_settings_hold_no_secret():
-    assert "token" not in json.dumps(vars(ServerSettings(url="http://host"))).replace("token_env", "")
