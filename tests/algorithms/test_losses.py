@@ -113,28 +113,6 @@ def test_rows_agree_with_the_fp64_reference_in_loss_and_gradient(name, config):
     assert 0 < (expected == 0).sum() < 40
 
 
-@pytest.mark.parametrize("name", ["flow_grpo", "dance_grpo"])
-def test_the_first_update_has_ratio_1_and_the_full_policy_gradient(name):
-    inputs = some_inputs()
-    inputs["old_log_prob"] = inputs["log_prob"].clone()
-    log_prob = inputs["log_prob"].requires_grad_()
-    output = policy_loss(name, inputs, ClipConfig(advantage_clip=math.inf))
-    torch.testing.assert_close(gradient(output, log_prob), -inputs["advantage"] / 12)
-    assert numbers(output.metrics) == {
-        "ratio_deviation": 0.0,
-        "ratio_deviation_min": 0.0,
-        "ratio_deviation_max": 0.0,
-        "clip_fraction": 0.0,
-        "approx_kl": 0.0,
-        "ratio_above_fraction": 0.0,
-        "ratio_below_fraction": 0.0,
-        "ratio_sign_positive": 0.0,
-        "ratio_sign_negative": 0.0,
-        "advantage_positive_fraction": 0.5,
-        "advantage_negative_fraction": 0.5,
-    }
-
-
 def test_sides_of_the_ratio_are_counted_by_the_advantage_s_sign():
     inputs = {
         "log_prob": torch.tensor([0.1, 0.2, -0.1, 0.0, 0.3, torch.nan]),

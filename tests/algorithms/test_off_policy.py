@@ -248,49 +248,6 @@ def test_no_gradient_reaches_what_was_recorded(name: str):
         assert torch.autograd.grad(loss, inputs[key], retain_graph=True, allow_unused=True)[0] is None, key
 
 
-def test_tis_within_its_bounds_has_the_gradient_of_the_unclipped_ratio():
-    """d r = r d log r: with bounds that do not bind, tis is plain importance sampling."""
-    inputs = Batch(2).inputs()
-    wide = TisConfig(high=1e3, advantage_clip=math.inf)
-    (found,) = torch.autograd.grad(policy_loss("tis", inputs, wide).loss, inputs["log_prob"])
-    ratio = (inputs["log_prob"] - inputs["behaviour_log_prob"]).exp()
-    (expected,) = torch.autograd.grad((-inputs["advantage"] * ratio).mean(), inputs["log_prob"])
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
-
-
-def test_topr_looks_at_the_reward_and_not_at_its_sign_after_centring():
-    inputs = {
-        "log_prob": torch.zeros(2, requires_grad=True),
-        "behaviour_log_prob": torch.ones(2),
-        "advantage": torch.tensor([-1.0, 1.0]),  # the second is the better one of its group
-        "reward": torch.tensor([0.5, -0.5]),
-    }
-    (found,) = torch.autograd.grad(policy_loss("topr", inputs, ToprConfig()).loss, inputs["log_prob"])
-    assert found.tolist() == pytest.approx([0.5, -0.5 * math.exp(-1)])
-
-
-def test_rewards_all_on_one_side_make_topr_reinforce_or_tis():
-    inputs = Batch(4).inputs()
-    for reward, other in ((1.0, "reinforce"), (-1.0, "tis")):
-        given = inputs | {"reward": torch.full_like(inputs["reward"], reward)}
-        expected = policy_loss(other, inputs, default_config(other)).loss
-        assert torch.equal(policy_loss("topr", given, ToprConfig()).loss, expected)
-
-
-def test_weights_of_1_make_weighted_topr_topr():
-    inputs = Batch(4).inputs()
-    topr_loss, weighted = (policy_loss(name, inputs, default_config(name)) for name in ("topr", "weighted_topr"))
-    assert torch.equal(topr_loss.loss, weighted.loss)
-
-
-def test_a_trajectory_of_one_step_makes_gspo_flow_grpo():
-    inputs = Batch(0).inputs()
-    inputs["trajectory_log_ratio"] = (inputs["log_prob"] - inputs["behaviour_log_prob"]).detach()
-    inputs["old_log_prob"] = inputs["behaviour_log_prob"]
-    found, expected = (policy_loss(name, inputs, CONFIGS[name]).loss for name in ("gspo", "flow_grpo"))
-    torch.testing.assert_close(found, expected)
-
-
 def test_trajectories_are_known_by_their_ids_wherever_their_rows_lie():
     found = trajectory_log_ratios(torch.tensor([1.0, 10.0, 3.0, -4.0, 5.0]), torch.tensor([7, 0, 7, 0, 7]))
     assert found.tolist() == [3.0, 3.0, 3.0, 3.0, 3.0]

@@ -15,7 +15,7 @@ from PIL import Image
 from tests.observe.timeline_runs import START_S, interval, lane, random_intervals, simulated_run
 from verl_digen.observe.timeline import TimelineFile, command, read_timeline
 from verl_digen.observe.timeline.analysis import by_lane, pool_usage, step_window
-from verl_digen.observe.timeline.contents import MAX_LANES, NUM_SAMPLE_LANES, step_marks, utilisation, version_marks
+from verl_digen.observe.timeline.contents import step_marks, utilisation, version_marks
 from verl_digen.observe.timeline.gantt import COLOURS, PINK, draw_step
 from verl_digen.observe.timeline.interval import KINDS, to_line
 from verl_digen.observe.timeline.layout import group_label, group_names, rows
@@ -119,12 +119,6 @@ def test_a_trace_of_anything_is_valid_and_holds_the_facts():
     assert trace["otherData"]["start_unix_s"] == START_S
 
 
-def test_slots_of_a_lane_are_threads_of_their_own():
-    chunks = [interval("generate", at, at + 2, chunk_id=str(at)) for at in (0, 1, 2)]
-    threads, _, _ = assert_valid_trace(to_trace(chunks, EVER))
-    assert sorted(map(len, threads.values())) == [1, 2]
-
-
 def test_every_kind_has_a_colour():
     assert set(TRACE_COLOURS) == set(KINDS)
     assert set(COLOURS) == set(KINDS) - {"step"}
@@ -168,18 +162,6 @@ def test_time_that_nothing_accounts_for_is_pink(tmp_path):
     assert num_pixels(pixels(tmp_path / "none.png"), PINK) > 20_000
 
 
-def test_64_lanes_make_a_strip_and_a_picture_no_taller_than_16_lanes_do(tmp_path):
-    heights, blues = {}, {}
-    for num_slots in (4, MAX_LANES, 64):
-        intervals, num_devices = simulated_run(num_slots=num_slots, num_groups=num_slots, num_trainer_devices=num_slots)
-        draw_step(intervals, 2, num_devices, tmp_path / f"{num_slots}.png")
-        picture = pixels(tmp_path / f"{num_slots}.png")
-        heights[num_slots], blues[num_slots] = len(picture), num_pixels(picture, COLOURS["generate"])
-    assert heights[4] < heights[64] < heights[MAX_LANES]
-    assert min(blues.values()) > 30_000
-    assert NUM_SAMPLE_LANES < MAX_LANES
-
-
 def test_the_strip_holds_the_same_seconds_as_the_accounts():
     rng = random.Random(0)
     for _ in range(30):
@@ -206,17 +188,6 @@ def test_marks_are_where_a_step_begins_and_where_a_version_is_first_used():
     ]
     assert step_marks(intervals) == {START_S: 1, START_S + 5: 2, START_S + 6: 2, START_S + 9: 3}
     assert version_marks(intervals) == {1: START_S + 4, 2: START_S + 9.5}
-
-
-def test_a_lane_with_slots_and_one_bar_too_narrow_for_a_label_are_drawn(tmp_path):
-    intervals, num_devices = simulated_run(num_steps=2)
-    paired = [
-        replace(one, lane=lane("generator", one.lane.index // 2, 2)) if one.lane.pool == "generator" else one
-        for one in intervals
-    ]
-    sliver = interval("save", 3.0, 3.0001, on=lane("trainer", num_devices=4), step=2)
-    draw_step([*paired, sliver], 2, num_devices, tmp_path / "slots.png")
-    assert num_pixels(pixels(tmp_path / "slots.png"), COLOURS["generate"]) > 30_000
 
 
 # -- command ----------------------------------------------------------------------------------------------

@@ -441,50 +441,27 @@ class Hanging(Pools):
         super().__init__()
         self.hangs = set(hangs)
 
-    async def _hang(self, method, slot=None):
-        if (method, slot) in self.hangs:
-            await asyncio.Event().wait()
-
-    async def generate(self, slot, chunk):
-        await self._hang("generate", slot)
-        return await super().generate(slot, chunk)
-
-    async def load(self, slots):
-        await self._hang("load", slots[0])
-        return await super().load(slots)
-
-    async def collect(self, chunk):
-        await self._hang("collect")
-        return await super().collect(chunk)
-
-    async def cancel(self, chunk):
-        await self._hang("cancel")
-        await super().cancel(chunk)
-
     async def discard(self, chunk):
-        await self._hang("discard")
+        if ("discard", None) in self.hangs:
+            await asyncio.Event().wait()
         self.hangs.discard(("collect", None))
         await super().discard(chunk)
 
-    async def assist(self, chunks):
-        await self._hang("assist")
-        return await super().assist(chunks)
 
-    async def begin(self):
-        await self._hang("begin")
-        await super().begin()
+def may_hang(method):
+    """A method of `Pools` that does not answer while it is among the calls that hang."""
 
-    async def accumulate(self, fragment, groups):
-        await self._hang("accumulate")
-        await super().accumulate(fragment, groups)
+    async def call(self, *args):
+        slot = args[0] if method == "generate" else args[0][0] if method == "load" else None
+        if (method, slot) in self.hangs:
+            await asyncio.Event().wait()
+        return await getattr(Pools, method)(self, *args)
 
-    async def commit(self):
-        await self._hang("commit")
-        return await super().commit()
+    return call
 
-    async def abort(self):
-        await self._hang("abort")
-        await super().abort()
+
+for method in ("generate", "load", "collect", "cancel", "assist", "begin", "accumulate", "commit", "abort"):
+    setattr(Hanging, method, may_hang(method))
 
 
 def run_hanging(pools, num_batches=2, **rules):
