@@ -29,7 +29,6 @@ def digen_bench(*arguments: str) -> int:
         (("--repeats", "0"), "--repeats must be >= 1, got 0"),
         (("--trainer", "0"), "--trainer must be >= 1, got 0"),
         (("--", "digen.nothing=7"), "the config cannot be composed: "),
-        (("--profile", "mine.json"), "--profile needs --device, the type of the devices that are measured"),
     ],
 )
 def test_what_cannot_run_is_one_line_before_anything_runs(arguments, message, tmp_path, monkeypatch, capsys):

@@ -196,7 +196,7 @@ def fail_in_forward(engine: DiffusersFSDPEngine) -> Callable[[], None]:
 
 
 def fail_in_backward(engine: DiffusersFSDPEngine) -> Callable[[], None]:
-    """The same for its backward."""
+    """Fail in the third backward; returns how to undo it."""
     return block_of(engine).register_full_backward_pre_hook(third_call()).remove
 
 

@@ -6,7 +6,7 @@ A, B, C), the first steps of each are left out, medians are taken over the rest.
 
     digen bench                                              the quick-start model, all modes
     digen bench --modes barrier,gap+tsp --steps 8 -- actor_rollout_ref.rollout.n=8
-    digen bench --profile mine.json --device H100            and then: digen simulate --profile mine.json --devices 64
+    digen simulate --run OUT/gap+tsp-1 --device H100         afterwards: other splits, on the durations of a run
 
 What is after `--` goes to verl. The devices are those of --trainer and --generator. A colocated run gets all of them,
 in turns: as many ranks and as many replicas as devices. Without accelerators a device is an equal share of the cores:
@@ -47,8 +47,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--trainer", type=int, default=1, help="devices that train (default: %(default)s)")
     parser.add_argument("--generator", type=int, default=1, help="devices that generate (default: %(default)s)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: outputs/bench-DATE)")
-    parser.add_argument("--profile", type=Path, metavar="FILE", help="write a measured profile for digen simulate")
-    parser.add_argument("--device", help="type of the devices, named in the profile, e.g. H100")
     parser.add_argument("overrides", nargs="*", metavar="-- OVERRIDE", help="for verl, in every mode")
 
 
@@ -91,12 +89,6 @@ def _modes(args: Namespace) -> list[Mode]:
         require("=" in word or word.startswith("~"), "overrides must be KEY=VALUE", word, "see --help")
     for option, number in (("--trainer", args.trainer), ("--generator", args.generator)):
         require(number >= 1, f"{option} must be >= 1", number, "give a number of devices")
-    require(
-        args.profile is None or args.device is not None,
-        "--profile needs --device, the type of the devices that are measured",
-        args.device,
-        "name one that verl_digen/devices.py knows",
-    )
     return modes
 
 
@@ -186,21 +178,6 @@ def _report(args: Namespace, runs: list[RunResult], setup: BenchSetup, out: Path
     path = out / "bench.json"
     path.write_text(json.dumps(to_json(summaries, runs, setting), indent=2) + "\n", encoding="utf-8")
     print(f"\n{path}")
-    if args.profile is not None:
-        from verl_digen.bench.measured_profile import measured_profile
-
-        try:
-            profile = measured_profile(
-                runs,
-                num_warm_up=args.warm_up,
-                model=f"{args.recipe} {' '.join(args.overrides)}".strip(),
-                device=args.device,
-            )
-        except ValueError as error:
-            print(f"digen bench: {error}", file=sys.stderr)
-            return 2
-        args.profile.write_text(json.dumps(profile, indent=2) + "\n", encoding="utf-8")
-        print(f"{args.profile}; try: digen simulate --profile {args.profile} --devices 32")
     return 0
 
 
