@@ -81,7 +81,6 @@ SCHEDULERS: tuple[Line, ...] = (
     ("rules.groups_per_fragment", swap("min", "max"), "a few ranks train a second sample of a fragment"),
     ("rules.stale_allowance", swap("self.fraction", "1.0"), "the whole batch may be stale", "planner"),
     ("play._deliver", given(scored_s="scored_s - self.bubble.score_s"), "groups train before their scores", "search"),
-    ("play._settle", swap("bubble.max_groups", "10**9"), "a training call takes any number of groups", "search"),
     ("search._decide", swap("MAX_DEPTH", "0"), "no choice is branched exactly"),
     ("foresight.counts", result("True"), "a gain counts that is smaller than the usual error"),
     ("merging._earliest_end", swap("call_s", "0.0", 2), "the fixed part of later training calls is forgotten"),
@@ -96,7 +95,7 @@ SCHEDULERS: tuple[Line, ...] = (
 )
 
 ALGORITHMS: tuple[Line, ...] = (
-    ("advantages.group_advantages", swap("values[samples].mean()", "values.mean()"), "rewards are centred by batch"),
+    ("advantages.group_advantages", swap("values[samples].mean()", "values.mean()"), "the batch's mean is subtracted"),
     ("advantages.advantage_scale", swap("divisor.max()", "divisor.min()"), "the smallest spread is the scale"),
     ("advantages._std", given(ddof="0"), "the population's spread in place of the sample's"),
     ("ema.ema_update_", given(decay="1 - decay"), "the average forgets what it should keep"),
@@ -129,7 +128,7 @@ ALGORITHMS: tuple[Line, ...] = (
     ("matching.sums_together", swap("rows.points", "rows.groups"), "rows of two levels are compared", "forward_losses"),
     ("dgpo.group_weights", result("1 - result"), "groups in the right order weigh more", "forward_losses"),
     ("preference.preferred_pair", result("result or (0, 1)"), "equal rewards make a pair", "forward_losses"),
-    ("diffusion_nft.implicit_policies", swap("old - towards", "old + towards"), "both policies move one way"),
+    ("diffusion_nft.implicit_policies", swap("old - towards", "old + towards"), "both implicit policies move one way"),
 )
 
 ENGINE: tuple[Line, ...] = (
@@ -144,7 +143,7 @@ ENGINE: tuple[Line, ...] = (
     (
         "transaction.close",
         swap("self.num_trained_rows", "self.num_rows", 2),
-        "dropped groups count as trained",
+        "groups that were dropped count as trained",
         ": dropped",
     ),
     ("transaction.require_sound", accept(), "a batch trains on after a failure", ": only_abort_is_legal"),
@@ -154,13 +153,13 @@ ENGINE: tuple[Line, ...] = (
     (
         "transaction.__init__",
         given(num_ranks="1"),
-        "each rank has a mean of its own",
+        "the loss is a mean over the rows of one rank",
         "invariants: two_ranks and cispo",
     ),
     (
         "transaction.__init__",
         given(exchange="lambda x: x"),
-        "joint columns are one rank's",
+        "a rank makes the joint column of its own rows alone",
         "invariants: two_ranks and gspo",
     ),
     ("transaction._with_old", result("(None, others)"), "stale samples have ratio 1", "invariants: earlier_version"),
@@ -172,16 +171,21 @@ ENGINE: tuple[Line, ...] = (
     (
         "logical_batch.__init__",
         given(reads_advantages="True"),
-        "a loss of no advantages is scaled",
+        "a loss without advantages is divided by their scale",
         "transaction: alone",
     ),
     ("logical_batch.finish", drop("_train"), "samples that are held back never train", "transaction: might_be_clamped"),
     ("planning.deal", passes(advantages="advantages[: len(needed)]"), "a rank takes the first samples' advantages"),
     ("planning.deal", passes(whole_samples="False"), "trajectories are cut without time-step parallelism"),
     ("planning._measure", swap("max", "min"), "a tile is rehearsed with a short prompt"),
-    ("planning._measure", passes(later_bytes="0"), "tiles leave moments no room", "tight_device: for_moments"),
+    ("planning._measure", passes(later_bytes="0"), "a tile leaves Adam's moments no room", "tight_device: for_moments"),
     ("memory.gradients_may_wait", result("True"), "gradients wait whatever memory there is"),
-    ("fragment.fragment_rows", result("[row._replace(bucket=0) for row in result]"), "sizes share tiles", "rows"),
+    (
+        "fragment.fragment_rows",
+        result("[row._replace(bucket=0) for row in result]"),
+        "pictures of two sizes share a tile",
+        "rows",
+    ),
     ("points.ForwardPoints.make", swap("sample.sample_index", "index"), "noise depends on the rank", "rows"),
     ("points.PathPoints.make", passes(old_log_probs="None"), "old log-probs are not used", "updates: several_updates"),
     ("rows.tile_rows", swap("tile.is_filler", "False"), "a padding tile trains"),
@@ -200,10 +204,10 @@ ENGINE: tuple[Line, ...] = (
     (
         "sharded.optimizer_step",
         swap("math.isfinite(grad_norm)", "True"),
-        "nan counts as a step",
+        "a gradient that is not finite counts as a step",
         "transaction: not_finite",
     ),
-    ("sharded.get_per_tensor_param", given(policy="CURRENT"), "replicas get what trains", "invariants: assists"),
+    ("sharded.get_per_tensor_param", given(policy="CURRENT"), "replicas get the current policy", "invariants: assists"),
     ("engine._behaviour", result("nullcontext()"), "an assist has the weights that train", "invariants: assists"),
     ("engine.commit", given(more="True"), "the learning rate does not move at a commit", "transaction: one_update"),
     ("engine._require_closed", skip(), "a batch is begun beside an open one", "transaction: illegal_calls"),
@@ -216,7 +220,7 @@ ENGINE: tuple[Line, ...] = (
     (
         "assistant.deal_samples",
         result("[list(filter(None, own)) for own in result]"),
-        "the others wait for a rank",
+        "a rank with fewer batches leaves the others alone in their forwards",
         ": as_many",
     ),
     ("gathered.forwards", given(keeps="False"), "an assist gathers the weights at every step", "assistant: gathers"),
@@ -226,7 +230,7 @@ ENGINE: tuple[Line, ...] = (
     (
         "saved_ranks.laid_out",
         swap("-(-rows // len(mesh))", "max(1, rows // len(mesh))"),
-        "short shards",
+        "shards are cut by rounding down",
         "resharding: torch_chunk",
     ),
     ("resharding.OtherRanks.copies", swap("rank", "0"), "copies are read from one file", ": objective_keeps and one"),
