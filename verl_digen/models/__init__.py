@@ -66,7 +66,7 @@ def read_index(path: str | Path) -> dict[str, Any]:
     if not index.is_file():
         raise ValueError(
             f"actor_rollout_ref.model.path must be a folder with a diffusers model_index.json, got {str(path)!r}; "
-            "check the path, or download the checkpoint first (huggingface-cli download REPO --local-dir DIR)"
+            "check the path, or download the checkpoint first (hf download REPO --local-dir DIR)"
         )
     found = read_object(index, "actor_rollout_ref.model.path")
     name = found.get("_class_name")

@@ -42,7 +42,7 @@ def checkpoint_folder(path: str) -> Iterator[Path]:
         yield local
         return
     if path not in repositories():
-        remedy = "download its config files (huggingface-cli download REPO --include '*.json' --local-dir DIR)"
+        remedy = "download its config files (hf download REPO --include '*.json' --local-dir DIR)"
         raise ValueError(
             f"actor_rollout_ref.model.path must be a folder, or one of {', '.join(repositories())}, to be planned, got "
             f"{path!r}; {remedy + ' and give the folder' if HUB_ID.fullmatch(path) else 'check the path'}"
