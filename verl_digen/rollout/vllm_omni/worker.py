@@ -314,7 +314,8 @@ class WeightReceiverExtension(CustomPipelineWorkerExtension):
         for name, tensor in staged.items():
             layer, which = self._place(name, layers)
             adapted.add(layer)
-            tensors[f"{layer}.{which}.weight"] = tensor
+            # a copy: vLLM multiplies the scaling into B in place, and what was sent is compared afterwards
+            tensors[f"{layer}.{which}.weight"] = tensor.to(self.od_config.dtype, copy=True)
         helper = PEFTHelper(
             r=config.r, lora_alpha=config.lora_alpha, target_modules=sorted(adapted), use_rslora=config.use_rslora
         )
