@@ -15,7 +15,7 @@ from tests.vllm_omni.cpu_kernels import install
 from tests.vllm_omni.tiny_judge import build_tiny_judge, probability_of_yes
 from verl_digen.reward.scorers.yes_no import QUESTION
 
-pytestmark = [pytest.mark.e2e, pytest.mark.long]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.grid]
 
 ASKS_THE_ROUTER = '''
 from uuid import uuid4
