@@ -50,11 +50,6 @@ def test_eight_samples_of_nine_steps_feed_sixteen_ranks():
     assert sum(len({row.sample for row in hand}) for hand in dealt) <= 8 + 15  # no more cuts than ranks
 
 
-def test_whole_samples_leave_ranks_idle_where_rows_would_not():
-    dealt = deal_rows(rows_of([9] * 8), 16, whole_samples=True)
-    assert Counter(len(hand) for hand in dealt) == {9: 8, 0: 8}
-
-
 def test_whole_samples_that_divide_are_dealt_in_equal_blocks():
     dealt = deal_rows(rows_of([3] * 6), 3, whole_samples=True)
     assert [sorted({row.sample for row in hand}) for hand in dealt] == [[0, 1], [2, 3], [4, 5]]

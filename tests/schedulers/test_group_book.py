@@ -104,6 +104,8 @@ def test_invariants_hold_after_random_calls(seed):
 def test_the_example_of_the_docstring():
     book = GroupBook(BatchRules(1, 2, max_sample_refills=1))
     book.add(0, ["p0"])
+    with pytest.raises(RuntimeError, match="a uid names one group, got 'p0' again"):
+        book.add(0, ["p0"])
     group = book.next_group(0, may_begin=True)
     assert group is not None and group.unissued == [0, 1]
     assert book.issue(group, 0, size=2) == Chunk(0, 0, "p0", (0, 1), version=0)
@@ -116,51 +118,3 @@ def test_the_example_of_the_docstring():
     book.mark_trained(book.batches[0], ["p0"])
     book.close(0)
     assert not book.groups and not book.batches and not book.live
-
-
-def begun_book(rules: BatchRules, uids: list[str]) -> GroupBook:
-    """A book whose groups are all in flight, a chunk each, ids from 0."""
-    book = GroupBook(rules)
-    book.add(0, uids)
-    for uid in uids:
-        book.issue(book.groups[uid], 0, size=rules.group_size)
-    return book
-
-
-def test_one_failure_more_than_allowed_drops_the_group_and_voids_its_chunks():
-    book = begun_book(BatchRules(1, 2, max_sample_refills=1), ["p0"])
-    assert book.fail(0, {0}) == []
-    again = book.issue(book.groups["p0"], 0, size=1)
-    assert book.fail(again.id, {0}) == [0, 1]
-    assert book.groups["p0"].state == "dropped" and not book.live
-    assert book.batches[0].dropped == {"failed": 1} and book.batches[0].num_sample_refills == 1
-
-
-def test_the_group_that_fills_the_batch_makes_the_others_surplus():
-    book = begun_book(BatchRules(1, 2, extra_prompts=2), ["p0", "p1", "p2"])
-    book.accept(1, {0: 0.1, 1: 0.9})
-    assert book.complete(book.groups["p1"]) == [0, 2]
-    assert [group.state for group in book.groups.values()] == ["dropped", "ready", "dropped"]
-
-
-def test_a_restarted_group_has_all_its_samples_again_and_none_of_its_rewards():
-    book = begun_book(BatchRules(1, 3, max_versions=1), ["p0"])
-    book.accept(0, {0: 0.5})
-    book.give_back(0, {1})
-    assert book.restart(0) == [0]
-    group = book.next_group(0, may_begin=True)
-    assert group is not None and (group.version, group.unissued, group.rewards) == (None, [0, 1, 2], {})
-    assert book.batches[0].num_reissued == 2 and book.begun_versions == []
-
-
-def test_a_reward_that_is_not_finite_is_an_error_and_changes_nothing():
-    book = begun_book(BatchRules(1, 2), ["p0"])
-    with pytest.raises(RuntimeError, match="a reward must be finite, got nan for sample 1 of group p0"):
-        book.accept(0, {0: 0.1, 1: float("nan")})
-    assert book.groups["p0"].rewards == {} and book.live[0].left == {0, 1}
-
-
-def test_a_uid_names_one_group():
-    book = begun_book(BatchRules(2, 2), ["p0"])
-    with pytest.raises(RuntimeError, match="a uid names one group, got 'p0' again"):
-        book.add(0, ["p0"])

@@ -5,7 +5,6 @@ import random
 import statistics
 import time
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -104,15 +103,6 @@ def test_assisting_is_never_worse_than_not_and_often_better(outcomes):
     assert max(better) > 1.3
 
 
-def test_waiting_is_chosen_where_an_assist_would_delay_ready_fragments():
-    # training is the bottleneck: the trainer has work from the first ready fragment on, at 1.1
-    costs = Costs(generate_s=1.0, assist_s=1.2, score_s=0.1, train_s=0.9, commit_s=0.0)
-    workload = Workload(num_fragments=8, num_slots=2)
-    events = simulate(workload, costs, {"gap", "tag"}).events
-    assert [event for event in events if event.what == "assist"] == []
-    assert simulate(workload, costs, {"gap", "tag"}).makespan_s == pytest.approx(1.1 + 8 * 0.9)
-
-
 def test_large_instances_are_never_worse_than_without_assisting():
     rng = random.Random(3)
     ratios = []
@@ -132,35 +122,40 @@ def test_large_instances_are_never_worse_than_without_assisting():
     assert max(ratios) > 1.5
 
 
+ASKED = Bubble(
+    free_in_s=(100.0,),
+    sample_s=(100.0,),
+    unissued=(4, 4, 4),
+    ready_in_s=(0.0, 0.0, 0.0),
+    chunk_size=1,
+    assist_sizes=(6,),
+    assist_call_s=0.5,
+    assist_round_s=2.0,
+    score_s=0.25,
+    train_call_s=0.0,
+    train_group_s=1.0,
+    max_groups=1,
+    num_ranks=6,
+)
+"""Three groups of four samples on a slot that is hopelessly slow, and a trainer of six ranks."""
+
+
 def bubble(num_fragments: int, num_slots: int, *, assist_s: float, train_s: float) -> Bubble:
     """The first bubble of a batch of one-sample groups."""
     num_left = num_fragments - num_slots
-    return Bubble(
+    return replace(
+        ASKED,
         free_in_s=(1.0,) * num_slots,
         sample_s=(1.0,) * num_slots,
         unissued=(0,) * num_slots + (1,) * num_left,
         ready_in_s=(1.1,) * num_slots + (0.0,) * num_left,
-        chunk_size=1,
         assist_sizes=(1,),
         assist_call_s=0.0,
         assist_round_s=assist_s,
         score_s=0.1,
-        train_call_s=0.0,
         train_group_s=train_s,
-        max_groups=1,
+        num_ranks=1,
     )
-
-
-@pytest.mark.parametrize("assist_s", [0.05, 0.7, 1.2])
-@pytest.mark.parametrize("train_s", [0.01, 0.05])
-def test_a_decision_at_64_fragments_and_16_slots_takes_less_than_10_ms(assist_s, train_s):
-    asked = bubble(64, 16, assist_s=assist_s, train_s=train_s)
-    taken_s = []
-    for _ in range(5):
-        start_s = time.process_time()
-        BubbleSearch().decide(asked)
-        taken_s.append(time.process_time() - start_s)
-    assert min(taken_s) < 0.010
 
 
 def test_equal_bubbles_get_equal_verdicts():
@@ -214,20 +209,9 @@ def test_branching_finds_plans_that_the_heuristics_miss():
 
 
 def test_without_slots_the_trainer_generates_itself():
-    alone = Bubble(
-        free_in_s=(),
-        sample_s=(),
-        unissued=(2, 2),
-        ready_in_s=(0.0, 0.0),
-        chunk_size=1,
-        assist_sizes=(2,),
-        assist_call_s=0.0,
-        assist_round_s=1.0,
-        score_s=0.5,
-        train_call_s=0.1,
-        train_group_s=0.2,
-        max_groups=2,
-    )
+    alone = replace(ASKED, free_in_s=(), sample_s=(), unissued=(2, 2), ready_in_s=(0.0, 0.0), assist_sizes=(2,))
+    alone = replace(alone, assist_call_s=0.0, assist_round_s=1.0, num_ranks=1)
+    alone = replace(alone, score_s=0.5, train_call_s=0.1, train_group_s=0.2, max_groups=2)
     verdict = BubbleSearch().decide(alone)
     assert (verdict.choice, verdict.num_samples) == ("assist", 2)
     # two chunks of 2 s; the first group trains at 4.0, the second at 4.5, when it is scored
@@ -237,63 +221,31 @@ def test_without_slots_the_trainer_generates_itself():
 
 def test_a_slots_chunk_never_spans_two_groups_and_a_group_is_ready_with_its_last_chunk():
     # one slot, two groups of three samples in chunks of two: 2 + 1 + 2 + 1 samples, ready at 3.5 and 6.5
-    asked = Bubble(
-        free_in_s=(0.0,),
-        sample_s=(1.0,),
-        unissued=(3, 3),
-        ready_in_s=(0.0, 0.0),
-        chunk_size=2,
-        assist_sizes=(2,),
-        assist_call_s=0.0,
-        assist_round_s=100.0,
-        score_s=0.5,
-        train_call_s=0.0,
-        train_group_s=1.0,
-        max_groups=4,
-    )
+    asked = replace(ASKED, free_in_s=(0.0,), sample_s=(1.0,), unissued=(3, 3), ready_in_s=(0.0, 0.0), chunk_size=2)
+    asked = replace(asked, assist_sizes=(2,), assist_round_s=100.0, num_ranks=1, score_s=0.5, max_groups=4)
     verdict = BubbleSearch().decide(asked)
     assert (verdict.choice, verdict.wait_until_s) == ("wait", pytest.approx(3.5))
     assert verdict.makespan_s == pytest.approx(6.5 + 1.0)
 
 
-def twelve_samples(**change: Any) -> Bubble:
-    """Three groups of four samples on slots that are hopelessly slow, and a trainer of six ranks."""
-    asked = Bubble(
-        free_in_s=(100.0,),
-        sample_s=(100.0,),
-        unissued=(4, 4, 4),
-        ready_in_s=(0.0, 0.0, 0.0),
-        chunk_size=1,
-        assist_sizes=(6,),
-        assist_call_s=0.5,
-        assist_round_s=2.0,
-        score_s=0.25,
-        train_call_s=0.0,
-        train_group_s=1.0,
-        max_groups=1,
-        num_ranks=6,
-    )
-    return replace(asked, **change)
-
-
 def test_an_assist_takes_samples_of_as_many_groups_as_it_has_ranks_for():
     # 6 + 6 samples, 2.5 s each: group 0 trains at 2.75, after the second assist, which began at 2.5
-    verdict = BubbleSearch().decide(twelve_samples())
+    verdict = BubbleSearch().decide(ASKED)
     assert (verdict.choice, verdict.num_samples) == ("assist", 6)
     assert verdict.makespan_s == pytest.approx(2 * 2.5 + 0.25 + 3 * 1.0 - 0.25)
     # one group each time: two assists of 4 samples, two groups trained, the third assist
-    alone = BubbleSearch().decide(twelve_samples(spans_groups=False))
+    alone = BubbleSearch().decide(replace(ASKED, spans_groups=False))
     assert alone.makespan_s == pytest.approx(2 * 2.5 + 2 * 1.0 + 2.5 + 0.25 + 1.0)
 
 
 def test_the_number_of_rounds_is_the_one_that_ends_first():
     # one call of two rounds saves a fixed part of 2 s; two calls would train the first group meanwhile
-    long_call = twelve_samples(assist_sizes=(6, 12), assist_call_s=2.0)
+    long_call = replace(ASKED, assist_sizes=(6, 12), assist_call_s=2.0)
     verdict = BubbleSearch().decide(long_call)
     assert verdict.num_samples == 12
     assert verdict.makespan_s == pytest.approx(2.0 + 2 * 2.0 + 0.25 + 3.0)
     # without a fixed part smaller assists overlap scoring with generation
-    assert BubbleSearch().decide(twelve_samples(assist_sizes=(6, 12), assist_call_s=0.0)).num_samples == 6
+    assert BubbleSearch().decide(replace(long_call, assist_call_s=0.0)).num_samples == 6
 
 
 @pytest.mark.parametrize("chunk_size", [1, 2])
@@ -301,7 +253,8 @@ def test_the_number_of_rounds_is_the_one_that_ends_first():
 def test_bundles_of_slots_predict_what_single_slots_do(size, chunk_size):
     """Eleven slots that end their chunks at different times, 20 groups of 4 samples, an assisting trainer."""
     slots = [(0.1 * (index * 7 % 11), 1.0 + 0.01 * index) for index in range(11)]
-    whole = Bubble(
+    whole = replace(
+        ASKED,
         free_in_s=tuple(free for free, _ in slots),
         sample_s=tuple(seconds for _, seconds in slots),
         unissued=(4,) * 20,
@@ -311,7 +264,6 @@ def test_bundles_of_slots_predict_what_single_slots_do(size, chunk_size):
         assist_call_s=0.0,
         assist_round_s=1.1,
         score_s=0.5,
-        train_call_s=0.0,
         train_group_s=0.2,
         max_groups=4,
         num_ranks=8,

