@@ -13,13 +13,11 @@ import os
 import sys
 import time
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
 
 from tests.chaos.checks import KINDS
-from tests.chaos.shrink import shrink
-from tests.chaos.simulation import simulate
-from tests.chaos.sweep import Tally, be_quiet, run_worlds
-from tests.chaos.world import draw_world
+from tests.chaos.simulation import Verdict, be_quiet, run_world, shrink
 
 WORLDS_PER_SEED = 1_000_000
 WORLDS_PER_TASK = 50
@@ -33,20 +31,22 @@ def main() -> int:
     be_quiet()
     if arguments.world is not None:
         return _show_world(arguments.world, is_shrunk=False)
-    first, tally, began_s = arguments.seed * WORLDS_PER_SEED, Tally(), time.monotonic()
-    starts = range(first, first + arguments.orders, WORLDS_PER_TASK)
+    first, began_s, verdicts = arguments.seed * WORLDS_PER_SEED, time.monotonic(), list[Verdict]()
     context = multiprocessing.get_context("spawn")  # threads of imported libraries do not survive a fork
     with ProcessPoolExecutor(arguments.processes, mp_context=context, initializer=be_quiet) as pool:
-        tasks = [
-            pool.submit(run_worlds, start, min(WORLDS_PER_TASK, first + arguments.orders - start)) for start in starts
-        ]
-        for task in as_completed(tasks):
-            tally.add(task.result())
-            _show_progress(tally, arguments.orders, time.monotonic() - began_s)
-    _show_tally(tally, time.monotonic() - began_s)
-    for seed in sorted(tally.failed)[:MAX_SHOWN]:
+        seeds = range(first, first + arguments.orders)
+        for verdict in pool.map(run_world, seeds, chunksize=WORLDS_PER_TASK):
+            verdicts.append(verdict)
+            if len(verdicts) % max(1, arguments.orders // 10) == 0:
+                print(f"{len(verdicts)} orders, {time.monotonic() - began_s:.0f} s", file=sys.stderr, flush=True)
+    failed = [verdict.world.seed for verdict in verdicts if verdict.problems]
+    print(f"{len(verdicts)} orders: {_counts(verdict.end.split(':')[0] for verdict in verdicts)}")
+    print(f"faults that struck: {_counts(fault.kind.value for verdict in verdicts for fault in verdict.struck)}")
+    problems = Counter(problem.kind for verdict in verdicts for problem in verdict.problems)
+    print(", ".join(f"{problems[kind]} {kind}" for kind in KINDS))
+    for seed in failed[:MAX_SHOWN]:
         _show_world(seed, is_shrunk=True)
-    return 1 if tally.failed else 0
+    return 1 if failed else 0
 
 
 def _parse() -> argparse.Namespace:
@@ -58,28 +58,15 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _show_progress(tally: Tally, num_orders: int, elapsed_s: float) -> None:
-    if sys.stderr.isatty() or tally.num_orders % max(WORLDS_PER_TASK, num_orders // 10) == 0:
-        end = "\r" if sys.stderr.isatty() else "\n"
-        line = f"{tally.num_orders} of {num_orders} orders, {elapsed_s:.0f} s, {len(tally.failed)} failed"
-        print(line, end=end, file=sys.stderr, flush=True)
-
-
-def _show_tally(tally: Tally, elapsed_s: float) -> None:
-    print(f"{tally.num_orders} orders in {elapsed_s:.0f} s: {_counts(tally.ends)}")
-    print(f"faults that struck: {_counts(tally.struck)}")
-    print(", ".join(f"{tally.problems[kind]} {kind}" for kind in KINDS))
-
-
-def _counts(counter: Counter[str]) -> str:
-    return ", ".join(f"{count} {name}" for name, count in sorted(counter.items())) or "none"
+def _counts(names: Iterable[str]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in sorted(Counter(names).items())) or "none"
 
 
 def _show_world(seed: int, *, is_shrunk: bool) -> int:
     """Simulate a world again, or a small one that fails in the same way, and print all that is known of it."""
-    verdict = simulate(draw_world(seed))
+    verdict = run_world(seed)
     if is_shrunk:
-        verdict = shrink(verdict, simulate)
+        verdict = shrink(verdict)
     print(
         f"\npython -m tests.chaos --world {seed}" + (" fails; a smaller world that fails alike:" if is_shrunk else "")
     )

@@ -1,30 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bugs that are put into the project to see that the simulation finds them, each as the line it changes.
-
-python -m tests.chaos.planted        each bug, after how many orders it was found, and as what
-"""
+"""Bugs that are put into the project to see that the simulation finds them, each as the line it changes."""
 
 from __future__ import annotations
 
-import ast
 import importlib
 import inspect
-import sys
-import time
-import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import CodeType
 
 from tests.chaos.faults import Fault, Kind
-from tests.chaos.simulation import Verdict, simulate
-from tests.chaos.sweep import be_quiet
-from tests.chaos.world import World, draw_world
-
-MAX_ORDERS = 1000
-"""Maximum number of random worlds in which to look for a bug."""
+from tests.chaos.simulation import Verdict, run_world
+from tests.chaos.world import World
 
 
 @dataclass(frozen=True)
@@ -121,78 +110,35 @@ BUGS = {
 
 @contextmanager
 def planted(bug: Bug) -> Iterator[None]:
-    """Put a bug into the project: all functions of the module, and of its classes, come from the changed text."""
-    with nullcontext() if bug.also is None else planted(bug.also), _planted_one(bug):
-        yield
-
-
-@contextmanager
-def _planted_one(bug: Bug) -> Iterator[None]:
+    """Put a bug into the project: functions of the module and of its classes take the code of the changed text."""
     module = importlib.import_module(bug.module)
     path = Path(inspect.getfile(module))
     source = path.read_text()
     if source.count(bug.old) != 1:
         raise ValueError(f"{bug.module} must have this line once: {bug.old!r}; write the bug anew")
-    changed = types.ModuleType(bug.module)
-    tree = ast.parse(source.replace(bug.old, bug.new))
-    tree.body = [part for part in tree.body if not isinstance(part, ast.Expr)]  # nothing registers itself again
-    exec(compile(tree, str(path), "exec"), changed.__dict__)
-    classes = [owner for _, owner in inspect.getmembers(changed, inspect.isclass) if owner.__module__ == bug.module]
-    owners = {changed: module, **{owner: getattr(module, owner.__name__) for owner in classes}}
-    functions = [(owners[owner], name, value) for owner in owners for name, value in _functions(owner, bug.module)]
-    undo = [(owner, name, vars(owner)[name]) for owner, name, _ in functions]
-    try:
-        for owner, name, value in functions:
-            setattr(owner, name, _moved(value, owners))
-        yield
-    finally:
-        for owner, name, value in undo:
-            setattr(owner, name, value)
+    changed = dict(_codes(compile(source.replace(bug.old, bug.new), str(path), "exec")))
+    owners = [module, *(one for _, one in inspect.getmembers(module, inspect.isclass) if one.__module__ == bug.module)]
+    functions = [inspect.unwrap(one) for owner in owners for one in vars(owner).values() if inspect.isfunction(one)]
+    own = [(one, one.__code__) for one in functions if one.__code__.co_filename == str(path)]
+    with nullcontext() if bug.also is None else planted(bug.also):
+        try:
+            for function, _ in own:
+                function.__code__ = changed[function.__qualname__]
+            yield
+        finally:
+            for function, code in own:
+                function.__code__ = code
 
 
-def _functions(owner: object, module: str) -> list[tuple[str, types.FunctionType]]:
-    """Functions that are written in `owner`, with their names."""
-    return [
-        (name, value)
-        for name, value in vars(owner).items()
-        if isinstance(value, types.FunctionType) and inspect.unwrap(value).__globals__["__name__"] == module
-    ]
-
-
-def _moved(function: types.FunctionType, owners: Mapping[Any, Any]) -> types.FunctionType:
-    """The function, with the `super()` of the class that it moves to."""
-    if "__class__" not in function.__code__.co_freevars:
-        return function
-    cells = tuple(
-        types.CellType(owners.get(cell.cell_contents, cell.cell_contents)) for cell in function.__closure__ or ()
-    )
-    moved = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
-    moved.__kwdefaults__ = function.__kwdefaults__
-    return moved
+def _codes(code: CodeType, prefix: str = "") -> Iterator[tuple[str, CodeType]]:
+    """(qualified name, code) of all functions and classes in a piece of code."""
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield prefix + inner.co_name, inner
+            yield from _codes(inner, f"{prefix}{inner.co_name}.")
 
 
 def hunt(bug: Bug, max_orders: int) -> Verdict | None:
     """Find the first of `max_orders` random worlds in which the bug shows; None if it shows in none."""
     with planted(bug):
-        for seed in range(max_orders):
-            verdict = simulate(draw_world(seed))
-            if verdict.problems:
-                return verdict
-    return None
-
-
-def main() -> None:
-    """Hunt every bug."""
-    be_quiet()
-    for name, bug in BUGS.items():
-        began_s = time.process_time()
-        verdict = hunt(bug, MAX_ORDERS)
-        found = "NOT FOUND"
-        if verdict is not None:
-            kinds = sorted({problem.kind for problem in verdict.problems})
-            found = f"{', '.join(kinds)} in order {verdict.world.seed}, {time.process_time() - began_s:.1f} s"
-        print(f"{name}: {found}", flush=True)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        return next((found for seed in range(max_orders) if (found := run_world(seed)).problems), None)

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Iterable
 from hashlib import md5
+from types import SimpleNamespace
 from typing import Any
 from zlib import crc32
 
@@ -130,12 +131,11 @@ class Process:
                 return
             if fault is Kind.AWAY_AFTER:
                 raise ActorUnavailableError("the connection was reset", self.actor_id.binary())
+            if not answer.done():
+                answer.set_result(outcome)
         except Exception as error:
             if not answer.done():
                 answer.set_exception(error)
-        else:
-            if not answer.done():
-                answer.set_result(outcome)
 
     async def _do(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
@@ -166,15 +166,7 @@ class Handle:
     def __getattr__(self, method: str) -> Any:
         if method.startswith("__") and method not in (SIGN_OF_LIFE, RAY_CALL):
             raise AttributeError(method)
-        return _Method(self._process, method)
-
-
-class _Method:
-    def __init__(self, process: Process, name: str):
-        self._process, self._name = process, name
-
-    def remote(self, *args: Any, **kwargs: Any) -> Reference:
-        return self._process.call(self._name, args, kwargs)
+        return SimpleNamespace(remote=lambda *args, **kwargs: self._process.call(method, args, kwargs))
 
 
 class Cluster:
@@ -248,10 +240,7 @@ class Cluster:
 
     def kill(self, handle: Handle, *, no_restart: bool = True) -> None:
         """`ray.kill`."""
-        if no_restart:
-            handle._process.die()
-        else:
-            handle._process.restart()
+        handle._process.die() if no_restart else handle._process.restart()
 
     def sleep(self, duration_s: float) -> None:
         """`time.sleep`, in the driver's main thread."""
@@ -268,6 +257,3 @@ def _remote(error: Exception, method: str) -> Exception:
 async def _pass(duration_s: float) -> None:
     if duration_s:
         await asyncio.sleep(duration_s)
-
-
-RemoteMethod = Callable[..., Reference]

@@ -21,9 +21,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tests.chaos.checks import Checks
+from tests.chaos.checks import Checks, reward_of
 from tests.chaos.processes import Cluster, Handle, Reference
-from tests.chaos.rewards import reward_of
 from tests.chaos.samples import BlankSamples
 from verl_digen.agent_loop.chunks import ChunkRunner
 from verl_digen.agent_loop.generated import GroupsBeingGenerated

@@ -9,9 +9,11 @@ verl's loop around them (`_fit`), the transfer of weights (`Sender`) and the fil
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import socket
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -29,13 +31,12 @@ from verl.workers.rollout.replica import RolloutMode
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 from tests.chaos.checks import Checks, Problem
-from tests.chaos.faults import AGENT, ENGINE, QUEUE, RANK, REWARD, SERVER, Fault
+from tests.chaos.faults import AGENT, ENGINE, QUEUE, RANK, REWARD, SERVER, Fault, Kind
 from tests.chaos.loop import Stuck, VirtualLoop, who_waits
 from tests.chaos.processes import Cluster, Handle
 from tests.chaos.roles import Agent, Engine, Judge, Queue, QueueClient, Rank, RankGroup, Reward, Server, prompt_row
 from tests.chaos.samples import BlankSamples
-from tests.chaos.survival import may_end
-from tests.chaos.world import World
+from tests.chaos.world import World, draw_world, smaller
 from tests.trainer.direct import as_it_is
 from verl_digen.agent_loop.server_manager import DiffusionServerClient
 from verl_digen.errors import RunStopped
@@ -55,6 +56,7 @@ from verl_digen.types import PromptRow
 
 RESTART_S = 5.0
 """Virtual seconds that the restart of a replica takes."""
+MAX_SHRINK_RUNS = 400
 
 VALIDATION_PROMPTS = ("val0", "val1")
 
@@ -396,3 +398,52 @@ def _check_stop(simulation: Simulation, world: World, reason: str) -> None:
     checks.require(
         not any(rank.holds_gradient for rank in simulation.rank_targets), "leaked", "a gradient is left open"
     )
+
+
+def may_end(world: World, struck: Sequence[Fault]) -> bool:
+    """True if a run in which these faults struck may stop before its last batch; the project's promises:
+
+    | fault | promise |
+    | --- | --- |
+    | slow, done twice | the run goes on |
+    | a generation or a scoring raises | the run goes on: the sample is retried |
+    | something else raises, e.g. a replica refuses weights | the run may end: it would do so again |
+    | a replica, its checkpoint worker or a reward worker fails otherwise | the run goes on while another one is left |
+    | a rank, an agent loop worker or TransferQueue fails | the run may end |
+    """
+    harmful = [fault for fault in struck if not _is_harmless(fault)]
+    replicas = {fault.process.split()[1] for fault in harmful if fault.process_kind in (SERVER, ENGINE)}
+    rewards = {fault.process for fault in harmful if fault.process_kind == REWARD}
+    return (
+        len(replicas) == world.num_replicas
+        or len(rewards) == world.num_rewards
+        or any(fault.kind is Kind.RAISES or fault.process_kind in (RANK, AGENT, QUEUE) for fault in harmful)
+    )
+
+
+def _is_harmless(fault: Fault) -> bool:
+    if fault.kind is Kind.RAISES:
+        return fault.method in ("generate", "compute_score")
+    return fault.kind in (Kind.SLOW, Kind.TWICE)
+
+
+def shrink(failed: Verdict) -> Verdict:
+    """Find the smallest world with a problem of a kind that `failed` has; returns its verdict."""
+    kinds, num_runs, candidates = {problem.kind for problem in failed.problems}, 0, smaller(failed.world)
+    while (world := next(candidates, None)) is not None and num_runs < MAX_SHRINK_RUNS:
+        num_runs += 1
+        verdict = simulate(world)
+        if kinds & {problem.kind for problem in verdict.problems}:
+            failed, candidates = verdict, smaller(verdict.world)
+    return failed
+
+
+def run_world(seed: int) -> Verdict:
+    """Simulate the world of a seed."""
+    return simulate(draw_world(seed))
+
+
+def be_quiet() -> None:
+    """Silence the project's messages about intended faults, and libraries' messages about other libraries."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)
