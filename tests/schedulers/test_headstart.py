@@ -72,7 +72,7 @@ def test_of_the_first_batch_the_training_is_known():
     assert most_samples(headstart) == 4, "two groups of 2 s"
 
 
-def played(max_versions, *, num_slots, sample_s, group_size, train_s, assist_s, num_groups=4, assist="bts"):
+def played(max_versions, *, num_slots, sample_s, group_size, train_s, assist_s, num_groups=4):
     slots = [f"s{number}" for number in range(num_slots)]
     counts = range(1, num_groups + 1)
     assisted_s, fragment_s = ([seconds * count for count in counts] for seconds in (assist_s, train_s))
@@ -82,7 +82,7 @@ def played(max_versions, *, num_slots, sample_s, group_size, train_s, assist_s, 
         group_size=group_size,
         chunk_size=1,
         max_groups_per_fragment=num_groups,
-        assist=assist,
+        assist="bts",
         num_trainer_ranks=group_size,
         max_versions=max_versions,
     )
@@ -100,11 +100,6 @@ def test_a_group_that_takes_longer_than_a_step_is_left_to_the_trainer():
     early_s, reports = played(1, **ONE_SLOW_SLOT)
     assert sum(report.stale_groups.get(1, 0) for report in reports[2:]) == 0
     assert early_s[-1] - early_s[1] <= strict_s[-1] - strict_s[1] + 1e-6
-
-
-def test_without_assists_the_slot_is_the_only_one_that_generates_and_never_waits():
-    _, reports = played(1, assist="off", **ONE_SLOW_SLOT)
-    assert all(report.stale_groups.get(1, 0) for report in reports[1:])
 
 
 def test_beginning_groups_early_makes_no_run_longer():

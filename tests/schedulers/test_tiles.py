@@ -130,11 +130,6 @@ def test_strips_are_even_so_that_no_tile_is_much_larger_than_another():
     assert [len(tile) for tile in Grid(1, 4).pack(rows_of([9]))] == [3, 3, 3]  # not 4, 4, 1
 
 
-def test_neighbours_share_a_tile():
-    tiles = Grid(3, 2).pack(rows_of([2] * 6))
-    assert [sorted(rows_by_sample(tile)) for tile in tiles] == [[0, 1, 2], [3, 4, 5]]
-
-
 def test_a_budget_takes_rows_as_they_come_in_even_parts():
     tiles = Budget(8).pack(rows_of([9, 9, 9]))
     assert [len(tile) for tile in tiles] == [6, 7, 7, 7]  # a grid of 8 rows would need 5 tiles
