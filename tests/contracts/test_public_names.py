@@ -34,21 +34,6 @@ def test_public_classes_extend_verls(target):
     assert issubclass(getattr(importlib.import_module(module), name), NAMES[target])
 
 
-def test_the_trainer_methods_we_override_exist_in_verl_with_the_parameters_we_rely_on():
-    from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
-
-    from verl_digen.trainer.base import DiffusionTrainer
-    from verl_digen.trainer.colocated import ColocatedTrainer
-
-    for name, method in (vars(DiffusionTrainer) | vars(ColocatedTrainer)).items():
-        if not inspect.isfunction(method) or not hasattr(PPOTrainerSync, name):
-            continue
-        ours = [parameter for parameter in inspect.signature(method).parameters.values()]
-        theirs = inspect.signature(getattr(PPOTrainerSync, name)).parameters
-        required = [parameter.name for parameter in ours if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
-        assert set(required) <= set(theirs), f"{name}: verl no longer passes {set(required) - set(theirs)}"
-
-
 def test_verl_calls_the_hooks_of_a_step_that_we_replace():
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
